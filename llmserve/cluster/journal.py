@@ -1,0 +1,120 @@
+"""The journal: every step of the scheduler, `(now_s, event, actions)`, in order.
+
+It holds identifiers, lengths and times, never a prompt or an answer. Its law: feeding a journal's events to a fresh
+scheduler of the same configuration gives the same actions, `replay(header, steps) == steps`.
+
+A journal file is JSON lines: a header, then one step a line.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import msgspec
+
+from llmserve.errors import JournalError
+from llmserve.scheduling.messages import Action, Event
+from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.scheduling.scheduler import Scheduler
+
+VERSION = 1
+
+Line = TypeVar("Line")
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What a replay needs besides the events. lengths: the sample that gave the first edges."""
+
+    scheduling: SchedulingConfig
+    lengths: tuple[float, ...] = ()
+    version: int = VERSION
+
+    def scheduler(self) -> Scheduler:
+        return self.scheduling.scheduler(self.lengths)
+
+
+class Step(msgspec.Struct, frozen=True):
+    now_s: float
+    event: Event
+    actions: tuple[Action, ...]
+
+
+class Journal:
+    """The last `steps_max` steps in memory, all of them in a file when `path` is given.
+
+    Listeners are called with each step: metrics and reports are made of what passes here.
+    """
+
+    def __init__(self, header: Header, *, steps_max: int = 10_000, path: Path | None = None) -> None:
+        self.header = header
+        self.steps: deque[Step] = deque(maxlen=steps_max)
+        self._listeners: list[Callable[[Step], None]] = []
+        self._encoder = msgspec.json.Encoder()
+        try:
+            self._file = path.open("wb") if path is not None else None
+        except OSError as error:
+            raise JournalError(f"cannot write the journal {path}: {error.strerror}") from error
+        self._write(header)
+
+    def listen(self, listener: Callable[[Step], None]) -> None:
+        self._listeners.append(listener)
+
+    def append(self, now_s: float, event: Event, actions: Sequence[Action]) -> None:
+        step = Step(now_s, event, tuple(actions))
+        self.steps.append(step)
+        self._write(step)
+        for listener in self._listeners:
+            listener(step)
+
+    def _write(self, line: Header | Step) -> None:
+        if self._file is not None:
+            self._file.write(self._encoder.encode(line) + b"\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def replay(header: Header, steps: Iterable[Step]) -> list[Step]:
+    """What a fresh scheduler does with these events at these times."""
+    scheduler = header.scheduler()
+    return [Step(step.now_s, step.event, tuple(scheduler.handle(step.event, step.now_s))) for step in steps]
+
+
+def read(path: Path) -> tuple[Header, list[Step]]:
+    """A journal file's header and steps. Raises JournalError naming the line that cannot be read.
+
+    A last line cut short by a crash is left out.
+    """
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise JournalError(f"cannot read the journal {path}: {error.strerror}") from error
+    if lines and not lines[-1].endswith(b"\n"):
+        lines.pop()
+    if not lines:
+        raise JournalError(f"the journal {path} is empty")
+    header = _decode(lines[0], Header, path, 1)
+    return header, [_decode(line, Step, path, number) for number, line in enumerate(lines[1:], start=2)]
+
+
+def _decode(line: bytes, kind: type[Line], path: Path, number: int) -> Line:
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except msgspec.MsgspecError as error:
+        raise JournalError(f"{path}, line {number}: {error}") from error

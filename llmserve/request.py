@@ -1,0 +1,72 @@
+"""The nouns every room speaks.
+
+A `Request` and a `Batch` are what the scheduler sees and the journal keeps: identifiers, lengths, times, never
+a prompt or an answer. A `Call` is what the client really sent; it stays between the door and the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+Outcome = Literal["completed", "failed", "cancelled", "rejected"]
+
+
+class Request(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One completion asked for by one client.
+
+    id                unique within one server's or simulation's life
+    predicted_tokens  predicted output tokens; None when nothing predicts (the request then shares bin 0)
+    deadline_s        on the scheduler's clock; None: no deadline
+    """
+
+    id: int
+    predicted_tokens: float | None = None
+    deadline_s: float | None = None
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """Requests released together from one bin, to run together.
+
+    A barrier engine starts a batch whole. A refill engine may start it in several parts, each with the same id.
+    """
+
+    id: int
+    bin: int
+    requests: tuple[Request, ...]
+    formed_at_s: float
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """An engine as the scheduler knows it.
+
+    slots    requests it runs at once, >= 1
+    barrier  True: runs one batch to its end (static batching); False: a slot refills as its request ends
+    """
+
+    name: str
+    slots: int
+    barrier: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a client asked, as it came: forwarded to an engine unchanged but for `usage_added`.
+
+    path         the endpoint, e.g. "/v1/chat/completions"
+    body         JSON bytes for the engine
+    prompt       the text the length predictor reads
+    stream       the client wants server-sent events
+    usage_added  `stream_options.include_usage` was put into `body` by us: its event is kept from the client
+    """
+
+    path: str
+    body: bytes = field(repr=False)
+    prompt: str = field(repr=False)
+    model: str
+    stream: bool
+    usage_added: bool = False
+    output_tokens_max: int | None = None
+    slo_s: float | None = None

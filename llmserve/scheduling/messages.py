@@ -1,0 +1,110 @@
+"""All that the scheduler is told (events, past tense) and all that it says (actions, imperative).
+
+Every message is frozen, compares by value and has a JSON form, so a journal of them can be replayed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from llmserve.request import Batch, EngineInfo, Request
+
+FailReason = Literal["queue_full", "no_engine", "draining", "deadline_exceeded", "engine_lost", "engine_failed"]
+
+
+# ---- events ---------------------------------------------------------------------------------------------------
+
+
+class RequestArrived(msgspec.Struct, frozen=True, tag=True):
+    request: Request
+
+
+class RequestCancelled(msgspec.Struct, frozen=True, tag=True):
+    """The client has gone. A queued request ends here; a running one ends when its engine lets go of it."""
+
+    request_id: int
+
+
+class RequestEnded(msgspec.Struct, frozen=True, tag=True):
+    """An engine has let go of a request: it answered, failed, or was aborted.
+
+    output_tokens  what it really generated (0 when unknown); a simulation may use real numbers
+    retryable      failed before its client saw a byte, by the engine's fault: it may run elsewhere
+    """
+
+    engine: str
+    request_id: int
+    outcome: Literal["completed", "failed", "cancelled"]
+    output_tokens: float = 0.0
+    retryable: bool = False
+
+
+class BatchEnded(msgspec.Struct, frozen=True, tag=True):
+    """A barrier engine has finished its batch at once; output_tokens by request id."""
+
+    engine: str
+    batch_id: int
+    output_tokens: dict[int, float]
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag=True):
+    engine: EngineInfo
+
+
+class EngineLost(msgspec.Struct, frozen=True, tag=True):
+    """An engine is gone with all it ran; its body reports nothing more about those requests.
+
+    answered  ids among them whose client has already seen bytes, so that they cannot run again
+    """
+
+    engine: str
+    answered: tuple[int, ...] = ()
+
+
+class DrainRequested(msgspec.Struct, frozen=True, tag=True):
+    """No more arrivals are wanted: bins let go of what they hold, later arrivals are refused."""
+
+
+class TimerFired(msgspec.Struct, frozen=True, tag=True):
+    """`wake_at_s` has come."""
+
+
+Event = (
+    RequestArrived
+    | RequestCancelled
+    | RequestEnded
+    | BatchEnded
+    | EngineReady
+    | EngineLost
+    | DrainRequested
+    | TimerFired
+)
+
+# ---- actions --------------------------------------------------------------------------------------------------
+
+
+class StartBatch(msgspec.Struct, frozen=True, tag=True):
+    """Run these requests on this engine now."""
+
+    engine: str
+    batch: Batch
+
+
+class AbortRequest(msgspec.Struct, frozen=True, tag=True):
+    """Stop a running request; it may still end normally, and its RequestEnded is awaited either way."""
+
+    engine: str
+    request_id: int
+
+
+class FailRequest(msgspec.Struct, frozen=True, tag=True):
+    """Tell the client no. The request is over. retry_after_s: predicted time until a retry would be taken."""
+
+    request_id: int
+    reason: FailReason
+    retry_after_s: float | None = None
+
+
+Action = StartBatch | AbortRequest | FailRequest

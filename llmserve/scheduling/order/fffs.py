@@ -1,0 +1,10 @@
+"""First formed, first served: the order of Multi-Bin Batching (its central queue)."""
+
+from __future__ import annotations
+
+from llmserve.scheduling.queues import FormedBatch
+
+
+def fffs(batch: FormedBatch) -> float:
+    """Batches are numbered as they form; one that comes back from a lost engine keeps its number."""
+    return batch.id

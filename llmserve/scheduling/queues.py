@@ -1,0 +1,149 @@
+"""Where requests wait: one first-come queue per bin, and one queue of formed batches."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from enum import Enum
+
+from llmserve.request import Batch, Request
+
+
+class Place(Enum):
+    """Where an accepted request is; it is always in exactly one place."""
+
+    BIN = "bin"
+    FORMED = "formed"
+    RUNNING = "running"
+
+
+class Ticket:
+    """One accepted request and where it is."""
+
+    __slots__ = (
+        "arrived_at_s",
+        "batch_id",
+        "bin",
+        "cancelled",
+        "engine",
+        "formed_at_s",
+        "place",
+        "request",
+        "retries",
+    )
+
+    def __init__(self, request: Request, bin_index: int, arrived_at_s: float) -> None:
+        self.request = request
+        self.bin = bin_index
+        self.arrived_at_s = arrived_at_s
+        self.place = Place.BIN
+        self.batch_id = 0  # set when a batch is formed
+        self.formed_at_s = 0.0
+        self.engine = ""  # set while running
+        self.retries = 0
+        self.cancelled = False
+
+
+class BinQueue:
+    """The requests of one bin, first come first. Every operation costs O(1) however many wait."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        # An OrderedDict, not a dict: taking from the front of a plain dict walks over its deleted entries.
+        self._tickets: OrderedDict[int, Ticket] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self._tickets.values())
+
+    @property
+    def oldest_at_s(self) -> float:
+        """Arrival of the one that has waited longest. The queue must not be empty."""
+        return next(iter(self._tickets.values())).arrived_at_s
+
+    def append(self, ticket: Ticket) -> None:
+        self._tickets[ticket.request.id] = ticket
+
+    def remove(self, ticket: Ticket) -> None:
+        del self._tickets[ticket.request.id]
+
+    def take(self, count: int) -> list[Ticket]:
+        return [self._tickets.popitem(last=False)[1] for _ in range(count)]
+
+
+class FormedBatch:
+    """A batch that waits for an engine; requests may leave it one by one (cancelled, or started by a refill engine)."""
+
+    __slots__ = ("avoid", "bin", "formed_at_s", "id", "tickets")
+
+    def __init__(self, batch_id: int, bin_index: int, formed_at_s: float, tickets: list[Ticket]) -> None:
+        self.id = batch_id
+        self.bin = bin_index
+        self.formed_at_s = formed_at_s
+        self.tickets = {ticket.request.id: ticket for ticket in tickets}
+        self.avoid: str | None = None  # the engine that failed it: run elsewhere if there is an elsewhere
+
+    def take(self, count: int) -> tuple[Batch, list[Ticket]]:
+        """Remove the first `count` requests, as what an engine is told to start."""
+        if count >= len(self.tickets):
+            taken = list(self.tickets.values())
+            self.tickets = {}
+        else:
+            taken = [self.tickets.pop(request_id) for request_id in list(self.tickets)[:count]]
+        requests = tuple([ticket.request for ticket in taken])
+        return Batch(self.id, self.bin, requests, self.formed_at_s), taken
+
+
+class FormedQueue:
+    """Formed batches by the order's key. Push and pop cost O(log batches), removal of a request O(1)."""
+
+    def __init__(self, key: Callable[[FormedBatch], float]) -> None:
+        self._key = key
+        self._heap: list[tuple[float, int, int, FormedBatch]] = []
+        self._batch_of: dict[int, FormedBatch] = {}  # request id -> its batch
+        self._serial = 0
+
+    def push(self, batch: FormedBatch) -> None:
+        self._serial += 1  # a total order: equal keys never compare batches
+        heapq.heappush(self._heap, (self._key(batch), batch.id, self._serial, batch))
+        for request_id in batch.tickets:
+            self._batch_of[request_id] = batch
+
+    def __len__(self) -> int:
+        """Requests that wait in formed batches."""
+        return len(self._batch_of)
+
+    def __bool__(self) -> bool:
+        return bool(self._batch_of)
+
+    def batches(self) -> list[FormedBatch]:
+        """Every batch that still holds a request, in order."""
+        return [batch for *_, batch in sorted(self._heap) if batch.tickets]
+
+    def remove(self, ticket: Ticket) -> None:
+        del self._batch_of.pop(ticket.request.id).tickets[ticket.request.id]
+
+    def first(self) -> FormedBatch | None:
+        """The batch that runs next; None when nothing waits."""
+        while self._heap:
+            batch = self._heap[0][3]
+            if batch.tickets:
+                return batch
+            heapq.heappop(self._heap)
+        return None
+
+    def take(self, batch: FormedBatch, count: int) -> tuple[Batch, list[Ticket]]:
+        started, tickets = batch.take(count)
+        for ticket in tickets:
+            del self._batch_of[ticket.request.id]
+        return started, tickets
+
+    def set_aside(self, batch: FormedBatch) -> None:
+        """Take the first batch off the queue for now; give it back with `push`."""
+        entry = heapq.heappop(self._heap)
+        assert entry[3] is batch, "only the first batch can be set aside"
+        for request_id in batch.tickets:
+            del self._batch_of[request_id]

@@ -1,0 +1,435 @@
+"""The scheduler: told what happened and what time it is, it answers with what to do.
+
+It reads no clock, opens no socket and awaits nothing, so the live server, the simulator and the tests drive this
+very object. Requests go predicted length -> bin -> formed batch -> engine:
+
+    RequestArrived -> [bin queue] --release--> [formed queue] --order--> StartBatch -> RequestEnded | BatchEnded
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+from bins.edges import OnlineEdges
+from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.messages import (
+    AbortRequest,
+    Action,
+    BatchEnded,
+    DrainRequested,
+    EngineLost,
+    EngineReady,
+    Event,
+    FailReason,
+    FailRequest,
+    RequestArrived,
+    RequestCancelled,
+    RequestEnded,
+    StartBatch,
+    TimerFired,
+)
+from llmserve.scheduling.queues import BinQueue, FormedBatch, FormedQueue, Place, Ticket
+from llmserve.scheduling.rates import CompletionRate
+from llmserve.scheduling.release import Release
+
+
+class EngineState:
+    """One engine as the scheduler sees it."""
+
+    __slots__ = ("info", "ready", "running")
+
+    def __init__(self, info: EngineInfo) -> None:
+        self.info = info
+        self.ready = True
+        self.running: dict[int, Ticket] = {}
+
+    @property
+    def free(self) -> int:
+        """Requests it could start now: a barrier engine takes a new batch only when it is empty."""
+        if not self.ready:
+            return 0
+        if self.info.barrier:
+            return 0 if self.running else self.info.slots
+        return self.info.slots - len(self.running)
+
+
+class Scheduler:
+    """See the module. All times are seconds on the caller's clock, which must never run backwards.
+
+    release             when a bin lets a batch go (scheduling/release.py)
+    order               key of a formed batch; the smallest runs next (scheduling/order/)
+    edges               bins over predicted lengths, fitted again as actual lengths come in
+    batch_size          largest batch that a bin forms
+    queue_requests_max  requests that may wait; one more is refused with `queue_full`
+    retries_max         times that a request whose engine failed before its first byte runs again
+    engine_wait_s       how long requests wait when no engine is up before they fail with `no_engine`
+    """
+
+    def __init__(
+        self,
+        *,
+        release: Release,
+        order: Callable[[FormedBatch], float],
+        edges: OnlineEdges,
+        batch_size: int,
+        queue_requests_max: int = 100_000,
+        retries_max: int = 2,
+        engine_wait_s: float = 30.0,
+    ) -> None:
+        self.edges = edges
+        self.bins = [BinQueue(index) for index in range(edges.bins)]
+        self.formed = FormedQueue(order)
+        self.engines: dict[str, EngineState] = {}
+        self.requests: dict[int, Ticket] = {}
+        self.waiting = 0  # requests in bins and in formed batches
+        self._release = release
+        self._batch_size = batch_size
+        self._queue_requests_max = queue_requests_max
+        self._retries_max = retries_max
+        self._engine_wait_s = engine_wait_s
+        self._free: dict[str, EngineState] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._rate = CompletionRate()
+        self._batches_formed = 0
+        self._draining = False
+        self._engineless_since_s: float | None = 0.0  # None while any engine is ready
+        self._now_s = 0.0
+        self._actions: list[Action] = []
+        self._handlers: dict[type, Callable[..., None]] = {
+            RequestArrived: self._on_request_arrived,
+            RequestCancelled: self._on_request_cancelled,
+            RequestEnded: self._on_request_ended,
+            BatchEnded: self._on_batch_ended,
+            EngineReady: self._on_engine_ready,
+            EngineLost: self._on_engine_lost,
+            DrainRequested: self._on_drain_requested,
+            TimerFired: self._on_timer_fired,
+        }
+
+    # ---- the one entrance -------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """Take one event; return what must be done now, in order."""
+        assert now_s >= self._now_s, f"time ran backwards: {now_s} after {self._now_s}"
+        self._now_s = now_s
+        actions: list[Action] = []
+        self._actions = actions
+        if self._deadlines and self._deadlines[0][0] <= now_s:
+            self._fail_late_requests()
+        self._handlers[type(event)](event)
+        if self.waiting:
+            if self._release.timed:
+                self._form_all()
+            if self._free:
+                self._dispatch()
+        return actions
+
+    @property
+    def wake_at_s(self) -> float | None:
+        """When the scheduler wants TimerFired at the latest; None: not before something happens."""
+        times: list[float] = []
+        if self.waiting:
+            if self._release.timed and not self._draining:
+                dues = (self._release.due_at_s(queue) for queue in self.bins)
+                times = [due_s for due_s in dues if due_s is not None]
+            if self._engineless_since_s is not None:
+                times.append(self._engineless_since_s + self._engine_wait_s)
+        if self._deadlines:
+            times.append(self._deadlines[0][0])
+        return min(times, default=None)
+
+    # ---- events -----------------------------------------------------------------------------------------------
+
+    def _on_request_arrived(self, event: RequestArrived) -> None:
+        request = event.request
+        assert request.id not in self.requests, f"request {request.id} arrived twice"
+        refusal = self._refusal(request)
+        if refusal is not None:
+            retry_after_s = None if refusal == "deadline_exceeded" else self._retry_after_s()
+            self._actions.append(FailRequest(request.id, refusal, retry_after_s))
+            return
+        tokens = request.predicted_tokens
+        queue = self.bins[0 if tokens is None else self.edges.bin_of(tokens)]
+        ticket = Ticket(request, queue.index, self._now_s)
+        self.requests[request.id] = ticket
+        queue.append(ticket)
+        self.waiting += 1
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.deadline_s, request.id))
+        self._form(queue)
+
+    def _refusal(self, request: Request) -> FailReason | None:
+        if self._draining:
+            return "draining"
+        if self._engineless_since_s is not None:
+            return "no_engine"
+        if self.waiting >= self._queue_requests_max:
+            return "queue_full"
+        if request.deadline_s is not None and request.deadline_s <= self._now_s:
+            return "deadline_exceeded"
+        return None
+
+    def _on_request_cancelled(self, event: RequestCancelled) -> None:
+        ticket = self.requests.get(event.request_id)
+        if ticket is None or ticket.cancelled:
+            return  # it ended, or was refused, before the news of its client came
+        if ticket.place is Place.RUNNING:
+            ticket.cancelled = True
+            self._actions.append(AbortRequest(ticket.engine, event.request_id))
+        else:
+            self._leave_queue(ticket)
+            del self.requests[event.request_id]
+
+    def _on_request_ended(self, event: RequestEnded) -> None:
+        engine = self.engines.get(event.engine)
+        ticket = engine.running.get(event.request_id) if engine is not None else None
+        if engine is None or ticket is None:
+            return  # stale: the engine was lost with it, and the request lives elsewhere or has ended
+        self._let_go(engine, ticket)
+        if event.outcome == "failed" and event.retryable and not ticket.cancelled:
+            self._run_again([ticket], "engine_failed", avoid=event.engine)
+            return
+        del self.requests[event.request_id]
+        self._rate.observe(self._now_s)
+        if event.outcome == "completed":
+            self._see_length(event.output_tokens)
+
+    def _on_batch_ended(self, event: BatchEnded) -> None:
+        engine = self.engines.get(event.engine)
+        if engine is None:
+            return
+        ended = [ticket for ticket in engine.running.values() if ticket.batch_id == event.batch_id]
+        for ticket in ended:
+            del engine.running[ticket.request.id]
+            del self.requests[ticket.request.id]
+            self._rate.observe(self._now_s)
+            self._see_length(event.output_tokens.get(ticket.request.id, 0))
+        if engine.free:
+            self._free[engine.info.name] = engine
+
+    def _on_engine_ready(self, event: EngineReady) -> None:
+        name = event.engine.name
+        state = self.engines.get(name)
+        if state is None:
+            state = self.engines[name] = EngineState(event.engine)
+        state.info, state.ready = event.engine, True
+        self._engineless_since_s = None
+        if state.free > 0:
+            self._free[name] = state
+        else:
+            self._free.pop(name, None)
+
+    def _on_engine_lost(self, event: EngineLost) -> None:
+        state = self.engines.get(event.engine)
+        if state is None or not state.ready:
+            return
+        state.ready = False
+        self._free.pop(event.engine, None)
+        if not any(engine.ready for engine in self.engines.values()):
+            self._engineless_since_s = self._now_s
+        tickets, state.running = list(state.running.values()), {}
+        again: dict[int, list[Ticket]] = {}  # by batch, so that a barrier engine gets it back as one
+        for ticket in tickets:
+            if ticket.cancelled:
+                del self.requests[ticket.request.id]
+            elif ticket.request.id in event.answered:
+                self._fail(ticket, "engine_lost")
+            else:
+                again.setdefault(ticket.batch_id, []).append(ticket)
+        for unanswered in again.values():
+            self._run_again(unanswered, "engine_lost", avoid=event.engine)
+
+    def _on_drain_requested(self, event: DrainRequested) -> None:
+        self._draining = True
+        self._form_all()
+
+    def _on_timer_fired(self, event: TimerFired) -> None:
+        since_s = self._engineless_since_s
+        if since_s is not None and self._now_s >= since_s + self._engine_wait_s:
+            for ticket in [ticket for ticket in self.requests.values() if ticket.place is not Place.RUNNING]:
+                self._leave_queue(ticket)
+                self._fail(ticket, "no_engine")
+
+    # ---- release: bin -> formed batch -------------------------------------------------------------------------
+
+    def _form(self, queue: BinQueue) -> None:
+        """Let everything go that this bin's release lets go whether or not an engine is free."""
+        while (size := self._release_size(queue, engine_free=False)) > 0:
+            self._form_batch(queue, size)
+
+    def _form_all(self) -> None:
+        for queue in self.bins:
+            self._form(queue)
+
+    def _release_size(self, queue: BinQueue, engine_free: bool) -> int:
+        if self._draining:
+            return min(len(queue), self._batch_size)
+        return self._release.size(queue, self._now_s, engine_free)
+
+    def _form_batch(self, queue: BinQueue, size: int) -> None:
+        tickets = queue.take(size)
+        self._batches_formed += 1
+        for ticket in tickets:
+            ticket.place = Place.FORMED
+            ticket.batch_id = self._batches_formed
+            ticket.formed_at_s = self._now_s
+        self.formed.push(FormedBatch(self._batches_formed, queue.index, self._now_s, tickets))
+
+    def _form_for_free_engine(self) -> bool:
+        """An engine would idle: offer it the bin whose oldest request has waited longest. True if one let go."""
+        filled = (queue for queue in self.bins if len(queue))
+        for queue in sorted(filled, key=lambda queue: (queue.oldest_at_s, queue.index)):
+            size = self._release_size(queue, engine_free=True)
+            if size > 0:
+                self._form_batch(queue, size)
+                return True
+        return False
+
+    # ---- order: formed batch -> engine ------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        """Start formed batches, in order, until no engine is free or nothing may go."""
+        held: list[FormedBatch] = []
+        while self._free:
+            batch = self.formed.first()
+            if batch is None:
+                if not self._form_for_free_engine():
+                    break
+                continue
+            engine = self._engine_for(batch)
+            if engine is None:  # only the engine that has just failed it is free: it waits for another
+                self.formed.set_aside(batch)
+                held.append(batch)
+            else:
+                self._start(engine, batch)
+        for batch in held:
+            self.formed.push(batch)
+
+    def _engine_for(self, batch: FormedBatch) -> EngineState | None:
+        """The free engine with the most room; never the one that failed this batch while another is up."""
+        free = self._free
+        if batch.avoid is not None and self._another_is_ready(batch.avoid):
+            free = {name: engine for name, engine in free.items() if name != batch.avoid}
+        if not free:
+            return None
+        if len(free) == 1:
+            return next(iter(free.values()))
+        return min(free.values(), key=lambda engine: (-engine.free, engine.info.name))
+
+    def _another_is_ready(self, name: str) -> bool:
+        return any(engine.ready for other, engine in self.engines.items() if other != name)
+
+    def _start(self, engine: EngineState, batch: FormedBatch) -> None:
+        started, tickets = self.formed.take(batch, engine.free)
+        name = engine.info.name
+        for ticket in tickets:
+            ticket.place = Place.RUNNING
+            ticket.engine = name
+            engine.running[ticket.request.id] = ticket
+        self.waiting -= len(tickets)
+        if not engine.free:
+            del self._free[name]
+        self._actions.append(StartBatch(name, started))
+
+    # ---- leaving ----------------------------------------------------------------------------------------------
+
+    def _let_go(self, engine: EngineState, ticket: Ticket) -> None:
+        del engine.running[ticket.request.id]
+        if engine.free:
+            self._free[engine.info.name] = engine
+
+    def _see_length(self, output_tokens: float) -> None:
+        if output_tokens > 0:
+            self.edges.observe(output_tokens)
+
+    def _leave_queue(self, ticket: Ticket) -> None:
+        if ticket.place is Place.BIN:
+            self.bins[ticket.bin].remove(ticket)
+        else:
+            self.formed.remove(ticket)
+        self.waiting -= 1
+
+    def _fail(self, ticket: Ticket, reason: FailReason) -> None:
+        del self.requests[ticket.request.id]
+        retry_after_s = None if reason == "deadline_exceeded" else self._retry_after_s()
+        self._actions.append(FailRequest(ticket.request.id, reason, retry_after_s))
+
+    def _run_again(self, tickets: list[Ticket], reason: FailReason, avoid: str) -> None:
+        """Requests of one batch go back to its place among the formed batches; those tried too often fail."""
+        for ticket in [ticket for ticket in tickets if ticket.retries >= self._retries_max]:
+            self._fail(ticket, reason)
+            tickets.remove(ticket)
+        for ticket in tickets:
+            ticket.retries += 1
+            ticket.place = Place.FORMED
+            ticket.engine = ""
+            if ticket.request.deadline_s is not None:  # it may have been passed over while the request ran
+                heapq.heappush(self._deadlines, (ticket.request.deadline_s, ticket.request.id))
+        if tickets:
+            self.waiting += len(tickets)
+            batch = FormedBatch(tickets[0].batch_id, tickets[0].bin, tickets[0].formed_at_s, tickets)
+            batch.avoid = avoid
+            self.formed.push(batch)
+
+    def _fail_late_requests(self) -> None:
+        """Requests whose deadline has come while they wait end at once; those that run are left to their engine."""
+        while self._deadlines and self._deadlines[0][0] <= self._now_s:
+            _, request_id = heapq.heappop(self._deadlines)
+            ticket = self.requests.get(request_id)
+            if ticket is not None and ticket.place is not Place.RUNNING:
+                self._leave_queue(ticket)
+                self._fail(ticket, "deadline_exceeded")
+
+    def _retry_after_s(self) -> float | None:
+        return self._rate.drain_time_s(self.waiting)
+
+    # ---- promises ---------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert every invariant of the state (DESIGN's laws that one state can show). O(requests)."""
+        in_bins = {ticket.request.id: ticket for queue in self.bins for ticket in queue}
+        in_formed = {
+            request_id: ticket for batch in self.formed.batches() for request_id, ticket in batch.tickets.items()
+        }
+        running = {
+            request_id: ticket for engine in self.engines.values() for request_id, ticket in engine.running.items()
+        }
+        assert len(in_bins) + len(in_formed) + len(running) == len(self.requests), "a request is in two places"
+        for place, tickets in (
+            (Place.BIN, in_bins),
+            (Place.FORMED, in_formed),
+            (Place.RUNNING, running),
+        ):
+            for request_id, ticket in tickets.items():
+                assert self.requests.get(request_id) is ticket, f"request {request_id} is not accounted for"
+                assert ticket.place is place, f"request {request_id} is in {place}, its ticket says {ticket.place}"
+        assert self.waiting == len(in_bins) + len(in_formed) == self._waiting_by_queue(), "waiting is miscounted"
+        for engine in self.engines.values():
+            self._check_engine(engine)
+        self._check_nothing_idles()
+
+    def _waiting_by_queue(self) -> int:
+        return sum(len(queue) for queue in self.bins) + len(self.formed)
+
+    def _check_engine(self, engine: EngineState) -> None:
+        name = engine.info.name
+        assert len(engine.running) <= engine.info.slots, f"{name} runs more requests than slots"
+        assert engine.ready or not engine.running, f"{name} is lost and still runs requests"
+        if engine.info.barrier:
+            batches = {ticket.batch_id for ticket in engine.running.values()}
+            assert len(batches) <= 1, f"barrier engine {name} runs batches {batches}"
+        assert (name in self._free) == (engine.free > 0), f"{name} is wrongly listed as free or busy"
+
+    def _check_nothing_idles(self) -> None:
+        """Nothing waits past its release while an engine that could run it is idle."""
+        for queue in self.bins:
+            assert self._release_size(queue, engine_free=False) == 0, f"bin {queue.index} waits past its release"
+        if not self._free:
+            return
+        for batch in self.formed.batches():
+            assert self._engine_for(batch) is None, f"batch {batch.id} waits while an engine is free"
+        for queue in self.bins:
+            assert not len(queue) or self._release_size(queue, engine_free=True) == 0, (
+                f"bin {queue.index} waits while an engine is free"
+            )

@@ -1,0 +1,1 @@
+"""Workloads, engine models and reports for the simulated cluster."""

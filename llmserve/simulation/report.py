@@ -1,0 +1,126 @@
+"""What a run came to: a summary of every request's times, as a table or as one JSON object."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from llmserve.scheduling.messages import Action, BatchEnded, Event, RequestArrived, RequestEnded, StartBatch
+
+Times = NDArray[np.float64]
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """Rates are over `elapsed_s`, from the first arrival to the last end. Latency: arrival to end; waiting: to start.
+
+    batch_fill_mean  requests per formed batch, over the batch size
+    utilisation      mean over engines of the share of their time (refill: of their slots' time) at work
+    """
+
+    completed: int
+    elapsed_s: float
+    throughput_per_s: float
+    output_tokens_per_s: float
+    latency_s_mean: float
+    latency_s_p50: float
+    latency_s_p95: float
+    latency_s_p99: float
+    waiting_s_mean: float
+    waiting_s_p50: float
+    waiting_s_p95: float
+    waiting_s_p99: float
+    batch_fill_mean: float
+    utilisation: float
+
+
+class Recorder:
+    """Listens to the steps of a run and keeps when each request (ids 0 .. count-1) arrived, started and ended."""
+
+    def __init__(self, count: int) -> None:
+        self.arrived_s = [math.nan] * count
+        self.started_s = [math.nan] * count
+        self.ended_s = [math.nan] * count
+        self.batches: dict[int, int] = {}  # batch id -> requests started
+
+    def __call__(self, now_s: float, event: Event, actions: list[Action]) -> None:
+        if type(event) is RequestArrived:
+            self.arrived_s[event.request.id] = now_s
+        elif type(event) is BatchEnded:
+            for request_id in event.output_tokens:
+                self.ended_s[request_id] = now_s
+        elif type(event) is RequestEnded and event.outcome == "completed":
+            self.ended_s[event.request_id] = now_s
+        for action in actions:
+            if type(action) is StartBatch:
+                self._start(now_s, action)
+
+    def _start(self, now_s: float, action: StartBatch) -> None:
+        batch = action.batch
+        for request in batch.requests:
+            self.started_s[request.id] = now_s
+        self.batches[batch.id] = self.batches.get(batch.id, 0) + len(batch.requests)
+
+
+def summarise(recorder: Recorder, output_tokens: Times, batch_size: int, busy_share: list[float]) -> Summary:
+    """output_tokens : (count,) by request id.  busy_share : utilisation of each engine over the same elapsed time."""
+    arrived, started, ended = (np.array(times) for times in (recorder.arrived_s, recorder.started_s, recorder.ended_s))
+    done = ~np.isnan(ended)
+    elapsed_s = elapsed(recorder)
+    latency, waiting = (ended - arrived)[done], (started - arrived)[done]
+    formed = sum(recorder.batches.values())
+    return Summary(
+        completed=int(done.sum()),
+        elapsed_s=elapsed_s,
+        throughput_per_s=_per_s(float(done.sum()), elapsed_s),
+        output_tokens_per_s=_per_s(float(output_tokens[done].sum()), elapsed_s),
+        **_spread("latency_s", latency),
+        **_spread("waiting_s", waiting),
+        batch_fill_mean=formed / (len(recorder.batches) * batch_size) if formed else 0.0,
+        utilisation=float(np.mean(busy_share)) if busy_share else 0.0,
+    )
+
+
+def elapsed(recorder: Recorder) -> float:
+    """Seconds from the first arrival to the last end; 0 when nothing ended."""
+    ended = np.array(recorder.ended_s)
+    if not (~np.isnan(ended)).any():
+        return 0.0
+    return float(np.nanmax(ended) - np.nanmin(np.array(recorder.arrived_s)))
+
+
+def _per_s(count: float, elapsed_s: float) -> float:
+    return count / elapsed_s if elapsed_s > 0 else 0.0
+
+
+def _spread(name: str, values: Times) -> dict[str, float]:
+    """Mean and percentiles; zeros when there is no value."""
+    p50, p95, p99 = np.percentile(values, [50, 95, 99]).tolist() if values.size else (0.0, 0.0, 0.0)
+    mean = float(values.mean()) if values.size else 0.0
+    return {f"{name}_mean": mean, f"{name}_p50": p50, f"{name}_p95": p95, f"{name}_p99": p99}
+
+
+def print_table(summary: Summary, title: str, console: Console) -> None:
+    """The summary as a person reads it."""
+    table = Table(title=title, title_justify="left")
+    for column in ("", "mean", "p50", "p95", "p99"):
+        table.add_column(column, justify="left" if not column else "right")
+    values = msgspec.structs.asdict(summary)
+    for name in ("latency", "waiting"):
+        spread = (values[f"{name}_s_{part}"] for part in ("mean", "p50", "p95", "p99"))
+        table.add_row(f"{name} (s)", *(f"{value:.3f}" for value in spread))
+    table.add_section()
+    for label, text in (
+        ("requests/s", f"{summary.throughput_per_s:.4f}"),
+        ("output tokens/s", f"{summary.output_tokens_per_s:.1f}"),
+        ("completed", f"{summary.completed:,}"),
+        ("elapsed (s)", f"{summary.elapsed_s:.1f}"),
+        ("batch fill", f"{summary.batch_fill_mean:.1%}"),
+        ("engine utilisation", f"{summary.utilisation:.1%}"),
+    ):
+        table.add_row(label, text)
+    console.print(table)
