@@ -2,6 +2,7 @@
 
 LLMServeError
 ├── ConfigError                 a flag, variable, file or folder is wrong (exit status 2)
+├── ListenError                 the address or port cannot be listened on (exit status 1)
 ├── EngineStartError            a local engine did not come up (exit status 1)
 ├── JournalError                a journal file cannot be read or does not replay
 └── RequestError                answered to a client in OpenAI's error shape
@@ -26,6 +27,10 @@ class LLMServeError(Exception):
 
 class ConfigError(LLMServeError):
     """The configuration cannot be used; the message names the key and the nearest right one."""
+
+
+class ListenError(LLMServeError):
+    """The address or port cannot be listened on."""
 
 
 class EngineStartError(LLMServeError):

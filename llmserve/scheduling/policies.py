@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from bins.edges import OnlineEdges
 from llmserve.scheduling.order.fffs import fffs
 from llmserve.scheduling.release import Full, Greedy, Release, Timeout
 from llmserve.scheduling.scheduler import Scheduler
-
-Count = Annotated[int, msgspec.Meta(ge=1)]
-CountOrZero = Annotated[int, msgspec.Meta(ge=0)]
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 ORDERS = {"fffs": fffs}
 
@@ -22,17 +19,34 @@ ORDERS = {"fffs": fffs}
 class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What decides when and where each request runs."""
 
-    bins: Count = 8
-    batch_size: Count = 8
-    release: Literal["full", "timeout", "greedy"] = "greedy"
-    batch_wait_s: Seconds = 0.05
-    order: Literal["fffs"] = "fffs"
-    edges: tuple[float, ...] | None = None
-    edges_window: Count = 4096
-    edges_refit_every: CountOrZero = 256
-    queue_requests_max: Count = 10_000
-    retries_max: CountOrZero = 2
-    engine_wait_s: Seconds = 30.0
+    bins: Annotated[int, Meta(ge=1, description="equal-mass length bins")] = 8
+    batch_size: Annotated[int, Meta(ge=1, description="requests in a full batch")] = 8
+    release: Annotated[
+        Literal["full", "timeout", "greedy"],
+        Meta(
+            description="when a bin lets a batch go: full; timeout: full, or the oldest has waited batch-wait-s; "
+            "greedy: full, or an engine would idle"
+        ),
+    ] = "greedy"
+    batch_wait_s: Annotated[float, Meta(ge=0, description="longest wait in a bin under --release timeout")] = 0.05
+    order: Annotated[
+        Literal["fffs"], Meta(description="which formed batch runs next; fffs: first formed, first served")
+    ] = "fffs"
+    edges: Annotated[
+        tuple[float, ...] | None,
+        Meta(description="first interior edges of the bins, output tokens (default: from the predictor's training)"),
+    ] = None
+    edges_window: Annotated[int, Meta(ge=1, description="actual lengths that the edges are fitted to")] = 4096
+    edges_refit_every: Annotated[int, Meta(ge=0, description="completions between two fits of the edges; 0: never")] = (
+        256
+    )
+    queue_requests_max: Annotated[int, Meta(ge=1, description="requests that may wait; one more gets 429")] = 10_000
+    retries_max: Annotated[
+        int, Meta(ge=0, description="times a request runs again when its engine failed before the first byte")
+    ] = 2
+    engine_wait_s: Annotated[
+        float, Meta(ge=0, description="how long requests wait for an engine when none is up, before 503")
+    ] = 30.0
 
     def scheduler(self, lengths: Sequence[float] = ()) -> Scheduler:
         """A fresh scheduler. lengths: a sample of output lengths (tokens) for the first edges.

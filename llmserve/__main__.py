@@ -1,0 +1,47 @@
+"""`llmserve serve | simulate`. Heavy imports happen inside the command that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from llmserve import __version__
+from llmserve.errors import ConfigError, LLMServeError
+
+
+def parser() -> argparse.ArgumentParser:
+    from llmserve import serve, simulate
+
+    top = argparse.ArgumentParser(
+        prog="llmserve",
+        description="An OpenAI-compatible front-end that batches prompts by predicted answer length.",
+    )
+    top.add_argument("--version", action="version", version=f"llmserve {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module, help_ in (
+        ("serve", serve, "run the front-end, with the embedded engine or in front of other servers"),
+        ("simulate", simulate, "run the same scheduler under a virtual clock"),
+    ):
+        command = commands.add_parser(
+            name, help=help_, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        module.add_arguments(command)
+        command.set_defaults(main=module.main)
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 0 done, 1 failed at run time, 2 wrongly asked."""
+    args = parser().parse_args(argv)
+    try:
+        return int(args.main(args))
+    except ConfigError as error:
+        print(f"llmserve: {error}", file=sys.stderr)
+        return 2
+    except LLMServeError as error:
+        print(f"llmserve: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""The HTTP application: OpenAI's endpoints on a live cluster.
+
+POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /v1/models/{id}
+GET /health (the process lives)   GET /ready (an engine is up)   GET /metrics (Prometheus)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from llmserve.api.limits import ApiConfig, Doorkeeper
+from llmserve.api.parse import parse_call
+from llmserve.cluster.live import Exchange, Head, LiveCluster, Receipt
+from llmserve.errors import BadRequest, MethodNotAllowed, ModelNotFound, NotFound, RequestError, Unavailable
+from llmserve.metrics import Metrics
+from llmserve.request import Call
+
+log = logging.getLogger("llmserve")
+
+
+def create_app(cluster: LiveCluster, metrics: Metrics, doorkeeper: Doorkeeper, config: ApiConfig) -> FastAPI:
+    door = _Door(cluster, metrics, doorkeeper, config)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        app.add_route(path, door.complete, methods=["POST"])
+    app.add_route("/v1/models", door.list_models, methods=["GET"])
+    app.add_route("/v1/models/{model_id:path}", door.retrieve_model, methods=["GET"])
+    app.add_route("/health", door.health, methods=["GET"])
+    app.add_route("/ready", door.ready, methods=["GET"])
+    app.add_route("/metrics", door.metrics_text, methods=["GET"])
+    app.add_exception_handler(RequestError, door.on_request_error)
+    app.add_exception_handler(HTTPException, door.on_http_exception)
+    app.add_exception_handler(Exception, door.on_exception)
+    return app
+
+
+def error_response(error: RequestError) -> Response:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    return _json(error.body(), error.status, headers)
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+
+
+def receipt_headers(receipt: Receipt) -> list[tuple[bytes, bytes]]:
+    """What the front-end did for this answer."""
+    headers = [
+        (b"x-request-id", b"llmserve-%d" % receipt.request_id),
+        (b"x-llmserve-bin", b"%d" % receipt.bin),
+        (b"x-llmserve-batch", b"%d" % receipt.batch),
+        (b"x-llmserve-queue-ms", b"%.1f" % receipt.queue_ms),
+        (b"x-llmserve-engine", receipt.engine.encode()),
+    ]
+    if receipt.predicted_tokens is not None:
+        headers.append((b"x-llmserve-predicted-tokens", b"%.0f" % receipt.predicted_tokens))
+    return headers
+
+
+class _Door:
+    """The endpoints."""
+
+    def __init__(self, cluster: LiveCluster, metrics: Metrics, doorkeeper: Doorkeeper, config: ApiConfig) -> None:
+        self._cluster = cluster
+        self._metrics = metrics
+        self._doorkeeper = doorkeeper
+        self._config = config
+
+    # ---- completions ----
+
+    async def complete(self, request: Request) -> Response:
+        name = self._doorkeeper.admit(request.headers.get("authorization"))
+        call = parse_call(
+            request.url.path,
+            await self._read_body(request),
+            prompt_chars_max=self._config.prompt_chars_max,
+            slo_ms=request.headers.get("x-llmserve-slo-ms"),
+        )
+        if self._cluster.draining:
+            raise Unavailable("the server is shutting down", code="draining", retry_after_s=1.0)
+        models = self._cluster.models
+        if models and call.model not in models:
+            raise _model_not_found(call.model, list(models))
+        self._doorkeeper.enter(name)
+        return _Completion(self._cluster, call, on_end=lambda: self._doorkeeper.leave(name))
+
+    async def _read_body(self, request: Request) -> bytes:
+        limit = self._config.body_bytes_max
+        parts: list[bytes] = []
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise BadRequest(f"the body is larger than {limit:,} bytes", code="body_too_large")
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    # ---- models ----
+
+    async def list_models(self, request: Request) -> Response:
+        self._doorkeeper.admit(request.headers.get("authorization"))
+        return _json({"object": "list", "data": [self._model(id_) for id_ in sorted(self._cluster.models)]})
+
+    async def retrieve_model(self, request: Request) -> Response:
+        self._doorkeeper.admit(request.headers.get("authorization"))
+        id_ = request.path_params["model_id"]
+        if id_ not in self._cluster.models:
+            raise _model_not_found(id_, list(self._cluster.models))
+        return _json(self._model(id_))
+
+    def _model(self, id_: str) -> dict[str, Any]:
+        model: dict[str, Any] = {"id": id_, "object": "model", "created": 0, "owned_by": "llmserve"}
+        context_tokens = self._cluster.models[id_].context_tokens
+        return {**model, "max_model_len": context_tokens} if context_tokens else model
+
+    # ---- state ----
+
+    async def health(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        engines = self._cluster.engines_ready
+        ready = any(engines.values()) and not self._cluster.draining
+        return _json({"ready": ready, "draining": self._cluster.draining, "engines": engines}, 200 if ready else 503)
+
+    async def metrics_text(self, request: Request) -> Response:
+        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    # ---- what goes wrong ----
+
+    async def on_request_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        self._metrics.refused(error.code or error.type)
+        return error_response(error)
+
+    async def on_http_exception(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if error.status_code == 405:
+            return error_response(MethodNotAllowed(f"{request.method} is not allowed on {request.url.path}"))
+        return error_response(NotFound(f"there is no {request.url.path}"))
+
+    async def on_exception(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=499)  # nobody reads it
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return error_response(RequestError("the front-end failed on this request", code="internal_error"))
+
+
+def _model_not_found(id_: str, known: list[str]) -> ModelNotFound:
+    return ModelNotFound(f"there is no model {id_!r}; this server has {', '.join(sorted(known))}", param="model")
+
+
+class _Completion(Response):
+    """Queues the call, then sends the engine's own bytes. Watches for the client's leaving all the while."""
+
+    def __init__(self, cluster: LiveCluster, call: Call, on_end: Callable[[], None]) -> None:
+        self._cluster = cluster
+        self._call = call
+        self._on_end = on_end
+        self._exchange: Exchange | None = None
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.ensure_future(self._watch(receive))
+        try:
+            exchange = await self._cluster.submit(self._call, self._keep)
+            await self._answer(exchange, scope, receive, send)
+        finally:
+            watcher.cancel()
+            if self._exchange is not None:
+                self._cluster.cancel(self._exchange)  # does nothing once the answer is complete
+            self._on_end()
+
+    def _keep(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    async def _watch(self, receive: Receive) -> None:
+        """Until the client leaves: then its request must not cost an engine anything more."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if self._exchange is not None:
+            self._cluster.cancel(self._exchange)
+            self._exchange.fail(ClientGone("the client has left"))
+
+    async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            head = await exchange.head()
+        except ClientGone:
+            return
+        except RequestError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        if head.body is not None:
+            await _send_start(send, head, len(head.body))
+            await send({"type": "http.response.body", "body": head.body})
+            return
+        await _send_start(send, head, None)
+        try:
+            async for chunk in exchange.chunks():
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except ClientGone:
+            return
+        except RequestError as error:  # too late for a status: an event says so, as OpenAI's clients expect
+            event = b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+class ClientGone(RequestError):
+    """The client has closed its connection; never sent to anyone."""
+
+
+async def _send_start(send: Callable[[Any], Awaitable[None]], head: Head, length: int | None) -> None:
+    headers = [(b"content-type", head.content_type.encode()), *receipt_headers(head.receipt)]
+    if length is not None:
+        headers.append((b"content-length", b"%d" % length))
+    else:
+        headers.append((b"cache-control", b"no-cache"))
+    await send({"type": "http.response.start", "status": head.status, "headers": headers})

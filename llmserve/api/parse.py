@@ -1,0 +1,155 @@
+"""From a client's JSON to a Call. Only what the front-end itself needs is checked; the engine judges the rest."""
+
+from __future__ import annotations
+
+import json
+from itertools import takewhile
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+
+from llmserve.errors import BadRequest
+from llmserve.request import Call
+
+Positive = Annotated[StrictInt, Field(ge=1)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+class _Open(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class StreamOptions(_Open):
+    include_usage: StrictBool | None = None
+
+
+class Message(_Open):
+    role: StrictStr
+    content: StrictStr | list[dict[str, Any]] | None = None
+
+
+class Body(_Open):
+    """What chat and plain completions share; fields not named here go to the engine unseen."""
+
+    model: StrictStr
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Positive | None = None
+    n: Positive | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    stop: StrictStr | list[StrictStr] | None = None
+    seed: StrictInt | None = None
+
+    @property
+    def output_tokens_max(self) -> int | None:
+        return self.max_tokens
+
+    def prompt_text(self) -> str:
+        raise AssertionError("each kind of body has its own prompt")
+
+
+class ChatBody(Body):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Positive | None = None
+
+    @property
+    def output_tokens_max(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    def prompt_text(self) -> str:
+        """The last user turn: what the answer answers."""
+        for message in reversed(self.messages):
+            if message.role == "user":
+                return _text(message.content)
+        return _text(self.messages[-1].content)
+
+
+class CompletionBody(Body):
+    prompt: StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]]
+
+    def prompt_text(self) -> str:
+        """The prompt's text; prompts given as token ids have none."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return " ".join(part for part in self.prompt if isinstance(part, str))
+
+
+def _text(content: str | list[dict[str, Any]] | None) -> str:
+    if isinstance(content, str):
+        return content
+    return " ".join(part["text"] for part in content or [] if isinstance(part.get("text"), str))
+
+
+BODIES: dict[str, type[ChatBody] | type[CompletionBody]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+}
+
+
+def parse_call(path: str, data: bytes, *, prompt_chars_max: int, slo_ms: str | None = None) -> Call:
+    """Raises BadRequest naming the field."""
+    try:
+        body = BODIES[path].model_validate_json(data)
+    except ValidationError as error:
+        raise _bad_request(error) from None
+    prompt = body.prompt_text()
+    if len(prompt) > prompt_chars_max:
+        field = "messages" if isinstance(body, ChatBody) else "prompt"
+        raise BadRequest(
+            f"the prompt has {len(prompt):,} characters; at most {prompt_chars_max:,} are taken",
+            param=field,
+            code="context_length_exceeded",
+        )
+    stream = bool(body.stream)
+    usage_asked = body.stream_options is not None and bool(body.stream_options.include_usage)
+    if body.stream_options is not None and not stream:
+        raise BadRequest("stream_options is only for stream = true", param="stream_options")
+    usage_added = stream and not usage_asked
+    return Call(
+        path=path,
+        body=_ask_for_usage(data, body.stream_options is not None) if usage_added else data,
+        prompt=prompt,
+        model=body.model,
+        stream=stream,
+        usage_added=usage_added,
+        output_tokens_max=body.output_tokens_max,
+        slo_s=_slo_s(slo_ms),
+    )
+
+
+def _ask_for_usage(data: bytes, has_options: bool) -> bytes:
+    """The body with stream_options.include_usage = true; every other byte stays unless options are there already."""
+    if not has_options and b'"stream_options"' not in data:
+        start = data.index(b"{") + 1
+        return data[:start] + b'"stream_options":{"include_usage":true},' + data[start:]
+    fields = json.loads(data)
+    fields["stream_options"] = {**(fields.get("stream_options") or {}), "include_usage": True}
+    return msgspec.json.encode(fields)
+
+
+def _slo_s(slo_ms: str | None) -> float | None:
+    if slo_ms is None:
+        return None
+    try:
+        slo_s = float(slo_ms) / 1e3
+    except ValueError:
+        slo_s = 0.0
+    if not 0 < slo_s < float("inf"):
+        raise BadRequest("x-llmserve-slo-ms must be a positive number of milliseconds", param="x-llmserve-slo-ms")
+    return slo_s
+
+
+def _bad_request(error: ValidationError) -> BadRequest:
+    """OpenAI's words for the first thing that is wrong."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        return BadRequest(f"the body is not JSON: {first['msg']}")
+    # A union's branch adds its own type's name to the location: the field is what comes before it.
+    location = takewhile(lambda part: part not in ("str", "int") and not str(part).startswith("list["), first["loc"])
+    param = ".".join(str(part) for part in location) or None
+    if first["type"] == "missing":
+        return BadRequest(f"`{param}` is required", param=param, code="missing_required_parameter")
+    what = f"`{param}`" if param else "the body"
+    return BadRequest(f"{what}: {first['msg']}", param=param, code="invalid_value")

@@ -1,0 +1,532 @@
+"""The live body: asyncio, real engines and the monotonic clock drive the scheduler.
+
+Each client call is an `Exchange`. When the scheduler starts it, a task of its own (the pump) reads the engine's
+answer to its end and hands the bytes over, so that an engine's slot is free when the engine is done, not when the
+client has read everything. Tokens never enter the scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from llmserve.cluster.journal import Journal
+from llmserve.engines.engine import Engine, EngineError, ServedModel
+from llmserve.engines.event_stream import UsageFilter, completion_tokens
+from llmserve.errors import DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable
+from llmserve.request import Batch, Call, Request
+from llmserve.scheduling.messages import (
+    AbortRequest,
+    DrainRequested,
+    EngineLost,
+    EngineReady,
+    Event,
+    FailReason,
+    FailRequest,
+    RequestArrived,
+    RequestCancelled,
+    RequestEnded,
+    StartBatch,
+    TimerFired,
+)
+from llmserve.scheduling.scheduler import Scheduler
+
+log = logging.getLogger("llmserve")
+
+RECENT_LENGTHS = 256  # actual lengths from which a missing prediction is guessed
+ENGINE_FAULTS = (500, 502, 503, 504)  # statuses that are the engine's fault, not the request's
+
+
+class Predictor(Protocol):
+    """Predicts output tokens of a prompt; may raise anything, may be slow: a request never depends on it."""
+
+    async def predict(self, prompt: str) -> float: ...
+
+
+class LiveConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The live body's limits."""
+
+    predictor_budget_s: Annotated[
+        float, Meta(gt=0, description="longest wait for a prediction; then recent lengths are used")
+    ] = 0.25
+    buffer_bytes_max: Annotated[
+        int, Meta(ge=1, description="bytes kept for a client that reads slowly, before its engine is slowed down")
+    ] = 8 << 20
+    probe_every_s: Annotated[float, Meta(gt=0, description="between two health probes of an engine")] = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What the front-end did for an answer: the x-llmserve-* headers."""
+
+    request_id: int
+    bin: int
+    batch: int
+    engine: str
+    queue_ms: float
+    predicted_tokens: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How an answer begins. body is None when it follows as a stream."""
+
+    status: int
+    content_type: str
+    receipt: Receipt
+    body: bytes | None
+
+
+class Exchange:
+    """One client call on its way: the door awaits `head()`, then reads `chunks()`."""
+
+    def __init__(self, call: Call, request_id: int, buffer_bytes_max: int) -> None:
+        self.call = call
+        self.request = Request(request_id)
+        self.arrived_at_s = 0.0
+        self.receipt: Receipt | None = None
+        self.task: asyncio.Task[RequestEnded] | None = None  # the pump that serves it now
+        self.engine: str | None = None
+        self.gone = False  # its client has left
+        self.answered = False  # its client has been given bytes
+        self.refused: Head | None = None  # an engine's own error answer, kept in case no retry does better
+        self._head: asyncio.Future[Head] = asyncio.get_running_loop().create_future()
+        self._chunks: deque[bytes] = deque()
+        self._buffered_bytes = 0
+        self._buffer_bytes_max = buffer_bytes_max
+        self._closed = False
+        self._error: RequestError | None = None
+        self._reader: asyncio.Future[None] | None = None
+        self._writer: asyncio.Future[None] | None = None
+
+    # ---- the door's side ----
+
+    async def head(self) -> Head:
+        """Raises RequestError when the call failed before an answer began."""
+        return await self._head
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The stream's bytes. Raises RequestError when it broke off."""
+        while True:
+            if self._chunks:
+                data = b"".join(self._chunks) if len(self._chunks) > 1 else self._chunks[0]
+                self._chunks.clear()
+                self._buffered_bytes = 0
+                _wake(self._writer)
+                yield data
+            elif self._error is not None:
+                raise self._error
+            elif self._closed:
+                return
+            else:
+                self._reader = asyncio.get_running_loop().create_future()
+                await self._reader
+
+    def leave(self) -> None:
+        """The client reads no more."""
+        self.gone = True
+        _wake(self._writer)
+
+    # ---- the pump's side ----
+
+    @property
+    def complete(self) -> bool:
+        """The client's answer is all here, or has failed: no more will come."""
+        if self._closed or self._error is not None:
+            return True
+        return self._head.done() and self._head.result().body is not None
+
+    def begin(self, head: Head) -> None:
+        self.answered = True
+        if not self._head.done():
+            self._head.set_result(head)
+
+    async def feed(self, chunk: bytes) -> None:
+        """Hand bytes over; waits while the client is too far behind."""
+        self._chunks.append(chunk)
+        self._buffered_bytes += len(chunk)
+        _wake(self._reader)
+        while self._buffered_bytes > self._buffer_bytes_max and not self.gone:
+            self._writer = asyncio.get_running_loop().create_future()
+            await self._writer
+
+    def close(self) -> None:
+        self._closed = True
+        _wake(self._reader)
+
+    def fail(self, error: RequestError) -> None:
+        if not self._head.done():
+            self._head.set_exception(error)
+            self._head.exception()  # a client that has left never looks at it
+        self._error = error
+        _wake(self._reader)
+
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
+
+
+class _EngineDesk:
+    """What the live body keeps of one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.ready = False
+        self.models: tuple[ServedModel, ...] = ()
+        self.running: dict[int, Exchange] = {}
+        self.watcher: asyncio.Task[None] | None = None
+        self.probe: asyncio.Task[bool] | None = None
+
+
+class LiveCluster:
+    """Drives one scheduler through real time. Make it, `start()` it, `submit()` calls, `drain()` and `close()` it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        engines: list[Engine],
+        journal: Journal,
+        *,
+        predictor: Predictor | None = None,
+        config: LiveConfig | None = None,
+        only_model: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.journal = journal
+        self.prediction_fallbacks: Counter[str] = Counter()  # by reason
+        self._predictor = predictor
+        self._config = config or LiveConfig()
+        self._only_model = only_model
+        self._clock = clock
+        self._started_at = clock()
+        self._desks = {engine.info.name: _EngineDesk(engine) for engine in engines}
+        self._exchanges: dict[int, Exchange] = {}
+        self._recent_lengths: deque[float] = deque(maxlen=RECENT_LENGTHS)
+        self._next_id = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at_s: float | None = None
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._draining = False
+
+    # ---- for the door -----------------------------------------------------------------------------------------
+
+    @property
+    def models(self) -> dict[str, ServedModel]:
+        """Models that every ready engine serves, by id (only `only_model` of them, when given)."""
+        ready = [desk for desk in self._desks.values() if desk.ready]
+        if not ready:
+            return {}
+        shared = set.intersection(*({model.id for model in desk.models} for desk in ready))
+        return {
+            model.id: model for model in ready[0].models if model.id in shared and self._only_model in (None, model.id)
+        }
+
+    @property
+    def engines_ready(self) -> dict[str, bool]:
+        return {name: desk.ready for name, desk in sorted(self._desks.items())}
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    def now_s(self) -> float:
+        return self._clock() - self._started_at
+
+    async def submit(self, call: Call, on_exchange: Callable[[Exchange], None]) -> Exchange:
+        """Predict and queue a call. on_exchange gets the exchange at once, so that it can be cancelled meanwhile."""
+        self._next_id += 1
+        exchange = Exchange(call, self._next_id, self._config.buffer_bytes_max)
+        on_exchange(exchange)
+        self._empty.clear()
+        arrived_at_s = self.now_s()
+        self._exchanges[exchange.request.id] = exchange
+        try:
+            predicted = await self._predict(call)
+        except BaseException:
+            self._forget(exchange)
+            raise
+        if exchange.gone:  # it left while its length was being predicted
+            exchange.fail(EngineFailed("the client has left"))
+            self._forget(exchange)
+            return exchange
+        deadline_s = arrived_at_s + call.slo_s if call.slo_s is not None else None
+        exchange.request = Request(exchange.request.id, predicted, deadline_s)
+        exchange.arrived_at_s = arrived_at_s
+        self._step(RequestArrived(exchange.request))
+        return exchange
+
+    def cancel(self, exchange: Exchange) -> None:
+        """Its client has left: out of the queue, or aborted on its engine. Harmless when its answer is complete."""
+        if exchange.complete:
+            return
+        exchange.leave()
+        if exchange.request.id in self.scheduler.requests:
+            self._step(RequestCancelled(exchange.request.id))
+            if exchange.task is None and exchange.request.id not in self.scheduler.requests:
+                self._forget(exchange)
+
+    async def _predict(self, call: Call) -> float | None:
+        """Predicted output tokens, bounded by what the client allows; None when there is nothing to go by."""
+        predicted: float | None = None
+        if self._predictor is not None:
+            try:
+                async with asyncio.timeout(self._config.predictor_budget_s):
+                    predicted = await self._predictor.predict(call.prompt)
+            except TimeoutError:
+                predicted = self._estimate("slow")
+            except Exception as error:
+                predicted = self._estimate("failed")
+                log.warning("the length predictor failed (%s); using recent lengths", error)
+        if predicted is not None and call.output_tokens_max is not None:
+            predicted = min(predicted, float(call.output_tokens_max))
+        return predicted
+
+    def _estimate(self, reason: str) -> float | None:
+        self.prediction_fallbacks[reason] += 1
+        return statistics.median(self._recent_lengths) if self._recent_lengths else None
+
+    # ---- one step of the scheduler ----------------------------------------------------------------------------
+
+    def _step(self, event: Event) -> None:
+        now_s = self.now_s()
+        actions = self.scheduler.handle(event, now_s)
+        self.journal.append(now_s, event, actions)
+        for action in actions:
+            if isinstance(action, StartBatch):
+                self._start(action, now_s)
+            elif isinstance(action, AbortRequest):
+                task = self._exchanges[action.request_id].task
+                assert task is not None, "a running request has a pump"
+                task.cancel()
+            else:
+                self._fail(action)
+        self._arm_timer()
+
+    def _arm_timer(self) -> None:
+        wake_at_s = self.scheduler.wake_at_s
+        if wake_at_s == self._timer_at_s:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at_s = wake_at_s
+        self._timer = None
+        if wake_at_s is not None:
+            delay_s = max(0.0, wake_at_s - self.now_s())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._fire_timer)
+
+    def _fire_timer(self) -> None:
+        self._timer = self._timer_at_s = None
+        self._step(TimerFired())
+
+    def _start(self, action: StartBatch, now_s: float) -> None:
+        desk = self._desks[action.engine]
+        batch = action.batch
+        for request in batch.requests:
+            exchange = self._exchanges[request.id]
+            exchange.receipt = Receipt(
+                request_id=request.id,
+                bin=batch.bin,
+                batch=batch.id,
+                engine=action.engine,
+                queue_ms=(now_s - exchange.arrived_at_s) * 1e3,
+                predicted_tokens=request.predicted_tokens,
+            )
+            exchange.engine = action.engine
+            desk.running[request.id] = exchange
+            task = asyncio.create_task(self._pump(desk, exchange, batch))
+            exchange.task = task
+            # Not the pump's own `finally`: a task cancelled before its first step never enters its `try`.
+            task.add_done_callback(partial(self._pump_done, desk, exchange))
+
+    def _fail(self, action: FailRequest) -> None:
+        exchange = self._exchanges[action.request_id]
+        if action.reason == "engine_failed" and exchange.refused is not None and not exchange.answered:
+            exchange.begin(exchange.refused)
+        else:
+            exchange.fail(_error_of(action.reason, action.retry_after_s))
+        self._forget(exchange)
+
+    def _forget(self, exchange: Exchange) -> None:
+        self._exchanges.pop(exchange.request.id, None)
+        if not self._exchanges:
+            self._empty.set()
+
+    # ---- the pump ---------------------------------------------------------------------------------------------
+
+    async def _pump(self, desk: _EngineDesk, exchange: Exchange, batch: Batch) -> RequestEnded:
+        """Read one answer to its end; say how it ended."""
+        name, request_id = desk.engine.info.name, exchange.request.id
+        try:
+            async with desk.engine.open(exchange.call, batch) as answer:
+                if answer.status in ENGINE_FAULTS:
+                    exchange.refused = self._head(exchange, answer.status, answer.content_type, await answer.read())
+                    return RequestEnded(name, request_id, "failed", retryable=True)
+                if exchange.call.stream and answer.status == 200:
+                    tokens = await self._pump_stream(exchange, answer.content_type, answer.chunks())
+                else:
+                    body = await answer.read()
+                    tokens = completion_tokens(body)
+                    exchange.begin(self._head(exchange, answer.status, answer.content_type, body))
+            return RequestEnded(name, request_id, "completed" if answer.status < 400 else "failed", float(tokens))
+        except EngineError as error:
+            log.warning("%s", error)
+            await self._suspect(desk, unreachable=error.unreachable)
+            if exchange.answered:
+                exchange.fail(EngineFailed(str(error)))
+            return RequestEnded(name, request_id, "failed", retryable=not exchange.answered)
+
+    async def _pump_stream(self, exchange: Exchange, content_type: str, chunks: AsyncIterator[bytes]) -> int:
+        """Begins the answer with its first bytes, so that until then it can still run elsewhere."""
+        usage = UsageFilter(strip=exchange.call.usage_added)
+        async for chunk in chunks:
+            data = usage.feed(chunk)
+            if data:
+                if not exchange.answered:
+                    exchange.begin(self._head(exchange, 200, content_type, None))
+                await exchange.feed(data)
+        if not exchange.answered:
+            exchange.begin(self._head(exchange, 200, content_type, None))
+        await exchange.feed(usage.flush())
+        exchange.close()
+        return usage.output_tokens
+
+    def _head(self, exchange: Exchange, status: int, content_type: str, body: bytes | None) -> Head:
+        assert exchange.receipt is not None
+        return Head(status, content_type, exchange.receipt, body)
+
+    def _pump_done(self, desk: _EngineDesk, exchange: Exchange, task: asyncio.Task[RequestEnded]) -> None:
+        if exchange.task is not task:
+            return  # abandoned: its engine was lost, and the scheduler has already dealt with the request
+        exchange.task = exchange.engine = None
+        del desk.running[exchange.request.id]
+        ended = self._how_it_ended(desk.engine.info.name, exchange, task)
+        if ended.output_tokens:
+            self._recent_lengths.append(ended.output_tokens)
+        self._step(ended)
+        if exchange.request.id not in self.scheduler.requests:
+            self._forget(exchange)
+
+    def _how_it_ended(self, engine: str, exchange: Exchange, task: asyncio.Task[RequestEnded]) -> RequestEnded:
+        if task.cancelled():
+            exchange.fail(EngineFailed("the request was aborted"))
+            return RequestEnded(engine, exchange.request.id, "cancelled")
+        error = task.exception()
+        if error is None:
+            return task.result()
+        log.error("serving request %d failed", exchange.request.id, exc_info=error)
+        exchange.fail(EngineFailed("the front-end failed while serving this request"))
+        return RequestEnded(engine, exchange.request.id, "failed")
+
+    # ---- engines come and go ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to watch the engines; each is used from its first good probe on."""
+        for desk in self._desks.values():
+            desk.watcher = asyncio.create_task(self._watch(desk))
+
+    async def _watch(self, desk: _EngineDesk) -> None:
+        pause_s = 0.05
+        while True:
+            if await self._probe(desk):
+                pause_s = self._config.probe_every_s
+            elif desk.ready:
+                self._lose(desk)
+                pause_s = 0.05
+            else:
+                pause_s = min(2 * pause_s, self._config.probe_every_s)
+            await asyncio.sleep(pause_s)
+
+    async def _probe(self, desk: _EngineDesk) -> bool:
+        """One probe at a time, shared by all who ask meanwhile."""
+        if desk.probe is None or desk.probe.done():
+            desk.probe = asyncio.create_task(self._probe_once(desk))
+        return await asyncio.shield(desk.probe)
+
+    async def _probe_once(self, desk: _EngineDesk) -> bool:
+        try:
+            models = await desk.engine.probe()
+        except EngineError as error:
+            if desk.ready:
+                log.warning("%s", error)
+            return False
+        if not desk.ready:
+            log.info("engine %s is ready: %s", desk.engine.info.name, ", ".join(model.id for model in models))
+            desk.models, desk.ready = models, True
+            self._step(EngineReady(desk.engine.info))
+        return True
+
+    async def _suspect(self, desk: _EngineDesk, *, unreachable: bool) -> None:
+        """A request failed by its engine's fault: is the whole engine gone?"""
+        if desk.ready and (unreachable or not await self._probe(desk)):
+            self._lose(desk)
+
+    def _lose(self, desk: _EngineDesk) -> None:
+        if not desk.ready:
+            return
+        desk.ready = False
+        name = desk.engine.info.name
+        log.warning("engine %s is lost with %d running requests", name, len(desk.running))
+        running, desk.running = desk.running, {}
+        for exchange in running.values():
+            task, exchange.task, exchange.engine = exchange.task, None, None
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+        self._step(EngineLost(name, tuple(sorted(id_ for id_, exchange in running.items() if exchange.answered))))
+        for exchange in running.values():
+            if exchange.request.id not in self.scheduler.requests:
+                self._forget(exchange)
+
+    # ---- the end ----------------------------------------------------------------------------------------------
+
+    async def drain(self, within_s: float) -> bool:
+        """Refuse new calls, finish what is here; False when `within_s` was not enough."""
+        self._draining = True
+        self._step(DrainRequested())
+        try:
+            async with asyncio.timeout(within_s):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Stop everything at once; calls that still run are aborted."""
+        if self._timer is not None:
+            self._timer.cancel()
+        tasks: list[asyncio.Task[Any] | None] = [exchange.task for exchange in self._exchanges.values()]
+        for desk in self._desks.values():
+            tasks += [desk.watcher, desk.probe]
+        alive = [task for task in tasks if task is not None and not task.done()]
+        for task in alive:
+            task.cancel()
+        await asyncio.gather(*alive, return_exceptions=True)
+        for desk in self._desks.values():
+            await desk.engine.close()
+        self.journal.close()
+
+
+def _error_of(reason: FailReason, retry_after_s: float | None) -> RequestError:
+    """What a client is told when the scheduler says no."""
+    if reason == "queue_full":
+        return RateLimited("the queue is full", code="queue_full", retry_after_s=retry_after_s or 1.0)
+    if reason == "deadline_exceeded":
+        return DeadlineExceeded("the deadline passed before the request could run")
+    if reason == "engine_failed":
+        return EngineFailed("the engine failed this request")
+    if reason == "engine_lost":
+        return EngineFailed("the engine was lost while it ran this request", code="engine_lost")
+    message = "the server is shutting down" if reason == "draining" else "no engine is up"
+    return Unavailable(message, code=reason, retry_after_s=retry_after_s or 1.0)

@@ -1,0 +1,209 @@
+"""One frozen configuration tree: flags over environment over TOML file over defaults.
+
+Each field of a section is a flag (`--batch-size`), a variable (`LLMSERVE_BATCH_SIZE`) and a key of the section's table
+in the file (`[scheduling] batch_size`). Field names are unique across sections. An unknown key is an error that names
+the nearest known one. Types, ranges and help texts stand with the fields.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import tomllib
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+
+from llmserve.api.limits import ApiConfig
+from llmserve.cluster.live import LiveConfig
+from llmserve.errors import ConfigError
+from llmserve.scheduling.policies import SchedulingConfig
+
+ENVIRONMENT_PREFIX = "LLMSERVE_"
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and for whom it listens"""
+
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free one")] = 8000
+    api_key_file: Annotated[
+        str | None, Meta(description="file of `name: key` lines; without it no key is asked for")
+    ] = None
+    anonymous: Annotated[bool, Meta(description="listen beyond loopback although no key is asked for")] = False
+    drain_s: Annotated[float, Meta(ge=0, description="how long a stop waits for running requests")] = 30.0
+    journal: Annotated[str | None, Meta(description="file that keeps every scheduling step, as JSON lines")] = None
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="what is logged")] = "info"
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What runs the requests"""
+
+    engine: Annotated[
+        tuple[str, ...],
+        Meta(description="URL of an OpenAI-compatible server; repeat for several (default: the embedded engine)"),
+    ] = ()
+    model: Annotated[
+        str | None,
+        Meta(
+            description="embedded engine: model folder or hub id (default: the demo model); URLs: serve only this one"
+        ),
+    ] = None
+    slots: Annotated[int, Meta(ge=1, description="requests that each URL engine runs at once")] = 256
+    barrier: Annotated[bool, Meta(description="URL engines run one batch to its end (static batching)")] = False
+    engine_api_key: Annotated[str | None, Meta(description="bearer key for URL engines; better in the environment")] = (
+        None
+    )
+    engine_connect_s: Annotated[float, Meta(gt=0, description="longest wait for a connection to an engine")] = 5.0
+    engine_idle_s: Annotated[float, Meta(gt=0, description="longest silence of an engine inside an answer")] = 600.0
+    engine_start_s: Annotated[float, Meta(gt=0, description="longest start of the embedded engine")] = 120.0
+
+
+class PredictorConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What predicts answer lengths"""
+
+    predictor: Annotated[
+        str | None,
+        Meta(
+            description="folder of a trained length predictor, or `none` (default: the demo predictor with the demo "
+            "model, else none)"
+        ),
+    ] = None
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole tree."""
+
+    server: ServerConfig = ServerConfig()
+    engines: EngineConfig = EngineConfig()
+    scheduling: SchedulingConfig = SchedulingConfig()
+    prediction: PredictorConfig = PredictorConfig()
+    limits: ApiConfig = ApiConfig()
+    live: LiveConfig = LiveConfig()
+
+
+def sections() -> dict[str, type[msgspec.Struct]]:
+    return {field.name: field.type for field in msgspec.structs.fields(Config)}
+
+
+# ---- flags --------------------------------------------------------------------------------------------------------
+
+
+def add_flags(parser: argparse.ArgumentParser, struct: type[msgspec.Struct], title: str, **defaults: Any) -> None:
+    """A group of flags, one per field; absent flags leave no trace. defaults: what the help shows instead."""
+    group = parser.add_argument_group(title)
+    hints = typing.get_type_hints(struct, include_extras=True)
+    for field in msgspec.structs.fields(struct):
+        default = defaults.get(field.name, field.default)
+        group.add_argument(flag_of(field.name), dest=field.name, **_flag(hints[field.name], default))
+
+
+def flag_of(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _flag(hint: Any, default: Any) -> dict[str, Any]:
+    kind, *metas = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    text = next((meta.description for meta in metas if meta.description), "")
+    help_ = text if default in (None, (), False) else f"{text} (default {default})"
+    common: dict[str, Any] = {"help": help_.replace("%", "%%"), "default": argparse.SUPPRESS}
+    if kind is bool:
+        return {**common, "action": argparse.BooleanOptionalAction}
+    if get_origin(kind) is Literal:
+        return {**common, "choices": get_args(kind)}
+    if any(get_origin(part) is tuple for part in (kind, *get_args(kind))):
+        repeated = kind == tuple[str, ...]
+        return {**common, "action": "append", "metavar": "URL"} if repeated else {**common, "metavar": "N,N,..."}
+    word = "N" if kind is int else "SECONDS" if kind is float else "TEXT"
+    return {**common, "metavar": word}
+
+
+# ---- loading ------------------------------------------------------------------------------------------------------
+
+
+def load_config(flags: Mapping[str, Any], environment: Mapping[str, str], file: str | None) -> Config:
+    """Merge the three sources and check them. flags: field name -> text (or list, or bool), absent ones left out.
+
+    Raises ConfigError naming the key and where it came from.
+    """
+    section_of = {field: name for name, struct in sections().items() for field in struct.__struct_fields__}
+    values: dict[str, dict[str, Any]] = {name: {} for name in sections()}
+    origin: dict[tuple[str, str], str] = {}
+    for source, pairs in (
+        (file or "", _file_values(file) if file else []),
+        ("the environment", _environment_values(environment, section_of)),
+        ("the command line", [(section_of[name], name, value) for name, value in flags.items()]),
+    ):
+        for section, name, value in pairs:
+            values[section][name] = value
+            origin[section, name] = source
+    tree: dict[str, Any] = {name: convert(struct, values[name], name, origin) for name, struct in sections().items()}
+    return Config(**tree)
+
+
+def convert(
+    struct: type[S], values: Mapping[str, Any], section: str, origin: Mapping[tuple[str, str], str] | None = None
+) -> S:
+    """A section from texts or values of the right type. Raises ConfigError."""
+    hints = typing.get_type_hints(struct)
+    prepared = {name: _split(hints[name], value) for name, value in values.items()}
+    try:
+        return msgspec.convert(prepared, struct, strict=False)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at `$.")
+        name = place.partition("`")[0].partition("[")[0]
+        source = (origin or {}).get((section, name), "the command line")
+        raise ConfigError(f"{name} ({source}): {what[0].lower()}{what[1:]}, not {values.get(name)!r}") from None
+
+
+def _split(kind: Any, value: Any) -> Any:
+    """Texts for a tuple are comma-separated."""
+    is_tuple = any(get_origin(part) is tuple for part in (kind, *get_args(kind)))
+    if is_tuple and isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
+
+
+def _environment_values(environment: Mapping[str, str], section_of: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    values = []
+    for variable in sorted(environment):
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable == f"{ENVIRONMENT_PREFIX}CONFIG":
+            continue
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if name not in section_of:
+            known = [ENVIRONMENT_PREFIX + field.upper() for field in section_of]
+            raise ConfigError(f"the environment has an unknown variable {variable}{nearest(variable, known)}")
+        values.append((section_of[name], name, environment[variable]))
+    return values
+
+
+def _file_values(file: str) -> list[tuple[str, str, Any]]:
+    try:
+        tables = tomllib.loads(Path(file).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration {file}: {error}") from error
+    known = sections()
+    values = []
+    for section, table in tables.items():
+        if section not in known:
+            raise ConfigError(f"{file}: unknown table [{section}]{nearest(section, known)}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{file}: {section} must be a table, [{section}]")
+        for name, value in table.items():
+            if name not in known[section].__struct_fields__:
+                fields = known[section].__struct_fields__
+                raise ConfigError(f"{file}: unknown key {name!r} in [{section}]{nearest(name, fields)}")
+            values.append((section, name, value))
+    return values
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """ ", did you mean `x`?" when something known is near; else what there is."""
+    names = list(known)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.0)
+    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(names)}"

@@ -1,0 +1,1 @@
+"""The workers: every engine is an OpenAI-compatible HTTP server somewhere."""

@@ -1,0 +1,60 @@
+"""What the desk needs of an engine. A seam three methods wide."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from llmserve.request import Batch, Call, EngineInfo
+
+
+class EngineError(Exception):
+    """An engine did not do its work: refused, reset, silent too long, or cut off in the middle.
+
+    unreachable  nobody listens there: the engine is down, not merely this request
+    """
+
+    def __init__(self, message: str, *, unreachable: bool = False) -> None:
+        super().__init__(message)
+        self.unreachable = unreachable
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model as an engine lists it; context_tokens is vLLM's max_model_len where it is told."""
+
+    id: str
+    context_tokens: int | None = None
+
+
+class Answer(Protocol):
+    """An answer that has begun: its status line is there, its body follows."""
+
+    status: int
+    content_type: str
+
+    async def read(self) -> bytes:
+        """The whole body. Raises EngineError when the engine stops in the middle."""
+        ...
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it arrives, in pieces of any size. Raises EngineError likewise."""
+        ...
+
+
+class Engine(Protocol):
+    """Runs requests somewhere else. Leaving the context of `open` before the end aborts the request there."""
+
+    info: EngineInfo
+
+    def open(self, call: Call, batch: Batch) -> AbstractAsyncContextManager[Answer]:
+        """Send a call as a member of a batch. Raises EngineError when no answer begins."""
+        ...
+
+    async def probe(self) -> tuple[ServedModel, ...]:
+        """The models it serves now. Raises EngineError when it is not ready."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,134 @@
+"""Any OpenAI-compatible server by its URL: vLLM, SGLang, llama.cpp, TGI, the embedded engine, ...
+
+The client's body goes out as it came and the engine's bytes come back as they are. A static-batching engine learns
+from two headers which requests belong together; every other server ignores them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+
+from llmserve.engines.engine import EngineError, ServedModel
+from llmserve.request import Batch, Call, EngineInfo
+
+BATCH_HEADER = "x-llmserve-batch"
+BATCH_SIZE_HEADER = "x-llmserve-batch-size"
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds. idle_s: longest silence between two reads of an answer, its first byte included."""
+
+    connect_s: float = 5.0
+    idle_s: float = 600.0
+    probe_s: float = 5.0
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_Model]
+
+
+class HttpAnswer:
+    """An answer over HTTP."""
+
+    def __init__(self, response: aiohttp.ClientResponse, name: str) -> None:
+        self.status = response.status
+        self.content_type = response.headers.get("content-type", "application/json")
+        self._response = response
+        self._name = name
+
+    async def read(self) -> bytes:
+        try:
+            return await self._response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineError(f"engine {self._name} broke off its answer: {_say(error)}") from error
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        content = self._response.content
+        try:
+            while chunk := await content.readany():
+                yield chunk
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineError(f"engine {self._name} broke off its answer: {_say(error)}") from error
+
+
+class OpenAIEngine:
+    """An engine behind `url` (scheme, host and port; a path prefix is kept, a trailing /v1 is not).
+
+    api_key is sent as a bearer token; the client's own key stays with the front-end. Must be made inside a
+    running event loop.
+    """
+
+    def __init__(
+        self, info: EngineInfo, url: str, *, timeouts: Timeouts | None = None, api_key: str | None = None
+    ) -> None:
+        self.info = info
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._timeouts = timeouts or Timeouts()
+        self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60),
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=self._timeouts.connect_s, sock_read=self._timeouts.idle_s
+            ),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    @asynccontextmanager
+    async def open(self, call: Call, batch: Batch) -> AsyncIterator[HttpAnswer]:
+        headers = {
+            **self._headers,
+            BATCH_HEADER: str(batch.id),
+            BATCH_SIZE_HEADER: str(len(batch.requests)),
+        }
+        try:
+            response = await self._session.post(self.url + call.path, data=call.body, headers=headers)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            unreachable = isinstance(error, aiohttp.ClientConnectorError)
+            raise EngineError(
+                f"engine {self.info.name} does not answer: {_say(error)}", unreachable=unreachable
+            ) from error
+        try:
+            yield HttpAnswer(response, self.info.name)
+        finally:
+            # A finished response has given its connection back; an unfinished one is cut off, which is abort.
+            response.close()
+
+    async def probe(self) -> tuple[ServedModel, ...]:
+        """GET /health where the server has one, then GET /v1/models."""
+        timeout = aiohttp.ClientTimeout(total=self._timeouts.probe_s)
+        try:
+            async with self._session.get(f"{self.url}/health", timeout=timeout) as response:
+                if response.status not in (200, 404, 405):
+                    raise EngineError(f"engine {self.info.name} is not healthy: /health says {response.status}")
+            async with self._session.get(f"{self.url}/v1/models", headers=self._headers, timeout=timeout) as response:
+                body = await response.read()
+                if response.status != 200:
+                    raise EngineError(f"engine {self.info.name}: /v1/models says {response.status}")
+            models = msgspec.json.decode(body, type=_ModelList)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineError(f"engine {self.info.name} does not answer: {_say(error)}", unreachable=True) from error
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"engine {self.info.name}: /v1/models is not a list of models: {error}") from error
+        return tuple(ServedModel(model.id, model.max_model_len) for model in models.data)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+def _say(error: BaseException) -> str:
+    """The error in words; some have none of their own."""
+    return str(error) or type(error).__name__

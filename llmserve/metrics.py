@@ -1,0 +1,151 @@
+"""From the journal to Prometheus: what `/metrics` shows.
+
+Counters and histograms are made of the steps that pass through the journal; gauges read the scheduler at the moment of
+a scrape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from llmserve.cluster.journal import Step
+from llmserve.cluster.live import LiveCluster
+from llmserve.request import Request
+from llmserve.scheduling.messages import (
+    BatchEnded,
+    EngineLost,
+    FailRequest,
+    RequestArrived,
+    RequestCancelled,
+    RequestEnded,
+    StartBatch,
+)
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+RATIO = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+FILL = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
+
+
+class Metrics:
+    """Listens to a live cluster's journal; `render()` is the text of /metrics."""
+
+    def __init__(self, cluster: LiveCluster, batch_size: int) -> None:
+        registry = self.registry = CollectorRegistry()
+        self._batch_size = batch_size
+        self._open: dict[int, tuple[Request, float]] = {}  # id -> request, arrival
+        self._ended = Counter("llmserve_requests", "Requests that ended", ["outcome"], registry=registry)
+        self._rejected = Counter(
+            "llmserve_rejections", "Requests refused or failed by the front-end", ["reason"], registry=registry
+        )
+        self._tokens = Counter("llmserve_output_tokens", "Output tokens generated", registry=registry)
+        self._lost = Counter("llmserve_engine_losses", "Times an engine was lost", ["engine"], registry=registry)
+        self._batches = Counter("llmserve_batches_started", "Batches started", ["engine"], registry=registry)
+        self._fill = Histogram(
+            "llmserve_batch_fill", "Requests started together, over the batch size", buckets=FILL, registry=registry
+        )
+        self._waiting = Histogram(
+            "llmserve_waiting_seconds", "From arrival to start on an engine", buckets=SECONDS, registry=registry
+        )
+        self._latency = Histogram(
+            "llmserve_latency_seconds", "From arrival to the end of the answer", buckets=SECONDS, registry=registry
+        )
+        self._predicted = Histogram(
+            "llmserve_predicted_tokens", "Predicted output tokens", buckets=TOKENS, registry=registry
+        )
+        self._actual = Histogram("llmserve_actual_tokens", "Actual output tokens", buckets=TOKENS, registry=registry)
+        self._ratio = Histogram(
+            "llmserve_predicted_over_actual_tokens",
+            "Predicted over actual output tokens of completed requests",
+            buckets=RATIO,
+            registry=registry,
+        )
+        registry.register(_Gauges(cluster))
+        cluster.journal.listen(self.observe)
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def refused(self, reason: str) -> None:
+        """A request that the door turned away before the scheduler heard of it."""
+        self._rejected.labels(reason).inc()
+
+    def observe(self, step: Step) -> None:
+        event = step.event
+        if type(event) is RequestArrived:
+            self._open[event.request.id] = (event.request, step.now_s)
+            if event.request.predicted_tokens is not None:
+                self._predicted.observe(event.request.predicted_tokens)
+        elif type(event) is RequestEnded:
+            if not (event.outcome == "failed" and event.retryable):  # it may run again: its end is still to come
+                self._end(event.request_id, event.outcome, event.output_tokens, step.now_s)
+        elif type(event) is BatchEnded:
+            for request_id, tokens in event.output_tokens.items():
+                self._end(request_id, "completed", tokens, step.now_s)
+        elif type(event) is RequestCancelled:
+            self._end(event.request_id, "cancelled", 0, step.now_s)
+        elif type(event) is EngineLost:
+            self._lost.labels(event.engine).inc()
+        for action in step.actions:
+            if type(action) is StartBatch:
+                self._start(action, step.now_s)
+            elif type(action) is FailRequest:
+                self._rejected.labels(action.reason).inc()
+                self._end(action.request_id, "failed", 0, step.now_s)
+
+    def _start(self, action: StartBatch, now_s: float) -> None:
+        self._batches.labels(action.engine).inc()
+        self._fill.observe(len(action.batch.requests) / self._batch_size)
+        for request in action.batch.requests:
+            if request.id in self._open:
+                self._waiting.observe(now_s - self._open[request.id][1])
+
+    def _end(self, request_id: int, outcome: str, tokens: float, now_s: float) -> None:
+        request, arrived_at_s = self._open.pop(request_id, (None, 0.0))
+        if request is None:
+            return
+        self._ended.labels(outcome).inc()
+        if outcome != "completed":
+            return
+        self._latency.observe(now_s - arrived_at_s)
+        if tokens:
+            self._tokens.inc(tokens)
+            self._actual.observe(tokens)
+            if request.predicted_tokens is not None:
+                self._ratio.observe(request.predicted_tokens / tokens)
+
+
+class _Gauges:
+    """State at the moment of the scrape."""
+
+    def __init__(self, cluster: LiveCluster) -> None:
+        self._cluster = cluster
+
+    def collect(self) -> Iterator[Metric]:
+        scheduler = self._cluster.scheduler
+        bins = GaugeMetricFamily("llmserve_bin_requests", "Requests that wait in a bin", labels=["bin"])
+        edges = GaugeMetricFamily("llmserve_bin_edge_tokens", "Lower edge of a bin, output tokens", labels=["bin"])
+        lower = (0.0, *scheduler.edges.edges)
+        for queue in scheduler.bins:
+            bins.add_metric([str(queue.index)], len(queue))
+            if queue.index < len(lower):
+                edges.add_metric([str(queue.index)], lower[queue.index])
+        yield bins
+        yield edges
+        yield GaugeMetricFamily("llmserve_formed_requests", "Requests in formed batches", value=len(scheduler.formed))
+        ready = GaugeMetricFamily("llmserve_engine_ready", "1 when the engine is up", labels=["engine"])
+        running = GaugeMetricFamily("llmserve_engine_running", "Requests on the engine", labels=["engine"])
+        for name, state in sorted(scheduler.engines.items()):
+            ready.add_metric([name], float(state.ready))
+            running.add_metric([name], len(state.running))
+        yield ready
+        yield running
+        fallbacks = CounterMetricFamily(
+            "llmserve_prediction_fallbacks", "Predictions replaced by recent lengths", labels=["reason"]
+        )
+        for reason, count in sorted(self._cluster.prediction_fallbacks.items()):
+            fallbacks.add_metric([reason], count)
+        yield fallbacks

@@ -1,0 +1,279 @@
+"""Run the front-end.
+
+Without --engine it starts the embedded engine (a small local model; no GPU, no download) and serves that.
+Every flag is also an environment variable (--batch-size: LLMSERVE_BATCH_SIZE) and a key of the TOML file
+named by --config; flags win over the environment, the environment over the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmserve import config as configuration
+from llmserve.config import Config
+from llmserve.errors import ConfigError, ListenError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from llmserve.cluster.live import LiveCluster
+    from llmserve.engines.engine import Engine
+    from predictor.process import PredictorProcess
+
+log = logging.getLogger("llmserve")
+
+TITLES = {
+    "server": "server",
+    "engines": "engines",
+    "scheduling": "scheduling",
+    "prediction": "length prediction",
+    "limits": "limits",
+    "live": "timing",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="TOML file, e.g. llmserve.toml ([scheduling] batch_size = 8)")
+    for section, struct in configuration.sections().items():
+        configuration.add_flags(parser, struct, TITLES[section])
+
+
+def main(args: argparse.Namespace) -> int:
+    names = {name for struct in configuration.sections().values() for name in struct.__struct_fields__}
+    flags = {name: value for name, value in vars(args).items() if name in names}
+    file = args.config or os.environ.get(f"{configuration.ENVIRONMENT_PREFIX}CONFIG")
+    config = configuration.load_config(flags, os.environ, file)
+    logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
+    for noisy in ("asyncio", "uvicorn"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        return uvloop.run(run(config))
+    return asyncio.run(run(config))
+
+
+async def run(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT; then drain. Returns the exit status."""
+    from llmserve.api.app import create_app
+    from llmserve.api.limits import Doorkeeper, read_keys
+    from llmserve.metrics import Metrics
+
+    keys = read_keys(Path(config.server.api_key_file)) if config.server.api_key_file else {}
+    _check_listening(config, has_keys=bool(keys))
+    stop = asyncio.Event()
+    with _stop_signals(stop):
+        async with AsyncExitStack() as stack:
+            cluster = await _start_cluster(config, stack)
+            metrics = Metrics(cluster, config.scheduling.batch_size)
+            doorkeeper = Doorkeeper(
+                keys,
+                concurrent_max=config.limits.concurrent_max,
+                requests_per_minute_max=config.limits.requests_per_minute_max,
+            )
+            app = create_app(cluster, metrics, doorkeeper, config.limits)
+            url = await stack.enter_async_context(_listening(app, config))
+            cluster.start()
+            await _say_where(cluster, url, stop)
+            await stop.wait()
+            log.info("draining: new requests are refused, running ones have %.0f s", config.server.drain_s)
+            if not await cluster.drain(config.server.drain_s):
+                log.warning("some requests did not end within %.0f s and are aborted", config.server.drain_s)
+    return 0
+
+
+def _check_listening(config: Config, *, has_keys: bool) -> None:
+    host = config.server.host
+    try:
+        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback and not has_keys and not config.server.anonymous:
+        raise ConfigError(
+            f"host {host} is reachable from outside and no key is asked for: give --api-key-file FILE, "
+            "or --anonymous to serve anyone"
+        )
+
+
+@contextlib.contextmanager
+def _stop_signals(stop: asyncio.Event) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+# ---- the cluster --------------------------------------------------------------------------------------------------
+
+
+async def _start_cluster(config: Config, stack: AsyncExitStack) -> LiveCluster:
+    """Engines and predictor up (both at once: each loads torch for seconds), then the cluster on top of them."""
+    from llmserve.cluster.journal import Header, Journal
+    from llmserve.cluster.live import LiveCluster
+
+    async with asyncio.TaskGroup() as group:
+        engines_task = group.create_task(_start_engines(config, stack))
+        predictor_task = group.create_task(_start_predictor(config, stack))
+    engines, predictor = engines_task.result(), predictor_task.result()
+    lengths = tuple(float(length) for length in predictor.training_lengths) if predictor is not None else ()
+    header = Header(config.scheduling, lengths)
+    try:
+        scheduler = header.scheduler()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    journal = Journal(header, path=Path(config.server.journal) if config.server.journal else None)
+    only_model = config.engines.model if config.engines.engine else None
+    cluster = LiveCluster(scheduler, engines, journal, predictor=predictor, config=config.live, only_model=only_model)
+    stack.push_async_callback(cluster.close)
+    return cluster
+
+
+async def _start_engines(config: Config, stack: AsyncExitStack) -> list[Engine]:
+    from llmserve.engines.openai_engine import OpenAIEngine, Timeouts
+    from llmserve.request import EngineInfo
+
+    engines = config.engines
+    timeouts = Timeouts(connect_s=engines.engine_connect_s, idle_s=engines.engine_idle_s)
+    if not engines.engine:
+        url = await _start_embedded(config, stack)
+        return [OpenAIEngine(EngineInfo("embedded", config.scheduling.batch_size, True), url, timeouts=timeouts)]
+    if len(set(engines.engine)) < len(engines.engine):
+        raise ConfigError("engine: the same URL stands twice")
+    slots = config.scheduling.batch_size if engines.barrier else engines.slots
+    return [
+        OpenAIEngine(
+            EngineInfo(_engine_name(url), slots, engines.barrier),
+            url,
+            timeouts=timeouts,
+            api_key=engines.engine_api_key,
+        )
+        for url in engines.engine
+    ]
+
+
+def _engine_name(url: str) -> str:
+    """Host and port (and path) of the URL. Raises ConfigError when it is not an http URL."""
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme not in ("http", "https") or not rest.strip("/"):
+        raise ConfigError(f"engine {url!r} is not a URL such as http://127.0.0.1:8001")
+    return rest.rstrip("/").removesuffix("/v1")
+
+
+async def _start_embedded(config: Config, stack: AsyncExitStack) -> str:
+    from llmserve.engines.engine_process import EngineProcess
+
+    def command(port: int) -> list[str]:
+        words = [sys.executable, "-m", "llmserve.engines.embedded", "--host", "127.0.0.1", "--port", str(port)]
+        words += ["--batch-size-max", str(config.scheduling.batch_size), "--parent-pid", str(os.getpid())]
+        return words + (["--model", config.engines.model] if config.engines.model else [])
+
+    process = EngineProcess("the embedded engine", command, start_s=config.engines.engine_start_s)
+    stack.push_async_callback(process.stop)
+    await process.start()
+    return process.url
+
+
+async def _start_predictor(config: Config, stack: AsyncExitStack) -> PredictorProcess | None:
+    folder = _predictor_folder(config)
+    if folder is None:
+        return None
+    from predictor.errors import PredictorError
+    from predictor.process import PredictorProcess
+
+    process = PredictorProcess(folder)
+    stack.push_async_callback(process.close)
+    try:
+        await process.start()
+    except PredictorError as error:
+        raise ConfigError(f"predictor: {error}") from error
+    return process
+
+
+def _predictor_folder(config: Config) -> Path | None:
+    chosen = config.prediction.predictor
+    if chosen == "none":
+        return None
+    if chosen is not None:
+        return Path(chosen)
+    if config.engines.engine or config.engines.model:
+        return None  # the demo predictor knows the demo model's answers only
+    import predictor
+
+    return predictor.DEMO
+
+
+# ---- the listening socket -----------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def _listening(app: FastAPI, config: Config) -> AsyncIterator[str]:
+    """Accept connections inside the block; yields the base URL. Raises ListenError when it cannot listen there."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """Signals are ours: they drain the cluster first."""
+            yield
+
+    host, port = config.server.host, config.server.port
+    try:
+        listener = socket.create_server((host, port), backlog=2048, family=_family(host))
+    except OSError as error:
+        raise ListenError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+    server = Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=2,
+        )
+    )
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    shown = f"[{host}]" if ":" in host else host
+    try:
+        yield f"http://{shown}:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+async def _say_where(cluster: LiveCluster, url: str, stop: asyncio.Event) -> None:
+    """Tell a person where to go, once there is somebody to answer."""
+    waiting_s = 0.0
+    while not any(cluster.engines_ready.values()) and not stop.is_set():
+        await asyncio.sleep(0.05)
+        waiting_s += 0.05
+        if math.isclose(waiting_s, 3.0, abs_tol=0.02):
+            log.warning("no engine answers yet: %s", ", ".join(cluster.engines_ready))
+    if stop.is_set():
+        return
+    model = next(iter(cluster.models), "MODEL")
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Count from 1 to 20."}}]}}'
+    print(f"llmserve is ready: {url}/v1  (models: {', '.join(cluster.models)})")
+    print(f"\n  curl -s {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n")
+    print("Ctrl-C stops it.", flush=True)
