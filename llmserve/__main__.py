@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from llmserve import __version__
+from llmserve.config import nearest
 from llmserve.errors import ConfigError, LLMServeError
 
 
@@ -23,17 +24,25 @@ def parser() -> argparse.ArgumentParser:
         ("simulate", simulate, "run the same scheduler under a virtual clock"),
     ):
         command = commands.add_parser(
-            name, help=help_, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+            name,
+            help=help_,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            usage=f"llmserve {name} [options]",
+            allow_abbrev=False,
         )
         module.add_arguments(command)
-        command.set_defaults(main=module.main)
+        flags = [flag for action in command._actions for flag in action.option_strings]
+        command.set_defaults(main=module.main, flags=flags)
     return top
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 failed at run time, 2 wrongly asked."""
-    args = parser().parse_args(argv)
+    args, unknown = parser().parse_known_args(argv)
     try:
+        if unknown:
+            raise ConfigError(f"unknown argument {unknown[0]}{nearest(unknown[0], args.flags)}")
         return int(args.main(args))
     except ConfigError as error:
         print(f"llmserve: {error}", file=sys.stderr)

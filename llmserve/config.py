@@ -110,17 +110,22 @@ def flag_of(field: str) -> str:
 def _flag(hint: Any, default: Any) -> dict[str, Any]:
     kind, *metas = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     text = next((meta.description for meta in metas if meta.description), "")
-    help_ = text if default in (None, (), False) else f"{text} (default {default})"
+    help_ = text if default is None or default is False or default == () else f"{text} (default {default})"
     common: dict[str, Any] = {"help": help_.replace("%", "%%"), "default": argparse.SUPPRESS}
     if kind is bool:
         return {**common, "action": argparse.BooleanOptionalAction}
     if get_origin(kind) is Literal:
         return {**common, "choices": get_args(kind)}
-    if any(get_origin(part) is tuple for part in (kind, *get_args(kind))):
-        repeated = kind == tuple[str, ...]
-        return {**common, "action": "append", "metavar": "URL"} if repeated else {**common, "metavar": "N,N,..."}
-    word = "N" if kind is int else "SECONDS" if kind is float else "TEXT"
-    return {**common, "metavar": word}
+    if kind == tuple[str, ...]:
+        return {**common, "action": "append", "metavar": "URL"}
+    return {**common, "metavar": _metavar(kind)}
+
+
+def _metavar(kind: Any) -> str:
+    parts = {kind, *get_args(kind)}
+    if any(get_origin(part) is tuple for part in parts):
+        return "X,X,..."
+    return "TEXT" if str in parts else "X" if float in parts else "N"
 
 
 # ---- loading ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""`llmserve simulate`: the same scheduler under a virtual clock."""
+"""Simulate: the same scheduler as the server's, under a virtual clock, with timed engines.
+
+Prints a table of throughput, latency, waiting, batch fill and engine utilisation, or one JSON object.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     prefill_s: Annotated[float, Meta(ge=0, description="seconds before the first token")] = 0.0
     engines: Annotated[int, Meta(ge=1, description="engines of one kind")] = 1
     barrier: Annotated[bool, Meta(description="engines run a batch to its end; else slots refill one by one")] = False
-    slots: Annotated[int | None, Meta(ge=1, description="of a refill engine (default: the batch size)")] = None
+    slots: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="of a refill engine (default: the batch size)")
+    ] = None
     last_batch: Annotated[
         Literal["flush", "drop"], Meta(description="partial batches left after the last arrival run, or are dropped")
     ] = "flush"

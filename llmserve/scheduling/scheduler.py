@@ -115,9 +115,9 @@ class Scheduler:
         self._now_s = now_s
         actions: list[Action] = []
         self._actions = actions
+        self._handlers[type(event)](event)
         if self._deadlines and self._deadlines[0][0] <= now_s:
             self._fail_late_requests()
-        self._handlers[type(event)](event)
         if self.waiting:
             if self._release.timed:
                 self._form_all()
@@ -278,13 +278,12 @@ class Scheduler:
 
     def _form_for_free_engine(self) -> bool:
         """An engine would idle: offer it the bin whose oldest request has waited longest. True if one let go."""
-        filled = (queue for queue in self.bins if len(queue))
-        for queue in sorted(filled, key=lambda queue: (queue.oldest_at_s, queue.index)):
-            size = self._release_size(queue, engine_free=True)
-            if size > 0:
-                self._form_batch(queue, size)
-                return True
-        return False
+        willing = [queue for queue in self.bins if len(queue) and self._release_size(queue, engine_free=True) > 0]
+        if not willing:
+            return False
+        queue = min(willing, key=lambda queue: queue.oldest_at_s)
+        self._form_batch(queue, self._release_size(queue, engine_free=True))
+        return True
 
     # ---- order: formed batch -> engine ------------------------------------------------------------------------
 

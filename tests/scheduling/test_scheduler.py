@@ -1,0 +1,311 @@
+"""The scheduler's contract: given events, expect actions."""
+
+import pytest
+
+from llmserve.request import Batch, EngineInfo, Request
+from llmserve.scheduling.messages import (
+    AbortRequest,
+    Action,
+    BatchEnded,
+    DrainRequested,
+    EngineLost,
+    EngineReady,
+    Event,
+    FailRequest,
+    RequestArrived,
+    RequestCancelled,
+    RequestEnded,
+    StartBatch,
+    TimerFired,
+)
+from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.scheduling.scheduler import Scheduler
+
+BARRIER = EngineInfo("gpu0", slots=2, barrier=True)
+REFILL = EngineInfo("gpu0", slots=2, barrier=False)
+
+
+def scheduler(*engines: EngineInfo, **config: object) -> Scheduler:
+    """Batches of 2, one bin, released when full, unless told otherwise."""
+    made = SchedulingConfig(**{"bins": 1, "batch_size": 2, "release": "full", **config}).scheduler()  # type: ignore[arg-type]
+    for engine in engines:
+        made.handle(EngineReady(engine), 0.0)
+    return made
+
+
+def arrive(made: Scheduler, *requests: Request | int, now_s: float = 0.0) -> list[Action]:
+    actions: list[Action] = []
+    for request in requests:
+        event = RequestArrived(request if isinstance(request, Request) else Request(request))
+        actions += step(made, event, now_s)
+    return actions
+
+
+def step(made: Scheduler, event: Event, now_s: float = 0.0) -> list[Action]:
+    actions = made.handle(event, now_s)
+    made.check()
+    return actions
+
+
+def batch(batch_id: int, *ids: int, bin_index: int = 0, formed_at_s: float = 0.0) -> Batch:
+    return Batch(batch_id, bin_index, tuple(Request(id_) for id_ in ids), formed_at_s)
+
+
+# ---- release ----
+
+
+def test_full_bin_forms_a_batch_at_once() -> None:
+    made = scheduler(BARRIER)
+    assert arrive(made, 1) == []
+    assert arrive(made, 2) == [StartBatch("gpu0", batch(1, 1, 2))]
+
+
+def test_each_bin_fills_on_its_own() -> None:
+    made = scheduler(BARRIER, bins=2, edges=(100.0,))
+    short, long_ = Request(1, 50.0), Request(2, 500.0)
+    assert arrive(made, short, long_) == []
+    third = Request(3, 60.0)
+    assert arrive(made, third) == [StartBatch("gpu0", Batch(1, 0, (short, third), 0.0))]
+
+
+def test_a_request_without_prediction_waits_in_the_first_bin() -> None:
+    made = scheduler(BARRIER, bins=2, edges=(100.0,))
+    arrive(made, 1)
+    assert len(made.bins[0]) == 1
+
+
+def test_timeout_releases_what_has_waited_long_enough() -> None:
+    made = scheduler(BARRIER, release="timeout", batch_wait_s=5.0)
+    assert arrive(made, 1, now_s=1.0) == []
+    assert made.wake_at_s == 6.0
+    assert step(made, TimerFired(), 5.9) == []
+    assert step(made, TimerFired(), 6.0) == [StartBatch("gpu0", batch(1, 1, formed_at_s=6.0))]
+    assert made.wake_at_s is None
+
+
+def test_a_due_release_goes_with_any_event_not_only_with_the_timer() -> None:
+    made = scheduler(BARRIER, release="timeout", batch_wait_s=5.0, bins=2, edges=(100.0,))
+    arrive(made, Request(1, 1.0))
+    actions = arrive(made, Request(2, 200.0), now_s=7.0)
+    assert actions == [StartBatch("gpu0", Batch(1, 0, (Request(1, 1.0),), 7.0))]
+
+
+def test_greedy_never_lets_an_engine_idle() -> None:
+    made = scheduler(BARRIER, release="greedy")
+    assert arrive(made, 1) == [StartBatch("gpu0", batch(1, 1))]
+    assert arrive(made, 2) == []
+    assert step(made, RequestEnded("gpu0", 1, "completed", 10), 1.0) == [
+        StartBatch("gpu0", batch(2, 2, formed_at_s=1.0))
+    ]
+
+
+def test_greedy_takes_the_bin_whose_oldest_request_waits_longest() -> None:
+    made = scheduler(BARRIER, release="greedy", bins=2, edges=(100.0,))
+    arrive(made, Request(1, 1.0))
+    arrive(made, Request(2, 500.0), now_s=1.0)
+    arrive(made, Request(3, 1.0), now_s=2.0)
+    actions = step(made, RequestEnded("gpu0", 1, "completed", 10), 3.0)
+    assert actions == [StartBatch("gpu0", Batch(2, 1, (Request(2, 500.0),), 3.0))]
+
+
+def test_full_batches_form_while_every_engine_is_busy_and_keep_their_order() -> None:
+    made = scheduler(BARRIER)
+    arrive(made, 1, 2, 3, 4, 5, 6)
+    assert step(made, BatchEnded("gpu0", 1, {1: 5.0, 2: 9.0}), 1.0) == [StartBatch("gpu0", batch(2, 3, 4))]
+    assert step(made, BatchEnded("gpu0", 2, {3: 5.0, 4: 9.0}), 2.0) == [StartBatch("gpu0", batch(3, 5, 6))]
+
+
+# ---- engines ----
+
+
+def test_a_barrier_engine_is_busy_until_its_longest_request_ends() -> None:
+    made = scheduler(BARRIER)
+    arrive(made, 1, 2, 3, 4)
+    assert step(made, RequestEnded("gpu0", 1, "completed", 5), 1.0) == []
+    assert step(made, RequestEnded("gpu0", 2, "completed", 9), 2.0) == [StartBatch("gpu0", batch(2, 3, 4))]
+
+
+def test_a_refill_engine_refills_each_slot_from_the_next_batch_in_order() -> None:
+    made = scheduler(REFILL)
+    arrive(made, 1, 2, 3, 4)
+    assert step(made, RequestEnded("gpu0", 2, "completed", 5), 1.0) == [StartBatch("gpu0", batch(2, 3))]
+    assert step(made, RequestEnded("gpu0", 1, "completed", 9), 2.0) == [StartBatch("gpu0", batch(2, 4))]
+
+
+def test_the_engine_with_the_most_room_is_taken_first() -> None:
+    small, large = EngineInfo("a", 2, False), EngineInfo("b", 4, False)
+    made = scheduler(small, large)
+    assert arrive(made, 1, 2) == [StartBatch("b", batch(1, 1, 2))]
+    assert arrive(made, 3, 4) == [StartBatch("a", batch(2, 3, 4))]
+
+
+def test_a_batch_waits_for_the_first_engine_that_comes_up() -> None:
+    made = scheduler(BARRIER)
+    step(made, EngineLost("gpu0"), 1.0)
+    step(made, EngineReady(BARRIER), 2.0)
+    assert arrive(made, 1, 2, now_s=2.0) == [StartBatch("gpu0", batch(1, 1, 2, formed_at_s=2.0))]
+
+
+# ---- cancellation, in every state ----
+
+
+def test_a_request_cancelled_in_its_bin_takes_no_place_in_a_batch() -> None:
+    made = scheduler(BARRIER)
+    arrive(made, 1)
+    assert step(made, RequestCancelled(1)) == []
+    assert arrive(made, 2, 3) == [StartBatch("gpu0", batch(1, 2, 3))]
+
+
+def test_a_request_cancelled_in_a_formed_batch_leaves_it() -> None:
+    made = scheduler(BARRIER)
+    arrive(made, 1, 2, 3, 4)
+    step(made, RequestCancelled(3))
+    assert step(made, BatchEnded("gpu0", 1, {1: 1.0, 2: 1.0})) == [StartBatch("gpu0", batch(2, 4))]
+
+
+def test_a_batch_whose_every_client_has_left_is_never_started() -> None:
+    made = scheduler(BARRIER)
+    arrive(made, 1, 2, 3, 4)
+    step(made, RequestCancelled(3))
+    step(made, RequestCancelled(4))
+    assert step(made, BatchEnded("gpu0", 1, {1: 1.0, 2: 1.0})) == []
+    assert not made.requests
+
+
+def test_a_running_request_is_aborted_and_keeps_its_slot_until_the_engine_lets_go() -> None:
+    made = scheduler(REFILL)
+    arrive(made, 1, 2, 3, 4)
+    assert step(made, RequestCancelled(1)) == [AbortRequest("gpu0", 1)]
+    assert step(made, RequestCancelled(1)) == []
+    assert step(made, RequestEnded("gpu0", 1, "cancelled")) == [StartBatch("gpu0", batch(2, 3))]
+
+
+def test_news_of_a_client_that_left_after_its_answer_changes_nothing() -> None:
+    made = scheduler(BARRIER)
+    arrive(made, 1, 2)
+    step(made, BatchEnded("gpu0", 1, {1: 1.0, 2: 1.0}))
+    assert step(made, RequestCancelled(1)) == []
+
+
+# ---- engines that fail ----
+
+
+def test_a_lost_engine_loses_no_request_and_its_batch_runs_elsewhere_as_one() -> None:
+    spare = EngineInfo("gpu1", 2, True)
+    made = scheduler(BARRIER, spare)
+    arrive(made, 1, 2)
+    assert step(made, EngineLost("gpu0"), 1.0) == [StartBatch("gpu1", batch(1, 1, 2))]
+
+
+def test_a_request_whose_client_has_seen_bytes_fails_with_its_engine() -> None:
+    made = scheduler(BARRIER)
+    arrive(made, 1, 2)
+    assert step(made, EngineLost("gpu0", answered=(1,))) == [FailRequest(1, "engine_lost")]
+    assert list(made.requests) == [2]
+
+
+def test_a_returned_batch_goes_before_batches_that_formed_later() -> None:
+    made = scheduler(BARRIER)
+    arrive(made, 1, 2, 3, 4)
+    step(made, EngineLost("gpu0"))
+    assert step(made, EngineReady(BARRIER), 1.0) == [StartBatch("gpu0", batch(1, 1, 2))]
+
+
+def test_a_request_is_tried_again_retries_max_times_and_then_fails() -> None:
+    made = scheduler(REFILL, retries_max=1, release="greedy")
+    arrive(made, 1)
+    failed = RequestEnded("gpu0", 1, "failed", retryable=True)
+    assert step(made, failed) == [StartBatch("gpu0", batch(1, 1))]
+    assert step(made, failed) == [FailRequest(1, "engine_failed")]
+
+
+def test_a_failed_request_runs_elsewhere_even_if_its_own_engine_is_free_first() -> None:
+    other = EngineInfo("gpu1", 1, False)
+    made = scheduler(REFILL, other, release="greedy")
+    arrive(made, 1, 2, 3)  # 1 and 2 on gpu0 or gpu1 by room, all slots taken
+    runs_on = {id_: ticket.engine for id_, ticket in made.requests.items()}
+    on_gpu0 = next(id_ for id_, name in runs_on.items() if name == "gpu0")
+    on_gpu1 = next(id_ for id_, name in runs_on.items() if name == "gpu1")
+    assert step(made, RequestEnded("gpu0", on_gpu0, "failed", retryable=True)) == []
+    (restart,) = step(made, RequestEnded("gpu1", on_gpu1, "completed", 3))
+    assert isinstance(restart, StartBatch)
+    assert (restart.engine, [request.id for request in restart.batch.requests]) == ("gpu1", [on_gpu0])
+
+
+def test_a_request_that_its_engine_refused_for_good_is_not_tried_again() -> None:
+    made = scheduler(REFILL, release="greedy")
+    arrive(made, 1)
+    assert step(made, RequestEnded("gpu0", 1, "failed")) == []
+    assert not made.requests
+
+
+def test_a_stale_end_from_a_lost_engine_is_ignored() -> None:
+    made = scheduler(BARRIER)
+    arrive(made, 1, 2)
+    step(made, EngineLost("gpu0"))
+    assert step(made, RequestEnded("gpu0", 1, "completed", 5)) == []
+    assert sorted(made.requests) == [1, 2]
+
+
+def test_without_any_engine_requests_are_refused_and_those_that_wait_fail_after_engine_wait_s() -> None:
+    made = scheduler(BARRIER, engine_wait_s=30.0)
+    arrive(made, 1)
+    step(made, EngineLost("gpu0"), 10.0)
+    assert arrive(made, 2, now_s=11.0) == [FailRequest(2, "no_engine")]
+    assert made.wake_at_s == 40.0
+    assert step(made, TimerFired(), 40.0) == [FailRequest(1, "no_engine")]
+
+
+def test_before_the_first_engine_is_up_requests_are_refused() -> None:
+    assert arrive(scheduler(), 1) == [FailRequest(1, "no_engine")]
+
+
+# ---- limits ----
+
+
+def test_a_full_queue_refuses_with_the_time_it_will_take_to_drain() -> None:
+    made = scheduler(BARRIER, queue_requests_max=2)
+    arrive(made, 1, 2)
+    step(made, RequestEnded("gpu0", 1, "completed", 1), 1.0)
+    arrive(made, 3, 4, now_s=1.0)
+    step(made, RequestEnded("gpu0", 2, "completed", 1), 2.0)  # 3 and 4 start; one request a second has ended
+    arrive(made, 5, 6, now_s=2.0)
+    assert arrive(made, 7, now_s=2.0) == [FailRequest(7, "queue_full", retry_after_s=2.0)]
+
+
+def test_a_deadline_that_passes_in_the_queue_costs_no_engine() -> None:
+    made = scheduler(BARRIER)
+    arrive(made, 1, 2)
+    late = Request(3, None, 5.0)
+    arrive(made, late, 4)
+    assert made.wake_at_s == 5.0
+    actions = step(made, BatchEnded("gpu0", 1, {1: 1.0, 2: 1.0}), 5.0)
+    assert actions == [FailRequest(3, "deadline_exceeded"), StartBatch("gpu0", batch(2, 4))]
+
+
+def test_a_deadline_already_passed_is_refused_at_once() -> None:
+    made = scheduler(BARRIER)
+    step(made, TimerFired(), 9.0)
+    assert arrive(made, Request(1, None, 8.0), now_s=9.0) == [FailRequest(1, "deadline_exceeded")]
+
+
+def test_a_drain_lets_every_bin_go_and_refuses_newcomers() -> None:
+    made = scheduler(BARRIER)
+    arrive(made, 1)
+    assert step(made, DrainRequested()) == [StartBatch("gpu0", batch(1, 1))]
+    assert arrive(made, 2) == [FailRequest(2, "draining")]
+
+
+def test_time_never_runs_backwards() -> None:
+    made = scheduler(BARRIER)
+    step(made, TimerFired(), 2.0)
+    with pytest.raises(AssertionError, match="backwards"):
+        made.handle(TimerFired(), 1.0)
+
+
+def test_edges_follow_the_lengths_that_engines_report() -> None:
+    made = scheduler(REFILL, release="greedy", bins=2, edges=(1000.0,), edges_refit_every=2)
+    arrive(made, Request(1, 5.0), Request(2, 5.0))
+    step(made, RequestEnded("gpu0", 1, "completed", 10), 1.0)
+    step(made, RequestEnded("gpu0", 2, "completed", 20), 1.0)
+    assert made.edges.edges == (15.0,)

@@ -1,0 +1,213 @@
+"""The laws, over arbitrary interleavings of arrivals, ends, cancellations, losses and time.
+
+The machine below is the outside world: it knows only what it told the scheduler and what the scheduler answered, and
+keeps its own account of where every request must be.
+"""
+
+from collections import Counter
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from llmserve.cluster.journal import Header, Step, replay
+from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.messages import (
+    AbortRequest,
+    Action,
+    BatchEnded,
+    DrainRequested,
+    EngineLost,
+    EngineReady,
+    Event,
+    FailRequest,
+    RequestArrived,
+    RequestCancelled,
+    RequestEnded,
+    StartBatch,
+    TimerFired,
+)
+from llmserve.scheduling.policies import SchedulingConfig
+
+CONFIGS = st.builds(
+    SchedulingConfig,
+    bins=st.integers(1, 4),
+    batch_size=st.integers(1, 4),
+    release=st.sampled_from(["full", "timeout", "greedy"]),
+    batch_wait_s=st.sampled_from([0.0, 0.5, 3.0]),
+    queue_requests_max=st.sampled_from([3, 1_000]),
+    retries_max=st.integers(0, 2),
+    engine_wait_s=st.sampled_from([0.0, 2.0]),
+    edges_refit_every=st.sampled_from([0, 3]),
+)
+ENGINES = st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=3)
+
+
+class World(RuleBasedStateMachine):
+    """Everything outside the scheduler."""
+
+    @initialize(config=CONFIGS, engines=ENGINES)
+    def begin(self, config: SchedulingConfig, engines: list[tuple[int, bool]]) -> None:
+        self.header = Header(config, (10.0, 20.0, 30.0, 40.0))
+        self.scheduler = self.header.scheduler()
+        self.engines = [
+            EngineInfo(f"e{index}", config.batch_size if barrier else slots, barrier)
+            for index, (slots, barrier) in enumerate(engines)
+        ]
+        self.up: set[str] = set()
+        self.running: dict[str, dict[int, int]] = {engine.name: {} for engine in self.engines}  # -> id -> batch
+        self.outcomes: Counter[int] = Counter()
+        self.arrived: dict[int, Request] = {}
+        self.gone: set[int] = set()
+        self.tries: Counter[int] = Counter()
+        self.first_start: dict[int, int] = {}  # batch -> place in the order of first starts
+        self.steps: list[Step] = []
+        self.now_s = 0.0
+
+    # ---- what the world does ----
+
+    def tell(self, event: Event) -> None:
+        actions = self.scheduler.handle(event, self.now_s)
+        self.steps.append(Step(self.now_s, event, tuple(actions)))
+        for action in actions:
+            self.obey(action)
+
+    def obey(self, action: Action) -> None:
+        if isinstance(action, StartBatch):
+            assert action.engine in self.up, "an engine that is down was given work"
+            assert action.batch.requests, "an empty batch was started"
+            running = self.running[action.engine]
+            for request in action.batch.requests:
+                assert self.outcomes[request.id] == 0, "an ended request was started"
+                assert not any(request.id in others for others in self.running.values()), "a request runs twice"
+                assert request.id not in self.gone, "a request whose client has gone was started"
+                assert request.deadline_s is None or request.deadline_s > self.now_s, "a late request was started"
+                running[request.id] = action.batch.id
+                self.tries[request.id] += 1
+            self.first_start.setdefault(action.batch.id, len(self.first_start))
+        elif isinstance(action, FailRequest):
+            assert not any(action.request_id in running for running in self.running.values())
+            self.outcomes[action.request_id] += 1
+        else:
+            assert isinstance(action, AbortRequest)
+            assert action.request_id in self.running[action.engine]
+
+    @rule(tokens=st.sampled_from([None, 5.0, 15.0, 25.0, 99.0]), slo_s=st.sampled_from([None, None, 0.0, 1.0]))
+    def request_arrives(self, tokens: float | None, slo_s: float | None) -> None:
+        request = Request(len(self.arrived), tokens, None if slo_s is None else self.now_s + slo_s)
+        self.arrived[request.id] = request
+        self.tell(RequestArrived(request))
+
+    @rule(seconds=st.sampled_from([0.0, 0.1, 0.5, 5.0]))
+    def time_passes(self, seconds: float) -> None:
+        """A body fires the timer when it is due, though its clock may be late."""
+        wake_at_s = self.scheduler.wake_at_s
+        self.now_s += seconds
+        if wake_at_s is not None and self.now_s >= wake_at_s:
+            self.tell(TimerFired())
+            after_s = self.scheduler.wake_at_s
+            assert after_s is None or after_s > self.now_s, "the timer would fire for ever"
+
+    @precondition(lambda self: any(self.running.values()))
+    @rule(data=st.data(), outcome=st.sampled_from(["completed", "completed", "failed", "retryable"]))
+    def a_request_ends(self, data: st.DataObject, outcome: str) -> None:
+        name = data.draw(st.sampled_from(sorted(name for name, running in self.running.items() if running)))
+        request_id = data.draw(st.sampled_from(sorted(self.running[name])))
+        del self.running[name][request_id]
+        if outcome == "retryable" and request_id not in self.gone:
+            self.tell(RequestEnded(name, request_id, "failed", retryable=True))
+            return
+        self.outcomes[request_id] += 1
+        kind = "completed" if outcome == "completed" else "failed"
+        self.tell(RequestEnded(name, request_id, kind, float(request_id % 50 + 1)))  # type: ignore[arg-type]
+
+    @precondition(lambda self: any(engine.barrier and self.running[engine.name] for engine in self.engines))
+    @rule(data=st.data())
+    def a_batch_ends(self, data: st.DataObject) -> None:
+        names = [engine.name for engine in self.engines if engine.barrier and self.running[engine.name]]
+        name = data.draw(st.sampled_from(names))
+        ended, self.running[name] = self.running[name], {}
+        self.outcomes.update(ended.keys())
+        self.tell(BatchEnded(name, next(iter(ended.values())), {id_: 7.0 for id_ in ended}))
+
+    @precondition(lambda self: len(self.arrived))
+    @rule(data=st.data())
+    def a_client_leaves(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.arrived)))
+        runs = any(request_id in running for running in self.running.values())
+        if not runs and not self.outcomes[request_id]:
+            self.outcomes[request_id] += 1
+        self.gone.add(request_id)
+        self.tell(RequestCancelled(request_id))
+
+    @rule(data=st.data())
+    def an_engine_comes_up(self, data: st.DataObject) -> None:
+        engine = data.draw(st.sampled_from(self.engines))
+        self.up.add(engine.name)
+        self.tell(EngineReady(engine))
+
+    @precondition(lambda self: self.up)
+    @rule(data=st.data())
+    def an_engine_is_lost(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.up)))
+        running, self.running[name] = self.running[name], {}
+        answered = tuple(sorted(data.draw(st.sets(st.sampled_from(sorted(running)))) if running else ()))
+        self.up.remove(name)
+        self.outcomes.update(id_ for id_ in running if id_ in self.gone)
+        self.tell(EngineLost(name, answered))
+
+    # ---- what must hold ----
+
+    @invariant()
+    def every_invariant_of_the_scheduler_holds(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check()
+
+    @invariant()
+    def each_request_is_in_one_place_or_has_one_outcome(self) -> None:
+        for request_id in getattr(self, "arrived", ()):
+            alive = request_id in self.scheduler.requests
+            assert self.outcomes[request_id] == (0 if alive else 1), f"request {request_id}"
+            assert self.tries[request_id] <= self.header.scheduling.retries_max + 1
+
+    @invariant()
+    def engines_keep_their_limits(self) -> None:
+        for engine in getattr(self, "engines", ()):
+            running = self.running[engine.name]
+            assert len(running) <= engine.slots
+            assert not engine.barrier or len(set(running.values())) <= 1
+
+    @invariant()
+    def batches_start_in_the_order_in_which_they_formed(self) -> None:
+        """fffs. Batch numbers count formation; one can be overtaken only by a batch that came back."""
+        firsts = list(getattr(self, "first_start", {}))
+        assert firsts == sorted(firsts)
+
+    def teardown(self) -> None:
+        """Let everything end: nothing may be left, and the journal must replay."""
+        if not hasattr(self, "scheduler"):
+            return
+        for engine in self.engines:
+            self.up.add(engine.name)
+            self.tell(EngineReady(engine))
+        self.tell(DrainRequested())
+        while any(self.running.values()):
+            name = next(name for name, running in self.running.items() if running)
+            request_id = next(iter(self.running[name]))
+            del self.running[name][request_id]
+            self.outcomes[request_id] += 1
+            self.tell(RequestEnded(name, request_id, "completed", 9.0))
+            self.scheduler.check()
+        assert not self.scheduler.requests, "requests are left"
+        assert all(self.outcomes[request_id] == 1 for request_id in self.arrived)
+        assert replay(self.header, self.steps) == self.steps
+
+
+World.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+TestLaws = World.TestCase
