@@ -12,12 +12,11 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-import math
 import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,31 +67,51 @@ def main(args: argparse.Namespace) -> int:
 
 async def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; then drain. Returns the exit status."""
+    stop, starting = asyncio.Event(), asyncio.current_task()
+    assert starting is not None
+
+    def on_signal() -> None:
+        stop.set()
+        if starting is not None:  # nothing serves yet: there is nothing to drain
+            starting.cancel()
+
+    with _on_stop_signals(on_signal), contextlib.suppress(asyncio.CancelledError):
+        async with serving(config) as (cluster, url):
+            await _until_an_engine_is_ready(cluster)
+            starting = None
+            _say_where(cluster, url)
+            await stop.wait()
+            log.info("draining: new requests are refused, running ones have %.0f s", config.server.drain_s)
+            if not await cluster.drain(config.server.drain_s):
+                log.warning("some requests did not end within %.0f s and are aborted", config.server.drain_s)
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
+    """The whole server inside the block: engines, predictor, cluster and door. Yields the cluster and the base URL.
+
+    Raises LLMServeError when it cannot start.
+    """
     from llmserve.api.app import create_app
     from llmserve.api.limits import Doorkeeper, read_keys
     from llmserve.metrics import Metrics
 
     keys = read_keys(Path(config.server.api_key_file)) if config.server.api_key_file else {}
     _check_listening(config, has_keys=bool(keys))
-    stop = asyncio.Event()
-    with _stop_signals(stop):
-        async with AsyncExitStack() as stack:
-            cluster = await _start_cluster(config, stack)
-            metrics = Metrics(cluster, config.scheduling.batch_size)
-            doorkeeper = Doorkeeper(
-                keys,
-                concurrent_max=config.limits.concurrent_max,
-                requests_per_minute_max=config.limits.requests_per_minute_max,
-            )
-            app = create_app(cluster, metrics, doorkeeper, config.limits)
-            url = await stack.enter_async_context(_listening(app, config))
-            cluster.start()
-            await _say_where(cluster, url, stop)
-            await stop.wait()
-            log.info("draining: new requests are refused, running ones have %.0f s", config.server.drain_s)
-            if not await cluster.drain(config.server.drain_s):
-                log.warning("some requests did not end within %.0f s and are aborted", config.server.drain_s)
-    return 0
+    async with AsyncExitStack() as stack:
+        listener = stack.enter_context(_listener(config.server.host, config.server.port))
+        cluster = await _start_cluster(config, stack)
+        metrics = Metrics(cluster, config.scheduling.batch_size)
+        doorkeeper = Doorkeeper(
+            keys,
+            concurrent_max=config.limits.concurrent_max,
+            requests_per_minute_max=config.limits.requests_per_minute_max,
+        )
+        app = create_app(cluster, metrics, doorkeeper, config.limits)
+        await stack.enter_async_context(_accepting(app, listener))
+        cluster.start()
+        yield cluster, _url(listener)
 
 
 def _check_listening(config: Config, *, has_keys: bool) -> None:
@@ -109,10 +128,10 @@ def _check_listening(config: Config, *, has_keys: bool) -> None:
 
 
 @contextlib.contextmanager
-def _stop_signals(stop: asyncio.Event) -> Iterator[None]:
+def _on_stop_signals(callback: Callable[[], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, callback)
     try:
         yield
     finally:
@@ -222,9 +241,23 @@ def _predictor_folder(config: Config) -> Path | None:
 # ---- the listening socket -----------------------------------------------------------------------------------------
 
 
+def _listener(host: str, port: int) -> socket.socket:
+    """A listening socket, before anything slow is started. Raises ListenError when the port cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), backlog=2048, family=family)
+    except OSError as error:
+        raise ListenError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 @contextlib.asynccontextmanager
-async def _listening(app: FastAPI, config: Config) -> AsyncIterator[str]:
-    """Accept connections inside the block; yields the base URL. Raises ListenError when it cannot listen there."""
+async def _accepting(app: FastAPI, listener: socket.socket) -> AsyncIterator[None]:
+    """Serve the application on the socket inside the block."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -233,11 +266,6 @@ async def _listening(app: FastAPI, config: Config) -> AsyncIterator[str]:
             """Signals are ours: they drain the cluster first."""
             yield
 
-    host, port = config.server.host, config.server.port
-    try:
-        listener = socket.create_server((host, port), backlog=2048, family=_family(host))
-    except OSError as error:
-        raise ListenError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
     server = Server(
         uvicorn.Config(
             app,
@@ -250,28 +278,24 @@ async def _listening(app: FastAPI, config: Config) -> AsyncIterator[str]:
         )
     )
     task = asyncio.create_task(server.serve(sockets=[listener]))
-    shown = f"[{host}]" if ":" in host else host
     try:
-        yield f"http://{shown}:{listener.getsockname()[1]}"
+        yield
     finally:
         server.should_exit = True
         await task
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-async def _say_where(cluster: LiveCluster, url: str, stop: asyncio.Event) -> None:
-    """Tell a person where to go, once there is somebody to answer."""
-    waiting_s = 0.0
-    while not any(cluster.engines_ready.values()) and not stop.is_set():
+async def _until_an_engine_is_ready(cluster: LiveCluster) -> None:
+    looks = 0
+    while not any(cluster.engines_ready.values()):
         await asyncio.sleep(0.05)
-        waiting_s += 0.05
-        if math.isclose(waiting_s, 3.0, abs_tol=0.02):
+        looks += 1
+        if looks == 60:
             log.warning("no engine answers yet: %s", ", ".join(cluster.engines_ready))
-    if stop.is_set():
-        return
+
+
+def _say_where(cluster: LiveCluster, url: str) -> None:
+    """Tell a person where to go, now that there is somebody to answer."""
     model = next(iter(cluster.models), "MODEL")
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Count from 1 to 20."}}]}}'
     print(f"llmserve is ready: {url}/v1  (models: {', '.join(cluster.models)})")

@@ -75,8 +75,10 @@ class Journal:
             self._file.write(self._encoder.encode(line) + b"\n")
 
     def close(self) -> None:
+        """Finish the file; later steps are kept in memory only."""
         if self._file is not None:
             self._file.close()
+            self._file = None
 
     def __enter__(self) -> Journal:
         return self

@@ -92,6 +92,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int]] = []
         self._rate = CompletionRate()
         self._batches_formed = 0
+        self._due_s: float | None = None  # when the next bin's release is due by time alone
         self._draining = False
         self._engineless_since_s: float | None = 0.0  # None while any engine is ready
         self._now_s = 0.0
@@ -119,10 +120,12 @@ class Scheduler:
         if self._deadlines and self._deadlines[0][0] <= now_s:
             self._fail_late_requests()
         if self.waiting:
-            if self._release.timed:
+            if self._due_s is not None and now_s >= self._due_s:
                 self._form_all()
             if self._free:
                 self._dispatch()
+        if self._release.timed:
+            self._due_s = self._earliest_due_s()
         return actions
 
     @property
@@ -130,9 +133,8 @@ class Scheduler:
         """When the scheduler wants TimerFired at the latest; None: not before something happens."""
         times: list[float] = []
         if self.waiting:
-            if self._release.timed and not self._draining:
-                dues = (self._release.due_at_s(queue) for queue in self.bins)
-                times = [due_s for due_s in dues if due_s is not None]
+            if self._due_s is not None:
+                times.append(self._due_s)
             if self._engineless_since_s is not None:
                 times.append(self._engineless_since_s + self._engine_wait_s)
         if self._deadlines:
@@ -261,6 +263,10 @@ class Scheduler:
     def _form_all(self) -> None:
         for queue in self.bins:
             self._form(queue)
+
+    def _earliest_due_s(self) -> float | None:
+        dues = [self._release.due_at_s(queue) for queue in self.bins if len(queue)]
+        return min([due_s for due_s in dues if due_s is not None], default=None)
 
     def _release_size(self, queue: BinQueue, engine_free: bool) -> int:
         if self._draining:

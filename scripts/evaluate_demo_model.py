@@ -1,0 +1,271 @@
+"""What the demo model really answers: held-out accuracy, lengths for the length predictor, the documents.
+
+    python scripts/evaluate_demo_model.py                           # accuracy of the shipped model on held-out prompts
+    python scripts/evaluate_demo_model.py --lengths-output lengths.jsonl    # data for the length predictor instead
+
+All answers are greedy and batched. `output_tokens` means what OpenAI's `usage.completion_tokens` means: the
+tokens generated for the answer. The end token is not counted.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median, pstdev
+from typing import Any
+
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from llmserve.engines.embedded import demo_corpus
+from llmserve.engines.embedded.demo_corpus import Example
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL_DIR = ROOT / "llmserve" / "engines" / "embedded" / "model"
+MODEL_NAME = "llmserve-demo"
+ANSWER_TOKENS_MAX = 480  # a right answer has at most about 420
+
+
+EVALUATION_SEED, LENGTHS_SEED = 1_000_003, 2_000_003  # added to the seed: other draws than training's
+
+
+def say(line: str) -> None:
+    """One line that rewrites itself on a terminal; plain lines in a log."""
+    terminal = sys.stderr.isatty()
+    print(f"\r\x1b[K{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+
+
+def load(path: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """The saved model in float32, as the embedded engine loads it."""
+    return (
+        LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval(),
+        PreTrainedTokenizerFast.from_pretrained(path),
+    )
+
+
+# --- evaluation -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    output_tokens: int  # without the end token
+    finish_reason: str  # "stop" (the model ended it) or "length"
+
+
+@torch.inference_mode()
+def answers(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    examples: list[Example],
+    batch_size: int = 128,
+    answer_tokens_max: int = ANSWER_TOKENS_MAX,
+) -> list[Answer]:
+    """The model's greedy answers, in the order of `examples`.
+
+    Batches hold answers of like expected length and end when all of their answers have: little is computed
+    for answers that are already over.
+    """
+    expected = [len(ids) for ids in tokenizer([e.answer for e in examples], add_special_tokens=False)["input_ids"]]
+    order = sorted(range(len(examples)), key=expected.__getitem__)
+    found: dict[int, Answer] = {}
+    began = time.monotonic()
+    model.eval()
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        texts = [as_chat(tokenizer, examples[row].prompt) for row in rows]
+        inputs = tokenizer(texts, padding=True, add_special_tokens=False, return_tensors="pt")
+        out = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            do_sample=False,
+            max_new_tokens=answer_tokens_max,
+        )
+        for row, ids in zip(rows, out[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+            found[row] = _answer(tokenizer, ids)
+        seconds = time.monotonic() - began
+        tokens = sum(answer.output_tokens for answer in found.values())
+        say(f"answered {len(found)}/{len(order)}  {tokens / seconds:,.0f} tokens/s  {seconds:.0f} s")
+    return [found[row] for row in range(len(examples))]
+
+
+def as_chat(tokenizer: PreTrainedTokenizerFast, prompt: str) -> str:
+    messages = [{"role": "user", "content": prompt}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def _answer(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> Answer:
+    ended = tokenizer.eos_token_id in ids
+    ids = ids[: ids.index(tokenizer.eos_token_id)] if ended else ids
+    return Answer(tokenizer.decode(ids), len(ids), "stop" if ended else "length")
+
+
+def evaluate(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: int,
+    seed: int,
+    answer_tokens_max: int = ANSWER_TOKENS_MAX,
+) -> dict[str, Any]:
+    """Exact-match accuracy on held-out prompts, and the lengths of the right answers to them."""
+    asked = demo_corpus.examples(prompts, seed + EVALUATION_SEED, held_out=True)
+    began = time.monotonic()
+    given = answers(model, tokenizer, asked, answer_tokens_max=answer_tokens_max)
+    seconds = time.monotonic() - began
+    right = [answer.text == example.answer for answer, example in zip(given, asked, strict=True)]
+    prompts_of = Counter(example.family for example in asked)
+    right_of = Counter(example.family for example, ok in zip(asked, right, strict=True) if ok)
+    lengths = [len(ids) for ids in tokenizer([e.answer for e in asked], add_special_tokens=False)["input_ids"]]
+    lengths_of = {f: [n for n, e in zip(lengths, asked, strict=True) if e.family == f] for f in prompts_of}
+    return {
+        "held_out_prompts": len(asked),
+        "exact": round(mean(right), 4),
+        "families": {
+            family: {
+                "prompts": prompts_of[family],
+                "exact": round(right_of[family] / prompts_of[family], 4),
+                "output_tokens": _spread(lengths_of[family]),
+            }
+            for family in sorted(prompts_of)
+        },
+        "output_tokens": _spread(lengths),
+        "generated_tokens_per_s": round(sum(answer.output_tokens for answer in given) / seconds),
+        "failures": _failures(asked, given, right),
+        "samples": _samples(asked, given, lengths),
+    }
+
+
+def _spread(lengths: list[int]) -> dict[str, float]:
+    ordered = sorted(lengths)
+    return {
+        "min": ordered[0],
+        "median": median(ordered),
+        "mean": round(mean(ordered), 1),
+        "p95": ordered[int(0.95 * (len(ordered) - 1))],
+        "max": ordered[-1],
+        "coefficient_of_variation": round(pstdev(ordered) / mean(ordered), 2),
+    }
+
+
+def _failures(asked: list[Example], given: list[Answer], right: list[bool]) -> list[dict[str, str]]:
+    wrong = [(e, a) for e, a, ok in zip(asked, given, right, strict=True) if not ok]
+    return [{"prompt": e.prompt, "expected": e.answer[:200], "answered": a.text[:200]} for e, a in wrong[:12]]
+
+
+def _samples(asked: list[Example], given: list[Answer], lengths: list[int]) -> list[dict[str, str]]:
+    """One short prompt per family with what the model really answered, right or wrong."""
+    shown: dict[str, dict[str, str]] = {}
+    for example, answer, length in zip(asked, given, lengths, strict=True):
+        if 8 < length < 60:
+            shown.setdefault(example.family, {"prompt": example.prompt, "answered": answer.text})
+    return [shown[family] for family in sorted(shown)]
+
+
+# --- documents and lengths -------------------------------------------------------------------------------------
+
+
+def write_docs(metrics: dict[str, Any], docs: Path) -> None:
+    docs.mkdir(parents=True, exist_ok=True)
+    (docs / "demo-model.json").write_text(json.dumps(metrics, indent=1, ensure_ascii=False) + "\n")
+    (docs / "demo-model.md").write_text(_page(metrics))
+
+
+def _page(m: dict[str, Any]) -> str:
+    samples = "\n\n".join(f"> {s['prompt']}\n\n```\n{s['answered']}\n```" for s in m["samples"])
+    failures = "\n".join(f"* `{f['prompt']}` -> `{f['answered'][:80]!r}`" for f in m["failures"][:5])
+    return f"""# The demo model
+
+A Llama-architecture model of {m["parameters"] / 1e6:.1f} M parameters ({m["weights_mb"]:.1f} MB), trained from nothing
+by `scripts/train_demo_model.py` on text that `demo_corpus.py` makes up. It counts, recites lists and tables,
+spells, copies and makes a little small talk. It lets `llmserve serve` answer on any CPU without a download, and
+its answers have a wide spread of lengths that their prompts reveal, which is what llmserve is there to use.
+
+It is not an assistant. It has no numbers above 999, spells only the words of its own lists, knows the times
+tables of 2 to 12, and was never asked anything outside these families: to other questions it gives some fluent
+answer that is wrong. Answers are greedy by default. A number up to 999 is one token, and so is a letter.
+
+## Made by
+
+    {m["command"]}
+
+{m["date"]}, {m["machine"]}, {m["training"]["minutes"]:.0f} minutes of training
+on {m["training"]["tokens"] / 1e6:.1f} M tokens.
+
+## Exact answers on held-out prompts
+
+Prompts that training never saw (a tenth of all, chosen by hash), greedy, the whole answer right to the last
+token. The same task may have been seen in other words.
+
+{table(m)}
+
+Lengths are of the right answers, without the end token; their coefficient of variation is
+{m["output_tokens"]["coefficient_of_variation"]}.
+
+## Answers
+
+{samples}
+
+## Failures
+
+{failures or "None among the held-out prompts."}
+"""
+
+
+def table(m: dict[str, Any]) -> str:
+    """Accuracy and lengths per family, as Markdown."""
+    together = {"exact": m["exact"], "prompts": m["held_out_prompts"], "output_tokens": m["output_tokens"]}
+    rows = [_row(family, values) for family, values in [*m["families"].items(), ("**all**", together)]]
+    head = ["| family | prompts | exact | tokens, median | mean | p95 | max |", "|---|---|---|---|---|---|---|"]
+    return "\n".join(head + rows)
+
+
+def _row(family: str, v: dict[str, Any]) -> str:
+    lengths = v["output_tokens"]
+    return (
+        f"| {family} | {v['prompts']} | {100 * v['exact']:.1f} % | {lengths['median']:.0f} | {lengths['mean']:.0f} "
+        f"| {lengths['p95']} | {lengths['max']} |"
+    )
+
+
+def write_lengths(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, path: Path, prompts: int, seed: int
+) -> None:
+    """JSONL rows for the length predictor: prompts of both splits and how many tokens the model answers with."""
+    asked = demo_corpus.examples(prompts, seed + LENGTHS_SEED)
+    given = answers(model, tokenizer, asked)
+    with path.open("w") as file:
+        for example, answer in zip(asked, given, strict=True):
+            row = {
+                "prompt": example.prompt,
+                "model": MODEL_NAME,
+                "output_tokens": answer.output_tokens,
+                "finish_reason": answer.finish_reason,
+            }
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    say(f"{path}: {prompts} rows\n")
+
+
+# --- command line -------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=MODEL_DIR)
+    parser.add_argument("--prompts", type=int, help="how many (1500 for accuracy, 12500 for lengths)")
+    parser.add_argument("--seed", type=int, default=0, help="draws the prompts")
+    parser.add_argument("--threads", type=int, default=1, help="more help only where cores are idle")
+    parser.add_argument("--lengths-output", type=Path, help="write (prompt, model, output_tokens, finish_reason) rows")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    model, tokenizer = load(args.model)
+    if args.lengths_output:
+        write_lengths(model, tokenizer, args.lengths_output, args.prompts or 12_500, args.seed)
+    else:
+        print(table(evaluate(model, tokenizer, args.prompts or 1500, args.seed)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""The door over real HTTP: the official client, OpenAI's error shape, limits, receipts, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from conftest import Front, StartFront, until
+
+from llmserve.api.limits import ApiConfig
+from llmserve.config import Config, ServerConfig
+from llmserve.engines.fake import FakeEngine, Fault
+from llmserve.errors import ConfigError
+from llmserve.serve import serving
+
+MESSAGES: Any = [{"role": "user", "content": "hello"}]
+
+
+def client(front: Front, key: str = "none") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key=key, max_retries=0)
+
+
+# ---- the official client ----
+
+
+async def test_the_official_client_chats(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine)
+        answer = await client(front).chat.completions.create(model="fake", messages=MESSAGES, max_tokens=5)
+    assert answer.choices[0].message.content
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 5
+
+
+async def test_the_official_client_streams_without_the_usage_that_it_did_not_ask_for(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine)
+        stream = await client(front).chat.completions.create(model="fake", messages=MESSAGES, max_tokens=5, stream=True)
+        chunks = [chunk async for chunk in stream]
+    assert all(chunk.choices for chunk in chunks)
+    assert all(chunk.usage is None for chunk in chunks)
+    assert sum(bool(chunk.choices[0].delta.content) for chunk in chunks) == 5
+
+
+async def test_the_official_client_gets_usage_at_the_end_of_a_stream_when_it_asks(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine)
+        stream = await client(front).chat.completions.create(
+            model="fake", messages=MESSAGES, max_tokens=5, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 5
+
+
+async def test_the_official_client_completes_plain_prompts(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine)
+        answer = await client(front).completions.create(model="fake", prompt="once", max_tokens=3)
+        stream = await client(front).completions.create(model="fake", prompt="once", max_tokens=3, stream=True)
+        texts = [chunk.choices[0].text async for chunk in stream if chunk.choices]
+    assert answer.choices[0].text == "".join(texts)
+
+
+async def test_models_are_listed_and_retrieved(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0, model="org/name") as engine:
+        front = await start_front(engine)
+        assert [model.id async for model in client(front).models.list()] == ["org/name"]
+        assert (await client(front).models.retrieve("org/name")).id == "org/name"
+        with pytest.raises(openai.NotFoundError):
+            await client(front).models.retrieve("other")
+
+
+async def test_wrong_input_raises_the_clients_own_exceptions(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine)
+        with pytest.raises(openai.BadRequestError) as bad:
+            await client(front).chat.completions.create(model="fake", messages=MESSAGES, max_tokens=0)
+        with pytest.raises(openai.NotFoundError) as missing:
+            await client(front).chat.completions.create(model="other", messages=MESSAGES)
+    assert (bad.value.param, bad.value.type) == ("max_tokens", "invalid_request_error")
+    assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
+
+
+# ---- transparency ----
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_bytes_are_the_engines_own_in_both_directions(start_front: StartFront, stream: bool) -> None:
+    data = b'{"model":"fake","messages":[{"role":"user","content":"h\\u00e9"}], "max_tokens":4, "top_k": 3%s}' % (
+        b', "stream":true, "stream_options":{"include_usage":true}' if stream else b""
+    )
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine)
+        async with front.session.post(f"{front.url}/v1/chat/completions", data=data) as response:
+            through = await response.read()
+        assert engine.bodies[-1] == data
+        async with front.session.post(f"{engine.url}/v1/chat/completions", data=data) as response:
+            direct = await response.read()
+
+    def without_identity(body: bytes) -> list[Any]:
+        events = [line.removeprefix(b"data: ") for line in body.splitlines() if line and line != b"data: [DONE]"]
+        return [{k: v for k, v in json.loads(event).items() if k not in ("id", "created")} for event in events]
+
+    assert without_identity(through) == without_identity(direct)
+    assert through.endswith(b"data: [DONE]\n\n") == stream
+
+
+async def test_an_engines_refusal_keeps_its_status_and_body(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine)
+        bad: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "echo": [1]}
+        async with (
+            front.post(**bad) as through,
+            front.session.post(f"{engine.url}/v1/chat/completions", json={"model": "fake", **bad}) as direct,
+        ):
+            assert (through.status, await through.read() != b"") == (direct.status, True)
+
+
+async def test_every_answer_has_its_receipt(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine)
+        async with front.post(max_tokens=3) as response:
+            headers = response.headers
+    assert headers["x-llmserve-bin"] == "0"
+    assert headers["x-llmserve-batch"] == "1"
+    assert float(headers["x-llmserve-queue-ms"]) >= 0
+    assert headers["x-llmserve-engine"] == engine.url.removeprefix("http://")
+
+
+# ---- limits, one test for each row that has an answer ----
+
+
+async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    error = (await response.json())["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return dict(error)
+
+
+async def test_a_full_queue_is_429_with_retry_after(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.5) as engine:
+        front = await start_front(engine, slots=1, scheduling={"queue_requests_max": 1})
+        running = [asyncio.ensure_future(front.post(max_tokens=4).__aenter__()) for _ in range(2)]
+        await until(lambda: front.cluster.scheduler.waiting == 1)
+        async with front.post() as response:
+            assert response.status == 429
+            assert int(response.headers["retry-after"]) >= 1
+            assert (await error_of(response))["code"] == "queue_full"
+        for task in running:
+            task.cancel()
+
+
+async def test_no_engine_is_503_with_retry_after(start_front: StartFront) -> None:
+    front = await start_front("http://127.0.0.1:9", wait=False)
+    async with front.post() as response:
+        assert response.status == 503
+        assert int(response.headers["retry-after"]) >= 1
+        assert (await error_of(response))["code"] == "no_engine"
+    async with front.session.get(f"{front.url}/ready") as response:
+        assert response.status == 503
+    async with front.session.get(f"{front.url}/health") as response:
+        assert response.status == 200
+
+
+async def test_a_body_or_prompt_beyond_the_limit_is_400(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine, limits=ApiConfig(body_bytes_max=2_000, prompt_chars_max=100))
+        async with front.post(user="x" * 3_000) as response:
+            assert (response.status, (await error_of(response))["code"]) == (400, "body_too_large")
+        async with front.post(messages=[{"role": "user", "content": "x" * 101}]) as response:
+            assert (response.status, (await error_of(response))["code"]) == (400, "context_length_exceeded")
+
+
+async def test_a_body_of_several_megabytes_is_taken(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine)
+        async with front.post(user="x" * 3_000_000, max_tokens=2) as response:
+            assert response.status == 200
+
+
+async def test_unknown_paths_and_methods_have_openais_shape(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine)
+        async with front.session.get(f"{front.url}/v2/nothing") as response:
+            assert (response.status, (await error_of(response))["code"]) == (404, "not_found")
+        async with front.session.get(f"{front.url}/v1/chat/completions") as response:
+            assert (response.status, (await error_of(response))["code"]) == (405, "method_not_allowed")
+
+
+async def test_a_missing_or_wrong_key_is_401_and_keys_have_limits(start_front: StartFront, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice: sk-1\nbob: sk-2\n")
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(
+            engine,
+            server=ServerConfig(port=0, api_key_file=str(keys)),
+            limits=ApiConfig(requests_per_minute_max=1),
+        )
+        with pytest.raises(openai.AuthenticationError):
+            await client(front, "wrong").chat.completions.create(model="fake", messages=MESSAGES)
+        async with front.post() as response:
+            assert (response.status, (await error_of(response))["code"]) == (401, "invalid_api_key")
+        await client(front, "sk-1").chat.completions.create(model="fake", messages=MESSAGES)
+        with pytest.raises(openai.RateLimitError) as limited:
+            await client(front, "sk-1").chat.completions.create(model="fake", messages=MESSAGES)
+        assert limited.value.code == "requests_per_minute"
+        await client(front, "sk-2").chat.completions.create(model="fake", messages=MESSAGES)
+
+
+async def test_one_key_has_only_so_many_requests_in_progress(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.05) as engine:
+        front = await start_front(engine, limits=ApiConfig(concurrent_max=1))
+        first = asyncio.ensure_future(
+            client(front).chat.completions.create(model="fake", messages=MESSAGES, max_tokens=4)
+        )
+        await until(lambda: engine.running == 1)
+        with pytest.raises(openai.RateLimitError):
+            await client(front).chat.completions.create(model="fake", messages=MESSAGES)
+        await first
+        await client(front).chat.completions.create(model="fake", messages=MESSAGES, max_tokens=1)
+
+
+async def test_a_deadline_that_passes_in_the_queue_is_504_and_costs_no_engine(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.1) as engine:
+        front = await start_front(engine, slots=1)
+        first = asyncio.ensure_future(
+            client(front).chat.completions.create(model="fake", messages=MESSAGES, max_tokens=5)
+        )
+        await until(lambda: engine.running == 1)
+        async with front.post(headers={"x-llmserve-slo-ms": "30"}) as response:
+            assert (response.status, (await error_of(response))["code"]) == (504, "deadline_exceeded")
+        await first
+    assert len(engine.bodies) == 1
+
+
+async def test_without_keys_it_listens_on_loopback_only_unless_told_otherwise() -> None:
+    with pytest.raises(ConfigError, match="--api-key-file"):
+        async with serving(Config(server=ServerConfig(host="0.0.0.0", port=0))):
+            raise AssertionError("it must not start")
+
+
+# ---- clients that leave ----
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_is_aborted_on_the_engine(start_front: StartFront, stream: bool) -> None:
+    async with FakeEngine(step_s=0.05) as engine:
+        front = await start_front(engine)
+        request = asyncio.ensure_future(front.post(max_tokens=1_000, stream=stream).__aenter__())
+        await until(lambda: engine.running == 1)
+        if stream:
+            response = await request
+            await response.content.readany()
+            response.close()
+        request.cancel()
+        await until(lambda: engine.running == 0 and not front.cluster.scheduler.requests)
+
+
+async def test_a_client_that_leaves_the_queue_never_reaches_an_engine(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.02) as engine:
+        front = await start_front(engine, slots=1)
+        first = asyncio.ensure_future(
+            client(front).chat.completions.create(model="fake", messages=MESSAGES, max_tokens=20)
+        )
+        await until(lambda: engine.running == 1)
+        second = asyncio.ensure_future(front.post().__aenter__())
+        await until(lambda: front.cluster.scheduler.waiting == 1)
+        second.cancel()
+        await until(lambda: front.cluster.scheduler.waiting == 0)
+        await first
+    assert len(engine.bodies) == 1
+
+
+# ---- metrics ----
+
+
+async def test_metrics_count_what_happened(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine)
+        for _ in range(3):
+            async with front.post(max_tokens=4) as response:
+                await response.read()
+        async with front.post(model="other"):
+            pass
+        await until(lambda: not front.cluster.scheduler.requests)
+        async with front.session.get(f"{front.url}/metrics") as response:
+            text = await response.text()
+    name = engine.url.removeprefix("http://")
+    for line in (
+        'llmserve_requests_total{outcome="completed"} 3.0',
+        "llmserve_output_tokens_total 12.0",
+        'llmserve_rejections_total{reason="model_not_found"} 1.0',
+        "llmserve_latency_seconds_count 3.0",
+        "llmserve_waiting_seconds_count 3.0",
+        "llmserve_actual_tokens_sum 12.0",
+        f'llmserve_engine_ready{{engine="{name}"}} 1.0',
+        'llmserve_bin_requests{bin="0"} 0.0',
+    ):
+        assert line in text, line
+
+
+async def test_a_failing_engine_gives_its_own_error_after_the_last_try(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        engine.fault = Fault("500")
+        front = await start_front(engine, scheduling={"retries_max": 2})
+        async with front.post() as response:
+            assert response.status == 500
+            assert "error" in await response.json()
+    assert len(engine.bodies) == 3

@@ -1,0 +1,68 @@
+"""Keys and their limits."""
+
+from pathlib import Path
+
+import pytest
+
+from llmserve.api.limits import Doorkeeper, read_keys
+from llmserve.errors import ConfigError, RateLimited, Unauthorized
+
+
+def test_keys_are_read_with_or_without_names(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# our keys\nalice: sk-1\n\nsk-2\n")
+    assert read_keys(path) == {"alice": "sk-1", "key4": "sk-2"}
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "alice: two words\n", "a: k\na: l\n", "a: k\nb: k\n", "alice:\n"])
+def test_an_unusable_key_file_is_an_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"keys"):
+        read_keys(path)
+
+
+def test_a_missing_key_file_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="cannot read the API keys"):
+        read_keys(Path("/nowhere/keys"))
+
+
+def test_a_right_key_is_admitted_by_its_name() -> None:
+    doorkeeper = Doorkeeper({"alice": "sk-1", "bob": "sk-2"})
+    assert doorkeeper.admit("Bearer sk-2") == "bob"
+    assert doorkeeper.admit("bearer sk-1") == "alice"
+
+
+@pytest.mark.parametrize("header", [None, "", "sk-1", "Basic sk-1", "Bearer ", "Bearer sk-3", "Bearer sk-1x"])
+def test_a_missing_or_wrong_key_is_unauthorized(header: str | None) -> None:
+    with pytest.raises(Unauthorized):
+        Doorkeeper({"alice": "sk-1"}).admit(header)
+
+
+def test_without_keys_everyone_is_admitted() -> None:
+    assert Doorkeeper({}).admit(None) == ""
+
+
+def test_one_key_may_have_only_so_many_requests_in_progress() -> None:
+    doorkeeper = Doorkeeper({}, concurrent_max=2)
+    doorkeeper.enter("alice")
+    doorkeeper.enter("alice")
+    with pytest.raises(RateLimited, match="2 requests in progress"):
+        doorkeeper.enter("alice")
+    doorkeeper.enter("bob")
+    doorkeeper.leave("alice")
+    doorkeeper.enter("alice")
+
+
+def test_one_key_may_ask_only_so_often_a_minute_and_learns_when_to_come_back() -> None:
+    now_s = [0.0]
+    doorkeeper = Doorkeeper({}, requests_per_minute_max=30, clock=lambda: now_s[0])
+    for _ in range(30):
+        doorkeeper.enter("alice")
+    with pytest.raises(RateLimited) as refusal:
+        doorkeeper.enter("alice")
+    assert refusal.value.retry_after_s == pytest.approx(2.0)
+    now_s[0] = 2.0
+    doorkeeper.enter("alice")
+    with pytest.raises(RateLimited):
+        doorkeeper.enter("alice")

@@ -1,0 +1,107 @@
+"""From JSON to a Call: what is read, what is refused, what is left alone."""
+
+import json
+from typing import Any
+
+import pytest
+
+from llmserve.api.parse import parse_call
+from llmserve.errors import BadRequest
+from llmserve.request import Call
+
+CHAT = "/v1/chat/completions"
+HELLO = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+
+
+def parse(path: str = CHAT, slo_ms: str | None = None, **fields: Any) -> Call:
+    return parse_call(path, json.dumps({**HELLO, **fields}).encode(), prompt_chars_max=100, slo_ms=slo_ms)
+
+
+def test_a_plain_body_is_forwarded_byte_for_byte() -> None:
+    data = b'{ "model":"m",  "messages":[{"role":"user","content":"h\\u00e9"}], "top_k": 7 }'
+    assert parse_call(CHAT, data, prompt_chars_max=100).body == data
+
+
+def test_a_streaming_body_gains_only_the_wish_for_usage() -> None:
+    data = b'{ "model":"m",  "messages":[{"role":"user","content":"hi"}], "stream": true }'
+    call = parse_call(CHAT, data, prompt_chars_max=100)
+    assert call.usage_added
+    assert call.body == b'{"stream_options":{"include_usage":true},' + data[1:]
+
+
+def test_stream_options_of_the_client_are_kept_beside_ours() -> None:
+    call = parse(stream=True, stream_options={"other": 1})
+    assert json.loads(call.body)["stream_options"] == {"other": 1, "include_usage": True}
+    assert call.usage_added
+
+
+def test_a_client_that_asks_for_usage_gets_it() -> None:
+    assert not parse(stream=True, stream_options={"include_usage": True}).usage_added
+
+
+def test_the_predictor_reads_the_last_user_turn() -> None:
+    messages = [
+        {"role": "system", "content": "be short"},
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "content": "answer"},
+        {"role": "user", "content": [{"type": "text", "text": "last"}, {"type": "image_url", "image_url": {}}]},
+    ]
+    assert parse(messages=messages).prompt == "last"
+
+
+@pytest.mark.parametrize(("prompt", "text"), [("say hi", "say hi"), (["a", "b"], "a b"), ([1, 2, 3], "")])
+def test_a_completion_has_the_prompt_itself(prompt: Any, text: str) -> None:
+    data = json.dumps({"model": "m", "prompt": prompt}).encode()
+    assert parse_call("/v1/completions", data, prompt_chars_max=100).prompt == text
+
+
+def test_the_newer_name_of_the_token_limit_wins() -> None:
+    assert parse(max_tokens=5).output_tokens_max == 5
+    assert parse(max_tokens=5, max_completion_tokens=7).output_tokens_max == 7
+
+
+def test_a_deadline_comes_from_its_header() -> None:
+    assert parse(slo_ms="1500").slo_s == 1.5
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": None}, "model"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": 3}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", 5]}, "stop"),
+        ({"seed": "x"}, "seed"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream": True, "stream_options": 1}, "stream_options"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"messages": [{"role": "user", "content": "x" * 101}]}, "messages"),
+    ],
+)
+def test_bad_input_names_the_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as refusal:
+        parse(**fields)
+    assert refusal.value.param == param
+    assert param.split(".")[0] in refusal.value.message or "prompt" in refusal.value.message
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"nonsense", b"[]", b'"text"', b"\xff\xfe"])
+def test_what_is_not_a_json_object_is_refused(data: bytes) -> None:
+    with pytest.raises(BadRequest):
+        parse_call(CHAT, data, prompt_chars_max=100)
+
+
+@pytest.mark.parametrize("slo_ms", ["soon", "0", "-5", "inf", "nan"])
+def test_a_deadline_that_is_no_time_is_refused(slo_ms: str) -> None:
+    with pytest.raises(BadRequest, match="slo-ms"):
+        parse(slo_ms=slo_ms)

@@ -1,0 +1,250 @@
+"""The live body: batches, faults, predictions, drain, and the journal, on fake HTTP engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from conftest import Front, StartFront, until
+
+from llmserve.cluster import journal
+from llmserve.cluster.journal import Header, Journal
+from llmserve.cluster.live import LiveCluster, LiveConfig
+from llmserve.config import ServerConfig
+from llmserve.engines.fake import FakeEngine, Fault
+from llmserve.engines.openai_engine import OpenAIEngine
+from llmserve.request import Call, EngineInfo
+from llmserve.scheduling.messages import RequestArrived, RequestEnded, StartBatch
+from llmserve.scheduling.policies import SchedulingConfig
+
+
+async def answer(front: Front, **fields: Any) -> tuple[int, dict[str, Any], aiohttp.typedefs.LooseHeaders]:
+    async with front.post(**fields) as response:
+        return response.status, await response.json(), response.headers
+
+
+async def stream(front: Front, **fields: Any) -> list[Any]:
+    """The events of a stream; the last is "[DONE]" when it ended well."""
+    async with front.post(stream=True, **fields) as response:
+        lines = [line.decode().removeprefix("data: ").strip() async for line in response.content if line.strip()]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def starts(front: Front) -> list[StartBatch]:
+    steps = front.cluster.journal.steps
+    return [action for step in steps for action in step.actions if isinstance(action, StartBatch)]
+
+
+# ---- batches ----
+
+
+async def test_a_barrier_engine_gets_whole_batches_and_one_at_a_time(start_front: StartFront) -> None:
+    async with FakeEngine(slots=4, step_s=0.002, barrier=True) as engine:
+        front = await start_front(engine, barrier=True, scheduling={"batch_size": 4, "release": "full", "bins": 1})
+        answers = await asyncio.gather(*(answer(front, max_tokens=tokens) for tokens in (3, 9, 5, 7, 4, 4, 4, 4)))
+    assert all(status == 200 for status, *_ in answers)
+    assert engine.running_max == 4
+    assert [len(start.batch.requests) for start in starts(front)] == [4, 4]
+
+
+async def test_a_refill_engine_is_never_given_more_than_its_slots(start_front: StartFront) -> None:
+    async with FakeEngine(slots=64, step_s=0.001) as engine:
+        front = await start_front(engine, slots=3)
+        await asyncio.gather(*(answer(front, max_tokens=10) for _ in range(20)))
+    assert engine.running_max == 3
+
+
+async def test_a_timeout_release_lets_a_lone_request_go(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine, scheduling={"release": "timeout", "batch_wait_s": 0.05})
+        status, _, headers = await answer(front)
+    assert status == 200
+    assert float(headers["x-llmserve-queue-ms"]) >= 50
+
+
+# ---- predictions ----
+
+
+class Table:
+    """A predictor that looks its answers up; "slow" hangs and "broken" raises."""
+
+    async def predict(self, prompt: str) -> float:
+        if prompt == "slow":
+            await asyncio.sleep(60)
+        if prompt == "broken":
+            raise RuntimeError("the predictor is broken")
+        return float(prompt)
+
+
+async def submit(cluster: LiveCluster, prompt: str, output_tokens_max: int | None = None) -> Any:
+    body = json.dumps({"model": "fake", "messages": [], "max_tokens": 4}).encode()
+    call = Call("/v1/chat/completions", body, prompt, "fake", stream=False, output_tokens_max=output_tokens_max)
+    exchange = await cluster.submit(call, lambda exchange: None)
+    return await exchange.head()
+
+
+async def test_predictions_choose_the_bin_and_a_bad_predictor_costs_its_budget_at_most() -> None:
+    async with FakeEngine(step_s=0) as fake:
+        config = SchedulingConfig(bins=2, edges=(100.0,))
+        engine = OpenAIEngine(EngineInfo("e", 8, False), fake.url)
+        live = LiveConfig(predictor_budget_s=0.05)
+        header = Header(config)
+        cluster = LiveCluster(header.scheduler(), [engine], Journal(header), predictor=Table(), config=live)
+        cluster.start()
+        await until(lambda: all(cluster.engines_ready.values()))
+        assert (await submit(cluster, "30")).receipt.bin == 0
+        assert (await submit(cluster, "300")).receipt.bin == 1
+        assert (await submit(cluster, "300", output_tokens_max=50)).receipt.predicted_tokens == 50
+        for prompt in ("slow", "broken"):  # both fall back on the lengths seen so far: 4 tokens each
+            assert (await submit(cluster, prompt)).receipt.predicted_tokens == 4
+        assert dict(cluster.prediction_fallbacks) == {"slow": 1, "failed": 1}
+        await cluster.close()
+
+
+# ---- engines that fail ----
+
+
+async def test_requests_of_a_killed_engine_run_elsewhere(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.01) as survivor:
+        async with FakeEngine(step_s=0.01) as victim:
+            front = await start_front(survivor, victim, slots=4)
+            requests = [asyncio.ensure_future(answer(front, max_tokens=30)) for _ in range(8)]
+            await until(lambda: survivor.running == victim.running == 4)
+        answers = await asyncio.gather(*requests)
+        await until(lambda: not front.cluster.scheduler.requests)
+    assert [status for status, *_ in answers] == [200] * 8
+    ends = [step.event for step in front.cluster.journal.steps if isinstance(step.event, RequestEnded)]
+    assert len({end.request_id for end in ends}) == len(ends) == 8
+
+
+async def test_a_stream_cut_off_by_its_engine_ends_with_an_error_event(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.001) as engine:
+        engine.fault = Fault("close_mid_stream", after_tokens=3)
+        front = await start_front(engine)
+        events = await stream(front, max_tokens=50)
+    assert events[-1] != "[DONE]"
+    assert events[-1]["error"]["code"] == "engine_failed"
+    assert sum("choices" in event for event in events[:-1]) >= 3
+
+
+async def test_a_request_cut_off_before_its_first_byte_runs_elsewhere(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.001) as good, FakeEngine(step_s=0.001) as bad:
+        bad.fault = Fault("close_mid_stream")
+        front = await start_front(good, bad, slots=2)
+        answers = await asyncio.gather(*(answer(front, max_tokens=5) for _ in range(4)))
+        assert [status for status, *_ in answers] == [200] * 4
+
+
+async def test_an_engine_that_answers_500_is_not_the_last_word(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.001) as good, FakeEngine(step_s=0.001) as bad:
+        bad.fault = Fault("500")
+        front = await start_front(good, bad, slots=1)
+        answers = await asyncio.gather(*(answer(front, max_tokens=5) for _ in range(6)))
+        assert [status for status, *_ in answers] == [200] * 6
+        assert bad.bodies
+
+
+async def test_an_engine_that_hangs_is_left_for_another(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.001) as good, FakeEngine(step_s=0.001) as bad:
+        bad.fault = Fault("hang")
+        front = await start_front(good, bad, slots=1, engine_idle_s=0.3)
+        answers = await asyncio.gather(*(answer(front, max_tokens=5) for _ in range(2)))
+        assert [status for status, *_ in answers] == [200] * 2
+
+
+async def test_an_engine_that_comes_back_is_used_again(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0) as first:
+        front = await start_front(first)
+        port = int(first.url.rpartition(":")[2])
+    await until(lambda: not any(front.cluster.engines_ready.values()))
+    assert (await answer(front))[0] == 503
+    async with FakeEngine(step_s=0, port=port):
+        await until(lambda: all(front.cluster.engines_ready.values()))
+        assert (await answer(front))[0] == 200
+
+
+# ---- clients that read slowly ----
+
+
+async def test_a_client_that_reads_nothing_holds_no_slot(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine, slots=1)
+        response = await front.post(stream=True, max_tokens=20_000).__aenter__()
+        await until(lambda: not front.cluster.scheduler.requests)
+        assert (await answer(front))[0] == 200
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_slow_client_slows_its_engine_down_once_its_buffer_is_full(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine, live=LiveConfig(buffer_bytes_max=10_000))
+        response = await front.post(stream=True, max_tokens=200_000).__aenter__()
+        first = await response.content.readexactly(100)
+        await asyncio.sleep(0.2)
+        assert front.cluster.scheduler.requests, "the answer is longer than all buffers on the way"
+        assert (first + await response.read()).endswith(b"data: [DONE]\n\n")
+        await until(lambda: not front.cluster.scheduler.requests)
+
+
+# ---- the end ----
+
+
+async def test_a_drain_finishes_what_is_here_and_refuses_the_rest(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.01) as engine:
+        front = await start_front(engine, slots=1, scheduling={"release": "full", "batch_size": 2})
+        requests = [asyncio.ensure_future(answer(front, max_tokens=10)) for _ in range(3)]  # one batch, and one alone
+        await until(lambda: len(front.cluster.scheduler.requests) == 3)
+        draining = asyncio.ensure_future(front.cluster.drain(10.0))
+        await asyncio.sleep(0)
+        assert (await answer(front))[0] == 503
+        assert await draining
+        assert [status for status, *_ in await asyncio.gather(*requests)] == [200] * 3
+
+
+async def test_a_drain_that_takes_too_long_says_so(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.05) as engine:
+        front = await start_front(engine)
+        request = asyncio.ensure_future(answer(front, max_tokens=1_000))
+        await until(lambda: engine.running == 1)
+        assert not await front.cluster.drain(0.05)
+        request.cancel()
+        await until(lambda: not front.cluster.scheduler.requests)
+
+
+# ---- the journal ----
+
+
+async def test_a_live_journal_replays_and_holds_no_word_of_prompt_or_answer(
+    start_front: StartFront, tmp_path: Path
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    async with FakeEngine(step_s=0.001) as first, FakeEngine(step_s=0.001) as second:
+        second.fault = Fault("500")
+        front = await start_front(
+            first,
+            second,
+            slots=2,
+            scheduling={"release": "timeout", "batch_wait_s": 0.01, "batch_size": 3},
+            server=ServerConfig(port=0, journal=str(path)),
+        )
+        secret = [{"role": "user", "content": "the secret word is xyzzy"}]
+        requests = [asyncio.ensure_future(answer(front, max_tokens=5, messages=secret)) for _ in range(12)]
+        await asyncio.sleep(0.02)
+        requests.pop().cancel()
+        await asyncio.gather(*requests)
+        await until(lambda: not front.cluster.scheduler.requests)
+        front.cluster.journal.close()
+    header, steps = journal.read(path)
+    assert sum(isinstance(step.event, RequestArrived) for step in steps) >= 11
+    assert journal.replay(header, steps) == steps
+    assert b"xyzzy" not in path.read_bytes()
+
+
+def test_a_journal_keeps_only_its_last_steps_in_memory() -> None:
+    kept = Journal(Header(SchedulingConfig()), steps_max=3)
+    for now_s in range(5):
+        kept.append(float(now_s), RequestArrived, [])  # type: ignore[arg-type]
+    assert [step.now_s for step in kept.steps] == [2.0, 3.0, 4.0]

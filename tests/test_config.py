@@ -1,0 +1,63 @@
+"""Flags over environment over file over defaults; what is unknown names the nearest known."""
+
+from pathlib import Path
+
+import pytest
+
+from llmserve.config import Config, load_config
+from llmserve.errors import ConfigError
+
+
+def test_nothing_given_is_the_default() -> None:
+    assert load_config({}, {}, None) == Config()
+
+
+def test_flags_win_over_the_environment_and_the_environment_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "llmserve.toml"
+    file.write_text('[scheduling]\nbatch_size = 2\nbins = 3\nrelease = "full"\n[server]\nport = 1234\n')
+    config = load_config({"bins": "5"}, {"LLMSERVE_BINS": "4", "LLMSERVE_BATCH_SIZE": "16"}, str(file))
+    assert (config.scheduling.bins, config.scheduling.batch_size) == (5, 16)
+    assert (config.scheduling.release, config.server.port) == ("full", 1234)
+
+
+def test_several_engines_come_from_repeated_flags_a_toml_list_or_commas(tmp_path: Path) -> None:
+    file = tmp_path / "llmserve.toml"
+    file.write_text('[engines]\nengine = ["http://a", "http://b"]\n')
+    both = ("http://a", "http://b")
+    assert load_config({"engine": list(both)}, {}, None).engines.engine == both
+    assert load_config({}, {}, str(file)).engines.engine == both
+    assert load_config({}, {"LLMSERVE_ENGINE": "http://a, http://b"}, None).engines.engine == both
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[scheduling]\nbatch_sise = 2\n", r"unknown key 'batch_sise' in \[scheduling\]; did you mean batch_size\?"),
+        ("[schedulling]\nbins = 2\n", r"unknown table \[schedulling\]; did you mean scheduling\?"),
+        ("bins = 2\n", r"unknown table \[bins\]"),
+        ("[scheduling\n", "cannot read the configuration"),
+        ('[scheduling]\nbins = "many"\n', r"bins \(.*llmserve.toml\): expected `int`.* not 'many'"),
+        ("[scheduling]\nbins = 0\n", r"bins \(.*llmserve.toml\): expected `int` >= 1, not 0"),
+        ('[scheduling]\nrelease = "soon"\n', r"release .*not 'soon'"),
+    ],
+)
+def test_a_wrong_file_is_an_error_that_says_what_and_where(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "llmserve.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config({}, {}, str(file))
+
+
+def test_a_file_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="cannot read the configuration"):
+        load_config({}, {}, "/nowhere/llmserve.toml")
+
+
+def test_an_unknown_variable_is_an_error_that_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="unknown variable LLMSERVE_PRT; did you mean LLMSERVE_PORT"):
+        load_config({}, {"LLMSERVE_PRT": "1", "PATH": "/bin"}, None)
+
+
+def test_a_wrong_variable_says_where_it_came_from() -> None:
+    with pytest.raises(ConfigError, match=r"port \(the environment\): expected `int` <= 65535, not '70000'"):
+        load_config({}, {"LLMSERVE_PORT": "70000"}, None)
