@@ -55,11 +55,14 @@ class EngineInfo(msgspec.Struct, frozen=True):
 class Call:
     """What a client asked, as it came: forwarded to an engine unchanged but for `usage_added`.
 
-    path         the endpoint, e.g. "/v1/chat/completions"
-    body         JSON bytes for the engine
-    prompt       the text the length predictor reads
-    stream       the client wants server-sent events
-    usage_added  `stream_options.include_usage` was put into `body` by us: its event is kept from the client
+    path               the endpoint, e.g. "/v1/chat/completions"
+    body               JSON bytes for the engine
+    prompt             the text the length predictor reads
+    stream             the client wants server-sent events
+    usage_added        `stream_options.include_usage` was put into `body` by us: its event is kept from the client
+    output_tokens_max  the client's limit
+    slo_s              the answer is wanted within so many seconds of its arrival
+    predicted_tokens   the client's own prediction, used instead of the predictor's
     """
 
     path: str
@@ -70,3 +73,4 @@ class Call:
     usage_added: bool = False
     output_tokens_max: int | None = None
     slo_s: float | None = None
+    predicted_tokens: float | None = None

@@ -26,7 +26,7 @@ from llmserve.config import Config
 from llmserve.errors import ConfigError, ListenError
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.types import ASGIApp
 
     from llmserve.cluster.live import LiveCluster
     from llmserve.engines.engine import Engine
@@ -256,7 +256,7 @@ def _url(listener: socket.socket) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _accepting(app: FastAPI, listener: socket.socket) -> AsyncIterator[None]:
+async def _accepting(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
     """Serve the application on the socket inside the block."""
     import uvicorn
 
@@ -273,6 +273,7 @@ async def _accepting(app: FastAPI, listener: socket.socket) -> AsyncIterator[Non
             access_log=False,
             lifespan="off",
             ws="none",
+            proxy_headers=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=2,
         )

@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmserve.api.limits import ApiConfig, Doorkeeper
-from llmserve.api.parse import parse_call
+from llmserve.api.parse import BODIES, PREDICTED_HEADER, SLO_HEADER, parse_call
 from llmserve.cluster.live import Exchange, Head, LiveCluster, Receipt
 from llmserve.errors import BadRequest, MethodNotAllowed, ModelNotFound, NotFound, RequestError, Unavailable
 from llmserve.metrics import Metrics
@@ -29,20 +29,32 @@ from llmserve.request import Call
 log = logging.getLogger("llmserve")
 
 
-def create_app(cluster: LiveCluster, metrics: Metrics, doorkeeper: Doorkeeper, config: ApiConfig) -> FastAPI:
+def create_app(cluster: LiveCluster, metrics: Metrics, doorkeeper: Doorkeeper, config: ApiConfig) -> ASGIApp:
+    """FastAPI serves everything but the completions themselves.
+
+    Those go straight to the door: routing and middlewares would cost more than all of scheduling does
+    (scripts/benchmark_frontend.py).
+    """
     door = _Door(cluster, metrics, doorkeeper, config)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    for path in ("/v1/chat/completions", "/v1/completions"):
-        app.add_route(path, door.complete, methods=["POST"])
     app.add_route("/v1/models", door.list_models, methods=["GET"])
     app.add_route("/v1/models/{model_id:path}", door.retrieve_model, methods=["GET"])
     app.add_route("/health", door.health, methods=["GET"])
     app.add_route("/ready", door.ready, methods=["GET"])
     app.add_route("/metrics", door.metrics_text, methods=["GET"])
-    app.add_exception_handler(RequestError, door.on_request_error)
+    for path in BODIES:
+        app.add_route(path, door.wrong_method, methods=["GET", "PUT", "PATCH", "DELETE"])
+    app.add_exception_handler(RequestError, door.on_error)
     app.add_exception_handler(HTTPException, door.on_http_exception)
-    app.add_exception_handler(Exception, door.on_exception)
-    return app
+    app.add_exception_handler(Exception, door.on_error)
+
+    async def entrance(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in BODIES:
+            await door.complete(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return entrance
 
 
 def error_response(error: RequestError) -> Response:
@@ -66,7 +78,7 @@ def receipt_headers(receipt: Receipt) -> list[tuple[bytes, bytes]]:
         (b"x-llmserve-engine", receipt.engine.encode()),
     ]
     if receipt.predicted_tokens is not None:
-        headers.append((b"x-llmserve-predicted-tokens", b"%.0f" % receipt.predicted_tokens))
+        headers.append((PREDICTED_HEADER.encode(), b"%.0f" % receipt.predicted_tokens))
     return headers
 
 
@@ -81,32 +93,51 @@ class _Door:
 
     # ---- completions ----
 
-    async def complete(self, request: Request) -> Response:
-        name = self._doorkeeper.admit(request.headers.get("authorization"))
-        call = parse_call(
-            request.url.path,
-            await self._read_body(request),
-            prompt_chars_max=self._config.prompt_chars_max,
-            slo_ms=request.headers.get("x-llmserve-slo-ms"),
-        )
+    async def complete(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application: every answer, errors included, is sent here."""
+        request = Request(scope, receive)
+        try:
+            name = self._doorkeeper.admit(request.headers.get("authorization"))
+            call = parse_call(
+                scope["path"],
+                await self._read_body(receive),
+                prompt_chars_max=self._config.prompt_chars_max,
+                slo_ms=request.headers.get(SLO_HEADER),
+                predicted_tokens=request.headers.get(PREDICTED_HEADER),
+            )
+            self._check_served(call)
+            self._doorkeeper.enter(name)
+        except ClientGone:
+            return
+        except Exception as error:
+            await (await self.on_error(request, error))(scope, receive, send)
+            return
+        try:
+            await _Completion(self._cluster, call).run(scope, receive, send)
+        finally:
+            self._doorkeeper.leave(name)
+
+    def _check_served(self, call: Call) -> None:
         if self._cluster.draining:
             raise Unavailable("the server is shutting down", code="draining", retry_after_s=1.0)
         models = self._cluster.models
-        if models and call.model not in models:
+        if models and call.model not in models:  # without any model no engine is up, which the scheduler answers
             raise _model_not_found(call.model, list(models))
-        self._doorkeeper.enter(name)
-        return _Completion(self._cluster, call, on_end=lambda: self._doorkeeper.leave(name))
 
-    async def _read_body(self, request: Request) -> bytes:
+    async def _read_body(self, receive: Receive) -> bytes:
+        """Raises BadRequest when it is too large, ClientGone when it never ends."""
         limit = self._config.body_bytes_max
-        parts: list[bytes] = []
-        size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
+        body = b""
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone("the client has left")
+            part: bytes = message.get("body", b"")
+            body += part
+            if len(body) > limit:
                 raise BadRequest(f"the body is larger than {limit:,} bytes", code="body_too_large")
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+            if not message.get("more_body", False):
+                return body
 
     # ---- models ----
 
@@ -141,39 +172,35 @@ class _Door:
 
     # ---- what goes wrong ----
 
-    async def on_request_error(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestError)
+    async def on_error(self, request: Request, error: Exception) -> Response:
+        if not isinstance(error, RequestError):
+            log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+            error = RequestError("the front-end failed on this request", code="internal_error")
         self._metrics.refused(error.code or error.type)
         return error_response(error)
 
     async def on_http_exception(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        if error.status_code == 405:
-            return error_response(MethodNotAllowed(f"{request.method} is not allowed on {request.url.path}"))
+        if isinstance(error, HTTPException) and error.status_code == 405:
+            return await self.wrong_method(request)
         return error_response(NotFound(f"there is no {request.url.path}"))
 
-    async def on_exception(self, request: Request, error: Exception) -> Response:
-        if isinstance(error, ClientDisconnect):
-            return Response(status_code=499)  # nobody reads it
-        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return error_response(RequestError("the front-end failed on this request", code="internal_error"))
+    async def wrong_method(self, request: Request) -> Response:
+        return error_response(MethodNotAllowed(f"{request.method} is not allowed on {request.url.path}"))
 
 
 def _model_not_found(id_: str, known: list[str]) -> ModelNotFound:
     return ModelNotFound(f"there is no model {id_!r}; this server has {', '.join(sorted(known))}", param="model")
 
 
-class _Completion(Response):
-    """Queues the call, then sends the engine's own bytes. Watches for the client's leaving all the while."""
+class _Completion:
+    """Queues a call, then sends the engine's own bytes. Watches for the client's leaving all the while."""
 
-    def __init__(self, cluster: LiveCluster, call: Call, on_end: Callable[[], None]) -> None:
+    def __init__(self, cluster: LiveCluster, call: Call) -> None:
         self._cluster = cluster
         self._call = call
-        self._on_end = on_end
         self._exchange: Exchange | None = None
-        self.background = None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.ensure_future(self._watch(receive))
         try:
             exchange = await self._cluster.submit(self._call, self._keep)
@@ -182,7 +209,6 @@ class _Completion(Response):
             watcher.cancel()
             if self._exchange is not None:
                 self._cluster.cancel(self._exchange)  # does nothing once the answer is complete
-            self._on_end()
 
     def _keep(self, exchange: Exchange) -> None:
         self._exchange = exchange

@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 from llmserve.errors import BadRequest
 from llmserve.request import Call
 
+SLO_HEADER = "x-llmserve-slo-ms"  # the answer is wanted within so many milliseconds
+PREDICTED_HEADER = "x-llmserve-predicted-tokens"  # a client that knows its answer's length better than the predictor
+
 Positive = Annotated[StrictInt, Field(ge=1)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
@@ -88,8 +91,10 @@ BODIES: dict[str, type[ChatBody] | type[CompletionBody]] = {
 }
 
 
-def parse_call(path: str, data: bytes, *, prompt_chars_max: int, slo_ms: str | None = None) -> Call:
-    """Raises BadRequest naming the field."""
+def parse_call(
+    path: str, data: bytes, *, prompt_chars_max: int, slo_ms: str | None = None, predicted_tokens: str | None = None
+) -> Call:
+    """slo_ms, predicted_tokens: texts of the headers of those names. Raises BadRequest naming the field."""
     try:
         body = BODIES[path].model_validate_json(data)
     except ValidationError as error:
@@ -115,7 +120,8 @@ def parse_call(path: str, data: bytes, *, prompt_chars_max: int, slo_ms: str | N
         stream=stream,
         usage_added=usage_added,
         output_tokens_max=body.output_tokens_max,
-        slo_s=_slo_s(slo_ms),
+        slo_s=_positive(SLO_HEADER, slo_ms, scale=1e-3),
+        predicted_tokens=_positive(PREDICTED_HEADER, predicted_tokens),
     )
 
 
@@ -129,16 +135,16 @@ def _ask_for_usage(data: bytes, has_options: bool) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def _slo_s(slo_ms: str | None) -> float | None:
-    if slo_ms is None:
+def _positive(header: str, text: str | None, scale: float = 1.0) -> float | None:
+    if text is None:
         return None
     try:
-        slo_s = float(slo_ms) / 1e3
+        value = float(text)
     except ValueError:
-        slo_s = 0.0
-    if not 0 < slo_s < float("inf"):
-        raise BadRequest("x-llmserve-slo-ms must be a positive number of milliseconds", param="x-llmserve-slo-ms")
-    return slo_s
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise BadRequest(f"the header {header} must be a positive number", param=header, code="invalid_value")
+    return value * scale
 
 
 def _bad_request(error: ValidationError) -> BadRequest:

@@ -280,8 +280,8 @@ class LiveCluster:
 
     async def _predict(self, call: Call) -> float | None:
         """Predicted output tokens, bounded by what the client allows; None when there is nothing to go by."""
-        predicted: float | None = None
-        if self._predictor is not None:
+        predicted = call.predicted_tokens
+        if predicted is None and self._predictor is not None:
             try:
                 async with asyncio.timeout(self._config.predictor_budget_s):
                     predicted = await self._predictor.predict(call.prompt)

@@ -101,6 +101,11 @@ def test_what_is_not_a_json_object_is_refused(data: bytes) -> None:
         parse_call(CHAT, data, prompt_chars_max=100)
 
 
+def test_a_client_may_bring_its_own_prediction() -> None:
+    call = parse_call(CHAT, json.dumps(HELLO).encode(), prompt_chars_max=100, predicted_tokens="320")
+    assert call.predicted_tokens == 320
+
+
 @pytest.mark.parametrize("slo_ms", ["soon", "0", "-5", "inf", "nan"])
 def test_a_deadline_that_is_no_time_is_refused(slo_ms: str) -> None:
     with pytest.raises(BadRequest, match="slo-ms"):

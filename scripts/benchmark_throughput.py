@@ -1,0 +1,243 @@
+"""What bins gain on a real engine that runs batches to completion: the embedded engine, all requests at once.
+
+    python scripts/benchmark_throughput.py --output docs/results/throughput.json --figure docs/throughput.png
+
+One embedded engine serves every arrangement in turn, round after round: no bins; bins by the shipped predictor; bins
+by oracle lengths (the demo model answers greedily, so its lengths are known once it has answered). Each arrangement is
+a `llmserve serve` of its own in front of the engine. The prompts are held out: neither the model nor the predictor was
+trained on them.
+
+Beside each measured gain stands the gain that the seen lengths imply: a batch takes as long as its longest answer, so
+an arrangement takes the sum over its batches of that length. Batches are read from the answers' own receipts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.table import Table
+
+from llmserve.engines.embedded import demo_corpus
+from llmserve.engines.engine_process import EngineProcess
+
+MODEL = "llmserve-demo"
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How requests are grouped. lengths: "none", "predicted" or "oracle"."""
+
+    bins: int
+    lengths: str
+
+    @property
+    def name(self) -> str:
+        return "no bins" if self.bins == 1 else f"{self.bins} bins, {self.lengths}"
+
+
+@dataclass
+class Run:
+    """One pass over all prompts. lengths and batches by prompt; seconds from the first request to the last answer."""
+
+    seconds: float
+    lengths: list[int]
+    batches: list[str]
+    latencies_s: list[float]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(self.lengths) / self.seconds
+
+    @property
+    def steps(self) -> int:
+        """Tokens of the longest answers of all batches: the time the lengths imply, in steps."""
+        longest: dict[str, int] = defaultdict(int)
+        for batch, length in zip(self.batches, self.lengths, strict=True):
+            longest[batch] = max(longest[batch], length)
+        return sum(longest.values())
+
+
+@asynccontextmanager
+async def embedded_engine(batch_size: int, model: str | None) -> AsyncIterator[str]:
+    def command(port: int) -> list[str]:
+        words = [sys.executable, "-m", "llmserve.engines.embedded", "--port", str(port)]
+        words += ["--batch-size-max", str(batch_size), "--parent-pid", str(os.getpid())]
+        return words + (["--model", model] if model else [])
+
+    process = EngineProcess("the embedded engine", command, start_s=120)
+    await process.start()
+    try:
+        yield process.url
+    finally:
+        await process.stop()
+
+
+@asynccontextmanager
+async def front_end(engine_url: str, arrangement: Arrangement, batch_size: int, predictor: str) -> AsyncIterator[str]:
+    """`llmserve serve` in front of the engine, in barrier mode; yields its base URL."""
+
+    def command(port: int) -> list[str]:
+        words = [sys.executable, "-m", "llmserve", "serve", "--engine", engine_url, "--barrier", "--port", str(port)]
+        words += ["--batch-size", str(batch_size), "--bins", str(arrangement.bins), "--release", "greedy"]
+        return [*words, "--predictor", predictor if arrangement.lengths == "predicted" else "none"]
+
+    process = EngineProcess(arrangement.name, command, start_s=120)
+    await process.start()
+    try:
+        async with aiohttp.ClientSession() as session, asyncio.timeout(60):
+            while (await session.get(f"{process.url}/ready")).status != 200:
+                await asyncio.sleep(0.05)
+        yield process.url
+    finally:
+        await process.stop()
+
+
+async def run(url: str, prompts: list[str], oracle: list[int] | None) -> Run:
+    """Send every prompt at once; oracle: lengths to send along as the client's own predictions."""
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        began_s = time.perf_counter()
+
+        async def ask(index: int) -> tuple[int, str, float]:
+            body = {"model": MODEL, "messages": [{"role": "user", "content": prompts[index]}], "temperature": 0}
+            headers = {"x-llmserve-predicted-tokens": str(oracle[index])} if oracle else {}
+            async with session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response:
+                answer = await response.json()
+                assert response.status == 200, answer
+                tokens = answer["usage"]["completion_tokens"]
+                return tokens, response.headers["x-llmserve-batch"], time.perf_counter() - began_s
+
+        results = await asyncio.gather(*(ask(index) for index in range(len(prompts))))
+        seconds = time.perf_counter() - began_s
+    lengths, batches, latencies_s = zip(*results, strict=True)
+    return Run(seconds, list(lengths), list(batches), list(latencies_s))
+
+
+async def measure(args: argparse.Namespace) -> dict[str, list[Run]]:
+    prompts = [example.prompt for example in demo_corpus.examples(args.requests, seed=args.seed, held_out=True)]
+    arrangements = [Arrangement(1, "none")]
+    arrangements += [Arrangement(bins, lengths) for bins in args.bins for lengths in ("predicted", "oracle")]
+    runs: dict[str, list[Run]] = {arrangement.name: [] for arrangement in arrangements}
+    async with AsyncExitStack() as stack:
+        engine_url = await stack.enter_async_context(embedded_engine(args.batch_size, args.model))
+        urls = [
+            await stack.enter_async_context(front_end(engine_url, arrangement, args.batch_size, args.predictor))
+            for arrangement in arrangements
+        ]
+        await run(urls[0], prompts[:16], None)  # warms the engine up
+        lengths: list[int] | None = None
+        for number in range(args.rounds):
+            for arrangement, url in zip(arrangements, urls, strict=True):
+                done = await run(url, prompts, lengths if arrangement.lengths == "oracle" else None)
+                lengths = lengths or done.lengths
+                runs[arrangement.name].append(done)
+                print(
+                    f"round {number + 1}/{args.rounds}: {arrangement.name}: {done.tokens_per_s:,.0f} tokens/s",
+                    file=sys.stderr,
+                )
+    return runs
+
+
+def rows(runs: dict[str, list[Run]]) -> list[dict[str, Any]]:
+    """Medians; gains over "no bins" round by round, so that a machine that slows down slows both sides."""
+    plain = runs["no bins"]
+    return [
+        {
+            "arrangement": name,
+            "tokens_per_s": round(statistics.median(done.tokens_per_s for done in these), 1),
+            "gain": round(
+                statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in zip(these, plain, strict=True)), 3
+            ),
+            "gain_implied": round(statistics.median(b.steps / a.steps for a, b in zip(these, plain, strict=True)), 3),
+            "latency_s_mean": round(statistics.median(statistics.mean(done.latencies_s) for done in these), 2),
+            "seconds": round(statistics.median(done.seconds for done in these), 2),
+        }
+        for name, these in runs.items()
+    ]
+
+
+def print_table(results: list[dict[str, Any]], title: str) -> None:
+    table = Table(title=title, title_justify="left")
+    for column in ("arrangement", "output tokens/s", "gain", "implied by lengths", "mean latency (s)"):
+        table.add_column(column, justify="left" if column == "arrangement" else "right")
+    for row in results:
+        table.add_row(
+            row["arrangement"],
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['gain']:.2f}x",
+            f"{row['gain_implied']:.2f}x",
+            f"{row['latency_s_mean']:.1f}",
+        )
+    Console().print(table)
+
+
+def draw(results: list[dict[str, Any]], title: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colors = {"none": "#8c8c8c", "predicted": "#3b7dd8", "oracle": "#2a9d5c"}
+    kinds = [row["arrangement"].rpartition(", ")[2] if ", " in row["arrangement"] else "none" for row in results]
+    figure, axes = plt.subplots(figsize=(1.6 + 1.1 * len(results), 4.2), layout="constrained")
+    axes.bar(range(len(results)), [row["gain"] for row in results], color=[colors[kind] for kind in kinds], width=0.7)
+    implied = [row["gain_implied"] for row in results]
+    axes.plot(range(len(results)), implied, "k_", markersize=26, label="implied by the lengths")
+    for place, row in enumerate(results):
+        axes.text(place, 0.06, f"{row['tokens_per_s']:,.0f}\ntokens/s", ha="center", color="white", fontsize=9)
+        axes.text(place, max(row["gain"], row["gain_implied"]) + 0.03, f"{row['gain']:.2f}x", ha="center")
+    axes.set_xticks(range(len(results)), [row["arrangement"].replace(", ", "\n") for row in results])
+    axes.set_ylabel("throughput over no bins")
+    axes.set_ylim(0, 1.15 * max(*implied, *(row["gain"] for row in results)))
+    axes.set_title(title, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--bins", type=int, nargs="+", default=[8], help="numbers of bins beside none")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=2026, help="draws the prompts")
+    parser.add_argument("--model", help="for the embedded engine (default: the demo model)")
+    parser.add_argument("--predictor", help="folder (default: the demo predictor)")
+    parser.add_argument("--output", type=Path, help="write the results as JSON")
+    parser.add_argument("--figure", type=Path, help="write the results as PNG")
+    args = parser.parse_args()
+    if args.predictor is None:
+        import predictor
+
+        args.predictor = str(predictor.DEMO)
+    results = rows(asyncio.run(measure(args)))
+    title = f"Embedded engine, {args.requests} requests at once, batches of {args.batch_size}"
+    print_table(results, title)
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        setting = {"requests": args.requests, "batch_size": args.batch_size, "rounds": args.rounds, "seed": args.seed}
+        machine = {"python": platform.python_version(), "cores": os.cpu_count()}
+        args.output.write_text(json.dumps({**setting, **machine, "rows": results}, indent=2) + "\n")
+    if args.figure:
+        draw(results, title, args.figure)
+
+
+if __name__ == "__main__":
+    main()
