@@ -147,19 +147,22 @@ async def _start_cluster(config: Config, stack: AsyncExitStack) -> LiveCluster:
     from llmserve.cluster.journal import Header, Journal
     from llmserve.cluster.live import LiveCluster
 
-    async with asyncio.TaskGroup() as group:
-        engines_task = group.create_task(_start_engines(config, stack))
-        predictor_task = group.create_task(_start_predictor(config, stack))
+    try:
+        config.scheduling.scheduler()  # what makes no sense is said before anything slow is started
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    try:
+        async with asyncio.TaskGroup() as group:
+            engines_task = group.create_task(_start_engines(config, stack))
+            predictor_task = group.create_task(_start_predictor(config, stack))
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
     engines, predictor = engines_task.result(), predictor_task.result()
     lengths = tuple(float(length) for length in predictor.training_lengths) if predictor is not None else ()
     header = Header(config.scheduling, lengths)
-    try:
-        scheduler = header.scheduler()
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     journal = Journal(header, path=Path(config.server.journal) if config.server.journal else None)
     only_model = config.engines.model if config.engines.engine else None
-    cluster = LiveCluster(scheduler, engines, journal, predictor=predictor, config=config.live, only_model=only_model)
+    cluster = LiveCluster(header.scheduler(), engines, journal, predictor=predictor, config=config.live, only_model=only_model)
     stack.push_async_callback(cluster.close)
     return cluster
 
@@ -176,14 +179,10 @@ async def _start_engines(config: Config, stack: AsyncExitStack) -> list[Engine]:
     if len(set(engines.engine)) < len(engines.engine):
         raise ConfigError("engine: the same URL stands twice")
     slots = config.scheduling.batch_size if engines.barrier else engines.slots
+    infos = [EngineInfo(_engine_name(url), slots, engines.barrier) for url in engines.engine]
     return [
-        OpenAIEngine(
-            EngineInfo(_engine_name(url), slots, engines.barrier),
-            url,
-            timeouts=timeouts,
-            api_key=engines.engine_api_key,
-        )
-        for url in engines.engine
+        OpenAIEngine(info, url, timeouts=timeouts, api_key=engines.engine_api_key)
+        for info, url in zip(infos, engines.engine, strict=True)
     ]
 
 

@@ -5,8 +5,8 @@
 Upstream, pass-through and llmserve are processes of their own; a load generator drives each in turn, round after
 round: requests a second at 32 connections, latency at one connection, and forwarded stream chunks a second. Medians
 of rounds. A stream's upstream writes one event every millisecond to each of 64 clients, so that events cannot be
-forwarded many at a time. Everything stays on loopback. The load generator is wrk where it is installed (it takes the least of the
-machine), otherwise aiohttp.
+forwarded many at a time. Everything stays on loopback. The load generator is wrk where it is installed (it takes
+the least of the machine), otherwise aiohttp.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ async def front_end(engine_url: str, arrangement: Arrangement, batch_size: int, 
     await process.start()
     try:
         async with aiohttp.ClientSession() as session, asyncio.timeout(60):
-            while (await session.get(f"{process.url}/ready")).status != 200:
+            while (await session.get(f"{process.url}/ready")).status != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         yield process.url
     finally:

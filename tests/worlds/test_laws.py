@@ -134,7 +134,7 @@ class World(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(names))
         ended, self.running[name] = self.running[name], {}
         self.outcomes.update(ended.keys())
-        self.tell(BatchEnded(name, next(iter(ended.values())), {id_: 7.0 for id_ in ended}))
+        self.tell(BatchEnded(name, next(iter(ended.values())), dict.fromkeys(ended, 7.0)))
 
     @precondition(lambda self: len(self.arrived))
     @rule(data=st.data())

@@ -1,0 +1,29 @@
+from pathlib import Path
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "real_worker: starts the real predictor process (seconds)")
+
+
+@pytest.fixture(scope="session")
+def random_predictor(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a loadable predictor that has learnt nothing."""
+    from transformers import BertConfig, set_seed
+
+    from predictor.model import LengthConfig, LengthModel
+    from predictor.predict import LengthPredictor
+    from predictor.tokenizer import train_tokenizer
+
+    set_seed(0)
+    tokenizer = train_tokenizer(["count to ten", "spell banana"], words_max=100)
+    encoder = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+    )
+    config = LengthConfig(
+        encoder=encoder.to_diff_dict(), length_unit=50.0, max_length_tokens=32, pad_token_id=tokenizer.pad_token_id
+    )
+    folder = tmp_path_factory.mktemp("predictor")
+    LengthPredictor(LengthModel(config), tokenizer, [10, 20, 30]).save(folder)
+    return folder

@@ -1,0 +1,292 @@
+"""The predictor in a process of its own.
+
+Most tests put a small worker of their own in place of the real one: the same pipes and the same protocol, no torch.
+Its answer tells the length of the prompt, and in its fraction how many prompts came in the same batch.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from predictor import process
+from predictor.errors import BadPredictor, PredictionFailed, PredictorDied
+from predictor.process import PredictorProcess
+
+ROOT = Path(__file__).resolve().parents[2]
+
+WORKER = """
+import json, os, sys, time
+folder = sys.argv[1]
+open(folder + "/starts", "a").write("x")
+if os.path.exists(folder + "/broken"):
+    print(json.dumps({"error": folder + " is broken"}), flush=True)
+    sys.exit()
+print(json.dumps({"training_lengths": [1, 2, 3], "characters_max": 1000}), flush=True)
+for line in sys.stdin:
+    prompts = json.loads(line)
+    reply = {"lengths": [len(prompt) + len(prompts) / 100 for prompt in prompts]}
+    if "slow" in prompts:
+        time.sleep(0.5)
+    if "hang" in prompts:
+        time.sleep(600)
+    if "die" in prompts:
+        sys.exit(3)
+    if "fail" in prompts:
+        reply = {"error": "cannot do that"}
+    print(json.dumps(reply), flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def small_worker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "real_worker" not in request.keywords:
+        script = tmp_path / "worker.py"
+        script.write_text(WORKER)
+        monkeypatch.setattr(
+            process, "worker_command", lambda folder, _: [sys.executable, "-S", str(script), str(folder)]
+        )
+
+
+@pytest_asyncio.fixture
+async def predictor(tmp_path: Path) -> AsyncIterator[PredictorProcess]:
+    async with PredictorProcess(tmp_path, batch_max=4, cache_max=3, restart_delay_s=0.05) as predictor:
+        yield predictor
+
+
+async def busy(predictor: PredictorProcess) -> "asyncio.Task[float]":
+    """The child is at work on a batch for half a second from now on."""
+    task = asyncio.create_task(predictor.predict("slow"))
+    await asyncio.sleep(0.1)
+    return task
+
+
+async def predict_when_up(predictor: PredictorProcess, prompt: str, unless: int | None = None) -> float:
+    """From the next child that is up; `unless` is the process id of one that will be down in a moment."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                if predictor.pid != unless:
+                    return await predictor.predict(prompt)
+            except PredictorDied:
+                pass
+            await asyncio.sleep(0.02)
+
+
+async def test_a_prediction_comes_back(predictor: PredictorProcess) -> None:
+    assert await predictor.predict("abc") == 3.01
+    assert predictor.training_lengths == [1, 2, 3]
+
+
+async def test_prompts_that_wait_while_a_batch_runs_go_together(predictor: PredictorProcess) -> None:
+    running = await busy(predictor)
+    assert await asyncio.gather(*map(predictor.predict, ["a", "bb", "ccc"])) == [1.03, 2.03, 3.03]
+    assert await running == 4.01
+
+
+async def test_a_batch_is_never_larger_than_batch_max(predictor: PredictorProcess) -> None:
+    running = await busy(predictor)
+    lengths = await asyncio.gather(*map(predictor.predict, "abcdefghij"))
+    assert lengths == [1.04] * 8 + [1.02] * 2
+    await running
+
+
+async def test_a_prompt_that_several_wait_for_is_computed_once(predictor: PredictorProcess) -> None:
+    running = await busy(predictor)
+    assert await asyncio.gather(*[predictor.predict("same") for _ in range(10)]) == [4.01] * 10
+    await running
+
+
+async def test_a_repeated_prompt_needs_no_child(predictor: PredictorProcess) -> None:
+    length = await predictor.predict("abc")
+    await predictor.close()
+    assert await predictor.predict("abc") == length
+
+
+async def test_the_least_recently_used_prompt_is_forgotten_first(predictor: PredictorProcess) -> None:
+    for prompt in ["a", "b", "c", "a", "d"]:  # cache_max is 3: "b" had to go
+        await predictor.predict(prompt)
+    await predictor.close()
+    assert await asyncio.gather(*map(predictor.predict, "acd")) == [1.01] * 3
+    with pytest.raises(PredictorDied, match="closed"):
+        await predictor.predict("b")
+
+
+async def test_a_very_long_prompt_is_cut_before_it_is_sent(predictor: PredictorProcess) -> None:
+    assert await predictor.predict("x" * 5_000_000) == 1000.01
+
+
+async def test_a_failed_batch_is_reported_and_the_child_lives_on(predictor: PredictorProcess) -> None:
+    child = predictor.pid
+    with pytest.raises(PredictionFailed, match="cannot do that"):
+        await predictor.predict("fail")
+    assert await predictor.predict("abc") == 3.01
+    assert predictor.pid == child
+
+
+async def test_the_childs_death_is_told_to_whoever_waits_and_another_child_follows(
+    predictor: PredictorProcess,
+) -> None:
+    running = await busy(predictor)
+    results = await asyncio.gather(*map(predictor.predict, ["die", "a", "b", "c", "later"]), return_exceptions=True)
+    assert [type(result) for result in results] == [PredictorDied] * 5
+    assert await running == 4.01
+    assert await predict_when_up(predictor, "abc") == 3.01
+
+
+async def test_an_idle_childs_death_is_noticed(predictor: PredictorProcess) -> None:
+    assert predictor.pid is not None
+    killed = predictor.pid
+    os.kill(killed, signal.SIGKILL)
+    assert await predict_when_up(predictor, "abc", unless=killed) == 3.01
+
+
+async def test_nobody_waits_for_a_child_that_is_down(tmp_path: Path) -> None:
+    async with PredictorProcess(tmp_path, restart_delay_s=3600) as predictor:
+        with pytest.raises(PredictorDied):
+            await predictor.predict("die")
+        started_s = time.monotonic()
+        with pytest.raises(PredictorDied, match="ended"):
+            await predictor.predict("abc")
+        assert time.monotonic() - started_s < 1
+
+
+async def test_a_child_that_hangs_is_replaced(tmp_path: Path) -> None:
+    async with PredictorProcess(tmp_path, reply_timeout_s=0.5, restart_delay_s=0.05) as predictor:
+        with pytest.raises(PredictorDied, match=r"said nothing for 0\.5 s"):
+            await predictor.predict("hang")
+        assert await predict_when_up(predictor, "abc") == 3.01
+
+
+async def test_a_child_that_cannot_start_again_is_tried_less_and_less_often(tmp_path: Path) -> None:
+    async with PredictorProcess(tmp_path, restart_delay_s=0.2) as predictor:
+        (tmp_path / "broken").touch()
+        with pytest.raises(PredictorDied):
+            await predictor.predict("die")
+        await asyncio.sleep(2.0)  # after 0.2, 0.6 and 1.4 s
+        assert 2 <= len((tmp_path / "starts").read_text()) <= 4
+        with pytest.raises(PredictorDied, match="broken"):
+            await predictor.predict("abc")
+        (tmp_path / "broken").unlink()
+        assert await predict_when_up(predictor, "abc") == 3.01
+
+
+async def test_a_caller_that_gives_up_disturbs_nobody(predictor: PredictorProcess) -> None:
+    running = await busy(predictor)
+    other = asyncio.create_task(predictor.predict("other"))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await asyncio.gather(predictor.predict("impatient"), predictor.predict("other"))
+    assert await other == 5.01  # alone in its batch: nobody wants "impatient" any more
+    assert await running == 4.01
+
+
+async def test_a_batch_whose_callers_have_all_given_up_still_fills_the_cache(predictor: PredictorProcess) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await predictor.predict("slow")
+    assert await predictor.predict("abc") == 3.01
+    await predictor.close()
+    assert await predictor.predict("slow") == 4.01
+
+
+async def test_closing_tells_whoever_waits_and_leaves_no_child(predictor: PredictorProcess) -> None:
+    assert predictor.pid is not None
+    child = predictor.pid
+    running = await busy(predictor)
+    await predictor.close()
+    with pytest.raises(PredictorDied, match="closed"):
+        await running
+    assert not psutil.pid_exists(child)
+    await predictor.close()
+
+
+async def test_a_predictor_that_was_not_started_says_so(tmp_path: Path) -> None:
+    predictor = PredictorProcess(tmp_path)
+    with pytest.raises(PredictorDied, match="not been started"):
+        await predictor.predict("abc")
+    await predictor.close()
+
+
+async def test_a_cancelled_start_leaves_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "worker_command", lambda *_: ["sleep", "600"])
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await PredictorProcess(tmp_path).start()
+    assert not [child for child in psutil.Process().children() if child.cmdline() == ["sleep", "600"]]
+
+
+async def test_a_child_that_is_not_ready_in_time_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "worker_command", lambda *_: ["sleep", "600"])
+    with pytest.raises(PredictorDied, match=r"said nothing for 0\.2 s"):
+        await PredictorProcess(tmp_path, start_timeout_s=0.2).start()
+
+
+@pytest.mark.real_worker
+async def test_a_bad_folder_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(BadPredictor, match=f"{tmp_path} is not a predictor's folder: it has no config.json"):
+        await PredictorProcess(tmp_path).start()
+
+
+@pytest.mark.real_worker
+async def test_the_event_loop_keeps_ticking_and_ctrl_c_does_not_reach_the_child(random_predictor: Path) -> None:
+    gaps_s = [0.0]
+
+    async def tick() -> None:
+        while True:
+            before_s = time.monotonic()
+            await asyncio.sleep(0.001)
+            gaps_s.append(time.monotonic() - before_s)
+
+    ticking = asyncio.create_task(tick())
+    started_s = time.monotonic()
+    async with PredictorProcess(random_predictor) as predictor:
+        assert predictor.pid is not None
+        os.kill(predictor.pid, signal.SIGINT)
+        lengths = await asyncio.gather(*[predictor.predict(f"count to {i}") for i in range(400)])
+        assert predictor.training_lengths == [10, 20, 30]
+    took_s = time.monotonic() - started_s
+    ticking.cancel()
+    assert all(length >= 1 for length in lengths)
+    assert max(gaps_s) < took_s / 4  # loading torch takes nearly all of the time, and blocks nothing
+
+
+PARENT = """
+import asyncio, json, os, signal, sys
+import predictor
+from predictor.process import PredictorProcess
+
+async def main():
+    predictor = PredictorProcess(sys.argv[1])
+    await predictor.start()
+    await predictor.predict("hello")
+    heavy = sorted({"torch", "transformers", "numpy"} & set(sys.modules))
+    print(json.dumps({"child": predictor.pid, "heavy": heavy}), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.real_worker
+def test_the_parent_never_imports_torch_and_takes_its_child_along_when_it_is_killed(random_predictor: Path) -> None:
+    parent = subprocess.run(
+        [sys.executable, "-c", PARENT, str(random_predictor)],
+        cwd=ROOT, stdout=subprocess.PIPE, timeout=120, check=False,
+    )  # fmt: skip
+    assert parent.returncode == -signal.SIGKILL
+    seen = json.loads(parent.stdout)
+    assert seen["heavy"] == []
+    deadline_s = time.monotonic() + 10
+    while psutil.pid_exists(seen["child"]) and psutil.Process(seen["child"]).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline_s, "the child outlives its parent"
+        time.sleep(0.05)
