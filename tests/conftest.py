@@ -1,37 +1,20 @@
-"""What several tests stand on: the real server, in this process, in front of fake engines."""
+"""Fixtures that several folders of tests share."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
 import pytest
+from front import Front, StartFront, until
 
-from llmserve.cluster.live import LiveCluster, LiveConfig
+from llmserve.cluster.live import LiveConfig
 from llmserve.config import Config, EngineConfig, ServerConfig
 from llmserve.engines.fake import FakeEngine
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.serve import serving
-
-
-class Front:
-    """A running server and a client session for it."""
-
-    def __init__(self, cluster: LiveCluster, url: str, session: aiohttp.ClientSession) -> None:
-        self.cluster = cluster
-        self.url = url
-        self.session = session
-
-    def post(self, path: str = "/v1/chat/completions", headers: dict[str, str] | None = None, **fields: Any) -> Any:
-        """A request with a message of its own unless `fields` says otherwise."""
-        body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], **fields}
-        return self.session.post(self.url + path, json=body, headers=headers)
-
-
-StartFront = Callable[..., Awaitable[Front]]
 
 
 @pytest.fixture
@@ -66,10 +49,3 @@ async def start_front() -> AsyncIterator[StartFront]:
             return front
 
         yield start
-
-
-async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
-    """Let the loop run until the condition holds; fails the test when it never does."""
-    async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from conftest import Front, StartFront, until
+from front import Front, StartFront, until
 
 from llmserve.api.limits import ApiConfig
 from llmserve.config import Config, ServerConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from conftest import Front, StartFront, until
+from front import Front, StartFront, until
 
 from llmserve.cluster import journal
 from llmserve.cluster.journal import Header, Journal

@@ -17,9 +17,10 @@ import predictor
 from predictor.dataset import Row, Splits, split_rows
 from predictor.errors import BadPredictor, PredictorError
 from predictor.evaluate import baselines, equal_mass_edges, evaluate
+from predictor.numbers import SCALE, number_features
 from predictor.predict import LengthPredictor
 from predictor.text import CHARACTERS_PER_TOKEN
-from predictor.tokenizer import encode, train_tokenizer
+from predictor.tokenizer import NUMBERS, encode, train_tokenizer
 from predictor.train import FROM_SCRATCH, PlainProgress, train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,6 +168,26 @@ def test_only_the_most_frequent_words_become_tokens_and_none_that_was_seen_once(
     tokenizer = train_tokenizer(["red red red blue blue green", "pink pink pink"], words_max=3)
     assert tokenizer.tokenize("red blue") == ["red", "blue"]
     assert tokenizer.tokenize("green")[:2] == ["g", "##r"]
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------
+
+
+def test_near_numbers_have_near_features_all_along() -> None:
+    features = number_features(torch.arange(1001), 96)
+    assert features.shape == (1001, 96)
+    assert features.abs().max() <= 1
+    steps = (features[1:] - features[:-1]).norm(dim=1)
+    far = (features[100:] - features[:-100]).norm(dim=1)
+    assert steps.min() > 0
+    assert steps[10:].max() < far.min()  # the logarithm spreads the smallest numbers out
+
+
+def test_training_leaves_the_numbers_where_they_were(tmp_path: Path) -> None:
+    trained = train(toy_splits(), QUICK, tmp_path)
+    embeddings = trained.model.encoder.get_input_embeddings().weight
+    rows = trained.tokenizer.convert_tokens_to_ids(NUMBERS)
+    assert torch.allclose(embeddings[rows], SCALE * number_features(torch.arange(1001), embeddings.shape[1]))
 
 
 # --- predictions ------------------------------------------------------------------------------------------------

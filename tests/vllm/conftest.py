@@ -1,0 +1,52 @@
+"""One real vLLM server on the CPU, serving the demo model, for all tests of this folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llmserve.engines.engine_process import free_port
+
+MODEL = Path(__file__).parents[2] / "llmserve/engines/embedded/model"
+SLOTS = 4
+START_S = 240
+
+
+@pytest.fixture(scope="session")
+def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Base URL. VLLM_PYTHON names the interpreter of an environment with vLLM in it; scripts/test makes one."""
+    python = os.environ.get("VLLM_PYTHON")
+    if not python:
+        pytest.skip("VLLM_PYTHON is not set: run ./scripts/test, which installs vLLM in an environment of its own")
+    port = free_port()
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), "--port", str(port)]
+    command += ["--served-model-name", "llmserve-demo", "--host", "127.0.0.1", "--max-num-seqs", str(SLOTS)]
+    command += ["--max-model-len", "1024", "--enforce-eager", "--dtype", "float32"]
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, **settings})
+    try:
+        _await_healthy(process, port, log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def _await_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    until_s = time.monotonic() + START_S
+    while time.monotonic() < until_s and process.poll() is None:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.25)
+    raise AssertionError("vLLM did not start:\n" + log.read_text(errors="replace")[-3000:])
