@@ -183,16 +183,18 @@ by `scripts/train_demo_model.py` on text that `demo_corpus.py` makes up. It coun
 spells, copies and makes a little small talk. It lets `llmserve serve` answer on any CPU without a download, and
 its answers have a wide spread of lengths that their prompts reveal, which is what llmserve is there to use.
 
-It is not an assistant. It has no numbers above 999, spells only the words of its own lists, knows the times
-tables of 2 to 12, and was never asked anything outside these families: to other questions it gives some fluent
-answer that is wrong. Answers are greedy by default. A number up to 999 is one token, and so is a letter.
+It is not an assistant. It has no numbers above {demo_corpus.NUMBER_MAX}, spells only
+{len(demo_corpus.SPELLABLE)} words, knows the times tables of 2 to 10, and was never asked anything outside
+these families: to other questions it gives some fluent answer that is wrong. Answers are greedy by default.
+A number up to {demo_corpus.NUMBER_MAX} is one token, and so is a letter.
 
 ## Made by
 
     {m["command"]}
 
-{m["date"]}, {m["machine"]}, {m["training"]["minutes"]:.0f} minutes of training
-on {m["training"]["tokens"] / 1e6:.1f} M tokens.
+{m["date"]}, {m["machine"]} shared with other work, {m["training"]["minutes"]:.0f} minutes of training:
+{m["training"]["steps"]} steps, {m["training"]["tokens"] / 1e6:.1f} M tokens. A run that ends by the clock
+takes as many steps as the machine manages, so another run differs a little.
 
 ## Exact answers on held-out prompts
 
@@ -233,8 +235,11 @@ def _row(family: str, v: dict[str, Any]) -> str:
 def write_lengths(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, path: Path, prompts: int, seed: int
 ) -> None:
-    """JSONL rows for the length predictor: prompts of both splits and how many tokens the model answers with."""
-    asked = demo_corpus.examples(prompts, seed + LENGTHS_SEED)
+    """JSONL rows for the length predictor: prompts and how many tokens the model answers with.
+
+    Of the training split only, so that benchmarks can use held-out prompts that neither model has seen.
+    """
+    asked = demo_corpus.examples(prompts, seed + LENGTHS_SEED, held_out=False)
     given = answers(model, tokenizer, asked)
     with path.open("w") as file:
         for example, answer in zip(asked, given, strict=True):

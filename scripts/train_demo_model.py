@@ -27,7 +27,6 @@ from llmserve.engines.embedded import demo_corpus
 from llmserve.engines.embedded.demo_corpus import Example
 
 CONTEXT_TOKENS = 1024
-DRILLS_UNTIL = 100  # answer tokens: drills accompany the corpus while its answers are shorter than this
 
 PAD, SYSTEM, USER, ASSISTANT, END = "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 CHAT_TEMPLATE = (
@@ -58,6 +57,7 @@ class Plan:
     parts_per_step: int = 3  # parts hold conversations of like length; a step mixes lengths by summing parts
     learning_rate_max: float = 3e-3
     warmup: float = 0.03  # share of the run
+    cooldown_from: float = 0.5  # likewise
     evaluated_prompts: int = 1500
     evaluated_tokens_max: int = ANSWER_TOKENS_MAX
 
@@ -69,7 +69,7 @@ QUICK = Plan(steps=4, minutes=1, tokens_per_part=512, evaluated_prompts=8, evalu
 
 
 def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, so any UTF-8 text works, with whole tokens for 0..999 and for the corpus's words.
+    """Byte-level BPE, so any UTF-8 text works, with whole tokens for the corpus's numbers and words.
 
     A number is one token whatever stands before it, so counting is a successor look-up; a lone letter is one
     token too, so spelling is copying letters. `ignore_merges` takes a piece that is in the vocabulary whole.
@@ -163,7 +163,7 @@ def drills(tokenizer: PreTrainedTokenizerFast, rng: random.Random, n: int) -> li
 
 
 def parts(
-    tokenizer: PreTrainedTokenizerFast, seed: int, tokens: int, answer_tokens_max: int
+    tokenizer: PreTrainedTokenizerFast, seed: int, tokens: int, answer_tokens_max: int, drills_per_chunk: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Endless (ids, weights) of shape (rows, width), rows * width <= tokens where a row allows it.
 
@@ -173,8 +173,7 @@ def parts(
     source = demo_corpus.stream(seed, held_out=False, tokens_max=answer_tokens_max)
     while True:
         chunk = conversations(tokenizer, rng, [next(source) for _ in range(1024)])
-        if answer_tokens_max < DRILLS_UNTIL:
-            chunk += drills(tokenizer, rng, 512)
+        chunk += drills(tokenizer, rng, drills_per_chunk)
         chunk.sort(key=lambda c: len(c.ids))
         groups: list[list[Conversation]] = [[]]
         for conversation in chunk:
@@ -196,7 +195,7 @@ def _padded(group: list[Conversation]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
+    model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
             hidden_size=256,
@@ -211,6 +210,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
             pad_token_id=tokenizer.pad_token_id,
         )
     )
+    model.set_attn_implementation("eager")  # the fused kernel's backward pass is slow on a CPU for short rows
+    return model
 
 
 def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
@@ -234,16 +235,24 @@ def answer_loss(model: LlamaForCausalLM, ids: torch.Tensor, weights: torch.Tenso
     return (losses * weights[answered]).sum()
 
 
-def longest_answer(progress: float) -> int:
-    """Short answers first: they hold most decisions per token (where to start, what to copy, when to stop)."""
-    return 40 if progress < 0.5 else 120 if progress < 0.7 else demo_corpus.TARGET_TOKENS_MAX
+@dataclass(frozen=True)
+class Stage:
+    """What is practised. Short answers come first: they hold most decisions per token (where to start, what to
+    copy, when to stop); drills come first too, for looking things up is what those decisions need."""
+
+    until: float  # progress, 0..1
+    answer_tokens_max: int
+    drills: int  # beside every 1024 examples
+
+
+STAGES = (Stage(0.3, 40, 512), Stage(0.5, 40, 64), Stage(0.72, 120, 64), Stage(1.0, demo_corpus.TARGET_TOKENS_MAX, 32))
 
 
 def learning_rate(plan: Plan, progress: float) -> float:
-    """Linear warm-up, then a cosine to zero, over progress 0..1."""
-    if progress < plan.warmup:
-        return plan.learning_rate_max * (progress + 1e-3) / (plan.warmup + 1e-3)
-    return plan.learning_rate_max * 0.5 * (1 + math.cos(math.pi * (progress - plan.warmup) / (1 - plan.warmup)))
+    """Linear warm-up, flat, then a cosine to zero, over progress 0..1."""
+    warm = min(1.0, (progress + 1e-3) / (plan.warmup + 1e-3))
+    cooled = max(0.0, (progress - plan.cooldown_from) / (1 - plan.cooldown_from))
+    return plan.learning_rate_max * warm * 0.5 * (1 + math.cos(math.pi * cooled))
 
 
 @dataclass
@@ -262,12 +271,13 @@ def train(
     optimizers = build_optimizers(model)
     run = _load(checkpoint, model, optimizers) if resume else Run()
     began, saved = time.monotonic() - run.seconds, run.seconds
-    shown, loss_mean, longest = run.seconds - 60, float("nan"), 0
+    shown, loss_mean = run.seconds - 60, float("nan")
+    stage: Stage | None = None
     model.train()
     while (progress := max(run.step / plan.steps, run.seconds / 60 / plan.minutes)) < 1:
-        if longest != longest_answer(progress):
-            longest = longest_answer(progress)
-            data = parts(tokenizer, plan.seed + run.step, plan.tokens_per_part, longest)
+        if stage is None or progress >= stage.until:  # a resumed run, too, draws fresh examples
+            stage = next(stage for stage in STAGES if progress < stage.until)
+            data = parts(tokenizer, plan.seed + run.step, plan.tokens_per_part, stage.answer_tokens_max, stage.drills)
         loss = _step(
             model, optimizers, [next(data) for _ in range(plan.parts_per_step)], learning_rate(plan, progress), run
         )
@@ -359,7 +369,8 @@ def make(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     save(model, tokenizer, args.output)
     metrics = {
         "model": MODEL_NAME,
-        "command": f"python scripts/train_demo_model.py --steps {run.step} --seed {plan.seed}",
+        "command": "python scripts/train_demo_model.py "
+        f"--steps {plan.steps} --minutes {plan.minutes:g} --seed {plan.seed}",
         "date": time.strftime("%Y-%m"),
         "machine": args.machine,
         "seed": plan.seed,

@@ -8,6 +8,7 @@ scripts/train_predictor.py --data answers.jsonl --output runs/predictor --from-s
 import argparse
 import dataclasses
 import json
+import re
 import sys
 import time
 from importlib.metadata import version
@@ -20,7 +21,10 @@ from predictor.dataset import Columns, Rows, Splits, load_rows, split_rows
 from predictor.errors import PredictorError
 
 METRICS_FILE = "metrics.json"
-OPTIONS = ("epochs", "batch_size", "learning_rate", "seed", "max_length_tokens", "pooling", "patience_epochs")
+OPTIONS = (
+    *("base_model", "from_scratch", "epochs", "batch_size", "learning_rate", "seed"),
+    *("max_length_tokens", "pooling", "patience_epochs"),
+)  # of TrainingOptions, by the same names
 
 
 def main() -> int:
@@ -53,7 +57,7 @@ def parse_args() -> argparse.Namespace:
     start.add_argument("--from-scratch", metavar="SIZE", choices=["tiny"], help="a new small BERT: tiny")
     add("--output", type=Path, required=True, help="folder for the predictor and its metrics.json")
     add("--resume", action="store_true", help="go on from the last checkpoint in the output folder")
-    add("--epochs", type=int)
+    add("--epochs", type=int, help="at most; this and the next two have defaults for either kind of training")
     add("--batch-size", type=int)
     add("--learning-rate", type=float)
     add("--seed", type=int, default=0, help="of the split and of the training (%(default)s)")
@@ -65,7 +69,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def train_and_evaluate(args: argparse.Namespace, found: Rows, splits: Splits) -> dict[str, Any]:
-    """Train into args.output, and the report of how it was done and how good it is."""
+    """Train into args.output; the report of how it was done and how good it is."""
     import torch  # seconds of imports: not for --help, nor for bad data
 
     from predictor.evaluate import baselines, evaluate
@@ -73,13 +77,11 @@ def train_and_evaluate(args: argparse.Namespace, found: Rows, splits: Splits) ->
 
     if args.threads:
         torch.set_num_threads(args.threads)
-
-    options = FROM_SCRATCH if args.from_scratch else FINE_TUNING
-    given = {name: getattr(args, name) for name in (*OPTIONS, "base_model", "from_scratch")}
-    options = dataclasses.replace(options, **{name: value for name, value in given.items() if value is not None})
+    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
+    options = dataclasses.replace(FROM_SCRATCH if args.from_scratch else FINE_TUNING, **given)
     started_s = time.monotonic()
     predictor = train(splits, options, args.output, resume=args.resume)
-    training_s = time.monotonic() - started_s
+    training_s = round(time.monotonic() - started_s)
     answers = [row.output_tokens for row in splits.held_out]
     predictions: dict[str, list[float]] = {
         "predictor": predictor.predict([row.prompt for row in splits.held_out]),
@@ -90,8 +92,17 @@ def train_and_evaluate(args: argparse.Namespace, found: Rows, splits: Splits) ->
             name: evaluate(predicted, answers, predictor.training_lengths).as_json()
             for name, predicted in predictions.items()
         },
+        "training_s": training_s,
+        "parameters": predictor.model.num_parameters(),
+        "options": {name: shareable(value) for name, value in dataclasses.asdict(options).items()},
+        **provenance(found, splits),
+    }
+
+
+def provenance(found: Rows, splits: Splits) -> dict[str, Any]:
+    """What the predictor was made from, and with."""
+    return {
         "arguments": [shareable(argument) for argument in sys.argv[1:]],
-        "options": {**dataclasses.asdict(options), "base_model": shareable(options.base_model or "") or None},
         "rows": {
             "train": len(splits.train),
             "validation": len(splits.validation),
@@ -99,8 +110,6 @@ def train_and_evaluate(args: argparse.Namespace, found: Rows, splits: Splits) ->
             "capped": sum(row.capped for row in found.rows),
             "bad": dict(found.bad),
         },
-        "training_s": round(training_s),
-        "parameters": predictor.model.num_parameters(),
         "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers", "numpy")},
     }
 
@@ -112,29 +121,22 @@ def describe(found: Rows, splits: Splits) -> str:
 
 
 def table(held_out: dict[str, dict[str, Any]]) -> str:
-    """The held-out metrics as a Markdown table."""
+    """The held-out metrics as a Markdown table. Within one of two bins is everything, and so left out."""
     counts = list(held_out["predictor"]["bin_accuracy"])
-    head = [
-        "held-out",
-        "MAE (tokens)",
-        "Kendall's tau",
-        *(f"{k} bins" for k in counts),
-        *(f"±1 of {k}" for k in counts),
-    ]
+    near = counts[1:]
+    head = ["held-out", "MAE, tokens", "Kendall's tau", *[f"{k} bins" for k in counts], *[f"±1 of {k}" for k in near]]
     lines = [head, ["---"] * len(head)]
     for name, metrics in held_out.items():
         tau = metrics["kendall_tau"]
-        shares = [*metrics["bin_accuracy"].values(), *metrics["near_accuracy"].values()]
-        lines.append(
-            [name, f"{metrics['mae_tokens']:.1f}", "-" if tau is None else f"{tau:.3f}"]
-            + [f"{share:.1%}" for share in shares]
-        )
+        shares = [metrics["bin_accuracy"][k] for k in counts] + [metrics["near_accuracy"][k] for k in near]
+        numbers = [f"{metrics['mae_tokens']:.1f}", "-" if tau is None else f"{tau:.3f}"]
+        lines.append([name, *numbers, *[f"{share:.1%}" for share in shares]])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def shareable(argument: str) -> str:
-    """The argument without its folder when it is a path: where files lie on one machine is nobody else's business."""
-    return Path(argument).name if Path(argument).is_absolute() else argument
+def shareable(value: Any) -> Any:
+    """The value, but absolute paths without their folder: where files lie on a machine is nobody else's business."""
+    return re.sub(r"(^|[=:])/.*/", r"\1", value) if isinstance(value, str) else value
 
 
 if __name__ == "__main__":

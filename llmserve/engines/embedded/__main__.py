@@ -1,0 +1,166 @@
+"""`python -m llmserve.engines.embedded`: serve a small local model, with static batching."""
+
+import argparse
+import asyncio
+import ctypes
+import gc
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # torch takes seconds to import: a wrong flag or a taken port is told before
+    from llmserve.engines.embedded.generation import LanguageModel
+
+_DEMO_MODEL = Path(__file__).parent / "model"
+_DEMO_MODEL_NAME = "llmserve-demo"
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_PR_SET_PDEATHSIG = 1
+_PARENT_CHECK_S = 0.5
+
+
+def main() -> None:
+    """Parses the command line and serves; ends with status 1 and one line when it cannot."""
+    arguments = _parser().parse_args()
+    for number in _STOP_SIGNALS:  # until the server listens, there is nothing to finish
+        signal.signal(number, lambda *_: sys.exit(0))
+    if arguments.parent_pid is not None:
+        _end_with_parent(arguments.parent_pid)
+    try:
+        _check_model(arguments.model)
+        # Bound before the model is loaded, so that a taken port is told at once; not listening, so that
+        # nobody is answered before the model is there.
+        sock = _bound_socket(arguments.host, arguments.port)
+        model = _loaded_model(arguments)
+        asyncio.run(_serve(model, arguments, sock))
+    except _StartError as error:
+        sys.exit(f"llmserve.engines.embedded: error: {error}")
+
+
+class _StartError(Exception):
+    """The engine cannot start; the message fits on one line."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m llmserve.engines.embedded", description=__doc__)
+    add = parser.add_argument
+    add("--model", default=str(_DEMO_MODEL), help="folder or Hugging Face id (default: the demo model)")
+    add("--served-model-name", help="name in the API (default: the id, or the folder's name)")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8001, help="0: any free port; the ready line tells which")
+    add("--batch-size-max", type=_positive, default=8)
+    add("--threads", type=_positive, help="CPU threads (default: 1 for a small model, else all cores)")
+    add("--dtype", choices=("float32", "bfloat16", "auto"), default="float32")
+    add("--queue-max", type=_positive, default=1024, help="requests that may wait; further ones get status 429")
+    add("--gather-s", type=float, default=1.0, help="longest wait for a batch's missing members")
+    add("--drain-s", type=float, default=3.0, help="longest wait for the running batch after SIGTERM")
+    add("--parent-pid", type=int, help="end as soon as this process, our parent, has ended")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
+def _bound_socket(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.socket(family)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        return sock
+    except (OSError, OverflowError) as error:
+        raise _cannot_listen(host, port, error) from None
+
+
+def _cannot_listen(host: str, port: int, error: Exception) -> _StartError:
+    return _StartError(f"cannot listen on {host}:{port}: {error}")
+
+
+def _check_model(name: str) -> None:
+    """Refuses what is neither a folder nor of the form of a hub id, before anything slow happens."""
+    if not Path(name).is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise _StartError(f"the model folder {name} does not exist")
+
+
+def _loaded_model(arguments: argparse.Namespace) -> "LanguageModel":
+    from transformers.utils import logging
+
+    from llmserve.engines.embedded.generation import LanguageModel, ModelLoadError
+
+    logging.disable_progress_bar()  # the ready line should be the only one
+    try:
+        model = LanguageModel.load(arguments.model, arguments.dtype, arguments.threads)
+    except ModelLoadError as error:
+        raise _StartError(str(error)) from None
+    try:
+        model.warm_up(arguments.batch_size_max)
+    except Exception as error:  # an architecture without a key-value cache, or with other needs
+        raise _StartError(f"cannot run the model {arguments.model}: {error!r}") from None
+    gc.collect()
+    gc.freeze()  # what torch and transformers have loaded stays; looking through it would only cost time
+    return model
+
+
+async def _serve(model: "LanguageModel", arguments: argparse.Namespace, sock: socket.socket) -> None:
+    from llmserve.engines.embedded.server import EmbeddedEngine, serve
+
+    name = arguments.served_model_name or _name_of(arguments.model)
+    engine = EmbeddedEngine(
+        model,
+        name,
+        batch_size_max=arguments.batch_size_max,
+        queue_max=arguments.queue_max,
+        gather_s=arguments.gather_s,
+    )
+    stop = asyncio.Event()
+    for number in _STOP_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    host, port = sock.getsockname()[:2]
+    line = f"llmserve embedded engine: {name} is ready at http://{host}:{port}"
+    try:
+        await serve(engine, sock, stop, drain_s=arguments.drain_s, ready=lambda: print(line, flush=True))
+    except OSError as error:  # somebody else bound the port as we did, and listened first
+        raise _cannot_listen(host, port, error) from None
+
+
+def _name_of(model: str) -> str:
+    path = Path(model)
+    if path.resolve() == _DEMO_MODEL.resolve():
+        return _DEMO_MODEL_NAME
+    return path.resolve().name if path.is_dir() else model
+
+
+def _end_with_parent(parent_pid: int) -> None:
+    """Sends ourselves SIGTERM when `parent_pid` is no longer our parent, even if it was killed.
+
+    Linux tells at once (PR_SET_PDEATHSIG), but also when only the thread that started us has ended: hence
+    SIGUSR1 and a look at who our parent is. Everywhere else a thread looks now and then.
+    """
+
+    def check() -> None:
+        if os.getppid() != parent_pid:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def check_for_ever() -> None:
+        while True:
+            time.sleep(_PARENT_CHECK_S)
+            check()
+
+    if sys.platform == "linux":
+        signal.signal(signal.SIGUSR1, lambda *_: check())
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGUSR1), 0, 0, 0)
+    threading.Thread(target=check_for_ever, name="parent", daemon=True).start()
+    check()  # it may have ended before we could look
+
+
+if __name__ == "__main__":
+    main()

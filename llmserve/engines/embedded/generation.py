@@ -1,0 +1,287 @@
+"""A causal language model and the loop that runs one static batch on it.
+
+The loop is our own rather than `model.generate`: rows have their own sampling parameters, random numbers,
+limits and stop strings, each token must reach its client at once, and a step's overhead counts when the model
+is small.
+"""
+
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from llmserve.engines.embedded.protocol import Message
+from llmserve.engines.embedded.sampling import Sampler, Sampling
+from llmserve.engines.embedded.text import TextStream
+
+# Below this size a step's matrices are so small that a second thread costs more than it brings.
+_ONE_THREAD_PARAMETERS_MAX = 30_000_000
+
+
+class ModelLoadError(Exception):
+    """The model cannot be loaded; the message fits on one line."""
+
+
+class PromptError(ValueError):
+    """The tokenizer or the chat template cannot take this prompt."""
+
+
+class Delta(NamedTuple):
+    """What a step brought to one row. finish_reason is None while the row goes on."""
+
+    text: str
+    finish_reason: str | None
+
+
+class Row:
+    """One request of a batch. The worker thread calls `accept`; any thread may set `gone`."""
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        sampling: Sampling,
+        eos_ids: frozenset[int],
+        text: TextStream,
+    ) -> None:
+        self.prompt_ids = prompt_ids
+        self.max_tokens = max_tokens
+        self.sampling = sampling
+        self.output_tokens = 0  # without the end-of-sequence token
+        self.gone = False  # its client has left
+        self._ended = False
+        self._eos_ids = eos_ids
+        self._text = text
+
+    @property
+    def live(self) -> bool:
+        """Whether the batch must go on for this row."""
+        return not (self._ended or self.gone)
+
+    def accept(self, token_id: int) -> Delta | None:
+        """Takes the row's next token; None when there is nothing to tell (yet, or any more)."""
+        if not self.live:
+            return None
+        if token_id in self._eos_ids:
+            return self._end(self._text.flush(), "stop")
+        self.output_tokens += 1
+        text = self._text.push(token_id)
+        if not self._text.stopped and self.output_tokens >= self.max_tokens:
+            text += self._text.flush()  # may complete a stop string
+            if not self._text.stopped:
+                return self._end(text, "length")
+        if self._text.stopped:
+            return self._end(text, "stop")
+        return Delta(text, None) if text else None
+
+    def _end(self, text: str, finish_reason: str) -> Delta:
+        self._ended = True
+        return Delta(text, finish_reason)
+
+
+class LanguageModel:
+    """A tokenizer and a model, loaded. One thread at a time may tokenize, one may `run`."""
+
+    def __init__(self, tokenizer: Any, model: Any) -> None:
+        self._tokenizer = tokenizer
+        self._model = model
+        config = model.config.get_text_config(decoder=True)
+        self.context_tokens = int(getattr(config, "max_position_embeddings", None) or 2048)
+        self.vocabulary_size = int(config.vocab_size)
+        self.defaults = _default_sampling(model.generation_config)
+        self._eos_ids = _eos_ids(model.generation_config.eos_token_id, tokenizer.eos_token_id)
+
+    @classmethod
+    def load(cls, name: str, dtype: str = "float32", threads: int | None = None) -> "LanguageModel":
+        """Loads a folder or a hub id; raises ModelLoadError. threads None: as many as suit the model's size."""
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            model = AutoModelForCausalLM.from_pretrained(
+                name, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
+            )
+        except Exception as error:  # transformers raises nearly anything for a folder or an id that is no model
+            reason = str(error).strip().split("\n")[0] or type(error).__name__
+            raise ModelLoadError(f"cannot load the model {name}: {reason}") from error
+        model.eval().requires_grad_(False)
+        small = sum(p.numel() for p in model.parameters()) <= _ONE_THREAD_PARAMETERS_MAX
+        torch.set_num_threads(threads or (1 if small else os.cpu_count() or 1))
+        return cls(tokenizer, model)
+
+    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation as the model was trained to read it; raises PromptError."""
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program: it refuses by raising, or fails anyhow
+            raise PromptError(f"the model's chat template refuses these messages: {error}") from error
+        return self._ids(text, add_special_tokens=False)  # the template has written them
+
+    def text_ids(self, text: str) -> list[int]:
+        """A plain prompt, with the special tokens that the model expects around it."""
+        return self._ids(text, add_special_tokens=True)
+
+    def row(
+        self,
+        prompt_ids: Sequence[int],
+        max_tokens: int | None,
+        sampling: Sampling,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+    ) -> Row:
+        """A request as a row; the prompt must be shorter than the context. max_tokens None: as many as fit."""
+        room = self.context_tokens - len(prompt_ids)
+        assert 0 < len(prompt_ids) < self.context_tokens
+        return Row(
+            prompt_ids,
+            room if max_tokens is None else min(max_tokens, room),
+            sampling,
+            frozenset() if ignore_eos else self._eos_ids,
+            TextStream(self._decode, stop, prompt_ids),
+        )
+
+    def run(self, rows: Sequence[Row], emit: Callable[[list[Delta | None]], None]) -> None:
+        """Runs a static batch until no row is live, telling after each step what it brought to each row.
+
+        A row that has ended stays in the tensors to the end of the batch, as padding.
+        """
+        if not any(row.live for row in rows):
+            return
+        with torch.inference_mode():
+            batch = _PaddedBatch(self._model, rows)
+            sampler = Sampler([row.sampling for row in rows], [row.prompt_ids for row in rows])
+            logits = batch.prefill()
+            while True:
+                ids = sampler.choose(logits)
+                emit([row.accept(token) for row, token in zip(rows, ids.tolist(), strict=True)])
+                if not any(row.live for row in rows):
+                    return
+                logits = batch.step(ids)
+
+    def warm_up(self, rows: int) -> None:
+        """Pays the first batch's one-time costs before a client has to."""
+        self.run([self.row([0], 4, Sampling(seed=0), ignore_eos=True) for _ in range(rows)], lambda _: None)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+class _PaddedBatch:
+    """The tensors of one batch: prompts padded on the left, so that all rows write to the same column."""
+
+    def __init__(self, model: Any, rows: Sequence[Row]) -> None:
+        self._model = model
+        self._columns = max(len(row.prompt_ids) for row in rows)
+        total = self._columns + max(row.max_tokens for row in rows)
+        self._prompts = torch.zeros(len(rows), self._columns, dtype=torch.int64)
+        self._mask = torch.ones(len(rows), total, dtype=torch.int64)  # (rows, columns), 0 on padding
+        for index, row in enumerate(rows):
+            padding = self._columns - len(row.prompt_ids)
+            self._prompts[index, padding:] = torch.tensor(row.prompt_ids)
+            self._mask[index, :padding] = 0
+        config = model.config.get_text_config(decoder=True)
+        last = (getattr(config, "max_position_embeddings", None) or total) - 1
+        # A row that has ended is carried on beyond its context: its positions must still exist.
+        self._positions = (self._mask.cumsum(dim=1) - 1).clamp(min=0, max=last)
+        self._cache = _growing_cache(model.config)
+        self._takes = inspect.signature(model.forward).parameters.keys()
+
+    def prefill(self) -> torch.Tensor:
+        """Logits (rows, vocabulary) after the prompts."""
+        return self._forward(self._prompts, 0)
+
+    def step(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits (rows, vocabulary) after one more token in each row."""
+        self._columns += 1
+        return self._forward(ids[:, None], self._columns - 1)
+
+    def _forward(self, ids: torch.Tensor, first: int) -> torch.Tensor:
+        options: dict[str, Any] = {}
+        if "position_ids" in self._takes:
+            options["position_ids"] = self._positions[:, first : self._columns]
+        if "logits_to_keep" in self._takes:
+            options["logits_to_keep"] = 1
+        output = self._model(
+            input_ids=ids,
+            attention_mask=self._mask[:, : self._columns],
+            past_key_values=self._cache,
+            use_cache=True,
+            **options,
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+
+class _GrowingLayer(DynamicLayer):  # type: ignore[misc]
+    """A DynamicLayer that grows like a list: in place, doubling its room, instead of a copy per token.
+
+    With eight rows of a thousand tokens the copies would take longer than the model.
+    """
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self._length = 0
+        self._key_room = key_states[:, :, :0]
+        self._value_room = value_states[:, :, :0]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, self._length = self._length, self._length + key_states.shape[-2]
+        if self._length > self._key_room.shape[-2]:
+            self._key_room = _doubled(self._key_room, start, self._length)
+            self._value_room = _doubled(self._value_room, start, self._length)
+        self._key_room[:, :, start : self._length] = key_states
+        self._value_room[:, :, start : self._length] = value_states
+        self.keys = self._key_room[:, :, : self._length]
+        self.values = self._value_room[:, :, : self._length]
+        return self.keys, self.values
+
+
+def _doubled(room: torch.Tensor, used: int, needed: int) -> torch.Tensor:
+    """(rows, heads, columns, size) with at least twice the columns needed and the first `used` of them kept."""
+    rows, heads, _, size = room.shape
+    larger = room.new_empty(rows, heads, 2 * needed, size)
+    larger[:, :, :used] = room[:, :, :used]
+    return larger
+
+
+def _growing_cache(config: Any) -> Any:
+    """transformers' cache for this model, its plain attention layers replaced by ours.
+
+    Sliding-window, linear-attention and other layers stay what the model needs them to be.
+    """
+    cache = DynamicCache(config=config)
+    cache.layers = [_GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+def _default_sampling(generation_config: Any) -> Sampling:
+    """What the model's authors recommend for a client that asks for nothing in particular."""
+    if not generation_config.do_sample:
+        return Sampling(temperature=0.0, repetition_penalty=generation_config.repetition_penalty or 1.0)
+    return Sampling(
+        temperature=_given(generation_config.temperature, 1.0),
+        top_p=_given(generation_config.top_p, 1.0),
+        top_k=_given(generation_config.top_k, 0),
+        repetition_penalty=_given(generation_config.repetition_penalty, 1.0),
+    )
+
+
+def _given(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
+
+
+def _eos_ids(*values: int | list[int] | None) -> frozenset[int]:
+    ids: set[int] = set()
+    for value in values:
+        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(ids)
