@@ -359,7 +359,7 @@ def _events(answer: _Answer) -> tuple[bytes, bytes, bytes]:
 
 def _make_request(*parts: Any) -> web.BaseRequest:
     """aiohttp's own, with room for large bodies."""
-    return web.BaseRequest(*parts, loop=asyncio.get_running_loop(), client_max_size=_BODY_BYTES_MAX)
+    return web.BaseRequest(*parts, asyncio.get_running_loop(), client_max_size=_BODY_BYTES_MAX)
 
 
 class _Refused(Exception):
