@@ -357,9 +357,10 @@ def _events(answer: _Answer) -> tuple[bytes, bytes, bytes]:
     return opening, token, closing + usage + b"data: [DONE]\n\n"
 
 
-def _make_request(*parts: Any) -> web.BaseRequest:
-    """aiohttp's own, with room for large bodies."""
-    return web.BaseRequest(*parts, asyncio.get_running_loop(), client_max_size=_BODY_BYTES_MAX)
+def _make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+    """What aiohttp's server makes, with room for large bodies."""
+    loop = asyncio.get_running_loop()
+    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=_BODY_BYTES_MAX)
 
 
 class _Refused(Exception):
