@@ -1,11 +1,16 @@
-"""What bins gain on a real engine that runs batches to completion: the embedded engine, all requests at once.
+"""What bins gain on a real engine that runs batches to completion, and that they cost nothing on one that refills.
 
     python scripts/benchmark_throughput.py --output docs/results/throughput.json --figure docs/throughput.png
+    python scripts/benchmark_throughput.py --engine http://127.0.0.1:8001 --refill-slots 10 \\
+        --output docs/results/throughput-vllm.json --figure docs/throughput-vllm.png
 
-One embedded engine serves every arrangement in turn, round after round: no bins; bins by the shipped predictor; bins
-by oracle lengths (the demo model answers greedily, so its lengths are known once it has answered). Each arrangement is
-a `llmserve serve` of its own in front of the engine. The prompts are held out: neither the model nor the predictor was
-trained on them.
+All requests come at once. One embedded engine serves every arrangement in turn, round after round: no bins; bins by
+the shipped predictor; bins by oracle lengths (the demo model answers greedily, so its lengths are known once it has
+answered). Each arrangement is a `llmserve serve` of its own in front of the engine. The prompts are held out: neither
+the model nor the predictor was trained on them.
+
+With --engine, another server that serves the demo model (vLLM, say) takes the embedded engine's place, and two
+arrangements are added: the engine driven directly, and llmserve refilling its slots without a barrier.
 
 Beside each measured gain stands the gain that the seen lengths imply: a batch takes as long as its longest answer, so
 an arrangement takes the sum over its batches of that length. Batches are read from the answers' own receipts.
@@ -40,14 +45,29 @@ MODEL = "llmserve-demo"
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How requests are grouped. lengths: "none", "predicted" or "oracle"."""
+    """How requests reach the engine.
 
+    mode     "direct", "refill" or "barrier"
+    lengths  what bins go by: "none" (one bin), "predicted" or "oracle"
+    """
+
+    mode: str
     bins: int
     lengths: str
 
     @property
     def name(self) -> str:
-        return "no bins" if self.bins == 1 else f"{self.bins} bins, {self.lengths}"
+        if self.mode == "direct":
+            return "engine directly"
+        bins = "no bins" if self.bins == 1 else f"{self.bins} bins, {self.lengths}"
+        return bins if self.mode == "barrier" else f"refill, {bins}"
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--bins", str(self.bins), "--release", "greedy"]
+
+
+BASELINE = Arrangement("barrier", 1, "none")
 
 
 @dataclass
@@ -73,11 +93,10 @@ class Run:
 
 
 @asynccontextmanager
-async def embedded_engine(batch_size: int, model: str | None) -> AsyncIterator[str]:
+async def embedded_engine(batch_size: int) -> AsyncIterator[str]:
     def command(port: int) -> list[str]:
         words = [sys.executable, "-m", "llmserve.engines.embedded", "--port", str(port)]
-        words += ["--batch-size-max", str(batch_size), "--parent-pid", str(os.getpid())]
-        return words + (["--model", model] if model else [])
+        return [*words, "--batch-size-max", str(batch_size), "--parent-pid", str(os.getpid())]
 
     process = EngineProcess("the embedded engine", command, start_s=120)
     await process.start()
@@ -88,13 +107,17 @@ async def embedded_engine(batch_size: int, model: str | None) -> AsyncIterator[s
 
 
 @asynccontextmanager
-async def front_end(engine_url: str, arrangement: Arrangement, batch_size: int, predictor: str) -> AsyncIterator[str]:
-    """`llmserve serve` in front of the engine, in barrier mode; yields its base URL."""
+async def front_end(engine_url: str, arrangement: Arrangement, args: argparse.Namespace) -> AsyncIterator[str]:
+    """`llmserve serve` in front of the engine; yields its base URL."""
+    if arrangement.mode == "direct":
+        yield engine_url
+        return
 
     def command(port: int) -> list[str]:
-        words = [sys.executable, "-m", "llmserve", "serve", "--engine", engine_url, "--barrier", "--port", str(port)]
-        words += ["--batch-size", str(batch_size), "--bins", str(arrangement.bins), "--release", "greedy"]
-        return [*words, "--predictor", predictor if arrangement.lengths == "predicted" else "none"]
+        words = [sys.executable, "-m", "llmserve", "serve", "--engine", engine_url, "--port", str(port)]
+        words += ["--barrier"] if arrangement.mode == "barrier" else ["--slots", str(args.refill_slots)]
+        words += ["--batch-size", str(args.batch_size), *arrangement.flags]
+        return [*words, "--predictor", args.predictor if arrangement.lengths == "predicted" else "none"]
 
     process = EngineProcess(arrangement.name, command, start_s=120)
     await process.start()
@@ -120,7 +143,8 @@ async def run(url: str, prompts: list[str], oracle: list[int] | None) -> Run:
                 answer = await response.json()
                 assert response.status == 200, answer
                 tokens = answer["usage"]["completion_tokens"]
-                return tokens, response.headers["x-llmserve-batch"], time.perf_counter() - began_s
+                batch = response.headers.get("x-llmserve-batch", f"alone {index}")
+                return tokens, batch, time.perf_counter() - began_s
 
         results = await asyncio.gather(*(ask(index) for index in range(len(prompts))))
         seconds = time.perf_counter() - began_s
@@ -130,14 +154,15 @@ async def run(url: str, prompts: list[str], oracle: list[int] | None) -> Run:
 
 async def measure(args: argparse.Namespace) -> dict[str, list[Run]]:
     prompts = [example.prompt for example in demo_corpus.examples(args.requests, seed=args.seed, held_out=True)]
-    arrangements = [Arrangement(1, "none")]
-    arrangements += [Arrangement(bins, lengths) for bins in args.bins for lengths in ("predicted", "oracle")]
+    arrangements = [BASELINE]
+    arrangements += [Arrangement("barrier", bins, how) for bins in args.bins for how in ("predicted", "oracle")]
+    if args.engine:
+        arrangements += [Arrangement("direct", 1, "none"), Arrangement("refill", max(args.bins), "predicted")]
     runs: dict[str, list[Run]] = {arrangement.name: [] for arrangement in arrangements}
     async with AsyncExitStack() as stack:
-        engine_url = await stack.enter_async_context(embedded_engine(args.batch_size, args.model))
+        engine_url = args.engine or await stack.enter_async_context(embedded_engine(args.batch_size))
         urls = [
-            await stack.enter_async_context(front_end(engine_url, arrangement, args.batch_size, args.predictor))
-            for arrangement in arrangements
+            await stack.enter_async_context(front_end(engine_url, arrangement, args)) for arrangement in arrangements
         ]
         await run(urls[0], prompts[:16], None)  # warms the engine up
         lengths: list[int] | None = None
@@ -155,7 +180,7 @@ async def measure(args: argparse.Namespace) -> dict[str, list[Run]]:
 
 def rows(runs: dict[str, list[Run]]) -> list[dict[str, Any]]:
     """Medians; gains over "no bins" round by round, so that a machine that slows down slows both sides."""
-    plain = runs["no bins"]
+    plain = runs[BASELINE.name]
     return [
         {
             "arrangement": name,
@@ -163,12 +188,19 @@ def rows(runs: dict[str, list[Run]]) -> list[dict[str, Any]]:
             "gain": round(
                 statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in zip(these, plain, strict=True)), 3
             ),
-            "gain_implied": round(statistics.median(b.steps / a.steps for a, b in zip(these, plain, strict=True)), 3),
+            "gain_implied": _implied(name, these, plain),
             "latency_s_mean": round(statistics.median(statistics.mean(done.latencies_s) for done in these), 2),
             "seconds": round(statistics.median(done.seconds for done in these), 2),
         }
         for name, these in runs.items()
     ]
+
+
+def _implied(name: str, these: list[Run], plain: list[Run]) -> float | None:
+    """None where there is no barrier: then an arrangement's batches imply nothing."""
+    if name.startswith(("engine", "refill")):
+        return None
+    return round(statistics.median(b.steps / a.steps for a, b in zip(these, plain, strict=True)), 3)
 
 
 def print_table(results: list[dict[str, Any]], title: str) -> None:
@@ -180,7 +212,7 @@ def print_table(results: list[dict[str, Any]], title: str) -> None:
             row["arrangement"],
             f"{row['tokens_per_s']:,.0f}",
             f"{row['gain']:.2f}x",
-            f"{row['gain_implied']:.2f}x",
+            f"{row['gain_implied']:.2f}x" if row["gain_implied"] else "",
             f"{row['latency_s_mean']:.1f}",
         )
     Console().print(table)
@@ -192,18 +224,24 @@ def draw(results: list[dict[str, Any]], title: str, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    colors = {"none": "#8c8c8c", "predicted": "#3b7dd8", "oracle": "#2a9d5c"}
-    kinds = [row["arrangement"].rpartition(", ")[2] if ", " in row["arrangement"] else "none" for row in results]
+    colors = {"predicted": "#3b7dd8", "oracle": "#2a9d5c"}
+    kinds = [row["arrangement"].rpartition(", ")[2] for row in results]
     figure, axes = plt.subplots(figsize=(1.6 + 1.1 * len(results), 4.2), layout="constrained")
-    axes.bar(range(len(results)), [row["gain"] for row in results], color=[colors[kind] for kind in kinds], width=0.7)
-    implied = [row["gain_implied"] for row in results]
+    axes.bar(
+        range(len(results)),
+        [row["gain"] for row in results],
+        color=[colors.get(kind, "#8c8c8c") for kind in kinds],
+        width=0.7,
+    )
+    implied = [row["gain_implied"] or float("nan") for row in results]
     axes.plot(range(len(results)), implied, "k_", markersize=26, label="implied by the lengths")
+    highest = [max(row["gain"], row["gain_implied"] or 0.0) for row in results]
     for place, row in enumerate(results):
         axes.text(place, 0.06, f"{row['tokens_per_s']:,.0f}\ntokens/s", ha="center", color="white", fontsize=9)
-        axes.text(place, max(row["gain"], row["gain_implied"]) + 0.03, f"{row['gain']:.2f}x", ha="center")
+        axes.text(place, highest[place] + 0.03, f"{row['gain']:.2f}x", ha="center")
     axes.set_xticks(range(len(results)), [row["arrangement"].replace(", ", "\n") for row in results])
-    axes.set_ylabel("throughput over no bins")
-    axes.set_ylim(0, 1.15 * max(*implied, *(row["gain"] for row in results)))
+    axes.set_ylabel("throughput over batches without bins")
+    axes.set_ylim(0, 1.15 * max(highest))
     axes.set_title(title, fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left")
@@ -218,7 +256,8 @@ def main() -> None:
     parser.add_argument("--bins", type=int, nargs="+", default=[8], help="numbers of bins beside none")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=2026, help="draws the prompts")
-    parser.add_argument("--model", help="for the embedded engine (default: the demo model)")
+    parser.add_argument("--engine", help="URL of another engine that serves the demo model (default: the embedded one)")
+    parser.add_argument("--refill-slots", type=int, default=10, help="requests kept at an engine that refills")
     parser.add_argument("--predictor", help="folder (default: the demo predictor)")
     parser.add_argument("--output", type=Path, help="write the results as JSON")
     parser.add_argument("--figure", type=Path, help="write the results as PNG")
@@ -228,11 +267,17 @@ def main() -> None:
 
         args.predictor = str(predictor.DEMO)
     results = rows(asyncio.run(measure(args)))
-    title = f"Embedded engine, {args.requests} requests at once, batches of {args.batch_size}"
+    engine = f"Engine at {args.engine}" if args.engine else "Embedded engine"
+    title = f"{engine}, {args.requests} requests at once, batches of {args.batch_size}"
     print_table(results, title)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        setting = {"requests": args.requests, "batch_size": args.batch_size, "rounds": args.rounds, "seed": args.seed}
+        setting: dict[str, Any] = {
+            "requests": args.requests,
+            "batch_size": args.batch_size,
+            "rounds": args.rounds,
+            "seed": args.seed,
+        }
         machine = {"python": platform.python_version(), "cores": os.cpu_count()}
         args.output.write_text(json.dumps({**setting, **machine, "rows": results}, indent=2) + "\n")
     if args.figure:

@@ -28,7 +28,7 @@ class Front:
 StartFront = Callable[..., Awaitable[Front]]
 
 
-async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
     """Let the loop run until the condition holds; fails the test when it never does."""
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110

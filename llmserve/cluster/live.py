@@ -58,7 +58,7 @@ class LiveConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     predictor_budget_s: Annotated[
         float, Meta(gt=0, description="longest wait for a prediction; then recent lengths are used")
-    ] = 0.25
+    ] = 1.0
     buffer_bytes_max: Annotated[
         int, Meta(ge=1, description="bytes kept for a client that reads slowly, before its engine is slowed down")
     ] = 8 << 20

@@ -90,7 +90,7 @@ async def test_predictions_choose_the_bin_and_a_bad_predictor_costs_its_budget_a
     async with FakeEngine(step_s=0) as fake:
         config = SchedulingConfig(bins=2, edges=(100.0,))
         engine = OpenAIEngine(EngineInfo("e", 8, False), fake.url)
-        live = LiveConfig(predictor_budget_s=0.05)
+        live = LiveConfig(predictor_budget_s=0.5)
         header = Header(config)
         cluster = LiveCluster(header.scheduler(), [engine], Journal(header), predictor=Table(), config=live)
         cluster.start()
