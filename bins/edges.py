@@ -78,7 +78,7 @@ class OnlineEdges:
     ) -> None:
         if bins < 1 or window < 1 or refit_every < 0:
             raise ValueError("bins and window must be at least 1, refit_every at least 0")
-        if edges is not None and (len(edges) != bins - 1 or any(np.diff(edges) <= 0)):
+        if edges is not None and (len(edges) != bins - 1 or not all(np.diff(edges) > 0)):
             raise ValueError(f"{bins} bins need {bins - 1} strictly increasing edges, not {list(edges)}")
         self.bins = bins
         self._ring = np.zeros(window)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -157,6 +158,10 @@ def convert(
     """A section from texts or values of the right type. Raises ConfigError."""
     hints = typing.get_type_hints(struct)
     prepared = {name: _split(hints[name], value) for name, value in values.items()}
+    for name, value in prepared.items():
+        # Infinity and NaN would not survive in a journal; only an arrival rate has a use for one of them.
+        if name != "arrival_rate" and not _is_finite(value):
+            raise ConfigError(f"{name}: a finite number is needed, not {values[name]!r}")
     try:
         return msgspec.convert(prepared, struct, strict=False)
     except msgspec.ValidationError as error:
@@ -164,6 +169,15 @@ def convert(
         name = place.partition("`")[0].partition("[")[0]
         source = (origin or {}).get((section, name), "the command line")
         raise ConfigError(f"{name} ({source}): {what[0].lower()}{what[1:]}, not {values.get(name)!r}") from None
+
+
+def _is_finite(value: Any) -> bool:
+    """False for infinities and NaN, as numbers or as texts, alone or in a list; True for everything else."""
+    if isinstance(value, list | tuple):
+        return all(_is_finite(part) for part in value)
+    if isinstance(value, str) and value.strip().lstrip("+-").lower() not in ("inf", "infinity", "nan"):
+        return True
+    return not isinstance(value, str | float) or math.isfinite(float(value))
 
 
 def _split(kind: Any, value: Any) -> Any:
@@ -207,7 +221,7 @@ def _file_values(file: str) -> list[tuple[str, str, Any]]:
     return values
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, known: Collection[str]) -> str:
     """ ", did you mean `x`?" when something known is near; else what there is."""
     names = list(known)
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.0)

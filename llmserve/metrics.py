@@ -43,9 +43,10 @@ class Metrics:
         )
         self._tokens = Counter("llmserve_output_tokens", "Output tokens generated", registry=registry)
         self._lost = Counter("llmserve_engine_losses", "Times an engine was lost", ["engine"], registry=registry)
-        self._batches = Counter("llmserve_batches_started", "Batches started", ["engine"], registry=registry)
+        self._batches = Counter("llmserve_batches", "Formed batches that began to run", registry=registry)
+        self._newest_batch = 0
         self._fill = Histogram(
-            "llmserve_batch_fill", "Requests started together, over the batch size", buckets=FILL, registry=registry
+            "llmserve_batch_fill", "Requests of a formed batch, over the batch size", buckets=FILL, registry=registry
         )
         self._waiting = Histogram(
             "llmserve_waiting_seconds", "From arrival to start on an engine", buckets=SECONDS, registry=registry
@@ -94,11 +95,14 @@ class Metrics:
                 self._start(action, step.now_s)
             elif type(action) is FailRequest:
                 self._rejected.labels(action.reason).inc()
-                self._end(action.request_id, "failed", 0, step.now_s)
+                refused = type(event) is RequestArrived and event.request.id == action.request_id
+                self._end(action.request_id, "rejected" if refused else "failed", 0, step.now_s)
 
     def _start(self, action: StartBatch, now_s: float) -> None:
-        self._batches.labels(action.engine).inc()
-        self._fill.observe(len(action.batch.requests) / self._batch_size)
+        if action.batch.id > self._newest_batch:  # a refill engine takes a batch in parts, a retry brings one back
+            self._newest_batch = action.batch.id
+            self._batches.inc()
+            self._fill.observe(action.batch.size / self._batch_size)
         for request in action.batch.requests:
             if request.id in self._open:
                 self._waiting.observe(now_s - self._open[request.id][1])

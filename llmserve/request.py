@@ -7,11 +7,8 @@ a prompt or an answer. A `Call` is what the client really sent; it stays between
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
-
-Outcome = Literal["completed", "failed", "cancelled", "rejected"]
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -31,12 +28,14 @@ class Batch(msgspec.Struct, frozen=True):
     """Requests released together from one bin, to run together.
 
     A barrier engine starts a batch whole. A refill engine may start it in several parts, each with the same id.
+    size: requests that it was formed of, whether or not they are all in this part.
     """
 
     id: int
     bin: int
     requests: tuple[Request, ...]
     formed_at_s: float
+    size: int
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -60,7 +59,8 @@ class Call:
     prompt             the text the length predictor reads
     stream             the client wants server-sent events
     usage_added        `stream_options.include_usage` was put into `body` by us: its event is kept from the client
-    output_tokens_max  the client's limit
+    choices            answers asked for at once (`n` times the prompts): they share one count of output tokens
+    output_tokens_max  the client's limit on each
     slo_s              the answer is wanted within so many seconds of its arrival
     predicted_tokens   the client's own prediction, used instead of the predictor's
     """
@@ -71,6 +71,7 @@ class Call:
     model: str
     stream: bool
     usage_added: bool = False
+    choices: int = 1
     output_tokens_max: int | None = None
     slo_s: float | None = None
     predicted_tokens: float | None = None

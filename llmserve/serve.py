@@ -11,8 +11,10 @@ import argparse
 import asyncio
 import contextlib
 import ipaddress
+import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -20,6 +22,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from llmserve import config as configuration
 from llmserve.config import Config
@@ -58,6 +61,7 @@ def main(args: argparse.Namespace) -> int:
     logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
     for noisy in ("asyncio", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    _allow_many_sockets()
     with contextlib.suppress(ImportError):
         import uvloop
 
@@ -65,26 +69,48 @@ def main(args: argparse.Namespace) -> int:
     return asyncio.run(run(config))
 
 
+def _allow_many_sockets() -> None:
+    """Two sockets a request are needed: take all that the system grants."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 async def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; then drain. Returns the exit status."""
-    stop, starting = asyncio.Event(), asyncio.current_task()
-    assert starting is not None
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    starting = asyncio.current_task()
 
     def on_signal() -> None:
-        stop.set()
+        nonlocal starting
         if starting is not None:  # nothing serves yet: there is nothing to drain
             starting.cancel()
+            starting = None
+        elif stop.is_set():
+            hurry.set()
+        stop.set()
 
     with _on_stop_signals(on_signal), contextlib.suppress(asyncio.CancelledError):
         async with serving(config) as (cluster, url):
             await _until_an_engine_is_ready(cluster)
             starting = None
-            _say_where(cluster, url)
+            _say_where(cluster, url, with_key=config.server.api_key_file is not None)
             await stop.wait()
-            log.info("draining: new requests are refused, running ones have %.0f s", config.server.drain_s)
-            if not await cluster.drain(config.server.drain_s):
-                log.warning("some requests did not end within %.0f s and are aborted", config.server.drain_s)
+            await _drain(cluster, config.server.drain_s, hurry)
     return 0
+
+
+async def _drain(cluster: LiveCluster, within_s: float, hurry: asyncio.Event) -> None:
+    log.info("draining: new requests are refused, running ones have %.0f s; a second signal ends it now", within_s)
+    draining = asyncio.ensure_future(cluster.drain(within_s))
+    hurried = asyncio.ensure_future(hurry.wait())
+    await asyncio.wait({draining, hurried}, return_when=asyncio.FIRST_COMPLETED)
+    hurried.cancel()
+    if not draining.done() or not draining.result():
+        log.warning("some requests have not ended and are aborted")
+    draining.cancel()
 
 
 @contextlib.asynccontextmanager
@@ -162,7 +188,9 @@ async def _start_cluster(config: Config, stack: AsyncExitStack) -> LiveCluster:
     header = Header(config.scheduling, lengths)
     journal = Journal(header, path=Path(config.server.journal) if config.server.journal else None)
     only_model = config.engines.model if config.engines.engine else None
-    cluster = LiveCluster(header.scheduler(), engines, journal, predictor=predictor, config=config.live, only_model=only_model)
+    cluster = LiveCluster(
+        header.scheduler(), engines, journal, predictor=predictor, config=config.live, only_model=only_model
+    )
     stack.push_async_callback(cluster.close)
     return cluster
 
@@ -176,22 +204,33 @@ async def _start_engines(config: Config, stack: AsyncExitStack) -> list[Engine]:
     if not engines.engine:
         url = await _start_embedded(config, stack)
         return [OpenAIEngine(EngineInfo("embedded", config.scheduling.batch_size, True), url, timeouts=timeouts)]
-    if len(set(engines.engine)) < len(engines.engine):
-        raise ConfigError("engine: the same URL stands twice")
     slots = config.scheduling.batch_size if engines.barrier else engines.slots
-    infos = [EngineInfo(_engine_name(url), slots, engines.barrier) for url in engines.engine]
-    return [
-        OpenAIEngine(info, url, timeouts=timeouts, api_key=engines.engine_api_key)
-        for info, url in zip(infos, engines.engine, strict=True)
-    ]
+    names = [_engine_name(url) for url in engines.engine]
+    if len(set(names)) < len(names):
+        raise ConfigError("engine: the same server stands twice")
+    made: list[Engine] = []
+    for name, url in zip(names, engines.engine, strict=True):
+        engine = OpenAIEngine(
+            EngineInfo(name, slots, engines.barrier), url, timeouts=timeouts, api_key=engines.engine_api_key
+        )
+        stack.push_async_callback(engine.close)
+        made.append(engine)
+    return made
 
 
 def _engine_name(url: str) -> str:
-    """Host and port (and path) of the URL. Raises ConfigError when it is not an http URL."""
-    scheme, separator, rest = url.partition("://")
-    if not separator or scheme not in ("http", "https") or not rest.strip("/"):
+    """Host, port and path of the URL: it is shown to clients. Raises ConfigError when it is not a plain http URL."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii() or parts.query:
         raise ConfigError(f"engine {url!r} is not a URL such as http://127.0.0.1:8001")
-    return rest.rstrip("/").removesuffix("/v1")
+    if parts.username is not None:
+        raise ConfigError("engine: give credentials with --engine-api-key, not inside the URL")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{host}:{port or (443 if parts.scheme == 'https' else 80)}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
 async def _start_embedded(config: Config, stack: AsyncExitStack) -> str:
@@ -294,10 +333,12 @@ async def _until_an_engine_is_ready(cluster: LiveCluster) -> None:
             log.warning("no engine answers yet: %s", ", ".join(cluster.engines_ready))
 
 
-def _say_where(cluster: LiveCluster, url: str) -> None:
+def _say_where(cluster: LiveCluster, url: str, *, with_key: bool) -> None:
     """Tell a person where to go, now that there is somebody to answer."""
     model = next(iter(cluster.models), "MODEL")
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Count from 1 to 20."}}]}}'
+    body = {"model": model, "messages": [{"role": "user", "content": "Count from 1 to 20."}]}
+    key = " -H 'authorization: Bearer YOUR_KEY'" if with_key else ""
     print(f"llmserve is ready: {url}/v1  (models: {', '.join(cluster.models)})")
-    print(f"\n  curl -s {url}/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{body}'\n")
+    print(f"\n  curl -s {url}/v1/chat/completions -H 'content-type: application/json'{key} \\")
+    print(f"    -d {shlex.quote(json.dumps(body))}\n")
     print("Ctrl-C stops it.", flush=True)

@@ -17,11 +17,10 @@ from pathlib import Path
 from statistics import mean, median, pstdev
 from typing import Any
 
-import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
 from llmserve.engines.embedded import demo_corpus
 from llmserve.engines.embedded.demo_corpus import Example
+from llmserve.engines.embedded.generation import Delta, LanguageModel, Row
+from llmserve.engines.embedded.protocol import Message
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL_DIR = ROOT / "llmserve" / "engines" / "embedded" / "model"
@@ -38,14 +37,6 @@ def say(line: str) -> None:
     print(f"\r\x1b[K{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
 
 
-def load(path: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """The saved model in float32, as the embedded engine loads it."""
-    return (
-        LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval(),
-        PreTrainedTokenizerFast.from_pretrained(path),
-    )
-
-
 # --- evaluation -------------------------------------------------------------------------------------------
 
 
@@ -56,56 +47,49 @@ class Answer:
     finish_reason: str  # "stop" (the model ended it) or "length"
 
 
-@torch.inference_mode()
 def answers(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
+    model: LanguageModel,
     examples: list[Example],
-    batch_size: int = 128,
+    batch_size: int = 32,
     answer_tokens_max: int = ANSWER_TOKENS_MAX,
 ) -> list[Answer]:
-    """The model's greedy answers, in the order of `examples`.
+    """The model's greedy answers as the embedded engine gives them, in the order of `examples`.
 
-    Batches hold answers of like expected length and end when all of their answers have: little is computed
-    for answers that are already over.
+    Batches hold answers of like expected length: little is computed for answers that are already over.
     """
-    expected = [len(ids) for ids in tokenizer([e.answer for e in examples], add_special_tokens=False)["input_ids"]]
-    order = sorted(range(len(examples)), key=expected.__getitem__)
+    order = sorted(range(len(examples)), key=lambda row: len(examples[row].answer))
     found: dict[int, Answer] = {}
     began = time.monotonic()
-    model.eval()
     for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
-        texts = [as_chat(tokenizer, examples[row].prompt) for row in rows]
-        inputs = tokenizer(texts, padding=True, add_special_tokens=False, return_tensors="pt")
-        out = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            do_sample=False,
-            max_new_tokens=answer_tokens_max,
-        )
-        for row, ids in zip(rows, out[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
-            found[row] = _answer(tokenizer, ids)
+        batch = order[start : start + batch_size]
+        rows = [
+            model.row(model.chat_ids([Message("user", examples[row].prompt)]), answer_tokens_max, model.defaults)
+            for row in batch
+        ]
+        for row, answer in zip(batch, _run(model, rows), strict=True):
+            found[row] = answer
         seconds = time.monotonic() - began
         tokens = sum(answer.output_tokens for answer in found.values())
         say(f"answered {len(found)}/{len(order)}  {tokens / seconds:,.0f} tokens/s  {seconds:.0f} s")
     return [found[row] for row in range(len(examples))]
 
 
-def as_chat(tokenizer: PreTrainedTokenizerFast, prompt: str) -> str:
-    messages = [{"role": "user", "content": prompt}]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+def _run(model: LanguageModel, rows: list[Row]) -> list[Answer]:
+    texts = ["" for _ in rows]
+    reasons = ["" for _ in rows]
 
+    def emit(deltas: list[Delta | None]) -> None:
+        for index, delta in enumerate(deltas):
+            if delta is not None:
+                texts[index] += delta.text
+                reasons[index] = delta.finish_reason or ""
 
-def _answer(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> Answer:
-    ended = tokenizer.eos_token_id in ids
-    ids = ids[: ids.index(tokenizer.eos_token_id)] if ended else ids
-    return Answer(tokenizer.decode(ids), len(ids), "stop" if ended else "length")
+    model.run(rows, emit)
+    return [Answer(text, row.output_tokens, reason) for text, row, reason in zip(texts, rows, reasons, strict=True)]
 
 
 def evaluate(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
+    model: LanguageModel,
     prompts: int,
     seed: int,
     answer_tokens_max: int = ANSWER_TOKENS_MAX,
@@ -113,12 +97,12 @@ def evaluate(
     """Exact-match accuracy on held-out prompts, and the lengths of the right answers to them."""
     asked = demo_corpus.examples(prompts, seed + EVALUATION_SEED, held_out=True)
     began = time.monotonic()
-    given = answers(model, tokenizer, asked, answer_tokens_max=answer_tokens_max)
+    given = answers(model, asked, answer_tokens_max=answer_tokens_max)
     seconds = time.monotonic() - began
     right = [answer.text == example.answer for answer, example in zip(given, asked, strict=True)]
     prompts_of = Counter(example.family for example in asked)
     right_of = Counter(example.family for example, ok in zip(asked, right, strict=True) if ok)
-    lengths = [len(ids) for ids in tokenizer([e.answer for e in asked], add_special_tokens=False)["input_ids"]]
+    lengths = [len(model.text_ids(e.answer)) for e in asked]
     lengths_of = {f: [n for n, e in zip(lengths, asked, strict=True) if e.family == f] for f in prompts_of}
     return {
         "held_out_prompts": len(asked),
@@ -232,15 +216,13 @@ def _row(family: str, v: dict[str, Any]) -> str:
     )
 
 
-def write_lengths(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, path: Path, prompts: int, seed: int
-) -> None:
+def write_lengths(model: LanguageModel, path: Path, prompts: int, seed: int) -> None:
     """JSONL rows for the length predictor: prompts and how many tokens the model answers with.
 
     Of the training split only, so that benchmarks can use held-out prompts that neither model has seen.
     """
     asked = demo_corpus.examples(prompts, seed + LENGTHS_SEED, held_out=False)
-    given = answers(model, tokenizer, asked)
+    given = answers(model, asked)
     with path.open("w") as file:
         for example, answer in zip(asked, given, strict=True):
             row = {
@@ -264,12 +246,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="more help only where cores are idle")
     parser.add_argument("--lengths-output", type=Path, help="write (prompt, model, output_tokens, finish_reason) rows")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    model, tokenizer = load(args.model)
+    model = LanguageModel.load(str(args.model), threads=args.threads)
     if args.lengths_output:
-        write_lengths(model, tokenizer, args.lengths_output, args.prompts or 12_500, args.seed)
+        write_lengths(model, args.lengths_output, args.prompts or 12_500, args.seed)
     else:
-        print(table(evaluate(model, tokenizer, args.prompts or 1500, args.seed)))
+        print(table(evaluate(model, args.prompts or 1500, args.seed)))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from llmserve.engines.embedded import demo_corpus
 from llmserve.engines.embedded.demo_corpus import Example
+from llmserve.engines.embedded.generation import LanguageModel
 
 CONTEXT_TOKENS = 1024
 
@@ -378,7 +379,9 @@ def make(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
         "vocabulary": len(tokenizer),
         "weights_mb": round((args.output / "model.safetensors").stat().st_size / 1e6, 2),
         "training": {"steps": run.step, "tokens": run.tokens, "minutes": round(run.seconds / 60, 1)},
-        **evaluate(model, tokenizer, plan.evaluated_prompts, plan.seed, plan.evaluated_tokens_max),
+        **evaluate(
+            LanguageModel(tokenizer, model.eval()), plan.evaluated_prompts, plan.seed, plan.evaluated_tokens_max
+        ),
     }
     write_docs(metrics, args.docs)
     return metrics

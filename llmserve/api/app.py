@@ -36,7 +36,7 @@ def create_app(cluster: LiveCluster, metrics: Metrics, doorkeeper: Doorkeeper, c
     (scripts/benchmark_frontend.py).
     """
     door = _Door(cluster, metrics, doorkeeper, config)
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_route("/v1/models", door.list_models, methods=["GET"])
     app.add_route("/v1/models/{model_id:path}", door.retrieve_model, methods=["GET"])
     app.add_route("/health", door.health, methods=["GET"])
@@ -98,30 +98,41 @@ class _Door:
         request = Request(scope, receive)
         try:
             name = self._doorkeeper.admit(request.headers.get("authorization"))
-            call = parse_call(
-                scope["path"],
-                await self._read_body(receive),
-                prompt_chars_max=self._config.prompt_chars_max,
-                slo_ms=request.headers.get(SLO_HEADER),
-                predicted_tokens=request.headers.get(PREDICTED_HEADER),
-            )
-            self._check_served(call)
             self._doorkeeper.enter(name)
+        except RequestError as error:
+            await self._refuse(request, error, send)
+            return
+        try:
+            call = await self._read_call(request, receive)
+            self._check_served(call)
+            await _Completion(self._cluster, call).run(scope, receive, send)
         except ClientGone:
             return
         except Exception as error:
-            await (await self.on_error(request, error))(scope, receive, send)
-            return
-        try:
-            await _Completion(self._cluster, call).run(scope, receive, send)
+            await self._refuse(request, error, send)
         finally:
             self._doorkeeper.leave(name)
+
+    async def _read_call(self, request: Request, receive: Receive) -> Call:
+        return parse_call(
+            request.url.path,
+            await self._read_body(receive),
+            prompt_chars_max=self._config.prompt_chars_max,
+            slo_ms=request.headers.get(SLO_HEADER),
+            predicted_tokens=request.headers.get(PREDICTED_HEADER),
+        )
+
+    async def _refuse(self, request: Request, error: Exception, send: Send) -> None:
+        response = await self.on_error(request, error)
+        if "expect" in request.headers:  # its body may never have been asked for: nothing else can follow it
+            response.headers["connection"] = "close"
+        await response(request.scope, request.receive, send)
 
     def _check_served(self, call: Call) -> None:
         if self._cluster.draining:
             raise Unavailable("the server is shutting down", code="draining", retry_after_s=1.0)
         models = self._cluster.models
-        if models and call.model not in models:  # without any model no engine is up, which the scheduler answers
+        if call.model not in models and any(self._cluster.engines_ready.values()):
             raise _model_not_found(call.model, list(models))
 
     async def _read_body(self, receive: Receive) -> bytes:
@@ -185,7 +196,9 @@ class _Door:
         return error_response(NotFound(f"there is no {request.url.path}"))
 
     async def wrong_method(self, request: Request) -> Response:
-        return error_response(MethodNotAllowed(f"{request.method} is not allowed on {request.url.path}"))
+        response = error_response(MethodNotAllowed(f"{request.method} is not allowed on {request.url.path}"))
+        response.headers["allow"] = "POST" if request.url.path in BODIES else "GET"
+        return response
 
 
 def _model_not_found(id_: str, known: list[str]) -> ModelNotFound:
@@ -208,7 +221,7 @@ class _Completion:
         finally:
             watcher.cancel()
             if self._exchange is not None:
-                self._cluster.cancel(self._exchange)  # does nothing once the answer is complete
+                self._cluster.release(self._exchange)
 
     def _keep(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -255,4 +268,6 @@ async def _send_start(send: Callable[[Any], Awaitable[None]], head: Head, length
         headers.append((b"content-length", b"%d" % length))
     else:
         headers.append((b"cache-control", b"no-cache"))
+    if head.retry_after is not None:
+        headers.append((b"retry-after", head.retry_after.encode()))
     await send({"type": "http.response.start", "status": head.status, "headers": headers})

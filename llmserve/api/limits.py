@@ -27,10 +27,11 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
 def read_keys(path: Path) -> dict[str, str]:
     """Keys of a file by their owner's name: one `name: key` or `key` a line; blank lines and #-lines are left out.
 
-    Raises ConfigError on an unreadable or empty file, a key that stands twice, or white space inside a key.
+    A key that holds a colon needs a name. Raises ConfigError on an unreadable or empty file, a key that stands twice,
+    or one that no HTTP header can carry.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the API keys in {path}: {error}") from error
     keys: dict[str, str] = {}
@@ -40,8 +41,8 @@ def read_keys(path: Path) -> dict[str, str]:
             continue
         name, separator, key = text.partition(":")
         name, key = (name.strip(), key.strip()) if separator else (f"key{number}", text)
-        if not name or not key or any(character.isspace() for character in key):
-            raise ConfigError(f"{path}, line {number}: not `name: key` or `key`")
+        if not name or not key or not key.isascii() or any(character.isspace() for character in key):
+            raise ConfigError(f"{path}, line {number}: not `name: key` or `key` (ASCII, without white space)")
         if name in keys or key in keys.values():
             raise ConfigError(f"{path}, line {number}: this name or key stands twice")
         keys[name] = key

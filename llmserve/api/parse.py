@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import takewhile
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
@@ -13,9 +13,13 @@ from llmserve.errors import BadRequest
 from llmserve.request import Call
 
 SLO_HEADER = "x-llmserve-slo-ms"  # the answer is wanted within so many milliseconds
+SLO_MS_MAX = 86_400_000.0  # a day
 PREDICTED_HEADER = "x-llmserve-predicted-tokens"  # a client that knows its answer's length better than the predictor
 
-Positive = Annotated[StrictInt, Field(ge=1)]
+Item = TypeVar("Item")
+# Lists stop at their first wrong item: telling all of a large body's errors would take seconds.
+Several = Annotated[list[Item], Field(fail_fast=True)]
+Positive = Annotated[StrictInt, Field(ge=1, lt=2**31)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
@@ -29,7 +33,7 @@ class StreamOptions(_Open):
 
 class Message(_Open):
     role: StrictStr
-    content: StrictStr | list[dict[str, Any]] | None = None
+    content: StrictStr | Several[dict[str, Any]] | None = None
 
 
 class Body(_Open):
@@ -42,24 +46,37 @@ class Body(_Open):
     n: Positive | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    stop: StrictStr | list[StrictStr] | None = None
+    stop: StrictStr | Several[StrictStr] | None = None
     seed: StrictInt | None = None
 
     @property
     def output_tokens_max(self) -> int | None:
         return self.max_tokens
 
+    @property
+    def prompts(self) -> int:
+        return 1
+
+    @property
+    def prompt_chars(self) -> int:
+        """Characters of everything that the engine reads."""
+        raise AssertionError("each kind of body has its own prompt")
+
     def prompt_text(self) -> str:
         raise AssertionError("each kind of body has its own prompt")
 
 
 class ChatBody(Body):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Positive | None = None
 
     @property
     def output_tokens_max(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def prompt_chars(self) -> int:
+        return sum(len(_text(message.content)) for message in self.messages)
 
     def prompt_text(self) -> str:
         """The last user turn: what the answer answers."""
@@ -70,7 +87,17 @@ class ChatBody(Body):
 
 
 class CompletionBody(Body):
-    prompt: StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]]
+    prompt: StrictStr | Several[StrictStr] | Several[StrictInt] | Several[Several[StrictInt]]
+
+    @property
+    def prompt_chars(self) -> int:
+        return len(self.prompt_text())
+
+    @property
+    def prompts(self) -> int:
+        """Prompts in this body, each with its own answers."""
+        several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
+        return len(self.prompt) if several else 1
 
     def prompt_text(self) -> str:
         """The prompt's text; prompts given as token ids have none."""
@@ -99,11 +126,10 @@ def parse_call(
         body = BODIES[path].model_validate_json(data)
     except ValidationError as error:
         raise _bad_request(error) from None
-    prompt = body.prompt_text()
-    if len(prompt) > prompt_chars_max:
+    if body.prompt_chars > prompt_chars_max:
         field = "messages" if isinstance(body, ChatBody) else "prompt"
         raise BadRequest(
-            f"the prompt has {len(prompt):,} characters; at most {prompt_chars_max:,} are taken",
+            f"the prompt has {body.prompt_chars:,} characters; at most {prompt_chars_max:,} are taken",
             param=field,
             code="context_length_exceeded",
         )
@@ -115,13 +141,14 @@ def parse_call(
     return Call(
         path=path,
         body=_ask_for_usage(data, body.stream_options is not None) if usage_added else data,
-        prompt=prompt,
+        prompt=body.prompt_text(),
         model=body.model,
         stream=stream,
         usage_added=usage_added,
+        choices=(body.n or 1) * body.prompts,
         output_tokens_max=body.output_tokens_max,
-        slo_s=_positive(SLO_HEADER, slo_ms, scale=1e-3),
-        predicted_tokens=_positive(PREDICTED_HEADER, predicted_tokens),
+        slo_s=_positive(SLO_HEADER, slo_ms, most=SLO_MS_MAX, scale=1e-3),
+        predicted_tokens=_positive(PREDICTED_HEADER, predicted_tokens, most=2.0**31),
     )
 
 
@@ -135,15 +162,17 @@ def _ask_for_usage(data: bytes, has_options: bool) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def _positive(header: str, text: str | None, scale: float = 1.0) -> float | None:
+def _positive(header: str, text: str | None, most: float, scale: float = 1.0) -> float | None:
     if text is None:
         return None
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
-        raise BadRequest(f"the header {header} must be a positive number", param=header, code="invalid_value")
+    if not 0 < value <= most:
+        raise BadRequest(
+            f"the header {header} must be a positive number, at most {most:g}", param=header, code="invalid_value"
+        )
     return value * scale
 
 

@@ -8,6 +8,7 @@ A journal file is JSON lines: a header, then one step a line.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.scheduler import Scheduler
 
 VERSION = 1
+
+log = logging.getLogger("llmserve")
 
 Line = TypeVar("Line")
 
@@ -68,17 +71,28 @@ class Journal:
         self.steps.append(step)
         self._write(step)
         for listener in self._listeners:
-            listener(step)
+            try:
+                listener(step)
+            except Exception:  # who only looks on must not stop those who serve
+                log.exception("a listener of the journal failed")
 
     def _write(self, line: Header | Step) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             self._file.write(self._encoder.encode(line) + b"\n")
+        except OSError as error:  # a full disk, say: serving goes on, without a record
+            log.error("the journal file ends here: %s", error)
+            self._file = None
 
     def close(self) -> None:
         """Finish the file; later steps are kept in memory only."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                log.error("the journal file is not complete: %s", error)
 
     def __enter__(self) -> Journal:
         return self
@@ -112,6 +126,8 @@ def read(path: Path) -> tuple[Header, list[Step]]:
     if not lines:
         raise JournalError(f"the journal {path} is empty")
     header = _decode(lines[0], Header, path, 1)
+    if header.version != VERSION:
+        raise JournalError(f"{path} has version {header.version} of the format; this is version {VERSION}")
     return header, [_decode(line, Step, path, number) for number, line in enumerate(lines[1:], start=2)]
 
 

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import statistics
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
 
 from llmserve.cluster.journal import Journal
-from llmserve.engines.engine import Engine, EngineError, ServedModel
+from llmserve.engines.engine import Answer, Engine, EngineError, ServedModel
 from llmserve.engines.event_stream import UsageFilter, completion_tokens
-from llmserve.errors import DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable
+from llmserve.errors import BadRequest, DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable
 from llmserve.request import Batch, Call, Request
 from llmserve.scheduling.messages import (
     AbortRequest,
@@ -62,6 +63,12 @@ class LiveConfig(msgspec.Struct, frozen=True, kw_only=True):
     buffer_bytes_max: Annotated[
         int, Meta(ge=1, description="bytes kept for a client that reads slowly, before its engine is slowed down")
     ] = 8 << 20
+    client_stall_s: Annotated[
+        float, Meta(gt=0, description="how long such a client may keep its engine waiting before it is cut off")
+    ] = 60.0
+    probes_failed_max: Annotated[
+        int, Meta(ge=1, description="health probes that an engine may miss in a row before it counts as lost")
+    ] = 3
     probe_every_s: Annotated[float, Meta(gt=0, description="between two health probes of an engine")] = 2.0
 
 
@@ -83,6 +90,7 @@ class Head:
 
     status: int
     content_type: str
+    retry_after: str | None
     receipt: Receipt
     body: bytes | None
 
@@ -90,20 +98,19 @@ class Head:
 class Exchange:
     """One client call on its way: the door awaits `head()`, then reads `chunks()`."""
 
-    def __init__(self, call: Call, request_id: int, buffer_bytes_max: int) -> None:
+    def __init__(self, call: Call, request_id: int, config: LiveConfig) -> None:
         self.call = call
         self.request = Request(request_id)
         self.arrived_at_s = 0.0
         self.receipt: Receipt | None = None
         self.task: asyncio.Task[RequestEnded] | None = None  # the pump that serves it now
-        self.engine: str | None = None
         self.gone = False  # its client has left
         self.answered = False  # its client has been given bytes
         self.refused: Head | None = None  # an engine's own error answer, kept in case no retry does better
         self._head: asyncio.Future[Head] = asyncio.get_running_loop().create_future()
         self._chunks: deque[bytes] = deque()
         self._buffered_bytes = 0
-        self._buffer_bytes_max = buffer_bytes_max
+        self._config = config
         self._closed = False
         self._error: RequestError | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -113,7 +120,8 @@ class Exchange:
 
     async def head(self) -> Head:
         """Raises RequestError when the call failed before an answer began."""
-        return await self._head
+        # Shielded: the task that waits here may be cancelled, and the future must still tell how the call ends.
+        return await asyncio.shield(self._head)
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The stream's bytes. Raises RequestError when it broke off."""
@@ -124,10 +132,10 @@ class Exchange:
                 self._buffered_bytes = 0
                 _wake(self._writer)
                 yield data
-            elif self._error is not None:
-                raise self._error
             elif self._closed:
                 return
+            elif self._error is not None:
+                raise self._error
             else:
                 self._reader = asyncio.get_running_loop().create_future()
                 await self._reader
@@ -144,7 +152,7 @@ class Exchange:
         """The client's answer is all here, or has failed: no more will come."""
         if self._closed or self._error is not None:
             return True
-        return self._head.done() and self._head.result().body is not None
+        return self._head.done() and not self._head.cancelled() and self._head.result().body is not None
 
     def begin(self, head: Head) -> None:
         self.answered = True
@@ -152,13 +160,17 @@ class Exchange:
             self._head.set_result(head)
 
     async def feed(self, chunk: bytes) -> None:
-        """Hand bytes over; waits while the client is too far behind."""
+        """Hand bytes over; waits while the client is too far behind. Raises ClientStalled when it stays there."""
         self._chunks.append(chunk)
         self._buffered_bytes += len(chunk)
         _wake(self._reader)
-        while self._buffered_bytes > self._buffer_bytes_max and not self.gone:
+        while self._buffered_bytes > self._config.buffer_bytes_max and not self.gone:
             self._writer = asyncio.get_running_loop().create_future()
-            await self._writer
+            try:
+                async with asyncio.timeout(self._config.client_stall_s):
+                    await self._writer
+            except TimeoutError:
+                raise ClientStalled from None
 
     def close(self) -> None:
         self._closed = True
@@ -170,6 +182,10 @@ class Exchange:
             self._head.exception()  # a client that has left never looks at it
         self._error = error
         _wake(self._reader)
+
+
+class ClientStalled(Exception):
+    """A client has left its full buffer unread for too long."""
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:
@@ -184,6 +200,7 @@ class _EngineDesk:
         self.engine = engine
         self.ready = False
         self.models: tuple[ServedModel, ...] = ()
+        self.probes_failed = 0
         self.running: dict[int, Exchange] = {}
         self.watcher: asyncio.Task[None] | None = None
         self.probe: asyncio.Task[bool] | None = None
@@ -219,20 +236,12 @@ class LiveCluster:
         self._timer_at_s: float | None = None
         self._empty = asyncio.Event()
         self._empty.set()
+        self._open: set[Exchange] = set()  # calls whose clients have not been given everything yet
         self._draining = False
+        self._closed = False
+        self.models: dict[str, ServedModel] = {}  # that every ready engine serves (only `only_model`, when given)
 
     # ---- for the door -----------------------------------------------------------------------------------------
-
-    @property
-    def models(self) -> dict[str, ServedModel]:
-        """Models that every ready engine serves, by id (only `only_model` of them, when given)."""
-        ready = [desk for desk in self._desks.values() if desk.ready]
-        if not ready:
-            return {}
-        shared = set.intersection(*({model.id for model in desk.models} for desk in ready))
-        return {
-            model.id: model for model in ready[0].models if model.id in shared and self._only_model in (None, model.id)
-        }
 
     @property
     def engines_ready(self) -> dict[str, bool]:
@@ -248,9 +257,10 @@ class LiveCluster:
     async def submit(self, call: Call, on_exchange: Callable[[Exchange], None]) -> Exchange:
         """Predict and queue a call. on_exchange gets the exchange at once, so that it can be cancelled meanwhile."""
         self._next_id += 1
-        exchange = Exchange(call, self._next_id, self._config.buffer_bytes_max)
-        on_exchange(exchange)
+        exchange = Exchange(call, self._next_id, self._config)
+        self._open.add(exchange)
         self._empty.clear()
+        on_exchange(exchange)
         arrived_at_s = self.now_s()
         self._exchanges[exchange.request.id] = exchange
         try:
@@ -268,6 +278,12 @@ class LiveCluster:
         self._step(RequestArrived(exchange.request))
         return exchange
 
+    def release(self, exchange: Exchange) -> None:
+        """The door is done with it: its client has everything, or has left."""
+        self.cancel(exchange)
+        self._open.discard(exchange)
+        self._forget(exchange)
+
     def cancel(self, exchange: Exchange) -> None:
         """Its client has left: out of the queue, or aborted on its engine. Harmless when its answer is complete."""
         if exchange.complete:
@@ -275,8 +291,6 @@ class LiveCluster:
         exchange.leave()
         if exchange.request.id in self.scheduler.requests:
             self._step(RequestCancelled(exchange.request.id))
-            if exchange.task is None and exchange.request.id not in self.scheduler.requests:
-                self._forget(exchange)
 
     async def _predict(self, call: Call) -> float | None:
         """Predicted output tokens, bounded by what the client allows; None when there is nothing to go by."""
@@ -285,6 +299,8 @@ class LiveCluster:
             try:
                 async with asyncio.timeout(self._config.predictor_budget_s):
                     predicted = await self._predictor.predict(call.prompt)
+                if not (math.isfinite(predicted) and predicted > 0):
+                    raise ValueError(f"it predicted {predicted} tokens")
             except TimeoutError:
                 predicted = self._estimate("slow")
             except Exception as error:
@@ -301,6 +317,8 @@ class LiveCluster:
     # ---- one step of the scheduler ----------------------------------------------------------------------------
 
     def _step(self, event: Event) -> None:
+        if self._closed:
+            return
         now_s = self.now_s()
         actions = self.scheduler.handle(event, now_s)
         self.journal.append(now_s, event, actions)
@@ -324,7 +342,8 @@ class LiveCluster:
         self._timer_at_s = wake_at_s
         self._timer = None
         if wake_at_s is not None:
-            delay_s = max(0.0, wake_at_s - self.now_s())
+            # A millisecond later than wanted: some event loops round to milliseconds and would fire too early.
+            delay_s = max(0.0, wake_at_s - self.now_s()) + 0.001
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._fire_timer)
 
     def _fire_timer(self) -> None:
@@ -344,7 +363,6 @@ class LiveCluster:
                 queue_ms=(now_s - exchange.arrived_at_s) * 1e3,
                 predicted_tokens=request.predicted_tokens,
             )
-            exchange.engine = action.engine
             desk.running[request.id] = exchange
             task = asyncio.create_task(self._pump(desk, exchange, batch))
             exchange.task = task
@@ -360,8 +378,10 @@ class LiveCluster:
         self._forget(exchange)
 
     def _forget(self, exchange: Exchange) -> None:
-        self._exchanges.pop(exchange.request.id, None)
-        if not self._exchanges:
+        """Drop what is over on both sides: the scheduler's (queue, engine) and, for the drain, the client's."""
+        if exchange.request.id not in self.scheduler.requests:
+            self._exchanges.pop(exchange.request.id, None)
+        if not self._exchanges and not self._open:
             self._empty.set()
 
     # ---- the pump ---------------------------------------------------------------------------------------------
@@ -372,52 +392,56 @@ class LiveCluster:
         try:
             async with desk.engine.open(exchange.call, batch) as answer:
                 if answer.status in ENGINE_FAULTS:
-                    exchange.refused = self._head(exchange, answer.status, answer.content_type, await answer.read())
+                    exchange.refused = self._head(exchange, answer, await answer.read())
                     return RequestEnded(name, request_id, "failed", retryable=True)
                 if exchange.call.stream and answer.status == 200:
-                    tokens = await self._pump_stream(exchange, answer.content_type, answer.chunks())
+                    tokens = await self._pump_stream(exchange, answer)
                 else:
                     body = await answer.read()
                     tokens = completion_tokens(body)
-                    exchange.begin(self._head(exchange, answer.status, answer.content_type, body))
-            return RequestEnded(name, request_id, "completed" if answer.status < 400 else "failed", float(tokens))
+                    exchange.begin(self._head(exchange, answer, body))
+            outcome: Literal["completed", "failed"] = "completed" if answer.status < 400 else "failed"
+            return RequestEnded(name, request_id, outcome, tokens / exchange.call.choices)
         except EngineError as error:
             log.warning("%s", error)
             await self._suspect(desk, unreachable=error.unreachable)
             if exchange.answered:
                 exchange.fail(EngineFailed(str(error)))
             return RequestEnded(name, request_id, "failed", retryable=not exchange.answered)
+        except ClientStalled:
+            exchange.fail(BadRequest("the answer was not read", code="client_stalled"))
+            return RequestEnded(name, request_id, "cancelled")
 
-    async def _pump_stream(self, exchange: Exchange, content_type: str, chunks: AsyncIterator[bytes]) -> int:
+    async def _pump_stream(self, exchange: Exchange, answer: Answer) -> int:
         """Begins the answer with its first bytes, so that until then it can still run elsewhere."""
         usage = UsageFilter(strip=exchange.call.usage_added)
-        async for chunk in chunks:
+        async for chunk in answer.chunks():
             data = usage.feed(chunk)
             if data:
                 if not exchange.answered:
-                    exchange.begin(self._head(exchange, 200, content_type, None))
+                    exchange.begin(self._head(exchange, answer, None))
                 await exchange.feed(data)
         if not exchange.answered:
-            exchange.begin(self._head(exchange, 200, content_type, None))
-        await exchange.feed(usage.flush())
+            exchange.begin(self._head(exchange, answer, None))
+        if rest := usage.flush():
+            await exchange.feed(rest)
         exchange.close()
         return usage.output_tokens
 
-    def _head(self, exchange: Exchange, status: int, content_type: str, body: bytes | None) -> Head:
+    def _head(self, exchange: Exchange, answer: Answer, body: bytes | None) -> Head:
         assert exchange.receipt is not None
-        return Head(status, content_type, exchange.receipt, body)
+        return Head(answer.status, answer.content_type, answer.retry_after, exchange.receipt, body)
 
     def _pump_done(self, desk: _EngineDesk, exchange: Exchange, task: asyncio.Task[RequestEnded]) -> None:
-        if exchange.task is not task:
+        if exchange.task is not task or self._closed:
             return  # abandoned: its engine was lost, and the scheduler has already dealt with the request
-        exchange.task = exchange.engine = None
+        exchange.task = None
         del desk.running[exchange.request.id]
         ended = self._how_it_ended(desk.engine.info.name, exchange, task)
         if ended.output_tokens:
             self._recent_lengths.append(ended.output_tokens)
         self._step(ended)
-        if exchange.request.id not in self.scheduler.requests:
-            self._forget(exchange)
+        self._forget(exchange)
 
     def _how_it_ended(self, engine: str, exchange: Exchange, task: asyncio.Task[RequestEnded]) -> RequestEnded:
         if task.cancelled():
@@ -443,8 +467,9 @@ class LiveCluster:
             if await self._probe(desk):
                 pause_s = self._config.probe_every_s
             elif desk.ready:
-                self._lose(desk)
-                pause_s = 0.05
+                if desk.probes_failed >= self._config.probes_failed_max:
+                    self._lose(desk)
+                pause_s = min(0.25, self._config.probe_every_s)
             else:
                 pause_s = min(2 * pause_s, self._config.probe_every_s)
             await asyncio.sleep(pause_s)
@@ -458,41 +483,62 @@ class LiveCluster:
     async def _probe_once(self, desk: _EngineDesk) -> bool:
         try:
             models = await desk.engine.probe()
-        except EngineError as error:
+        except Exception as error:  # whatever it is, the watcher must live on
+            desk.probes_failed += 1
             if desk.ready:
                 log.warning("%s", error)
+            if isinstance(error, EngineError) and error.unreachable:
+                self._lose(desk)
             return False
-        if not desk.ready:
+        desk.probes_failed = 0
+        came_up, desk.ready = not desk.ready, True
+        if came_up or models != desk.models:
+            desk.models = models
+            self.models = self._shared_models()
+        if came_up:
             log.info("engine %s is ready: %s", desk.engine.info.name, ", ".join(model.id for model in models))
-            desk.models, desk.ready = models, True
             self._step(EngineReady(desk.engine.info))
         return True
 
     async def _suspect(self, desk: _EngineDesk, *, unreachable: bool) -> None:
         """A request failed by its engine's fault: is the whole engine gone?"""
-        if desk.ready and (unreachable or not await self._probe(desk)):
+        if unreachable:
             self._lose(desk)
+        elif desk.ready:
+            await self._probe(desk)
+
+    def _shared_models(self) -> dict[str, ServedModel]:
+        ready = [desk.models for desk in self._desks.values() if desk.ready]
+        if not ready:
+            return {}
+        shared = set.intersection(*({model.id for model in models} for models in ready))
+        if not shared and any(ready):
+            log.error("the engines have no model in common: %s", [[model.id for model in models] for models in ready])
+        return {model.id: model for model in ready[0] if model.id in shared and self._only_model in (None, model.id)}
 
     def _lose(self, desk: _EngineDesk) -> None:
-        if not desk.ready:
+        if not desk.ready or self._closed:
             return
+        for exchange in list(desk.running.values()):  # an answer that is complete is not lost with its engine
+            if exchange.task is not None and exchange.task.done():
+                self._pump_done(desk, exchange, exchange.task)
         desk.ready = False
+        self.models = self._shared_models()
         name = desk.engine.info.name
         log.warning("engine %s is lost with %d running requests", name, len(desk.running))
         running, desk.running = desk.running, {}
         for exchange in running.values():
-            task, exchange.task, exchange.engine = exchange.task, None, None
+            task, exchange.task = exchange.task, None
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
         self._step(EngineLost(name, tuple(sorted(id_ for id_, exchange in running.items() if exchange.answered))))
         for exchange in running.values():
-            if exchange.request.id not in self.scheduler.requests:
-                self._forget(exchange)
+            self._forget(exchange)
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
     async def drain(self, within_s: float) -> bool:
-        """Refuse new calls, finish what is here; False when `within_s` was not enough."""
+        """Refuse new calls, finish what is here to its clients' last byte; False when `within_s` was not enough."""
         self._draining = True
         self._step(DrainRequested())
         try:
@@ -503,7 +549,8 @@ class LiveCluster:
         return True
 
     async def close(self) -> None:
-        """Stop everything at once; calls that still run are aborted."""
+        """Stop everything at once; calls that still run are aborted and told so."""
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         tasks: list[asyncio.Task[Any] | None] = [exchange.task for exchange in self._exchanges.values()]
@@ -513,6 +560,8 @@ class LiveCluster:
         for task in alive:
             task.cancel()
         await asyncio.gather(*alive, return_exceptions=True)
+        for exchange in self._open:
+            exchange.fail(_error_of("draining", None))
         for desk in self._desks.values():
             await desk.engine.close()
         self.journal.close()

@@ -34,6 +34,7 @@ class Answer(Protocol):
 
     status: int
     content_type: str
+    retry_after: str | None
 
     async def read(self) -> bytes:
         """The whole body. Raises EngineError when the engine stops in the middle."""

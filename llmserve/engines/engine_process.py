@@ -74,19 +74,27 @@ class EngineProcess:
         self._watcher = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
-        """Ask it to stop, kill it if it does not. Harmless when it has ended."""
+        """Ask it to stop, kill it if it does not, and all that it has started. Harmless when it has ended."""
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
-        if self._process is not None and self._process.returncode is None:
+        if self._process is None:
+            return
+        if self._process.returncode is None:
             self._signal(signal.SIGTERM)
-            try:
-                await asyncio.wait_for(self._process.wait(), STOP_S)
-            except TimeoutError:
-                self._signal(signal.SIGKILL)
-                await self._process.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._ended()), STOP_S)
+        self._signal(signal.SIGKILL)  # the group: workers may outlive their leader
+        await self._ended()
         if self._reader is not None:
-            await self._reader
+            await asyncio.wait([self._reader], timeout=1.0)
+            self._reader.cancel()
+
+    async def _ended(self) -> None:
+        """Not `Process.wait()`: with some event loops that also waits until nobody holds the output open."""
+        assert self._process is not None
+        while self._process.returncode is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
     async def _spawn(self) -> None:
         self._lines.clear()
@@ -133,18 +141,22 @@ class EngineProcess:
         while True:
             assert self._process is not None
             born_s = time.monotonic()
-            status = await self._process.wait()
-            pause_s = RESTART_PAUSE_S[0] if time.monotonic() - born_s >= STABLE_S else pause_s
-            log.error(
-                "%s ended with status %d; starting it again in %.1f s%s", self.name, status, pause_s, self._last_words()
-            )
+            await self._ended()
+            if time.monotonic() - born_s >= STABLE_S:
+                pause_s = RESTART_PAUSE_S[0]
+            status, words = self._process.returncode, self._last_words()
+            log.error("%s ended with status %s; starting it again in %.1f s%s", self.name, status, pause_s, words)
+            self._signal(signal.SIGKILL)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
-            await self._spawn()
+            try:
+                await self._spawn()
+            except OSError as error:  # no memory, no process table entry: the next round tries again
+                log.error("%s cannot be started: %s", self.name, error)
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 
     def _last_words(self) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 EVENT_END = re.compile(rb"(?<=\n)\r?\n")
 PARTIAL_BYTES_MAX = 1 << 20
 
 
 class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
+    completion_tokens: Annotated[int, Meta(ge=0)] | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -25,7 +27,7 @@ def completion_tokens(body: bytes) -> int:
         usage = msgspec.json.decode(body, type=_Answer).usage
     except msgspec.MsgspecError:
         return 0
-    return usage.completion_tokens if usage is not None else 0
+    return usage.completion_tokens or 0 if usage is not None else 0
 
 
 class UsageFilter:
@@ -55,37 +57,39 @@ class UsageFilter:
             cut = 0 if cut < 3 else cut
             if len(data) - cut <= PARTIAL_BYTES_MAX:
                 data, self._partial = data[:cut], data[cut:]
-        if b'"usage"' not in data:
-            self._events += data.count(b"data:") - data.count(b"data: [DONE]")
-            return data
-        return self._pass_usage(data)
+        return self._pass(data)
 
     def flush(self) -> bytes:
         """What is left at the end of a stream that did not end with an empty line."""
         rest, self._partial = self._partial, b""
-        return rest
+        return self._pass(rest)
 
-    def _pass_usage(self, data: bytes) -> bytes:
+    def _pass(self, data: bytes) -> bytes:
+        if b'"usage"' not in data:
+            self._events += data.count(b"data:") - data.count(b"data: [DONE]")
+            return data
         kept: list[bytes] = []
         start = 0
-        for end in [match.end() for match in EVENT_END.finditer(data)]:
+        for end in [*(match.end() for match in EVENT_END.finditer(data)), len(data)]:
             event = data[start:end]
             start = end
-            if not self._is_usage(event):
-                self._events += 1
+            is_usage = self._is_usage(event)
+            self._events += event.count(b"data:") - event.count(b"data: [DONE]") - is_usage
+            if not (is_usage and self._strip):
                 kept.append(event)
-            elif not self._strip:
-                kept.append(event)
-        return b"".join(kept) + data[start:]
+        return b"".join(kept)
 
     def _is_usage(self, event: bytes) -> bool:
         """True for the event that carries usage and no choice; remembers its count."""
-        if b'"usage"' not in event or not event.startswith(b"data:"):
+        if b'"usage"' not in event:
             return False
+        data = b"".join(line[5:] for line in event.splitlines() if line.startswith(b"data:"))
         try:
-            answer = msgspec.json.decode(event[5:], type=_Answer)
+            answer = msgspec.json.decode(data, type=_Answer)
         except msgspec.MsgspecError:
             return False
-        if answer.usage is not None:
+        if answer.usage is None:
+            return False
+        if answer.usage.completion_tokens is not None:
             self._told = answer.usage.completion_tokens
-        return answer.usage is not None and not answer.choices
+        return not answer.choices

@@ -6,6 +6,7 @@ from two headers which requests belong together; every other server ignores them
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class HttpAnswer:
     def __init__(self, response: aiohttp.ClientResponse, name: str) -> None:
         self.status = response.status
         self.content_type = response.headers.get("content-type", "application/json")
+        self.retry_after = response.headers.get("retry-after")
         self._response = response
         self._name = name
 
@@ -95,12 +97,11 @@ class OpenAIEngine:
             BATCH_SIZE_HEADER: str(len(batch.requests)),
         }
         try:
-            response = await self._session.post(self.url + call.path, data=call.body, headers=headers)
+            response = await self._session.post(
+                self.url + call.path, data=call.body, headers=headers, allow_redirects=False
+            )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            unreachable = isinstance(error, aiohttp.ClientConnectorError)
-            raise EngineError(
-                f"engine {self.info.name} does not answer: {_say(error)}", unreachable=unreachable
-            ) from error
+            raise self._no_answer(error) from error
         try:
             yield HttpAnswer(response, self.info.name)
         finally:
@@ -111,19 +112,25 @@ class OpenAIEngine:
         """GET /health where the server has one, then GET /v1/models."""
         timeout = aiohttp.ClientTimeout(total=self._timeouts.probe_s)
         try:
-            async with self._session.get(f"{self.url}/health", timeout=timeout) as response:
+            async with self._session.get(f"{self.url}/health", timeout=timeout, allow_redirects=False) as response:
                 if response.status not in (200, 404, 405):
                     raise EngineError(f"engine {self.info.name} is not healthy: /health says {response.status}")
-            async with self._session.get(f"{self.url}/v1/models", headers=self._headers, timeout=timeout) as response:
+            url, headers = f"{self.url}/v1/models", self._headers
+            async with self._session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
                 body = await response.read()
                 if response.status != 200:
                     raise EngineError(f"engine {self.info.name}: /v1/models says {response.status}")
             models = msgspec.json.decode(body, type=_ModelList)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineError(f"engine {self.info.name} does not answer: {_say(error)}", unreachable=True) from error
+            raise self._no_answer(error) from error
         except msgspec.MsgspecError as error:
             raise EngineError(f"engine {self.info.name}: /v1/models is not a list of models: {error}") from error
         return tuple(ServedModel(model.id, model.max_model_len) for model in models.data)
+
+    def _no_answer(self, error: BaseException) -> EngineError:
+        """Only a refused connection says that nobody is there; a slow one, or our own lack of sockets, does not."""
+        refused = isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED
+        return EngineError(f"engine {self.info.name} does not answer: {_say(error)}", unreachable=refused)
 
     async def close(self) -> None:
         await self._session.close()

@@ -77,13 +77,14 @@ class BinQueue:
 class FormedBatch:
     """A batch that waits for an engine; requests may leave it one by one (cancelled, or started by a refill engine)."""
 
-    __slots__ = ("avoid", "bin", "formed_at_s", "id", "tickets")
+    __slots__ = ("avoid", "bin", "formed_at_s", "id", "size", "tickets")
 
     def __init__(self, batch_id: int, bin_index: int, formed_at_s: float, tickets: list[Ticket]) -> None:
         self.id = batch_id
         self.bin = bin_index
         self.formed_at_s = formed_at_s
         self.tickets = {ticket.request.id: ticket for ticket in tickets}
+        self.size = len(tickets)
         self.avoid: str | None = None  # the engine that failed it: run elsewhere if there is an elsewhere
 
     def take(self, count: int) -> tuple[Batch, list[Ticket]]:
@@ -94,7 +95,7 @@ class FormedBatch:
         else:
             taken = [self.tickets.pop(request_id) for request_id in list(self.tickets)[:count]]
         requests = tuple([ticket.request for ticket in taken])
-        return Batch(self.id, self.bin, requests, self.formed_at_s), taken
+        return Batch(self.id, self.bin, requests, self.formed_at_s, self.size), taken
 
 
 class FormedQueue:

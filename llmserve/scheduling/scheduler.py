@@ -33,6 +33,8 @@ from llmserve.scheduling.queues import BinQueue, FormedBatch, FormedQueue, Place
 from llmserve.scheduling.rates import CompletionRate
 from llmserve.scheduling.release import Release
 
+DEADLINES_SPARE = 64  # deadlines of ended requests that may be kept before they are swept out
+
 
 class EngineState:
     """One engine as the scheduler sees it."""
@@ -117,7 +119,7 @@ class Scheduler:
         actions: list[Action] = []
         self._actions = actions
         self._handlers[type(event)](event)
-        if self._deadlines and self._deadlines[0][0] <= now_s:
+        if self._deadlines:
             self._fail_late_requests()
         if self.waiting:
             if self._due_s is not None and now_s >= self._due_s:
@@ -126,6 +128,8 @@ class Scheduler:
                 self._dispatch()
         if self._release.timed:
             self._due_s = self._earliest_due_s()
+        if not self.requests:
+            self._rate.idle()
         return actions
 
     @property
@@ -369,7 +373,7 @@ class Scheduler:
             ticket.retries += 1
             ticket.place = Place.FORMED
             ticket.engine = ""
-            if ticket.request.deadline_s is not None:  # it may have been passed over while the request ran
+            if ticket.request.deadline_s is not None:  # it may have been dropped while the request ran
                 heapq.heappush(self._deadlines, (ticket.request.deadline_s, ticket.request.id))
         if tickets:
             self.waiting += len(tickets)
@@ -379,12 +383,19 @@ class Scheduler:
 
     def _fail_late_requests(self) -> None:
         """Requests whose deadline has come while they wait end at once; those that run are left to their engine."""
-        while self._deadlines and self._deadlines[0][0] <= self._now_s:
-            _, request_id = heapq.heappop(self._deadlines)
+        while self._deadlines:
+            deadline_s, request_id = self._deadlines[0]
             ticket = self.requests.get(request_id)
-            if ticket is not None and ticket.place is not Place.RUNNING:
+            waits = ticket is not None and ticket.place is not Place.RUNNING
+            if waits and deadline_s > self._now_s:
+                break
+            heapq.heappop(self._deadlines)  # come, or of no more concern
+            if ticket is not None and waits:
                 self._leave_queue(ticket)
                 self._fail(ticket, "deadline_exceeded")
+        if len(self._deadlines) > 2 * len(self.requests) + DEADLINES_SPARE:  # far ones of requests that are over
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self.requests]
+            heapq.heapify(self._deadlines)
 
     def _retry_after_s(self) -> float | None:
         return self._rate.drain_time_s(self.waiting)

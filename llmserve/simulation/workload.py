@@ -50,8 +50,10 @@ def _distribution(kind: str, rest: str, text: str) -> Callable[[int, np.random.G
         if not 0 <= low <= high:
             raise ConfigError(f"lengths {text!r}: 0 <= LO <= HI is needed")
         return lambda count, rng: rng.uniform(low, high, count)
+    if values[-1] < 0 or (kind != "lognormal" and values[0] <= 0):
+        raise ConfigError(f"lengths {text!r}: a mean or length above 0, and SIGMA at least 0, are needed")
     if kind == "lognormal":
-        return lambda count, rng: rng.lognormal(values[0], max(values[1], 0.0), count)
+        return lambda count, rng: rng.lognormal(values[0], values[1], count)
     if kind == "exponential":
         return lambda count, rng: rng.exponential(values[0], count)
     return lambda count, rng: np.full(count, values[0])
@@ -114,9 +116,10 @@ def predict(text: str, lengths: Lengths, rng: np.random.Generator) -> NDArray[np
     if text == "none":
         return None
     try:
-        if kind != "lognormal":
+        sigma = float(rest)
+        if kind != "lognormal" or not 0 <= sigma < np.inf:
             raise ValueError
-        return lengths * rng.lognormal(0.0, float(rest), lengths.size)
+        return lengths * rng.lognormal(0.0, sigma, lengths.size)
     except ValueError:
         raise ConfigError(f"predictions {text!r} is not one of {PREDICTIONS_HELP}") from None
 

@@ -14,7 +14,9 @@ def test_keys_are_read_with_or_without_names(tmp_path: Path) -> None:
     assert read_keys(path) == {"alice": "sk-1", "key4": "sk-2"}
 
 
-@pytest.mark.parametrize("text", ["", "# nothing\n", "alice: two words\n", "a: k\na: l\n", "a: k\nb: k\n", "alice:\n"])
+@pytest.mark.parametrize(
+    "text", ["", "# nothing\n", "alice: two words\n", "a: k\na: l\n", "a: k\nb: k\n", "alice:\n", "alice: clé\n"]
+)
 def test_an_unusable_key_file_is_an_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text)

@@ -1,6 +1,7 @@
 """From JSON to a Call: what is read, what is refused, what is left alone."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -74,6 +75,7 @@ def test_a_deadline_comes_from_its_header() -> None:
         ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 2.5}, "max_tokens"),
+        ({"max_tokens": 10**400}, "max_tokens"),
         ({"max_completion_tokens": -1}, "max_completion_tokens"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": 3}, "temperature"),
@@ -106,7 +108,32 @@ def test_a_client_may_bring_its_own_prediction() -> None:
     assert call.predicted_tokens == 320
 
 
-@pytest.mark.parametrize("slo_ms", ["soon", "0", "-5", "inf", "nan"])
+def test_a_long_list_of_wrong_items_costs_little_more_than_reading_it() -> None:
+    """Telling every item's error would take hundreds of times as long."""
+    data = b'{"model":"m","prompt":[' + b"1.5," * 500_000 + b"1.5]}"
+    began_s = time.process_time()
+    json.loads(data)
+    reading_s = time.process_time() - began_s
+    with pytest.raises(BadRequest):
+        parse_call("/v1/completions", data, prompt_chars_max=100)
+    assert time.process_time() - began_s < 20 * reading_s
+
+
+def test_the_prompt_limit_counts_the_whole_conversation() -> None:
+    messages = [{"role": "user", "content": "x" * 60}, {"role": "user", "content": "y" * 60}]
+    with pytest.raises(BadRequest, match="120 characters"):
+        parse(messages=messages)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n", "choices"), [("a", None, 1), ("a", 3, 3), (["a", "b"], 3, 6), ([1, 2, 3], 2, 2), ([[1], [2]], 1, 2)]
+)
+def test_answers_that_share_one_count_of_tokens_are_counted(prompt: Any, n: int | None, choices: int) -> None:
+    data = json.dumps({"model": "m", "prompt": prompt, "n": n}).encode()
+    assert parse_call("/v1/completions", data, prompt_chars_max=100).choices == choices
+
+
+@pytest.mark.parametrize("slo_ms", ["soon", "0", "-5", "inf", "nan", "1e15"])
 def test_a_deadline_that_is_no_time_is_refused(slo_ms: str) -> None:
     with pytest.raises(BadRequest, match="slo-ms"):
         parse(slo_ms=slo_ms)

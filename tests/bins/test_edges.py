@@ -56,12 +56,12 @@ def test_every_bin_is_filled_and_each_edge_is_the_nearest_to_its_quantile(length
     assert np.all(np.diff(edges) > 0)
     counts = np.bincount(index_of(edges, lengths), minlength=len(edges) + 1)
     assert counts.min() > 0
-    if bins <= distinct:
-        # No edge can be off by more than the mass of the largest tie, or of the cuts that its neighbours must have.
-        largest_tie = np.unique(lengths, return_counts=True)[1].max()
+    # An edge that no neighbour displaces misses its quantile by half of the tie there, at most.
+    largest_tie = np.unique(lengths, return_counts=True)[1].max()
+    if bins <= distinct and largest_tie * bins <= len(lengths):
         below = np.cumsum(counts)[:-1]
         wanted = np.arange(1, bins) / bins * len(lengths)
-        assert np.all(np.abs(below - wanted) <= largest_tie * bins)
+        assert np.all(np.abs(below - wanted) <= largest_tie / 2 + 1e-9)
 
 
 @given(st.integers(2, 16), st.integers(0, 2**32 - 1))
@@ -105,7 +105,7 @@ def test_refit_every_zero_keeps_the_edges_for_good() -> None:
     assert edges.edges == (100.0,)
 
 
-@pytest.mark.parametrize("edges", [[10.0, 10.0], [20.0, 10.0], [10.0]])
+@pytest.mark.parametrize("edges", [[10.0, 10.0], [20.0, 10.0], [10.0], [10.0, float("nan")]])
 def test_configured_edges_must_fit_the_number_of_bins(edges: list[float]) -> None:
     with pytest.raises(ValueError, match="3 bins need 2 strictly increasing edges"):
         OnlineEdges(3, edges=edges)

@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from front import Front, StartFront, until
 
 from llmserve.cluster import journal
-from llmserve.cluster.journal import Header, Journal
+from llmserve.cluster.journal import Header, Journal, Step
 from llmserve.cluster.live import LiveCluster, LiveConfig
 from llmserve.config import ServerConfig
+from llmserve.engines.engine import EngineError
 from llmserve.engines.fake import FakeEngine, Fault
 from llmserve.engines.openai_engine import OpenAIEngine
 from llmserve.request import Call, EngineInfo
-from llmserve.scheduling.messages import RequestArrived, RequestEnded, StartBatch
+from llmserve.scheduling.messages import RequestArrived, RequestEnded, StartBatch, TimerFired
 from llmserve.scheduling.policies import SchedulingConfig
 
 
@@ -104,7 +107,54 @@ async def test_predictions_choose_the_bin_and_a_bad_predictor_costs_its_budget_a
         await cluster.close()
 
 
+async def test_whoever_stops_waiting_for_an_answer_can_still_cancel_it(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.05) as engine:
+        front = await start_front(engine)
+        call = Call("/v1/chat/completions", b'{"max_tokens": 900}', "", "fake", stream=False)
+        exchange = await front.cluster.submit(call, lambda exchange: None)
+        waiting = asyncio.ensure_future(exchange.head())
+        await until(lambda: engine.running == 1)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        front.cluster.release(exchange)
+        await until(lambda: engine.running == 0 and not front.cluster.scheduler.requests)
+
+
 # ---- engines that fail ----
+
+
+async def test_a_missed_health_probe_costs_no_stream(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.01) as engine:
+        front = await start_front(engine)
+        (desk,) = front.cluster._desks.values()
+        streaming = asyncio.ensure_future(stream(front, max_tokens=60))
+        await until(lambda: engine.running == 1)
+        probe, misses = desk.engine.probe, 0
+
+        async def miss_twice() -> Any:
+            nonlocal misses
+            misses += 1
+            if misses <= 2:
+                raise EngineError("too busy to say how it is")
+            return await probe()
+
+        desk.engine.probe = miss_twice  # type: ignore[method-assign]
+        assert (await streaming)[-1] == "[DONE]"
+        await until(lambda: misses > 2)
+        assert front.cluster.engines_ready == {desk.engine.info.name: True}
+
+
+async def test_an_engine_that_talks_nonsense_about_tokens_leaks_no_slot(start_front: StartFront) -> None:
+    async def nonsense(request: web.Request) -> web.Response:
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": "fake"}]})
+        return web.json_response({"choices": [{}], "usage": {"completion_tokens": -1}})
+
+    app = web.Application()
+    app.router.add_route("*", "/v1/{path:.*}", nonsense)
+    async with TestServer(app) as engine:
+        front = await start_front(str(engine.make_url("")), slots=1)
+        assert [status for status, *_ in await asyncio.gather(*(answer(front) for _ in range(3)))] == [200] * 3
 
 
 async def test_requests_of_a_killed_engine_run_elsewhere(start_front: StartFront) -> None:
@@ -189,7 +239,39 @@ async def test_a_slow_client_slows_its_engine_down_once_its_buffer_is_full(start
         await until(lambda: not front.cluster.scheduler.requests)
 
 
+async def test_a_client_that_never_reads_is_cut_off_once_its_buffer_is_full(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        live = LiveConfig(buffer_bytes_max=10_000, client_stall_s=0.2)
+        front = await start_front(engine, slots=1, live=live)
+        response = await front.post(stream=True, max_tokens=400_000).__aenter__()
+        await until(lambda: not front.cluster.scheduler.requests)
+        assert (await answer(front, max_tokens=1))[0] == 200
+        response.close()
+
+
 # ---- the end ----
+
+
+async def test_a_drain_waits_until_clients_have_read_their_answers(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine)
+        response = await front.post(stream=True, max_tokens=60_000).__aenter__()
+        await until(lambda: not front.cluster.scheduler.requests)  # the engine is done, the client has read nothing
+        draining = asyncio.ensure_future(front.cluster.drain(30.0))
+        await asyncio.sleep(0.1)
+        assert not draining.done()
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
+        assert await draining
+
+
+async def test_closing_starts_nothing_new_and_tells_those_who_wait(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.05) as engine:
+        front = await start_front(engine, slots=1)
+        requests = [asyncio.ensure_future(front.post(max_tokens=200).__aenter__()) for _ in range(3)]
+        await until(lambda: front.cluster.scheduler.waiting == 2)
+        await front.cluster.close()
+        assert [response.status for response in await asyncio.gather(*requests)] == [503] * 3
+        assert len(starts(front)) == 1
 
 
 async def test_a_drain_finishes_what_is_here_and_refuses_the_rest(start_front: StartFront) -> None:
@@ -243,8 +325,28 @@ async def test_a_live_journal_replays_and_holds_no_word_of_prompt_or_answer(
     assert b"xyzzy" not in path.read_bytes()
 
 
+async def test_a_journal_that_cannot_be_written_stops_nothing(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine, server=ServerConfig(port=0, journal="/dev/full"))
+        answers = await asyncio.gather(*(answer(front) for _ in range(40)))
+        assert [status for status, *_ in answers] == [200] * 40
+
+
+def test_a_listener_that_fails_stops_nothing() -> None:
+    journal_ = Journal(Header(SchedulingConfig()))
+    seen: list[float] = []
+
+    def fail(step: Step) -> None:
+        raise RuntimeError("only a listener")
+
+    journal_.listen(fail)
+    journal_.listen(lambda step: seen.append(step.now_s))
+    journal_.append(1.0, TimerFired(), [])
+    assert seen == [1.0]
+
+
 def test_a_journal_keeps_only_its_last_steps_in_memory() -> None:
     kept = Journal(Header(SchedulingConfig()), steps_max=3)
     for now_s in range(5):
-        kept.append(float(now_s), RequestArrived, [])  # type: ignore[arg-type]
+        kept.append(float(now_s), TimerFired(), [])
     assert [step.now_s for step in kept.steps] == [2.0, 3.0, 4.0]

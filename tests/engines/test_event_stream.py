@@ -49,3 +49,19 @@ def test_the_count_of_a_whole_answer_is_read_from_its_usage() -> None:
     assert completion_tokens(b'{"choices":[{"x":1}],"usage":{"completion_tokens":12}}') == 12
     assert completion_tokens(b'{"choices":[]}') == 0
     assert completion_tokens(b"not json") == 0
+
+
+def test_the_count_without_usage_does_not_depend_on_how_the_stream_is_cut() -> None:
+    data = FIRST + SECOND + FIRST + DONE
+    assert feed(data, [], strip=True)[1] == feed(data, list(range(len(data))), strip=True)[1] == 3
+
+
+def test_the_usage_event_is_known_among_other_fields_and_without_a_last_empty_line() -> None:
+    named = b": ping\nevent: usage\nid: 7\n" + USAGE
+    assert feed(FIRST + named + DONE, [], strip=True) == (FIRST + DONE, 7)
+    assert feed(FIRST + USAGE.rstrip(), [], strip=True) == (FIRST, 7)
+
+
+def test_a_count_that_is_no_count_is_not_believed() -> None:
+    assert completion_tokens(b'{"choices":[],"usage":{"completion_tokens":-1}}') == 0
+    assert completion_tokens(b'{"choices":[],"usage":{"completion_tokens":null}}') == 0

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,15 @@ from predictor.tokenizer import NUMBERS, encode, train_tokenizer
 from predictor.train import FROM_SCRATCH, PlainProgress, train
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other on a busy machine make such small models many times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def toy_rows(n: int) -> list[Row]:
@@ -101,6 +111,11 @@ def test_an_interrupted_training_is_resumed_and_ends_like_an_undisturbed_one(
     resumed = train(splits, QUICK, tmp_path / "out", resume=True).predict(prompts)
     assert resumed == pytest.approx(undisturbed, rel=1e-3)
     assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_a_base_model_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PredictorError, match=r"cannot load the base model .*absent"):
+        train(toy_splits(), replace(QUICK, base_model=str(tmp_path / "absent")), tmp_path)
 
 
 def test_nothing_to_resume_is_an_error(tmp_path: Path) -> None:
@@ -220,6 +235,13 @@ def test_a_damaged_folder_is_one_clear_error(name: str, random_predictor: Path, 
     LengthPredictor.load(random_predictor).save(tmp_path)
     (tmp_path / name).write_text("damaged")
     with pytest.raises(BadPredictor, match=f"cannot load a predictor from {tmp_path}"):
+        LengthPredictor.load(tmp_path)
+
+
+def test_a_folder_without_training_lengths_is_an_error(random_predictor: Path, tmp_path: Path) -> None:
+    LengthPredictor.load(random_predictor).save(tmp_path)
+    (tmp_path / "training_lengths.json").write_text("[]")
+    with pytest.raises(BadPredictor, match="holds no list of lengths"):
         LengthPredictor.load(tmp_path)
 
 

@@ -47,8 +47,8 @@ def step(made: Scheduler, event: Event, now_s: float = 0.0) -> list[Action]:
     return actions
 
 
-def batch(batch_id: int, *ids: int, bin_index: int = 0, formed_at_s: float = 0.0) -> Batch:
-    return Batch(batch_id, bin_index, tuple(Request(id_) for id_ in ids), formed_at_s)
+def batch(batch_id: int, *ids: int, bin_index: int = 0, formed_at_s: float = 0.0, size: int = 0) -> Batch:
+    return Batch(batch_id, bin_index, tuple(Request(id_) for id_ in ids), formed_at_s, size or len(ids))
 
 
 # ---- release ----
@@ -65,7 +65,7 @@ def test_each_bin_fills_on_its_own() -> None:
     short, long_ = Request(1, 50.0), Request(2, 500.0)
     assert arrive(made, short, long_) == []
     third = Request(3, 60.0)
-    assert arrive(made, third) == [StartBatch("gpu0", Batch(1, 0, (short, third), 0.0))]
+    assert arrive(made, third) == [StartBatch("gpu0", Batch(1, 0, (short, third), 0.0, 2))]
 
 
 def test_a_request_without_prediction_waits_in_the_first_bin() -> None:
@@ -87,7 +87,7 @@ def test_a_due_release_goes_with_any_event_not_only_with_the_timer() -> None:
     made = scheduler(BARRIER, release="timeout", batch_wait_s=5.0, bins=2, edges=(100.0,))
     arrive(made, Request(1, 1.0))
     actions = arrive(made, Request(2, 200.0), now_s=7.0)
-    assert actions == [StartBatch("gpu0", Batch(1, 0, (Request(1, 1.0),), 7.0))]
+    assert actions == [StartBatch("gpu0", Batch(1, 0, (Request(1, 1.0),), 7.0, 1))]
 
 
 def test_greedy_never_lets_an_engine_idle() -> None:
@@ -105,7 +105,7 @@ def test_greedy_takes_the_bin_whose_oldest_request_waits_longest() -> None:
     arrive(made, Request(2, 500.0), now_s=1.0)
     arrive(made, Request(3, 1.0), now_s=2.0)
     actions = step(made, RequestEnded("gpu0", 1, "completed", 10), 3.0)
-    assert actions == [StartBatch("gpu0", Batch(2, 1, (Request(2, 500.0),), 3.0))]
+    assert actions == [StartBatch("gpu0", Batch(2, 1, (Request(2, 500.0),), 3.0, 1))]
 
 
 def test_full_batches_form_while_every_engine_is_busy_and_keep_their_order() -> None:
@@ -128,8 +128,8 @@ def test_a_barrier_engine_is_busy_until_its_longest_request_ends() -> None:
 def test_a_refill_engine_refills_each_slot_from_the_next_batch_in_order() -> None:
     made = scheduler(REFILL)
     arrive(made, 1, 2, 3, 4)
-    assert step(made, RequestEnded("gpu0", 2, "completed", 5), 1.0) == [StartBatch("gpu0", batch(2, 3))]
-    assert step(made, RequestEnded("gpu0", 1, "completed", 9), 2.0) == [StartBatch("gpu0", batch(2, 4))]
+    assert step(made, RequestEnded("gpu0", 2, "completed", 5), 1.0) == [StartBatch("gpu0", batch(2, 3, size=2))]
+    assert step(made, RequestEnded("gpu0", 1, "completed", 9), 2.0) == [StartBatch("gpu0", batch(2, 4, size=2))]
 
 
 def test_the_engine_with_the_most_room_is_taken_first() -> None:
@@ -160,7 +160,7 @@ def test_a_request_cancelled_in_a_formed_batch_leaves_it() -> None:
     made = scheduler(BARRIER)
     arrive(made, 1, 2, 3, 4)
     step(made, RequestCancelled(3))
-    assert step(made, BatchEnded("gpu0", 1, {1: 1.0, 2: 1.0})) == [StartBatch("gpu0", batch(2, 4))]
+    assert step(made, BatchEnded("gpu0", 1, {1: 1.0, 2: 1.0})) == [StartBatch("gpu0", batch(2, 4, size=2))]
 
 
 def test_a_batch_whose_every_client_has_left_is_never_started() -> None:
@@ -177,7 +177,7 @@ def test_a_running_request_is_aborted_and_keeps_its_slot_until_the_engine_lets_g
     arrive(made, 1, 2, 3, 4)
     assert step(made, RequestCancelled(1)) == [AbortRequest("gpu0", 1)]
     assert step(made, RequestCancelled(1)) == []
-    assert step(made, RequestEnded("gpu0", 1, "cancelled")) == [StartBatch("gpu0", batch(2, 3))]
+    assert step(made, RequestEnded("gpu0", 1, "cancelled")) == [StartBatch("gpu0", batch(2, 3, size=2))]
 
 
 def test_news_of_a_client_that_left_after_its_answer_changes_nothing() -> None:
@@ -280,7 +280,28 @@ def test_a_deadline_that_passes_in_the_queue_costs_no_engine() -> None:
     arrive(made, late, 4)
     assert made.wake_at_s == 5.0
     actions = step(made, BatchEnded("gpu0", 1, {1: 1.0, 2: 1.0}), 5.0)
-    assert actions == [FailRequest(3, "deadline_exceeded"), StartBatch("gpu0", batch(2, 4))]
+    assert actions == [FailRequest(3, "deadline_exceeded"), StartBatch("gpu0", batch(2, 4, size=2))]
+
+
+def test_deadlines_of_requests_that_are_over_are_not_kept() -> None:
+    made = scheduler(REFILL, release="greedy")
+    for request_id in range(500):
+        arrive(made, Request(request_id, None, 1e6))
+        step(made, RequestEnded("gpu0", request_id, "completed", 1))
+    assert made.wake_at_s is None
+    assert len(made._deadlines) <= 64
+
+
+def test_retry_after_counts_busy_time_only() -> None:
+    made = scheduler(REFILL, release="greedy", queue_requests_max=1)
+    arrive(made, 1, 2)
+    step(made, RequestEnded("gpu0", 1, "completed", 1), 1.0)
+    step(made, RequestEnded("gpu0", 2, "completed", 1), 2.0)
+    arrive(made, 3, 4, 5, now_s=40_000.0)  # after a night without work
+    step(made, RequestEnded("gpu0", 3, "completed", 1), 40_001.0)
+    step(made, RequestEnded("gpu0", 4, "completed", 1), 40_002.0)
+    arrive(made, 6, 7, now_s=40_002.0)
+    assert arrive(made, 8, now_s=40_002.0) == [FailRequest(8, "queue_full", retry_after_s=1.0)]
 
 
 def test_a_deadline_already_passed_is_refused_at_once() -> None:

@@ -56,10 +56,7 @@ class World(RuleBasedStateMachine):
     def begin(self, config: SchedulingConfig, engines: list[tuple[int, bool]]) -> None:
         self.header = Header(config, (10.0, 20.0, 30.0, 40.0))
         self.scheduler = self.header.scheduler()
-        self.engines = [
-            EngineInfo(f"e{index}", config.batch_size if barrier else slots, barrier)
-            for index, (slots, barrier) in enumerate(engines)
-        ]
+        self.engines = [EngineInfo(f"e{index}", slots, barrier) for index, (slots, barrier) in enumerate(engines)]
         self.up: set[str] = set()
         self.running: dict[str, dict[int, int]] = {engine.name: {} for engine in self.engines}  # -> id -> batch
         self.outcomes: Counter[int] = Counter()
@@ -120,12 +117,25 @@ class World(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(name for name, running in self.running.items() if running)))
         request_id = data.draw(st.sampled_from(sorted(self.running[name])))
         del self.running[name][request_id]
-        if outcome == "retryable" and request_id not in self.gone:
+        if outcome == "retryable":
+            self.outcomes[request_id] += request_id in self.gone  # nobody waits for it: it is not tried again
             self.tell(RequestEnded(name, request_id, "failed", retryable=True))
             return
         self.outcomes[request_id] += 1
         kind = "completed" if outcome == "completed" else "failed"
         self.tell(RequestEnded(name, request_id, kind, float(request_id % 50 + 1)))  # type: ignore[arg-type]
+
+    @precondition(lambda self: len(self.arrived))
+    @rule(data=st.data(), retryable=st.booleans())
+    def stale_news_comes_from_an_engine_that_does_not_run_the_request(
+        self, data: st.DataObject, retryable: bool
+    ) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.arrived)))
+        name = data.draw(st.sampled_from([engine.name for engine in self.engines]))
+        if request_id not in self.running[name]:
+            before = len(self.steps)
+            self.tell(RequestEnded(name, request_id, "failed", retryable=retryable))
+            assert not any(isinstance(action, FailRequest) for step in self.steps[before:] for action in step.actions)
 
     @precondition(lambda self: any(engine.barrier and self.running[engine.name] for engine in self.engines))
     @rule(data=st.data())

@@ -93,6 +93,7 @@ class LanguageModel:
         self.context_tokens = int(getattr(config, "max_position_embeddings", None) or 2048)
         self.vocabulary_size = int(config.vocab_size)
         self.defaults = _default_sampling(model.generation_config)
+        self._max_new_tokens: int | None = model.generation_config.max_new_tokens
         self._eos_ids = _eos_ids(model.generation_config.eos_token_id, tokenizer.eos_token_id)
 
     @classmethod
@@ -132,12 +133,15 @@ class LanguageModel:
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
     ) -> Row:
-        """A request as a row; the prompt must be shorter than the context. max_tokens None: as many as fit."""
+        """A request as a row; the prompt must be shorter than the context.
+
+        max_tokens None: the generation configuration's max_new_tokens, else as many as fit.
+        """
         room = self.context_tokens - len(prompt_ids)
         assert 0 < len(prompt_ids) < self.context_tokens
         return Row(
             prompt_ids,
-            room if max_tokens is None else min(max_tokens, room),
+            min(max_tokens or self._max_new_tokens or room, room),
             sampling,
             frozenset() if ignore_eos else self._eos_ids,
             TextStream(self._decode, stop, prompt_ids),
