@@ -200,19 +200,19 @@ async def _start_engines(config: Config, stack: AsyncExitStack) -> list[Engine]:
     from llmserve.request import EngineInfo
 
     engines = config.engines
+    if engines.engine:
+        slots = config.scheduling.batch_size if engines.barrier else engines.slots
+        urls = {_engine_name(url): url for url in engines.engine}
+        if len(urls) < len(engines.engine):
+            raise ConfigError("engine: the same server stands twice")
+        infos = [EngineInfo(name, slots, engines.barrier) for name in urls]
+    else:
+        urls = {"embedded": await _start_embedded(config, stack)}
+        infos = [EngineInfo("embedded", config.scheduling.batch_size, True)]
     timeouts = Timeouts(connect_s=engines.engine_connect_s, idle_s=engines.engine_idle_s)
-    if not engines.engine:
-        url = await _start_embedded(config, stack)
-        return [OpenAIEngine(EngineInfo("embedded", config.scheduling.batch_size, True), url, timeouts=timeouts)]
-    slots = config.scheduling.batch_size if engines.barrier else engines.slots
-    names = [_engine_name(url) for url in engines.engine]
-    if len(set(names)) < len(names):
-        raise ConfigError("engine: the same server stands twice")
     made: list[Engine] = []
-    for name, url in zip(names, engines.engine, strict=True):
-        engine = OpenAIEngine(
-            EngineInfo(name, slots, engines.barrier), url, timeouts=timeouts, api_key=engines.engine_api_key
-        )
+    for info in infos:
+        engine = OpenAIEngine(info, urls[info.name], timeouts=timeouts, api_key=engines.engine_api_key)
         stack.push_async_callback(engine.close)
         made.append(engine)
     return made

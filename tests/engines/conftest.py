@@ -6,10 +6,15 @@ import pytest
 from tiny_llama import save_tiny_llama
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tiny models on a busy machine: several threads would mostly wait for each other."""
+    pytest.importorskip("torch").set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny random model."""
-    pytest.importorskip("torch")
     folder = tmp_path_factory.mktemp("tiny-llama")
     save_tiny_llama(folder)
     return folder
