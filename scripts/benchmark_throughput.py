@@ -123,11 +123,16 @@ async def front_end(engine_url: str, arrangement: Arrangement, args: argparse.Na
     await process.start()
     try:
         async with aiohttp.ClientSession() as session, asyncio.timeout(60):
-            while (await session.get(f"{process.url}/ready")).status != 200:  # noqa: ASYNC110
+            while not await is_ready(session, process.url):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         yield process.url
     finally:
         await process.stop()
+
+
+async def is_ready(session: aiohttp.ClientSession, url: str) -> bool:
+    async with session.get(f"{url}/ready") as response:
+        return response.status == 200
 
 
 async def run(url: str, prompts: list[str], oracle: list[int] | None) -> Run:

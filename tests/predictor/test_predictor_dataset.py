@@ -58,6 +58,16 @@ def test_a_hub_dataset_gives_the_same_rows_by_split(tmp_path: Path, monkeypatch:
     assert load_rows([f"hub:{repository}:test"]).rows == ROWS[:1]
 
 
+def test_a_hub_dataset_that_cannot_be_parsed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "train.jsonl").write_text('{"prompt": "cut of')
+    with pytest.raises(DatasetError, match="broken"):
+        load_rows([f"hub:{tmp_path / 'broken'}"])
+
+
 def test_several_sources_are_read_in_order(tmp_path: Path) -> None:
     sources = [write_jsonl(tmp_path / f"{i}.jsonl", [RECORDS[i]]) for i in (1, 0)]
     assert load_rows(sources).rows == [ROWS[1], ROWS[0]]

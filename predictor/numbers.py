@@ -1,0 +1,50 @@
+"""Numbers as points on smooth curves, for encoders that are trained from scratch.
+
+With random embeddings each number is a word of its own: "count from 17 to 134" teaches nothing about 18 or 135, and
+some ten thousand prompts are far too few to show every pair. So the rows of the numbers' tokens are given, and kept:
+near numbers have near embeddings, and what is learnt of some holds for those between. Without that, a small encoder
+learns the training prompts by heart instead of learning to count.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from predictor.tokenizer import NUMBERS
+
+SCALE = 0.085  # some four times BERT's initial weights: a number's value outweighs its place in the sentence
+PERIOD_MAX, PERIOD_MIN = 2000.0, 8.0
+
+
+def number_features(numbers: Tensor, width: int) -> Tensor:
+    """(n,) numbers, 0 to 1000 -> (n, width), each in [-1, 1].
+
+    Waves of geometric periods carry the fine detail, steps over the numbers sums and differences, steps over their
+    logarithms products and quotients; ones mark a token as a number. Zeros, half of all, leave room for the context.
+    """
+    used = width // 2
+    v = numbers.to(torch.float32)
+    angle = 2 * math.pi * v.unsqueeze(1) / torch.logspace(math.log10(PERIOD_MAX), math.log10(PERIOD_MIN), used // 5)
+    features = torch.cat(
+        [torch.sin(angle), torch.cos(angle), _steps(v, 1000, used // 4), _steps(v.log1p(), math.log(1001), used // 4)],
+        dim=1,
+    )
+    ones = torch.ones(len(v), used - features.shape[1])
+    return torch.cat([features, ones, torch.zeros(len(v), width - used)], dim=1)
+
+
+def fix_number_embeddings(embeddings: nn.Embedding, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the numbers' rows their features, and keep the training from changing them."""
+    rows = torch.tensor(tokenizer.convert_tokens_to_ids(NUMBERS))
+    with torch.no_grad():
+        embeddings.weight[rows] = SCALE * number_features(torch.arange(len(NUMBERS)), embeddings.embedding_dim)
+    learnt = torch.ones(embeddings.num_embeddings, 1)
+    learnt[rows] = 0
+    embeddings.weight.register_hook(lambda gradient: gradient * learnt.to(gradient.device))
+
+
+def _steps(x: Tensor, high: float, count: int) -> Tensor:
+    """(n,) -> (n, count): how far x is beyond each of `count` marks from 0 to `high`, each a smooth step."""
+    return torch.tanh((x.unsqueeze(1) - torch.linspace(0, high, count)) / (0.75 * high / (count - 1)))

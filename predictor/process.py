@@ -1,0 +1,280 @@
+"""A predictor in a process of its own, so that neither torch's import nor its work ever holds up the caller.
+
+The child is `python -m predictor.worker`, spoken to over its pipes: one line of JSON for a batch of prompts, one for
+their lengths. Prompts that arrive while a batch runs wait and go together as the next batch.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from predictor.errors import BadPredictor, PredictionFailed, PredictorDied
+from predictor.text import head_and_tail
+
+REPLY_BYTES_MAX = 2**20
+IMPORT_ROOT = str(Path(__file__).resolve().parents[1])  # so that the child imports this very package
+QUIET_AND_OFFLINE = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """One prompt that has not been sent yet, and everyone who waits for it."""
+
+    prompt: str
+    futures: list[asyncio.Future[float]] = field(default_factory=list)
+
+    def wanted(self) -> bool:
+        return not all(future.done() for future in self.futures)
+
+    def settle(self, answer: float | Exception) -> None:
+        for future in self.futures:
+            if future.done():  # its caller gave up
+                continue
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+
+class PredictorProcess:
+    """An asyncio-side handle on a child process that holds a LengthPredictor.
+
+    Use it from one event loop: `await start()`, any number of concurrent `await predict(prompt)`, `await close()`; or
+    `async with`. When the child dies, whoever waits gets PredictorDied, and so does every later uncached call until
+    the child is up again; it is started again after `restart_delay_s`, doubled up to `restart_delay_s_max` while it
+    keeps failing.
+
+    threads : of torch, in the child. batch_max : prompts sent together. cache_max : prompts whose predictions are
+    remembered (least recently used go first). reply_timeout_s : a child that takes longer for one batch is killed.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        threads: int = 1,
+        batch_max: int = 64,
+        cache_max: int = 10_000,
+        start_timeout_s: float = 120.0,
+        reply_timeout_s: float = 30.0,
+        restart_delay_s: float = 0.5,
+        restart_delay_s_max: float = 60.0,
+    ) -> None:
+        self.folder = Path(folder)
+        self.threads = threads
+        self.batch_max = batch_max
+        self.cache_max = cache_max
+        self.start_timeout_s = start_timeout_s
+        self.reply_timeout_s = reply_timeout_s
+        self.restart_delay_s = restart_delay_s
+        self.restart_delay_s_max = restart_delay_s_max
+        self._child: _Child | None = None  # None: down
+        self._down = "the predictor process has not been started"
+        self._keeper: asyncio.Task[None] | None = None
+        self._waiting: OrderedDict[bytes, _Waiting] = OrderedDict()
+        self._arrived = asyncio.Event()
+        self._cache: OrderedDict[bytes, float] = OrderedDict()
+        self._in_flight: list[tuple[bytes, _Waiting]] = []
+        self._characters_max = sys.maxsize
+        self._delay_s = restart_delay_s
+        self.training_lengths: list[int] = []  # known once started
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id; None while it is down."""
+        return self._child.pid if self._child else None
+
+    async def start(self) -> None:
+        """Return when the predictor is loaded; raise BadPredictor or PredictorDied when it cannot be."""
+        assert self._keeper is None, "started twice"
+        child = await self._launch()
+        self._keeper = asyncio.create_task(self._keep(child), name="predictor-keeper")
+
+    async def close(self) -> None:
+        """End the child. Whoever still waits gets PredictorDied. Closing twice is fine."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait([self._keeper])
+
+    async def predict(self, prompt: str) -> float:
+        """Predicted output tokens of the prompt. Raises PredictorDied or PredictionFailed; may be cancelled freely."""
+        text = head_and_tail(prompt, self._characters_max)
+        key = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        if self._child is None:
+            raise PredictorDied(self._down)
+        future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, _Waiting(text)).futures.append(future)
+        self._arrived.set()
+        return await future
+
+    async def _launch(self) -> "_Child":
+        """A loaded child, in force from now on."""
+        child = _Child(self.folder, self.threads)
+        ready = await child.start(self.start_timeout_s)
+        child.exit.add_done_callback(lambda _: self._arrived.set())  # an idle child's death is news too
+        self.training_lengths = ready["training_lengths"]
+        self._characters_max = ready["characters_max"]
+        self._child = child
+        return child
+
+    async def _keep(self, child: "_Child") -> None:
+        """Serve with the child; when it dies, tell whoever waits and start another, until cancelled."""
+        try:
+            while True:
+                self._go_down(await self._serve(child))
+                log.warning("%s; starting it again", self._down)
+                child = await self._relaunch()
+        finally:
+            self._go_down("the predictor process was closed")
+            await child.end()
+
+    async def _serve(self, child: "_Child") -> str:
+        """Send what waits, batch after batch; return when the child is dead, and say why."""
+        while child.alive:
+            self._arrived.clear()
+            self._in_flight = self._take_batch()
+            if not self._in_flight:
+                await self._arrived.wait()
+                continue
+            prompts = [waiting.prompt for _, waiting in self._in_flight]
+            try:
+                lengths = await child.ask(prompts, self.reply_timeout_s)
+            except PredictionFailed as failure:
+                for _, waiting in self._in_flight:
+                    waiting.settle(failure)
+            except PredictorDied as death:
+                await child.end()
+                return f"{death} (exit code {child.process.returncode})"
+            else:
+                self._settle(lengths)
+                self._delay_s = self.restart_delay_s
+        return f"the predictor process ended (exit code {child.process.returncode})"
+
+    def _take_batch(self) -> list[tuple[bytes, _Waiting]]:
+        """The prompts that waited longest; those whose callers have all given up are dropped."""
+        batch: list[tuple[bytes, _Waiting]] = []
+        while self._waiting and len(batch) < self.batch_max:
+            key, waiting = self._waiting.popitem(last=False)
+            if waiting.wanted():
+                batch.append((key, waiting))
+        return batch
+
+    def _settle(self, lengths: list[float]) -> None:
+        for (key, waiting), length in zip(self._in_flight, lengths, strict=True):
+            waiting.settle(length)
+            self._cache[key] = length
+            if len(self._cache) > self.cache_max:
+                self._cache.popitem(last=False)
+
+    def _go_down(self, reason: str) -> None:
+        """No child from now on: whoever waits hears why, and so does whoever asks before the next one is up."""
+        self._child, self._down = None, reason
+        for waiting in [*(waiting for _, waiting in self._in_flight), *self._waiting.values()]:
+            waiting.settle(PredictorDied(reason))
+        self._in_flight = []
+        self._waiting.clear()
+
+    async def _relaunch(self) -> "_Child":
+        while True:
+            await asyncio.sleep(self._delay_s)
+            self._delay_s = min(2 * self._delay_s, self.restart_delay_s_max)  # until a batch has been answered
+            try:
+                return await self._launch()
+            except (BadPredictor, PredictorDied, OSError) as error:
+                self._down = str(error)
+                log.warning("the predictor process did not start again: %s", error)
+
+
+def worker_command(folder: Path, threads: int) -> list[str]:
+    """-P: a module of the caller's working directory must not stand in for one of ours."""
+    return [sys.executable, "-P", "-m", "predictor.worker", str(folder), str(threads)]
+
+
+class _Child:
+    """The operating system's process and its two pipes. One question at a time."""
+
+    exit: asyncio.Task[int]
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        self.folder = folder
+        self.threads = threads
+
+    async def start(self, timeout_s: float) -> dict[str, Any]:
+        """The child's first message, once it has loaded. Raises BadPredictor or PredictorDied, leaving no process."""
+        path = os.pathsep.join(filter(None, [IMPORT_ROOT, os.environ.get("PYTHONPATH")]))
+        self.process = await asyncio.create_subprocess_exec(
+            *worker_command(self.folder, self.threads),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=REPLY_BYTES_MAX,
+            env={**os.environ, "PYTHONPATH": path, **QUIET_AND_OFFLINE},
+        )
+        self.exit = asyncio.create_task(self.process.wait())
+        try:
+            ready = await self._exchange(b"", timeout_s)
+        except BaseException:  # a cancelled start too
+            await self.end()
+            raise
+        if "error" in ready:
+            await self.end()
+            raise BadPredictor(ready["error"])
+        return ready
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process.returncode is None
+
+    async def ask(self, prompts: list[str], timeout_s: float) -> list[float]:
+        """The prompts' predicted lengths. Raises PredictionFailed, or PredictorDied when it does not answer at all."""
+        reply = await self._exchange(json.dumps(prompts).encode() + b"\n", timeout_s)
+        if "error" in reply:
+            raise PredictionFailed(reply["error"])
+        lengths: list[float] = reply["lengths"]
+        return lengths
+
+    async def end(self) -> None:
+        """Kill it (it has nothing to save) and wait until it is gone."""
+        if self.alive:
+            self.process.kill()
+        await self.exit
+
+    async def _exchange(self, line: bytes, timeout_s: float) -> dict[str, Any]:
+        """Send a line (none before the first message) and return the child's next one; or raise PredictorDied."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                self.process.stdin.write(line)
+                await self.process.stdin.drain()
+                reply = await self.process.stdout.readline()
+            if not reply:
+                raise PredictorDied("the predictor process ended without an answer; its standard error says why")
+            message: dict[str, Any] = json.loads(reply)
+        except TimeoutError:
+            raise PredictorDied(f"the predictor process said nothing for {timeout_s:g} s") from None
+        except (OSError, ValueError) as error:  # a broken pipe; not a line of JSON
+            raise PredictorDied(f"the predictor process cannot be spoken to: {error}") from error
+        return message
