@@ -117,7 +117,8 @@ async def front_end(engine_url: str, arrangement: Arrangement, args: argparse.Na
         words = [sys.executable, "-m", "llmserve", "serve", "--engine", engine_url, "--port", str(port)]
         words += ["--barrier"] if arrangement.mode == "barrier" else ["--slots", str(args.refill_slots)]
         words += ["--batch-size", str(args.batch_size), *arrangement.flags]
-        return [*words, "--predictor", args.predictor if arrangement.lengths == "predicted" else "none"]
+        # With oracle lengths too, the first edges come from the predictor's training lengths.
+        return [*words, "--predictor", "none" if arrangement.lengths == "none" else args.predictor]
 
     process = EngineProcess(arrangement.name, command, start_s=120)
     await process.start()
