@@ -13,13 +13,15 @@ With --engine, another server that serves the demo model (vLLM, say) takes the e
 arrangements are added: the engine driven directly, and llmserve refilling its slots without a barrier.
 
 Beside each measured gain stands the gain that the seen lengths imply: a batch takes as long as its longest answer, so
-an arrangement takes the sum over its batches of that length. Batches are read from the answers' own receipts.
+an arrangement takes the sum over its batches of what an answer of that length takes. What lengths take is measured
+beforehand on the engine alone, with full batches of fixed lengths. Batches are read from the answers' own receipts.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
@@ -34,11 +36,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from llmserve.engines.embedded import demo_corpus
 from llmserve.engines.engine_process import EngineProcess
+from llmserve.engines.openai_engine import BATCH_HEADER, BATCH_SIZE_HEADER
 
 MODEL = "llmserve-demo"
 
@@ -84,12 +88,12 @@ class Run:
         return sum(self.lengths) / self.seconds
 
     @property
-    def steps(self) -> int:
-        """Tokens of the longest answers of all batches: the time the lengths imply, in steps."""
+    def longest(self) -> list[int]:
+        """Tokens of the longest answer of each batch."""
         longest: dict[str, int] = defaultdict(int)
         for batch, length in zip(self.batches, self.lengths, strict=True):
             longest[batch] = max(longest[batch], length)
-        return sum(longest.values())
+        return list(longest.values())
 
 
 @asynccontextmanager
@@ -158,7 +162,29 @@ async def run(url: str, prompts: list[str], oracle: list[int] | None) -> Run:
     return Run(seconds, list(lengths), list(batches), list(latencies_s))
 
 
-async def measure(args: argparse.Namespace) -> dict[str, list[Run]]:
+async def batch_cost(engine_url: str, batch_size: int, rounds: int = 5) -> np.poly1d:
+    """Seconds of a full batch as a polynomial of its tokens: a start, a step, and a step's growth with the context."""
+    lengths = (1, 30, 60, 120, 240, 480)
+    seconds: dict[int, list[float]] = {length: [] for length in lengths}
+    async with aiohttp.ClientSession() as session:
+
+        async def ask(length: int, batch: str) -> None:
+            body = {"model": MODEL, "messages": [{"role": "user", "content": "Count from 1 to 9."}]}
+            fixed = {**body, "max_tokens": length, "ignore_eos": True, "temperature": 0}
+            headers = {BATCH_HEADER: batch, BATCH_SIZE_HEADER: str(batch_size)}
+            async with session.post(f"{engine_url}/v1/chat/completions", json=fixed, headers=headers) as response:
+                answer = await response.json()
+                assert answer["usage"]["completion_tokens"] == length, answer
+
+        for number, length in itertools.product(range(rounds), lengths):
+            began_s = time.perf_counter()
+            await asyncio.gather(*(ask(length, f"cost-{number}-{length}") for _ in range(batch_size)))
+            seconds[length].append(time.perf_counter() - began_s)
+    medians = [statistics.median(seconds[length]) for length in lengths]
+    return np.poly1d(np.polyfit(lengths, medians, deg=2))
+
+
+async def measure(args: argparse.Namespace) -> tuple[dict[str, list[Run]], np.poly1d]:
     prompts = [example.prompt for example in demo_corpus.examples(args.requests, seed=args.seed, held_out=True)]
     arrangements = [BASELINE]
     arrangements += [Arrangement("barrier", bins, how) for bins in args.bins for how in ("predicted", "oracle")]
@@ -171,6 +197,7 @@ async def measure(args: argparse.Namespace) -> dict[str, list[Run]]:
             await stack.enter_async_context(front_end(engine_url, arrangement, args)) for arrangement in arrangements
         ]
         await run(urls[0], prompts[:16], None)  # warms the engine up
+        cost = await batch_cost(engine_url, args.batch_size)
         lengths: list[int] | None = None
         for number in range(args.rounds):
             for arrangement, url in zip(arrangements, urls, strict=True):
@@ -181,10 +208,10 @@ async def measure(args: argparse.Namespace) -> dict[str, list[Run]]:
                     f"round {number + 1}/{args.rounds}: {arrangement.name}: {done.tokens_per_s:,.0f} tokens/s",
                     file=sys.stderr,
                 )
-    return runs
+    return runs, cost
 
 
-def rows(runs: dict[str, list[Run]]) -> list[dict[str, Any]]:
+def rows(runs: dict[str, list[Run]], cost: np.poly1d) -> list[dict[str, Any]]:
     """Medians; gains over "no bins" round by round, so that a machine that slows down slows both sides."""
     plain = runs[BASELINE.name]
     return [
@@ -194,7 +221,7 @@ def rows(runs: dict[str, list[Run]]) -> list[dict[str, Any]]:
             "gain": round(
                 statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in zip(these, plain, strict=True)), 3
             ),
-            "gain_implied": _implied(name, these, plain),
+            "gain_implied": _implied(name, these, plain, cost),
             "latency_s_mean": round(statistics.median(statistics.mean(done.latencies_s) for done in these), 2),
             "seconds": round(statistics.median(done.seconds for done in these), 2),
         }
@@ -202,11 +229,15 @@ def rows(runs: dict[str, list[Run]]) -> list[dict[str, Any]]:
     ]
 
 
-def _implied(name: str, these: list[Run], plain: list[Run]) -> float | None:
+def _implied(name: str, these: list[Run], plain: list[Run], cost: np.poly1d) -> float | None:
     """None where there is no barrier: then an arrangement's batches imply nothing."""
     if name.startswith(("engine", "refill")):
         return None
-    return round(statistics.median(b.steps / a.steps for a, b in zip(these, plain, strict=True)), 3)
+
+    def seconds(done: Run) -> float:
+        return float(sum(cost(length) for length in done.longest))
+
+    return round(statistics.median(seconds(b) / seconds(a) for a, b in zip(these, plain, strict=True)), 3)
 
 
 def print_table(results: list[dict[str, Any]], title: str) -> None:
@@ -272,7 +303,8 @@ def main() -> None:
         import predictor
 
         args.predictor = str(predictor.DEMO)
-    results = rows(asyncio.run(measure(args)))
+    runs, cost = asyncio.run(measure(args))
+    results = rows(runs, cost)
     engine = f"Engine at {args.engine}" if args.engine else "Embedded engine"
     title = f"{engine}, {args.requests} requests at once, batches of {args.batch_size}"
     print_table(results, title)
@@ -285,7 +317,8 @@ def main() -> None:
             "seed": args.seed,
         }
         machine = {"python": platform.python_version(), "cores": os.cpu_count()}
-        args.output.write_text(json.dumps({**setting, **machine, "rows": results}, indent=2) + "\n")
+        batch = {"batch_ms": {length: round(1e3 * float(cost(length)), 1) for length in (1, 60, 240, 480)}}
+        args.output.write_text(json.dumps({**setting, **machine, **batch, "rows": results}, indent=2) + "\n")
     if args.figure:
         draw(results, title, args.figure)
 

@@ -51,7 +51,7 @@ SYSTEM_PROMPTS = (
 class Plan:
     """How long and how to train. One of steps and minutes ends the run: whichever comes first."""
 
-    steps: int = 2500
+    steps: int = 3000
     minutes: float = math.inf
     seed: int = 0
     tokens_per_part: int = 1024

@@ -209,7 +209,7 @@ def test_shipped_model_answers_held_out_prompts(shipped: Any) -> None:
         ("Please count down from 12 to 7", "12, 11, 10, 9, 8, 7"),
         ("List 3 animals as a numbered list.", "1. ant\n2. bear\n3. cat"),
         ("Spell the word horse.", "h-o-r-s-e"),
-        ('Write "hello" 2 times.', "1. hello\n2. hello"),
+        ('Write "banana" 2 times.', "1. banana\n2. banana"),
         ("Repeat after me: the tiger likes lemon", "the tiger likes lemon"),
     ],
 )

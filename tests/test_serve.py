@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tiny_llama import save_tiny_llama
 
 
 class Server:
@@ -85,6 +86,15 @@ def test_a_person_chats_and_a_signal_ends_it_with_status_0_and_no_process_left(
     assert len(server.children) == 2, "the engine and the predictor"
     assert server.stop(number) == 0
     assert gone(server.children)
+
+
+def test_any_model_folder_is_served_instead(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path / "tiny")
+    server = start_server("--model", str(tmp_path / "tiny"))
+    answer, headers = server.chat("hello", model="tiny", max_tokens=5)
+    assert answer["model"] == "tiny"
+    assert 0 < answer["usage"]["completion_tokens"] <= 5
+    assert "x-llmserve-predicted-tokens" not in headers, "the demo predictor knows the demo model only"
 
 
 def test_the_predictor_orders_answers_by_their_length(start_server: Callable[..., Server]) -> None:

@@ -83,18 +83,18 @@ class EngineProcess:
         if self._process.returncode is None:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._ended()), STOP_S)
+                await asyncio.wait_for(self._ended(0.02), STOP_S)
         self._signal(signal.SIGKILL)  # the group: workers may outlive their leader
-        await self._ended()
+        await self._ended(0.02)
         if self._reader is not None:
             await asyncio.wait([self._reader], timeout=1.0)
             self._reader.cancel()
 
-    async def _ended(self) -> None:
+    async def _ended(self, look_every_s: float) -> None:
         """Not `Process.wait()`: with some event loops that also waits until nobody holds the output open."""
         assert self._process is not None
         while self._process.returncode is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(look_every_s)
 
     async def _spawn(self) -> None:
         self._lines.clear()
@@ -141,7 +141,7 @@ class EngineProcess:
         while True:
             assert self._process is not None
             born_s = time.monotonic()
-            await self._ended()
+            await self._ended(0.25)
             if time.monotonic() - born_s >= STABLE_S:
                 pause_s = RESTART_PAUSE_S[0]
             status, words = self._process.returncode, self._last_words()
