@@ -21,7 +21,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmserve.api.limits import ApiConfig, Doorkeeper
 from llmserve.api.parse import BODIES, PREDICTED_HEADER, SLO_HEADER, parse_call
-from llmserve.cluster.live import Exchange, Head, LiveCluster, Receipt
+from llmserve.cluster.exchange import Exchange, Head, Receipt
+from llmserve.cluster.live import LiveCluster
 from llmserve.errors import BadRequest, MethodNotAllowed, ModelNotFound, NotFound, RequestError, Unavailable
 from llmserve.metrics import Metrics
 from llmserve.request import Call

@@ -13,14 +13,14 @@ import math
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
 
+from llmserve.cluster.exchange import ClientStalled, Exchange, Head, Receipt
 from llmserve.cluster.journal import Journal
 from llmserve.engines.engine import Answer, Engine, EngineError, ServedModel
 from llmserve.engines.event_stream import UsageFilter, completion_tokens
@@ -70,127 +70,6 @@ class LiveConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(ge=1, description="health probes that an engine may miss in a row before it counts as lost")
     ] = 3
     probe_every_s: Annotated[float, Meta(gt=0, description="between two health probes of an engine")] = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """What the front-end did for an answer: the x-llmserve-* headers."""
-
-    request_id: int
-    bin: int
-    batch: int
-    engine: str
-    queue_ms: float
-    predicted_tokens: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """How an answer begins. body is None when it follows as a stream."""
-
-    status: int
-    content_type: str
-    retry_after: str | None
-    receipt: Receipt
-    body: bytes | None
-
-
-class Exchange:
-    """One client call on its way: the door awaits `head()`, then reads `chunks()`."""
-
-    def __init__(self, call: Call, request_id: int, config: LiveConfig) -> None:
-        self.call = call
-        self.request = Request(request_id)
-        self.arrived_at_s = 0.0
-        self.receipt: Receipt | None = None
-        self.task: asyncio.Task[RequestEnded] | None = None  # the pump that serves it now
-        self.gone = False  # its client has left
-        self.answered = False  # its client has been given bytes
-        self.refused: Head | None = None  # an engine's own error answer, kept in case no retry does better
-        self._head: asyncio.Future[Head] = asyncio.get_running_loop().create_future()
-        self._chunks: deque[bytes] = deque()
-        self._buffered_bytes = 0
-        self._config = config
-        self._closed = False
-        self._error: RequestError | None = None
-        self._reader: asyncio.Future[None] | None = None
-        self._writer: asyncio.Future[None] | None = None
-
-    # ---- the door's side ----
-
-    async def head(self) -> Head:
-        """Raises RequestError when the call failed before an answer began."""
-        # Shielded: the task that waits here may be cancelled, and the future must still tell how the call ends.
-        return await asyncio.shield(self._head)
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The stream's bytes. Raises RequestError when it broke off."""
-        while True:
-            if self._chunks:
-                data = b"".join(self._chunks) if len(self._chunks) > 1 else self._chunks[0]
-                self._chunks.clear()
-                self._buffered_bytes = 0
-                _wake(self._writer)
-                yield data
-            elif self._closed:
-                return
-            elif self._error is not None:
-                raise self._error
-            else:
-                self._reader = asyncio.get_running_loop().create_future()
-                await self._reader
-
-    def leave(self) -> None:
-        """The client reads no more."""
-        self.gone = True
-        _wake(self._writer)
-
-    # ---- the pump's side ----
-
-    @property
-    def complete(self) -> bool:
-        """The client's answer is all here, or has failed: no more will come."""
-        if self._closed or self._error is not None:
-            return True
-        return self._head.done() and not self._head.cancelled() and self._head.result().body is not None
-
-    def begin(self, head: Head) -> None:
-        self.answered = True
-        if not self._head.done():
-            self._head.set_result(head)
-
-    async def feed(self, chunk: bytes) -> None:
-        """Hand bytes over; waits while the client is too far behind. Raises ClientStalled when it stays there."""
-        self._chunks.append(chunk)
-        self._buffered_bytes += len(chunk)
-        _wake(self._reader)
-        while self._buffered_bytes > self._config.buffer_bytes_max and not self.gone:
-            self._writer = asyncio.get_running_loop().create_future()
-            try:
-                async with asyncio.timeout(self._config.client_stall_s):
-                    await self._writer
-            except TimeoutError:
-                raise ClientStalled from None
-
-    def close(self) -> None:
-        self._closed = True
-        _wake(self._reader)
-
-    def fail(self, error: RequestError) -> None:
-        if not self._head.done():
-            self._head.set_exception(error)
-            self._head.exception()  # a client that has left never looks at it
-        self._error = error
-        _wake(self._reader)
-
-
-class ClientStalled(Exception):
-    """A client has left its full buffer unread for too long."""
-
-
-def _wake(waiter: asyncio.Future[None] | None) -> None:
-    if waiter is not None and not waiter.done():
-        waiter.set_result(None)
 
 
 class _EngineDesk:
@@ -257,7 +136,12 @@ class LiveCluster:
     async def submit(self, call: Call, on_exchange: Callable[[Exchange], None]) -> Exchange:
         """Predict and queue a call. on_exchange gets the exchange at once, so that it can be cancelled meanwhile."""
         self._next_id += 1
-        exchange = Exchange(call, self._next_id, self._config)
+        exchange = Exchange(
+            call,
+            self._next_id,
+            buffer_bytes_max=self._config.buffer_bytes_max,
+            client_stall_s=self._config.client_stall_s,
+        )
         self._open.add(exchange)
         self._empty.clear()
         on_exchange(exchange)
