@@ -288,11 +288,11 @@ class Scheduler:
 
     def _form_for_free_engine(self) -> bool:
         """An engine would idle: offer it the bin whose oldest request has waited longest. True if one let go."""
-        willing = [queue for queue in self.bins if len(queue) and self._release_size(queue, engine_free=True) > 0]
+        sizes = [(queue, self._release_size(queue, engine_free=True)) for queue in self.bins if len(queue)]
+        willing = [(queue, size) for queue, size in sizes if size > 0]
         if not willing:
             return False
-        queue = min(willing, key=lambda queue: queue.oldest_at_s)
-        self._form_batch(queue, self._release_size(queue, engine_free=True))
+        self._form_batch(*min(willing, key=lambda pair: pair[0].oldest_at_s))
         return True
 
     # ---- order: formed batch -> engine ------------------------------------------------------------------------
