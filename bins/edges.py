@@ -59,12 +59,13 @@ def index_of(edges: Sequence[float], lengths: ArrayLike) -> NDArray[np.intp]:
 
 
 class OnlineEdges:
-    """Equal-mass edges that follow the lengths actually seen.
+    """Equal-mass edges that follow what is put into the bins: predicted lengths, or risks (bins/risk.py).
 
-    Keeps the last `window` lengths in a ring. It starts with `sample` (the predictor's training lengths, in a fixed
-    shuffled order, so that traffic displaces it evenly) and fits again after every `refit_every` observations.
+    Fitted to what arrives, bins get equal shares of it however far predictions are off.
+    Keeps the last `window` values in a ring. It starts with `sample` (predictions for prompts like the training's, in a
+    fixed shuffled order, so that traffic displaces it evenly) and fits again after every `refit_every` observations.
     With a starting sample, or fixed `edges`, bins exist from the first request on; with neither, one bin serves
-    until `refit_every` lengths have been seen. refit_every = 0 keeps the first edges for good.
+    until `refit_every` values have been seen. refit_every = 0 keeps the first edges for good.
     """
 
     def __init__(
@@ -94,11 +95,11 @@ class OnlineEdges:
             self.edges = equal_mass_edges(start, bins) if start.size else ()
 
     def bin_of(self, length: float) -> int:
-        """Bin of one length under the edges in force (a scalar bisect: it is on every request's path)."""
+        """Bin of one value under the edges in force (a scalar bisect: it is on every request's path)."""
         return bisect_right(self.edges, length)
 
     def observe(self, length: float) -> bool:
-        """Count one actual length; True when this one made the edges be fitted again."""
+        """Count one value; True when this one made the edges be fitted again."""
         self._ring[self._next] = length
         self._next = (self._next + 1) % self._ring.size
         self._filled = min(self._filled + 1, self._ring.size)

@@ -72,7 +72,21 @@ class PredictorConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Meta(
             description="folder of a trained length predictor, or `none` (default: the demo predictor with the demo "
-            "model, else none)"
+            "model, else none); with none, answers are predicted from earlier ones"
+        ),
+    ] = None
+    predictor_budget_s: Annotated[
+        float, Meta(gt=0, description="longest wait for a prediction; then earlier answers serve instead")
+    ] = 1.0
+    predictor_threads: Annotated[int, Meta(ge=1, description="of the predictor's process, on a CPU")] = 1
+    memory_keys: Annotated[
+        int, Meta(ge=0, description="templates and applications whose recent answer lengths are remembered; 0: none")
+    ] = 10_000
+    record: Annotated[
+        str | None,
+        Meta(
+            description="file to which prompts, parameters and answer lengths are appended, as JSON lines, to train "
+            "a predictor on; never an answer"
         ),
     ] = None
 

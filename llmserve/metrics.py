@@ -131,7 +131,9 @@ class _Gauges:
     def collect(self) -> Iterator[Metric]:
         scheduler = self._cluster.scheduler
         bins = GaugeMetricFamily("llmserve_bin_requests", "Requests that wait in a bin", labels=["bin"])
-        edges = GaugeMetricFamily("llmserve_bin_edge_tokens", "Lower edge of a bin, output tokens", labels=["bin"])
+        edges = GaugeMetricFamily(
+            "llmserve_bin_edge_tokens", "Lower edge of a bin, tokens (of risk or median)", labels=["bin"]
+        )
         lower = (0.0, *scheduler.edges.edges)
         for queue in scheduler.bins:
             bins.add_metric([str(queue.index)], len(queue))
@@ -147,8 +149,25 @@ class _Gauges:
             running.add_metric([name], len(state.running))
         yield ready
         yield running
+        yield from self._prediction()
+
+    def _prediction(self) -> Iterator[Metric]:
+        """How predictions came true, over the scheduler's window."""
+        trust = self._cluster.scheduler.trust
+        bins = len(self._cluster.scheduler.bins)
+        accuracy = trust.accuracy(bins)
+
+        def gauge(name: str, help_: str, value: float) -> GaugeMetricFamily:
+            return GaugeMetricFamily(f"llmserve_prediction_{name}", help_, value=value)
+
+        yield gauge("trusted", "0 while predictions do not rank answers and one bin serves", float(trust.trusted))
+        yield gauge("window_answers", "Answers that the next values look back on", accuracy.answers)
+        yield gauge("rank_correlation", "Spearman's, predicted with real lengths", accuracy.rank_correlation)
+        yield gauge("bin_accuracy", f"Share predicted into their own of {bins} bins", accuracy.bin_accuracy)
+        yield gauge("near_bin_accuracy", "Share predicted into their bin or the next", accuracy.near_accuracy)
+        yield gauge("calibration_error", "Mean miss of the predicted quantiles' levels", accuracy.calibration_error)
         fallbacks = CounterMetricFamily(
-            "llmserve_prediction_fallbacks", "Predictions replaced by recent lengths", labels=["reason"]
+            "llmserve_prediction_fallbacks", "Forecasts made without the predictor", labels=["reason"]
         )
         for reason, count in sorted(self._cluster.prediction_fallbacks.items()):
             fallbacks.add_metric([reason], count)

@@ -10,18 +10,22 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from predictor.prompt import Prompt
+
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """One completion asked for by one client.
 
     id                unique within one server's or simulation's life
-    predicted_tokens  predicted output tokens; None when nothing predicts (the request then shares bin 0)
+    predicted_tokens  predicted output tokens, the median; None when nothing predicts (the request then shares bin 0)
     deadline_s        on the scheduler's clock; None: no deadline
+    quantiles         equally likely output lengths, ascending; () when only the median is known
     """
 
     id: int
     predicted_tokens: float | None = None
     deadline_s: float | None = None
+    quantiles: tuple[float, ...] = ()
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -56,22 +60,27 @@ class Call:
 
     path               the endpoint, e.g. "/v1/chat/completions"
     body               JSON bytes for the engine
-    prompt             the text the length predictor reads
+    prompt             what the length predictor reads
     stream             the client wants server-sent events
     usage_added        `stream_options.include_usage` was put into `body` by us: its event is kept from the client
     choices            answers asked for at once (`n` times the prompts): they share one count of output tokens
     output_tokens_max  the client's limit on each
+    output_tokens_min  no answer is shorter than this (min_tokens; with ignore_eos the limit itself)
     slo_s              the answer is wanted within so many seconds of its arrival
     predicted_tokens   the client's own prediction, used instead of the predictor's
     """
 
     path: str
     body: bytes = field(repr=False)
-    prompt: str = field(repr=False)
-    model: str
+    prompt: Prompt = field(repr=False)
     stream: bool
     usage_added: bool = False
     choices: int = 1
     output_tokens_max: int | None = None
+    output_tokens_min: int | None = None
     slo_s: float | None = None
     predicted_tokens: float | None = None
+
+    @property
+    def model(self) -> str:
+        return self.prompt.model

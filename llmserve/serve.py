@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from llmserve.cluster.live import LiveCluster
     from llmserve.engines.engine import Engine
+    from predictor.forecaster import Forecaster
     from predictor.process import PredictorProcess
 
 log = logging.getLogger("llmserve")
@@ -169,9 +170,10 @@ def _on_stop_signals(callback: Callable[[], None]) -> Iterator[None]:
 
 
 async def _start_cluster(config: Config, stack: AsyncExitStack) -> LiveCluster:
-    """Engines and predictor up (both at once: each loads torch for seconds), then the cluster on top of them."""
+    """Engines and predictor up (both at once: each loads for seconds), then the cluster on top of them."""
     from llmserve.cluster.journal import Header, Journal
     from llmserve.cluster.live import LiveCluster
+    from llmserve.cluster.record import LengthRecord
 
     try:
         config.scheduling.scheduler()  # what makes no sense is said before anything slow is started
@@ -184,15 +186,26 @@ async def _start_cluster(config: Config, stack: AsyncExitStack) -> LiveCluster:
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
     engines, predictor = engines_task.result(), predictor_task.result()
-    lengths = tuple(float(length) for length in predictor.training_lengths) if predictor is not None else ()
-    header = Header(config.scheduling, lengths)
-    journal = Journal(header, path=Path(config.server.journal) if config.server.journal else None)
-    only_model = config.engines.model if config.engines.engine else None
+    header = Header(config.scheduling, config.scheduling.scores(predictor.forecasts if predictor is not None else ()))
     cluster = LiveCluster(
-        header.scheduler(), engines, journal, predictor=predictor, config=config.live, only_model=only_model
+        header.scheduler(),
+        engines,
+        Journal(header, path=Path(config.server.journal) if config.server.journal else None),
+        forecaster=_forecaster(config, predictor),
+        record=LengthRecord(Path(config.prediction.record)) if config.prediction.record else None,
+        config=config.live,
+        only_model=config.engines.model if config.engines.engine else None,
     )
     stack.push_async_callback(cluster.close)
     return cluster
+
+
+def _forecaster(config: Config, predictor: PredictorProcess | None) -> Forecaster:
+    from predictor.forecaster import Forecaster
+    from predictor.online import OnlineLearner
+
+    learner = OnlineLearner(keys_max=config.prediction.memory_keys)
+    return Forecaster(predictor, learner, budget_s=config.prediction.predictor_budget_s)
 
 
 async def _start_engines(config: Config, stack: AsyncExitStack) -> list[Engine]:
@@ -254,7 +267,7 @@ async def _start_predictor(config: Config, stack: AsyncExitStack) -> PredictorPr
     from predictor.errors import PredictorError
     from predictor.process import PredictorProcess
 
-    process = PredictorProcess(folder)
+    process = PredictorProcess(folder, threads=config.prediction.predictor_threads)
     stack.push_async_callback(process.close)
     try:
         await process.start()

@@ -1,46 +1,68 @@
-"""Files and hub datasets -> rows (prompt, model, output_tokens, capped), and their split by prompt."""
+"""Files and hub datasets -> rows (what was asked, how long the answer was), and their split by prompt."""
 
 import gzip
 import hashlib
 import json
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from predictor.errors import DatasetError
+from predictor.prompt import Prompt
 from predictor.text import normalised
+
+TURNS_COLUMNS = ("messages", "conversation", "conversations")  # of OpenAI, of LMSYS-Chat-1M, of ShareGPT
+ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard"), "assistant"),
+}
+GLUE_WORDS_MAX = 3
+"""Texts of so few words, such as "continue" or "thanks", occur in conversations that have nothing else in common."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One observed answer.
 
-    output_tokens : at least 1. capped : the answer was cut at its max_tokens, so its own length is unknown; such
-    rows are used as they are, because the cap that held when they were measured holds when they are served.
+    output_tokens      at least 1
+    capped             the answer was cut, so that its real length is at least output_tokens (right-censored)
+    output_tokens_max  the cap it was generated under; None when unknown
+    group              rows of one group fall on one side of a split: the normalised first user text of their
+                       conversation; "" for a row that stands alone, whose group is its own text
     """
 
-    prompt: str
-    model: str
+    prompt: Prompt
     output_tokens: int
-    capped: bool
+    capped: bool = False
+    output_tokens_max: int | None = None
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What the columns are called. Rows without a model or a finish reason are fine; the others are needed."""
+    """What the columns of flat records are called: the prompt, and either its output tokens or its response.
+
+    Everything else may be missing. A conversation has its model by this name too, and nothing else.
+    """
 
     prompt: str = "prompt"
     output_tokens: str = "output_tokens"
     model: str = "model"
     finish_reason: str = "finish_reason"
+    system: str = "system"
+    history_characters: str = "history_characters"
+    max_tokens: str = "max_tokens"
+    stop: str = "stop"
+    response: str = "response"
 
 
 @dataclass(slots=True)
 class Rows:
-    """The usable rows, and how many were not usable for which reason."""
+    """The usable rows, and how many records were not usable for which reason."""
 
     rows: list[Row] = field(default_factory=list)
     bad: Counter[str] = field(default_factory=Counter)
@@ -55,20 +77,27 @@ class Splits:
     held_out: list[Row]
 
 
-def load_rows(sources: Sequence[str | Path], columns: Columns | None = None) -> Rows:
-    """Read every source, in order; unusable rows are counted by reason.
+def load_rows(
+    sources: Sequence[str | Path],
+    columns: Columns | None = None,
+    answer_tokens: Callable[[str], int] | None = None,
+) -> Rows:
+    """Read every source, in order; records without a usable row are counted by reason.
 
-    A source is a .jsonl, .jsonl.gz or .parquet file, or `hub:NAME[:SPLIT]` (split "train" when it is not given).
-    Raises DatasetError when a source cannot be read or when not one row of all of them is usable.
+    A source is a .jsonl, .jsonl.gz, .json (one array) or .parquet file, or `hub:NAME[:SPLIT]` (split "train" when it
+    is not given). A record is flat, one row in the columns that `columns` names, or a conversation in one of
+    TURNS_COLUMNS: a row for each assistant turn that has text and answers a user turn. A record that is both is flat.
+    answer_tokens : the tokens of an answer's text, where only the text is known.
+    Raises DatasetError when a source cannot be read, when answers must be counted and `answer_tokens` is missing, or
+    when not one row of all sources is usable.
     """
     found = Rows()
     for source in sources:
         for record in _records(str(source)):
-            row = _parse(record, columns or Columns())
-            if isinstance(row, Row):
-                found.rows.append(row)
-            else:
-                found.bad[row] += 1
+            try:
+                found.rows += _parse(record, columns or Columns(), answer_tokens or _cannot_count)
+            except _BadRecord as bad:
+                found.bad[str(bad)] += 1
     if not found.rows:
         reasons = ", ".join(f"{count} x {reason}" for reason, count in found.bad.most_common())
         raise DatasetError(f"no usable row in {', '.join(map(str, sources))} ({reasons or 'no rows at all'})")
@@ -76,14 +105,23 @@ def load_rows(sources: Sequence[str | Path], columns: Columns | None = None) -> 
 
 
 def split_rows(rows: Iterable[Row], seed: int, validation_share: float = 0.1, held_out_share: float = 0.1) -> Splits:
-    """Split by prompt: all rows of a prompt fall on one side, the same one in every run and in every file.
+    """Split by prompt: all rows of a prompt, of its near duplicates and of its conversation fall on one side.
 
-    The shares are expected, not exact: the side follows from a hash of the seed and the normalised prompt alone,
-    so adding rows moves none. Raises DatasetError when a side stays empty.
+    A row's prompt is its group; its own text is tied to the group unless it has GLUE_WORDS_MAX words or fewer, for
+    else one "continue" would tie all conversations together. Near duplicates: see predictor/splitting.py.
+    The shares are expected, not exact: a prompt's side follows from a hash of the seed and the normalised prompt
+    alone, or from that of the first, in sorted order, of the prompts that must be with it. So the order of the rows
+    is nothing to it, and a new row moves only prompts that are tied to it. Raises DatasetError when a side stays empty.
     """
+    from predictor.splitting import representatives  # a second of imports: not for --help
+
+    rows = list(rows)
+    groups = [normalised(row.group or row.prompt.text) for row in rows]
+    ties = {tie for row, group in zip(rows, groups, strict=True) if (tie := _tie(row, group)) is not None}
+    prompts = representatives(set(groups), ties)
     splits = Splits([], [], [])
-    for row in rows:
-        place = _uniform(row.prompt, seed)
+    for row, group in zip(rows, groups, strict=True):
+        place = _uniform(prompts[group], seed)
         if place < held_out_share:
             splits.held_out.append(row)
         elif place < held_out_share + validation_share:
@@ -111,14 +149,16 @@ def _records(source: str) -> Iterator[Any]:
         elif source.endswith(".parquet"):
             yield from _parquet_records(source)
         elif source.endswith((".jsonl", ".jsonl.gz")):
-            yield from _json_records(source)
+            yield from _json_lines(source)
+        elif source.endswith(".json"):
+            yield from _json_array(source)
         else:
-            raise DatasetError(f"{source}: expected .jsonl, .jsonl.gz, .parquet or hub:NAME[:SPLIT]")
+            raise DatasetError(f"{source}: expected .jsonl, .jsonl.gz, .json, .parquet or hub:NAME[:SPLIT]")
     except (OSError, EOFError, ValueError) as error:  # pyarrow's own errors are among them
         raise DatasetError(f"cannot read {source}: {error}") from error
 
 
-def _json_records(path: str) -> Iterator[Any]:
+def _json_lines(path: str) -> Iterator[Any]:
     with gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb") as lines:
         for line in lines:
             if line.strip():
@@ -126,6 +166,13 @@ def _json_records(path: str) -> Iterator[Any]:
                     yield json.loads(line)
                 except ValueError:  # not JSON, or not UTF-8
                     yield None
+
+
+def _json_array(path: str) -> list[Any]:
+    records = json.loads(Path(path).read_bytes())
+    if not isinstance(records, list):
+        raise DatasetError(f"{path}: expected one array of records; one record per line is .jsonl")
+    return records
 
 
 def _parquet_records(path: str) -> Iterator[Any]:
@@ -146,29 +193,128 @@ def _hub_records(name_and_split: str) -> Iterator[Any]:
         raise DatasetError(f"cannot read {name}: {error}") from error
 
 
-def _parse(record: Any, columns: Columns) -> Row | str:
-    """The row, or the reason why it cannot be used."""
-    if not isinstance(record, Mapping):
-        return "not a JSON object"
-    prompt, output_tokens = record.get(columns.prompt), record.get(columns.output_tokens)
-    if not isinstance(prompt, str):
-        return f"no text in {columns.prompt!r}"
-    if not prompt.strip():
-        return f"empty text in {columns.prompt!r}"
-    if isinstance(output_tokens, bool) or not isinstance(output_tokens, int | float):
-        return f"no number in {columns.output_tokens!r}"
-    if not math.isfinite(output_tokens) or output_tokens != int(output_tokens) or output_tokens < 1:
-        return f"not a whole number above 0 in {columns.output_tokens!r}"
-    return Row(
-        prompt=prompt,
-        model=str(record.get(columns.model) or ""),
-        output_tokens=int(output_tokens),
-        capped=record.get(columns.finish_reason) == "length",
+class _BadRecord(Exception):
+    """Why a record cannot be used; load_rows counts it. It names the column and quotes nothing."""
+
+
+def _cannot_count(answer: str) -> int:
+    raise DatasetError(
+        "the tokens of answer texts must be counted: give the tokenizer of the model that wrote them "
+        "(train_predictor's --answer-tokenizer), or name the column that holds their number"
     )
+
+
+def _parse(record: Any, columns: Columns, answer_tokens: Callable[[str], int]) -> list[Row]:
+    """The record's rows, at least one; raises _BadRecord."""
+    if not isinstance(record, Mapping):
+        raise _BadRecord("not a JSON object")
+    has = {column for column, value in record.items() if value is not None}
+    turns_column = next((column for column in TURNS_COLUMNS if column in has), None)
+    is_flat = columns.prompt in has and not has.isdisjoint((columns.output_tokens, columns.response))
+    if turns_column is None or is_flat:
+        return [_flat_row(record, columns, answer_tokens)]
+    return _conversation_rows(record[turns_column], turns_column, _model(record, columns), answer_tokens)
+
+
+def _flat_row(record: Mapping[str, Any], columns: Columns, answer_tokens: Callable[[str], int]) -> Row:
+    prompt = Prompt(
+        text=_filled(_text(record, columns.prompt), columns.prompt),
+        model=_model(record, columns),
+        system="" if record.get(columns.system) is None else _text(record, columns.system),
+        history_characters=_optional_whole(record, columns.history_characters, 0) or 0,
+        stop=_stop(record.get(columns.stop), columns.stop),
+    )
+    if record.get(columns.output_tokens) is None and isinstance(record.get(columns.response), str):
+        output_tokens = _counted(_filled(record[columns.response], columns.response), answer_tokens)
+    else:
+        output_tokens = _whole(record, columns.output_tokens, 1)
+    output_tokens_max = _optional_whole(record, columns.max_tokens, 1)
+    reached = output_tokens_max is not None and output_tokens >= output_tokens_max
+    return Row(prompt, output_tokens, reached or record.get(columns.finish_reason) == "length", output_tokens_max)
+
+
+def _conversation_rows(turns: Any, column: str, model: str, answer_tokens: Callable[[str], int]) -> list[Row]:
+    if not isinstance(turns, list):
+        raise _BadRecord(f"no list in {column!r}")
+    said = [_turn(turn, column) for turn in turns]
+    system = said.pop(0)[1] if said and said[0][0] == "system" else ""
+    group = normalised(next((text for role, text in said if role == "user" and text.strip()), ""))
+    rows, history_characters = [], 0
+    for (role, text), (next_role, answer) in pairwise(said):
+        if (role, next_role) == ("user", "assistant") and text.strip() and answer.strip():
+            prompt = Prompt(text, model, system, history_characters)
+            rows.append(Row(prompt, _counted(answer, answer_tokens), group=group))
+        history_characters += len(text)
+    if not rows:
+        raise _BadRecord(f"no answered user turn in {column!r}")
+    return rows
+
+
+def _turn(turn: Any, column: str) -> tuple[str, str]:
+    """The role ("" when it is none of ours, such as a tool) and the text, which may be empty."""
+    if not isinstance(turn, Mapping):
+        raise _BadRecord(f"a turn that is not a JSON object in {column!r}")
+    role, content = (
+        next((turn[key] for key in keys if turn.get(key) is not None), "")
+        for keys in (("role", "from"), ("content", "value"))
+    )
+    if isinstance(content, list):  # parts; joined as the server joins them
+        texts = [part.get("text") for part in content if isinstance(part, Mapping)]
+        content = " ".join(text for text in texts if isinstance(text, str))
+    if not isinstance(content, str):
+        raise _BadRecord(f"a turn without text in {column!r}")
+    return ROLES.get(str(role).lower(), ""), content
+
+
+def _model(record: Mapping[str, Any], columns: Columns) -> str:
+    return str(record.get(columns.model) or "")
+
+
+def _text(record: Mapping[str, Any], column: str) -> str:
+    text = record.get(column)
+    if not isinstance(text, str):
+        raise _BadRecord(f"no text in {column!r}")
+    return text
+
+
+def _filled(text: str, column: str) -> str:
+    if not text.strip():
+        raise _BadRecord(f"empty text in {column!r}")
+    return text
+
+
+def _whole(record: Mapping[str, Any], column: str, least: int) -> int:
+    number = record.get(column)
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise _BadRecord(f"no number in {column!r}")
+    if (isinstance(number, float) and not number.is_integer()) or number < least:
+        raise _BadRecord(f"not a whole number above {least - 1} in {column!r}")
+    return int(number)
+
+
+def _optional_whole(record: Mapping[str, Any], column: str, least: int) -> int | None:
+    return None if record.get(column) is None else _whole(record, column, least)
+
+
+def _stop(stop: Any, column: str) -> tuple[str, ...]:
+    texts = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise _BadRecord(f"neither a text nor a list of texts in {column!r}")
+    return tuple(text for text in texts if text)
+
+
+def _counted(answer: str, answer_tokens: Callable[[str], int]) -> int:
+    return max(1, answer_tokens(answer))  # a tokenizer may drop all of a text that it cannot spell
+
+
+def _tie(row: Row, group: str) -> tuple[str, str] | None:
+    """The row's group and its own text, unless they are the same or the text is mere glue."""
+    text = normalised(row.prompt.text)
+    return (group, text) if text != group and len(text.split()) > GLUE_WORDS_MAX else None
 
 
 def _uniform(prompt: str, seed: int) -> float:
     """A number in [0, 1) that depends on the seed and on the normalised prompt only."""
-    text = normalised(prompt).encode("utf-8", "replace")
+    text = prompt.encode("utf-8", "replace")
     digest = hashlib.blake2b(text, digest_size=8, salt=str(seed).encode()[:16]).digest()
     return int.from_bytes(digest) / 2**64

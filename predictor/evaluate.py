@@ -1,10 +1,20 @@
-"""How good predicted lengths are, against the answers' real ones.
+"""How good predicted lengths are, against the answers' real ones, and how much throughput bins by them gain.
 
-Bins are equal-mass over the *training* answers' lengths, as in Multi-Bin's appendix C.1 (Table 1), and half-open:
-bin i holds the lengths in [edge i, edge i + 1).
+A prediction is Q ascending, equally likely lengths: the quantiles at the levels (i + 0.5) / Q. Their median is the
+point prediction; a point predictor has Q = 1.
+
+Bins of accuracies are equal-mass over the *training* answers' lengths, as in Multi-Bin's appendix C.1 (Table 1), and
+half-open: bin i holds the lengths in [edge i, edge i + 1).
+
+The gain is that of the saturated server, Multi-Bin's section 4 on a sample of lengths instead of a distribution. With
+an endless backlog, batches of B are drawn at random from one bin, and each takes as long as its longest answer:
+
+    M(S)  E[longest of B drawn from S] = sum_j l_(j) ((j/n)^B - ((j-1)/n)^B)    l_(1) <= ... <= l_(n) the lengths in S
+    p_i   share of the answers in bin i
+    gain  M(all answers) / sum_i p_i M(bin i)                                   throughput with bins / without
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +22,34 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import kendalltau
 
-from predictor.dataset import Row
+from predictor.quantiles import midpoints
+
+Array = NDArray[np.float64]
+Bins = NDArray[np.intp]
+Gains = dict[int, dict[int, float]]
+"""By batch size, then by number of bins."""
 
 BIN_COUNTS = (2, 4, 8)
+GAIN_BIN_COUNTS = (2, 4, 8, 16, 32)
+BATCH_SIZES = (8, 32, 128)
+COMPARED_BINS, COMPARED_GAIN_BINS, COMPARED_BATCH_SIZE = 4, 8, 8
 
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """mae_tokens : mean absolute error. kendall_tau : tau-b in [-1, 1]; nan when a side is constant.
+    """mae_tokens : mean absolute error of the point prediction. A capped answer, of which is known only that it would
+    have been at least as long, has none where the prediction is longer.
+    kendall_tau : tau-b in [-1, 1]; nan when a side is constant.
 
     bin_accuracy, near_accuracy : by number of bins, the share of answers predicted into their own bin / into it or
     one of its neighbours. distinct_bins : how many of the bins are not empty by construction; fewer than asked for
     when many answers share one length, and then the accuracies are of that easier task.
+
+    coverage : (Q,) the share of answers at or below each predicted quantile, see `coverage`; calibration_error : its
+    mean distance from the levels. Both None for a point prediction. pinball_tokens : mean pinball loss over answers
+    and levels (for a point prediction half of the mean absolute error with capped answers as they are).
+
+    gains : of equal-mass bins by the point prediction.
     """
 
     mae_tokens: float
@@ -31,57 +57,219 @@ class Metrics:
     bin_accuracy: dict[int, float]
     near_accuracy: dict[int, float]
     distinct_bins: dict[int, int]
+    coverage: tuple[float, ...] | None
+    calibration_error: float | None
+    pinball_tokens: float
+    gains: Gains
 
     def as_json(self) -> dict[str, Any]:
         """For a metrics file: plain numbers, rounded to what a sample of some thousands can tell."""
+        shares, error = self.coverage, self.calibration_error
         return {
             "mae_tokens": round(self.mae_tokens, 2),
             "kendall_tau": None if np.isnan(self.kendall_tau) else round(self.kendall_tau, 4),
             "bin_accuracy": {str(k): round(share, 4) for k, share in self.bin_accuracy.items()},
             "near_accuracy": {str(k): round(share, 4) for k, share in self.near_accuracy.items()},
             "distinct_bins": {str(k): count for k, count in self.distinct_bins.items()},
+            "coverage": None if shares is None else [round(share, 4) for share in shares],
+            "calibration_error": None if error is None else round(error, 4),
+            "pinball_tokens": round(self.pinball_tokens, 2),
+            "gains": gains_as_json(self.gains),
         }
 
 
-def evaluate(predicted: ArrayLike, actual: ArrayLike, training_lengths: Sequence[int]) -> Metrics:
-    """predicted, actual : (answers,) output tokens, in the same order; at least one.
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """value : on all answers. low, high : its 95 % interval over resamples of the answers."""
 
+    value: float
+    low: float
+    high: float
+
+
+def evaluate(
+    quantiles: ArrayLike,
+    actual: ArrayLike,
+    training_lengths: ArrayLike,
+    *,
+    capped: ArrayLike | None = None,
+    ceilings: ArrayLike | None = None,
+) -> Metrics:
+    """How good the predictions are.
+
+    quantiles : (answers, Q) ascending, or (answers,), tokens.  actual : (answers,) output tokens, in the same order;
+    at least one.  training_lengths : any number of output tokens, over which bins are equal-mass.
+    capped : (answers,) bool, the answer was cut.  ceilings : (answers,) max_tokens, or nan for none; predictions are
+    clipped to them as in serving.
     Lengths are whole numbers, so a prediction is rounded before it is put into a bin.
     """
-    guess, truth = np.asarray(predicted, float), np.asarray(actual, float)
-    assert guess.shape == truth.shape
-    assert guess.ndim == 1
-    assert guess.size > 0
+    q, truth = as_served(quantiles, ceilings), np.asarray(actual, float)
+    assert truth.shape == (len(q),)
+    assert truth.size > 0
+    point = np.median(q, axis=1)
     edges = {count: equal_mass_edges(training_lengths, count) for count in BIN_COUNTS}
-    misses = {count: np.abs(_bins(np.rint(guess), e) - _bins(truth, e)) for count, e in edges.items()}
+    misses = {count: np.abs(bins_of(point, e) - bins_of(truth, e)) for count, e in edges.items()}
+    shares = coverage(q, truth) if q.shape[1] > 1 else None
     return Metrics(
-        mae_tokens=float(np.mean(np.abs(guess - truth))),
-        kendall_tau=float(kendalltau(guess, truth).statistic),
+        mae_tokens=float(np.mean(absolute_errors(point, truth, capped))),
+        kendall_tau=float(kendalltau(point, truth).statistic),
         bin_accuracy={count: float(np.mean(miss == 0)) for count, miss in misses.items()},
         near_accuracy={count: float(np.mean(miss <= 1)) for count, miss in misses.items()},
         distinct_bins={count: len(e) + 1 for count, e in edges.items()},
+        coverage=None if shares is None else tuple(shares.tolist()),
+        calibration_error=None if shares is None else float(np.mean(np.abs(shares - midpoints(q.shape[1])))),
+        pinball_tokens=pinball_loss(q, truth),
+        gains=gains_of(lambda k, _: equal_mass_bins(point, k), truth),
     )
 
 
-def baselines(training: Sequence[Row], rows: Sequence[Row]) -> dict[str, list[float]]:
-    """What needs no model: each baseline's predicted output tokens for the rows, by its name.
+# --- predictions ------------------------------------------------------------------------------------------------
 
-    constant : the median training answer, the best constant under L1. prompt length : a straight line in the prompt's
-    characters, fitted to the training rows by least squares.
+
+def as_served(quantiles: ArrayLike, ceilings: ArrayLike | None) -> Array:
+    """(answers, Q): the predictions, none above its answer's max_tokens (nan: it has none)."""
+    q = np.asarray(quantiles, float)
+    q = q[:, None] if q.ndim == 1 else q
+    return q if ceilings is None else np.fmin(q, np.asarray(ceilings, float)[:, None])
+
+
+def absolute_errors(point: Array, actual: Array, capped: ArrayLike | None) -> Array:
+    """(answers,) tokens; 0 where a capped answer, which is at least `actual` long, is predicted to be longer."""
+    errors = np.abs(point - actual)
+    return errors if capped is None else np.where(np.asarray(capped, bool) & (point > actual), 0.0, errors)
+
+
+def coverage(quantiles: Array, actual: Array) -> Array:
+    """(Q,) the share of answers at or below each predicted quantile.
+
+    Answers exactly at it count as far as the level needs them. A right quantile of lengths that can tie, as those at
+    a ceiling do, has P(length < q) <= level <= P(length <= q): that much and no more can be asked of it.
     """
-    lengths = [row.output_tokens for row in training]
-    line = np.polyfit([len(row.prompt) for row in training], lengths, deg=1)
-    return {
-        "constant": [float(np.median(lengths))] * len(rows),
-        "prompt length": np.polyval(line, [len(row.prompt) for row in rows]).tolist(),
-    }
+    below = np.mean(actual[:, None] < quantiles, axis=0)
+    at_or_below = np.mean(actual[:, None] <= quantiles, axis=0)
+    return np.clip(midpoints(quantiles.shape[1]), below, at_or_below)
 
 
-def equal_mass_edges(lengths: Sequence[int], count: int) -> NDArray[np.float64]:
+def pinball_loss(quantiles: Array, actual: Array) -> float:
+    """Tokens, mean over answers and levels: least in expectation for the true quantiles."""
+    short = actual[:, None] - quantiles  # (answers, Q)
+    level = midpoints(quantiles.shape[1])
+    return float(np.mean(np.maximum(level * short, (level - 1) * short)))
+
+
+# --- accuracies -------------------------------------------------------------------------------------------------
+
+
+def equal_mass_edges(lengths: ArrayLike, count: int) -> Array:
     """The inner edges of `count` bins that hold as many of the lengths each; fewer when lengths repeat too much."""
-    quantiles = np.quantile(lengths, np.arange(1, count) / count)
+    quantiles = np.quantile(np.asarray(lengths, float), np.arange(1, count) / count)
     return np.unique(quantiles[quantiles > np.min(lengths)])
 
 
-def _bins(lengths: NDArray[np.float64], edges: NDArray[np.float64]) -> NDArray[np.int64]:
-    return np.searchsorted(edges, lengths, side="right")
+def bins_of(lengths: Array, edges: Array) -> Bins:
+    """Bin of each length, which is rounded first: 0 .. len(edges)."""
+    return np.searchsorted(edges, np.rint(lengths), side="right")
+
+
+def confusion(quantiles: ArrayLike, actual: ArrayLike, edges: Array) -> NDArray[np.intp]:
+    """(bins, bins) number of answers by their real bin (rows) and the bin that the point prediction is in (columns)."""
+    counts = np.zeros((len(edges) + 1, len(edges) + 1), np.intp)
+    point = np.median(as_served(quantiles, None), axis=1)
+    np.add.at(counts, (bins_of(np.asarray(actual, float), edges), bins_of(point, edges)), 1)
+    return counts
+
+
+# --- gains ------------------------------------------------------------------------------------------------------
+
+
+def expected_longest(lengths: ArrayLike, batch_size: int) -> float:
+    """E[longest of `batch_size` lengths drawn at random, with replacement].  lengths : (n,), n >= 1, any order."""
+    ordered = np.sort(np.asarray(lengths, float))
+    cdf = np.arange(ordered.size + 1) / ordered.size
+    return float(ordered @ np.diff(cdf**batch_size))
+
+
+def saturated_gain(bins: ArrayLike, actual: ArrayLike, batch_size: int) -> float:
+    """Throughput with these bins over throughput without, batches full and as long as their longest answer.
+
+    bins : (answers,) int.  actual : (answers,) output tokens.
+    The answers stand for the distribution they come from. That underestimates the longest of a batch, and more so in
+    a small bin than in the whole: where bins hold few answers compared with a batch, gains come out too large. The
+    gain of random bins, whose true value is 1, shows by how much.
+    """
+    index, lengths = np.asarray(bins), np.asarray(actual, float)
+    longest = sum(
+        np.count_nonzero(index == i) * expected_longest(lengths[index == i], batch_size) for i in np.unique(index)
+    )
+    return float(expected_longest(lengths, batch_size) * lengths.size / longest)
+
+
+def equal_mass_bins(scores: ArrayLike, bins: int) -> Bins:
+    """(answers,) the answers in order of their scores, cut into `bins` parts of as equal a size as possible.
+
+    Equal scores are in a fixed random order, so that a constant makes random bins instead of bins by row order.
+    """
+    values = np.asarray(scores, float)
+    order = np.lexsort((np.random.default_rng(0).permutation(values.size), values))
+    parts = np.empty(values.size, np.intp)
+    parts[order] = np.arange(values.size) * bins // values.size
+    return parts
+
+
+def gains_of(assign: Callable[[int, int], Bins], actual: ArrayLike) -> Gains:
+    """Saturated gains of the bins that `assign(bins, batch_size)` puts the answers into.
+
+    actual : (answers,) output tokens, in the order of the bins that `assign` returns.
+    """
+    return {
+        size: {count: saturated_gain(assign(count, size), actual, size) for count in GAIN_BIN_COUNTS}
+        for size in BATCH_SIZES
+    }
+
+
+def gains_as_json(gains: Gains) -> dict[str, dict[str, float]]:
+    return {str(size): {str(k): round(gain, 4) for k, gain in by_count.items()} for size, by_count in gains.items()}
+
+
+# --- two predictors ---------------------------------------------------------------------------------------------
+
+
+def compare(
+    first: ArrayLike,
+    second: ArrayLike,
+    actual: ArrayLike,
+    training_lengths: ArrayLike,
+    *,
+    capped: ArrayLike | None = None,
+    ceilings: ArrayLike | None = None,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> dict[str, Difference]:
+    """`first` minus `second` in MAE, 4-bin accuracy and gain at 8 bins and B = 8, with a paired bootstrap's intervals.
+
+    Arguments as for `evaluate`; both predict the same answers. Paired: a resample draws answers, and both predictors
+    are measured on the same ones. Percentile intervals.
+    """
+    truth = np.asarray(actual, float)
+    points = [np.median(as_served(quantiles, ceilings), axis=1) for quantiles in (first, second)]
+    edges = equal_mass_edges(training_lengths, COMPARED_BINS)
+    errors = np.subtract(*(absolute_errors(point, truth, capped) for point in points))  # (answers,)
+    hits = np.subtract(*(1.0 * (bins_of(point, edges) == bins_of(truth, edges)) for point in points))  # (answers,)
+
+    def differences(rows: NDArray[np.intp]) -> tuple[float, float, float]:
+        one, other = (
+            saturated_gain(equal_mass_bins(point[rows], COMPARED_GAIN_BINS), truth[rows], COMPARED_BATCH_SIZE)
+            for point in points
+        )
+        return float(np.mean(errors[rows])), float(np.mean(hits[rows])), one - other
+
+    rng = np.random.default_rng(seed)
+    values = differences(np.arange(truth.size))
+    drawn = [differences(rng.integers(truth.size, size=truth.size)) for _ in range(resamples)]
+    low, high = np.quantile(drawn, [0.025, 0.975], axis=0).tolist()  # each (statistics,)
+    names = (
+        "MAE, tokens",
+        f"{COMPARED_BINS}-bin accuracy",
+        f"gain at B={COMPARED_BATCH_SIZE}, {COMPARED_GAIN_BINS} bins",
+    )
+    return {name: Difference(*each) for name, *each in zip(names, values, low, high, strict=True)}

@@ -1,51 +1,63 @@
-"""The network: a BERT-family encoder and one linear layer, trained with L1 loss on the answer's length.
+"""The network: a BERT-family encoder and one linear layer that says how long an answer may be.
 
-Source: Multi-Bin, appendix C.1 (a fine-tuned BERT, one linear layer, L1 loss; bins are applied afterwards, so that
-one model serves any number of bins).
+    z_1 = w_1 . h + b_1,  z_i = z_{i-1} + softplus(w_i . h + b_i)      h: the mean of the encoder's last hidden states
+    length_i = unit x exp(z_i)                                         unit: the median training answer
 
-    z = w . h + b            h: the encoder's last hidden state, its mean over the tokens or the one at [CLS]
-    length = unit x exp(z)   unit: the median training answer, which is what z = 0 and so the untrained network says
-    loss = mean |length - label| / unit
+With one output (`quantiles` = 1) this is the predictor of Multi-Bin, appendix C.1: one linear layer, trained with L1
+loss on the output length, bins applied afterwards so that one model serves any number of them. With several, output i
+is the quantile at level (i + 1/2) / Q, so that the Q lengths are equally likely and the middle one is the median; the
+steps between them are positive, hence quantiles never cross. They are trained with the pinball loss (Koenker and
+Bassett, Regression Quantiles, 1978), of which the L1 loss is the case Q = 1.
 
 The exponential keeps every length positive and lets the linear layer say "five times as long" by adding the same
 amount for short and for long answers; equal-mass bins of lengths that span orders of magnitude need that relative
-precision. The loss stays the paper's, on the length itself. The unit makes learning rates independent of how long the
-answers are.
+precision. The unit makes learning rates independent of how long the answers are.
+
+An answer that was cut at its limit is longer than what was seen. Its loss compares min(prediction, seen) with what was
+seen: predicting too short is wrong, predicting longer is not (Powell, Censored Regression Quantiles, 1986).
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+MODEL_FORGOTTEN = 0.1  # share of training lines whose model is hidden, so that unknown models can be served
+STEP_MIN = 0.01  # between two neighbouring quantiles of the untrained network, in z
+
 
 class LengthConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers is not typed
-    """What a saved predictor needs to know besides its weights.
+    """What a network needs to know besides its weights.
 
-    encoder : the encoder's own configuration, as a dictionary with its model_type.
-    length_unit : tokens, above 0. max_length_tokens : longer prompts keep their head and tail (special tokens count).
+    encoder : the encoder's own configuration, as a dictionary with its model_type. quantiles : outputs, 1 for a point.
+    length_unit : tokens, above 0. model_tokens : ids that name a model, the last one meaning "some other".
     """
 
     model_type = "length-predictor"
 
     encoder: dict[str, Any] = field(default_factory=dict)
     pooling: Literal["cls", "mean"] = "mean"
+    quantiles: int = 1
     length_unit: float = 1.0
-    max_length_tokens: int = 512
+    model_tokens: list[int] = field(default_factory=list)
 
 
 @dataclass
 class LengthOutput(ModelOutput):  # type: ignore[misc]
-    """lengths : (batch,) float, tokens. loss : scalar, mean absolute error in length units; with labels only."""
+    """lengths : (batch, quantiles) float, tokens, ascending. loss : scalar, in length units; with labels only."""
 
     loss: Tensor | None = None
     lengths: Tensor | None = None
 
 
 class LengthModel(PreTrainedModel):  # type: ignore[misc]
-    """Token ids -> predicted output tokens."""
+    """Token ids -> equally likely output lengths."""
 
     config_class = LengthConfig
     base_model_prefix = "encoder"
@@ -56,18 +68,50 @@ class LengthModel(PreTrainedModel):  # type: ignore[misc]
         super().__init__(config)
         self.encoder = encoder or AutoModel.from_config(AutoConfig.for_model(**config.encoder))
         self.encoder.pooler = None  # BERT's own pooler, where there is one, would only be dead weight
-        self.head = nn.Linear(self.encoder.config.hidden_size, 1)
+        self.head = nn.Linear(self.encoder.config.hidden_size, config.quantiles)
+        self.register_buffer("levels", torch.tensor(levels(config.quantiles)), persistent=False)
         self.post_init()
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> LengthOutput:
-        """input_ids, attention_mask : (batch, tokens). labels : (batch,) output tokens."""
+    def start_from(self, lengths: Sequence[int]) -> None:
+        """Let the untrained head say the quantiles of these lengths, whatever the prompt."""
+        z = np.log(np.quantile(lengths, levels(self.config.quantiles)) / self.config.length_unit)
+        steps = [math.log(math.expm1(max(step, STEP_MIN))) for step in np.diff(z)]
+        with torch.no_grad():
+            self.head.bias.copy_(torch.tensor([z[0], *steps]))
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, capped: Tensor | None = None
+    ) -> LengthOutput:
+        """input_ids, attention_mask : (batch, tokens). labels : (batch,) output tokens. capped : (batch,) bool."""
+        if self.training and self.config.model_tokens:
+            input_ids = self._forget_some_models(input_ids)
         hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        units = self.head(self._pool(hidden, attention_mask)).squeeze(-1).exp()
-        lengths = units * self.config.length_unit
+        z = self._ascending(self.head(self._pool(hidden, attention_mask).float()))
+        lengths = z.exp() * self.config.length_unit
         if labels is None:
             return LengthOutput(lengths=lengths)
-        loss = nn.functional.l1_loss(units, labels.to(units.dtype) / self.config.length_unit)
-        return LengthOutput(loss=loss, lengths=lengths)
+        seen = (labels.float() / self.config.length_unit).unsqueeze(1)
+        guess = z.exp()
+        if capped is not None:
+            guess = torch.where(capped.bool().unsqueeze(1), torch.minimum(guess, seen), guess)
+        return LengthOutput(loss=self._pinball(guess, seen), lengths=lengths)
+
+    def _pinball(self, guess: Tensor, seen: Tensor) -> Tensor:
+        """Mean loss over answers and levels, on the square root of lengths when there are several levels.
+
+        Doubled, so that it is the absolute error at the median. The root stands between errors in tokens, which the
+        few longest answers rule, and relative ones, which forget that long answers cost most.
+        """
+        if self.config.quantiles > 1:
+            guess, seen = 2 * guess.sqrt(), 2 * seen.sqrt()
+        short = seen - guess
+        return 2 * torch.maximum(self.levels * short, (self.levels - 1) * short).mean()
+
+    def _ascending(self, z: Tensor) -> Tensor:
+        if self.config.quantiles == 1:
+            return z
+        steps = nn.functional.softplus(z[:, 1:])
+        return torch.cat([z[:, :1], z[:, :1] + steps.cumsum(dim=1)], dim=1)
 
     def _pool(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
         """(batch, tokens, hidden) -> (batch, hidden)"""
@@ -75,3 +119,14 @@ class LengthModel(PreTrainedModel):  # type: ignore[misc]
             return hidden[:, 0]
         mask = attention_mask.unsqueeze(-1).to(hidden.dtype)
         return (hidden * mask).sum(dim=1) / mask.sum(dim=1)
+
+    def _forget_some_models(self, input_ids: Tensor) -> Tensor:
+        """Hide the name of the model in some of the lines (predictor/encoding.py has the lines' layout)."""
+        names = torch.tensor(self.config.model_tokens, device=input_ids.device)
+        forget = torch.rand(len(input_ids), 1, device=input_ids.device) < MODEL_FORGOTTEN
+        return torch.where(torch.isin(input_ids, names) & forget, names[-1], input_ids)
+
+
+def levels(quantiles: int) -> list[float]:
+    """The levels of `quantiles` equally likely lengths: the middles of as many equal parts of [0, 1]."""
+    return [(i + 0.5) / quantiles for i in range(quantiles)]

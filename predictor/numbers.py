@@ -9,8 +9,8 @@ learns the training prompts by heart instead of learning to count.
 import math
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from predictor.tokenizer import NUMBERS
 
@@ -35,9 +35,9 @@ def number_features(numbers: Tensor, width: int) -> Tensor:
     return torch.cat([features, ones, torch.zeros(len(v), width - used)], dim=1)
 
 
-def fix_number_embeddings(embeddings: nn.Embedding, tokenizer: PreTrainedTokenizerBase) -> None:
+def fix_number_embeddings(embeddings: nn.Embedding, tokenizer: Tokenizer) -> None:
     """Give the numbers' rows their features, and keep the training from changing them."""
-    rows = torch.tensor(tokenizer.convert_tokens_to_ids(NUMBERS))
+    rows = torch.tensor([tokenizer.token_to_id(number) for number in NUMBERS])
     with torch.no_grad():
         embeddings.weight[rows] = SCALE * number_features(torch.arange(len(NUMBERS)), embeddings.embedding_dim)
     learnt = torch.ones(embeddings.num_embeddings, 1)

@@ -1,101 +1,126 @@
-"""A trained predictor in memory: prompts in, predicted output tokens out."""
+"""A trained predictor in memory: prompts in, equally likely output lengths out; without torch or transformers."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-import torch
-from transformers import PreTrainedTokenizerFast
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
+from predictor.encoding import Encoding
 from predictor.errors import BadPredictor
-from predictor.model import LengthConfig, LengthModel
-from predictor.text import CHARACTERS_PER_TOKEN
-from predictor.tokenizer import encode
+from predictor.prompt import Prompt
 
+MODEL_FILE = "model.onnx"
+INT8_FILE = "model.int8.onnx"
+ENCODING_FILE = "predictor.json"
+TOKENIZER_FILE = "tokenizer.json"
 LENGTHS_FILE = "training_lengths.json"
+FORECASTS_FILE = "forecasts.json"
+
+GPU = "CUDAExecutionProvider"
 
 
 class LengthPredictor:
-    """Text -> predicted output tokens.
+    """Prompts -> equally likely output lengths.
 
-    training_lengths : the sorted output tokens of (a bounded sample of) the training answers; the first bin edges
-    come from them. Threads are the caller's choice: `torch.set_num_threads(1)` is best for single prompts.
+    training_lengths : the sorted output tokens of (a bounded sample of) the training answers.
+    forecasts : (prompts, quantiles), what this predictor says of some prompts of that kind.
     """
 
-    def __init__(self, model: LengthModel, tokenizer: PreTrainedTokenizerBase, training_lengths: Sequence[int]) -> None:
-        self.model = model.eval()
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        session: onnxruntime.InferenceSession,
+        tokenizer: Tokenizer,
+        encoding: Encoding,
+        training_lengths: Sequence[int],
+        forecasts: Sequence[Sequence[float]] = (),
+    ) -> None:
+        self._session = session
+        self._tokenizer = tokenizer
+        self.encoding = encoding
         self.training_lengths = list(training_lengths)
+        self.forecasts = [list(lengths) for lengths in forecasts]
 
     @classmethod
-    def load(cls, folder: str | Path) -> Self:
-        """From a folder that `save` made; computes in float32 whatever the weights are stored in.
+    def load(cls, folder: str | Path, threads: int = 1) -> Self:
+        """From a folder that `predictor.export` made. On a GPU where ONNX Runtime has one, else with 8 bits.
 
-        Never reaches for the network. Raises BadPredictor with the folder and the reason.
+        threads : of the model, on a CPU; one is best for single prompts. Never reaches for the network.
+        Raises BadPredictor with the folder and the reason.
         """
         folder = Path(folder)
-        if not (folder / "config.json").is_file():
-            raise BadPredictor(f"{folder} is not a predictor's folder: it has no config.json")
+        if not (folder / ENCODING_FILE).is_file():
+            raise BadPredictor(f"{folder} is not a predictor's folder: it has no {ENCODING_FILE}")
         try:
-            model = _load_model(folder)
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-            lengths = json.loads((folder / LENGTHS_FILE).read_text())
-            if not isinstance(lengths, list) or not lengths:
-                raise ValueError(f"{LENGTHS_FILE} holds no list of lengths")
-            predictor = cls(model, tokenizer, lengths)
-            predictor.predict(["a first prompt"])  # finds missing parts now, and warms up
+            predictor = cls(
+                _session(folder, threads),
+                _tokenizer(folder),
+                _encoding(folder),
+                _training_lengths(folder),
+                _forecasts(folder),
+            )
+            predictor.predict([Prompt("a first prompt")])  # finds missing parts now, and warms up
         except Exception as error:  # the libraries raise many kinds for a damaged folder
             raise BadPredictor(f"cannot load a predictor from {folder}: {error}") from error
         return predictor
 
-    def save(self, folder: str | Path) -> None:
-        """Everything that `load` needs."""
-        self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-        (Path(folder) / LENGTHS_FILE).write_text(json.dumps(self.training_lengths) + "\n")
-
-    @property
-    def characters_max(self) -> int:
-        """Of a prompt with more characters than this, only the two ends are looked at (`text.head_and_tail`)."""
-        return int(self.model.config.max_length_tokens) * CHARACTERS_PER_TOKEN
-
-    def predict(self, prompts: Sequence[str], batch_size: int = 32) -> list[float]:
-        """Predicted output tokens, at least 1, in the order of the prompts.
+    def predict(self, prompts: Sequence[Prompt], batch_size: int = 16) -> NDArray[np.float32]:
+        """(prompts, quantiles) output tokens, at least 1, ascending, each column equally likely; the middle one is the
+        median.
 
         Prompts of like length run together, so that little is computed for padding.
         """
-        ids = encode(self.tokenizer, prompts, self.model.config.max_length_tokens)
-        by_length = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-        lengths = [0.0] * len(ids)
-        for start in range(0, len(ids), batch_size):
-            members = by_length[start : start + batch_size]
-            for i, length in zip(members, self._run([ids[i] for i in members]), strict=True):
-                lengths[i] = max(1.0, length)
+        lines = self.encoding.encode(self._tokenizer, prompts)
+        by_length = sorted(range(len(lines)), key=lambda i: len(lines[i]))
+        parts = [by_length[start : start + batch_size] for start in range(0, len(lines), batch_size)]
+        ran = [self._run([lines[i] for i in part]) for part in parts]
+        lengths = np.concatenate(ran) if ran else np.empty((0, 1), np.float32)
+        return np.maximum(lengths[np.argsort(by_length)], 1.0)
+
+    def _run(self, lines: list[list[int]]) -> NDArray[np.float32]:
+        input_ids, attention_mask = self.encoding.padded(lines)
+        lengths: NDArray[np.float32]
+        (lengths,) = self._session.run(None, {"input_ids": input_ids, "attention_mask": attention_mask})
+        if not np.isfinite(lengths).all():
+            raise ValueError("the model gave a length that is not a number")
         return lengths
 
-    def _run(self, ids: list[list[int]]) -> list[float]:
-        tokens = max(map(len, ids))
-        padding: int = self.tokenizer.pad_token_id
-        input_ids = torch.tensor([each + [padding] * (tokens - len(each)) for each in ids])
-        attention_mask = torch.tensor([[1] * len(each) + [0] * (tokens - len(each)) for each in ids])
-        device = self.model.device
-        with torch.inference_mode():
-            output = self.model(input_ids.to(device), attention_mask.to(device))
-        result: list[float] = output.lengths.tolist()
-        return result
+
+def _session(folder: Path, threads: int) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3  # errors only
+    on_gpu = GPU in onnxruntime.get_available_providers()
+    int8 = folder / INT8_FILE
+    file = int8 if int8.is_file() and not on_gpu else folder / MODEL_FILE
+    providers = [*([GPU] if on_gpu else []), "CPUExecutionProvider"]
+    return onnxruntime.InferenceSession(file, options, providers=providers)
 
 
-def _load_model(folder: Path) -> LengthModel:
-    """Raises ValueError for another model's folder, and for weights that are not all there."""
-    model_type = json.loads((folder / "config.json").read_text()).get("model_type")
-    if model_type != LengthConfig.model_type:
-        raise ValueError(f"its config.json is of a {model_type}, not a {LengthConfig.model_type}")
-    model: LengthModel
-    model, info = LengthModel.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
-    )
-    if info["missing_keys"]:  # transformers would only warn, and fill in random ones
-        raise ValueError(f"weights are missing: {', '.join(sorted(info['missing_keys']))}")
-    return model
+def _tokenizer(folder: Path) -> Tokenizer:
+    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _encoding(folder: Path) -> Encoding:
+    fields = json.loads((folder / ENCODING_FILE).read_text())
+    return Encoding(**{**fields, "history": tuple(fields["history"])})
+
+
+def _training_lengths(folder: Path) -> list[int]:
+    lengths = json.loads((folder / LENGTHS_FILE).read_text())
+    if not isinstance(lengths, list) or not lengths:
+        raise ValueError(f"{LENGTHS_FILE} holds no list of lengths")
+    return lengths
+
+
+def _forecasts(folder: Path) -> list[list[float]]:
+    path = folder / FORECASTS_FILE
+    forecasts: list[list[float]] = json.loads(path.read_text()) if path.is_file() else []
+    return forecasts

@@ -1,4 +1,4 @@
-"""A predictor in a process of its own, so that neither torch's import nor its work ever holds up the caller.
+"""A predictor in a process of its own, so that its work never holds up the caller.
 
 The child is `python -m predictor.worker`, spoken to over its pipes: one line of JSON for a batch of prompts, one for
 their lengths. Prompts that arrive while a batch runs wait and go together as the next batch.
@@ -11,14 +11,18 @@ import logging
 import os
 import sys
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 from predictor.errors import BadPredictor, PredictionFailed, PredictorDied
+from predictor.prompt import Prompt
 from predictor.text import head_and_tail
 
-REPLY_BYTES_MAX = 2**20
+Lengths = tuple[float, ...]
+"""Equally likely output lengths, tokens, ascending; the middle one is the median."""
+
+REPLY_BYTES_MAX = 2**22
 IMPORT_ROOT = str(Path(__file__).resolve().parents[1])  # so that the child imports this very package
 QUIET_AND_OFFLINE = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -29,13 +33,13 @@ log = logging.getLogger(__name__)
 class _Waiting:
     """One prompt that has not been sent yet, and everyone who waits for it."""
 
-    prompt: str
-    futures: list[asyncio.Future[float]] = field(default_factory=list)
+    prompt: Prompt
+    futures: list[asyncio.Future[Lengths]] = field(default_factory=list)
 
     def wanted(self) -> bool:
         return not all(future.done() for future in self.futures)
 
-    def settle(self, answer: float | Exception) -> None:
+    def settle(self, answer: Lengths | Exception) -> None:
         for future in self.futures:
             if future.done():  # its caller gave up
                 continue
@@ -53,7 +57,8 @@ class PredictorProcess:
     the child is up again; it is started again after `restart_delay_s`, doubled up to `restart_delay_s_max` while it
     keeps failing.
 
-    threads : of torch, in the child. batch_max : prompts sent together. cache_max : prompts whose predictions are
+    threads : of the model, in the child. batch_max, batch_characters_max : prompts sent together, and about how much
+    text, so that a short prompt never waits long for others of its batch. cache_max : prompts whose predictions are
     remembered (least recently used go first). reply_timeout_s : a child that takes longer for one batch is killed.
     """
 
@@ -63,6 +68,7 @@ class PredictorProcess:
         *,
         threads: int = 1,
         batch_max: int = 64,
+        batch_characters_max: int = 8_192,
         cache_max: int = 10_000,
         start_timeout_s: float = 120.0,
         reply_timeout_s: float = 30.0,
@@ -72,6 +78,7 @@ class PredictorProcess:
         self.folder = Path(folder)
         self.threads = threads
         self.batch_max = batch_max
+        self.batch_characters_max = batch_characters_max
         self.cache_max = cache_max
         self.start_timeout_s = start_timeout_s
         self.reply_timeout_s = reply_timeout_s
@@ -82,11 +89,12 @@ class PredictorProcess:
         self._keeper: asyncio.Task[None] | None = None
         self._waiting: OrderedDict[bytes, _Waiting] = OrderedDict()
         self._arrived = asyncio.Event()
-        self._cache: OrderedDict[bytes, float] = OrderedDict()
+        self._cache: OrderedDict[bytes, Lengths] = OrderedDict()
         self._in_flight: list[tuple[bytes, _Waiting]] = []
         self._characters_max = sys.maxsize
         self._delay_s = restart_delay_s
-        self.training_lengths: list[int] = []  # known once started
+        self.training_lengths: list[int] = []  # known once started, like
+        self.forecasts: list[Lengths] = []  # what it says of some prompts of its training's kind
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -112,19 +120,27 @@ class PredictorProcess:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])
 
-    async def predict(self, prompt: str) -> float:
-        """Predicted output tokens of the prompt. Raises PredictorDied or PredictionFailed; may be cancelled freely."""
-        text = head_and_tail(prompt, self._characters_max)
-        key = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    async def predict(self, prompt: Prompt) -> Lengths:
+        """Equally likely output lengths. Raises PredictorDied or PredictionFailed; may be cancelled freely."""
+        prompt = self._cut(prompt)
+        key = hashlib.blake2b(repr(prompt).encode("utf-8", "replace"), digest_size=16).digest()
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
         if self._child is None:
             raise PredictorDied(self._down)
-        future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(key, _Waiting(text)).futures.append(future)
+        future: asyncio.Future[Lengths] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, _Waiting(prompt)).futures.append(future)
         self._arrived.set()
         return await future
+
+    def _cut(self, prompt: Prompt) -> Prompt:
+        """As much of the prompt as the child can read."""
+        return replace(
+            prompt,
+            text=head_and_tail(prompt.text, self._characters_max),
+            system=head_and_tail(prompt.system, self._characters_max),
+        )
 
     async def _launch(self) -> "_Child":
         """A loaded child, in force from now on."""
@@ -132,6 +148,7 @@ class PredictorProcess:
         ready = await child.start(self.start_timeout_s)
         child.exit.add_done_callback(lambda _: self._arrived.set())  # an idle child's death is news too
         self.training_lengths = ready["training_lengths"]
+        self.forecasts = [tuple(lengths) for lengths in ready["forecasts"]]
         self._characters_max = ready["characters_max"]
         self._child = child
         return child
@@ -157,31 +174,32 @@ class PredictorProcess:
                 continue
             prompts = [waiting.prompt for _, waiting in self._in_flight]
             try:
-                lengths = await child.ask(prompts, self.reply_timeout_s)
-            except PredictionFailed as failure:
-                for _, waiting in self._in_flight:
-                    waiting.settle(failure)
+                answers = await child.ask(prompts, self.reply_timeout_s)
             except PredictorDied as death:
                 await child.end()
                 return f"{death} (exit code {child.process.returncode})"
-            else:
-                self._settle(lengths)
-                self._delay_s = self.restart_delay_s
+            self._settle(answers)
+            self._delay_s = self.restart_delay_s
         return f"the predictor process ended (exit code {child.process.returncode})"
 
     def _take_batch(self) -> list[tuple[bytes, _Waiting]]:
         """The prompts that waited longest; those whose callers have all given up are dropped."""
         batch: list[tuple[bytes, _Waiting]] = []
-        while self._waiting and len(batch) < self.batch_max:
+        characters = 0
+        while self._waiting and len(batch) < self.batch_max and characters < self.batch_characters_max:
             key, waiting = self._waiting.popitem(last=False)
             if waiting.wanted():
                 batch.append((key, waiting))
+                characters += len(waiting.prompt.text) + len(waiting.prompt.system)
         return batch
 
-    def _settle(self, lengths: list[float]) -> None:
-        for (key, waiting), length in zip(self._in_flight, lengths, strict=True):
-            waiting.settle(length)
-            self._cache[key] = length
+    def _settle(self, answers: list[list[float] | str]) -> None:
+        for (key, waiting), answer in zip(self._in_flight, answers, strict=True):
+            if isinstance(answer, str):
+                waiting.settle(PredictionFailed(answer))
+                continue
+            self._cache[key] = tuple(answer)
+            waiting.settle(self._cache[key])
             if len(self._cache) > self.cache_max:
                 self._cache.popitem(last=False)
 
@@ -247,13 +265,11 @@ class _Child:
     def alive(self) -> bool:
         return self.process.returncode is None
 
-    async def ask(self, prompts: list[str], timeout_s: float) -> list[float]:
-        """The prompts' predicted lengths. Raises PredictionFailed, or PredictorDied when it does not answer at all."""
-        reply = await self._exchange(json.dumps(prompts).encode() + b"\n", timeout_s)
-        if "error" in reply:
-            raise PredictionFailed(reply["error"])
-        lengths: list[float] = reply["lengths"]
-        return lengths
+    async def ask(self, prompts: list[Prompt], timeout_s: float) -> list[list[float] | str]:
+        """The prompts' predicted lengths, or why there are none. Raises PredictorDied when it does not answer."""
+        line = json.dumps([astuple(prompt) for prompt in prompts]).encode() + b"\n"
+        answers: list[list[float] | str] = (await self._exchange(line, timeout_s))["lengths"]
+        return answers
 
     async def end(self) -> None:
         """Kill it (it has nothing to save) and wait until it is gone."""

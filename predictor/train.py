@@ -1,4 +1,4 @@
-"""Fine-tuning, or training from scratch, with transformers.Trainer."""
+"""Fine-tuning, or training from scratch, with transformers.Trainer; then the export."""
 
 import shutil
 import sys
@@ -6,14 +6,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import (
     AutoModel,
     AutoTokenizer,
     BertConfig,
-    DataCollatorWithPadding,
     EarlyStoppingCallback,
     PreTrainedModel,
     PrinterCallback,
@@ -22,16 +24,18 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from predictor.dataset import Row, Splits, length_sample
+from predictor.encoding import Encoding
 from predictor.errors import PredictorError
+from predictor.evaluate import evaluate
+from predictor.export import add_forecasts, drop_quantized, export, quantize
 from predictor.model import LengthConfig, LengthModel
 from predictor.numbers import fix_number_embeddings
 from predictor.predict import LengthPredictor
-from predictor.tokenizer import encode, train_tokenizer
+from predictor.tokenizer import CLS, PAD, SEP, train_tokenizer
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -39,26 +43,35 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "intermediate_size": 384,
-        "hidden_dropout_prob": 0.0,  # it blurs the numbers that a regression lives by
-        "attention_probs_dropout_prob": 0.0,
     },
 }
 WORDS_MAX = 1000
+INT8_LOSS_MAX = 0.01  # of 4-bin accuracy on the validation rows: more, and the export keeps 32 bits
+
+Precision = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
     """base_model : a hub id or a folder; without one, the encoder is BERT of the size `from_scratch`, a key of SIZES.
 
-    learning_rate : the peak, after a warm-up over a twentieth of the steps; it falls linearly to zero.
+    loss : "quantile", or "l1", the paper's (predictor/model.py). quantiles : of the quantile loss, odd.
+    learning_rate : the head's is `head_rate_factor` times it, and each encoder layer's `layer_rate_factor` times that
+    of the layer above it. It is the peak, after a warm-up over a twentieth of the steps, and falls linearly to zero.
     patience_epochs : training ends early when the validation error has not fallen for so long.
     """
 
     base_model: str | None = None
     from_scratch: str = "tiny"
-    epochs: int = 3
+    loss: str = "quantile"
+    quantiles: int = 15
+    epochs: int = 6
     batch_size: int = 32
-    learning_rate: float = 5e-5
+    learning_rate: float = 1.5e-4
+    head_rate_factor: float = 7.0
+    layer_rate_factor: float = 0.9
+    dropout: float = 0.1
+    precision: Precision = "fp32"
     seed: int = 0
     max_length_tokens: int = 512
     pooling: str = "mean"
@@ -66,11 +79,29 @@ class TrainingOptions:
 
 
 FINE_TUNING = TrainingOptions(base_model="bert-base-uncased")
-FROM_SCRATCH = TrainingOptions(epochs=60, batch_size=32, learning_rate=7e-4, max_length_tokens=256, patience_epochs=15)
+FROM_SCRATCH = TrainingOptions(
+    epochs=60,
+    learning_rate=7e-4,
+    dropout=0.0,  # it blurs the numbers that a regression lives by
+    head_rate_factor=1.0,
+    layer_rate_factor=1.0,
+    max_length_tokens=256,
+    patience_epochs=15,
+)
 
 
-def train(splits: Splits, options: TrainingOptions, output: Path, resume: bool = False) -> LengthPredictor:
-    """Train on splits.train and save the checkpoint with the least validation error in `output`.
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What came out of a training. export : 4-bin accuracy on the validation rows by the bits computed with, and with
+    how many bits it serves on a CPU."""
+
+    predictor: LengthPredictor
+    parameters: int
+    export: dict[str, Any]
+
+
+def train(splits: Splits, options: TrainingOptions, output: Path, resume: bool = False) -> Trained:
+    """Train on splits.train and export the checkpoint with the least validation loss to `output`.
 
     Checkpoints, one per epoch, live in `output`/checkpoints until training has ended; `resume` goes on from the last
     one. Raises PredictorError when there is none, or when there is one and `resume` was not asked for.
@@ -82,56 +113,118 @@ def train(splits: Splits, options: TrainingOptions, output: Path, resume: bool =
     if last is not None and not resume:
         raise PredictorError(f"{checkpoints} holds an unfinished training: resume it, or remove the folder")
     set_seed(options.seed)
-    model, tokenizer = _build(splits.train, options)
-    trainer = _trainer(model, tokenizer, splits, options, checkpoints)
+    model, tokenizer, encoding = _build(splits.train, options)
+    trainer = _trainer(model, tokenizer, encoding, splits, options, checkpoints)
     trainer.train(resume_from_checkpoint=last)
-    predictor = LengthPredictor(model.cpu(), tokenizer, length_sample(splits.train))
-    predictor.save(output)
+    export(model.cpu().float(), tokenizer, encoding, length_sample(splits.train), output)
+    chosen = _at_best_precision(output, splits.validation)
+    add_forecasts(output, LengthPredictor.load(output), [row.prompt for row in splits.validation])
     shutil.rmtree(checkpoints)
-    return predictor
+    return Trained(LengthPredictor.load(output), model.num_parameters(), chosen)
 
 
-def _build(rows: Sequence[Row], options: TrainingOptions) -> tuple[LengthModel, PreTrainedTokenizerBase]:
-    """The untrained model, and the tokenizer that belongs to it."""
+def _at_best_precision(folder: Path, rows: Sequence[Row]) -> dict[str, Any]:
+    """Serve with 8 bits, unless they lose too much."""
+    full = _accuracy(LengthPredictor.load(folder), rows)
+    quantize(folder)
+    quantized = _accuracy(LengthPredictor.load(folder), rows)
+    bits = 8 if quantized >= full - INT8_LOSS_MAX else 32
+    if bits == 32:
+        drop_quantized(folder)
+    print(
+        f"4-bin accuracy on the validation rows: {full:.1%} with 32 bits, {quantized:.1%} with 8; {bits} serve on CPUs",
+        file=sys.stderr,
+        flush=True,
+    )
+    return {"accuracy_32_bits": round(full, 4), "accuracy_8_bits": round(quantized, 4), "cpu_bits": bits}
+
+
+def _accuracy(predictor: LengthPredictor, rows: Sequence[Row]) -> float:
+    lengths = predictor.predict([row.prompt for row in rows])
+    return evaluate(lengths, [row.output_tokens for row in rows], predictor.training_lengths).bin_accuracy[4]
+
+
+# ---- the untrained network ----------------------------------------------------------------------------------------
+
+
+def _build(rows: Sequence[Row], options: TrainingOptions) -> tuple[LengthModel, Tokenizer, Encoding]:
+    """The untrained model, and how it reads."""
+    lengths = [row.output_tokens for row in rows]
     if options.base_model is not None:
-        encoder, tokenizer = _base_model(options.base_model)
+        encoder, tokenizer, encoding = _base_model(options.base_model, rows, options)
     else:
-        encoder, tokenizer = _new_encoder(rows, options)
+        encoder, tokenizer, encoding = _new_encoder(rows, options)
+    other = [] if encoding.other_model is None else [encoding.other_model]
     config = LengthConfig(
         encoder=encoder.config.to_diff_dict(),
         pooling=options.pooling,
-        length_unit=float(np.median([row.output_tokens for row in rows])),
-        max_length_tokens=min(
-            options.max_length_tokens, encoder.config.max_position_embeddings, tokenizer.model_max_length
-        ),
-        pad_token_id=tokenizer.pad_token_id,
+        quantiles=options.quantiles if options.loss == "quantile" else 1,
+        length_unit=float(np.median(lengths)),
+        model_tokens=[*encoding.models.values(), *other],
     )
-    return LengthModel(config, encoder), tokenizer
+    model = LengthModel(config, encoder)
+    model.start_from(lengths)
+    for module in encoder.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = options.dropout
+    return model, tokenizer, encoding
 
 
-def _base_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _base_model(
+    name: str, rows: Sequence[Row], options: TrainingOptions
+) -> tuple[PreTrainedModel, Tokenizer, Encoding]:
     try:
-        return AutoModel.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+        encoder, tokenizer = AutoModel.from_pretrained(name), AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise PredictorError(f"cannot load the base model {name}: {error}") from error
+    cls, sep, pad = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id
+    if not tokenizer.is_fast or cls is None or sep is None or pad is None:
+        raise PredictorError(f"the base model {name} is not of the BERT family: its tokenizer lacks CLS, SEP or PAD")
+    room = min(options.max_length_tokens, encoder.config.max_position_embeddings, tokenizer.model_max_length)
+    if encoder.config.model_type in ("roberta", "xlm-roberta", "camembert"):
+        room = min(room, encoder.config.max_position_embeddings - pad - 1)  # positions start there
+    encoding = Encoding.for_prompts(
+        (row.prompt for row in rows),
+        max_length_tokens=room,
+        vocabulary=max(len(tokenizer), encoder.config.vocab_size),
+        special=(cls, sep, pad),
+    )
+    if encoding.added_tokens:
+        encoder.resize_token_embeddings(max(len(tokenizer), encoder.config.vocab_size) + encoding.added_tokens)
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    return encoder, backend, encoding
 
 
-def _new_encoder(rows: Sequence[Row], options: TrainingOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    tokenizer = train_tokenizer((row.prompt for row in rows), WORDS_MAX)
+def _new_encoder(rows: Sequence[Row], options: TrainingOptions) -> tuple[PreTrainedModel, Tokenizer, Encoding]:
+    tokenizer = train_tokenizer((row.prompt.text for row in rows), WORDS_MAX)
+    ids = tokenizer.get_vocab()
+    cls, sep, pad = ids[CLS], ids[SEP], ids[PAD]
+    encoding = Encoding.for_prompts(
+        (row.prompt for row in rows),
+        max_length_tokens=options.max_length_tokens,
+        vocabulary=tokenizer.get_vocab_size(),
+        special=(cls, sep, pad),
+    )
     config = BertConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=tokenizer.get_vocab_size() + encoding.added_tokens,
         max_position_embeddings=options.max_length_tokens,
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=pad,
         **SIZES[options.from_scratch],
     )
     encoder = AutoModel.from_config(config)
     fix_number_embeddings(encoder.get_input_embeddings(), tokenizer)
-    return encoder, tokenizer
+    return encoder, tokenizer, encoding
+
+
+# ---- the trainer --------------------------------------------------------------------------------------------------
 
 
 def _trainer(
     model: LengthModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
+    encoding: Encoding,
     splits: Splits,
     options: TrainingOptions,
     checkpoints: Path,
@@ -144,13 +237,15 @@ def _trainer(
         per_device_eval_batch_size=2 * options.batch_size,
         learning_rate=options.learning_rate,
         warmup_steps=0.05,  # below 1: a share of all steps
+        bf16=options.precision == "bf16",
+        fp16=options.precision == "fp16",
         train_sampling_strategy="group_by_length",  # little padding
         eval_strategy="epoch",
         save_strategy="epoch",
         save_total_limit=1,  # and the best one
         logging_strategy="epoch",
         load_best_model_at_end=True,
-        metric_for_best_model="mae",
+        metric_for_best_model="eval_loss",
         greater_is_better=False,
         seed=options.seed,
         dataloader_pin_memory=False,
@@ -160,11 +255,11 @@ def _trainer(
     trainer = Trainer(
         model=model,
         args=arguments,
-        train_dataset=_examples(splits.train, tokenizer, model.config.max_length_tokens),
-        eval_dataset=_examples(splits.validation, tokenizer, model.config.max_length_tokens),
-        data_collator=DataCollatorWithPadding(tokenizer),
-        processing_class=tokenizer,
-        compute_metrics=lambda seen: {"mae": float(np.mean(np.abs(seen.predictions - seen.label_ids)))},
+        train_dataset=_examples(splits.train, tokenizer, encoding),
+        eval_dataset=_examples(splits.validation, tokenizer, encoding),
+        data_collator=_Collator(encoding),
+        optimizers=(_optimizer(model, options), None),
+        compute_metrics=lambda seen: {"mae": _median_error(seen.predictions, seen.label_ids)},
         callbacks=[EarlyStoppingCallback(options.patience_epochs)],
     )
     if not terminal:
@@ -174,12 +269,54 @@ def _trainer(
     return trainer
 
 
-def _examples(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, max_length_tokens: int) -> list[dict[str, Any]]:
-    ids = encode(tokenizer, [row.prompt for row in rows], max_length_tokens)
+def _median_error(lengths: Any, labels: Any) -> float:
+    """Mean absolute error of the medians, tokens. A cut answer counts as it was seen."""
+    return float(np.mean(np.abs(lengths[:, lengths.shape[1] // 2] - labels)))
+
+
+def _examples(rows: Sequence[Row], tokenizer: Tokenizer, encoding: Encoding) -> list[dict[str, Any]]:
+    lines = encoding.encode(tokenizer, [row.prompt for row in rows])
     return [
-        {"input_ids": each, "attention_mask": [1] * len(each), "labels": float(row.output_tokens)}
-        for each, row in zip(ids, rows, strict=True)
+        {"input_ids": line, "labels": float(row.output_tokens), "capped": row.capped}
+        for line, row in zip(lines, rows, strict=True)
     ]
+
+
+class _Collator:
+    """Examples -> one padded batch."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        self._encoding = encoding
+
+    def __call__(self, examples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        input_ids, attention_mask = self._encoding.padded([example["input_ids"] for example in examples])
+        return {
+            "input_ids": torch.from_numpy(input_ids),
+            "attention_mask": torch.from_numpy(attention_mask),
+            "labels": torch.tensor([example["labels"] for example in examples]),
+            "capped": torch.tensor([example["capped"] for example in examples]),
+        }
+
+
+def _optimizer(model: LengthModel, options: TrainingOptions) -> torch.optim.Optimizer:
+    """AdamW whose rate falls with the distance from the head: what is general in an encoder changes least."""
+    layers = [name for name, _ in model.encoder.named_parameters() if ".layer." in f".{name}"]
+    depth = 1 + max((_layer_of(name) for name in layers), default=0)
+    groups = []
+    for name, parameter in model.named_parameters():
+        if name.startswith("head."):
+            rate = options.learning_rate * options.head_rate_factor
+        else:
+            below_top = depth - 1 - _layer_of(name) if ".layer." in name else depth
+            rate = options.learning_rate * options.layer_rate_factor**below_top
+        decay = 0.01 if parameter.ndim > 1 else 0.0
+        groups.append({"params": [parameter], "lr": rate, "weight_decay": decay})
+    return torch.optim.AdamW(groups)
+
+
+def _layer_of(name: str) -> int:
+    """encoder.encoder.layer.3.output.dense.weight -> 3"""
+    return int(name.partition("layer.")[2].partition(".")[0])
 
 
 class PlainProgress(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
@@ -190,8 +327,8 @@ class PlainProgress(TrainerCallback):  # type: ignore[misc]  # transformers is n
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
         print(
-            f"epoch {round(state.epoch)}/{round(state.num_train_epochs)}: validation error "
-            f"{metrics['eval_mae']:.2f} tokens, {time.monotonic() - self.started_s:.0f} s",
+            f"epoch {round(state.epoch)}/{round(state.num_train_epochs)}: validation loss {metrics['eval_loss']:.4f}, "
+            f"error {metrics['eval_mae']:.2f} tokens, {time.monotonic() - self.started_s:.0f} s",
             file=sys.stderr,
             flush=True,
         )

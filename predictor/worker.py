@@ -1,7 +1,9 @@
 """The predictor process's other end: `python -m predictor.worker FOLDER THREADS`. See predictor/process.py.
 
-One JSON value per line. First, once: {"training_lengths": [...], "characters_max": n} or {"error": "..."}. Then, for
-each line ["prompt", ...] on the standard input, one {"lengths": [...]} or {"error": "..."}. Ends with its input.
+One JSON value per line. First, once: {"training_lengths": [...], "forecasts": [...], "characters_max": n} or
+{"error": "..."}. Then, for each line [[text, model, system, history characters, [stop, ...]], ...] on the standard
+input, one {"lengths": [[...], ...]}, with a text that says what went wrong in the place of a prompt that failed. Ends
+with its input.
 """
 
 import ctypes
@@ -10,6 +12,8 @@ import os
 import signal
 import sys
 from typing import IO, Any
+
+from predictor.prompt import Prompt
 
 PR_SET_PDEATHSIG = 1
 
@@ -26,22 +30,31 @@ def main() -> None:
         return
     _reply(
         replies,
-        {"training_lengths": predictor.training_lengths, "characters_max": predictor.characters_max},
+        {
+            "training_lengths": predictor.training_lengths,
+            "forecasts": predictor.forecasts,
+            "characters_max": predictor.encoding.characters_max,
+        },
     )
     for line in sys.stdin.buffer:
-        try:
-            _reply(replies, {"lengths": predictor.predict(json.loads(line))})
-        except Exception as error:
-            _reply(replies, {"error": f"{type(error).__name__}: {error}"})
+        prompts = [Prompt(*fields) for fields in json.loads(line)]
+        _reply(replies, {"lengths": _predict(predictor, prompts)})
 
 
 def _load(folder: str, threads: int) -> Any:
-    import torch  # seconds: hence only after the signals are set
+    from predictor.predict import LengthPredictor  # most of a second: hence only after the signals are set
 
-    from predictor.predict import LengthPredictor
+    return LengthPredictor.load(folder, threads)
 
-    torch.set_num_threads(threads)
-    return LengthPredictor.load(folder)
+
+def _predict(predictor: Any, prompts: list[Prompt]) -> list[list[float] | str]:
+    """All at once; should that fail, one by one, so that only those fail that must."""
+    try:
+        return [[round(length, 1) for length in row] for row in predictor.predict(prompts).tolist()]
+    except Exception as error:
+        if len(prompts) == 1:
+            return [f"{type(error).__name__}: {error}"]
+        return [answer for prompt in prompts for answer in _predict(predictor, [prompt])]
 
 
 def _reply(replies: IO[str], message: dict[str, Any]) -> None:

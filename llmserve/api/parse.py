@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from llmserve.errors import BadRequest
 from llmserve.request import Call
+from predictor.prompt import Prompt
 
 SLO_HEADER = "x-llmserve-slo-ms"  # the answer is wanted within so many milliseconds
 SLO_MS_MAX = 86_400_000.0  # a day
@@ -48,6 +49,19 @@ class Body(_Open):
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     stop: StrictStr | Several[StrictStr] | None = None
     seed: StrictInt | None = None
+    min_tokens: Any = None  # this and the next are vLLM's: it judges them
+    ignore_eos: Any = None
+
+    @property
+    def output_tokens_min(self) -> int | None:
+        """With ignore_eos an answer ends at its limit only."""
+        if self.ignore_eos is True:
+            return self.output_tokens_max
+        return self.min_tokens if isinstance(self.min_tokens, int) and self.min_tokens > 0 else None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def output_tokens_max(self) -> int | None:
@@ -62,7 +76,7 @@ class Body(_Open):
         """Characters of everything that the engine reads."""
         raise AssertionError("each kind of body has its own prompt")
 
-    def prompt_text(self) -> str:
+    def to_predict(self) -> Prompt:
         raise AssertionError("each kind of body has its own prompt")
 
 
@@ -78,12 +92,16 @@ class ChatBody(Body):
     def prompt_chars(self) -> int:
         return sum(len(_text(message.content)) for message in self.messages)
 
-    def prompt_text(self) -> str:
-        """The last user turn: what the answer answers."""
-        for message in reversed(self.messages):
-            if message.role == "user":
-                return _text(message.content)
-        return _text(self.messages[-1].content)
+    def to_predict(self) -> Prompt:
+        """The last user turn is what the answer answers; the system prompt says how; the rest only counts."""
+        asked = self._last("user") or self.messages[-1]
+        system = self._last("system", "developer")
+        text, rules = _text(asked.content), _text(system.content) if system and system is not asked else ""
+        history = self.prompt_chars - len(text) - len(rules)
+        return Prompt(text, self.model, rules, history, self.stops)
+
+    def _last(self, *roles: str) -> Message | None:
+        return next((message for message in reversed(self.messages) if message.role in roles), None)
 
 
 class CompletionBody(Body):
@@ -91,7 +109,7 @@ class CompletionBody(Body):
 
     @property
     def prompt_chars(self) -> int:
-        return len(self.prompt_text())
+        return len(self._prompt_text())
 
     @property
     def prompts(self) -> int:
@@ -99,7 +117,10 @@ class CompletionBody(Body):
         several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
         return len(self.prompt) if several else 1
 
-    def prompt_text(self) -> str:
+    def to_predict(self) -> Prompt:
+        return Prompt(self._prompt_text(), self.model, stop=self.stops)
+
+    def _prompt_text(self) -> str:
         """The prompt's text; prompts given as token ids have none."""
         if isinstance(self.prompt, str):
             return self.prompt
@@ -141,12 +162,12 @@ def parse_call(
     return Call(
         path=path,
         body=_ask_for_usage(data, body.stream_options is not None) if usage_added else data,
-        prompt=body.prompt_text(),
-        model=body.model,
+        prompt=body.to_predict(),
         stream=stream,
         usage_added=usage_added,
         choices=(body.n or 1) * body.prompts,
         output_tokens_max=body.output_tokens_max,
+        output_tokens_min=body.output_tokens_min,
         slo_s=_positive(SLO_HEADER, slo_ms, most=SLO_MS_MAX, scale=1e-3),
         predicted_tokens=_positive(PREDICTED_HEADER, predicted_tokens, most=2.0**31),
     )

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 from llmserve.errors import RequestError
 from llmserve.request import Call, Request
@@ -43,6 +44,7 @@ class Exchange:
         self.request = Request(request_id)
         self.arrived_at_s = 0.0
         self.receipt: Receipt | None = None
+        self.forecast: Any = None  # the forecaster's own, told how it came true
         self.task: asyncio.Task[RequestEnded] | None = None  # the pump that serves it now
         self.gone = False  # its client has left
         self.answered = False  # its client has been given bytes

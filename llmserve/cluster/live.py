@@ -10,10 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import statistics
 import time
-from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal, Protocol
 
@@ -22,6 +20,7 @@ from msgspec import Meta
 
 from llmserve.cluster.exchange import ClientStalled, Exchange, Head, Receipt
 from llmserve.cluster.journal import Journal
+from llmserve.cluster.record import LengthRecord
 from llmserve.engines.engine import Answer, Engine, EngineError, ServedModel
 from llmserve.engines.event_stream import UsageFilter, completion_tokens
 from llmserve.errors import BadRequest, DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable
@@ -34,6 +33,7 @@ from llmserve.scheduling.messages import (
     Event,
     FailReason,
     FailRequest,
+    ReportTrust,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -41,25 +41,37 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.scheduling.scheduler import Scheduler
+from predictor.prompt import Prompt
 
 log = logging.getLogger("llmserve")
 
-RECENT_LENGTHS = 256  # actual lengths from which a missing prediction is guessed
 ENGINE_FAULTS = (500, 502, 503, 504)  # statuses that are the engine's fault, not the request's
 
 
-class Predictor(Protocol):
-    """Predicts output tokens of a prompt; may raise anything, may be slow: a request never depends on it."""
+class Forecast(Protocol):
+    """Equally likely output lengths, tokens, ascending; () when nothing is known. The middle one is the median."""
 
-    async def predict(self, prompt: str) -> float: ...
+    @property
+    def lengths(self) -> tuple[float, ...]: ...
+
+    @property
+    def median(self) -> float | None: ...
+
+
+class Forecaster(Protocol):
+    """Says how long answers will be, in bounded time, and is told how long they became."""
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]: ...
+
+    async def forecast(self, prompt: Prompt, *, least: float | None, most: float | None) -> Any: ...
+
+    def observe(self, forecast: Any, output_tokens: float, *, capped: bool) -> None: ...
 
 
 class LiveConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The live body's limits."""
 
-    predictor_budget_s: Annotated[
-        float, Meta(gt=0, description="longest wait for a prediction; then recent lengths are used")
-    ] = 1.0
     buffer_bytes_max: Annotated[
         int, Meta(ge=1, description="bytes kept for a client that reads slowly, before its engine is slowed down")
     ] = 8 << 20
@@ -94,22 +106,22 @@ class LiveCluster:
         engines: list[Engine],
         journal: Journal,
         *,
-        predictor: Predictor | None = None,
+        forecaster: Forecaster | None = None,
+        record: LengthRecord | None = None,
         config: LiveConfig | None = None,
         only_model: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.journal = journal
-        self.prediction_fallbacks: Counter[str] = Counter()  # by reason
-        self._predictor = predictor
+        self._forecaster = forecaster
+        self._record = record
         self._config = config or LiveConfig()
         self._only_model = only_model
         self._clock = clock
         self._started_at = clock()
         self._desks = {engine.info.name: _EngineDesk(engine) for engine in engines}
         self._exchanges: dict[int, Exchange] = {}
-        self._recent_lengths: deque[float] = deque(maxlen=RECENT_LENGTHS)
         self._next_id = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s: float | None = None
@@ -125,6 +137,11 @@ class LiveCluster:
     @property
     def engines_ready(self) -> dict[str, bool]:
         return {name: desk.ready for name, desk in sorted(self._desks.items())}
+
+    @property
+    def prediction_fallbacks(self) -> Mapping[str, int]:
+        """Forecasts made without the predictor, by reason."""
+        return self._forecaster.fallbacks if self._forecaster is not None else {}
 
     @property
     def draining(self) -> bool:
@@ -148,7 +165,7 @@ class LiveCluster:
         arrived_at_s = self.now_s()
         self._exchanges[exchange.request.id] = exchange
         try:
-            predicted = await self._predict(call)
+            predicted, quantiles = await self._predict(exchange)
         except BaseException:
             self._forget(exchange)
             raise
@@ -157,7 +174,7 @@ class LiveCluster:
             self._forget(exchange)
             return exchange
         deadline_s = arrived_at_s + call.slo_s if call.slo_s is not None else None
-        exchange.request = Request(exchange.request.id, predicted, deadline_s)
+        exchange.request = Request(exchange.request.id, predicted, deadline_s, quantiles)
         exchange.arrived_at_s = arrived_at_s
         self._step(RequestArrived(exchange.request))
         return exchange
@@ -176,27 +193,29 @@ class LiveCluster:
         if exchange.request.id in self.scheduler.requests:
             self._step(RequestCancelled(exchange.request.id))
 
-    async def _predict(self, call: Call) -> float | None:
-        """Predicted output tokens, bounded by what the client allows; None when there is nothing to go by."""
-        predicted = call.predicted_tokens
-        if predicted is None and self._predictor is not None:
-            try:
-                async with asyncio.timeout(self._config.predictor_budget_s):
-                    predicted = await self._predictor.predict(call.prompt)
-                if not (math.isfinite(predicted) and predicted > 0):
-                    raise ValueError(f"it predicted {predicted} tokens")
-            except TimeoutError:
-                predicted = self._estimate("slow")
-            except Exception as error:
-                predicted = self._estimate("failed")
-                log.warning("the length predictor failed (%s); using recent lengths", error)
-        if predicted is not None and call.output_tokens_max is not None:
-            predicted = min(predicted, float(call.output_tokens_max))
-        return predicted
+    async def _predict(self, exchange: Exchange) -> tuple[float | None, tuple[float, ...]]:
+        """Predicted output tokens, the median and equally likely ones, bounded by what the client allows.
 
-    def _estimate(self, reason: str) -> float | None:
-        self.prediction_fallbacks[reason] += 1
-        return statistics.median(self._recent_lengths) if self._recent_lengths else None
+        None and () when there is nothing to go by; only the median when the client brought it.
+        """
+        call = exchange.call
+        if call.predicted_tokens is not None:
+            return min(call.predicted_tokens, call.output_tokens_max or math.inf), ()
+        if self._forecaster is None:
+            return None, ()
+        least, most = call.output_tokens_min, call.output_tokens_max
+        forecast: Forecast = await self._forecaster.forecast(call.prompt, least=least, most=most)
+        exchange.forecast = forecast
+        return forecast.median, tuple([round(length, 1) for length in forecast.lengths])
+
+    def _learn(self, exchange: Exchange, output_tokens: float) -> None:
+        """From the length of a completed answer."""
+        call = exchange.call
+        capped = call.output_tokens_max is not None and output_tokens >= call.output_tokens_max
+        if self._forecaster is not None and exchange.forecast is not None:
+            self._forecaster.observe(exchange.forecast, output_tokens, capped=capped)
+        if self._record is not None and call.choices == 1:
+            self._record.write(call, round(output_tokens), capped=capped)
 
     # ---- one step of the scheduler ----------------------------------------------------------------------------
 
@@ -213,8 +232,10 @@ class LiveCluster:
                 task = self._exchanges[action.request_id].task
                 assert task is not None, "a running request has a pump"
                 task.cancel()
-            else:
+            elif isinstance(action, FailRequest):
                 self._fail(action)
+            else:
+                _say_trust(action)
         self._arm_timer()
 
     def _arm_timer(self) -> None:
@@ -322,8 +343,8 @@ class LiveCluster:
         exchange.task = None
         del desk.running[exchange.request.id]
         ended = self._how_it_ended(desk.engine.info.name, exchange, task)
-        if ended.output_tokens:
-            self._recent_lengths.append(ended.output_tokens)
+        if ended.outcome == "completed" and ended.output_tokens > 0:
+            self._learn(exchange, ended.output_tokens)
         self._step(ended)
         self._forget(exchange)
 
@@ -449,6 +470,16 @@ class LiveCluster:
         for desk in self._desks.values():
             await desk.engine.close()
         self.journal.close()
+        if self._record is not None:
+            self._record.close()
+
+
+def _say_trust(action: ReportTrust) -> None:
+    r = "none" if action.rank_correlation is None else f"{action.rank_correlation:.2f}"
+    if action.trusted:
+        log.info("length predictions rank answers again (rank correlation %s): bins are back", r)
+    else:
+        log.warning("length predictions do not rank answers (rank correlation %s): one bin, first come first served", r)
 
 
 def _error_of(reason: FailReason, retry_after_s: float | None) -> RequestError:

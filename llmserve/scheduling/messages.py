@@ -107,4 +107,14 @@ class FailRequest(msgspec.Struct, frozen=True, tag=True):
     retry_after_s: float | None = None
 
 
-Action = StartBatch | AbortRequest | FailRequest
+class ReportTrust(msgspec.Struct, frozen=True, tag=True):
+    """Say that predictions no longer rank answers, and one bin serves; or that they do again, and bins are back.
+
+    rank_correlation  Spearman's, of predicted with real lengths; None when all lengths were alike
+    """
+
+    trusted: bool
+    rank_correlation: float | None
+
+
+Action = StartBatch | AbortRequest | FailRequest | ReportTrust

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from bins.edges import OnlineEdges
+from bins.risk import risk
 from llmserve.scheduling.order.fffs import fffs
 from llmserve.scheduling.release import Full, Greedy, Release, Timeout
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.scheduling.trust import Trust
 
 ORDERS = {"fffs": fffs}
 
@@ -32,14 +34,24 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     order: Annotated[
         Literal["fffs"], Meta(description="which formed batch runs next; fffs: first formed, first served")
     ] = "fffs"
+    bins_by: Annotated[
+        Literal["risk", "median"],
+        Meta(description="risk: the expected longest answer of a batch of such requests; median: the predicted length"),
+    ] = "risk"
     edges: Annotated[
         tuple[float, ...] | None,
         Meta(description="first interior edges of the bins, output tokens (default: from the predictor's training)"),
     ] = None
-    edges_window: Annotated[int, Meta(ge=1, description="actual lengths that the edges are fitted to")] = 4096
-    edges_refit_every: Annotated[int, Meta(ge=0, description="completions between two fits of the edges; 0: never")] = (
-        256
-    )
+    edges_window: Annotated[int, Meta(ge=1, description="predictions that the edges are fitted to")] = 4096
+    edges_refit_every: Annotated[int, Meta(ge=0, description="arrivals between two fits of the edges; 0: never")] = 256
+    trust_window: Annotated[
+        int,
+        Meta(
+            ge=16,
+            description="answers by which predictions are judged, or 4 x bins x batch-size when that is more; while "
+            "they rank answers no better than chance, one bin serves",
+        ),
+    ] = 256
     queue_requests_max: Annotated[int, Meta(ge=1, description="requests that may wait; one more gets 429")] = 10_000
     retries_max: Annotated[
         int, Meta(ge=0, description="times a request runs again when its engine failed before the first byte")
@@ -49,7 +61,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 30.0
 
     def scheduler(self, lengths: Sequence[float] = ()) -> Scheduler:
-        """A fresh scheduler. lengths: a sample of output lengths (tokens) for the first edges.
+        """A fresh scheduler. lengths: a sample of what bins go by (tokens) for the first edges.
 
         Raises ValueError when `edges` does not fit `bins`.
         """
@@ -65,10 +77,19 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             order=ORDERS[self.order],
             edges=edges,
             batch_size=self.batch_size,
+            # Answers come in batches of one bin, which say nothing about ranking between bins.
+            trust=Trust(max(self.trust_window, 4 * self.bins * self.batch_size)),
+            by_risk=self.bins_by == "risk",
             queue_requests_max=self.queue_requests_max,
             retries_max=self.retries_max,
             engine_wait_s=self.engine_wait_s,
         )
+
+    def scores(self, forecasts: Iterable[Sequence[float]]) -> tuple[float, ...]:
+        """What bins go by, of a sample of forecasts (equally likely lengths each)."""
+        if self.bins_by == "risk":
+            return tuple(risk(lengths, self.batch_size) for lengths in forecasts)
+        return tuple(lengths[len(lengths) // 2] for lengths in forecasts)
 
     def _release(self) -> Release:
         if self.release == "full":

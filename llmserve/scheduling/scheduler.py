@@ -9,9 +9,11 @@ very object. Requests go predicted length -> bin -> formed batch -> engine:
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 
 from bins.edges import OnlineEdges
+from bins.risk import risk
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
     AbortRequest,
@@ -23,6 +25,7 @@ from llmserve.scheduling.messages import (
     Event,
     FailReason,
     FailRequest,
+    ReportTrust,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -32,6 +35,7 @@ from llmserve.scheduling.messages import (
 from llmserve.scheduling.queues import BinQueue, FormedBatch, FormedQueue, Place, Ticket
 from llmserve.scheduling.rates import CompletionRate
 from llmserve.scheduling.release import Release
+from llmserve.scheduling.trust import Trust
 
 DEADLINES_SPARE = 64  # deadlines of ended requests that may be kept before they are swept out
 
@@ -61,8 +65,10 @@ class Scheduler:
 
     release             when a bin lets a batch go (scheduling/release.py)
     order               key of a formed batch; the smallest runs next (scheduling/order/)
-    edges               bins over predicted lengths, fitted again as actual lengths come in
+    edges               bins over the predictions' risk or median, fitted again as requests come in
     batch_size          largest batch that a bin forms
+    trust               whether predictions rank answers; while they do not, one bin serves
+    by_risk             bins by what a request does to its batch (bins/risk.py), not by its median
     queue_requests_max  requests that may wait; one more is refused with `queue_full`
     retries_max         times that a request whose engine failed before its first byte runs again
     engine_wait_s       how long requests wait when no engine is up before they fail with `no_engine`
@@ -75,11 +81,14 @@ class Scheduler:
         order: Callable[[FormedBatch], float],
         edges: OnlineEdges,
         batch_size: int,
+        trust: Trust,
+        by_risk: bool = True,
         queue_requests_max: int = 100_000,
         retries_max: int = 2,
         engine_wait_s: float = 30.0,
     ) -> None:
         self.edges = edges
+        self.trust = trust
         self.bins = [BinQueue(index) for index in range(edges.bins)]
         self.formed = FormedQueue(order)
         self.engines: dict[str, EngineState] = {}
@@ -87,6 +96,7 @@ class Scheduler:
         self.waiting = 0  # requests in bins and in formed batches
         self._release = release
         self._batch_size = batch_size
+        self._by_risk = by_risk
         self._queue_requests_max = queue_requests_max
         self._retries_max = retries_max
         self._engine_wait_s = engine_wait_s
@@ -155,8 +165,7 @@ class Scheduler:
             retry_after_s = None if refusal == "deadline_exceeded" else self._retry_after_s()
             self._actions.append(FailRequest(request.id, refusal, retry_after_s))
             return
-        tokens = request.predicted_tokens
-        queue = self.bins[0 if tokens is None else self.edges.bin_of(tokens)]
+        queue = self.bins[self._bin_of(request)]
         ticket = Ticket(request, queue.index, self._now_s)
         self.requests[request.id] = ticket
         queue.append(ticket)
@@ -164,6 +173,15 @@ class Scheduler:
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.id))
         self._form(queue)
+
+    def _bin_of(self, request: Request) -> int:
+        score = request.predicted_tokens
+        if score is None:
+            return 0
+        if self._by_risk and request.quantiles:
+            score = risk(request.quantiles, self._batch_size)
+        self.edges.observe(score)
+        return self.edges.bin_of(score) if self.trust.trusted else 0
 
     def _refusal(self, request: Request) -> FailReason | None:
         if self._draining:
@@ -199,7 +217,7 @@ class Scheduler:
         del self.requests[event.request_id]
         self._rate.observe(self._now_s)
         if event.outcome == "completed":
-            self._see_length(event.output_tokens)
+            self._see_answer(ticket.request, event.output_tokens)
 
     def _on_batch_ended(self, event: BatchEnded) -> None:
         engine = self.engines.get(event.engine)
@@ -210,7 +228,7 @@ class Scheduler:
             del engine.running[ticket.request.id]
             del self.requests[ticket.request.id]
             self._rate.observe(self._now_s)
-            self._see_length(event.output_tokens.get(ticket.request.id, 0))
+            self._see_answer(ticket.request, event.output_tokens.get(ticket.request.id, 0))
         if engine.free:
             self._free[engine.info.name] = engine
 
@@ -348,9 +366,23 @@ class Scheduler:
         if engine.free:
             self._free[engine.info.name] = engine
 
-    def _see_length(self, output_tokens: float) -> None:
-        if output_tokens > 0:
-            self.edges.observe(output_tokens)
+    def _see_answer(self, request: Request, output_tokens: float) -> None:
+        if output_tokens > 0 and self.trust.observe(request, output_tokens):
+            r = self.trust.rank_correlation
+            self._actions.append(ReportTrust(self.trust.trusted, None if math.isnan(r) else r))
+            if not self.trust.trusted:
+                self._merge_bins()
+
+    def _merge_bins(self) -> None:
+        """Whoever waits in a bin goes to the first one, first come first served."""
+        waiting = sorted(
+            [ticket for queue in self.bins for ticket in queue.take(len(queue))],
+            key=lambda ticket: (ticket.arrived_at_s, ticket.request.id),
+        )
+        for ticket in waiting:
+            ticket.bin = 0
+            self.bins[0].append(ticket)
+        self._form(self.bins[0])
 
     def _leave_queue(self, ticket: Ticket) -> None:
         if ticket.place is Place.BIN:

@@ -9,6 +9,7 @@ import pytest
 from llmserve.api.parse import parse_call
 from llmserve.errors import BadRequest
 from llmserve.request import Call
+from predictor.prompt import Prompt
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -40,20 +41,20 @@ def test_a_client_that_asks_for_usage_gets_it() -> None:
     assert not parse(stream=True, stream_options={"include_usage": True}).usage_added
 
 
-def test_the_predictor_reads_the_last_user_turn() -> None:
+def test_the_predictor_reads_the_last_user_turn_and_the_system_prompt() -> None:
     messages = [
         {"role": "system", "content": "be short"},
         {"role": "user", "content": "first"},
         {"role": "assistant", "content": "answer"},
         {"role": "user", "content": [{"type": "text", "text": "last"}, {"type": "image_url", "image_url": {}}]},
     ]
-    assert parse(messages=messages).prompt == "last"
+    assert parse(messages=messages).prompt == Prompt("last", "m", "be short", len("first") + len("answer"))
 
 
 @pytest.mark.parametrize(("prompt", "text"), [("say hi", "say hi"), (["a", "b"], "a b"), ([1, 2, 3], "")])
 def test_a_completion_has_the_prompt_itself(prompt: Any, text: str) -> None:
     data = json.dumps({"model": "m", "prompt": prompt}).encode()
-    assert parse_call("/v1/completions", data, prompt_chars_max=100).prompt == text
+    assert parse_call("/v1/completions", data, prompt_chars_max=100).prompt == Prompt(text, "m")
 
 
 def test_the_newer_name_of_the_token_limit_wins() -> None:
@@ -101,6 +102,21 @@ def test_bad_input_names_the_field(fields: dict[str, Any], param: str) -> None:
 def test_what_is_not_a_json_object_is_refused(data: bytes) -> None:
     with pytest.raises(BadRequest):
         parse_call(CHAT, data, prompt_chars_max=100)
+
+
+@pytest.mark.parametrize(
+    ("fields", "least", "most", "stops"),
+    [
+        ({"min_tokens": 5, "max_tokens": 9, "stop": "END"}, 5, 9, ("END",)),
+        ({"ignore_eos": True, "max_tokens": 9, "stop": ["a", "b"]}, 9, 9, ("a", "b")),
+        ({"ignore_eos": "yes", "min_tokens": "many"}, None, None, ()),  # the engine's to judge
+    ],
+)
+def test_limits_and_stop_rules_bound_the_prediction(
+    fields: dict[str, Any], least: int | None, most: int | None, stops: tuple[str, ...]
+) -> None:
+    call = parse(**fields)
+    assert (call.output_tokens_min, call.output_tokens_max, call.prompt.stop) == (least, most, stops)
 
 
 def test_a_client_may_bring_its_own_prediction() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from front import Front, StartFront, until
@@ -22,6 +23,9 @@ from llmserve.engines.openai_engine import OpenAIEngine
 from llmserve.request import Call, EngineInfo
 from llmserve.scheduling.messages import RequestArrived, RequestEnded, StartBatch, TimerFired
 from llmserve.scheduling.policies import SchedulingConfig
+from predictor.forecaster import Forecaster
+from predictor.online import OnlineLearner
+from predictor.prompt import Prompt
 
 
 async def answer(front: Front, **fields: Any) -> tuple[int, dict[str, Any], aiohttp.typedefs.LooseHeaders]:
@@ -74,35 +78,36 @@ async def test_a_timeout_release_lets_a_lone_request_go(start_front: StartFront)
 class Table:
     """A predictor that looks its answers up; "slow" hangs and "broken" raises."""
 
-    async def predict(self, prompt: str) -> float:
-        if prompt == "slow":
+    async def predict(self, prompt: Prompt) -> tuple[float]:
+        if prompt.text == "slow":
             await asyncio.sleep(60)
-        if prompt == "broken":
+        if prompt.text == "broken":
             raise RuntimeError("the predictor is broken")
-        return float(prompt)
+        return (float(prompt.text),)
 
 
-async def submit(cluster: LiveCluster, prompt: str, output_tokens_max: int | None = None) -> Any:
+async def submit(cluster: LiveCluster, prompt: str, **fields: Any) -> Any:
     body = json.dumps({"model": "fake", "messages": [], "max_tokens": 4}).encode()
-    call = Call("/v1/chat/completions", body, prompt, "fake", stream=False, output_tokens_max=output_tokens_max)
+    call = Call("/v1/chat/completions", body, Prompt(prompt, "fake"), stream=False, **fields)
     exchange = await cluster.submit(call, lambda exchange: None)
     return await exchange.head()
 
 
-async def test_predictions_choose_the_bin_and_a_bad_predictor_costs_its_budget_at_most() -> None:
+async def test_predictions_choose_the_bin_and_a_bad_predictor_costs_its_budget_at_most(tmp_path: Path) -> None:
     async with FakeEngine(step_s=0) as fake:
-        config = SchedulingConfig(bins=2, edges=(100.0,))
         engine = OpenAIEngine(EngineInfo("e", 8, False), fake.url)
-        live = LiveConfig(predictor_budget_s=0.5)
-        header = Header(config)
-        cluster = LiveCluster(header.scheduler(), [engine], Journal(header), predictor=Table(), config=live)
+        header = Header(SchedulingConfig(bins=2, edges=(100.0,)))
+        forecaster = Forecaster(Table(), OnlineLearner(), budget_s=0.5)
+        cluster = LiveCluster(header.scheduler(), [engine], Journal(header), forecaster=forecaster)
         cluster.start()
         await until(lambda: all(cluster.engines_ready.values()))
-        assert (await submit(cluster, "30")).receipt.bin == 0
-        assert (await submit(cluster, "300")).receipt.bin == 1
         assert (await submit(cluster, "300", output_tokens_max=50)).receipt.predicted_tokens == 50
+        assert (await submit(cluster, "30", output_tokens_min=200)).receipt.predicted_tokens == 200
+        assert (await submit(cluster, "3000", predicted_tokens=7.0)).receipt.predicted_tokens == 7
+        assert (await submit(cluster, "30")).receipt.bin == 0
+        assert (await submit(cluster, "30000")).receipt.bin == 1
         for prompt in ("slow", "broken"):  # both fall back on the lengths seen so far: 4 tokens each
-            assert (await submit(cluster, prompt)).receipt.predicted_tokens == 4
+            assert (await submit(cluster, prompt)).receipt.predicted_tokens == pytest.approx(4, rel=0.05)
         assert dict(cluster.prediction_fallbacks) == {"slow": 1, "failed": 1}
         await cluster.close()
 
@@ -110,7 +115,7 @@ async def test_predictions_choose_the_bin_and_a_bad_predictor_costs_its_budget_a
 async def test_whoever_stops_waiting_for_an_answer_can_still_cancel_it(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0.05) as engine:
         front = await start_front(engine)
-        call = Call("/v1/chat/completions", b'{"max_tokens": 900}', "", "fake", stream=False)
+        call = Call("/v1/chat/completions", b'{"max_tokens": 900}', Prompt("", "fake"), stream=False)
         exchange = await front.cluster.submit(call, lambda exchange: None)
         waiting = asyncio.ensure_future(exchange.head())
         await until(lambda: engine.running == 1)

@@ -12,18 +12,22 @@ def random_predictor(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a loadable predictor that has learnt nothing."""
     from transformers import BertConfig, set_seed
 
+    from predictor.encoding import Encoding
+    from predictor.export import export
     from predictor.model import LengthConfig, LengthModel
-    from predictor.predict import LengthPredictor
-    from predictor.tokenizer import train_tokenizer
+    from predictor.tokenizer import CLS, PAD, SEP, train_tokenizer
 
     set_seed(0)
     tokenizer = train_tokenizer(["count to ten", "spell banana"], words_max=100)
     encoder = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
     )
-    config = LengthConfig(
-        encoder=encoder.to_diff_dict(), length_unit=50.0, max_length_tokens=32, pad_token_id=tokenizer.pad_token_id
-    )
+    config = LengthConfig(encoder=encoder.to_diff_dict(), length_unit=50.0, quantiles=5)
+    cls, sep, pad = (tokenizer.get_vocab()[token] for token in (CLS, SEP, PAD))
     folder = tmp_path_factory.mktemp("predictor")
-    LengthPredictor(LengthModel(config), tokenizer, [10, 20, 30]).save(folder)
+    export(LengthModel(config), tokenizer, Encoding(32, cls, sep, pad), [10, 20, 30], folder)
     return folder

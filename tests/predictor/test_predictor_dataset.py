@@ -1,4 +1,4 @@
-"""Files -> rows -> splits."""
+"""Files -> rows."""
 
 import gzip
 import json
@@ -9,15 +9,41 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from predictor.dataset import Columns, Row, length_sample, load_rows, split_rows
+from predictor.dataset import Columns, Row, length_sample, load_rows
 from predictor.errors import DatasetError
+from predictor.prompt import Prompt
 from predictor.text import head_and_tail
 
 RECORDS = [
     {"prompt": "count to 3", "model": "demo", "output_tokens": 5, "finish_reason": "stop"},
     {"prompt": "count to 999", "model": "demo", "output_tokens": 512, "finish_reason": "length"},
 ]
-ROWS = [Row("count to 3", "demo", 5, capped=False), Row("count to 999", "demo", 512, capped=True)]
+ROWS = [Row(Prompt("count to 3", "demo"), 5), Row(Prompt("count to 999", "demo"), 512, capped=True)]
+LMSYS = {
+    "conversation_id": "c1",
+    "model": "vicuna-13b",
+    "conversation": [
+        {"role": "user", "content": "Name a colour"},  # 13 characters
+        {"role": "assistant", "content": "Deep blue"},  # 9
+        {"role": "user", "content": "Another"},
+        {"role": "assistant", "content": "Red it is"},
+    ],
+    "turn": 2,
+    "language": "English",
+}
+LMSYS_ROWS = [
+    Row(Prompt("Name a colour", "vicuna-13b"), 2, group="name a colour"),
+    Row(Prompt("Another", "vicuna-13b", history_characters=22), 3, group="name a colour"),
+]
+SHAREGPT = {
+    "id": "s1",
+    "conversations": [
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "Hi"},
+        {"from": "gpt", "value": "Hello you"},
+    ],
+}
+SHAREGPT_ROWS = [Row(Prompt("Hi", system="Be brief."), 2, group="hi")]
 
 
 def write_jsonl(path: Path, records: list[Any]) -> Path:
@@ -25,8 +51,20 @@ def write_jsonl(path: Path, records: list[Any]) -> Path:
     return path
 
 
+def words(text: str) -> int:
+    """Stands for an answer's tokenizer."""
+    return len(text.split())
+
+
+def conversation(*turns: tuple[str, str]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
 def row(prompt: str, output_tokens: int = 1) -> Row:
-    return Row(prompt, "", output_tokens, capped=False)
+    return Row(Prompt(prompt), output_tokens)
+
+
+# --- sources ----------------------------------------------------------------------------------------------------
 
 
 def test_jsonl_gives_rows(tmp_path: Path) -> None:
@@ -39,6 +77,18 @@ def test_compressed_jsonl_gives_the_same_rows(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(write_jsonl(tmp_path / "a.jsonl", RECORDS).read_bytes()))
     assert load_rows([path]).rows == ROWS
+
+
+def test_a_json_array_gives_the_same_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(RECORDS, indent=1))
+    assert load_rows([tmp_path / "a.json"]).rows == ROWS
+
+
+@pytest.mark.parametrize(("text", "says"), [('{"prompt": "a"}', "expected one array"), ("[{", "cannot read")])
+def test_a_json_file_that_is_no_array_is_named(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(DatasetError, match=rf"(?=.*a\.json)(?=.*{says})"):
+        load_rows([tmp_path / "a.json"])
 
 
 def test_parquet_gives_the_same_rows(tmp_path: Path) -> None:
@@ -108,7 +158,7 @@ def test_no_usable_row_is_an_error_that_says_why(tmp_path: Path) -> None:
         load_rows([path])
 
 
-@pytest.mark.parametrize("name", ["absent.jsonl", "absent.parquet", "hub:./absent", "answers.csv"])
+@pytest.mark.parametrize("name", ["absent.jsonl", "absent.json", "absent.parquet", "hub:./absent", "answers.csv"])
 def test_a_source_that_cannot_be_read_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DatasetError, match=name.removeprefix("hub:")):
@@ -122,31 +172,222 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
             load_rows([tmp_path / name])
 
 
-def test_a_prompt_falls_on_one_side_whatever_its_case_and_spacing() -> None:
-    rows = [row(f"{prefix} {i}", n) for i in range(300) for n, prefix in enumerate(["Count to", "count  TO"], 1)]
-    splits = split_rows(rows, seed=0)
-    sides = [{r.prompt.split()[-1] for r in side} for side in (splits.train, splits.validation, splits.held_out)]
-    assert sum(map(len, sides)) == 300
-    assert set.union(*sides) == {str(i) for i in range(300)}
+# --- flat records -----------------------------------------------------------------------------------------------
 
 
-def test_a_prompts_side_depends_on_the_seed_but_not_on_the_other_rows() -> None:
-    rows = [row(f"prompt {i}") for i in range(500)]
-    splits = split_rows(rows, seed=1)
-    again = split_rows([*rows[::-1], row("one more")], seed=1)
-    assert set(splits.held_out) <= set(again.held_out) <= {*splits.held_out, row("one more")}
-    assert set(split_rows(rows, seed=2).held_out) != set(splits.held_out)
+def test_the_servers_own_record_is_a_flat_record(tmp_path: Path) -> None:
+    record = {
+        **{"prompt": "and now?", "system": "Be brief.", "history_characters": 70, "model": "m", "max_tokens": 512},
+        **{"stop": ["###", "User:"], "temperature": 0.7, "output_tokens": 33, "finish_reason": "stop"},
+    }
+    prompt = Prompt("and now?", "m", system="Be brief.", history_characters=70, stop=("###", "User:"))
+    assert load_rows([write_jsonl(tmp_path / "lengths.jsonl", [record])]).rows == [
+        Row(prompt, 33, capped=False, output_tokens_max=512)
+    ]
 
 
-def test_the_sides_have_the_shares_that_were_asked_for() -> None:
-    splits = split_rows([row(f"prompt {i}") for i in range(10_000)], 0, validation_share=0.1, held_out_share=0.2)
-    assert len(splits.validation) == pytest.approx(1000, abs=5 * 30)  # 5 standard deviations
-    assert len(splits.held_out) == pytest.approx(2000, abs=5 * 40)
+def test_optional_columns_may_be_null_or_empty(tmp_path: Path) -> None:
+    columns = ["model", "finish_reason", "system", "history_characters", "max_tokens", "stop", "response"]
+    record = {"prompt": "a", "output_tokens": 4, **dict.fromkeys(columns)}
+    blank = {"prompt": "a", "output_tokens": 4, "model": "", "system": "", "history_characters": 0, "stop": ["", "\n"]}
+    assert load_rows([write_jsonl(tmp_path / "a.jsonl", [record, blank])]).rows == [
+        row("a", 4),
+        Row(Prompt("a", stop=("\n",)), 4),
+    ]
 
 
-def test_too_few_prompts_to_split_are_an_error() -> None:
-    with pytest.raises(DatasetError, match="too few different prompts"):
-        split_rows([row("one"), row("two")], seed=0)
+def test_a_single_stop_string_needs_no_list(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "output_tokens": 4, "stop": "END"}])
+    assert load_rows([path]).rows[0].prompt.stop == ("END",)
+
+
+@pytest.mark.parametrize(
+    ("output_tokens", "max_tokens", "finish_reason", "capped"),
+    [
+        (7, None, "length", True),
+        (7, 100, "length", True),  # such as by the end of the context
+        (7, 8, "stop", False),
+        (8, 8, "stop", True),  # with its end just there, or cut: who cuts does not always say so
+        (9, 8, None, True),
+        (7, None, None, False),
+    ],
+)
+def test_an_answer_is_capped_when_it_says_so_or_has_reached_its_maximum(
+    output_tokens: int, max_tokens: int | None, finish_reason: str | None, capped: bool, tmp_path: Path
+) -> None:
+    record = {"prompt": "a", "output_tokens": output_tokens, "max_tokens": max_tokens, "finish_reason": finish_reason}
+    found = load_rows([write_jsonl(tmp_path / "a.jsonl", [record])])
+    assert found.rows == [Row(Prompt("a"), output_tokens, capped, max_tokens)]
+
+
+def test_a_response_is_counted_where_its_length_is_missing(tmp_path: Path) -> None:
+    records = [
+        {"prompt": "a", "response": "one two three"},
+        {"prompt": "b", "response": "one two three", "output_tokens": 8},
+        {"prompt": "c", "response": " "},
+        {"prompt": "d", "response": 5},
+    ]
+    found = load_rows([write_jsonl(tmp_path / "a.jsonl", records)], answer_tokens=words)
+    assert found.rows == [row("a", 3), row("b", 8)]
+    assert found.bad == {"empty text in 'response'": 1, "no number in 'output_tokens'": 1}
+
+
+def test_an_answer_without_a_single_known_token_counts_as_one(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "response": "\u2603"}])
+    assert load_rows([path], answer_tokens=lambda text: 0).rows == [row("a", 1)]
+
+
+def test_bad_values_of_optional_columns_are_counted_by_column(tmp_path: Path) -> None:
+    bad: list[dict[str, Any]] = [
+        {"system": ["secret"]},
+        {"history_characters": -1},
+        {"history_characters": "secret"},
+        {"max_tokens": 0},
+        {"max_tokens": 2.5},
+        {"stop": {"secret": 1}},
+        {"stop": ["secret", 1]},
+    ]
+    records = [{"prompt": "a", "output_tokens": 4, **each} for each in bad]
+    found = load_rows([write_jsonl(tmp_path / "a.jsonl", [*records, *RECORDS])])
+    assert found.rows == ROWS
+    assert found.bad == {
+        "no text in 'system'": 1,
+        "not a whole number above -1 in 'history_characters'": 1,
+        "no number in 'history_characters'": 1,
+        "not a whole number above 0 in 'max_tokens'": 2,
+        "neither a text nor a list of texts in 'stop'": 2,
+    }
+
+
+# --- conversations ----------------------------------------------------------------------------------------------
+
+
+def test_an_lmsys_conversation_gives_a_row_for_each_answer(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [LMSYS])
+    assert load_rows([path], answer_tokens=words).rows == LMSYS_ROWS
+
+
+def test_a_sharegpt_file_gives_rows(tmp_path: Path) -> None:
+    (tmp_path / "sharegpt.json").write_text(json.dumps([SHAREGPT]))
+    assert load_rows([tmp_path / "sharegpt.json"], answer_tokens=words).rows == SHAREGPT_ROWS
+
+
+@pytest.mark.parametrize(
+    ("asks", "answers"), [("human", "gpt"), ("user", "chatgpt"), ("Human", "bing"), ("user", "bard")]
+)
+def test_sharegpts_roles_have_many_names(asks: str, answers: str, tmp_path: Path) -> None:
+    turns = [{"from": asks, "value": "Hi"}, {"from": answers, "value": "Hello you"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"conversations": turns}])
+    assert load_rows([path], answer_tokens=words).rows == [Row(Prompt("Hi"), 2, group="hi")]
+
+
+def test_openai_messages_give_rows_and_may_hold_parts(tmp_path: Path) -> None:
+    parts = [
+        {"type": "text", "text": "What is"},
+        {"type": "image_url", "image_url": {}},
+        {"type": "text", "text": "it?"},
+    ]
+    messages = [
+        {"role": "developer", "content": "Look closely."},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": [{"type": "text", "text": "A red fox"}]},
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages, "model": "m"}])
+    assert load_rows([path], answer_tokens=words).rows == [
+        Row(Prompt("What is it?", "m", system="Look closely."), 3, group="what is it?")
+    ]
+
+
+def test_parquet_and_the_hub_give_conversations_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "chats").mkdir()
+    pq.write_table(pa.Table.from_pylist([LMSYS]), tmp_path / "chats" / "train.parquet")
+    assert load_rows([tmp_path / "chats" / "train.parquet"], answer_tokens=words).rows == LMSYS_ROWS
+    assert load_rows([f"hub:{tmp_path / 'chats'}"], answer_tokens=words).rows == LMSYS_ROWS
+
+
+def test_layouts_may_be_mixed_in_one_file(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [LMSYS, *RECORDS, SHAREGPT])
+    assert load_rows([path], answer_tokens=words).rows == [*LMSYS_ROWS, *ROWS, *SHAREGPT_ROWS]
+
+
+def test_a_conversation_with_a_measured_prompt_is_flat_and_one_with_a_mere_prompt_is_not(tmp_path: Path) -> None:
+    records = [{**SHAREGPT, "prompt": "count to 3", "output_tokens": 5}, {**SHAREGPT, "prompt": "Hi", "response": None}]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    assert load_rows([path], answer_tokens=words).rows == [row("count to 3", 5), *SHAREGPT_ROWS]
+
+
+def test_only_an_answer_with_text_directly_after_a_question_is_a_row(tmp_path: Path) -> None:
+    record = conversation(
+        ("assistant", "Welcome!"),  # answers nobody; 8 characters of history
+        ("user", "One"),  # 3; the next user turn is what is answered
+        ("user", "Two"),  # 3
+        ("assistant", "first answer"),  # 12
+        ("assistant", "more of it"),  # 10; answers no user turn
+        ("user", "Three"),  # 5
+        ("assistant", " "),  # 1; has no text
+        ("user", "Look it up"),  # 10
+        ("tool", "42"),  # 2
+        ("assistant", "it is 42"),  # 8; answers a tool
+        ("system", "Be brief."),  # 9; not leading: history
+        ("user", "Four"),
+        ("assistant", "yes"),
+        ("user", "Five"),
+    )
+    assert load_rows([write_jsonl(tmp_path / "a.jsonl", [record])], answer_tokens=words).rows == [
+        Row(Prompt("Two", history_characters=11), 2, group="one"),
+        Row(Prompt("Four", history_characters=71), 1, group="one"),
+    ]
+
+
+def test_the_group_is_normalised_and_passes_over_turns_without_text(tmp_path: Path) -> None:
+    record = conversation(
+        ("user", " "), ("user", "What  IS\nit"), ("assistant", "x"), ("user", "why"), ("assistant", "y")
+    )
+    found = load_rows([write_jsonl(tmp_path / "a.jsonl", [record])], answer_tokens=words)
+    assert [each.group for each in found.rows] == ["what is it", "what is it"]
+
+
+def test_bad_conversations_are_counted_by_reason_and_the_others_kept(tmp_path: Path) -> None:
+    bad: list[dict[str, Any]] = [
+        {"messages": "secret"},
+        {"conversation": []},
+        conversation(("user", "secret")),
+        conversation(("user", "secret"), ("assistant", "")),
+        conversation(("system", "secret"), ("assistant", "secret")),
+        {"conversations": [{"from": "human", "value": "secret"}, "secret"]},
+        {"messages": [{"role": "user", "content": 5}, {"role": "assistant", "content": "secret"}]},
+        {"messages": [{"role": "user", "content": "secret"}, {"role": "assistant", "content": None}]},  # calls a tool
+        {"messages": [{"content": "secret"}, {"content": "secret"}]},
+    ]
+    found = load_rows([write_jsonl(tmp_path / "a.jsonl", [*bad, SHAREGPT])], answer_tokens=words)
+    assert found.rows == SHAREGPT_ROWS
+    assert found.bad == {
+        "no list in 'messages'": 1,
+        "no answered user turn in 'conversation'": 1,
+        "no answered user turn in 'messages'": 5,
+        "a turn that is not a JSON object in 'conversations'": 1,
+        "a turn without text in 'messages'": 1,
+    }
+
+
+@pytest.mark.parametrize("record", [LMSYS, SHAREGPT, {"prompt": "a", "response": "b"}])
+def test_answers_that_cannot_be_counted_are_an_error_that_says_what_is_missing(
+    record: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(DatasetError, match=r"must be counted.*--answer-tokenizer"):
+        load_rows([write_jsonl(tmp_path / "a.jsonl", [*RECORDS, record])])
+
+
+def test_no_usable_conversation_is_an_error_that_says_why(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [conversation(("user", "secret"))])
+    with pytest.raises(DatasetError, match=r"no usable row in .*a\.jsonl \(1 x no answered user turn in 'messages'\)"):
+        load_rows([path])
+
+
+# --- lengths and texts --------------------------------------------------------------------------------------------
 
 
 def test_the_length_sample_is_sorted_bounded_and_keeps_the_quantiles() -> None:

@@ -1,6 +1,6 @@
 """The predictor in a process of its own.
 
-Most tests put a small worker of their own in place of the real one: the same pipes and the same protocol, no torch.
+Most tests put a small worker of their own in place of the real one: the same pipes and the same protocol.
 Its answer tells the length of the prompt, and in its fraction how many prompts came in the same batch.
 """
 
@@ -21,6 +21,7 @@ import pytest_asyncio
 from predictor import process
 from predictor.errors import BadPredictor, PredictionFailed, PredictorDied
 from predictor.process import PredictorProcess
+from predictor.prompt import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,19 +32,18 @@ open(folder + "/starts", "a").write("x")
 if os.path.exists(folder + "/broken"):
     print(json.dumps({"error": folder + " is broken"}), flush=True)
     sys.exit()
-print(json.dumps({"training_lengths": [1, 2, 3], "characters_max": 1000}), flush=True)
+ready = {"training_lengths": [1, 2, 3], "forecasts": [[1.0, 2.0]], "characters_max": 1000}
+print(json.dumps(ready), flush=True)
 for line in sys.stdin:
-    prompts = json.loads(line)
-    reply = {"lengths": [len(prompt) + len(prompts) / 100 for prompt in prompts]}
+    prompts = [text for text, *_ in json.loads(line)]
+    answers = ["cannot do that" if text == "fail" else [len(text) + len(prompts) / 100] for text in prompts]
     if "slow" in prompts:
         time.sleep(0.5)
     if "hang" in prompts:
         time.sleep(600)
     if "die" in prompts:
         sys.exit(3)
-    if "fail" in prompts:
-        reply = {"error": "cannot do that"}
-    print(json.dumps(reply), flush=True)
+    print(json.dumps({"lengths": answers}), flush=True)
 """
 
 
@@ -63,9 +63,14 @@ async def predictor(tmp_path: Path) -> AsyncIterator[PredictorProcess]:
         yield predictor
 
 
+async def predicted(predictor: PredictorProcess, text: str) -> float:
+    (length,) = await predictor.predict(Prompt(text))
+    return length
+
+
 async def busy(predictor: PredictorProcess) -> "asyncio.Task[float]":
     """The child is at work on a batch for half a second from now on."""
-    task = asyncio.create_task(predictor.predict("slow"))
+    task = asyncio.create_task(predicted(predictor, "slow"))
     await asyncio.sleep(0.1)
     return task
 
@@ -76,60 +81,87 @@ async def predict_when_up(predictor: PredictorProcess, prompt: str, unless: int 
         while True:
             try:
                 if predictor.pid != unless:
-                    return await predictor.predict(prompt)
+                    return await predicted(predictor, prompt)
             except PredictorDied:
                 pass
             await asyncio.sleep(0.02)
 
 
+async def gather(predictor: PredictorProcess, *texts: str) -> list[float]:
+    return await asyncio.gather(*[predicted(predictor, text) for text in texts])
+
+
 async def test_a_prediction_comes_back(predictor: PredictorProcess) -> None:
-    assert await predictor.predict("abc") == 3.01
+    assert await predicted(predictor, "abc") == 3.01
     assert predictor.training_lengths == [1, 2, 3]
+    assert predictor.forecasts == [(1.0, 2.0)]
+
+
+async def test_prompts_that_differ_in_anything_the_predictor_reads_are_not_mixed_up(
+    predictor: PredictorProcess,
+) -> None:
+    running = await busy(predictor)
+    prompts = [Prompt("abc"), Prompt("abc", "m"), Prompt("abc", system="s"), Prompt("abc", history_characters=1)]
+    assert await asyncio.gather(*map(predictor.predict, prompts)) == [(3.04,)] * 4
+    await running
+
+
+async def test_a_batch_holds_a_bounded_amount_of_text(predictor: PredictorProcess) -> None:
+    predictor.batch_characters_max = 1500
+    running = await busy(predictor)
+    long = [letter * 900 for letter in "abc"]
+    assert await gather(predictor, *long) == [900.02, 900.02, 900.01]
+    await running
 
 
 async def test_prompts_that_wait_while_a_batch_runs_go_together(predictor: PredictorProcess) -> None:
     running = await busy(predictor)
-    assert await asyncio.gather(*map(predictor.predict, ["a", "bb", "ccc"])) == [1.03, 2.03, 3.03]
+    assert await gather(predictor, "a", "bb", "ccc") == [1.03, 2.03, 3.03]
     assert await running == 4.01
 
 
 async def test_a_batch_is_never_larger_than_batch_max(predictor: PredictorProcess) -> None:
     running = await busy(predictor)
-    lengths = await asyncio.gather(*map(predictor.predict, "abcdefghij"))
+    lengths = await gather(predictor, *"abcdefghij")
     assert lengths == [1.04] * 8 + [1.02] * 2
     await running
 
 
 async def test_a_prompt_that_several_wait_for_is_computed_once(predictor: PredictorProcess) -> None:
     running = await busy(predictor)
-    assert await asyncio.gather(*[predictor.predict("same") for _ in range(10)]) == [4.01] * 10
+    assert await gather(predictor, *["same"] * 10) == [4.01] * 10
     await running
 
 
 async def test_a_repeated_prompt_needs_no_child(predictor: PredictorProcess) -> None:
-    length = await predictor.predict("abc")
+    length = await predicted(predictor, "abc")
     await predictor.close()
-    assert await predictor.predict("abc") == length
+    assert await predicted(predictor, "abc") == length
 
 
 async def test_the_least_recently_used_prompt_is_forgotten_first(predictor: PredictorProcess) -> None:
     for prompt in ["a", "b", "c", "a", "d"]:  # cache_max is 3: "b" had to go
-        await predictor.predict(prompt)
+        await predicted(predictor, prompt)
     await predictor.close()
-    assert await asyncio.gather(*map(predictor.predict, "acd")) == [1.01] * 3
+    assert await gather(predictor, *"acd") == [1.01] * 3
     with pytest.raises(PredictorDied, match="closed"):
-        await predictor.predict("b")
+        await predicted(predictor, "b")
 
 
 async def test_a_very_long_prompt_is_cut_before_it_is_sent(predictor: PredictorProcess) -> None:
-    assert await predictor.predict("x" * 5_000_000) == 1000.01
+    assert await predicted(predictor, "x" * 5_000_000) == 1000.01
 
 
-async def test_a_failed_batch_is_reported_and_the_child_lives_on(predictor: PredictorProcess) -> None:
-    child = predictor.pid
-    with pytest.raises(PredictionFailed, match="cannot do that"):
-        await predictor.predict("fail")
-    assert await predictor.predict("abc") == 3.01
+async def test_a_failed_prompt_is_reported_and_harms_no_other(predictor: PredictorProcess) -> None:
+    child, running = predictor.pid, await busy(predictor)
+    failed, other = await asyncio.gather(
+        predicted(predictor, "fail"), predicted(predictor, "other"), return_exceptions=True
+    )
+    await running
+    assert isinstance(failed, PredictionFailed)
+    assert str(failed) == "cannot do that"
+    assert other == 5.02
+    assert await predicted(predictor, "abc") == 3.01
     assert predictor.pid == child
 
 
@@ -137,7 +169,8 @@ async def test_the_childs_death_is_told_to_whoever_waits_and_another_child_follo
     predictor: PredictorProcess,
 ) -> None:
     running = await busy(predictor)
-    results = await asyncio.gather(*map(predictor.predict, ["die", "a", "b", "c", "later"]), return_exceptions=True)
+    waiting = [predicted(predictor, text) for text in ["die", "a", "b", "c", "later"]]
+    results = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(result) for result in results] == [PredictorDied] * 5
     assert await running == 4.01
     assert await predict_when_up(predictor, "abc") == 3.01
@@ -153,17 +186,17 @@ async def test_an_idle_childs_death_is_noticed(predictor: PredictorProcess) -> N
 async def test_nobody_waits_for_a_child_that_is_down(tmp_path: Path) -> None:
     async with PredictorProcess(tmp_path, restart_delay_s=3600) as predictor:
         with pytest.raises(PredictorDied):
-            await predictor.predict("die")
+            await predicted(predictor, "die")
         started_s = time.monotonic()
         with pytest.raises(PredictorDied, match="ended"):
-            await predictor.predict("abc")
+            await predicted(predictor, "abc")
         assert time.monotonic() - started_s < 1
 
 
 async def test_a_child_that_hangs_is_replaced(tmp_path: Path) -> None:
     async with PredictorProcess(tmp_path, reply_timeout_s=0.5, restart_delay_s=0.05) as predictor:
         with pytest.raises(PredictorDied, match=r"said nothing for 0\.5 s"):
-            await predictor.predict("hang")
+            await predicted(predictor, "hang")
         assert await predict_when_up(predictor, "abc") == 3.01
 
 
@@ -171,21 +204,21 @@ async def test_a_child_that_cannot_start_again_is_tried_less_and_less_often(tmp_
     async with PredictorProcess(tmp_path, restart_delay_s=0.2) as predictor:
         (tmp_path / "broken").touch()
         with pytest.raises(PredictorDied):
-            await predictor.predict("die")
+            await predicted(predictor, "die")
         await asyncio.sleep(2.0)  # after 0.2, 0.6 and 1.4 s
         assert 2 <= len((tmp_path / "starts").read_text()) <= 4
         with pytest.raises(PredictorDied, match="broken"):
-            await predictor.predict("abc")
+            await predicted(predictor, "abc")
         (tmp_path / "broken").unlink()
         assert await predict_when_up(predictor, "abc") == 3.01
 
 
 async def test_a_caller_that_gives_up_disturbs_nobody(predictor: PredictorProcess) -> None:
     running = await busy(predictor)
-    other = asyncio.create_task(predictor.predict("other"))
+    other = asyncio.create_task(predicted(predictor, "other"))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
-            await asyncio.gather(predictor.predict("impatient"), predictor.predict("other"))
+            await asyncio.gather(predicted(predictor, "impatient"), predicted(predictor, "other"))
     assert await other == 5.01  # alone in its batch: nobody wants "impatient" any more
     assert await running == 4.01
 
@@ -193,10 +226,10 @@ async def test_a_caller_that_gives_up_disturbs_nobody(predictor: PredictorProces
 async def test_a_batch_whose_callers_have_all_given_up_still_fills_the_cache(predictor: PredictorProcess) -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
-            await predictor.predict("slow")
-    assert await predictor.predict("abc") == 3.01
+            await predicted(predictor, "slow")
+    assert await predicted(predictor, "abc") == 3.01
     await predictor.close()
-    assert await predictor.predict("slow") == 4.01
+    assert await predicted(predictor, "slow") == 4.01
 
 
 async def test_closing_tells_whoever_waits_and_leaves_no_child(predictor: PredictorProcess) -> None:
@@ -213,7 +246,7 @@ async def test_closing_tells_whoever_waits_and_leaves_no_child(predictor: Predic
 async def test_a_predictor_that_was_not_started_says_so(tmp_path: Path) -> None:
     predictor = PredictorProcess(tmp_path)
     with pytest.raises(PredictorDied, match="not been started"):
-        await predictor.predict("abc")
+        await predicted(predictor, "abc")
     await predictor.close()
 
 
@@ -233,7 +266,7 @@ async def test_a_child_that_is_not_ready_in_time_is_an_error(tmp_path: Path, mon
 
 @pytest.mark.real_worker
 async def test_a_bad_folder_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(BadPredictor, match=f"{tmp_path} is not a predictor's folder: it has no config.json"):
+    with pytest.raises(BadPredictor, match=f"{tmp_path} is not a predictor's folder: it has no predictor.json"):
         await PredictorProcess(tmp_path).start()
 
 
@@ -252,24 +285,25 @@ async def test_the_event_loop_keeps_ticking_and_ctrl_c_does_not_reach_the_child(
     async with PredictorProcess(random_predictor) as predictor:
         assert predictor.pid is not None
         os.kill(predictor.pid, signal.SIGINT)
-        lengths = await asyncio.gather(*[predictor.predict(f"count to {i}") for i in range(400)])
+        lengths = await asyncio.gather(*[predictor.predict(Prompt(f"count to {i}")) for i in range(400)])
         assert predictor.training_lengths == [10, 20, 30]
     took_s = time.monotonic() - started_s
     ticking.cancel()
-    assert all(length >= 1 for length in lengths)
-    assert max(gaps_s) < took_s / 4  # loading torch takes nearly all of the time, and blocks nothing
+    assert all(length[0] >= 1 for length in lengths)
+    assert max(gaps_s) < took_s / 4  # loading takes nearly all of the time, and blocks nothing
 
 
 PARENT = """
 import asyncio, json, os, signal, sys
 import predictor
 from predictor.process import PredictorProcess
+from predictor.prompt import Prompt
 
 async def main():
     predictor = PredictorProcess(sys.argv[1])
     await predictor.start()
-    await predictor.predict("hello")
-    heavy = sorted({"torch", "transformers", "numpy"} & set(sys.modules))
+    await predictor.predict(Prompt("hello"))
+    heavy = sorted({"torch", "transformers", "onnxruntime", "numpy"} & set(sys.modules))
     print(json.dumps({"child": predictor.pid, "heavy": heavy}), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,5 +1,8 @@
 """The scheduler's contract: given events, expect actions."""
 
+import math
+import random
+
 import pytest
 
 from llmserve.request import Batch, EngineInfo, Request
@@ -12,6 +15,7 @@ from llmserve.scheduling.messages import (
     EngineReady,
     Event,
     FailRequest,
+    ReportTrust,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -20,6 +24,7 @@ from llmserve.scheduling.messages import (
 )
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.scheduling.trust import Trust
 
 BARRIER = EngineInfo("gpu0", slots=2, barrier=True)
 REFILL = EngineInfo("gpu0", slots=2, barrier=False)
@@ -324,9 +329,74 @@ def test_time_never_runs_backwards() -> None:
         made.handle(TimerFired(), 1.0)
 
 
-def test_edges_follow_the_lengths_that_engines_report() -> None:
+# ---- predictions ----
+
+
+def test_edges_follow_the_predictions_that_arrive() -> None:
     made = scheduler(REFILL, release="greedy", bins=2, edges=(1000.0,), edges_refit_every=2)
-    arrive(made, Request(1, 5.0), Request(2, 5.0))
-    step(made, RequestEnded("gpu0", 1, "completed", 10), 1.0)
-    step(made, RequestEnded("gpu0", 2, "completed", 20), 1.0)
+    arrive(made, Request(1, 10.0), Request(2, 20.0))
     assert made.edges.edges == (15.0,)
+
+
+def test_bins_go_by_risk_so_a_rare_long_answer_keeps_out_of_the_short_ones_batch() -> None:
+    sure, unsure = (90.0, 100.0, 110.0), (10.0, 50.0, 3000.0)
+    by = {how: scheduler(BARRIER, bins=2, edges=(500.0,), bins_by=how, batch_size=8) for how in ("risk", "median")}
+    for made in by.values():
+        arrive(made, Request(1, 100.0, quantiles=sure), Request(2, 50.0, quantiles=unsure))
+    assert [len(queue) for queue in by["risk"].bins] == [1, 1]
+    assert [len(queue) for queue in by["median"].bins] == [2, 0]
+
+
+def feed(made: Scheduler, pairs: list[tuple[float, float]], first_id: int) -> list[ReportTrust]:
+    """Requests with (predicted, real) lengths, each of which has ended before the next arrives."""
+    actions: list[Action] = []
+    for request_id, (predicted, real) in enumerate(pairs, first_id):
+        arrive(made, Request(request_id, predicted))
+        actions += step(made, RequestEnded("gpu0", request_id, "completed", real))
+    return [action for action in actions if isinstance(action, ReportTrust)]
+
+
+LENGTHS = [float(10 * (i * 7 % 10) + 1) for i in range(32)]
+SHUFFLED = [LENGTHS[i] for i in random.Random(0).sample(range(32), 32)]
+RIGHT, WRONG = [list(zip(LENGTHS, real, strict=True)) for real in (LENGTHS, SHUFFLED)]
+
+
+def test_predictions_that_rank_no_answers_leave_one_bin_until_they_rank_again() -> None:
+    made = scheduler(REFILL, release="greedy", bins=2, batch_size=1, edges=(50.0,), edges_refit_every=0)
+    made.trust = Trust(32)
+    assert feed(made, RIGHT, first_id=0) == []
+    (lost,) = feed(made, WRONG, first_id=100)
+    assert not lost.trusted
+    assert lost.rank_correlation is not None
+    assert lost.rank_correlation < 2 / math.sqrt(31)
+    (started,) = arrive(made, Request(200, 91.0))
+    assert isinstance(started, StartBatch)
+    assert started.batch.bin == 0, "91 tokens belong into bin 1, but one bin serves"
+    step(made, RequestEnded("gpu0", 200, "completed", 1.0))
+    (found,) = feed(made, RIGHT, first_id=300)
+    assert found.trusted
+    (started,) = arrive(made, Request(400, 91.0))
+    assert isinstance(started, StartBatch)
+    assert started.batch.bin == 1
+
+
+def test_whoever_waits_in_a_bin_moves_to_the_first_one_when_trust_is_lost() -> None:
+    made = scheduler(REFILL, release="full", bins=2, batch_size=2, edges=(50.0,), edges_refit_every=0)
+    made.trust = Trust(16)
+    arrive(made, Request(90, 99.0))  # alone in bin 1
+    for first in range(0, 8, 2):  # all real lengths are alike: nothing can rank them
+        arrive(made, Request(first, 1.0), Request(first + 1, 2.0))
+        step(made, RequestEnded("gpu0", first, "completed", 7.0))
+        said = step(made, RequestEnded("gpu0", first + 1, "completed", 7.0))
+    assert said == [ReportTrust(False, None)]
+    assert [[ticket.request.id for ticket in queue] for queue in made.bins] == [[90], []]
+    assert arrive(made, Request(91, 1.0)) == [
+        StartBatch("gpu0", Batch(5, 0, (Request(90, 99.0), Request(91, 1.0)), 0.0, 2))
+    ]
+
+
+def test_answers_without_a_prediction_say_nothing_about_predictions() -> None:
+    trust = Trust(16)
+    for i in range(40):
+        assert not trust.observe(Request(i), 5.0)
+    assert trust.accuracy(4).answers == 0

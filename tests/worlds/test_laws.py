@@ -27,6 +27,7 @@ from llmserve.scheduling.messages import (
     EngineReady,
     Event,
     FailRequest,
+    ReportTrust,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -45,6 +46,8 @@ CONFIGS = st.builds(
     retries_max=st.integers(0, 2),
     engine_wait_s=st.sampled_from([0.0, 2.0]),
     edges_refit_every=st.sampled_from([0, 3]),
+    bins_by=st.sampled_from(["risk", "median"]),
+    trust_window=st.just(16),  # so short that chance loses and finds it
 )
 ENGINES = st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=3)
 
@@ -91,13 +94,16 @@ class World(RuleBasedStateMachine):
         elif isinstance(action, FailRequest):
             assert not any(action.request_id in running for running in self.running.values())
             self.outcomes[action.request_id] += 1
+        elif isinstance(action, ReportTrust):
+            assert action.trusted == self.scheduler.trust.trusted
         else:
             assert isinstance(action, AbortRequest)
             assert action.request_id in self.running[action.engine]
 
     @rule(tokens=st.sampled_from([None, 5.0, 15.0, 25.0, 99.0]), slo_s=st.sampled_from([None, None, 0.0, 1.0]))
     def request_arrives(self, tokens: float | None, slo_s: float | None) -> None:
-        request = Request(len(self.arrived), tokens, None if slo_s is None else self.now_s + slo_s)
+        quantiles = () if tokens is None or len(self.arrived) % 2 else (tokens / 2, tokens, 3 * tokens)
+        request = Request(len(self.arrived), tokens, None if slo_s is None else self.now_s + slo_s, quantiles)
         self.arrived[request.id] = request
         self.tell(RequestArrived(request))
 

@@ -1,0 +1,40 @@
+"""Bins by risk: what a request does to the batch it joins.
+
+    Q           equally likely lengths l_1 <= ... <= l_Q of one request: its predicted quantiles at levels (i - 1/2)/Q
+    B           requests in a batch
+    risk(l, B)  E[longest of B draws from them] = sum_i l_i ((i/Q)^B - ((i-1)/Q)^B)
+
+A batch runs as long as its longest answer, so an answer that was predicted short and turns out long costs all of its
+batch, while the reverse costs nearly nothing. Binning by the median does not see that. The risk is the expected time
+of a batch of B requests like this one (in tokens, at one step each): requests of equal risk belong together. For B = 1
+it is the mean, for a certain length that length, and it grows with B from the mean towards the longest length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+
+def risks(lengths: ArrayLike, batch_size: int) -> NDArray[np.float64]:
+    """Risk of each request. lengths : (..., Q) tokens, ascending along the last axis. Returns (...)."""
+    quantiles = np.asarray(lengths, dtype=float)
+    result: NDArray[np.float64] = quantiles @ np.array(_weights(quantiles.shape[-1], batch_size))
+    return result
+
+
+def risk(lengths: Sequence[float], batch_size: int) -> float:
+    """Risk of one request (plain floats: it is on every request's path)."""
+    return sum([weight * length for weight, length in zip(_weights(len(lengths), batch_size), lengths, strict=True)])
+
+
+@lru_cache(maxsize=64)
+def _weights(count: int, batch_size: int) -> tuple[float, ...]:
+    """The probability that the longest of `batch_size` draws is the i-th of `count` equally likely lengths."""
+    if count < 1 or batch_size < 1:
+        raise ValueError(f"risk needs at least one length and one request, not {count} and {batch_size}")
+    shares = np.diff((np.arange(count + 1) / count) ** batch_size)
+    return tuple(float(share) for share in shares)

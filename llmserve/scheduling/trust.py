@@ -1,0 +1,122 @@
+"""Does the prediction say anything about the answers? Judged by what came true, over a sliding window.
+
+Bins help when predictions put answers into the right order; their scale does not matter. So the judge is Spearman's
+rank correlation r of predicted with real lengths. Without any relation r has mean 0 and standard deviation
+1/sqrt(n - 1): below LOST of these, ranking is no better than none and one bin serves; above FOUND, bins come back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bins.edges import equal_mass_edges, index_of
+from llmserve.request import Request
+
+Array = NDArray[np.float64]
+
+LOST, FOUND = 2.0, 4.0  # standard deviations of r without any relation
+LOOKS_PER_WINDOW = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """How predictions came true, over the window.
+
+    answers            in the window
+    rank_correlation   Spearman's, of the predicted with the real length; nan when either is constant
+    bin_accuracy       share predicted into their own one of `bins` equal-mass bins over the real lengths
+    near_accuracy      ... or into one of its neighbours
+    calibration_error  mean distance of the share of answers at or below each predicted quantile from the quantile's
+                       level; nan when no prediction has quantiles
+    """
+
+    answers: int
+    rank_correlation: float
+    bin_accuracy: float
+    near_accuracy: float
+    calibration_error: float
+
+
+class Trust:
+    """Told each prediction with its answer; `trusted` says whether bins by prediction are worth having.
+
+    window : answers looked back on, >= 16. It starts trusting, and first judges when the window is half full.
+    """
+
+    def __init__(self, window: int) -> None:
+        if window < 16:
+            raise ValueError(f"a window of {window} answers cannot be judged: at least 16 are needed")
+        self.trusted = True
+        self.rank_correlation = math.nan
+        self._least = window // 2
+        self._look_every = window // LOOKS_PER_WINDOW
+        self._since_look = 0
+        self._seen: deque[tuple[Request, float]] = deque(maxlen=window)
+
+    def observe(self, request: Request, output_tokens: float) -> bool:
+        """Count an answer; True when this one changed `trusted`."""
+        if request.predicted_tokens is None:
+            return False
+        self._seen.append((request, output_tokens))
+        self._since_look += 1
+        if self._since_look < self._look_every or len(self._seen) < self._least:
+            return False
+        self._since_look = 0
+        return self._look()
+
+    def accuracy(self, bins: int) -> Accuracy:
+        """Over the window as it is now."""
+        if not self._seen:
+            return Accuracy(0, math.nan, math.nan, math.nan, math.nan)
+        predicted, actual = self._pairs()
+        edges = equal_mass_edges(actual, bins)
+        miss = np.abs(index_of(edges, predicted) - index_of(edges, actual))
+        return Accuracy(
+            answers=len(self._seen),
+            rank_correlation=spearman(predicted, actual),
+            bin_accuracy=float(np.mean(miss == 0)),
+            near_accuracy=float(np.mean(miss <= 1)),
+            calibration_error=self._calibration_error(),
+        )
+
+    def _look(self) -> bool:
+        self.rank_correlation = spearman(*self._pairs())
+        deviations = self.rank_correlation * math.sqrt(len(self._seen) - 1)
+        # nan compares as false: when all answers are alike, ranking is of no use.
+        trusted = bool(deviations >= (LOST if self.trusted else FOUND))
+        changed, self.trusted = trusted != self.trusted, trusted
+        return changed
+
+    def _pairs(self) -> tuple[Array, Array]:
+        predicted = np.array([request.predicted_tokens for request, _ in self._seen], dtype=float)
+        return predicted, np.array([tokens for _, tokens in self._seen], dtype=float)
+
+    def _calibration_error(self) -> float:
+        with_quantiles = [(request.quantiles, tokens) for request, tokens in self._seen if len(request.quantiles) > 1]
+        if not with_quantiles:
+            return math.nan
+        count = len(with_quantiles[-1][0])
+        quantiles = np.array([each for each, _ in with_quantiles if len(each) == count])  # (answers, quantiles)
+        actual = np.array([tokens for each, tokens in with_quantiles if len(each) == count])
+        levels = (np.arange(count) + 0.5) / count
+        return float(np.mean(np.abs((actual[:, None] <= quantiles).mean(axis=0) - levels)))
+
+
+def spearman(x: Array, y: Array) -> float:
+    """Rank correlation in [-1, 1], ties sharing their mean rank; nan when x or y is constant."""
+    ranks = [_ranks(x), _ranks(y)]
+    centred = [each - each.mean() for each in ranks]
+    scale = math.sqrt(float(centred[0] @ centred[0]) * float(centred[1] @ centred[1]))
+    return float(centred[0] @ centred[1]) / scale if scale > 0 else math.nan
+
+
+def _ranks(values: Array) -> Array:
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    ranks: Array = (last - (counts - 1) / 2)[place]
+    return ranks

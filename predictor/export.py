@@ -1,0 +1,121 @@
+"""A trained network -> the folder that serves: ONNX, readable without torch.
+
+model.onnx            32-bit, for GPUs, and for CPUs where 8 bits lose too much
+model.int8.onnx       weights and activations of 8 bits: two to three times as fast on a CPU
+predictor.json        how prompts become token ids (predictor/encoding.py)
+tokenizer.json        of the tokenizers library
+training_lengths.json a sorted sample of the training answers' lengths
+forecasts.json        what it predicted for a sample of validation prompts: the first bin edges come from them
+metrics.json          how good it is, and what it was made from
+"""
+
+import dataclasses
+import json
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import torch
+from numpy.typing import NDArray
+from onnxruntime.quantization import QuantType, quantize_dynamic
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from predictor.encoding import Encoding
+from predictor.errors import PredictorError
+from predictor.model import LengthModel
+from predictor.predict import (
+    ENCODING_FILE,
+    FORECASTS_FILE,
+    INT8_FILE,
+    LENGTHS_FILE,
+    MODEL_FILE,
+    TOKENIZER_FILE,
+    LengthPredictor,
+)
+from predictor.prompt import Prompt
+
+OPSET = 17
+TOLERANCE = 1e-3  # relative, between the network and what was written of it
+FORECASTS_MAX = 300
+
+
+def export(
+    model: LengthModel, tokenizer: Tokenizer, encoding: Encoding, training_lengths: Sequence[int], folder: Path
+) -> None:
+    """Write everything that `LengthPredictor.load` needs, at 32 bits. Raises PredictorError when it says other things
+    than the network."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / INT8_FILE).unlink(missing_ok=True)  # of an earlier export
+    tokenizer.save(str(folder / TOKENIZER_FILE))
+    (folder / ENCODING_FILE).write_text(json.dumps(dataclasses.asdict(encoding), indent=1) + "\n")
+    (folder / LENGTHS_FILE).write_text(json.dumps(list(training_lengths)) + "\n")
+    _write_onnx(model, folder / MODEL_FILE)
+    _check(model, folder / MODEL_FILE)
+
+
+def quantize(folder: Path) -> None:
+    """Add the 8-bit model beside the 32-bit one; it serves on a CPU from then on."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # it advises to run a step that changes nothing here
+    try:
+        quantize_dynamic(folder / MODEL_FILE, folder / INT8_FILE, per_channel=True, weight_type=QuantType.QInt8)
+    finally:
+        logging.disable(previous)
+
+
+def drop_quantized(folder: Path) -> None:
+    """Take the 8-bit model away again."""
+    (folder / INT8_FILE).unlink()
+
+
+def add_forecasts(folder: Path, predictor: LengthPredictor, prompts: Sequence[Prompt]) -> None:
+    """Keep what the predictor says of a sample of prompts that it was not trained on."""
+    lengths: NDArray[np.float32] = predictor.predict(prompts[:FORECASTS_MAX])
+    (folder / FORECASTS_FILE).write_text(json.dumps([[round(float(x), 1) for x in row] for row in lengths]) + "\n")
+
+
+class _Lengths(nn.Module):  # type: ignore[misc]  # torch is not typed here
+    """The network with one plain output, as ONNX wants it."""
+
+    def __init__(self, model: LengthModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        lengths: Tensor = self.model(input_ids, attention_mask).lengths
+        return lengths
+
+
+def _write_onnx(model: LengthModel, path: Path) -> None:
+    ids = torch.ones(2, 8, dtype=torch.long)
+    axes = {0: "prompts", 1: "tokens"}
+    model.encoder.set_attn_implementation("eager")  # plain matrix products, which the quantization knows
+    with warnings.catch_warnings(), torch.inference_mode():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            _Lengths(model).eval(),
+            (ids, torch.ones_like(ids)),
+            str(path),
+            input_names=["input_ids", "attention_mask"],
+            output_names=["lengths"],
+            dynamic_axes={"input_ids": axes, "attention_mask": axes, "lengths": {0: "prompts"}},
+            opset_version=OPSET,
+            dynamo=False,  # torch's other exporter writes shapes that the quantization refuses
+        )
+
+
+def _check(model: LengthModel, path: Path) -> None:
+    """The written model says what the network says, for other shapes than the traced one, padding included."""
+    ids = np.random.default_rng(0).integers(0, model.encoder.config.vocab_size, (3, 13))
+    mask = np.ones_like(ids)
+    mask[1, 5:] = 0
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (written,) = session.run(None, {"input_ids": ids, "attention_mask": mask})
+    with torch.inference_mode():
+        spoken = model(torch.tensor(ids), torch.tensor(mask)).lengths.numpy()
+    if not np.allclose(written, spoken, rtol=TOLERANCE):
+        raise PredictorError("the exported model does not say what the trained one says; is its encoder a BERT?")

@@ -1,0 +1,63 @@
+"""The length record: what it keeps, and that it never costs a request."""
+
+import json
+from pathlib import Path
+
+import pytest
+from front import StartFront
+
+from llmserve.cluster.record import LengthRecord
+from llmserve.config import PredictorConfig
+from llmserve.engines.fake import FakeEngine
+from llmserve.errors import JournalError
+from llmserve.request import Call
+from predictor.dataset import load_rows
+from predictor.prompt import Prompt
+
+
+def call(body: str = "{}") -> Call:
+    return Call("/v1/chat/completions", body.encode(), Prompt("hi \ud83d", "m", "be brief", 7, ("END",)), stream=False)
+
+
+def test_each_line_is_a_training_row(tmp_path: Path) -> None:
+    record = LengthRecord(tmp_path / "lengths.jsonl")
+    record.write(call('{"temperature": 0.7, "user": "alice"}'), 12, capped=False)
+    record.write(call(), 512, capped=True)
+    record.close()
+    first, second = load_rows([tmp_path / "lengths.jsonl"]).rows
+    assert first.prompt == call().prompt
+    assert [(row.output_tokens, row.capped) for row in (first, second)] == [(12, False), (512, True)]
+    line = json.loads((tmp_path / "lengths.jsonl").read_text().splitlines()[0])
+    assert line["temperature"] == 0.7
+    assert "alice" not in str(line)
+
+
+def test_a_record_goes_on_where_it_ended(tmp_path: Path) -> None:
+    for _ in range(2):
+        record = LengthRecord(tmp_path / "lengths.jsonl")
+        record.write(call(), 3, capped=False)
+        record.close()
+    assert len(load_rows([tmp_path / "lengths.jsonl"]).rows) == 2
+
+
+def test_a_place_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match="cannot write the record"):
+        LengthRecord(tmp_path / "nowhere" / "lengths.jsonl")
+
+
+def test_a_full_disk_ends_the_record_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    record = LengthRecord(Path("/dev/full"))
+    record.write(call(), 3, capped=False)
+    record.write(call(), 3, capped=False)
+    assert [entry.levelname for entry in caplog.records].count("ERROR") >= 1
+
+
+async def test_the_server_records_completed_answers_only_when_asked(start_front: StartFront, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.jsonl"
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine, prediction=PredictorConfig(record=str(path)))
+        for fields in ({"max_tokens": 5}, {"max_tokens": 6, "stream": True}):
+            async with front.post(**fields) as response:
+                await response.read()
+    rows = load_rows([path]).rows
+    assert sorted((row.output_tokens, row.capped) for row in rows) == [(5, True), (6, True)]

@@ -1,0 +1,298 @@
+"""The report on a predictor, and the command that makes it."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from predictor.dataset import Row, split_rows
+from predictor.evaluate import BATCH_SIZES, GAIN_BIN_COUNTS
+from predictor.prompt import Prompt
+from predictor.report import held_out_report, transfer_report
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "evaluate_predictor.py"
+WORDS = ("apples", "pears", "plums", "figs", "dates", "limes", "nuts", "kale", "rice", "corn")
+
+
+def toy_rows(n: int = 600) -> list[Row]:
+    """Answers whose length the prompt states, all but every tenth, which is twice as long."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for i in range(n):
+        stated = int(rng.integers(1, 100))
+        text = f"{stated} " + " ".join(rng.choice(WORDS, size=4)) + f" please, order {i}"
+        rows.append(Row(Prompt(text, "toy" if i % 3 else "doll"), stated * (1 if i % 10 else 2)))
+    return rows
+
+
+class Reader:
+    """Reads the stated length and says that it may be half or, for every tenth level, double."""
+
+    training_lengths = tuple(range(1, 100))
+
+    def __init__(self, noise: float = 0.0, factors: Sequence[float] = (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2)) -> None:
+        self.noise, self.factors = noise, factors
+        self.asked: list[Prompt] = []
+
+    def predict(self, prompts: Sequence[Prompt], /) -> NDArray[np.float64]:
+        self.asked += prompts
+        stated = np.array([float(prompt.text.split()[0]) for prompt in prompts])
+        stated *= np.exp(self.noise * np.random.default_rng(0).normal(size=stated.size))
+        return np.outer(stated, self.factors)
+
+
+SPLITS = split_rows(toy_rows(), seed=0, held_out_share=0.3)
+
+
+# --- reports ----------------------------------------------------------------------------------------------------
+
+
+def test_a_report_sets_the_predictor_beside_the_baselines_the_oracle_and_chance() -> None:
+    report = held_out_report(Reader(), SPLITS)
+    assert list(report.metrics) == ["predictor", "constant", "prompt length", "TF-IDF ridge"]
+    assert list(report.gains) == [
+        *("oracle", "predictor, bins by risk", "predictor, bins by median"),
+        *("TF-IDF ridge", "prompt length", "random"),
+    ]
+    assert report.answers == len(SPLITS.held_out)
+    for size in BATCH_SIZES:
+        for count in GAIN_BIN_COUNTS:
+            oracle, risk, median, *_, chance = (gains[size][count] for gains in report.gains.values())
+            assert oracle >= risk == pytest.approx(median)  # every prompt's risk is the same multiple of its median
+            assert oracle > chance
+    assert report.metrics["predictor"].kendall_tau > 0.8 > report.metrics["TF-IDF ridge"].kendall_tau
+
+
+def test_bins_by_risk_set_apart_what_may_turn_out_long() -> None:
+    """Half of the prompts of one stated length are certain, half may take twenty times as long."""
+    rng = np.random.default_rng(0)
+    wild = rng.random(4000) < 0.5
+    rows = [
+        Row(Prompt(f"{'wild' if w else 'tame'} {i}"), 200 if w and rng.random() < 0.2 else 10)
+        for i, w in enumerate(wild)
+    ]
+    splits = replace(SPLITS, held_out=rows)
+
+    class Cautious(Reader):
+        def predict(self, prompts: Sequence[Prompt], /) -> NDArray[np.float64]:
+            return np.array([[10, 10, 10, 10, 200 if prompt.text.startswith("wild") else 10] for prompt in prompts])
+
+    report = held_out_report(Cautious(), splits)
+    assert report.gains["predictor, bins by median"][8][2] == pytest.approx(1, abs=0.02)
+    of_all, of_wild = (10 + 190 * (1 - (1 - share) ** 8) for share in (0.1, 0.2))  # the longest of 8
+    assert report.gains["predictor, bins by risk"][8][2] == pytest.approx(of_all / ((10 + of_wild) / 2), rel=0.05)
+
+
+def test_only_held_out_prompts_are_asked_for_and_no_more_than_wanted() -> None:
+    reader = Reader()
+    assert held_out_report(reader, SPLITS, answers_max=50).answers == 50
+    assert len(reader.asked) == 50
+    assert set(reader.asked) <= {row.prompt for row in SPLITS.held_out}
+
+
+def test_a_transfer_report_is_on_all_rows_in_bins_of_their_own_lengths() -> None:
+    class Stranger(Reader):
+        training_lengths = (1000, 2000, 3000)
+
+    report = transfer_report(Stranger(), SPLITS)
+    assert report.answers == 600
+    assert report.edges[2] == [np.median([row.output_tokens for row in toy_rows()])]
+    assert held_out_report(Stranger(), SPLITS).edges[2] == [2000]
+
+
+def test_a_point_prediction_has_no_bins_by_risk_and_no_calibration(tmp_path: Path) -> None:
+    report = held_out_report(Reader(factors=[1]), SPLITS)
+    assert "predictor, bins by risk" not in report.gains
+    assert {path.name for path in report.figures(tmp_path)} == {"confusion.png", "gains.png"}
+
+
+def test_predictions_end_at_the_ceilings_and_cut_answers_are_counted() -> None:
+    cut = [replace(row, output_tokens=5, capped=True, output_tokens_max=5) for row in SPLITS.held_out]
+    report = held_out_report(Reader(), replace(SPLITS, held_out=cut))
+    assert report.capped == len(cut)
+    assert report.metrics["predictor"].bin_accuracy[2] == 1
+
+
+def test_the_tables_are_markdown_with_the_published_line_and_a_mark_on_columns_of_few_answers() -> None:
+    text = held_out_report(Reader(), SPLITS).tables()
+    assert "_Multi-Bin, Table 1_" in text
+    assert "| B × bins | 8 × 2 |" in text
+    assert "| 128 × 32\\* |" in text
+    tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("|")]
+    assert len(tables) == 2
+    assert all(len({line.count("|") for line in lines}) == 1 for lines in tables)
+
+
+def test_the_json_holds_everything_once() -> None:
+    report = json.loads(json.dumps(held_out_report(Reader(), SPLITS, other=Reader(noise=0.5)).as_json()))
+    assert report["metrics"]["constant"]["kendall_tau"] is None
+    assert "gains" not in report["metrics"]["predictor"]
+    assert report["gains"]["oracle"]["8"]["2"] > 1
+    assert sum(map(sum, report["confusion"]["8"])) == report["answers"]
+    assert set(report["differences"]["MAE, tokens"]) == {"value", "low", "high"}
+
+
+def test_two_predictors_stand_in_the_same_tables_and_their_difference_below() -> None:
+    report = held_out_report(Reader(), SPLITS, other=Reader(noise=0.5))
+    assert list(report.metrics)[:2] == ["predictor", "other"]
+    assert {"other, bins by risk", "other, bins by median"} < set(report.gains)
+    assert report.differences["MAE, tokens"].high < 0
+    assert "| MAE, tokens | -" in report.tables()
+
+
+# --- the command ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, for which every folder holds a predictor that reads what the prompt states."""
+    spec = importlib.util.spec_from_file_location("evaluate_predictor", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "evaluate_predictor", module)  # its dataclass looks there
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "load_predictor", lambda folder, threads: Reader(0.5 if "noisy" in folder.name else 0))
+    return module
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "toy.jsonl"
+    lines = [{"question": r.prompt.text, "model": r.prompt.model, "output_tokens": r.output_tokens} for r in toy_rows()]
+    path.write_text("\n".join([*map(json.dumps, lines), "not JSON"]))
+    return path
+
+
+def folder(path: Path, metrics: dict[str, Any]) -> Path:
+    path.mkdir()
+    (path / "metrics.json").write_text(json.dumps(metrics))
+    return path
+
+
+TRAINED = {"split": {"seed": 4, "held_out_share": 0.3, "validation_share": 0.1}}
+
+
+def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["evaluate_predictor.py", *map(str, arguments)])
+    code: int = script.main()
+    return code
+
+
+def test_the_split_is_the_one_that_the_predictor_was_trained_with(
+    script: ModuleType,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one, noisy = folder(tmp_path / "one", TRAINED), folder(tmp_path / "noisy", {})
+    options = ["--data", data, "--prompt-column", "question", "--output", tmp_path / "out" / "deep", "--compare", noisy]
+    assert run(script, monkeypatch, one, *options) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("predictor: one, other: noisy")
+    assert "Not usable: 1 x not a JSON object." in text
+    assert "**noisy was trained with another split, or it does not say which" in text
+    assert "**one was" not in text
+    result = json.loads((tmp_path / "out" / "deep" / "metrics.json").read_text())
+    assert result["split"] == TRAINED["split"]
+    assert result["answers"] == len(split_rows(toy_rows(), seed=4, held_out_share=0.3).held_out)
+    assert str(tmp_path) not in json.dumps(result)
+    for name in ("confusion", "calibration", "gains"):
+        assert (tmp_path / "out" / "deep" / f"{name}.png").stat().st_size > 10_000
+
+
+def test_only_one_models_answers_and_a_limit_of_them(
+    script: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = folder(tmp_path / "one", {})
+    options = [one, "--data", data, "--prompt-column", "question", "--part", "all"]
+    assert run(script, monkeypatch, *options, "--model", "doll") == 0
+    assert "200 unseen answers" in capsys.readouterr().out
+    assert run(script, monkeypatch, *options, "--limit", 40) == 0
+    assert "40 unseen answers" in capsys.readouterr().out
+    assert run(script, monkeypatch, *options, "--model", "absent") == 1
+    assert capsys.readouterr().err == "evaluate_predictor: no train row is of the model 'absent'\n"
+
+
+def test_other_data_than_in_training_is_said(
+    script: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = folder(tmp_path / "one", {**TRAINED, "rows": {"train": 7}})
+    assert run(script, monkeypatch, one, "--data", data, "--prompt-column", "question") == 0
+    assert "**one was trained with other data: it may have seen some of these answers.**" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("metrics", "options", "complaint"),
+    [
+        (None, [], "does not say how the rows were split: give --seed"),
+        ("{", [], "cannot read "),
+        ("[]", [], "not a JSON object"),
+        ('{"split": {"seed": 1}}', [], "has no good split: {'seed': 1}"),
+        (None, ["--seed", "1", "--held-out-share", "0.6", "--validation-share", "0.6"], "leave nothing to train on"),
+        (None, ["--seed", "1"], "is not a predictor's folder"),
+        (None, ["--seed", "1", "--limit", "0"], "not a whole number above 0: '0'"),
+        (None, ["--seed", "1", "--held-out-share", "x"], "not a share between 0 and 1: 'x'"),
+    ],
+)
+def test_what_is_wrong_is_one_clear_line(
+    metrics: str | None, options: list[str], complaint: str, data: Path, tmp_path: Path
+) -> None:
+    if metrics is not None:
+        (tmp_path / "metrics.json").write_text(metrics)
+    command = [sys.executable, str(SCRIPT), str(tmp_path), "--data", str(data), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode in (1, 2)
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ([], "no usable row in "),  # for the column is called "question"
+        (["--data", "absent.jsonl"], "cannot read absent.jsonl"),
+        (["--answer-tokenizer", str(SCRIPT)], f"cannot load the tokenizer {SCRIPT}"),
+    ],
+)
+def test_bad_data_is_one_clear_line(
+    options: list[str],
+    complaint: str,
+    script: ModuleType,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(script, monkeypatch, tmp_path, "--seed", 0, "--data", data, *options) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("evaluate_predictor: ")
+    assert complaint in said
+    assert said.count("\n") == 1
+
+
+def test_an_output_that_cannot_be_written_is_one_clear_line(
+    script: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--seed", 0, "--data", data, "--prompt-column", "question", "--output", data / "below"]
+    assert run(script, monkeypatch, tmp_path, *options) == 1
+    assert "Not a directory" in capsys.readouterr().err
+
+
+def test_a_predictors_own_metrics_are_not_overwritten(
+    script: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = folder(tmp_path / "one", TRAINED)
+    assert run(script, monkeypatch, one, "--data", data, "--prompt-column", "question", "--output", one) == 1
+    assert "give another --output" in capsys.readouterr().err
+    assert json.loads((one / "metrics.json").read_text()) == TRAINED

@@ -1,0 +1,104 @@
+"""A predictor's folder in memory, and the folder itself."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import predictor
+from predictor.errors import BadPredictor
+from predictor.export import quantize
+from predictor.predict import LengthPredictor
+from predictor.prompt import Prompt
+
+TEXTS = ["count", "spell banana " * 50, "", "7", "half a \ud800 pair", "x" * 10_000]
+
+
+@pytest.fixture
+def folder(random_predictor: Path, tmp_path: Path) -> Path:
+    """A copy that may be damaged."""
+    return Path(shutil.copytree(random_predictor, tmp_path / "predictor"))
+
+
+def test_a_prediction_does_not_depend_on_its_batch(random_predictor: Path) -> None:
+    loaded, prompts = LengthPredictor.load(random_predictor), [Prompt(text) for text in TEXTS]
+    alone = np.concatenate([loaded.predict([prompt]) for prompt in prompts])
+    assert alone.shape == (6, 5)
+    assert loaded.predict(prompts) == pytest.approx(alone, rel=1e-4)
+    assert loaded.predict(prompts, batch_size=2) == pytest.approx(alone, rel=1e-4)
+    assert len({round(float(length), 3) for length in alone[:, 2]}) > 3
+    assert len(loaded.predict([])) == 0
+
+
+def test_eight_bits_say_nearly_what_thirty_two_do(folder: Path) -> None:
+    prompts = [Prompt(text) for text in TEXTS]
+    full = LengthPredictor.load(folder).predict(prompts)
+    quantize(folder)
+    small = LengthPredictor.load(folder).predict(prompts)
+    assert not np.array_equal(small, full), "the 8-bit model serves on a CPU when it is there"
+    assert small == pytest.approx(full, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["predictor.json", "model.onnx", "tokenizer.json", "training_lengths.json"])
+def test_a_damaged_folder_is_one_clear_error(name: str, folder: Path) -> None:
+    (folder / name).write_text("damaged")
+    with pytest.raises(BadPredictor, match=f"cannot load a predictor from {folder}"):
+        LengthPredictor.load(folder)
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "tokenizer.json", "training_lengths.json"])
+def test_an_incomplete_folder_is_one_clear_error(name: str, folder: Path) -> None:
+    (folder / name).unlink()
+    with pytest.raises(BadPredictor, match=f"cannot load a predictor from {folder}"):
+        LengthPredictor.load(folder)
+
+
+def test_a_folder_without_training_lengths_is_an_error(folder: Path) -> None:
+    (folder / "training_lengths.json").write_text("[]")
+    with pytest.raises(BadPredictor, match="holds no list of lengths"):
+        LengthPredictor.load(folder)
+
+
+def test_another_models_folder_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(BadPredictor, match=r"no predictor\.json"):
+        LengthPredictor.load(tmp_path)
+
+
+def test_serving_needs_neither_torch_nor_transformers(random_predictor: Path) -> None:
+    script = (
+        "import sys\nfrom predictor.predict import LengthPredictor\n"
+        "LengthPredictor.load(sys.argv[1])\n"
+        "print([name for name in ('torch', 'transformers', 'scipy', 'sklearn') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", script, str(random_predictor)]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
+    assert done.stdout == "[]\n"
+
+
+# --- the shipped predictor --------------------------------------------------------------------------------------
+
+FAMILIAR = [
+    ("Count from 3 to 9.", 13),
+    ("Count from 100 to 250.", 301),
+    ("count down from 40 to 11", 59),
+    ("List 5 animals.", 15),
+    ("Make a numbered list of 30 fruits.", 90),
+    ("Spell banana.", 11),
+    ("Recite the alphabet.", 51),
+    ("Repeat: red blue green", 3),
+    ("Hello!", 10),
+]
+
+
+def test_the_shipped_predictor_beats_the_constant_by_far_on_a_few_prompts() -> None:
+    shipped = LengthPredictor.load(predictor.DEMO)
+    prompts, lengths = zip(*FAMILIAR, strict=True)
+    median = shipped.training_lengths[len(shipped.training_lengths) // 2]
+    quantiles = shipped.predict([Prompt(prompt) for prompt in prompts])
+    medians = quantiles[:, quantiles.shape[1] // 2]
+    error = sum(abs(p - length) for p, length in zip(medians, lengths, strict=True))
+    assert error < sum(abs(median - length) for length in lengths) / 3
