@@ -5,9 +5,10 @@
         --output docs/results/throughput-vllm.json --figure docs/throughput-vllm.png
 
 All requests come at once. One embedded engine serves every arrangement in turn, round after round: no bins; bins by
-the shipped predictor; bins by oracle lengths (the demo model answers greedily, so its lengths are known once it has
-answered). Each arrangement is a `llmserve serve` of its own in front of the engine. The prompts are held out: neither
-the model nor the predictor was trained on them.
+the shipped predictor, by risk and by its median; bins by oracle lengths (the demo model answers greedily, so its
+lengths are known once it has answered). Each arrangement is a `llmserve serve` of its own in front of the engine. The
+prompts are held out: neither the model nor the predictor was trained on them. Every round asks them again, so the
+servers' memory of earlier answers is switched off.
 
 With --engine, another server that serves the demo model (vLLM, say) takes the embedded engine's place, and two
 arrangements are added: the engine driven directly, and llmserve refilling its slots without a barrier.
@@ -52,7 +53,7 @@ class Arrangement:
     """How requests reach the engine.
 
     mode     "direct", "refill" or "barrier"
-    lengths  what bins go by: "none" (one bin), "predicted" or "oracle"
+    lengths  what bins go by: "none" (one bin), "risk" or "median" (of the predictor), or "oracle"
     """
 
     mode: str
@@ -68,7 +69,8 @@ class Arrangement:
 
     @property
     def flags(self) -> list[str]:
-        return ["--bins", str(self.bins), "--release", "greedy"]
+        by = ["--bins-by", self.lengths] if self.lengths in ("risk", "median") else []
+        return ["--bins", str(self.bins), "--release", "greedy", "--memory-keys", "0", *by]
 
 
 BASELINE = Arrangement("barrier", 1, "none")
@@ -187,9 +189,9 @@ async def batch_cost(engine_url: str, batch_size: int, rounds: int = 5) -> np.po
 async def measure(args: argparse.Namespace) -> tuple[dict[str, list[Run]], np.poly1d]:
     prompts = [example.prompt for example in demo_corpus.examples(args.requests, seed=args.seed, held_out=True)]
     arrangements = [BASELINE]
-    arrangements += [Arrangement("barrier", bins, how) for bins in args.bins for how in ("predicted", "oracle")]
+    arrangements += [Arrangement("barrier", bins, how) for bins in args.bins for how in ("risk", "median", "oracle")]
     if args.engine:
-        arrangements += [Arrangement("direct", 1, "none"), Arrangement("refill", max(args.bins), "predicted")]
+        arrangements += [Arrangement("direct", 1, "none"), Arrangement("refill", max(args.bins), "risk")]
     runs: dict[str, list[Run]] = {arrangement.name: [] for arrangement in arrangements}
     async with AsyncExitStack() as stack:
         engine_url = args.engine or await stack.enter_async_context(embedded_engine(args.batch_size))
@@ -261,7 +263,7 @@ def draw(results: list[dict[str, Any]], title: str, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    colors = {"predicted": "#3b7dd8", "oracle": "#2a9d5c"}
+    colors = {"risk": "#3b7dd8", "median": "#7fa8de", "oracle": "#2a9d5c"}
     kinds = [row["arrangement"].rpartition(", ")[2] for row in results]
     figure, axes = plt.subplots(figsize=(1.6 + 1.1 * len(results), 4.2), layout="constrained")
     axes.bar(

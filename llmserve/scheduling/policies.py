@@ -13,7 +13,7 @@ from bins.risk import risk
 from llmserve.scheduling.order.fffs import fffs
 from llmserve.scheduling.release import Full, Greedy, Release, Timeout
 from llmserve.scheduling.scheduler import Scheduler
-from llmserve.scheduling.trust import Trust
+from llmserve.scheduling.trust import WINDOW_MIN, Trust
 
 ORDERS = {"fffs": fffs}
 
@@ -47,7 +47,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     trust_window: Annotated[
         int,
         Meta(
-            ge=16,
+            ge=WINDOW_MIN,
             description="answers by which predictions are judged, or 4 x bins x batch-size when that is more; while "
             "they rank answers no better than chance, one bin serves",
         ),

@@ -21,6 +21,7 @@ Array = NDArray[np.float64]
 
 LOST, FOUND = 2.0, 4.0  # standard deviations of r without any relation
 LOOKS_PER_WINDOW = 16
+WINDOW_MIN = 32  # answers: in fewer, even a perfect ranking is hardly beyond chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,12 @@ class Accuracy:
 class Trust:
     """Told each prediction with its answer; `trusted` says whether bins by prediction are worth having.
 
-    window : answers looked back on, >= 16. It starts trusting, and first judges when the window is half full.
+    window : answers looked back on, >= WINDOW_MIN. It starts trusting, and first judges when the window is half full.
     """
 
     def __init__(self, window: int) -> None:
-        if window < 16:
-            raise ValueError(f"a window of {window} answers cannot be judged: at least 16 are needed")
+        if window < WINDOW_MIN:
+            raise ValueError(f"a window of {window} answers cannot be judged: at least {WINDOW_MIN} are needed")
         self.trusted = True
         self.rank_correlation = math.nan
         self._least = window // 2

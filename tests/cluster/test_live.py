@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -355,3 +356,57 @@ def test_a_journal_keeps_only_its_last_steps_in_memory() -> None:
     for now_s in range(5):
         kept.append(float(now_s), TimerFired(), [])
     assert [step.now_s for step in kept.steps] == [2.0, 3.0, 4.0]
+
+
+async def scraped(front: Front) -> dict[str, float]:
+    """The metrics about predictions."""
+    async with front.session.get(f"{front.url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    prefix = "llmserve_prediction_"
+    return {
+        name.removeprefix(prefix): float(value)
+        for name, value in (line.split(" ") for line in lines if line.startswith(prefix) and "{" not in line)
+    }
+
+
+async def test_predictions_that_rank_nothing_are_given_up_said_and_taken_up_again(
+    start_front: StartFront, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="llmserve")
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine, scheduling={"bins": 2, "batch_size": 1, "trust_window": 32})
+
+        async def ask(tokens: int) -> None:
+            await answer(front, max_tokens=tokens, headers={"x-llmserve-predicted-tokens": str(tokens)})
+
+        assert (await scraped(front))["trusted"] == 1.0
+        for _ in range(32):  # alike: nothing ranks them
+            await ask(5)
+        assert (await scraped(front))["trusted"] == 0.0
+        for tokens in range(1, 65):
+            await ask(tokens)
+        after = await scraped(front)
+    assert after["trusted"] == 1.0
+    assert after["window_answers"] == 32
+    assert after["rank_correlation"] == pytest.approx(1.0)
+    assert after["bin_accuracy"] == after["near_bin_accuracy"] == 1.0
+    said = [record.getMessage() for record in caplog.records if "rank answers" in record.getMessage()]
+    assert [text.rpartition(": ")[2] for text in said] == ["one bin, first come first served", "bins are back"]
+
+
+async def test_answers_teach_the_forecast_of_their_kind(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine)
+
+        async def ask(system: str, text: str, **fields: Any) -> float:
+            messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+            _, _, headers = await answer(front, messages=messages, **fields)
+            return float(headers.get("x-llmserve-predicted-tokens", "nan"))
+
+        assert math.isnan(await ask("be brief", "hi"))
+        for _ in range(12):
+            await ask("be brief", "hi")  # 16 tokens
+            await ask("write essays", "hi", max_tokens=90)  # at least 90
+        assert await ask("be brief", "something new") == pytest.approx(16, rel=0.1)
+        assert await ask("write essays", "something new") >= 90
+        assert await ask("write essays", "something new", max_tokens=20) == 20

@@ -382,21 +382,21 @@ def test_predictions_that_rank_no_answers_leave_one_bin_until_they_rank_again() 
 
 def test_whoever_waits_in_a_bin_moves_to_the_first_one_when_trust_is_lost() -> None:
     made = scheduler(REFILL, release="full", bins=2, batch_size=2, edges=(50.0,), edges_refit_every=0)
-    made.trust = Trust(16)
+    made.trust = Trust(32)
     arrive(made, Request(90, 99.0))  # alone in bin 1
-    for first in range(0, 8, 2):  # all real lengths are alike: nothing can rank them
+    for first in range(0, 16, 2):  # all real lengths are alike: nothing can rank them
         arrive(made, Request(first, 1.0), Request(first + 1, 2.0))
         step(made, RequestEnded("gpu0", first, "completed", 7.0))
         said = step(made, RequestEnded("gpu0", first + 1, "completed", 7.0))
     assert said == [ReportTrust(False, None)]
     assert [[ticket.request.id for ticket in queue] for queue in made.bins] == [[90], []]
     assert arrive(made, Request(91, 1.0)) == [
-        StartBatch("gpu0", Batch(5, 0, (Request(90, 99.0), Request(91, 1.0)), 0.0, 2))
+        StartBatch("gpu0", Batch(9, 0, (Request(90, 99.0), Request(91, 1.0)), 0.0, 2))
     ]
 
 
 def test_answers_without_a_prediction_say_nothing_about_predictions() -> None:
-    trust = Trust(16)
+    trust = Trust(32)
     for i in range(40):
         assert not trust.observe(Request(i), 5.0)
     assert trust.accuracy(4).answers == 0

@@ -80,5 +80,5 @@ def test_calibration_is_the_share_of_answers_below_each_quantile() -> None:
 
 
 def test_a_window_too_short_to_judge_by_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 16"):
-        Trust(15)
+    with pytest.raises(ValueError, match="at least 32"):
+        Trust(31)

@@ -47,7 +47,7 @@ CONFIGS = st.builds(
     engine_wait_s=st.sampled_from([0.0, 2.0]),
     edges_refit_every=st.sampled_from([0, 3]),
     bins_by=st.sampled_from(["risk", "median"]),
-    trust_window=st.just(16),  # so short that chance loses and finds it
+    trust_window=st.just(32),  # so short that chance loses and finds it
 )
 ENGINES = st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=3)
 
