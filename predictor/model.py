@@ -73,10 +73,14 @@ class LengthModel(PreTrainedModel):  # type: ignore[misc]
         self.post_init()
 
     def start_from(self, lengths: Sequence[int]) -> None:
-        """Let the untrained head say the quantiles of these lengths, whatever the prompt."""
+        """Let the untrained head say the quantiles of these lengths, whatever the prompt.
+
+        All trainings begin with the same head then, so that their weights may be averaged.
+        """
         z = np.log(np.quantile(lengths, levels(self.config.quantiles)) / self.config.length_unit)
         steps = [math.log(math.expm1(max(step, STEP_MIN))) for step in np.diff(z)]
         with torch.no_grad():
+            self.head.weight.zero_()
             self.head.bias.copy_(torch.tensor([z[0], *steps]))
 
     def forward(

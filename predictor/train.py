@@ -1,15 +1,17 @@
 """Fine-tuning, or training from scratch, with transformers.Trainer; then the export."""
 
+import copy
 import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import (
@@ -58,21 +60,24 @@ class TrainingOptions:
     loss : "quantile", or "l1", the paper's (predictor/model.py). quantiles : of the quantile loss, odd.
     learning_rate : the head's is `head_rate_factor` times it, and each encoder layer's `layer_rate_factor` times that
     of the layer above it. It is the peak, after a warm-up over a twentieth of the steps, and falls linearly to zero.
-    patience_epochs : training ends early when the validation error has not fallen for so long.
+    soup : trainings from the same start, in other orders of the rows, whose weights are averaged (Wortsman et al.,
+    Model soups, 2022); the average is kept only where its validation loss is lower than each of theirs.
+    patience_epochs : training ends early when the validation loss has not fallen for so long.
     """
 
     base_model: str | None = None
     from_scratch: str = "tiny"
     loss: str = "quantile"
     quantiles: int = 15
-    epochs: int = 6
+    epochs: int = 4
     batch_size: int = 32
-    learning_rate: float = 1.5e-4
-    head_rate_factor: float = 7.0
+    learning_rate: float = 1e-4
+    head_rate_factor: float = 10.0
     layer_rate_factor: float = 0.9
     dropout: float = 0.1
     precision: Precision = "fp32"
     seed: int = 0
+    soup: int = 1
     max_length_tokens: int = 512
     pooling: str = "mean"
     patience_epochs: int = 3
@@ -90,6 +95,9 @@ FROM_SCRATCH = TrainingOptions(
 )
 
 
+Weights = dict[str, Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class Trained:
     """What came out of a training. export : 4-bin accuracy on the validation rows by the bits computed with, and with
@@ -103,24 +111,53 @@ class Trained:
 def train(splits: Splits, options: TrainingOptions, output: Path, resume: bool = False) -> Trained:
     """Train on splits.train and export the checkpoint with the least validation loss to `output`.
 
-    Checkpoints, one per epoch, live in `output`/checkpoints until training has ended; `resume` goes on from the last
-    one. Raises PredictorError when there is none, or when there is one and `resume` was not asked for.
+    Checkpoints, one per epoch, live in `output`/checkpoints until all has ended; `resume` goes on from the last one.
+    Raises PredictorError when there is none, or when there is one and `resume` was not asked for.
     """
     checkpoints = output / "checkpoints"
-    last = get_last_checkpoint(checkpoints) if checkpoints.is_dir() else None
-    if resume and last is None:
+    if resume and not checkpoints.is_dir():
         raise PredictorError(f"nothing to resume in {checkpoints}")
-    if last is not None and not resume:
+    if checkpoints.is_dir() and not resume:
         raise PredictorError(f"{checkpoints} holds an unfinished training: resume it, or remove the folder")
     set_seed(options.seed)
     model, tokenizer, encoding = _build(splits.train, options)
-    trainer = _trainer(model, tokenizer, encoding, splits, options, checkpoints)
-    trainer.train(resume_from_checkpoint=last)
+    start = copy.deepcopy(model.state_dict())
+    data = _examples(splits.train, tokenizer, encoding), _examples(splits.validation, tokenizer, encoding)
+    members = []
+    for number in range(options.soup):
+        model.load_state_dict(start)
+        trainer = _trainer(
+            model, encoding, data, replace(options, seed=options.seed + number), checkpoints / str(number)
+        )
+        members.append(_train_member(trainer, checkpoints / f"{number}.safetensors"))
+    _take_the_best(trainer, members)
     export(model.cpu().float(), tokenizer, encoding, length_sample(splits.train), output)
     chosen = _at_best_precision(output, splits.validation)
     add_forecasts(output, LengthPredictor.load(output), [row.prompt for row in splits.validation])
     shutil.rmtree(checkpoints)
     return Trained(LengthPredictor.load(output), model.num_parameters(), chosen)
+
+
+def _train_member(trainer: Trainer, file: Path) -> Weights:
+    """The weights of one whole training, from its file if it has ended before, from its last checkpoint if it began."""
+    if not file.is_file():
+        folder = Path(trainer.args.output_dir)
+        last = get_last_checkpoint(folder) if folder.is_dir() else None
+        trainer.train(resume_from_checkpoint=last)
+        save_file({name: weight.contiguous() for name, weight in trainer.model.state_dict().items()}, file)
+    weights: Weights = load_file(file)
+    return weights
+
+
+def _take_the_best(trainer: Trainer, members: Sequence[Weights]) -> None:
+    """Leave the trainer's model with the weights, of one member or averaged, that have the least validation loss."""
+    average = {name: torch.stack([each[name] for each in members]).mean(dim=0) for name in members[0]}
+    candidates = [average, *members] if len(members) > 1 else [average]
+    losses = []
+    for weights in candidates:
+        trainer.model.load_state_dict(weights)
+        losses.append(trainer.evaluate()["eval_loss"])
+    trainer.model.load_state_dict(candidates[int(np.argmin(losses))])
 
 
 def _at_best_precision(folder: Path, rows: Sequence[Row]) -> dict[str, Any]:
@@ -223,12 +260,12 @@ def _new_encoder(rows: Sequence[Row], options: TrainingOptions) -> tuple[PreTrai
 
 def _trainer(
     model: LengthModel,
-    tokenizer: Tokenizer,
     encoding: Encoding,
-    splits: Splits,
+    data: tuple[list[dict[str, Any]], list[dict[str, Any]]],
     options: TrainingOptions,
     checkpoints: Path,
 ) -> Trainer:
+    """data : examples to train and to validate with."""
     terminal = sys.stderr.isatty()
     arguments = TrainingArguments(
         output_dir=str(checkpoints),
@@ -237,6 +274,7 @@ def _trainer(
         per_device_eval_batch_size=2 * options.batch_size,
         learning_rate=options.learning_rate,
         warmup_steps=0.05,  # below 1: a share of all steps
+        use_cpu=not torch.accelerator.is_available(),
         bf16=options.precision == "bf16",
         fp16=options.precision == "fp16",
         train_sampling_strategy="group_by_length",  # little padding
@@ -255,8 +293,8 @@ def _trainer(
     trainer = Trainer(
         model=model,
         args=arguments,
-        train_dataset=_examples(splits.train, tokenizer, encoding),
-        eval_dataset=_examples(splits.validation, tokenizer, encoding),
+        train_dataset=data[0],
+        eval_dataset=data[1],
         data_collator=_Collator(encoding),
         optimizers=(_optimizer(model, options), None),
         compute_metrics=lambda seen: {"mae": _median_error(seen.predictions, seen.label_ids)},

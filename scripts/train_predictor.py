@@ -79,6 +79,12 @@ def parse_args() -> argparse.Namespace:
     add("--dropout", type=float, help="of the encoder")
     add("--precision", choices=["fp32", "bf16", "fp16"], help="of the training's matrix products (fp32)")
     add("--seed", type=int, default=0, help="of the split and of the training (%(default)s)")
+    add(
+        "--soup",
+        type=positive,
+        metavar="N",
+        help="trainings whose weights are averaged (1): better, and N times as long",
+    )
     add("--held-out-share", type=share, default=Split().held_out_share, help="of the prompts (%(default)s)")
     add("--validation-share", type=share, default=Split().validation_share, help="of the prompts (%(default)s)")
     add("--max-length-tokens", type=positive, help="longer prompts keep their head and tail")

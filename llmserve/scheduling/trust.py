@@ -57,28 +57,34 @@ class Trust:
         self._least = window // 2
         self._look_every = window // LOOKS_PER_WINDOW
         self._since_look = 0
-        self._seen: deque[tuple[Request, float]] = deque(maxlen=window)
+        self._predicted, self._actual = np.zeros(window), np.zeros(window)  # rings
+        self._next = self._filled = 0
+        self._quantiles: deque[tuple[tuple[float, ...], float]] = deque(maxlen=window)
 
     def observe(self, request: Request, output_tokens: float) -> bool:
         """Count an answer; True when this one changed `trusted`."""
         if request.predicted_tokens is None:
             return False
-        self._seen.append((request, output_tokens))
+        self._predicted[self._next], self._actual[self._next] = request.predicted_tokens, output_tokens
+        self._next = (self._next + 1) % self._actual.size
+        self._filled = min(self._filled + 1, self._actual.size)
+        if len(request.quantiles) > 1:
+            self._quantiles.append((request.quantiles, output_tokens))
         self._since_look += 1
-        if self._since_look < self._look_every or len(self._seen) < self._least:
+        if self._since_look < self._look_every or self._filled < self._least:
             return False
         self._since_look = 0
         return self._look()
 
     def accuracy(self, bins: int) -> Accuracy:
         """Over the window as it is now."""
-        if not self._seen:
+        if not self._filled:
             return Accuracy(0, math.nan, math.nan, math.nan, math.nan)
         predicted, actual = self._pairs()
         edges = equal_mass_edges(actual, bins)
         miss = np.abs(index_of(edges, predicted) - index_of(edges, actual))
         return Accuracy(
-            answers=len(self._seen),
+            answers=self._filled,
             rank_correlation=spearman(predicted, actual),
             bin_accuracy=float(np.mean(miss == 0)),
             near_accuracy=float(np.mean(miss <= 1)),
@@ -87,23 +93,22 @@ class Trust:
 
     def _look(self) -> bool:
         self.rank_correlation = spearman(*self._pairs())
-        deviations = self.rank_correlation * math.sqrt(len(self._seen) - 1)
+        deviations = self.rank_correlation * math.sqrt(self._filled - 1)
         # nan compares as false: when all answers are alike, ranking is of no use.
         trusted = bool(deviations >= (LOST if self.trusted else FOUND))
         changed, self.trusted = trusted != self.trusted, trusted
         return changed
 
     def _pairs(self) -> tuple[Array, Array]:
-        predicted = np.array([request.predicted_tokens for request, _ in self._seen], dtype=float)
-        return predicted, np.array([tokens for _, tokens in self._seen], dtype=float)
+        return self._predicted[: self._filled], self._actual[: self._filled]
 
     def _calibration_error(self) -> float:
-        with_quantiles = [(request.quantiles, tokens) for request, tokens in self._seen if len(request.quantiles) > 1]
-        if not with_quantiles:
+        if not self._quantiles:
             return math.nan
-        count = len(with_quantiles[-1][0])
-        quantiles = np.array([each for each, _ in with_quantiles if len(each) == count])  # (answers, quantiles)
-        actual = np.array([tokens for each, tokens in with_quantiles if len(each) == count])
+        count = len(self._quantiles[-1][0])
+        same = [(quantiles, tokens) for quantiles, tokens in self._quantiles if len(quantiles) == count]
+        quantiles = np.array([each for each, _ in same])  # (answers, quantiles)
+        actual = np.array([tokens for _, tokens in same])
         levels = (np.arange(count) + 0.5) / count
         return float(np.mean(np.abs((actual[:, None] <= quantiles).mean(axis=0) - levels)))
 

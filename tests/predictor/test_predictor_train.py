@@ -21,7 +21,7 @@ from predictor.numbers import SCALE, fix_number_embeddings, number_features
 from predictor.predict import LengthPredictor
 from predictor.prompt import Prompt
 from predictor.tokenizer import NUMBERS, train_tokenizer
-from predictor.train import FROM_SCRATCH, PlainProgress, train
+from predictor.train import FROM_SCRATCH, PlainProgress, _take_the_best, train
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,6 +116,39 @@ def test_an_interrupted_training_is_resumed_and_ends_like_an_undisturbed_one(
     resumed = train(splits, QUICK, tmp_path / "out", resume=True).predictor.predict(prompts)
     assert resumed == pytest.approx(undisturbed, rel=1e-3)
     assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_the_trainings_of_a_soup_are_each_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+
+    def count(_callback: PlainProgress, args: Any, *_: Any, **__: Any) -> None:
+        seeds.append(args.seed)
+        if seeds == [0, 1]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(PlainProgress, "on_epoch_begin", count)
+    soup = replace(QUICK, epochs=1, soup=3)
+    with pytest.raises(KeyboardInterrupt):
+        train(toy_splits(), soup, tmp_path / "out")
+    averaged = train(toy_splits(), soup, tmp_path / "out", resume=True).predictor
+    assert seeds == [0, 1, 1, 2]
+    assert averaged.predict(SEVEN).shape == (1, 15)
+
+
+def test_the_average_of_a_soup_is_taken_only_when_it_is_better() -> None:
+    class Losses:
+        """Says how far the weight is from 5."""
+
+        def __init__(self) -> None:
+            self.model = torch.nn.Linear(1, 1, bias=False)
+
+        def evaluate(self) -> dict[str, float]:
+            return {"eval_loss": abs(5 - self.model.weight.item())}
+
+    for members, best in (([4.0, 6.5], 5.25), ([5.0, 9.0], 5.0)):
+        trainer: Any = Losses()
+        _take_the_best(trainer, [{"weight": torch.tensor([[member]])} for member in members])
+        assert trainer.model.weight.item() == best
 
 
 def test_a_base_model_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
