@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,13 @@ ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard"), "assistant"),
 }
 GLUE_WORDS_MAX = 3
-"""Texts of so few words, such as "continue" or "thanks", occur in conversations that have nothing else in common."""
+GLUE_CHARACTERS_MAX = 20
+"""Texts of so few words and characters, such as "continue" or "thanks", occur in conversations that have nothing else
+in common. Both, for a paragraph of Chinese is one word."""
+OUTPUT_TOKENS_MAX = 10_000_000
+"""No answer is as long: a column with such numbers holds something else, or is damaged."""
+NUMBER_MAX = 2**63 - 1
+"""Of the other columns, for "no limit" is often a very large max_tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +114,8 @@ def load_rows(
 def split_rows(rows: Iterable[Row], seed: int, validation_share: float = 0.1, held_out_share: float = 0.1) -> Splits:
     """Split by prompt: all rows of a prompt, of its near duplicates and of its conversation fall on one side.
 
-    A row's prompt is its group; its own text is tied to the group unless it has GLUE_WORDS_MAX words or fewer, for
-    else one "continue" would tie all conversations together. Near duplicates: see predictor/splitting.py.
+    A row's prompt is its group; its own text is tied to the group unless it is mere glue (GLUE_WORDS_MAX), for else
+    one "continue" would tie all conversations together. Near duplicates: see predictor/splitting.py.
     The shares are expected, not exact: a prompt's side follows from a hash of the seed and the normalised prompt
     alone, or from that of the first, in sorted order, of the prompts that must be with it. So the order of the rows
     is nothing to it, and a new row moves only prompts that are tied to it. Raises DatasetError when a side stays empty.
@@ -154,7 +161,7 @@ def _records(source: str) -> Iterator[Any]:
             yield from _json_array(source)
         else:
             raise DatasetError(f"{source}: expected .jsonl, .jsonl.gz, .json, .parquet or hub:NAME[:SPLIT]")
-    except (OSError, EOFError, ValueError) as error:  # pyarrow's own errors are among them
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:  # pyarrow's own are among them
         raise DatasetError(f"cannot read {source}: {error}") from error
 
 
@@ -164,7 +171,7 @@ def _json_lines(path: str) -> Iterator[Any]:
             if line.strip():
                 try:
                     yield json.loads(line)
-                except ValueError:  # not JSON, or not UTF-8
+                except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested without end
                     yield None
 
 
@@ -225,9 +232,9 @@ def _flat_row(record: Mapping[str, Any], columns: Columns, answer_tokens: Callab
         stop=_stop(record.get(columns.stop), columns.stop),
     )
     if record.get(columns.output_tokens) is None and isinstance(record.get(columns.response), str):
-        output_tokens = _counted(_filled(record[columns.response], columns.response), answer_tokens)
+        output_tokens = _counted(_filled(_text(record, columns.response), columns.response), answer_tokens)
     else:
-        output_tokens = _whole(record, columns.output_tokens, 1)
+        output_tokens = _whole(record, columns.output_tokens, 1, OUTPUT_TOKENS_MAX)
     output_tokens_max = _optional_whole(record, columns.max_tokens, 1)
     reached = output_tokens_max is not None and output_tokens >= output_tokens_max
     return Row(prompt, output_tokens, reached or record.get(columns.finish_reason) == "length", output_tokens_max)
@@ -263,18 +270,23 @@ def _turn(turn: Any, column: str) -> tuple[str, str]:
         content = " ".join(text for text in texts if isinstance(text, str))
     if not isinstance(content, str):
         raise _BadRecord(f"a turn without text in {column!r}")
-    return ROLES.get(str(role).lower(), ""), content
+    return ROLES.get(str(role).lower(), ""), _encodable(content)
 
 
 def _model(record: Mapping[str, Any], columns: Columns) -> str:
-    return str(record.get(columns.model) or "")
+    return _encodable(str(record.get(columns.model) or ""))
 
 
 def _text(record: Mapping[str, Any], column: str) -> str:
     text = record.get(column)
     if not isinstance(text, str):
         raise _BadRecord(f"no text in {column!r}")
-    return text
+    return _encodable(text)
+
+
+def _encodable(text: str) -> str:
+    """The text, encodable as UTF-8: JSON may hold half of a surrogate pair, on which tokenizers and files fail."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _filled(text: str, column: str) -> str:
@@ -283,12 +295,14 @@ def _filled(text: str, column: str) -> str:
     return text
 
 
-def _whole(record: Mapping[str, Any], column: str, least: int) -> int:
+def _whole(record: Mapping[str, Any], column: str, least: int, most: int = NUMBER_MAX) -> int:
     number = record.get(column)
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise _BadRecord(f"no number in {column!r}")
     if (isinstance(number, float) and not number.is_integer()) or number < least:
         raise _BadRecord(f"not a whole number above {least - 1} in {column!r}")
+    if number > most:
+        raise _BadRecord(f"not a plausible number in {column!r}: above {most}")
     return int(number)
 
 
@@ -300,7 +314,7 @@ def _stop(stop: Any, column: str) -> tuple[str, ...]:
     texts = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise _BadRecord(f"neither a text nor a list of texts in {column!r}")
-    return tuple(text for text in texts if text)
+    return tuple(_encodable(text) for text in texts if text)
 
 
 def _counted(answer: str, answer_tokens: Callable[[str], int]) -> int:
@@ -310,7 +324,8 @@ def _counted(answer: str, answer_tokens: Callable[[str], int]) -> int:
 def _tie(row: Row, group: str) -> tuple[str, str] | None:
     """The row's group and its own text, unless they are the same or the text is mere glue."""
     text = normalised(row.prompt.text)
-    return (group, text) if text != group and len(text.split()) > GLUE_WORDS_MAX else None
+    is_glue = len(text.split()) <= GLUE_WORDS_MAX and len(text) <= GLUE_CHARACTERS_MAX
+    return None if text == group or is_glue else (group, text)
 
 
 def _uniform(prompt: str, seed: int) -> float:

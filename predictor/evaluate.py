@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import kendalltau
 
+from bins.risk import risks
 from predictor.quantiles import midpoints
 
 Array = NDArray[np.float64]
@@ -100,7 +101,8 @@ def evaluate(
     quantiles : (answers, Q) ascending, or (answers,), tokens.  actual : (answers,) output tokens, in the same order;
     at least one.  training_lengths : any number of output tokens, over which bins are equal-mass.
     capped : (answers,) bool, the answer was cut.  ceilings : (answers,) max_tokens, or nan for none; predictions are
-    clipped to them as in serving.
+    clipped to them as in serving. A capped answer needs one: without, its coverage and its pinball loss are those of
+    an answer that ended there.
     Lengths are whole numbers, so a prediction is rounded before it is put into a bin.
     """
     q, truth = as_served(quantiles, ceilings), np.asarray(actual, float)
@@ -245,23 +247,26 @@ def compare(
     resamples: int = 1000,
     seed: int = 0,
 ) -> dict[str, Difference]:
-    """`first` minus `second` in MAE, 4-bin accuracy and gain at 8 bins and B = 8, with a paired bootstrap's intervals.
+    """`first` minus `second` in MAE, 4-bin accuracy and gains at 8 bins and B = 8, with a paired bootstrap's intervals.
 
+    The gains are those of bins by median and by risk, which is what a server bins by unless it is told otherwise.
     Arguments as for `evaluate`; both predict the same answers. Paired: a resample draws answers, and both predictors
     are measured on the same ones. Percentile intervals.
     """
     truth = np.asarray(actual, float)
-    points = [np.median(as_served(quantiles, ceilings), axis=1) for quantiles in (first, second)]
+    served = [as_served(quantiles, ceilings) for quantiles in (first, second)]
+    points = [np.median(quantiles, axis=1) for quantiles in served]
+    scores = {"median": points, "risk": [risks(quantiles, COMPARED_BATCH_SIZE) for quantiles in served]}
     edges = equal_mass_edges(training_lengths, COMPARED_BINS)
     errors = np.subtract(*(absolute_errors(point, truth, capped) for point in points))  # (answers,)
     hits = np.subtract(*(1.0 * (bins_of(point, edges) == bins_of(truth, edges)) for point in points))  # (answers,)
 
-    def differences(rows: NDArray[np.intp]) -> tuple[float, float, float]:
-        one, other = (
-            saturated_gain(equal_mass_bins(point[rows], COMPARED_GAIN_BINS), truth[rows], COMPARED_BATCH_SIZE)
-            for point in points
-        )
-        return float(np.mean(errors[rows])), float(np.mean(hits[rows])), one - other
+    def gain(score: Array, rows: NDArray[np.intp]) -> float:
+        return saturated_gain(equal_mass_bins(score[rows], COMPARED_GAIN_BINS), truth[rows], COMPARED_BATCH_SIZE)
+
+    def differences(rows: NDArray[np.intp]) -> tuple[float, ...]:
+        gains = (gain(one, rows) - gain(other, rows) for one, other in scores.values())
+        return float(np.mean(errors[rows])), float(np.mean(hits[rows])), *gains
 
     rng = np.random.default_rng(seed)
     values = differences(np.arange(truth.size))
@@ -270,6 +275,6 @@ def compare(
     names = (
         "MAE, tokens",
         f"{COMPARED_BINS}-bin accuracy",
-        f"gain at B={COMPARED_BATCH_SIZE}, {COMPARED_GAIN_BINS} bins",
+        *(f"gain at B={COMPARED_BATCH_SIZE}, {COMPARED_GAIN_BINS} bins by {name}" for name in scores),
     )
     return {name: Difference(*each) for name, *each in zip(names, values, low, high, strict=True)}

@@ -12,6 +12,7 @@ metrics.json          how good it is, and what it was made from
 import dataclasses
 import json
 import logging
+import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,11 +20,11 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import torch
-from numpy.typing import NDArray
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from predictor.dataset import Row
 from predictor.encoding import Encoding
 from predictor.errors import PredictorError
 from predictor.model import LengthModel
@@ -36,7 +37,6 @@ from predictor.predict import (
     TOKENIZER_FILE,
     LengthPredictor,
 )
-from predictor.prompt import Prompt
 
 OPSET = 17
 TOLERANCE = 1e-3  # relative, between the network and what was written of it
@@ -72,10 +72,31 @@ def drop_quantized(folder: Path) -> None:
     (folder / INT8_FILE).unlink()
 
 
-def add_forecasts(folder: Path, predictor: LengthPredictor, prompts: Sequence[Prompt]) -> None:
-    """Keep what the predictor says of a sample of prompts that it was not trained on."""
-    lengths: NDArray[np.float32] = predictor.predict(prompts[:FORECASTS_MAX])
+def add_forecasts(folder: Path, predictor: LengthPredictor, rows: Sequence[Row]) -> None:
+    """Keep what the predictor says of a sample of rows that it was not trained on, bounded as in serving."""
+    chosen = np.random.default_rng(0).permutation(len(rows))[:FORECASTS_MAX]
+    sample = [rows[i] for i in sorted(chosen)]
+    ceilings = np.array([np.inf if row.output_tokens_max is None else row.output_tokens_max for row in sample])
+    lengths = np.minimum(predictor.predict([row.prompt for row in sample]), ceilings[:, None])
     (folder / FORECASTS_FILE).write_text(json.dumps([[round(float(x), 1) for x in row] for row in lengths]) + "\n")
+
+
+def check_export(model: LengthModel) -> None:
+    """Raises PredictorError for an encoder that cannot be exported, or whose answers depend on padding.
+
+    To be called before a training, whose hours would else be lost. Changes nothing in the model.
+    """
+    twin = LengthModel(model.config)
+    twin.load_state_dict(model.state_dict())
+    nn.init.normal_(twin.head.weight, std=0.1)  # an untrained head says the same of all prompts
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            _write_onnx(twin, Path(folder) / MODEL_FILE)
+            _check(twin, Path(folder) / MODEL_FILE)
+        except PredictorError:
+            raise
+        except Exception as error:  # the libraries raise many kinds for an encoder that they do not know
+            raise PredictorError(f"the encoder cannot be exported: {type(error).__name__}: {error}") from error
 
 
 class _Lengths(nn.Module):  # type: ignore[misc]  # torch is not typed here
@@ -117,5 +138,8 @@ def _check(model: LengthModel, path: Path) -> None:
     (written,) = session.run(None, {"input_ids": ids, "attention_mask": mask})
     with torch.inference_mode():
         spoken = model(torch.tensor(ids), torch.tensor(mask)).lengths.numpy()
+        alone = model(torch.tensor(ids[1:2, :5]), torch.tensor(mask[1:2, :5])).lengths.numpy()
     if not np.allclose(written, spoken, rtol=TOLERANCE):
         raise PredictorError("the exported model does not say what the trained one says; is its encoder a BERT?")
+    if not np.allclose(spoken[1:2], alone, rtol=TOLERANCE):
+        raise PredictorError("what the encoder says of a prompt depends on its padding; is it a BERT?")

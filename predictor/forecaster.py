@@ -31,6 +31,7 @@ class Forecaster:
         self.learner = learner
         self._predictor = predictor
         self._budget_s = budget_s
+        self._failing = False
 
     async def forecast(self, prompt: Prompt, *, least: float | None = None, most: float | None = None) -> Forecast:
         """The answer's equally likely lengths, between its least (min_tokens) and its most (max_tokens)."""
@@ -46,10 +47,19 @@ class Forecaster:
             return None
         try:
             async with asyncio.timeout(self._budget_s):
-                return await self._predictor.predict(prompt)
+                lengths = await self._predictor.predict(prompt)
         except TimeoutError:
-            self.fallbacks["slow"] += 1
+            self._fell_back("slow", f"it took more than {self._budget_s:g} s")
         except Exception as error:
-            self.fallbacks["failed"] += 1
-            log.warning("the length predictor failed (%s); earlier answers serve instead", error)
+            self._fell_back("failed", str(error))
+        else:
+            self._failing = False
+            return lengths
         return None
+
+    def _fell_back(self, reason: str, why: str) -> None:
+        """Counted each time, said once until the predictor answers again."""
+        self.fallbacks[reason] += 1
+        if not self._failing:
+            log.warning("the length predictor failed (%s); earlier answers serve instead", why)
+        self._failing = True

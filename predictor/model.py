@@ -13,8 +13,9 @@ The exponential keeps every length positive and lets the linear layer say "five 
 amount for short and for long answers; equal-mass bins of lengths that span orders of magnitude need that relative
 precision. The unit makes learning rates independent of how long the answers are.
 
-An answer that was cut at its limit is longer than what was seen. Its loss compares min(prediction, seen) with what was
-seen: predicting too short is wrong, predicting longer is not (Powell, Censored Regression Quantiles, 1986).
+An answer that was cut at its ceiling (max_tokens) would have been longer. Its loss, and that of every answer whose
+ceiling is known, compares min(prediction, ceiling) with what was seen: predicting longer than the ceiling is not wrong
+(Powell, Censored Regression Quantiles, 1986).
 """
 
 import math
@@ -67,7 +68,8 @@ class LengthModel(PreTrainedModel):  # type: ignore[misc]
         """With an encoder, its weights are kept (fine-tuning); without, they are random, from config.encoder."""
         super().__init__(config)
         self.encoder = encoder or AutoModel.from_config(AutoConfig.for_model(**config.encoder))
-        self.encoder.pooler = None  # BERT's own pooler, where there is one, would only be dead weight
+        if getattr(self.encoder, "pooler", None) is not None:
+            self.encoder.pooler = None  # BERT's own would only be dead weight
         self.head = nn.Linear(self.encoder.config.hidden_size, config.quantiles)
         self.register_buffer("levels", torch.tensor(levels(config.quantiles)), persistent=False)
         self.post_init()
@@ -84,9 +86,9 @@ class LengthModel(PreTrainedModel):  # type: ignore[misc]
             self.head.bias.copy_(torch.tensor([z[0], *steps]))
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, capped: Tensor | None = None
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None, ceilings: Tensor | None = None
     ) -> LengthOutput:
-        """input_ids, attention_mask : (batch, tokens). labels : (batch,) output tokens. capped : (batch,) bool."""
+        """input_ids, attention_mask : (batch, tokens). labels : (batch,) output tokens. ceilings : (batch,) or inf."""
         if self.training and self.config.model_tokens:
             input_ids = self._forget_some_models(input_ids)
         hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
@@ -96,8 +98,8 @@ class LengthModel(PreTrainedModel):  # type: ignore[misc]
             return LengthOutput(lengths=lengths)
         seen = (labels.float() / self.config.length_unit).unsqueeze(1)
         guess = z.exp()
-        if capped is not None:
-            guess = torch.where(capped.bool().unsqueeze(1), torch.minimum(guess, seen), guess)
+        if ceilings is not None:
+            guess = torch.minimum(guess, ceilings.float().unsqueeze(1) / self.config.length_unit)
         return LengthOutput(loss=self._pinball(guess, seen), lengths=lengths)
 
     def _pinball(self, guess: Tensor, seen: Tensor) -> Tensor:

@@ -1,12 +1,17 @@
 """What the scripts around a predictor share: options that name the data, and how its rows are told apart."""
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from predictor.dataset import Columns, Rows
+from predictor.dataset import Columns, Rows, Splits
 from predictor.errors import DatasetError
+
+METRICS_FILE = "metrics.json"
+"""In a predictor's folder: how it was trained and how good it is. In an evaluation's: what was found."""
+SEED_MAX = 2**32 - 1
+"""NumPy's legacy generator, which transformers seeds too, takes no larger one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def natural(text: str) -> int:
+    """For seeds."""
+    if not text.isdecimal() or len(text) > len(str(SEED_MAX)) or int(text) > SEED_MAX:
+        raise argparse.ArgumentTypeError(f"not a whole number from 0 to {SEED_MAX}: {text!r}")
+    return int(text)
+
+
 def share(text: str) -> float:
     try:
         value = float(text)
@@ -70,6 +82,24 @@ def counter(tokenizer: str | None) -> Callable[[str], int] | None:
     except Exception as error:  # the library's own are bare
         raise DatasetError(f"cannot load the tokenizer {tokenizer}: {error}") from error
     return lambda text: len(loaded.encode(text, add_special_tokens=False).ids)
+
+
+def of_models(splits: Splits, models: Sequence[str]) -> Splits:
+    """The rows of these models. To be chosen after the split, for its sides depend on all rows.
+
+    Raises DatasetError when a model has no row at all, and when nothing is left of a part.
+    """
+    parts = {
+        part.name: [row for row in getattr(splits, part.name) if row.prompt.model in models] for part in fields(Splits)
+    }
+    present = {row.prompt.model for rows in parts.values() for row in rows}
+    for model in models:
+        if model not in present:
+            raise DatasetError(f"no row is of the model {model!r}")
+    for name, rows in parts.items():
+        if not rows:
+            raise DatasetError(f"no {name.replace('_', '-')} row is of {' or '.join(map(repr, models))}")
+    return Splits(**parts)
 
 
 def unusable(found: Rows) -> list[str]:

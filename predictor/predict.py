@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 import onnxruntime
@@ -21,7 +21,7 @@ TOKENIZER_FILE = "tokenizer.json"
 LENGTHS_FILE = "training_lengths.json"
 FORECASTS_FILE = "forecasts.json"
 
-GPU = "CUDAExecutionProvider"
+GPU, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 
 class LengthPredictor:
@@ -46,9 +46,10 @@ class LengthPredictor:
         self.forecasts = [list(lengths) for lengths in forecasts]
 
     @classmethod
-    def load(cls, folder: str | Path, threads: int = 1) -> Self:
-        """From a folder that `predictor.export` made. On a GPU where ONNX Runtime has one, else with 8 bits.
+    def load(cls, folder: str | Path, threads: int = 1, *, bits: Literal[8, 32] | None = None) -> Self:
+        """From a folder that `predictor.export` made.
 
+        bits : of the model, on a CPU; None: on a GPU where ONNX Runtime has one, else 8 bits where the folder has them.
         threads : of the model, on a CPU; one is best for single prompts. Never reaches for the network.
         Raises BadPredictor with the folder and the reason.
         """
@@ -57,7 +58,7 @@ class LengthPredictor:
             raise BadPredictor(f"{folder} is not a predictor's folder: it has no {ENCODING_FILE}")
         try:
             predictor = cls(
-                _session(folder, threads),
+                _session(folder, threads, bits),
                 _tokenizer(folder),
                 _encoding(folder),
                 _training_lengths(folder),
@@ -90,15 +91,18 @@ class LengthPredictor:
         return lengths
 
 
-def _session(folder: Path, threads: int) -> onnxruntime.InferenceSession:
+def _session(folder: Path, threads: int, bits: Literal[8, 32] | None) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3  # errors only
-    on_gpu = GPU in onnxruntime.get_available_providers()
-    int8 = folder / INT8_FILE
-    file = int8 if int8.is_file() and not on_gpu else folder / MODEL_FILE
-    providers = [*([GPU] if on_gpu else []), "CPUExecutionProvider"]
-    return onnxruntime.InferenceSession(file, options, providers=providers)
+    if bits is None and GPU in onnxruntime.get_available_providers():
+        session = onnxruntime.InferenceSession(folder / MODEL_FILE, options, providers=[GPU, CPU])
+        if GPU in session.get_providers():  # it may be built in and find no device
+            return session
+    if bits is None:
+        bits = 8 if (folder / INT8_FILE).is_file() else 32
+    file = folder / (INT8_FILE if bits == 8 else MODEL_FILE)
+    return onnxruntime.InferenceSession(file, options, providers=[CPU])
 
 
 def _tokenizer(folder: Path) -> Tokenizer:
@@ -122,5 +126,10 @@ def _training_lengths(folder: Path) -> list[int]:
 
 def _forecasts(folder: Path) -> list[list[float]]:
     path = folder / FORECASTS_FILE
-    forecasts: list[list[float]] = json.loads(path.read_text()) if path.is_file() else []
-    return forecasts
+    if not path.is_file():
+        return []
+    forecasts = np.asarray(json.loads(path.read_text()), float)
+    if forecasts.ndim != 2 or forecasts.size == 0 or not (forecasts > 0).all():
+        raise ValueError(f"{FORECASTS_FILE} holds no table of lengths")
+    result: list[list[float]] = forecasts.tolist()
+    return result

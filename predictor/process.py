@@ -57,6 +57,9 @@ class PredictorProcess:
     the child is up again; it is started again after `restart_delay_s`, doubled up to `restart_delay_s_max` while it
     keeps failing.
 
+    Under overload the newest prompts go first: whoever has waited long is about to give up. Of more than `waiting_max`
+    prompts the oldest get PredictionFailed at once.
+
     threads : of the model, in the child. batch_max, batch_characters_max : prompts sent together, and about how much
     text, so that a short prompt never waits long for others of its batch. cache_max : prompts whose predictions are
     remembered (least recently used go first). reply_timeout_s : a child that takes longer for one batch is killed.
@@ -69,6 +72,7 @@ class PredictorProcess:
         threads: int = 1,
         batch_max: int = 64,
         batch_characters_max: int = 8_192,
+        waiting_max: int = 512,
         cache_max: int = 10_000,
         start_timeout_s: float = 120.0,
         reply_timeout_s: float = 30.0,
@@ -79,6 +83,7 @@ class PredictorProcess:
         self.threads = threads
         self.batch_max = batch_max
         self.batch_characters_max = batch_characters_max
+        self.waiting_max = waiting_max
         self.cache_max = cache_max
         self.start_timeout_s = start_timeout_s
         self.reply_timeout_s = reply_timeout_s
@@ -130,9 +135,17 @@ class PredictorProcess:
         if self._child is None:
             raise PredictorDied(self._down)
         future: asyncio.Future[Lengths] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(key, _Waiting(prompt)).futures.append(future)
+        waiting = self._waiting.setdefault(key, _Waiting(prompt))
+        waiting.futures.append(future)
+        if len(self._waiting) > self.waiting_max:
+            _, oldest = self._waiting.popitem(last=False)
+            oldest.settle(PredictionFailed("too many prompts wait for the predictor"))
         self._arrived.set()
-        return await future
+        try:
+            return await future
+        finally:
+            if self._waiting.get(key) is waiting and not waiting.wanted():  # all have given up
+                del self._waiting[key]
 
     def _cut(self, prompt: Prompt) -> Prompt:
         """As much of the prompt as the child can read."""
@@ -183,14 +196,13 @@ class PredictorProcess:
         return f"the predictor process ended (exit code {child.process.returncode})"
 
     def _take_batch(self) -> list[tuple[bytes, _Waiting]]:
-        """The prompts that waited longest; those whose callers have all given up are dropped."""
+        """The newest prompts."""
         batch: list[tuple[bytes, _Waiting]] = []
         characters = 0
         while self._waiting and len(batch) < self.batch_max and characters < self.batch_characters_max:
-            key, waiting = self._waiting.popitem(last=False)
-            if waiting.wanted():
-                batch.append((key, waiting))
-                characters += len(waiting.prompt.text) + len(waiting.prompt.system)
+            key, waiting = self._waiting.popitem(last=True)
+            batch.append((key, waiting))
+            characters += len(waiting.prompt.text) + len(waiting.prompt.system)
         return batch
 
     def _settle(self, answers: list[list[float] | str]) -> None:

@@ -35,6 +35,7 @@ PREDICTOR, OTHER, ORACLE, RANDOM = "predictor", "other", "oracle", "random"
 PUBLISHED = ["_Multi-Bin, Table 1_", "", "", "", "", "_86.1%_", "_63.0%_", "_42.3%_", "_95.9%_", "_79.4%_"]
 NONE = "–"
 BASELINES_SEE = "They see the prompt's text, the ridge also which model is asked."
+VALIDATION_IS_SEEN = "Training chose its epoch by these answers: they can choose predictors, not say how good one is."
 GAINS_GO_BY = (
     "Those of gains are equal-mass over the scores that they go by: median, risk (bins/risk.py), or, for the oracle, "
     "the real length."
@@ -132,14 +133,10 @@ def held_out_report(
     other : a second predictor, for the same rows. answers_max : evaluate at most so many, drawn by the seed.
     """
     rows = _sample(splits.held_out, answers_max, seed)
-    notes = (
-        f"Baselines are fitted to the training rows of the same data. {BASELINES_SEE}",
-        f"Bins of accuracies are equal-mass over the predictor's training lengths. {GAINS_GO_BY}",
-    )
-    return _report("held-out", predictor, other, rows, baselines(splits.train, rows), predictor.training_lengths, notes)
+    return _split_report("held-out", predictor, other, rows, splits.train)
 
 
-def transfer_report(
+def validation_report(
     predictor: Predictor,
     splits: Splits,
     *,
@@ -147,12 +144,42 @@ def transfer_report(
     answers_max: int | None = None,
     seed: int = 0,
 ) -> Report:
-    """On all rows, none of which the predictor was trained on; each row's baselines are fitted to other prompts' rows.
+    """The same on the validation rows, by which predictors may be chosen: held-out rows then judge the chosen one."""
+    rows = _sample(splits.validation, answers_max, seed)
+    return _split_report("validation", predictor, other, rows, splits.train, (VALIDATION_IS_SEEN,))
+
+
+def _split_report(
+    evaluated: str,
+    predictor: Predictor,
+    other: Predictor | None,
+    rows: Sequence[Row],
+    training: Sequence[Row],
+    notes: tuple[str, ...] = (),
+) -> Report:
+    notes = (
+        f"Baselines are fitted to the training rows of the same data. {BASELINES_SEE}",
+        f"Bins of accuracies are equal-mass over the predictor's training lengths. {GAINS_GO_BY}",
+        *notes,
+    )
+    return _report(evaluated, predictor, other, rows, baselines(training, rows), predictor.training_lengths, notes)
+
+
+def transfer_report(
+    predictor: Predictor,
+    rows: Sequence[Row],
+    *,
+    other: Predictor | None = None,
+    answers_max: int | None = None,
+    seed: int = 0,
+) -> Report:
+    """On rows none of which the predictor was trained on; each row's baselines are fitted to other prompts' rows.
 
     Bins of accuracies are equal-mass over these rows' own lengths, as those of a server are that has seen them: over
-    other data's lengths, most of them might be empty. Arguments as for `held_out_report`.
+    other data's lengths, most of them might be empty. Other arguments as for `held_out_report`.
+    Raises DatasetError for rows of fewer than 5 prompts.
     """
-    rows = _sample([*splits.train, *splits.validation, *splits.held_out], answers_max, seed)
+    rows = _sample(rows, answers_max, seed)
     notes = (
         "Baselines are fitted to other prompts' rows of the same data, in 5 folds: unlike the predictor they know it. "
         f"{BASELINES_SEE}",
@@ -174,7 +201,7 @@ def _report(
 ) -> Report:
     """points : the baselines' predictions for the rows. lengths : that the bins of accuracies are equal-mass over."""
     actual, capped = np.array([row.output_tokens for row in rows], float), np.array([row.capped for row in rows])
-    ceilings = np.array([row.output_tokens_max for row in rows], float)  # None becomes nan
+    ceilings = np.array([_ceiling(row) for row in rows], float)  # None becomes nan
     prompts = [row.prompt for row in rows]
     predictors = {PREDICTOR: predictor} | ({} if other is None else {OTHER: other})
     quantiles = {name: as_served(each.predict(prompts), ceilings) for name, each in predictors.items()}
@@ -198,6 +225,11 @@ def _report(
         differences=differences,
         notes=notes,
     )
+
+
+def _ceiling(row: Row) -> int | None:
+    """What the answer could be at most; of one that was cut at nobody knows what, how long it became."""
+    return row.output_tokens if row.capped and row.output_tokens_max is None else row.output_tokens_max
 
 
 def _all_gains(quantiles: Mapping[str, Array], metrics: Mapping[str, Metrics], actual: Array) -> dict[str, Gains]:

@@ -1,6 +1,7 @@
 """Texts -> clusters that no split may cut: near duplicates of each other, and texts that are tied together.
 
-Two texts are near duplicates when the Jaccard similarity of their sets of word 3-shingles is at least SIMILARITY_MIN.
+Two texts are near duplicates when the Jaccard similarity of their sets of word 3-shingles is at least SIMILARITY_MIN;
+of texts with hardly a space, such as Chinese and long URLs, the shingles are of 5 characters.
 MinHash signatures (Broder 1997) in bands of a few rows find the candidates (Leskovec, Rajaraman and Ullman, Mining of
 Massive Datasets, ch. 3.4); each is verified exactly. The signatures are datasketch's. Its MinHashLSH is not used: it
 cannot bound a query, and so takes quadratic time over prompts that share a template.
@@ -20,6 +21,10 @@ from scipy.sparse.csgraph import connected_components
 
 SIMILARITY_MIN = 0.7
 SHINGLE_WORDS = 3
+SHINGLE_CHARACTERS = 5
+"""About three Chinese words, so that as much of a text may differ as where words are counted."""
+WORD_CHARACTERS_MAX = 20
+"""A text with more characters to a word than this, on average, is not written in words that spaces set apart."""
 PERMUTATIONS = 64
 BANDS, BAND_ROWS = 21, 3
 """A pair at the threshold agrees on no band, and is missed, with probability (1 - 0.7**3)**21 = 0.00015."""
@@ -82,6 +87,8 @@ def _shingle_hashes(texts: Sequence[str]) -> tuple[NDArray[np.uint64], NDArray[n
 
 def _shingles(text: str) -> set[str]:
     words = text.split()
+    if len(text) > WORD_CHARACTERS_MAX * len(words):
+        return {text[i : i + SHINGLE_CHARACTERS] for i in range(len(text) - SHINGLE_CHARACTERS + 1)}
     if len(words) < SHINGLE_WORDS:
         return {text}
     return {" ".join(words[i : i + SHINGLE_WORDS]) for i in range(len(words) - SHINGLE_WORDS + 1)}

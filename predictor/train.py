@@ -1,11 +1,14 @@
 """Fine-tuning, or training from scratch, with transformers.Trainer; then the export."""
 
 import copy
+import hashlib
+import json
+import math
 import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +36,7 @@ from predictor.dataset import Row, Splits, length_sample
 from predictor.encoding import Encoding
 from predictor.errors import PredictorError
 from predictor.evaluate import evaluate
-from predictor.export import add_forecasts, drop_quantized, export, quantize
+from predictor.export import add_forecasts, check_export, drop_quantized, export, quantize
 from predictor.model import LengthConfig, LengthModel
 from predictor.numbers import fix_number_embeddings
 from predictor.predict import LengthPredictor
@@ -75,6 +78,7 @@ class TrainingOptions:
     head_rate_factor: float = 10.0
     layer_rate_factor: float = 0.9
     dropout: float = 0.1
+    weight_decay: float = 0.01
     precision: Precision = "fp32"
     seed: int = 0
     soup: int = 1
@@ -88,6 +92,7 @@ FROM_SCRATCH = TrainingOptions(
     epochs=60,
     learning_rate=7e-4,
     dropout=0.0,  # it blurs the numbers that a regression lives by
+    weight_decay=0.0,  # it would shrink the numbers' embeddings, which are given (predictor/numbers.py)
     head_rate_factor=1.0,
     layer_rate_factor=1.0,
     max_length_tokens=256,
@@ -108,20 +113,19 @@ class Trained:
     export: dict[str, Any]
 
 
-def train(splits: Splits, options: TrainingOptions, output: Path, resume: bool = False) -> Trained:
+def train(splits: Splits, options: TrainingOptions, output: Path, resume: bool = False) -> Trained | None:
     """Train on splits.train and export the checkpoint with the least validation loss to `output`.
 
+    Under torchrun only the first process exports; for the others there is nothing to return.
     Checkpoints, one per epoch, live in `output`/checkpoints until all has ended; `resume` goes on from the last one.
     Raises PredictorError when there is none, or when there is one and `resume` was not asked for.
     """
     checkpoints = output / "checkpoints"
-    if resume and not checkpoints.is_dir():
-        raise PredictorError(f"nothing to resume in {checkpoints}")
-    if checkpoints.is_dir() and not resume:
-        raise PredictorError(f"{checkpoints} holds an unfinished training: resume it, or remove the folder")
+    _begin(checkpoints, _identity(splits, options), resume)
     set_seed(options.seed)
     model, tokenizer, encoding = _build(splits.train, options)
     start = copy.deepcopy(model.state_dict())
+    check_export(model)  # before the hours
     data = _examples(splits.train, tokenizer, encoding), _examples(splits.validation, tokenizer, encoding)
     members = []
     for number in range(options.soup):
@@ -131,11 +135,35 @@ def train(splits: Splits, options: TrainingOptions, output: Path, resume: bool =
         )
         members.append(_train_member(trainer, checkpoints / f"{number}.safetensors"))
     _take_the_best(trainer, members)
-    export(model.cpu().float(), tokenizer, encoding, length_sample(splits.train), output)
+    if not trainer.is_world_process_zero():
+        return None
+    trained = LengthModel(model.config)  # without what mixed precision has put around the trained one
+    trained.load_state_dict({name: weight.float().cpu() for name, weight in model.state_dict().items()})
+    export(trained, tokenizer, encoding, length_sample(splits.train), output)
     chosen = _at_best_precision(output, splits.validation)
-    add_forecasts(output, LengthPredictor.load(output), [row.prompt for row in splits.validation])
+    add_forecasts(output, LengthPredictor.load(output), splits.validation)
     shutil.rmtree(checkpoints)
     return Trained(LengthPredictor.load(output), model.num_parameters(), chosen)
+
+
+def _begin(checkpoints: Path, identity: str, resume: bool) -> None:
+    """A folder for the checkpoints of this very training."""
+    file = checkpoints / "training.json"
+    began = any(checkpoints.glob("*.safetensors")) or any(checkpoints.glob("*/checkpoint-*"))
+    if resume and not began:
+        raise PredictorError(f"nothing to resume in {checkpoints}")
+    if began and not resume:
+        raise PredictorError(f"{checkpoints} holds an unfinished training: resume it, or remove the folder")
+    if resume and file.is_file() and file.read_text() != identity:
+        raise PredictorError(f"{checkpoints} is of a training with other data or options: {file.read_text().strip()}")
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    file.write_text(identity)
+
+
+def _identity(splits: Splits, options: TrainingOptions) -> str:
+    """What must be the same for a training to go on; how many trainings are averaged may change."""
+    rows = hashlib.blake2b(repr((splits.train, splits.validation)).encode("utf-8", "replace"), digest_size=8)
+    return json.dumps({**asdict(replace(options, soup=1)), "rows": rows.hexdigest()}) + "\n"
 
 
 def _train_member(trainer: Trainer, file: Path) -> Weights:
@@ -144,7 +172,9 @@ def _train_member(trainer: Trainer, file: Path) -> Weights:
         folder = Path(trainer.args.output_dir)
         last = get_last_checkpoint(folder) if folder.is_dir() else None
         trainer.train(resume_from_checkpoint=last)
-        save_file({name: weight.contiguous() for name, weight in trainer.model.state_dict().items()}, file)
+        if trainer.is_world_process_zero():
+            save_file({name: weight.contiguous() for name, weight in trainer.model.state_dict().items()}, file)
+        trainer.accelerator.wait_for_everyone()
     weights: Weights = load_file(file)
     return weights
 
@@ -156,15 +186,17 @@ def _take_the_best(trainer: Trainer, members: Sequence[Weights]) -> None:
     losses = []
     for weights in candidates:
         trainer.model.load_state_dict(weights)
-        losses.append(trainer.evaluate()["eval_loss"])
+        losses.append(trainer.predict(trainer.eval_dataset).metrics["test_loss"])
     trainer.model.load_state_dict(candidates[int(np.argmin(losses))])
+    if len(members) > 1:
+        alone = ", ".join(f"{loss:.4f}" for loss in losses[1:])
+        print(f"validation loss {losses[0]:.4f} averaged, {alone} alone", file=sys.stderr, flush=True)
 
 
 def _at_best_precision(folder: Path, rows: Sequence[Row]) -> dict[str, Any]:
     """Serve with 8 bits, unless they lose too much."""
-    full = _accuracy(LengthPredictor.load(folder), rows)
     quantize(folder)
-    quantized = _accuracy(LengthPredictor.load(folder), rows)
+    full, quantized = (_accuracy(LengthPredictor.load(folder, bits=bits), rows) for bits in (32, 8))
     bits = 8 if quantized >= full - INT8_LOSS_MAX else 32
     if bits == 32:
         drop_quantized(folder)
@@ -315,9 +347,16 @@ def _median_error(lengths: Any, labels: Any) -> float:
 def _examples(rows: Sequence[Row], tokenizer: Tokenizer, encoding: Encoding) -> list[dict[str, Any]]:
     lines = encoding.encode(tokenizer, [row.prompt for row in rows])
     return [
-        {"input_ids": line, "labels": float(row.output_tokens), "capped": row.capped}
+        {"input_ids": line, "labels": float(row.output_tokens), "ceilings": _ceiling(row)}
         for line, row in zip(lines, rows, strict=True)
     ]
+
+
+def _ceiling(row: Row) -> float:
+    """What the answer's length could not exceed; inf when nothing is known of a limit."""
+    if row.capped:
+        return float(row.output_tokens)
+    return float(row.output_tokens_max) if row.output_tokens_max is not None else math.inf
 
 
 class _Collator:
@@ -332,7 +371,7 @@ class _Collator:
             "input_ids": torch.from_numpy(input_ids),
             "attention_mask": torch.from_numpy(attention_mask),
             "labels": torch.tensor([example["labels"] for example in examples]),
-            "capped": torch.tensor([example["capped"] for example in examples]),
+            "ceilings": torch.tensor([example["ceilings"] for example in examples]),
         }
 
 
@@ -347,7 +386,7 @@ def _optimizer(model: LengthModel, options: TrainingOptions) -> torch.optim.Opti
         else:
             below_top = depth - 1 - _layer_of(name) if ".layer." in name else depth
             rate = options.learning_rate * options.layer_rate_factor**below_top
-        decay = 0.01 if parameter.ndim > 1 else 0.0
+        decay = options.weight_decay if parameter.ndim > 1 else 0.0
         groups.append({"params": [parameter], "lr": rate, "weight_decay": decay})
     return torch.optim.AdamW(groups)
 

@@ -3,25 +3,41 @@
 
 scripts/evaluate_predictor.py runs/predictor --data answers.jsonl                  # on what its training held out
 scripts/evaluate_predictor.py runs/predictor --data others.jsonl --part all        # on data it has seen nothing of
+scripts/evaluate_predictor.py runs/predictor --data answers.jsonl --part validation --compare runs/other  # to choose
 scripts/evaluate_predictor.py runs/predictor --data answers.jsonl --compare runs/older --output docs/predictor
 
-For the held-out part, give the same files as in training: the split is by prompt, and it is made again.
+For the held-out and the validation part, give the same files as in training: the split is by prompt, and is made again.
 """
+
+from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from predictor.dataset import Splits, load_rows, split_rows
+from predictor.dataset import Row, Splits, load_rows, split_rows
 from predictor.errors import BadPredictor, DatasetError, PredictorError
-from predictor.options import Split, add_data_options, columns, counter, positive, share, unusable
+from predictor.options import (
+    METRICS_FILE,
+    Split,
+    add_data_options,
+    columns,
+    counter,
+    natural,
+    of_models,
+    positive,
+    share,
+    unusable,
+)
 
-METRICS_FILE = "metrics.json"
+if TYPE_CHECKING:
+    from predictor.report import Report
 
 
 def main() -> int:
@@ -42,8 +58,13 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("predictor", type=Path, help="a predictor's folder")
     add_data_options(parser)
-    add("--part", choices=["held-out", "all"], default="held-out", help="all: of data that it was not trained on")
-    for name, kind in (("seed", int), ("held-out-share", share), ("validation-share", share)):
+    add(
+        "--part",
+        choices=["held-out", "validation", "all"],
+        default="held-out",
+        help="validation: to choose between predictors; all: of data that it was not trained on",
+    )
+    for name, kind in (("seed", natural), ("held-out-share", share), ("validation-share", share)):
         add(f"--{name}", type=kind, help="of the split (the one that the predictor was trained with)")
     add("--model", metavar="NAME", help="only answers of this model")
     add("--limit", type=positive, metavar="N", help="evaluate at most so many answers, drawn with the split's seed")
@@ -61,26 +82,49 @@ def evaluate(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     split = chosen_split(args)
     predictors = [load_predictor(folder, args.threads) for folder in folders]
     found = load_rows(args.data, columns(args), counter(args.answer_tokenizer))
-    splits = split_rows(found.rows, split.seed, split.validation_share, split.held_out_share)
-    warnings = split_warnings(folders, split, splits) if args.part == "held-out" else []
-    splits = splits if args.model is None else of_model(splits, args.model)
 
-    from predictor.report import held_out_report, shareable, transfer_report  # a second: not for --help, nor bad data
+    from predictor.report import shareable  # a second: not for --help, nor bad data
 
-    make = held_out_report if args.part == "held-out" else transfer_report
-    report = make(predictors[0], splits, other=(*predictors, None)[1], answers_max=args.limit, seed=split.seed)
-    report = dataclasses.replace(report, notes=(*report.notes, *warnings))
+    options = {"other": (*predictors, None)[1], "answers_max": args.limit, "seed": split.seed}
+    if args.part == "all":
+        report = report_on_all(predictors[0], found.rows, args.model, options)
+    else:
+        report = report_on_part(args, predictors[0], found.rows, split, options)
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)
         report.figures(args.output)
     result = {
         **report.as_json(),
-        "split": dataclasses.asdict(split),
+        "seed": split.seed,
+        "split": None if args.part == "all" else dataclasses.asdict(split),
         "arguments": [shareable(argument) for argument in sys.argv[1:]],
         "bad": dict(found.bad),
     }
     names = [f"{name}: {folder.name}" for name, folder in zip(("predictor", "other"), folders, strict=False)]
     return result, "\n\n".join([", ".join(names), *unusable(found), report.tables()])
+
+
+def report_on_all(predictor: Any, rows: list[Row], model: str | None, options: dict[str, Any]) -> Report:
+    """No split, for which there may be too few rows. options : of the report."""
+    from predictor.report import transfer_report
+
+    rows = rows if model is None else [row for row in rows if row.prompt.model == model]
+    if not rows:
+        raise DatasetError(f"no row is of the model {model!r}")
+    return transfer_report(predictor, rows, **options)
+
+
+def report_on_part(
+    args: argparse.Namespace, predictor: Any, rows: list[Row], split: Split, options: dict[str, Any]
+) -> Report:
+    from predictor.report import held_out_report, validation_report
+
+    splits = split_rows(rows, split.seed, split.validation_share, split.held_out_share)
+    warnings = split_warnings([folder for folder in (args.predictor, args.compare) if folder], split, splits)
+    splits = splits if args.model is None else of_models(splits, [args.model])
+    make = held_out_report if args.part == "held-out" else validation_report
+    report = make(predictor, splits, **options)
+    return dataclasses.replace(report, notes=(*report.notes, *warnings))
 
 
 def load_predictor(folder: Path, threads: int) -> Any:
@@ -97,10 +141,10 @@ def chosen_split(args: argparse.Namespace) -> Split:
     names = [field.name for field in dataclasses.fields(Split)]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     trained = trained_split(args.predictor)
-    if trained is None and "seed" not in given and args.part == "held-out":
+    if trained is None and "seed" not in given and args.part != "all":
         raise BadPredictor(f"{args.predictor / METRICS_FILE} does not say how the rows were split: give --seed")
     split = dataclasses.replace(trained or Split(), **given)
-    if split.held_out_share + split.validation_share >= 1:
+    if split.held_out_share + split.validation_share >= 1 and args.part != "all":
         raise DatasetError("the held-out and the validation share leave nothing to train on")
     return split
 
@@ -110,9 +154,17 @@ def trained_split(folder: Path) -> Split | None:
     if said is None:
         return None
     try:
-        return Split(int(said["seed"]), float(said["held_out_share"]), float(said["validation_share"]))
-    except (KeyError, TypeError, ValueError) as error:
+        return Split(natural(str(said["seed"])), float(said["held_out_share"]), float(said["validation_share"]))
+    except (KeyError, TypeError, ValueError, argparse.ArgumentTypeError) as error:
         raise BadPredictor(f"{folder / METRICS_FILE} has no good split: {said!r}") from error
+
+
+def trained_models(folder: Path) -> list[str] | None:
+    """The models whose answers the predictor was trained on; None: all of them."""
+    said = trained_metrics(folder).get("models")
+    if said is not None and not (isinstance(said, list) and all(isinstance(model, str) for model in said)):
+        raise BadPredictor(f"{folder / METRICS_FILE} has no good list of models: {said!r}")
+    return said
 
 
 def trained_metrics(folder: Path) -> dict[str, Any]:
@@ -129,12 +181,11 @@ def trained_metrics(folder: Path) -> dict[str, Any]:
     return metrics
 
 
-def split_warnings(folders: list[Path], split: Split, splits: Splits) -> list[str]:
-    """Why held-out answers may not be new to a predictor."""
-    sizes = {name: len(getattr(splits, name)) for name in ("train", "validation", "held_out")}
+def split_warnings(folders: Sequence[Path], split: Split, splits: Splits) -> list[str]:
+    """Why the answers of a part may not be new to a predictor."""
     warnings = []
     for folder in folders:
-        rows = trained_metrics(folder).get("rows")
+        rows, sizes = trained_metrics(folder).get("rows"), part_sizes(splits, trained_models(folder))
         other_data = isinstance(rows, dict) and any(rows.get(name, size) != size for name, size in sizes.items())
         if trained_split(folder) != split or other_data:
             reason = "other data" if other_data else "another split, or it does not say which"
@@ -142,16 +193,12 @@ def split_warnings(folders: list[Path], split: Split, splits: Splits) -> list[st
     return warnings
 
 
-def of_model(splits: Splits, model: str) -> Splits:
-    """The rows of one model. After the split, for its sides depend on all rows."""
-    parts = {
-        part.name: [row for row in getattr(splits, part.name) if row.prompt.model == model]
+def part_sizes(splits: Splits, models: Sequence[str] | None) -> dict[str, int]:
+    """By part, the number of rows of these models (None: of all)."""
+    return {
+        part.name: sum(models is None or row.prompt.model in models for row in getattr(splits, part.name))
         for part in dataclasses.fields(Splits)
     }
-    for name, rows in parts.items():
-        if not rows:
-            raise DatasetError(f"no {name.replace('_', '-')} row is of the model {model!r}")
-    return Splits(**parts)
 
 
 if __name__ == "__main__":

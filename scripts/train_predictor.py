@@ -12,6 +12,7 @@ are counted with --answer-tokenizer.
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import time
 from importlib.metadata import version
@@ -22,22 +23,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from predictor.dataset import Rows, Splits, load_rows, split_rows
 from predictor.errors import DatasetError, PredictorError
-from predictor.options import Split, add_data_options, columns, counter, positive, share, unusable
+from predictor.options import (
+    METRICS_FILE,
+    Split,
+    add_data_options,
+    columns,
+    counter,
+    natural,
+    of_models,
+    positive,
+    share,
+    unusable,
+)
 
-METRICS_FILE = "metrics.json"
 OPTIONS = (
-    *(
-        "base_model",
-        "from_scratch",
-        "loss",
-        "quantiles",
-        "epochs",
-        "batch_size",
-        "learning_rate",
-        "dropout",
-        "precision",
-    ),
-    *("seed", "max_length_tokens", "pooling", "patience_epochs"),
+    *("base_model", "from_scratch", "loss", "quantiles", "epochs", "batch_size", "learning_rate", "dropout"),
+    *("precision", "seed", "soup", "max_length_tokens", "pooling", "patience_epochs"),
 )  # of TrainingOptions, by the same names
 
 
@@ -48,9 +49,9 @@ def main() -> int:
         if split.held_out_share + split.validation_share >= 1:
             raise DatasetError("the held-out and the validation share leave nothing to train on")
         found = load_rows(args.data, columns(args), counter(args.answer_tokenizer))
-        if args.model:
-            found = of_models(found, args.model)
         splits = split_rows(found.rows, split.seed, split.validation_share, split.held_out_share)
+        if args.model:
+            splits = of_models(splits, args.model)
         print(describe(found, splits), file=sys.stderr, flush=True)
         report, tables = train_and_evaluate(args, found, splits, split)
     except (PredictorError, OSError) as error:
@@ -75,10 +76,10 @@ def parse_args() -> argparse.Namespace:
     add("--quantiles", type=odd, metavar="N", help="of the quantile loss, an odd number (15)")
     add("--epochs", type=positive, help="at most; this and the next three have defaults for either kind of training")
     add("--batch-size", type=positive)
-    add("--learning-rate", type=float)
-    add("--dropout", type=float, help="of the encoder")
+    add("--learning-rate", type=above_zero)
+    add("--dropout", type=from_zero_to_one, help="of the encoder")
     add("--precision", choices=["fp32", "bf16", "fp16"], help="of the training's matrix products (fp32)")
-    add("--seed", type=int, default=0, help="of the split and of the training (%(default)s)")
+    add("--seed", type=natural, default=0, help="of the split and of the training (%(default)s)")
     add(
         "--soup",
         type=positive,
@@ -94,17 +95,29 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def above_zero(text: str) -> float:
+    if not 0 < (value := number(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"not a number above 0: {text!r}")
+    return value
+
+
+def from_zero_to_one(text: str) -> float:
+    if not 0 <= (value := number(text)) < 1:
+        raise argparse.ArgumentTypeError(f"not in [0, 1): {text!r}")
+    return value
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def odd(text: str) -> int:
     if positive(text) % 2 == 0:
         raise argparse.ArgumentTypeError(f"not odd, and so without a median: {text}")
     return int(text)
-
-
-def of_models(found: Rows, models: list[str]) -> Rows:
-    rows = [row for row in found.rows if row.prompt.model in models]
-    if missing := sorted(set(models) - {row.prompt.model for row in rows}):
-        raise DatasetError(f"no row is of the model {missing[0]!r}")
-    return Rows(rows, found.bad)
 
 
 def train_and_evaluate(
@@ -122,12 +135,15 @@ def train_and_evaluate(
     options = dataclasses.replace(FROM_SCRATCH if args.from_scratch else FINE_TUNING, **given)
     started_s = time.monotonic()
     trained = train(splits, options, args.output, resume=args.resume)
+    if trained is None:  # another process of several reports
+        sys.exit(0)
     training_s = round(time.monotonic() - started_s)
     report = held_out_report(trained.predictor, splits)
     report.figures(args.output)
     return {
         **report.as_json(),
         "split": dataclasses.asdict(split),
+        "models": args.model,
         "export": trained.export,
         "training_s": training_s,
         "parameters": trained.parameters,

@@ -57,7 +57,7 @@ class Body(_Open):
         """With ignore_eos an answer ends at its limit only."""
         if self.ignore_eos is True:
             return self.output_tokens_max
-        return self.min_tokens if isinstance(self.min_tokens, int) and self.min_tokens > 0 else None
+        return self.min_tokens if isinstance(self.min_tokens, int) and 0 < self.min_tokens < 2**31 else None
 
     @property
     def stops(self) -> tuple[str, ...]:

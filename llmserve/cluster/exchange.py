@@ -45,6 +45,7 @@ class Exchange:
         self.arrived_at_s = 0.0
         self.receipt: Receipt | None = None
         self.forecast: Any = None  # the forecaster's own, told how it came true
+        self.cut = False  # its answer ran into a limit
         self.task: asyncio.Task[RequestEnded] | None = None  # the pump that serves it now
         self.gone = False  # its client has left
         self.answered = False  # its client has been given bytes

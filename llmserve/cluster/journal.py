@@ -22,7 +22,7 @@ from llmserve.scheduling.messages import Action, Event
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.scheduler import Scheduler
 
-VERSION = 1
+VERSION = 2
 
 log = logging.getLogger("llmserve")
 
@@ -30,7 +30,7 @@ Line = TypeVar("Line")
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What a replay needs besides the events. lengths: the sample that gave the first edges."""
+    """What a replay needs besides the events. lengths: a sample of what bins go by, for the first edges."""
 
     scheduling: SchedulingConfig
     lengths: tuple[float, ...] = ()

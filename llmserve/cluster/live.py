@@ -22,7 +22,7 @@ from llmserve.cluster.exchange import ClientStalled, Exchange, Head, Receipt
 from llmserve.cluster.journal import Journal
 from llmserve.cluster.record import LengthRecord
 from llmserve.engines.engine import Answer, Engine, EngineError, ServedModel
-from llmserve.engines.event_stream import UsageFilter, completion_tokens
+from llmserve.engines.event_stream import UsageFilter, completion_tokens, was_cut
 from llmserve.errors import BadRequest, DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable
 from llmserve.request import Batch, Call, Request
 from llmserve.scheduling.messages import (
@@ -209,9 +209,14 @@ class LiveCluster:
         return forecast.median, tuple([round(length, 1) for length in forecast.lengths])
 
     def _learn(self, exchange: Exchange, output_tokens: float) -> None:
-        """From the length of a completed answer."""
-        call = exchange.call
-        capped = call.output_tokens_max is not None and output_tokens >= call.output_tokens_max
+        """From the length of a completed answer.
+
+        One that the client forced to be so long (min_tokens, ignore_eos) says nothing about the others.
+        """
+        call, most = exchange.call, exchange.call.output_tokens_max
+        if call.output_tokens_min is not None and output_tokens <= call.output_tokens_min:
+            return
+        capped = exchange.cut or (most is not None and output_tokens >= most)
         if self._forecaster is not None and exchange.forecast is not None:
             self._forecaster.observe(exchange.forecast, output_tokens, capped=capped)
         if self._record is not None and call.choices == 1:
@@ -304,6 +309,7 @@ class LiveCluster:
                 else:
                     body = await answer.read()
                     tokens = completion_tokens(body)
+                    exchange.cut = was_cut(body)
                     exchange.begin(self._head(exchange, answer, body))
             outcome: Literal["completed", "failed"] = "completed" if answer.status < 400 else "failed"
             return RequestEnded(name, request_id, outcome, tokens / exchange.call.choices)
@@ -331,6 +337,7 @@ class LiveCluster:
         if rest := usage.flush():
             await exchange.feed(rest)
         exchange.close()
+        exchange.cut = usage.cut
         return usage.output_tokens
 
     def _head(self, exchange: Exchange, answer: Answer, body: bytes | None) -> Head:
@@ -344,7 +351,10 @@ class LiveCluster:
         del desk.running[exchange.request.id]
         ended = self._how_it_ended(desk.engine.info.name, exchange, task)
         if ended.outcome == "completed" and ended.output_tokens > 0:
-            self._learn(exchange, ended.output_tokens)
+            try:
+                self._learn(exchange, ended.output_tokens)
+            except Exception:  # whatever is wrong with learning, the request has ended
+                log.exception("nothing was learnt from request %d", ended.request_id)
         self._step(ended)
         self._forget(exchange)
 

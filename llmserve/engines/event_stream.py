@@ -1,4 +1,4 @@
-"""Reading token counts out of server-sent events on their way through, without re-encoding them."""
+"""Reading how long an answer is, and whether it was cut, on its way through, without re-encoding it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 EVENT_END = re.compile(rb"(?<=\n)\r?\n")
+CUT = re.compile(rb'"finish_reason": ?"length"')  # text never matches: its quotes are escaped
 PARTIAL_BYTES_MAX = 1 << 20
 
 
@@ -30,12 +31,18 @@ def completion_tokens(body: bytes) -> int:
     return usage.completion_tokens or 0 if usage is not None else 0
 
 
+def was_cut(body: bytes) -> bool:
+    """Whether the engine says of a whole answer, or of one of its choices, that it ran into a limit."""
+    return CUT.search(body) is not None
+
+
 class UsageFilter:
     """Passes an event stream through, keeping the count of output tokens it tells.
 
     strip: the event that carries nothing but usage was asked for by us, not by the client: it is left out. All other
     bytes pass unchanged. Only whole events pass, so an incomplete one waits for its rest (a megabyte at most).
-    `output_tokens` is the engine's count, or the number of events that carried something where it tells none.
+    `output_tokens` is the engine's count, or the number of events that carried something where it tells none;
+    `cut` says whether the answer ran into a limit.
     """
 
     def __init__(self, *, strip: bool) -> None:
@@ -43,6 +50,7 @@ class UsageFilter:
         self._partial = b""
         self._events = 0
         self._told: int | None = None
+        self.cut = False
 
     @property
     def output_tokens(self) -> int:
@@ -65,6 +73,8 @@ class UsageFilter:
         return self._pass(rest)
 
     def _pass(self, data: bytes) -> bytes:
+        if b'"length"' in data and was_cut(data):
+            self.cut = True
         if b'"usage"' not in data:
             self._events += data.count(b"data:") - data.count(b"data: [DONE]")
             return data

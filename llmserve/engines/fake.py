@@ -202,6 +202,7 @@ class FakeEngine:
             body.max_completion_tokens or body.max_tokens or self._output_tokens,
             len(bytes(body.messages or body.prompt).split()),  # not tokens, but more of them for more text
             body.stream_options is not None and body.stream_options.include_usage,
+            "length" if body.max_completion_tokens or body.max_tokens else "stop",
         )
 
     async def _whole(self, request: web.BaseRequest, answer: _Answer, seat: Seat | None) -> web.StreamResponse:
@@ -315,6 +316,7 @@ class _Answer:
     tokens: int
     prompt_tokens: int
     include_usage: bool
+    finish_reason: str
 
     @property
     def usage(self) -> dict[str, int]:
@@ -330,7 +332,7 @@ class _Answer:
 def _whole_body(answer: _Answer) -> bytes:
     text = "tok " * answer.tokens
     content = {"message": {"role": "assistant", "content": text}} if answer.chat else {"text": text}
-    choice = {"index": 0, **content, "logprobs": None, "finish_reason": "length"}
+    choice = {"index": 0, **content, "logprobs": None, "finish_reason": answer.finish_reason}
     return msgspec.json.encode({**answer.head(""), "choices": [choice], "usage": answer.usage})
 
 
@@ -352,7 +354,7 @@ def _events(answer: _Answer) -> tuple[bytes, bytes, bytes]:
 
     opening = choice({"delta": {"role": "assistant", "content": ""}}, None) if answer.chat else b""
     token = choice({"delta": {"content": "tok "}} if answer.chat else {"text": "tok "}, None)
-    closing = choice({"delta": {}} if answer.chat else {"text": ""}, "length")
+    closing = choice({"delta": {}} if answer.chat else {"text": ""}, answer.finish_reason)
     usage = event({"choices": [], "usage": answer.usage}) if answer.include_usage else b""
     return opening, token, closing + usage + b"data: [DONE]\n\n"
 

@@ -31,10 +31,12 @@ class Ticket:
         "place",
         "request",
         "retries",
+        "score",
     )
 
-    def __init__(self, request: Request, bin_index: int, arrived_at_s: float) -> None:
+    def __init__(self, request: Request, bin_index: int, arrived_at_s: float, score: float | None = None) -> None:
         self.request = request
+        self.score = score  # what its bin goes by; None without a prediction
         self.bin = bin_index
         self.arrived_at_s = arrived_at_s
         self.place = Place.BIN

@@ -165,8 +165,9 @@ class Scheduler:
             retry_after_s = None if refusal == "deadline_exceeded" else self._retry_after_s()
             self._actions.append(FailRequest(request.id, refusal, retry_after_s))
             return
-        queue = self.bins[self._bin_of(request)]
-        ticket = Ticket(request, queue.index, self._now_s)
+        score = self._score_of(request)
+        queue = self.bins[self._bin_of(score)]
+        ticket = Ticket(request, queue.index, self._now_s, score)
         self.requests[request.id] = ticket
         queue.append(ticket)
         self.waiting += 1
@@ -174,12 +175,15 @@ class Scheduler:
             heapq.heappush(self._deadlines, (request.deadline_s, request.id))
         self._form(queue)
 
-    def _bin_of(self, request: Request) -> int:
-        score = request.predicted_tokens
+    def _score_of(self, request: Request) -> float | None:
+        """What its bin goes by, tokens."""
+        if self._by_risk and request.quantiles:
+            return risk(request.quantiles, self._batch_size)
+        return request.predicted_tokens
+
+    def _bin_of(self, score: float | None) -> int:
         if score is None:
             return 0
-        if self._by_risk and request.quantiles:
-            score = risk(request.quantiles, self._batch_size)
         self.edges.observe(score)
         return self.edges.bin_of(score) if self.trust.trusted else 0
 
@@ -217,7 +221,7 @@ class Scheduler:
         del self.requests[event.request_id]
         self._rate.observe(self._now_s)
         if event.outcome == "completed":
-            self._see_answer(ticket.request, event.output_tokens)
+            self._see_answer(ticket, event.output_tokens)
 
     def _on_batch_ended(self, event: BatchEnded) -> None:
         engine = self.engines.get(event.engine)
@@ -228,7 +232,7 @@ class Scheduler:
             del engine.running[ticket.request.id]
             del self.requests[ticket.request.id]
             self._rate.observe(self._now_s)
-            self._see_answer(ticket.request, event.output_tokens.get(ticket.request.id, 0))
+            self._see_answer(ticket, event.output_tokens.get(ticket.request.id, 0))
         if engine.free:
             self._free[engine.info.name] = engine
 
@@ -366,8 +370,10 @@ class Scheduler:
         if engine.free:
             self._free[engine.info.name] = engine
 
-    def _see_answer(self, request: Request, output_tokens: float) -> None:
-        if output_tokens > 0 and self.trust.observe(request, output_tokens):
+    def _see_answer(self, ticket: Ticket, output_tokens: float) -> None:
+        if output_tokens <= 0 or ticket.score is None:
+            return
+        if self.trust.observe(ticket.request, ticket.score, output_tokens):
             r = self.trust.rank_correlation
             self._actions.append(ReportTrust(self.trust.trusted, None if math.isnan(r) else r))
             if not self.trust.trusted:

@@ -1,8 +1,9 @@
 """Does the prediction say anything about the answers? Judged by what came true, over a sliding window.
 
-Bins help when predictions put answers into the right order; their scale does not matter. So the judge is Spearman's
-rank correlation r of predicted with real lengths. Without any relation r has mean 0 and standard deviation
-1/sqrt(n - 1): below LOST of these, ranking is no better than none and one bin serves; above FOUND, bins come back.
+Bins help when what they go by (risk or median) puts answers into the right order; its scale does not matter. So the
+judge is Spearman's rank correlation r of that score with real lengths. Without any relation r has mean 0 and standard
+deviation 1/sqrt(n - 1): below LOST of these, ranking is no better than none and one bin serves; above FOUND, bins come
+back.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Accuracy:
     """How predictions came true, over the window.
 
     answers            in the window
-    rank_correlation   Spearman's, of the predicted with the real length; nan when either is constant
+    rank_correlation   Spearman's, of what bins go by with the real length; nan when either is constant
     bin_accuracy       share predicted into their own one of `bins` equal-mass bins over the real lengths
     near_accuracy      ... or into one of its neighbours
     calibration_error  mean distance of the share of answers at or below each predicted quantile from the quantile's
@@ -57,15 +58,15 @@ class Trust:
         self._least = window // 2
         self._look_every = window // LOOKS_PER_WINDOW
         self._since_look = 0
-        self._predicted, self._actual = np.zeros(window), np.zeros(window)  # rings
+        self._scores, self._predicted, self._actual = np.zeros((3, window))  # rings
         self._next = self._filled = 0
         self._quantiles: deque[tuple[tuple[float, ...], float]] = deque(maxlen=window)
 
-    def observe(self, request: Request, output_tokens: float) -> bool:
-        """Count an answer; True when this one changed `trusted`."""
-        if request.predicted_tokens is None:
-            return False
-        self._predicted[self._next], self._actual[self._next] = request.predicted_tokens, output_tokens
+    def observe(self, request: Request, score: float, output_tokens: float) -> bool:
+        """Count the answer of a request with a prediction; True when this one changed `trusted`."""
+        place = self._next
+        self._scores[place], self._predicted[place] = score, request.predicted_tokens
+        self._actual[place] = output_tokens
         self._next = (self._next + 1) % self._actual.size
         self._filled = min(self._filled + 1, self._actual.size)
         if len(request.quantiles) > 1:
@@ -80,27 +81,27 @@ class Trust:
         """Over the window as it is now."""
         if not self._filled:
             return Accuracy(0, math.nan, math.nan, math.nan, math.nan)
-        predicted, actual = self._pairs()
+        predicted, actual = self._predicted[: self._filled], self._actual[: self._filled]
         edges = equal_mass_edges(actual, bins)
         miss = np.abs(index_of(edges, predicted) - index_of(edges, actual))
         return Accuracy(
             answers=self._filled,
-            rank_correlation=spearman(predicted, actual),
+            rank_correlation=self._spearman(),
             bin_accuracy=float(np.mean(miss == 0)),
             near_accuracy=float(np.mean(miss <= 1)),
             calibration_error=self._calibration_error(),
         )
 
     def _look(self) -> bool:
-        self.rank_correlation = spearman(*self._pairs())
+        self.rank_correlation = self._spearman()
         deviations = self.rank_correlation * math.sqrt(self._filled - 1)
         # nan compares as false: when all answers are alike, ranking is of no use.
         trusted = bool(deviations >= (LOST if self.trusted else FOUND))
         changed, self.trusted = trusted != self.trusted, trusted
         return changed
 
-    def _pairs(self) -> tuple[Array, Array]:
-        return self._predicted[: self._filled], self._actual[: self._filled]
+    def _spearman(self) -> float:
+        return spearman(self._scores[: self._filled], self._actual[: self._filled])
 
     def _calibration_error(self) -> float:
         if not self._quantiles:
@@ -110,7 +111,10 @@ class Trust:
         quantiles = np.array([each for each, _ in same])  # (answers, quantiles)
         actual = np.array([tokens for _, tokens in same])
         levels = (np.arange(count) + 0.5) / count
-        return float(np.mean(np.abs((actual[:, None] <= quantiles).mean(axis=0) - levels)))
+        below = (actual[:, None] < quantiles).mean(axis=0)
+        not_above = (actual[:, None] <= quantiles).mean(axis=0)
+        # Of answers that lie on a quantile, as those at their limit do, any share may count as below it.
+        return float(np.mean(np.abs(np.clip(levels, below, not_above) - levels)))
 
 
 def spearman(x: Array, y: Array) -> float:

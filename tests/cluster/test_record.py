@@ -1,6 +1,7 @@
 """The length record: what it keeps, and that it never costs a request."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def test_each_line_is_a_training_row(tmp_path: Path) -> None:
     record.write(call(), 512, capped=True)
     record.close()
     first, second = load_rows([tmp_path / "lengths.jsonl"]).rows
-    assert first.prompt == call().prompt
+    assert first.prompt == replace(call().prompt, text="hi ?")  # half a surrogate pair is no text
     assert [(row.output_tokens, row.capped) for row in (first, second)] == [(12, False), (512, True)]
     line = json.loads((tmp_path / "lengths.jsonl").read_text().splitlines()[0])
     assert line["temperature"] == 0.7
@@ -61,3 +62,26 @@ async def test_the_server_records_completed_answers_only_when_asked(start_front:
                 await response.read()
     rows = load_rows([path]).rows
     assert sorted((row.output_tokens, row.capped) for row in rows) == [(5, True), (6, True)]
+
+
+async def test_numbers_that_json_has_not_cost_nothing(start_front: StartFront, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.jsonl"
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine, slots=1, prediction=PredictorConfig(record=str(path)))
+        body = b'{"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "x": 1e999}'
+        for _ in range(3):  # more than slots: each must be given back
+            async with front.session.post(f"{front.url}/v1/chat/completions", data=body) as response:
+                assert response.status == 200
+    assert len(load_rows([path]).rows) == 3
+
+
+async def test_answers_that_were_forced_or_cut_are_told_apart(start_front: StartFront, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.jsonl"
+    async with FakeEngine(step_s=0, output_tokens=9) as engine:
+        front = await start_front(engine, prediction=PredictorConfig(record=str(path)))
+        for fields in ({}, {"max_tokens": 4}, {"max_tokens": 4, "ignore_eos": True}, {"min_tokens": 9}):
+            for stream in (False, True):
+                async with front.post(stream=stream, **fields) as response:
+                    await response.read()
+    rows = load_rows([path]).rows
+    assert sorted((row.output_tokens, row.capped) for row in rows) == [(4, True)] * 2 + [(9, False)] * 2

@@ -1,5 +1,6 @@
 """The report on a predictor, and the command that makes it."""
 
+import argparse
 import importlib.util
 import json
 import subprocess
@@ -14,10 +15,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from predictor.dataset import Row, split_rows
+from predictor.dataset import Row, Splits, split_rows
+from predictor.errors import DatasetError
 from predictor.evaluate import BATCH_SIZES, GAIN_BIN_COUNTS
+from predictor.options import natural, of_models
 from predictor.prompt import Prompt
-from predictor.report import held_out_report, transfer_report
+from predictor.report import held_out_report, transfer_report, validation_report
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "evaluate_predictor.py"
 WORDS = ("apples", "pears", "plums", "figs", "dates", "limes", "nuts", "kale", "rice", "corn")
@@ -99,11 +102,23 @@ def test_only_held_out_prompts_are_asked_for_and_no_more_than_wanted() -> None:
     assert set(reader.asked) <= {row.prompt for row in SPLITS.held_out}
 
 
+def test_a_validation_report_is_on_the_validation_rows_beside_baselines_fitted_to_the_training_rows() -> None:
+    reader = Reader()
+    report = validation_report(reader, SPLITS)
+    assert reader.asked == [row.prompt for row in SPLITS.validation]
+    constant = np.median([row.output_tokens for row in SPLITS.train])
+    errors = [abs(row.output_tokens - constant) for row in SPLITS.validation]
+    assert report.metrics["constant"].mae_tokens == pytest.approx(np.mean(errors))
+    assert report.tables().startswith(f"{len(SPLITS.validation)} validation answers, ")
+    assert any("they can choose predictors" in note for note in report.notes)
+    assert not any("they can choose predictors" in note for note in held_out_report(reader, SPLITS).notes)
+
+
 def test_a_transfer_report_is_on_all_rows_in_bins_of_their_own_lengths() -> None:
     class Stranger(Reader):
         training_lengths = (1000, 2000, 3000)
 
-    report = transfer_report(Stranger(), SPLITS)
+    report = transfer_report(Stranger(), toy_rows())
     assert report.answers == 600
     assert report.edges[2] == [np.median([row.output_tokens for row in toy_rows()])]
     assert held_out_report(Stranger(), SPLITS).edges[2] == [2000]
@@ -120,6 +135,16 @@ def test_predictions_end_at_the_ceilings_and_cut_answers_are_counted() -> None:
     report = held_out_report(Reader(), replace(SPLITS, held_out=cut))
     assert report.capped == len(cut)
     assert report.metrics["predictor"].bin_accuracy[2] == 1
+
+
+def test_answers_cut_at_nobody_knows_what_do_not_count_as_complete() -> None:
+    """All were cut at half of what they would have been; quantiles that go beyond that are no error."""
+    cut = [replace(row, output_tokens=max(1, row.output_tokens // 2), capped=True) for row in SPLITS.held_out]
+    known = [replace(row, output_tokens_max=row.output_tokens) for row in cut]
+    unknown, by_max_tokens = (held_out_report(Reader(), replace(SPLITS, held_out=rows)) for rows in (cut, known))
+    assert unknown.metrics["predictor"] == by_max_tokens.metrics["predictor"]
+    assert unknown.metrics["predictor"].pinball_tokens < 1
+    assert unknown.metrics["predictor"].calibration_error == pytest.approx(0, abs=0.02)
 
 
 def test_the_tables_are_markdown_with_the_published_line_and_a_mark_on_columns_of_few_answers() -> None:
@@ -147,6 +172,32 @@ def test_two_predictors_stand_in_the_same_tables_and_their_difference_below() ->
     assert {"other, bins by risk", "other, bins by median"} < set(report.gains)
     assert report.differences["MAE, tokens"].high < 0
     assert "| MAE, tokens | -" in report.tables()
+
+
+# --- options ----------------------------------------------------------------------------------------------------
+
+
+def test_the_rows_of_some_models_stay_on_their_sides() -> None:
+    dolls = of_models(SPLITS, ["doll"])
+    assert dolls.held_out == [row for row in SPLITS.held_out if row.prompt.model == "doll"]
+    assert 0 < len(dolls.train) < len(SPLITS.train)
+    assert of_models(SPLITS, ["toy", "doll"]) == SPLITS
+
+
+def test_models_without_rows_and_parts_without_rows_are_errors() -> None:
+    with pytest.raises(DatasetError, match=r"^no row is of the model 'absent'$"):
+        of_models(SPLITS, ["toy", "absent"])
+    toy, doll = Row(Prompt("a", "toy"), 1), Row(Prompt("b", "doll"), 1)
+    with pytest.raises(DatasetError, match=r"^no held-out row is of 'toy'$"):
+        of_models(Splits([toy, doll], [toy], [doll]), ["toy"])
+
+
+@pytest.mark.parametrize("text", ["-1", "1.5", "", "x", str(2**32), "9" * 5000])
+def test_a_seed_is_a_natural_number_that_every_generator_takes(text: str) -> None:
+    assert natural("0") == 0
+    assert natural(str(2**32 - 1)) == 2**32 - 1
+    with pytest.raises(argparse.ArgumentTypeError, match="not a whole number from 0 to 4294967295"):
+        natural(text)
 
 
 # --- the command ------------------------------------------------------------------------------------------------
@@ -221,7 +272,55 @@ def test_only_one_models_answers_and_a_limit_of_them(
     assert run(script, monkeypatch, *options, "--limit", 40) == 0
     assert "40 unseen answers" in capsys.readouterr().out
     assert run(script, monkeypatch, *options, "--model", "absent") == 1
-    assert capsys.readouterr().err == "evaluate_predictor: no train row is of the model 'absent'\n"
+    assert capsys.readouterr().err == "evaluate_predictor: no row is of the model 'absent'\n"
+    assert run(script, monkeypatch, one, "--seed", 0, *options[1:5], "--model", "doll") == 0
+    assert "held-out answers" in capsys.readouterr().out
+
+
+def test_the_validation_part_is_that_of_the_predictors_split(
+    script: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = folder(tmp_path / "one", TRAINED)
+    options = ["--data", data, "--prompt-column", "question", "--part", "validation"]
+    assert run(script, monkeypatch, one, *options, "--compare", one) == 0
+    said = capsys.readouterr().out
+    assert f"{len(split_rows(toy_rows(), seed=4, held_out_share=0.3).validation)} validation answers" in said
+    assert "| gain at B=8, 8 bins by risk | +0.000 |" in said
+    assert run(script, monkeypatch, folder(tmp_path / "untold", {}), *options) == 1
+    assert "give --seed" in capsys.readouterr().err
+
+
+def test_all_of_a_few_prompts_are_evaluated_without_a_split(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, one = tmp_path / "few.jsonl", folder(tmp_path / "one", TRAINED)
+    lines = [
+        {"prompt": f"{i + 1} {word}", "model": model, "output_tokens": i + 1}
+        for i, word in enumerate(WORDS[:6])
+        for model in ("toy", "doll")
+    ]
+    data.write_text("\n".join(map(json.dumps, lines)))
+    options = ["--data", data, "--part", "all", "--model", "doll"]
+    assert run(script, monkeypatch, one, *options, "--output", tmp_path / "out") == 0
+    assert "6 unseen answers" in capsys.readouterr().out
+    result = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert (result["split"], result["seed"]) == (None, 4)
+    assert run(script, monkeypatch, one, *options, "--limit", 4) == 1
+    assert capsys.readouterr().err == "evaluate_predictor: too few different prompts for 5 folds\n"
+
+
+def test_a_predictor_of_one_models_rows_knows_its_data_again(
+    script: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dolls = of_models(split_rows(toy_rows(), seed=4, held_out_share=0.3), ["doll"])
+    rows = {name: len(getattr(dolls, name)) for name in ("train", "validation", "held_out")}
+    options = ["--data", data, "--prompt-column", "question"]
+    for number, (models, warned) in enumerate([(["doll"], False), (["toy"], True), (["absent"], True), (None, True)]):
+        one = folder(tmp_path / f"{number}", {**TRAINED, "rows": rows, "models": models})
+        assert run(script, monkeypatch, one, *options) == 0
+        assert ("was trained with other data" in capsys.readouterr().out) is warned
+    assert run(script, monkeypatch, folder(tmp_path / "bad", {**TRAINED, "models": "doll"}), *options) == 1
+    assert "has no good list of models: 'doll'" in capsys.readouterr().err
 
 
 def test_other_data_than_in_training_is_said(
@@ -239,6 +338,8 @@ def test_other_data_than_in_training_is_said(
         ("{", [], "cannot read "),
         ("[]", [], "not a JSON object"),
         ('{"split": {"seed": 1}}', [], "has no good split: {'seed': 1}"),
+        ('{"split": {"seed": -1, "held_out_share": 0.1, "validation_share": 0.1}}', [], "has no good split: {'seed':"),
+        (None, ["--seed", "-1", "--limit", "20"], "not a whole number from 0 to 4294967295: '-1'"),
         (None, ["--seed", "1", "--held-out-share", "0.6", "--validation-share", "0.6"], "leave nothing to train on"),
         (None, ["--seed", "1"], "is not a predictor's folder"),
         (None, ["--seed", "1", "--limit", "0"], "not a whole number above 0: '0'"),

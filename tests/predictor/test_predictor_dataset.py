@@ -84,7 +84,9 @@ def test_a_json_array_gives_the_same_rows(tmp_path: Path) -> None:
     assert load_rows([tmp_path / "a.json"]).rows == ROWS
 
 
-@pytest.mark.parametrize(("text", "says"), [('{"prompt": "a"}', "expected one array"), ("[{", "cannot read")])
+@pytest.mark.parametrize(
+    ("text", "says"), [('{"prompt": "a"}', "expected one array"), ("[{", "cannot read"), ("[" * 200_000, "cannot read")]
+)
 def test_a_json_file_that_is_no_array_is_named(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(DatasetError, match=rf"(?=.*a\.json)(?=.*{says})"):
@@ -152,6 +154,41 @@ def test_bad_rows_are_counted_by_reason_and_the_others_kept(tmp_path: Path) -> N
     }
 
 
+def test_a_line_nested_without_end_is_a_bad_row(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
+    path.write_text(path.read_text() + "[" * 200_000)
+    found = load_rows([path])
+    assert found.rows == ROWS
+    assert found.bad == {"not a JSON object": 1}
+
+
+@pytest.mark.parametrize("output_tokens", [10**400 - 1, 10_000_001, 1e8])
+def test_a_length_that_no_answer_has_is_a_bad_row(output_tokens: float, tmp_path: Path) -> None:
+    records = [{"prompt": "a", "output_tokens": output_tokens}, {"prompt": "b", "output_tokens": 10_000_000}]
+    found = load_rows([write_jsonl(tmp_path / "a.jsonl", records)])
+    assert found.rows == [row("b", 10_000_000)]
+    assert found.bad == {"not a plausible number in 'output_tokens': above 10000000": 1}
+
+
+def test_other_numbers_may_be_as_large_as_no_limit_is_written(tmp_path: Path) -> None:
+    records = [{"prompt": "a", "output_tokens": 4, "max_tokens": number} for number in (2**63 - 1, 2**63)]
+    found = load_rows([write_jsonl(tmp_path / "a.jsonl", records)])
+    assert [each.output_tokens_max for each in found.rows] == [2**63 - 1]
+    assert found.bad == {f"not a plausible number in 'max_tokens': above {2**63 - 1}": 1}
+
+
+def test_half_a_surrogate_pair_becomes_a_question_mark_wherever_it_stands(tmp_path: Path) -> None:
+    half = "a\ud800b"
+    flat = {"prompt": half, "response": half, "model": half, "system": half, "stop": [half]}
+    turns = [{"from": "human", "value": half}, {"from": "gpt", "value": half}]
+    path = write_jsonl(tmp_path / "a.jsonl", [flat, {"conversations": turns}])
+    found = load_rows([path], answer_tokens=lambda text: len(text.encode()))
+    assert found.rows == [
+        Row(Prompt("a?b", "a?b", system="a?b", stop=("a?b",)), 3),
+        Row(Prompt("a?b"), 3, group="a?b"),
+    ]
+
+
 def test_no_usable_row_is_an_error_that_says_why(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello"}])
     with pytest.raises(DatasetError, match=r"no usable row in .*a\.jsonl \(1 x no text in 'prompt'\)"):
@@ -170,6 +207,13 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"not what the name says")
         with pytest.raises(DatasetError, match=name):
             load_rows([tmp_path / name])
+
+
+def test_a_compressed_file_with_a_damaged_middle_is_named(tmp_path: Path) -> None:
+    compressed = gzip.compress("".join(json.dumps({"prompt": f"a {i}"}) for i in range(99)).encode())
+    (tmp_path / "a.jsonl.gz").write_bytes(compressed[:20] + b"\xff" * 20 + compressed[40:])
+    with pytest.raises(DatasetError, match=r"cannot read .*a\.jsonl\.gz"):
+        load_rows([tmp_path / "a.jsonl.gz"])
 
 
 # --- flat records -----------------------------------------------------------------------------------------------

@@ -181,18 +181,34 @@ def test_equal_mass_bins_follow_the_scores_and_differ_by_one_answer_at_most() ->
 
 def test_a_predictor_does_not_differ_from_itself() -> None:
     differences = compare(LENGTHS, LENGTHS, LENGTHS, LENGTHS.tolist(), resamples=20)
-    assert set(differences) == {"MAE, tokens", "4-bin accuracy", "gain at B=8, 8 bins"}
+    assert set(differences) == {
+        *("MAE, tokens", "4-bin accuracy"),
+        *("gain at B=8, 8 bins by median", "gain at B=8, 8 bins by risk"),
+    }
     assert all(difference == Difference(0, 0, 0) for difference in differences.values())
 
 
 def test_the_interval_of_a_clear_difference_leaves_zero_out_and_holds_the_difference() -> None:
     blurred = LENGTHS + np.random.default_rng(0).normal(0, 40, LENGTHS.size)
     differences = compare(LENGTHS, blurred, LENGTHS, LENGTHS.tolist(), resamples=200)
-    error, accuracy, gain = differences.values()
+    error, accuracy, gain, by_risk = differences.values()
     assert error.low < error.value < error.high < 0 < accuracy.low < accuracy.value < accuracy.high
     assert 0 < gain.low < gain.value
+    assert by_risk == gain  # the risk of a point prediction is the prediction
     assert error.value == pytest.approx(-evaluate(blurred, LENGTHS, LENGTHS.tolist()).mae_tokens)
     assert differences == compare(LENGTHS, blurred, LENGTHS, LENGTHS.tolist(), resamples=200)
+
+
+def test_what_may_turn_out_long_makes_a_difference_by_risk_and_none_by_median() -> None:
+    """Half of the answers are certain, half may be twenty times as long; one predictor knows which."""
+    rng = np.random.default_rng(0)
+    wild = rng.random(2000) < 0.5
+    actual = np.where(wild & (rng.random(2000) < 0.2), 200, 10)
+    knowing = np.array([[10, 10, 10, 10, 200 if each else 10] for each in wild])
+    differences = compare(knowing, np.full((2000, 5), 10), actual, actual, resamples=50)
+    assert differences["gain at B=8, 8 bins by median"] == Difference(0, 0, 0)
+    by_risk = differences["gain at B=8, 8 bins by risk"]
+    assert 0.2 < by_risk.low < by_risk.value < by_risk.high
 
 
 # --- baselines --------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ async def test_a_batch_holds_a_bounded_amount_of_text(predictor: PredictorProces
     predictor.batch_characters_max = 1500
     running = await busy(predictor)
     long = [letter * 900 for letter in "abc"]
-    assert await gather(predictor, *long) == [900.02, 900.02, 900.01]
+    assert await gather(predictor, *long) == [900.01, 900.02, 900.02]
     await running
 
 
@@ -123,7 +123,28 @@ async def test_prompts_that_wait_while_a_batch_runs_go_together(predictor: Predi
 async def test_a_batch_is_never_larger_than_batch_max(predictor: PredictorProcess) -> None:
     running = await busy(predictor)
     lengths = await gather(predictor, *"abcdefghij")
-    assert lengths == [1.04] * 8 + [1.02] * 2
+    assert lengths == [1.02] * 2 + [1.04] * 8
+    await running
+
+
+async def test_under_overload_the_newest_are_answered_and_the_oldest_told_at_once(predictor: PredictorProcess) -> None:
+    predictor.waiting_max = 6
+    running = await busy(predictor)
+    waiting = [asyncio.create_task(predicted(predictor, letter)) for letter in "abcdefgh"]
+    await asyncio.sleep(0.05)
+    assert [type(task.exception()) for task in waiting[:2]] == [PredictionFailed] * 2
+    assert await asyncio.gather(*waiting[2:]) == [1.02] * 2 + [1.04] * 4
+    await running
+
+
+async def test_prompts_that_nobody_waits_for_any_more_leave_nothing_behind(predictor: PredictorProcess) -> None:
+    running = await busy(predictor)
+    waiting = [asyncio.create_task(predicted(predictor, letter)) for letter in "abc"]
+    await asyncio.sleep(0.05)
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    assert not predictor._waiting
     await running
 
 
@@ -169,7 +190,7 @@ async def test_the_childs_death_is_told_to_whoever_waits_and_another_child_follo
     predictor: PredictorProcess,
 ) -> None:
     running = await busy(predictor)
-    waiting = [predicted(predictor, text) for text in ["die", "a", "b", "c", "later"]]
+    waiting = [predicted(predictor, text) for text in ["later", "a", "b", "c", "die"]]
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(result) for result in results] == [PredictorDied] * 5
     assert await running == 4.01

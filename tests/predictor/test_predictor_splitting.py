@@ -18,6 +18,8 @@ from predictor.text import normalised
 ROOT = Path(__file__).resolve().parents[2]
 FILLER = [f"prompt {i}" for i in range(200)]  # enough that no side stays empty
 FACTORIAL = "write a python program that computes the factorial of a given whole number using recursion only please"
+CHINESE = "请用简单的语言向一个小学生解释为什么天空在白天是蓝色的而在傍晚的时候却会变成红色,并且举出两个生活中的例子"
+URL = "https://example.com/archive/2023/11/annual-report-on-the-state-of-the-harbour/chapter-7/page-12.html"
 CAPITAL = "tell me in one short sentence what the name of the capital city of the country of france is"
 
 
@@ -124,6 +126,15 @@ def test_a_turn_that_is_mere_glue_ties_no_conversations_together() -> None:
     assert not together([row("please go on", "what is bread"), row("please go on", "what is water")])
 
 
+@pytest.mark.parametrize("turn", [CHINESE, URL, f"summarise {URL}"])
+def test_a_turn_of_few_words_is_no_glue_when_it_is_long(turn: str) -> None:
+    assert together([row(turn, "what is bread"), row(turn, "what is water")])
+
+
+def test_a_short_turn_without_spaces_is_glue() -> None:
+    assert not together([row("请继续", "what is bread"), row("请继续", "what is water")])
+
+
 # --- near duplicates --------------------------------------------------------------------------------------------
 
 
@@ -139,6 +150,26 @@ def test_a_turn_that_is_mere_glue_ties_no_conversations_together() -> None:
 def test_near_duplicates_fall_on_one_side_whatever_the_seed(variant: str) -> None:
     assert jaccard(FACTORIAL, normalised(variant)) >= 0.7
     assert together([row(FACTORIAL), row(variant)])
+
+
+@pytest.mark.parametrize(
+    ("text", "variant"),
+    [
+        (CHINESE, CHINESE + "谢谢"),
+        (CHINESE, CHINESE.replace("两个", "三个")),
+        (CHINESE[:40], CHINESE[:40].replace("天空", "大空")),
+        (CHINESE, CHINESE.replace(",", "。 ")),  # a space does not make words
+        (URL, URL.replace("12", "13")),
+    ],
+)
+def test_near_duplicates_without_spaces_fall_on_one_side_whatever_the_seed(text: str, variant: str) -> None:
+    assert together([row(text), row(variant)])
+
+
+def test_different_texts_without_spaces_are_on_their_own() -> None:
+    rng = random.Random(0)
+    texts = ["".join(chr(rng.randrange(0x4E00, 0x9FA5)) for _ in range(40)) for _ in range(200)]
+    assert representatives(texts) == {text: text for text in texts}
 
 
 def test_prompts_below_the_similarity_are_on_their_own() -> None:

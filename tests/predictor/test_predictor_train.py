@@ -1,12 +1,14 @@
 """From rows to a predictor, and what the predictor then says."""
 
 import json
+import math
 import random
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from predictor.numbers import SCALE, fix_number_embeddings, number_features
 from predictor.predict import LengthPredictor
 from predictor.prompt import Prompt
 from predictor.tokenizer import NUMBERS, train_tokenizer
-from predictor.train import FROM_SCRATCH, PlainProgress, _take_the_best, train
+from predictor.train import FROM_SCRATCH, PlainProgress, Trained, _take_the_best, train
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,6 +48,13 @@ def toy_splits(n: int = 60) -> Splits:
 
 
 QUICK = replace(FROM_SCRATCH, epochs=3, max_length_tokens=16)
+
+
+def predictor_of(trained: Trained | None) -> LengthPredictor:
+    assert trained is not None, "there is one process only"
+    return trained.predictor
+
+
 SEVEN = [Prompt("write 7 figs")]
 TINY = BertConfig(vocab_size=10, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
 
@@ -101,7 +110,7 @@ def test_an_interrupted_training_is_resumed_and_ends_like_an_undisturbed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     splits, prompts = toy_splits(), [row.prompt for row in toy_splits().held_out]
-    undisturbed = train(splits, QUICK, tmp_path / "undisturbed").predictor.predict(prompts)
+    undisturbed = predictor_of(train(splits, QUICK, tmp_path / "undisturbed")).predict(prompts)
 
     def interrupt(_callback: PlainProgress, _args: Any, state: Any, *_: Any, **__: Any) -> None:
         if state.epoch > 1:
@@ -113,9 +122,37 @@ def test_an_interrupted_training_is_resumed_and_ends_like_an_undisturbed_one(
             train(splits, QUICK, tmp_path / "out")
     with pytest.raises(PredictorError, match="unfinished training"):
         train(splits, QUICK, tmp_path / "out")
-    resumed = train(splits, QUICK, tmp_path / "out", resume=True).predictor.predict(prompts)
+    resumed = predictor_of(train(splits, QUICK, tmp_path / "out", resume=True)).predict(prompts)
     assert resumed == pytest.approx(undisturbed, rel=1e-3)
     assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"quantiles": 9}, {"learning_rate": 1e-3}])
+def test_a_training_with_other_options_is_not_resumed(
+    change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PlainProgress, "on_save", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train(toy_splits(), QUICK, tmp_path / "out")
+    with pytest.raises(PredictorError, match="other data or options"):
+        train(toy_splits(), replace(QUICK, **change), tmp_path / "out", resume=True)
+
+
+def test_a_training_that_failed_before_its_first_checkpoint_is_simply_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PlainProgress, "on_step_end", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train(toy_splits(), QUICK, tmp_path / "out")
+    assert predictor_of(train(toy_splits(), QUICK, tmp_path / "out")).predict(SEVEN).shape == (1, 15)
 
 
 def test_the_trainings_of_a_soup_are_each_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +167,7 @@ def test_the_trainings_of_a_soup_are_each_resumed(tmp_path: Path, monkeypatch: p
     soup = replace(QUICK, epochs=1, soup=3)
     with pytest.raises(KeyboardInterrupt):
         train(toy_splits(), soup, tmp_path / "out")
-    averaged = train(toy_splits(), soup, tmp_path / "out", resume=True).predictor
+    averaged = predictor_of(train(toy_splits(), soup, tmp_path / "out", resume=True))
     assert seeds == [0, 1, 1, 2]
     assert averaged.predict(SEVEN).shape == (1, 15)
 
@@ -141,9 +178,10 @@ def test_the_average_of_a_soup_is_taken_only_when_it_is_better() -> None:
 
         def __init__(self) -> None:
             self.model = torch.nn.Linear(1, 1, bias=False)
+            self.eval_dataset = None
 
-        def evaluate(self) -> dict[str, float]:
-            return {"eval_loss": abs(5 - self.model.weight.item())}
+        def predict(self, _: None) -> Any:
+            return SimpleNamespace(metrics={"test_loss": abs(5 - self.model.weight.item())})
 
     for members, best in (([4.0, 6.5], 5.25), ([5.0, 9.0], 5.0)):
         trainer: Any = Losses()
@@ -162,8 +200,9 @@ def test_nothing_to_resume_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_same_seed_gives_the_same_predictor_and_another_seed_another(tmp_path: Path) -> None:
+    quick = replace(QUICK, epochs=1)
     once, again, other = (
-        train(toy_splits(), replace(QUICK, epochs=1, seed=seed), tmp_path / str(i)).predictor.predict(SEVEN).tolist()
+        predictor_of(train(toy_splits(), replace(quick, seed=seed), tmp_path / str(i))).predict(SEVEN).tolist()
         for i, seed in enumerate([1, 1, 2])
     )
     assert once == again != other
@@ -190,7 +229,7 @@ def base(tmp_path: Path) -> Path:
 
 def test_fine_tuning_starts_from_the_base_model_and_reads_as_much_as_it_can(base: Path, tmp_path: Path) -> None:
     options = replace(QUICK, base_model=str(base), epochs=1, learning_rate=1e-9, max_length_tokens=512)
-    tuned = train(toy_splits(), options, tmp_path / "out").predictor
+    tuned = predictor_of(train(toy_splits(), options, tmp_path / "out"))
     assert tuned.encoding.max_length_tokens == 24
     encoder = AutoModel.from_pretrained(base).eval()
     unit = np.median([row.output_tokens for row in toy_splits().train])
@@ -216,7 +255,7 @@ def test_one_predictor_serves_several_models_and_reads_system_prompts_and_histor
         tokens = 40 * (3 if model == "wordy" else 1) * (1 if system else 2) * (2 if history else 1)
         rows.append(Row(Prompt(f"number {i}", model, system, history), tokens))
     options = replace(QUICK, base_model=str(base), epochs=20, learning_rate=1e-3, max_length_tokens=24)
-    trained = train(split_rows(rows, seed=0), options, tmp_path / "out").predictor
+    trained = predictor_of(train(split_rows(rows, seed=0), options, tmp_path / "out"))
 
     def median(**fields: Any) -> float:
         return float(trained.predict([Prompt("number 7", **fields)])[0, 7])
@@ -228,7 +267,7 @@ def test_one_predictor_serves_several_models_and_reads_system_prompts_and_histor
 
 
 def test_the_papers_loss_gives_a_point(tmp_path: Path) -> None:
-    assert train(toy_splits(), replace(QUICK, loss="l1"), tmp_path).predictor.predict(SEVEN).shape == (1, 1)
+    assert predictor_of(train(toy_splits(), replace(QUICK, loss="l1"), tmp_path)).predict(SEVEN).shape == (1, 1)
 
 
 def test_a_cut_answer_teaches_that_its_length_was_at_least_that() -> None:
@@ -236,14 +275,28 @@ def test_a_cut_answer_teaches_that_its_length_was_at_least_that() -> None:
     model.start_from([50, 100, 200])
     ids = torch.tensor([[1, 2]])
 
-    def loss(length: float, capped: bool) -> float:
-        labels, flags = torch.tensor([length]), torch.tensor([capped])
+    def loss(length: float, ceiling: float) -> float:
         with torch.no_grad():
-            return float(model(ids, torch.ones_like(ids), labels=labels, capped=flags).loss)
+            labels, ceilings = torch.tensor([length]), torch.tensor([ceiling])
+            return float(model(ids, torch.ones_like(ids), labels=labels, ceilings=ceilings).loss)
 
-    assert loss(1.0, capped=True) == pytest.approx(0.0, abs=1e-6)
-    assert loss(1.0, capped=False) > 0.1
-    assert loss(10_000.0, capped=True) == pytest.approx(loss(10_000.0, capped=False))
+    assert loss(1.0, ceiling=1.0) == pytest.approx(0.0, abs=1e-6)
+    assert loss(1.0, ceiling=math.inf) > 0.1
+    assert loss(9_000.0, ceiling=9_000.0) == pytest.approx(loss(9_000.0, ceiling=math.inf))
+
+
+def test_ceilings_that_differ_from_answer_to_answer_bias_no_quantile() -> None:
+    rng = np.random.default_rng(0)
+    lengths, ceilings = rng.lognormal(np.log(200), 1, 20_000), np.tile([100.0, 2000.0], 10_000)
+    model = LengthModel(LengthConfig(encoder=TINY.to_diff_dict(), quantiles=3, length_unit=1.0)).eval()
+    seen, ceiling = (torch.tensor(x).unsqueeze(1) for x in (np.minimum(lengths, ceilings), ceilings))
+
+    def loss(guess: float) -> float:
+        return float(model._pinball(torch.minimum(torch.full((len(seen), 3), guess), ceiling), seen))
+
+    guesses = np.geomspace(50, 800, 120)
+    model.levels[:] = 0.5  # three times the median
+    assert guesses[int(np.argmin([loss(guess) for guess in guesses]))] == pytest.approx(200, rel=0.06)
 
 
 def test_the_pinball_loss_is_least_at_the_quantiles() -> None:

@@ -396,7 +396,20 @@ def test_whoever_waits_in_a_bin_moves_to_the_first_one_when_trust_is_lost() -> N
 
 
 def test_answers_without_a_prediction_say_nothing_about_predictions() -> None:
-    trust = Trust(32)
-    for i in range(40):
-        assert not trust.observe(Request(i), 5.0)
-    assert trust.accuracy(4).answers == 0
+    made = scheduler(REFILL, release="greedy")
+    for request_id in range(40):
+        arrive(made, request_id)
+        step(made, RequestEnded("gpu0", request_id, "completed", 5.0))
+    assert made.trust.accuracy(4).answers == 0
+
+
+def test_what_bins_go_by_is_what_is_trusted() -> None:
+    made = scheduler(REFILL, release="greedy", bins=2, batch_size=4, edges=(50.0,), edges_refit_every=0)
+    made.trust = Trust(32)
+    sure, unsure = (20.0, 21.0, 22.0), (20.0, 21.0, 900.0)  # one median, two risks
+    for request_id in range(64):
+        long = request_id % 2 == 1
+        arrive(made, Request(request_id, 21.0, quantiles=unsure if long else sure))
+        step(made, RequestEnded("gpu0", request_id, "completed", 900.0 if request_id % 4 == 1 else 21.0))
+    assert made.trust.trusted
+    assert made.trust.rank_correlation > 0.5

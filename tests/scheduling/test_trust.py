@@ -14,7 +14,7 @@ def told(predicted: list[float], actual: list[float], window: int = 64) -> tuple
     """A judge that has seen these, and after which of them it changed its mind."""
     trust = Trust(window)
     pairs = enumerate(zip(predicted, actual, strict=True))
-    return trust, [i for i, (guess, truth) in pairs if trust.observe(Request(i, guess), truth)]
+    return trust, [i for i, (guess, truth) in pairs if trust.observe(Request(i, guess), guess, truth)]
 
 
 def noise(n: int, seed: int) -> list[float]:
@@ -72,11 +72,18 @@ def test_calibration_is_the_share_of_answers_below_each_quantile() -> None:
     trust = Trust(100)
     levels = (np.arange(5) + 0.5) / 5
     for i in range(100):
-        trust.observe(Request(i, 50.0, quantiles=tuple(100 * levels)), i + 0.5)
+        trust.observe(Request(i, 50.0, quantiles=tuple(100 * levels)), 50.0, i + 0.5)
     assert trust.accuracy(2).calibration_error == pytest.approx(0.0, abs=0.011)
     for i in range(100):
-        trust.observe(Request(i, 50.0, quantiles=(1.0, 2.0, 3.0, 4.0, 5.0)), i + 0.5)
+        trust.observe(Request(i, 50.0, quantiles=(1.0, 2.0, 3.0, 4.0, 5.0)), 50.0, i + 0.5)
     assert trust.accuracy(2).calibration_error == pytest.approx(0.5 - 0.03, abs=0.011)
+
+
+def test_answers_that_all_ran_into_their_limit_are_no_sign_of_bad_calibration() -> None:
+    trust = Trust(64)
+    for i in range(64):
+        trust.observe(Request(i, 64.0, quantiles=(64.0,) * 5), 64.0, 64.0)
+    assert trust.accuracy(2).calibration_error == 0.0
 
 
 def test_a_window_too_short_to_judge_by_is_refused() -> None:

@@ -7,6 +7,7 @@ keeps its own account of where every request must be.
 from collections import Counter
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -18,6 +19,7 @@ from hypothesis.stateful import (
 
 from llmserve.cluster.journal import Header, Step, replay
 from llmserve.request import EngineInfo, Request
+from llmserve.scheduling import policies
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
@@ -35,6 +37,7 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.scheduling.trust import Trust
 
 CONFIGS = st.builds(
     SchedulingConfig,
@@ -47,9 +50,19 @@ CONFIGS = st.builds(
     engine_wait_s=st.sampled_from([0.0, 2.0]),
     edges_refit_every=st.sampled_from([0, 3]),
     bins_by=st.sampled_from(["risk", "median"]),
-    trust_window=st.just(32),  # so short that chance loses and finds it
 )
 ENGINES = st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=3)
+
+
+class Fickle(Trust):
+    """Changes its mind at every third answer: worlds are too short for a judge to."""
+
+    def observe(self, request: Request, score: float, output_tokens: float) -> bool:
+        super().observe(request, score, output_tokens)
+        self.answers = getattr(self, "answers", 0) + 1
+        if self.answers % 3 == 0:
+            self.trusted = not self.trusted
+        return self.answers % 3 == 0
 
 
 class World(RuleBasedStateMachine):
@@ -58,6 +71,8 @@ class World(RuleBasedStateMachine):
     @initialize(config=CONFIGS, engines=ENGINES)
     def begin(self, config: SchedulingConfig, engines: list[tuple[int, bool]]) -> None:
         self.header = Header(config, (10.0, 20.0, 30.0, 40.0))
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(policies, "Trust", Fickle)  # in the replay too
         self.scheduler = self.header.scheduler()
         self.engines = [EngineInfo(f"e{index}", slots, barrier) for index, (slots, barrier) in enumerate(engines)]
         self.up: set[str] = set()
@@ -209,6 +224,12 @@ class World(RuleBasedStateMachine):
         """Let everything end: nothing may be left, and the journal must replay."""
         if not hasattr(self, "scheduler"):
             return
+        try:
+            self.end()
+        finally:
+            self.patch.undo()
+
+    def end(self) -> None:
         for engine in self.engines:
             self.up.add(engine.name)
             self.tell(EngineReady(engine))
