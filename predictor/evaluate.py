@@ -46,6 +46,9 @@ class Metrics:
     one of its neighbours. distinct_bins : how many of the bins are not empty by construction; fewer than asked for
     when many answers share one length, and then the accuracies are of that easier task.
 
+    likely_accuracy, likely_near_accuracy : the same of the choices that a predicted distribution is best used for: the
+    likeliest bin / the likeliest three bins side by side. None for a point prediction.
+
     coverage : (Q,) the share of answers at or below each predicted quantile, see `coverage`; calibration_error : its
     mean distance from the levels. Both None for a point prediction. pinball_tokens : mean pinball loss over answers
     and levels (for a point prediction half of the mean absolute error with capped answers as they are).
@@ -58,6 +61,8 @@ class Metrics:
     bin_accuracy: dict[int, float]
     near_accuracy: dict[int, float]
     distinct_bins: dict[int, int]
+    likely_accuracy: dict[int, float] | None
+    likely_near_accuracy: dict[int, float] | None
     coverage: tuple[float, ...] | None
     calibration_error: float | None
     pinball_tokens: float
@@ -72,6 +77,8 @@ class Metrics:
             "bin_accuracy": {str(k): round(share, 4) for k, share in self.bin_accuracy.items()},
             "near_accuracy": {str(k): round(share, 4) for k, share in self.near_accuracy.items()},
             "distinct_bins": {str(k): count for k, count in self.distinct_bins.items()},
+            "likely_accuracy": _shares_as_json(self.likely_accuracy),
+            "likely_near_accuracy": _shares_as_json(self.likely_near_accuracy),
             "coverage": None if shares is None else [round(share, 4) for share in shares],
             "calibration_error": None if error is None else round(error, 4),
             "pinball_tokens": round(self.pinball_tokens, 2),
@@ -112,12 +119,15 @@ def evaluate(
     edges = {count: equal_mass_edges(training_lengths, count) for count in BIN_COUNTS}
     misses = {count: np.abs(bins_of(point, e) - bins_of(truth, e)) for count, e in edges.items()}
     shares = coverage(q, truth) if q.shape[1] > 1 else None
+    likely = {count: _likely_shares(q, truth, e) for count, e in edges.items()} if q.shape[1] > 1 else None
     return Metrics(
         mae_tokens=float(np.mean(absolute_errors(point, truth, capped))),
         kendall_tau=float(kendalltau(point, truth).statistic),
         bin_accuracy={count: float(np.mean(miss == 0)) for count, miss in misses.items()},
         near_accuracy={count: float(np.mean(miss <= 1)) for count, miss in misses.items()},
         distinct_bins={count: len(e) + 1 for count, e in edges.items()},
+        likely_accuracy=None if likely is None else {count: exact for count, (exact, _) in likely.items()},
+        likely_near_accuracy=None if likely is None else {count: near for count, (_, near) in likely.items()},
         coverage=None if shares is None else tuple(shares.tolist()),
         calibration_error=None if shares is None else float(np.mean(np.abs(shares - midpoints(q.shape[1])))),
         pinball_tokens=pinball_loss(q, truth),
@@ -171,6 +181,35 @@ def equal_mass_edges(lengths: ArrayLike, count: int) -> Array:
 def bins_of(lengths: Array, edges: Array) -> Bins:
     """Bin of each length, which is rounded first: 0 .. len(edges)."""
     return np.searchsorted(edges, np.rint(lengths), side="right")
+
+
+def bin_probabilities(quantiles: Array, edges: Array) -> Array:
+    """(answers, bins): the predicted probability of each bin.
+
+    quantiles : (answers, Q) ascending, Q > 1. Between two quantiles the logarithm of the length is taken to be uniform,
+    and beyond the outermost ones over half a step more. A bin begins with the first whole number not below its edge.
+    """
+    logs = np.log(quantiles)
+    first, last = logs[:, :1] - (logs[:, 1:2] - logs[:, :1]) / 2, logs[:, -1:] + (logs[:, -1:] - logs[:, -2:-1]) / 2
+    points = np.hstack([first, logs, last])
+    levels = np.concatenate([[0.0], midpoints(quantiles.shape[1]), [1.0]])
+    inner = np.log(np.ceil(edges) - 0.5)
+    below = np.array([np.interp(inner, row, levels) for row in points])
+    return np.diff(below, axis=1, prepend=0.0, append=1.0)
+
+
+def _likely_shares(quantiles: Array, actual: Array, edges: Array) -> tuple[float, float]:
+    """Shares of answers in the likeliest bin, and in the likeliest three neighbours."""
+    probabilities = bin_probabilities(quantiles, edges)
+    padded = np.pad(probabilities, ((0, 0), (1, 1)))
+    three = padded[:, :-2] + probabilities + padded[:, 2:]
+    truth = bins_of(actual, edges)
+    near = np.abs(three.argmax(axis=1) - truth) <= 1
+    return float(np.mean(probabilities.argmax(axis=1) == truth)), float(np.mean(near))
+
+
+def _shares_as_json(shares: dict[int, float] | None) -> dict[str, float] | None:
+    return None if shares is None else {str(k): round(share, 4) for k, share in shares.items()}
 
 
 def confusion(quantiles: ArrayLike, actual: ArrayLike, edges: Array) -> NDArray[np.intp]:

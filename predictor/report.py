@@ -263,22 +263,30 @@ def _sample(rows: Sequence[Row], size_max: int | None, seed: int) -> list[Row]:
 
 
 def accuracy_table(metrics: Mapping[str, Metrics]) -> str:
-    """Within one of two bins is everything, and so left out. The last line is what the paper reports."""
+    """Within one of two bins is everything, and so left out. The last line is what the paper reports.
+
+    Of predicted distributions there are two lines: bins by the median, as a point prediction's, and the likeliest bin
+    (for ±1: the likeliest three neighbours).
+    """
     head = ["", "MAE, tokens", "Kendall's tau", "calibration error", "pinball loss, tokens"]
     head += [*[f"{k} bins" for k in BIN_COUNTS], *[f"±1 of {k}" for k in BIN_COUNTS[1:]]]
-    lines = [
-        [
-            name,
+    lines = []
+    for name, found in metrics.items():
+        numbers = [
             f"{found.mae_tokens:.1f}",
             NONE if np.isnan(found.kendall_tau) else f"{found.kendall_tau:.3f}",
             NONE if found.calibration_error is None else f"{found.calibration_error:.1%}",
             f"{found.pinball_tokens:.1f}",
-            *[f"{found.bin_accuracy[k]:.1%}" for k in BIN_COUNTS],
-            *[f"{found.near_accuracy[k]:.1%}" for k in BIN_COUNTS[1:]],
         ]
-        for name, found in metrics.items()
-    ]
+        lines.append([name, *numbers, *_shares(found.bin_accuracy, found.near_accuracy)])
+        if found.likely_accuracy is not None and found.likely_near_accuracy is not None:
+            likely = _shares(found.likely_accuracy, found.likely_near_accuracy)
+            lines.append([f"{name}, likeliest bins", *[""] * len(numbers), *likely])
     return markdown([head, *lines, PUBLISHED])
+
+
+def _shares(exact: Mapping[int, float], near: Mapping[int, float]) -> list[str]:
+    return [*[f"{exact[k]:.1%}" for k in BIN_COUNTS], *[f"{near[k]:.1%}" for k in BIN_COUNTS[1:]]]
 
 
 def gains_table(gains: Mapping[str, Gains], answers: int) -> str:

@@ -4,6 +4,7 @@ import json
 import math
 from itertools import product
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from predictor.dataset import Row
 from predictor.errors import DatasetError
 from predictor.evaluate import (
     Difference,
+    bin_probabilities,
     compare,
     confusion,
     equal_mass_bins,
@@ -54,6 +56,30 @@ def test_the_point_prediction_is_the_median_of_the_quantiles() -> None:
     metrics = evaluate(quantiles, ONE_TO_EIGHT, ONE_TO_EIGHT)
     assert metrics.mae_tokens == 0
     assert metrics.bin_accuracy[8] == 1
+
+
+def test_the_likeliest_bin_is_read_off_the_distribution() -> None:
+    edges = np.array([10.0, 100.0])
+    certain, split = np.full((1, 15), 50.0), np.array([[3.0] * 6 + [90.0] * 4 + [800.0] * 5])
+    assert bin_probabilities(certain, edges)[0] == pytest.approx([0, 1, 0], abs=0.01)
+    assert bin_probabilities(split, edges)[0] == pytest.approx([0.42, 0.25, 0.33], abs=0.05)
+    metrics = evaluate(np.vstack([split] * 3), [3.0, 90.0, 800.0], [1] * 50 + [10] * 50 + [100] * 50 + [1000] * 50)
+    assert metrics.likely_accuracy is not None
+    assert metrics.likely_accuracy[4] == pytest.approx(1 / 3)
+    assert metrics.bin_accuracy[4] == pytest.approx(1 / 3)
+    assert evaluate([1.0, 2.0], [1, 2], [1, 2]).likely_accuracy is None
+
+
+def test_the_likeliest_bins_beat_the_medians_where_medians_shrink() -> None:
+    rng = np.random.default_rng(0)
+    centre = rng.normal(4, 1, 4000)
+    lengths = np.exp(centre + 1.5 * rng.normal(size=4000)).round().clip(1)
+    spread = 1.5 * np.array([NormalDist().inv_cdf((i + 0.5) / 15) for i in range(15)])
+    metrics = evaluate(np.exp(centre[:, None] + spread), lengths, lengths.tolist())
+    assert metrics.likely_accuracy is not None
+    assert metrics.likely_near_accuracy is not None
+    assert metrics.likely_accuracy[8] > metrics.bin_accuracy[8] + 0.02
+    assert metrics.likely_near_accuracy[8] > metrics.near_accuracy[8]
 
 
 def test_bins_are_equal_mass_and_collapse_when_lengths_repeat() -> None:
