@@ -3,20 +3,25 @@
     y    logarithm of an answer's real output tokens
     l_i  logarithm of its predicted quantile at level p_i
     s    width of the prediction: what its standard deviation would be, were it log-normal
-    r_i  (y - l_i) / s, the residual at level i
-    c_i  the p_i quantile of the last r_i: with l_i + s c_i a share p_i of them would have been shorter
+    a    the median of the last y - l_mid: by how much all are too short, whatever their width
+    r_i  (y - a - l_i) / s, the residual at level i
+    c_i  the p_i quantile of the last r_i: with l_i + a + s c_i a share p_i of them would have been shorter
     v    the variance of c_i that chance alone would give
     w    c^2 / (c^2 + v), c^2 the mean over the levels: how much of the correction is more than chance
 
-A request's quantiles become l_i + s w c_i. Each level is corrected by itself, as in conformalised quantile regression
-(Romano, Patterson, Candès 2019), so that each is right over the window whatever the shapes of the predictions, which
-are kept; a predictor that is right already has c_i near zero and is left alone. w is the empirical Bayes estimate for
-corrections that scatter around zero; unlike n / (n + n_0) it leaves nothing of a large error that is well seen.
+A request's quantiles become l_i + w_a a + s w c_i, w_a being made as w is. The common shift comes first and is the same
+for all: were all of an error scaled by the widths, wide predictions would overtake narrow ones, and the ranking, which
+bins live on, would be lost when a predictor meets a model of longer answers. What is left is corrected level by level,
+as in conformalised quantile regression (Romano, Patterson, Candès 2019), so that each is right over the window whatever
+the shapes of the predictions, which are kept; a predictor that is right already has c_i near zero and is left alone. w
+is the empirical Bayes estimate for corrections that scatter around zero; unlike n / (n + n_0) it leaves nothing of a
+large error that is well seen.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from predictor.quantiles import LEVELS, Array, Logs, ascending, midpoints, sample_quantiles
 
@@ -41,20 +46,24 @@ class Recalibration:
 
     def __init__(self, window: int) -> None:
         assert window >= 1
-        self._residuals = np.empty((LEVELS, window))
+        self._errors = np.empty((LEVELS, window))  # y - l_i
+        self._widths = np.empty(window)
         self._capped = np.zeros(window, dtype=bool)
         self._seen = 0
         self._unused = 0  # answers since the correction was fitted
+        self._shift = 0.0  # w_a a
         self._correction: tuple[float, ...] = (0.0,) * LEVELS  # w c_i
 
     def corrected(self, logs: Sequence[float], s: float) -> Logs:
         """logs : (LEVELS,) as predicted; s : their width, in log tokens."""
-        return ascending([log + s * correction for log, correction in zip(logs, self._correction, strict=True)])
+        shift = self._shift
+        return ascending([log + shift + s * c for log, c in zip(logs, self._correction, strict=True)])
 
     def learn(self, logs: Sequence[float], s: float, actual: float, capped: bool) -> None:
         """What was predicted, and the logarithm of the real length; when capped, of the least that it would be."""
         at = self._seen % self._capped.size
-        self._residuals[:, at] = [(actual - log) / s for log in logs]
+        self._errors[:, at] = [actual - log for log in logs]
+        self._widths[at] = s
         self._capped[at] = capped
         self._seen += 1
         self._unused += 1
@@ -63,7 +72,9 @@ class Recalibration:
 
     def _refit(self) -> None:
         n = min(self._seen, self._capped.size)
-        residuals, capped = self._residuals[:, :n], self._capped[:n]
+        errors, widths, capped = self._errors[:, :n], self._widths[:n], self._capped[:n]
+        self._shift = _shift(errors[LEVELS // 2], capped)
+        residuals = (errors - self._shift) / widths
         c = np.array([float(sample_quantiles(residuals[i], capped, _P[i])) for i in range(LEVELS)])
         if np.isnan(c).any():
             c = _completed(c, residuals)
@@ -71,6 +82,15 @@ class Recalibration:
         w = strength / (strength + CHANCE / n)
         self._correction = tuple((w * c).tolist())
         self._unused = 0
+
+
+def _shift(errors: Array, capped: NDArray[np.bool_]) -> float:
+    """w_a a. errors : (n,) y - l_mid. 0 when most answers were capped: then the levels say what they can."""
+    low, a, high = sample_quantiles(errors, capped, np.array([0.25, 0.5, 0.75]))
+    if np.isnan([low, a, high]).any():
+        return 0.0
+    spread = (high - low) / 1.349  # of a normal distribution: its standard deviation
+    return float(a**3 / (a**2 + CHANCE * spread**2 / errors.size)) if a else 0.0
 
 
 def _completed(c: Array, residuals: Array) -> Array:

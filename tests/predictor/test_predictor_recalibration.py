@@ -3,6 +3,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
+from scipy.stats import spearmanr
 
 from predictor.quantiles import LEVELS, at_levels, crps, midpoints
 from predictor.recalibration import Recalibration, width
@@ -56,6 +57,17 @@ def test_what_is_wrong_with_a_predictor_is_corrected(wrong):
     corrected = corrected_in_turn(actual, predicted)
     assert miscalibration(actual, predicted) > 0.15
     assert miscalibration(actual[WINDOW:], corrected[WINDOW:]) < 0.02  # chance alone: 2.5 sqrt(1/4 / 5500) = 0.017
+
+
+def test_a_predictor_that_is_far_too_short_keeps_its_ranking_however_its_widths_differ():
+    actual, right = world(1500)
+    widths = np.random.default_rng(1).uniform(0.2, 2.0, (1500, 1))
+    predicted = right[:, 7:8] - 1.8 + widths * NORMAL  # a sixth of the real lengths; widths mean nothing
+    corrected = corrected_in_turn(actual, predicted)
+    late = slice(WINDOW, None)
+    before, after = (spearmanr(logs[late, 7], actual[late]).statistic for logs in (predicted, corrected))
+    assert after > before - 0.01
+    assert abs(np.median(actual[late] - corrected[late, 7])) < 0.1
 
 
 def test_a_calibrated_predictor_is_not_harmed():
