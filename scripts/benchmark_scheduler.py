@@ -45,18 +45,20 @@ SCENARIOS = {
     ),
 }
 
+SPREAD = np.geomspace(0.5, 2.0, 15).tolist()  # of a request's quantiles around its median
 
-def busy_scheduler(queued: int, engines: int, rng: np.random.Generator) -> tuple[Scheduler, list[tuple[str, int]]]:
+
+def busy_scheduler(queued: int, engines: int, rng: np.random.Generator) -> tuple[Scheduler, list[tuple[str, Request]]]:
     """A scheduler whose engines are full and whose bins and formed batches hold `queued` requests."""
     config = SchedulingConfig(bins=8, release="greedy", queue_requests_max=10**9)
     scheduler = config.scheduler(rng.lognormal(5.2, 0.8, 1_000).tolist())
     for index in range(engines):
         scheduler.handle(EngineReady(EngineInfo(f"engine{index:03}", SLOTS, False)), 0.0)
-    running: list[tuple[str, int]] = []
+    running: list[tuple[str, Request]] = []
     for request_id, tokens in enumerate(rng.lognormal(5.2, 0.8, queued + engines * SLOTS).tolist()):
-        for action in scheduler.handle(RequestArrived(Request(request_id, tokens)), 0.0):
+        for action in scheduler.handle(RequestArrived(predicted(request_id, tokens)), 0.0):
             assert isinstance(action, StartBatch)
-            running += [(action.engine, request.id) for request in action.batch.requests]
+            running += [(action.engine, request) for request in action.batch.requests]
     assert scheduler.waiting == queued, "the queue has its size"
     return scheduler, running
 
@@ -70,17 +72,22 @@ def step_times_us(queued: int, engines: int, steps: int, seed: int) -> list[floa
     times_us = []
     for index in range(steps):
         if index % 2:
-            engine, request_id = running.pop(int(rng.integers(len(running))))
-            event: Any = RequestEnded(engine, request_id, "completed", lengths[index])
+            engine, request = running.pop(int(rng.integers(len(running))))
+            event: Any = RequestEnded(engine, request.id, "completed", request.predicted_tokens)
         else:
-            event = RequestArrived(Request(next(request_ids), lengths[index]))
+            event = RequestArrived(predicted(next(request_ids), lengths[index]))
         began_ns = time.perf_counter_ns()
         actions = scheduler.handle(event, float(index))
         scheduler.wake_at_s  # noqa: B018  a body asks after every step
         times_us.append((time.perf_counter_ns() - began_ns) / 1e3)
         for action in actions:
-            running += [(action.engine, request.id) for request in action.batch.requests]
+            running += [(action.engine, request) for request in action.batch.requests]
     return times_us
+
+
+def predicted(request_id: int, tokens: float) -> Request:
+    """A request as a predictor's quantiles make it."""
+    return Request(request_id, tokens, quantiles=tuple(tokens * factor for factor in SPREAD))
 
 
 def measure_steps(engines: int, steps: int, rounds: int) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from llmserve.request import Request
 Array = NDArray[np.float64]
 
 LOST, FOUND = 2.0, 4.0  # standard deviations of r without any relation
-LOOKS_PER_WINDOW = 16
+LOOKS_PER_WINDOW = 8
 WINDOW_MIN = 32  # answers: in fewer, even a perfect ranking is hardly beyond chance
 
 
