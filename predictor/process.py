@@ -72,7 +72,7 @@ class PredictorProcess:
         threads: int = 1,
         batch_max: int = 64,
         batch_characters_max: int = 8_192,
-        waiting_max: int = 512,
+        waiting_max: int = 4096,
         cache_max: int = 10_000,
         start_timeout_s: float = 120.0,
         reply_timeout_s: float = 30.0,

@@ -14,10 +14,9 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(ROOT := Path(__file__).resolve().parents[1]))
 
@@ -67,10 +66,8 @@ def parse_args() -> argparse.Namespace:
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     draw = random.Random(args.seed)
-    models = {"8 bits" if (args.predictor / INT8_FILE).is_file() else "32 bits": load(args.predictor, args.threads)}
-    with tempfile.TemporaryDirectory() as elsewhere:
-        if "8 bits" in models:
-            models["32 bits"] = load(without_int8(args.predictor, Path(elsewhere)), args.threads)
+    sizes: tuple[Literal[8, 32], ...] = (8, 32) if (args.predictor / INT8_FILE).is_file() else (32,)
+    models = {f"{bits} bits": LengthPredictor.load(args.predictor, args.threads, bits=bits) for bits in sizes}
     prompts = Words(next(iter(models.values())), args.tokens, draw)
     for model in models.values():
         model.predict(prompts.draw(10))
@@ -90,17 +87,6 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         },
         "process": await through_the_process(args, prompts),
     }
-
-
-def load(folder: Path, threads: int) -> LengthPredictor:
-    return LengthPredictor.load(folder, threads)
-
-
-def without_int8(folder: Path, elsewhere: Path) -> Path:
-    for file in folder.iterdir():
-        if file.is_file() and file.name != INT8_FILE:
-            (elsewhere / file.name).symlink_to(file.resolve())
-    return elsewhere
 
 
 class Words:
@@ -142,7 +128,7 @@ def starts(folder: Path, count: int) -> dict[str, float]:
 
 async def through_the_process(args: argparse.Namespace, prompts: Words) -> dict[str, float]:
     """As the server asks: another process, one prompt at a time, then all at once."""
-    async with PredictorProcess(args.predictor, threads=args.threads) as process:
+    async with PredictorProcess(args.predictor, threads=args.threads, waiting_max=args.prompts) as process:
         times_s = []
         for prompt in prompts.draw(args.prompts):
             started_s = time.perf_counter()
