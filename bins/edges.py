@@ -53,7 +53,7 @@ def _nearest_increasing(mass_below: NDArray[np.float64], targets: NDArray[np.flo
     return chosen
 
 
-def index_of(edges: Sequence[float], lengths: ArrayLike) -> NDArray[np.intp]:
+def index_of(edges: ArrayLike, lengths: ArrayLike) -> NDArray[np.intp]:
     """Bin of each length: shape of `lengths`, values 0 .. len(edges). A length on an edge is in the upper bin."""
     return np.searchsorted(np.asarray(edges, dtype=float), np.asarray(lengths, dtype=float), side="right")
 

@@ -22,19 +22,22 @@ from numpy.typing import ArrayLike, NDArray
 def risks(lengths: ArrayLike, batch_size: int) -> NDArray[np.float64]:
     """Risk of each request. lengths : (..., Q) tokens, ascending along the last axis. Returns (...)."""
     quantiles = np.asarray(lengths, dtype=float)
-    result: NDArray[np.float64] = quantiles @ np.array(_weights(quantiles.shape[-1], batch_size))
+    result: NDArray[np.float64] = quantiles @ longest_shares(quantiles.shape[-1], batch_size)
     return result
 
 
 def risk(lengths: Sequence[float], batch_size: int) -> float:
     """Risk of one request (plain floats: it is on every request's path)."""
-    return sum([weight * length for weight, length in zip(_weights(len(lengths), batch_size), lengths, strict=True)])
+    return sum([weight * length for weight, length in zip(_shares(len(lengths), batch_size), lengths, strict=True)])
+
+
+def longest_shares(count: int, batch_size: int) -> NDArray[np.float64]:
+    """(count,) the probability that the longest of `batch_size` draws is the i-th of `count` equally likely lengths."""
+    if count < 1 or batch_size < 1:
+        raise ValueError(f"risk needs at least one length and one request, not {count} and {batch_size}")
+    return np.diff((np.arange(count + 1) / count) ** batch_size)
 
 
 @lru_cache(maxsize=64)
-def _weights(count: int, batch_size: int) -> tuple[float, ...]:
-    """The probability that the longest of `batch_size` draws is the i-th of `count` equally likely lengths."""
-    if count < 1 or batch_size < 1:
-        raise ValueError(f"risk needs at least one length and one request, not {count} and {batch_size}")
-    shares = np.diff((np.arange(count + 1) / count) ** batch_size)
-    return tuple(float(share) for share in shares)
+def _shares(count: int, batch_size: int) -> tuple[float, ...]:
+    return tuple(longest_shares(count, batch_size).tolist())

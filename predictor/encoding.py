@@ -30,7 +30,7 @@ class Encoding:
     """How a predictor reads prompts; part of its folder.
 
     max_length_tokens  of a line, special tokens included; longer texts keep their head and tail
-    cls, sep, pad      ids of the special tokens; cls is -1 for a tokenizer that has none
+    cls, sep, pad      ids of the special tokens
     models             token id by model name; {} when training saw at most one model
     other_model        token id for any other model; None together with {}
     history            token id by size of the history, smallest first; () when training saw no conversation
@@ -104,7 +104,7 @@ class Encoding:
         return [encoded.ids for encoded in tokenizer.encode_batch(cut, add_special_tokens=False)]
 
     def _line(self, prompt: Prompt, text: list[int], system: list[int]) -> list[int]:
-        line = [self.cls] if self.cls >= 0 else []
+        line = [self.cls]
         if self.other_model is not None:
             line.append(self.models.get(prompt.model, self.other_model))
         if self.history:

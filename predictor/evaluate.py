@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import kendalltau
 
+from bins.calibration import calibration_error, coverage, midpoints
+from bins.edges import index_of
 from bins.risk import risks
-from predictor.quantiles import midpoints
 
 Array = NDArray[np.float64]
 Bins = NDArray[np.intp]
@@ -129,7 +130,7 @@ def evaluate(
         likely_accuracy=None if likely is None else {count: exact for count, (exact, _) in likely.items()},
         likely_near_accuracy=None if likely is None else {count: near for count, (_, near) in likely.items()},
         coverage=None if shares is None else tuple(shares.tolist()),
-        calibration_error=None if shares is None else float(np.mean(np.abs(shares - midpoints(q.shape[1])))),
+        calibration_error=None if shares is None else calibration_error(shares),
         pinball_tokens=pinball_loss(q, truth),
         gains=gains_of(lambda k, _: equal_mass_bins(point, k), truth),
     )
@@ -151,17 +152,6 @@ def absolute_errors(point: Array, actual: Array, capped: ArrayLike | None) -> Ar
     return errors if capped is None else np.where(np.asarray(capped, bool) & (point > actual), 0.0, errors)
 
 
-def coverage(quantiles: Array, actual: Array) -> Array:
-    """(Q,) the share of answers at or below each predicted quantile.
-
-    Answers exactly at it count as far as the level needs them. A right quantile of lengths that can tie, as those at
-    a ceiling do, has P(length < q) <= level <= P(length <= q): that much and no more can be asked of it.
-    """
-    below = np.mean(actual[:, None] < quantiles, axis=0)
-    at_or_below = np.mean(actual[:, None] <= quantiles, axis=0)
-    return np.clip(midpoints(quantiles.shape[1]), below, at_or_below)
-
-
 def pinball_loss(quantiles: Array, actual: Array) -> float:
     """Tokens, mean over answers and levels: least in expectation for the true quantiles."""
     short = actual[:, None] - quantiles  # (answers, Q)
@@ -180,7 +170,7 @@ def equal_mass_edges(lengths: ArrayLike, count: int) -> Array:
 
 def bins_of(lengths: Array, edges: Array) -> Bins:
     """Bin of each length, which is rounded first: 0 .. len(edges)."""
-    return np.searchsorted(edges, np.rint(lengths), side="right")
+    return index_of(edges, np.rint(lengths))
 
 
 def bin_probabilities(quantiles: Array, edges: Array) -> Array:
@@ -225,9 +215,7 @@ def confusion(quantiles: ArrayLike, actual: ArrayLike, edges: Array) -> NDArray[
 
 def expected_longest(lengths: ArrayLike, batch_size: int) -> float:
     """E[longest of `batch_size` lengths drawn at random, with replacement].  lengths : (n,), n >= 1, any order."""
-    ordered = np.sort(np.asarray(lengths, float))
-    cdf = np.arange(ordered.size + 1) / ordered.size
-    return float(ordered @ np.diff(cdf**batch_size))
+    return float(risks(np.sort(np.asarray(lengths, float)), batch_size))
 
 
 def saturated_gain(bins: ArrayLike, actual: ArrayLike, batch_size: int) -> float:

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter, StrMethodFormatter
 from numpy.typing import ArrayLike, NDArray
 
+from bins.calibration import midpoints
 from predictor.evaluate import Gains
-from predictor.quantiles import midpoints
 
 DPI = 150
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")  # Okabe and Ito's, and a grey

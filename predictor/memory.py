@@ -21,8 +21,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from bins.calibration import midpoints
 from predictor.prompt import Prompt
-from predictor.quantiles import LEVELS, MIDDLE, Logs, ascending, crps, midpoints, sample_quantiles
+from predictor.quantiles import LEVELS, MIDDLE, Logs, ascending, crps, sample_quantiles
 
 PREFIXES = (32, 128)
 """Characters of a text that make a template."""

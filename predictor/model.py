@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from bins.calibration import midpoints
+
 MODEL_FORGOTTEN = 0.1  # share of training lines whose model is hidden, so that unknown models can be served
 STEP_MIN = 0.01  # between two neighbouring quantiles of the untrained network, in z
 
@@ -71,7 +73,7 @@ class LengthModel(PreTrainedModel):  # type: ignore[misc]
         if getattr(self.encoder, "pooler", None) is not None:
             self.encoder.pooler = None  # BERT's own would only be dead weight
         self.head = nn.Linear(self.encoder.config.hidden_size, config.quantiles)
-        self.register_buffer("levels", torch.tensor(levels(config.quantiles)), persistent=False)
+        self.register_buffer("levels", torch.tensor(midpoints(config.quantiles), dtype=torch.float32), persistent=False)
         self.post_init()
 
     def start_from(self, lengths: Sequence[int]) -> None:
@@ -79,7 +81,7 @@ class LengthModel(PreTrainedModel):  # type: ignore[misc]
 
         All trainings begin with the same head then, so that their weights may be averaged.
         """
-        z = np.log(np.quantile(lengths, levels(self.config.quantiles)) / self.config.length_unit)
+        z = np.log(np.quantile(lengths, midpoints(self.config.quantiles)) / self.config.length_unit)
         steps = [math.log(math.expm1(max(step, STEP_MIN))) for step in np.diff(z)]
         with torch.no_grad():
             self.head.weight.zero_()
@@ -131,8 +133,3 @@ class LengthModel(PreTrainedModel):  # type: ignore[misc]
         names = torch.tensor(self.config.model_tokens, device=input_ids.device)
         forget = torch.rand(len(input_ids), 1, device=input_ids.device) < MODEL_FORGOTTEN
         return torch.where(torch.isin(input_ids, names) & forget, names[-1], input_ids)
-
-
-def levels(quantiles: int) -> list[float]:
-    """The levels of `quantiles` equally likely lengths: the middles of as many equal parts of [0, 1]."""
-    return [(i + 0.5) / quantiles for i in range(quantiles)]

@@ -22,6 +22,11 @@ class Split:
     held_out_share: float = 0.1
     validation_share: float = 0.1
 
+    def check(self) -> None:
+        """Before the data are read. Raises DatasetError when nobody could be trained on what is left."""
+        if self.held_out_share + self.validation_share >= 1:
+            raise DatasetError("the held-out and the validation share leave nothing to train on")
+
 
 def add_data_options(parser: argparse.ArgumentParser) -> None:
     columns, add = Columns(), parser.add_argument

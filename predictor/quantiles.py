@@ -11,6 +11,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from bins.calibration import midpoints
+
 Array = NDArray[np.float64]
 Logs = tuple[float, ...]
 """LEVELS ascending logarithms of output tokens, equally likely."""
@@ -19,11 +21,6 @@ LEVELS = 15
 MIDDLE = LEVELS // 2
 LENGTH_MAX = 1e7
 """Tokens; more than any model writes. Bounds what a mad predictor, or a mad correction, can say."""
-
-
-def midpoints(count: int) -> Array:
-    """(count,) the levels that `count` equally likely values stand for."""
-    return (np.arange(count) + 0.5) / count
 
 
 def log_length(tokens: float) -> float:

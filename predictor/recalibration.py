@@ -23,7 +23,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from predictor.quantiles import LEVELS, Array, Logs, ascending, midpoints, sample_quantiles
+from bins.calibration import midpoints
+from predictor.quantiles import LEVELS, MIDDLE, Array, Logs, ascending, sample_quantiles
 
 WIDTH_MIN = 0.05
 """In log tokens: one token in twenty. Narrower claims are about less than the counting of tokens."""
@@ -73,7 +74,7 @@ class Recalibration:
     def _refit(self) -> None:
         n = min(self._seen, self._capped.size)
         errors, widths, capped = self._errors[:, :n], self._widths[:n], self._capped[:n]
-        self._shift = _shift(errors[LEVELS // 2], capped)
+        self._shift = _shift(errors[MIDDLE], capped)
         residuals = (errors - self._shift) / widths
         c = np.array([float(sample_quantiles(residuals[i], capped, _P[i])) for i in range(LEVELS)])
         if np.isnan(c).any():

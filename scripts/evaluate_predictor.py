@@ -144,8 +144,8 @@ def chosen_split(args: argparse.Namespace) -> Split:
     if trained is None and "seed" not in given and args.part != "all":
         raise BadPredictor(f"{args.predictor / METRICS_FILE} does not say how the rows were split: give --seed")
     split = dataclasses.replace(trained or Split(), **given)
-    if split.held_out_share + split.validation_share >= 1 and args.part != "all":
-        raise DatasetError("the held-out and the validation share leave nothing to train on")
+    if args.part != "all":
+        split.check()
     return split
 
 

@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from predictor.dataset import Rows, Splits, load_rows, split_rows
-from predictor.errors import DatasetError, PredictorError
+from predictor.errors import PredictorError
 from predictor.options import (
     METRICS_FILE,
     Split,
@@ -46,8 +46,7 @@ def main() -> int:
     args = parse_args()
     split = Split(args.seed, args.held_out_share, args.validation_share)
     try:
-        if split.held_out_share + split.validation_share >= 1:
-            raise DatasetError("the held-out and the validation share leave nothing to train on")
+        split.check()
         found = load_rows(args.data, columns(args), counter(args.answer_tokenizer))
         splits = split_rows(found.rows, split.seed, split.validation_share, split.held_out_share)
         if args.model:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bins.calibration import calibration_error, coverage
 from bins.edges import equal_mass_edges, index_of
 from llmserve.request import Request
 
@@ -108,13 +109,7 @@ class Trust:
             return math.nan
         count = len(self._quantiles[-1][0])
         same = [(quantiles, tokens) for quantiles, tokens in self._quantiles if len(quantiles) == count]
-        quantiles = np.array([each for each, _ in same])  # (answers, quantiles)
-        actual = np.array([tokens for _, tokens in same])
-        levels = (np.arange(count) + 0.5) / count
-        below = (actual[:, None] < quantiles).mean(axis=0)
-        not_above = (actual[:, None] <= quantiles).mean(axis=0)
-        # Of answers that lie on a quantile, as those at their limit do, any share may count as below it.
-        return float(np.mean(np.abs(np.clip(levels, below, not_above) - levels)))
+        return calibration_error(coverage([each for each, _ in same], [tokens for _, tokens in same]))
 
 
 def spearman(x: Array, y: Array) -> float:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
+from bins.calibration import midpoints
 from predictor.baselines import baselines, out_of_fold_baselines
 from predictor.dataset import Row
 from predictor.errors import DatasetError
@@ -29,7 +30,6 @@ from predictor.evaluate import (
 )
 from predictor.figures import calibration_figure, confusion_figure, gains_figure
 from predictor.prompt import Prompt
-from predictor.quantiles import midpoints
 
 ONE_TO_EIGHT = list(range(1, 9))
 

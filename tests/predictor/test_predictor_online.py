@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
+from bins.calibration import midpoints
 from predictor.online import LEVELS, OnlineLearner, bounded
 from predictor.prompt import Prompt
-from predictor.quantiles import crps, midpoints
+from predictor.quantiles import crps
 
 NORMAL = [NormalDist().inv_cdf(p) for p in midpoints(LEVELS)]
 TEMPLATE = "Is the following review positive or negative? Answer with one word.\n\n"

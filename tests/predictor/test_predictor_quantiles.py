@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predictor.quantiles import LENGTH_MAX, LEVELS, ascending, at_levels, crps, log_length, midpoints, sample_quantiles
+from bins.calibration import midpoints
+from predictor.quantiles import LENGTH_MAX, LEVELS, ascending, at_levels, crps, log_length, sample_quantiles
 
 NONE_CAPPED = np.zeros(5, dtype=bool)
 logs = st.lists(st.floats(0, 16), min_size=LEVELS, max_size=LEVELS).map(lambda xs: tuple(sorted(xs)))

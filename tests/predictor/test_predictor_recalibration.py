@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from predictor.quantiles import LEVELS, at_levels, crps, midpoints
+from bins.calibration import midpoints
+from predictor.quantiles import LEVELS, at_levels, crps
 from predictor.recalibration import Recalibration, width
 
 NORMAL = np.array([NormalDist().inv_cdf(p) for p in midpoints(LEVELS)])
