@@ -47,9 +47,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     prefill_s: Annotated[float, Meta(ge=0, description="seconds before the first token")] = 0.0
     engines: Annotated[int, Meta(ge=1, description="engines of one kind")] = 1
     barrier: Annotated[bool, Meta(description="engines run a batch to its end; else slots refill one by one")] = False
-    slots: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="of a refill engine (default: the batch size)")
-    ] = None
+    slots: Annotated[int, Meta(ge=1, description="of a refill engine")] = 8
+    look_ahead: Annotated[int, Meta(ge=0, description="requests that a refill engine may hold beyond its slots")] = 0
     last_batch: Annotated[
         Literal["flush", "drop"], Meta(description="partial batches left after the last arrival run, or are dropped")
     ] = "flush"
@@ -74,8 +73,9 @@ def simulate(
     sample = workload.draw_lengths(scenario.lengths, 4_000, streams[1])
     arrivals_s = workload.poisson_arrivals(scenario.arrival_rate, scenario.requests, streams[2])
     predictions = workload.predict(scenario.predictions, lengths, streams[3])
+    scheduling = scheduling.resolved(scenario.barrier)
     header = Header(scheduling, tuple(sample.tolist()))
-    engines = _engines(scenario, scheduling.batch_size, lengths.tolist())
+    engines = _engines(scenario, scheduling.full_batch, lengths.tolist())
     recorder = Recorder(scenario.requests)
     journal = Journal(header, path=journal_path) if journal_path is not None else None
     cluster = SimulatedCluster(
@@ -88,14 +88,15 @@ def simulate(
             journal.close()
     elapsed_s = elapsed(recorder)
     shares = [engine.utilisation(elapsed_s) for engine in engines]
-    return summarise(recorder, lengths, scheduling.batch_size, shares)
+    services_s = scenario.prefill_s + scenario.step_s * lengths
+    return summarise(recorder, lengths, services_s, scheduling.full_batch, shares)
 
 
 def _engines(scenario: Scenario, batch_size: int, lengths: list[float]) -> list[TimedEngine]:
-    slots = batch_size if scenario.barrier or scenario.slots is None else scenario.slots
+    slots, look_ahead = (batch_size, 0) if scenario.barrier else (scenario.slots, scenario.look_ahead)
     return [
         TimedEngine(
-            EngineInfo(f"engine{index}", slots, scenario.barrier),
+            EngineInfo(f"engine{index}", slots, scenario.barrier, look_ahead),
             lengths,
             step_s=scenario.step_s,
             prefill_s=scenario.prefill_s,
@@ -140,7 +141,7 @@ def main(args: argparse.Namespace) -> int:
         "queue_requests_max": scenario.requests,
         **{name: given[name] for name in names if name in given},
     }
-    scheduling = convert(SchedulingConfig, values, "scheduling")
+    scheduling = convert(SchedulingConfig, values, "scheduling").resolved(scenario.barrier)
     try:
         summary = _simulate_with_progress(scenario, scheduling, args.journal)
     except ValueError as error:
@@ -155,7 +156,8 @@ def main(args: argparse.Namespace) -> int:
 def _title(scenario: Scenario, scheduling: SchedulingConfig) -> str:
     kind = "barrier" if scenario.barrier else "refill"
     engines = f"{scenario.engines} {kind} engine{'s' if scenario.engines > 1 else ''}"
-    return f"{scenario.requests:,} requests, {scheduling.bins} bins, batches of {scheduling.batch_size}, {engines}"
+    bins = f"{scheduling.bins} bins, batches of {scheduling.batch_size}, {scheduling.order}"
+    return f"{scenario.requests:,} requests, {bins}, {engines}"
 
 
 def _simulate_with_progress(scenario: Scenario, scheduling: SchedulingConfig, journal: Path | None) -> Summary:

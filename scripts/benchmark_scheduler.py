@@ -29,6 +29,7 @@ from llmserve.scheduling.scheduler import Scheduler
 from llmserve.simulate import Scenario, simulate
 
 SLOTS = 8
+TOKENS_MAX = 100_000  # of an engine's KV cache
 SCENARIOS = {
     "barrier, 8 bins of 8, full, Poisson": (Scenario(barrier=True, engines=2), {"bins": 8, "release": "full"}),
     "barrier, 8 bins of 8, timeout, Poisson": (
@@ -50,12 +51,12 @@ SPREAD = np.geomspace(0.5, 2.0, 15).tolist()  # of a request's quantiles around 
 
 def busy_scheduler(queued: int, engines: int, rng: np.random.Generator) -> tuple[Scheduler, list[tuple[str, Request]]]:
     """A scheduler whose engines are full and whose bins and formed batches hold `queued` requests."""
-    config = SchedulingConfig(bins=8, release="greedy", queue_requests_max=10**9)
+    config = SchedulingConfig(bins=8, release="greedy", queue_requests_max=10**9).resolved(barrier=False)
     scheduler = config.scheduler(rng.lognormal(5.2, 0.8, 1_000).tolist())
     for index in range(engines):
-        scheduler.handle(EngineReady(EngineInfo(f"engine{index:03}", SLOTS, False)), 0.0)
+        scheduler.handle(EngineReady(EngineInfo(f"engine{index:03}", SLOTS, False, 1, TOKENS_MAX)), 0.0)
     running: list[tuple[str, Request]] = []
-    for request_id, tokens in enumerate(rng.lognormal(5.2, 0.8, queued + engines * SLOTS).tolist()):
+    for request_id, tokens in enumerate(rng.lognormal(5.2, 0.8, queued + engines * (SLOTS + 1)).tolist()):
         for action in scheduler.handle(RequestArrived(predicted(request_id, tokens)), 0.0):
             assert isinstance(action, StartBatch)
             running += [(action.engine, request) for request in action.batch.requests]
@@ -86,8 +87,10 @@ def step_times_us(queued: int, engines: int, steps: int, seed: int) -> list[floa
 
 
 def predicted(request_id: int, tokens: float) -> Request:
-    """A request as a predictor's quantiles make it."""
-    return Request(request_id, tokens, quantiles=tuple(tokens * factor for factor in SPREAD))
+    """A request as a predictor's quantiles make it, of one of a thousand conversations."""
+    quantiles = tuple(tokens * factor for factor in SPREAD)
+    prefixes = (request_id % 10, 100 + request_id % 100, 1_000 + request_id % 1_000)
+    return Request(request_id, tokens, quantiles=quantiles, prompt_tokens=200.0, prefixes=prefixes)
 
 
 def measure_steps(engines: int, steps: int, rounds: int) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from llmserve.scheduling.messages import Action, Event
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.scheduler import Scheduler
 
-VERSION = 2
+VERSION = 3
 
 log = logging.getLogger("llmserve")
 

@@ -30,14 +30,16 @@ class RequestCancelled(msgspec.Struct, frozen=True, tag=True):
 class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     """An engine has let go of a request: it answered, failed, or was aborted.
 
-    output_tokens  what it really generated (0 when unknown); a simulation may use real numbers
-    retryable      failed before its client saw a byte, by the engine's fault: it may run elsewhere
+    output_tokens  what it really generated (0 when unknown), a choice; a simulation may use real numbers
+    fault          failed by the engine's fault, not by what was asked
+    retryable      its client has not seen a byte: after a fault it may run elsewhere
     """
 
     engine: str
     request_id: int
     outcome: Literal["completed", "failed", "cancelled"]
     output_tokens: float = 0.0
+    fault: bool = False
     retryable: bool = False
 
 
@@ -50,7 +52,15 @@ class BatchEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
+    """An engine takes requests from now on, or it is known better: its slots or its memory have changed."""
+
     engine: EngineInfo
+
+
+class EngineClosed(msgspec.Struct, frozen=True, tag=True):
+    """An engine takes no more requests, drained by its operator or refusing connections; those it runs go on."""
+
+    engine: str
 
 
 class EngineLost(msgspec.Struct, frozen=True, tag=True):
@@ -77,6 +87,7 @@ Event = (
     | RequestEnded
     | BatchEnded
     | EngineReady
+    | EngineClosed
     | EngineLost
     | DrainRequested
     | TimerFired
@@ -107,6 +118,16 @@ class FailRequest(msgspec.Struct, frozen=True, tag=True):
     retry_after_s: float | None = None
 
 
+class ReportCircuit(msgspec.Struct, frozen=True, tag=True):
+    """Say that an engine failed too often in a row and gets nothing for a while; or that it works again.
+
+    open_s  how long it gets nothing; None: it works again
+    """
+
+    engine: str
+    open_s: float | None
+
+
 class ReportTrust(msgspec.Struct, frozen=True, tag=True):
     """Say that predictions no longer rank answers, and one bin serves; or that they do again, and bins are back.
 
@@ -117,4 +138,4 @@ class ReportTrust(msgspec.Struct, frozen=True, tag=True):
     rank_correlation: float | None
 
 
-Action = StartBatch | AbortRequest | FailRequest | ReportTrust
+Action = StartBatch | AbortRequest | FailRequest | ReportCircuit | ReportTrust

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from bins.edges import OnlineEdges
 from bins.risk import risk
+from llmserve.scheduling.circuit import Circuit
+from llmserve.scheduling.order.edf import edf
 from llmserve.scheduling.order.fffs import fffs
+from llmserve.scheduling.order.shortest import shortest
+from llmserve.scheduling.queues import FormedBatch
 from llmserve.scheduling.release import Full, Greedy, Release, Timeout
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.scheduling.trust import WINDOW_MIN, Trust
 
-ORDERS = {"fffs": fffs}
+ORDERS: dict[str, Callable[[SchedulingConfig], Callable[[FormedBatch], float]]] = {
+    "fffs": lambda config: fffs,
+    "shortest": lambda config: shortest(config.patience),
+    "edf": lambda config: edf,
+}
+# What serves an engine best depends on how it batches (docs/performance.md): a batch that runs to its end wants equals
+# beside each other; slots that refill one by one want the next request, whoever it was queued with.
+BARRIER_DEFAULTS: dict[str, Any] = {"batch_size": 8, "order": "fffs"}
+REFILL_DEFAULTS: dict[str, Any] = {"batch_size": 1, "order": "shortest"}
 
 
 class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides when and where each request runs."""
+    """What decides when and where each request runs. `resolved` fills in what depends on the engines."""
 
     bins: Annotated[int, Meta(ge=1, description="equal-mass length bins")] = 8
-    batch_size: Annotated[int, Meta(ge=1, description="requests in a full batch")] = 8
+    batch_size: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="requests in a full batch (default: 8, or 1 for engines whose slots refill)"),
+    ] = None
     release: Annotated[
         Literal["full", "timeout", "greedy"],
         Meta(
@@ -32,8 +47,21 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "greedy"
     batch_wait_s: Annotated[float, Meta(ge=0, description="longest wait in a bin under --release timeout")] = 0.05
     order: Annotated[
-        Literal["fffs"], Meta(description="which formed batch runs next; fffs: first formed, first served")
-    ] = "fffs"
+        Literal["fffs", "shortest", "edf"] | None,
+        Meta(
+            description="which formed batch runs next: fffs (first formed, first served), shortest (shortest predicted "
+            "first, ageing by --patience), edf (earliest deadline first) (default: fffs, or shortest for engines "
+            "whose slots refill)"
+        ),
+    ] = None
+    patience: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="under --order shortest: no request is overtaken by one that arrives later than this many "
+            "times its predicted service after it",
+        ),
+    ] = 12.0
     bins_by: Annotated[
         Literal["risk", "median"],
         Meta(description="risk: the expected longest answer of a batch of such requests; median: the predicted length"),
@@ -59,12 +87,36 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine_wait_s: Annotated[
         float, Meta(ge=0, description="how long requests wait for an engine when none is up, before 503")
     ] = 30.0
+    circuit_faults_max: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="requests in a row that an engine fails by its own fault before it gets none for a while; "
+            "0: however many",
+        ),
+    ] = 5
+    circuit_pause_s: Annotated[
+        float, Meta(gt=0, description="the first such while; it doubles each time that a request on trial fails")
+    ] = 1.0
+
+    def resolved(self, barrier: bool) -> SchedulingConfig:
+        """With the defaults that suit barrier engines, or engines whose slots refill, where nothing was chosen."""
+        defaults = BARRIER_DEFAULTS if barrier else REFILL_DEFAULTS
+        unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return msgspec.structs.replace(self, **unset) if unset else self
+
+    @property
+    def full_batch(self) -> int:
+        """Requests in a full batch; only of a resolved configuration."""
+        assert self.batch_size is not None, "resolve the configuration first"
+        return self.batch_size
 
     def scheduler(self, lengths: Sequence[float] = ()) -> Scheduler:
         """A fresh scheduler. lengths: a sample of what bins go by (tokens) for the first edges.
 
-        Raises ValueError when `edges` does not fit `bins`.
+        Only of a resolved configuration. Raises ValueError when `edges` does not fit `bins`.
         """
+        assert self.order is not None, "resolve the configuration first"
         edges = OnlineEdges(
             self.bins,
             edges=self.edges,
@@ -74,11 +126,12 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
         return Scheduler(
             release=self._release(),
-            order=ORDERS[self.order],
+            order=ORDERS[self.order](self),
             edges=edges,
-            batch_size=self.batch_size,
+            batch_size=self.full_batch,
             # Answers come in batches of one bin, which say nothing about ranking between bins.
-            trust=Trust(max(self.trust_window, 4 * self.bins * self.batch_size)),
+            trust=Trust(max(self.trust_window, 4 * self.bins * self.full_batch)),
+            circuit=lambda: Circuit(self.circuit_faults_max, self.circuit_pause_s),
             by_risk=self.bins_by == "risk",
             queue_requests_max=self.queue_requests_max,
             retries_max=self.retries_max,
@@ -88,12 +141,12 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     def scores(self, forecasts: Iterable[Sequence[float]]) -> tuple[float, ...]:
         """What bins go by, of a sample of forecasts (equally likely lengths each)."""
         if self.bins_by == "risk":
-            return tuple(risk(lengths, self.batch_size) for lengths in forecasts)
+            return tuple(risk(lengths, self.full_batch) for lengths in forecasts)
         return tuple(lengths[len(lengths) // 2] for lengths in forecasts)
 
     def _release(self) -> Release:
         if self.release == "full":
-            return Full(self.batch_size)
+            return Full(self.full_batch)
         if self.release == "timeout":
-            return Timeout(self.batch_size, self.batch_wait_s)
-        return Greedy(self.batch_size)
+            return Timeout(self.full_batch, self.batch_wait_s)
+        return Greedy(self.full_batch)

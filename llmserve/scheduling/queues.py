@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from enum import Enum
 
 from llmserve.request import Batch, Request
+from llmserve.scheduling.memory import BLOCK_TOKENS
 
 
 class Place(Enum):
@@ -27,11 +29,16 @@ class Ticket:
         "bin",
         "cancelled",
         "engine",
+        "expected_tokens",
         "formed_at_s",
         "place",
         "request",
         "retries",
         "score",
+        "service_mean_s",
+        "service_s",
+        "started_at_s",
+        "total_tokens",
     )
 
     def __init__(self, request: Request, bin_index: int, arrived_at_s: float, score: float | None = None) -> None:
@@ -42,9 +49,19 @@ class Ticket:
         self.place = Place.BIN
         self.batch_id = 0  # set when a batch is formed
         self.formed_at_s = 0.0
-        self.engine = ""  # set while running
+        self.expect(0.0, 0.0, 1.0)
+        self.engine = ""  # these two are set while running
+        self.started_at_s = 0.0
         self.retries = 0
         self.cancelled = False
+
+    def expect(self, tokens: float, service_s: float, service_mean_s: float) -> None:
+        """Output tokens of a choice; time on an engine, and that of the mean answer as known at its arrival."""
+        self.expected_tokens = tokens
+        self.service_s = service_s
+        self.service_mean_s = service_mean_s
+        # What an engine's memory holds of it at its end. Whole, so that sums of them come back to zero.
+        self.total_tokens = math.ceil(self.request.prompt_tokens + self.request.choices * (tokens + BLOCK_TOKENS))
 
 
 class BinQueue:

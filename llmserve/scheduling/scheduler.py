@@ -14,17 +14,22 @@ from collections.abc import Callable
 
 from bins.edges import OnlineEdges
 from bins.risk import risk
-from llmserve.request import EngineInfo, Request
+from llmserve.request import Request
+from llmserve.scheduling.affinity import PrefixMemory
+from llmserve.scheduling.circuit import Circuit
+from llmserve.scheduling.engine_state import EngineState
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
     BatchEnded,
     DrainRequested,
+    EngineClosed,
     EngineLost,
     EngineReady,
     Event,
     FailReason,
     FailRequest,
+    ReportCircuit,
     ReportTrust,
     RequestArrived,
     RequestCancelled,
@@ -33,31 +38,12 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.scheduling.queues import BinQueue, FormedBatch, FormedQueue, Place, Ticket
-from llmserve.scheduling.rates import CompletionRate
+from llmserve.scheduling.rates import CompletionRate, ServiceTime
 from llmserve.scheduling.release import Release
 from llmserve.scheduling.trust import Trust
 
 DEADLINES_SPARE = 64  # deadlines of ended requests that may be kept before they are swept out
-
-
-class EngineState:
-    """One engine as the scheduler sees it."""
-
-    __slots__ = ("info", "ready", "running")
-
-    def __init__(self, info: EngineInfo) -> None:
-        self.info = info
-        self.ready = True
-        self.running: dict[int, Ticket] = {}
-
-    @property
-    def free(self) -> int:
-        """Requests it could start now: a barrier engine takes a new batch only when it is empty."""
-        if not self.ready:
-            return 0
-        if self.info.barrier:
-            return 0 if self.running else self.info.slots
-        return self.info.slots - len(self.running)
+IMBALANCE = 0.25  # share of its slots by which an engine may be busier than another and still be preferred for a prefix
 
 
 class Scheduler:
@@ -72,6 +58,7 @@ class Scheduler:
     queue_requests_max  requests that may wait; one more is refused with `queue_full`
     retries_max         times that a request whose engine failed before its first byte runs again
     engine_wait_s       how long requests wait when no engine is up before they fail with `no_engine`
+    circuit             a fresh circuit breaker for each engine
     """
 
     def __init__(
@@ -82,6 +69,7 @@ class Scheduler:
         edges: OnlineEdges,
         batch_size: int,
         trust: Trust,
+        circuit: Callable[[], Circuit],
         by_risk: bool = True,
         queue_requests_max: int = 100_000,
         retries_max: int = 2,
@@ -100,7 +88,12 @@ class Scheduler:
         self._queue_requests_max = queue_requests_max
         self._retries_max = retries_max
         self._engine_wait_s = engine_wait_s
-        self._free: dict[str, EngineState] = {}
+        self._new_circuit = circuit
+        self._free: dict[str, EngineState] = {}  # those that take something now
+        self._open: dict[str, EngineState] = {}  # those whose circuit's pause is not over
+        self._look_ahead = 0  # places to wait in at the engines, beyond their slots
+        self._prefixes = PrefixMemory()
+        self._service = ServiceTime()
         self._deadlines: list[tuple[float, int]] = []
         self._rate = CompletionRate()
         self._batches_formed = 0
@@ -115,6 +108,7 @@ class Scheduler:
             RequestEnded: self._on_request_ended,
             BatchEnded: self._on_batch_ended,
             EngineReady: self._on_engine_ready,
+            EngineClosed: self._on_engine_closed,
             EngineLost: self._on_engine_lost,
             DrainRequested: self._on_drain_requested,
             TimerFired: self._on_timer_fired,
@@ -128,6 +122,8 @@ class Scheduler:
         self._now_s = now_s
         actions: list[Action] = []
         self._actions = actions
+        if self._open:
+            self._end_pauses()
         self._handlers[type(event)](event)
         if self._deadlines:
             self._fail_late_requests()
@@ -151,6 +147,7 @@ class Scheduler:
                 times.append(self._due_s)
             if self._engineless_since_s is not None:
                 times.append(self._engineless_since_s + self._engine_wait_s)
+            times += [engine.circuit.open_until_s for engine in self._open.values() if engine.circuit.open_until_s]
         if self._deadlines:
             times.append(self._deadlines[0][0])
         return min(times, default=None)
@@ -168,6 +165,10 @@ class Scheduler:
         score = self._score_of(request)
         queue = self.bins[self._bin_of(score)]
         ticket = Ticket(request, queue.index, self._now_s, score)
+        service = self._service
+        expected = request.expected_tokens if self.trust.trusted else None
+        tokens = service.tokens_mean if expected is None else expected
+        ticket.expect(tokens, tokens * service.seconds_per_token, service.tokens_mean * service.seconds_per_token)
         self.requests[request.id] = ticket
         queue.append(ticket)
         self.waiting += 1
@@ -214,14 +215,17 @@ class Scheduler:
         ticket = engine.running.get(event.request_id) if engine is not None else None
         if engine is None or ticket is None:
             return  # stale: the engine was lost with it, and the request lives elsewhere or has ended
-        self._let_go(engine, ticket)
-        if event.outcome == "failed" and event.retryable and not ticket.cancelled:
+        self._judge_engine(engine, event)
+        ran_s = self._now_s - ticket.started_at_s
+        engine.let_go(ticket)
+        self._list(engine)
+        if event.fault and event.retryable and not ticket.cancelled:
             self._run_again([ticket], "engine_failed", avoid=event.engine)
             return
         del self.requests[event.request_id]
         self._rate.observe(self._now_s)
         if event.outcome == "completed":
-            self._see_answer(ticket, event.output_tokens)
+            self._see_answer(ticket, event.output_tokens, ran_s)
 
     def _on_batch_ended(self, event: BatchEnded) -> None:
         engine = self.engines.get(event.engine)
@@ -229,36 +233,40 @@ class Scheduler:
             return
         ended = [ticket for ticket in engine.running.values() if ticket.batch_id == event.batch_id]
         for ticket in ended:
-            del engine.running[ticket.request.id]
+            engine.let_go(ticket)
             del self.requests[ticket.request.id]
             self._rate.observe(self._now_s)
-            self._see_answer(ticket, event.output_tokens.get(ticket.request.id, 0))
-        if engine.free:
-            self._free[engine.info.name] = engine
+            ran_s = self._now_s - ticket.started_at_s
+            self._see_answer(ticket, event.output_tokens.get(ticket.request.id, 0), ran_s)
+        self._list(engine)
 
     def _on_engine_ready(self, event: EngineReady) -> None:
         name = event.engine.name
         state = self.engines.get(name)
         if state is None:
-            state = self.engines[name] = EngineState(event.engine)
+            state = self.engines[name] = EngineState(event.engine, self._new_circuit())
+        if not state.ready:  # whatever was wrong with it, it has come back
+            state.circuit = self._new_circuit()
+            self._open.pop(name, None)
         state.info, state.ready = event.engine, True
         self._engineless_since_s = None
-        if state.free > 0:
-            self._free[name] = state
-        else:
-            self._free.pop(name, None)
+        self._list(state)
+        self._count_look_ahead()
+
+    def _on_engine_closed(self, event: EngineClosed) -> None:
+        state = self.engines.get(event.engine)
+        if state is not None and state.ready:
+            self._close(state)
 
     def _on_engine_lost(self, event: EngineLost) -> None:
         state = self.engines.get(event.engine)
-        if state is None or not state.ready:
+        if state is None:
             return
-        state.ready = False
-        self._free.pop(event.engine, None)
-        if not any(engine.ready for engine in self.engines.values()):
-            self._engineless_since_s = self._now_s
-        tickets, state.running = list(state.running.values()), {}
+        if state.ready:
+            self._close(state)
+        self._prefixes.forget(event.engine)
         again: dict[int, list[Ticket]] = {}  # by batch, so that a barrier engine gets it back as one
-        for ticket in tickets:
+        for ticket in state.let_all_go():
             if ticket.cancelled:
                 del self.requests[ticket.request.id]
             elif ticket.request.id in event.answered:
@@ -267,6 +275,14 @@ class Scheduler:
                 again.setdefault(ticket.batch_id, []).append(ticket)
         for unanswered in again.values():
             self._run_again(unanswered, "engine_lost", avoid=event.engine)
+
+    def _close(self, state: EngineState) -> None:
+        state.ready = False
+        self._list(state)
+        self._open.pop(state.info.name, None)
+        self._count_look_ahead()
+        if not any(engine.ready for engine in self.engines.values()):
+            self._engineless_since_s = self._now_s
 
     def _on_drain_requested(self, event: DrainRequested) -> None:
         self._draining = True
@@ -310,6 +326,8 @@ class Scheduler:
 
     def _form_for_free_engine(self) -> bool:
         """An engine would idle: offer it the bin whose oldest request has waited longest. True if one let go."""
+        if all(engine.room <= 0 for engine in self._free.values()):
+            return False  # what looks ahead is not idle
         sizes = [(queue, self._release_size(queue, engine_free=True)) for queue in self.bins if len(queue)]
         willing = [(queue, size) for queue, size in sizes if size > 0]
         if not willing:
@@ -320,7 +338,7 @@ class Scheduler:
     # ---- order: formed batch -> engine ------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        """Start formed batches, in order, until no engine is free or nothing may go."""
+        """Start formed batches, in order, until no engine takes the next one."""
         held: list[FormedBatch] = []
         while self._free:
             batch = self.formed.first()
@@ -329,49 +347,107 @@ class Scheduler:
                     break
                 continue
             engine = self._engine_for(batch)
-            if engine is None:  # only the engine that has just failed it is free: it waits for another
+            if engine is not None:
+                self._start(engine, batch)
+            elif batch.avoid is None:  # it waits for room: nothing overtakes it, or large ones would wait for ever
+                break
+            else:  # it waits for another engine than the one that has just failed it
                 self.formed.set_aside(batch)
                 held.append(batch)
-            else:
-                self._start(engine, batch)
         for batch in held:
             self.formed.push(batch)
 
     def _engine_for(self, batch: FormedBatch) -> EngineState | None:
-        """The free engine with the most room; never the one that failed this batch while another is up."""
-        free = self._free
+        """Where the batch, or its first request, starts now; None: nowhere yet.
+
+        Free slots come first, wherever they are; a place to wait in at a busy engine is used only while so many wait
+        that every slot which becomes free elsewhere still finds one here. Never the engine that failed this batch
+        while another is up.
+        """
+        engines = list(self._free.values())
         if batch.avoid is not None and self._another_is_ready(batch.avoid):
-            free = {name: engine for name, engine in free.items() if name != batch.avoid}
-        if not free:
-            return None
-        if len(free) == 1:
-            return next(iter(free.values()))
-        return min(free.values(), key=lambda engine: (-engine.free, engine.info.name))
+            engines = [engine for engine in engines if engine.info.name != batch.avoid]
+        free = [engine for engine in engines if engine.room > 0]
+        if not free and self.waiting > self._look_ahead:
+            free = engines
+        ticket = next(iter(batch.tickets.values()))
+        per_token_s = self._service.seconds_per_token
+        fitting = [engine for engine in free if engine.fits(ticket, self._now_s, per_token_s)]
+        if len(fitting) <= 1:
+            return fitting[0] if fitting else None
+        return self._preferred(fitting, ticket.request.prefixes)
+
+    def _preferred(self, engines: list[EngineState], prefixes: tuple[int, ...]) -> EngineState:
+        """The one with the most room; or one that has served the same prefix lately and is hardly busier."""
+        best = min(engines, key=lambda engine: (-engine.room, engine.info.name))
+        if not prefixes:
+            return best
+        near = {
+            engine.info.name: engine for engine in engines if engine.room + IMBALANCE * engine.info.slots >= best.room
+        }
+        known = self._prefixes.among(prefixes, near)
+        return min([near[name] for name in known], key=lambda engine: -engine.room, default=best)
 
     def _another_is_ready(self, name: str) -> bool:
         return any(engine.ready for other, engine in self.engines.items() if other != name)
 
     def _start(self, engine: EngineState, batch: FormedBatch) -> None:
-        started, tickets = self.formed.take(batch, engine.free)
-        name = engine.info.name
+        started, tickets = self.formed.take(batch, self._count(engine, batch))
         for ticket in tickets:
             ticket.place = Place.RUNNING
-            ticket.engine = name
-            engine.running[ticket.request.id] = ticket
+            engine.start(ticket, self._now_s)
+            if len(self.engines) > 1:
+                self._prefixes.served(ticket.request.prefixes, engine.info.name)
         self.waiting -= len(tickets)
-        if not engine.free:
-            del self._free[name]
-        self._actions.append(StartBatch(name, started))
+        self._list(engine)
+        self._actions.append(StartBatch(engine.info.name, started))
+
+    def _count(self, engine: EngineState, batch: FormedBatch) -> int:
+        """Requests of the batch that start at once: all that have a slot; where memory is scarce, one by one."""
+        if engine.info.barrier or (engine.info.tokens_max is None and engine.circuit.closed):
+            return max(1, engine.room)
+        return 1
+
+    def _list(self, engine: EngineState) -> None:
+        """Note whether an engine takes something now; after every change of what it runs."""
+        if engine.takes(self._now_s):
+            self._free[engine.info.name] = engine
+        else:
+            self._free.pop(engine.info.name, None)
+
+    def _count_look_ahead(self) -> None:
+        engines = [engine.info for engine in self.engines.values() if engine.ready]
+        self._look_ahead = sum([info.look_ahead for info in engines if not info.barrier])
+
+    # ---- circuits ---------------------------------------------------------------------------------------------
+
+    def _judge_engine(self, engine: EngineState, event: RequestEnded) -> None:
+        was_closed, until_s = engine.circuit.closed, engine.circuit.open_until_s
+        if event.fault:
+            engine.circuit.fault(event.request_id, self._now_s)
+        elif event.outcome != "cancelled":
+            engine.circuit.success()
+        now_until_s = engine.circuit.open_until_s
+        if now_until_s is not None and now_until_s != until_s:
+            self._open[engine.info.name] = engine
+            self._actions.append(ReportCircuit(engine.info.name, now_until_s - self._now_s))
+        elif now_until_s is None and not was_closed:
+            self._open.pop(engine.info.name, None)
+            self._actions.append(ReportCircuit(engine.info.name, None))
+
+    def _end_pauses(self) -> None:
+        for name, engine in list(self._open.items()):
+            if engine.circuit.takes(self._now_s):
+                del self._open[name]
+                self._list(engine)
 
     # ---- leaving ----------------------------------------------------------------------------------------------
 
-    def _let_go(self, engine: EngineState, ticket: Ticket) -> None:
-        del engine.running[ticket.request.id]
-        if engine.free:
-            self._free[engine.info.name] = engine
-
-    def _see_answer(self, ticket: Ticket, output_tokens: float) -> None:
-        if output_tokens <= 0 or ticket.score is None:
+    def _see_answer(self, ticket: Ticket, output_tokens: float, ran_s: float) -> None:
+        if output_tokens <= 0:
+            return
+        self._service.observe(ran_s, output_tokens)
+        if ticket.score is None:
             return
         if self.trust.observe(ticket.request, ticket.score, output_tokens):
             r = self.trust.rank_correlation
@@ -467,13 +543,15 @@ class Scheduler:
         return sum(len(queue) for queue in self.bins) + len(self.formed)
 
     def _check_engine(self, engine: EngineState) -> None:
-        name = engine.info.name
-        assert len(engine.running) <= engine.info.slots, f"{name} runs more requests than slots"
-        assert engine.ready or not engine.running, f"{name} is lost and still runs requests"
-        if engine.info.barrier:
+        info, name = engine.info, engine.info.name
+        if info.barrier:
             batches = {ticket.batch_id for ticket in engine.running.values()}
             assert len(batches) <= 1, f"barrier engine {name} runs batches {batches}"
-        assert (name in self._free) == (engine.free > 0), f"{name} is wrongly listed as free or busy"
+        assert (name in self._free) == engine.takes(self._now_s), f"{name} is wrongly listed as free or busy"
+        totals = sum(ticket.total_tokens for ticket in engine.running.values())
+        assert engine.total_tokens == totals, f"{name} has {engine.total_tokens} tokens on account, not {totals}"
+        trial = engine.circuit.trial
+        assert trial is None or trial in engine.running, f"{name} waits for a trial that it does not run"
 
     def _check_nothing_idles(self) -> None:
         """Nothing waits past its release while an engine that could run it is idle."""
@@ -483,7 +561,10 @@ class Scheduler:
             return
         for batch in self.formed.batches():
             assert self._engine_for(batch) is None, f"batch {batch.id} waits while an engine is free"
-        for queue in self.bins:
-            assert not len(queue) or self._release_size(queue, engine_free=True) == 0, (
-                f"bin {queue.index} waits while an engine is free"
-            )
+            if batch.avoid is None:
+                return  # it waits for room, and all others for it
+        if any(engine.room > 0 for engine in self._free.values()):
+            for queue in self.bins:
+                assert not len(queue) or self._release_size(queue, engine_free=True) == 0, (
+                    f"bin {queue.index} waits while an engine is free"
+                )

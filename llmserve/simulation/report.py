@@ -16,7 +16,8 @@ Times = NDArray[np.float64]
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Rates are over `elapsed_s`, from the first arrival to the last end. Latency: arrival to end; waiting: to start.
+    """Rates are over `elapsed_s`, from the first arrival to the last end. Latency: arrival to end; waiting: to start;
+    slow-down: latency over the time that the request alone would take.
 
     batch_fill_mean  requests per formed batch, over the batch size
     utilisation      mean over engines of the share of their time (refill: of their slots' time) at work
@@ -34,6 +35,10 @@ class Summary(msgspec.Struct, frozen=True):
     waiting_s_p50: float
     waiting_s_p95: float
     waiting_s_p99: float
+    slowdown_mean: float
+    slowdown_p50: float
+    slowdown_p95: float
+    slowdown_p99: float
     batch_fill_mean: float
     utilisation: float
 
@@ -66,12 +71,17 @@ class Recorder:
         self.batches[batch.id] = self.batches.get(batch.id, 0) + len(batch.requests)
 
 
-def summarise(recorder: Recorder, output_tokens: Times, batch_size: int, busy_share: list[float]) -> Summary:
-    """output_tokens : (count,) by request id.  busy_share : utilisation of each engine over the same elapsed time."""
+def summarise(
+    recorder: Recorder, output_tokens: Times, services_s: Times, batch_size: int, busy_share: list[float]
+) -> Summary:
+    """output_tokens, services_s : (count,) by request id, the latter the time that each alone would take.
+    busy_share : utilisation of each engine over the same elapsed time.
+    """
     arrived, started, ended = (np.array(times) for times in (recorder.arrived_s, recorder.started_s, recorder.ended_s))
     done = ~np.isnan(ended)
     elapsed_s = elapsed(recorder)
     latency, waiting = (ended - arrived)[done], (started - arrived)[done]
+    slowdown = np.divide(latency, services_s[done], out=np.ones_like(latency), where=services_s[done] > 0)
     formed = sum(recorder.batches.values())
     return Summary(
         completed=int(done.sum()),
@@ -80,6 +90,7 @@ def summarise(recorder: Recorder, output_tokens: Times, batch_size: int, busy_sh
         output_tokens_per_s=_per_s(float(output_tokens[done].sum()), elapsed_s),
         **_spread("latency_s", latency),
         **_spread("waiting_s", waiting),
+        **_spread("slowdown", slowdown),
         batch_fill_mean=formed / (len(recorder.batches) * batch_size) if formed else 0.0,
         utilisation=float(np.mean(busy_share)) if busy_share else 0.0,
     )
@@ -110,9 +121,9 @@ def print_table(summary: Summary, title: str, console: Console) -> None:
     for column in ("", "mean", "p50", "p95", "p99"):
         table.add_column(column, justify="left" if not column else "right")
     values = msgspec.structs.asdict(summary)
-    for name in ("latency", "waiting"):
-        spread = (values[f"{name}_s_{part}"] for part in ("mean", "p50", "p95", "p99"))
-        table.add_row(f"{name} (s)", *(f"{value:.3f}" for value in spread))
+    for label, name in (("latency (s)", "latency_s"), ("waiting (s)", "waiting_s"), ("slow-down", "slowdown")):
+        spread = (values[f"{name}_{part}"] for part in ("mean", "p50", "p95", "p99"))
+        table.add_row(label, *(f"{value:.3f}" for value in spread))
     table.add_section()
     for label, text in (
         ("requests/s", f"{summary.throughput_per_s:.4f}"),

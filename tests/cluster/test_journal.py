@@ -11,7 +11,7 @@ from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import EngineReady, RequestArrived
 from llmserve.scheduling.policies import SchedulingConfig
 
-HEADER = Header(SchedulingConfig(bins=2, edges=(10.0,)), (1.0, 2.0))
+HEADER = Header(SchedulingConfig(bins=2, edges=(10.0,)).resolved(barrier=True), (1.0, 2.0))
 
 
 def written(path: Path) -> Path:

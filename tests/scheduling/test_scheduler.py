@@ -32,7 +32,8 @@ REFILL = EngineInfo("gpu0", slots=2, barrier=False)
 
 def scheduler(*engines: EngineInfo, **config: object) -> Scheduler:
     """Batches of 2, one bin, released when full, unless told otherwise."""
-    made = SchedulingConfig(**{"bins": 1, "batch_size": 2, "release": "full", **config}).scheduler()  # type: ignore[arg-type]
+    values = {"bins": 1, "batch_size": 2, "release": "full", "order": "fffs", **config}
+    made = SchedulingConfig(**values).scheduler()  # type: ignore[arg-type]
     for engine in engines:
         made.handle(EngineReady(engine), 0.0)
     return made
@@ -219,7 +220,7 @@ def test_a_returned_batch_goes_before_batches_that_formed_later() -> None:
 def test_a_request_is_tried_again_retries_max_times_and_then_fails() -> None:
     made = scheduler(REFILL, retries_max=1, release="greedy")
     arrive(made, 1)
-    failed = RequestEnded("gpu0", 1, "failed", retryable=True)
+    failed = RequestEnded("gpu0", 1, "failed", fault=True, retryable=True)
     assert step(made, failed) == [StartBatch("gpu0", batch(1, 1))]
     assert step(made, failed) == [FailRequest(1, "engine_failed")]
 
@@ -231,7 +232,7 @@ def test_a_failed_request_runs_elsewhere_even_if_its_own_engine_is_free_first() 
     runs_on = {id_: ticket.engine for id_, ticket in made.requests.items()}
     on_gpu0 = next(id_ for id_, name in runs_on.items() if name == "gpu0")
     on_gpu1 = next(id_ for id_, name in runs_on.items() if name == "gpu1")
-    assert step(made, RequestEnded("gpu0", on_gpu0, "failed", retryable=True)) == []
+    assert step(made, RequestEnded("gpu0", on_gpu0, "failed", fault=True, retryable=True)) == []
     (restart,) = step(made, RequestEnded("gpu1", on_gpu1, "completed", 3))
     assert isinstance(restart, StartBatch)
     assert (restart.engine, [request.id for request in restart.batch.requests]) == ("gpu1", [on_gpu0])

@@ -44,15 +44,15 @@ def test_saturated_throughput_is_that_of_theorem_4_2(bins: int, throughput_per_s
 
 def test_one_slot_with_exponential_service_is_an_m_m_1_queue() -> None:
     """Mean latency 1 / (mu - lambda) = 2 s at mu = 1, lambda = 0.5; its standard error at this size is about 1 %."""
-    scenario = Scenario(requests=200_000, arrival_rate=0.5, lengths="exponential:1", step_s=1.0, seed=5)
-    summary = simulate(scenario, scheduling(bins=1, batch_size=1, release="greedy"))
+    scenario = Scenario(requests=200_000, arrival_rate=0.5, lengths="exponential:1", step_s=1.0, slots=1, seed=5)
+    summary = simulate(scenario, scheduling(bins=1, batch_size=1, release="greedy", order="fffs"))
     assert summary.latency_s_mean == pytest.approx(2.0, rel=0.04)
     assert summary.utilisation == pytest.approx(0.5, rel=0.02)
 
 
 def test_one_slot_with_constant_service_is_an_m_d_1_queue() -> None:
     """Mean waiting rho / (2 mu (1 - rho)) = 0.5 s at mu = 1, lambda = 0.5 (Pollaczek-Khinchine)."""
-    scenario = Scenario(requests=200_000, arrival_rate=0.5, lengths="constant:1", step_s=1.0, seed=6)
+    scenario = Scenario(requests=200_000, arrival_rate=0.5, lengths="constant:1", step_s=1.0, slots=1, seed=6)
     summary = simulate(scenario, scheduling(bins=1, batch_size=1, release="greedy"))
     assert summary.waiting_s_mean == pytest.approx(0.5, rel=0.04)
 
@@ -94,7 +94,7 @@ def test_a_journal_of_other_decisions_does_not_replay(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     simulate(Scenario(requests=100, barrier=True), scheduling(batch_size=4), journal_path=path)
     header, steps = journal.read(path)
-    other = journal.Header(scheduling(batch_size=5), header.lengths)
+    other = journal.Header(scheduling(batch_size=5).resolved(barrier=True), header.lengths)
     assert journal.replay(other, steps) != steps
 
 

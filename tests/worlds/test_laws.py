@@ -7,6 +7,7 @@ keeps its own account of where every request must be.
 from collections import Counter
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import (
@@ -25,10 +26,12 @@ from llmserve.scheduling.messages import (
     Action,
     BatchEnded,
     DrainRequested,
+    EngineClosed,
     EngineLost,
     EngineReady,
     Event,
     FailRequest,
+    ReportCircuit,
     ReportTrust,
     RequestArrived,
     RequestCancelled,
@@ -50,8 +53,22 @@ CONFIGS = st.builds(
     engine_wait_s=st.sampled_from([0.0, 2.0]),
     edges_refit_every=st.sampled_from([0, 3]),
     bins_by=st.sampled_from(["risk", "median"]),
+    order=st.sampled_from(["fffs", "fffs", "shortest", "edf"]),
+    patience=st.sampled_from([0.0, 12.0]),
+    circuit_faults_max=st.integers(0, 3),
 )
-ENGINES = st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=3)
+ENGINES = st.lists(
+    st.builds(
+        EngineInfo,
+        name=st.just(""),
+        slots=st.integers(1, 4),
+        barrier=st.booleans(),
+        look_ahead=st.integers(0, 2),
+        tokens_max=st.sampled_from([None, 60, 400]),
+    ),
+    min_size=1,
+    max_size=3,
+)
 
 
 class Fickle(Trust):
@@ -69,13 +86,14 @@ class World(RuleBasedStateMachine):
     """Everything outside the scheduler."""
 
     @initialize(config=CONFIGS, engines=ENGINES)
-    def begin(self, config: SchedulingConfig, engines: list[tuple[int, bool]]) -> None:
+    def begin(self, config: SchedulingConfig, engines: list[EngineInfo]) -> None:
         self.header = Header(config, (10.0, 20.0, 30.0, 40.0))
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(policies, "Trust", Fickle)  # in the replay too
         self.scheduler = self.header.scheduler()
-        self.engines = [EngineInfo(f"e{index}", slots, barrier) for index, (slots, barrier) in enumerate(engines)]
+        self.engines = [msgspec.structs.replace(engine, name=f"e{index}") for index, engine in enumerate(engines)]
         self.up: set[str] = set()
+        self.no_requests_until_s: dict[str, float] = {}  # engines whose circuit is open
         self.running: dict[str, dict[int, int]] = {engine.name: {} for engine in self.engines}  # -> id -> batch
         self.outcomes: Counter[int] = Counter()
         self.arrived: dict[int, Request] = {}
@@ -97,6 +115,9 @@ class World(RuleBasedStateMachine):
         if isinstance(action, StartBatch):
             assert action.engine in self.up, "an engine that is down was given work"
             assert action.batch.requests, "an empty batch was started"
+            assert self.now_s >= self.no_requests_until_s.get(action.engine, 0.0), "a failing engine was given work"
+            if action.engine in self.no_requests_until_s:
+                assert len(action.batch.requests) == 1, "more than one request is on trial"
             running = self.running[action.engine]
             for request in action.batch.requests:
                 assert self.outcomes[request.id] == 0, "an ended request was started"
@@ -105,10 +126,18 @@ class World(RuleBasedStateMachine):
                 assert request.deadline_s is None or request.deadline_s > self.now_s, "a late request was started"
                 running[request.id] = action.batch.id
                 self.tries[request.id] += 1
+            engine = next(engine for engine in self.engines if engine.name == action.engine)
+            most = engine.slots + (0 if engine.barrier else engine.look_ahead)
+            assert len(running) <= most, "an engine was given more than it takes"
             self.first_start.setdefault(action.batch.id, len(self.first_start))
         elif isinstance(action, FailRequest):
             assert not any(action.request_id in running for running in self.running.values())
             self.outcomes[action.request_id] += 1
+        elif isinstance(action, ReportCircuit):
+            if action.open_s is None:
+                del self.no_requests_until_s[action.engine]
+            else:
+                self.no_requests_until_s[action.engine] = self.now_s + action.open_s
         elif isinstance(action, ReportTrust):
             assert action.trusted == self.scheduler.trust.trusted
         else:
@@ -118,7 +147,15 @@ class World(RuleBasedStateMachine):
     @rule(tokens=st.sampled_from([None, 5.0, 15.0, 25.0, 99.0]), slo_s=st.sampled_from([None, None, 0.0, 1.0]))
     def request_arrives(self, tokens: float | None, slo_s: float | None) -> None:
         quantiles = () if tokens is None or len(self.arrived) % 2 else (tokens / 2, tokens, 3 * tokens)
-        request = Request(len(self.arrived), tokens, None if slo_s is None else self.now_s + slo_s, quantiles)
+        request = Request(
+            len(self.arrived),
+            tokens,
+            None if slo_s is None else self.now_s + slo_s,
+            quantiles,
+            prompt_tokens=float(len(self.arrived) % 3 * 20),
+            choices=1 + len(self.arrived) % 2,
+            prefixes=(len(self.arrived) % 2, len(self.arrived) % 5),
+        )
         self.arrived[request.id] = request
         self.tell(RequestArrived(request))
 
@@ -133,18 +170,19 @@ class World(RuleBasedStateMachine):
             assert after_s is None or after_s > self.now_s, "the timer would fire for ever"
 
     @precondition(lambda self: any(self.running.values()))
-    @rule(data=st.data(), outcome=st.sampled_from(["completed", "completed", "failed", "retryable"]))
+    @rule(data=st.data(), outcome=st.sampled_from(["completed", "completed", "failed", "broke off", "retryable"]))
     def a_request_ends(self, data: st.DataObject, outcome: str) -> None:
         name = data.draw(st.sampled_from(sorted(name for name, running in self.running.items() if running)))
         request_id = data.draw(st.sampled_from(sorted(self.running[name])))
         del self.running[name][request_id]
         if outcome == "retryable":
             self.outcomes[request_id] += request_id in self.gone  # nobody waits for it: it is not tried again
-            self.tell(RequestEnded(name, request_id, "failed", retryable=True))
+            self.tell(RequestEnded(name, request_id, "failed", fault=True, retryable=True))
             return
         self.outcomes[request_id] += 1
         kind = "completed" if outcome == "completed" else "failed"
-        self.tell(RequestEnded(name, request_id, kind, float(request_id % 50 + 1)))  # type: ignore[arg-type]
+        fault = outcome == "broke off"
+        self.tell(RequestEnded(name, request_id, kind, float(request_id % 50 + 1), fault))  # type: ignore[arg-type]
 
     @precondition(lambda self: len(self.arrived))
     @rule(data=st.data(), retryable=st.booleans())
@@ -155,7 +193,7 @@ class World(RuleBasedStateMachine):
         name = data.draw(st.sampled_from([engine.name for engine in self.engines]))
         if request_id not in self.running[name]:
             before = len(self.steps)
-            self.tell(RequestEnded(name, request_id, "failed", retryable=retryable))
+            self.tell(RequestEnded(name, request_id, "failed", fault=True, retryable=retryable))
             assert not any(isinstance(action, FailRequest) for step in self.steps[before:] for action in step.actions)
 
     @precondition(lambda self: any(engine.barrier and self.running[engine.name] for engine in self.engines))
@@ -180,16 +218,33 @@ class World(RuleBasedStateMachine):
     @rule(data=st.data())
     def an_engine_comes_up(self, data: st.DataObject) -> None:
         engine = data.draw(st.sampled_from(self.engines))
+        if engine.name not in self.up:
+            self.no_requests_until_s.pop(engine.name, None)
         self.up.add(engine.name)
         self.tell(EngineReady(engine))
 
     @precondition(lambda self: self.up)
+    @rule(data=st.data(), slots=st.integers(1, 4))
+    def an_engine_turns_out_to_have_other_slots(self, data: st.DataObject, slots: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.up)))
+        place = [engine.name for engine in self.engines].index(name)
+        self.engines[place] = msgspec.structs.replace(self.engines[place], slots=slots)
+        self.tell(EngineReady(self.engines[place]))
+
+    @precondition(lambda self: self.up)
+    @rule(data=st.data())
+    def an_engine_closes_and_goes_on_with_what_it_has(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.up)))
+        self.up.remove(name)
+        self.tell(EngineClosed(name))
+
+    @precondition(lambda self: self.up or any(self.running.values()))
     @rule(data=st.data())
     def an_engine_is_lost(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.up)))
+        name = data.draw(st.sampled_from(sorted(self.up | {name for name, running in self.running.items() if running})))
         running, self.running[name] = self.running[name], {}
         answered = tuple(sorted(data.draw(st.sets(st.sampled_from(sorted(running)))) if running else ()))
-        self.up.remove(name)
+        self.up.discard(name)
         self.outcomes.update(id_ for id_ in running if id_ in self.gone)
         self.tell(EngineLost(name, answered))
 
@@ -208,15 +263,15 @@ class World(RuleBasedStateMachine):
             assert self.tries[request_id] <= self.header.scheduling.retries_max + 1
 
     @invariant()
-    def engines_keep_their_limits(self) -> None:
+    def a_barrier_engine_runs_one_batch(self) -> None:
         for engine in getattr(self, "engines", ()):
-            running = self.running[engine.name]
-            assert len(running) <= engine.slots
-            assert not engine.barrier or len(set(running.values())) <= 1
+            assert not engine.barrier or len(set(self.running[engine.name].values())) <= 1
 
     @invariant()
     def batches_start_in_the_order_in_which_they_formed(self) -> None:
-        """fffs. Batch numbers count formation; one can be overtaken only by a batch that came back."""
+        """Under fffs. Batch numbers count formation; one can be overtaken only by a batch that came back."""
+        if getattr(self, "header", None) is None or self.header.scheduling.order != "fffs":
+            return
         firsts = list(getattr(self, "first_start", {}))
         assert firsts == sorted(firsts)
 
@@ -234,14 +289,19 @@ class World(RuleBasedStateMachine):
             self.up.add(engine.name)
             self.tell(EngineReady(engine))
         self.tell(DrainRequested())
-        while any(self.running.values()):
+        while self.scheduler.requests:
+            if not any(self.running.values()):  # all wait for the end of a pause
+                assert self.scheduler.wake_at_s is not None
+                self.now_s = self.scheduler.wake_at_s
+                self.tell(TimerFired())
+                continue
             name = next(name for name, running in self.running.items() if running)
             request_id = next(iter(self.running[name]))
             del self.running[name][request_id]
             self.outcomes[request_id] += 1
             self.tell(RequestEnded(name, request_id, "completed", 9.0))
             self.scheduler.check()
-        assert not self.scheduler.requests, "requests are left"
+        assert all(not engine.total_tokens for engine in self.scheduler.engines.values()), "memory is still on account"
         assert all(self.outcomes[request_id] == 1 for request_id in self.arrived)
         assert replay(self.header, self.steps) == self.steps
 

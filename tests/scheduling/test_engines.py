@@ -1,0 +1,258 @@
+"""What an engine is given: its slots, a little ahead, what its memory holds, and nothing while it fails."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+from test_orders import one_by_one
+from test_scheduler import arrive, scheduler, step
+
+from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.messages import (
+    Action,
+    EngineClosed,
+    EngineLost,
+    EngineReady,
+    FailRequest,
+    ReportCircuit,
+    RequestArrived,
+    RequestCancelled,
+    RequestEnded,
+    StartBatch,
+    TimerFired,
+)
+
+
+def placed(actions: list[Action]) -> list[tuple[int, str]]:
+    """(request, engine) of all that started."""
+    return [
+        (request.id, action.engine)
+        for action in actions
+        if isinstance(action, StartBatch)
+        for request in action.batch.requests
+    ]
+
+
+def engine(name: str = "gpu0", slots: int = 2, **fields: object) -> EngineInfo:
+    return EngineInfo(name, slots, False, **fields)  # type: ignore[arg-type]
+
+
+# ---- look-ahead ----
+
+
+def test_places_to_look_ahead_are_used_only_while_enough_wait_for_every_slot_that_may_become_free() -> None:
+    made = one_by_one("fffs", engine(look_ahead=1))
+    assert placed(arrive(made, 1, 2)) == [(1, "gpu0"), (2, "gpu0")]
+    assert placed(arrive(made, 3)) == []  # it may as well wait here
+    assert placed(arrive(made, 4)) == [(3, "gpu0")]
+    assert placed(step(made, RequestEnded("gpu0", 1, "completed", 1.0))) == []
+    assert placed(arrive(made, 5)) == [(4, "gpu0")]
+
+
+def test_a_free_slot_elsewhere_is_always_taken_before_a_place_behind_another() -> None:
+    made = scheduler(engine("a", look_ahead=2), engine("b", look_ahead=2), batch_size=1, order="fffs", release="greedy")
+    starts = placed(arrive(made, *range(20)))
+    assert sorted(name for _, name in starts[:4]) == ["a", "a", "b", "b"]
+    assert len(starts) == 8  # and two places at each to look ahead
+    rng = random.Random(3)
+    running = dict(starts)
+    while running:
+        request_id = rng.choice(sorted(running))
+        name = running.pop(request_id)
+        running.update(placed(step(made, RequestEnded(name, request_id, "completed", 1.0))))
+        loads = [sum(other == name for other in running.values()) for name in ("a", "b")]
+        assert not made.waiting or min(loads) >= 2, "a slot is free while requests wait"
+
+
+# ---- memory ----
+
+
+def test_a_request_that_the_cache_would_have_to_evict_waits_in_front() -> None:
+    made = one_by_one("fffs", engine(slots=8, tokens_max=1_000))
+    big = [Request(number, 300.0, prompt_tokens=100.0) for number in range(3)]
+    assert [id_ for id_, _ in placed(arrive(made, *big))] == [0, 1]
+    assert placed(arrive(made, Request(3, 5.0))) == [], "nothing overtakes what waits for room"
+    assert [id_ for id_, _ in placed(step(made, RequestEnded("gpu0", 0, "completed", 300.0), 6.0))] == [2, 3]
+
+
+def test_what_will_have_ended_by_then_makes_room() -> None:
+    """900 tokens at their ends, but the one that is nearly done gives its own back before the other has grown."""
+    made = one_by_one("fffs", engine(slots=8, tokens_max=900))
+    arrive(made, Request(0, 400.0, prompt_tokens=100.0))
+    assert placed(arrive(made, Request(1, 400.0, prompt_tokens=10.0))) == []
+    assert placed(step(made, TimerFired(), 7.6)) == [(1, "gpu0")]  # 380 of the first one's 400 tokens are out
+
+
+def test_what_fits_nowhere_runs_alone() -> None:
+    made = one_by_one("fffs", engine(slots=8, tokens_max=100))
+    assert placed(arrive(made, Request(0, 5_000.0), Request(1, 5.0))) == [(0, "gpu0")]
+    assert placed(step(made, RequestEnded("gpu0", 0, "completed", 90.0), 1.0)) == [(1, "gpu0")]
+
+
+def test_memory_is_looked_for_at_every_engine() -> None:
+    small, large = engine("a", slots=4, tokens_max=200), engine("b", slots=2, tokens_max=10_000)
+    made = scheduler(small, large, batch_size=1, order="fffs", release="greedy")
+    assert placed(arrive(made, Request(0, 150.0), Request(1, 150.0))) == [(0, "a"), (1, "b")]
+
+
+# ---- prefixes ----
+
+
+def test_among_free_slots_the_engine_that_served_the_prefix_is_preferred() -> None:
+    made = scheduler(engine("a", 8), engine("b", 8), batch_size=1, order="fffs", release="greedy")
+    assert placed(arrive(made, Request(0, prefixes=(1,)))) == [(0, "a")]
+    assert placed(arrive(made, Request(1, prefixes=(2,)))) == [(1, "b")]
+    assert placed(arrive(made, Request(2, prefixes=(2, 3)))) == [(2, "b")]
+    assert placed(arrive(made, Request(3, prefixes=(1, 4)))) == [(3, "a")]
+    assert placed(arrive(made, Request(4, prefixes=(2, 3)))) == [(4, "b")]
+
+
+def test_a_prefix_that_all_share_does_not_fill_one_engine_while_another_is_idle() -> None:
+    made = scheduler(engine("a", 8), engine("b", 8), batch_size=1, order="fffs", release="greedy")
+    names = [name for _, name in placed(arrive(made, *(Request(number, prefixes=(1,)) for number in range(16))))]
+    for count in range(1, 17):
+        assert abs(2 * names[:count].count("a") - count) <= 3
+    assert placed(arrive(made, Request(99, prefixes=(1,)))) == []
+
+
+def test_affinity_never_makes_a_request_wait_for_its_engine() -> None:
+    made = scheduler(engine("a", 1), engine("b", 1), batch_size=1, order="fffs", release="greedy")
+    arrive(made, Request(0, prefixes=(1,)))
+    assert placed(arrive(made, Request(1, prefixes=(1,)))) == [(1, "b")]
+
+
+# ---- closing ----
+
+
+def test_a_closed_engine_finishes_what_it_has_and_gets_no_more() -> None:
+    made = scheduler(engine("a"), engine("b"), batch_size=1, order="fffs", release="greedy")
+    arrive(made, 0, 1, 2, 3, 4)
+    assert placed(step(made, EngineClosed("a"))) == []
+    assert placed(step(made, RequestEnded("a", 0, "completed", 3.0))) == []
+    assert placed(step(made, RequestEnded("b", 1, "completed", 3.0))) == [(4, "b")]
+    assert placed(arrive(made, 5)) == []
+    assert placed(step(made, EngineReady(engine("a")))) == [(5, "a")]
+    assert len(made.engines["a"].running) == 2, "what it ran before is still counted"
+
+
+def test_a_closed_engine_may_still_be_lost_with_what_it_runs() -> None:
+    made = scheduler(engine("a"), engine("b"), batch_size=1, order="fffs", release="greedy")
+    arrive(made, 0, 1)
+    step(made, EngineClosed("a"))
+    assert placed(step(made, EngineLost("a"))) == [(0, "b")]
+
+
+def test_when_the_only_engine_is_closed_newcomers_are_refused() -> None:
+    made = one_by_one("fffs")
+    step(made, EngineClosed("gpu0"))
+    assert arrive(made, 1) == [FailRequest(1, "no_engine", None)]
+
+
+# ---- circuits ----
+
+
+def fail(made: object, name: str, request_id: int, now_s: float) -> list[Action]:
+    return step(made, RequestEnded(name, request_id, "failed", fault=True, retryable=True), now_s)  # type: ignore[arg-type]
+
+
+def test_an_engine_that_fails_request_after_request_gets_none_for_a_while_then_one() -> None:
+    made = one_by_one("fffs", engine(slots=4), circuit_faults_max=2, retries_max=9)
+    arrive(made, 0, 1, 2)
+    assert placed(fail(made, "gpu0", 0, 1.0)) == [(0, "gpu0")]
+    assert fail(made, "gpu0", 0, 1.0) == [ReportCircuit("gpu0", 1.0)]
+    assert placed(arrive(made, 3, now_s=1.5)) == []
+    assert made.wake_at_s == 2.0
+    assert placed(step(made, TimerFired(), 2.0)) == [(0, "gpu0")], "one request is on trial, the first in turn"
+    ended = step(made, RequestEnded("gpu0", 0, "completed", 5.0), 2.5)
+    assert ended[0] == ReportCircuit("gpu0", None)
+    assert placed(ended) == [(3, "gpu0")]
+
+
+def test_while_one_engine_fails_the_others_serve() -> None:
+    made = scheduler(
+        *(engine("a", 1), engine("b", 1)), batch_size=1, order="fffs", release="greedy", circuit_faults_max=1
+    )
+    arrive(made, 0, 1)
+    assert fail(made, "a", 0, 0.0) == [ReportCircuit("a", 1.0)]
+    assert placed(step(made, RequestEnded("b", 1, "completed", 3.0), 0.1)) == [(0, "b")]
+    assert placed(arrive(made, 2, now_s=0.2)) == []
+    assert placed(step(made, RequestEnded("b", 0, "completed", 3.0), 0.3)) == [(2, "b")]
+
+
+def test_what_clients_ask_wrongly_never_opens_a_circuit() -> None:
+    made = one_by_one("fffs", circuit_faults_max=1)
+    for request_id in range(50):
+        arrive(made, request_id)
+        assert step(made, RequestEnded("gpu0", request_id, "failed")) == []
+    assert made.engines["gpu0"].circuit.closed
+
+
+def test_an_engine_that_comes_back_begins_with_a_closed_circuit() -> None:
+    made = one_by_one("fffs", circuit_faults_max=1)
+    arrive(made, 0)
+    fail(made, "gpu0", 0, 0.0)
+    step(made, EngineLost("gpu0"))
+    assert placed(step(made, EngineReady(engine(slots=1)))) == [(0, "gpu0")]
+
+
+# ---- nothing leaks ----
+
+
+def test_after_100_000_random_disconnects_every_counter_is_zero() -> None:
+    rng = random.Random(100_000)
+    made = scheduler(
+        *(engine(name, 4, look_ahead=1, tokens_max=2_000) for name in ("a", "b", "c")),
+        batch_size=1,
+        order="shortest",
+        release="greedy",
+        queue_requests_max=200,
+    )
+    alive: dict[int, str | None] = {}  # request -> its engine, None while it waits
+    left = aborted = ended = 0
+    now_s, next_id = 0.0, 0
+    while left < 100_000:
+        now_s += rng.expovariate(1_000.0)
+        choice = rng.random()
+        if choice < 0.5 or not alive:
+            next_id += 1
+            request = Request(next_id, rng.uniform(1, 400), prompt_tokens=rng.uniform(0, 99), prefixes=(next_id % 7,))
+            actions = made.handle(RequestArrived(request), now_s)
+            if not any(isinstance(action, FailRequest) for action in actions):
+                alive[next_id] = None
+        else:
+            request_id = next(iter(alive)) if rng.random() < 0.5 else rng.choice(list(alive))
+            name = alive.pop(request_id)
+            if choice < 0.97:
+                left += 1
+                actions = made.handle(RequestCancelled(request_id), now_s)
+                if name is not None:
+                    aborted += 1
+                    actions += made.handle(RequestEnded(name, request_id, "cancelled"), now_s)
+            elif name is not None:
+                ended += 1
+                actions = made.handle(RequestEnded(name, request_id, "completed", rng.uniform(1, 400)), now_s)
+            else:
+                alive[request_id] = None
+                continue
+        alive.update(placed(actions))
+    assert min(aborted, left - aborted, ended) > 1_000, "all kinds of ends were tried"
+    for request_id, name in list(alive.items()):
+        made.handle(RequestCancelled(request_id), now_s)
+        if name is not None:
+            alive.update(placed(made.handle(RequestEnded(name, request_id, "cancelled"), now_s)))
+    for name, state in made.engines.items():
+        for request_id in list(state.running):
+            made.handle(RequestEnded(name, request_id, "cancelled"), now_s)
+    made.check()
+    assert (len(made.requests), made.waiting, len(made.formed)) == (0, 0, 0)
+    assert [(len(state.running), state.total_tokens, state.room) for state in made.engines.values()] == [(0, 0, 4)] * 3
+
+
+def test_an_engine_with_fewer_slots_than_it_runs_gets_nothing_until_there_is_room() -> None:
+    made = one_by_one("fffs", engine(slots=4))
+    arrive(made, 0, 1, 2, 3, 4)
+    assert placed(step(made, EngineReady(msgspec.structs.replace(engine(), slots=2)))) == []
+    assert placed(step(made, RequestEnded("gpu0", 0, "completed", 1.0))) == []
+    assert placed(step(made, RequestEnded("gpu0", 1, "completed", 1.0))) == []
+    assert placed(step(made, RequestEnded("gpu0", 2, "completed", 1.0))) == [(4, "gpu0")]
