@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
             help=help_,
             description=module.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            usage=f"llmserve {name} [options]",
+            usage=f"llmserve {name} [options]" + (" [-- VLLM_OPTIONS]" if name == "serve" else ""),
             allow_abbrev=False,
         )
         module.add_arguments(command)
@@ -39,7 +39,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 failed at run time, 2 wrongly asked."""
-    args, unknown = parser().parse_known_args(argv)
+    words, for_engine = _split(sys.argv[1:] if argv is None else argv)
+    args, unknown = parser().parse_known_args(words)
+    if for_engine:
+        args.engine_args = for_engine
     try:
         if unknown:
             raise ConfigError(f"unknown argument {unknown[0]}{nearest(unknown[0], args.flags)}")
@@ -50,6 +53,14 @@ def main(argv: list[str] | None = None) -> int:
     except LLMServeError as error:
         print(f"llmserve: {error}", file=sys.stderr)
         return 1
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """What is for us, and what follows `--`, which `serve` passes on to the engine."""
+    if argv[:1] != ["serve"] or "--" not in argv:
+        return argv, []
+    cut = argv.index("--")
+    return argv[:cut], argv[cut + 1 :]
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import shlex
 import tomllib
 import typing
 from collections.abc import Collection, Mapping
@@ -36,6 +37,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_key_file: Annotated[
         str | None, Meta(description="file of `name: key` lines; without it no key is asked for")
     ] = None
+    admin_key_file: Annotated[
+        str | None, Meta(description="file with the key of POST /admin/...; without it there is no /admin")
+    ] = None
     anonymous: Annotated[bool, Meta(description="listen beyond loopback although no key is asked for")] = False
     drain_s: Annotated[float, Meta(ge=0, description="how long a stop waits for running requests")] = 30.0
     journal: Annotated[str | None, Meta(description="file that keeps every scheduling step, as JSON lines")] = None
@@ -47,22 +51,75 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: Annotated[
         tuple[str, ...],
-        Meta(description="URL of an OpenAI-compatible server; repeat for several (default: the embedded engine)"),
+        Meta(
+            description="URL of an OpenAI-compatible server, `vllm` (started here, one for each GPU) or `embedded` (a "
+            "small model on the CPU); repeat for several (default: embedded)",
+            extra={"metavar": "URL"},
+        ),
     ] = ()
     model: Annotated[
         str | None,
+        Meta(description="embedded (default: the demo model), vllm: model folder or hub id; URLs: serve only this one"),
+    ] = None
+    replicas: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="vLLM servers started here (default: as many as the GPUs allow, or 1)"),
+    ] = None
+    slots: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="embedded engine: model folder or hub id (default: the demo model); URLs: serve only this one"
+            description="requests that each refill engine runs at once (default: vLLM started here 256, a URL's is "
+            "read from the engine)"
         ),
     ] = None
-    slots: Annotated[int, Meta(ge=1, description="requests that each URL engine runs at once")] = 256
-    barrier: Annotated[bool, Meta(description="URL engines run one batch to its end (static batching)")] = False
+    look_ahead: Annotated[
+        int, Meta(ge=0, description="requests sent to a refill engine beyond its slots, to hide the way there")
+    ] = 1
+    barrier: Annotated[
+        bool, Meta(description="URL and vllm engines run one batch to its end (static batching), without refill")
+    ] = False
+    engine_args: Annotated[
+        tuple[str, ...],
+        Meta(description="arguments for vLLM; on the command line: all that follows `--`", extra={"flag": False}),
+    ] = ()
+    engine_python: Annotated[
+        str | None, Meta(description="interpreter of the environment that vLLM is installed in (default: this one)")
+    ] = None
+    engine_log_folder: Annotated[
+        str | None,
+        Meta(
+            description="folder for what vLLM started here says, vllm-0.log, ... (default: $XDG_STATE_HOME/llmserve, "
+            "or ~/.local/state/llmserve)"
+        ),
+    ] = None
     engine_api_key: Annotated[str | None, Meta(description="bearer key for URL engines; better in the environment")] = (
         None
     )
     engine_connect_s: Annotated[float, Meta(gt=0, description="longest wait for a connection to an engine")] = 5.0
     engine_idle_s: Annotated[float, Meta(gt=0, description="longest silence of an engine inside an answer")] = 600.0
-    engine_start_s: Annotated[float, Meta(gt=0, description="longest start of the embedded engine")] = 120.0
+    engine_start_s: Annotated[float, Meta(gt=0, description="longest start of an engine started here")] = 600.0
+
+    @property
+    def has_vllm(self) -> bool:
+        return "vllm" in self.engine
+
+    @property
+    def has_embedded(self) -> bool:
+        return not self.engine or "embedded" in self.engine
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(entry for entry in self.engine if entry not in ("vllm", "embedded"))
+
+    def check(self) -> None:
+        """Raises ConfigError on settings that contradict each other."""
+        if len(set(self.engine)) < len(self.engine):
+            raise ConfigError("engine: the same server stands twice")
+        if self.has_vllm and self.model is None:
+            raise ConfigError("engine vllm needs --model FOLDER_OR_HUB_ID")
+        for name, value in (("replicas", self.replicas), ("engine_args", self.engine_args)):
+            if value and not self.has_vllm:
+                raise ConfigError(f"{name}: only for vLLM started here, --engine vllm")
 
 
 class PredictorConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,11 +172,18 @@ def add_flags(parser: argparse.ArgumentParser, struct: type[msgspec.Struct], tit
     hints = typing.get_type_hints(struct, include_extras=True)
     for field in msgspec.structs.fields(struct):
         default = defaults.get(field.name, field.default)
-        group.add_argument(flag_of(field.name), dest=field.name, **_flag(hints[field.name], default))
+        if _extra(hints[field.name]).get("flag", True):
+            group.add_argument(flag_of(field.name), dest=field.name, **_flag(hints[field.name], default))
 
 
 def flag_of(field: str) -> str:
     return "--" + field.replace("_", "-")
+
+
+def _extra(hint: Any) -> dict[str, Any]:
+    """What a field says beside its type and range. metavar: of its flag; flag: False when it has none."""
+    metas = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return {name: value for meta in metas for name, value in (meta.extra or {}).items()}
 
 
 def _flag(hint: Any, default: Any) -> dict[str, Any]:
@@ -129,10 +193,11 @@ def _flag(hint: Any, default: Any) -> dict[str, Any]:
     common: dict[str, Any] = {"help": help_.replace("%", "%%"), "default": argparse.SUPPRESS}
     if kind is bool:
         return {**common, "action": argparse.BooleanOptionalAction}
-    if get_origin(kind) is Literal:
-        return {**common, "choices": get_args(kind)}
+    for part in (kind, *get_args(kind)):
+        if get_origin(part) is Literal:
+            return {**common, "choices": get_args(part)}
     if kind == tuple[str, ...]:
-        return {**common, "action": "append", "metavar": "URL"}
+        return {**common, "action": "append", "metavar": _extra(hint).get("metavar", "TEXT")}
     return {**common, "metavar": _metavar(kind)}
 
 
@@ -171,7 +236,7 @@ def convert(
 ) -> S:
     """A section from texts or values of the right type. Raises ConfigError."""
     hints = typing.get_type_hints(struct)
-    prepared = {name: _split(hints[name], value) for name, value in values.items()}
+    prepared = {name: _split(name, hints[name], value) for name, value in values.items()}
     for name, value in prepared.items():
         # Infinity and NaN would not survive in a journal; only an arrival rate has a use for one of them.
         if name != "arrival_rate" and not _is_finite(value):
@@ -194,12 +259,17 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, str | float) or math.isfinite(float(value))
 
 
-def _split(kind: Any, value: Any) -> Any:
-    """Texts for a tuple are comma-separated."""
+def _split(name: str, kind: Any, value: Any) -> Any:
+    """Texts for a tuple are comma-separated; a program's arguments are written as for a shell."""
     is_tuple = any(get_origin(part) is tuple for part in (kind, *get_args(kind)))
-    if is_tuple and isinstance(value, str):
+    if not is_tuple or not isinstance(value, str):
+        return value
+    if name != "engine_args":
         return [part.strip() for part in value.split(",") if part.strip()]
-    return value
+    try:
+        return shlex.split(value)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}, in {value!r}") from error
 
 
 def _environment_values(environment: Mapping[str, str], section_of: Mapping[str, str]) -> list[tuple[str, str, str]]:

@@ -1,6 +1,7 @@
 """Run the front-end.
 
-Without --engine it starts the embedded engine (a small local model; no GPU, no download) and serves that.
+Without --engine it starts the embedded engine (a small local model; no GPU, no download) and serves that. With
+--engine vllm --model FOLDER_OR_HUB_ID it starts vLLM, one server for each GPU; what follows `--` are vLLM's arguments.
 Every flag is also an environment variable (--batch-size: LLMSERVE_BATCH_SIZE) and a key of the TOML file
 named by --config; flags win over the environment, the environment over the file.
 """
@@ -18,11 +19,15 @@ import shlex
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+import msgspec
 
 from llmserve import config as configuration
 from llmserve.config import Config
@@ -33,10 +38,13 @@ if TYPE_CHECKING:
 
     from llmserve.cluster.live import LiveCluster
     from llmserve.engines.engine import Engine
+    from llmserve.engines.engine_process import EngineProcess
     from predictor.forecaster import Forecaster
     from predictor.process import PredictorProcess
 
 log = logging.getLogger("llmserve")
+
+URL_SLOTS = 256  # until the engine tells, when nobody has said
 
 TITLES = {
     "server": "server",
@@ -125,20 +133,38 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
     from llmserve.metrics import Metrics
 
     keys = read_keys(Path(config.server.api_key_file)) if config.server.api_key_file else {}
+    admin_keys = read_keys(Path(config.server.admin_key_file)) if config.server.admin_key_file else {}
     _check_listening(config, has_keys=bool(keys))
+    config = _resolved(config)
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(_listener(config.server.host, config.server.port))
         cluster = await _start_cluster(config, stack)
-        metrics = Metrics(cluster, config.scheduling.batch_size)
+        metrics = Metrics(cluster, config.scheduling.full_batch)
         doorkeeper = Doorkeeper(
             keys,
             concurrent_max=config.limits.concurrent_max,
             requests_per_minute_max=config.limits.requests_per_minute_max,
         )
-        app = create_app(cluster, metrics, doorkeeper, config.limits)
+        admin = Doorkeeper(admin_keys) if admin_keys else None
+        app = create_app(cluster, metrics, doorkeeper, config.limits, admin=admin)
         await stack.enter_async_context(_accepting(app, listener))
         cluster.start()
         yield cluster, _url(listener)
+
+
+def _resolved(config: Config) -> Config:
+    """With the defaults that depend on the engines. What makes no sense is said before anything slow is started.
+
+    Raises ConfigError.
+    """
+    engines = config.engines
+    engines.check()
+    scheduling = config.scheduling.resolved(barrier=engines.barrier or engines.has_embedded)
+    try:
+        scheduling.scheduler()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return msgspec.structs.replace(config, scheduling=scheduling)
 
 
 def _check_listening(config: Config, *, has_keys: bool) -> None:
@@ -175,16 +201,9 @@ async def _start_cluster(config: Config, stack: AsyncExitStack) -> LiveCluster:
     from llmserve.cluster.live import LiveCluster
     from llmserve.cluster.record import LengthRecord
 
-    try:
-        config.scheduling.scheduler()  # what makes no sense is said before anything slow is started
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    try:
-        async with asyncio.TaskGroup() as group:
-            engines_task = group.create_task(_start_engines(config, stack))
-            predictor_task = group.create_task(_start_predictor(config, stack))
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+    async with _at_once() as group:
+        engines_task = group.create_task(_start_engines(config, stack))
+        predictor_task = group.create_task(_start_predictor(config, stack))
     engines, predictor = engines_task.result(), predictor_task.result()
     header = Header(config.scheduling, config.scheduling.scores(predictor.forecasts if predictor is not None else ()))
     cluster = LiveCluster(
@@ -194,10 +213,21 @@ async def _start_cluster(config: Config, stack: AsyncExitStack) -> LiveCluster:
         forecaster=_forecaster(config, predictor),
         record=LengthRecord(Path(config.prediction.record)) if config.prediction.record else None,
         config=config.live,
-        only_model=config.engines.model if config.engines.engine else None,
+        # What is started here serves nothing else; vLLM's adapters are models of their own.
+        only_model=None if config.engines.has_vllm or config.engines.has_embedded else config.engines.model,
     )
     stack.push_async_callback(cluster.close)
     return cluster
+
+
+@contextlib.asynccontextmanager
+async def _at_once() -> AsyncIterator[asyncio.TaskGroup]:
+    """A group of tasks of which the first that fails ends the others; its exception is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
 
 
 def _forecaster(config: Config, predictor: PredictorProcess | None) -> Forecaster:
@@ -209,26 +239,45 @@ def _forecaster(config: Config, predictor: PredictorProcess | None) -> Forecaste
 
 
 async def _start_engines(config: Config, stack: AsyncExitStack) -> list[Engine]:
+    """Those of ours are up, whether they run or not those of others."""
     from llmserve.engines.openai_engine import OpenAIEngine, Timeouts
     from llmserve.request import EngineInfo
 
-    engines = config.engines
-    if engines.engine:
-        slots = config.scheduling.batch_size if engines.barrier else engines.slots
-        urls = {_engine_name(url): url for url in engines.engine}
-        if len(urls) < len(engines.engine):
-            raise ConfigError("engine: the same server stands twice")
-        infos = [EngineInfo(name, slots, engines.barrier) for name in urls]
-    else:
-        urls = {"embedded": await _start_embedded(config, stack)}
-        infos = [EngineInfo("embedded", config.scheduling.batch_size, True)]
+    engines, full_batch = config.engines, config.scheduling.full_batch
     timeouts = Timeouts(connect_s=engines.engine_connect_s, idle_s=engines.engine_idle_s)
+    connect = partial(OpenAIEngine, timeouts=timeouts, api_key=engines.engine_api_key)
+    barrier, ahead = engines.barrier, 0 if engines.barrier else engines.look_ahead
+    urls = {_engine_name(url): url for url in engines.urls}
+    if len(urls) < len(engines.urls):
+        raise ConfigError("engine: the same server stands twice")
+    vllm, slots = _vllm_processes(config) if engines.has_vllm else ([], 0)
+    embedded = [_embedded_process(config)] if engines.has_embedded else []
+    await _start_processes([*embedded, *vllm], stack)
+
     made: list[Engine] = []
-    for info in infos:
-        engine = OpenAIEngine(info, urls[info.name], timeouts=timeouts, api_key=engines.engine_api_key)
+    for process in embedded:
+        made.append(connect(EngineInfo("embedded", full_batch, True), process.url, restart=process.restart))
+    for process in vllm:
+        info = EngineInfo(process.name, full_batch if barrier else slots, barrier, look_ahead=ahead)
+        made.append(connect(info, process.url, restart=process.restart))
+    for name, url in urls.items():
+        info = EngineInfo(name, full_batch if barrier else engines.slots or URL_SLOTS, barrier, look_ahead=ahead)
+        made.append(connect(info, url, learns_slots=not barrier and engines.slots is None))
+    for engine in made:
         stack.push_async_callback(engine.close)
-        made.append(engine)
     return made
+
+
+async def _start_processes(processes: list[EngineProcess], stack: AsyncExitStack) -> None:
+    """All at once, and all are stopped at once. The first that fails ends the others. Raises EngineStartError."""
+
+    async def stop() -> None:
+        await asyncio.gather(*(process.stop() for process in processes))
+
+    stack.push_async_callback(stop)
+    async with _at_once() as group:
+        for process in processes:
+            group.create_task(process.start())
 
 
 def _engine_name(url: str) -> str:
@@ -246,18 +295,51 @@ def _engine_name(url: str) -> str:
     return f"{host}:{port or (443 if parts.scheme == 'https' else 80)}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
-async def _start_embedded(config: Config, stack: AsyncExitStack) -> str:
+def _embedded_process(config: Config) -> EngineProcess:
     from llmserve.engines.engine_process import EngineProcess
 
     def command(port: int) -> list[str]:
         words = [sys.executable, "-m", "llmserve.engines.embedded", "--host", "127.0.0.1", "--port", str(port)]
-        words += ["--batch-size-max", str(config.scheduling.batch_size), "--parent-pid", str(os.getpid())]
+        words += ["--batch-size-max", str(config.scheduling.full_batch)]
         return words + (["--model", config.engines.model] if config.engines.model else [])
 
-    process = EngineProcess("the embedded engine", command, start_s=config.engines.engine_start_s)
-    stack.push_async_callback(process.stop)
-    await process.start()
-    return process.url
+    return EngineProcess("the embedded engine", command, start_s=config.engines.engine_start_s)
+
+
+def _vllm_processes(config: Config) -> tuple[list[EngineProcess], int]:
+    """Servers to be started, and the slots of each. Raises ConfigError on what can be known to fail before that."""
+    from llmserve.engines import vllm_process
+
+    engines = config.engines
+    assert engines.model is not None, "checked"
+    vllm_process.check_model(engines.model)
+    slots = vllm_process.slots_of(engines.slots, engines.engine_args)
+    python = engines.engine_python or sys.executable
+    replicas = vllm_process.plan(
+        engines.model,
+        python=python,
+        slots=slots,
+        args=engines.engine_args,
+        count=engines.replicas,
+        gpus=vllm_process.visible_gpus(os.environ),
+    )
+    vllm_process.check_python(python)
+    folder = _log_folder(engines.engine_log_folder)
+    log.info("starting vLLM: %s; what it says goes to %s", ", ".join(replica.name for replica in replicas), folder)
+    return vllm_process.processes(replicas, start_s=engines.engine_start_s, log_folder=folder), slots
+
+
+def _log_folder(chosen: str | None) -> Path:
+    """Made if need be. Raises ConfigError when nothing can be written there."""
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    folder = Path(chosen or f"{state}/llmserve")
+    try:
+        folder = folder.expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except (OSError, RuntimeError) as error:  # RuntimeError: nobody's home
+        raise ConfigError(f"engine_log_folder: nothing can be written to {folder}: {error}") from error
 
 
 async def _start_predictor(config: Config, stack: AsyncExitStack) -> PredictorProcess | None:
@@ -282,7 +364,7 @@ def _predictor_folder(config: Config) -> Path | None:
         return None
     if chosen is not None:
         return Path(chosen)
-    if config.engines.engine or config.engines.model:
+    if config.engines.engine not in ((), ("embedded",)) or config.engines.model:
         return None  # the demo predictor knows the demo model's answers only
     import predictor
 

@@ -102,7 +102,7 @@ class Run:
 async def embedded_engine(batch_size: int) -> AsyncIterator[str]:
     def command(port: int) -> list[str]:
         words = [sys.executable, "-m", "llmserve.engines.embedded", "--port", str(port)]
-        return [*words, "--batch-size-max", str(batch_size), "--parent-pid", str(os.getpid())]
+        return [*words, "--batch-size-max", str(batch_size)]
 
     process = EngineProcess("the embedded engine", command, start_s=120)
     await process.start()

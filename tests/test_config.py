@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llmserve.config import Config, load_config
+from llmserve.config import Config, EngineConfig, load_config
 from llmserve.errors import ConfigError
 
 
@@ -61,3 +61,46 @@ def test_an_unknown_variable_is_an_error_that_names_the_nearest() -> None:
 def test_a_wrong_variable_says_where_it_came_from() -> None:
     with pytest.raises(ConfigError, match=r"port \(the environment\): expected `int` <= 65535, not '70000'"):
         load_config({}, {"LLMSERVE_PORT": "70000"}, None)
+
+
+def test_vllms_arguments_come_as_a_list_or_as_for_a_shell(tmp_path: Path) -> None:
+    file = tmp_path / "llmserve.toml"
+    file.write_text('[engines]\nengine_args = ["--max-model-len", "1024"]\n')
+    assert load_config({}, {}, str(file)).engines.engine_args == ("--max-model-len", "1024")
+    text = """--enforce-eager --override-generation-config '{"top_k": 1, "top_p": 0.9}'"""
+    args = load_config({}, {"LLMSERVE_ENGINE_ARGS": text}, None).engines.engine_args
+    assert args == ("--enforce-eager", "--override-generation-config", '{"top_k": 1, "top_p": 0.9}')
+    with pytest.raises(ConfigError, match="engine_args: No closing quotation"):
+        load_config({}, {"LLMSERVE_ENGINE_ARGS": "'--enforce-eager"}, None)
+
+
+@pytest.mark.parametrize(
+    ("engine", "embedded", "vllm", "urls"),
+    [
+        ((), True, False, ()),
+        (("embedded",), True, False, ()),
+        (("vllm",), False, True, ()),
+        (("vllm", "http://a", "http://b"), False, True, ("http://a", "http://b")),
+        (("http://a", "embedded"), True, False, ("http://a",)),
+    ],
+)
+def test_an_engine_is_a_url_or_one_of_two_words(
+    engine: tuple[str, ...], embedded: bool, vllm: bool, urls: tuple[str, ...]
+) -> None:
+    engines = EngineConfig(engine=engine, model="m")
+    engines.check()
+    assert (engines.has_embedded, engines.has_vllm, engines.urls) == (embedded, vllm, urls)
+
+
+@pytest.mark.parametrize(
+    ("engines", "message"),
+    [
+        (EngineConfig(engine=("vllm",)), "engine vllm needs --model"),
+        (EngineConfig(engine=("vllm", "vllm"), model="m"), "stands twice"),
+        (EngineConfig(replicas=2), "replicas: only for vLLM"),
+        (EngineConfig(engine=("http://a",), engine_args=("--enforce-eager",)), "engine_args: only for vLLM"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(engines: EngineConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engines.check()

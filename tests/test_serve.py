@@ -3,54 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from server_process import Server, failed_start, gone
 from tiny_llama import save_tiny_llama
-
-
-class Server:
-    """A `llmserve serve` child and all that it says."""
-
-    def __init__(self, *flags: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "llmserve", "serve", "--port", "0", *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.said: list[str] = []
-        self.url = self._await_ready()
-        self.children = psutil.Process(self.process.pid).children(recursive=True)
-
-    def _await_ready(self) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.said.append(line)
-            if line.startswith("llmserve is ready: "):
-                return line.split()[3].removesuffix("/v1")
-        raise AssertionError("the server ended before it was ready:\n" + "".join(self.said))
-
-    def chat(self, content: str, **fields: Any) -> tuple[dict[str, Any], Any]:
-        body = {"model": "llmserve-demo", "messages": [{"role": "user", "content": content}], **fields}
-        request = urllib.request.Request(f"{self.url}/v1/chat/completions", json.dumps(body).encode())
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return json.load(response), response.headers
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(timeout=40)
 
 
 @pytest.fixture
@@ -63,14 +28,7 @@ def start_server() -> Iterator[Callable[..., Server]]:
 
     yield start
     for server in servers:
-        server.process.kill()
-        server.process.wait()
-        assert server.process.stdout is not None
-        server.process.stdout.close()
-
-
-def gone(processes: list[psutil.Process], within_s: float = 10.0) -> bool:
-    return not psutil.wait_procs(processes, timeout=within_s)[1]
+        server.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -83,7 +41,7 @@ def test_a_person_chats_and_a_signal_ends_it_with_status_0_and_no_process_left(
     assert answer["usage"]["completion_tokens"] == 13
     for name in ("bin", "predicted-tokens", "batch", "queue-ms", "engine"):
         assert headers[f"x-llmserve-{name}"], name
-    assert len(server.children) == 2, "the engine and the predictor"
+    assert len(server.children) == 3, "the engine, its leash, and the predictor"
     assert server.stop(number) == 0
     assert gone(server.children)
 
@@ -124,30 +82,81 @@ def test_when_the_front_end_is_killed_its_processes_end_too(start_server: Callab
 
 def test_an_engine_that_dies_is_started_again(start_server: Callable[..., Server]) -> None:
     server = start_server("--predictor", "none")
-    (engine,) = server.children
+    (engine,) = [child for child in server.children if not child.children()]
     engine.kill()
-    deadline_s = time.monotonic() + 60
-    while True:
-        try:
-            answer, _ = server.chat("Count from 3 to 9.")
-            break
-        except urllib.error.HTTPError as error:
-            if error.code != 503 or time.monotonic() > deadline_s:
-                raise
-            time.sleep(0.2)
+    answer = server.chat_when_up("Count from 3 to 9.", within_s=60)
     assert answer["choices"][0]["message"]["content"] == "3, 4, 5, 6, 7, 8, 9"
     assert server.stop() == 0
 
 
-def failed_start(*flags: str, **environment: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "llmserve", "serve", *flags],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **environment},
-    )
-    return done.returncode, done.stderr
+# Takes the place of an interpreter that has vLLM. The name of the model decides what becomes of the server.
+STAND_IN = """#!{python}
+import os, sys, time
+if sys.argv[1] == "-c":
+    sys.exit(0)  # asked whether it has vLLM
+value = lambda flag: sys.argv[sys.argv.index(flag) + 1]
+if value("--model") == "one-of-two-fails" and not os.path.exists("{folder}/first"):
+    os.mkdir("{folder}/first")
+    sys.exit("torch.OutOfMemoryError: CUDA out of memory")
+print("loading", flush=True)
+if value("--model") != "good":
+    time.sleep(600)
+words = ["--port", value("--port"), "--model", value("--served-model-name"), "--slots", value("--max-num-seqs")]
+os.execv(sys.executable, [sys.executable, "-m", "llmserve.engines.fake", *words])
+"""
+
+
+@pytest.fixture
+def vllm_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Two replicas of a stand-in for vLLM; what they say is kept in tmp_path/llmserve."""
+    (tmp_path / "python").write_text(STAND_IN.format(python=sys.executable, folder=tmp_path))
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return ["--engine", "vllm", "--engine-python", str(tmp_path / "python"), "--replicas", "2"]
+
+
+def test_replicas_are_started_beside_a_server_that_runs_already(
+    start_server: Callable[..., Server], vllm_flags: list[str], tmp_path: Path
+) -> None:
+    other = start_server(*vllm_flags, "--model", "good", "--engine-log-folder", str(tmp_path / "other"))
+    server = start_server(*vllm_flags, "--model", "good", "--slots", "2", "--engine", other.url)
+    with urllib.request.urlopen(f"{server.url}/ready") as response:
+        engines = json.load(response)["engines"]
+    assert sorted(engines) == [other.url.removeprefix("http://"), "vllm-0", "vllm-1"]
+    answer, headers = server.chat("hello", model="good", max_tokens=3)
+    assert answer["usage"]["completion_tokens"] == 3
+    assert headers["x-llmserve-engine"] in engines
+    assert [file.name for file in sorted((tmp_path / "llmserve").iterdir())] == ["vllm-0.log", "vllm-1.log"]
+    assert server.stop() == 0
+    assert gone(server.children)
+
+
+def test_when_one_replica_cannot_start_the_others_end_too(vllm_flags: list[str], tmp_path: Path) -> None:
+    status, said = failed_start("--port", "0", *vllm_flags, "--model", "one-of-two-fails")
+    assert status == 1
+    assert "ended with status 1\n    torch.OutOfMemoryError: CUDA out of memory" in said
+    assert f"(all of it is in {tmp_path}/llmserve/vllm-" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_engines_start_ends_them_and_is_status_0(
+    vllm_flags: list[str], tmp_path: Path, number: signal.Signals
+) -> None:
+    command = [sys.executable, "-m", "llmserve", "serve", "--port", "0", *vllm_flags, "--model", "slow"]
+    logs = [tmp_path / "llmserve" / f"vllm-{index}.log" for index in range(2)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        until_s = time.monotonic() + 60
+        while not all(log.exists() and log.read_text() for log in logs) and time.monotonic() < until_s:
+            time.sleep(0.02)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        said = process.communicate(timeout=40)[1]
+    assert len(children) == 4, "two leashes and two engines"
+    assert process.returncode == 0
+    assert "Traceback" not in said
+    assert gone(children)
 
 
 def test_a_model_folder_that_is_not_there_is_said_with_the_engines_own_words() -> None:
@@ -170,6 +179,18 @@ def test_a_port_in_use_is_said_before_anything_is_loaded() -> None:
     [
         (["--engine", "localhost:8001"], "is not a URL"),
         (["--engine", "http://a", "--engine", "http://a"], "stands twice"),
+        (["--engine", "http://a:80", "--engine", "http://a/v1"], "stands twice"),
+        (["--engine", "vllm"], "engine vllm needs --model"),
+        (["--engine", "vllm", "--model", "/nowhere/model"], "there is no model folder /nowhere/model"),
+        (["--engine", "vllm", "--model", "m", "--", "--port", "1"], "--port is not for vLLM's arguments"),
+        (["--engine", "vllm", "--model", "m", "--engine-python", "/nowhere"], "/nowhere cannot be run"),
+        (
+            ["--engine", "vllm", "--model", "m", "--engine-python", "true", "--engine-log-folder", "/dev/null/logs"],
+            "logs",
+        ),
+        (["--replicas", "2"], "only for vLLM"),
+        (["--", "--max-model-len", "1024"], "only for vLLM"),
+        (["--admin-key-file", "/nowhere"], "cannot read the API keys"),
         (["--predictor", "/nowhere"], "/nowhere"),
         (["--bins", "3", "--edges", "9,5", "--engine", "http://127.0.0.1:9"], "strictly increasing"),
         (["--host", "0.0.0.0"], "--api-key-file"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,6 +29,19 @@ class ServedModel:
     context_tokens: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What a probe found.
+
+    slots       requests that it runs at once, where that is read from the engine; else None
+    tokens_max  tokens that its KV cache holds, where it tells
+    """
+
+    models: tuple[ServedModel, ...]
+    slots: int | None = None
+    tokens_max: int | None = None
+
+
 class Answer(Protocol):
     """An answer that has begun: its status line is there, its body follows."""
 
@@ -46,16 +59,20 @@ class Answer(Protocol):
 
 
 class Engine(Protocol):
-    """Runs requests somewhere else. Leaving the context of `open` before the end aborts the request there."""
+    """Runs requests somewhere else. Leaving the context of `open` before the end aborts the request there.
+
+    restart  ends its process and starts it again, ready; None for an engine that somebody else runs
+    """
 
     info: EngineInfo
+    restart: Callable[[], Awaitable[None]] | None
 
     def open(self, call: Call, batch: Batch) -> AbstractAsyncContextManager[Answer]:
         """Send a call as a member of a batch. Raises EngineError when no answer begins."""
         ...
 
-    async def probe(self) -> tuple[ServedModel, ...]:
-        """The models it serves now. Raises EngineError when it is not ready."""
+    async def probe(self) -> Health:
+        """The models it serves now, and what it can hold. Raises EngineError when it is not ready."""
         ...
 
     async def close(self) -> None: ...

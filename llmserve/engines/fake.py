@@ -91,6 +91,7 @@ class FakeEngine:
         host: str = "127.0.0.1",
         port: int = 0,
         gather_s: float = 1.0,
+        tokens_max: int | None = None,
     ) -> None:
         self.model = model
         self.running = 0
@@ -105,6 +106,7 @@ class FakeEngine:
         self._step_s = step_s
         self._prefill_s = prefill_s
         self._output_tokens = output_tokens
+        self._tokens_max = tokens_max  # what it says its KV cache holds; it counts nothing itself
         self._host, self._port = host, port
         self._runner: web.ServerRunner | None = None
         self._batches: asyncio.Task[None] | None = None
@@ -166,6 +168,8 @@ class FakeEngine:
             f'vllm:num_requests_{state}{{model_name="{self.model}"}} {count}.0'
             for state, count in (("running", self.running), ("waiting", self.waiting))
         ]
+        if self._tokens_max is not None:
+            lines.append(f'vllm:cache_config_info{{kv_cache_size_tokens="{self._tokens_max}"}} 1.0')
         return web.Response(text="\n".join(lines) + "\n")
 
     async def _set_fault(self, request: web.BaseRequest) -> web.Response:
@@ -403,6 +407,7 @@ def main() -> None:
     add("--step-s", type=float, default=0.01, help="seconds per token")
     add("--prefill-s", type=float, default=0.0, help="seconds before the first step")
     add("--barrier", action="store_true", help="run one static batch at a time")
+    add("--tokens-max", type=int, help="tokens that it says its KV cache holds")
     add("--output-tokens", type=int, default=16, help="tokens of an answer whose request does not say")
     arguments = vars(parser.parse_args())
     try:

@@ -7,14 +7,15 @@ from two headers which requests belong together; every other server ignores them
 from __future__ import annotations
 
 import errno
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import aiohttp
 import msgspec
 
-from llmserve.engines.engine import EngineError, ServedModel
+from llmserve.engines.engine import EngineError, Health, ServedModel
+from llmserve.engines.vllm_metrics import Load, SlotsLearner, read_load
 from llmserve.request import Batch, Call, EngineInfo
 
 BATCH_HEADER = "x-llmserve-batch"
@@ -67,15 +68,25 @@ class HttpAnswer:
 class OpenAIEngine:
     """An engine behind `url` (scheme, host and port; a path prefix is kept, a trailing /v1 is not).
 
-    api_key is sent as a bearer token; the client's own key stays with the front-end. Must be made inside a
-    running event loop.
+    api_key is sent as a bearer token; the client's own key stays with the front-end. learns_slots: `info.slots` is a
+    first guess, to be corrected by what the engine's metrics show. Must be made inside a running event loop.
     """
 
     def __init__(
-        self, info: EngineInfo, url: str, *, timeouts: Timeouts | None = None, api_key: str | None = None
+        self,
+        info: EngineInfo,
+        url: str,
+        *,
+        timeouts: Timeouts | None = None,
+        api_key: str | None = None,
+        learns_slots: bool = False,
+        restart: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.info = info
         self.url = url.rstrip("/").removesuffix("/v1")
+        self.restart = restart
+        self._slots = SlotsLearner(info.slots, info.look_ahead) if learns_slots else None
+        self._has_metrics = True  # until it answers 404
         self._timeouts = timeouts or Timeouts()
         self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if api_key:
@@ -88,10 +99,16 @@ class OpenAIEngine:
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
+        # Probes knock anew each time: over an old connection, one who takes no more of them seems well.
+        self._probing = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=True, ttl_dns_cache=60),
+            timeout=aiohttp.ClientTimeout(total=self._timeouts.probe_s),
+        )
 
     @asynccontextmanager
     async def open(self, call: Call, batch: Batch) -> AsyncIterator[HttpAnswer]:
         headers = {
+            **dict(call.headers),
             **self._headers,
             BATCH_HEADER: str(batch.id),
             BATCH_SIZE_HEADER: str(len(batch.requests)),
@@ -108,24 +125,35 @@ class OpenAIEngine:
             # A finished response has given its connection back; an unfinished one is cut off, which is abort.
             response.close()
 
-    async def probe(self) -> tuple[ServedModel, ...]:
-        """GET /health where the server has one, then GET /v1/models."""
-        timeout = aiohttp.ClientTimeout(total=self._timeouts.probe_s)
+    async def probe(self) -> Health:
+        """GET /health where the server has one, then GET /v1/models, then vLLM's own figures in GET /metrics."""
         try:
-            async with self._session.get(f"{self.url}/health", timeout=timeout, allow_redirects=False) as response:
+            async with self._probing.get(f"{self.url}/health", allow_redirects=False) as response:
                 if response.status not in (200, 404, 405):
                     raise EngineError(f"engine {self.info.name} is not healthy: /health says {response.status}")
             url, headers = f"{self.url}/v1/models", self._headers
-            async with self._session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
+            async with self._probing.get(url, headers=headers, allow_redirects=False) as response:
                 body = await response.read()
                 if response.status != 200:
                     raise EngineError(f"engine {self.info.name}: /v1/models says {response.status}")
             models = msgspec.json.decode(body, type=_ModelList)
+            load = await self._load()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._no_answer(error) from error
         except msgspec.MsgspecError as error:
             raise EngineError(f"engine {self.info.name}: /v1/models is not a list of models: {error}") from error
-        return tuple(ServedModel(model.id, model.max_model_len) for model in models.data)
+        served = tuple(ServedModel(model.id, model.max_model_len) for model in models.data)
+        if load is None:
+            return Health(served)
+        return Health(served, self._slots.observe(load) if self._slots is not None else None, load.tokens_max)
+
+    async def _load(self) -> Load | None:
+        """None where there are no metrics of vLLM's."""
+        if not self._has_metrics:
+            return None
+        async with self._probing.get(f"{self.url}/metrics", allow_redirects=False) as response:
+            self._has_metrics = response.status not in (404, 405)
+            return read_load(await response.text()) if response.status == 200 else None
 
     def _no_answer(self, error: BaseException) -> EngineError:
         """Only a refused connection says that nobody is there; a slow one, or our own lack of sockets, does not."""
@@ -134,6 +162,7 @@ class OpenAIEngine:
 
     async def close(self) -> None:
         await self._session.close()
+        await self._probing.close()
 
 
 def _say(error: BaseException) -> str:

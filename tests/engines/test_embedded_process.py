@@ -1,8 +1,6 @@
 """The embedded engine as a process: how it starts, and that it always ends."""
 
 import contextlib
-import os
-import select
 import signal
 import socket
 import subprocess
@@ -17,14 +15,6 @@ pytest.importorskip("torch")
 
 LIMIT_S = 120.0  # importing torch on a busy machine takes its time
 COMMAND = [sys.executable, "-m", "llmserve.engines.embedded"]
-
-# Starts the engine, tells its process id, and waits to be killed.
-PARENT = """
-import os, subprocess, sys
-engine = subprocess.Popen(sys.argv[1:] + ["--parent-pid", str(os.getpid())])
-print(engine.pid, flush=True)
-engine.wait()
-"""
 
 
 @contextlib.contextmanager
@@ -58,24 +48,6 @@ def test_it_says_when_it_is_ready_and_a_signal_ends_it_with_status_0(tiny_model:
         engine.send_signal(number)
         assert engine.wait(LIMIT_S) == 0
         assert engine.stderr.read() == ""
-
-
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux tells of another process's end")
-def test_it_ends_when_its_parent_is_killed(tiny_model: Path):
-    command = [sys.executable, "-c", PARENT, *COMMAND, "--model", str(tiny_model), "--port", "0"]
-    with process(command) as parent:
-        engine = os.pidfd_open(int(parent.stdout.readline()))
-        url_in(parent.stdout.readline())
-        parent.kill()
-        ended, _, _ = select.select([engine], [], [], LIMIT_S)  # readable when the process has ended
-        os.close(engine)
-        assert ended
-
-
-def test_it_ends_at_once_when_its_parent_had_ended_before_it_started(tiny_model: Path):
-    command = [*COMMAND, "--model", str(tiny_model), "--port", "0", "--parent-pid", str(os.getpid() + 1)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert (ended.returncode, ended.stdout) == (0, "")
 
 
 def test_a_missing_model_folder_is_one_clear_line(tmp_path: Path):

@@ -2,10 +2,11 @@
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmserve.engines.event_stream import UsageFilter, completion_tokens
+from llmserve.engines.event_stream import Usage, UsageFilter, usage_of
 
 FIRST = b'data: {"choices":[{"delta":{"content":"a \\"usage\\" \\n\\n b"}}]}\n\n'
 SECOND = b'data: {"choices":[{"delta":{}}],"usage":null}\n\n'
@@ -45,10 +46,10 @@ def test_an_unfinished_event_goes_out_at_the_end() -> None:
     assert feed(FIRST + b"data: {", [], strip=True)[0] == FIRST + b"data: {"
 
 
-def test_the_count_of_a_whole_answer_is_read_from_its_usage() -> None:
-    assert completion_tokens(b'{"choices":[{"x":1}],"usage":{"completion_tokens":12}}') == 12
-    assert completion_tokens(b'{"choices":[]}') == 0
-    assert completion_tokens(b"not json") == 0
+def test_the_counts_of_a_whole_answer_are_read_from_its_usage() -> None:
+    told = usage_of(b'{"choices":[{"x":1}],"usage":{"completion_tokens":12,"prompt_tokens":3,"total_tokens":15}}')
+    assert told == Usage(prompt_tokens=3, completion_tokens=12)
+    assert usage_of(b'{"choices":[]}') == usage_of(b"not json") == Usage(None, None)
 
 
 def test_the_count_without_usage_does_not_depend_on_how_the_stream_is_cut() -> None:
@@ -63,5 +64,59 @@ def test_the_usage_event_is_known_among_other_fields_and_without_a_last_empty_li
 
 
 def test_a_count_that_is_no_count_is_not_believed() -> None:
-    assert completion_tokens(b'{"choices":[],"usage":{"completion_tokens":-1}}') == 0
-    assert completion_tokens(b'{"choices":[],"usage":{"completion_tokens":null}}') == 0
+    assert usage_of(b'{"choices":[],"usage":{"completion_tokens":-1}}') == Usage()
+    assert usage_of(b'{"choices":[],"usage":{"completion_tokens":null}}') == Usage()
+
+
+def test_the_prompts_tokens_are_known_once_the_usage_has_passed() -> None:
+    usage = UsageFilter(strip=True)
+    usage.feed(FIRST + SECOND)
+    assert usage.prompt_tokens is None
+    usage.feed(USAGE)
+    assert (usage.prompt_tokens, usage.output_tokens) == (3, 7)
+
+
+# ---- the engine's signature, lost with the event that we take out ----
+
+END = b'data: {"choices":[{"delta":{"content":"}"},"finish_reason":"stop"}]}\n\n'
+SIGNED_USAGE = USAGE.replace(b'"usage"', b'"system_fingerprint":"vllm-\\u00e9 }","usage"')
+SIGNED_END = END.replace(b"}]}\n", b'}],"system_fingerprint":"vllm-\\u00e9 }"}\n')
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=40))
+def test_the_last_event_gets_the_fingerprint_of_the_usage_that_is_taken_out(cuts: list[int]) -> None:
+    assert feed(FIRST + END + SIGNED_USAGE + DONE, cuts, strip=True) == (FIRST + SIGNED_END + DONE, 7)
+
+
+@pytest.mark.parametrize(
+    ("data", "passed"),
+    [
+        (END + USAGE + DONE, END + DONE),  # nothing to give back
+        (SIGNED_END + SIGNED_USAGE + DONE, SIGNED_END + DONE),  # it has one
+        (END + b": ping\n\n" + SIGNED_USAGE, END + b": ping\n\n"),  # the next event is another one
+        (END + END + SIGNED_USAGE, END + SIGNED_END),
+        (END + USAGE.replace(b'"usage"', b'"system_fingerprint":null,"usage"'), END),
+        (END + b"data: {", END + b"data: {"),
+        (END, END),
+        (END.rstrip(), END.rstrip()),
+    ],
+)
+def test_without_a_fingerprint_to_give_back_nothing_changes(data: bytes, passed: bytes) -> None:
+    for cuts in ([], list(range(len(data)))):
+        assert feed(data, cuts, strip=True)[0] == passed
+
+
+def test_an_event_is_held_for_one_other_at_most_and_never_without_need() -> None:
+    usage = UsageFilter(strip=True)
+    assert (usage.feed(FIRST + END), usage.feed(DONE), usage.flush()) == (FIRST, END + DONE, b"")
+    assert (usage.feed(END), usage.release(), usage.flush()) == (b"", END, b"")
+    assert UsageFilter(strip=False).feed(END) == END
+    assert UsageFilter(strip=True, choices=2).feed(END) == END
+
+
+def test_an_answer_that_ran_into_a_limit_is_known_by_its_last_event() -> None:
+    usage = UsageFilter(strip=True)
+    usage.feed(END)
+    assert not usage.cut
+    usage.feed(END.replace(b"stop", b"length"))
+    assert usage.cut

@@ -2,15 +2,11 @@
 
 import argparse
 import asyncio
-import ctypes
 import gc
-import os
 import re
 import signal
 import socket
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +16,6 @@ if TYPE_CHECKING:  # torch takes seconds to import: a wrong flag or a taken port
 _DEMO_MODEL = Path(__file__).parent / "model"
 _DEMO_MODEL_NAME = "llmserve-demo"
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_PR_SET_PDEATHSIG = 1
-_PARENT_CHECK_S = 0.5
 
 
 def main() -> None:
@@ -29,8 +23,6 @@ def main() -> None:
     arguments = _parser().parse_args()
     for number in _STOP_SIGNALS:  # until the server listens, there is nothing to finish
         signal.signal(number, lambda *_: sys.exit(0))
-    if arguments.parent_pid is not None:
-        _end_with_parent(arguments.parent_pid)
     try:
         _check_model(arguments.model)
         # Bound before the model is loaded, so that a taken port is told at once; not listening, so that
@@ -59,7 +51,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--queue-max", type=_positive, default=1024, help="requests that may wait; further ones get status 429")
     add("--gather-s", type=float, default=1.0, help="longest wait for a batch's missing members")
     add("--drain-s", type=float, default=3.0, help="longest wait for the running batch after SIGTERM")
-    add("--parent-pid", type=int, help="end as soon as this process, our parent, has ended")
     return parser
 
 
@@ -137,29 +128,6 @@ def _name_of(model: str) -> str:
     if path.resolve() == _DEMO_MODEL.resolve():
         return _DEMO_MODEL_NAME
     return path.resolve().name if path.is_dir() else model
-
-
-def _end_with_parent(parent_pid: int) -> None:
-    """Sends ourselves SIGTERM when `parent_pid` is no longer our parent, even if it was killed.
-
-    Linux tells at once (PR_SET_PDEATHSIG), but also when only the thread that started us has ended: hence
-    SIGUSR1 and a look at who our parent is. Everywhere else a thread looks now and then.
-    """
-
-    def check() -> None:
-        if os.getppid() != parent_pid:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def check_for_ever() -> None:
-        while True:
-            time.sleep(_PARENT_CHECK_S)
-            check()
-
-    if sys.platform == "linux":
-        signal.signal(signal.SIGUSR1, lambda *_: check())
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGUSR1), 0, 0, 0)
-    threading.Thread(target=check_for_ever, name="parent", daemon=True).start()
-    check()  # it may have ended before we could look
 
 
 if __name__ == "__main__":

@@ -1,0 +1,48 @@
+"""What vLLM's metrics tell of its load, its memory and its slots."""
+
+import random
+
+from llmserve.engines.vllm_metrics import Load, SlotsLearner, read_load
+
+TEXT = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 4.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 2.0
+vllm:cache_config_info{block_size="32",kv_cache_size_tokens="1280",num_gpu_blocks="40"} 1.0
+vllm:cache_config_info{block_size="32",kv_cache_size_tokens="1280",num_gpu_blocks="40"} 1.0
+"""
+
+
+def test_load_is_summed_over_the_ranks_of_an_engine() -> None:
+    assert read_load(TEXT) == Load(running=7, waiting=2, tokens_max=2560)
+
+
+def test_what_is_not_told_is_not_made_up() -> None:
+    assert read_load("vllm:num_requests_running 0.0\n") == Load(0, 0, None)
+    assert read_load(
+        'vllm:num_requests_running 0.0\nvllm:cache_config_info{kv_cache_size_tokens="None"} 1.0\n'
+    ) == Load(0, 0, None)
+    assert read_load("process_cpu_seconds_total 3.5\n") is None
+
+
+def test_the_number_of_slots_is_found_from_above_and_from_below() -> None:
+    """An engine of unknown size is kept as full as the guess allows; looks at it come now and then."""
+    rng = random.Random(2)
+    for slots, guess in ((8, 256), (1_000, 256), (256, 256), (1, 64)):
+        learner = SlotsLearner(guess, look_ahead=1)
+        for _ in range(40):
+            held = learner.slots + 1
+            learner.observe(Load(min(held, slots), max(0, held - slots), None))
+            if rng.random() < 0.3:  # nothing to do for a while says nothing
+                learner.observe(Load(0, 0, None))
+        assert slots <= learner.slots <= slots + 1 or (slots, guess) == (256, 256)
+        assert learner.slots <= 1.3 * slots + 1
+
+
+def test_one_look_between_arrival_and_first_step_changes_nothing() -> None:
+    learner = SlotsLearner(64, look_ahead=0)
+    learner.observe(Load(10, 30, None))
+    assert learner.observe(Load(40, 0, None)) == 64

@@ -1,0 +1,73 @@
+"""`llmserve serve --engine vllm`: the real vLLM started, watched, brought back and never left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import psutil
+import pytest
+from server_process import Server, failed_start, gone
+
+MODEL = Path(__file__).parents[2] / "llmserve/engines/embedded/model"
+VLLM_ARGS = ("--max-model-len", "1024", "--enforce-eager", "--dtype", "float32")
+QUICK = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+START_S = 240.0
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    """How the demo model is served by vLLM here, without the model and vLLM's own arguments."""
+    python = os.environ.get("VLLM_PYTHON")
+    if not python:
+        pytest.skip("VLLM_PYTHON is not set: run ./scripts/test, which installs vLLM in an environment of its own")
+    return ["--engine", "vllm", "--engine-python", python, "--engine-log-folder", str(tmp_path / "logs")]
+
+
+def vllm_of(server: Server) -> list[psutil.Process]:
+    """vLLM's processes, first its API server."""
+    (leash,) = psutil.Process(server.process.pid).children()
+    return leash.children(recursive=True)
+
+
+def test_vllm_answers_comes_back_when_killed_and_ends_with_a_killed_front_end(flags: list[str], tmp_path: Path) -> None:
+    server = Server(*flags, "--model", str(MODEL), "--slots", "4", "--", *VLLM_ARGS, environment=QUICK)
+    try:
+        answer, headers = server.chat("Count from 3 to 9.", model="model")
+        assert answer["choices"][0]["message"]["content"] == "3, 4, 5, 6, 7, 8, 9"
+        assert headers["x-llmserve-engine"] == "vllm-0"
+        assert (tmp_path / "logs" / "vllm-0.log").stat().st_size > 0
+
+        first = vllm_of(server)
+        assert len(first) > 1, "an API server and an engine core at least"
+        first[0].kill()
+        answer = server.chat_when_up("Count from 3 to 9.", within_s=START_S, model="model")
+        assert answer["choices"][0]["message"]["content"] == "3, 4, 5, 6, 7, 8, 9"
+        assert gone(first), "its engine core went with it"
+
+        second = vllm_of(server)
+        assert len(second) == len(first)
+        server.process.kill()
+        assert gone([*second, *server.children], within_s=20)
+    finally:
+        server.close()
+
+
+def test_a_model_without_weights_ends_the_start_with_vllms_own_words(flags: list[str], tmp_path: Path) -> None:
+    model = shutil.copytree(MODEL, tmp_path / "hollow", ignore=shutil.ignore_patterns("*.safetensors"))
+    status, said = failed_start(
+        *flags, "--port", "0", "--model", str(model), "--", *VLLM_ARGS, within_s=START_S, **QUICK
+    )
+    assert status == 1
+    assert "vllm-0 ended with status 1" in said
+    assert "Cannot find any model weights" in said, "which stands long before vLLM's last lines"
+    assert str(tmp_path / "logs" / "vllm-0.log") in said
+    assert "llmserve/serve.py" not in said, "no traceback of ours"
+
+
+def test_an_argument_that_vllm_does_not_know_ends_the_start_of_all_replicas(flags: list[str]) -> None:
+    two = ["--model", str(MODEL), "--replicas", "2"]
+    status, said = failed_start(*flags, "--port", "0", *two, "--", "--no-such-thing", within_s=START_S, **QUICK)
+    assert status == 1
+    assert "unrecognized arguments: --no-such-thing" in said
