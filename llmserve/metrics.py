@@ -144,11 +144,20 @@ class _Gauges:
         yield GaugeMetricFamily("llmserve_formed_requests", "Requests in formed batches", value=len(scheduler.formed))
         ready = GaugeMetricFamily("llmserve_engine_ready", "1 when the engine is up", labels=["engine"])
         running = GaugeMetricFamily("llmserve_engine_running", "Requests on the engine", labels=["engine"])
+        slots = GaugeMetricFamily("llmserve_engine_slots", "Requests that it runs at once", labels=["engine"])
+        tokens = GaugeMetricFamily(
+            "llmserve_engine_predicted_tokens", "What its requests will hold at their ends", labels=["engine"]
+        )
+        open_ = GaugeMetricFamily(
+            "llmserve_engine_circuit_open", "1 while it fails and is left alone or on trial", labels=["engine"]
+        )
         for name, state in sorted(scheduler.engines.items()):
             ready.add_metric([name], float(state.ready))
             running.add_metric([name], len(state.running))
-        yield ready
-        yield running
+            slots.add_metric([name], state.info.slots)
+            tokens.add_metric([name], state.total_tokens)
+            open_.add_metric([name], float(not state.circuit.closed))
+        yield from (ready, running, slots, tokens, open_)
         yield from self._prediction()
 
     def _prediction(self) -> Iterator[Metric]:

@@ -20,12 +20,23 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     predicted_tokens  predicted output tokens, the median; None when nothing predicts (the request then shares bin 0)
     deadline_s        on the scheduler's clock; None: no deadline
     quantiles         equally likely output lengths, ascending; () when only the median is known
+    prompt_tokens     estimated; 0 when unknown
+    choices           answers that share the prompt, each as long as predicted
+    prefixes          hashes of ever longer beginnings of what the engine reads; () when nothing is to be kept together
     """
 
     id: int
     predicted_tokens: float | None = None
     deadline_s: float | None = None
     quantiles: tuple[float, ...] = ()
+    prompt_tokens: float = 0.0
+    choices: int = 1
+    prefixes: tuple[int, ...] = ()
+
+    @property
+    def expected_tokens(self) -> float | None:
+        """Mean predicted output tokens of one choice, where there are quantiles to take it of; else the median."""
+        return sum(self.quantiles) / len(self.quantiles) if self.quantiles else self.predicted_tokens
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -42,16 +53,20 @@ class Batch(msgspec.Struct, frozen=True):
     size: int
 
 
-class EngineInfo(msgspec.Struct, frozen=True):
+class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """An engine as the scheduler knows it.
 
-    slots    requests it runs at once, >= 1
-    barrier  True: runs one batch to its end (static batching); False: a slot refills as its request ends
+    slots       requests it runs at once, >= 1
+    barrier     True: runs one batch to its end (static batching); False: a slot refills as its request ends
+    look_ahead  requests that a refill engine may hold beyond its slots, so that a slot does not wait for the way there
+    tokens_max  tokens, prompts and answers, that its KV cache holds; None: not known, or no concern
     """
 
     name: str
     slots: int
     barrier: bool
+    look_ahead: int = 0
+    tokens_max: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +83,8 @@ class Call:
     output_tokens_min  no answer is shorter than this (min_tokens; with ignore_eos the limit itself)
     slo_s              the answer is wanted within so many seconds of its arrival
     predicted_tokens   the client's own prediction, used instead of the predictor's
+    opening            the first characters of what the engine reads, in its order
+    headers            of the client's, for the engine too: (lower-case name, value) pairs
     """
 
     path: str
@@ -80,6 +97,8 @@ class Call:
     output_tokens_min: int | None = None
     slo_s: float | None = None
     predicted_tokens: float | None = None
+    opening: str = field(default="", repr=False)
+    headers: tuple[tuple[str, str], ...] = ()
 
     @property
     def model(self) -> str:

@@ -25,8 +25,9 @@ async def start_front() -> AsyncIterator[StartFront]:
 
         async def start(
             *engines: FakeEngine | str,
-            slots: int = 8,
+            slots: int | None = 8,
             barrier: bool = False,
+            look_ahead: int = 0,
             scheduling: dict[str, Any] | None = None,
             engine_idle_s: float = 30.0,
             wait: bool = True,
@@ -36,7 +37,9 @@ async def start_front() -> AsyncIterator[StartFront]:
             config = Config(
                 **{
                     "server": ServerConfig(port=0),
-                    "engines": EngineConfig(engine=urls, slots=slots, barrier=barrier, engine_idle_s=engine_idle_s),
+                    "engines": EngineConfig(
+                        engine=urls, slots=slots, barrier=barrier, look_ahead=look_ahead, engine_idle_s=engine_idle_s
+                    ),
                     "scheduling": SchedulingConfig(**(scheduling or {})),
                     "live": LiveConfig(probe_every_s=0.05),
                     **sections,

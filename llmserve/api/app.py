@@ -2,14 +2,15 @@
 
 POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /v1/models/{id}
 GET /health (the process lives)   GET /ready (an engine is up)   GET /metrics (Prometheus)
+With an admin key: GET /admin/engines   POST /admin/engines/{name}/drain | resume | restart
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -19,8 +20,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llmserve.api.limits import ApiConfig, Doorkeeper
-from llmserve.api.parse import BODIES, PREDICTED_HEADER, SLO_HEADER, parse_call
+from llmserve.api.admin import AdminOffice
+from llmserve.api.answers import error_response, json_response
+from llmserve.api.limits import ApiConfig, Deadlines, Doorkeeper
+from llmserve.api.parse import BODIES, PREDICTED_HEADER, parse_call
 from llmserve.cluster.exchange import Exchange, Head, Receipt
 from llmserve.cluster.live import LiveCluster
 from llmserve.errors import BadRequest, MethodNotAllowed, ModelNotFound, NotFound, RequestError, Unavailable
@@ -30,8 +33,14 @@ from llmserve.request import Call
 log = logging.getLogger("llmserve")
 
 
-def create_app(cluster: LiveCluster, metrics: Metrics, doorkeeper: Doorkeeper, config: ApiConfig) -> ASGIApp:
-    """FastAPI serves everything but the completions themselves.
+def create_app(
+    cluster: LiveCluster,
+    metrics: Metrics,
+    doorkeeper: Doorkeeper,
+    config: ApiConfig,
+    admin: Doorkeeper | None = None,
+) -> ASGIApp:
+    """FastAPI serves everything but the completions themselves. admin: whose keys open /admin; None: it stays shut.
 
     Those go straight to the door: routing and middlewares would cost more than all of scheduling does
     (scripts/benchmark_frontend.py).
@@ -43,6 +52,9 @@ def create_app(cluster: LiveCluster, metrics: Metrics, doorkeeper: Doorkeeper, c
     app.add_route("/health", door.health, methods=["GET"])
     app.add_route("/ready", door.ready, methods=["GET"])
     app.add_route("/metrics", door.metrics_text, methods=["GET"])
+    office = AdminOffice(cluster.fleet, admin)
+    app.add_route("/admin/engines", office.list_engines, methods=["GET"])
+    app.add_route("/admin/engines/{name:path}/{order}", office.give_order, methods=["POST"])
     for path in BODIES:
         app.add_route(path, door.wrong_method, methods=["GET", "PUT", "PATCH", "DELETE"])
     app.add_exception_handler(RequestError, door.on_error)
@@ -58,21 +70,11 @@ def create_app(cluster: LiveCluster, metrics: Metrics, doorkeeper: Doorkeeper, c
     return entrance
 
 
-def error_response(error: RequestError) -> Response:
-    headers = {}
-    if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-    return _json(error.body(), error.status, headers)
-
-
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
-
-
-def receipt_headers(receipt: Receipt) -> list[tuple[bytes, bytes]]:
-    """What the front-end did for this answer."""
+def receipt_headers(receipt: Receipt, call: Call) -> list[tuple[bytes, bytes]]:
+    """What the front-end did for this answer. Its x-request-id is the client's own where that brought one."""
+    request_id = dict(call.headers).get("x-request-id") or f"llmserve-{receipt.request_id}"
     headers = [
-        (b"x-request-id", b"llmserve-%d" % receipt.request_id),
+        (b"x-request-id", request_id.encode()),
         (b"x-llmserve-bin", b"%d" % receipt.bin),
         (b"x-llmserve-batch", b"%d" % receipt.batch),
         (b"x-llmserve-queue-ms", b"%.1f" % receipt.queue_ms),
@@ -91,6 +93,7 @@ class _Door:
         self._metrics = metrics
         self._doorkeeper = doorkeeper
         self._config = config
+        self._deadlines = Deadlines(config.slo_ms)
 
     # ---- completions ----
 
@@ -104,7 +107,7 @@ class _Door:
             await self._refuse(request, error, send)
             return
         try:
-            call = await self._read_call(request, receive)
+            call = await self._read_call(request, receive, name)
             self._check_served(call)
             await _Completion(self._cluster, call).run(scope, receive, send)
         except ClientGone:
@@ -114,14 +117,17 @@ class _Door:
         finally:
             self._doorkeeper.leave(name)
 
-    async def _read_call(self, request: Request, receive: Receive) -> Call:
-        return parse_call(
+    async def _read_call(self, request: Request, receive: Receive, key: str) -> Call:
+        """key: the name of the client's."""
+        call = parse_call(
             request.url.path,
             await self._read_body(receive),
             prompt_chars_max=self._config.prompt_chars_max,
-            slo_ms=request.headers.get(SLO_HEADER),
-            predicted_tokens=request.headers.get(PREDICTED_HEADER),
+            headers=request.headers,
         )
+        if call.slo_s is not None or (slo_s := self._deadlines.slo_s(key, call.model)) is None:
+            return call
+        return replace(call, slo_s=slo_s)
 
     async def _refuse(self, request: Request, error: Exception, send: Send) -> None:
         response = await self.on_error(request, error)
@@ -155,14 +161,14 @@ class _Door:
 
     async def list_models(self, request: Request) -> Response:
         self._doorkeeper.admit(request.headers.get("authorization"))
-        return _json({"object": "list", "data": [self._model(id_) for id_ in sorted(self._cluster.models)]})
+        return json_response({"object": "list", "data": [self._model(id_) for id_ in sorted(self._cluster.models)]})
 
     async def retrieve_model(self, request: Request) -> Response:
         self._doorkeeper.admit(request.headers.get("authorization"))
         id_ = request.path_params["model_id"]
         if id_ not in self._cluster.models:
             raise _model_not_found(id_, list(self._cluster.models))
-        return _json(self._model(id_))
+        return json_response(self._model(id_))
 
     def _model(self, id_: str) -> dict[str, Any]:
         model: dict[str, Any] = {"id": id_, "object": "model", "created": 0, "owned_by": "llmserve"}
@@ -172,12 +178,12 @@ class _Door:
     # ---- state ----
 
     async def health(self, request: Request) -> Response:
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
         engines = self._cluster.engines_ready
         ready = any(engines.values()) and not self._cluster.draining
-        return _json({"ready": ready, "draining": self._cluster.draining, "engines": engines}, 200 if ready else 503)
+        return json_response({"ready": ready, "draining": self._cluster.draining, "engines": engines}, 200 if ready else 503)
 
     async def metrics_text(self, request: Request) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -198,7 +204,8 @@ class _Door:
 
     async def wrong_method(self, request: Request) -> Response:
         response = error_response(MethodNotAllowed(f"{request.method} is not allowed on {request.url.path}"))
-        response.headers["allow"] = "POST" if request.url.path in BODIES else "GET"
+        is_order = request.url.path.startswith("/admin/engines/")
+        response.headers["allow"] = "POST" if request.url.path in BODIES or is_order else "GET"
         return response
 
 
@@ -241,13 +248,16 @@ class _Completion:
         except ClientGone:
             return
         except RequestError as error:
-            await error_response(error)(scope, receive, send)
+            response = error_response(error)
+            if exchange.receipt is not None:
+                response.raw_headers += receipt_headers(exchange.receipt, exchange.call)
+            await response(scope, receive, send)
             return
         if head.body is not None:
-            await _send_start(send, head, len(head.body))
+            await _send_start(send, exchange.call, head, len(head.body))
             await send({"type": "http.response.body", "body": head.body})
             return
-        await _send_start(send, head, None)
+        await _send_start(send, exchange.call, head, None)
         try:
             async for chunk in exchange.chunks():
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -263,8 +273,8 @@ class ClientGone(RequestError):
     """The client has closed its connection; never sent to anyone."""
 
 
-async def _send_start(send: Callable[[Any], Awaitable[None]], head: Head, length: int | None) -> None:
-    headers = [(b"content-type", head.content_type.encode()), *receipt_headers(head.receipt)]
+async def _send_start(send: Callable[[Any], Awaitable[None]], call: Call, head: Head, length: int | None) -> None:
+    headers = [(b"content-type", head.content_type.encode()), *receipt_headers(head.receipt, call)]
     if length is not None:
         headers.append((b"content-length", b"%d" % length))
     else:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
-from itertools import takewhile
+from collections.abc import Iterable, Mapping
+from itertools import chain, takewhile
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
-import msgspec
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
 
+from llmserve.api.limits import SLO_MS_MAX
 from llmserve.errors import BadRequest
 from llmserve.request import Call
 from predictor.prompt import Prompt
 
 SLO_HEADER = "x-llmserve-slo-ms"  # the answer is wanted within so many milliseconds
-SLO_MS_MAX = 86_400_000.0  # a day
 PREDICTED_HEADER = "x-llmserve-predicted-tokens"  # a client that knows its answer's length better than the predictor
+FORWARDED_HEADERS = ("x-request-id", "traceparent", "tracestate")  # vLLM names answers and spans by them
+FORWARDED_CHARS_MAX = 256
+OPENING_CHARS = 8192
 
 Item = TypeVar("Item")
 # Lists stop at their first wrong item: telling all of a large body's errors would take seconds.
 Several = Annotated[list[Item], Field(fail_fast=True)]
 Positive = Annotated[StrictInt, Field(ge=1, lt=2**31)]
+NotNegative = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
@@ -79,10 +84,15 @@ class Body(_Open):
     def to_predict(self) -> Prompt:
         raise AssertionError("each kind of body has its own prompt")
 
+    def opening(self) -> str:
+        """The first OPENING_CHARS of it, in the order in which an engine reads it, for finding equal beginnings."""
+        raise AssertionError("each kind of body has its own prompt")
+
 
 class ChatBody(Body):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Positive | None = None
+    tools: Any = None
 
     @property
     def output_tokens_max(self) -> int | None:
@@ -100,12 +110,26 @@ class ChatBody(Body):
         history = self.prompt_chars - len(text) - len(rules)
         return Prompt(text, self.model, rules, history, self.stops)
 
+    def opening(self) -> str:
+        tools = self.tools if isinstance(self.tools, list) else []
+        return _first_characters(
+            chain(
+                (json.dumps(tool, separators=(",", ":")) for tool in tools),
+                chain.from_iterable((message.role, _text(message.content)) for message in self.messages),
+            )
+        )
+
     def _last(self, *roles: str) -> Message | None:
         return next((message for message in reversed(self.messages) if message.role in roles), None)
 
 
 class CompletionBody(Body):
     prompt: StrictStr | Several[StrictStr] | Several[StrictInt] | Several[Several[StrictInt]]
+    max_tokens: NotNegative | None = None  # none at all asks, with `echo`, what the model makes of the prompt itself
+
+    @property
+    def output_tokens_max(self) -> int | None:
+        return self.max_tokens if self.max_tokens is None else max(1, self.max_tokens)
 
     @property
     def prompt_chars(self) -> int:
@@ -120,6 +144,13 @@ class CompletionBody(Body):
     def to_predict(self) -> Prompt:
         return Prompt(self._prompt_text(), self.model, stop=self.stops)
 
+    def opening(self) -> str:
+        """Of token ids, their digits."""
+        if isinstance(self.prompt, str):
+            return self.prompt[:OPENING_CHARS]
+        flat = chain.from_iterable((part,) if isinstance(part, str | int) else part for part in self.prompt)
+        return _first_characters(str(part) for part in flat)
+
     def _prompt_text(self) -> str:
         """The prompt's text; prompts given as token ids have none."""
         if isinstance(self.prompt, str):
@@ -133,6 +164,18 @@ def _text(content: str | list[dict[str, Any]] | None) -> str:
     return " ".join(part["text"] for part in content or [] if isinstance(part.get("text"), str))
 
 
+def _first_characters(parts: Iterable[str]) -> str:
+    """The first OPENING_CHARS of all parts, a line each; takes no more parts than that needs."""
+    taken: list[str] = []
+    left = OPENING_CHARS
+    for part in parts:
+        if left <= 0:
+            break
+        taken.append(part[:left])
+        left -= len(part) + 1
+    return "\n".join(taken)
+
+
 BODIES: dict[str, type[ChatBody] | type[CompletionBody]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
@@ -140,9 +183,9 @@ BODIES: dict[str, type[ChatBody] | type[CompletionBody]] = {
 
 
 def parse_call(
-    path: str, data: bytes, *, prompt_chars_max: int, slo_ms: str | None = None, predicted_tokens: str | None = None
+    path: str, data: bytes, *, prompt_chars_max: int, headers: Mapping[str, str] = MappingProxyType({})
 ) -> Call:
-    """slo_ms, predicted_tokens: texts of the headers of those names. Raises BadRequest naming the field."""
+    """headers: the client's, found by lower-case names. Raises BadRequest naming the field."""
     try:
         body = BODIES[path].model_validate_json(data)
     except ValidationError as error:
@@ -168,19 +211,36 @@ def parse_call(
         choices=(body.n or 1) * body.prompts,
         output_tokens_max=body.output_tokens_max,
         output_tokens_min=body.output_tokens_min,
-        slo_s=_positive(SLO_HEADER, slo_ms, most=SLO_MS_MAX, scale=1e-3),
-        predicted_tokens=_positive(PREDICTED_HEADER, predicted_tokens, most=2.0**31),
+        slo_s=_positive(SLO_HEADER, headers.get(SLO_HEADER), most=SLO_MS_MAX, scale=1e-3),
+        predicted_tokens=_positive(PREDICTED_HEADER, headers.get(PREDICTED_HEADER), most=2.0**31),
+        opening=body.opening(),
+        headers=_forwarded(headers),
     )
 
 
+def _forwarded(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Those of the client's that its engine may see. Too long or unprintable ones are left out."""
+    found = [(name, headers.get(name)) for name in FORWARDED_HEADERS]
+    return tuple([(name, value) for name, value in found if value and _is_plain(value)])
+
+
+def _is_plain(value: str) -> bool:
+    return len(value) <= FORWARDED_CHARS_MAX and value.isascii() and value.isprintable()
+
+
 def _ask_for_usage(data: bytes, has_options: bool) -> bytes:
-    """The body with stream_options.include_usage = true; every other byte stays unless options are there already."""
+    """The body with stream_options.include_usage = true; every other byte stays unless options are there already.
+
+    vLLM heeds continuous_usage_stats only beside include_usage: what was of no effect stays so.
+    """
     if not has_options and b'"stream_options"' not in data:
         start = data.index(b"{") + 1
         return data[:start] + b'"stream_options":{"include_usage":true},' + data[start:]
     fields = json.loads(data)
-    fields["stream_options"] = {**(fields.get("stream_options") or {}), "include_usage": True}
-    return msgspec.json.encode(fields)
+    options = {**(fields.get("stream_options") or {}), "include_usage": True}
+    options.pop("continuous_usage_stats", None)
+    fields["stream_options"] = options
+    return json.dumps(fields).encode()
 
 
 def _positive(header: str, text: str | None, most: float, scale: float = 1.0) -> float | None:

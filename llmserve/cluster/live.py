@@ -10,29 +10,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal, Protocol
 
-import msgspec
 from msgspec import Meta
 
 from llmserve.cluster.exchange import ClientStalled, Exchange, Head, Receipt
+from llmserve.cluster.fleet import Desk, Fleet, FleetConfig
 from llmserve.cluster.journal import Journal
+from llmserve.cluster.prompt_size import PromptTokens, prefix_hashes
 from llmserve.cluster.record import LengthRecord
 from llmserve.engines.engine import Answer, Engine, EngineError, ServedModel
-from llmserve.engines.event_stream import UsageFilter, completion_tokens, was_cut
+from llmserve.engines.event_stream import UsageFilter, usage_of, was_cut
 from llmserve.errors import BadRequest, DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable
 from llmserve.request import Batch, Call, Request
 from llmserve.scheduling.messages import (
     AbortRequest,
     DrainRequested,
     EngineLost,
-    EngineReady,
     Event,
     FailReason,
     FailRequest,
+    ReportCircuit,
     ReportTrust,
     RequestArrived,
     RequestCancelled,
@@ -69,7 +71,7 @@ class Forecaster(Protocol):
     def observe(self, forecast: Any, output_tokens: float, *, capped: bool) -> None: ...
 
 
-class LiveConfig(msgspec.Struct, frozen=True, kw_only=True):
+class LiveConfig(FleetConfig, frozen=True, kw_only=True):
     """The live body's limits."""
 
     buffer_bytes_max: Annotated[
@@ -78,23 +80,6 @@ class LiveConfig(msgspec.Struct, frozen=True, kw_only=True):
     client_stall_s: Annotated[
         float, Meta(gt=0, description="how long such a client may keep its engine waiting before it is cut off")
     ] = 60.0
-    probes_failed_max: Annotated[
-        int, Meta(ge=1, description="health probes that an engine may miss in a row before it counts as lost")
-    ] = 3
-    probe_every_s: Annotated[float, Meta(gt=0, description="between two health probes of an engine")] = 2.0
-
-
-class _EngineDesk:
-    """What the live body keeps of one engine."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.ready = False
-        self.models: tuple[ServedModel, ...] = ()
-        self.probes_failed = 0
-        self.running: dict[int, Exchange] = {}
-        self.watcher: asyncio.Task[None] | None = None
-        self.probe: asyncio.Task[bool] | None = None
 
 
 class LiveCluster:
@@ -117,10 +102,11 @@ class LiveCluster:
         self._forecaster = forecaster
         self._record = record
         self._config = config or LiveConfig()
-        self._only_model = only_model
         self._clock = clock
         self._started_at = clock()
-        self._desks = {engine.info.name: _EngineDesk(engine) for engine in engines}
+        self.fleet = Fleet(engines, self._config, tell=self._step, lose=self._lose, only_model=only_model)
+        self._prompt_tokens = PromptTokens()
+        self._secret = secrets.token_bytes(16)  # of the prefixes' hashes
         self._exchanges: dict[int, Exchange] = {}
         self._next_id = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -130,13 +116,17 @@ class LiveCluster:
         self._open: set[Exchange] = set()  # calls whose clients have not been given everything yet
         self._draining = False
         self._closed = False
-        self.models: dict[str, ServedModel] = {}  # that every ready engine serves (only `only_model`, when given)
 
     # ---- for the door -----------------------------------------------------------------------------------------
 
     @property
     def engines_ready(self) -> dict[str, bool]:
-        return {name: desk.ready for name, desk in sorted(self._desks.items())}
+        return {name: desk.ready for name, desk in sorted(self.fleet.desks.items())}
+
+    @property
+    def models(self) -> dict[str, ServedModel]:
+        """That every engine which is up serves."""
+        return self.fleet.models
 
     @property
     def prediction_fallbacks(self) -> Mapping[str, int]:
@@ -174,7 +164,15 @@ class LiveCluster:
             self._forget(exchange)
             return exchange
         deadline_s = arrived_at_s + call.slo_s if call.slo_s is not None else None
-        exchange.request = Request(exchange.request.id, predicted, deadline_s, quantiles)
+        exchange.request = Request(
+            exchange.request.id,
+            predicted,
+            deadline_s,
+            quantiles,
+            round(self._prompt_tokens.estimate(call), 1),
+            call.choices,
+            prefix_hashes(call.opening, self._secret) if len(self.fleet.desks) > 1 else (),
+        )
         exchange.arrived_at_s = arrived_at_s
         self._step(RequestArrived(exchange.request))
         return exchange
@@ -239,6 +237,8 @@ class LiveCluster:
                 task.cancel()
             elif isinstance(action, FailRequest):
                 self._fail(action)
+            elif isinstance(action, ReportCircuit):
+                _say_circuit(action)
             else:
                 _say_trust(action)
         self._arm_timer()
@@ -261,7 +261,7 @@ class LiveCluster:
         self._step(TimerFired())
 
     def _start(self, action: StartBatch, now_s: float) -> None:
-        desk = self._desks[action.engine]
+        desk = self.fleet.desks[action.engine]
         batch = action.batch
         for request in batch.requests:
             exchange = self._exchanges[request.id]
@@ -273,7 +273,7 @@ class LiveCluster:
                 queue_ms=(now_s - exchange.arrived_at_s) * 1e3,
                 predicted_tokens=request.predicted_tokens,
             )
-            desk.running[request.id] = exchange
+            desk.add(exchange)
             task = asyncio.create_task(self._pump(desk, exchange, batch))
             exchange.task = task
             # Not the pump's own `finally`: a task cancelled before its first step never enters its `try`.
@@ -296,60 +296,73 @@ class LiveCluster:
 
     # ---- the pump ---------------------------------------------------------------------------------------------
 
-    async def _pump(self, desk: _EngineDesk, exchange: Exchange, batch: Batch) -> RequestEnded:
+    async def _pump(self, desk: Desk, exchange: Exchange, batch: Batch) -> RequestEnded:
         """Read one answer to its end; say how it ended."""
-        name, request_id = desk.engine.info.name, exchange.request.id
+        name, request_id = desk.name, exchange.request.id
         try:
             async with desk.engine.open(exchange.call, batch) as answer:
                 if answer.status in ENGINE_FAULTS:
                     exchange.refused = self._head(exchange, answer, await answer.read())
-                    return RequestEnded(name, request_id, "failed", retryable=True)
+                    return RequestEnded(name, request_id, "failed", fault=True, retryable=True)
                 if exchange.call.stream and answer.status == 200:
                     tokens = await self._pump_stream(exchange, answer)
                 else:
                     body = await answer.read()
-                    tokens = completion_tokens(body)
+                    usage = usage_of(body)
+                    tokens = usage.completion_tokens or 0
+                    self._learn_prompt(exchange.call, usage.prompt_tokens)
                     exchange.cut = was_cut(body)
                     exchange.begin(self._head(exchange, answer, body))
             outcome: Literal["completed", "failed"] = "completed" if answer.status < 400 else "failed"
             return RequestEnded(name, request_id, outcome, tokens / exchange.call.choices)
         except EngineError as error:
-            log.warning("%s", error)
-            await self._suspect(desk, unreachable=error.unreachable)
+            log.log(logging.WARNING if desk.up else logging.DEBUG, "%s", error)
+            await self.fleet.suspect(desk, unreachable=error.unreachable)
             if exchange.answered:
                 exchange.fail(EngineFailed(str(error)))
-            return RequestEnded(name, request_id, "failed", retryable=not exchange.answered)
+            return RequestEnded(name, request_id, "failed", fault=True, retryable=not exchange.answered)
         except ClientStalled:
             exchange.fail(BadRequest("the answer was not read", code="client_stalled"))
             return RequestEnded(name, request_id, "cancelled")
 
     async def _pump_stream(self, exchange: Exchange, answer: Answer) -> int:
         """Begins the answer with its first bytes, so that until then it can still run elsewhere."""
-        usage = UsageFilter(strip=exchange.call.usage_added)
-        async for chunk in answer.chunks():
-            data = usage.feed(chunk)
-            if data:
-                if not exchange.answered:
-                    exchange.begin(self._head(exchange, answer, None))
-                await exchange.feed(data)
+        usage = UsageFilter(strip=exchange.call.usage_added, choices=exchange.call.choices)
+        try:
+            async for chunk in answer.chunks():
+                data = usage.feed(chunk)
+                if data:
+                    if not exchange.answered:
+                        exchange.begin(self._head(exchange, answer, None))
+                    await exchange.feed(data)
+        except EngineError:
+            if exchange.answered and (held := usage.release()):
+                await exchange.feed(held)
+            raise
         if not exchange.answered:
             exchange.begin(self._head(exchange, answer, None))
         if rest := usage.flush():
             await exchange.feed(rest)
         exchange.close()
         exchange.cut = usage.cut
+        self._learn_prompt(exchange.call, usage.prompt_tokens)
         return usage.output_tokens
+
+    def _learn_prompt(self, call: Call, tokens: int | None) -> None:
+        """From the engine's count. Prompts of token ids have no characters to compare it with."""
+        if tokens and call.prompt.text:
+            self._prompt_tokens.observe(call, tokens)
 
     def _head(self, exchange: Exchange, answer: Answer, body: bytes | None) -> Head:
         assert exchange.receipt is not None
         return Head(answer.status, answer.content_type, answer.retry_after, exchange.receipt, body)
 
-    def _pump_done(self, desk: _EngineDesk, exchange: Exchange, task: asyncio.Task[RequestEnded]) -> None:
+    def _pump_done(self, desk: Desk, exchange: Exchange, task: asyncio.Task[RequestEnded]) -> None:
         if exchange.task is not task or self._closed:
             return  # abandoned: its engine was lost, and the scheduler has already dealt with the request
         exchange.task = None
-        del desk.running[exchange.request.id]
-        ended = self._how_it_ended(desk.engine.info.name, exchange, task)
+        desk.remove(exchange)
+        ended = self._how_it_ended(desk.name, exchange, task)
         if ended.outcome == "completed" and ended.output_tokens > 0:
             try:
                 self._learn(exchange, ended.output_tokens)
@@ -369,88 +382,26 @@ class LiveCluster:
         exchange.fail(EngineFailed("the front-end failed while serving this request"))
         return RequestEnded(engine, exchange.request.id, "failed")
 
-    # ---- engines come and go ----------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Begin to watch the engines; each is used from its first good probe on."""
-        for desk in self._desks.values():
-            desk.watcher = asyncio.create_task(self._watch(desk))
-
-    async def _watch(self, desk: _EngineDesk) -> None:
-        pause_s = 0.05
-        while True:
-            if await self._probe(desk):
-                pause_s = self._config.probe_every_s
-            elif desk.ready:
-                if desk.probes_failed >= self._config.probes_failed_max:
-                    self._lose(desk)
-                pause_s = min(0.25, self._config.probe_every_s)
-            else:
-                pause_s = min(2 * pause_s, self._config.probe_every_s)
-            await asyncio.sleep(pause_s)
-
-    async def _probe(self, desk: _EngineDesk) -> bool:
-        """One probe at a time, shared by all who ask meanwhile."""
-        if desk.probe is None or desk.probe.done():
-            desk.probe = asyncio.create_task(self._probe_once(desk))
-        return await asyncio.shield(desk.probe)
-
-    async def _probe_once(self, desk: _EngineDesk) -> bool:
-        try:
-            models = await desk.engine.probe()
-        except Exception as error:  # whatever it is, the watcher must live on
-            desk.probes_failed += 1
-            if desk.ready:
-                log.warning("%s", error)
-            if isinstance(error, EngineError) and error.unreachable:
-                self._lose(desk)
-            return False
-        desk.probes_failed = 0
-        came_up, desk.ready = not desk.ready, True
-        if came_up or models != desk.models:
-            desk.models = models
-            self.models = self._shared_models()
-        if came_up:
-            log.info("engine %s is ready: %s", desk.engine.info.name, ", ".join(model.id for model in models))
-            self._step(EngineReady(desk.engine.info))
-        return True
-
-    async def _suspect(self, desk: _EngineDesk, *, unreachable: bool) -> None:
-        """A request failed by its engine's fault: is the whole engine gone?"""
-        if unreachable:
-            self._lose(desk)
-        elif desk.ready:
-            await self._probe(desk)
-
-    def _shared_models(self) -> dict[str, ServedModel]:
-        ready = [desk.models for desk in self._desks.values() if desk.ready]
-        if not ready:
-            return {}
-        shared = set.intersection(*({model.id for model in models} for models in ready))
-        if not shared and any(ready):
-            log.error("the engines have no model in common: %s", [[model.id for model in models] for models in ready])
-        return {model.id: model for model in ready[0] if model.id in shared and self._only_model in (None, model.id)}
-
-    def _lose(self, desk: _EngineDesk) -> None:
-        if not desk.ready or self._closed:
-            return
+    def _lose(self, desk: Desk) -> None:
+        """Its engine is gone with all it ran."""
         for exchange in list(desk.running.values()):  # an answer that is complete is not lost with its engine
             if exchange.task is not None and exchange.task.done():
                 self._pump_done(desk, exchange, exchange.task)
-        desk.ready = False
-        self.models = self._shared_models()
-        name = desk.engine.info.name
-        log.warning("engine %s is lost with %d running requests", name, len(desk.running))
-        running, desk.running = desk.running, {}
-        for exchange in running.values():
+        lost = list(desk.running.values())
+        for exchange in lost:
+            desk.remove(exchange)
             task, exchange.task = exchange.task, None
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
-        self._step(EngineLost(name, tuple(sorted(id_ for id_, exchange in running.items() if exchange.answered))))
-        for exchange in running.values():
+        self._step(EngineLost(desk.name, tuple(sorted(exchange.request.id for exchange in lost if exchange.answered))))
+        for exchange in lost:
             self._forget(exchange)
 
-    # ---- the end ----------------------------------------------------------------------------------------------
+    # ---- beginning and end ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to watch the engines; each is used from its first good probe on."""
+        self.fleet.start()
 
     async def drain(self, within_s: float) -> bool:
         """Refuse new calls, finish what is here to its clients' last byte; False when `within_s` was not enough."""
@@ -468,20 +419,26 @@ class LiveCluster:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        tasks: list[asyncio.Task[Any] | None] = [exchange.task for exchange in self._exchanges.values()]
-        for desk in self._desks.values():
-            tasks += [desk.watcher, desk.probe]
+        tasks = [exchange.task for exchange in self._exchanges.values()]
         alive = [task for task in tasks if task is not None and not task.done()]
         for task in alive:
             task.cancel()
         await asyncio.gather(*alive, return_exceptions=True)
         for exchange in self._open:
             exchange.fail(_error_of("draining", None))
-        for desk in self._desks.values():
-            await desk.engine.close()
+        await self.fleet.close()
         self.journal.close()
         if self._record is not None:
             self._record.close()
+
+
+def _say_circuit(action: ReportCircuit) -> None:
+    if action.open_s is None:
+        log.info("engine %s works again", action.engine)
+    else:
+        log.warning(
+            "engine %s fails one request after the other: it gets none for %.1f s", action.engine, action.open_s
+        )
 
 
 def _say_trust(action: ReportTrust) -> None:

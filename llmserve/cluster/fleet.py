@@ -1,0 +1,268 @@
+"""The engines of a live cluster: who is up, who serves what, who is being drained or restarted.
+
+A desk is what is kept of one engine. Its life, as the scheduler is told it:
+
+    good probe                -> EngineReady           (again when its slots or its memory turn out to be others)
+    drained by its operator   -> EngineClosed          what it runs goes on; EngineReady when resumed or restarted
+    refuses connections       -> EngineClosed          it may be finishing what it has; EngineLost when that is over
+    probes stay unanswered    -> EngineLost            what it runs is given up, and may run elsewhere
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from llmserve.cluster.exchange import Exchange
+from llmserve.engines.engine import Engine, EngineError, Health, ServedModel
+from llmserve.errors import EngineStartError
+from llmserve.scheduling.messages import EngineClosed, EngineReady, Event
+
+log = logging.getLogger("llmserve")
+
+LOOK_EVERY_S = 0.25  # at an engine that has begun to fail, or is awaited
+
+
+class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How engines are watched."""
+
+    probes_failed_max: Annotated[
+        int, Meta(ge=1, description="health probes that an engine may miss in a row before it counts as lost")
+    ] = 3
+    probe_every_s: Annotated[float, Meta(gt=0, description="between two health probes of an engine")] = 2.0
+    memory_bound: Annotated[
+        bool,
+        Meta(description="hold back requests that an engine's KV cache, where it tells its size, would have to evict"),
+    ] = True
+
+
+class Desk:
+    """What is kept of one engine.
+
+    up       it answered its last probe, or only missed a few
+    drained  its operator wants no new requests on it
+    running  exchanges that it serves, by request id
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.info = engine.info
+        self.up = False
+        self.drained = False
+        self.models: tuple[ServedModel, ...] = ()
+        self.running: dict[int, Exchange] = {}
+        self.empty = asyncio.Event()
+        self.empty.set()
+        self.closed = False  # the scheduler has been told that it is closed, and neither ready nor lost since
+        self.probes_failed = 0
+        self.watcher: asyncio.Task[None] | None = None
+        self.probe: asyncio.Task[bool] | None = None
+        self.restart: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def ready(self) -> bool:
+        """It takes new requests."""
+        return self.up and not self.drained
+
+    @property
+    def state(self) -> str:
+        """One word for people."""
+        if self.restart is not None:
+            return "restarting"
+        if not self.up:
+            return "down"
+        return "ready" if not self.drained else "draining" if self.running else "drained"
+
+    def add(self, exchange: Exchange) -> None:
+        self.running[exchange.request.id] = exchange
+        self.empty.clear()
+
+    def remove(self, exchange: Exchange) -> None:
+        del self.running[exchange.request.id]
+        if not self.running:
+            self.empty.set()
+
+
+class Fleet:
+    """Watches the engines and tells the scheduler what becomes of them.
+
+    tell        takes an event for the scheduler
+    lose        ends what a desk runs, and tells the scheduler that the engine is lost
+    only_model  when given, the one model to serve
+    """
+
+    def __init__(
+        self,
+        engines: list[Engine],
+        config: FleetConfig,
+        *,
+        tell: Callable[[Event], None],
+        lose: Callable[[Desk], None],
+        only_model: str | None = None,
+    ) -> None:
+        self.desks = {engine.info.name: Desk(engine) for engine in engines}
+        self.models: dict[str, ServedModel] = {}  # that every engine which is up serves
+        self._config = config
+        self._tell = tell
+        self._tell_lost = lose
+        self._only_model = only_model
+
+    def start(self) -> None:
+        """Begin to watch; each engine is used from its first good probe on."""
+        for desk in self.desks.values():
+            desk.watcher = asyncio.create_task(self._watch(desk))
+
+    async def close(self) -> None:
+        tasks: list[asyncio.Task[Any] | None] = []
+        for desk in self.desks.values():
+            tasks += [desk.watcher, desk.probe, desk.restart]
+        alive = [task for task in tasks if task is not None and not task.done()]
+        for task in alive:
+            task.cancel()
+        await asyncio.gather(*alive, return_exceptions=True)
+        for desk in self.desks.values():
+            await desk.engine.close()
+
+    # ---- what operators ask for -------------------------------------------------------------------------------
+
+    def drain(self, desk: Desk) -> None:
+        """No new requests for it; those it runs go on. Until `resume`, or until it has been away and is back."""
+        desk.drained = True
+        self._close(desk)
+        log.info("engine %s is drained: %d requests still run on it", desk.name, len(desk.running))
+
+    def resume(self, desk: Desk) -> None:
+        """It takes requests again."""
+        desk.drained = False
+        if desk.up:
+            self._open(desk)
+
+    def begin_restart(self, desk: Desk) -> None:
+        """Drain it, restart its process when it is empty, use it again. Only of an engine that has `restart`."""
+        if desk.restart is None:
+            self.drain(desk)
+            desk.restart = asyncio.create_task(self._restart(desk))
+
+    async def _restart(self, desk: Desk) -> None:
+        assert desk.engine.restart is not None
+        try:
+            await desk.empty.wait()
+            self._lose(desk)
+            await desk.engine.restart()
+            log.info("engine %s has been restarted", desk.name)
+        except EngineStartError as error:
+            log.error("engine %s was not restarted: %s", desk.name, error)
+        finally:
+            desk.restart = None
+            self.resume(desk)
+
+    # ---- probes -----------------------------------------------------------------------------------------------
+
+    async def _watch(self, desk: Desk) -> None:
+        config = self._config
+        pause_s = 0.05
+        while True:
+            if await self._probe(desk):
+                pause_s = config.probe_every_s
+            elif desk.up or desk.closed:
+                is_silent = desk.probes_failed >= config.probes_failed_max
+                if is_silent or not (desk.up or desk.running):
+                    self._lose(desk)
+                pause_s = min(LOOK_EVERY_S, config.probe_every_s)
+            else:
+                pause_s = min(2 * pause_s, config.probe_every_s)
+            await asyncio.sleep(pause_s)
+
+    async def _probe(self, desk: Desk) -> bool:
+        """One probe at a time, shared by all who ask meanwhile."""
+        if desk.probe is None or desk.probe.done():
+            desk.probe = asyncio.create_task(self._probe_once(desk))
+        return await asyncio.shield(desk.probe)
+
+    async def _probe_once(self, desk: Desk) -> bool:
+        try:
+            health = await desk.engine.probe()
+        except Exception as error:  # whatever it is, the watcher must live on
+            if desk.up:
+                log.warning("%s", error)
+            if isinstance(error, EngineError) and error.unreachable:
+                self._refused(desk)
+            else:
+                desk.probes_failed += 1
+            return False
+        if desk.restart is not None and not desk.up:
+            return False  # not before its restart is over
+        self._found(desk, health)
+        return True
+
+    def _found(self, desk: Desk, health: Health) -> None:
+        desk.probes_failed = 0
+        came_up, desk.up = not desk.up, True
+        info = msgspec.structs.replace(
+            desk.engine.info,
+            slots=health.slots or desk.engine.info.slots,
+            tokens_max=health.tokens_max if self._config.memory_bound else None,
+        )
+        if came_up or health.models != desk.models:
+            desk.models = health.models
+            self._share_models()
+        if came_up:
+            desk.drained = False  # whoever drained it has done with it what was to be done
+            log.info("engine %s is ready: %s", desk.name, ", ".join(model.id for model in health.models))
+        if came_up or info != desk.info:
+            desk.info = info
+            if desk.ready:
+                self._open(desk)
+
+    async def suspect(self, desk: Desk, *, unreachable: bool) -> None:
+        """A request failed by its engine's fault: is the whole engine gone?"""
+        if unreachable:
+            self._refused(desk)
+        elif desk.up:
+            await self._probe(desk)
+
+    def _refused(self, desk: Desk) -> None:
+        """Nobody listens there. It may have died, and all that it ran breaks off; or be finishing what it has."""
+        if desk.up:
+            desk.up = False
+            self._share_models()
+            log.warning("engine %s takes no connections; %d requests run on it", desk.name, len(desk.running))
+            self._close(desk)
+
+    # ---- what the scheduler is told ---------------------------------------------------------------------------
+
+    def _open(self, desk: Desk) -> None:
+        desk.closed = False
+        self._tell(EngineReady(desk.info))
+
+    def _close(self, desk: Desk) -> None:
+        if not desk.closed:
+            desk.closed = True
+            self._tell(EngineClosed(desk.name))
+
+    def _lose(self, desk: Desk) -> None:
+        desk.up = desk.closed = False
+        desk.probes_failed = 0
+        self._share_models()
+        log.warning("engine %s is lost with %d running requests", desk.name, len(desk.running))
+        self._tell_lost(desk)
+
+    def _share_models(self) -> None:
+        up = [desk.models for desk in self.desks.values() if desk.up]
+        shared = set.intersection(*({model.id for model in models} for models in up)) if up else set()
+        if not shared and any(up):
+            log.error("the engines have no model in common: %s", [[model.id for model in models] for models in up])
+        self.models = {
+            model.id: model
+            for model in (up[0] if up else ())
+            if model.id in shared and self._only_model in (None, model.id)
+        }

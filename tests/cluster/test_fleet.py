@@ -1,0 +1,342 @@
+"""Engines that are drained, restarted, killed, frozen and replaced, under load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from front import Front, StartFront, until
+
+from llmserve.api.limits import ApiConfig
+from llmserve.cluster.journal import Header, Journal
+from llmserve.cluster.live import LiveCluster, LiveConfig
+from llmserve.config import ServerConfig
+from llmserve.engines.engine_process import EngineProcess
+from llmserve.engines.fake import FakeEngine, Fault
+from llmserve.engines.openai_engine import OpenAIEngine
+from llmserve.request import Call, EngineInfo
+from llmserve.scheduling.messages import EngineLost, RequestEnded
+from llmserve.scheduling.policies import SchedulingConfig
+from predictor.prompt import Prompt
+
+
+@asynccontextmanager
+async def engine_process(*flags: str) -> AsyncIterator[EngineProcess]:
+    """A fake engine in a process of its own, which can be killed and frozen."""
+
+    def command(port: int) -> list[str]:
+        return [sys.executable, "-m", "llmserve.engines.fake", "--port", str(port), *flags]
+
+    process = EngineProcess("a fake engine", command, start_s=60)
+    await process.start()
+    try:
+        yield process
+    finally:
+        await process.stop()
+
+
+async def ask(front: Front, *, stream: bool, **fields: Any) -> str:
+    """One request; how it ended: "done", an error's code, or "lost" when it neither ended nor failed properly."""
+    try:
+        async with front.post(stream=stream, **fields) as response:
+            body = (await response.read()).decode()
+    except aiohttp.ClientError:
+        return "lost"
+    if response.status != 200:
+        return str(json.loads(body)["error"]["code"])
+    if not stream:
+        return "done" if json.loads(body)["usage"]["completion_tokens"] == fields["max_tokens"] else "lost"
+    events = [line.removeprefix("data: ") for line in body.split("\n\n") if line]
+    if events[-1] == "[DONE]":
+        text = sum(event.count('"tok "') for event in events)
+        return "done" if text == fields["max_tokens"] else f"{text} tokens"
+    return str(json.loads(events[-1])["error"]["code"])
+
+
+def state(front: Front, name: str) -> str:
+    return front.cluster.fleet.desks[name].state
+
+
+def name_of(url: str) -> str:
+    return url.removeprefix("http://")
+
+
+# ---- faults under load ----
+
+
+async def test_of_500_requests_none_is_lost_and_none_answered_twice_when_one_of_two_engines_is_killed(
+    start_front: StartFront,
+) -> None:
+    flags = ("--step-s", "0.002", "--slots", "16")
+    async with engine_process(*flags) as survivor, engine_process(*flags) as victim:
+        front = await start_front(survivor.url, victim.url, slots=16)
+        rng = random.Random(5)
+        requests = [
+            asyncio.ensure_future(ask(front, stream=number % 2 == 0, max_tokens=rng.randrange(5, 80)))
+            for number in range(500)
+        ]
+        await until(lambda: sum(request.done() for request in requests) >= 150)
+        assert victim.pid is not None
+        os.killpg(victim.pid, signal.SIGKILL)
+        ends = Counter(await asyncio.gather(*requests))
+        await until(lambda: not front.cluster.scheduler.requests)
+    assert set(ends) <= {"done", "engine_failed", "engine_lost"}, ends
+    assert ends["done"] >= 500 - 16, "only streams that had begun on the victim may fail"
+    final = Counter(
+        step.event.request_id
+        for step in front.cluster.journal.steps
+        if isinstance(step.event, RequestEnded) and not (step.event.fault and step.event.retryable)
+    )
+    assert len(final) == 500
+    assert max(final.values()) == 1
+    assert any(isinstance(step.event, EngineLost) for step in front.cluster.journal.steps)
+
+
+async def test_a_frozen_engine_is_given_up_and_its_requests_run_elsewhere(start_front: StartFront) -> None:
+    """Its kernel still accepts connections, but nothing ever answers."""
+    flags = ("--step-s", "0.02", "--slots", "4")
+    async with engine_process(*flags) as good, engine_process(*flags) as frozen:
+        live = LiveConfig(probe_every_s=0.05, probes_failed_max=2)
+        front = await start_front(good.url, frozen.url, slots=4, live=live)
+        requests = [asyncio.ensure_future(ask(front, stream=False, max_tokens=20)) for _ in range(16)]
+        await until(lambda: len(front.cluster.fleet.desks[name_of(frozen.url)].running) == 4)
+        assert frozen.pid is not None
+        os.killpg(frozen.pid, signal.SIGSTOP)
+        try:
+            assert Counter(await asyncio.gather(*requests)) == {"done": 16}
+            assert state(front, name_of(frozen.url)) == "down"
+        finally:
+            os.killpg(frozen.pid, signal.SIGCONT)
+        await until(lambda: all(front.cluster.engines_ready.values()))
+
+
+async def test_an_engine_that_only_fails_is_left_alone_until_it_works_again(start_front: StartFront) -> None:
+    scheduling = {"circuit_faults_max": 3, "circuit_pause_s": 0.2, "retries_max": 5}
+    async with FakeEngine(step_s=0.001, slots=4) as good, FakeEngine(step_s=0.001, slots=4) as bad:
+        bad.fault = Fault("500")
+        front = await start_front(good, bad, slots=4, scheduling=scheduling)
+        ends = [await ask(front, stream=False, max_tokens=3) for _ in range(60)]
+        assert Counter(ends) == {"done": 60}
+        assert len(bad.bodies) < 12, "after three faults it got one request on trial now and then"
+        bad.fault = Fault()
+        served = len(bad.bodies)
+        async with asyncio.timeout(30):
+            while len(bad.bodies) < served + 5:
+                await asyncio.gather(*(ask(front, stream=False, max_tokens=3) for _ in range(4)))
+        assert front.cluster.scheduler.engines[name_of(bad.url)].circuit.closed
+
+
+async def test_bad_requests_open_no_circuit(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0, model="other") as engine:
+        front = await start_front(engine, scheduling={"circuit_faults_max": 1})
+        front.cluster.fleet.models["fake"] = front.cluster.fleet.models["other"]  # so that the engine is asked
+        ends = [await ask(front, stream=False, max_tokens=3) for _ in range(10)]
+        assert ends == ["model_not_found"] * 10
+        assert await ask(front, stream=False, max_tokens=3, model="other") == "done"
+
+
+async def test_an_engine_that_refuses_connections_may_finish_its_streams(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.01) as other, FakeEngine(step_s=0.01) as leaving:
+        front = await start_front(other, leaving, slots=1)
+        streams = [asyncio.ensure_future(ask(front, stream=True, max_tokens=60)) for _ in range(2)]
+        await until(lambda: leaving.running == other.running == 1)
+        assert leaving._runner is not None
+        for site in list(leaving._runner.sites):
+            await site.stop()  # it listens no more; its connections live on
+        assert await ask(front, stream=False, max_tokens=3) == "done"
+        assert state(front, name_of(leaving.url)) == "down"
+        assert await asyncio.gather(*streams) == ["done", "done"]
+
+
+# ---- operators ----
+
+
+def office(tmp_path: Path) -> dict[str, Any]:
+    keys = tmp_path / "admin-keys"
+    keys.write_text("operator: let-me-in\n")
+    return {"server": ServerConfig(port=0, admin_key_file=str(keys))}
+
+
+async def order(front: Front, name: str, what: str, key: str | None = "let-me-in") -> tuple[int, Any]:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with front.session.post(f"{front.url}/admin/engines/{name}/{what}", headers=headers) as response:
+        return response.status, await response.json()
+
+
+async def test_a_drained_engine_finishes_what_it_has_and_gets_no_more_until_it_is_resumed(
+    start_front: StartFront, tmp_path: Path
+) -> None:
+    async with FakeEngine(step_s=0.01) as first, FakeEngine(step_s=0.01) as second:
+        front = await start_front(first, second, slots=2, **office(tmp_path))
+        name = name_of(first.url)
+        requests = [asyncio.ensure_future(ask(front, stream=True, max_tokens=40)) for _ in range(8)]
+        await until(lambda: first.running == second.running == 2)
+        status, said = await order(front, name, "drain")
+        assert (status, said["state"], said["running"]) == (200, "draining", 2)
+        served = len(first.bodies)
+        assert Counter(await asyncio.gather(*requests)) == {"done": 8}
+        assert len(first.bodies) == served, "a drained engine was given a request"
+        assert state(front, name) == "drained"
+        assert (await order(front, name, "resume"))[1]["state"] == "ready"
+        await asyncio.gather(*(ask(front, stream=False, max_tokens=5) for _ in range(4)))
+        assert len(first.bodies) > served
+
+
+async def test_only_the_admin_key_opens_the_office(start_front: StartFront, tmp_path: Path) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        name = name_of(engine.url)
+        shut = await start_front(engine)
+        assert (await order(shut, name, "drain"))[0] == 404
+        front = await start_front(engine, **office(tmp_path))
+        assert (await order(front, name, "drain", key=None))[0] == 401
+        assert (await order(front, name, "drain", key="guess"))[0] == 401
+        assert (await order(front, "nobody", "drain"))[0] == 404
+        assert (await order(front, name, "explode"))[0] == 404
+        assert (await order(front, name, "restart"))[0] == 400, "it was not started here"
+        assert state(front, name) == "ready"
+        headers = {"authorization": "Bearer let-me-in"}
+        async with front.session.get(f"{front.url}/admin/engines", headers=headers) as response:
+            (engine_,) = (await response.json())["engines"]
+        assert (engine_["name"], engine_["state"], engine_["slots"]) == (name, "ready", 8)
+        async with front.session.get(f"{front.url}/admin/engines") as response:
+            assert response.status == 401
+
+
+async def test_a_rolling_restart_under_load_loses_nothing(start_front: StartFront, tmp_path: Path) -> None:
+    """Drain one, restart it where it runs, wait until it is back; then the next."""
+    flags = ("--step-s", "0.002", "--slots", "4")
+    async with engine_process(*flags) as first, engine_process(*flags) as second:
+        front = await start_front(first.url, second.url, slots=4, **office(tmp_path))
+        stop, ends = asyncio.Event(), Counter[str]()
+
+        async def keep_asking(number: int) -> None:
+            while not stop.is_set():
+                ends[await ask(front, stream=number % 2 == 0, max_tokens=20)] += 1
+
+        clients = [asyncio.ensure_future(keep_asking(number)) for number in range(12)]
+        for process in (first, second):
+            name, before = name_of(process.url), sum(ends.values())
+            await until(lambda before=before: sum(ends.values()) > before + 20)  # type: ignore[misc]
+            await order(front, name, "drain")
+            await until(lambda name=name: not front.cluster.fleet.desks[name].running)  # type: ignore[misc]
+            await process.restart()
+            await until(lambda name=name: front.cluster.engines_ready[name])  # type: ignore[misc]
+        before = sum(ends.values())
+        await until(lambda: sum(ends.values()) > before + 20)
+        stop.set()
+        await asyncio.gather(*clients)
+    assert set(ends) == {"done"}, ends
+
+
+@asynccontextmanager
+async def cluster_of(*engines: OpenAIEngine) -> AsyncIterator[LiveCluster]:
+    header = Header(SchedulingConfig().resolved(barrier=False))
+    cluster = LiveCluster(header.scheduler(), list(engines), Journal(header), config=LiveConfig(probe_every_s=0.05))
+    cluster.start()
+    try:
+        await until(lambda: all(cluster.engines_ready.values()))
+        yield cluster
+    finally:
+        await cluster.close()
+
+
+def call(**fields: Any) -> Call:
+    body = {"model": "fake", "messages": [], "max_tokens": 5}
+    return Call("/v1/chat/completions", json.dumps(body).encode(), Prompt("", "fake"), stream=False, **fields)
+
+
+async def test_an_engine_started_here_is_restarted_on_order_once_it_is_empty() -> None:
+    async with engine_process("--step-s", "0.01") as process:
+        engine = OpenAIEngine(EngineInfo("mine", 8, False), process.url, restart=process.restart)
+        async with cluster_of(engine) as cluster:
+            exchange = await cluster.submit(call(), lambda exchange: None)
+            (desk,) = cluster.fleet.desks.values()
+            first_pid = process.pid
+            cluster.fleet.begin_restart(desk)
+            cluster.fleet.begin_restart(desk)  # once is enough
+            assert (desk.state, desk.ready) == ("restarting", False)
+            assert (await exchange.head()).status == 200
+            await until(lambda: cluster.engines_ready["mine"])
+            assert process.pid != first_pid
+            exchange = await cluster.submit(call(), lambda exchange: None)
+            assert (await exchange.head()).status == 200
+
+
+# ---- what is read from engines ----
+
+
+async def test_slots_that_nobody_told_are_read_from_the_engine(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.01, slots=3) as engine:
+        front = await start_front(engine, slots=None)
+        (desk,) = front.cluster.fleet.desks.values()
+        assert desk.info.slots == 256
+        requests = [asyncio.ensure_future(ask(front, stream=False, max_tokens=100)) for _ in range(30)]
+        await until(lambda: desk.info.slots == 3)
+        assert Counter(await asyncio.gather(*requests)) == {"done": 30}
+
+
+async def test_the_engines_memory_bounds_what_is_sent_there(start_front: StartFront) -> None:
+    """Each request holds 100 tokens, and a block's rounding, at its end; the cache holds 400."""
+    async with FakeEngine(step_s=0.002, slots=64, tokens_max=400) as engine:
+        front = await start_front(engine, slots=64)
+        headers = {"x-llmserve-predicted-tokens": "100"}
+        await asyncio.gather(*(ask(front, stream=False, max_tokens=100, headers=headers) for _ in range(12)))
+        assert engine.running_max <= 4
+        engine.running_max = 0
+        unbound = await start_front(engine, slots=64, live=LiveConfig(probe_every_s=0.05, memory_bound=False))
+        await asyncio.gather(*(ask(unbound, stream=False, max_tokens=100, headers=headers) for _ in range(12)))
+        assert engine.running_max == 12
+
+
+async def test_a_conversation_stays_with_the_engine_that_has_its_prefix(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.001) as first, FakeEngine(step_s=0.001) as second:
+        front = await start_front(first, second)
+        talks: list[list[dict[str, str]]] = [
+            [{"role": "user", "content": f"talk {number}: " + chr(97 + number) * 400}] for number in range(6)
+        ]
+        engines: list[set[str]] = [set() for _ in talks]
+        for _ in range(5):
+            for number, messages in enumerate(talks):
+                async with front.post(messages=messages, max_tokens=2) as response:
+                    engines[number].add(response.headers["x-llmserve-engine"])
+                messages += [{"role": "assistant", "content": "tok"}, {"role": "user", "content": "go on"}]
+        assert [len(names) for names in engines] == [1] * len(talks)
+
+
+# ---- nothing leaks ----
+
+
+async def test_after_thousands_of_disconnects_at_any_moment_nothing_is_left(start_front: StartFront) -> None:
+    limits = ApiConfig(concurrent_max=10_000)
+    async with FakeEngine(step_s=0.002, slots=4) as first, FakeEngine(step_s=0.002, slots=4) as second:
+        front = await start_front(first, second, slots=4, look_ahead=1, limits=limits)
+        rng = random.Random(11)
+        answered = 0
+
+        async def come_and_go() -> None:
+            nonlocal answered
+            for _ in range(60):
+                request = asyncio.ensure_future(ask(front, stream=rng.random() < 0.5, max_tokens=rng.randrange(1, 30)))
+                await asyncio.wait({request}, timeout=rng.expovariate(1 / 0.03))
+                answered += request.done()
+                request.cancel()
+
+        await asyncio.gather(*(come_and_go() for _ in range(50)))
+        assert 0 < answered < 3_000
+        await until(lambda: not front.cluster.scheduler.requests)
+        await until(lambda: first.running == second.running == 0)
+        front.cluster.scheduler.check()
+        assert not front.cluster._exchanges
+        assert not front.cluster._open
+        assert [len(desk.running) for desk in front.cluster.fleet.desks.values()] == [0, 0]
+        assert [state.total_tokens for state in front.cluster.scheduler.engines.values()] == [0, 0]

@@ -1,0 +1,36 @@
+"""Sizes and beginnings of prompts, without a tokenizer."""
+
+import pytest
+
+from llmserve.cluster.prompt_size import PREFIX_CHARACTERS, PromptTokens, prefix_hashes
+from llmserve.request import Call
+from predictor.prompt import Prompt
+
+
+def call(text: str, system: str = "", history: int = 0) -> Call:
+    return Call("/v1/chat/completions", b"{}", Prompt(text, "m", system, history), stream=False)
+
+
+def test_tokens_of_a_prompt_follow_the_engines_own_counts() -> None:
+    tokens = PromptTokens()
+    assert tokens.estimate(call("x" * 400)) == 100
+    for _ in range(50):
+        tokens.observe(call("x" * 30, "y" * 20, 50), 50)
+    assert tokens.estimate(call("x" * 400)) == pytest.approx(200)
+
+
+def test_prompts_that_begin_alike_share_hashes_up_to_where_they_part() -> None:
+    common = "a system prompt " * 100
+    first = prefix_hashes(common + "one" * 3_000, b"secret")
+    second = prefix_hashes(common + "two" * 3_000, b"secret")
+    shared = sum(characters <= len(common) for characters in PREFIX_CHARACTERS)
+    assert len(first) == len(PREFIX_CHARACTERS)
+    assert first[:shared] == second[:shared]
+    assert not set(first[shared:]) & set(second)
+
+
+def test_short_prompts_have_no_hash_and_hashes_need_the_secret() -> None:
+    assert prefix_hashes("hello", b"secret") == ()
+    text = "x" * 300
+    assert prefix_hashes(text, b"one") != prefix_hashes(text, b"two")
+    assert prefix_hashes("\ud800" * 300, b"one"), "half a surrogate pair is a prompt like any other"
