@@ -74,7 +74,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     look_ahead: Annotated[
         int, Meta(ge=0, description="requests sent to a refill engine beyond its slots, to hide the way there")
-    ] = 1
+    ] = 2
     barrier: Annotated[
         bool, Meta(description="URL and vllm engines run one batch to its end (static batching), without refill")
     ] = False

@@ -183,7 +183,9 @@ class _Door:
     async def ready(self, request: Request) -> Response:
         engines = self._cluster.engines_ready
         ready = any(engines.values()) and not self._cluster.draining
-        return json_response({"ready": ready, "draining": self._cluster.draining, "engines": engines}, 200 if ready else 503)
+        return json_response(
+            {"ready": ready, "draining": self._cluster.draining, "engines": engines}, 200 if ready else 503
+        )
 
     async def metrics_text(self, request: Request) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")

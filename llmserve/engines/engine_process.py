@@ -59,8 +59,9 @@ class EngineProcess:
     """Runs `command(port)` on a free loopback port.
 
     `start()` returns when GET /health answers 200; afterwards a process that ends is started again on the same port,
-    after a pause that doubles. It gets a session of its own, so that Ctrl-C in a terminal reaches only us, and a leash:
-    all of it ends when we end, even when we are killed.
+    after a pause that doubles. It is on a leash: all of it ends when we end, even when we are killed. The leash makes a
+    process group of it, so that Ctrl-C in a terminal reaches only us; not a session, among which Linux shares processors
+    first (sched_autogroup): an engine that spins while it waits would leave us hardly any of its core.
 
     port         the first to try; any free one when not given
     environment  variables beside our own
@@ -189,7 +190,6 @@ class EngineProcess:
                 stdin=asyncio.subprocess.PIPE,  # the leash: it holds as long as we have this end open
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
                 env=self._environment,
             )
         except OSError as error:  # no memory, no process table entry

@@ -23,7 +23,7 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT)
 
 def main(command: list[str]) -> int:
     """Returns the exit status."""
-    if os.getpgrp() != os.getpid():  # run by hand: the signals to the group must not reach a shell's other commands
+    if os.getpgrp() != os.getpid():  # signals to our group must reach only the command, and those to others not us
         os.setpgid(0, 0)
     signals = _signal_pipe()
     try:

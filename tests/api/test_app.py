@@ -136,6 +136,76 @@ async def test_every_answer_has_its_receipt(start_front: StartFront) -> None:
     assert headers["x-llmserve-engine"] == engine.url.removeprefix("http://")
 
 
+async def test_the_clients_own_request_id_comes_back_and_nothing_but_naming_and_tracing_reaches_the_engine(
+    start_front: StartFront,
+) -> None:
+    seen: list[Any] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": "fake"}]})
+        seen.append(request.headers)
+        return web.json_response({"choices": [], "usage": {"completion_tokens": 1}})
+
+    app = web.Application()
+    app.router.add_route("*", "/v1/{path:.*}", answer)
+    ours = {"X-Request-Id": "job-7", "traceparent": "00-4bf9-00f0-01", "tracestate": "a=b"}
+    async with TestServer(app) as engine:
+        front = await start_front(str(engine.make_url("")))
+        async with front.post(headers={**ours, "authorization": "Bearer sk-1", "x-other": "1"}) as response:
+            assert response.headers["x-request-id"] == "job-7"
+        async with front.post(headers={"x-request-id": "x" * 257}) as response:
+            assert response.headers["x-request-id"] == "llmserve-2"
+    assert {name: seen[0][name] for name in ours} == ours
+    assert not {"authorization", "x-other"} & {name.lower() for name in seen[0]}
+    assert "x-request-id" not in seen[1]
+
+
+async def test_an_error_after_an_engine_began_has_its_receipt(start_front: StartFront) -> None:
+    async def hang_up(request: web.Request) -> web.Response:
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": "fake"}]})
+        assert request.transport is not None
+        request.transport.close()
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_route("*", "/v1/{path:.*}", hang_up)
+    async with TestServer(app) as engine:
+        front = await start_front(str(engine.make_url("")), scheduling={"retries_max": 0})
+        async with front.post(headers={"x-request-id": "job-7"}) as response:
+            assert (response.status, (await error_of(response))["code"]) == (502, "engine_failed")
+            assert response.headers["x-request-id"] == "job-7"
+            assert response.headers["x-llmserve-engine"] == engine.make_url("").authority
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_a_stream_that_breaks_off_after_its_last_event_loses_none(start_front: StartFront, breaks: bool) -> None:
+    """The event with the finish_reason waits for the usage that we asked for."""
+    end = b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n'
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": "fake"}]})
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n')
+        await response.write(end)
+        if breaks:
+            assert request.transport is not None
+            request.transport.close()
+        return response
+
+    app = web.Application()
+    app.router.add_route("*", "/v1/{path:.*}", stream)
+    async with TestServer(app) as engine:
+        front = await start_front(str(engine.make_url("")))
+        async with front.post(stream=True) as response:
+            events = (await response.read()).split(b"\n\n")
+    assert events[1] + b"\n\n" == end
+    assert (b'"error"' in events[-2]) == breaks
+
+
 # ---- limits, one test for each row that has an answer ----
 
 
@@ -239,6 +309,31 @@ async def test_a_deadline_that_passes_in_the_queue_is_504_and_costs_no_engine(st
             assert (response.status, (await error_of(response))["code"]) == (504, "deadline_exceeded")
         await first
     assert len(engine.bodies) == 1
+
+
+async def test_a_deadline_is_the_requests_own_or_its_keys_or_its_models(
+    start_front: StartFront, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice: sk-1\nbatch: sk-2\n")
+    async with FakeEngine(step_s=0.1) as engine:
+        front = await start_front(
+            engine,
+            slots=1,
+            server=ServerConfig(port=0, api_key_file=str(keys)),
+            limits=ApiConfig(slo_ms=("model:fake=30", "key:batch=60000")),
+        )
+
+        async def ask(key: str, **headers: str) -> int:
+            headers = {"authorization": f"Bearer {key}", **headers}
+            async with front.post(headers=headers, max_tokens=3) as response:
+                await response.read()
+                return int(response.status)
+
+        first = asyncio.ensure_future(ask("sk-2"))
+        await until(lambda: engine.running == 1)
+        waiting = [ask("sk-1"), ask("sk-2"), ask("sk-1", **{"x-llmserve-slo-ms": "60000"})]
+        assert await asyncio.gather(first, *waiting) == [200, 504, 200, 200]
 
 
 async def test_without_keys_it_listens_on_loopback_only_unless_told_otherwise() -> None:

@@ -15,8 +15,9 @@ CHAT = "/v1/chat/completions"
 HELLO = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 
 
-def parse(path: str = CHAT, slo_ms: str | None = None, **fields: Any) -> Call:
-    return parse_call(path, json.dumps({**HELLO, **fields}).encode(), prompt_chars_max=100, slo_ms=slo_ms)
+def parse(path: str = CHAT, slo_ms: str | None = None, headers: dict[str, str] | None = None, **fields: Any) -> Call:
+    headers = {**(headers or {}), **({"x-llmserve-slo-ms": slo_ms} if slo_ms is not None else {})}
+    return parse_call(path, json.dumps({**HELLO, **fields}).encode(), prompt_chars_max=100, headers=headers)
 
 
 def test_a_plain_body_is_forwarded_byte_for_byte() -> None:
@@ -35,6 +36,20 @@ def test_stream_options_of_the_client_are_kept_beside_ours() -> None:
     call = parse(stream=True, stream_options={"other": 1})
     assert json.loads(call.body)["stream_options"] == {"other": 1, "include_usage": True}
     assert call.usage_added
+
+
+def test_usage_in_every_event_is_not_asked_for_by_our_wish_for_usage() -> None:
+    """vLLM heeds this option only beside include_usage."""
+    call = parse(stream=True, stream_options={"continuous_usage_stats": True})
+    assert json.loads(call.body)["stream_options"] == {"include_usage": True}
+    asked = {"include_usage": True, "continuous_usage_stats": True}
+    assert json.loads(parse(stream=True, stream_options=asked).body)["stream_options"] == asked
+
+
+def test_numbers_beyond_64_bits_are_kept_beside_our_wish_for_usage() -> None:
+    odd = {"large": 10**30, "small": 1e-300}
+    data = json.dumps({**HELLO, "stream": True, "stream_options": {}, "metadata": odd}).encode()
+    assert json.loads(parse_call(CHAT, data, prompt_chars_max=100).body)["metadata"] == odd
 
 
 def test_a_client_that_asks_for_usage_gets_it() -> None:
@@ -120,8 +135,7 @@ def test_limits_and_stop_rules_bound_the_prediction(
 
 
 def test_a_client_may_bring_its_own_prediction() -> None:
-    call = parse_call(CHAT, json.dumps(HELLO).encode(), prompt_chars_max=100, predicted_tokens="320")
-    assert call.predicted_tokens == 320
+    assert parse(headers={"x-llmserve-predicted-tokens": "320"}).predicted_tokens == 320
 
 
 def test_a_long_list_of_wrong_items_costs_little_more_than_reading_it() -> None:
@@ -153,3 +167,57 @@ def test_answers_that_share_one_count_of_tokens_are_counted(prompt: Any, n: int 
 def test_a_deadline_that_is_no_time_is_refused(slo_ms: str) -> None:
     with pytest.raises(BadRequest, match="slo-ms"):
         parse(slo_ms=slo_ms)
+
+
+# ---- headers for the engine ----
+
+
+def test_only_the_headers_that_name_and_trace_a_request_go_to_the_engine() -> None:
+    ours = {"x-request-id": "abc-1", "traceparent": "00-4bf9-00f0-01", "tracestate": "a=b,c=d"}
+    call = parse(headers={**ours, "authorization": "Bearer sk-1", "cookie": "a=b", "x-other": "1"})
+    assert dict(call.headers) == ours
+
+
+@pytest.mark.parametrize("value", ["", "x" * 257, "a\x00b", "a\tb", "a\x7f", "caf\xe9"])
+def test_a_header_that_is_too_long_or_unprintable_is_left_out(value: str) -> None:
+    assert parse(headers={"x-request-id": value, "traceparent": "x" * 256}).headers == (("traceparent", "x" * 256),)
+
+
+# ---- the prompt's opening ----
+
+
+def opening(path: str = CHAT, **fields: Any) -> str:
+    data = json.dumps({"model": "m", **fields}).encode()
+    return parse_call(path, data, prompt_chars_max=1_000_000).opening
+
+
+def test_the_opening_is_what_the_engine_reads_first() -> None:
+    messages = [
+        {"role": "system", "content": "be short"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {}}]},
+        {"role": "assistant", "content": None, "tool_calls": []},
+    ]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert opening(messages=messages) == "system\nbe short\nuser\nhi\nassistant\n"
+    assert opening(messages=messages, tools=tools).startswith('{"type":"function","function":{"name":"f"}}\nsystem\n')
+    assert opening(messages=messages, tools="any") == opening(messages=messages), "the engine's to judge"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"), [("once", "once"), (["a", "b"], "a\nb"), ([1, 23], "1\n23"), ([[1, 2], [3]], "1\n2\n3")]
+)
+def test_the_opening_of_a_completion_is_its_prompt_or_its_token_ids(prompt: Any, text: str) -> None:
+    assert opening("/v1/completions", prompt=prompt) == text
+
+
+def test_the_opening_ends_at_its_limit_and_keeps_a_common_beginning() -> None:
+    history = [{"role": "user", "content": "x" * 1_000} for _ in range(50)]
+    first, second = opening(messages=history), opening(messages=[*history, {"role": "user", "content": "more"}])
+    assert first == second
+    assert len(first) == 8192
+    assert len(opening("/v1/completions", prompt="x" * 10_000)) == 8192
+    assert len(opening("/v1/completions", prompt=[7] * 10_000)) <= 8192
+
+
+def test_the_opening_is_no_part_of_what_a_log_would_show() -> None:
+    assert "hello" not in repr(parse())

@@ -1,0 +1,111 @@
+"""Clients that nobody here wrote, against the front-end before the real vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from front import Front, StartFront
+
+from llmserve.api.limits import ApiConfig
+from llmserve.scheduling.messages import RequestArrived
+
+MODEL = Path(__file__).parents[2] / "llmserve/engines/embedded/model"
+COUNT: Any = [{"role": "user", "content": "Count from 3 to 9."}]
+ANSWER = "3, 4, 5, 6, 7, 8, 9"
+# The `vllm` command of the CPU package does not start, so its benchmark's own main is called.
+BENCHMARK = (
+    "import argparse; from vllm.benchmarks.serve import add_cli_args, main; "
+    "parser = argparse.ArgumentParser(); add_cli_args(parser); main(parser.parse_args())"
+)
+PROMPTS, OUTPUT_TOKENS = 24, 20
+
+
+def client(front: Front) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.mark.parametrize("backend", ["openai-chat", "openai"])
+async def test_vllms_own_benchmark_completes_every_request(
+    start_front: StartFront, vllm_url: str, tmp_path: Path, backend: str
+) -> None:
+    front = await start_front(vllm_url, slots=4)
+    path = "/v1/chat/completions" if backend == "openai-chat" else "/v1/completions"
+    command = ["-c", BENCHMARK, "--backend", backend, "--endpoint", path, "--base-url", front.url]
+    command += ["--model", "llmserve-demo", "--tokenizer", str(MODEL), "--ignore-eos", "--save-result"]
+    command += ["--dataset-name", "random", "--random-input-len", "40", "--random-output-len", str(OUTPUT_TOKENS)]
+    command += ["--num-prompts", str(PROMPTS), "--result-dir", str(tmp_path), "--result-filename", "result.json"]
+    process = await asyncio.create_subprocess_exec(
+        os.environ["VLLM_PYTHON"],
+        *command,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        async with asyncio.timeout(120):
+            log, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode == 0, log.decode(errors="replace")[-3_000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (PROMPTS, 0)
+    assert result["total_output_tokens"] == PROMPTS * OUTPUT_TOKENS
+    assert sum(isinstance(step.event, RequestArrived) for step in front.cluster.journal.steps) == PROMPTS
+
+
+async def test_the_official_client_reads_answers_headers_and_log_probabilities(
+    start_front: StartFront, vllm_url: str
+) -> None:
+    front = await start_front(vllm_url, slots=4)
+    raw = await client(front).chat.completions.with_raw_response.create(
+        model="llmserve-demo",
+        messages=COUNT,
+        logprobs=True,
+        top_logprobs=2,
+        extra_body={"min_tokens": 3},
+        extra_headers={"x-request-id": "job-7"},
+    )
+    answer = raw.parse()
+    assert (raw.status_code, raw.request_id, answer.id) == (200, "job-7", "chatcmpl-job-7")
+    assert raw.headers["x-llmserve-engine"] == vllm_url.removeprefix("http://")
+    assert float(raw.headers["x-llmserve-queue-ms"]) >= 0
+    assert answer.choices[0].message.content == ANSWER
+    assert answer.choices[0].logprobs is not None
+    assert len((answer.choices[0].logprobs.content or [])[0].top_logprobs) == 2
+
+
+async def test_the_official_client_streams_with_and_without_usage(start_front: StartFront, vllm_url: str) -> None:
+    front = await start_front(vllm_url, slots=4)
+    for asked in (False, True):
+        options: Any = {"stream_options": {"include_usage": True}} if asked else {}
+        stream = await client(front).chat.completions.create(
+            model="llmserve-demo", messages=COUNT, stream=True, **options
+        )
+        chunks = [chunk async for chunk in stream]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
+        assert [chunk.usage.completion_tokens for chunk in chunks if chunk.usage] == [14] * asked
+        assert chunks[-1].system_fingerprint, "which vLLM tells with its last event, whatever that is"
+    texts = await client(front).completions.create(model="llmserve-demo", prompt="Once", max_tokens=9, stream=True)
+    assert [chunk.choices[0].finish_reason async for chunk in texts][-1] == "length"
+
+
+async def test_errors_raise_the_official_clients_exceptions(start_front: StartFront, vllm_url: str) -> None:
+    front = await start_front(vllm_url, slots=4, limits=ApiConfig(requests_per_minute_max=3))
+    chat = client(front).chat.completions
+    with pytest.raises(openai.BadRequestError, match="maximum context length") as beyond:
+        await chat.create(model="llmserve-demo", messages=[{"role": "user", "content": "word " * 2_000}])
+    assert beyond.value.response.headers["x-llmserve-engine"]
+    with pytest.raises(openai.BadRequestError, match="max allowed: 20"):
+        await chat.create(model="llmserve-demo", messages=COUNT, logprobs=True, top_logprobs=99)
+    with pytest.raises(openai.NotFoundError, match="no model"):
+        await chat.create(model="another", messages=COUNT)
+    with pytest.raises(openai.RateLimitError) as limited:
+        await chat.create(model="llmserve-demo", messages=COUNT)
+    assert int(limited.value.response.headers["retry-after"]) >= 1
