@@ -1,0 +1,326 @@
+"""The benchmark on vLLM servers: what it draws, asks, counts and concludes. vLLM itself is not needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from scipy.stats import kendalltau
+
+from llmserve.engines.fake import FakeEngine, Fault
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "benchmark_vllm.py"
+
+
+def _script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_vllm", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+bench = _script()
+SERVICE = bench.ServiceTime(start_s=0.01, token_s=0.002)
+
+
+def some_tokens(count: int = 600) -> np.ndarray:
+    return np.maximum(1, np.random.default_rng(0).lognormal(4.2, 1.1, count)).astype(int)
+
+
+def some_load(tokens: list[int]) -> Any:
+    told = {"oracle": np.array(tokens), "random": np.array(tokens[::-1])}
+    return bench.Load([f"prompt {n}" for n in tokens], np.array(tokens), np.zeros(len(tokens)), told)
+
+
+# ---- what is drawn ------------------------------------------------------------------------------------------------
+
+
+def test_predictions_rank_as_well_as_the_trained_predictor():
+    tokens = some_tokens()
+    told = bench.predictions(tokens, np.random.default_rng(1))
+    assert (told["oracle"] == tokens).all()
+    assert kendalltau(told["predicted"], tokens).statistic == pytest.approx(bench.KENDALL_TAU, abs=0.03)
+    assert told["predicted"].min() >= 1
+    assert abs(kendalltau(told["random"], tokens).statistic) < 0.1
+    assert sorted(told["random"]) == sorted(tokens)
+
+
+def test_a_smaller_error_for_a_better_rank_correlation():
+    tokens = some_tokens()
+    assert bench.error_sigma(tokens, 0.9) < bench.error_sigma(tokens, 0.6) < bench.error_sigma(tokens, 0.3)
+
+
+def test_poisson_arrivals_bring_exactly_the_wanted_load():
+    arrivals_s = bench.poisson_arrivals_s(4000, 20.0, np.random.default_rng(2))
+    gaps_s = np.diff(arrivals_s)
+    assert arrivals_s.size == 4000
+    assert 0 <= arrivals_s[0] <= arrivals_s[-1] <= 200
+    assert (gaps_s >= 0).all()
+    assert gaps_s.std() / gaps_s.mean() == pytest.approx(1, abs=0.1)  # as exponential gaps have it
+
+
+def test_a_traces_lengths_find_the_nearest_prompts_and_use_all_that_are_equally_near():
+    tokens = np.array([5, 100, 9, 100, 480])
+    chosen = bench.nearest_indices(np.array([6.0, 8.0, 1000.0, *[90.0] * 40]), tokens, np.random.default_rng(3))
+    assert list(chosen[:3]) == [0, 2, 4]
+    assert set(chosen[3:]) == {1, 3}
+
+
+def test_a_trace_is_read_in_the_order_of_arrival(tmp_path: Path):
+    file = tmp_path / "trace.csv"
+    file.write_text("arrival_s,input_tokens,output_tokens\n2.5,1,30\n0.5,1,10\n")
+    arrivals_s, tokens = bench.read_trace(file)
+    assert list(arrivals_s) == [0.5, 2.5]
+    assert list(tokens) == [10, 30]
+
+
+def test_the_service_time_is_found_again():
+    tokens = [2, 20, 100, 400]
+    found = bench.ServiceTime.fitted(tokens, list(SERVICE(np.array(tokens))))
+    assert found.start_s == pytest.approx(SERVICE.start_s)
+    assert found.token_s == pytest.approx(SERVICE.token_s)
+
+
+def test_shares_have_about_the_same_number_of_tokens():
+    tokens = some_tokens()
+    placed = np.array(bench.shares(tokens, 2))
+    first, second = (tokens[placed == server].sum() for server in (0, 1))
+    assert abs(first - second) <= tokens.max()
+
+
+# ---- what is asked ------------------------------------------------------------------------------------------------
+
+
+def asked(way: str, predictions: str | None, *, burst: bool = False) -> list[tuple[dict[str, Any], dict[str, str]]]:
+    load = some_load([10, 300])
+    questions = bench.questions_of(bench.Arrangement(way, predictions), load, SERVICE, burst=burst)
+    return [(json.loads(question.body), dict(question.headers)) for question in questions]
+
+
+def test_lengths_are_told_to_vllm_as_priorities_and_to_llmserve_in_a_header():
+    for body, headers in asked("direct", None) + asked("fffs", None):
+        assert "priority" not in body
+        assert "x-llmserve-predicted-tokens" not in headers
+    assert [body["priority"] for body, _ in asked("priority", "random")] == [300, 10]
+    shortest = asked("shortest", "random")
+    assert [headers["x-llmserve-predicted-tokens"] for _, headers in shortest] == ["300", "10"]
+    assert not any("priority" in body or "max_tokens" in body for body, _ in shortest)
+
+
+def test_only_edf_is_told_deadlines_and_those_of_a_burst_come_from_the_predictions():
+    deadlines_ms = [float(headers["x-llmserve-slo-ms"]) for _, headers in asked("edf", "random")]
+    assert deadlines_ms == pytest.approx([500 + 5 * 30, 500 + 5 * 610])
+    short, long = (float(headers["x-llmserve-slo-ms"]) for _, headers in asked("edf", "random", burst=True))
+    assert short > long > 1e3 * bench.SLO_BURST_S
+    assert not any("x-llmserve-slo-ms" in headers for _, headers in asked("shortest", "oracle"))
+
+
+async def ask(engine: FakeEngine, **body: Any) -> Any:
+    fields = {"model": engine.model, "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+    fields |= {"stream_options": {"include_usage": True}, "max_tokens": 8}
+    question = bench.Question(json.dumps(fields | body).encode(), {"content-type": "application/json"})
+    return (await bench.send([engine.url], [question]))[0]
+
+
+async def test_an_answer_is_timed_from_its_first_token_to_its_last():
+    async with FakeEngine(step_s=0.02) as engine:
+        outcome = await ask(engine)
+    assert outcome.failure is None
+    assert outcome.tokens == 8
+    assert outcome.first_s >= 0.02
+    assert outcome.latency_s >= max(0.16, outcome.first_s)
+
+
+async def test_what_is_not_a_whole_answer_is_a_failure():
+    async with FakeEngine(step_s=0.001) as engine:
+        assert (await ask(engine, model="other")).failure == "404 model_not_found"
+        engine.fault = Fault("500")
+        assert (await ask(engine)).failure == "500 internal_error"
+        engine.fault = Fault("close_mid_stream", after_tokens=3)
+        assert (await ask(engine)).failure is not None
+
+
+async def test_latency_counts_from_the_arrival():
+    async with FakeEngine(slots=1, step_s=0.01, output_tokens=10) as engine:
+        question = bench.Question(json.dumps({"stream": True, "stream_options": {"include_usage": True}}).encode(), {})
+        late = replace(question, arrival_s=0.05)
+        _, second = await bench.send([engine.url] * 2, [question, late])
+    assert second.arrival_s == 0.05
+    assert second.latency_s >= 0.2 - 0.05  # it waited for the only slot
+
+
+async def test_a_server_stays_in_the_session_and_ends_with_its_context():
+    def command(port: int) -> list[str]:
+        return [sys.executable, "-m", "llmserve.engines.fake", "--port", str(port)]
+
+    async with bench.running("the engine", command, ready="/health") as server:
+        pid = server.process.pid
+        assert os.getsid(pid) == os.getsid(0)
+        assert os.getpgid(pid) == pid
+        (engine,) = psutil.Process(pid).children()
+    assert server.process.returncode is not None
+    assert not engine.is_running()
+
+
+async def test_a_server_that_does_not_start_is_quoted():
+    with pytest.raises(RuntimeError, match="no such thing"):
+        async with bench.running("it", lambda _: [sys.executable, "-c", "exit('no such thing')"], ready="/health"):
+            pass
+
+
+# ---- what is counted ----------------------------------------------------------------------------------------------
+
+
+def test_a_pass_is_summed_up():
+    load = some_load([10, 100, 100, 400])
+    outcomes = [
+        bench.Outcome(0.0, 0.1, 0.2, 10),
+        bench.Outcome(1.0, 0.1, 3.0, 101),
+        bench.Outcome(1.0, math.nan, 0.5, 0, "504 deadline_exceeded"),
+        bench.Outcome(2.0, math.nan, 0.5, 0, "502 engine_failed"),
+    ]
+    found = bench.summary(outcomes, load, SERVICE)
+    assert found["tokens_per_s"] == pytest.approx(111 / 4.0)
+    assert found["latency_s_mean"] == pytest.approx(1.6)
+    assert found["slowdown_mean"] == pytest.approx((0.2 / 0.03 + 3.0 / 0.21) / 2)
+    assert found["deadlines_met"] == 0.25  # the dropped, the failed and the late one have missed theirs
+    assert (found["dropped"], found["failed"], found["other_length"]) == (1, 1, 1)
+
+
+def test_throughput_while_requests_wait_leaves_out_how_slots_run_empty():
+    began_s, ended_s = np.array([0.0, 1.0, 1.5]), np.array([1.0, 1.5, 3.5])
+    # Ten tokens a second until 1.5 s, when the last one gets its slot; nothing of its own answer counts.
+    assert bench.saturated_tokens_per_s(began_s, ended_s, np.array([10, 5, 20])) == pytest.approx(10)
+    # The longest one started first: half of it has come when the last one gets its slot.
+    assert bench.saturated_tokens_per_s(np.array([0.0, 1.0]), np.array([2.0, 1.5]), np.array([20, 5])) == 10
+
+
+def test_a_pass_without_answers_says_why():
+    with pytest.raises(RuntimeError, match="503 no_engine"):
+        bench.summary([bench.Outcome(0.0, math.nan, 0.1, 0, "503 no_engine")], some_load([5]), SERVICE)
+
+
+def shown(latency_s: float, **others: float) -> dict[str, float]:
+    numbers = dict.fromkeys(bench.RATIOS, 1.0) | {"latency_s_mean": latency_s}
+    return numbers | others
+
+
+def test_ratios_are_taken_within_a_round():
+    direct, shortest = bench.DIRECT, bench.Arrangement("shortest", "predicted")
+    priority = bench.Arrangement("priority", "predicted")
+    rounds = {  # the machine is ten times as slow in the last round
+        direct.name: [shown(1.0), shown(2.0), shown(20.0)],
+        priority.name: [shown(0.5), shown(1.0), shown(10.0)],
+        shortest.name: [shown(0.6), shown(0.8), shown(14.0)],
+    }
+    first, _, last = bench.rows([direct, priority, shortest], rounds)
+    assert first["ratios"] == {}
+    assert last["latency_s_mean"] == 0.8
+    assert last["ratios"]["direct"]["latency_s_mean"] == pytest.approx(0.6)  # not 0.8 / 2
+    assert last["ratios"]["priority"]["latency_s_mean"] == pytest.approx(1.2)
+
+
+def test_predictions_are_compared_with_vllms_priorities_by_the_same_predictions():
+    names = [arrangement.name for arrangement in bench.arrangements_of("burst", bench.ORDERS)]
+    assert len(names) == len(set(names)) == 11
+    for kind in bench.KINDS:
+        baselines = bench.baselines_of(bench.Arrangement("edf", kind), names)
+        assert baselines == {"direct": "vLLM directly", "priority": f"vLLM by priority, {kind}"}
+    routers = [arrangement.name for arrangement in bench.arrangements_of("routers", bench.ORDERS)]
+    assert set(bench.baselines_of(bench.Arrangement("fffs"), routers)) == set(bench.ROUTER_POLICIES)
+
+
+def events(*contents: str, end: str = "data: [DONE]\n\n") -> bytes:
+    texts = [f'data: {{"choices":[{{"delta":{{"content":"{text}"}},"finish_reason":null}}]}}\n\n' for text in contents]
+    return ("".join(texts) + end).encode()
+
+
+FINISH = 'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n'
+DONE = "data: [DONE]\n\n"
+ERROR = 'data: {"error":{"message":"gone","type":"server_error","code":"engine_failed"}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "code"),
+    [
+        (200, events("a", "b", end=FINISH + DONE), "answer", ""),
+        (200, events("a", end=ERROR), "error", "event engine_failed"),
+        (200, events("a", end=ERROR + DONE), "error", "event engine_failed"),
+        (503, b'{"error":{"message":"none","type":"server_error","code":"no_engine"}}', "error", "503 no_engine"),
+        (502, b"<html>", "lost", "an unclear error"),
+        (0, events("a", end=""), "lost", "cut off"),
+        (0, events("a", end='data: {"cho'), "lost", "cut off"),
+        (0, b"", "lost", "cut off"),
+        (200, events("a", end=FINISH), "lost", "cut off"),
+        (200, events("a", end=FINISH + FINISH + DONE), "twice", ""),
+        (200, events("a", end=FINISH + ERROR), "twice", ""),
+    ],
+)
+def test_a_streamed_reply_is_judged(status: int, body: bytes, kind: str, code: str):
+    verdict = bench.judge(bench.Reply(status, body), stream=True)
+    assert (verdict.kind, verdict.code) == (kind, code)
+
+
+def test_a_whole_reply_is_judged():
+    answer = b'{"choices":[{"message":{"content":"ab"},"finish_reason":"stop"}]}'
+    assert bench.judge(bench.Reply(200, answer), stream=False) == bench.Verdict("answer", text="ab")
+    assert bench.judge(bench.Reply(0, answer[:20]), stream=False).kind == "lost"
+    assert bench.judge(bench.Reply(0, b""), stream=False).kind == "lost"
+
+
+# ---- what is concluded --------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_met_before_it_is_measured():
+    assert {goal.met for goal in bench.goals({})} == {None}
+
+
+def test_the_burst_is_as_good_as_its_worst_order():
+    rows = [
+        {
+            "arrangement": name,
+            "way": way,
+            "predictions": kind,
+            "bins": 1,
+            "ratios": {"direct": {"tokens_per_s": ratio - 0.1, "tokens_per_s_saturated": ratio}},
+        }
+        for name, way, kind, ratio in (
+            ("vLLM by priority, oracle", "priority", "oracle", 0.5),
+            ("llmserve fffs", "fffs", None, 1.01),
+            ("llmserve shortest, random", "shortest", "random", 0.97),
+        )
+    ]
+    waiting, to_the_end = bench.goals({"burst": {"rows": rows}})[:2]
+    assert "llmserve shortest, random" in waiting.what
+    assert waiting.value == 0.97
+    assert waiting.met is False
+    assert to_the_end.value == pytest.approx(0.87)
+
+
+def test_every_killed_request_must_be_accounted_for():
+    killed = {"requests": 500, "answer": 490, "error": 9, "lost": 1, "twice": 0}
+    goals = [goal for goal in bench.goals({"kill": killed}) if goal.what.startswith("kill")]
+    assert [goal.met for goal in goals] == [False, False, True]
+
+
+def test_a_part_replaces_its_own_section_only(tmp_path: Path):
+    file = tmp_path / "folder" / "results.json"
+    bench.write(file, "kill", {"answer": 1})
+    bench.write(file, "idle", {"added_latency_ms": 2.0})
+    bench.write(file, "kill", {"answer": 3})
+    results = json.loads(file.read_text())
+    assert list(results) == ["idle", "kill"]
+    assert results == {"idle": {"added_latency_ms": 2.0}, "kill": {"answer": 3}}
