@@ -67,10 +67,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     slots: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(
-            description="requests that each refill engine runs at once (default: vLLM started here 256, a URL's is "
-            "read from the engine)"
-        ),
+        Meta(description="requests that each refill engine runs at once (default: read from the engine)"),
     ] = None
     look_ahead: Annotated[
         int, Meta(ge=0, description="requests sent to a refill engine beyond its slots, to hide the way there")
@@ -88,8 +85,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine_log_folder: Annotated[
         str | None,
         Meta(
-            description="folder for what vLLM started here says, vllm-0.log, ... (default: $XDG_STATE_HOME/llmserve, "
-            "or ~/.local/state/llmserve)"
+            description="folder for what vLLM started here says, vllm-0.log, ... (default: $XDG_STATE_HOME/llmserve/"
+            "PORT, or ~/.local/state/llmserve/PORT)"
         ),
     ] = None
     engine_api_key: Annotated[str | None, Meta(description="bearer key for URL engines; better in the environment")] = (
@@ -117,8 +114,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("engine: the same server stands twice")
         if self.has_vllm and self.model is None:
             raise ConfigError("engine vllm needs --model FOLDER_OR_HUB_ID")
-        for name, value in (("replicas", self.replicas), ("engine_args", self.engine_args)):
-            if value and not self.has_vllm:
+        for name in ("replicas", "engine_args", "engine_python", "engine_log_folder"):
+            if getattr(self, name) and not self.has_vllm:
                 raise ConfigError(f"{name}: only for vLLM started here, --engine vllm")
 
 

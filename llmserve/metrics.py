@@ -88,7 +88,7 @@ class Metrics:
                 self._end(request_id, "completed", tokens, step.now_s)
         elif type(event) is RequestCancelled:
             self._end(event.request_id, "cancelled", 0, step.now_s)
-        elif type(event) is EngineLost:
+        elif type(event) is EngineLost and not event.planned:
             self._lost.labels(event.engine).inc()
         for action in step.actions:
             if type(action) is StartBatch:

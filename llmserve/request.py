@@ -84,6 +84,7 @@ class Call:
     slo_s              the answer is wanted within so many seconds of its arrival
     predicted_tokens   the client's own prediction, used instead of the predictor's
     opening            the first characters of what the engine reads, in its order
+    prompt_ids         tokens of a prompt that came as token ids; 0: it came as text
     headers            of the client's, for the engine too: (lower-case name, value) pairs
     """
 
@@ -98,6 +99,7 @@ class Call:
     slo_s: float | None = None
     predicted_tokens: float | None = None
     opening: str = field(default="", repr=False)
+    prompt_ids: int = 0
     headers: tuple[tuple[str, str], ...] = ()
 
     @property

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("llmserve")
 
-URL_SLOTS = 256  # until the engine tells, when nobody has said
+SLOTS_GUESS = 256  # until the engine tells, when nobody has said
 
 TITLES = {
     "server": "server",
@@ -129,12 +129,14 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
     Raises LLMServeError when it cannot start.
     """
     from llmserve.api.app import create_app
-    from llmserve.api.limits import Doorkeeper, read_keys
+    from llmserve.api.limits import Deadlines, Doorkeeper, read_keys
     from llmserve.metrics import Metrics
 
     keys = read_keys(Path(config.server.api_key_file)) if config.server.api_key_file else {}
     admin_keys = read_keys(Path(config.server.admin_key_file)) if config.server.admin_key_file else {}
     _check_listening(config, has_keys=bool(keys))
+    if unknown := Deadlines(config.limits.slo_ms).keys - set(keys):
+        raise ConfigError(f"slo_ms: no key of --api-key-file is called {', '.join(sorted(unknown))}")
     config = _resolved(config)
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(_listener(config.server.host, config.server.port))
@@ -160,6 +162,8 @@ def _resolved(config: Config) -> Config:
     engines = config.engines
     engines.check()
     scheduling = config.scheduling.resolved(barrier=engines.barrier or engines.has_embedded)
+    if engines.barrier and engines.slots is not None and engines.slots < scheduling.full_batch:
+        raise ConfigError(f"slots: {engines.slots} of them cannot run a batch of {scheduling.full_batch} at once")
     try:
         scheduling.scheduler()
     except ValueError as error:
@@ -250,7 +254,7 @@ async def _start_engines(config: Config, stack: AsyncExitStack) -> list[Engine]:
     urls = {_engine_name(url): url for url in engines.urls}
     if len(urls) < len(engines.urls):
         raise ConfigError("engine: the same server stands twice")
-    vllm, slots = _vllm_processes(config) if engines.has_vllm else ([], 0)
+    vllm, slots = _vllm_processes(config) if engines.has_vllm else ([], None)
     embedded = [_embedded_process(config)] if engines.has_embedded else []
     await _start_processes([*embedded, *vllm], stack)
 
@@ -258,10 +262,10 @@ async def _start_engines(config: Config, stack: AsyncExitStack) -> list[Engine]:
     for process in embedded:
         made.append(connect(EngineInfo("embedded", full_batch, True), process.url, restart=process.restart))
     for process in vllm:
-        info = EngineInfo(process.name, full_batch if barrier else slots, barrier, look_ahead=ahead)
-        made.append(connect(info, process.url, restart=process.restart))
+        info = EngineInfo(process.name, full_batch if barrier else slots or SLOTS_GUESS, barrier, look_ahead=ahead)
+        made.append(connect(info, process.url, restart=process.restart, learns_slots=not barrier and slots is None))
     for name, url in urls.items():
-        info = EngineInfo(name, full_batch if barrier else engines.slots or URL_SLOTS, barrier, look_ahead=ahead)
+        info = EngineInfo(name, full_batch if barrier else engines.slots or SLOTS_GUESS, barrier, look_ahead=ahead)
         made.append(connect(info, url, learns_slots=not barrier and engines.slots is None))
     for engine in made:
         stack.push_async_callback(engine.close)
@@ -306,8 +310,11 @@ def _embedded_process(config: Config) -> EngineProcess:
     return EngineProcess("the embedded engine", command, start_s=config.engines.engine_start_s)
 
 
-def _vllm_processes(config: Config) -> tuple[list[EngineProcess], int]:
-    """Servers to be started, and the slots of each. Raises ConfigError on what can be known to fail before that."""
+def _vllm_processes(config: Config) -> tuple[list[EngineProcess], int | None]:
+    """Servers to be started, and the slots of each, None when only vLLM knows them.
+
+    Raises ConfigError on what can be known to fail before that.
+    """
     from llmserve.engines import vllm_process
 
     engines = config.engines
@@ -324,15 +331,17 @@ def _vllm_processes(config: Config) -> tuple[list[EngineProcess], int]:
         gpus=vllm_process.visible_gpus(os.environ),
     )
     vllm_process.check_python(python)
-    folder = _log_folder(engines.engine_log_folder)
+    # Two front-ends on one machine listen on different ports.
+    folder = _log_folder(engines.engine_log_folder, str(config.server.port))
     log.info("starting vLLM: %s; what it says goes to %s", ", ".join(replica.name for replica in replicas), folder)
-    return vllm_process.processes(replicas, start_s=engines.engine_start_s, log_folder=folder), slots
+    made = vllm_process.processes(replicas, start_s=engines.engine_start_s, log_folder=folder)
+    return made, None if slots is None else slots * vllm_process.ranks_of(engines.engine_args)
 
 
-def _log_folder(chosen: str | None) -> Path:
-    """Made if need be. Raises ConfigError when nothing can be written there."""
+def _log_folder(chosen: str | None, name: str) -> Path:
+    """Made if need be: `name` in our folder for logs, unless one was chosen. Raises ConfigError when it cannot be."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    folder = Path(chosen or f"{state}/llmserve")
+    folder = Path(chosen or f"{state}/llmserve/{name}")
     try:
         folder = folder.expanduser()
         folder.mkdir(parents=True, exist_ok=True)

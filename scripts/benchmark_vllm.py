@@ -20,9 +20,9 @@ throughout; requests that state no priority are first come, first served.
 
     idle          one request at a time: what llmserve adds
     burst         all requests at once
-    poisson-X     Poisson arrivals at X times vLLM's capacity: the requests per second of a burst of the same requests,
-                  sent to vLLM directly at the beginning of the round, while some of them wait; as many arrivals in as
-                  much time, whatever the seed
+    poisson-X     Poisson arrivals at X times the requests per second of bursts of the same requests, sent to vLLM
+                  directly at the beginning of the round (the best of three); as many arrivals in as much time,
+                  whatever the seed
     trace         arrivals and lengths of stretches of a trace (--trace: CSV with arrival_s and output_tokens), both
                   scaled: lengths by one factor, so that the longest is the demo model's longest answer; arrivals to 0.9
     routers       two vLLM servers; llmserve beside vllm-router (--router), Poisson arrivals at 0.9
@@ -107,6 +107,7 @@ LOADS = {"poisson-0.7": 0.7, "poisson-0.9": 0.9, "trace": 0.9, "routers": 0.9}  
 KENDALL_TAU = 0.63  # the trained predictor on people's prompts: docs/prediction.md
 SLO_S, SLO_SERVICE_TIMES = 0.5, 5.0
 SLO_BURST_S = 600.0  # nothing waits so long
+CAPACITY_BURSTS = 3
 IDLE_TOKENS = 16
 WARM_UP_REQUESTS = 16
 ANSWER_S_MAX = 900.0  # a request without an answer for so long is lost
@@ -514,11 +515,16 @@ def shares(tokens: Ints, count: int) -> list[int]:
 
 
 async def capacity_per_s(engines: Engines, load: Load) -> float:
-    """Requests of such a load that the engines do in a second: a burst, sent directly, an equal share to each."""
+    """Requests of such a load that the engines do in a second: bursts, sent directly, an equal share to each.
+
+    The best of them: whatever else happens on a machine only ever makes it slower.
+    """
     placed = shares(load.tokens, len(engines.urls))
-    outcomes = await send([engines.urls[place] for place in placed], all_at_once(load.prompts))
-    found = summary(outcomes, load, engines.service)
-    return found["tokens_per_s_saturated"] / float(load.tokens.mean())
+    rates = []
+    for _ in range(CAPACITY_BURSTS):
+        outcomes = await send([engines.urls[place] for place in placed], all_at_once(load.prompts))
+        rates.append(summary(outcomes, load, engines.service)["tokens_per_s_saturated"])
+    return max(rates) / float(load.tokens.mean())
 
 
 # ---- cores --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -14,6 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import psutil
+
+START_S = 300.0
 
 
 class Server:
@@ -32,12 +35,18 @@ class Server:
         self.children = psutil.Process(self.process.pid).children(recursive=True)
 
     def _await_ready(self) -> str:
+        """Raises AssertionError when it ends, or says nothing of being ready for too long."""
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.said.append(line)
-            if line.startswith("llmserve is ready: "):
-                return line.split()[3].removesuffix("/v1")
-        raise AssertionError("the server ended before it was ready:\n" + "".join(self.said))
+        alarm = threading.Timer(START_S, self.process.kill)
+        alarm.start()
+        try:
+            for line in self.process.stdout:
+                self.said.append(line)
+                if line.startswith("llmserve is ready: "):
+                    return line.split()[3].removesuffix("/v1")
+        finally:
+            alarm.cancel()
+        raise AssertionError("the server was not ready, or ended before:\n" + "".join(self.said))
 
     def chat(self, content: str, **fields: Any) -> tuple[dict[str, Any], Any]:
         body = {"model": "llmserve-demo", "messages": [{"role": "user", "content": content}], **fields}

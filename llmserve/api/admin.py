@@ -31,7 +31,11 @@ class AdminOffice:
         desk = self._fleet.desks.get(name)
         if desk is None:
             raise NotFound(f"there is no engine {name!r}; there are {', '.join(sorted(self._fleet.desks))}")
+        if order in ("drain", "resume") and desk.restart is not None:
+            raise BadRequest(f"engine {name} is being restarted")
         if order == "drain":
+            if not desk.up:
+                raise BadRequest(f"engine {name} is down: it takes no requests as it is, and will when it is back")
             self._fleet.drain(desk)
         elif order == "resume":
             self._fleet.resume(desk)

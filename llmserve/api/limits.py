@@ -54,6 +54,11 @@ class Deadlines:
                 raise ConfigError(f"slo_ms: {text!r} stands beside another for the same")
             self._slos_s[kind, name] = _milliseconds(ms, text) * 1e-3
 
+    @property
+    def keys(self) -> set[str]:
+        """Names of keys that have a deadline of their own."""
+        return {name for kind, name in self._slos_s if kind == "key"}
+
     def slo_s(self, key: str, model: str) -> float | None:
         """key: the name of the client's key. None: whenever."""
         slos_s = self._slos_s

@@ -77,6 +77,11 @@ class Body(_Open):
         return 1
 
     @property
+    def prompt_ids(self) -> int:
+        """Tokens of a prompt that came as token ids."""
+        return 0
+
+    @property
     def prompt_chars(self) -> int:
         """Characters of everything that the engine reads."""
         raise AssertionError("each kind of body has its own prompt")
@@ -134,6 +139,12 @@ class CompletionBody(Body):
     @property
     def prompt_chars(self) -> int:
         return len(self._prompt_text())
+
+    @property
+    def prompt_ids(self) -> int:
+        if isinstance(self.prompt, str):
+            return 0
+        return sum(isinstance(part, int) if not isinstance(part, list) else len(part) for part in self.prompt)
 
     @property
     def prompts(self) -> int:
@@ -214,6 +225,7 @@ def parse_call(
         slo_s=_positive(SLO_HEADER, headers.get(SLO_HEADER), most=SLO_MS_MAX, scale=1e-3),
         predicted_tokens=_positive(PREDICTED_HEADER, headers.get(PREDICTED_HEADER), most=2.0**31),
         opening=body.opening(),
+        prompt_ids=body.prompt_ids,
         headers=_forwarded(headers),
     )
 

@@ -11,6 +11,7 @@ A desk is what is kept of one engine. Its life, as the scheduler is told it:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -25,7 +26,7 @@ from llmserve.scheduling.messages import EngineClosed, EngineReady, Event
 
 log = logging.getLogger("llmserve")
 
-LOOK_EVERY_S = 0.25  # at an engine that has begun to fail, or is awaited
+LOOK_EVERY_S = 0.25  # at an engine that has begun to fail
 
 
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,11 +59,13 @@ class Desk:
         self.running: dict[int, Exchange] = {}
         self.empty = asyncio.Event()
         self.empty.set()
+        self.trouble = ""  # what its last failed probe said
         self.closed = False  # the scheduler has been told that it is closed, and neither ready nor lost since
         self.probes_failed = 0
         self.watcher: asyncio.Task[None] | None = None
         self.probe: asyncio.Task[bool] | None = None
         self.restart: asyncio.Task[None] | None = None
+        self.nudge = asyncio.Event()  # it is worth a look now
 
     @property
     def name(self) -> str:
@@ -137,7 +140,8 @@ class Fleet:
     def drain(self, desk: Desk) -> None:
         """No new requests for it; those it runs go on. Until `resume`, or until it has been away and is back."""
         desk.drained = True
-        self._close(desk)
+        if desk.up:
+            self._close(desk)
         log.info("engine %s is drained: %d requests still run on it", desk.name, len(desk.running))
 
     def resume(self, desk: Desk) -> None:
@@ -155,7 +159,9 @@ class Fleet:
     async def _restart(self, desk: Desk) -> None:
         assert desk.engine.restart is not None
         try:
-            await desk.empty.wait()
+            while desk.running:
+                await desk.empty.wait()
+            log.info("engine %s is empty and restarts", desk.name)
             self._lose(desk)
             await desk.engine.restart()
             log.info("engine %s has been restarted", desk.name)
@@ -164,36 +170,49 @@ class Fleet:
         finally:
             desk.restart = None
             self.resume(desk)
+            desk.nudge.set()
 
     # ---- probes -----------------------------------------------------------------------------------------------
 
     async def _watch(self, desk: Desk) -> None:
-        config = self._config
         pause_s = 0.05
         while True:
-            if await self._probe(desk):
-                pause_s = config.probe_every_s
-            elif desk.up or desk.closed:
-                is_silent = desk.probes_failed >= config.probes_failed_max
-                if is_silent or not (desk.up or desk.running):
-                    self._lose(desk)
-                pause_s = min(LOOK_EVERY_S, config.probe_every_s)
-            else:
-                pause_s = min(2 * pause_s, config.probe_every_s)
-            await asyncio.sleep(pause_s)
+            try:
+                pause_s = await self._look(desk, pause_s)
+            except Exception:  # whatever it is, the watch must go on
+                log.exception("looking at engine %s failed", desk.name)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(desk.nudge.wait(), pause_s)
+            desk.nudge.clear()
+
+    async def _look(self, desk: Desk, pause_s: float) -> float:
+        """Probe it once; returns how long to wait before the next time, pause_s being how long it was."""
+        config = self._config
+        if await self._probe(desk):
+            return config.probe_every_s
+        if desk.up or desk.closed:
+            is_silent = desk.probes_failed >= config.probes_failed_max
+            if is_silent or not (desk.up or desk.running):
+                self._lose(desk)
+            return min(LOOK_EVERY_S, config.probe_every_s)
+        return min(2 * pause_s, config.probe_every_s)
 
     async def _probe(self, desk: Desk) -> bool:
+        return await asyncio.shield(self._begin_probe(desk))
+
+    def _begin_probe(self, desk: Desk) -> asyncio.Task[bool]:
         """One probe at a time, shared by all who ask meanwhile."""
         if desk.probe is None or desk.probe.done():
             desk.probe = asyncio.create_task(self._probe_once(desk))
-        return await asyncio.shield(desk.probe)
+        return desk.probe
 
     async def _probe_once(self, desk: Desk) -> bool:
         try:
             health = await desk.engine.probe()
         except Exception as error:  # whatever it is, the watcher must live on
-            if desk.up:
+            if desk.up or str(error) != desk.trouble:
                 log.warning("%s", error)
+            desk.trouble = str(error)
             if isinstance(error, EngineError) and error.unreachable:
                 self._refused(desk)
             else:
@@ -205,11 +224,11 @@ class Fleet:
         return True
 
     def _found(self, desk: Desk, health: Health) -> None:
-        desk.probes_failed = 0
+        desk.probes_failed, desk.trouble = 0, ""
         came_up, desk.up = not desk.up, True
         info = msgspec.structs.replace(
             desk.engine.info,
-            slots=health.slots or desk.engine.info.slots,
+            slots=health.slots or (desk.engine.info if came_up else desk.info).slots,
             tokens_max=health.tokens_max if self._config.memory_bound else None,
         )
         if came_up or health.models != desk.models:
@@ -228,7 +247,9 @@ class Fleet:
         if unreachable:
             self._refused(desk)
         elif desk.up:
-            await self._probe(desk)
+            probing = self._begin_probe(desk)
+            if not any(other.ready for other in self.desks.values() if other is not desk):
+                await asyncio.shield(probing)  # else it runs elsewhere, without waiting for what is found here
 
     def _refused(self, desk: Desk) -> None:
         """Nobody listens there. It may have died, and all that it ran breaks off; or be finishing what it has."""
@@ -237,6 +258,7 @@ class Fleet:
             self._share_models()
             log.warning("engine %s takes no connections; %d requests run on it", desk.name, len(desk.running))
             self._close(desk)
+            desk.nudge.set()
 
     # ---- what the scheduler is told ---------------------------------------------------------------------------
 
@@ -250,10 +272,12 @@ class Fleet:
             self._tell(EngineClosed(desk.name))
 
     def _lose(self, desk: Desk) -> None:
+        self._close(desk)  # so that nothing is sent there while what it ran is settled
         desk.up = desk.closed = False
         desk.probes_failed = 0
         self._share_models()
-        log.warning("engine %s is lost with %d running requests", desk.name, len(desk.running))
+        if desk.restart is None:
+            log.warning("engine %s is lost with %d running requests", desk.name, len(desk.running))
         self._tell_lost(desk)
 
     def _share_models(self) -> None:

@@ -192,16 +192,18 @@ class LiveCluster:
             self._step(RequestCancelled(exchange.request.id))
 
     async def _predict(self, exchange: Exchange) -> tuple[float | None, tuple[float, ...]]:
-        """Predicted output tokens, the median and equally likely ones, bounded by what the client allows.
+        """Predicted output tokens, the median and equally likely ones, bounded by what client and model allow.
 
         None and () when there is nothing to go by; only the median when the client brought it.
         """
         call = exchange.call
+        model = self.models.get(call.model)
+        most = call.output_tokens_max or (model.context_tokens if model is not None else None)
         if call.predicted_tokens is not None:
-            return min(call.predicted_tokens, call.output_tokens_max or math.inf), ()
+            return min(call.predicted_tokens, most or math.inf), ()
         if self._forecaster is None:
             return None, ()
-        least, most = call.output_tokens_min, call.output_tokens_max
+        least = call.output_tokens_min
         forecast: Forecast = await self._forecaster.forecast(call.prompt, least=least, most=most)
         exchange.forecast = forecast
         return forecast.median, tuple([round(length, 1) for length in forecast.lengths])
@@ -391,9 +393,10 @@ class LiveCluster:
         for exchange in lost:
             desk.remove(exchange)
             task, exchange.task = exchange.task, None
-            if task is not None and task is not asyncio.current_task():
+            if task is not None:
                 task.cancel()
-        self._step(EngineLost(desk.name, tuple(sorted(exchange.request.id for exchange in lost if exchange.answered))))
+        answered = tuple(sorted(exchange.request.id for exchange in lost if exchange.answered))
+        self._step(EngineLost(desk.name, answered, planned=desk.restart is not None))
         for exchange in lost:
             self._forget(exchange)
 

@@ -18,6 +18,8 @@ class PromptTokens:
         self._characters = self._tokens = 0.0
 
     def estimate(self, call: Call) -> float:
+        if call.prompt_ids:
+            return call.prompt_ids
         characters = _characters(call)
         if not self._tokens:
             return characters / CHARACTERS_PER_TOKEN

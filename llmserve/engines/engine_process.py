@@ -60,8 +60,8 @@ class EngineProcess:
 
     `start()` returns when GET /health answers 200; afterwards a process that ends is started again on the same port,
     after a pause that doubles. It is on a leash: all of it ends when we end, even when we are killed. The leash makes a
-    process group of it, so that Ctrl-C in a terminal reaches only us; not a session, among which Linux shares processors
-    first (sched_autogroup): an engine that spins while it waits would leave us hardly any of its core.
+    process group of it, so that Ctrl-C in a terminal reaches only us; not a session, among which Linux shares its
+    processors first (sched_autogroup): an engine that spins while it waits would leave us hardly any of its core.
 
     port         the first to try; any free one when not given
     environment  variables beside our own
@@ -110,8 +110,8 @@ class EngineProcess:
             try:
                 await self._up()
                 break
-            except EngineStartError:
-                if not tries_left or not any(PORT_TAKEN.search(line) for line in self._lines):
+            except EngineStartError as error:
+                if not tries_left or not any(PORT_TAKEN.search(line) for line in (*self._lines, str(error))):
                     raise
                 log.info("%s found its port %d taken; trying another", self.name, self.port)
                 self.port = free_port()
@@ -144,6 +144,7 @@ class EngineProcess:
 
     async def _up(self) -> None:
         """Start it and wait until it is healthy; nothing is left of it when this raises."""
+        self._check_port()
         await self._spawn()
         try:
             async with asyncio.timeout(self._start_s):
@@ -154,6 +155,15 @@ class EngineProcess:
         except BaseException:
             await self._end()
             raise
+
+    def _check_port(self) -> None:
+        """Whoever else answers on it must not be taken for ours."""
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", self.port))
+            except OSError as error:
+                raise EngineStartError(f"{self.name}: port {self.port}: {error.strerror or error}") from error
 
     async def _end(self) -> None:
         if self._process is None:

@@ -87,6 +87,7 @@ class OpenAIEngine:
         self.restart = restart
         self._slots = SlotsLearner(info.slots, info.look_ahead) if learns_slots else None
         self._has_metrics = True  # until it answers 404
+        self._tokens_max: int | None = None
         self._timeouts = timeouts or Timeouts()
         self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if api_key:
@@ -128,32 +129,39 @@ class OpenAIEngine:
     async def probe(self) -> Health:
         """GET /health where the server has one, then GET /v1/models, then vLLM's own figures in GET /metrics."""
         try:
-            async with self._probing.get(f"{self.url}/health", allow_redirects=False) as response:
+            url, headers = f"{self.url}/health", self._headers
+            async with self._probing.get(url, headers=headers, allow_redirects=False) as response:
                 if response.status not in (200, 404, 405):
                     raise EngineError(f"engine {self.info.name} is not healthy: /health says {response.status}")
-            url, headers = f"{self.url}/v1/models", self._headers
+            url = f"{self.url}/v1/models"
             async with self._probing.get(url, headers=headers, allow_redirects=False) as response:
                 body = await response.read()
                 if response.status != 200:
                     raise EngineError(f"engine {self.info.name}: /v1/models says {response.status}")
             models = msgspec.json.decode(body, type=_ModelList)
-            load = await self._load()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._no_answer(error) from error
         except msgspec.MsgspecError as error:
             raise EngineError(f"engine {self.info.name}: /v1/models is not a list of models: {error}") from error
         served = tuple(ServedModel(model.id, model.max_model_len) for model in models.data)
-        if load is None:
-            return Health(served)
-        return Health(served, self._slots.observe(load) if self._slots is not None else None, load.tokens_max)
+        if (load := await self._load()) is not None:
+            self._tokens_max = load.tokens_max
+            if self._slots is not None:
+                self._slots.observe(load)
+        return Health(served, self._slots.slots if self._slots is not None else None, self._tokens_max)
 
     async def _load(self) -> Load | None:
-        """None where there are no metrics of vLLM's."""
+        """None where there are no metrics of vLLM's, or none for once: an engine is not less well for that."""
         if not self._has_metrics:
             return None
-        async with self._probing.get(f"{self.url}/metrics", allow_redirects=False) as response:
-            self._has_metrics = response.status not in (404, 405)
-            return read_load(await response.text()) if response.status == 200 else None
+        try:
+            async with self._probing.get(
+                f"{self.url}/metrics", headers=self._headers, allow_redirects=False
+            ) as response:
+                self._has_metrics = response.status not in (404, 405)
+                return read_load(await response.text()) if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            return None
 
     def _no_answer(self, error: BaseException) -> EngineError:
         """Only a refused connection says that nobody is there; a slow one, or our own lack of sockets, does not."""

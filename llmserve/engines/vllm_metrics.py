@@ -9,6 +9,8 @@ RUNNING = re.compile(r"^vllm:num_requests_running(?:\{.*\})? (\S+)$", re.M)
 WAITING = re.compile(r"^vllm:num_requests_waiting(?:\{.*\})? (\S+)$", re.M)
 CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\} \S+$", re.M)
 CACHE_TOKENS = re.compile(r'\bkv_cache_size_tokens="(\d+)"')
+BLOCKS = re.compile(r'\bnum_gpu_blocks="(\d+)"')  # what older versions tell instead
+BLOCK_SIZE = re.compile(r'\bblock_size="(\d+)"')
 
 GROWTH = 1.25  # of the number of slots, when all of them are in use and nothing waits
 
@@ -26,8 +28,16 @@ def read_load(text: str) -> Load | None:
     """From the text of /metrics, summed over the engine's data-parallel ranks; None when it is not vLLM's."""
     if RUNNING.search(text) is None:
         return None
-    tokens = sum(int(told[1]) for labels in CACHE.findall(text) if (told := CACHE_TOKENS.search(labels)))
+    tokens = sum(_cache_tokens(labels) for labels in CACHE.findall(text))
     return Load(_sum(RUNNING, text), _sum(WAITING, text), tokens or None)
+
+
+def _cache_tokens(labels: str) -> int:
+    """0 when they do not tell."""
+    told, blocks, size = (pattern.search(labels) for pattern in (CACHE_TOKENS, BLOCKS, BLOCK_SIZE))
+    if told is not None:
+        return int(told[1])
+    return int(blocks[1]) * int(size[1]) if blocks is not None and size is not None else 0
 
 
 def _sum(pattern: re.Pattern[str], text: str) -> int:

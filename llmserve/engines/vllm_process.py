@@ -17,12 +17,13 @@ from pathlib import Path
 from llmserve.engines.engine_process import EngineProcess, free_ports
 from llmserve.errors import ConfigError
 
-SLOTS = 256  # --max-num-seqs when nobody says otherwise
-OURS = ("--model", "--host", "--port", "--uds")
+OURS = ("--model", "--host", "--port", "--uds", "--api-key", "--ssl-keyfile", "--ssl-certfile")
+DATA_PARALLEL = ("--data-parallel-size", "-dp")
 PARALLEL = (
     ("--tensor-parallel-size", "-tp"),
     ("--pipeline-parallel-size", "-pp"),
-    ("--data-parallel-size", "-dp"),
+    ("--prefill-context-parallel-size", "-pcp"),
+    DATA_PARALLEL,
 )
 CHECK_S = 60.0  # longest answer of the interpreter, or of nvidia-smi
 HAS_VLLM = (
@@ -57,11 +58,11 @@ def processes(replicas: Sequence[Replica], *, start_s: float, log_folder: Path) 
 
 
 def plan(
-    model: str, *, python: str, slots: int, args: Sequence[str], count: int | None, gpus: Sequence[str]
+    model: str, *, python: str, slots: int | None, args: Sequence[str], count: int | None, gpus: Sequence[str]
 ) -> list[Replica]:
     """The replicas vllm-0, vllm-1, ...
 
-    slots  as `slots_of` gives them        count  of replicas; None: as many as the GPUs allow, at least one
+    slots  --max-num-seqs; None: vLLM's own  count  of replicas; None: as many as the GPUs allow, at least one
     args   for vLLM, as the user gave them   gpus   as CUDA_VISIBLE_DEVICES names them; none: vLLM runs without
 
     Raises ConfigError when the replicas need more GPUs than there are, or `args` say what is ours to say.
@@ -80,22 +81,30 @@ def plan(
     return [Replica(f"vllm-{index}", command, {"CUDA_VISIBLE_DEVICES": part}) for index, part in enumerate(parts)]
 
 
-def slots_of(slots: int | None, args: Sequence[str]) -> int:
-    """Requests that a server runs at once: as said to us, or to vLLM. Raises ConfigError when these differ."""
+def slots_of(slots: int | None, args: Sequence[str]) -> int | None:
+    """Requests that a server, or each of its data-parallel ranks, runs at once: as said to us, or to vLLM.
+
+    None when nobody has said: vLLM then chooses by its GPU's memory. Raises ConfigError when the two differ.
+    """
     said = {_number(text, "--max-num-seqs") for text in _values(args, "--max-num-seqs")}
     said |= {slots} if slots is not None else set()
     if len(said) > 1:
         numbers = " and ".join(map(str, sorted(said)))
         raise ConfigError(f"slots: --slots and vLLM's --max-num-seqs are the same thing, but say {numbers}")
-    return said.pop() if said else SLOTS
+    return said.pop() if said else None
 
 
-def _command(python: str, model: str, slots: int, args: tuple[str, ...], port: int) -> list[str]:
+def ranks_of(args: Sequence[str]) -> int:
+    """Data-parallel ranks of a server, each with its own requests."""
+    return _number_of(args, DATA_PARALLEL)
+
+
+def _command(python: str, model: str, slots: int | None, args: tuple[str, ...], port: int) -> list[str]:
     words = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     if not _values(args, "--served-model-name"):
         words += ["--served-model-name", Path(model).resolve().name if Path(model).exists() else model]
     words += ["--host", "127.0.0.1", "--port", str(port)]
-    if not _values(args, "--max-num-seqs"):
+    if slots is not None and not _values(args, "--max-num-seqs"):
         words += ["--max-num-seqs", str(slots)]
     return [*words, *args]
 
@@ -103,8 +112,13 @@ def _command(python: str, model: str, slots: int, args: tuple[str, ...], port: i
 def _gpus_each(args: Sequence[str]) -> int:
     each = 1
     for flags in PARALLEL:
-        each *= _number((_values(args, *flags) or ["1"])[-1], flags[0])
+        each *= _number_of(args, flags)
     return each
+
+
+def _number_of(args: Sequence[str], flags: tuple[str, str]) -> int:
+    """1 when it is not given; the last when it is given twice."""
+    return _number((_values(args, *flags) or ["1"])[-1], flags[0])
 
 
 def _flag_of(word: str) -> str:
@@ -168,6 +182,6 @@ def check_python(python: str) -> None:
         raise ConfigError(f"engine_python: {python} cannot be run: {error}") from error
     if asked.returncode != 0:
         raise ConfigError(
-            f"there is no vLLM for {python}: pip install 'llmserve[vllm]', or name the Python of an environment "
-            "that has it with --engine-python"
+            f"there is no vLLM for {python}: install llmserve with its extra, pip install '.[vllm]', or name the "
+            "Python of an environment that has it with --engine-python"
         )

@@ -2,14 +2,18 @@
 
 closed     all is well, or too little has gone wrong
 open       `faults_max` requests in a row failed by the engine's fault: nothing is sent until the pause is over
-half open  the pause is over: one request is on trial; its success closes the circuit, its failure opens it for longer
+half open  the pause is over: one request (of a barrier engine: one batch) is on trial; its success closes the circuit,
+           its failure opens it for longer
 
-Only the engine's own faults count (5xx, silence, broken connections), never a refusal of what a client asked (4xx).
+Only the engine's own faults count (5xx, silence, broken connections), never a refusal of what a client asked (4xx); and
+only at a request's first try, for one that fails wherever it runs says nothing of engines. What was sent before the
+circuit opened neither lengthens the pause nor ends it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 
 PAUSE_GROWTH = 2.0
 PAUSES_MAX = 32.0  # longest pause, in units of the first
@@ -36,11 +40,11 @@ class Circuit:
         return self.open_until_s is None or (now_s >= self.open_until_s and self.trial is None)
 
     def started(self, request_id: int) -> None:
-        if self.open_until_s is not None:
+        if self.open_until_s is not None and self.trial is None:
             self.trial = request_id
 
     def fault(self, request_id: int, now_s: float) -> None:
-        """A request failed by the engine's fault. Those sent before it opened do not lengthen the pause."""
+        """A request failed by the engine's fault."""
         self._faults += 1
         if self.open_until_s is None:
             if self._faults >= self._faults_max:
@@ -49,8 +53,10 @@ class Circuit:
             self._pause_s = min(PAUSE_GROWTH * self._pause_s, PAUSES_MAX * self._first_pause_s)
             self.open_until_s, self.trial = now_s + self._pause_s, None
 
-    def success(self) -> None:
-        """The engine has done what it should: whatever was wrong is over."""
+    def success(self, request_ids: Container[int]) -> None:
+        """The engine has done with these what it should: whatever was wrong is over."""
+        if self.open_until_s is not None and self.trial not in request_ids:
+            return
         self._faults = 0
         self._pause_s = self._first_pause_s
         self.open_until_s = self.trial = None

@@ -7,11 +7,14 @@ from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.memory import BLOCK_TOKENS, peak_tokens, remaining_tokens
 from llmserve.scheduling.queues import Ticket
 
+SURE_SHARE = 0.5  # of the cache: with predictions that fill less of it nothing is looked at closely
+LOOK_AGAIN_S = 0.1  # after a request did not fit: time alone may make it fit
+
 
 class EngineState:
     """running: requests on it, by id.  total_tokens: sum of what these are predicted to hold at their ends."""
 
-    __slots__ = ("circuit", "info", "ready", "running", "total_tokens")
+    __slots__ = ("_refused", "circuit", "info", "ready", "running", "total_tokens")
 
     def __init__(self, info: EngineInfo, circuit: Circuit) -> None:
         self.info = info
@@ -19,6 +22,7 @@ class EngineState:
         self.ready = True
         self.running: dict[int, Ticket] = {}
         self.total_tokens = 0
+        self._refused: tuple[int, float] | None = None  # a request that does not fit before a time
 
     # ---- room ----
 
@@ -38,15 +42,25 @@ class EngineState:
     def fits(self, ticket: Ticket, now_s: float, seconds_per_token: float) -> bool:
         """Whether its memory will hold this request beside those that it runs, until each has ended.
 
-        An empty engine takes anything: what does not fit there fits nowhere.
+        An empty engine takes anything, for no other moment would be better.
         """
         tokens_max = self.info.tokens_max
         if tokens_max is None or self.info.barrier or not self.running:
             return True
-        if self.total_tokens + ticket.total_tokens <= tokens_max:
-            return True  # all of them at their ends at once, and still there is room
+        if self.total_tokens + ticket.total_tokens <= SURE_SHARE * tokens_max:
+            return True  # all of them at their ends at once, and twice as long as predicted
+        if self._refused is not None and self._refused[0] == ticket.request.id and now_s < self._refused[1]:
+            return False
         needs = [_need(other, now_s - other.started_at_s, seconds_per_token) for other in self.running.values()]
-        return peak_tokens([*needs, _need(ticket, 0.0, seconds_per_token)]) <= tokens_max
+        if peak_tokens([*needs, _need(ticket, 0.0, seconds_per_token)]) <= tokens_max:
+            return True
+        self._refused = ticket.request.id, now_s + LOOK_AGAIN_S
+        return False
+
+    @property
+    def look_again_at_s(self) -> float | None:
+        """When what did not fit is worth another look; None: nothing was refused since the last change."""
+        return self._refused[1] if self._refused is not None else None
 
     # ---- in and out ----
 
@@ -55,11 +69,13 @@ class EngineState:
         ticket.started_at_s = now_s
         self.running[ticket.request.id] = ticket
         self.total_tokens += ticket.total_tokens
+        self._refused = None
         self.circuit.started(ticket.request.id)
 
     def let_go(self, ticket: Ticket) -> None:
         del self.running[ticket.request.id]
         self.total_tokens -= ticket.total_tokens
+        self._refused = None
         self.circuit.let_go(ticket.request.id)
 
     def let_all_go(self) -> list[Ticket]:

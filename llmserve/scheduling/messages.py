@@ -67,10 +67,12 @@ class EngineLost(msgspec.Struct, frozen=True, tag=True):
     """An engine is gone with all it ran; its body reports nothing more about those requests.
 
     answered  ids among them whose client has already seen bytes, so that they cannot run again
+    planned   its operator restarts it
     """
 
     engine: str
     answered: tuple[int, ...] = ()
+    planned: bool = False
 
 
 class DrainRequested(msgspec.Struct, frozen=True, tag=True):

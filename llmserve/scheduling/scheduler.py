@@ -99,7 +99,9 @@ class Scheduler:
         self._batches_formed = 0
         self._due_s: float | None = None  # when the next bin's release is due by time alone
         self._draining = False
-        self._engineless_since_s: float | None = 0.0  # None while any engine is ready
+        self._any_ready = False
+        self._helpless_since_s: float | None = 0.0  # None while an engine is ready and its circuit closed
+        self._look_again_at_s: float | None = None  # when the first batch may fit an engine's memory
         self._now_s = 0.0
         self._actions: list[Action] = []
         self._handlers: dict[type, Callable[..., None]] = {
@@ -127,6 +129,7 @@ class Scheduler:
         self._handlers[type(event)](event)
         if self._deadlines:
             self._fail_late_requests()
+        self._look_again_at_s = None
         if self.waiting:
             if self._due_s is not None and now_s >= self._due_s:
                 self._form_all()
@@ -145,8 +148,10 @@ class Scheduler:
         if self.waiting:
             if self._due_s is not None:
                 times.append(self._due_s)
-            if self._engineless_since_s is not None:
-                times.append(self._engineless_since_s + self._engine_wait_s)
+            if self._helpless_since_s is not None:
+                times.append(self._helpless_since_s + self._engine_wait_s)
+            if self._look_again_at_s is not None:
+                times.append(self._look_again_at_s)
             times += [engine.circuit.open_until_s for engine in self._open.values() if engine.circuit.open_until_s]
         if self._deadlines:
             times.append(self._deadlines[0][0])
@@ -191,7 +196,7 @@ class Scheduler:
     def _refusal(self, request: Request) -> FailReason | None:
         if self._draining:
             return "draining"
-        if self._engineless_since_s is not None:
+        if not self._any_ready:
             return "no_engine"
         if self.waiting >= self._queue_requests_max:
             return "queue_full"
@@ -215,7 +220,11 @@ class Scheduler:
         ticket = engine.running.get(event.request_id) if engine is not None else None
         if engine is None or ticket is None:
             return  # stale: the engine was lost with it, and the request lives elsewhere or has ended
-        self._judge_engine(engine, event)
+        if event.fault:
+            if ticket.retries == 0:
+                self._judge(engine, lambda circuit: circuit.fault(event.request_id, self._now_s))
+        elif event.outcome != "cancelled":
+            self._judge(engine, lambda circuit: circuit.success([event.request_id]))
         ran_s = self._now_s - ticket.started_at_s
         engine.let_go(ticket)
         self._list(engine)
@@ -232,6 +241,7 @@ class Scheduler:
         if engine is None:
             return
         ended = [ticket for ticket in engine.running.values() if ticket.batch_id == event.batch_id]
+        self._judge(engine, lambda circuit: circuit.success([ticket.request.id for ticket in ended]))
         for ticket in ended:
             engine.let_go(ticket)
             del self.requests[ticket.request.id]
@@ -249,9 +259,8 @@ class Scheduler:
             state.circuit = self._new_circuit()
             self._open.pop(name, None)
         state.info, state.ready = event.engine, True
-        self._engineless_since_s = None
         self._list(state)
-        self._count_look_ahead()
+        self._count_engines()
 
     def _on_engine_closed(self, event: EngineClosed) -> None:
         state = self.engines.get(event.engine)
@@ -280,17 +289,17 @@ class Scheduler:
         state.ready = False
         self._list(state)
         self._open.pop(state.info.name, None)
-        self._count_look_ahead()
-        if not any(engine.ready for engine in self.engines.values()):
-            self._engineless_since_s = self._now_s
+        self._count_engines()
 
     def _on_drain_requested(self, event: DrainRequested) -> None:
         self._draining = True
         self._form_all()
 
     def _on_timer_fired(self, event: TimerFired) -> None:
-        since_s = self._engineless_since_s
+        since_s = self._helpless_since_s
         if since_s is not None and self._now_s >= since_s + self._engine_wait_s:
+            if self._any_ready:  # an engine is on trial: those who come from now on wait as long for it
+                self._helpless_since_s = self._now_s
             for ticket in [ticket for ticket in self.requests.values() if ticket.place is not Place.RUNNING]:
                 self._leave_queue(ticket)
                 self._fail(ticket, "no_engine")
@@ -349,26 +358,34 @@ class Scheduler:
             engine = self._engine_for(batch)
             if engine is not None:
                 self._start(engine, batch)
-            elif batch.avoid is None:  # it waits for room: nothing overtakes it, or large ones would wait for ever
-                break
-            else:  # it waits for another engine than the one that has just failed it
+            elif self._waits_for_another_engine(batch):
                 self.formed.set_aside(batch)
                 held.append(batch)
+            else:  # it waits for room: nothing overtakes it, or large ones would wait for ever
+                looks = [engine.look_again_at_s for engine in self._free.values()]
+                self._look_again_at_s = min([at_s for at_s in looks if at_s is not None], default=None)
+                break
         for batch in held:
             self.formed.push(batch)
+
+    def _waits_for_another_engine(self, batch: FormedBatch) -> bool:
+        """Only the engine that has just failed it has room, and another works."""
+        if batch.avoid is None or not self._another_works(batch.avoid):
+            return False
+        return not any(engine.room > 0 for name, engine in self._free.items() if name != batch.avoid)
 
     def _engine_for(self, batch: FormedBatch) -> EngineState | None:
         """Where the batch, or its first request, starts now; None: nowhere yet.
 
         Free slots come first, wherever they are; a place to wait in at a busy engine is used only while so many wait
         that every slot which becomes free elsewhere still finds one here. Never the engine that failed this batch
-        while another is up.
+        while another works.
         """
         engines = list(self._free.values())
-        if batch.avoid is not None and self._another_is_ready(batch.avoid):
+        if batch.avoid is not None and self._another_works(batch.avoid):
             engines = [engine for engine in engines if engine.info.name != batch.avoid]
         free = [engine for engine in engines if engine.room > 0]
-        if not free and self.waiting > self._look_ahead:
+        if not free and len(self.formed) > self._look_ahead:
             free = engines
         ticket = next(iter(batch.tickets.values()))
         per_token_s = self._service.seconds_per_token
@@ -388,8 +405,8 @@ class Scheduler:
         known = self._prefixes.among(prefixes, near)
         return min([near[name] for name in known], key=lambda engine: -engine.room, default=best)
 
-    def _another_is_ready(self, name: str) -> bool:
-        return any(engine.ready for other, engine in self.engines.items() if other != name)
+    def _another_works(self, name: str) -> bool:
+        return any(engine.ready and engine.circuit.closed for other, engine in self.engines.items() if other != name)
 
     def _start(self, engine: EngineState, batch: FormedBatch) -> None:
         started, tickets = self.formed.take(batch, self._count(engine, batch))
@@ -415,25 +432,32 @@ class Scheduler:
         else:
             self._free.pop(engine.info.name, None)
 
-    def _count_look_ahead(self) -> None:
-        engines = [engine.info for engine in self.engines.values() if engine.ready]
-        self._look_ahead = sum([info.look_ahead for info in engines if not info.barrier])
+    def _count_engines(self) -> None:
+        """After every change of who is ready, and whose circuit is closed."""
+        ready = [engine for engine in self.engines.values() if engine.ready]
+        self._any_ready = bool(ready)
+        self._look_ahead = sum([engine.info.look_ahead for engine in ready if not engine.info.barrier])
+        if any(engine.circuit.closed for engine in ready):
+            self._helpless_since_s = None
+        elif self._helpless_since_s is None:
+            self._helpless_since_s = self._now_s
 
     # ---- circuits ---------------------------------------------------------------------------------------------
 
-    def _judge_engine(self, engine: EngineState, event: RequestEnded) -> None:
-        was_closed, until_s = engine.circuit.closed, engine.circuit.open_until_s
-        if event.fault:
-            engine.circuit.fault(event.request_id, self._now_s)
-        elif event.outcome != "cancelled":
-            engine.circuit.success()
-        now_until_s = engine.circuit.open_until_s
-        if now_until_s is not None and now_until_s != until_s:
-            self._open[engine.info.name] = engine
-            self._actions.append(ReportCircuit(engine.info.name, now_until_s - self._now_s))
-        elif now_until_s is None and not was_closed:
+    def _judge(self, engine: EngineState, tell: Callable[[Circuit], None]) -> None:
+        """Tell its circuit something; say so when that opens or closes it."""
+        before_s = engine.circuit.open_until_s
+        tell(engine.circuit)
+        until_s = engine.circuit.open_until_s
+        if until_s == before_s:
+            return
+        if until_s is None:
             self._open.pop(engine.info.name, None)
             self._actions.append(ReportCircuit(engine.info.name, None))
+        else:
+            self._open[engine.info.name] = engine
+            self._actions.append(ReportCircuit(engine.info.name, until_s - self._now_s))
+        self._count_engines()
 
     def _end_pauses(self) -> None:
         for name, engine in list(self._open.items()):
@@ -508,7 +532,8 @@ class Scheduler:
                 self._leave_queue(ticket)
                 self._fail(ticket, "deadline_exceeded")
         if len(self._deadlines) > 2 * len(self.requests) + DEADLINES_SPARE:  # far ones of requests that are over
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self.requests]
+            alive = {id_: deadline_s for deadline_s, id_ in self._deadlines if id_ in self.requests}
+            self._deadlines = [(deadline_s, id_) for id_, deadline_s in alive.items()]
             heapq.heapify(self._deadlines)
 
     def _retry_after_s(self) -> float | None:
@@ -561,7 +586,7 @@ class Scheduler:
             return
         for batch in self.formed.batches():
             assert self._engine_for(batch) is None, f"batch {batch.id} waits while an engine is free"
-            if batch.avoid is None:
+            if not self._waits_for_another_engine(batch):
                 return  # it waits for room, and all others for it
         if any(engine.room > 0 for engine in self._free.values()):
             for queue in self.bins:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from front import Front, StartFront, until
 
 from llmserve.api.limits import ApiConfig
@@ -201,6 +203,10 @@ async def test_only_the_admin_key_opens_the_office(start_front: StartFront, tmp_
         assert (await order(front, name, "drain", key=None))[0] == 401
         assert (await order(front, name, "drain", key="guess"))[0] == 401
         assert (await order(front, "nobody", "drain"))[0] == 404
+        desk = front.cluster.fleet.desks[name]
+        desk.up = False
+        assert (await order(front, name, "drain"))[0] == 400, "it is down, and would be used when it is back"
+        desk.up = True
         assert (await order(front, name, "explode"))[0] == 404
         assert (await order(front, name, "restart"))[0] == 400, "it was not started here"
         assert state(front, name) == "ready"
@@ -270,6 +276,49 @@ async def test_an_engine_started_here_is_restarted_on_order_once_it_is_empty() -
             assert process.pid != first_pid
             exchange = await cluster.submit(call(), lambda exchange: None)
             assert (await exchange.head()).status == 200
+
+
+async def test_an_engine_that_is_healthy_but_lets_nobody_in_is_said_to_once(
+    start_front: StartFront, caplog: Any
+) -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return web.Response(status=200 if request.path == "/health" else 401)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", refuse)
+    async with TestServer(app) as engine:
+        front = await start_front(str(engine.make_url("")), wait=False)
+        (desk,) = front.cluster.fleet.desks.values()
+        await until(lambda: desk.trouble != "")
+        await asyncio.sleep(0.3)
+        assert not desk.up
+    said = [record.message for record in caplog.records if "/v1/models says 401" in record.message]
+    assert len(said) == 1
+
+
+async def test_metrics_that_fail_for_once_change_nothing(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.01, slots=3, tokens_max=5_000) as engine:
+        front = await start_front(engine, slots=None)
+        (desk,) = front.cluster.fleet.desks.values()
+        requests = [asyncio.ensure_future(ask(front, stream=False, max_tokens=60)) for _ in range(20)]
+        await until(lambda: desk.info.slots == 3)
+
+        async def broken(request: web.BaseRequest) -> web.Response:
+            return web.Response(status=500)
+
+        engine._routes["GET", "/metrics"] = broken
+        probes = []
+        probe = desk.engine.probe
+
+        async def counted() -> Any:
+            probes.append(await probe())
+            return probes[-1]
+
+        desk.engine.probe = counted  # type: ignore[method-assign]
+        await until(lambda: len(probes) >= 3)
+        assert desk.up
+        assert (desk.info.slots, desk.info.tokens_max) == (3, 5_000)
+        await asyncio.gather(*requests)
 
 
 # ---- what is read from engines ----

@@ -172,6 +172,12 @@ async def test_a_port_that_somebody_else_takes_first_is_replaced(started: Callab
         assert process.url.endswith(f":{process.port}")
 
 
+async def test_a_healthy_stranger_on_its_port_is_not_taken_for_it(started: Callable[..., Any]) -> None:
+    stranger = await started(engine(SERVER))
+    process = await started(engine(SERVER, port=stranger.port))
+    assert process.port != stranger.port
+
+
 async def test_a_port_that_is_taken_again_and_again_is_an_error_in_the_end() -> None:
     tried: list[int] = []
 

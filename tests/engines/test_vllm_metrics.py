@@ -20,6 +20,11 @@ def test_load_is_summed_over_the_ranks_of_an_engine() -> None:
     assert read_load(TEXT) == Load(running=7, waiting=2, tokens_max=2560)
 
 
+def test_older_versions_tell_blocks_and_their_size() -> None:
+    text = 'vllm:num_requests_running 0.0\nvllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n'
+    assert read_load(text) == Load(0, 0, 1_600)
+
+
 def test_what_is_not_told_is_not_made_up() -> None:
     assert read_load("vllm:num_requests_running 0.0\n") == Load(0, 0, None)
     assert read_load(

@@ -13,6 +13,7 @@ from llmserve.engines.vllm_process import (
     check_python,
     plan,
     processes,
+    ranks_of,
     slots_of,
     visible_gpus,
 )
@@ -20,7 +21,7 @@ from llmserve.errors import ConfigError
 
 
 def planned(
-    model: str = "Qwen/Qwen3-8B", *args: str, slots: int = 256, count: int | None = None, gpus: str = ""
+    model: str = "Qwen/Qwen3-8B", *args: str, slots: int | None = 256, count: int | None = None, gpus: str = ""
 ) -> list[Replica]:
     return plan(model, python="python3", slots=slots, args=args, count=count, gpus=gpus.split())
 
@@ -60,7 +61,7 @@ def test_what_the_user_says_to_vllm_is_not_said_twice() -> None:
 @pytest.mark.parametrize(
     ("slots", "args", "expected"),
     [
-        (None, "", 256),
+        (None, "", None),
         (32, "", 32),
         (None, "--max-num-seqs 8", 8),
         (None, "--max-num-seqs=8 --enforce-eager", 8),
@@ -68,8 +69,17 @@ def test_what_the_user_says_to_vllm_is_not_said_twice() -> None:
         (8, "--max-num-seqs 8", 8),
     ],
 )
-def test_slots_are_what_was_said_to_us_or_to_vllm(slots: int | None, args: str, expected: int) -> None:
+def test_slots_are_what_was_said_to_us_or_to_vllm(slots: int | None, args: str, expected: int | None) -> None:
     assert slots_of(slots, args.split()) == expected
+
+
+def test_when_nobody_says_how_many_slots_vllm_chooses() -> None:
+    (replica,) = planned("m", slots=None)
+    assert "--max-num-seqs" not in replica.command(1)
+
+
+def test_data_parallel_ranks_have_slots_each() -> None:
+    assert [ranks_of(args.split()) for args in ("", "-dp 2", "--data-parallel-size=4 -tp 2")] == [1, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +184,7 @@ def test_an_interpreter_without_vllm_is_refused_with_the_way_to_get_it(tmp_path:
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
     check_python(str(tmp_path / "has-it"))
-    with pytest.raises(ConfigError, match=r"pip install 'llmserve\[vllm\]'.*--engine-python"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[vllm\]'.*--engine-python"):
         check_python(str(tmp_path / "has-it-not"))
     with pytest.raises(ConfigError, match="/nowhere/python cannot be run"):
         check_python("/nowhere/python")

@@ -14,7 +14,7 @@ def opened(at_s: float = 0.0) -> Circuit:
 def test_faults_in_a_row_open_it_and_a_success_between_them_does_not() -> None:
     circuit = Circuit(faults_max=2, pause_s=1.0)
     circuit.fault(1, 0.0)
-    circuit.success()
+    circuit.success([2])
     circuit.fault(2, 0.0)
     assert circuit.closed
     circuit.fault(3, 0.0)
@@ -27,7 +27,7 @@ def test_after_the_pause_one_request_is_on_trial() -> None:
     assert circuit.takes(1.0)
     circuit.started(3)
     assert not circuit.takes(1.0)
-    circuit.success()
+    circuit.success([3])
     assert circuit.closed
     assert circuit.takes(1.0)
 
@@ -41,15 +41,17 @@ def test_each_failed_trial_doubles_the_pause_up_to_a_limit_and_success_shortens_
         pauses_s.append(circuit.open_until_s - now_s)
         now_s = circuit.open_until_s
     assert pauses_s == [2, 4, 8, 16, 32, 32, 32, 32]
-    circuit.success()
+    circuit.started(19)
+    circuit.success([19])
     circuit.fault(20, now_s)
     circuit.fault(21, now_s)
     assert circuit.open_until_s == now_s + 1.0
 
 
-def test_faults_of_requests_sent_before_it_opened_do_not_lengthen_the_pause() -> None:
+def test_requests_sent_before_it_opened_neither_lengthen_the_pause_nor_end_it() -> None:
     circuit = opened()
     circuit.fault(99, 0.9)
+    circuit.success([98])
     assert circuit.open_until_s == 1.0
 
 

@@ -11,6 +11,7 @@ from test_scheduler import arrive, scheduler, step
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
+    BatchEnded,
     EngineClosed,
     EngineLost,
     EngineReady,
@@ -70,10 +71,19 @@ def test_a_free_slot_elsewhere_is_always_taken_before_a_place_behind_another() -
 
 def test_a_request_that_the_cache_would_have_to_evict_waits_in_front() -> None:
     made = one_by_one("fffs", engine(slots=8, tokens_max=1_000))
-    big = [Request(number, 300.0, prompt_tokens=100.0) for number in range(3)]
+    big = [Request(number, 300.0, prompt_tokens=100.0) for number in range(3)]  # and 16 for a block's rounding
     assert [id_ for id_, _ in placed(arrive(made, *big))] == [0, 1]
     assert placed(arrive(made, Request(3, 5.0))) == [], "nothing overtakes what waits for room"
     assert [id_ for id_, _ in placed(step(made, RequestEnded("gpu0", 0, "completed", 300.0), 6.0))] == [2, 3]
+
+
+def test_a_large_request_that_failed_once_is_not_overtaken_while_it_waits_for_room() -> None:
+    made = one_by_one("fffs", engine(slots=8, tokens_max=1_000))
+    arrive(made, Request(0, 600.0), Request(1, 350.0))
+    assert placed(fail(made, "gpu0", 0, 0.0)) == [(0, "gpu0")]
+    arrive(made, Request(2, 500.0))
+    assert placed(fail(made, "gpu0", 0, 0.0)) == [(0, "gpu0")]
+    assert placed(arrive(made, Request(3, 1.0))) == []
 
 
 def test_what_will_have_ended_by_then_makes_room() -> None:
@@ -81,7 +91,22 @@ def test_what_will_have_ended_by_then_makes_room() -> None:
     made = one_by_one("fffs", engine(slots=8, tokens_max=900))
     arrive(made, Request(0, 400.0, prompt_tokens=100.0))
     assert placed(arrive(made, Request(1, 400.0, prompt_tokens=10.0))) == []
-    assert placed(step(made, TimerFired(), 7.6)) == [(1, "gpu0")]  # 380 of the first one's 400 tokens are out
+    now_s, started = 0.0, []
+    while not started and now_s < 8.0:  # at 8 s all 400 tokens of the first one are out, and given back
+        assert made.wake_at_s is not None
+        now_s = made.wake_at_s
+        started = placed(step(made, TimerFired(), now_s))
+    assert started == [(1, "gpu0")]
+    # At 0.9 s it has 45 of them. Both grow by 355 more until it ends: 161 + 26 + 2 * 355 = 897, blocks included.
+    assert 0.8 < now_s < 1.0
+
+
+def test_answers_that_outgrow_their_predictions_count_as_what_they_have_become() -> None:
+    made = one_by_one("fffs", engine(slots=8, tokens_max=1_000))
+    arrive(made, Request(0, 10.0), Request(1, 10.0))
+    other = Request(2, 450.0)
+    assert placed(arrive(made, other, now_s=8.0)) == [], "400 tokens each by now, whatever was said of them"
+    assert placed(step(made, RequestEnded("gpu0", 0, "completed", 400.0), 8.0)) == [(2, "gpu0")]
 
 
 def test_what_fits_nowhere_runs_alone() -> None:
@@ -160,13 +185,46 @@ def test_an_engine_that_fails_request_after_request_gets_none_for_a_while_then_o
     made = one_by_one("fffs", engine(slots=4), circuit_faults_max=2, retries_max=9)
     arrive(made, 0, 1, 2)
     assert placed(fail(made, "gpu0", 0, 1.0)) == [(0, "gpu0")]
-    assert fail(made, "gpu0", 0, 1.0) == [ReportCircuit("gpu0", 1.0)]
+    assert fail(made, "gpu0", 1, 1.0) == [ReportCircuit("gpu0", 1.0)]
     assert placed(arrive(made, 3, now_s=1.5)) == []
     assert made.wake_at_s == 2.0
-    assert placed(step(made, TimerFired(), 2.0)) == [(0, "gpu0")], "one request is on trial, the first in turn"
-    ended = step(made, RequestEnded("gpu0", 0, "completed", 5.0), 2.5)
+    assert placed(step(made, TimerFired(), 2.0)) == [(1, "gpu0")], "one request is on trial, the first in turn"
+    assert placed(step(made, RequestEnded("gpu0", 2, "completed", 5.0), 2.2)) == [], "it was sent before"
+    ended = step(made, RequestEnded("gpu0", 1, "completed", 5.0), 2.5)
     assert ended[0] == ReportCircuit("gpu0", None)
     assert placed(ended) == [(3, "gpu0")]
+
+
+def test_a_request_that_fails_wherever_it_runs_opens_no_circuit_by_its_retries() -> None:
+    made = one_by_one("fffs", engine(slots=4), circuit_faults_max=2, retries_max=5)
+    arrive(made, 0)
+    for _ in range(5):
+        assert placed(fail(made, "gpu0", 0, 1.0)) == [(0, "gpu0")]
+    assert fail(made, "gpu0", 0, 1.0) == [FailRequest(0, "engine_failed", None)]
+    assert made.engines["gpu0"].circuit.closed
+
+
+def test_while_every_engine_fails_nobody_waits_longer_than_for_an_engine() -> None:
+    made = one_by_one("fffs", engine(slots=4), circuit_faults_max=1, retries_max=0, engine_wait_s=5.0)
+    arrive(made, 0, 1)
+    actions = fail(made, "gpu0", 0, 0.0)
+    assert actions == [ReportCircuit("gpu0", 1.0), FailRequest(0, "engine_failed", None)]
+    arrive(made, 2, 3, now_s=0.5)
+    assert placed(step(made, TimerFired(), 1.0)) == [(2, "gpu0")]  # on trial, and it hangs
+    assert made.wake_at_s == 5.0
+    assert step(made, TimerFired(), 5.0) == [FailRequest(3, "no_engine", None)]
+    assert arrive(made, 4, now_s=6.0) == [], "newcomers wait for the outcome of the trial"
+    assert made.wake_at_s == 10.0
+
+
+def test_a_batch_that_a_barrier_engine_ends_closes_its_circuit() -> None:
+    made = scheduler(EngineInfo("gpu0", 2, True), circuit_faults_max=1)
+    arrive(made, 0, 1)
+    fail(made, "gpu0", 0, 0.0)
+    step(made, RequestEnded("gpu0", 1, "completed", 3.0))
+    arrive(made, 2)
+    (trial,) = [action for action in step(made, TimerFired(), 1.0) if isinstance(action, StartBatch)]
+    assert step(made, BatchEnded("gpu0", trial.batch.id, {0: 4.0}), 2.0)[0] == ReportCircuit("gpu0", None)
 
 
 def test_while_one_engine_fails_the_others_serve() -> None:

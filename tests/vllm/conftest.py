@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 import urllib.error
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from llmserve.engines.engine_process import free_port
+from llmserve.engines.engine_process import LEASH, free_port
 
 MODEL = Path(__file__).parents[2] / "llmserve/engines/embedded/model"
 SLOTS = 4
@@ -45,13 +46,19 @@ def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     log = tmp_path_factory.mktemp("vllm") / "log"
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, **SETTINGS})
+        process = subprocess.Popen(
+            [*LEASH, *command], stdin=subprocess.PIPE, stdout=out, stderr=out, env={**os.environ, **SETTINGS}
+        )
     try:
         _await_healthy(process, port, log)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
-        process.wait(timeout=60)
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
 
 
 def _await_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:

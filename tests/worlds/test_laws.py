@@ -116,7 +116,8 @@ class World(RuleBasedStateMachine):
             assert action.engine in self.up, "an engine that is down was given work"
             assert action.batch.requests, "an empty batch was started"
             assert self.now_s >= self.no_requests_until_s.get(action.engine, 0.0), "a failing engine was given work"
-            if action.engine in self.no_requests_until_s:
+            engine = next(engine for engine in self.engines if engine.name == action.engine)
+            if action.engine in self.no_requests_until_s and not engine.barrier:
                 assert len(action.batch.requests) == 1, "more than one request is on trial"
             running = self.running[action.engine]
             for request in action.batch.requests:
@@ -126,7 +127,6 @@ class World(RuleBasedStateMachine):
                 assert request.deadline_s is None or request.deadline_s > self.now_s, "a late request was started"
                 running[request.id] = action.batch.id
                 self.tries[request.id] += 1
-            engine = next(engine for engine in self.engines if engine.name == action.engine)
             most = engine.slots + (0 if engine.barrier else engine.look_ahead)
             assert len(running) <= most, "an engine was given more than it takes"
             self.first_start.setdefault(action.batch.id, len(self.first_start))

@@ -4,10 +4,10 @@ A request's turn is its arrival plus an allowance that grows with its predicted 
 
     allowance(s) = patience * m / 8 * ln(1 + 8 s / m),   m: the mean service time
 
-For a short request that is patience * s, so of two that arrive together the shorter goes first, and none is overtaken
-by a request that arrives later than `patience` times its own predicted service after it. For a long one it is far less:
-were it proportional, the longest answers, which need the most time anyway, would also wait the longest, and the tail of
-the latency would be theirs. With patience 0 all go first come first served.
+For a short request that is patience * s, so of two that arrive together the shorter goes first, and (in batches of one)
+none is overtaken by a request that arrives later than `patience` times its own predicted service after it. For a long
+one it is far less: were it proportional, the longest answers, which need the most time anyway, would also wait the
+longest, and the tail of the latency would be theirs. With patience 0 all go first come first served.
 
 A turn is fixed when its batch forms (the mean over its requests): all who wait grow older alike, which never changes
 their order.
