@@ -15,8 +15,9 @@ first pass and told as a prediction afterwards, to llmserve in a header and to v
 
 In each round of a part every arrangement gets the same requests at the same times, with the same predictions. Rounds
 differ in all three, and each begins with another arrangement. A pass through llmserve or vllm-router has a server of
-its own, started for it: nothing that one pass taught it helps the next. vLLM runs with --scheduling-policy priority
-throughout; requests that state no priority are first come, first served.
+its own, started for it: nothing that one pass taught it helps the next. llmserve's own forecasts are switched off
+(--predictor none --memory-keys 0), for a round asks what the one before asked. vLLM runs with --scheduling-policy
+priority throughout; requests that state no priority are first come, first served.
 
     idle          one request at a time: what llmserve adds
     burst         all requests at once
@@ -26,7 +27,8 @@ throughout; requests that state no priority are first come, first served.
     trace         arrivals and lengths of stretches of a trace (--trace: CSV with arrival_s and output_tokens), both
                   scaled: lengths by one factor, so that the longest is the demo model's longest answer; arrivals to 0.9
     routers       two vLLM servers; llmserve beside vllm-router (--router), Poisson arrivals at 0.9
-    barrier       llmserve running batches of 8 to their end, with 8 bins and with none, all at once
+    barrier       llmserve running batches of 8 to their end, with 8 bins and with none, all at once; lengths are known,
+                  and so are the edges of the bins
     memory        all at once, on a server whose KV cache is far too small for its slots: what holding back saves
     kill          two vLLM servers behind llmserve, one killed when half of the requests are answered
 
@@ -75,6 +77,7 @@ from scipy.stats import kendalltau
 
 from bins.edges import equal_mass_edges
 from llmserve.api.parse import PREDICTED_HEADER, SLO_HEADER
+from llmserve.config import EngineConfig
 from llmserve.engines.embedded import demo_corpus
 from llmserve.engines.engine_process import LEASH, free_port
 
@@ -557,7 +560,7 @@ async def started(args: argparse.Namespace, count: int, requests: int, *, small:
     """`count` vLLM servers, the lengths of `requests` answers and what lengths take there. small: of little memory."""
     slots = MEMORY_SLOTS if small else args.slots if count == 1 else args.slots_each
     cores = os.sched_getaffinity(0)
-    apart = count < len(cores)
+    apart = count < (os.cpu_count() or 1)
     async with AsyncExitStack() as stack:
         say(f"starting {count} vLLM server{'s' * (count > 1)}")
         stack.enter_context(kept_off_the_first_core(apart))
@@ -1027,6 +1030,8 @@ def about(args: argparse.Namespace, part: str, engines: Engines) -> dict[str, An
         "servers": len(engines.servers),
         "load": LOADS.get(part),
         "slots": engines.slots,
+        "look_ahead": EngineConfig().look_ahead if args.look_ahead is None else args.look_ahead,
+        "engine_core_apart": len(engines.servers) < (os.cpu_count() or 1),
         "requests": requests_of(args, part),
         "rounds": rounds_of(args, part),
         "seed": args.seed,
@@ -1050,7 +1055,7 @@ TITLES = {
     "poisson-0.9": "Poisson arrivals at 0.9 of capacity",
     "trace": "a trace's arrivals and lengths, scaled to 0.9",
     "routers": "two vLLM servers, Poisson arrivals at 0.9",
-    "barrier": "batches of 8 run to their end, all at once",
+    "barrier": "batches run to their end, all at once",
     "memory": "all at once, a KV cache of 1,280 tokens",
 }
 
@@ -1065,7 +1070,9 @@ def row_of(
 
 
 def ratio_of(row: Mapping[str, Any] | None, baseline: str, name: str) -> float | None:
-    """None when the row, or the baseline beside it, was not measured."""
+    """None when the row, or the baseline beside it, was not measured, or some of its requests were not answered."""
+    if row and (row["failed"] or row["dropped"]):
+        return None
     value = (row or {}).get("ratios", {}).get(baseline, {}).get(name)
     return None if value is None else float(value)
 

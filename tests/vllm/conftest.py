@@ -12,23 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from vllm_on_cpu import ARGS, MODEL, SETTINGS
 
 from llmserve.engines.engine_process import LEASH, free_port
 
-MODEL = Path(__file__).parents[2] / "llmserve/engines/embedded/model"
 SLOTS = 4
-# On a CPU: one process with one thread, for two that wait for each other by spinning leave small machines no time for
-# anything else (scripts/benchmark_vllm.py).
-SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    # Else the first request for log-probabilities compiles a function, which takes up to a minute.
-    "TORCH_COMPILE_DISABLE": "1",
-}
 START_S = 240
 
 
@@ -41,9 +29,7 @@ def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = free_port()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), "--port", str(port)]
     command += ["--served-model-name", "llmserve-demo", "--host", "127.0.0.1", "--max-num-seqs", str(SLOTS)]
-    command += ["--max-model-len", "1024", "--enforce-eager", "--dtype", "float32"]
-    command += ["--distributed-executor-backend", "uni"]
-    command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    command += [*ARGS, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     log = tmp_path_factory.mktemp("vllm") / "log"
     with log.open("wb") as out:
         process = subprocess.Popen(

@@ -9,10 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 from server_process import Server, failed_start, gone
+from vllm_on_cpu import ARGS, MODEL, SETTINGS
 
-MODEL = Path(__file__).parents[2] / "llmserve/engines/embedded/model"
-VLLM_ARGS = ("--max-model-len", "1024", "--enforce-eager", "--dtype", "float32")
-QUICK = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 START_S = 240.0
 
 
@@ -32,7 +30,7 @@ def vllm_of(server: Server) -> list[psutil.Process]:
 
 
 def test_vllm_answers_comes_back_when_killed_and_ends_with_a_killed_front_end(flags: list[str], tmp_path: Path) -> None:
-    server = Server(*flags, "--model", str(MODEL), "--slots", "4", "--", *VLLM_ARGS, environment=QUICK)
+    server = Server(*flags, "--model", str(MODEL), "--slots", "4", "--", *ARGS, environment=SETTINGS)
     try:
         answer, headers = server.chat("Count from 3 to 9.", model="model")
         assert answer["choices"][0]["message"]["content"] == "3, 4, 5, 6, 7, 8, 9"
@@ -56,9 +54,7 @@ def test_vllm_answers_comes_back_when_killed_and_ends_with_a_killed_front_end(fl
 
 def test_a_model_without_weights_ends_the_start_with_vllms_own_words(flags: list[str], tmp_path: Path) -> None:
     model = shutil.copytree(MODEL, tmp_path / "hollow", ignore=shutil.ignore_patterns("*.safetensors"))
-    status, said = failed_start(
-        *flags, "--port", "0", "--model", str(model), "--", *VLLM_ARGS, within_s=START_S, **QUICK
-    )
+    status, said = failed_start(*flags, "--port", "0", "--model", str(model), "--", *ARGS, within_s=START_S, **SETTINGS)
     assert status == 1
     assert "vllm-0 ended with status 1" in said
     assert "Cannot find any model weights" in said, "which stands long before vLLM's last lines"
@@ -68,6 +64,6 @@ def test_a_model_without_weights_ends_the_start_with_vllms_own_words(flags: list
 
 def test_an_argument_that_vllm_does_not_know_ends_the_start_of_all_replicas(flags: list[str]) -> None:
     two = ["--model", str(MODEL), "--replicas", "2"]
-    status, said = failed_start(*flags, "--port", "0", *two, "--", "--no-such-thing", within_s=START_S, **QUICK)
+    status, said = failed_start(*flags, "--port", "0", *two, "--", "--no-such-thing", within_s=START_S, **SETTINGS)
     assert status == 1
     assert "unrecognized arguments: --no-such-thing" in said
