@@ -91,7 +91,7 @@ class Scheduler:
         self._new_circuit = circuit
         self._free: dict[str, EngineState] = {}  # those that take something now
         self._open: dict[str, EngineState] = {}  # those whose circuit's pause is not over
-        self._look_ahead = 0  # places to wait in at the engines, beyond their slots
+        self._others = 0  # ready engines but one
         self._prefixes = PrefixMemory()
         self._service = ServiceTime()
         self._deadlines: list[tuple[float, int]] = []
@@ -377,15 +377,15 @@ class Scheduler:
     def _engine_for(self, batch: FormedBatch) -> EngineState | None:
         """Where the batch, or its first request, starts now; None: nowhere yet.
 
-        Free slots come first, wherever they are; a place to wait in at a busy engine is used only while so many wait
-        that every slot which becomes free elsewhere still finds one here. Never the engine that failed this batch
+        Free slots come first, wherever they are; a place to wait in at a busy engine is used only while more wait here
+        than there are other engines, so that a slot which becomes free elsewhere still finds one. Never the engine that failed this batch
         while another works.
         """
         engines = list(self._free.values())
         if batch.avoid is not None and self._another_works(batch.avoid):
             engines = [engine for engine in engines if engine.info.name != batch.avoid]
         free = [engine for engine in engines if engine.room > 0]
-        if not free and len(self.formed) > self._look_ahead:
+        if not free and len(self.formed) > self._others:
             free = engines
         ticket = next(iter(batch.tickets.values()))
         per_token_s = self._service.seconds_per_token
@@ -436,7 +436,7 @@ class Scheduler:
         """After every change of who is ready, and whose circuit is closed."""
         ready = [engine for engine in self.engines.values() if engine.ready]
         self._any_ready = bool(ready)
-        self._look_ahead = sum([engine.info.look_ahead for engine in ready if not engine.info.barrier])
+        self._others = max(0, len(ready) - 1)
         if any(engine.circuit.closed for engine in ready):
             self._helpless_since_s = None
         elif self._helpless_since_s is None:

@@ -42,20 +42,26 @@ def engine(name: str = "gpu0", slots: int = 2, **fields: object) -> EngineInfo:
 # ---- look-ahead ----
 
 
-def test_places_to_look_ahead_are_used_only_while_enough_wait_for_every_slot_that_may_become_free() -> None:
+def test_an_only_engine_is_always_sent_a_little_ahead() -> None:
     made = one_by_one("fffs", engine(look_ahead=1))
-    assert placed(arrive(made, 1, 2)) == [(1, "gpu0"), (2, "gpu0")]
-    assert placed(arrive(made, 3)) == []  # it may as well wait here
-    assert placed(arrive(made, 4)) == [(3, "gpu0")]
-    assert placed(step(made, RequestEnded("gpu0", 1, "completed", 1.0))) == []
-    assert placed(arrive(made, 5)) == [(4, "gpu0")]
+    assert placed(arrive(made, 1, 2, 3)) == [(1, "gpu0"), (2, "gpu0"), (3, "gpu0")]
+    assert placed(arrive(made, 4)) == []
+    assert placed(step(made, RequestEnded("gpu0", 1, "completed", 1.0))) == [(4, "gpu0")]
+
+
+def test_with_several_engines_some_are_kept_for_the_slots_that_become_free_elsewhere() -> None:
+    made = scheduler(engine("a", 1, look_ahead=2), engine("b", 1, look_ahead=2), batch_size=1, release="greedy")
+    assert len(placed(arrive(made, 1, 2))) == 2
+    assert placed(arrive(made, 3)) == []
+    assert placed(arrive(made, 4)) == [(3, "a")]
+    assert placed(step(made, RequestEnded("b", 2, "completed", 1.0))) == [(4, "b")]
 
 
 def test_a_free_slot_elsewhere_is_always_taken_before_a_place_behind_another() -> None:
     made = scheduler(engine("a", look_ahead=2), engine("b", look_ahead=2), batch_size=1, order="fffs", release="greedy")
     starts = placed(arrive(made, *range(20)))
     assert sorted(name for _, name in starts[:4]) == ["a", "a", "b", "b"]
-    assert len(starts) == 8  # and two places at each to look ahead
+    assert len(starts) == 8  # with two places at each to look ahead
     rng = random.Random(3)
     running = dict(starts)
     while running:
