@@ -378,8 +378,8 @@ class Scheduler:
         """Where the batch, or its first request, starts now; None: nowhere yet.
 
         Free slots come first, wherever they are; a place to wait in at a busy engine is used only while more wait here
-        than there are other engines, so that a slot which becomes free elsewhere still finds one. Never the engine that failed this batch
-        while another works.
+        than there are other engines, so that a slot which becomes free elsewhere still finds one. Never the engine that
+        failed this batch while another works.
         """
         engines = list(self._free.values())
         if batch.avoid is not None and self._another_works(batch.avoid):
