@@ -101,14 +101,15 @@ if value("--model") == "one-of-two-fails" and not os.path.exists("{folder}/first
 print("loading", flush=True)
 if value("--model") != "good":
     time.sleep(600)
-words = ["--port", value("--port"), "--model", value("--served-model-name"), "--slots", value("--max-num-seqs")]
+words = ["--port", value("--port"), "--model", value("--served-model-name")]
+words += ["--slots", value("--max-num-seqs")] if "--max-num-seqs" in sys.argv else []
 os.execv(sys.executable, [sys.executable, "-m", "llmserve.engines.fake", *words])
 """
 
 
 @pytest.fixture
 def vllm_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Two replicas of a stand-in for vLLM; what they say is kept in tmp_path/llmserve."""
+    """Two replicas of a stand-in for vLLM; what they say is kept in tmp_path/llmserve/PORT."""
     (tmp_path / "python").write_text(STAND_IN.format(python=sys.executable, folder=tmp_path))
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -127,7 +128,7 @@ def test_replicas_are_started_beside_a_server_that_runs_already(
     answer, headers = server.chat("hello", model="good", max_tokens=3)
     assert answer["usage"]["completion_tokens"] == 3
     assert headers["x-llmserve-engine"] in engines
-    assert [file.name for file in sorted((tmp_path / "llmserve").iterdir())] == ["vllm-0.log", "vllm-1.log"]
+    assert [file.name for file in sorted((tmp_path / "llmserve" / "0").iterdir())] == ["vllm-0.log", "vllm-1.log"]
     assert server.stop() == 0
     assert gone(server.children)
 
@@ -136,7 +137,7 @@ def test_when_one_replica_cannot_start_the_others_end_too(vllm_flags: list[str],
     status, said = failed_start("--port", "0", *vllm_flags, "--model", "one-of-two-fails")
     assert status == 1
     assert "ended with status 1\n    torch.OutOfMemoryError: CUDA out of memory" in said
-    assert f"(all of it is in {tmp_path}/llmserve/vllm-" in said
+    assert f"(all of it is in {tmp_path}/llmserve/0/vllm-" in said
     assert "Traceback" not in said
 
 
@@ -145,7 +146,7 @@ def test_a_signal_while_engines_start_ends_them_and_is_status_0(
     vllm_flags: list[str], tmp_path: Path, number: signal.Signals
 ) -> None:
     command = [sys.executable, "-m", "llmserve", "serve", "--port", "0", *vllm_flags, "--model", "slow"]
-    logs = [tmp_path / "llmserve" / f"vllm-{index}.log" for index in range(2)]
+    logs = [tmp_path / "llmserve" / "0" / f"vllm-{index}.log" for index in range(2)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         until_s = time.monotonic() + 60
         while not all(log.exists() and log.read_text() for log in logs) and time.monotonic() < until_s:
