@@ -2,10 +2,10 @@
 
 Two askings of one vLLM differ in the answer's id, in the time it was created and in the ids of tool calls: these are
 masked. Where several choices are streamed, vLLM orders the events of one step as it likes: theirs are compared choice
-by choice. When its server is busy it puts tokens that are ready at once into one event: a stream is asked for again, both
-ways, until one has come both ways, and of a long one only what that leaves is compared: all texts together, and all that
-is around them. One thing is lost on purpose: of several choices streamed without usage, vLLM's `system_fingerprint`
-(event_stream.py).
+by choice. When its server is busy it puts tokens that are ready at once into one event: a stream is asked for again,
+both ways, until one has come both ways, and of a long one only what that leaves is compared: all texts together, and
+all that is around them. One thing is lost on purpose: of several choices streamed without usage, vLLM's
+`system_fingerprint` (event_stream.py).
 """
 
 from __future__ import annotations
