@@ -40,10 +40,10 @@ def create_app(
     config: ApiConfig,
     admin: Doorkeeper | None = None,
 ) -> ASGIApp:
-    """FastAPI serves everything but the completions themselves. admin: whose keys open /admin; None: it stays shut.
+    """FastAPI serves everything but the completions themselves.
 
     Those go straight to the door: routing and middlewares would cost more than all of scheduling does
-    (scripts/benchmark_frontend.py).
+    (scripts/benchmark_frontend.py). admin: whose keys open /admin; None: it stays shut.
     """
     door = _Door(cluster, metrics, doorkeeper, config)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)

@@ -21,13 +21,19 @@ START_S = 240
 
 
 @pytest.fixture(scope="session")
-def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Base URL. VLLM_PYTHON names the interpreter of an environment with vLLM in it; scripts/test makes one."""
+def vllm_python() -> str:
+    """The interpreter of an environment with vLLM in it, as VLLM_PYTHON names it; scripts/test makes one."""
     python = os.environ.get("VLLM_PYTHON")
     if not python:
         pytest.skip("VLLM_PYTHON is not set: run ./scripts/test, which installs vLLM in an environment of its own")
+    return python
+
+
+@pytest.fixture(scope="session")
+def vllm_url(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Base URL."""
     port = free_port()
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), "--port", str(port)]
+    command = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), "--port", str(port)]
     command += ["--served-model-name", "llmserve-demo", "--host", "127.0.0.1", "--max-num-seqs", str(SLOTS)]
     command += [*ARGS, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     log = tmp_path_factory.mktemp("vllm") / "log"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -15,12 +14,9 @@ START_S = 240.0
 
 
 @pytest.fixture
-def flags(tmp_path: Path) -> list[str]:
+def flags(vllm_python: str, tmp_path: Path) -> list[str]:
     """How the demo model is served by vLLM here, without the model and vLLM's own arguments."""
-    python = os.environ.get("VLLM_PYTHON")
-    if not python:
-        pytest.skip("VLLM_PYTHON is not set: run ./scripts/test, which installs vLLM in an environment of its own")
-    return ["--engine", "vllm", "--engine-python", python, "--engine-log-folder", str(tmp_path / "logs")]
+    return ["--engine", "vllm", "--engine-python", vllm_python, "--engine-log-folder", str(tmp_path / "logs")]
 
 
 def vllm_of(server: Server) -> list[psutil.Process]:
