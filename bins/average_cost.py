@@ -216,10 +216,11 @@ def relative_values(model: SemiMarkov, policy: Policy, reference: int = 0) -> tu
     Solves h = c - g y + P h directly, g taking the place of h(reference) (Puterman, 8.6.1).
     """
     cost, sojourn, transition = model.under(policy)
+    _recurrent_first(transition)  # raises; rounding would hide from the equations that they are singular
     system = np.eye(cost.size) - transition
     system[:, reference] = sojourn
     try:
-        values: Array = np.linalg.solve(system, cost)
+        values = np.asarray(np.linalg.solve(system, cost), dtype=float)
     except np.linalg.LinAlgError as error:
         raise NotUnichain(f"the policy's equations are singular: {error}") from error
     average_cost = float(values[reference])

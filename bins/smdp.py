@@ -388,7 +388,7 @@ class _Equations:
 
     def solve(self) -> tuple[Array, Array]:
         """e (objectives, states) and the averages g (objectives,)."""
-        solved: Array = np.linalg.solve(self._system, self._residual.T).T
+        solved = np.asarray(np.linalg.solve(self._system, self._residual.T), dtype=float).T
         averages = solved[:, 0].copy()
         solved[:, 0] = 0.0
         return solved - solved[:, -1:], averages
@@ -398,8 +398,7 @@ class _Equations:
         """(states,) decisions a second in each state: by how much a residual there moves an average."""
         unit = np.zeros(self._overflow.size)
         unit[0] = 1.0
-        result: Array = np.linalg.solve(self._system.T, unit)
-        return result
+        return np.asarray(np.linalg.solve(self._system.T, unit), dtype=float)
 
     def error(self, e: Array) -> Array:
         """(objectives,) what an average may be off by, because e is not zero beyond N but like what it is before it."""
