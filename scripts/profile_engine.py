@@ -1,0 +1,413 @@
+#!/usr/bin/env python
+"""What an engine costs: seconds and joules of a batch, by its size, written as a profile (bins/profile.py).
+
+    python scripts/profile_engine.py --engine http://127.0.0.1:8001 --sizes 1,2,4,8,16,32 --output-tokens 64 \\
+        --rounds 3 --output profile.json --plot profile.png
+    python scripts/profile_engine.py --journal journal.jsonl --busy-power-w 400 --output profile.json
+
+Any OpenAI-compatible engine can be measured that does nothing else meanwhile. Each batch is so many completions sent at
+once, and takes from the first one's sending to the last one's end. In every round each size is asked for
+--output-tokens and for a quarter of them, which tells a batch's prefill from its steps, in an order drawn anew.
+Answers are forced to their length where the engine knows min_tokens and ignore_eos (vLLM does); of others the true
+lengths count. Sizes beyond what the engine runs at once would measure its queue: leave them out.
+
+Energy is measured by NVML when the engine is on this machine, and its GPU has a driver and the package nvidia-ml-py.
+Of several GPUs, name the engine's in CUDA_VISIBLE_DEVICES. A GPU's counter moves about every 100 ms: ask for so many
+tokens that the smallest batch takes a second or more. Without NVML energy is --busy-power-w times the time; without
+that too, it is in relative units, and the profile's source says so.
+
+--journal FILE measures nothing: it takes the batches that barrier engines ran (`llmserve serve --barrier --journal`, or
+`llmserve simulate`), with the requests that really came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from bins.profile import Observation, Profile, fit
+from llmserve.cluster import journal
+from llmserve.cluster.observed import observations
+from llmserve.engines.engine import EngineError
+from llmserve.engines.event_stream import usage_of
+from llmserve.engines.openai_engine import BATCH_HEADER, BATCH_SIZE_HEADER, OpenAIEngine
+from llmserve.engines.power import GpuEnergy
+from llmserve.errors import JournalError
+from llmserve.request import EngineInfo
+
+IDLE_S = 3.0  # how long the idle power is measured
+SAMPLE_S = 0.05  # between readings of the GPUs
+ANSWER_S_MAX = 900.0  # a batch without an end for so long is given up
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+RELATIVE_W = 1.0  # assumed while running, where no power is known
+
+OnBatch = Callable[[int, int, Observation], None]
+"""Called after each batch with its number from 1, how many there are, and what was observed."""
+
+
+class CannotMeasure(Exception):
+    """The engine does not do what is asked of it; the message says what."""
+
+
+class Refused(CannotMeasure):
+    """It finds fault with the request: a status of 4xx."""
+
+
+# ---- asking -------------------------------------------------------------------------------------------------------
+
+
+async def first_model(url: str) -> str:
+    """The first model that the engine serves. Raises EngineError, or CannotMeasure when it serves none."""
+    engine = OpenAIEngine(EngineInfo(url, slots=1, barrier=False), url)
+    try:
+        health = await engine.probe()
+    finally:
+        await engine.close()
+    if not health.models:
+        raise CannotMeasure(f"{url} serves no model")
+    return health.models[0].id
+
+
+class Client:
+    """Sends batches of completions to one engine."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, seed: int) -> None:
+        self._session = session
+        self._url = url.rstrip("/").removesuffix("/v1") + "/v1/completions"
+        self._model = model
+        self._prompts = random.Random(seed)
+        self._batches = 0
+        self._forces_lengths = True
+
+    async def learn(self, tokens: int) -> None:
+        """Find out whether answers can be forced to a length. Raises CannotMeasure when there are none either way."""
+        try:
+            await self.batch(1, tokens)
+        except Refused:
+            self._forces_lengths = False
+            await self.batch(1, tokens)
+
+    async def batch(self, size: int, tokens: int) -> float:
+        """Run so many completions at once; the output tokens of the longest. Raises CannotMeasure when one fails."""
+        self._batches += 1
+        # A static-batching engine learns from these that they belong together; every other one ignores them.
+        headers = {BATCH_HEADER: f"profile-{self._batches}", BATCH_SIZE_HEADER: str(size)}
+        return max(await asyncio.gather(*[self._complete(tokens, headers) for _ in range(size)]))
+
+    async def _complete(self, tokens: int, headers: dict[str, str]) -> float:
+        """One completion's output tokens."""
+        fields = {"model": self._model, "prompt": self._prompt(), "max_tokens": tokens, "temperature": 0}
+        if self._forces_lengths:
+            fields |= {"min_tokens": tokens, "ignore_eos": True}
+        async with self._session.post(self._url, json=fields, headers=headers) as response:
+            body = await response.read()
+        if response.status != 200:
+            kind = Refused if 400 <= response.status < 500 else CannotMeasure
+            raise kind(f"the engine answers {response.status}: {body[:300].decode(errors='replace')}")
+        counted = usage_of(body).completion_tokens
+        if not counted and not self._forces_lengths:
+            raise CannotMeasure("the engine tells no usage.completion_tokens, and takes no min_tokens")
+        return float(counted or tokens)
+
+    def _prompt(self) -> str:
+        """Short, and unlike all others from its first word on: no engine has it in a cache."""
+        number = self._prompts.randrange(10**11, 10**12)
+        return f"{number} is a number. Tell me all that you know about it:"
+
+
+# ---- measuring ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which batches run: in every round each size with each length, shuffled."""
+
+    sizes: Sequence[int]
+    output_tokens: int
+    rounds: int
+    seed: int
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return max(1, self.output_tokens // 4), self.output_tokens
+
+    def batches(self) -> list[tuple[int, int]]:
+        """(size, output tokens) in the order in which they run."""
+        rng = random.Random(self.seed)
+        every = [(size, tokens) for size in self.sizes for tokens in self.lengths]
+        return [batch for _ in range(self.rounds) for batch in rng.sample(every, len(every))]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """idle_w : None: not measured."""
+
+    model: str
+    batches: list[Observation]
+    idle_w: float | None
+
+
+async def measure(
+    url: str, model: str | None, plan: Plan, energy: GpuEnergy | None, *, idle_s: float, on_batch: OnBatch
+) -> Measured:
+    """Run a plan's batches, after a largest one that does not count.
+
+    model : None: the first that the engine serves.  idle_s : for so long idle power is measured; 0: not at all.
+    Raises CannotMeasure, EngineError, or an aiohttp.ClientError when the engine cannot be reached.
+    """
+    timeout = aiohttp.ClientTimeout(total=ANSWER_S_MAX)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session, sampling(energy):
+        idle_w = await idle_power_w(energy, idle_s) if energy is not None and idle_s > 0 else None
+        model = model or await first_model(url)
+        client = Client(session, url, model, plan.seed)
+        await client.learn(min(plan.lengths))
+        await client.batch(max(plan.sizes), plan.output_tokens)
+        found: list[Observation] = []
+        batches = plan.batches()
+        for size, tokens in batches:
+            found.append(await observe(client, energy, size, tokens))
+            on_batch(len(found), len(batches), found[-1])
+    return Measured(model, found, idle_w)
+
+
+async def observe(client: Client, energy: GpuEnergy | None, size: int, tokens: int) -> Observation:
+    """Run one batch and measure it."""
+    began_s = time.monotonic()
+    before_j = energy.energy_j(began_s) if energy is not None else 0.0
+    longest = await client.batch(size, tokens)
+    ended_s = time.monotonic()
+    joules = energy.energy_j(ended_s) - before_j if energy is not None else 0.0
+    return Observation(size, longest, ended_s - began_s, joules if joules > 0 else None)  # 0: the counter stood still
+
+
+async def idle_power_w(energy: GpuEnergy, idle_s: float) -> float:
+    """Mean watts over the next `idle_s` seconds."""
+    began_s = time.monotonic()
+    before_j = energy.energy_j(began_s)
+    await asyncio.sleep(idle_s)
+    ended_s = time.monotonic()
+    return (energy.energy_j(ended_s) - before_j) / (ended_s - began_s)
+
+
+@asynccontextmanager
+async def sampling(energy: GpuEnergy | None) -> AsyncIterator[None]:
+    """GPUs whose power is integrated are read all the while."""
+
+    async def sample() -> None:
+        while energy is not None:
+            energy.sample(time.monotonic())
+            await asyncio.sleep(SAMPLE_S)
+
+    task = asyncio.create_task(sample())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+# ---- what comes of it ---------------------------------------------------------------------------------------------
+
+
+def profile_of(
+    batches: Sequence[Observation],
+    *,
+    name: str,
+    origin: str,
+    idle_w: float | None = None,
+    busy_w: float | None = None,
+) -> Profile:
+    """Fit a profile; its source says where time, energy and idle power are from.
+
+    origin : a sentence, without its full stop.  idle_w, busy_w : None: not known.
+    Raises ValueError when the batches allow no fit.
+    """
+    if any(batch.joules is not None for batch in batches):
+        energy = "Energy measured by NVML."
+    elif busy_w is not None:
+        energy = f"Energy modelled as {busy_w:g} W while running."
+    else:
+        energy = "Energy is unknown and in relative units: modelled as 1 W while running."
+    idle = "Idle power unknown, taken as 0 W." if idle_w is None else f"Idle power {idle_w:.4g} W."
+    return fit(
+        batches,
+        name=name,
+        idle_w=idle_w or 0.0,
+        source=f"{origin}. {energy} {idle}",
+        busy_w=RELATIVE_W if busy_w is None else busy_w,
+    )
+
+
+def print_table(profile: Profile, console: Console) -> None:
+    """Sizes that were measured, with the means there and the fit."""
+    step, energy = profile.step_s, profile.step_j
+    title = (
+        f"{profile.name}: step {1e3 * step.slope:.4g} b + {1e3 * step.intercept:.4g} ms (error {step.error:.1%}), "
+        f"prefill {1e3 * profile.prefill_s:.4g} ms"
+    )
+    table = Table(title=title)
+    for heading in ("sequences", "step (ms)", "fitted", "step (J)", "fitted", "power (W)", "tokens/s"):
+        table.add_column(heading, justify="right")
+    joules = dict(zip(energy.sizes, energy.values, strict=True))
+    for size, seconds in zip(step.sizes, step.values, strict=True):
+        fitted_s, fitted_j = float(step.at(size)), float(energy.at(size))
+        row = (1e3 * seconds, 1e3 * fitted_s, joules.get(size, math.nan), fitted_j, fitted_j / fitted_s)
+        table.add_row(f"{size:g}", *[f"{value:.4g}" for value in row], f"{size / fitted_s:,.0f}")
+    console.print(table)
+    console.print(profile.source)
+
+
+def draw(profile: Profile, path: Path) -> None:
+    """Two panels: a step's time and energy against the size, measured means and fit."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.8), layout="constrained", dpi=140)
+    time_axes, energy_axes = figure.subplots(1, 2)
+    panels = (
+        (time_axes, profile.step_s, 1e3, "step (ms)", "measured"),
+        (energy_axes, profile.step_j, 1.0, "step (J)", profile.energy_source),
+    )
+    for axes, curve, scale, label, points in panels:
+        sizes, values = [1.0, *curve.sizes], [scale * value for value in curve.values]
+        axes.plot(sizes, scale * curve.at(sizes), color="#3b7dd8", lw=2, label="fit")
+        axes.plot(curve.sizes, values, "o", color="#222222", ms=5, label=points)
+        axes.set(xlabel="sequences that run together", ylabel=label, ylim=(0, 1.15 * max(values)))
+        axes.set_title(f"{scale * curve.slope:.4g} b + {scale * curve.intercept:.4g}, error {curve.error:.1%}")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.suptitle(profile.name)
+    figure.savefig(path)
+
+
+# ---- the command --------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    try:
+        profile = from_journal(args) if args.journal else from_engine(args)
+        profile.save(args.output)
+        if args.plot:
+            draw(profile, args.plot)
+    except (CannotMeasure, EngineError, JournalError, ValueError, OSError, aiohttp.ClientError) as error:
+        sys.exit(f"profile_engine: error: {str(error) or type(error).__name__}")
+    print_table(profile, Console())
+
+
+def from_journal(args: argparse.Namespace) -> Profile:
+    check_powers(args, measured=False)
+    _, steps = journal.read(args.journal)
+    batches = observations(steps)
+    if not batches:
+        raise CannotMeasure(f"{args.journal} has no batch that a barrier engine ran from beginning to end")
+    origin = f"Fitted by scripts/profile_engine.py to the {len(batches)} batches of a journal, {date.today()}"
+    name = args.name or args.journal.stem
+    return profile_of(batches, name=name, origin=origin, idle_w=args.idle_power_w, busy_w=args.busy_power_w)
+
+
+def from_engine(args: argparse.Namespace) -> Profile:
+    plan = Plan(args.sizes, args.output_tokens, args.rounds, args.seed)
+    energy = GpuEnergy.open() if urlsplit(args.engine).hostname in LOCAL_HOSTS else None
+    check_powers(args, measured=energy is not None)
+    idle_s = IDLE_S if args.idle_power_w is None else 0.0
+    with progress() as on_batch:
+        measured = asyncio.run(measure(args.engine, args.model, plan, energy, idle_s=idle_s, on_batch=on_batch))
+    where = f" on {', '.join(energy.names)}" if energy is not None else ""
+    origin = (
+        f"Measured by scripts/profile_engine.py, {date.today()}: {measured.model}{where}, batches of "
+        f"{', '.join(map(str, plan.sizes))} sequences with {plan.lengths[0]} and {plan.lengths[1]} output tokens, "
+        f"{plan.rounds} round{'s' if plan.rounds > 1 else ''}"
+    )
+    idle_w = measured.idle_w if args.idle_power_w is None else args.idle_power_w
+    name = args.name or measured.model
+    return profile_of(measured.batches, name=name, origin=origin, idle_w=idle_w, busy_w=args.busy_power_w)
+
+
+def check_powers(args: argparse.Namespace, *, measured: bool) -> None:
+    """Idle watts beside energy in relative units would mean nothing."""
+    if args.idle_power_w is not None and args.busy_power_w is None and not measured:
+        raise CannotMeasure("--idle-power-w needs --busy-power-w where no GPU is measured")
+
+
+@contextmanager
+def progress() -> Iterator[OnBatch]:
+    """On stderr: a bar in a terminal, plain lines without."""
+    if not sys.stderr.isatty():
+        yield say_plainly
+        return
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("measuring", total=None)
+        yield lambda number, count, batch: bar.update(task, completed=number, total=count)
+
+
+def say_plainly(number: int, count: int, batch: Observation) -> None:
+    joules = "" if batch.joules is None else f", {batch.joules:.1f} J"
+    what = f"size {batch.size}, {batch.tokens:g} tokens, {batch.seconds:.3f} s{joules}"
+    print(f"batch {number}/{count}: {what}", file=sys.stderr, flush=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    of = parser.add_mutually_exclusive_group(required=True)
+    of.add_argument("--engine", metavar="URL", help="an OpenAI-compatible server")
+    of.add_argument("--journal", type=Path, metavar="FILE", help="fit the batches of a journal instead")
+    add("--model", help="to be asked for (default: the first that the engine serves)")
+    add("--name", help="of the profile (default: the model's, or the journal's)")
+    add("--sizes", type=sizes, default=(1, 2, 4, 8, 16, 32), help="sequences at once (1,2,4,8,16,32)")
+    add("--output-tokens", type=whole(2), default=64, help="of the longer answers (%(default)s)")
+    add("--rounds", type=whole(1), default=3, help="times that everything is measured (%(default)s)")
+    add("--idle-power-w", type=power, metavar="W", help="while nothing runs (default: measured, else 0)")
+    add("--busy-power-w", type=power, metavar="W", help="while running, where no GPU can be measured")
+    add("--seed", type=int, default=0, help="draws the order and the prompts (%(default)s)")
+    add("--output", type=Path, default=Path("profile.json"), metavar="FILE", help="the profile (%(default)s)")
+    add("--plot", type=Path, metavar="FILE", help="a figure of it, as PNG")
+    return parser
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    found = tuple(sorted({whole(1)(part) for part in text.split(",")}))
+    if len(found) < 2:
+        raise argparse.ArgumentTypeError(f"at least two different sizes are needed, not {text!r}")
+    return found
+
+
+def whole(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and int(text) >= least):
+            raise argparse.ArgumentTypeError(f"a whole number of at least {least} is needed, not {text!r}")
+        return int(text)
+
+    return number
+
+
+def power(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"watts above 0 are needed, not {text!r}")
+    return value
+
+
+if __name__ == "__main__":
+    main()

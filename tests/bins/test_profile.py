@@ -1,0 +1,335 @@
+"""Engine profiles: curves, what a batch costs, the published numbers, files, and fits that find what made the data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import nnls
+
+from bins.profile import PROFILES, Curve, Observation, Profile, fit, longest_tokens, resolve
+
+H100 = PROFILES["h100-llama-3.1-8b"]
+P4 = PROFILES["p4-googlenet"]
+
+
+def profile(**changes: Any) -> Profile:
+    plain = Profile(
+        "plain", Curve.affine(1e-3, 9e-3), Curve.affine(0.1, 0.9), 50.0, source="Made up.", energy_source="modelled"
+    )
+    return replace(plain, **changes)
+
+
+# ---- curves -------------------------------------------------------------------------------------------------------
+
+
+def test_an_affine_curve_is_a_line():
+    assert Curve.affine(2.0, 3.0).at([1, 4, 10]).tolist() == [5.0, 11.0, 23.0]
+
+
+def test_a_table_is_interpolated_held_before_its_first_size_and_extended_by_its_last_slope():
+    table = Curve.table([2, 4, 8], [10, 20, 22])
+    assert table.at([1, 2, 3, 4, 6, 8, 12]).tolist() == [10, 10, 15, 20, 21, 22, 24]
+
+
+def test_a_table_of_one_size_is_constant():
+    assert Curve.table([8], [0.5]).at([1, 8, 64]).tolist() == [0.5, 0.5, 0.5]
+
+
+def test_a_curve_keeps_the_shape_of_the_sizes():
+    for curve in (Curve.affine(2.0, 3.0), Curve.table([1, 2], [3, 4])):
+        assert curve.at(4).shape == ()
+        assert curve.at([[1, 2, 3]]).shape == (1, 3)
+
+
+def test_a_fit_of_points_on_a_line_finds_it_without_error_and_keeps_them():
+    curve = Curve.fit([32, 1, 8], [35, 4, 11])
+    assert (curve.slope, curve.intercept) == pytest.approx((1.0, 3.0), rel=1e-12)
+    assert curve.error == pytest.approx(0.0, abs=1e-12)
+    assert (curve.sizes, curve.values) == ((32, 1, 8), (35, 4, 11))
+
+
+def test_a_fit_weighs_small_sizes_like_large_ones():
+    """Least squares of relative residuals: scaling one value scales its misfit with it. Beside numpy's own fit."""
+    sizes, values = np.array([1, 2, 4, 8, 512]), np.array([1.2, 1.1, 1.6, 2.2, 90.0])
+    slope, intercept = np.polyfit(sizes, values, 1, w=1 / values)
+    curve = Curve.fit(sizes, values)
+    assert (curve.slope, curve.intercept) == pytest.approx((slope, intercept), rel=1e-9)
+    assert curve.error == pytest.approx(np.mean(np.abs((slope * sizes + intercept) / values - 1)))
+
+
+def test_a_fit_never_falls_and_never_passes_below_nothing():
+    assert Curve.fit([1, 2, 3], [3, 2, 1]).slope == 0.0
+    assert Curve.fit([2, 3, 4], [1, 4, 9]).intercept == 0.0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Curve.affine(-1, 5), "must not fall with the size, but its slope is -1"),
+        (lambda: Curve.affine(1, -1), "must be positive, but is 0 at size 1"),
+        (lambda: Curve.affine(1, float("nan")), "intercept must be a finite number, not nan"),
+        (lambda: Curve.affine(1, 1, -0.1), "error must be at least 0"),
+        (lambda: Curve.table([], []), "at least one size"),
+        (lambda: Curve.table([1, 2], [1]), "as many values as sizes, not 1 and 2"),
+        (lambda: Curve.table([2, 1], [1, 2]), "strictly increasing"),
+        (lambda: Curve.table([0, 1], [1, 2]), "positive and strictly increasing"),
+        (lambda: Curve.table([1, 2], [2, 1]), "non-decreasing"),
+        (lambda: Curve.table([1, 2], [0, 1]), "positive and non-decreasing"),
+        (lambda: Curve.fit([4, 4], [1, 2]), "at least two different sizes; there is only 4"),
+        (lambda: Curve.fit([], []), "at least two different sizes; there is none"),
+        (lambda: Curve.fit([1, 2], [1, 0]), "positive finite sizes and values"),
+        (lambda: Curve.fit([1, 2], [1]), "one value for each size"),
+        (lambda: Curve.affine(1, 1).at([0, 2]), "sizes must be at least 1, not 0"),
+        (lambda: Curve.affine(1, 1).times(0), "factor must be positive"),
+        (lambda: Curve("cubic"), "one of affine, table, not 'cubic'"),  # type: ignore[arg-type]
+    ],
+)
+def test_numbers_that_give_no_curve_are_refused(make: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 100), st.floats(0.1, 100)), min_size=2, max_size=12))
+def test_a_fit_is_the_non_negative_least_squares_optimum(points: list[tuple[float, float]]):
+    """Beside Lawson and Hanson's algorithm, on any points."""
+    sizes, values = np.array(points).T
+    if np.unique(sizes).size < 2:
+        return
+    columns = np.column_stack([sizes, np.ones_like(sizes)]) / values[:, None]
+    _, residual = nnls(columns, np.ones_like(values))
+    curve = Curve.fit(sizes, values)
+    ours = np.linalg.norm(columns @ [curve.slope, curve.intercept] - 1)
+    assert ours == pytest.approx(residual, rel=1e-6, abs=1e-6)
+
+
+# ---- what a batch costs -------------------------------------------------------------------------------------------
+
+
+def test_the_longest_of_a_batch_is_exact():
+    """Beside all equally likely batches, one by one."""
+    sample = [3.0, 1.0, 10.0]
+    for size in (1, 2, 4):
+        every = [max(batch) for batch in product(sample, repeat=size)]
+        assert longest_tokens([sample], [size])[0, 0] == pytest.approx(np.mean(every), rel=1e-12)
+
+
+def test_the_longest_of_uniform_lengths_is_that_of_the_theory():
+    """Multi-Bin, eq. 17: the longest of B draws from [0, 1] has mean B / (B + 1); n points shift it by 1 / (2 n)."""
+    fine = (np.arange(10_000) + 0.5) / 10_000
+    sizes = np.array([1, 8, 128])
+    assert longest_tokens([fine], sizes)[0] == pytest.approx(sizes / (sizes + 1), abs=1e-4)
+
+
+def test_a_batch_takes_its_longest_answer_times_the_step_after_the_prefill():
+    it = profile(prefill_s=0.5, prefill_j=7.0)
+    lengths = [[100], [10, 30]]  # the second bin's longest of two: 30 three times in four
+    assert it.latency_s(lengths, [1, 2]) == pytest.approx(
+        np.array([[0.5 + 100 * 0.010, 0.5 + 100 * 0.011], [0.5 + 20 * 0.010, 0.5 + 25 * 0.011]]), rel=1e-12
+    )
+    assert it.energy_j(lengths, [1, 2]) == pytest.approx(
+        np.array([[7 + 100 * 1.0, 7 + 100 * 1.1], [7 + 20 * 1.0, 7 + 25 * 1.1]]), rel=1e-12
+    )
+    assert it.power_w([1, 2]) == pytest.approx([1.0 / 0.010, 1.1 / 0.011])
+
+
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=40))
+def test_larger_batches_never_take_less_time_or_energy(lengths: list[int]):
+    sizes = np.arange(1, 40)
+    for costs in (H100.latency_s([lengths], sizes)[0], H100.energy_j([lengths], sizes)[0]):
+        assert (np.diff(costs) >= -1e-9 * costs[1:]).all()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sizes", "message"),
+    [
+        ([], [1], "there is none"),
+        ([[5], []], [1], "of bin 1 it is"),
+        ([5, 6], [1], "of bin 0 it is 5"),
+        ([[5], [float("nan")]], [1], "lengths of bin 1 must be finite"),
+        ([[-1]], [1], "lengths of bin 0 must be finite and at least 0"),
+        ([[5]], [0], "whole numbers of at least 1"),
+        ([[5]], [1.5], "whole numbers of at least 1"),
+        ([[5]], [33], "p4-googlenet runs 32 sequences at once at most, not 33"),
+    ],
+)
+def test_lengths_and_sizes_that_make_no_sense_are_named(lengths: Any, sizes: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        P4.latency_s(lengths, sizes)
+
+
+# ---- published profiles -------------------------------------------------------------------------------------------
+
+
+def test_the_h100_takes_these_steps():
+    assert H100.step_s.at([1, 64]) == pytest.approx([6.619e-3, 11.596e-3])
+    assert H100.step_j.at([1, 64]) == pytest.approx([3.2285, 7.418])
+    assert H100.idle_w < H100.power_w(1)
+
+
+def test_the_p4_gives_the_static_batchings_of_the_papers_table_i():
+    """SMDP-J, static b = 8: 46.27 W at rho = 0.7, unstable from rho = 0.774 on, to its coefficients' rounding."""
+    seconds, joules = P4.latency_s([[1]], [8, 32])[0], P4.energy_j([[1]], [8, 32])[0]
+    rate_max_per_s = 32 / seconds[1]
+    assert 0.7 * rate_max_per_s * joules[0] / 8 == pytest.approx(46.27, rel=1e-3)
+    assert (8 / seconds[0]) / rate_max_per_s == pytest.approx(0.774, abs=5e-4)
+
+
+# ---- files --------------------------------------------------------------------------------------------------------
+
+
+def fitted() -> Profile:
+    batches = [Observation(size, tokens, 0.1 * size + tokens, 5.0 * tokens) for size in (1, 4) for tokens in (10, 20)]
+    return fit(batches, name="fitted", idle_w=1.0, source="Made up.")
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [H100, P4, fitted(), profile(step_s=Curve.table([1, 8], [0.01, 0.02]), slots_max=16)],
+    ids=["h100", "p4", "fitted", "table"],
+)
+def test_a_saved_profile_comes_back_the_same(saved: Profile, tmp_path: Path):
+    saved.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == saved
+    assert resolve(str(tmp_path / "profile.json")) == saved
+
+
+def test_a_published_profile_is_found_by_its_name():
+    assert resolve("p4-googlenet") is P4
+
+
+def test_a_name_that_is_nearly_published_is_answered_with_the_right_one():
+    with pytest.raises(ValueError, match=r"'h100-llama' is neither .* did you mean h100-llama-3\.1-8b\?"):
+        resolve("h100-llama")
+    with pytest.raises(ValueError, match=r"published ones are h100-llama-3\.1-8b, p4-googlenet"):
+        resolve("/nowhere/x.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prefil_s": 1.0}, "unknown key 'prefil_s' in a profile; did you mean 'prefill_s'"),
+        ({"idle_w": None}, "'idle_w' is missing in a profile"),
+        ({"version": 99}, "its version is 99"),
+        ({"idle_w": "90"}, "idle_w must be a finite number, not '90'"),
+        ({"idle_w": -1}, "idle_w must be at least 0, not -1"),
+        ({"idle_w": True}, "idle_w must be a finite number, not True"),
+        ({"slots_max": 0}, "slots_max must be a whole number of at least 1"),
+        ({"energy_source": "guessed"}, "one of measured, published, modelled, not 'guessed'"),
+        ({"source": ""}, "source must be a text"),
+        ({"step_s": 3}, "step_s must be an object, not int"),
+        ({"step_s": {"kind": "affine", "slop": 1}}, "unknown key 'slop' in step_s; did you mean 'slope'"),
+        ({"step_s": {"slope": 1}}, "'kind' is missing in step_s"),
+        ({"step_s": {"kind": "affine", "slope": -1}}, "step_s: a curve must not fall"),
+        ({"step_s": {"kind": "table", "sizes": [1], "values": "3"}}, "values of step_s must be a list of numbers"),
+        ({"step_s": {"kind": "table", "sizes": [1], "values": ["3"]}}, "a curve's values must be a finite number"),
+    ],
+)
+def test_a_wrong_profile_file_is_answered_with_its_path_and_key(change: dict[str, Any], message: str, tmp_path: Path):
+    path = tmp_path / "profile.json"
+    H100.save(path)
+    members = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({key: value for key, value in members.items() if value is not None}))
+    with pytest.raises(ValueError, match=message) as refused:
+        Profile.load(path)
+    assert str(path) in str(refused.value)
+
+
+def test_a_file_that_is_no_profile_is_said_so(tmp_path: Path):
+    (tmp_path / "text").write_text("not JSON")
+    (tmp_path / "list").write_text("[]")
+    with pytest.raises(ValueError, match="is not JSON"):
+        Profile.load(tmp_path / "text")
+    with pytest.raises(ValueError, match="must be an object, not list"):
+        Profile.load(tmp_path / "list")
+    with pytest.raises(ValueError, match="cannot read the profile"):
+        Profile.load(tmp_path)
+
+
+# ---- fits ---------------------------------------------------------------------------------------------------------
+
+
+def batches_of(known: Profile, *, noise: float = 0.0, joules: bool = True) -> list[Observation]:
+    """What would be observed of a known engine; noise: standard deviation of the relative errors."""
+    rng = np.random.default_rng(1)
+    found = []
+    for size, tokens in product((1, 2, 4, 8, 16, 32), (16, 64, 256)):
+        seconds = known.latency_s([[tokens]], [size])[0, 0] * (1 + noise * rng.standard_normal())
+        energy = known.energy_j([[tokens]], [size])[0, 0] * (1 + noise * rng.standard_normal())
+        found.append(Observation(size, tokens, seconds, energy if joules else None))
+    return found
+
+
+def test_a_fit_finds_the_engine_that_was_observed():
+    known = profile(prefill_s=0.04, prefill_j=6.0)
+    found = fit(batches_of(known), name="found", idle_w=50.0, source="Made up.", slots_max=64)
+    assert (found.prefill_s, found.prefill_j) == pytest.approx((0.04, 6.0), rel=1e-9)
+    assert (found.step_s.slope, found.step_s.intercept) == pytest.approx((1e-3, 9e-3), rel=1e-9)
+    assert (found.step_j.slope, found.step_j.intercept) == pytest.approx((0.1, 0.9), rel=1e-9)
+    assert (found.step_s.error, found.step_j.error) == pytest.approx((0.0, 0.0), abs=1e-9)
+    assert found.step_s.values == pytest.approx(known.step_s.at(found.step_s.sizes), rel=1e-9)
+    assert (found.energy_source, found.slots_max, found.idle_w) == ("measured", 64, 50.0)
+
+
+def test_a_fits_error_is_that_of_its_predictions():
+    """A relative noise of 3 % has a mean absolute value of 0.03 sqrt(2 / pi) = 2.4 %, less what the fit follows."""
+    batches = batches_of(profile(prefill_s=0.04), noise=0.03)
+    found = fit(batches, name="found", idle_w=0.0, source="Made up.")
+    misses = [found.latency_s([[batch.tokens]], [batch.size])[0, 0] / batch.seconds - 1 for batch in batches]
+    assert found.step_s.error == pytest.approx(np.mean(np.abs(misses)), rel=1e-9)
+    assert 0.01 < found.step_s.error < 0.03
+
+
+def test_without_joules_energy_is_the_assumed_power_times_the_time():
+    batches = batches_of(profile(prefill_s=0.04), joules=False)
+    found = fit(batches, name="found", idle_w=50.0, source="Made up.", busy_w=300.0)
+    assert found.energy_source == "modelled"
+    assert found.prefill_j == pytest.approx(300 * 0.04)
+    assert found.power_w([1, 8, 32]) == pytest.approx([300.0] * 3)
+    with pytest.raises(ValueError, match="busy_w"):
+        fit(batches, name="found", idle_w=50.0, source="Made up.")
+
+
+def test_with_one_length_there_is_no_telling_prefill_from_steps_and_it_is_left_out():
+    batches = [Observation(size, 50, 0.2 + 50 * (0.001 * size + 0.009)) for size in (1, 8)]
+    found = fit(batches, name="found", idle_w=0.0, source="Made up.", busy_w=1.0)
+    assert found.prefill_s == 0.0
+    assert found.latency_s([[50]], [1, 8])[0] == pytest.approx([batch.seconds for batch in batches])
+
+
+def test_terms_that_would_be_negative_are_dropped_and_the_others_fitted_again():
+    """Seconds that grow faster than their tokens would ask for a prefill below 0."""
+    batches = [Observation(size, tokens, 0.01 * tokens**1.3) for size in (1, 4) for tokens in (10, 20, 40)]
+    found = fit(batches, name="found", idle_w=0.0, source="Made up.", busy_w=1.0)
+    assert found.prefill_s == 0.0
+    tokens, seconds = np.array([(batch.tokens, batch.seconds) for batch in batches]).T
+    alone = (tokens / seconds).sum() / ((tokens / seconds) ** 2).sum()  # least squares of one term
+    assert found.step_s.at(1) == pytest.approx(alone, rel=1e-9)
+
+
+def test_a_fit_of_one_size_is_refused():
+    with pytest.raises(ValueError, match="at least two different sizes; there is only 4"):
+        fit([Observation(4, 10, 1.0), Observation(4, 20, 2.0)], name="x", idle_w=0, source="x", busy_w=1)
+    with pytest.raises(ValueError, match="there is none"):
+        fit([], name="x", idle_w=0, source="x", busy_w=1)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ((0, 1, 1), "at least one sequence, not 0"),
+        ((1, 0, 1), "tokens must be positive"),
+        ((1, 1, float("inf")), "seconds must be positive and finite"),
+        ((1, 1, 1, -2.0), "joules must be positive"),
+    ],
+)
+def test_a_batch_that_cannot_have_been_is_refused(values: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        Observation(*values)

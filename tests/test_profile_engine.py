@@ -1,0 +1,247 @@
+"""The script that measures engines: the fake engine's known step time, a simulation's journal, and what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from aiohttp import web
+from fake_nvml import FakeNvml, Gpu
+
+from bins.profile import Profile
+from llmserve.__main__ import main as llmserve
+from llmserve.engines.fake import FakeEngine
+from llmserve.engines.power import GpuEnergy
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "profile_engine.py"
+STEP_S, PREFILL_S = 0.01, 0.1
+
+
+def _script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("profile_engine", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+script = _script()
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine has; a test that wants a GPU brings its own."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+
+
+async def run(*argv: object) -> None:
+    """The command, beside the engine that runs in this event loop."""
+    await asyncio.to_thread(script.main, [str(word) for word in argv])
+
+
+def plan(**changes: Any) -> Any:
+    return script.Plan(**{"sizes": (1, 4), "output_tokens": 8, "rounds": 1, "seed": 0, **changes})
+
+
+# ---- an engine ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("barrier", [False, True])
+async def test_the_fake_engines_step_and_prefill_are_found(
+    barrier: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Its steps cost the same at every size. A timer is late by a millisecond or so, never early."""
+    path, figure = tmp_path / "profile.json", tmp_path / "profile.png"
+    async with FakeEngine(slots=8, step_s=STEP_S, prefill_s=PREFILL_S, barrier=barrier) as engine:
+        flags = ["--sizes", "8,1,4", "--output-tokens", 32, "--rounds", 1, "--output", path, "--plot", figure]
+        await run("--engine", engine.url, "--busy-power-w", 300, "--idle-power-w", 60, *flags)
+        bodies = [json.loads(body) for body in engine.bodies]
+    profile = Profile.load(path)
+    assert profile.step_s.at([1, 8]) == pytest.approx([STEP_S, STEP_S], rel=0.2)
+    assert profile.prefill_s == pytest.approx(PREFILL_S, rel=0.4)
+    assert profile.step_s.sizes == (1, 4, 8)
+    assert profile.step_s.error < 0.1
+    assert profile.power_w([1, 8]) == pytest.approx([300, 300])
+    assert (profile.name, profile.idle_w, profile.energy_source) == ("fake", 60, "modelled")
+    assert "fake, batches of 1, 4, 8 sequences with 8 and 32 output tokens, 1 round." in profile.source
+    assert "Energy modelled as 300 W while running." in profile.source
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    # One request to learn, one batch to warm up, then all sizes at two lengths.
+    assert len(bodies) == 1 + 8 + 2 * (1 + 4 + 8)
+    assert len({body["prompt"].split()[0] for body in bodies}) == len(bodies)
+    assert all(body["min_tokens"] == body["max_tokens"] and body["ignore_eos"] for body in bodies)
+    printed = capsys.readouterr()
+    assert "batch 6/6: " in printed.err
+    assert "fake: step" in printed.out
+
+
+async def test_what_nvml_counts_is_the_profiles_energy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A GPU that draws 200 W all the time: 200 J for every second of a step, and 200 W when idle."""
+    gpu = Gpu(energy_mj=lambda: round(200e3 * time.monotonic()), name="Fake H100")
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpu))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(script, "IDLE_S", 0.2)
+    path = tmp_path / "profile.json"
+    async with FakeEngine(step_s=STEP_S) as engine:
+        await run("--engine", engine.url, "--sizes", "1,4", "--output-tokens", 16, "--rounds", 1, "--output", path)
+    profile = Profile.load(path)
+    assert profile.energy_source == "measured"
+    assert profile.idle_w == pytest.approx(200, rel=0.02)
+    assert profile.step_j.values == pytest.approx([200 * seconds for seconds in profile.step_s.values], rel=0.02)
+    assert "fake on Fake H100" in profile.source
+    assert "Energy measured by NVML." in profile.source
+
+
+async def test_a_gpu_without_a_counter_is_sampled_while_batches_run():
+    """Power that is 400 W while the engine runs something and 100 W else; a sample every 50 ms finds it."""
+    async with FakeEngine(step_s=STEP_S) as engine:
+        energy = GpuEnergy(FakeNvml(Gpu(power_mw=lambda: 400_000 if engine.running else 100_000)))
+        wanted = plan(output_tokens=100)
+        measured = await script.measure(engine.url, None, wanted, energy, idle_s=0.2, on_batch=lambda *_: None)
+    assert measured.idle_w == pytest.approx(100, rel=1e-6)
+    long = [batch for batch in measured.batches if batch.tokens == 100]
+    assert len(long) == 2
+    for batch in long:
+        # The edges of a second between two samples each count half.
+        assert batch.joules == pytest.approx(400 * batch.seconds, rel=0.1)
+
+
+async def test_without_a_gpu_and_without_watts_energy_is_in_relative_units_and_says_so(tmp_path: Path):
+    path = tmp_path / "profile.json"
+    async with FakeEngine(step_s=0.001) as engine:
+        await run("--engine", engine.url, "--sizes", "1,2", "--output-tokens", 8, "--rounds", 1, "--output", path)
+        profile = Profile.load(path)
+        assert profile.power_w([1, 2]) == pytest.approx([1.0, 1.0])
+        assert (profile.idle_w, profile.energy_source) == (0.0, "modelled")
+        assert "Energy is unknown and in relative units" in profile.source
+        with pytest.raises(SystemExit, match="--idle-power-w needs --busy-power-w"):
+            await run("--engine", engine.url, "--idle-power-w", 90)
+
+
+@asynccontextmanager
+async def picky_engine(*, counts: bool = True, status: int = 400) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
+    """Refuses what it does not know, and ends answers on its own: the n-th at n tokens. Gives its URL and bodies."""
+    bodies: list[dict[str, Any]] = []
+
+    async def complete(request: web.Request) -> web.Response:
+        body = await request.json()
+        if "min_tokens" in body or status != 400:
+            return web.json_response({"error": {"message": "unknown field min_tokens"}}, status=status)
+        bodies.append(body)
+        tokens = min(len(bodies), body["max_tokens"])
+        await asyncio.sleep(0.001 * tokens)
+        usage = {"usage": {"prompt_tokens": 3, "completion_tokens": tokens}} if counts else {}
+        return web.json_response({"choices": [{"text": "x" * tokens}], **usage})
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", complete)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", bodies
+    finally:
+        await runner.cleanup()
+
+
+async def test_where_lengths_cannot_be_forced_the_true_ones_count():
+    async with picky_engine() as (url, bodies):
+        measured = await script.measure(url, "m", plan(), None, idle_s=0, on_batch=lambda *_: None)
+    # One answer of one token to learn, then four to warm up, then batches of 1 and 4 with lengths up to 2 and 8.
+    assert [body["max_tokens"] for body in bodies[:5]] == [2, 8, 8, 8, 8]
+    asked = plan().batches()
+    assert [batch.size for batch in measured.batches] == [size for size, _ in asked]
+    answered, longest = 5, []
+    for size, most in asked:
+        longest.append(min(answered + size, most))
+        answered += size
+    assert [batch.tokens for batch in measured.batches] == longest
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"counts": False}, "the engine tells no usage.completion_tokens"),
+        ({"status": 404}, "the engine answers 404: .*unknown field min_tokens"),
+        ({"status": 500}, "the engine answers 500"),
+    ],
+)
+async def test_an_engine_that_cannot_be_measured_is_said_in_a_line(engine: dict[str, Any], message: str):
+    async with picky_engine(**engine) as (url, _):
+        with pytest.raises(SystemExit, match=f"profile_engine: error: {message}"):
+            await run("--engine", url, "--model", "m")
+
+
+def test_nobody_there_is_said_in_a_line():
+    with pytest.raises(SystemExit, match=r"profile_engine: error: .*does not answer"):
+        script.main(["--engine", "http://127.0.0.1:9"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--sizes 4", "at least two different sizes"),
+        ("--sizes 1,0", "a whole number of at least 1 is needed, not '0'"),
+        ("--output-tokens 1", "a whole number of at least 2"),
+        ("--busy-power-w 0", "watts above 0 are needed, not '0'"),
+        ("--busy-power-w warm", "watts above 0 are needed, not 'warm'"),
+        ("--journal x", "not allowed with argument --engine"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(flags: str, message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        script.main(["--engine", "http://127.0.0.1:9", *flags.split()])
+    assert message in capsys.readouterr().err
+
+
+def test_rounds_differ_in_order_and_are_the_same_for_the_same_seed():
+    rounds = plan(sizes=(1, 2, 4, 8), rounds=3).batches()
+    parts = [rounds[start : start + 8] for start in (0, 8, 16)]
+    every = [(size, tokens) for size in (1, 2, 4, 8) for tokens in (2, 8)]
+    assert all(sorted(part) == every for part in parts)
+    assert parts[0] != parts[1] != parts[2]
+    assert rounds == plan(sizes=(1, 2, 4, 8), rounds=3).batches()
+    assert rounds != plan(sizes=(1, 2, 4, 8), rounds=3, seed=1).batches()
+
+
+# ---- a journal ----------------------------------------------------------------------------------------------------
+
+
+def simulated(path: Path, *flags: str) -> Path:
+    command = "simulate --requests 400 --arrival-rate 6 --batch-size 16 --seed 3 --step-s 0.004"
+    assert llmserve([*command.split(), "--prefill-s", "0.05", "--journal", str(path), *flags]) == 0
+    return path
+
+
+def test_a_simulations_journal_gives_its_step_and_prefill_exactly(tmp_path: Path):
+    journal, path = simulated(tmp_path / "night.jsonl", "--barrier"), tmp_path / "profile.json"
+    flags = ["--journal", str(journal), "--busy-power-w", "400", "--idle-power-w", "90", "--output", str(path)]
+    script.main(flags)
+    profile = Profile.load(path)
+    assert profile.step_s.at([1, 16]) == pytest.approx([0.004, 0.004], rel=1e-6)
+    assert profile.prefill_s == pytest.approx(0.05, rel=1e-6)
+    assert profile.step_s.error == pytest.approx(0.0, abs=1e-6)
+    assert (profile.name, profile.idle_w) == ("night", 90)
+    assert profile.power_w(8) == pytest.approx(400)
+    assert "batches of a journal" in profile.source
+
+
+def test_a_journal_without_barrier_batches_is_said_so(tmp_path: Path):
+    journal = simulated(tmp_path / "refill.jsonl")
+    with pytest.raises(SystemExit, match="no batch that a barrier engine ran"):
+        script.main(["--journal", str(journal), "--output", str(tmp_path / "profile.json")])
+    with pytest.raises(SystemExit, match="cannot read the journal"):
+        script.main(["--journal", str(tmp_path / "none.jsonl")])
+    assert not (tmp_path / "profile.json").exists()
