@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -57,12 +57,14 @@ class Evaluation:
     power_w_mean     idle power included
     batch_size_mean  requests a batch
     utilisation      batches that run, over the engines
+    residual_s       what is left on average of a batch that somebody finds running
     """
 
     response_s_mean: float
     power_w_mean: float
     batch_size_mean: float
     utilisation: float
+    residual_s: float
 
     def cost_ms(self, energy_weight: float) -> float:
         return MS_PER_S * self.response_s_mean + energy_weight * self.power_w_mean
@@ -72,7 +74,8 @@ class Evaluation:
 class Solution:
     """An optimal policy.
 
-    policy        (states,) requests to serve in each state; in all later ones as in the last
+    policy        (states,) requests to serve in each state; in all later ones as in the last, which is the batch size
+                  of most throughput
     average_cost  ms; response time + energy_weight * power
     evaluation    of the policy
     values        (sizes + 1, states) ms s: relative cost of each action (0, B_min .. B_max) in each state, and of the
@@ -113,6 +116,8 @@ class Queue:
             raise ValueError(f"the arrival rate must be positive and finite, not {self.arrival_rate_per_s}")
         if self.energy_j.shape != (self.service.sizes.size,):
             raise ValueError(f"energies {self.energy_j.shape} and {self.service.sizes.size} batch sizes differ")
+        if not np.isfinite(self.energy_j).all():
+            raise ValueError("a batch's energy must be finite")
         if self.engines < 1 or not 0 <= self.busy_elsewhere < 1:
             raise ValueError("at least one engine, and some of its time, must be left for this queue")
 
@@ -121,11 +126,15 @@ class Queue:
         """Time until the engines can take the next batch, over a batch's own."""
         return 1.0 / (self.engines * (1.0 - self.busy_elsewhere))
 
+    def beside(self, busy_elsewhere: float) -> Queue:
+        """This queue with so much of the engines' time taken by others."""
+        return replace(self, busy_elsewhere=busy_elsewhere, _models={})
+
     @property
     def load(self) -> float:
-        """rho: arrivals over what full batches can serve, with what of the engines is left to this queue."""
+        """rho: arrivals over what batches of the best size can serve, in this queue's part of the engines' time."""
         service = self.service
-        return float(self.arrival_rate_per_s * self.occupied * service.mean_s[-1] / service.sizes[-1])
+        return float(self.arrival_rate_per_s * self.occupied * (service.mean_s / service.sizes).min())
 
     def evaluate(self, policy: ArrayLike, other: ArrayLike | None = None, share: float = 0.0) -> Evaluation:
         """What a policy comes to, exactly; or one that follows `other` in that share of its decisions.
@@ -133,6 +142,8 @@ class Queue:
         policy : (states,) requests to serve; later states as the last. Raises Unstable when it cannot keep up,
         ValueError when an action is not feasible.
         """
+        if not 0.0 <= share <= 1.0:
+            raise ValueError(f"a share of decisions lies between 0 and 1, not {share}")
         policies = [self._checked(policy)]
         if other is not None:
             policies.append(self._checked(other))
@@ -155,14 +166,12 @@ class Queue:
         """
         if not (energy_weight >= 0 and np.isfinite(energy_weight)):
             raise ValueError(f"the energy weight must be finite and not negative, not {energy_weight}")
-        policy = self.greedy() if start is None else self._checked(start)
-        largest = int(self.service.sizes[-1])
-        if int(policy[-1]) != largest:
-            raise ValueError("a start must end in full batches")
+        largest, tail = int(self.service.sizes[-1]), self._best_size
+        policy = np.append(_extended(self.greedy() if start is None else self._checked(start), largest + 1), tail)
         beyond = _first_beyond(largest)
         done = 0
         while True:
-            model = self._model(largest, largest + beyond)
+            model = self._model(tail, largest + beyond)
             policy, averages, q, error, iterations = model.iterate(_extended(policy, model.states), energy_weight)
             done += iterations
             if error <= ERROR_MAX:
@@ -227,6 +236,12 @@ class Queue:
             raise ValueError(f"an action is 0 or from {sizes[0]} to {sizes[-1]}, and at most as many as wait")
         return actions
 
+    @property
+    def _best_size(self) -> int:
+        """That serves most a second; the largest when several do."""
+        throughput = self.service.sizes / self.service.mean_s
+        return int(self.service.sizes[np.flatnonzero(throughput >= (1 - TIE) * throughput.max())[-1]])
+
     def _model(self, tail: int, states: int) -> _Model:
         key = (tail, states)
         if key not in self._models:
@@ -234,12 +249,13 @@ class Queue:
         return self._models[key]
 
     def _evaluation(self, averages: Array) -> Evaluation:
-        response, power, batches, busy = averages.tolist()
+        response, power, batches, busy, busy2 = averages.tolist()
         return Evaluation(
             response_s_mean=response,
             power_w_mean=power + self.engines * self.idle_power_w,
             batch_size_mean=float(self.arrival_rate_per_s) / batches,
             utilisation=busy / self.engines,
+            residual_s=busy2 / (2 * busy),
         )
 
 
@@ -261,7 +277,8 @@ def _doubled(beyond: int) -> int:
     return 2 * beyond
 
 
-OBJECTIVES = 4  # response time (s), power above idle (W), batches a second, engines at work
+# Response time (s), power above idle (W), batches a second, engines at work, and the batches' squared times (s).
+OBJECTIVES = 5
 
 
 class _Model:
@@ -272,7 +289,7 @@ class _Model:
         rate, sizes = queue.arrival_rate_per_s, service.sizes
         self.queue = queue
         self.states = states
-        self.guard = max(1, (states - tail) // 2)  # states just below the end that keep serving as they do
+        self.guard = max(1, (states - int(sizes[-1])) // 2)  # states just below the end that keep serving as they do
         y = queue.occupied * service.mean_s  # (sizes,) time until the next decision
         y2 = queue.occupied**2 * service.second_moment_s2
         arrivals, arrivals2 = rate * y, rate * y + rate**2 * y2  # E[K], E[K^2]
@@ -289,6 +306,7 @@ class _Model:
         fixed[1, 1:] = above_idle
         fixed[2, 1:] = 1.0
         fixed[3, 1:] = service.mean_s
+        fixed[4, 1:] = service.second_moment_s2
         per_waiting = np.concatenate([[1.0 / rate], y]) / rate  # of the response time only
         sojourn = np.concatenate([[1.0 / rate], y])
         moved = np.concatenate([[1.0], arrivals - sizes])  # E[next state] - s
@@ -344,7 +362,7 @@ class _Model:
         Returns the policy, averages by objective, values of each action, the relative error of the average cost that
         the states near and beyond N may make, and the iterations.
         """
-        weights = np.array([MS_PER_S * self.queue.response_weight, energy_weight, 0.0, 0.0])
+        weights = np.array([MS_PER_S * self.queue.response_weight, energy_weight, 0.0, 0.0, 0.0])
         residual = np.tensordot(weights, self.residual, axes=1)  # (sizes + 1, states)
         free = self.states - self.guard
         for iterations in range(1, ITERATIONS_MAX + 1):
@@ -410,7 +428,8 @@ def _responses(
     queue: Queue, policies: list[list[int]], arrived_s: Array, part: list[int], stretch: list[float], coins: list[int]
 ) -> Array:
     """One decision after the other; the i-th batch takes the i-th draw of each kind."""
-    times, parts_s, first_size = arrived_s.tolist(), queue.service.parts_s.tolist(), int(queue.service.sizes[0])
+    times, parts_s = arrived_s.tolist(), queue.service.parts_s.tolist()
+    first_size, size_max = int(queue.service.sizes[0]), int(queue.service.sizes[-1])
     count, first, now_s, decision = len(times), 0, 0.0, 0
     ends_s: list[float] = []
     served: list[int] = []
@@ -423,7 +442,7 @@ def _responses(
             size = policy[min(waiting, len(policy) - 1)]
             if not size:
                 if first + waiting >= count:  # the last ones would wait for others that do not come
-                    size = waiting
+                    size = min(waiting, size_max)
                     break
                 now_s = max(now_s, times[first + waiting])
                 waiting += 1

@@ -1,17 +1,17 @@
-"""`llmserve serve | simulate`. Heavy imports happen inside the command that needs them."""
+"""`llmserve serve | simulate | solve`. Heavy imports happen inside the command that needs them."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from llmserve import __version__
-from llmserve.config import nearest
 from llmserve.errors import ConfigError, LLMServeError
 
 
 def parser() -> argparse.ArgumentParser:
-    from llmserve import serve, simulate
+    from llmserve import serve, simulate, solve
 
     top = argparse.ArgumentParser(
         prog="llmserve",
@@ -22,6 +22,7 @@ def parser() -> argparse.ArgumentParser:
     for name, module, help_ in (
         ("serve", serve, "run the front-end, with the embedded engine or in front of other servers"),
         ("simulate", simulate, "run the same scheduler under a virtual clock"),
+        ("solve", solve, "when a bin should wait and when it should go"),
     ):
         command = commands.add_parser(
             name,
@@ -39,12 +40,17 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 failed at run time, 2 wrongly asked."""
+    # Before numpy is loaded. Our matrices are small: threads that share them cost more than they give, and plans are
+    # made beside a server that needs its cores.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     words, for_engine = _split(sys.argv[1:] if argv is None else argv)
     args, unknown = parser().parse_known_args(words)
     if for_engine:
         args.engine_args = for_engine
     try:
         if unknown:
+            from llmserve.config import nearest
+
             raise ConfigError(f"unknown argument {unknown[0]}{nearest(unknown[0], args.flags)}")
         return int(args.main(args))
     except ConfigError as error:

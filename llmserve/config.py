@@ -23,7 +23,7 @@ from msgspec import Meta
 from llmserve.api.limits import ApiConfig
 from llmserve.cluster.live import LiveConfig
 from llmserve.errors import ConfigError
-from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.scheduling.policies import DispatchConfig, SchedulingConfig
 
 ENVIRONMENT_PREFIX = "LLMSERVE_"
 S = TypeVar("S", bound=msgspec.Struct)
@@ -151,6 +151,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     server: ServerConfig = ServerConfig()
     engines: EngineConfig = EngineConfig()
     scheduling: SchedulingConfig = SchedulingConfig()
+    dispatch: DispatchConfig = DispatchConfig()
     prediction: PredictorConfig = PredictorConfig()
     limits: ApiConfig = ApiConfig()
     live: LiveConfig = LiveConfig()

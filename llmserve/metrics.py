@@ -6,21 +6,25 @@ a scrape.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from bins.dispatch import DispatchPlan, Observed
 from llmserve.cluster.journal import Step
 from llmserve.cluster.live import LiveCluster
+from llmserve.energy import EnergyMeter
 from llmserve.request import Request
 from llmserve.scheduling.messages import (
     BatchEnded,
+    DispatchSolved,
     EngineLost,
     FailRequest,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
+    SolveDispatch,
     StartBatch,
 )
 
@@ -31,9 +35,12 @@ FILL = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
 
 class Metrics:
-    """Listens to a live cluster's journal; `render()` is the text of /metrics."""
+    """Listens to a live cluster's journal; `render()` is the text of /metrics.
 
-    def __init__(self, cluster: LiveCluster, batch_size: int) -> None:
+    meters  of the engines' energy, each with a source of its own
+    """
+
+    def __init__(self, cluster: LiveCluster, batch_size: int, meters: Sequence[EnergyMeter] = ()) -> None:
         registry = self.registry = CollectorRegistry()
         self._batch_size = batch_size
         self._open: dict[int, tuple[Request, float]] = {}  # id -> request, arrival
@@ -64,7 +71,10 @@ class Metrics:
             buckets=RATIO,
             registry=registry,
         )
-        registry.register(_Gauges(cluster))
+        self._energy = _Energy(cluster, meters)
+        self._dispatch = _Dispatch()
+        for collector in (_Gauges(cluster), self._energy, self._dispatch):
+            registry.register(collector)
         cluster.journal.listen(self.observe)
 
     def render(self) -> bytes:
@@ -90,9 +100,13 @@ class Metrics:
             self._end(event.request_id, "cancelled", 0, step.now_s)
         elif type(event) is EngineLost and not event.planned:
             self._lost.labels(event.engine).inc()
+        elif type(event) is DispatchSolved:
+            self._dispatch.follow(event.plan)
         for action in step.actions:
             if type(action) is StartBatch:
                 self._start(action, step.now_s)
+            elif type(action) is SolveDispatch:
+                self._dispatch.observed = action.observed
             elif type(action) is FailRequest:
                 self._rejected.labels(action.reason).inc()
                 refused = type(event) is RequestArrived and event.request.id == action.request_id
@@ -115,8 +129,9 @@ class Metrics:
         if outcome != "completed":
             return
         self._latency.observe(now_s - arrived_at_s)
+        self._energy.completed(tokens * request.choices)
         if tokens:
-            self._tokens.inc(tokens)
+            self._tokens.inc(tokens * request.choices)
             self._actual.observe(tokens)
             if request.predicted_tokens is not None:
                 self._ratio.observe(request.predicted_tokens / tokens)
@@ -181,3 +196,87 @@ class _Gauges:
         for reason, count in sorted(self._cluster.prediction_fallbacks.items()):
             fallbacks.add_metric([reason], count)
         yield fallbacks
+
+
+class _Energy:
+    """Joules since the start, and what each completed request and each of its tokens took of them.
+
+    What failed or was aborted took energy too, and so did waiting: those that completed bear it all.
+    """
+
+    def __init__(self, cluster: LiveCluster, meters: Sequence[EnergyMeter]) -> None:
+        self._cluster = cluster
+        self._meters = meters
+        self._output_tokens = 0.0
+        self._requests = 0
+
+    def completed(self, output_tokens: float) -> None:
+        self._output_tokens += output_tokens
+        self._requests += 1
+
+    def collect(self) -> Iterator[Metric]:
+        if not self._meters:
+            return
+        total = CounterMetricFamily(
+            "llmserve_energy_joules", "Energy of the engines, of this machine's GPUs by nvml", labels=["source"]
+        )
+        by_token = GaugeMetricFamily(
+            "llmserve_energy_joules_per_output_token", "Of completed requests, since the start", labels=["source"]
+        )
+        by_request = GaugeMetricFamily(
+            "llmserve_energy_joules_per_request", "Of completed requests, since the start", labels=["source"]
+        )
+        for meter in self._meters:
+            joules = meter.joules(self._cluster.now_s())
+            total.add_metric([meter.source], joules)
+            if self._output_tokens:
+                by_token.add_metric([meter.source], joules / self._output_tokens)
+            if self._requests:
+                by_request.add_metric([meter.source], joules / self._requests)
+        yield from (total, by_token, by_request)
+
+
+class _Dispatch:
+    """The plan that the release follows, and what is expected of it; nothing where it follows none.
+
+    observed  what the last plan was asked for
+    """
+
+    def __init__(self) -> None:
+        self.observed: Observed | None = None
+        self._plan: DispatchPlan | None = None
+        self._plans = 0
+
+    def follow(self, plan: DispatchPlan) -> None:
+        self._plan = plan
+        self._plans += 1
+
+    def collect(self) -> Iterator[Metric]:
+        if self.observed is not None:
+            yield from self._load(self.observed)
+        if self._plan is not None:
+            yield from self._expectations(self._plan)
+
+    def _load(self, observed: Observed) -> Iterator[Metric]:
+        yield CounterMetricFamily("llmserve_dispatch_plans", "Dispatch plans that came into force", value=self._plans)
+        if any(observed.rates_per_s):  # else nothing is known of them yet
+            yield GaugeMetricFamily(
+                "llmserve_arrival_rate_per_second",
+                "Arrivals a second for which the last dispatch plan was asked",
+                value=sum(observed.rates_per_s),
+            )
+
+    def _expectations(self, plan: DispatchPlan) -> Iterator[Metric]:
+        expects = plan.response_s_mean is not None
+        values = {
+            "queues": ("Queues that the bins are merged into", len(plan.tables)),
+            "response_seconds_expected": ("Mean response time that the plan expects", plan.response_s_mean),
+            "power_watts_expected": ("Mean power of all engines that the plan expects", plan.power_w_mean),
+            "target_met": (
+                "1 when the plan expects to meet the latency target",
+                float(plan.target_met) if expects and plan.latency_target_s is not None else None,
+            ),
+        }
+        for name, (help_, value) in values.items():
+            if value is not None:
+                yield GaugeMetricFamily(f"llmserve_dispatch_{name}", help_, value=value)

@@ -36,7 +36,9 @@ from llmserve.errors import ConfigError, ListenError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+    from bins.profile import Profile
     from llmserve.cluster.live import LiveCluster
+    from llmserve.energy import EnergyMeter
     from llmserve.engines.engine import Engine
     from llmserve.engines.engine_process import EngineProcess
     from predictor.forecaster import Forecaster
@@ -50,6 +52,7 @@ TITLES = {
     "server": "server",
     "engines": "engines",
     "scheduling": "scheduling",
+    "dispatch": "dispatching by latency and energy",
     "prediction": "length prediction",
     "limits": "limits",
     "live": "timing",
@@ -141,7 +144,7 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(_listener(config.server.host, config.server.port))
         cluster = await _start_cluster(config, stack)
-        metrics = Metrics(cluster, config.scheduling.full_batch)
+        metrics = Metrics(cluster, config.scheduling.full_batch, await _energy_meters(config, cluster, stack))
         doorkeeper = Doorkeeper(
             keys,
             concurrent_max=config.limits.concurrent_max,
@@ -161,27 +164,44 @@ def _resolved(config: Config) -> Config:
     """
     engines = config.engines
     engines.check()
-    scheduling = config.scheduling.resolved(barrier=engines.barrier or engines.has_embedded)
+    scheduling = config.scheduling.resolved(barrier=_all_barrier(config))
     if engines.barrier and engines.slots is not None and engines.slots < scheduling.full_batch:
         raise ConfigError(f"slots: {engines.slots} of them cannot run a batch of {scheduling.full_batch} at once")
     try:
         scheduling.scheduler()
+        config.dispatch.solver(scheduling, barrier=_all_barrier(config))
+        _profile(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return msgspec.structs.replace(config, scheduling=scheduling)
 
 
+def _all_barrier(config: Config) -> bool:
+    """Whether engines run batches to their end; mixed ones are taken for such."""
+    return config.engines.barrier or config.engines.has_embedded
+
+
+def _profile(config: Config) -> Profile | None:
+    """Raises ValueError when it cannot be read."""
+    from bins import profile
+
+    return profile.resolve(config.dispatch.profile) if config.dispatch.profile is not None else None
+
+
 def _check_listening(config: Config, *, has_keys: bool) -> None:
     host = config.server.host
-    try:
-        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = False
-    if not is_loopback and not has_keys and not config.server.anonymous:
+    if not _is_loopback(host) and not has_keys and not config.server.anonymous:
         raise ConfigError(
             f"host {host} is reachable from outside and no key is asked for: give --api-key-file FILE, "
             "or --anonymous to serve anyone"
         )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @contextlib.contextmanager
@@ -219,6 +239,7 @@ async def _start_cluster(config: Config, stack: AsyncExitStack) -> LiveCluster:
         config=config.live,
         # What is started here serves nothing else; vLLM's adapters are models of their own.
         only_model=None if config.engines.has_vllm or config.engines.has_embedded else config.engines.model,
+        solver=config.dispatch.solver(config.scheduling, barrier=_all_barrier(config)),
     )
     stack.push_async_callback(cluster.close)
     return cluster
@@ -378,6 +399,33 @@ def _predictor_folder(config: Config) -> Path | None:
     import predictor
 
     return predictor.DEMO
+
+
+# ---- energy -------------------------------------------------------------------------------------------------------
+
+
+async def _energy_meters(config: Config, cluster: LiveCluster, stack: AsyncExitStack) -> list[EnergyMeter]:
+    """By NVML where an engine may run on this machine's GPUs, by a model where their profile is given."""
+    from llmserve.energy import MeasuredEnergy, ModelledEnergy
+    from llmserve.engines.power import GpuEnergy
+
+    meters: list[EnergyMeter] = []
+    if _may_use_gpus_here(config) and (gpus := GpuEnergy.open()) is not None:
+        stack.callback(gpus.close)
+        measured = MeasuredEnergy(gpus)
+        await stack.enter_async_context(measured.sampling(cluster.now_s))
+        meters.append(measured)
+    if (profile := _profile(config)) is not None:
+        modelled = ModelledEnergy(profile)
+        cluster.journal.listen(modelled.observe)
+        meters.append(modelled)
+    return meters
+
+
+def _may_use_gpus_here(config: Config) -> bool:
+    """The embedded engine runs on the CPU."""
+    hosts = [urlsplit(url).hostname or "" for url in config.engines.urls]
+    return config.engines.has_vllm or any(_is_loopback(host) for host in hosts)
 
 
 # ---- the listening socket -----------------------------------------------------------------------------------------

@@ -16,6 +16,10 @@ arrangements are added: the engine driven directly, and llmserve refilling its s
 Beside each measured gain stands the gain that the seen lengths imply: a batch takes as long as its longest answer, so
 an arrangement takes the sum over its batches of what an answer of that length takes. What lengths take is measured
 beforehand on the engine alone, with full batches of fixed lengths. Batches are read from the answers' own receipts.
+
+Joules are what llmserve's own counter in /metrics moved by during a run: measured where the engine's GPUs are on this
+machine (nvml), else modelled from what ran, by --profile. With neither there are none, and none either of an engine
+that is driven directly.
 """
 
 from __future__ import annotations
@@ -32,12 +36,13 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
@@ -46,6 +51,7 @@ from llmserve.engines.engine_process import EngineProcess
 from llmserve.engines.openai_engine import BATCH_HEADER, BATCH_SIZE_HEADER
 
 MODEL = "llmserve-demo"
+ENERGY_SOURCES = ("nvml", "modelled")  # of the counter, the better first
 
 
 @dataclass(frozen=True)
@@ -78,12 +84,16 @@ BASELINE = Arrangement("barrier", 1, "none")
 
 @dataclass
 class Run:
-    """One pass over all prompts. lengths and batches by prompt; seconds from the first request to the last answer."""
+    """One pass over all prompts. lengths and batches by prompt; seconds from the first request to the last answer.
+
+    joules  of the engine meanwhile, by source
+    """
 
     seconds: float
     lengths: list[int]
     batches: list[str]
     latencies_s: list[float]
+    joules: dict[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:
@@ -113,8 +123,10 @@ async def embedded_engine(batch_size: int) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def front_end(engine_url: str, arrangement: Arrangement, args: argparse.Namespace) -> AsyncIterator[str]:
-    """`llmserve serve` in front of the engine; yields its base URL."""
+async def front_end(
+    engine_url: str, arrangement: Arrangement, args: argparse.Namespace, *flags: str
+) -> AsyncIterator[str]:
+    """`llmserve serve` in front of the engine, with these flags beside the arrangement's; yields its base URL."""
     if arrangement.mode == "direct":
         yield engine_url
         return
@@ -122,7 +134,7 @@ async def front_end(engine_url: str, arrangement: Arrangement, args: argparse.Na
     def command(port: int) -> list[str]:
         words = [sys.executable, "-m", "llmserve", "serve", "--engine", engine_url, "--port", str(port)]
         words += ["--barrier"] if arrangement.mode == "barrier" else ["--slots", str(args.refill_slots)]
-        words += ["--batch-size", str(args.batch_size), *arrangement.flags]
+        words += ["--batch-size", str(args.batch_size), *arrangement.flags, *flags]
         # With oracle lengths too, the first edges come from the predictor's training lengths.
         return [*words, "--predictor", "none" if arrangement.lengths == "none" else args.predictor]
 
@@ -146,6 +158,7 @@ async def run(url: str, prompts: list[str], oracle: list[int] | None) -> Run:
     """Send every prompt at once; oracle: lengths to send along as the client's own predictions."""
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        before_j = await joules(session, url)
         began_s = time.perf_counter()
 
         async def ask(index: int) -> tuple[int, str, float]:
@@ -160,8 +173,22 @@ async def run(url: str, prompts: list[str], oracle: list[int] | None) -> Run:
 
         results = await asyncio.gather(*(ask(index) for index in range(len(prompts))))
         seconds = time.perf_counter() - began_s
+        after_j = await joules(session, url)
     lengths, batches, latencies_s = zip(*results, strict=True)
-    return Run(seconds, list(lengths), list(batches), list(latencies_s))
+    taken_j = {source: after_j[source] - before_j[source] for source in before_j}
+    return Run(seconds, list(lengths), list(batches), list(latencies_s), taken_j)
+
+
+async def joules(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """What the server's energy counter stands at, by source; {} of a server without one."""
+    async with session.get(f"{url}/metrics") as response:
+        text = await response.text() if response.status == 200 else ""
+    return {
+        sample.labels["source"]: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "llmserve_energy_joules_total"
+    }
 
 
 async def batch_cost(engine_url: str, batch_size: int, rounds: int = 5) -> np.poly1d:
@@ -195,8 +222,10 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, list[Run]], np.po
     runs: dict[str, list[Run]] = {arrangement.name: [] for arrangement in arrangements}
     async with AsyncExitStack() as stack:
         engine_url = args.engine or await stack.enter_async_context(embedded_engine(args.batch_size))
+        flags = ["--profile", args.profile] if args.profile else []
         urls = [
-            await stack.enter_async_context(front_end(engine_url, arrangement, args)) for arrangement in arrangements
+            await stack.enter_async_context(front_end(engine_url, arrangement, args, *flags))
+            for arrangement in arrangements
         ]
         await run(urls[0], prompts[:16], None)  # warms the engine up
         cost = await batch_cost(engine_url, args.batch_size)
@@ -226,9 +255,20 @@ def rows(runs: dict[str, list[Run]], cost: np.poly1d) -> list[dict[str, Any]]:
             "gain_implied": _implied(name, these, plain, cost),
             "latency_s_mean": round(statistics.median(statistics.mean(done.latencies_s) for done in these), 2),
             "seconds": round(statistics.median(done.seconds for done in these), 2),
+            **_energy(these),
         }
         for name, these in runs.items()
     ]
+
+
+def _energy(these: list[Run]) -> dict[str, Any]:
+    """Medians over the rounds, by the best source that all of them have; None where there is none."""
+    source = next((source for source in ENERGY_SOURCES if all(source in done.joules for done in these)), None)
+    by_token = by_request = None
+    if source is not None:
+        by_token = round(statistics.median(done.joules[source] / sum(done.lengths) for done in these), 4)
+        by_request = round(statistics.median(done.joules[source] / len(done.lengths) for done in these), 2)
+    return {"joules_per_token": by_token, "joules_per_request": by_request, "energy_source": source}
 
 
 def _implied(name: str, these: list[Run], plain: list[Run], cost: np.poly1d) -> float | None:
@@ -243,15 +283,21 @@ def _implied(name: str, these: list[Run], plain: list[Run], cost: np.poly1d) -> 
 
 
 def print_table(results: list[dict[str, Any]], title: str) -> None:
-    table = Table(title=title, title_justify="left")
-    for column in ("arrangement", "output tokens/s", "gain", "implied by lengths", "mean latency (s)"):
-        table.add_column(column, justify="left" if column == "arrangement" else "right")
+    sources = sorted({row["energy_source"] for row in results} - {None})
+    caption = f"joules: {', '.join(sources)}" if sources else None
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    names = ("output tokens/s", "gain", "implied by lengths", "J/token", "J/request", "mean latency (s)")
+    table.add_column("arrangement", no_wrap=True)
+    for name in names:
+        table.add_column(name, justify="right")
     for row in results:
         table.add_row(
             row["arrangement"],
             f"{row['tokens_per_s']:,.0f}",
             f"{row['gain']:.2f}x",
             f"{row['gain_implied']:.2f}x" if row["gain_implied"] else "",
+            "" if row["joules_per_token"] is None else f"{row['joules_per_token']:.3g}",
+            "" if row["joules_per_request"] is None else f"{row['joules_per_request']:.3g}",
             f"{row['latency_s_mean']:.1f}",
         )
     Console().print(table)
@@ -298,6 +344,9 @@ def main() -> None:
     parser.add_argument("--engine", help="URL of another engine that serves the demo model (default: the embedded one)")
     parser.add_argument("--refill-slots", type=int, default=10, help="requests kept at an engine that refills")
     parser.add_argument("--predictor", help="folder (default: the demo predictor)")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="what the engine's batches take, for joules (see scripts/profile_engine.py)"
+    )
     parser.add_argument("--output", type=Path, help="write the results as JSON")
     parser.add_argument("--figure", type=Path, help="write the results as PNG")
     args = parser.parse_args()
@@ -317,6 +366,7 @@ def main() -> None:
             "batch_size": args.batch_size,
             "rounds": args.rounds,
             "seed": args.seed,
+            "profile": args.profile,
         }
         machine = {"python": platform.python_version(), "cores": os.cpu_count()}
         batch = {"batch_ms": {length: round(1e3 * float(cost(length)), 1) for length in (1, 60, 240, 480)}}

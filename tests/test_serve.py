@@ -232,13 +232,19 @@ def test_the_import_rules_hold() -> None:
         "llmserve.scheduling": {"bins", "llmserve.request"},
         "llmserve.engines": {"llmserve.request", "llmserve.errors"},
         "llmserve.cluster": {
-            *("llmserve.scheduling", "llmserve.engines", "llmserve.request", "llmserve.errors", "predictor.prompt"),
+            *("bins", "llmserve.scheduling", "llmserve.engines", "llmserve.request", "llmserve.errors"),
+            "predictor.prompt",
         },
         "llmserve.simulation": {"bins", "llmserve.request", "llmserve.errors", "llmserve.scheduling"},
         "llmserve.api": {
             *("llmserve.cluster", "llmserve.request", "llmserve.errors", "llmserve.metrics", "predictor.prompt"),
         },
-        "llmserve.metrics": {"llmserve.cluster", "llmserve.request", "llmserve.scheduling"},
+        "llmserve.energy": {
+            *("bins", "llmserve.cluster", "llmserve.engines", "llmserve.request", "llmserve.scheduling"),
+        },
+        "llmserve.metrics": {
+            *("bins", "llmserve.cluster", "llmserve.energy", "llmserve.request", "llmserve.scheduling"),
+        },
     }
 
     def room(module: str) -> str:

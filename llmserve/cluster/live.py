@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 from msgspec import Meta
 
+from bins.dispatch import DispatchSolver, Observed
 from llmserve.cluster.exchange import ClientStalled, Exchange, Head, Receipt
 from llmserve.cluster.fleet import Desk, Fleet, FleetConfig
 from llmserve.cluster.journal import Journal
@@ -29,6 +30,7 @@ from llmserve.errors import BadRequest, DeadlineExceeded, EngineFailed, RateLimi
 from llmserve.request import Batch, Call, Request
 from llmserve.scheduling.messages import (
     AbortRequest,
+    DispatchSolved,
     DrainRequested,
     EngineLost,
     Event,
@@ -95,6 +97,7 @@ class LiveCluster:
         record: LengthRecord | None = None,
         config: LiveConfig | None = None,
         only_model: str | None = None,
+        solver: DispatchSolver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
@@ -109,6 +112,8 @@ class LiveCluster:
         self._secret = secrets.token_bytes(16)  # of the prefixes' hashes
         self._exchanges: dict[int, Exchange] = {}
         self._next_id = 0
+        self._solver = solver
+        self._solving: asyncio.Task[None] | None = None  # at most one: the scheduler waits for each plan
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s: float | None = None
         self._empty = asyncio.Event()
@@ -241,9 +246,21 @@ class LiveCluster:
                 self._fail(action)
             elif isinstance(action, ReportCircuit):
                 _say_circuit(action)
-            else:
+            elif isinstance(action, ReportTrust):
                 _say_trust(action)
+            else:
+                self._solving = asyncio.create_task(self._solve(action.observed))
         self._arm_timer()
+
+    async def _solve(self, observed: Observed) -> None:
+        """Have a plan made beside the event loop, while the present one serves."""
+        assert self._solver is not None, "a release that follows plans has a solver"
+        try:
+            plan = await asyncio.to_thread(self._solver.solve, observed)
+        except Exception:
+            log.exception("no plan could be made for %s: nothing waits for company", observed)
+            plan = self._solver.greedy(observed)
+        self._step(DispatchSolved(plan))
 
     def _arm_timer(self) -> None:
         wake_at_s = self.scheduler.wake_at_s
@@ -422,6 +439,8 @@ class LiveCluster:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
+        if self._solving is not None:
+            self._solving.cancel()
         tasks = [exchange.task for exchange in self._exchanges.values()]
         alive = [task for task in tasks if task is not None and not task.done()]
         for task in alive:

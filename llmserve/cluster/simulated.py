@@ -1,26 +1,31 @@
 """The simulated body: a virtual clock and engine models drive the scheduler.
 
-The event loop is a heap of `(time_s, serial, event)`; arrivals come from the workload in order and are merged in,
-so that memory does not grow with their number. Same inputs, same journal, byte for byte.
+The event loop is a heap of `(time_s, serial, engine)`: when the next thing ends on each engine. An engine's ends may
+move (requests that join slow the others down): a new entry then voids its earlier one. Arrivals come from the workload
+in order and are merged in, so that memory does not grow with their number. Same inputs, same journal, byte for byte.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from bins.dispatch import DispatchSolver
 from llmserve.cluster.journal import Journal
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
+    DispatchSolved,
     DrainRequested,
     EngineReady,
     Event,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
+    SolveDispatch,
     StartBatch,
     TimerFired,
 )
@@ -28,18 +33,43 @@ from llmserve.scheduling.scheduler import Scheduler
 
 
 class EngineModel(Protocol):
-    """How long a simulated engine takes."""
+    """How long a simulated engine takes. It is told the time at every call, and never a time before the last one."""
 
     info: EngineInfo
 
-    def ends(self, batch: Batch, now_s: float) -> list[tuple[float, Event]]:
-        """When each part of a batch started now will end, and the event that says so."""
+    @property
+    def next_end_s(self) -> float | None:
+        """When the next thing ends if nothing joins or leaves until then; None: nothing runs."""
+        ...
+
+    def start(self, batch: Batch, now_s: float) -> None:
+        """Run these requests."""
+        ...
+
+    def abort(self, request_id: int, now_s: float) -> None:
+        """Let go of a request, if it is still there; nothing more is said of it."""
+        ...
+
+    def end(self, now_s: float) -> Event:
+        """What ends at next_end_s, which is now; it is then over."""
         ...
 
 
-class SimulatedCluster:
-    """Drives one scheduler through virtual time.
+class _Scheduled:
+    """An engine, and which of its heap entries stands."""
 
+    __slots__ = ("at_s", "engine", "serial")
+
+    def __init__(self, engine: EngineModel) -> None:
+        self.engine = engine
+        self.at_s: float | None = None
+        self.serial = 0
+
+
+class SimulatedCluster:
+    """Drives one scheduler through virtual time. Plans are made in no time.
+
+    solver  makes them, where the scheduler's release follows plans
     on_step, when given, is called after each step with (now_s, event, actions): reports listen here.
     """
 
@@ -48,16 +78,19 @@ class SimulatedCluster:
         scheduler: Scheduler,
         engines: list[EngineModel],
         *,
+        solver: DispatchSolver | None = None,
         journal: Journal | None = None,
         on_step: Callable[[float, Event, list[Action]], None] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.now_s = 0.0
-        self._engines = {engine.info.name: engine for engine in engines}
+        self._engines = {engine.info.name: _Scheduled(engine) for engine in engines}
+        self._solver = solver
         self._journal = journal
         self._on_step = on_step
-        self._heap: list[tuple[float, int, Event]] = []
+        self._heap: list[tuple[float, int, _Scheduled]] = []
         self._serial = 0
+        self._at_once: deque[Event] = deque()  # of which the scheduler is told before time goes on
 
     def run(self, arrivals: Iterator[tuple[float, Request]], *, flush: bool = True) -> None:
         """Run until nothing is left to happen.
@@ -65,8 +98,8 @@ class SimulatedCluster:
         arrivals : (time_s, request), times non-decreasing.  flush: after the last arrival the bins let go of what
         they hold; otherwise what is left in partial batches is cancelled at the end.
         """
-        for engine in self._engines.values():
-            self._step(EngineReady(engine.info))
+        for scheduled in self._engines.values():
+            self._step(EngineReady(scheduled.engine.info))
         for at_s, request in arrivals:
             self._advance(at_s)
             self._step(RequestArrived(request))
@@ -78,21 +111,32 @@ class SimulatedCluster:
 
     def _advance(self, until_s: float | None) -> None:
         """Let everything happen up to and including `until_s` (None: everything)."""
+        heap = self._heap
         while True:
-            next_s = self._heap[0][0] if self._heap else None
+            while heap and heap[0][1] != heap[0][2].serial:  # void
+                heapq.heappop(heap)
+            next_s = heap[0][0] if heap else None
             wake_s = self.scheduler.wake_at_s
-            if wake_s is not None and (next_s is None or wake_s < next_s):
+            if self._at_once:
+                self._step(self._at_once.popleft())
+            elif wake_s is not None and (next_s is None or wake_s < next_s):
                 if until_s is not None and wake_s > until_s:
                     break
                 self.now_s = max(self.now_s, wake_s)
                 self._step(TimerFired())
             elif next_s is not None and (until_s is None or next_s <= until_s):
-                self.now_s, _, event = heapq.heappop(self._heap)
-                self._step(event)
+                self._end_next()
             else:
                 break
         if until_s is not None:
             self.now_s = until_s
+
+    def _end_next(self) -> None:
+        self.now_s, _, scheduled = heapq.heappop(self._heap)
+        event = scheduled.engine.end(self.now_s)
+        scheduled.at_s = None
+        self._step(event)
+        self._schedule(scheduled)  # after the step, which may have given the engine something else to end first
 
     def _step(self, event: Event) -> None:
         actions = self.scheduler.handle(event, self.now_s)
@@ -105,11 +149,24 @@ class SimulatedCluster:
 
     def _carry_out(self, action: Action) -> None:
         if isinstance(action, StartBatch):
-            for at_s, ended in self._engines[action.engine].ends(action.batch, self.now_s):
-                self._push(at_s, ended)
+            scheduled = self._engines[action.engine]
+            scheduled.engine.start(action.batch, self.now_s)
+            self._schedule(scheduled)
         elif isinstance(action, AbortRequest):
-            self._push(self.now_s, RequestEnded(action.engine, action.request_id, "cancelled"))
+            scheduled = self._engines[action.engine]
+            scheduled.engine.abort(action.request_id, self.now_s)
+            self._schedule(scheduled)
+            self._at_once.append(RequestEnded(action.engine, action.request_id, "cancelled"))
+        elif isinstance(action, SolveDispatch):
+            assert self._solver is not None, "a release that follows plans has a solver"
+            self._at_once.append(DispatchSolved(self._solver.solve(action.observed)))
 
-    def _push(self, at_s: float, event: Event) -> None:
+    def _schedule(self, scheduled: _Scheduled) -> None:
+        """Put an engine's next end into the heap, unless it stands there."""
+        at_s = scheduled.engine.next_end_s
+        if at_s == scheduled.at_s:
+            return
         self._serial += 1
-        heapq.heappush(self._heap, (at_s, self._serial, event))
+        scheduled.at_s, scheduled.serial = at_s, self._serial
+        if at_s is not None:
+            heapq.heappush(self._heap, (at_s, self._serial, scheduled))

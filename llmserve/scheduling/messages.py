@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from bins.dispatch import DispatchPlan, Observed
 from llmserve.request import Batch, EngineInfo, Request
 
 FailReason = Literal["queue_full", "no_engine", "draining", "deadline_exceeded", "engine_lost", "engine_failed"]
@@ -83,6 +84,12 @@ class TimerFired(msgspec.Struct, frozen=True, tag=True):
     """`wake_at_s` has come."""
 
 
+class DispatchSolved(msgspec.Struct, frozen=True, tag=True):
+    """The plan that SolveDispatch asked for. Until it comes, the one before serves."""
+
+    plan: DispatchPlan
+
+
 Event = (
     RequestArrived
     | RequestCancelled
@@ -93,6 +100,7 @@ Event = (
     | EngineLost
     | DrainRequested
     | TimerFired
+    | DispatchSolved
 )
 
 # ---- actions --------------------------------------------------------------------------------------------------
@@ -140,4 +148,10 @@ class ReportTrust(msgspec.Struct, frozen=True, tag=True):
     rank_correlation: float | None
 
 
-Action = StartBatch | AbortRequest | FailRequest | ReportCircuit | ReportTrust
+class SolveDispatch(msgspec.Struct, frozen=True, tag=True):
+    """Make a plan for this load, which differs from the one that the present plan was made for."""
+
+    observed: Observed
+
+
+Action = StartBatch | AbortRequest | FailRequest | ReportCircuit | ReportTrust | SolveDispatch

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from bins import profile
+from bins.dispatch import DispatchSolver, Wish
 from bins.edges import OnlineEdges
 from bins.risk import risk
 from llmserve.scheduling.circuit import Circuit
+from llmserve.scheduling.lengths import SeenLengths
 from llmserve.scheduling.order.edf import edf
 from llmserve.scheduling.order.fffs import fffs
 from llmserve.scheduling.order.shortest import shortest
+from llmserve.scheduling.planner import Planner
 from llmserve.scheduling.queues import FormedBatch
-from llmserve.scheduling.release import Full, Greedy, Release, Timeout
+from llmserve.scheduling.rates import Arrivals
+from llmserve.scheduling.release import Deadline, Full, Greedy, Planned, Rate, Release, Table, Timeout
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.scheduling.trust import WINDOW_MIN, Trust
 
@@ -28,6 +34,12 @@ ORDERS: dict[str, Callable[[SchedulingConfig], Callable[[FormedBatch], float]]] 
 # beside each other; slots that refill one by one want the next request, whoever it was queued with.
 BARRIER_DEFAULTS: dict[str, Any] = {"batch_size": 8, "order": "fffs"}
 REFILL_DEFAULTS: dict[str, Any] = {"batch_size": 1, "order": "shortest"}
+# Releases that wait for company have no use for batches of one.
+REFILL_WAITING_DEFAULTS: dict[str, Any] = {"batch_size": 32, "order": "shortest"}
+RELEASES = ("full", "static:B", "timeout", "greedy", "rate", "rate-headroom", "deadline", "table")
+RELEASE_PATTERN = r"^(full|static:[1-9]\d*|timeout|greedy|rate|rate-headroom|deadline|table)$"
+TIMEOUT_S = 0.05
+SEEN_LEAST = 1024  # answers whose lengths plans are made of
 
 
 class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,13 +51,31 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="requests in a full batch (default: 8, or 1 for engines whose slots refill)"),
     ] = None
     release: Annotated[
-        Literal["full", "timeout", "greedy"],
+        str,
         Meta(
-            description="when a bin lets a batch go: full; timeout: full, or the oldest has waited batch-wait-s; "
-            "greedy: full, or an engine would idle"
+            pattern=RELEASE_PATTERN,
+            description="when a bin lets a batch go: full; static:B (full, with batches of B); timeout (full, or the "
+            "oldest has waited batch-wait-s); greedy (full, or an engine would idle); rate (BatchMonitor: the least "
+            "batch that keeps up with arrivals, as printed); rate-headroom (the same with head-room and a limit to "
+            "waiting); deadline (the largest batch within the deadline); table (least cost or least energy within a "
+            "latency target, by the profile and the load of the moment)",
+            extra={"metavar": "NAME"},
         ),
     ] = "greedy"
-    batch_wait_s: Annotated[float, Meta(ge=0, description="longest wait in a bin under --release timeout")] = 0.05
+    batch_wait_s: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(
+            description="longest wait in a bin under --release timeout (default 0.05); under rate-headroom and table, "
+            "longest wait for an engine that is free (default: no limit of its own)"
+        ),
+    ] = None
+    rate_headroom: Annotated[
+        float, Meta(gt=0, le=1, description="under --release rate-headroom: share of a batch size's throughput to use")
+    ] = 0.8
+    rate_factor: Annotated[
+        float,
+        Meta(gt=1, description="under --release table: plan anew when arrivals have changed by more than this factor"),
+    ] = 1.25
     order: Annotated[
         Literal["fffs", "shortest", "edf"] | None,
         Meta(
@@ -101,7 +131,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def resolved(self, barrier: bool) -> SchedulingConfig:
         """With the defaults that suit barrier engines, or engines whose slots refill, where nothing was chosen."""
-        defaults = BARRIER_DEFAULTS if barrier else REFILL_DEFAULTS
+        waits = self.release not in ("greedy", "timeout")
+        defaults = BARRIER_DEFAULTS if barrier else REFILL_WAITING_DEFAULTS if waits else REFILL_DEFAULTS
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return msgspec.structs.replace(self, **unset) if unset else self
 
@@ -124,8 +155,14 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             window=self.edges_window,
             refit_every=self.edges_refit_every,
         )
+        arrivals = Arrivals(self.bins)
+        release = self._release(arrivals)
+        seen = SeenLengths(max(SEEN_LEAST, 64 * self.bins), lengths)
         return Scheduler(
-            release=self._release(),
+            release=release,
+            planner=Planner(self.bins, release, seen, arrivals, rate_factor=self.rate_factor)
+            if isinstance(release, Planned)
+            else None,
             order=ORDERS[self.order](self),
             edges=edges,
             batch_size=self.full_batch,
@@ -144,9 +181,68 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             return tuple(risk(lengths, self.full_batch) for lengths in forecasts)
         return tuple(lengths[len(lengths) // 2] for lengths in forecasts)
 
-    def _release(self) -> Release:
-        if self.release == "full":
-            return Full(self.full_batch)
-        if self.release == "timeout":
-            return Timeout(self.full_batch, self.batch_wait_s)
-        return Greedy(self.full_batch)
+    def _release(self, arrivals: Arrivals) -> Release:
+        size, (kind, _, static) = self.full_batch, self.release.partition(":")
+        limit_s = math.inf if self.batch_wait_s is None else self.batch_wait_s
+        if kind == "static" and int(static) > size:
+            raise ValueError(f"release {self.release}: a batch has {size} requests at most (--batch-size)")
+        releases: dict[str, Callable[[], Release]] = {
+            "full": lambda: Full(size),
+            "static": lambda: Full(int(static)),
+            "timeout": lambda: Timeout(size, TIMEOUT_S if self.batch_wait_s is None else self.batch_wait_s),
+            "greedy": lambda: Greedy(size),
+            "rate": lambda: Rate(size, arrivals),
+            "rate-headroom": lambda: Rate(size, arrivals, self.rate_headroom, limit_s),
+            "deadline": lambda: Deadline(size),
+            "table": lambda: Table(size, limit_s),
+        }
+        return releases[kind]()
+
+
+class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What waiting may cost and save; for the releases rate, rate-headroom, deadline and table"""
+
+    profile: Annotated[
+        str | None,
+        Meta(
+            description="what a batch takes, in seconds and joules: a file of scripts/profile_engine.py, or one of "
+            + ", ".join(sorted(profile.PROFILES)),
+        ),
+    ] = None
+    energy_weight: Annotated[
+        float,
+        Meta(ge=0, description="under --release table: milliseconds of mean response time that one watt is worth"),
+    ] = 0.0
+    latency_target_s: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="under --release table, instead of a weight: least energy with response times within this; "
+            "under deadline: the deadline of requests without one"
+        ),
+    ] = None
+    latency_target_percentile: Annotated[
+        Annotated[float, Meta(ge=50, lt=100)] | None,
+        Meta(description="of the response times, which the target is for (default: their mean)"),
+    ] = None
+
+    def solver(self, scheduling: SchedulingConfig, *, barrier: bool) -> DispatchSolver | None:
+        """Who makes plans for a resolved configuration; None where its release follows none.
+
+        Raises ValueError on a profile that cannot be read, and on settings that contradict each other.
+        """
+        if scheduling.release not in ("rate", "rate-headroom", "deadline", "table"):
+            return None
+        if self.profile is None:
+            raise ValueError(f"release {scheduling.release} needs --profile: what a batch takes")
+        if self.latency_target_s is not None and self.energy_weight:
+            raise ValueError("either an energy weight or a latency target, not both")
+        if self.latency_target_percentile is not None and self.latency_target_s is None:
+            raise ValueError("latency_target_percentile is of no use without latency_target_s")
+        wish = Wish(self.energy_weight, self.latency_target_s, self.latency_target_percentile)
+        return DispatchSolver(
+            profile.resolve(self.profile),
+            scheduling.full_batch,
+            wish,
+            barrier=barrier,
+            merges=scheduling.release == "table",
+        )

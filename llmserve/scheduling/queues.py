@@ -11,6 +11,8 @@ from enum import Enum
 from llmserve.request import Batch, Request
 from llmserve.scheduling.memory import BLOCK_TOKENS
 
+DEADLINES_SPARE = 64  # deadlines of requests that have left which may be kept before they are swept out
+
 
 class Place(Enum):
     """Where an accepted request is; it is always in exactly one place."""
@@ -65,10 +67,16 @@ class Ticket:
 
 
 class BinQueue:
-    """The requests of one bin, first come first. Every operation costs O(1) however many wait."""
+    """The requests of one bin, first come first. Every operation costs O(1) however many wait, of those with a deadline
+    O(log n).
+
+    changes: how often one has come, or some have gone.
+    """
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.changes = 0
+        self._deadlines: list[tuple[float, int]] = []  # heap; of those that have left, too
         # An OrderedDict, not a dict: taking from the front of a plain dict walks over its deleted entries.
         self._tickets: OrderedDict[int, Ticket] = OrderedDict()
 
@@ -83,13 +91,29 @@ class BinQueue:
         """Arrival of the one that has waited longest. The queue must not be empty."""
         return next(iter(self._tickets.values())).arrived_at_s
 
+    @property
+    def earliest_deadline_s(self) -> float:
+        """Of those that wait; inf when none has one."""
+        heap = self._deadlines
+        while heap and heap[0][1] not in self._tickets:
+            heapq.heappop(heap)
+        return heap[0][0] if heap else math.inf
+
     def append(self, ticket: Ticket) -> None:
         self._tickets[ticket.request.id] = ticket
+        self.changes += 1
+        if ticket.request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (ticket.request.deadline_s, ticket.request.id))
+            if len(self._deadlines) > 2 * len(self._tickets) + DEADLINES_SPARE:
+                self._deadlines = [entry for entry in self._deadlines if entry[1] in self._tickets]
+                heapq.heapify(self._deadlines)
 
     def remove(self, ticket: Ticket) -> None:
         del self._tickets[ticket.request.id]
+        self.changes += 1
 
     def take(self, count: int) -> list[Ticket]:
+        self.changes += 1
         return [self._tickets.popitem(last=False)[1] for _ in range(count)]
 
 

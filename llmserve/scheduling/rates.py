@@ -2,7 +2,102 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
+
+JUMP_ARRIVALS = 8
+# Bounds of a sum of 8 exponential times of mean 1 that it leaves once in ten thousand times, on either side: outside,
+# the rate has jumped.
+JUMP_UP, JUMP_DOWN = 1.4, 22.0
+
+
+class ArrivalRate:
+    """Arrivals a second: an exponential window over the last arrivals, which a jump of the rate empties.
+
+    memory: arrivals after which an observation's weight has fallen to a third.
+    """
+
+    def __init__(self, memory: int = 128) -> None:
+        self._keep = 1.0 - 1.0 / memory
+        self._last_s: deque[float] = deque(maxlen=JUMP_ARRIVALS + 1)
+        self._gaps = self._seconds = 0.0  # both fade alike
+        self._since_jump = 0
+
+    def observe(self, now_s: float) -> bool:
+        """Count an arrival; True when it shows that the rate has jumped, and what was before is forgotten."""
+        last_s = self._last_s
+        if last_s:
+            self._gaps = self._keep * self._gaps + 1.0
+            self._seconds = self._keep * self._seconds + now_s - last_s[-1]
+        last_s.append(now_s)
+        self._since_jump += 1
+        if self._since_jump <= JUMP_ARRIVALS or len(last_s) <= JUMP_ARRIVALS:
+            return False
+        took_s = now_s - last_s[0]
+        expected_s = self._seconds / self._gaps  # of one gap
+        if JUMP_UP * expected_s <= took_s <= JUMP_DOWN * expected_s:
+            return False
+        self._gaps, self._seconds, self._since_jump = float(JUMP_ARRIVALS), took_s, 0
+        return True
+
+    def per_s(self, now_s: float) -> float | None:
+        """The estimate; None before two arrivals. It falls in a silence that has become longer than the mean gap."""
+        if not self._gaps:
+            return None
+        silence_s = now_s - self._last_s[-1]
+        mean_s = self._seconds / self._gaps
+        seconds, gaps = self._seconds, self._gaps
+        if silence_s > mean_s:
+            seconds, gaps = seconds + silence_s, gaps + 1.0
+        return gaps / seconds if seconds > 0 else math.inf
+
+
+class WindowCount:
+    """Arrivals of the last whole window, windows beginning at multiples of `window_s` (BatchMonitor, Algorithm 1)."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._window = 0
+        self._count = self._last = 0
+
+    def observe(self, now_s: float) -> None:
+        self._roll(now_s)
+        self._count += 1
+
+    def per_s(self, now_s: float) -> float:
+        self._roll(now_s)
+        return self._last / self._window_s
+
+    def _roll(self, now_s: float) -> None:
+        window = math.floor(now_s / self._window_s)
+        if window > self._window:
+            self._last = self._count if window == self._window + 1 else 0
+            self._window, self._count = window, 0
+
+
+class Arrivals:
+    """Arrivals a second of each bin: the rate of all, shared out as the last arrivals were.
+
+    window: arrivals of the last whole second, as BatchMonitor counts.
+    """
+
+    def __init__(self, bins: int, memory: int = 512) -> None:
+        self.total = ArrivalRate()
+        self.window = WindowCount(1.0)
+        self._keep = 1.0 - 1.0 / memory
+        self._shares = [1.0 / bins] * bins
+
+    def observe(self, bin_index: int, now_s: float) -> bool:
+        """Count an arrival; True when it shows that the rate has jumped."""
+        self.window.observe(now_s)
+        self._shares = [self._keep * share for share in self._shares]
+        self._shares[bin_index] += 1.0 - self._keep
+        return self.total.observe(now_s)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of each bin, sum 1."""
+        return tuple(self._shares)
 
 
 class CompletionRate:

@@ -1,48 +1,79 @@
 """Release: does a bin let a batch go now, and of what size.
 
-`size` answers for one bin; `due_at_s` says when the answer may change by time alone. A full bin always goes.
+`size` answers for one bin; `due_at_s` says when the answer may change by time alone. Where several bins would let go
+for one engine, the most urgent does.
+
+Some releases go by what a batch of so many takes, or by a policy for the present load: they follow a plan
+(bins/dispatch.py), which the scheduler asks for as loads and lengths change. Until the first has come they are greedy.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import ClassVar, Protocol
 
+from bins.dispatch import DispatchPlan
 from llmserve.scheduling.queues import BinQueue
+from llmserve.scheduling.rates import Arrivals
+
+GOLDEN = 0x9E3779B97F4A7C15  # spreads successive numbers evenly (Knuth's multiplicative hashing)
+
+
+class Room(Enum):
+    """What engines have for a batch that no other waits before."""
+
+    NONE = "none"
+    JOIN = "join"  # slots beside what runs
+    IDLE = "idle"  # an engine that runs nothing
 
 
 class Release(Protocol):
+    plans: ClassVar[bool]  # whether it follows a plan
+
     @property
     def timed(self) -> bool:
         """Whether `due_at_s` ever gives a time."""
         ...
 
-    def size(self, queue: BinQueue, now_s: float, engine_free: bool) -> int:
-        """Requests to let go now, 0 to wait. engine_free: an engine is free and no formed batch waits for it."""
+    def size(self, queue: BinQueue, now_s: float, room: Room) -> int:
+        """Requests to let go now, 0 to wait. The bin is not empty; nor is it below."""
         ...
 
-    def due_at_s(self, queue: BinQueue) -> float | None:
-        """When a bin that waits must be asked again although nothing happened; None: never."""
+    def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
+        """When a bin that waits must be asked again although nothing happened; None: not before something does."""
         ...
+
+    def urgency(self, queue: BinQueue, now_s: float) -> float:
+        """Of bins that would let go for the same engine the one of the greatest urgency does."""
+        ...
+
+
+class _OldestFirst:
+    plans: ClassVar[bool] = False
+
+    def urgency(self, queue: BinQueue, now_s: float) -> float:
+        return -queue.oldest_at_s
 
 
 @dataclass(frozen=True, slots=True)
-class Full:
-    """A batch goes when it has `batch_size` requests (the Multi-Bin paper's rule)."""
+class Full(_OldestFirst):
+    """A batch goes when it has `batch_size` requests (the Multi-Bin paper's rule; SMDP-J's static batching)."""
 
     timed: ClassVar[bool] = False
 
     batch_size: int
 
-    def size(self, queue: BinQueue, now_s: float, engine_free: bool) -> int:
+    def size(self, queue: BinQueue, now_s: float, room: Room) -> int:
         return self.batch_size if len(queue) >= self.batch_size else 0
 
-    def due_at_s(self, queue: BinQueue) -> float | None:
+    def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
         return None
 
 
 @dataclass(frozen=True, slots=True)
-class Timeout:
+class Timeout(_OldestFirst):
     """A batch goes when full, or when its oldest request has waited `wait_s`."""
 
     timed: ClassVar[bool] = True
@@ -50,28 +81,180 @@ class Timeout:
     batch_size: int
     wait_s: float
 
-    def size(self, queue: BinQueue, now_s: float, engine_free: bool) -> int:
+    def size(self, queue: BinQueue, now_s: float, room: Room) -> int:
         waiting = len(queue)
         if waiting >= self.batch_size:
             return self.batch_size
-        return waiting if waiting and now_s >= queue.oldest_at_s + self.wait_s else 0
+        return waiting if now_s >= queue.oldest_at_s + self.wait_s else 0
 
-    def due_at_s(self, queue: BinQueue) -> float | None:
-        return queue.oldest_at_s + self.wait_s if len(queue) else None
+    def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
+        return queue.oldest_at_s + self.wait_s
 
 
 @dataclass(frozen=True, slots=True)
-class Greedy:
+class Greedy(_OldestFirst):
     """A batch goes when full, or with whatever is there as soon as an engine would otherwise idle."""
 
     timed: ClassVar[bool] = False
 
     batch_size: int
 
-    def size(self, queue: BinQueue, now_s: float, engine_free: bool) -> int:
-        if engine_free or len(queue) >= self.batch_size:
+    def size(self, queue: BinQueue, now_s: float, room: Room) -> int:
+        if room is not Room.NONE or len(queue) >= self.batch_size:
             return min(len(queue), self.batch_size)
         return 0
 
-    def due_at_s(self, queue: BinQueue) -> float | None:
+    def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
         return None
+
+
+# ---- releases that follow a plan ---------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Planned(_OldestFirst):
+    """A release that follows a plan; None until the first one has come."""
+
+    plans: ClassVar[bool] = True
+
+    batch_size: int
+    plan: DispatchPlan | None = field(default=None, init=False)
+
+    def service_s(self, queue: BinQueue, count: int) -> float:
+        """Expected time of a batch of so many of the bin's requests; 0 without a plan."""
+        if self.plan is None:
+            return 0.0
+        service_s = self.plan.tables[queue.index].service_s
+        return service_s[min(count, len(service_s)) - 1]
+
+    def latest_start_s(self, queue: BinQueue) -> float:
+        """When what waits must start to meet its earliest deadline; inf: there is none."""
+        return queue.earliest_deadline_s - self.service_s(queue, min(len(queue), self.batch_size))
+
+
+@dataclass(slots=True)
+class Rate(Planned):
+    """BatchMonitor and BatchDispatcher: batches of the least size whose throughput exceeds the arrival rate.
+
+    As printed (BatchMonitor, Algorithm 1): sizes from 2 up, the rate counted over the last whole second, and no limit
+    to waiting for company. With `headroom` h it is repaired: the throughput must exceed rate / h, a size may be 1, the
+    rate is that of the last arrivals, and no request waits beyond `wait_s`.
+    """
+
+    arrivals: Arrivals
+    headroom: float | None = None
+    wait_s: float = math.inf
+
+    @property
+    def timed(self) -> bool:
+        return self.headroom is not None
+
+    def preferred(self, queue: BinQueue, now_s: float) -> int:
+        """The batch size for the present rate."""
+        if self.plan is None:
+            return 1
+        if self.headroom is None:
+            rate, least = self.arrivals.window.per_s(now_s), 2
+        else:
+            rate, least = (self.arrivals.total.per_s(now_s) or 0.0) / self.headroom, 1
+        for size in range(least, self.batch_size):
+            if size > rate * self.service_s(queue, size):
+                return size
+        return self.batch_size
+
+    def size(self, queue: BinQueue, now_s: float, room: Room) -> int:
+        waiting, preferred = len(queue), self.preferred(queue, now_s)
+        if waiting >= preferred:
+            return preferred
+        late = self.timed and now_s >= self._limit_s(queue)
+        return waiting if late else 0
+
+    def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
+        limit_s = self._limit_s(queue) if self.timed else math.inf
+        return limit_s if limit_s < math.inf else None
+
+    def _limit_s(self, queue: BinQueue) -> float:
+        return min(queue.oldest_at_s + self.wait_s, self.latest_start_s(queue))
+
+
+@dataclass(slots=True)
+class Deadline(Planned):
+    """The largest batch within the deadline (Clipper's and Triton's way; BatchMonitor's first comparison).
+
+    A bin lets go when full, or when its oldest request would be late if it waited longer: for its own deadline, or for
+    the plan's latency target.
+    """
+
+    timed: ClassVar[bool] = True
+
+    def size(self, queue: BinQueue, now_s: float, room: Room) -> int:
+        waiting = len(queue)
+        if waiting >= self.batch_size:
+            return self.batch_size
+        if self.plan is None:
+            return waiting if room is not Room.NONE else 0
+        return waiting if now_s >= self._limit_s(queue) else 0
+
+    def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
+        if self.plan is None:
+            return None
+        limit_s = self._limit_s(queue)
+        return limit_s if limit_s < math.inf else None
+
+    def _limit_s(self, queue: BinQueue) -> float:
+        assert self.plan is not None, "asked of a plan only"
+        target_s = self.plan.latency_target_s
+        limit_s = self.latest_start_s(queue)
+        if target_s is None:
+            return limit_s
+        return min(limit_s, queue.oldest_at_s + target_s - self.service_s(queue, len(queue)))
+
+
+@dataclass(slots=True)
+class Table(Planned):
+    """The policy of the plan (bins/smdp.py): how many go, by how many wait, whenever an engine is free to take them.
+
+    wait_s: no request waits longer for an engine that is free; nor beyond what arrivals at the planned rate would take,
+    nor past the last moment for its deadline. Slots beside what runs are taken at once.
+    """
+
+    timed: ClassVar[bool] = True
+
+    wait_s: float = math.inf
+
+    def size(self, queue: BinQueue, now_s: float, room: Room) -> int:
+        waiting = min(len(queue), self.batch_size)
+        if waiting == self.batch_size:
+            return waiting
+        if room is Room.NONE:
+            return 0
+        if self.plan is None or room is Room.JOIN or now_s >= self._limit_s(queue):
+            return waiting
+        table = self.plan.tables[queue.index]
+        actions = table.other if table.other and _coin(queue) < self.plan.share else table.actions
+        return actions[min(waiting, len(actions) - 1)]
+
+    def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
+        if room is Room.NONE or self.plan is None:
+            return None  # an engine that becomes free is reason enough to ask again
+        limit_s = self._limit_s(queue)
+        return limit_s if limit_s < math.inf else None
+
+    def urgency(self, queue: BinQueue, now_s: float) -> float:
+        """What serving now saves over waiting; nothing is more urgent than what has waited too long."""
+        if self.plan is None:
+            return -queue.oldest_at_s
+        if now_s >= self._limit_s(queue):
+            return math.inf
+        advantage = self.plan.tables[queue.index].advantage
+        return advantage[min(len(queue), len(advantage) - 1)] if advantage else -queue.oldest_at_s
+
+    def _limit_s(self, queue: BinQueue) -> float:
+        assert self.plan is not None, "asked of a plan only"
+        wait_s = min(self.wait_s, self.plan.tables[queue.index].wait_s_max)
+        return min(queue.oldest_at_s + wait_s, self.latest_start_s(queue))
+
+
+def _coin(queue: BinQueue) -> float:
+    """In [0, 1), for each state of a queue another, and the same when asked again: a replay must decide alike."""
+    return ((queue.changes * GOLDEN) & 0xFFFFFFFFFFFFFFFF) / 2.0**64

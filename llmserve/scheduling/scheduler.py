@@ -22,6 +22,7 @@ from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
     BatchEnded,
+    DispatchSolved,
     DrainRequested,
     EngineClosed,
     EngineLost,
@@ -34,15 +35,16 @@ from llmserve.scheduling.messages import (
     RequestArrived,
     RequestCancelled,
     RequestEnded,
+    SolveDispatch,
     StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.queues import BinQueue, FormedBatch, FormedQueue, Place, Ticket
+from llmserve.scheduling.planner import Planner
+from llmserve.scheduling.queues import DEADLINES_SPARE, BinQueue, FormedBatch, FormedQueue, Place, Ticket
 from llmserve.scheduling.rates import CompletionRate, ServiceTime
-from llmserve.scheduling.release import Release
+from llmserve.scheduling.release import Release, Room
 from llmserve.scheduling.trust import Trust
 
-DEADLINES_SPARE = 64  # deadlines of ended requests that may be kept before they are swept out
 IMBALANCE = 0.25  # share of its slots by which an engine may be busier than another and still be preferred for a prefix
 
 
@@ -59,6 +61,7 @@ class Scheduler:
     retries_max         times that a request whose engine failed before its first byte runs again
     engine_wait_s       how long requests wait when no engine is up before they fail with `no_engine`
     circuit             a fresh circuit breaker for each engine
+    planner             asks for plans, where the release follows one
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Scheduler:
         batch_size: int,
         trust: Trust,
         circuit: Callable[[], Circuit],
+        planner: Planner | None = None,
         by_risk: bool = True,
         queue_requests_max: int = 100_000,
         retries_max: int = 2,
@@ -83,6 +87,7 @@ class Scheduler:
         self.requests: dict[int, Ticket] = {}
         self.waiting = 0  # requests in bins and in formed batches
         self._release = release
+        self._planner = planner
         self._batch_size = batch_size
         self._by_risk = by_risk
         self._queue_requests_max = queue_requests_max
@@ -114,6 +119,7 @@ class Scheduler:
             EngineLost: self._on_engine_lost,
             DrainRequested: self._on_drain_requested,
             TimerFired: self._on_timer_fired,
+            DispatchSolved: self._on_dispatch_solved,
         }
 
     # ---- the one entrance -------------------------------------------------------------------------------------
@@ -139,6 +145,10 @@ class Scheduler:
             self._due_s = self._earliest_due_s()
         if not self.requests:
             self._rate.idle()
+        if self._planner is not None and self._any_ready:
+            engines = self._others + 1
+            if observed := self._planner.wants(now_s, self.edges, engines, trusted=self.trust.trusted):
+                actions.append(SolveDispatch(observed))
         return actions
 
     @property
@@ -168,7 +178,7 @@ class Scheduler:
             self._actions.append(FailRequest(request.id, refusal, retry_after_s))
             return
         score = self._score_of(request)
-        queue = self.bins[self._bin_of(score)]
+        queue = self.bins[self._queue_for(self._bin_of(score))]
         ticket = Ticket(request, queue.index, self._now_s, score)
         service = self._service
         expected = request.expected_tokens if self.trust.trusted else None
@@ -192,6 +202,13 @@ class Scheduler:
             return 0
         self.edges.observe(score)
         return self.edges.bin_of(score) if self.trust.trusted else 0
+
+    def _queue_for(self, bin_index: int) -> int:
+        """Where a request that arrives in a bin waits."""
+        if self._planner is None:
+            return bin_index
+        self._planner.arrived(bin_index, self._now_s)
+        return self._planner.queue_of(bin_index)
 
     def _refusal(self, request: Request) -> FailReason | None:
         if self._draining:
@@ -304,11 +321,17 @@ class Scheduler:
                 self._leave_queue(ticket)
                 self._fail(ticket, "no_engine")
 
+    def _on_dispatch_solved(self, event: DispatchSolved) -> None:
+        assert self._planner is not None, "a plan that nobody asked for"
+        merged = self._planner.follow(event.plan)
+        if merged:
+            self._sort_into_queues()
+
     # ---- release: bin -> formed batch -------------------------------------------------------------------------
 
     def _form(self, queue: BinQueue) -> None:
         """Let everything go that this bin's release lets go whether or not an engine is free."""
-        while (size := self._release_size(queue, engine_free=False)) > 0:
+        while (size := self._release_size(queue, Room.NONE)) > 0:
             self._form_batch(queue, size)
 
     def _form_all(self) -> None:
@@ -316,13 +339,25 @@ class Scheduler:
             self._form(queue)
 
     def _earliest_due_s(self) -> float | None:
-        dues = [self._release.due_at_s(queue) for queue in self.bins if len(queue)]
+        room = self._room()
+        dues = [self._release.due_at_s(queue, room) for queue in self.bins if len(queue)]
         return min([due_s for due_s in dues if due_s is not None], default=None)
 
-    def _release_size(self, queue: BinQueue, engine_free: bool) -> int:
+    def _release_size(self, queue: BinQueue, room: Room) -> int:
+        if not len(queue):
+            return 0
         if self._draining:
             return min(len(queue), self._batch_size)
-        return self._release.size(queue, self._now_s, engine_free)
+        return self._release.size(queue, self._now_s, room)
+
+    def _room(self) -> Room:
+        """What engines have for a batch that would be formed now. What looks ahead is not idle."""
+        if len(self.formed):
+            return Room.NONE
+        rooms = [Room.JOIN if engine.running else Room.IDLE for engine in self._free.values() if engine.room > 0]
+        if not rooms:
+            return Room.NONE
+        return Room.JOIN if Room.JOIN in rooms else Room.IDLE
 
     def _form_batch(self, queue: BinQueue, size: int) -> None:
         tickets = queue.take(size)
@@ -334,14 +369,15 @@ class Scheduler:
         self.formed.push(FormedBatch(self._batches_formed, queue.index, self._now_s, tickets))
 
     def _form_for_free_engine(self) -> bool:
-        """An engine would idle: offer it the bin whose oldest request has waited longest. True if one let go."""
-        if all(engine.room <= 0 for engine in self._free.values()):
-            return False  # what looks ahead is not idle
-        sizes = [(queue, self._release_size(queue, engine_free=True)) for queue in self.bins if len(queue)]
+        """An engine would idle: offer it the bin of greatest urgency. True if one let go."""
+        room = self._room()
+        if room is Room.NONE:
+            return False
+        sizes = [(queue, self._release_size(queue, room)) for queue in self.bins]
         willing = [(queue, size) for queue, size in sizes if size > 0]
         if not willing:
             return False
-        self._form_batch(*min(willing, key=lambda pair: pair[0].oldest_at_s))
+        self._form_batch(*max(willing, key=lambda pair: self._release.urgency(pair[0], self._now_s)))
         return True
 
     # ---- order: formed batch -> engine ------------------------------------------------------------------------
@@ -471,24 +507,28 @@ class Scheduler:
         if output_tokens <= 0:
             return
         self._service.observe(ran_s, output_tokens)
+        if self._planner is not None:
+            self._planner.answered(ticket.score, output_tokens)
         if ticket.score is None:
             return
         if self.trust.observe(ticket.request, ticket.score, output_tokens):
             r = self.trust.rank_correlation
             self._actions.append(ReportTrust(self.trust.trusted, None if math.isnan(r) else r))
             if not self.trust.trusted:
-                self._merge_bins()
+                self._sort_into_queues()
 
-    def _merge_bins(self) -> None:
-        """Whoever waits in a bin goes to the first one, first come first served."""
+    def _sort_into_queues(self) -> None:
+        """Who waits in a bin goes to where it would wait had it come now, first come first served."""
         waiting = sorted(
             [ticket for queue in self.bins for ticket in queue.take(len(queue))],
             key=lambda ticket: (ticket.arrived_at_s, ticket.request.id),
         )
         for ticket in waiting:
-            ticket.bin = 0
-            self.bins[0].append(ticket)
-        self._form(self.bins[0])
+            trusted = ticket.score is not None and self.trust.trusted
+            index = self.edges.bin_of(ticket.score) if ticket.score is not None and trusted else 0
+            ticket.bin = index if self._planner is None else self._planner.queue_of(index)
+            self.bins[ticket.bin].append(ticket)
+        self._form_all()
 
     def _leave_queue(self, ticket: Ticket) -> None:
         if ticket.place is Place.BIN:
@@ -581,15 +621,14 @@ class Scheduler:
     def _check_nothing_idles(self) -> None:
         """Nothing waits past its release while an engine that could run it is idle."""
         for queue in self.bins:
-            assert self._release_size(queue, engine_free=False) == 0, f"bin {queue.index} waits past its release"
+            assert self._release_size(queue, Room.NONE) == 0, f"bin {queue.index} waits past its release"
         if not self._free:
             return
         for batch in self.formed.batches():
             assert self._engine_for(batch) is None, f"batch {batch.id} waits while an engine is free"
             if not self._waits_for_another_engine(batch):
                 return  # it waits for room, and all others for it
-        if any(engine.room > 0 for engine in self._free.values()):
+        room = self._room()
+        if room is not Room.NONE:
             for queue in self.bins:
-                assert not len(queue) or self._release_size(queue, engine_free=True) == 0, (
-                    f"bin {queue.index} waits while an engine is free"
-                )
+                assert self._release_size(queue, room) == 0, f"bin {queue.index} waits while an engine is free"

@@ -1,21 +1,273 @@
-"""How long a simulated engine takes for what it is given."""
+"""How long a simulated engine takes for what it is given, and what that costs in energy.
+
+An engine works in steps; each step adds a token to every sequence that runs, and takes as long, and as many joules, as
+so many sequences do. What runs is a job: a barrier engine's whole batch, or one request of a refill engine.
+
+    n      sequences that run
+    step   virtual time: steps done so far, a real number; it grows by dt / step_s(n) in dt seconds
+    end    of a job: the step at which it began, plus its length in tokens; joining and leaving do not move it
+
+So the order of the ends is known without stepping through tokens, and only the conversion to seconds changes when n
+does: exact for lengths that are real numbers too, at O(log n) a job.
+"""
 
 from __future__ import annotations
 
 import heapq
+import math
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from bins.profile import Profile
+from bins.risk import risk
 from llmserve.request import Batch, EngineInfo
 from llmserve.scheduling.messages import BatchEnded, Event, RequestEnded
 
 
-class TimedEngine:
-    """An engine whose every step takes the same time.
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What an engine's work costs. Plain lists, indexed by the sequences that run: they are read at every event.
 
-    A barrier engine's batch takes prefill_s + step_s times its longest length (Multi-Bin, Section 3); on a refill
-    engine each request takes prefill_s + step_s times its own length, from when a slot is free.
+    step_s, step_j  seconds and joules of a step of n sequences, n = 0 (never read) to the most that can run
+    prefill_s       before a job's first token; prefill_j joules
+    idle_w          watts while nothing runs
+    metered         whether the joules are known
+    """
+
+    step_s: list[float]
+    step_j: list[float]
+    prefill_s: float = 0.0
+    prefill_j: float = 0.0
+    idle_w: float = 0.0
+    metered: bool = True
+
+    @classmethod
+    def constant(cls, step_s: float, prefill_s: float, sequences_max: int) -> Costs:
+        """However many sequences run, and nothing is known of energy."""
+        return cls([step_s] * (sequences_max + 1), [0.0] * (sequences_max + 1), prefill_s, metered=False)
+
+    @classmethod
+    def of(cls, profile: Profile, sequences_max: int) -> Costs:
+        """Raises ValueError when the profile is not of so many sequences."""
+        if profile.slots_max is not None and sequences_max > profile.slots_max:
+            raise ValueError(f"the profile {profile.name} is of {profile.slots_max} sequences, not {sequences_max}")
+        sizes = np.arange(1, sequences_max + 1)
+        return cls(
+            step_s=[math.nan, *profile.step_s.at(sizes).tolist()],
+            step_j=[math.nan, *profile.step_j.at(sizes).tolist()],
+            prefill_s=profile.prefill_s,
+            prefill_j=profile.prefill_j,
+            idle_w=profile.idle_w,
+        )
+
+    def batch_s(self, lengths: Sequence[float], size: int) -> float:
+        """Expected seconds of a static batch of `size` requests, each drawn from `lengths` (ascending, tokens)."""
+        return self.prefill_s + self.step_s[size] * risk(lengths, size)
+
+    def alone_s(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """Seconds of requests that have an engine for themselves. lengths : (...) tokens. Returns (...)."""
+        return self.prefill_s + self.step_s[1] * np.asarray(lengths, dtype=float)
+
+
+class _Job:
+    """What begins and ends as one.
+
+    lengths    output tokens by request id, of those that are not aborted
+    longest    of these
+    sequences  that it began with: a static batch keeps its rows
+    began      step of its first token
+    """
+
+    __slots__ = ("batch_id", "began", "lengths", "longest", "sequences")
+
+    def __init__(self, batch_id: int, lengths: dict[int, float], longest: float) -> None:
+        self.batch_id = batch_id
+        self.lengths = lengths
+        self.longest = longest
+        self.sequences = len(lengths)
+        self.began = 0.0
+
+
+class StepEngine:
+    """An engine of given costs.
+
+    A barrier engine's batch of b takes prefill_s + longest length * step_s(b) (Multi-Bin, Section 3). A refill
+    engine's requests share its steps; what is sent beyond its slots waits inside until one is free. A request's
+    prefill takes prefill_s and a slot, but neither slows the others down nor is slowed by them.
     lengths : output tokens by request id.
     """
+
+    def __init__(self, info: EngineInfo, lengths: Mapping[int, float] | Sequence[float], costs: Costs) -> None:
+        self.info = info
+        self.costs = costs
+        self.busy_s = 0.0  # with a job
+        self.busy_j = 0.0
+        self._job_s = 0.0  # job-seconds
+        self._lengths = lengths
+        self._step_s = costs.step_s
+        self._jobs_max = 1 if info.barrier else info.slots
+        self._jobs = 0  # that have a slot: in prefill, or running
+        self._now_s = 0.0
+        self._step = 0.0
+        self._sequences = 0
+        self._serial = 0
+        self._waiting: deque[_Job] = deque()
+        self._prefill: deque[tuple[float, _Job]] = deque()  # (its end in seconds, job), in order
+        self._running: list[tuple[float, int, _Job]] = []  # heap: (end, serial, job)
+        self._changed = False  # since the next end was found
+        self._next_end_s: float | None = None
+
+    # ---- what the cluster asks for ----
+
+    @property
+    def next_end_s(self) -> float | None:
+        if self._changed:
+            self._next_end_s = self._find_next_end_s()
+            self._changed = False
+        return self._next_end_s
+
+    def start(self, batch: Batch, now_s: float) -> None:
+        """Take these requests. A refill engine may be sent a batch in parts, and more than it has slots for."""
+        self._advance(now_s)
+        if self.info.barrier:
+            assert not self._jobs, f"barrier engine {self.info.name} was sent two batches"
+            lengths = {request.id: self._lengths[request.id] for request in batch.requests}
+            self._begin(_Job(batch.id, lengths, max(lengths.values())))
+            return
+        for request in batch.requests:
+            length = self._lengths[request.id]
+            job = _Job(batch.id, {request.id: length}, length)
+            if self._jobs < self._jobs_max:
+                self._begin(job)
+            else:
+                self._waiting.append(job)
+
+    def end(self, now_s: float) -> Event:
+        """What ends at next_end_s, which must be now."""
+        assert now_s == self.next_end_s, f"nothing ends on {self.info.name} at {now_s}"
+        self._advance(now_s)
+        self._step, _, job = heapq.heappop(self._running)  # the very step: rounding does not pile up
+        self._sequences -= job.sequences
+        self._free_slot()
+        if self.info.barrier:
+            return BatchEnded(self.info.name, job.batch_id, job.lengths)
+        ((request_id, length),) = job.lengths.items()
+        return RequestEnded(self.info.name, request_id, "completed", length)
+
+    def abort(self, request_id: int, now_s: float) -> None:
+        """Let go of a request, if it is still here. Its batch goes on to the longest answer that is left, if any is."""
+        self._advance(now_s)
+        here = chain(self._waiting, (job for _, job in self._prefill), (job for *_, job in self._running))
+        job = next((job for job in here if request_id in job.lengths), None)
+        if job is None:
+            return
+        del job.lengths[request_id]
+        if not job.lengths:
+            self._drop(job)
+            return
+        job.longest = max(job.lengths.values())
+        if self._running:  # a batch, so that nothing else runs
+            self._running = [(max(job.began + job.longest, self._step), self._serial, job)]
+        self._changed = True
+
+    def _drop(self, job: _Job) -> None:
+        """Forget an aborted job, wherever it is; O(jobs)."""
+        if job in self._waiting:
+            self._waiting.remove(job)
+            return
+        running = [entry for entry in self._running if entry[2] is not job]
+        if len(running) < len(self._running):
+            heapq.heapify(running)
+            self._running = running
+            self._sequences -= job.sequences
+        else:
+            self._prefill = deque([entry for entry in self._prefill if entry[1] is not job])
+        self._free_slot()
+
+    # ---- slots ----
+
+    def _free_slot(self) -> None:
+        """A job has left its slot: the one that has waited longest gets it."""
+        self._jobs -= 1
+        self._changed = True
+        if self._waiting:
+            self._begin(self._waiting.popleft())
+
+    def _begin(self, job: _Job) -> None:
+        self._jobs += 1
+        self._changed = True
+        costs = self.costs
+        self.busy_j += costs.prefill_j
+        if costs.prefill_s > 0:
+            self._prefill.append((self._now_s + costs.prefill_s, job))
+        else:
+            self._run(job)
+
+    def _run(self, job: _Job) -> None:
+        if not self._sequences:
+            self._step = 0.0  # the smaller, the more exact
+        job.began = self._step
+        self._sequences += job.sequences
+        self._serial += 1
+        heapq.heappush(self._running, (self._step + job.longest, self._serial, job))
+
+    # ---- the passing of time ----
+
+    def _advance(self, now_s: float) -> None:
+        """Let time pass up to now; nothing ends on the way, but prefills do."""
+        while self._prefill and self._prefill[0][0] <= now_s:
+            ready_s, job = self._prefill.popleft()
+            self._pass(ready_s)
+            self._run(job)
+        if now_s > self._now_s:
+            self._pass(now_s)
+
+    def _pass(self, now_s: float) -> None:
+        passed_s = now_s - self._now_s
+        self._now_s = now_s
+        if not self._jobs:
+            return
+        self.busy_s += passed_s
+        self._job_s += passed_s * self._jobs
+        if self._sequences and passed_s > 0:  # steps may take no time
+            steps = passed_s / self._step_s[self._sequences]
+            self._step += steps
+            self.busy_j += steps * self.costs.step_j[self._sequences]
+
+    def _find_next_end_s(self) -> float | None:
+        """When the first job ends, those in prefill joining in the meantime; O(jobs in prefill)."""
+        at_s, step, sequences = self._now_s, self._step, self._sequences
+        first = self._running[0][0] if self._running else math.inf
+        for ready_s, job in self._prefill:
+            if sequences:
+                if at_s + (first - step) * self._step_s[sequences] <= ready_s:
+                    break
+                step += (ready_s - at_s) / self._step_s[sequences]
+            at_s = ready_s
+            sequences += job.sequences
+            first = min(first, step + job.longest)
+        return at_s + max(0.0, first - step) * self._step_s[sequences] if sequences else None
+
+    # ---- what it came to ----
+
+    def utilisation(self, elapsed_s: float) -> float:
+        """Share of its time (of its slots' time, on a refill engine) that it was at work."""
+        return self._job_s / (elapsed_s * self._jobs_max) if elapsed_s > 0 else 0.0
+
+    def energy_j(self, elapsed_s: float) -> float | None:
+        """Joules of a run of so many seconds, its idle time included; None when its costs do not tell."""
+        if not self.costs.metered:
+            return None
+        return self.busy_j + self.costs.idle_w * max(0.0, elapsed_s - self.busy_s)
+
+
+class TimedEngine(StepEngine):
+    """An engine whose every step takes the same time, however many sequences run."""
 
     def __init__(
         self,
@@ -25,35 +277,11 @@ class TimedEngine:
         step_s: float,
         prefill_s: float = 0.0,
     ) -> None:
-        self.info = info
-        self.busy_s = 0.0  # slot-seconds of a refill engine, engine-seconds of a barrier engine
-        self._lengths = lengths
-        self._step_s = step_s
-        self._prefill_s = prefill_s
-        self._ends_s: list[float] = []  # heap: of the requests that have a refill engine's slots
+        super().__init__(info, lengths, Costs.constant(step_s, prefill_s, info.slots))
 
-    def ends(self, batch: Batch, now_s: float) -> list[tuple[float, Event]]:
-        lengths = {request.id: self._lengths[request.id] for request in batch.requests}
-        name = self.info.name
-        if self.info.barrier:
-            takes_s = self._prefill_s + self._step_s * max(lengths.values())
-            self.busy_s += takes_s
-            return [(now_s + takes_s, BatchEnded(name, batch.id, lengths))]
-        ends: list[tuple[float, Event]] = []
-        for request_id, length in lengths.items():
-            takes_s = self._prefill_s + self._step_s * length
-            self.busy_s += takes_s
-            ends.append((self._slot_at_s(now_s) + takes_s, RequestEnded(name, request_id, "completed", length)))
-            heapq.heappush(self._ends_s, ends[-1][0])
-        return ends
 
-    def _slot_at_s(self, now_s: float) -> float:
-        """When the next slot is free; it is then taken."""
-        while self._ends_s and self._ends_s[0] <= now_s:
-            heapq.heappop(self._ends_s)
-        return now_s if len(self._ends_s) < self.info.slots else heapq.heappop(self._ends_s)
+class ProfileEngine(StepEngine):
+    """An engine whose steps take the time and energy of a measured one (bins/profile.py)."""
 
-    def utilisation(self, elapsed_s: float) -> float:
-        """Share of its time (of its slots' time, on a refill engine) that it was at work."""
-        capacity_s = elapsed_s if self.info.barrier else elapsed_s * self.info.slots
-        return self.busy_s / capacity_s if capacity_s > 0 else 0.0
+    def __init__(self, info: EngineInfo, lengths: Mapping[int, float] | Sequence[float], profile: Profile) -> None:
+        super().__init__(info, lengths, Costs.of(profile, info.slots))

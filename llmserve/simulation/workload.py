@@ -7,8 +7,14 @@ Every draw comes from the generator that is passed in; the distributions are rea
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator
+import gzip
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
+from typing import TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +23,55 @@ from llmserve.errors import ConfigError
 from llmserve.request import Request
 
 LENGTHS_HELP = "uniform:LO,HI | exponential:MEAN | lognormal:MU,SIGMA | constant:N | file:PATH[:COLUMN]"
-PREDICTIONS_HELP = "oracle | none | lognormal:SIGMA (oracle times a lognormal error)"
+PREDICTIONS_HELP = (
+    "oracle | none | lognormal:SIGMA (oracle times a lognormal error) | quantiles:SIGMA (such an error, and known: "
+    "a distribution)"
+)
+TRACE_COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
 
 TOKENS_MIN = 1e-6  # keeps a drawn length positive
+LEVELS = tuple([(number - 0.5) / 15 for number in range(1, 16)])  # of predicted quantiles, equally likely
+
+UNREADABLE = (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error)  # what a file may turn out to be
 
 Lengths = NDArray[np.float64]
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """What a predictor says of requests.
+
+    medians    (count,) tokens
+    quantiles  of each over its median, ascending; () when it predicts medians only
+    """
+
+    medians: NDArray[np.float64]
+    quantiles: tuple[float, ...] = ()
+
+    def quantiles_of(self, median: float) -> tuple[float, ...]:
+        return tuple([median * factor for factor in self.quantiles])
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests as they come, recorded or drawn: (count,) each, in order of arrival, count >= 1.
+
+    arrivals_s  >= 0.  output_tokens  > 0.  input_tokens  0 where they are not known.
+    """
+
+    arrivals_s: Times
+    output_tokens: Lengths
+    input_tokens: Lengths
+
+    def __len__(self) -> int:
+        return self.arrivals_s.size
+
+    @property
+    def rate_per_s(self) -> float:
+        """Mean arrivals a second; inf when all come at once."""
+        span_s = float(self.arrivals_s[-1] - self.arrivals_s[0])
+        return len(self) / span_s if span_s > 0 else math.inf
 
 
 def draw_lengths(text: str, count: int, rng: np.random.Generator) -> Lengths:
@@ -32,7 +82,7 @@ def draw_lengths(text: str, count: int, rng: np.random.Generator) -> Lengths:
     """
     kind, _, rest = text.partition(":")
     if kind == "file":
-        drawn: Lengths = rng.choice(_read_lengths(rest), size=count)
+        drawn: Lengths = rng.choice(read_lengths(rest), size=count)
         return drawn
     return np.maximum(_distribution(kind, rest, text)(count, rng), TOKENS_MIN)
 
@@ -59,14 +109,14 @@ def _distribution(kind: str, rest: str, text: str) -> Callable[[int, np.random.G
     return lambda count, rng: np.full(count, values[0])
 
 
-def _read_lengths(place: str) -> NDArray[np.float64]:
+def read_lengths(place: str) -> NDArray[np.float64]:
     """PATH[:COLUMN]: a CSV column by name or number (default: `output_tokens`, else the last), or one number a line."""
     name, _, column = place.partition(":")
-    path = Path(name)
-    if not path.is_file():
-        raise ConfigError(f"there is no lengths file {name!r}")
-    with path.open(newline="") as file:
-        rows = [row for row in csv.reader(file) if row]
+    with _open(name, "lengths file") as file:
+        try:
+            rows = [row for row in csv.reader(file) if row]
+        except UNREADABLE as error:
+            raise ConfigError(f"cannot read the lengths file {name!r}: {error}") from error
     if not rows:
         raise ConfigError(f"the lengths file {name!r} is empty")
     index, body = _find_column(rows, column, name)
@@ -99,7 +149,73 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-def poisson_arrivals(rate_per_s: float, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
+def _open(name: str, what: str) -> TextIO:
+    """A text file, plain or (.gz) compressed. Raises ConfigError when it cannot be opened."""
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"there is no {what} {name!r}")
+    try:
+        return gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="")
+    except OSError as error:
+        raise ConfigError(f"cannot read the {what} {name!r}: {error.strerror}") from error
+
+
+def read_trace(name: str, count_max: int | None = None) -> Trace:
+    """The first requests, at most count_max, of a CSV file (.gz: compressed) with TRACE_COLUMNS by name.
+
+    Raises ConfigError naming the file and the row (its line; 1 is the header) that cannot be used.
+    """
+    rows: list[tuple[float, float, float]] = []
+    last_s = 0.0
+    with _open(name, "trace") as file:
+        reader = csv.DictReader(file)
+        try:
+            _check_header(reader.fieldnames, name)
+            for row in reader:
+                if count_max is not None and len(rows) == count_max:
+                    break
+                rows.append(_trace_row(row, last_s))
+                last_s = rows[-1][0]
+        except (ValueError, *UNREADABLE) as error:
+            raise ConfigError(f"the trace {name!r}, row {reader.line_num}: {error}") from error
+    if not rows:
+        raise ConfigError(f"the trace {name!r} has no rows")
+    return Trace(*np.array(rows).T)
+
+
+def replay_faster(trace: Trace, speed: float) -> Trace:
+    """The same requests at `speed` times the rate. speed : > 0."""
+    return Trace(trace.arrivals_s / speed, trace.output_tokens, trace.input_tokens)
+
+
+def _check_header(header: Sequence[str] | None, name: str) -> None:
+    missing = [column for column in TRACE_COLUMNS if column not in (header or ())]
+    if missing:
+        raise ConfigError(f"the trace {name!r} has no column {', '.join(missing)}; its first row names its columns")
+
+
+def _trace_row(row: dict[str, str], last_s: float) -> tuple[float, float, float]:
+    """(arrival_s, output_tokens, input_tokens), as in a Trace. Raises ValueError."""
+    arrival_s, input_tokens, output_tokens = [_amount(row[column], column) for column in TRACE_COLUMNS]
+    if output_tokens == 0:
+        raise ValueError("output_tokens must be above 0")
+    if arrival_s < last_s:
+        raise ValueError(f"arrivals must be in order, but {arrival_s} follows {last_s}")
+    return arrival_s, output_tokens, input_tokens
+
+
+def _amount(text: str | None, column: str) -> float:
+    """A number >= 0. text: None in a row that is too short. Raises ValueError naming the column."""
+    try:
+        amount = float(text or "")
+    except ValueError:
+        raise ValueError(f"{column} must be a number, not {text!r}") from None
+    if not 0 <= amount < math.inf:
+        raise ValueError(f"{column} must be finite and at least 0, not {text}")
+    return amount
+
+
+def poisson_arrivals(rate_per_s: float, count: int, rng: np.random.Generator) -> Times:
     """(count,) arrival times in seconds, non-decreasing; an infinite rate puts them all at 0."""
     if not rate_per_s > 0:
         raise ConfigError(f"the arrival rate must be positive, not {rate_per_s}")
@@ -108,30 +224,35 @@ def poisson_arrivals(rate_per_s: float, count: int, rng: np.random.Generator) ->
     return np.cumsum(rng.exponential(1.0 / rate_per_s, count))
 
 
-def predict(text: str, lengths: Lengths, rng: np.random.Generator) -> NDArray[np.float64] | None:
-    """What a predictor would have said of these lengths; None: nothing predicts."""
+def predict(text: str, lengths: Lengths, rng: np.random.Generator) -> Predictions | None:
+    """What a predictor would have said of these lengths; None: nothing predicts.
+
+    quantiles:SIGMA is a predictor whose medians are off by a lognormal error, and which knows by how much: its
+    quantiles are those of its median times such an error, at LEVELS.
+    """
     kind, _, rest = text.partition(":")
     if text == "oracle":
-        return lengths.astype(float)
+        return Predictions(lengths.astype(float))
     if text == "none":
         return None
     try:
         sigma = float(rest)
-        if kind != "lognormal" or not 0 <= sigma < np.inf:
+        if kind not in ("lognormal", "quantiles") or not 0 <= sigma < np.inf:
             raise ValueError
-        return lengths * rng.lognormal(0.0, sigma, lengths.size)
     except ValueError:
         raise ConfigError(f"predictions {text!r} is not one of {PREDICTIONS_HELP}") from None
+    medians = lengths * rng.lognormal(0.0, sigma, lengths.size)
+    probit = NormalDist().inv_cdf
+    spread = [math.exp(sigma * probit(level)) for level in LEVELS] if kind == "quantiles" else []
+    return Predictions(medians, tuple(spread))
 
 
-def requests(
-    arrivals_s: NDArray[np.float64], predictions: NDArray[np.float64] | None
-) -> Iterator[tuple[float, Request]]:
+def requests(trace: Trace, predictions: Predictions | None) -> Iterator[tuple[float, Request]]:
     """(time_s, request) in order of arrival; request ids count from 0."""
-    times = arrivals_s.tolist()
-    if predictions is None:
-        for request_id, at_s in enumerate(times):
-            yield at_s, Request(request_id)
-    else:
-        for request_id, (at_s, tokens) in enumerate(zip(times, predictions.tolist(), strict=True)):
-            yield at_s, Request(request_id, tokens)
+    times, prompts = trace.arrivals_s.tolist(), trace.input_tokens.tolist()
+    medians = [None] * len(times) if predictions is None else predictions.medians.tolist()
+    for request_id, (at_s, prompt, median) in enumerate(zip(times, prompts, medians, strict=True)):
+        quantiles = predictions.quantiles_of(median) if predictions is not None and predictions.quantiles else ()
+        # What is not known of a prompt is left out, and so out of the journal.
+        known = (prompt,) if prompt else ()
+        yield at_s, Request(request_id, median, None, quantiles, *known)

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from bins.dispatch import DispatchPlan, DispatchTable, Observed
 from llmserve.cluster.journal import Header, Step, replay
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling import policies
@@ -25,6 +26,7 @@ from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
     BatchEnded,
+    DispatchSolved,
     DrainRequested,
     EngineClosed,
     EngineLost,
@@ -36,6 +38,7 @@ from llmserve.scheduling.messages import (
     RequestArrived,
     RequestCancelled,
     RequestEnded,
+    SolveDispatch,
     StartBatch,
     TimerFired,
 )
@@ -46,8 +49,10 @@ CONFIGS = st.builds(
     SchedulingConfig,
     bins=st.integers(1, 4),
     batch_size=st.integers(1, 4),
-    release=st.sampled_from(["full", "timeout", "greedy"]),
-    batch_wait_s=st.sampled_from([0.0, 0.5, 3.0]),
+    release=st.sampled_from(
+        ["full", "static:1", "timeout", "greedy", "rate", "rate-headroom", "deadline", "table", "table", "table"]
+    ),
+    batch_wait_s=st.sampled_from([None, 0.0, 0.5, 3.0]),
     queue_requests_max=st.sampled_from([3, 1_000]),
     retries_max=st.integers(0, 2),
     engine_wait_s=st.sampled_from([0.0, 2.0]),
@@ -69,6 +74,31 @@ ENGINES = st.lists(
     min_size=1,
     max_size=3,
 )
+
+
+@st.composite
+def plans(draw: st.DrawFn, observed: Observed, batch_size: int) -> DispatchPlan:
+    """Any plan that a solver might answer with, wise or not."""
+    bins = len(observed.rates_per_s)
+    queues = draw(st.integers(1, bins))
+    actions = st.tuples(*[st.integers(0, waiting) for waiting in range(batch_size + 1)])
+    tables = [
+        DispatchTable(
+            actions=draw(actions),
+            other=draw(st.just(()) | actions),
+            advantage=draw(st.just(()) | st.tuples(*[st.sampled_from([-1.0, 0.0, 2.0])] * batch_size)),
+            service_s=tuple([0.5 + 0.25 * size for size in range(batch_size)]),
+            wait_s_max=draw(st.sampled_from([0.0, 0.3, 10.0])),
+        )
+        for _ in range(queues)
+    ]
+    return DispatchPlan(
+        queue_of=tuple([index * queues // bins for index in range(bins)]),
+        tables=tuple(tables),
+        share=draw(st.sampled_from([0.0, 0.5])),
+        latency_target_s=draw(st.sampled_from([None, 1.0])),
+        response_s_mean=draw(st.sampled_from([None, 1.0])),
+    )
 
 
 class Fickle(Trust):
@@ -101,6 +131,7 @@ class World(RuleBasedStateMachine):
         self.tries: Counter[int] = Counter()
         self.first_start: dict[int, int] = {}  # batch -> place in the order of first starts
         self.steps: list[Step] = []
+        self.asked: Observed | None = None  # a plan that is being made
         self.now_s = 0.0
 
     # ---- what the world does ----
@@ -140,9 +171,18 @@ class World(RuleBasedStateMachine):
                 self.no_requests_until_s[action.engine] = self.now_s + action.open_s
         elif isinstance(action, ReportTrust):
             assert action.trusted == self.scheduler.trust.trusted
+        elif isinstance(action, SolveDispatch):
+            assert self.asked is None, "two plans are made at once"
+            self.asked = action.observed
         else:
             assert isinstance(action, AbortRequest)
             assert action.request_id in self.running[action.engine]
+
+    def come_up(self, engine: EngineInfo) -> None:
+        if engine.name not in self.up:  # whatever was wrong with it, it has come back
+            self.no_requests_until_s.pop(engine.name, None)
+        self.up.add(engine.name)
+        self.tell(EngineReady(engine))
 
     @rule(tokens=st.sampled_from([None, 5.0, 15.0, 25.0, 99.0]), slo_s=st.sampled_from([None, None, 0.0, 1.0]))
     def request_arrives(self, tokens: float | None, slo_s: float | None) -> None:
@@ -158,6 +198,14 @@ class World(RuleBasedStateMachine):
         )
         self.arrived[request.id] = request
         self.tell(RequestArrived(request))
+
+    @precondition(lambda self: self.asked is not None)
+    @rule(data=st.data())
+    def a_plan_comes(self, data: st.DataObject) -> None:
+        assert self.asked is not None
+        plan = data.draw(plans(self.asked, self.header.scheduling.full_batch))
+        self.asked = None
+        self.tell(DispatchSolved(plan))
 
     @rule(seconds=st.sampled_from([0.0, 0.1, 0.5, 5.0]))
     def time_passes(self, seconds: float) -> None:
@@ -218,10 +266,7 @@ class World(RuleBasedStateMachine):
     @rule(data=st.data())
     def an_engine_comes_up(self, data: st.DataObject) -> None:
         engine = data.draw(st.sampled_from(self.engines))
-        if engine.name not in self.up:
-            self.no_requests_until_s.pop(engine.name, None)
-        self.up.add(engine.name)
-        self.tell(EngineReady(engine))
+        self.come_up(engine)
 
     @precondition(lambda self: self.up)
     @rule(data=st.data(), slots=st.integers(1, 4))
@@ -286,8 +331,7 @@ class World(RuleBasedStateMachine):
 
     def end(self) -> None:
         for engine in self.engines:
-            self.up.add(engine.name)
-            self.tell(EngineReady(engine))
+            self.come_up(engine)
         self.tell(DrainRequested())
         while self.scheduler.requests:
             if not any(self.running.values()):  # all wait for the end of a pause

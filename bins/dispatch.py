@@ -1,0 +1,464 @@
+"""What to do with what waits, at the load of the moment: the plan that release `table` follows.
+
+A plan says how many queues the bins are merged into, and for each queue how many to serve by how many wait. It is made
+of the observed arrival rates and lengths and of the engines' profile: for 1, 2, 4, ... queues each queue's decision
+process (bins/smdp.py) is solved, and the number of least cost is taken. At low load one queue beats many in latency and
+in energy at once, for many queues fill more slowly; at high load many win throughput.
+
+Queues that share engines are solved one by one: each finds the engines free after a batch's own time, lengthened by the
+share of time that the others use (`busy_elsewhere`), which is found by solving twice. docs/dispatch.md measures how far
+that is from the joint optimum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+import numpy as np
+
+from bins.average_cost import NotConverged, Policy
+from bins.profile import Profile
+from bins.refill import RefillEngine
+from bins.service import ServiceTimes
+from bins.smdp import MS_PER_S, Evaluation, Queue, Solution, Unstable
+
+PASSES = 2  # over the queues' shares of the engines
+LOAD_MAX = 0.97  # above, nothing is gained by waiting: the plan gets out of the way
+STAY = 0.03  # another number of queues must be better by more than this
+SEARCHES_MAX = 40  # breakpoints of the weight looked at
+SHARE_STEPS = 5  # of a mixture's share towards the target
+NEAR = 1e-3  # relative: a target met so exactly is met
+WEIGHT_MAX = 1e9  # ms/W, for energy alone
+SAMPLES = 20_000  # response times that percentiles are taken of
+PERCENTILE_ROUNDS, PERCENTILE_NEAR = 6, 0.03
+SURE_DEVIATIONS = 3.0  # of the time that the missing requests take to come, before something must be wrong
+PARTS = 16  # slices of a bin's longest length
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the operator wants of it.
+
+    energy_weight      ms of mean response time that one watt is worth
+    latency_target_s   instead: least energy with the mean response time within this
+    percentile         ... with this percentile of it (50 < percentile < 100); None: the mean
+    """
+
+    energy_weight: float = 0.0
+    latency_target_s: float | None = None
+    percentile: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a plan is made for.
+
+    rates_per_s  arrivals a second of each bin; all zero: nothing is known yet
+    lengths      of each bin, equally likely output lengths, tokens, ascending
+    engines      that are up, >= 1
+    queues       in force, of a plan for a known load; 0: there is none
+    """
+
+    rates_per_s: tuple[float, ...]
+    lengths: tuple[tuple[float, ...], ...]
+    engines: int
+    queues: int
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchTable:
+    """Of one queue, by how many wait (as the last entry when there are more).
+
+    actions     requests to serve now; 0: wait
+    other       the actions of some decisions, in a mixture of two policies; () without one
+    advantage   of serving over waiting: cost saved for each second of the engine's time, ms
+    service_s   expected time of a batch, by its size from 1 on
+    wait_s_max  longest wait of a request for an engine that is free: were arrivals as observed, it would have ended
+    """
+
+    actions: tuple[int, ...]
+    other: tuple[int, ...]
+    advantage: tuple[float, ...]
+    service_s: tuple[float, ...]
+    wait_s_max: float
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchPlan:
+    """queue_of: of each bin, the queue its requests wait in.  share: of decisions that follow `other`.
+
+    response_s_mean, power_w_mean are what the model expects, None where it expects nothing (no rates, or overload);
+    target_met: whether it expects the wish to come true.
+    """
+
+    queue_of: tuple[int, ...]
+    tables: tuple[DispatchTable, ...]
+    share: float = 0.0
+    latency_target_s: float | None = None
+    response_s_mean: float | None = None
+    power_w_mean: float | None = None
+    target_met: bool = True
+
+
+# ---- several queues, one weight ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Policies of several queues, the last of two mixed where `others` is given.
+
+    response_s_mean is over all requests, power_w_mean of all engines; alone_s is the response time without what queues
+    keep each other waiting, of which their decision processes know nothing.
+    """
+
+    solutions: tuple[Solution, ...]
+    response_s_mean: float
+    power_w_mean: float
+    alone_s: float
+    others: tuple[Solution, ...] = ()
+    share: float = 0.0
+    target_met: bool = True
+
+    def cost_ms(self, energy_weight: float) -> float:
+        """What the decision processes minimise."""
+        return MS_PER_S * self.alone_s + energy_weight * self.power_w_mean
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        return tuple(solution.policy for solution in self.solutions)
+
+
+def least_cost(queues: Sequence[Queue], energy_weight: float, start: Choice | None = None) -> Choice:
+    """Each queue's optimal policy at a weight, ms/W. Raises Unstable, NotConverged."""
+    starts = start.policies if start is not None else (None,) * len(queues)
+    solutions = tuple(queue.solve(energy_weight, policy) for queue, policy in zip(queues, starts, strict=True))
+    return Choice(solutions, *_sums(queues, [solution.evaluation for solution in solutions]))
+
+
+def least_energy(queues: Sequence[Queue], response_s_max: float) -> Choice:
+    """The policies of least power whose mean response time is within the target; the fastest when none is.
+
+    As the weight grows, response time climbs a staircase. The search goes from breakpoint to breakpoint: two
+    neighbouring policies cost the same at one weight, and if nothing better does, they are mixed so that the target is
+    met exactly. Raises Unstable, NotConverged.
+    """
+    fast = least_cost(queues, 0.0)
+    if fast.response_s_mean >= response_s_max:
+        return replace(fast, target_met=False)
+    slow = least_cost(queues, WEIGHT_MAX, fast)
+    if slow.response_s_mean <= response_s_max:
+        return slow
+    for _ in range(SEARCHES_MAX):
+        saved_w = fast.power_w_mean - slow.power_w_mean
+        if saved_w <= 0:
+            return fast
+        weight = MS_PER_S * (slow.alone_s - fast.alone_s) / saved_w
+        between = least_cost(queues, weight, fast)
+        saved = fast.cost_ms(weight) - between.cost_ms(weight)
+        if saved <= 1e-9 * fast.cost_ms(weight):
+            break
+        if between.response_s_mean <= response_s_max:
+            fast = between
+        else:
+            slow = between
+    return _mixed(queues, fast, slow, response_s_max)
+
+
+def _mixed(queues: Sequence[Queue], fast: Choice, slow: Choice, response_s_max: float) -> Choice:
+    """Both in turn, so that the mean response time is the target: it grows almost in proportion to the share."""
+    aim_s = response_s_max * (1.0 - NEAR / 2)
+    low, high = (0.0, fast.response_s_mean), (1.0, slow.response_s_mean)
+    best = fast
+    for _ in range(SHARE_STEPS):
+        share = low[0] + (high[0] - low[0]) * (aim_s - low[1]) / (high[1] - low[1])
+        pairs = zip(queues, fast.policies, slow.policies, strict=True)
+        choice = Choice(
+            fast.solutions,
+            *_sums(queues, [queue.evaluate(one, other, share) for queue, one, other in pairs]),
+            others=slow.solutions,
+            share=share,
+        )
+        if choice.response_s_mean <= response_s_max:
+            low, best = (share, choice.response_s_mean), choice
+        else:
+            high = share, choice.response_s_mean
+        if abs(choice.response_s_mean - aim_s) <= NEAR / 2 * response_s_max:
+            break
+    return best
+
+
+def _sums(queues: Sequence[Queue], evaluations: Sequence[Evaluation]) -> tuple[float, float, float]:
+    """Mean response time over all requests, power, and the former without what queues keep each other waiting.
+
+    Idle power, which each evaluation has, counts once.
+    """
+    idle_w = queues[0].engines * queues[0].idle_power_w
+    alone_s = kept_s = 0.0
+    for index, (queue, own) in enumerate(zip(queues, evaluations, strict=True)):
+        others = [each for place, each in enumerate(evaluations) if place != index]
+        alone_s += queue.response_weight * own.response_s_mean
+        kept_s += queue.response_weight * _met_busy_s(queue, own, others)
+    return alone_s + kept_s, idle_w + sum(each.power_w_mean - idle_w for each in evaluations), alone_s
+
+
+def _met_busy_s(queue: Queue, own: Evaluation, others: Sequence[Evaluation]) -> float:
+    """How long a request waits on average because it comes to a queue at rest, while others' batches run.
+
+    The queue's own process knows of others only that its engines come back later from a batch of its own.
+    """
+    busy = sum(each.utilisation for each in others)
+    if not others or busy <= 0:
+        return 0.0
+    left = max(1e-9, 1.0 - own.utilisation)
+    at_rest = max(0.0, 1.0 - own.utilisation * queue.engines * queue.occupied)
+    residual_s = sum(each.utilisation * each.residual_s for each in others) / busy
+    return at_rest * min(1.0, busy / left) ** queue.engines * residual_s
+
+
+def percentile(queues: Sequence[Queue], choice: Choice, level: float) -> float:
+    """Of all requests' response times, seconds, by sampling the queues' models (always the same draws)."""
+    rng = np.random.default_rng(0)
+    drawn = []
+    for index, queue in enumerate(queues):
+        count = max(1, round(SAMPLES * queue.response_weight))
+        other = choice.others[index].policy if choice.others else None
+        drawn.append(queue.draw_responses(choice.solutions[index].policy, count, rng, other, choice.share))
+    return float(np.percentile(np.concatenate(drawn), level))
+
+
+def within_percentile(
+    choose: Callable[[float], tuple[Choice, list[Queue]]], target_s: float, level: float
+) -> tuple[Choice, list[Queue]]:
+    """The policies of least power whose percentile of response times is within the target, and their queues.
+
+    choose: the best policies, and their queues, for a mean response time. A percentile is a multiple of the mean that
+    changes slowly with it, so the mean is sought for which it is the target. target_met is False when none is.
+    """
+    best, queues = choose(0.0)  # the fastest
+    reached_s = percentile(queues, best, level)
+    if reached_s > target_s:
+        return replace(best, target_met=False), queues
+    aim_s = (1.0 - PERCENTILE_NEAR / 2) * target_s
+    best = replace(best, target_met=True)
+    low, high = (best.response_s_mean, reached_s), None  # mean and percentile, within the target and beyond it
+    for _ in range(PERCENTILE_ROUNDS):
+        if high is None:
+            mean_s = low[0] * max(aim_s / low[1], 1.0)
+        else:
+            mean_s = low[0] + (high[0] - low[0]) * max(0.0, aim_s - low[1]) / (high[1] - low[1])
+        choice, beside = choose(mean_s)
+        reached_s = percentile(beside, choice, level)
+        if reached_s > target_s:
+            high = mean_s, reached_s
+            continue
+        low = mean_s, reached_s
+        if choice.power_w_mean < best.power_w_mean:
+            best, queues = choice, beside
+        if reached_s > (1.0 - PERCENTILE_NEAR) * target_s:
+            break
+    return best, queues
+
+
+# ---- the plan ---------------------------------------------------------------------------------------------------
+
+
+class DispatchSolver:
+    """Makes plans for engines of one profile.
+
+    batch_size  largest batch
+    barrier     whether engines run batches to their end; else requests join what runs, and only an idle engine waits
+    merges      whether it may merge bins into fewer queues, and wait at all; otherwise plans hold service times only
+    """
+
+    def __init__(self, profile: Profile, batch_size: int, wish: Wish, *, barrier: bool, merges: bool = True) -> None:
+        self.profile = profile
+        self.wish = wish
+        self._barrier = barrier
+        self._merges = merges
+        sizes = np.arange(1, batch_size + 1)
+        self._sizes = sizes
+        self._step_s, self._step_j = profile.step_s.at(sizes), profile.step_j.at(sizes)
+        self.solve = lru_cache(maxsize=256)(self._solve)
+
+    def _solve(self, observed: Observed) -> DispatchPlan:
+        """Never raises for a load it cannot carry or a model it cannot solve: then nothing waits for company."""
+        bins = len(observed.rates_per_s)
+        if not self._merges or not any(observed.rates_per_s):
+            return self.greedy(observed)
+        if not self._barrier:
+            return self._refill(observed)
+        plans: dict[int, DispatchPlan] = {}
+        for count in _counts(bins, observed.queues):
+            try:
+                plans[count] = self.plan_of(observed, count)
+            except (Unstable, NotConverged):
+                continue
+        return plans[self._best(plans, observed.queues)] if plans else self.greedy(observed)
+
+    def plan_of(self, observed: Observed, count: int) -> DispatchPlan:
+        """The plan with so many queues. Raises Unstable, NotConverged."""
+        target_s, level = self.wish.latency_target_s, self.wish.percentile
+        if target_s is not None and level is not None:
+            choice, queues = within_percentile(partial(self._choose, observed, count), target_s, level)
+        else:
+            choice, queues = self._choose(observed, count, target_s)
+        others = choice.others or (None,) * count
+        return DispatchPlan(
+            queue_of=_queue_of(len(observed.rates_per_s), count),
+            tables=tuple([self._table(*each) for each in zip(queues, choice.solutions, others, strict=True)]),
+            share=choice.share,
+            latency_target_s=self.wish.latency_target_s,
+            response_s_mean=choice.response_s_mean,
+            power_w_mean=choice.power_w_mean,
+            target_met=choice.target_met,
+        )
+
+    def _best(self, plans: dict[int, DispatchPlan], in_force: int) -> int:
+        """The number of queues of least cost; that in force while no other is better by much."""
+
+        def rank(count: int) -> tuple[bool, float]:
+            plan = plans[count]
+            assert plan.response_s_mean is not None, "a solved plan expects something"
+            assert plan.power_w_mean is not None, "a solved plan expects something"
+            stays = 1.0 - STAY if count == in_force else 1.0
+            if self.wish.latency_target_s is None:
+                return False, stays * (MS_PER_S * plan.response_s_mean + self.wish.energy_weight * plan.power_w_mean)
+            return not plan.target_met, stays * (plan.power_w_mean if plan.target_met else plan.response_s_mean)
+
+        return min(plans, key=lambda count: (*rank(count), count))
+
+    def _choose(self, observed: Observed, count: int, response_s_max: float | None) -> tuple[Choice, list[Queue]]:
+        """The best policies of so many queues, and these. Raises Unstable, NotConverged."""
+        queues = self._queues(observed, count)
+        loads = [queue.load for queue in queues]  # with the engines to itself
+        if sum(loads) > LOAD_MAX:
+            raise Unstable(f"{count} queues load the engines by {sum(loads):.3g}")
+        busy = loads
+        choice = None
+        for _ in range(PASSES if count > 1 else 1):
+            elsewhere = [min(sum(busy) - own, 1.0 - load / LOAD_MAX) for own, load in zip(busy, loads, strict=True)]
+            shared = [queue.beside(share) for queue, share in zip(queues, elsewhere, strict=True)]
+            if response_s_max is None:
+                choice = least_cost(shared, self.wish.energy_weight, choice)
+            else:
+                choice = least_energy(shared, response_s_max)
+            used = [solution.evaluation.utilisation for solution in choice.solutions]
+            busy = [(before + now) / 2 for before, now in zip(busy, used, strict=True)]  # or they would take turns
+        assert choice is not None, "there is at least one pass"
+        return choice, shared
+
+    def _queues(self, observed: Observed, count: int) -> list[Queue]:
+        bins = len(observed.rates_per_s)
+        total = sum(observed.rates_per_s)
+        least = 1e-3 * total / bins  # of a bin that nothing comes to at present
+        queues = []
+        for members in _members(bins, count):
+            rate = sum(max(observed.rates_per_s[index], least) for index in members)
+            service = self._service(_merged(observed, members))
+            energy = self.profile.prefill_j + (service.mean_s - self.profile.prefill_s) * self._step_j / self._step_s
+            queues.append(
+                Queue(
+                    arrival_rate_per_s=rate,
+                    service=service,
+                    energy_j=energy,
+                    idle_power_w=self.profile.idle_w,
+                    engines=observed.engines,
+                    response_weight=rate / total,
+                )
+            )
+        return queues
+
+    def _service(self, lengths: Sequence[float]) -> ServiceTimes:
+        return ServiceTimes.longest_of(lengths, self._step_s, prefill_s=self.profile.prefill_s, parts=PARTS)
+
+    def _table(self, queue: Queue, solution: Solution, other: Solution | None) -> DispatchTable:
+        largest = int(self._sizes[-1])
+        least = int(np.argmax(solution.policy > 0))  # so many are waited for
+        if other is not None:
+            least = max(least, int(np.argmax(other.policy > 0)))
+        values = solution.values[:, :largest]
+        saved = values[0] - values[1:].min(axis=0)
+        saved[0] = 0.0
+        advantage = saved / queue.service.mean_s[values[1:].argmin(axis=0)]
+        return DispatchTable(
+            actions=tuple(solution.policy[: largest + 1].tolist()),
+            other=tuple(other.policy[: largest + 1].tolist()) if other is not None else (),
+            advantage=tuple(advantage.round(9).tolist()),
+            service_s=tuple(queue.service.mean_s.tolist()),
+            wait_s_max=_sure_s(least, queue.arrival_rate_per_s),
+        )
+
+    def greedy(self, observed: Observed) -> DispatchPlan:
+        """Nothing waits for company; in as many queues as there are bins, for most throughput."""
+        bins = len(observed.rates_per_s)
+        count = bins if self._barrier else 1
+        tables = []
+        actions = tuple(range(int(self._sizes[-1]) + 1))
+        for members in _members(len(observed.rates_per_s), count):
+            service = self._service(_merged(observed, members))
+            tables.append(DispatchTable(actions, (), (), tuple(service.mean_s.tolist()), 0.0))
+        return DispatchPlan(
+            _queue_of(len(observed.rates_per_s), count), tuple(tables), latency_target_s=self.wish.latency_target_s
+        )
+
+    def _refill(self, observed: Observed) -> DispatchPlan:
+        """One queue: slots that refill have nothing to gain from likes beside each other."""
+        bins = len(observed.rates_per_s)
+        lengths = _merged(observed, range(bins))
+        rate = sum(observed.rates_per_s)
+        engine = RefillEngine(
+            rate / observed.engines, float(np.mean(lengths)), self._step_s, self._step_j, self.profile.idle_w
+        )
+        try:
+            least, response_s, power_w, met = engine.best(self.wish.energy_weight, self.wish.latency_target_s)
+        except Unstable:
+            return self.greedy(observed)
+        actions = tuple(count if count >= least else 0 for count in range(int(self._sizes[-1]) + 1))
+        service = self._service(lengths)
+        table = DispatchTable(actions, (), (), tuple(service.mean_s.tolist()), _sure_s(least, rate))
+        return DispatchPlan(
+            queue_of=(0,) * bins,
+            tables=(table,),
+            latency_target_s=self.wish.latency_target_s,
+            response_s_mean=response_s,
+            power_w_mean=observed.engines * power_w,
+            target_met=met,
+        )
+
+
+def _sure_s(count: int, rate_per_s: float) -> float:
+    """Seconds within which so many requests come all but surely, if they come at this rate."""
+    return (count + SURE_DEVIATIONS * math.sqrt(count)) / rate_per_s
+
+
+def _counts(bins: int, in_force: int) -> list[int]:
+    """Numbers of queues to choose from: of 1, 2, 4, ... and the number of bins that in force and its neighbours."""
+    counts = [*(1 << power for power in range((bins - 1).bit_length())), bins]
+    if in_force not in counts:
+        return counts
+    place = counts.index(in_force)
+    return counts[max(0, place - 1) : place + 2]
+
+
+def _queue_of(bins: int, count: int) -> tuple[int, ...]:
+    return tuple(index * count // bins for index in range(bins))
+
+
+def _members(bins: int, count: int) -> list[list[int]]:
+    queue_of = _queue_of(bins, count)
+    return [[index for index in range(bins) if queue_of[index] == queue] for queue in range(count)]
+
+
+def _merged(observed: Observed, members: Sequence[int]) -> list[float]:
+    """Equally likely lengths of the bins together; each bin counts as its share of the arrivals says."""
+    rates = [observed.rates_per_s[index] for index in members]
+    most = max(rates)
+    if most <= 0:
+        return [length for index in members for length in observed.lengths[index]]
+    lengths: list[float] = []
+    for index, rate in zip(members, rates, strict=True):
+        lengths += list(observed.lengths[index]) * max(1, round(4 * rate / most))
+    return lengths

@@ -1,0 +1,101 @@
+"""When a new plan is wanted, what it is made for, and which one is in force.
+
+The scheduler solves nothing itself: it asks (`SolveDispatch`), its body has the plan made while the old one serves, and
+tells it (`DispatchSolved`). So a journal has every plan in it, and a replay needs no profile.
+"""
+
+from __future__ import annotations
+
+import math
+
+from bins.dispatch import DispatchPlan, Observed
+from bins.edges import OnlineEdges
+from llmserve.scheduling.lengths import SeenLengths
+from llmserve.scheduling.rates import Arrivals
+from llmserve.scheduling.release import Planned
+
+RATE_GRID = 1.05  # rates are told in steps of 5 %: the same load is the same question
+ANSWERS_BETWEEN = 512  # after which a plan is made for the lengths as they have become
+ARRIVALS_LEAST = 8  # before a rate is told at all
+
+
+class Planner:
+    """bins: of the finest division.  rate_factor: a new plan is wanted when the rate has moved by more than this."""
+
+    def __init__(
+        self, bins: int, release: Planned, lengths: SeenLengths, arrivals: Arrivals, *, rate_factor: float
+    ) -> None:
+        self._bins = bins
+        self._release = release
+        self._lengths = lengths
+        self._arrivals = arrivals
+        self._rate_factor = rate_factor
+        self._asked: Observed | None = None
+        self._asked_rate = 0.0
+        self._waits = False  # for the plan that was asked for
+        self._seen = 0  # arrivals
+        self._answers = 0  # since the last plan was asked for
+        self._jumped = False
+        self._looked = (-1, 0, True)  # arrivals, engines and trust when the world was last looked at
+
+    def arrived(self, bin_index: int, now_s: float) -> None:
+        self._seen += 1
+        self._jumped |= self._arrivals.observe(bin_index, now_s)
+
+    def answered(self, score: float | None, output_tokens: float) -> None:
+        self._lengths.observe(score, output_tokens)
+        self._answers += 1
+
+    def queue_of(self, bin_index: int) -> int:
+        """The queue in which a bin's requests wait. A plan made while predictions were not trusted has one."""
+        plan = self._release.plan
+        if plan is None:
+            return bin_index
+        return plan.queue_of[bin_index] if bin_index < len(plan.queue_of) else 0
+
+    def wants(self, now_s: float, edges: OnlineEdges, engines: int, *, trusted: bool) -> Observed | None:
+        """What a new plan is to be made for; None while the present one will do, or one is being made."""
+        look = (self._seen, engines, trusted)
+        if self._waits or look == self._looked:
+            return None
+        self._looked = look
+        rate = self._rate(now_s)
+        if not self._differs(rate, engines, trusted):
+            return None
+        bins = self._bins if trusted else 1
+        shares = self._arrivals.shares if trusted else (1.0,)
+        plan = self._release.plan
+        self._asked = Observed(
+            rates_per_s=tuple([rate * round(share, 2) for share in shares]),
+            lengths=self._lengths.by_bin(edges.edges if trusted else (), bins),
+            engines=engines,
+            queues=0 if plan is None or plan.response_s_mean is None or self._jumped else len(plan.tables),
+        )
+        self._asked_rate = rate
+        self._waits, self._jumped, self._answers = True, False, 0
+        return self._asked
+
+    def follow(self, plan: DispatchPlan) -> bool:
+        """A plan has come and is in force from now on; True when bins wait in other queues than before."""
+        before = self._release.plan
+        self._release.plan = plan
+        self._waits = False
+        return before is None or before.queue_of != plan.queue_of
+
+    def _rate(self, now_s: float) -> float:
+        """Of all arrivals, on a grid; 0 while too few have come."""
+        rate = self._arrivals.total.per_s(now_s)
+        if rate is None or self._seen < ARRIVALS_LEAST or not math.isfinite(rate):
+            return 0.0
+        return RATE_GRID ** round(math.log(rate, RATE_GRID))
+
+    def _differs(self, rate: float, engines: int, trusted: bool) -> bool:
+        """Whether the world is another than the one that the last plan was made for."""
+        asked = self._asked
+        if asked is None or engines != asked.engines or len(asked.rates_per_s) != (self._bins if trusted else 1):
+            return True
+        if self._answers >= ANSWERS_BETWEEN or self._jumped:
+            return rate > 0
+        if not self._asked_rate:
+            return rate > 0
+        return not 1.0 / self._rate_factor < rate / self._asked_rate < self._rate_factor

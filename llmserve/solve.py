@@ -1,0 +1,472 @@
+"""Solve: when a bin should wait and when it should go.
+
+One queue, Poisson arrivals, an engine that serves batches. Prints how many requests to serve by how many wait, of all
+policies the one of least mean response time (ms) + energy weight x mean power (W), or of least energy within a latency
+target; and what it comes to.
+
+A batch of b takes SLOPE b + INTERCEPT ms and mJ (by default those of SMDP-J's basic scenario), or what its profile
+says. With --service samples:FILE these are per step, and a batch lasts as many steps as its longest answer has tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from rich.console import Console
+from rich.table import Table
+
+from bins.average_cost import NotConverged, Policy, relative_value_iteration
+from bins.dispatch import Choice, least_energy, within_percentile
+from bins.profile import PROFILES, Curve, Profile, resolve
+from bins.service import Array, ServiceTimes
+from bins.smdp import MS_PER_S, Evaluation, Queue
+from llmserve.config import add_flags, convert
+from llmserve.errors import ConfigError
+from llmserve.simulation import workload
+
+BASIC = PROFILES["p4-googlenet"]
+ONE_STEP = [1.0]  # what a request takes there
+LOAD = 0.9  # where nothing is said
+KINDS = {
+    "deterministic": ServiceTimes.deterministic,
+    "erlang2": ServiceTimes.erlang,
+    "exponential": ServiceTimes.exponential,
+    "hyperexponential": ServiceTimes.hyperexponential,
+}
+SAMPLES = "samples:"
+SERVICE_HELP = f"{' | '.join(KINDS)} | {SAMPLES}FILE[:COLUMN] (output lengths, one a line or CSV)"
+LEVELS = (50, 90, 95, 99)
+DRAWS = 200_000  # response times that percentiles are taken of
+BLOCKS = " ▁▂▃▄▅▆▇█"
+CHART_ROWS, CHART_MARGIN, AXIS_STEP = 4, 6, 8
+EXCLUDED = {  # what each of these leaves no room for
+    "profile": ("latency_ms", "energy_mj"),
+    "load": ("arrival_rate_per_s",),
+    "latency_target_ms": ("energy_weight",),
+}
+
+Positive = Annotated[float, Meta(gt=0)]
+Affine = tuple[float, float]
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """What is solved. None where a default or another field decides."""
+
+    service: Annotated[str, Meta(description=f"distribution of a batch's time: {SERVICE_HELP}")] = "deterministic"
+    latency_ms: Annotated[
+        Affine | None,
+        Meta(description="SLOPE,INTERCEPT of a batch's mean time, by its size (default 0.3051,1.0524)"),
+    ] = None
+    energy_mj: Annotated[
+        Affine | None, Meta(description="SLOPE,INTERCEPT of a batch's energy, by its size (default 19.899,19.603)")
+    ] = None
+    profile: Annotated[
+        str | None,
+        Meta(description=f"{', '.join(PROFILES)}, or a file; instead of latency-ms and energy-mj"),
+    ] = None
+    batch_min: Annotated[int, Meta(ge=1, description="smallest batch")] = 1
+    batch_max: Annotated[int, Meta(ge=1, description="largest batch")] = 32
+    load: Annotated[
+        Positive | None,
+        Meta(description=f"arrivals over what batches of the largest size serve, below 1 (default {LOAD})"),
+    ] = None
+    arrival_rate_per_s: Annotated[Positive | None, Meta(description="Poisson arrivals a second, instead of load")] = (
+        None
+    )
+    energy_weight: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(description="milliseconds of mean response time that one watt is worth (default 1)"),
+    ] = None
+    latency_target_ms: Annotated[
+        Positive | None, Meta(description="least energy within this response time, instead of energy-weight")
+    ] = None
+    latency_target_percentile: Annotated[
+        Annotated[float, Meta(gt=0, lt=100)] | None,
+        Meta(description="of the response times, that the target is for (default: the target is for their mean)"),
+    ] = None
+    idle_power_w: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(description="what the engine draws while nothing runs (default: the profile's, else 0)"),
+    ] = None
+    solver: Annotated[
+        Literal["exact", "rvi"],
+        Meta(description="exact: the infinite queue, by policy iteration; rvi: SMDP-J's truncated one, by values"),
+    ] = "exact"
+    s_max: Annotated[int, Meta(ge=1, description="rvi: the last state before overflow")] = 70
+    overflow_cost: Annotated[float, Meta(ge=0, description="rvi: ms a unit of time in overflow, c_o")] = 100.0
+    epsilon: Annotated[float, Meta(gt=0, description="rvi: span at which it ends, ms")] = 0.01
+    seed: Annotated[int, Meta(ge=0, description="of the draws that percentiles are taken of")] = 0
+
+    def check(self) -> None:
+        """Raises ConfigError on settings that contradict each other."""
+        for name, others in EXCLUDED.items():
+            for other in others:
+                if getattr(self, name) is not None and getattr(self, other) is not None:
+                    raise ConfigError(f"{other} cannot be given with {name}, which decides it")
+        if self.batch_min > self.batch_max:
+            raise ConfigError(f"batch_min: {self.batch_min} is more than batch_max, {self.batch_max}")
+        if self.latency_target_percentile is not None and self.latency_target_ms is None:
+            raise ConfigError("latency_target_percentile: there is no latency_target_ms")
+        if self.latency_target_ms is not None and self.solver == "rvi":
+            raise ConfigError("latency_target_ms: only the exact solver looks for it")
+
+    @property
+    def weight(self) -> float:
+        """ms a watt in the average cost that is reported; a latency target leaves it at 1."""
+        return 1.0 if self.energy_weight is None else self.energy_weight
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What was found, as --json prints it.
+
+    policy           (states,) requests to serve by how many wait, 0: wait; with more, as the last
+    average_cost     ms: response_ms_mean + energy_weight * power_w_mean, of the infinite queue
+    solve_ms         of this one solution, set-up included
+    target_met, other_policy, share   with a latency target; the decisions of that share follow the other policy
+    response_ms_p50 ...               when asked for
+    """
+
+    policy: list[int]
+    average_cost: float
+    response_ms_mean: float
+    power_w_mean: float
+    batch_size_mean: float
+    utilisation: float
+    iterations: int
+    solve_ms: float
+    solver: str
+    load: float
+    arrival_rate_per_s: float
+    energy_weight: float
+    target_met: bool | None = None
+    other_policy: list[int] | None = None
+    share: float | None = None
+    response_ms_p50: float | None = None
+    response_ms_p90: float | None = None
+    response_ms_p95: float | None = None
+    response_ms_p99: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A policy; or two, of which `other` has that share of the decisions.
+
+    evaluation : of it, or of both mixed, in the infinite queue.
+    values : (sizes + 1, states) ms s, of waiting and of each batch (Solution.values); None: the solver gives none.
+    """
+
+    policy: Policy
+    evaluation: Evaluation
+    iterations: int
+    values: Array | None = None
+    other: Policy | None = None
+    share: float = 0.0
+    target_met: bool | None = None
+
+
+# ---- the queue --------------------------------------------------------------------------------------------------
+
+
+def queue_of(problem: Problem, lengths: Array | None) -> Queue:
+    """The queue that a problem describes. lengths : what --service samples: names, tokens; None with other services.
+
+    Raises ConfigError on one that cannot be, or cannot keep up.
+    """
+    profile = _profile(problem)
+    sizes = np.arange(problem.batch_min, problem.batch_max + 1)
+    try:
+        answers = ONE_STEP if lengths is None else lengths
+        energy_j = profile.energy_j([answers], sizes)[0]
+        if lengths is None:
+            service = KINDS[problem.service](profile.latency_s([answers], sizes)[0], problem.batch_min)
+        else:
+            service = ServiceTimes.longest_of(
+                lengths, profile.step_s.at(sizes), batch_min=problem.batch_min, prefill_s=profile.prefill_s
+            )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    capacity_per_s = problem.batch_max / float(service.mean_s[-1])
+    rate_per_s = problem.arrival_rate_per_s or (problem.load or LOAD) * capacity_per_s
+    if rate_per_s >= capacity_per_s:
+        raise ConfigError(
+            f"{rate_per_s:,.6g} requests a second are too many, a load of {rate_per_s / capacity_per_s:.4g}: batches "
+            f"of {problem.batch_max} serve {capacity_per_s:,.6g} a second"
+        )
+    idle_power_w = profile.idle_w if problem.idle_power_w is None else problem.idle_power_w
+    return Queue(rate_per_s, service, energy_j, idle_power_w)
+
+
+def _profile(problem: Problem) -> Profile:
+    """Of a batch where each request is one step, or of a step of the answers' samples."""
+    try:
+        if problem.profile is None:
+            return Profile(
+                name="asked for",
+                step_s=BASIC.step_s if problem.latency_ms is None else _curve("latency_ms", problem.latency_ms),
+                step_j=BASIC.step_j if problem.energy_mj is None else _curve("energy_mj", problem.energy_mj),
+                idle_w=0.0,
+                source="the command line",
+                energy_source="modelled",
+            )
+        profile = resolve(problem.profile)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if profile.name != BASIC.name and not problem.service.startswith(SAMPLES):
+        raise ConfigError(
+            f"profile {profile.name}: a batch lasts as its longest answer; --service {SAMPLES}FILE says how long"
+        )
+    return profile
+
+
+def _curve(name: str, values: Affine) -> Curve:
+    """From milliseconds or millijoules. Raises ValueError naming the field."""
+    slope, intercept = values
+    try:
+        return Curve.affine(slope / 1e3, intercept / 1e3)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _lengths(service: str) -> Array | None:
+    if service.startswith(SAMPLES):
+        return workload.read_lengths(service.removeprefix(SAMPLES))
+    if service not in KINDS:
+        raise ConfigError(f"service {service!r} is not one of {SERVICE_HELP}")
+    return None
+
+
+# ---- the solution -----------------------------------------------------------------------------------------------
+
+
+def solve(problem: Problem, *, percentiles: bool = False) -> tuple[Queue, Decision, Answer]:
+    """The queue, what to do in it, and what that comes to.
+
+    Raises ConfigError on a problem that makes no sense, NotConverged when value iteration reaches its cap.
+    """
+    problem.check()
+    lengths = _lengths(problem.service)
+    began_s = time.perf_counter()
+    queue = queue_of(problem, lengths)
+    try:
+        decision = _decide(queue, problem)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    solve_ms = (time.perf_counter() - began_s) * 1e3
+    found = decision.evaluation
+    answer = Answer(
+        policy=decision.policy.tolist(),
+        average_cost=found.cost_ms(problem.weight),
+        response_ms_mean=found.response_s_mean * MS_PER_S,
+        power_w_mean=found.power_w_mean,
+        batch_size_mean=found.batch_size_mean,
+        utilisation=found.utilisation,
+        iterations=decision.iterations,
+        solve_ms=solve_ms,
+        solver=problem.solver,
+        load=queue.load,
+        arrival_rate_per_s=float(queue.arrival_rate_per_s),
+        energy_weight=problem.weight,
+        target_met=decision.target_met,
+        other_policy=None if decision.other is None else decision.other.tolist(),
+        share=None if decision.other is None else decision.share,
+    )
+    if percentiles:
+        answer = msgspec.structs.replace(answer, **_percentiles(queue, decision, problem.seed))
+    return queue, decision, answer
+
+
+def _decide(queue: Queue, problem: Problem) -> Decision:
+    if problem.latency_target_ms is not None:
+        return _within(queue, problem.latency_target_ms / MS_PER_S, problem.latency_target_percentile)
+    if problem.solver == "rvi":
+        return _by_values(queue, problem)
+    found = queue.solve(problem.weight)
+    return Decision(found.policy, found.evaluation, found.iterations, found.values)
+
+
+def _by_values(queue: Queue, problem: Problem) -> Decision:
+    """SMDP-J's Algorithm 1 on its truncated model; the overflow state has no policy in the infinite queue (eq. 30)."""
+    model = queue.truncated(problem.weight, states_max=problem.s_max, overflow_cost=problem.overflow_cost)
+    found = relative_value_iteration(model, epsilon=problem.epsilon)
+    actions = np.concatenate([[0], queue.service.sizes])
+    policy = actions[found.policy[:-1]]
+    try:
+        return Decision(policy, queue.evaluate(policy), found.iterations)
+    except ValueError as error:
+        raise ConfigError(
+            f"with s_max {problem.s_max} and overflow_cost {problem.overflow_cost:g} it is best to let the queue "
+            "overflow; raise one of them"
+        ) from error
+
+
+def _within(queue: Queue, target_s: float, level: float | None) -> Decision:
+    """The policy of least energy whose mean response time, or that percentile of it, is within the target."""
+
+    def choose(mean_s: float) -> tuple[Choice, list[Queue]]:
+        return least_energy([queue], mean_s), [queue]
+
+    choice, _ = choose(target_s) if level is None else within_percentile(choose, target_s, level)
+    fast = choice.solutions[0]
+    if not choice.others:
+        return Decision(fast.policy, fast.evaluation, fast.iterations, fast.values, target_met=choice.target_met)
+    other = choice.others[0].policy
+    evaluation = queue.evaluate(fast.policy, other, choice.share)
+    return Decision(fast.policy, evaluation, fast.iterations, fast.values, other, choice.share, choice.target_met)
+
+
+def _percentiles(queue: Queue, decision: Decision, seed: int) -> dict[str, float]:
+    drawn_s = queue.draw_responses(decision.policy, DRAWS, np.random.default_rng(seed), decision.other, decision.share)
+    found_ms = np.percentile(drawn_s, LEVELS) * MS_PER_S
+    return {f"response_ms_p{level}": value for level, value in zip(LEVELS, found_ms.tolist(), strict=True)}
+
+
+# ---- what a person sees -----------------------------------------------------------------------------------------
+
+
+def runs(policy: list[int]) -> list[tuple[str, str]]:
+    """(states, what is done in them), for as long as it can be said in the same words; the last is without end."""
+    largest = policy[-1]
+    found: list[tuple[int, str]] = []
+    for state, action in enumerate(policy):
+        kind = "wait" if action == 0 else "all" if action == state else "full" if action == largest else "some"
+        if not found or found[-1][1] != kind:
+            found.append((state, kind))
+    ends = [state - 1 for state, _ in found[1:]]
+    rows = []
+    for (first, kind), end in zip(found, [*ends, None], strict=True):
+        states = f"{first}+" if end is None else f"{first}" if end == first else f"{first}..{end}"
+        served = policy[first : None if end is None else end + 1]
+        some = f"{min(served)}" if min(served) == max(served) else f"{min(served)} to {max(served)}"
+        words = {"wait": "wait", "all": "serve all that wait", "full": f"serve {largest}", "some": f"serve {some}"}
+        rows.append((states, words[kind]))
+    return rows
+
+
+def chart(policy: list[int], width: int) -> list[str]:
+    """Bars of the action by the state, CHART_ROWS lines high, and an axis; as many states as there is room for."""
+    count = min(_told(policy), width - CHART_MARGIN)
+    levels = [round(action / max(policy) * CHART_ROWS * (len(BLOCKS) - 1)) for action in policy[:count]]
+    lines = []
+    for row in reversed(range(CHART_ROWS)):
+        bars = "".join(BLOCKS[min(max(level - row * (len(BLOCKS) - 1), 0), len(BLOCKS) - 1)] for level in levels)
+        label = f"{max(policy)}" if row == CHART_ROWS - 1 else "0" if row == 0 else ""
+        lines.append(f"{label:>{CHART_MARGIN - 2}} {bars}".rstrip())
+    ticks = "".join(f"{state:<{AXIS_STEP}}" for state in range(0, count, AXIS_STEP))
+    return [*lines, " " * (CHART_MARGIN - 1) + ticks.rstrip()]
+
+
+def _told(policy: list[int]) -> int:
+    """States that tell all: some more than until what is done in all later ones begins."""
+    return min(policy.index(policy[-1]) + AXIS_STEP + 1, len(policy))
+
+
+def _print(problem: Problem, answer: Answer, console: Console) -> None:
+    console.print(_title(problem, answer), highlight=False)
+    policies = [("", answer.policy)]
+    if answer.other_policy is not None and answer.share is not None:
+        policies = [
+            (f"in {1 - answer.share:.1%} of the decisions", answer.policy),
+            (f"in the other {answer.share:.1%}", answer.other_policy),
+        ]
+    for heading, policy in policies:
+        table = Table("waiting", "do", title=heading or None, title_justify="left")
+        for states, action in runs(policy):
+            table.add_row(states, action)
+        console.print(table)
+        for line in chart(policy, console.width):
+            console.print(line, highlight=False, markup=False)
+    totals = Table(show_header=False)
+    totals.add_column()
+    totals.add_column(justify="right")
+    for label, text in _totals(answer):
+        totals.add_row(label, text)
+    console.print(totals)
+
+
+def _title(problem: Problem, answer: Answer) -> str:
+    rate, weight = f"{answer.arrival_rate_per_s:,.6g} requests/s", f"energy weight {answer.energy_weight:g} ms/W"
+    if problem.latency_target_ms is not None:
+        level = problem.latency_target_percentile
+        what = "mean" if level is None else f"p{level:g}"
+        missed = "" if answer.target_met else ": it cannot be met, this is the fastest"
+        weight = f"least energy with {what} response time <= {problem.latency_target_ms:g} ms{missed}"
+    batches = f"{problem.service} batches of {problem.batch_min} to {problem.batch_max}"
+    return f"{batches}, load {answer.load:.4g} ({rate}), {weight}, solver {answer.solver}"
+
+
+def _totals(answer: Answer) -> list[tuple[str, str]]:
+    rows = [
+        ("average cost (ms)", f"{answer.average_cost:.4f}"),
+        ("mean response time (ms)", f"{answer.response_ms_mean:.4f}"),
+        ("mean power (W)", f"{answer.power_w_mean:.4f}"),
+        ("mean batch", f"{answer.batch_size_mean:.2f}"),
+        ("utilisation", f"{answer.utilisation:.1%}"),
+    ]
+    for level in LEVELS:
+        value = getattr(answer, f"response_ms_p{level}")
+        if value is not None:
+            rows.append((f"response time p{level} (ms)", f"{value:.3f}"))
+    return [*rows, ("iterations", f"{answer.iterations:,}"), ("solved in (ms)", f"{answer.solve_ms:.1f}")]
+
+
+def plot(queue: Queue, decision: Decision, path: Path) -> None:
+    """The policy; and, where the solver tells, how much more it costs to wait, or to serve, than to do the better."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'llmserve[train]'") from error
+    panels = 1 if decision.values is None else 2
+    figure = Figure(figsize=(7, 3.2 * panels), layout="constrained")
+    axes = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
+    states = np.arange(_told(decision.policy.tolist()))
+    axes[0].plot(states, np.minimum(states, queue.service.sizes[-1]), color="0.8", label="all that wait")
+    axes[0].step(states, decision.policy[: states.size], where="mid", label="policy")
+    if decision.other is not None:
+        axes[0].step(states, decision.other[: states.size], where="mid", label=f"in {decision.share:.1%} of decisions")
+    axes[0].set_ylabel("requests to serve")
+    axes[0].legend()
+    if decision.values is not None:
+        wait, serve = decision.values[0, : states.size], decision.values[1:, : states.size].min(axis=0)
+        axes[1].plot(states, wait - np.minimum(wait, serve), label="to wait")
+        axes[1].plot(states, serve - np.minimum(wait, serve), label="to serve")
+        axes[1].set_ylabel("costs more by (ms s)")
+        axes[1].legend()
+    axes[-1].set_xlabel("requests that wait")
+    figure.savefig(path, dpi=150)
+
+
+# ---- the command ------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser, Problem, "problem")
+    output = parser.add_argument_group("output")
+    output.add_argument("--percentiles", action="store_true", help="of the response time, by sampling the model")
+    output.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the policy and the costs it is made of")
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+
+
+def main(args: argparse.Namespace) -> int:
+    given = vars(args)
+    problem = convert(Problem, {name: given[name] for name in Problem.__struct_fields__ if name in given}, "problem")
+    try:
+        queue, decision, answer = solve(problem, percentiles=args.percentiles)
+    except NotConverged as error:
+        hint = "; a larger --epsilon or --overflow-cost, or --solver exact, ends" if problem.solver == "rvi" else ""
+        print(f"llmserve: {error}{hint}", file=sys.stderr)
+        return 1
+    if args.plot is not None:
+        plot(queue, decision, args.plot)
+    if args.json:
+        print(msgspec.json.encode(answer).decode())
+    else:
+        _print(problem, answer, Console())
+    return 0

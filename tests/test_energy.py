@@ -1,0 +1,610 @@
+"""Joules: by hand, beside the simulator's and in random worlds; in /metrics; and in the benchmark's table."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from fake_nvml import FakeNvml, Gpu
+from front import Front, StartFront, until
+from prometheus_client.parser import text_string_to_metric_families
+
+from bins.dispatch import DispatchPlan, DispatchTable, Observed
+from bins.profile import PROFILES, Curve, Profile
+from llmserve.cluster.journal import Header, Journal, Step
+from llmserve.cluster.live import LiveCluster
+from llmserve.cluster.simulated import SimulatedCluster
+from llmserve.energy import EnergyMeter, MeasuredEnergy, ModelledEnergy
+from llmserve.engines.fake import FakeEngine
+from llmserve.engines.power import GpuEnergy
+from llmserve.errors import ConfigError
+from llmserve.metrics import Metrics
+from llmserve.request import Batch, EngineInfo, Request
+from llmserve.scheduling.messages import (
+    Action,
+    BatchEnded,
+    DispatchSolved,
+    EngineClosed,
+    EngineLost,
+    EngineReady,
+    Event,
+    RequestArrived,
+    RequestCancelled,
+    RequestEnded,
+    SolveDispatch,
+    StartBatch,
+    TimerFired,
+)
+from llmserve.scheduling.policies import DispatchConfig, SchedulingConfig
+from llmserve.simulation.engine_model import ProfileEngine
+
+IDLE_W = 60.0
+
+
+def profile(**changes: Any) -> Profile:
+    """100 + 50 n watts while n sequences run, 60 while none does."""
+    fields = {"step_s": Curve.affine(0.0, 0.01), "step_j": Curve.affine(0.5, 1.0), "idle_w": IDLE_W, **changes}
+    return Profile("plain", source="Made up.", energy_source="modelled", **fields)
+
+
+def power_w(sequences: int) -> float:
+    return 100.0 + 50.0 * sequences
+
+
+def barrier(slots: int = 4, name: str = "a") -> EngineReady:
+    return EngineReady(EngineInfo(name, slots, True))
+
+
+def refill(slots: int = 4, name: str = "a") -> EngineReady:
+    return EngineReady(EngineInfo(name, slots, False, look_ahead=2))
+
+
+def start(*ids: int, batch: int = 1, engine: str = "a", choices: int = 1) -> StartBatch:
+    requests = tuple(Request(id_, choices=choices) for id_ in ids)
+    return StartBatch(engine, Batch(batch, 0, requests, 0.0, len(ids)))
+
+
+def ended(request_id: int, engine: str = "a", tokens: float = 10.0) -> RequestEnded:
+    return RequestEnded(engine, request_id, "completed", tokens)
+
+
+def broke_off(request_id: int, engine: str = "a") -> RequestEnded:
+    return RequestEnded(engine, request_id, "failed", fault=True, retryable=True)
+
+
+def modelled(*steps: tuple[float, Event | StartBatch], of: Profile | None = None) -> ModelledEnergy:
+    """After these, in order. A start comes with a timer's firing."""
+    energy = ModelledEnergy(of or profile())
+    for now_s, what in steps:
+        is_start = isinstance(what, StartBatch)
+        energy.observe(Step(now_s, TimerFired() if is_start else what, (what,) if is_start else ()))
+    return energy
+
+
+# ---- modelled, by hand ----------------------------------------------------------------------------------------------
+
+
+def test_an_idle_engine_draws_its_idle_power_from_its_being_ready_on():
+    energy = modelled((3.0, barrier()))
+    assert energy.joules(3.0) == 0.0
+    assert energy.joules(10.0) == 7 * IDLE_W
+    assert energy.joules(10.0) == 7 * IDLE_W, "asking changes nothing"
+
+
+def test_a_barrier_engine_runs_all_its_rows_until_the_last_request_has_ended():
+    energy = modelled(
+        (0.0, barrier()), (2.0, start(1, 2, 3, 4)), (3.0, ended(1)), (5.0, ended(2)), (5.0, ended(3)), (6.0, ended(4))
+    )
+    assert energy.joules(10.0) == (2 + 4) * IDLE_W + 4 * power_w(4)
+
+
+def test_a_barrier_engine_whose_batch_ends_at_once_is_idle_then():
+    energy = modelled(
+        (0.0, barrier()),
+        (1.0, start(1, 2)),
+        (4.0, BatchEnded("a", 1, {1: 5.0, 2: 9.0})),
+        (4.0, start(3, batch=2)),
+        (6.0, BatchEnded("a", 1, {1: 5.0, 2: 9.0})),  # old news: batch 2 runs on
+        (7.0, BatchEnded("a", 2, {3: 9.0})),
+    )
+    assert energy.joules(8.0) == 2 * IDLE_W + 3 * power_w(2) + 3 * power_w(1)
+
+
+def test_a_refill_engine_runs_as_many_as_there_are_and_those_beyond_its_slots_wait_inside():
+    energy = modelled((0.0, refill(2)), (1.0, start(1, 2, 3)), (2.0, ended(2)), (4.0, ended(1)), (5.0, ended(3)))
+    assert energy.joules(6.0) == 2 * IDLE_W + 3 * power_w(2) + power_w(1)
+
+
+def test_an_engine_that_turns_out_to_have_more_slots_runs_those_that_waited():
+    energy = modelled((0.0, refill(1)), (0.0, start(1, 2, 3)), (2.0, refill(8)), (3.0, ended(1)))
+    assert energy.joules(4.0) == 2 * power_w(1) + power_w(3) + power_w(2)
+
+
+def test_each_choice_of_a_request_is_a_sequence():
+    energy = modelled((0.0, refill(8)), (0.0, start(1, 2, choices=3)), (1.0, ended(1)))
+    assert energy.joules(2.0) == power_w(6) + power_w(3)
+
+
+def test_a_lost_engine_draws_nothing_and_a_retry_runs_on_the_other():
+    energy = modelled(
+        (0.0, barrier()),
+        (0.0, barrier(name="b")),
+        (1.0, start(1, 2)),
+        (3.0, EngineClosed("a")),  # it runs on
+        (4.0, EngineLost("a")),
+        (4.0, start(1, 2, engine="b")),
+        (5.0, ended(1, "a")),  # stale
+        (7.0, ended(1, "b")),
+        (8.0, ended(2, "b")),
+        (9.0, barrier()),
+    )
+    a_j = IDLE_W + 3 * power_w(2) + IDLE_W  # the last second: it is back
+    b_j = 4 * IDLE_W + 4 * power_w(2) + 2 * IDLE_W
+    assert energy.joules(10.0) == a_j + b_j
+
+
+def test_a_request_that_runs_again_on_the_same_engine_counts_once_at_a_time():
+    energy = modelled(
+        (0.0, refill()), (0.0, start(1, 2)), (1.0, broke_off(1)), (3.0, start(1)), (4.0, ended(2)), (5.0, ended(1))
+    )
+    assert energy.joules(5.0) == power_w(2) + 2 * power_w(1) + power_w(2) + power_w(1)
+
+
+def test_a_cancelled_request_runs_until_its_engine_has_let_go_of_it():
+    energy = modelled(
+        (0.0, refill()), (0.0, start(1, 2)), (1.0, RequestCancelled(1)), (2.0, RequestEnded("a", 1, "cancelled"))
+    )
+    assert energy.joules(3.0) == 2 * power_w(2) + power_w(1)
+
+
+def test_a_drained_engine_draws_on():
+    energy = modelled((0.0, barrier()), (1.0, EngineClosed("a")))
+    assert energy.joules(3.0) == 3 * IDLE_W
+
+
+def test_news_of_an_engine_that_was_never_ready_is_nothing():
+    assert modelled((1.0, EngineLost("a")), (1.0, ended(1))).joules(9.0) == 0.0
+
+
+def test_no_more_sequences_run_than_the_profile_knows_of():
+    energy = modelled((0.0, refill(64)), (0.0, start(*range(50))), of=profile(slots_max=5))
+    assert energy.joules(1.0) == power_w(5)
+
+
+# ---- modelled, beside others' accounts ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("static", [True, False], ids=["barrier", "refill"])
+def test_what_the_simulator_says_its_engines_take_is_what_the_model_makes_of_the_journal(static: bool):
+    """To rounding, for a profile without a prefill."""
+    rng = np.random.default_rng(7)
+    count, slots = 600, 8
+    lengths = np.maximum(1.0, rng.lognormal(4.0, 0.8, count)).tolist()
+    infos = [EngineInfo(name, slots, static, look_ahead=0 if static else 2) for name in ("a", "b")]
+    engines = [ProfileEngine(info, lengths, PROFILES["h100-llama-3.1-8b"]) for info in infos]
+    scheduling = SchedulingConfig(bins=4, batch_size=slots, queue_requests_max=count).resolved(static)
+    energy, ends_s = ModelledEnergy(PROFILES["h100-llama-3.1-8b"]), []
+
+    def listen(now_s: float, event: Event, actions: list[Action]) -> None:
+        energy.observe(Step(now_s, event, tuple(actions)))
+        ends_s.append(now_s)
+
+    cluster = SimulatedCluster(Header(scheduling, tuple(lengths)).scheduler(), list(engines), on_step=listen)
+    arrivals_s = np.cumsum(rng.exponential(0.05, count)).tolist()
+    cluster.run((at_s, Request(id_, lengths[id_])) for id_, at_s in enumerate(arrivals_s))
+    simulated_j = sum(engine.energy_j(ends_s[-1]) or 0.0 for engine in engines)
+    assert simulated_j > 2 * ends_s[-1] * 90.0, "they did not only idle"
+    assert energy.joules(ends_s[-1]) == pytest.approx(simulated_j, rel=1e-9)
+
+
+class World:
+    """A scheduler, and three engines around it to which anything happens; it knows what each engine draws."""
+
+    def __init__(self, seed: int) -> None:
+        self.now_s = 0.0
+        self.rng = np.random.default_rng(seed)
+        scheduling = SchedulingConfig(bins=2, batch_size=4, edges=(50.0,), circuit_faults_max=0, engine_wait_s=1e9)
+        self._scheduler = scheduling.resolved(barrier=True).scheduler()
+        self._slots = {"a": 4, "b": 3, "c": 2}
+        self._drawing: set[str] = set()
+        self._rows = 0  # of the barrier engine's batch
+        self._arrived = 0
+
+    def step(self) -> Step:
+        """Something happens."""
+        event = self._event()
+        actions = self._scheduler.handle(event, self.now_s)
+        if isinstance(event, EngineReady):
+            self._drawing.add(event.engine.name)
+        elif isinstance(event, EngineLost):
+            self._drawing.discard(event.engine)
+        for action in actions:
+            if isinstance(action, StartBatch) and action.engine == "a":
+                self._rows = sum(request.choices for request in action.batch.requests)
+        return Step(self.now_s, event, tuple(actions))
+
+    def watts(self) -> float:
+        return sum(self._watts_of(name) for name in self._drawing)
+
+    def _watts_of(self, name: str) -> float:
+        engine = self._scheduler.engines[name]
+        running = sum(ticket.request.choices for ticket in engine.running.values())
+        sequences = self._rows if engine.info.barrier and running else min(running, engine.info.slots)
+        return power_w(sequences) if sequences else IDLE_W
+
+    def _event(self) -> Event:
+        rng = self.rng
+        name = str(rng.choice(["a", "b", "c"]))
+        request_id = self._one_on(name)
+        kinds = ["arrives", "ends", "fails", "batch ends", "leaves", "ready", "closed", "lost"]
+        kind = rng.choice(kinds, p=[0.36, 0.3, 0.06, 0.06, 0.06, 0.08, 0.04, 0.04])
+        if kind == "arrives":
+            self._arrived += 1
+            return RequestArrived(Request(self._arrived, float(rng.integers(1, 100)), choices=int(rng.integers(1, 3))))
+        if kind == "ready":
+            if name != "a":
+                self._slots[name] = int(rng.integers(1, 5))
+            return EngineReady(EngineInfo(name, self._slots[name], name == "a", look_ahead=2 * (name == "b")))
+        if kind == "batch ends":
+            tickets = self._scheduler.engines["a"].running.values() if "a" in self._scheduler.engines else ()
+            batch_id = next((ticket.batch_id for ticket in tickets if rng.random() < 0.8), 1)  # or of an old batch
+            return BatchEnded("a", batch_id, {})
+        events: dict[str, Event] = {
+            "ends": ended(request_id, name),
+            "fails": broke_off(request_id, name),
+            "leaves": RequestCancelled(request_id),
+            "closed": EngineClosed(name),
+            "lost": EngineLost(name),
+        }
+        return events[str(kind)]
+
+    def _one_on(self, name: str) -> int:
+        """A request that the engine runs, now and then one that it does not."""
+        engine = self._scheduler.engines.get(name)
+        if engine is None or not engine.running or self.rng.random() < 0.2:
+            return int(self.rng.integers(1, self._arrived + 2))
+        return int(self.rng.choice(list(engine.running)))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_happens_joules_are_the_power_of_what_the_scheduler_says_is_running(seed: int):
+    world, energy = World(seed), ModelledEnergy(profile())
+    expected_j = 0.0
+    most_w = 0.0
+    for _ in range(600):
+        passed_s = float(world.rng.exponential())
+        expected_j += world.watts() * passed_s
+        world.now_s += passed_s
+        energy.observe(world.step())
+        most_w = max(most_w, world.watts())
+        assert energy.joules(world.now_s) == pytest.approx(expected_j)
+        assert energy.joules(world.now_s + 1) == pytest.approx(expected_j + world.watts())
+    assert most_w > 2 * power_w(4), "several engines ran at once"
+
+
+# ---- measured -------------------------------------------------------------------------------------------------------
+
+
+def test_measured_joules_are_the_gpus_counter_in_joules():
+    gpu = Gpu(energy_mj=1_000)
+    energy = MeasuredEnergy(GpuEnergy(FakeNvml(gpu)))
+    gpu.energy_mj = 3_500
+    assert energy.joules(1.0) == 2.5
+
+
+def test_two_threads_whose_times_cross_take_nothing_back():
+    gpu = Gpu(power_mw=100_000)
+    energy = MeasuredEnergy(GpuEnergy(FakeNvml(gpu)))
+    assert [energy.joules(now_s) for now_s in (0.0, 2.0, 1.9, 3.0)] == pytest.approx([0.0, 200.0, 200.0, 300.0])
+
+
+async def test_power_is_sampled_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two scrapes the power rose and fell again: the trapezoids in between have seen it."""
+    monkeypatch.setattr("llmserve.energy.SAMPLE_EVERY_S", 0.001)
+    now_s = 0.0
+    gpu = Gpu(power_mw=0)
+    energy = MeasuredEnergy(GpuEnergy(FakeNvml(gpu)))
+
+    async def rest_at(at_s: float, power_mw: int) -> None:
+        nonlocal now_s
+        now_s, gpu.power_mw = at_s, power_mw
+        await asyncio.sleep(0.05)
+
+    async with energy.sampling(lambda: now_s):
+        for at_s, power_mw in ((0.0, 0), (1.0, 200_000), (2.0, 200_000), (3.0, 0)):
+            await rest_at(at_s, power_mw)
+    assert energy.joules(3.0) == pytest.approx(100 + 200 + 100)
+
+
+# ---- /metrics -------------------------------------------------------------------------------------------------------
+
+
+class FixedMeter:
+    """Draws 50 W since the clock's zero."""
+
+    source = "modelled"
+
+    def joules(self, now_s: float) -> float:
+        return 50.0 * now_s
+
+
+class Scraped:
+    """Metrics that listen to a journal which the test writes, at a time that the test sets."""
+
+    def __init__(self, *meters: EnergyMeter) -> None:
+        self.now_s = 0.0
+        header = Header(SchedulingConfig().resolved(barrier=True))
+        cluster = LiveCluster(header.scheduler(), [], Journal(header), clock=lambda: self.now_s)
+        self.metrics = Metrics(cluster, 8, meters)
+        self._journal = cluster.journal
+
+    def step(self, event: Event, *actions: Action) -> None:
+        self._journal.append(self.now_s, event, actions)
+
+    def samples(self, *prefixes: str) -> dict[str, float]:
+        return samples(self.metrics.render().decode(), *prefixes)
+
+
+def samples(text: str, *prefixes: str) -> dict[str, float]:
+    """Of the exposition, those whose names begin so; a source in braces."""
+    found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {
+        sample.name + (f"{{{sample.labels['source']}}}" if "source" in sample.labels else ""): sample.value
+        for sample in found
+        if sample.name.startswith(prefixes)
+    }
+
+
+def test_joules_are_shared_among_the_completed_requests_and_their_tokens():
+    scraped = Scraped(FixedMeter())
+    scraped.now_s = 2.0
+    assert scraped.samples("llmserve_energy") == {"llmserve_energy_joules_total{modelled}": 100.0}
+    for request in (Request(1), Request(2, choices=3), Request(3)):
+        scraped.step(RequestArrived(request))
+    scraped.step(ended(1, tokens=10.0))
+    scraped.step(ended(2, tokens=5.0))  # of each of its three choices
+    scraped.step(RequestEnded("a", 3, "failed", 99.0))
+    scraped.now_s = 3.0
+    assert scraped.samples("llmserve_energy", "llmserve_output_tokens_total") == {
+        "llmserve_energy_joules_total{modelled}": 150.0,
+        "llmserve_energy_joules_per_output_token{modelled}": 150.0 / 25,
+        "llmserve_energy_joules_per_request{modelled}": 150.0 / 2,
+        "llmserve_output_tokens_total": 25.0,
+    }
+
+
+def test_requests_without_tokens_have_joules_and_tokens_none():
+    scraped = Scraped(FixedMeter())
+    scraped.step(RequestArrived(Request(1)))
+    scraped.step(ended(1, tokens=0.0))
+    assert sorted(scraped.samples("llmserve_energy")) == [
+        "llmserve_energy_joules_per_request{modelled}",
+        "llmserve_energy_joules_total{modelled}",
+    ]
+
+
+def test_without_a_meter_nothing_is_said_of_energy_and_without_a_plan_nothing_of_dispatching():
+    text = Scraped().metrics.render().decode()
+    assert "energy" not in text
+    assert "dispatch" not in text
+    assert "arrival_rate" not in text
+
+
+def plan(queues: int = 2, **fields: Any) -> DispatchPlan:
+    table = DispatchTable((0, 1), (), (), (1.0,), 1.0)
+    return DispatchPlan((0,) * (4 - queues) + tuple(range(queues)), (table,) * queues, **fields)
+
+
+def observed(*rates_per_s: float) -> Observed:
+    return Observed(rates_per_s, ((10.0,),) * len(rates_per_s), 1, 1)
+
+
+PLANNED = ("llmserve_dispatch", "llmserve_arrival_rate")
+
+
+def test_the_plan_in_force_and_what_is_expected_of_it_are_told():
+    scraped = Scraped()
+    scraped.step(TimerFired(), SolveDispatch(observed(0.0, 0.0)))
+    assert scraped.samples(*PLANNED) == {"llmserve_dispatch_plans_total": 0.0}
+    scraped.step(DispatchSolved(plan()))
+    assert scraped.samples(*PLANNED) == {"llmserve_dispatch_plans_total": 1.0, "llmserve_dispatch_queues": 2.0}
+    scraped.step(TimerFired(), SolveDispatch(observed(1.5, 0.25)))
+    expected = {"latency_target_s": 2.0, "response_s_mean": 1.75, "power_w_mean": 310.0, "target_met": False}
+    scraped.step(DispatchSolved(plan(1, **expected)))
+    assert scraped.samples(*PLANNED) == {
+        "llmserve_dispatch_plans_total": 2.0,
+        "llmserve_arrival_rate_per_second": 1.75,
+        "llmserve_dispatch_queues": 1.0,
+        "llmserve_dispatch_response_seconds_expected": 1.75,
+        "llmserve_dispatch_power_watts_expected": 310.0,
+        "llmserve_dispatch_target_met": 0.0,
+    }
+    scraped.step(DispatchSolved(plan(1, **{**expected, "target_met": True})))
+    assert scraped.samples("llmserve_dispatch_target_met") == {"llmserve_dispatch_target_met": 1.0}
+
+
+@pytest.mark.parametrize("fields", [{"response_s_mean": 1.0}, {"latency_target_s": 2.0}], ids=["target", "expectation"])
+def test_a_target_is_neither_met_nor_missed_where_there_is_no_target_or_no_expectation(fields: dict[str, float]):
+    scraped = Scraped()
+    scraped.step(DispatchSolved(plan(**fields)))
+    assert scraped.samples("llmserve_dispatch_target_met") == {}
+
+
+# ---- a live server --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def profile_file(tmp_path: Path) -> str:
+    profile().save(tmp_path / "profile.json")
+    return str(tmp_path / "profile.json")
+
+
+async def scrape(front: Front, *prefixes: str) -> dict[str, float]:
+    async with front.session.get(f"{front.url}/metrics") as response:
+        return samples(await response.text(), *prefixes)
+
+
+async def complete(front: Front, **fields: Any) -> None:
+    async with front.post(**fields) as response:
+        assert response.status == 200
+        await response.read()
+
+
+async def test_a_live_batch_takes_its_power_for_as_long_as_it_runs(start_front: StartFront, profile_file: str) -> None:
+    """The bounds are exact: the engine runs at least its steps' time, and at most as long as the client waits."""
+    total = "llmserve_energy_joules_total{modelled}"
+    async with FakeEngine(slots=4, step_s=0.01, barrier=True) as engine:
+        front = await start_front(
+            engine,
+            barrier=True,
+            scheduling={"batch_size": 4, "release": "full", "bins": 1},
+            dispatch=DispatchConfig(profile=profile_file),
+        )
+        first_s = time.monotonic()
+        before = await scrape(front, "llmserve_energy")
+        began_s = time.monotonic()
+        await asyncio.gather(*(complete(front, max_tokens=tokens) for tokens in (60, 5, 20, 40)))
+        await until(lambda: not front.cluster.scheduler.requests)
+        waited_s = time.monotonic() - began_s
+        after = await scrape(front, "llmserve_energy")
+        scraped_s = time.monotonic() - first_s
+    assert sorted(before) == [total]
+    most_j = waited_s * power_w(4) + (scraped_s - waited_s) * IDLE_W
+    assert 60 * 0.01 * power_w(4) <= after[total] - before[total] <= most_j
+    assert after["llmserve_energy_joules_per_request{modelled}"] * 4 == pytest.approx(after[total])
+    assert after["llmserve_energy_joules_per_output_token{modelled}"] * 125 == pytest.approx(after[total])
+
+
+async def test_a_server_whose_release_follows_a_plan_tells_it(start_front: StartFront, profile_file: str) -> None:
+    async with FakeEngine(slots=4, step_s=0.001, barrier=True) as engine:
+        front = await start_front(
+            engine,
+            barrier=True,
+            scheduling={"batch_size": 4, "release": "table", "bins": 2},
+            dispatch=DispatchConfig(profile=profile_file, energy_weight=1.0),
+        )
+        for _ in range(12):
+            await complete(front, max_tokens=5)
+        await until(lambda: any(isinstance(step.event, DispatchSolved) for step in front.cluster.journal.steps))
+        told = await scrape(front, *PLANNED)
+    assert told["llmserve_dispatch_plans_total"] >= 1
+    assert told["llmserve_dispatch_queues"] in (1.0, 2.0)
+
+
+async def test_the_gpus_of_this_machine_are_measured_while_the_server_runs(
+    start_front: StartFront, monkeypatch: pytest.MonkeyPatch, profile_file: str
+) -> None:
+    gpu = Gpu(energy_mj=0)
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpu))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine, dispatch=DispatchConfig(profile=profile_file))
+        gpu.energy_mj = 12_000
+        await complete(front, max_tokens=4)
+        await until(lambda: not front.cluster.scheduler.requests)
+        told = await scrape(front, "llmserve_energy")
+    assert told["llmserve_energy_joules_total{nvml}"] == 12.0
+    assert told["llmserve_energy_joules_per_output_token{nvml}"] == 3.0
+    assert told["llmserve_energy_joules_per_request{nvml}"] == 12.0
+    assert told["llmserve_energy_joules_total{modelled}"] > 0
+
+
+async def test_nvml_is_let_go_of_when_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llmserve.config import Config, EngineConfig, ServerConfig
+    from llmserve.serve import serving
+
+    nvml = FakeNvml(Gpu(energy_mj=0))
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    async with FakeEngine() as engine:
+        async with serving(Config(server=ServerConfig(port=0), engines=EngineConfig(engine=(engine.url,)))):
+            assert nvml.open == 1
+        assert nvml.open == 0
+
+
+async def test_the_gpus_here_are_not_those_of_an_engine_elsewhere(
+    start_front: StartFront, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(Gpu(energy_mj=0)))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    front = await start_front("http://engine.invalid:8001", wait=False)
+    assert await scrape(front, "llmserve_energy") == {}
+
+
+async def test_a_profile_that_is_none_is_said_whatever_the_release(start_front: StartFront) -> None:
+    with pytest.raises(
+        ConfigError, match=r"'h100' is neither a published profile nor a file; published ones are h100-llama"
+    ):
+        await start_front("http://127.0.0.1:9", wait=False, dispatch=DispatchConfig(profile="h100"))
+
+
+# ---- the benchmark's table ------------------------------------------------------------------------------------------
+
+
+def _script() -> ModuleType:
+    path = Path(__file__).resolve().parents[1] / "scripts" / "benchmark_throughput.py"
+    spec = importlib.util.spec_from_file_location("benchmark_throughput", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+bench = _script()
+
+
+def rows(**joules: list[dict[str, float]]) -> list[dict[str, Any]]:
+    """Of arrangements by name; each run answers two prompts with 10 and 30 tokens."""
+    runs = {
+        name: [bench.Run(1.0, [10, 30], ["a", "a"], [0.5, 1.0], each) for each in of] for name, of in joules.items()
+    }
+    runs[bench.BASELINE.name] = runs.pop("plain")
+    return bench.rows(runs, np.poly1d([0.01, 0.0]))
+
+
+def test_joules_of_a_run_are_shared_among_its_tokens_and_its_requests_the_median_over_rounds_counts():
+    (row,) = rows(plain=[{"modelled": joules} for joules in (80.0, 800.0, 120.0)])
+    assert (row["joules_per_token"], row["joules_per_request"], row["energy_source"]) == (3.0, 60.0, "modelled")
+
+
+def test_what_was_measured_counts_before_what_was_modelled():
+    (row,) = rows(plain=[{"modelled": 80.0, "nvml": 40.0}])
+    assert (row["joules_per_token"], row["energy_source"]) == (1.0, "nvml")
+
+
+def test_the_table_names_the_source_and_is_blank_where_there_is_none(capsys: pytest.CaptureFixture[str]):
+    results = rows(plain=[{"modelled": 80.0}], direct=[{}])
+    assert [row["energy_source"] for row in results] == [None, "modelled"]
+    bench.print_table(results, "a title")
+    said = capsys.readouterr().out
+    assert "joules: modelled" in said
+    assert "None" not in said
+    bench.print_table(rows(plain=[{}]), "a title")
+    assert "joules" not in capsys.readouterr().out
+
+
+async def test_the_benchmark_reads_the_servers_counter_before_and_after_each_run(
+    start_front: StartFront, profile_file: str
+) -> None:
+    async with FakeEngine(slots=4, step_s=0.01, model=bench.MODEL) as engine:
+        front = await start_front(engine, slots=4, dispatch=DispatchConfig(profile=profile_file))
+        done = await bench.run(front.url, ["a", "b", "c", "d"], None)
+        plain = await bench.run(engine.url, ["a"], None)
+    assert plain.joules == {}
+    assert done.joules["modelled"] >= 16 * 0.01 * power_w(4)  # 16 tokens each; exact, for the power is affine
+    assert sum(done.lengths) == 64
+
+
+async def test_a_server_without_metrics_has_no_joules() -> None:
+    async with FakeEngine() as engine, aiohttp.ClientSession() as session:
+        assert await bench.joules(session, f"{engine.url}/nowhere") == {}

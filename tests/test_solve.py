@@ -1,0 +1,292 @@
+"""`llmserve solve`: the numbers it prints, the policy as a person reads it, and what it says of nonsense."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bins.profile import PROFILES
+from llmserve.__main__ import main
+from llmserve.errors import ConfigError
+from llmserve.solve import Problem, chart, queue_of, runs, solve
+
+ROOT = Path(__file__).resolve().parents[1]
+ISSUE_FLAGS = (
+    "--service deterministic --latency-ms 0.3051,1.0524 --energy-mj 19.899,19.603 --batch-min 1 --batch-max 32 "
+    "--load 0.9 --energy-weight 1"
+)
+UNROUNDED = "--latency-ms 0.305058,1.05244"  # the coefficients that the published averages were computed with
+
+
+@pytest.fixture
+def lengths_file(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.csv"
+    lengths = np.random.default_rng(0).lognormal(5.2, 0.8, 500).astype(int) + 1
+    path.write_text("\n".join(["output_tokens", *map(str, lengths.tolist())]) + "\n")
+    return path
+
+
+def found(capsys: pytest.CaptureFixture[str], flags: str) -> dict[str, Any]:
+    assert main(["solve", *flags.split(), "--json"]) == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
+
+
+# ---- the numbers ----
+
+
+def test_the_published_scenario_has_its_average_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    """SMDP-J, Table II: 66.137 to 66.138, computed with coefficients that are rounded in print."""
+    assert found(capsys, f"{ISSUE_FLAGS}")["average_cost"] == pytest.approx(66.1374, rel=2e-4)
+    answer = found(capsys, f"{UNROUNDED} --load 0.9 --energy-weight 1")
+    assert answer["average_cost"] == pytest.approx(66.1374, rel=2e-5)
+    assert answer["average_cost"] == pytest.approx(answer["response_ms_mean"] + answer["power_w_mean"], rel=1e-12)
+    assert answer["policy"][:34] == [0] * 7 + [*range(7, 33), 32]
+    assert set(answer["policy"][34:]) == {32}
+    assert answer["iterations"] < 10
+    assert answer["solve_ms"] > 0
+    assert answer["solver"] == "exact"
+    assert answer["load"] == pytest.approx(0.9)
+    assert answer["energy_weight"] == 1.0
+    assert not {"target_met", "other_policy", "share", "response_ms_p50"} & set(answer)
+
+
+def test_the_defaults_are_the_published_scenario_and_its_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = [found(capsys, flags) for flags in (ISSUE_FLAGS, "", "--profile p4-googlenet")]
+    for answer in answers[1:]:
+        assert answer["policy"] == answers[0]["policy"]
+        for name in ("average_cost", "response_ms_mean", "power_w_mean", "arrival_rate_per_s"):
+            assert answer[name] == pytest.approx(answers[0][name], rel=1e-12)
+
+
+def test_the_script_is_the_command() -> None:
+    command = [sys.executable, "scripts/solve_dispatch.py", *ISSUE_FLAGS.split(), "--json"]
+    done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["average_cost"] == pytest.approx(66.1374, rel=2e-4)
+
+
+def test_value_iteration_finds_the_same_policy_in_the_published_number_of_iterations(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    exact = found(capsys, UNROUNDED)
+    by_values = found(capsys, f"{UNROUNDED} --solver rvi --s-max 70 --overflow-cost 100 --epsilon 0.01")
+    assert by_values["policy"] == exact["policy"][:71]
+    assert by_values["average_cost"] == pytest.approx(exact["average_cost"], rel=1e-9)
+    assert by_values["iterations"] == pytest.approx(1483, rel=0.01)
+    assert by_values["solver"] == "rvi"
+
+
+def test_percentiles_are_those_of_table_i(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = found(capsys, f"{UNROUNDED} --load 0.7 --energy-weight 1.6 --percentiles --seed 3")
+    percentiles_ms = [answer[f"response_ms_p{level}"] for level in (50, 90, 95)]
+    assert percentiles_ms == pytest.approx([6.83, 9.23, 9.96], rel=0.015)
+    assert answer["response_ms_p99"] > percentiles_ms[-1]
+    assert answer == {**found(capsys, f"{UNROUNDED} --load 0.7 --energy-weight 1.6 --percentiles --seed 3"),
+                      "solve_ms": answer["solve_ms"]}  # fmt: skip
+
+
+def test_the_load_and_the_arrival_rate_are_two_names_of_one_thing(capsys: pytest.CaptureFixture[str]) -> None:
+    by_load = found(capsys, "--load 0.5")
+    by_rate = found(capsys, f"--arrival-rate-per-s {by_load['arrival_rate_per_s']!r}")
+    assert by_rate["policy"] == by_load["policy"]
+    assert by_rate["load"] == pytest.approx(0.5)
+
+
+def test_idle_power_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    without, with_idle = (found(capsys, f"--load 0.3 --energy-weight 0 --idle-power-w {idle_w}") for idle_w in (0, 20))
+    added_w = 20 * (1 - without["utilisation"])
+    assert with_idle["power_w_mean"] == pytest.approx(without["power_w_mean"] + added_w)
+
+
+@pytest.mark.parametrize(("service", "cost"), [("erlang2", 39.57), ("exponential", 40.66), ("hyperexponential", 43.22)])
+def test_the_more_times_vary_the_more_it_costs(capsys: pytest.CaptureFixture[str], service: str, cost: float) -> None:
+    assert found(capsys, f"--load 0.5 --service {service}")["average_cost"] == pytest.approx(cost, abs=0.01)
+
+
+# ---- batches that last as their longest answer ----
+
+
+def test_a_batch_of_samples_lasts_as_its_longest_answer(lengths_file: Path) -> None:
+    """With everybody's batch of 1, the mean time is the mean length times a step; of 32, that of the longest of 32."""
+    problem = Problem(service=f"samples:{lengths_file}", profile="h100-llama-3.1-8b", load=0.5)
+    queue, _, answer = solve(problem)
+    profile = PROFILES["h100-llama-3.1-8b"]
+    lengths = np.loadtxt(lengths_file, skiprows=1)
+    assert queue.service.mean_s[0] == pytest.approx(lengths.mean() * float(profile.step_s.at(1)))
+    assert queue.service.mean_s == pytest.approx(profile.latency_s([lengths], np.arange(1, 33))[0])
+    assert queue.energy_j == pytest.approx(profile.energy_j([lengths], np.arange(1, 33))[0])
+    assert queue.idle_power_w == profile.idle_w
+    assert answer.power_w_mean > profile.idle_w
+    assert answer.load == pytest.approx(0.5)
+
+
+def test_latency_and_energy_are_per_step_then(lengths_file: Path) -> None:
+    problem = Problem(service=f"samples:{lengths_file}", latency_ms=(0.0, 10.0), energy_mj=(0.0, 3_000.0), batch_max=4)
+    queue, _, _ = solve(problem)
+    mean = np.loadtxt(lengths_file, skiprows=1).mean()
+    assert queue.service.mean_s[0] == pytest.approx(0.01 * mean)
+    assert queue.energy_j == pytest.approx(300 * queue.service.mean_s)
+
+
+def test_a_profiles_own_idle_power_can_be_replaced(lengths_file: Path) -> None:
+    problem = Problem(service=f"samples:{lengths_file}", profile="h100-llama-3.1-8b", idle_power_w=0.0)
+    assert solve(problem)[0].idle_power_w == 0.0
+
+
+# ---- a latency target ----
+
+
+def test_a_latency_target_is_met_with_a_mixture_of_two_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    """rho = 0.3: from the step at 4.88 ms (wait for 5) a share of that at 5.72 ms (wait for 6), and less energy."""
+    flags = f"{UNROUNDED} --load 0.3"
+    below = found(capsys, f"{flags} --energy-weight 1.2")
+    answer = found(capsys, f"{flags} --latency-target-ms 5")
+    assert answer["target_met"] is True
+    assert 4.99 < answer["response_ms_mean"] <= 5.0
+    assert answer["power_w_mean"] < below["power_w_mean"]
+    assert 0.05 < answer["share"] < 0.3
+    assert answer["policy"][:6] == [0, 0, 0, 0, 0, 5]
+    assert answer["other_policy"][:7] == [0, 0, 0, 0, 0, 0, 6]
+    assert answer["average_cost"] == pytest.approx(answer["response_ms_mean"] + answer["power_w_mean"], rel=1e-12)
+
+
+def test_a_target_that_cannot_be_met_gives_the_fastest_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = found(capsys, "--load 0.3 --latency-target-ms 1")
+    fastest = found(capsys, "--load 0.3 --energy-weight 0")
+    assert answer["target_met"] is False
+    assert answer["response_ms_mean"] == pytest.approx(fastest["response_ms_mean"])
+    assert main(["solve", "--load", "0.3", "--latency-target-ms", "1"]) == 0
+    assert "cannot be met" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_target_can_be_for_a_percentile(capsys: pytest.CaptureFixture[str]) -> None:
+    """Met, but for what sampling leaves open, and with nothing to spare."""
+    answer = found(capsys, "--load 0.3 --latency-target-ms 8 --latency-target-percentile 95 --percentiles")
+    assert answer["target_met"] is True
+    assert answer["response_ms_p95"] == pytest.approx(8.0, rel=0.03)
+    assert answer["power_w_mean"] < found(capsys, "--load 0.3 --energy-weight 0")["power_w_mean"]
+
+
+# ---- what a person sees ----
+
+
+def test_a_policy_is_told_in_runs() -> None:
+    assert runs([0, 0, 2, 3, 4, 4, 4]) == [
+        ("0..1", "wait"),
+        ("2..4", "serve all that wait"),
+        ("5+", "serve 4"),
+    ]
+    assert runs([0, 1, 2, 2, 2, 3, 4, 4]) == [
+        ("0", "wait"),
+        ("1..2", "serve all that wait"),
+        ("3..5", "serve 2 to 3"),
+        ("6+", "serve 4"),
+    ]
+    assert runs([0, 1, 0, 0, 4, 3, 4]) == [
+        ("0", "wait"),
+        ("1", "serve all that wait"),
+        ("2..3", "wait"),
+        ("4", "serve all that wait"),
+        ("5", "serve 3"),
+        ("6+", "serve 4"),
+    ]
+
+
+def test_bars_are_as_high_as_what_is_served() -> None:
+    lines = chart([*[0] * 4, *range(4, 33), *[32] * 20], width=100)
+    assert len(lines) == 5
+    heights = [sum(" ▁▂▃▄▅▆▇█".index(row[5 + state]) for row in lines[:-1]) for state in range(32)]
+    assert heights == [0] * 4 + list(range(4, 32))
+    assert lines[-1].split() == ["0", "8", "16", "24", "32", "40"]
+
+
+def test_a_chart_fits_the_terminal() -> None:
+    for width in (20, 40, 80):
+        assert max(map(len, chart([*range(101), 100], width))) <= width
+
+
+def test_the_command_prints_what_was_solved_the_policy_and_the_averages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["solve", *ISSUE_FLAGS.split(), "--percentiles"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "deterministic batches of 1 to 32, load 0.9 (2,662.82 requests/s), energy weight 1 ms/W",
+        "0..6 │ wait",
+        "7..32 │ serve all that wait",
+        "33+ │ serve 32",
+        "average cost (ms) │ 66.13",
+        "mean response time (ms) │ 9.76",
+        "mean power (W) │ 56.36",
+        "response time p99 (ms) │ 20.",
+        "solved in (ms)",
+    ):
+        assert words in out
+
+
+def test_a_plot_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, flags in (("exact.png", "--latency-target-ms 5 --load 0.3"), ("rvi.png", "--solver rvi")):
+        assert main(["solve", *flags.split(), "--json", "--plot", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    json.loads(capsys.readouterr().out.splitlines()[0])
+
+
+# ---- what makes no sense ----
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--load 1", "batches of 32 serve 2,958.69 a second"),
+        ("--arrival-rate-per-s 4000", "4,000 requests a second are too many, a load of 1.352"),
+        ("--load 0", "load"),
+        ("--load 0.5 --arrival-rate-per-s 3", "arrival_rate_per_s cannot be given with load"),
+        ("--latency-target-ms 5 --energy-weight 1", "energy_weight cannot be given with latency_target_ms"),
+        ("--latency-target-percentile 95", "there is no latency_target_ms"),
+        ("--latency-target-ms 5 --solver rvi", "only the exact solver"),
+        ("--profile p4-googlenet --latency-ms 1,1", "latency_ms cannot be given with profile"),
+        ("--profile p4-googlent", "did you mean p4-googlenet"),
+        ("--profile h100-llama-3.1-8b", "--service samples:FILE says how long"),
+        ("--profile p4-googlenet --batch-max 64", "runs 32 sequences at once at most"),
+        ("--profile p4-googlenet --batch-max 64 --service samples:LENGTHS", "runs 32 sequences at once at most"),
+        ("--latency-ms 0.3", "latency_ms"),
+        ("--latency-ms 0.3,fast", "latency_ms"),
+        ("--latency-ms=-0.3,5", "must not fall with the size"),
+        ("--energy-mj 0,0", "energy_mj: a curve must be positive"),
+        ("--service gaussian", "'gaussian' is not one of deterministic | erlang2"),
+        ("--service samples:/nowhere.txt", "no lengths file '/nowhere.txt'"),
+        ("--batch-min 9 --batch-max 8", "9 is more than batch_max, 8"),
+        ("--energy-weight -1", "energy_weight"),
+        ("--solver rvi --batch-max 80", "s_max must be at least the largest batch, 80, not 70"),
+        ("--solver rvi --overflow-cost 0", "it is best to let the queue overflow"),
+        ("--batch-maks 8", "did you mean --batch-max?"),
+    ],
+)
+def test_what_makes_no_sense_is_said_in_one_line(
+    flags: str, message: str, lengths_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["solve", *flags.replace("LENGTHS", str(lengths_file)).split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_value_iteration_that_does_not_end_is_a_failure_that_says_what_helps(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = "--solver rvi --batch-max 4 --s-max 30 --epsilon 1e-300"
+    assert main(["solve", *flags.split()]) == 1
+    error = capsys.readouterr().err
+    assert "after 10000 iterations" in error
+    assert "--solver exact" in error
+
+
+def test_a_queue_is_made_of_a_problem_alone() -> None:
+    queue = queue_of(Problem(batch_min=2, batch_max=4, load=0.5), None)
+    assert queue.service.sizes.tolist() == [2, 3, 4]
+    with pytest.raises(ConfigError, match="too many"):
+        queue_of(Problem(load=1.01), None)
