@@ -26,7 +26,7 @@ from bins.service import ServiceTimes
 from bins.smdp import MS_PER_S, Evaluation, Queue, Solution, Unstable
 
 PASSES = 2  # over the queues' shares of the engines
-LOAD_MAX = 0.97  # above, nothing is gained by waiting: the plan gets out of the way
+LOAD_MAX = 0.95  # above, nothing is gained by waiting: the plan gets out of the way
 STAY = 0.03  # another number of queues must be better by more than this
 SEARCHES_MAX = 40  # breakpoints of the weight looked at
 SHARE_STEPS = 5  # of a mixture's share towards the target
@@ -36,6 +36,7 @@ SAMPLES = 20_000  # response times that percentiles are taken of
 PERCENTILE_ROUNDS, PERCENTILE_NEAR = 6, 0.03
 SURE_DEVIATIONS = 3.0  # of the time that the missing requests take to come, before something must be wrong
 PARTS = 16  # slices of a bin's longest length
+ERROR_MAX = 1e-5  # relative: rates and lengths are not known better
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,7 @@ def _mixed(queues: Sequence[Queue], fast: Choice, slow: Choice, response_s_max: 
     low, high = (0.0, fast.response_s_mean), (1.0, slow.response_s_mean)
     best = fast
     for _ in range(SHARE_STEPS):
-        share = low[0] + (high[0] - low[0]) * (aim_s - low[1]) / (high[1] - low[1])
+        share = low[0] + (high[0] - low[0]) * max(0.0, aim_s - low[1]) / (high[1] - low[1])
         pairs = zip(queues, fast.policies, slow.policies, strict=True)
         choice = Choice(
             fast.solutions,
@@ -367,6 +368,7 @@ class DispatchSolver:
                     idle_power_w=self.profile.idle_w,
                     engines=observed.engines,
                     response_weight=rate / total,
+                    error_max=ERROR_MAX,
                 )
             )
         return queues

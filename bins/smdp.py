@@ -40,8 +40,9 @@ from bins.service import Array, ServiceTimes
 ITERATIONS_MAX = 60
 STATES_MAX = 1 << 13  # of the part of the queue that is not a parabola
 TINY = 1e-12
+SURVIVAL = 3  # times the truncated states: so many arrivals are counted one by one
+ROUNDING = 1e-12  # of a sum of probabilities
 TIE = 1e-11  # of the largest relative value: an action must be better by more, or rounding would go on for ever
-ERROR_MAX = 1e-9  # relative, of an average: what the states beyond N may contribute
 MS_PER_S = 1e3
 
 
@@ -100,6 +101,7 @@ class Queue:
                      answers still take all of it
     busy_elsewhere   share of the engines' time that goes to other queues: so much later they are free again
     response_weight  of the mean response time in the cost: this queue's share of all requests
+    error_max        relative, of an average: what the states beyond N may contribute
     """
 
     arrival_rate_per_s: float
@@ -109,6 +111,7 @@ class Queue:
     engines: int = 1
     busy_elsewhere: float = 0.0
     response_weight: float = 1.0
+    error_max: float = 1e-9
     _models: dict[tuple[int, int], _Model] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -155,7 +158,7 @@ class Queue:
             model = self._model(tail, max([tail, *(each.size for each in policies)]) + beyond)
             equations = model.equations([_extended(each, model.states) for each in policies], share)
             e, averages = equations.solve()
-            if (equations.error(e[:2]) <= ERROR_MAX * (np.abs(averages[:2]) + TINY)).all():
+            if (equations.error(e[:2]) <= self.error_max * (np.abs(averages[:2]) + TINY)).all():
                 return self._evaluation(averages)
             beyond = _doubled(beyond)
 
@@ -174,7 +177,7 @@ class Queue:
             model = self._model(tail, largest + beyond)
             policy, averages, q, error, iterations = model.iterate(_extended(policy, model.states), energy_weight)
             done += iterations
-            if error <= ERROR_MAX:
+            if error <= self.error_max:
                 break
             beyond = _doubled(beyond)
         evaluation = self._evaluation(averages)
@@ -474,7 +477,7 @@ def _truncated(queue: Queue, energy_weight: float, states_max: int, overflow_cos
     cost += energy_weight * queue.idle_power_w * sojourn
     cost[:, -1] += overflow_cost * sojourn[:, -1]
     cost[actions[:, None] > waiting] = np.inf
-    p = service.arrivals(rate, states)  # (sizes, states)
+    p = service.arrivals(rate, SURVIVAL * states)  # (sizes, arrivals)
     transition = np.zeros((actions.size, states, states))
     transition[0, np.arange(states_max + 1), np.arange(states_max + 1) + 1] = 1.0
     transition[0, -1, -1] = 1.0
@@ -483,5 +486,7 @@ def _truncated(queue: Queue, energy_weight: float, states_max: int, overflow_cos
             left = waiting[state] - size
             reached = p[index - 1, : states_max + 1 - left]
             transition[index, state, left : states_max + 1] = reached
-            transition[index, state, -1] = max(0.0, 1.0 - reached.sum())
+            beyond = p[index - 1, states_max + 1 - left :].sum()
+            rest = 1.0 - reached.sum() - beyond  # of heavy tails; else rounding, larger than what is beyond
+            transition[index, state, -1] = beyond + (rest if rest > ROUNDING else 0.0)
     return SemiMarkov(cost, sojourn, transition)

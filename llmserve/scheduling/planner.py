@@ -15,8 +15,12 @@ from llmserve.scheduling.rates import Arrivals
 from llmserve.scheduling.release import Planned
 
 RATE_GRID = 1.05  # rates are told in steps of 5 %: the same load is the same question
+SHARE_GRID = 16  # likewise bins' shares of them: in sixteenths of an equal share
 ANSWERS_BETWEEN = 512  # after which a plan is made for the lengths as they have become
 ARRIVALS_LEAST = 8  # before a rate is told at all
+
+
+Known = tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]  # of each bin: share of arrivals, lengths
 
 
 class Planner:
@@ -34,7 +38,8 @@ class Planner:
         self._asked_rate = 0.0
         self._waits = False  # for the plan that was asked for
         self._seen = 0  # arrivals
-        self._answers = 0  # since the last plan was asked for
+        self._answers = 0  # since the bins were last looked at
+        self._known: Known | None = None
         self._jumped = False
         self._looked = (-1, 0, True)  # arrivals, engines and trust when the world was last looked at
 
@@ -63,10 +68,10 @@ class Planner:
         if not self._differs(rate, engines, trusted):
             return None
         bins = self._bins if trusted else 1
-        shares = self._arrivals.shares if trusted else (1.0,)
+        parts = [round(SHARE_GRID * bins * share) for share in (self._arrivals.shares if trusted else (1.0,))]
         plan = self._release.plan
         self._asked = Observed(
-            rates_per_s=tuple([rate * round(share, 2) for share in shares]),
+            rates_per_s=tuple([rate * part / sum(parts) for part in parts]),
             lengths=self._lengths.by_bin(edges.edges if trusted else (), bins),
             engines=engines,
             queues=0 if plan is None or plan.response_s_mean is None or self._jumped else len(plan.tables),

@@ -36,7 +36,6 @@ BARRIER_DEFAULTS: dict[str, Any] = {"batch_size": 8, "order": "fffs"}
 REFILL_DEFAULTS: dict[str, Any] = {"batch_size": 1, "order": "shortest"}
 # Releases that wait for company have no use for batches of one.
 REFILL_WAITING_DEFAULTS: dict[str, Any] = {"batch_size": 32, "order": "shortest"}
-RELEASES = ("full", "static:B", "timeout", "greedy", "rate", "rate-headroom", "deadline", "table")
 RELEASE_PATTERN = r"^(full|static:[1-9]\d*|timeout|greedy|rate|rate-headroom|deadline|table)$"
 TIMEOUT_S = 0.05
 SEEN_LEAST = 1024  # answers whose lengths plans are made of

@@ -9,6 +9,7 @@ JUMP_ARRIVALS = 8
 # Bounds of a sum of 8 exponential times of mean 1 that it leaves once in ten thousand times, on either side: outside,
 # the rate has jumped.
 JUMP_UP, JUMP_DOWN = 1.4, 22.0
+ROUNDING = 1e-6  # so much longer a silence, or rounding might leave the estimate where it was
 
 
 class ArrivalRate:
@@ -51,6 +52,10 @@ class ArrivalRate:
             seconds, gaps = seconds + silence_s, gaps + 1.0
         return gaps / seconds if seconds > 0 else math.inf
 
+    def below_at_s(self, rate_per_s: float) -> float:
+        """When silence alone will have brought the estimate below this rate, if it is not below already."""
+        return self._last_s[-1] + (self._gaps + 1.0) / rate_per_s * (1.0 + ROUNDING) - self._seconds
+
 
 class WindowCount:
     """Arrivals of the last whole window, windows beginning at multiples of `window_s` (BatchMonitor, Algorithm 1)."""
@@ -67,6 +72,11 @@ class WindowCount:
     def per_s(self, now_s: float) -> float:
         self._roll(now_s)
         return self._last / self._window_s
+
+    @property
+    def ends_at_s(self) -> float:
+        """When the window in progress at the last call ends."""
+        return (self._window + 1) * self._window_s
 
     def _roll(self, now_s: float) -> None:
         window = math.floor(now_s / self._window_s)

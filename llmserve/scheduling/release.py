@@ -18,7 +18,7 @@ from bins.dispatch import DispatchPlan
 from llmserve.scheduling.queues import BinQueue
 from llmserve.scheduling.rates import Arrivals
 
-GOLDEN = 0x9E3779B97F4A7C15  # spreads successive numbers evenly (Knuth's multiplicative hashing)
+WORD = 0xFFFFFFFFFFFFFFFF  # 64 bits
 
 
 class Room(Enum):
@@ -42,7 +42,9 @@ class Release(Protocol):
         ...
 
     def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
-        """When a bin that waits must be asked again although nothing happened; None: not before something does."""
+        """When a bin that waits must be asked again although nothing happened; None: not before something does, such
+        as an engine becoming free.
+        """
         ...
 
     def urgency(self, queue: BinQueue, now_s: float) -> float:
@@ -74,7 +76,10 @@ class Full(_OldestFirst):
 
 @dataclass(frozen=True, slots=True)
 class Timeout(_OldestFirst):
-    """A batch goes when full, or when its oldest request has waited `wait_s`."""
+    """A batch goes when full; or to an engine that is free, when its oldest request has waited `wait_s`.
+
+    While no engine is free, waiting on costs nothing, and small batches formed meanwhile would cost throughput.
+    """
 
     timed: ClassVar[bool] = True
 
@@ -85,10 +90,11 @@ class Timeout(_OldestFirst):
         waiting = len(queue)
         if waiting >= self.batch_size:
             return self.batch_size
-        return waiting if now_s >= queue.oldest_at_s + self.wait_s else 0
+        late = room is not Room.NONE and now_s >= queue.oldest_at_s + self.wait_s
+        return waiting if late else 0
 
     def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
-        return queue.oldest_at_s + self.wait_s
+        return queue.oldest_at_s + self.wait_s if room is not Room.NONE else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +122,7 @@ class Planned(_OldestFirst):
     """A release that follows a plan; None until the first one has come."""
 
     plans: ClassVar[bool] = True
+    timed: ClassVar[bool] = True
 
     batch_size: int
     plan: DispatchPlan | None = field(default=None, init=False)
@@ -145,14 +152,8 @@ class Rate(Planned):
     headroom: float | None = None
     wait_s: float = math.inf
 
-    @property
-    def timed(self) -> bool:
-        return self.headroom is not None
-
     def preferred(self, queue: BinQueue, now_s: float) -> int:
-        """The batch size for the present rate."""
-        if self.plan is None:
-            return 1
+        """The batch size for the present rate, by the plan's times."""
         if self.headroom is None:
             rate, least = self.arrivals.window.per_s(now_s), 2
         else:
@@ -163,15 +164,24 @@ class Rate(Planned):
         return self.batch_size
 
     def size(self, queue: BinQueue, now_s: float, room: Room) -> int:
-        waiting, preferred = len(queue), self.preferred(queue, now_s)
+        waiting = min(len(queue), self.batch_size)
+        if self.plan is None:
+            return waiting if room is not Room.NONE or waiting == self.batch_size else 0
+        preferred = self.preferred(queue, now_s)
         if waiting >= preferred:
             return preferred
-        late = self.timed and now_s >= self._limit_s(queue)
+        late = self.headroom is not None and room is not Room.NONE and now_s >= self._limit_s(queue)
         return waiting if late else 0
 
     def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
-        limit_s = self._limit_s(queue) if self.timed else math.inf
-        return limit_s if limit_s < math.inf else None
+        if self.plan is None:
+            return None
+        if self.headroom is None:
+            return self.arrivals.window.ends_at_s if len(queue) > 1 else None
+        waiting = range(1, min(len(queue), self.batch_size) + 1)
+        enough_per_s = self.headroom * max(size / self.service_s(queue, size) for size in waiting)
+        slower_s = self.arrivals.total.below_at_s(enough_per_s)
+        return slower_s if room is Room.NONE else min(slower_s, self._limit_s(queue))
 
     def _limit_s(self, queue: BinQueue) -> float:
         return min(queue.oldest_at_s + self.wait_s, self.latest_start_s(queue))
@@ -181,25 +191,20 @@ class Rate(Planned):
 class Deadline(Planned):
     """The largest batch within the deadline (Clipper's and Triton's way; BatchMonitor's first comparison).
 
-    A bin lets go when full, or when its oldest request would be late if it waited longer: for its own deadline, or for
-    the plan's latency target.
+    A bin lets go when full, or to an engine that is free when a request would be late if it waited longer: for its own
+    deadline, or for the plan's latency target.
     """
-
-    timed: ClassVar[bool] = True
 
     def size(self, queue: BinQueue, now_s: float, room: Room) -> int:
         waiting = len(queue)
         if waiting >= self.batch_size:
             return self.batch_size
-        if self.plan is None:
-            return waiting if room is not Room.NONE else 0
-        return waiting if now_s >= self._limit_s(queue) else 0
+        if room is Room.NONE:
+            return 0
+        return waiting if self.plan is None or now_s >= self._limit_s(queue) else 0
 
     def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
-        if self.plan is None:
-            return None
-        limit_s = self._limit_s(queue)
-        return limit_s if limit_s < math.inf else None
+        return _known(self._limit_s(queue)) if self.plan is not None and room is not Room.NONE else None
 
     def _limit_s(self, queue: BinQueue) -> float:
         assert self.plan is not None, "asked of a plan only"
@@ -218,8 +223,6 @@ class Table(Planned):
     nor past the last moment for its deadline. Slots beside what runs are taken at once.
     """
 
-    timed: ClassVar[bool] = True
-
     wait_s: float = math.inf
 
     def size(self, queue: BinQueue, now_s: float, room: Room) -> int:
@@ -235,10 +238,7 @@ class Table(Planned):
         return actions[min(waiting, len(actions) - 1)]
 
     def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
-        if room is Room.NONE or self.plan is None:
-            return None  # an engine that becomes free is reason enough to ask again
-        limit_s = self._limit_s(queue)
-        return limit_s if limit_s < math.inf else None
+        return _known(self._limit_s(queue)) if self.plan is not None and room is not Room.NONE else None
 
     def urgency(self, queue: BinQueue, now_s: float) -> float:
         """What serving now saves over waiting; nothing is more urgent than what has waited too long."""
@@ -255,6 +255,16 @@ class Table(Planned):
         return min(queue.oldest_at_s + wait_s, self.latest_start_s(queue))
 
 
+def _known(limit_s: float) -> float | None:
+    return limit_s if limit_s < math.inf else None
+
+
 def _coin(queue: BinQueue) -> float:
-    """In [0, 1), for each state of a queue another, and the same when asked again: a replay must decide alike."""
-    return ((queue.changes * GOLDEN) & 0xFFFFFFFFFFFFFFFF) / 2.0**64
+    """In [0, 1), for each state of a queue another, and the same when asked again: a replay must decide alike.
+
+    As if drawn (SplitMix64): what falls decides when the next one is drawn, and any pattern would favour a side.
+    """
+    word = queue.changes * 0x9E3779B97F4A7C15 & WORD
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & WORD
+    word = (word ^ word >> 27) * 0x94D049BB133111EB & WORD
+    return (word ^ word >> 31) / 2.0**64

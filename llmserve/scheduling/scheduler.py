@@ -137,7 +137,8 @@ class Scheduler:
             self._fail_late_requests()
         self._look_again_at_s = None
         if self.waiting:
-            if self._due_s is not None and now_s >= self._due_s:
+            # What a plan or an arrival says of one bin may let another one go.
+            if self._release.plans or (self._due_s is not None and now_s >= self._due_s):
                 self._form_all()
             if self._free:
                 self._dispatch()

@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""Measure a paper's tables and figures again, beside what it prints.
+
+    python scripts/reproduce.py                   # lists what there is
+    python scripts/reproduce.py smdp              # some two to four minutes
+    python scripts/reproduce.py batchmonitor      # some five to seven minutes
+    python scripts/reproduce.py smdp --quick --output-folder /tmp/smdp
+
+Writes results/NAME.json (a row for each number: published, measured, confidence interval), reproduce-NAME.md and the
+figures NAME-*.png into the folder. Nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from reproduction.page import About, Section, write_page
+from reproduction.rows import Report, Rows
+from rich.console import Console
+from rich.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Reproduction:
+    """measure : (seed, quick, report) -> rows.  The rest makes the page of them."""
+
+    title: str
+    opening: str
+    measure: Callable[[int, bool, Report], Rows]
+    sections: Sequence[Section]
+
+
+def _smdp() -> Reproduction:
+    from reproduction.smdp import page
+    from reproduction.smdp.measure import measure
+
+    return Reproduction(page.TITLE, page.OPENING, measure, page.SECTIONS)
+
+
+def _batchmonitor() -> Reproduction:
+    from reproduction.batchmonitor import page
+    from reproduction.batchmonitor.measure import measure
+
+    return Reproduction(page.TITLE, page.OPENING, measure, page.SECTIONS)
+
+
+REPRODUCTIONS: dict[str, tuple[str, Callable[[], Reproduction]]] = {
+    "smdp": ("SMDP-based dynamic batching (Xu, Zhou, Niu), journal and conference version", _smdp),
+    "batchmonitor": ("BatchMonitor and BatchDispatcher (Khan, Yu, Kim, Seo)", _batchmonitor),
+}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", choices=list(REPRODUCTIONS), help="what to reproduce; without it, a list")
+    parser.add_argument("--output-folder", type=Path, default=Path("docs"))
+    parser.add_argument("--quick", action="store_true", help="fewer samples and cases, in seconds")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args(words)
+    if args.name is None:
+        for name, (text, _) in REPRODUCTIONS.items():
+            print(f"{name:14} {text}")
+        return
+    folder: Path = args.output_folder
+    (folder / "results").mkdir(parents=True, exist_ok=True)
+    chosen = REPRODUCTIONS[args.name][1]()
+    begun_s = time.perf_counter()
+    with progress() as report:
+        rows = chosen.measure(args.seed, args.quick, report)
+    about = About(
+        command=_command(args),
+        machine=f"{os.cpu_count()} shared CPU cores",
+        seed=args.seed,
+        seconds=time.perf_counter() - begun_s,
+        quick=args.quick,
+        date=datetime.date.today(),
+    )
+    rows.write(folder / "results" / f"{args.name}.json")
+    write_page(args.name, chosen.title, chosen.opening, chosen.sections, rows, about, folder)
+    compared = [row for row in rows if row.ok is not None]
+    agree = sum(bool(row.ok) for row in compared)
+    print(f"{folder / f'reproduce-{args.name}.md'}: {agree} of {len(compared)} numbers and statements agree")
+
+
+def _command(args: argparse.Namespace) -> str:
+    words = ["python", "scripts/reproduce.py", args.name]
+    words += ["--quick"] if args.quick else []
+    words += ["--seed", str(args.seed)] if args.seed != 1 else []
+    return shlex.join(words)
+
+
+@contextmanager
+def progress() -> Iterator[Report]:
+    """A bar in a terminal, a line for each part without one."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        begun_s = time.perf_counter()
+        yield lambda part, share: print(f"{time.perf_counter() - begun_s:6.0f} s  {part}", file=sys.stderr, flush=True)
+        return
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda part, share: bar.update(task, description=part, completed=share)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The papers' numbers, measured again: what scripts/reproduce.py runs."""

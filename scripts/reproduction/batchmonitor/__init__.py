@@ -1,0 +1,1 @@
+"""BatchMonitor and BatchDispatcher."""

@@ -1,0 +1,168 @@
+"""Rows: one measured number each, beside what a paper prints. Tables and figures are made of nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+DIGITS = 7  # significant ones that are kept in files
+
+Case = Mapping[str, float | str]
+Report = Callable[[str, float], None]
+"""Told what is measured next, and the share of all that is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A quantity along another: values[i] where `along` is at[i]."""
+
+    along: str
+    at: tuple[float, ...]
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, along: str, at: ArrayLike, values: ArrayLike) -> Curve:
+        curve = cls(along, tuple(np.asarray(at, float).tolist()), tuple(np.asarray(values, float).tolist()))
+        if len(curve.at) != len(curve.values):
+            raise ValueError(f"{len(curve.values)} values along {along} at {len(curve.at)} places")
+        return curve
+
+    def value(self, at: float) -> float:
+        """The value at one of its places; raises ValueError elsewhere."""
+        return self.values[self.at.index(at)]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One number of a figure or table.
+
+    case       what it was measured for
+    measured   None when the row is a curve
+    published  None where the paper prints no number
+    tolerance  relative, of measured to published; 0: they must be equal
+    low, high  95 % confidence interval of a simulated number, else None
+    """
+
+    figure: str
+    case: Case
+    quantity: str
+    unit: str
+    measured: float | None
+    published: float | None = None
+    tolerance: float = 1e-4
+    low: float | None = None
+    high: float | None = None
+    note: str = ""
+    curve: Curve | None = field(default=None)
+
+    @property
+    def deviation(self) -> float | None:
+        """Relative, of measured from published; None without either, or from 0."""
+        if self.measured is None or not self.published:
+            return None
+        return self.measured / self.published - 1.0
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether measured is within tolerance of published; None when nothing was published.
+
+        A simulated number may differ by its interval's half width, times root 2, in addition: the published one is
+        taken to be a simulation's too, of as many samples.
+        """
+        if self.published is None or self.measured is None:
+            return None
+        allowed = self.tolerance * abs(self.published)
+        if self.low is not None and self.high is not None:
+            allowed += math.sqrt(2.0) * (self.high - self.low) / 2
+        return abs(self.measured - self.published) <= allowed
+
+    @property
+    def case_text(self) -> str:
+        return ", ".join(
+            f"{name}={value if isinstance(value, str) else f'{value:g}'}" for name, value in self.case.items()
+        )
+
+    def record(self) -> dict[str, Any]:
+        names = ("figure", "quantity", "unit", "published", "measured", "low", "high", "note", "tolerance", "ok")
+        fields = {name: _rounded(getattr(self, name)) for name in names}
+        whole = {"figure": fields.pop("figure"), "case": self.case_text, **fields}
+        if self.curve is not None:
+            curve = self.curve
+            whole["curve"] = {
+                "along": curve.along,
+                "at": [_rounded(x) for x in curve.at],
+                "values": [_rounded(x) for x in curve.values],
+            }
+        return whole
+
+
+def claim(figure: str, case: Case, text: str, holds: bool, note: str = "") -> Row:
+    """Something that a paper says without a number: published as 1, measured as 1 when it holds here, else 0."""
+    return Row(figure, case, text, "holds: 1", float(holds), 1.0, tolerance=0.0, note=note)
+
+
+@dataclass
+class Rows:
+    """Rows in the order in which they were measured."""
+
+    rows: list[Row] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def extend(self, rows: Iterable[Row]) -> None:
+        self.rows.extend(rows)
+
+    def of(self, figure: str, quantity: str | None = None, **case: float | str) -> list[Row]:
+        """Rows of a figure; of one quantity, and of cases that agree with `case`, where these are given."""
+        return [
+            row
+            for row in self.rows
+            if row.figure == figure
+            and quantity in (None, row.quantity)
+            and all(row.case.get(name) == value for name, value in case.items())
+        ]
+
+    def one(self, figure: str, quantity: str, **case: float | str) -> Row:
+        """The only such row; raises LookupError."""
+        found = self.of(figure, quantity, **case)
+        if len(found) != 1:
+            raise LookupError(f"{len(found)} rows of {quantity!r} in {figure!r} for {case}, not one")
+        return found[0]
+
+    def number(self, figure: str, quantity: str, **case: float | str) -> float:
+        measured = self.one(figure, quantity, **case).measured
+        if measured is None:
+            raise LookupError(f"{quantity!r} in {figure!r} for {case} is a curve")
+        return measured
+
+    def curve(self, figure: str, quantity: str, **case: float | str) -> Curve:
+        curve = self.one(figure, quantity, **case).curve
+        if curve is None:
+            raise LookupError(f"{quantity!r} in {figure!r} for {case} is a number, not a curve")
+        return curve
+
+    def write(self, path: Path) -> None:
+        """A JSON list, a row a line."""
+        lines = [json.dumps(row.record(), ensure_ascii=False) for row in self.rows]
+        path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to so many significant digits; whole ones as integers, infinite ones as none. Others as they are."""
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):
+        return None
+    value = float(f"{value:.{DIGITS}g}")
+    return int(value) if value.is_integer() and abs(value) < 1e15 else value

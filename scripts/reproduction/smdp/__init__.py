@@ -1,0 +1,1 @@
+"""SMDP-based dynamic batching, journal and conference version."""
