@@ -13,9 +13,9 @@ that is from the joint optimum.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 
@@ -29,10 +29,10 @@ PASSES = 2  # over the queues' shares of the engines
 LOAD_MAX = 0.95  # above, nothing is gained by waiting: the plan gets out of the way
 STAY = 0.03  # another number of queues must be better by more than this
 SEARCHES_MAX = 40  # breakpoints of the weight looked at
-SHARE_STEPS = 5  # of a mixture's share towards the target
+SHARE_STEPS = 20  # of a mixture's share towards the target
 NEAR = 1e-3  # relative: a target met so exactly is met
 WEIGHT_MAX = 1e9  # ms/W, for energy alone
-SAMPLES = 20_000  # response times that percentiles are taken of
+SAMPLES = 10_000  # response times that percentiles are taken of
 PERCENTILE_ROUNDS, PERCENTILE_NEAR = 6, 0.03
 SURE_DEVIATIONS = 3.0  # of the time that the missing requests take to come, before something must be wrong
 PARTS = 16  # slices of a bin's longest length
@@ -169,12 +169,16 @@ def least_energy(queues: Sequence[Queue], response_s_max: float) -> Choice:
 
 
 def _mixed(queues: Sequence[Queue], fast: Choice, slow: Choice, response_s_max: float) -> Choice:
-    """Both in turn, so that the mean response time is the target: it grows almost in proportion to the share."""
+    """Both in turn, so that the mean response time is the target.
+
+    It grows with the share, ever more slowly. The share is sought by false position; an end that stays twice counts
+    half (the Illinois rule), or it would stay for ever.
+    """
     aim_s = response_s_max * (1.0 - NEAR / 2)
-    low, high = (0.0, fast.response_s_mean), (1.0, slow.response_s_mean)
-    best = fast
+    shares, beyond_s = [0.0, 1.0], [fast.response_s_mean - aim_s, slow.response_s_mean - aim_s]
+    best, last = fast, -1
     for _ in range(SHARE_STEPS):
-        share = low[0] + (high[0] - low[0]) * max(0.0, aim_s - low[1]) / (high[1] - low[1])
+        share = shares[0] + (shares[1] - shares[0]) * max(0.0, -beyond_s[0]) / (beyond_s[1] - beyond_s[0])
         pairs = zip(queues, fast.policies, slow.policies, strict=True)
         choice = Choice(
             fast.solutions,
@@ -183,11 +187,15 @@ def _mixed(queues: Sequence[Queue], fast: Choice, slow: Choice, response_s_max: 
             share=share,
         )
         if choice.response_s_mean <= response_s_max:
-            low, best = (share, choice.response_s_mean), choice
-        else:
-            high = share, choice.response_s_mean
-        if abs(choice.response_s_mean - aim_s) <= NEAR / 2 * response_s_max:
+            best = choice
+        off_s = choice.response_s_mean - aim_s
+        if abs(off_s) <= NEAR / 2 * response_s_max:
             break
+        side = int(off_s > 0)
+        shares[side], beyond_s[side] = share, off_s
+        if side == last:
+            beyond_s[1 - side] /= 2
+        last = side
     return best
 
 
@@ -208,7 +216,9 @@ def _sums(queues: Sequence[Queue], evaluations: Sequence[Evaluation]) -> tuple[f
 def _met_busy_s(queue: Queue, own: Evaluation, others: Sequence[Evaluation]) -> float:
     """How long a request waits on average because it comes to a queue at rest, while others' batches run.
 
-    The queue's own process knows of others only that its engines come back later from a batch of its own.
+    The queue's own process knows of others only that its engines come back later from a batch of its own. A request
+    waits for what is left of the batch that runs, and for half of what others bring meanwhile: of two queues that wait,
+    either may go first.
     """
     busy = sum(each.utilisation for each in others)
     if not others or busy <= 0:
@@ -216,7 +226,7 @@ def _met_busy_s(queue: Queue, own: Evaluation, others: Sequence[Evaluation]) -> 
     left = max(1e-9, 1.0 - own.utilisation)
     at_rest = max(0.0, 1.0 - own.utilisation * queue.engines * queue.occupied)
     residual_s = sum(each.utilisation * each.residual_s for each in others) / busy
-    return at_rest * min(1.0, busy / left) ** queue.engines * residual_s
+    return at_rest * min(1.0, busy / left) ** queue.engines * residual_s / (1.0 - min(1.0, busy) / 2)
 
 
 def percentile(queues: Sequence[Queue], choice: Choice, level: float) -> float:
@@ -230,37 +240,33 @@ def percentile(queues: Sequence[Queue], choice: Choice, level: float) -> float:
     return float(np.percentile(np.concatenate(drawn), level))
 
 
-def within_percentile(
-    choose: Callable[[float], tuple[Choice, list[Queue]]], target_s: float, level: float
-) -> tuple[Choice, list[Queue]]:
-    """The policies of least power whose percentile of response times is within the target, and their queues.
+def within_percentile(queues: Sequence[Queue], target_s: float, level: float) -> Choice:
+    """The policies of least power whose percentile of response times is within the target; the fastest when none is.
 
-    choose: the best policies, and their queues, for a mean response time. A percentile is a multiple of the mean that
-    changes slowly with it, so the mean is sought for which it is the target. target_met is False when none is.
+    A percentile is a multiple of the mean that changes slowly with it, so the mean is sought for which it is the
+    target.
     """
-    best, queues = choose(0.0)  # the fastest
+    best = least_cost(queues, 0.0)
     reached_s = percentile(queues, best, level)
     if reached_s > target_s:
-        return replace(best, target_met=False), queues
+        return replace(best, target_met=False)
     aim_s = (1.0 - PERCENTILE_NEAR / 2) * target_s
-    best = replace(best, target_met=True)
     low, high = (best.response_s_mean, reached_s), None  # mean and percentile, within the target and beyond it
     for _ in range(PERCENTILE_ROUNDS):
         if high is None:
             mean_s = low[0] * max(aim_s / low[1], 1.0)
         else:
             mean_s = low[0] + (high[0] - low[0]) * max(0.0, aim_s - low[1]) / (high[1] - low[1])
-        choice, beside = choose(mean_s)
-        reached_s = percentile(beside, choice, level)
+        choice = least_energy(queues, mean_s)
+        reached_s = percentile(queues, choice, level)
         if reached_s > target_s:
             high = mean_s, reached_s
             continue
         low = mean_s, reached_s
-        if choice.power_w_mean < best.power_w_mean:
-            best, queues = choice, beside
+        best = min(best, choice, key=lambda each: each.power_w_mean)
         if reached_s > (1.0 - PERCENTILE_NEAR) * target_s:
             break
-    return best, queues
+    return best
 
 
 # ---- the plan ---------------------------------------------------------------------------------------------------
@@ -301,11 +307,10 @@ class DispatchSolver:
 
     def plan_of(self, observed: Observed, count: int) -> DispatchPlan:
         """The plan with so many queues. Raises Unstable, NotConverged."""
+        choice, queues = self._choose(observed, count)
         target_s, level = self.wish.latency_target_s, self.wish.percentile
         if target_s is not None and level is not None:
-            choice, queues = within_percentile(partial(self._choose, observed, count), target_s, level)
-        else:
-            choice, queues = self._choose(observed, count, target_s)
+            choice = within_percentile(queues, target_s, level)
         others = choice.others or (None,) * count
         return DispatchPlan(
             queue_of=_queue_of(len(observed.rates_per_s), count),
@@ -331,8 +336,11 @@ class DispatchSolver:
 
         return min(plans, key=lambda count: (*rank(count), count))
 
-    def _choose(self, observed: Observed, count: int, response_s_max: float | None) -> tuple[Choice, list[Queue]]:
-        """The best policies of so many queues, and these. Raises Unstable, NotConverged."""
+    def _choose(self, observed: Observed, count: int) -> tuple[Choice, list[Queue]]:
+        """The best policies of so many queues, and these. Raises Unstable, NotConverged.
+
+        A percentile's target is taken for one of the mean: near enough to know how the queues share the engines.
+        """
         queues = self._queues(observed, count)
         loads = [queue.load for queue in queues]  # with the engines to itself
         if sum(loads) > LOAD_MAX:
@@ -342,10 +350,10 @@ class DispatchSolver:
         for _ in range(PASSES if count > 1 else 1):
             elsewhere = [min(sum(busy) - own, 1.0 - load / LOAD_MAX) for own, load in zip(busy, loads, strict=True)]
             shared = [queue.beside(share) for queue, share in zip(queues, elsewhere, strict=True)]
-            if response_s_max is None:
+            if self.wish.latency_target_s is None:
                 choice = least_cost(shared, self.wish.energy_weight, choice)
             else:
-                choice = least_energy(shared, response_s_max)
+                choice = least_energy(shared, self.wish.latency_target_s)
             used = [solution.evaluation.utilisation for solution in choice.solutions]
             busy = [(before + now) / 2 for before, now in zip(busy, used, strict=True)]  # or they would take turns
         assert choice is not None, "there is at least one pass"

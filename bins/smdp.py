@@ -113,6 +113,7 @@ class Queue:
     response_weight: float = 1.0
     error_max: float = 1e-9
     _models: dict[tuple[int, int], _Model] = field(default_factory=dict, repr=False, compare=False)
+    _solved: dict[float, Solution] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not (self.arrival_rate_per_s > 0 and np.isfinite(self.arrival_rate_per_s)):
@@ -131,7 +132,7 @@ class Queue:
 
     def beside(self, busy_elsewhere: float) -> Queue:
         """This queue with so much of the engines' time taken by others."""
-        return replace(self, busy_elsewhere=busy_elsewhere, _models={})
+        return replace(self, busy_elsewhere=busy_elsewhere, _models={}, _solved={})
 
     @property
     def load(self) -> float:

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bins.average_cost import NotConverged, Policy, relative_value_iteration
-from bins.dispatch import Choice, least_energy, within_percentile
+from bins.dispatch import least_energy, within_percentile
 from bins.profile import PROFILES, Curve, Profile, resolve
 from bins.service import Array, ServiceTimes
 from bins.smdp import MS_PER_S, Evaluation, Queue
@@ -309,11 +309,7 @@ def _by_values(queue: Queue, problem: Problem) -> Decision:
 
 def _within(queue: Queue, target_s: float, level: float | None) -> Decision:
     """The policy of least energy whose mean response time, or that percentile of it, is within the target."""
-
-    def choose(mean_s: float) -> tuple[Choice, list[Queue]]:
-        return least_energy([queue], mean_s), [queue]
-
-    choice, _ = choose(target_s) if level is None else within_percentile(choose, target_s, level)
+    choice = least_energy([queue], target_s) if level is None else within_percentile([queue], target_s, level)
     fast = choice.solutions[0]
     if not choice.others:
         return Decision(fast.policy, fast.evaluation, fast.iterations, fast.values, target_met=choice.target_met)

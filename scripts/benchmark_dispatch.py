@@ -1,0 +1,384 @@
+"""What waiting costs and saves: releases compared in simulation, by the very scheduler that serves.
+
+One engine of a published profile (Llama-3.1-8B on an H100, idle power counted), batches of up to 32, lengths known.
+
+    load       barrier engine, Poisson arrivals at shares of its throughput without padding
+    refill     the same on an engine whose slots refill
+    trace      barrier engine, arrivals and lengths as recorded (--conversation, --code), whose bursts no table expects
+    saturated  all requests at once: throughput of table over full
+    cost       SMDP-J's basic scenario: no release may cost less than the SMDP's policy
+
+    python scripts/benchmark_dispatch.py --conversation azure_conv.csv.gz --code azure_code.csv.gz --output docs
+
+The files are CSV with columns arrival_s, input_tokens, output_tokens; the lengths of `load`, `refill` and `saturated`
+are drawn from the conversation's. Energy per token is all that the engine draws, over output tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: the runs are the threads
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from bins import profile
+from bins.service import ServiceTimes
+from bins.smdp import MS_PER_S, Queue
+from llmserve.scheduling.policies import DispatchConfig, SchedulingConfig
+from llmserve.simulate import Scenario, simulate
+from llmserve.simulation.workload import read_lengths
+
+ENGINE, BASIC = "h100-llama-3.1-8b", "p4-googlenet"
+BATCH = 32
+LOADS = (0.1, 0.3, 0.6, 0.9)
+REFILL_LOADS = (0.02, 0.1, 0.3)
+BASIC_LOADS = (0.1, 0.3, 0.5, 0.7, 0.9)
+BASIC_WEIGHTS = (0.0, 0.5, 1.0, 2.0, 5.0, 15.0)
+SEEDS = (1, 2, 3)
+REQUESTS = {"load": 8_000, "refill": 8_000, "trace": 6_000, "saturated": 4_000, "cost": 40_000}
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One simulation. rule: what tables call it; part and case: where it stands in them."""
+
+    part: str
+    case: str
+    rule: str
+    scenario: Scenario
+    scheduling: SchedulingConfig
+    dispatch: DispatchConfig = DispatchConfig()
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """Medians over the seeds of one part, case and rule. energy_j_per_token: None where tokens mean nothing."""
+
+    part: str
+    case: str
+    rule: str
+    latency_s_mean: float
+    latency_s_p50: float
+    latency_s_p95: float
+    waiting_s_p99: float
+    power_w_mean: float
+    energy_j_per_token: float
+    output_tokens_per_s: float
+    batch_size_mean: float
+    utilisation: float
+
+
+def measure(run: Run) -> Row:
+    summary = simulate(run.scenario, run.scheduling, dispatch=run.dispatch)
+    values = {name: getattr(summary, name) for name in Row.__struct_fields__[3:]}
+    return Row(part=run.part, case=run.case, rule=run.rule, **values)
+
+
+def settings(release: str, bins: int = 1, **more: Any) -> SchedulingConfig:
+    return SchedulingConfig(bins=bins, batch_size=BATCH, release=release, queue_requests_max=10**9, **more)
+
+
+# ---- what is compared -------------------------------------------------------------------------------------------
+
+
+def baselines(bins: Iterable[int]) -> Iterator[tuple[str, SchedulingConfig]]:
+    for count in bins:
+        yield f"greedy, {count} bins" if count > 1 else "greedy, 1 bin", settings("greedy", count)
+    yield "timeout 15 s, 1 bin", settings("timeout", 1, batch_wait_s=15.0)
+    yield "timeout 15 s, 4 bins", settings("timeout", 4, batch_wait_s=15.0)
+    yield "full, 8 bins", settings("full", 8)
+    yield "rate as printed, 1 bin", settings("rate", 1)
+    yield "rate with head-room, 1 bin", settings("rate-headroom", 1, batch_wait_s=15.0)
+
+
+def tables(targets_s: Iterable[float], percentile: float = 95.0) -> Iterator[tuple[str, DispatchConfig]]:
+    for weight in (0.0, 5.0, 20.0):
+        yield f"table, {weight:g} ms/W", DispatchConfig(energy_weight=weight)
+    for target_s in targets_s:
+        config = DispatchConfig(latency_target_s=round(target_s, 2), latency_target_percentile=percentile)
+        yield f"table, p{percentile:g} within {target_s:.1f} s", config
+
+
+def load_runs(args: argparse.Namespace, targets_s: dict[str, float]) -> Iterator[Run]:
+    """targets_s: by case, for the table's percentile; empty for the runs that these are taken from."""
+    capacity = capacity_per_s(args.conversation)
+    for load in LOADS:
+        case = f"load {load:g}"
+        for seed in SEEDS:
+            scenario = Scenario(
+                requests=REQUESTS["load"],
+                arrival_rate=load * capacity,
+                lengths=f"file:{args.conversation}:output_tokens",
+                profile=ENGINE,
+                barrier=True,
+                seed=seed,
+            )
+            if not targets_s:
+                for rule, scheduling in baselines((1, 2, 4, 8)):
+                    yield Run(part="load", case=case, rule=rule, scenario=scenario, scheduling=scheduling)
+            else:
+                for rule, dispatch in tables([targets_s[case]]):
+                    yield Run(
+                        part="load",
+                        case=case,
+                        rule=rule.partition(" within")[0] + (" within 1.4 of greedy's" if "within" in rule else ""),
+                        scenario=scenario,
+                        scheduling=settings("table", 8),
+                        dispatch=dispatch,
+                    )
+
+
+def refill_runs(args: argparse.Namespace) -> Iterator[Run]:
+    capacity = capacity_per_s(args.conversation)
+    rules = [
+        ("greedy", settings("greedy"), DispatchConfig()),
+        ("timeout 5 s", settings("timeout", batch_wait_s=5.0), DispatchConfig()),
+        ("full", settings("full"), DispatchConfig()),
+        *((rule, settings("table", 8), dispatch) for rule, dispatch in tables(())),
+        ("table, mean within 3 s", settings("table", 8), DispatchConfig(latency_target_s=3.0)),
+    ]
+    for load in REFILL_LOADS:
+        for seed in SEEDS:
+            scenario = Scenario(
+                requests=REQUESTS["refill"],
+                arrival_rate=load * capacity,
+                lengths=f"file:{args.conversation}:output_tokens",
+                profile=ENGINE,
+                slots=BATCH,
+                seed=seed,
+            )
+            for rule, scheduling, dispatch in rules:
+                scheduling = msgspec.structs.replace(scheduling, order="fffs")
+                yield Run(
+                    part="refill",
+                    case=f"load {load:g}",
+                    rule=rule,
+                    scenario=scenario,
+                    scheduling=scheduling,
+                    dispatch=dispatch,
+                )
+
+
+def trace_runs(args: argparse.Namespace) -> Iterator[Run]:
+    for case, path in (("conversation", args.conversation), ("code", args.code)):
+        scenario = Scenario(requests=REQUESTS["trace"], trace=str(path), profile=ENGINE, barrier=True, seed=SEEDS[0])
+        for rule, scheduling in baselines((1, 2, 8)):
+            yield Run(part="trace", case=case, rule=rule, scenario=scenario, scheduling=scheduling)
+        for rule, dispatch in tables([15.0]):
+            yield Run(
+                part="trace",
+                case=case,
+                rule=rule,
+                scenario=scenario,
+                scheduling=settings("table", 8),
+                dispatch=dispatch,
+            )
+
+
+def saturated_runs(args: argparse.Namespace) -> Iterator[Run]:
+    for seed in SEEDS:
+        scenario = Scenario(
+            requests=REQUESTS["saturated"],
+            arrival_rate=np.inf,
+            lengths=f"file:{args.conversation}:output_tokens",
+            profile=ENGINE,
+            barrier=True,
+            seed=seed,
+        )
+        for rule, release in (("full, 8 bins", "full"), ("greedy, 8 bins", "greedy"), ("table, 20 ms/W", "table")):
+            dispatch = DispatchConfig(energy_weight=20.0) if release == "table" else DispatchConfig()
+            yield Run(
+                part="saturated",
+                case="all at once",
+                rule=rule,
+                scenario=scenario,
+                scheduling=settings(release, 8),
+                dispatch=dispatch,
+            )
+
+
+def cost_runs() -> Iterator[Run]:
+    """One token a request: a batch takes what the profile says for its size."""
+    for load in BASIC_LOADS:
+        for rule, scheduling in (
+            ("greedy", settings("greedy")),
+            *((f"static {size}", settings(f"static:{size}")) for size in (8, 16, 32)),
+            ("timeout 5 ms", settings("timeout", batch_wait_s=0.005)),
+            ("timeout 20 ms", settings("timeout", batch_wait_s=0.02)),
+            ("rate as printed", settings("rate")),
+            ("rate with head-room", settings("rate-headroom", batch_wait_s=0.02)),
+        ):
+            scenario = Scenario(
+                requests=REQUESTS["cost"], load=load, lengths="constant:1", profile=BASIC, barrier=True, seed=SEEDS[0]
+            )
+            yield Run(part="cost", case=f"load {load:g}", rule=rule, scenario=scenario, scheduling=scheduling)
+
+
+def capacity_per_s(lengths: Path) -> float:
+    """Requests a second of full batches if none had to wait for its longest answer."""
+    tokens = float(read_lengths(f"{lengths}:output_tokens").mean())
+    return BATCH / (tokens * float(profile.resolve(ENGINE).step_s.at([BATCH])[0]))
+
+
+# ---- running ----------------------------------------------------------------------------------------------------
+
+
+def measure_all(runs: Iterable[Run], jobs: int) -> list[Row]:
+    """Medians over seeds, in the order of the runs."""
+    asked = list(runs)
+    console = Console(stderr=True)
+    with ProcessPoolExecutor(jobs) as pool, Progress(console=console, disable=not console.is_terminal) as progress:
+        rows = []
+        for row in progress.track(pool.map(measure, asked), total=len(asked), description="simulating"):
+            rows.append(row)
+            if not console.is_terminal and len(rows) % 20 == 0:
+                print(f"{len(rows)} of {len(asked)} runs", file=sys.stderr, flush=True)
+    together: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        together.setdefault((row.part, row.case, row.rule), []).append(row)
+    return [median(same) for same in together.values()]
+
+
+def median(rows: list[Row]) -> Row:
+    names = Row.__struct_fields__[3:]
+    return msgspec.structs.replace(
+        rows[0], **{name: float(np.median([getattr(row, name) for row in rows])) for name in names}
+    )
+
+
+def best_greedy(rows: Iterable[Row], case: str) -> Row:
+    """The greedy of least mean latency."""
+    return min(
+        (row for row in rows if row.case == case and row.rule.startswith("greedy")), key=lambda row: row.latency_s_mean
+    )
+
+
+def costs(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """The basic scenario's average costs, ms: of each rule as simulated, and of the SMDP's policy, exactly."""
+    basic, sizes = profile.resolve(BASIC), np.arange(1, BATCH + 1)
+    service = ServiceTimes.deterministic(basic.step_s.at(sizes))
+    found = []
+    for load in BASIC_LOADS:
+        queue = Queue(load * BATCH / float(service.mean_s[-1]), service, basic.step_j.at(sizes))
+        for weight in BASIC_WEIGHTS:
+            optimum = queue.solve(weight).average_cost
+            for row in rows:
+                if row.part == "cost" and row.case == f"load {load:g}":
+                    cost = MS_PER_S * row.latency_s_mean + weight * row.power_w_mean
+                    found.append(
+                        {
+                            "load": load,
+                            "energy_weight": weight,
+                            "rule": row.rule,
+                            "cost_ms": cost,
+                            "smdp_cost_ms": optimum,
+                        }
+                    )
+    return found
+
+
+# ---- showing ----------------------------------------------------------------------------------------------------
+
+COLUMNS = ("case", "rule", "mean (s)", "p50", "p95", "J/token", "batch", "busy", "tokens/s")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.case,
+        row.rule,
+        f"{row.latency_s_mean:.2f}",
+        f"{row.latency_s_p50:.2f}",
+        f"{row.latency_s_p95:.2f}",
+        f"{row.energy_j_per_token:.3f}",
+        f"{row.batch_size_mean:.1f}",
+        f"{row.utilisation:.2f}",
+        f"{row.output_tokens_per_s:.0f}",
+    )
+
+
+def show(rows: list[Row], cost_rows: list[dict[str, Any]], markdown: bool) -> None:
+    for part in dict.fromkeys(row.part for row in rows if row.part != "cost"):
+        chosen = [cells(row) for row in rows if row.part == part]
+        if markdown:
+            print(f"\n{part}\n\n| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
+            print("\n".join("| " + " | ".join(row) + " |" for row in chosen))
+            continue
+        table = Table(*COLUMNS, title=part, title_justify="left")
+        for row in chosen:
+            table.add_row(*row)
+        Console().print(table)
+    if cost_rows:
+        least = min(cost_rows, key=lambda row: row["cost_ms"] / row["smdp_cost_ms"])
+        ratio = least["cost_ms"] / least["smdp_cost_ms"]
+        print(f"\ncost: the least of {len(cost_rows)} simulated costs is {ratio:.4f} of the SMDP's: {least['rule']}")
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Energy against the 95th percentile, a panel for each load."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    cases = [f"load {load:g}" for load in LOADS]
+    figure, axes = plt.subplots(1, len(cases), figsize=(4 * len(cases), 4), layout="constrained")
+    kinds = {
+        "greedy": ("o", "tab:blue"),
+        "timeout": ("^", "tab:green"),
+        "full": ("v", "tab:gray"),
+        "table": ("s", "tab:orange"),
+    }
+    for axis, case in zip(axes, cases, strict=True):
+        for kind, (marker, colour) in kinds.items():
+            chosen = [row for row in rows if row.part == "load" and row.case == case and row.rule.startswith(kind)]
+            axis.plot(
+                [row.latency_s_p95 for row in chosen],
+                [row.energy_j_per_token for row in chosen],
+                marker,
+                color=colour,
+                label=kind,
+            )
+        axis.set_xscale("log")
+        axis.set_title(case)
+        axis.set_xlabel("95th percentile of latency (s)")
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("energy per output token (J)")
+    axes[0].legend()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--conversation", type=Path, required=True, metavar="FILE", help="trace of a chat service")
+    parser.add_argument("--code", type=Path, required=True, metavar="FILE", help="trace of a code service, bursty")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at once")
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="write results/dispatch.json and dispatch.png here"
+    )
+    args = parser.parse_args()
+    rows = measure_all(load_runs(args, {}), args.jobs)
+    targets_s = {case: 1.4 * best_greedy(rows, case).latency_s_p95 for case in dict.fromkeys(row.case for row in rows)}
+    later = [*load_runs(args, targets_s), *refill_runs(args), *trace_runs(args), *saturated_runs(args), *cost_runs()]
+    rows = sorted(rows + measure_all(later, args.jobs), key=lambda row: (row.part, row.case))
+    cost_rows = costs(rows)
+    show(rows, cost_rows, args.markdown)
+    if args.output:
+        found = {"seeds": SEEDS, "requests": REQUESTS, "engine": ENGINE, "rows": rows, "costs": cost_rows}
+        path = args.output / "results" / "dispatch.json"
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+        plot(rows, args.output / "dispatch.png")
+
+
+if __name__ == "__main__":
+    main()
