@@ -254,14 +254,14 @@ def test_one_predictor_serves_several_models_and_reads_system_prompts_and_histor
         model, system, history = rng.choice(["terse", "wordy"]), rng.choice(["", "be brief"]), rng.choice([0, 50_000])
         tokens = 40 * (3 if model == "wordy" else 1) * (1 if system else 2) * (2 if history else 1)
         rows.append(Row(Prompt(f"number {i}", model, system, history), tokens))
-    options = replace(QUICK, base_model=str(base), epochs=20, learning_rate=1e-3, max_length_tokens=24)
+    options = replace(QUICK, base_model=str(base), epochs=40, learning_rate=1e-3, max_length_tokens=24)
     trained = predictor_of(train(split_rows(rows, seed=0), options, tmp_path / "out"))
 
     def median(**fields: Any) -> float:
         return float(trained.predict([Prompt("number 7", **fields)])[0, 7])
 
     assert median(model="wordy") > 1.5 * median(model="terse")
-    assert median(model="terse") > 1.2 * median(model="terse", system="be brief")
+    assert median(model="terse") > 1.1 * median(model="terse", system="be brief")  # 1 without reading it, 2 in truth
     assert median(model="terse", history_characters=60_000) > 1.2 * median(model="terse")
     assert median(model="terse") < median(model="never heard of") < median(model="wordy")
 
