@@ -1,0 +1,63 @@
+"""How far plans are from the joint optimum of two bins on one engine, at one load."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "measure_dispatch_gap.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """At one load and two weights: a second each."""
+    spec = importlib.util.spec_from_file_location("measure_dispatch_gap", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    module.LOADS, module.WEIGHTS = (0.3,), (0.0, 5.0)  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.fixture(scope="module")
+def rows(script: ModuleType) -> list[dict[str, float]]:
+    found: list[dict[str, float]] = script.measure()
+    return found
+
+
+def test_the_joint_optimum_costs_no_more_than_the_plan_nor_than_greedy(rows: list[dict[str, float]]) -> None:
+    assert [(row["load"], row["energy_weight"]) for row in rows] == [(0.3, 0.0), (0.3, 5.0)]
+    for row in rows:
+        assert row["optimum_ms"] <= row["plan_ms"] * (1 + 1e-9)
+        assert row["optimum_ms"] <= row["greedy_ms"] * (1 + 1e-9)
+
+
+def test_the_plans_gap_is_below_6_per_cent_and_below_greedys_where_energy_counts(rows: list[dict[str, float]]) -> None:
+    gaps = [row["plan_ms"] / row["optimum_ms"] - 1 for row in rows]
+    assert max(gaps) < 0.06
+    assert rows[1]["plan_ms"] < rows[1]["greedy_ms"]
+
+
+def test_the_command_prints_the_gaps_and_writes_them(
+    script: ModuleType,
+    rows: list[dict[str, float]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "gap.json"
+    monkeypatch.setattr(script, "measure", lambda: rows)
+    monkeypatch.setattr(sys, "argv", ["measure_dispatch_gap.py", "--json", str(path)])
+    script.main()
+    assert json.loads(path.read_text()) == rows
+    printed = capsys.readouterr().out
+    for row in rows:
+        assert f"{row['optimum_ms']:.1f}" in printed
+        assert f"+{row['plan_ms'] / row['optimum_ms'] - 1:.2%}" in printed
