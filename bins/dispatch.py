@@ -13,9 +13,9 @@ that is from the joint optimum.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -25,16 +25,20 @@ from bins.refill import RefillEngine
 from bins.service import ServiceTimes
 from bins.smdp import MS_PER_S, Evaluation, Queue, Solution, Unstable
 
-PASSES = 2  # over the queues' shares of the engines
+PASSES = 3  # over the queues' shares of the engines
+JOINED_MAX = 0.7  # load of an engine whose slots refill up to which requests join it rather than wake another
 LOAD_MAX = 0.95  # above, nothing is gained by waiting: the plan gets out of the way
 STAY = 0.03  # another number of queues must be better by more than this
+CYCLES = 30  # rounds towards a cycle that reproduces itself
 SEARCHES_MAX = 40  # breakpoints of the weight looked at
 SHARE_STEPS = 20  # of a mixture's share towards the target
 NEAR = 1e-3  # relative: a target met so exactly is met
 WEIGHT_MAX = 1e9  # ms/W, for energy alone
-SAMPLES = 10_000  # response times that percentiles are taken of
+SAMPLES = 10_000  # response times that percentiles are taken of; they are then off by about the next
+SAMPLING_ERROR = 0.02
 PERCENTILE_ROUNDS, PERCENTILE_NEAR = 6, 0.03
 SURE_DEVIATIONS = 3.0  # of the time that the missing requests take to come, before something must be wrong
+LATE = 0.9  # share of batches that have ended by `late_s`
 PARTS = 16  # slices of a bin's longest length
 ERROR_MAX = 1e-5  # relative: rates and lengths are not known better
 
@@ -60,12 +64,14 @@ class Observed:
     rates_per_s  arrivals a second of each bin; all zero: nothing is known yet
     lengths      of each bin, equally likely output lengths, tokens, ascending
     engines      that are up, >= 1
+    slots        sequences that each of them runs at once
     queues       in force, of a plan for a known load; 0: there is none
     """
 
     rates_per_s: tuple[float, ...]
     lengths: tuple[tuple[float, ...], ...]
     engines: int
+    slots: int
     queues: int
 
 
@@ -77,6 +83,7 @@ class DispatchTable:
     other       the actions of some decisions, in a mixture of two policies; () without one
     advantage   of serving over waiting: cost saved for each second of the engine's time, ms
     service_s   expected time of a batch, by its size from 1 on
+    late_s      so long it takes at most nine times in ten
     wait_s_max  longest wait of a request for an engine that is free: were arrivals as observed, it would have ended
     """
 
@@ -84,6 +91,7 @@ class DispatchTable:
     other: tuple[int, ...]
     advantage: tuple[float, ...]
     service_s: tuple[float, ...]
+    late_s: tuple[float, ...]
     wait_s_max: float
 
 
@@ -92,7 +100,7 @@ class DispatchPlan:
     """queue_of: of each bin, the queue its requests wait in.  share: of decisions that follow `other`.
 
     response_s_mean, power_w_mean are what the model expects, None where it expects nothing (no rates, or overload);
-    target_met: whether it expects the wish to come true.
+    target_met: whether it expects the wish to come true.  engines: that it was made for.
     """
 
     queue_of: tuple[int, ...]
@@ -102,6 +110,7 @@ class DispatchPlan:
     response_s_mean: float | None = None
     power_w_mean: float | None = None
     target_met: bool = True
+    engines: int = 1
 
 
 # ---- several queues, one weight ---------------------------------------------------------------------------------
@@ -156,7 +165,7 @@ def least_energy(queues: Sequence[Queue], response_s_max: float) -> Choice:
         saved_w = fast.power_w_mean - slow.power_w_mean
         if saved_w <= 0:
             return fast
-        weight = MS_PER_S * (slow.alone_s - fast.alone_s) / saved_w
+        weight = MS_PER_S * max(0.0, slow.alone_s - fast.alone_s) / saved_w
         between = least_cost(queues, weight, fast)
         saved = fast.cost_ms(weight) - between.cost_ms(weight)
         if saved <= 1e-9 * fast.cost_ms(weight):
@@ -205,16 +214,50 @@ def _sums(queues: Sequence[Queue], evaluations: Sequence[Evaluation]) -> tuple[f
     Idle power, which each evaluation has, counts once.
     """
     idle_w = queues[0].engines * queues[0].idle_power_w
-    alone_s = kept_s = 0.0
-    for index, (queue, own) in enumerate(zip(queues, evaluations, strict=True)):
-        others = [each for place, each in enumerate(evaluations) if place != index]
-        alone_s += queue.response_weight * own.response_s_mean
-        kept_s += queue.response_weight * _met_busy_s(queue, own, others)
-    return alone_s + kept_s, idle_w + sum(each.power_w_mean - idle_w for each in evaluations), alone_s
+    above_idle_w = sum(each.power_w_mean - idle_w for each in evaluations)
+    weights = [queue.response_weight for queue in queues]
+    alone_s = sum(weight * own.response_s_mean for weight, own in zip(weights, evaluations, strict=True))
+    used = sum(each.utilisation for each in evaluations)
+    if used > 1.0 and len(queues) > 1:  # more than there is: they take turns, and are as busy as can be
+        turns_s = _turns_s(queues, evaluations)
+        response_s = sum(
+            weight * max(own.response_s_mean, turn_s)
+            for weight, own, turn_s in zip(weights, evaluations, turns_s, strict=True)
+        )
+        return response_s, idle_w + above_idle_w / used, alone_s
+    kept_s = 0.0
+    for queue, (own, others) in zip(queues, _beside_others(evaluations), strict=True):
+        often, waits_s = _met_busy(queue, own, others)
+        kept_s += queue.response_weight * often * waits_s
+    return alone_s + kept_s, idle_w + above_idle_w, alone_s
 
 
-def _met_busy_s(queue: Queue, own: Evaluation, others: Sequence[Evaluation]) -> float:
-    """How long a request waits on average because it comes to a queue at rest, while others' batches run.
+def _turns_s(queues: Sequence[Queue], evaluations: Sequence[Evaluation]) -> list[float]:
+    """Response time of each queue's requests when batches of all queues follow each other without a pause.
+
+    A cycle lasts as long as a batch of each queue that has one by then: it is found by going round from full batches.
+    A request waits for half a cycle, and then for its own batch.
+    """
+
+    def batch_s(queue: Queue, own: Evaluation, cycle_s: float) -> float:
+        size = max(own.batch_size_mean, queue.arrival_rate_per_s * cycle_s)
+        return float(np.interp(size, queue.service.sizes, queue.service.mean_s))
+
+    pairs = list(zip(queues, evaluations, strict=True))
+    cycle_s = sum(float(queue.service.mean_s[-1]) for queue in queues) / queues[0].engines
+    for _ in range(CYCLES):
+        cycle_s = (
+            sum(
+                min(1.0, queue.arrival_rate_per_s * cycle_s / own.batch_size_mean) * batch_s(queue, own, cycle_s)
+                for queue, own in pairs
+            )
+            / queues[0].engines
+        )
+    return [cycle_s / 2 + batch_s(queue, own, cycle_s) for queue, own in pairs]
+
+
+def _met_busy(queue: Queue, own: Evaluation, others: Sequence[Evaluation]) -> tuple[float, float]:
+    """How often a request comes to a queue at rest while others' batches run, and how long it then waits, seconds.
 
     The queue's own process knows of others only that its engines come back later from a batch of its own. A request
     waits for what is left of the batch that runs, and for half of what others bring meanwhile: of two queues that wait,
@@ -222,51 +265,64 @@ def _met_busy_s(queue: Queue, own: Evaluation, others: Sequence[Evaluation]) -> 
     """
     busy = sum(each.utilisation for each in others)
     if not others or busy <= 0:
-        return 0.0
+        return 0.0, 0.0
     left = max(1e-9, 1.0 - own.utilisation)
     at_rest = max(0.0, 1.0 - own.utilisation * queue.engines * queue.occupied)
     residual_s = sum(each.utilisation * each.residual_s for each in others) / busy
-    return at_rest * min(1.0, busy / left) ** queue.engines * residual_s / (1.0 - min(1.0, busy) / 2)
+    return at_rest * min(1.0, busy / left) ** queue.engines, residual_s / (1.0 - min(1.0, busy) / 2)
+
+
+def _beside_others(evaluations: Sequence[Evaluation]) -> list[tuple[Evaluation, list[Evaluation]]]:
+    """Each with those of the other queues."""
+    return [(own, [*evaluations[:index], *evaluations[index + 1 :]]) for index, own in enumerate(evaluations)]
 
 
 def percentile(queues: Sequence[Queue], choice: Choice, level: float) -> float:
     """Of all requests' response times, seconds, by sampling the queues' models (always the same draws)."""
     rng = np.random.default_rng(0)
     drawn = []
-    for index, queue in enumerate(queues):
+    pairs = _beside_others([solution.evaluation for solution in choice.solutions])
+    for index, (queue, (own, others)) in enumerate(zip(queues, pairs, strict=True)):
         count = max(1, round(SAMPLES * queue.response_weight))
         other = choice.others[index].policy if choice.others else None
-        drawn.append(queue.draw_responses(choice.solutions[index].policy, count, rng, other, choice.share))
+        response_s = queue.draw_responses(choice.solutions[index].policy, count, rng, other, choice.share)
+        often, waits_s = _met_busy(queue, own, others)
+        drawn.append(response_s + (rng.random(count) < often) * rng.exponential(waits_s, count))
     return float(np.percentile(np.concatenate(drawn), level))
 
 
-def within_percentile(queues: Sequence[Queue], target_s: float, level: float) -> Choice:
-    """The policies of least power whose percentile of response times is within the target; the fastest when none is.
+def within_percentile(
+    choose: Callable[[float], tuple[Choice, list[Queue]]], target_s: float, level: float
+) -> tuple[Choice, list[Queue]]:
+    """The policies of least power whose percentile of response times is within the target, and their queues.
 
-    A percentile is a multiple of the mean that changes slowly with it, so the mean is sought for which it is the
-    target.
+    choose: the policies of least power for a target of the mean, and their queues. A percentile is a multiple of the
+    mean that changes slowly with it, so the mean is sought for which it is the target. The fastest when none is.
     """
-    best = least_cost(queues, 0.0)
+    best, queues = choose(0.0)
     reached_s = percentile(queues, best, level)
-    if reached_s > target_s:
-        return replace(best, target_met=False)
-    aim_s = (1.0 - PERCENTILE_NEAR / 2) * target_s
+    best = replace(best, target_met=reached_s <= target_s)
+    if not best.target_met:
+        return best, queues
+    bound_s = (1.0 - SAMPLING_ERROR) * target_s
+    aim_s = (1.0 - PERCENTILE_NEAR / 2) * bound_s
     low, high = (best.response_s_mean, reached_s), None  # mean and percentile, within the target and beyond it
     for _ in range(PERCENTILE_ROUNDS):
         if high is None:
             mean_s = low[0] * max(aim_s / low[1], 1.0)
         else:
             mean_s = low[0] + (high[0] - low[0]) * max(0.0, aim_s - low[1]) / (high[1] - low[1])
-        choice = least_energy(queues, mean_s)
-        reached_s = percentile(queues, choice, level)
-        if reached_s > target_s:
+        choice, beside = choose(mean_s)
+        reached_s = percentile(beside, choice, level)
+        if reached_s > bound_s:
             high = mean_s, reached_s
             continue
         low = mean_s, reached_s
-        best = min(best, choice, key=lambda each: each.power_w_mean)
-        if reached_s > (1.0 - PERCENTILE_NEAR) * target_s:
+        if choice.power_w_mean < best.power_w_mean:
+            best, queues = choice, beside
+        if reached_s > (1.0 - PERCENTILE_NEAR) * bound_s:
             break
-    return best
+    return best, queues
 
 
 # ---- the plan ---------------------------------------------------------------------------------------------------
@@ -285,6 +341,8 @@ class DispatchSolver:
         self.wish = wish
         self._barrier = barrier
         self._merges = merges
+        if profile.slots_max is not None and batch_size > profile.slots_max:
+            raise ValueError(f"the profile {profile.name} is of batches up to {profile.slots_max}, not {batch_size}")
         sizes = np.arange(1, batch_size + 1)
         self._sizes = sizes
         self._step_s, self._step_j = profile.step_s.at(sizes), profile.step_j.at(sizes)
@@ -298,19 +356,23 @@ class DispatchSolver:
         if not self._barrier:
             return self._refill(observed)
         plans: dict[int, DispatchPlan] = {}
-        for count in _counts(bins, observed.queues):
+        near = _counts(bins, observed.queues)
+        for count in [*near, *(other for other in _counts(bins, 0) if other not in near)]:
+            if plans and count not in near:
+                break  # far from what is in force: only where nothing near it will do
             try:
                 plans[count] = self.plan_of(observed, count)
-            except (Unstable, NotConverged):
+            except (Unstable, NotConverged, np.linalg.LinAlgError):
                 continue
         return plans[self._best(plans, observed.queues)] if plans else self.greedy(observed)
 
     def plan_of(self, observed: Observed, count: int) -> DispatchPlan:
         """The plan with so many queues. Raises Unstable, NotConverged."""
-        choice, queues = self._choose(observed, count)
         target_s, level = self.wish.latency_target_s, self.wish.percentile
         if target_s is not None and level is not None:
-            choice = within_percentile(queues, target_s, level)
+            choice, queues = within_percentile(partial(self._choose, observed, count), target_s, level)
+        else:
+            choice, queues = self._choose(observed, count, target_s)
         others = choice.others or (None,) * count
         return DispatchPlan(
             queue_of=_queue_of(len(observed.rates_per_s), count),
@@ -320,6 +382,7 @@ class DispatchSolver:
             response_s_mean=choice.response_s_mean,
             power_w_mean=choice.power_w_mean,
             target_met=choice.target_met,
+            engines=observed.engines,
         )
 
     def _best(self, plans: dict[int, DispatchPlan], in_force: int) -> int:
@@ -336,10 +399,10 @@ class DispatchSolver:
 
         return min(plans, key=lambda count: (*rank(count), count))
 
-    def _choose(self, observed: Observed, count: int) -> tuple[Choice, list[Queue]]:
-        """The best policies of so many queues, and these. Raises Unstable, NotConverged.
+    def _choose(self, observed: Observed, count: int, response_s_max: float | None) -> tuple[Choice, list[Queue]]:
+        """The best policies of so many queues, within a mean response time if one is given, and these.
 
-        A percentile's target is taken for one of the mean: near enough to know how the queues share the engines.
+        Raises Unstable, NotConverged.
         """
         queues = self._queues(observed, count)
         loads = [queue.load for queue in queues]  # with the engines to itself
@@ -350,11 +413,12 @@ class DispatchSolver:
         for _ in range(PASSES if count > 1 else 1):
             elsewhere = [min(sum(busy) - own, 1.0 - load / LOAD_MAX) for own, load in zip(busy, loads, strict=True)]
             shared = [queue.beside(share) for queue, share in zip(queues, elsewhere, strict=True)]
-            if self.wish.latency_target_s is None:
+            if response_s_max is None:
                 choice = least_cost(shared, self.wish.energy_weight, choice)
             else:
-                choice = least_energy(shared, self.wish.latency_target_s)
+                choice = least_energy(shared, response_s_max)
             used = [solution.evaluation.utilisation for solution in choice.solutions]
+            used = [own * min(1.0, LOAD_MAX / sum(used)) for own in used]  # together no more than there is
             busy = [(before + now) / 2 for before, now in zip(busy, used, strict=True)]  # or they would take turns
         assert choice is not None, "there is at least one pass"
         return choice, shared
@@ -398,6 +462,7 @@ class DispatchSolver:
             other=tuple(other.policy[: largest + 1].tolist()) if other is not None else (),
             advantage=tuple(advantage.round(9).tolist()),
             service_s=tuple(queue.service.mean_s.tolist()),
+            late_s=_late_s(queue.service),
             wait_s_max=_sure_s(least, queue.arrival_rate_per_s),
         )
 
@@ -407,11 +472,16 @@ class DispatchSolver:
         count = bins if self._barrier else 1
         tables = []
         actions = tuple(range(int(self._sizes[-1]) + 1))
-        for members in _members(len(observed.rates_per_s), count):
+        for members in _members(bins, count):
             service = self._service(_merged(observed, members))
-            tables.append(DispatchTable(actions, (), (), tuple(service.mean_s.tolist()), 0.0))
+            tables.append(DispatchTable(actions, (), (), tuple(service.mean_s.tolist()), _late_s(service), 0.0))
+        target_s = self.wish.latency_target_s
         return DispatchPlan(
-            _queue_of(len(observed.rates_per_s), count), tuple(tables), latency_target_s=self.wish.latency_target_s
+            queue_of=_queue_of(bins, count),
+            tables=tuple(tables),
+            latency_target_s=target_s,
+            target_met=target_s is None or not any(observed.rates_per_s),
+            engines=observed.engines,
         )
 
     def _refill(self, observed: Observed) -> DispatchPlan:
@@ -419,24 +489,39 @@ class DispatchSolver:
         bins = len(observed.rates_per_s)
         lengths = _merged(observed, range(bins))
         rate = sum(observed.rates_per_s)
-        engine = RefillEngine(
-            rate / observed.engines, float(np.mean(lengths)), self._step_s, self._step_j, self.profile.idle_w
-        )
+        sizes = np.arange(1, observed.slots + 1)
+        most = min(observed.slots, int(self._sizes[-1]))
+        for used in range(1, observed.engines + 1):  # who comes joins an engine that runs, so that others stay idle
+            engine = RefillEngine(
+                arrival_rate_per_s=rate / used,
+                tokens_mean=float(np.mean(lengths)),
+                step_s=self.profile.step_s.at(sizes),
+                step_j=self.profile.step_j.at(sizes),
+                idle_power_w=self.profile.idle_w,
+            )
+            if engine.load <= JOINED_MAX:
+                break
         try:
-            least, response_s, power_w, met = engine.best(self.wish.energy_weight, self.wish.latency_target_s)
+            least, response_s, power_w, met = engine.best(self.wish.energy_weight, self.wish.latency_target_s, most)
         except Unstable:
             return self.greedy(observed)
         actions = tuple(count if count >= least else 0 for count in range(int(self._sizes[-1]) + 1))
         service = self._service(lengths)
-        table = DispatchTable(actions, (), (), tuple(service.mean_s.tolist()), _sure_s(least, rate))
+        table = DispatchTable(actions, (), (), tuple(service.mean_s.tolist()), _late_s(service), _sure_s(least, rate))
         return DispatchPlan(
             queue_of=(0,) * bins,
             tables=(table,),
             latency_target_s=self.wish.latency_target_s,
             response_s_mean=response_s,
-            power_w_mean=observed.engines * power_w,
+            power_w_mean=used * power_w + (observed.engines - used) * self.profile.idle_w,
             target_met=met,
+            engines=observed.engines,
         )
+
+
+def _late_s(service: ServiceTimes) -> tuple[float, ...]:
+    """The ninth decile of a batch's time, by size, of equally likely parts."""
+    return tuple(service.parts_s[:, math.ceil(LATE * service.weights.size) - 1].tolist())
 
 
 def _sure_s(count: int, rate_per_s: float) -> float:
@@ -470,5 +555,5 @@ def _merged(observed: Observed, members: Sequence[int]) -> list[float]:
         return [length for index in members for length in observed.lengths[index]]
     lengths: list[float] = []
     for index, rate in zip(members, rates, strict=True):
-        lengths += list(observed.lengths[index]) * max(1, round(4 * rate / most))
+        lengths += list(observed.lengths[index]) * round(8 * rate / most)
     return lengths

@@ -59,9 +59,19 @@ class RefillEngine:
         response_s = (least * (least - 1) / (2 * rate) + held) / cycle_s / rate
         return response_s, self.idle_power_w + energy_j / cycle_s
 
-    def best(self, energy_weight: float, response_s_max: float | None = None) -> tuple[int, float, float, bool]:
-        """(Q, mean response time, mean power, whether the target is met): least cost, or least power in the target."""
-        response_s, power_w = self.thresholds()
+    @property
+    def load(self) -> float:
+        """Arrivals over what all slots together can serve."""
+        return self.arrival_rate_per_s * self.tokens_mean * float(self.step_s[-1]) / self.step_s.size
+
+    def best(
+        self, energy_weight: float, response_s_max: float | None = None, most: int | None = None
+    ) -> tuple[int, float, float, bool]:
+        """(Q, mean response time, mean power, whether the target is met): least cost, or least power in the target.
+
+        most: largest Q to choose.
+        """
+        response_s, power_w = (each[:most] for each in self.thresholds())
         if response_s_max is None:
             index = int(np.argmin(MS_PER_S * response_s + energy_weight * power_w))
         elif (response_s <= response_s_max).any():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
+
+import numpy  # noqa: F401 (its libraries must be loaded before they are limited)
+from threadpoolctl import threadpool_limits
 
 from llmserve import __version__
 from llmserve.errors import ConfigError, LLMServeError
@@ -40,9 +42,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 failed at run time, 2 wrongly asked."""
-    # Before numpy is loaded. Our matrices are small: threads that share them cost more than they give, and plans are
-    # made beside a server that needs its cores.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Our matrices are small: threads that share them cost more than they give, and plans are made beside a server that
+    # needs its cores.
+    threadpool_limits(1, user_api="blas")
     words, for_engine = _split(sys.argv[1:] if argv is None else argv)
     args, unknown = parser().parse_known_args(words)
     if for_engine:

@@ -164,13 +164,23 @@ def sections() -> dict[str, type[msgspec.Struct]]:
 # ---- flags --------------------------------------------------------------------------------------------------------
 
 
-def add_flags(parser: argparse.ArgumentParser, struct: type[msgspec.Struct], title: str, **defaults: Any) -> None:
-    """A group of flags, one per field; absent flags leave no trace. defaults: what the help shows instead."""
+def add_flags(
+    parser: argparse.ArgumentParser,
+    struct: type[msgspec.Struct],
+    title: str,
+    *,
+    skip: Collection[str] = (),
+    **defaults: Any,
+) -> None:
+    """A group of flags, one per field but those to skip; absent flags leave no trace.
+
+    defaults: what the help shows instead.
+    """
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(struct, include_extras=True)
     for field in msgspec.structs.fields(struct):
         default = defaults.get(field.name, field.default)
-        if _extra(hints[field.name]).get("flag", True):
+        if field.name not in skip and _extra(hints[field.name]).get("flag", True):
             group.add_argument(flag_of(field.name), dest=field.name, **_flag(hints[field.name], default))
 
 
@@ -201,6 +211,7 @@ def _flag(hint: Any, default: Any) -> dict[str, Any]:
 
 def _metavar(kind: Any) -> str:
     parts = {kind, *get_args(kind)}
+    parts |= {part for outer in get_args(kind) for part in get_args(outer)}  # of an optional value with limits
     if any(get_origin(part) is tuple for part in parts):
         return "X,X,..."
     return "TEXT" if str in parts else "X" if float in parts else "N"

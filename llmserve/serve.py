@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from bins.profile import Profile
     from llmserve.cluster.live import LiveCluster
-    from llmserve.energy import EnergyMeter
+    from llmserve.energy import EnergyMeter, MeasuredEnergy
     from llmserve.engines.engine import Engine
     from llmserve.engines.engine_process import EngineProcess
     from predictor.forecaster import Forecaster
@@ -143,8 +143,14 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
     config = _resolved(config)
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(_listener(config.server.host, config.server.port))
-        cluster = await _start_cluster(config, stack)
-        metrics = Metrics(cluster, config.scheduling.full_batch, await _energy_meters(config, cluster, stack))
+        cluster, gpus = await _start_cluster(config, stack)
+        profile = _profile(config)
+        metrics = Metrics(
+            cluster,
+            config.scheduling.full_batch,
+            await _energy_meters(config, cluster, profile, gpus, stack),
+            energy_known=profile is None or profile.energy_known,
+        )
         doorkeeper = Doorkeeper(
             keys,
             concurrent_max=config.limits.concurrent_max,
@@ -219,8 +225,11 @@ def _on_stop_signals(callback: Callable[[], None]) -> Iterator[None]:
 # ---- the cluster --------------------------------------------------------------------------------------------------
 
 
-async def _start_cluster(config: Config, stack: AsyncExitStack) -> LiveCluster:
-    """Engines and predictor up (both at once: each loads for seconds), then the cluster on top of them."""
+async def _start_cluster(config: Config, stack: AsyncExitStack) -> tuple[LiveCluster, str | None]:
+    """Engines and predictor up (both at once: each loads for seconds), then the cluster on top of them.
+
+    Also the GPUs that were given to engines started here, see _start_engines.
+    """
     from llmserve.cluster.journal import Header, Journal
     from llmserve.cluster.live import LiveCluster
     from llmserve.cluster.record import LengthRecord
@@ -228,8 +237,9 @@ async def _start_cluster(config: Config, stack: AsyncExitStack) -> LiveCluster:
     async with _at_once() as group:
         engines_task = group.create_task(_start_engines(config, stack))
         predictor_task = group.create_task(_start_predictor(config, stack))
-    engines, predictor = engines_task.result(), predictor_task.result()
-    header = Header(config.scheduling, config.scheduling.scores(predictor.forecasts if predictor is not None else ()))
+    (engines, gpus), predictor = engines_task.result(), predictor_task.result()
+    forecasts = predictor.forecasts if predictor is not None else ()
+    header = Header(config.scheduling, config.scheduling.scores(forecasts), config.scheduling.likely_lengths(forecasts))
     cluster = LiveCluster(
         header.scheduler(),
         engines,
@@ -242,7 +252,7 @@ async def _start_cluster(config: Config, stack: AsyncExitStack) -> LiveCluster:
         solver=config.dispatch.solver(config.scheduling, barrier=_all_barrier(config)),
     )
     stack.push_async_callback(cluster.close)
-    return cluster
+    return cluster, gpus
 
 
 @contextlib.asynccontextmanager
@@ -263,8 +273,11 @@ def _forecaster(config: Config, predictor: PredictorProcess | None) -> Forecaste
     return Forecaster(predictor, learner, budget_s=config.prediction.predictor_budget_s)
 
 
-async def _start_engines(config: Config, stack: AsyncExitStack) -> list[Engine]:
-    """Those of ours are up, whether they run or not those of others."""
+async def _start_engines(config: Config, stack: AsyncExitStack) -> tuple[list[Engine], str | None]:
+    """Those of ours are up, whether they run or not those of others.
+
+    Also the GPUs that ours were given, as CUDA_VISIBLE_DEVICES names them; None: they see all that we see.
+    """
     from llmserve.engines.openai_engine import OpenAIEngine, Timeouts
     from llmserve.request import EngineInfo
 
@@ -275,7 +288,7 @@ async def _start_engines(config: Config, stack: AsyncExitStack) -> list[Engine]:
     urls = {_engine_name(url): url for url in engines.urls}
     if len(urls) < len(engines.urls):
         raise ConfigError("engine: the same server stands twice")
-    vllm, slots = _vllm_processes(config) if engines.has_vllm else ([], None)
+    vllm, slots, gpus = _vllm_processes(config) if engines.has_vllm else ([], None, None)
     embedded = [_embedded_process(config)] if engines.has_embedded else []
     await _start_processes([*embedded, *vllm], stack)
 
@@ -290,7 +303,7 @@ async def _start_engines(config: Config, stack: AsyncExitStack) -> list[Engine]:
         made.append(connect(info, url, learns_slots=not barrier and engines.slots is None))
     for engine in made:
         stack.push_async_callback(engine.close)
-    return made
+    return made, gpus
 
 
 async def _start_processes(processes: list[EngineProcess], stack: AsyncExitStack) -> None:
@@ -331,8 +344,8 @@ def _embedded_process(config: Config) -> EngineProcess:
     return EngineProcess("the embedded engine", command, start_s=config.engines.engine_start_s)
 
 
-def _vllm_processes(config: Config) -> tuple[list[EngineProcess], int | None]:
-    """Servers to be started, and the slots of each, None when only vLLM knows them.
+def _vllm_processes(config: Config) -> tuple[list[EngineProcess], int | None, str | None]:
+    """Servers to be started; the slots of each, None when only vLLM knows them; and the GPUs that they were given.
 
     Raises ConfigError on what can be known to fail before that.
     """
@@ -356,7 +369,9 @@ def _vllm_processes(config: Config) -> tuple[list[EngineProcess], int | None]:
     folder = _log_folder(engines.engine_log_folder, str(config.server.port))
     log.info("starting vLLM: %s; what it says goes to %s", ", ".join(replica.name for replica in replicas), folder)
     made = vllm_process.processes(replicas, start_s=engines.engine_start_s, log_folder=folder)
-    return made, None if slots is None else slots * vllm_process.ranks_of(engines.engine_args)
+    given = [replica.environment.get("CUDA_VISIBLE_DEVICES") for replica in replicas]
+    together = ",".join(filter(None, given)) if all(given) else None
+    return made, None if slots is None else slots * vllm_process.ranks_of(engines.engine_args), together
 
 
 def _log_folder(chosen: str | None, name: str) -> Path:
@@ -404,28 +419,45 @@ def _predictor_folder(config: Config) -> Path | None:
 # ---- energy -------------------------------------------------------------------------------------------------------
 
 
-async def _energy_meters(config: Config, cluster: LiveCluster, stack: AsyncExitStack) -> list[EnergyMeter]:
-    """By NVML where an engine may run on this machine's GPUs, by a model where their profile is given."""
-    from llmserve.energy import MeasuredEnergy, ModelledEnergy
-    from llmserve.engines.power import GpuEnergy
+async def _energy_meters(
+    config: Config, cluster: LiveCluster, profile: Profile | None, gpus: str | None, stack: AsyncExitStack
+) -> list[EnergyMeter]:
+    """By NVML where an engine may run on this machine's GPUs, by a model where their profile tells energy.
+
+    gpus : that were given to the engines started here, see _start_engines.
+    """
+    from llmserve.energy import ModelledEnergy
 
     meters: list[EnergyMeter] = []
-    if _may_use_gpus_here(config) and (gpus := GpuEnergy.open()) is not None:
-        stack.callback(gpus.close)
-        measured = MeasuredEnergy(gpus)
-        await stack.enter_async_context(measured.sampling(cluster.now_s))
+    if (measured := await _gpu_meter(config, cluster, gpus, stack)) is not None:
         meters.append(measured)
-    if (profile := _profile(config)) is not None:
+    if profile is not None and not profile.energy_known:
+        log.warning("the profile %s tells no energy: /metrics has no modelled joules", profile.name)
+    elif profile is not None:
         modelled = ModelledEnergy(profile)
         cluster.journal.listen(modelled.observe)
         meters.append(modelled)
     return meters
 
 
-def _may_use_gpus_here(config: Config) -> bool:
-    """The embedded engine runs on the CPU."""
-    hosts = [urlsplit(url).hostname or "" for url in config.engines.urls]
-    return config.engines.has_vllm or any(_is_loopback(host) for host in hosts)
+async def _gpu_meter(
+    config: Config, cluster: LiveCluster, gpus: str | None, stack: AsyncExitStack
+) -> MeasuredEnergy | None:
+    """Of the GPUs that engines on this machine may use; the embedded one uses none."""
+    from llmserve.energy import MeasuredEnergy
+    from llmserve.engines.power import GpuEnergy
+
+    engines = config.engines
+    here = [_is_loopback(urlsplit(url).hostname or "") for url in engines.urls]
+    if not engines.has_vllm and not any(here):
+        return None
+    energy = GpuEnergy.open(None if any(here) else gpus)  # a server that runs already may use any of ours
+    if energy is None:
+        return None
+    stack.callback(energy.close)
+    measured = MeasuredEnergy(energy, of_all_work=all(here) and not engines.has_embedded)
+    await stack.enter_async_context(measured.sampling(cluster.now_s))
+    return measured
 
 
 # ---- the listening socket -----------------------------------------------------------------------------------------

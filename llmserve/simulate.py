@@ -36,8 +36,8 @@ from llmserve.simulation.report import Recorder, Summary, elapsed, print_table, 
 
 PROGRESS_EVERY = 1_000  # arrivals between updates of the progress bar
 PLAIN_PROGRESS_EVERY = 250_000  # arrivals between lines when there is no terminal
-# The papers' rule, and a queue that refuses nobody.
-DEFAULTS: dict[str, Any] = {"release": "full", "queue_requests_max": 10**9}
+QUEUE_REQUESTS_MAX = 10**9  # a queue that refuses nobody
+RELEASE_HELP = "full with --barrier, as in the papers; greedy without"
 EDGES_SAMPLE = 4_000  # lengths that the first edges are made of
 LOAD_SAMPLE = 40_000  # lengths that an engine's capacity is computed from
 EXCLUDED = {  # what each of these leaves no room for
@@ -70,7 +70,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         Rate | None,
         Meta(
             description="instead of arrival-rate: Poisson arrivals at this share of what the engines serve in full "
-            "batches of one bin (refill: of as many as there are slots)",
+            "batches of one bin, all as long as their longest (refill: of as many as there are slots); 1 is all that "
+            "one bin can serve, and more bins serve more",
         ),
     ] = None
     lengths: Annotated[str | None, Meta(description=f"output tokens: {workload.LENGTHS_HELP} (default {LENGTHS})")] = (
@@ -122,13 +123,14 @@ class Workload:
     """What a run serves; request ids count from 0 in order of arrival.
 
     predictions         None: nothing predicts
-    sample              what bins go by, of requests like these: for the first edges
+    scores, lengths     of a sample of requests like these: what bins go by, and how long their answers are
     arrival_rate_per_s  asked for, or the trace's mean; inf when all come at once
     """
 
     trace: workload.Trace
     predictions: workload.Predictions | None
-    sample: tuple[float, ...]
+    scores: tuple[float, ...]
+    lengths: tuple[float, ...]
     arrival_rate_per_s: float
 
     def __len__(self) -> int:
@@ -175,7 +177,8 @@ def prepare(scenario: Scenario, scheduling: SchedulingConfig) -> Workload:
         trace = _draw(scenario, rate_per_s, streams[0], streams[2])
         sample = workload.draw_lengths(_or(scenario.lengths, LENGTHS), EDGES_SAMPLE, streams[1])
     predictions = workload.predict(scenario.predictions, trace.output_tokens, streams[3])
-    return Workload(trace, predictions, _scores(scenario, scheduling, sample, streams[1]), rate_per_s)
+    scores = _scores(scenario, scheduling, sample, streams[1])
+    return Workload(trace, predictions, scores, tuple(sample.tolist()), rate_per_s)
 
 
 def _draw(
@@ -227,14 +230,15 @@ def run(
 ) -> Summary:
     """Serve a prepared workload. scheduling : resolved. See simulate."""
     lengths = work.trace.output_tokens
-    header = Header(scheduling, work.sample)
+    header = Header(scheduling, work.scores, work.lengths)
     engines = _engines(scenario, scheduling, lengths.tolist())
     recorder = Recorder(len(work))
-    journal = Journal(header, path=journal_path) if journal_path is not None else None
+    scheduler, solver = header.scheduler(), _solver(scenario, scheduling, dispatch or DispatchConfig())
+    journal = Journal(header, path=journal_path) if journal_path is not None else None  # once nothing is wrong
     cluster = SimulatedCluster(
-        header.scheduler(),
+        scheduler,
         list(engines),
-        solver=_solver(scenario, scheduling, dispatch or DispatchConfig()),
+        solver=solver,
         journal=journal,
         on_step=_listener(recorder, on_arrival),
     )
@@ -302,23 +306,22 @@ def _listener(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, Scenario, "scenario")
-    add_flags(parser, SchedulingConfig, "scheduling", **DEFAULTS)
+    add_flags(parser, SchedulingConfig, "scheduling", release=RELEASE_HELP, queue_requests_max=QUEUE_REQUESTS_MAX)
+    add_flags(parser, DispatchConfig, "dispatching", skip={"profile"})  # the scenario's serves for both
     output = parser.add_argument_group("output")
     output.add_argument("--journal", type=Path, metavar="FILE", help="write every scheduling step, as JSON lines")
     output.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
 
 
 def main(args: argparse.Namespace) -> int:
-    given = vars(args)
-    scenario = convert(
-        Scenario, {name: given[name] for name in Scenario.__struct_fields__ if name in given}, "scenario"
-    )
-    names = SchedulingConfig.__struct_fields__
-    values = {**DEFAULTS, **{name: given[name] for name in names if name in given}}
-    scheduling = convert(SchedulingConfig, values, "scheduling").resolved(scenario.barrier)
+    scenario = convert(Scenario, _given(args, Scenario), "scenario")
+    defaults = {"release": "full" if scenario.barrier else "greedy", "queue_requests_max": QUEUE_REQUESTS_MAX}
+    asked = convert(SchedulingConfig, {**defaults, **_given(args, SchedulingConfig)}, "scheduling")
+    scheduling = asked.resolved(scenario.barrier)
+    dispatch = convert(DispatchConfig, _given(args, DispatchConfig), "dispatch")  # its profile is the scenario's
     try:
         work = prepare(scenario, scheduling)
-        summary = _run_with_progress(scenario, scheduling, work, args.journal)
+        summary = _run_with_progress(scenario, scheduling, dispatch, work, args.journal)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if args.json:
@@ -328,20 +331,26 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+def _given(args: argparse.Namespace, struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """The struct's fields that stand on the command line."""
+    return {name: value for name, value in vars(args).items() if name in struct.__struct_fields__}
+
+
 def _title(scenario: Scenario, scheduling: SchedulingConfig, work: Workload) -> str:
     kind = "barrier" if scenario.barrier else "refill"
     engines = f"{scenario.engines} {kind} engine{'s' if scenario.engines > 1 else ''}"
-    bins = f"{scheduling.bins} bins, batches of {scheduling.batch_size}, {scheduling.order}"
+    bins = f"{scheduling.bins} bins, batches of {scheduling.batch_size}"
+    policies = f"release {scheduling.release}, order {scheduling.order}"
     rate_per_s = work.arrival_rate_per_s
     arrive = "at once" if math.isinf(rate_per_s) else f"at {rate_per_s:.4g}/s"
-    return f"{len(work):,} requests {arrive}, {bins}, {engines}"
+    return f"{len(work):,} requests {arrive}, {bins}, {policies}, {engines}"
 
 
 def _run_with_progress(
-    scenario: Scenario, scheduling: SchedulingConfig, work: Workload, journal: Path | None
+    scenario: Scenario, scheduling: SchedulingConfig, dispatch: DispatchConfig, work: Workload, journal: Path | None
 ) -> Summary:
     if not sys.stderr.isatty():
-        return run(scenario, scheduling, work, journal_path=journal, on_arrival=_say_plainly)
+        return run(scenario, scheduling, work, journal_path=journal, on_arrival=_say_plainly, dispatch=dispatch)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("simulating", total=len(work))
         return run(
@@ -350,6 +359,7 @@ def _run_with_progress(
             work,
             journal_path=journal,
             on_arrival=lambda count: progress.update(task, completed=count),
+            dispatch=dispatch,
         )
 
 

@@ -4,8 +4,9 @@ One queue, Poisson arrivals, an engine that serves batches. Prints how many requ
 policies the one of least mean response time (ms) + energy weight x mean power (W), or of least energy within a latency
 target; and what it comes to.
 
-A batch of b takes SLOPE b + INTERCEPT ms and mJ (by default those of SMDP-J's basic scenario), or what its profile
-says. With --service samples:FILE these are per step, and a batch lasts as many steps as its longest answer has tokens.
+A batch of b takes SLOPE b + INTERCEPT ms and mJ, or what its profile says; where nothing is said, what it takes in
+SMDP-J's basic scenario. With --service samples:FILE these are per step, there is no default, and a batch lasts as many
+steps as its longest answer has tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bins.average_cost import NotConverged, Policy, relative_value_iteration
-from bins.dispatch import least_energy, within_percentile
+from bins.dispatch import Choice, least_energy, within_percentile
 from bins.profile import PROFILES, Curve, Profile, resolve
 from bins.service import Array, ServiceTimes
 from bins.smdp import MS_PER_S, Evaluation, Queue
@@ -47,6 +48,8 @@ LEVELS = (50, 90, 95, 99)
 DRAWS = 200_000  # response times that percentiles are taken of
 BLOCKS = " ▁▂▃▄▅▆▇█"
 CHART_ROWS, CHART_MARGIN, AXIS_STEP = 4, 6, 8
+GIB = 1 << 30
+TRANSITIONS_BYTES_MAX = GIB  # of the truncated model, which is held twice
 EXCLUDED = {  # what each of these leaves no room for
     "profile": ("latency_ms", "energy_mj"),
     "load": ("arrival_rate_per_s",),
@@ -63,20 +66,24 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     service: Annotated[str, Meta(description=f"distribution of a batch's time: {SERVICE_HELP}")] = "deterministic"
     latency_ms: Annotated[
         Affine | None,
-        Meta(description="SLOPE,INTERCEPT of a batch's mean time, by its size (default 0.3051,1.0524)"),
+        Meta(description="SLOPE,INTERCEPT of a batch's mean time, by its size; with energy-mj (default 0.3051,1.0524)"),
     ] = None
     energy_mj: Annotated[
-        Affine | None, Meta(description="SLOPE,INTERCEPT of a batch's energy, by its size (default 19.899,19.603)")
+        Affine | None,
+        Meta(description="SLOPE,INTERCEPT of a batch's energy, by its size; with latency-ms (default 19.899,19.603)"),
     ] = None
     profile: Annotated[
         str | None,
         Meta(description=f"{', '.join(PROFILES)}, or a file; instead of latency-ms and energy-mj"),
     ] = None
     batch_min: Annotated[int, Meta(ge=1, description="smallest batch")] = 1
-    batch_max: Annotated[int, Meta(ge=1, description="largest batch")] = 32
+    batch_max: Annotated[int, Meta(ge=1, le=4096, description="largest batch")] = 32
     load: Annotated[
         Positive | None,
-        Meta(description=f"arrivals over what batches of the largest size serve, below 1 (default {LOAD})"),
+        Meta(
+            description="arrivals over what batches of the largest size serve; 1 is all that full batches of the one "
+            f"bin serve, each as long as its longest answer, and must not be reached (default {LOAD})"
+        ),
     ] = None
     arrival_rate_per_s: Annotated[Positive | None, Meta(description="Poisson arrivals a second, instead of load")] = (
         None
@@ -100,7 +107,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         Literal["exact", "rvi"],
         Meta(description="exact: the infinite queue, by policy iteration; rvi: SMDP-J's truncated one, by values"),
     ] = "exact"
-    s_max: Annotated[int, Meta(ge=1, description="rvi: the last state before overflow")] = 70
+    s_max: Annotated[int, Meta(ge=1, le=5000, description="rvi: the last state before overflow")] = 70
     overflow_cost: Annotated[float, Meta(ge=0, description="rvi: ms a unit of time in overflow, c_o")] = 100.0
     epsilon: Annotated[float, Meta(gt=0, description="rvi: span at which it ends, ms")] = 0.01
     seed: Annotated[int, Meta(ge=0, description="of the draws that percentiles are taken of")] = 0
@@ -111,16 +118,39 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
             for other in others:
                 if getattr(self, name) is not None and getattr(self, other) is not None:
                     raise ConfigError(f"{other} cannot be given with {name}, which decides it")
+        if (self.latency_ms is None) != (self.energy_mj is None):
+            given, other = ("latency_ms", "energy_mj") if self.energy_mj is None else ("energy_mj", "latency_ms")
+            raise ConfigError(f"{given} needs {other}: the times and the energies of one engine")
+        if self.is_basic and self.service.startswith(SAMPLES):
+            raise ConfigError(f"service {SAMPLES}FILE needs profile, or latency_ms and energy_mj: what a step takes")
         if self.batch_min > self.batch_max:
             raise ConfigError(f"batch_min: {self.batch_min} is more than batch_max, {self.batch_max}")
         if self.latency_target_percentile is not None and self.latency_target_ms is None:
             raise ConfigError("latency_target_percentile: there is no latency_target_ms")
         if self.latency_target_ms is not None and self.solver == "rvi":
             raise ConfigError("latency_target_ms: only the exact solver looks for it")
+        if self.solver == "rvi":
+            self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Raises ConfigError when the truncated model has more transition probabilities than memory should hold."""
+        states, actions = self.s_max + 2, self.batch_max - self.batch_min + 2
+        size = 8 * actions * states**2
+        if size > TRANSITIONS_BYTES_MAX:
+            raise ConfigError(
+                f"s_max {self.s_max} with batch_max {self.batch_max}: the transitions of {states} states and {actions} "
+                f"actions take {size / GIB:,.1f} GiB, of {TRANSITIONS_BYTES_MAX / GIB:g} at most; --solver exact needs "
+                "no s_max"
+            )
+
+    @property
+    def is_basic(self) -> bool:
+        """Whether times and energies are SMDP-J's, because none are given."""
+        return self.profile is None and self.latency_ms is None and self.energy_mj is None
 
     @property
     def weight(self) -> float:
-        """ms a watt in the average cost that is reported; a latency target leaves it at 1."""
+        """ms a watt, where no latency target decides."""
         return 1.0 if self.energy_weight is None else self.energy_weight
 
 
@@ -128,16 +158,18 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What was found, as --json prints it.
 
     policy           (states,) requests to serve by how many wait, 0: wait; with more, as the last
-    average_cost     ms: response_ms_mean + energy_weight * power_w_mean, of the infinite queue
+    average_cost     ms: response_ms_mean + energy_weight * power_w_mean, of the infinite queue; with a latency target,
+                     which weighs nothing, this and energy_weight are None
+    power_w_mean     None: the profile has no energy
     solve_ms         of this one solution, set-up included
     target_met, other_policy, share   with a latency target; the decisions of that share follow the other policy
     response_ms_p50 ...               when asked for
     """
 
     policy: list[int]
-    average_cost: float
+    average_cost: float | None
     response_ms_mean: float
-    power_w_mean: float
+    power_w_mean: float | None
     batch_size_mean: float
     utilisation: float
     iterations: int
@@ -145,7 +177,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     solver: str
     load: float
     arrival_rate_per_s: float
-    energy_weight: float
+    energy_weight: float | None
     target_met: bool | None = None
     other_policy: list[int] | None = None
     share: float | None = None
@@ -175,12 +207,11 @@ class Decision:
 # ---- the queue --------------------------------------------------------------------------------------------------
 
 
-def queue_of(problem: Problem, lengths: Array | None) -> Queue:
+def queue_of(problem: Problem, profile: Profile, lengths: Array | None) -> Queue:
     """The queue that a problem describes. lengths : what --service samples: names, tokens; None with other services.
 
     Raises ConfigError on one that cannot be, or cannot keep up.
     """
-    profile = _profile(problem)
     sizes = np.arange(problem.batch_min, problem.batch_max + 1)
     try:
         answers = ONE_STEP if lengths is None else lengths
@@ -204,8 +235,11 @@ def queue_of(problem: Problem, lengths: Array | None) -> Queue:
     return Queue(rate_per_s, service, energy_j, idle_power_w)
 
 
-def _profile(problem: Problem) -> Profile:
-    """Of a batch where each request is one step, or of a step of the answers' samples."""
+def profile_of(problem: Problem) -> Profile:
+    """Of a batch where each request is one step, or of a step of the answers' samples.
+
+    Raises ConfigError on one that cannot be read, or does not suit the problem.
+    """
     try:
         if problem.profile is None:
             return Profile(
@@ -223,6 +257,8 @@ def _profile(problem: Problem) -> Profile:
         raise ConfigError(
             f"profile {profile.name}: a batch lasts as its longest answer; --service {SAMPLES}FILE says how long"
         )
+    if not profile.energy_known and (problem.latency_target_ms is not None or problem.weight > 0):
+        raise ConfigError(f"profile {profile.name} has no energy: only --energy-weight 0 makes sense of it")
     return profile
 
 
@@ -254,18 +290,19 @@ def solve(problem: Problem, *, percentiles: bool = False) -> tuple[Queue, Decisi
     problem.check()
     lengths = _lengths(problem.service)
     began_s = time.perf_counter()
-    queue = queue_of(problem, lengths)
+    profile = profile_of(problem)
+    queue = queue_of(problem, profile, lengths)
     try:
         decision = _decide(queue, problem)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     solve_ms = (time.perf_counter() - began_s) * 1e3
-    found = decision.evaluation
+    found, weighs = decision.evaluation, problem.latency_target_ms is None
     answer = Answer(
         policy=decision.policy.tolist(),
-        average_cost=found.cost_ms(problem.weight),
+        average_cost=found.cost_ms(problem.weight) if weighs else None,
         response_ms_mean=found.response_s_mean * MS_PER_S,
-        power_w_mean=found.power_w_mean,
+        power_w_mean=found.power_w_mean if profile.energy_known else None,
         batch_size_mean=found.batch_size_mean,
         utilisation=found.utilisation,
         iterations=decision.iterations,
@@ -273,7 +310,7 @@ def solve(problem: Problem, *, percentiles: bool = False) -> tuple[Queue, Decisi
         solver=problem.solver,
         load=queue.load,
         arrival_rate_per_s=float(queue.arrival_rate_per_s),
-        energy_weight=problem.weight,
+        energy_weight=problem.weight if weighs else None,
         target_met=decision.target_met,
         other_policy=None if decision.other is None else decision.other.tolist(),
         share=None if decision.other is None else decision.share,
@@ -309,7 +346,11 @@ def _by_values(queue: Queue, problem: Problem) -> Decision:
 
 def _within(queue: Queue, target_s: float, level: float | None) -> Decision:
     """The policy of least energy whose mean response time, or that percentile of it, is within the target."""
-    choice = least_energy([queue], target_s) if level is None else within_percentile([queue], target_s, level)
+
+    def choose(response_s_max: float) -> tuple[Choice, list[Queue]]:
+        return least_energy([queue], response_s_max), [queue]
+
+    choice, _ = choose(target_s) if level is None else within_percentile(choose, target_s, level)
     fast = choice.solutions[0]
     if not choice.others:
         return Decision(fast.policy, fast.evaluation, fast.iterations, fast.values, target_met=choice.target_met)
@@ -347,16 +388,22 @@ def runs(policy: list[int]) -> list[tuple[str, str]]:
 
 
 def chart(policy: list[int], width: int) -> list[str]:
-    """Bars of the action by the state, CHART_ROWS lines high, and an axis; as many states as there is room for."""
-    count = min(_told(policy), width - CHART_MARGIN)
-    levels = [round(action / max(policy) * CHART_ROWS * (len(BLOCKS) - 1)) for action in policy[:count]]
+    """Bars of the action by the state, CHART_ROWS lines high, and an axis; as many states as there is room for.
+
+    A bar is blank only where nothing is served.
+    """
+    told = _told(policy)
+    count = min(told, width - CHART_MARGIN)
+    full = CHART_ROWS * (len(BLOCKS) - 1)
+    levels = [max(round(action / max(policy) * full), int(action > 0)) for action in policy[:count]]
     lines = []
     for row in reversed(range(CHART_ROWS)):
         bars = "".join(BLOCKS[min(max(level - row * (len(BLOCKS) - 1), 0), len(BLOCKS) - 1)] for level in levels)
         label = f"{max(policy)}" if row == CHART_ROWS - 1 else "0" if row == 0 else ""
         lines.append(f"{label:>{CHART_MARGIN - 2}} {bars}".rstrip())
     ticks = "".join(f"{state:<{AXIS_STEP}}" for state in range(0, count, AXIS_STEP))
-    return [*lines, " " * (CHART_MARGIN - 1) + ticks.rstrip()]
+    lines.append(" " * (CHART_MARGIN - 1) + ticks.rstrip())
+    return lines if count == told else [*lines, f"cut: goes on to {told - 1}"]
 
 
 def _told(policy: list[int]) -> int:
@@ -388,37 +435,44 @@ def _print(problem: Problem, answer: Answer, console: Console) -> None:
 
 
 def _title(problem: Problem, answer: Answer) -> str:
-    rate, weight = f"{answer.arrival_rate_per_s:,.6g} requests/s", f"energy weight {answer.energy_weight:g} ms/W"
+    rate, weight = f"{answer.arrival_rate_per_s:,.6g} requests/s", f"energy weight {problem.weight:g} ms/W"
     if problem.latency_target_ms is not None:
         level = problem.latency_target_percentile
         what = "mean" if level is None else f"p{level:g}"
         missed = "" if answer.target_met else ": it cannot be met, this is the fastest"
         weight = f"least energy with {what} response time <= {problem.latency_target_ms:g} ms{missed}"
     batches = f"{problem.service} batches of {problem.batch_min} to {problem.batch_max}"
+    if problem.is_basic:
+        batches += " with the times and energies of SMDP-J's basic scenario"
+    elif problem.profile is not None:
+        batches += f" with the times and energies of {problem.profile}"
     return f"{batches}, load {answer.load:.4g} ({rate}), {weight}, solver {answer.solver}"
 
 
 def _totals(answer: Answer) -> list[tuple[str, str]]:
+    """What is not known has no row."""
     rows = [
-        ("average cost (ms)", f"{answer.average_cost:.4f}"),
-        ("mean response time (ms)", f"{answer.response_ms_mean:.4f}"),
-        ("mean power (W)", f"{answer.power_w_mean:.4f}"),
-        ("mean batch", f"{answer.batch_size_mean:.2f}"),
-        ("utilisation", f"{answer.utilisation:.1%}"),
+        ("average cost (ms)", answer.average_cost, ".4f"),
+        ("mean response time (ms)", answer.response_ms_mean, ".4f"),
+        ("mean power (W)", answer.power_w_mean, ".4f"),
+        ("mean batch", answer.batch_size_mean, ".2f"),
+        ("utilisation", answer.utilisation, ".1%"),
+        *((f"response time p{level} (ms)", getattr(answer, f"response_ms_p{level}"), ".3f") for level in LEVELS),
+        ("iterations", answer.iterations, ","),
+        ("solved in (ms)", answer.solve_ms, ".1f"),
     ]
-    for level in LEVELS:
-        value = getattr(answer, f"response_ms_p{level}")
-        if value is not None:
-            rows.append((f"response time p{level} (ms)", f"{value:.3f}"))
-    return [*rows, ("iterations", f"{answer.iterations:,}"), ("solved in (ms)", f"{answer.solve_ms:.1f}")]
+    return [(label, format(value, form)) for label, value, form in rows if value is not None]
 
 
 def plot(queue: Queue, decision: Decision, path: Path) -> None:
-    """The policy; and, where the solver tells, how much more it costs to wait, or to serve, than to do the better."""
+    """The policy; and, where the solver tells, how much more it costs to wait, or to serve, than to do the better.
+
+    Raises ConfigError without matplotlib, and on a path that cannot be written or is of no kind of picture.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'llmserve[train]'") from error
+        raise ConfigError("--plot needs matplotlib: pip install '.[plot]'") from error
     panels = 1 if decision.values is None else 2
     figure = Figure(figsize=(7, 3.2 * panels), layout="constrained")
     axes = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
@@ -436,7 +490,10 @@ def plot(queue: Queue, decision: Decision, path: Path) -> None:
         axes[1].set_ylabel("costs more by (ms s)")
         axes[1].legend()
     axes[-1].set_xlabel("requests that wait")
-    figure.savefig(path, dpi=150)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot: cannot draw {path}: {error}") from error
 
 
 # ---- the command ------------------------------------------------------------------------------------------------
@@ -459,10 +516,10 @@ def main(args: argparse.Namespace) -> int:
         hint = "; a larger --epsilon or --overflow-cost, or --solver exact, ends" if problem.solver == "rvi" else ""
         print(f"llmserve: {error}{hint}", file=sys.stderr)
         return 1
-    if args.plot is not None:
-        plot(queue, decision, args.plot)
     if args.json:
         print(msgspec.json.encode(answer).decode())
     else:
         _print(problem, answer, Console())
+    if args.plot is not None:  # last: what was solved is told even if it cannot be drawn
+        plot(queue, decision, args.plot)
     return 0

@@ -17,13 +17,16 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as Shown
 
 from bins.average_cost import SemiMarkov, evaluate, policy_iteration
 from bins.dispatch import DispatchPlan, DispatchSolver, Observed, Wish
 from bins.profile import Curve, Profile
 from bins.service import Array, ServiceTimes
 from bins.smdp import MS_PER_S
+from llmserve.request import Request
+from llmserve.scheduling.queues import BinQueue, Ticket
+from llmserve.scheduling.release import Room, Table
 
 BATCH, STATES = 4, 22  # largest batch; queue lengths 0 .. STATES - 1
 SHORT, LONG = (20.0, 30.0, 40.0, 60.0), (150.0, 200.0, 300.0, 500.0)  # equally likely output lengths
@@ -107,17 +110,28 @@ def shifted(seconds: float, rates: list[float]) -> list[Array]:
 
 
 def planned(plan: DispatchPlan) -> list[tuple[int, int]]:
-    """What the scheduler would do in each state, by the plan's two tables: the larger advantage goes first."""
+    """What release `table` says in each state, of a free engine: the most urgent of the willing queues goes.
+
+    Only of two full queues the scheduler would take the one that was full first, which a state does not tell.
+    """
+    release = Table(BATCH)
+    release.plan = plan
     choice = []
     for lengths in ((one, two) for one in range(STATES) for two in range(STATES)):
         willing = []
-        for queue, (table, length) in enumerate(zip(plan.tables, lengths, strict=True)):
-            size = BATCH if length >= BATCH else table.actions[length]
-            if size:
-                advantage = table.advantage[min(length, len(table.advantage) - 1)] if table.advantage else length
-                willing.append((length >= BATCH, advantage, queue, size))
-        choice.append(max(willing)[2:] if willing else (0, 0))
+        for queue in [queue_of(index, length) for index, length in enumerate(lengths) if length]:
+            if size := release.size(queue, 0.0, Room.IDLE):
+                willing.append((release.urgency(queue, 0.0), queue.index, size))
+        choice.append(max(willing)[1:] if willing else (0, 0))
     return choice
+
+
+def queue_of(index: int, length: int) -> BinQueue:
+    """A bin in which so many wait, since just now."""
+    queue = BinQueue(index)
+    for request_id in range(length):
+        queue.append(Ticket(Request(request_id), index, 0.0))
+    return queue
 
 
 def greedy() -> list[tuple[int, int]]:
@@ -138,7 +152,7 @@ def measure() -> list[dict[str, float]]:
             both = joint(rates, weight)
             lengths = (tuple(SHORT), tuple(LONG))
             solver = DispatchSolver(PROFILE, BATCH, Wish(energy_weight=weight), barrier=True)
-            plan = solver.plan_of(Observed(tuple(rates), lengths, 1, 2), 2)
+            plan = solver.plan_of(Observed(tuple(rates), lengths, engines=1, slots=BATCH, queues=2), 2)
             start = both.policy(greedy())
             optimum = policy_iteration(both.model, start)
             rows.append(
@@ -158,7 +172,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
     args = parser.parse_args()
     rows = measure()
-    table = Table("load", "ms/W", "optimum (ms)", "plan", "greedy")
+    table = Shown("load", "ms/W", "optimum (ms)", "plan", "greedy")
     for row in rows:
         gaps = [row[name] / row["optimum_ms"] - 1 for name in ("plan_ms", "greedy_ms")]
         table.add_row(

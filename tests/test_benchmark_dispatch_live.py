@@ -85,7 +85,7 @@ def end(at_s: float, *ids: int, tokens: float = 10.0) -> list[tuple[float, Event
 def plan(*waits_s: float, least: int = 3, response_s: float | None = 1.0) -> DispatchPlan:
     """A queue for each wait, each serving `least` or more."""
     actions = tuple([size if size >= least else 0 for size in range(5)])
-    tables = tuple([DispatchTable(actions, (), (), (1.0,) * 4, wait_s) for wait_s in waits_s])
+    tables = tuple([DispatchTable(actions, (), (), (1.0,) * 4, (1.0,) * 4, wait_s) for wait_s in waits_s])
     return DispatchPlan(tuple(range(len(waits_s))), tables, response_s_mean=response_s)
 
 

@@ -1,11 +1,13 @@
 """Flags over environment over file over defaults; what is unknown names the nearest known."""
 
+import argparse
 from pathlib import Path
 
 import pytest
 
-from llmserve.config import Config, EngineConfig, load_config
+from llmserve.config import Config, EngineConfig, add_flags, load_config
 from llmserve.errors import ConfigError
+from llmserve.scheduling.policies import DispatchConfig
 
 
 def test_nothing_given_is_the_default() -> None:
@@ -104,3 +106,14 @@ def test_an_engine_is_a_url_or_one_of_two_words(
 def test_settings_that_contradict_each_other_are_refused(engines: EngineConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         engines.check()
+
+
+def test_flags_are_those_of_a_section_but_for_what_is_skipped_and_say_what_they_take() -> None:
+    parser = argparse.ArgumentParser(usage="")
+    add_flags(parser, DispatchConfig, "dispatching", skip={"profile"}, energy_weight="none")
+    help_ = " ".join(parser.format_help().split())
+    assert "--profile" not in help_
+    assert "--energy-weight X under --release table" in help_
+    assert "(default none)" in help_
+    assert "--latency-target-s X under --release table" in help_
+    assert vars(parser.parse_args(["--latency-target-s", "3"])) == {"latency_target_s": "3"}

@@ -8,20 +8,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from bins.profile import PROFILES
+from bins.average_cost import policy_iteration
+from bins.profile import PROFILES, Curve, Profile
 from llmserve.__main__ import main
 from llmserve.errors import ConfigError
-from llmserve.solve import Problem, chart, queue_of, runs, solve
+from llmserve.solve import Problem, chart, profile_of, queue_of, runs, solve
 
 ROOT = Path(__file__).resolve().parents[1]
 ISSUE_FLAGS = (
     "--service deterministic --latency-ms 0.3051,1.0524 --energy-mj 19.899,19.603 --batch-min 1 --batch-max 32 "
     "--load 0.9 --energy-weight 1"
 )
-UNROUNDED = "--latency-ms 0.305058,1.05244"  # the coefficients that the published averages were computed with
+# The coefficients that the published averages were computed with.
+UNROUNDED = "--latency-ms 0.305058,1.05244 --energy-mj 19.899,19.603"
 
 
 @pytest.fixture
@@ -104,9 +107,20 @@ def test_idle_power_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert with_idle["power_w_mean"] == pytest.approx(without["power_w_mean"] + added_w)
 
 
-@pytest.mark.parametrize(("service", "cost"), [("erlang2", 39.57), ("exponential", 40.66), ("hyperexponential", 43.22)])
-def test_the_more_times_vary_the_more_it_costs(capsys: pytest.CaptureFixture[str], service: str, cost: float) -> None:
-    assert found(capsys, f"--load 0.5 --service {service}")["average_cost"] == pytest.approx(cost, abs=0.01)
+@pytest.mark.parametrize("service", ["deterministic", "erlang2", "exponential", "hyperexponential"])
+def test_the_average_cost_is_that_of_a_queue_truncated_where_it_never_comes(service: str) -> None:
+    """Policy iteration on SMDP-J's finite model, long enough that where it ends is of no matter."""
+    queue, _, answer = solve(Problem(service=service, batch_max=8, load=0.5))
+    model = queue.truncated(1.0, states_max=250, overflow_cost=100.0)
+    greedy = np.minimum(np.arange(252), 8)
+    assert answer.average_cost == pytest.approx(policy_iteration(model, greedy).average_cost, rel=1e-9)
+
+
+def test_the_more_times_vary_the_more_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    services = ("deterministic", "erlang2", "exponential", "hyperexponential")
+    costs = [found(capsys, f"--load 0.5 --service {service}")["average_cost"] for service in services]
+    assert costs == sorted(costs)
+    assert costs[-1] > 1.05 * costs[0]
 
 
 # ---- batches that last as their longest answer ----
@@ -139,6 +153,18 @@ def test_a_profiles_own_idle_power_can_be_replaced(lengths_file: Path) -> None:
     assert solve(problem)[0].idle_power_w == 0.0
 
 
+def test_a_profile_without_energy_is_of_use_for_times_only(tmp_path: Path, lengths_file: Path) -> None:
+    path = tmp_path / "times.json"
+    Profile.timed("box", Curve.affine(1e-4, 1e-2), source="a test").save(path)
+    problem = Problem(service=f"samples:{lengths_file}", profile=str(path), batch_max=4, energy_weight=0.0)
+    answer = solve(problem)[2]
+    assert answer.power_w_mean is None
+    assert answer.average_cost == answer.response_ms_mean
+    for wish in ({"energy_weight": 1.0}, {"energy_weight": None}, {"energy_weight": None, "latency_target_ms": 1e5}):
+        with pytest.raises(ConfigError, match="profile box has no energy"):
+            solve(msgspec.structs.replace(problem, **wish))
+
+
 # ---- a latency target ----
 
 
@@ -153,7 +179,7 @@ def test_a_latency_target_is_met_with_a_mixture_of_two_steps(capsys: pytest.Capt
     assert 0.05 < answer["share"] < 0.3
     assert answer["policy"][:6] == [0, 0, 0, 0, 0, 5]
     assert answer["other_policy"][:7] == [0, 0, 0, 0, 0, 0, 6]
-    assert answer["average_cost"] == pytest.approx(answer["response_ms_mean"] + answer["power_w_mean"], rel=1e-12)
+    assert (answer["average_cost"], answer["energy_weight"]) == (None, None), "nothing was weighed"
 
 
 def test_a_target_that_cannot_be_met_gives_the_fastest_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,14 +188,16 @@ def test_a_target_that_cannot_be_met_gives_the_fastest_and_says_so(capsys: pytes
     assert answer["target_met"] is False
     assert answer["response_ms_mean"] == pytest.approx(fastest["response_ms_mean"])
     assert main(["solve", "--load", "0.3", "--latency-target-ms", "1"]) == 0
-    assert "cannot be met" in " ".join(capsys.readouterr().out.split())
+    out = " ".join(capsys.readouterr().out.split())
+    assert "cannot be met" in out
+    assert "average cost" not in out
 
 
 def test_a_target_can_be_for_a_percentile(capsys: pytest.CaptureFixture[str]) -> None:
-    """Met, but for what sampling leaves open, and with nothing to spare."""
+    """Met, with no more to spare than what the search's own samples leave open."""
     answer = found(capsys, "--load 0.3 --latency-target-ms 8 --latency-target-percentile 95 --percentiles")
     assert answer["target_met"] is True
-    assert answer["response_ms_p95"] == pytest.approx(8.0, rel=0.03)
+    assert 0.94 * 8.0 < answer["response_ms_p95"] <= 8.0
     assert answer["power_w_mean"] < found(capsys, "--load 0.3 --energy-weight 0")["power_w_mean"]
 
 
@@ -206,16 +234,27 @@ def test_bars_are_as_high_as_what_is_served() -> None:
     assert lines[-1].split() == ["0", "8", "16", "24", "32", "40"]
 
 
-def test_a_chart_fits_the_terminal() -> None:
+def test_a_bar_is_blank_only_where_nothing_is_served() -> None:
+    """Of a batch of 200, one request would be a sixth of the least block."""
+    lines = chart([0, 0, *range(2, 201), 200], width=250)
+    lowest = lines[3].removeprefix("   0 ")
+    assert lowest.startswith("  ▁▁")
+    assert " " not in lowest[2:]
+
+
+def test_a_chart_fits_the_terminal_and_says_where_it_is_cut() -> None:
     for width in (20, 40, 80):
-        assert max(map(len, chart([*range(101), 100], width))) <= width
+        lines = chart([*range(101), 100], width)
+        assert max(map(len, lines)) <= width
+        assert lines[-1] == "cut: goes on to 101"
+    assert "cut" not in "".join(chart([*range(101), 100], 120))
 
 
 def test_the_command_prints_what_was_solved_the_policy_and_the_averages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["solve", *ISSUE_FLAGS.split(), "--percentiles"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     for words in (
-        "deterministic batches of 1 to 32, load 0.9 (2,662.82 requests/s), energy weight 1 ms/W",
+        "deterministic batches of 1 to 32, load 0.9 (2,662.82 requests/s), energy weight 1 ms/W, solver exact ",
         "0..6 │ wait",
         "7..32 │ serve all that wait",
         "33+ │ serve 32",
@@ -226,6 +265,32 @@ def test_the_command_prints_what_was_solved_the_policy_and_the_averages(capsys: 
         "solved in (ms)",
     ):
         assert words in out
+
+
+def test_the_title_says_whose_times_and_energies_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, words in (
+        ("", "batches of 1 to 32 with the times and energies of SMDP-J's basic scenario, load 0.9"),
+        ("--service erlang2", "erlang2 batches of 1 to 32 with the times and energies of SMDP-J's basic scenario,"),
+        ("--profile p4-googlenet", "batches of 1 to 32 with the times and energies of p4-googlenet, load 0.9"),
+    ):
+        assert main(["solve", *flags.split()]) == 0
+        assert words in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_plot_that_cannot_be_drawn_is_said_after_what_was_solved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(path: Path) -> str:
+        assert main(["solve", "--json", "--plot", str(path)]) == 2
+        out, error = capsys.readouterr()
+        assert json.loads(out)["average_cost"] == pytest.approx(66.1374, rel=2e-4)
+        assert error.count("\n") == 1
+        return error
+
+    assert "--plot: cannot draw" in told(tmp_path / "no-such-folder" / "policy.png")
+    assert "--plot: cannot draw" in told(tmp_path / "policy.xyz")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "--plot needs matplotlib: pip install '.[plot]'" in told(tmp_path / "policy.png")
 
 
 def test_a_plot_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,10 +320,17 @@ def test_a_plot_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("--profile p4-googlenet --batch-max 64 --service samples:LENGTHS", "runs 32 sequences at once at most"),
         ("--latency-ms 0.3", "latency_ms"),
         ("--latency-ms 0.3,fast", "latency_ms"),
-        ("--latency-ms=-0.3,5", "must not fall with the size"),
-        ("--energy-mj 0,0", "energy_mj: a curve must be positive"),
+        ("--latency-ms=-0.3,5 --energy-mj 1,1", "must not fall with the size"),
+        ("--energy-mj 0,0 --latency-ms 1,1", "energy_mj: a curve must be positive"),
+        ("--latency-ms 2,10", "latency_ms needs energy_mj"),
+        ("--energy-mj 2,10", "energy_mj needs latency_ms"),
+        ("--service samples:LENGTHS", "needs profile, or latency_ms and energy_mj"),
+        ("--service samples:LENGTHS --latency-ms 2,10", "latency_ms needs energy_mj"),
+        ("--batch-max 4097", "batch_max (the command line): expected `int` <= 4096"),
+        ("--solver rvi --s-max 5001", "s_max (the command line): expected `int` <= 5000"),
+        ("--solver rvi --s-max 5000", "s_max 5000 with batch_max 32: the transitions of 5002 states and 33 actions"),
         ("--service gaussian", "'gaussian' is not one of deterministic | erlang2"),
-        ("--service samples:/nowhere.txt", "no lengths file '/nowhere.txt'"),
+        ("--service samples:/nowhere.txt --profile h100-llama-3.1-8b", "no lengths file '/nowhere.txt'"),
         ("--batch-min 9 --batch-max 8", "9 is more than batch_max, 8"),
         ("--energy-weight -1", "energy_weight"),
         ("--solver rvi --batch-max 80", "s_max must be at least the largest batch, 80, not 70"),
@@ -286,7 +358,8 @@ def test_value_iteration_that_does_not_end_is_a_failure_that_says_what_helps(
 
 
 def test_a_queue_is_made_of_a_problem_alone() -> None:
-    queue = queue_of(Problem(batch_min=2, batch_max=4, load=0.5), None)
+    problem = Problem(batch_min=2, batch_max=4, load=0.5)
+    queue = queue_of(problem, profile_of(problem), None)
     assert queue.service.sizes.tolist() == [2, 3, 4]
     with pytest.raises(ConfigError, match="too many"):
-        queue_of(Problem(load=1.01), None)
+        queue_of(Problem(load=1.01), PROFILES["p4-googlenet"], None)

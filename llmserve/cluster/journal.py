@@ -22,7 +22,7 @@ from llmserve.scheduling.messages import Action, Event
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.scheduler import Scheduler
 
-VERSION = 3
+VERSION = 4
 
 log = logging.getLogger("llmserve")
 
@@ -30,14 +30,19 @@ Line = TypeVar("Line")
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What a replay needs besides the events. lengths: a sample of what bins go by, for the first edges."""
+    """What a replay needs besides the events.
+
+    scores   a sample of what bins go by, for the first edges
+    lengths  of the same forecasts, a length each that is as likely as any; () when scores are lengths
+    """
 
     scheduling: SchedulingConfig
+    scores: tuple[float, ...] = ()
     lengths: tuple[float, ...] = ()
     version: int = VERSION
 
     def scheduler(self) -> Scheduler:
-        return self.scheduling.scheduler(self.lengths)
+        return self.scheduling.scheduler(self.scores, self.lengths)
 
 
 class Step(msgspec.Struct, frozen=True):

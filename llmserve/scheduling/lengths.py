@@ -7,23 +7,28 @@ from collections.abc import Sequence
 import numpy as np
 
 from bins.edges import Edges, index_of
+from bins.service import longest_slices
 
-LEVELS = 32  # equally likely lengths that stand for a bin's
+LEVELS = 64  # equally likely lengths that stand for a bin's
 ENOUGH = 8  # answers; a bin that has seen fewer takes the lengths of all
 
 
 class SeenLengths:
     """The last `window` answers, as (score, output tokens); a ring.
 
-    sample: scores to begin with, each taken as its own length. Answers displace them.
+    scores, lengths: of a sample of forecasts to begin with, a length each; () when the scores are lengths. Answers
+    displace them.
     """
 
-    def __init__(self, window: int, sample: Sequence[float] = (), guess_tokens: float = 256.0) -> None:
-        start = np.random.default_rng(0).permutation(np.asarray(sample, dtype=float))[:window]
-        start = start if start.size else np.full(1, guess_tokens)
+    def __init__(
+        self, window: int, scores: Sequence[float] = (), lengths: Sequence[float] = (), guess_tokens: float = 256.0
+    ) -> None:
+        start = np.array([scores, lengths or scores], dtype=float)
+        start = np.random.default_rng(0).permutation(start, axis=1)[:, :window]
         self._scores, self._tokens = np.zeros((2, window))
-        self._scores[: start.size] = self._tokens[: start.size] = start
-        self._filled = int(start.size)
+        self._guess_tokens = guess_tokens  # until the first answer
+        self._filled = start.shape[1]
+        self._scores[: self._filled], self._tokens[: self._filled] = start
         self._next = self._filled % window
 
     def observe(self, score: float | None, output_tokens: float) -> None:
@@ -34,12 +39,12 @@ class SeenLengths:
 
     def by_bin(self, edges: Edges, bins: int) -> tuple[tuple[float, ...], ...]:
         """Equally likely lengths of each bin, tokens, ascending."""
-        tokens = self._tokens[: self._filled]
-        bin_of = index_of(edges, self._scores[: self._filled])
+        tokens = self._tokens[: self._filled] if self._filled else np.full(1, self._guess_tokens)
+        bin_of = index_of(edges, self._scores[: tokens.size])
         members = [tokens[bin_of == index] for index in range(bins)]
-        return tuple([_quantiles(own if own.size >= ENOUGH else tokens) for own in members])
+        return tuple([_slices(own if own.size >= ENOUGH else tokens) for own in members])
 
 
-def _quantiles(lengths: np.ndarray[tuple[int], np.dtype[np.float64]]) -> tuple[float, ...]:
-    levels = (np.arange(LEVELS) + 0.5) / LEVELS
-    return tuple(np.quantile(lengths, levels).round(1).clip(0.1).tolist())
+def _slices(lengths: np.ndarray[tuple[int], np.dtype[np.float64]]) -> tuple[float, ...]:
+    """The means of equally likely slices: the longest of several answers is as long as it was."""
+    return tuple(longest_slices(lengths, [1], LEVELS)[0].round(1).clip(0.1).tolist())

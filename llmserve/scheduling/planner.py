@@ -41,7 +41,7 @@ class Planner:
         self._answers = 0  # since the bins were last looked at
         self._known: Known | None = None
         self._jumped = False
-        self._looked = (-1, 0, True)  # arrivals, engines and trust when the world was last looked at
+        self._looked = (-1, 0, 0, True)  # arrivals, engines, slots and trust when the world was last looked at
 
     def arrived(self, bin_index: int, now_s: float) -> None:
         self._seen += 1
@@ -58,14 +58,14 @@ class Planner:
             return bin_index
         return plan.queue_of[bin_index] if bin_index < len(plan.queue_of) else 0
 
-    def wants(self, now_s: float, edges: OnlineEdges, engines: int, *, trusted: bool) -> Observed | None:
+    def wants(self, now_s: float, edges: OnlineEdges, engines: int, slots: int, *, trusted: bool) -> Observed | None:
         """What a new plan is to be made for; None while the present one will do, or one is being made."""
-        look = (self._seen, engines, trusted)
+        look = (self._seen, engines, slots, trusted)
         if self._waits or look == self._looked:
             return None
         self._looked = look
         rate = self._rate(now_s)
-        if not self._differs(rate, engines, trusted):
+        if not self._differs(rate, engines, slots, trusted):
             return None
         bins = self._bins if trusted else 1
         parts = [round(SHARE_GRID * bins * share) for share in (self._arrivals.shares if trusted else (1.0,))]
@@ -74,6 +74,7 @@ class Planner:
             rates_per_s=tuple([rate * part / sum(parts) for part in parts]),
             lengths=self._lengths.by_bin(edges.edges if trusted else (), bins),
             engines=engines,
+            slots=slots,
             queues=0 if plan is None or plan.response_s_mean is None or self._jumped else len(plan.tables),
         )
         self._asked_rate = rate
@@ -94,10 +95,14 @@ class Planner:
             return 0.0
         return RATE_GRID ** round(math.log(rate, RATE_GRID))
 
-    def _differs(self, rate: float, engines: int, trusted: bool) -> bool:
+    def _differs(self, rate: float, engines: int, slots: int, trusted: bool) -> bool:
         """Whether the world is another than the one that the last plan was made for."""
         asked = self._asked
-        if asked is None or engines != asked.engines or len(asked.rates_per_s) != (self._bins if trusted else 1):
+        if (
+            asked is None
+            or (engines, slots) != (asked.engines, asked.slots)
+            or len(asked.rates_per_s) != (self._bins if trusted else 1)
+        ):
             return True
         if self._answers >= ANSWERS_BETWEEN or self._jumped:
             return rate > 0

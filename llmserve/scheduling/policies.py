@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from bins import profile
 from bins.dispatch import DispatchSolver, Wish
 from bins.edges import OnlineEdges
+from bins.profile import PROFILES, Profile, resolve
 from bins.risk import risk
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.lengths import SeenLengths
@@ -38,7 +38,14 @@ REFILL_DEFAULTS: dict[str, Any] = {"batch_size": 1, "order": "shortest"}
 REFILL_WAITING_DEFAULTS: dict[str, Any] = {"batch_size": 32, "order": "shortest"}
 RELEASE_PATTERN = r"^(full|static:[1-9]\d*|timeout|greedy|rate|rate-headroom|deadline|table)$"
 TIMEOUT_S = 0.05
+RATE_WAIT_S = 1.0  # BatchMonitor's window
 SEEN_LEAST = 1024  # answers whose lengths plans are made of
+PLANNED = ("rate", "rate-headroom", "deadline", "table")  # releases that follow plans
+WISHES = {  # what may be asked of plans, and the releases under which it is of use
+    "energy_weight": ("table",),
+    "latency_target_s": ("table", "deadline"),
+    "latency_target_percentile": ("table",),
+}
 
 
 class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +54,10 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     bins: Annotated[int, Meta(ge=1, description="equal-mass length bins")] = 8
     batch_size: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="requests in a full batch (default: 8, or 1 for engines whose slots refill)"),
+        Meta(
+            description="requests in a full batch (default: 8; for engines whose slots refill, 1 under --release "
+            "greedy and timeout, 32 under those that wait for company)"
+        ),
     ] = None
     release: Annotated[
         str,
@@ -64,8 +74,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_wait_s: Annotated[
         Annotated[float, Meta(ge=0)] | None,
         Meta(
-            description="longest wait in a bin under --release timeout (default 0.05); under rate-headroom and table, "
-            "longest wait for an engine that is free (default: no limit of its own)"
+            description=f"longest wait in a bin under --release timeout (default {TIMEOUT_S}); longest wait for an "
+            f"engine that is free under rate-headroom (default {RATE_WAIT_S:g}) and table (by default there is none)"
         ),
     ] = None
     rate_headroom: Annotated[
@@ -141,8 +151,9 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         assert self.batch_size is not None, "resolve the configuration first"
         return self.batch_size
 
-    def scheduler(self, lengths: Sequence[float] = ()) -> Scheduler:
-        """A fresh scheduler. lengths: a sample of what bins go by (tokens) for the first edges.
+    def scheduler(self, scores: Sequence[float] = (), lengths: Sequence[float] = ()) -> Scheduler:
+        """A fresh scheduler. scores: a sample of what bins go by (tokens) for the first edges.  lengths: one each of
+        the same forecasts, as likely as any; () when the scores are lengths.
 
         Only of a resolved configuration. Raises ValueError when `edges` does not fit `bins`.
         """
@@ -150,13 +161,13 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         edges = OnlineEdges(
             self.bins,
             edges=self.edges,
-            sample=lengths,
+            sample=scores,
             window=self.edges_window,
             refit_every=self.edges_refit_every,
         )
         arrivals = Arrivals(self.bins)
         release = self._release(arrivals)
-        seen = SeenLengths(max(SEEN_LEAST, 64 * self.bins), lengths)
+        seen = SeenLengths(max(SEEN_LEAST, 64 * self.bins), scores, lengths)
         return Scheduler(
             release=release,
             planner=Planner(self.bins, release, seen, arrivals, rate_factor=self.rate_factor)
@@ -180,6 +191,10 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             return tuple(risk(lengths, self.full_batch) for lengths in forecasts)
         return tuple(lengths[len(lengths) // 2] for lengths in forecasts)
 
+    def likely_lengths(self, forecasts: Iterable[Sequence[float]]) -> tuple[float, ...]:
+        """A length of each of a sample of forecasts, all levels alike often."""
+        return tuple([lengths[index % len(lengths)] for index, lengths in enumerate(forecasts)])
+
     def _release(self, arrivals: Arrivals) -> Release:
         size, (kind, _, static) = self.full_batch, self.release.partition(":")
         limit_s = math.inf if self.batch_wait_s is None else self.batch_wait_s
@@ -191,7 +206,9 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             "timeout": lambda: Timeout(size, TIMEOUT_S if self.batch_wait_s is None else self.batch_wait_s),
             "greedy": lambda: Greedy(size),
             "rate": lambda: Rate(size, arrivals),
-            "rate-headroom": lambda: Rate(size, arrivals, self.rate_headroom, limit_s),
+            "rate-headroom": lambda: Rate(
+                size, arrivals, self.rate_headroom, RATE_WAIT_S if self.batch_wait_s is None else self.batch_wait_s
+            ),
             "deadline": lambda: Deadline(size),
             "table": lambda: Table(size, limit_s),
         }
@@ -205,7 +222,8 @@ class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Meta(
             description="what a batch takes, in seconds and joules: a file of scripts/profile_engine.py, or one of "
-            + ", ".join(sorted(profile.PROFILES)),
+            + ", ".join(sorted(PROFILES))
+            + "; also for energy in /metrics",
         ),
     ] = None
     energy_weight: Annotated[
@@ -216,7 +234,7 @@ class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[float, Meta(gt=0)] | None,
         Meta(
             description="under --release table, instead of a weight: least energy with response times within this; "
-            "under deadline: the deadline of requests without one"
+            "under deadline: the deadline of requests without an earlier one"
         ),
     ] = None
     latency_target_percentile: Annotated[
@@ -227,21 +245,39 @@ class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
     def solver(self, scheduling: SchedulingConfig, *, barrier: bool) -> DispatchSolver | None:
         """Who makes plans for a resolved configuration; None where its release follows none.
 
-        Raises ValueError on a profile that cannot be read, and on settings that contradict each other.
+        Raises ValueError on a profile that cannot be read, on settings that contradict each other, and on those that
+        the release has no use for.
         """
-        if scheduling.release not in ("rate", "rate-headroom", "deadline", "table"):
+        self._check(scheduling.release, barrier)
+        if scheduling.release not in PLANNED:
             return None
         if self.profile is None:
-            raise ValueError(f"release {scheduling.release} needs --profile: what a batch takes")
+            raise ValueError(
+                f"release {scheduling.release} needs --profile, what a batch takes: measure one with "
+                "scripts/profile_engine.py"
+            )
+        engine = resolve(self.profile)
+        if scheduling.release == "table":
+            self._check_energy(engine)
+        wish = Wish(self.energy_weight, self.latency_target_s, self.latency_target_percentile)
+        return DispatchSolver(
+            engine, scheduling.full_batch, wish, barrier=barrier, merges=scheduling.release == "table"
+        )
+
+    def _check(self, release: str, barrier: bool) -> None:
+        """Raises ValueError."""
+        for name, users in WISHES.items():
+            if getattr(self, name) and release not in users:
+                raise ValueError(f"{name} is of no use under release {release}, only under {' and '.join(users)}")
         if self.latency_target_s is not None and self.energy_weight:
             raise ValueError("either an energy weight or a latency target, not both")
         if self.latency_target_percentile is not None and self.latency_target_s is None:
             raise ValueError("latency_target_percentile is of no use without latency_target_s")
-        wish = Wish(self.energy_weight, self.latency_target_s, self.latency_target_percentile)
-        return DispatchSolver(
-            profile.resolve(self.profile),
-            scheduling.full_batch,
-            wish,
-            barrier=barrier,
-            merges=scheduling.release == "table",
-        )
+        if self.latency_target_percentile is not None and not barrier:
+            raise ValueError("latency_target_percentile: of engines whose slots refill only the mean can be planned")
+
+    def _check_energy(self, engine: Profile) -> None:
+        """Raises ValueError when energy is to be saved of which the profile knows nothing."""
+        for name in ("energy_weight", "latency_target_s"):
+            if getattr(self, name) and not engine.energy_known:
+                raise ValueError(f"{name}: the profile {engine.name} has no energy, which release table would save")

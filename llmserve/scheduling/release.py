@@ -135,8 +135,12 @@ class Planned(_OldestFirst):
         return service_s[min(count, len(service_s)) - 1]
 
     def latest_start_s(self, queue: BinQueue) -> float:
-        """When what waits must start to meet its earliest deadline; inf: there is none."""
-        return queue.earliest_deadline_s - self.service_s(queue, min(len(queue), self.batch_size))
+        """When what waits must start to meet its earliest deadline nine times in ten; inf: there is none."""
+        deadline_s = queue.earliest_deadline_s
+        if self.plan is None or deadline_s == math.inf:
+            return deadline_s
+        late_s = self.plan.tables[queue.index].late_s
+        return deadline_s - late_s[min(len(queue), len(late_s)) - 1]
 
 
 @dataclass(slots=True)
@@ -155,9 +159,9 @@ class Rate(Planned):
     def preferred(self, queue: BinQueue, now_s: float) -> int:
         """The batch size for the present rate, by the plan's times."""
         if self.headroom is None:
-            rate, least = self.arrivals.window.per_s(now_s), 2
+            rate, least = self.arrivals.window.per_s(now_s) / self._used, 2
         else:
-            rate, least = (self.arrivals.total.per_s(now_s) or 0.0) / self.headroom, 1
+            rate, least = (self.arrivals.total.per_s(now_s) or 0.0) / self._used, 1
         for size in range(least, self.batch_size):
             if size > rate * self.service_s(queue, size):
                 return size
@@ -179,9 +183,14 @@ class Rate(Planned):
         if self.headroom is None:
             return self.arrivals.window.ends_at_s if len(queue) > 1 else None
         waiting = range(1, min(len(queue), self.batch_size) + 1)
-        enough_per_s = self.headroom * max(size / self.service_s(queue, size) for size in waiting)
+        enough_per_s = self._used * max(size / self.service_s(queue, size) for size in waiting)
         slower_s = self.arrivals.total.below_at_s(enough_per_s)
         return slower_s if room is Room.NONE else min(slower_s, self._limit_s(queue))
+
+    @property
+    def _used(self) -> float:
+        """Engines, each as far as it is to be used."""
+        return (self.plan.engines if self.plan is not None else 1) * (self.headroom or 1.0)
 
     def _limit_s(self, queue: BinQueue) -> float:
         return min(queue.oldest_at_s + self.wait_s, self.latest_start_s(queue))

@@ -97,6 +97,7 @@ class Scheduler:
         self._free: dict[str, EngineState] = {}  # those that take something now
         self._open: dict[str, EngineState] = {}  # those whose circuit's pause is not over
         self._others = 0  # ready engines but one
+        self._slots = 0  # of the ready engine that has least
         self._prefixes = PrefixMemory()
         self._service = ServiceTime()
         self._deadlines: list[tuple[float, int]] = []
@@ -147,8 +148,8 @@ class Scheduler:
         if not self.requests:
             self._rate.idle()
         if self._planner is not None and self._any_ready:
-            engines = self._others + 1
-            if observed := self._planner.wants(now_s, self.edges, engines, trusted=self.trust.trusted):
+            trusted = self.trust.trusted
+            if observed := self._planner.wants(now_s, self.edges, self._others + 1, self._slots, trusted=trusted):
                 actions.append(SolveDispatch(observed))
         return actions
 
@@ -202,14 +203,15 @@ class Scheduler:
         if score is None:
             return 0
         self.edges.observe(score)
-        return self.edges.bin_of(score) if self.trust.trusted else 0
+        return self.edges.bin_of(score)
 
     def _queue_for(self, bin_index: int) -> int:
-        """Where a request that arrives in a bin waits."""
-        if self._planner is None:
-            return bin_index
-        self._planner.arrived(bin_index, self._now_s)
-        return self._planner.queue_of(bin_index)
+        """Where a request that arrives in a bin waits; while predictions are not trusted, all wait together."""
+        if self._planner is not None:
+            self._planner.arrived(bin_index, self._now_s)
+        if not self.trust.trusted:
+            return 0
+        return bin_index if self._planner is None else self._planner.queue_of(bin_index)
 
     def _refusal(self, request: Request) -> FailReason | None:
         if self._draining:
@@ -352,13 +354,20 @@ class Scheduler:
         return self._release.size(queue, self._now_s, room)
 
     def _room(self) -> Room:
-        """What engines have for a batch that would be formed now. What looks ahead is not idle."""
-        if len(self.formed):
+        """What engines have for a batch that would be formed now, which one before it would not take.
+
+        What looks ahead is not idle; but where only idle engines wait for company, busy ones take all they can.
+        """
+        first = self.formed.first()
+        if first is not None and not self._waits_for_another_engine(first):
             return Room.NONE
-        rooms = [Room.JOIN if engine.running else Room.IDLE for engine in self._free.values() if engine.room > 0]
-        if not rooms:
-            return Room.NONE
-        return Room.JOIN if Room.JOIN in rooms else Room.IDLE
+        room = Room.NONE
+        for engine in self._free.values():
+            if engine.running and (engine.room > 0 or self._release.plans):
+                return Room.JOIN
+            if engine.room > 0:
+                room = Room.IDLE
+        return room
 
     def _form_batch(self, queue: BinQueue, size: int) -> None:
         tickets = queue.take(size)
@@ -378,7 +387,8 @@ class Scheduler:
         willing = [(queue, size) for queue, size in sizes if size > 0]
         if not willing:
             return False
-        self._form_batch(*max(willing, key=lambda pair: self._release.urgency(pair[0], self._now_s)))
+        urgency = self._release.urgency
+        self._form_batch(*max(willing, key=lambda pair: (urgency(pair[0], self._now_s), -pair[0].oldest_at_s)))
         return True
 
     # ---- order: formed batch -> engine ------------------------------------------------------------------------
@@ -422,6 +432,8 @@ class Scheduler:
         if batch.avoid is not None and self._another_works(batch.avoid):
             engines = [engine for engine in engines if engine.info.name != batch.avoid]
         free = [engine for engine in engines if engine.room > 0]
+        if self._release.plans:  # what runs is joined, or an idle engine would not have waited for company
+            free = [engine for engine in free if engine.running] or free
         if not free and len(self.formed) > self._others:
             free = engines
         ticket = next(iter(batch.tickets.values()))
@@ -474,6 +486,7 @@ class Scheduler:
         ready = [engine for engine in self.engines.values() if engine.ready]
         self._any_ready = bool(ready)
         self._others = max(0, len(ready) - 1)
+        self._slots = min([engine.info.slots for engine in ready], default=0)
         if any(engine.circuit.closed for engine in ready):
             self._helpless_since_s = None
         elif self._helpless_since_s is None:
@@ -525,8 +538,7 @@ class Scheduler:
             key=lambda ticket: (ticket.arrived_at_s, ticket.request.id),
         )
         for ticket in waiting:
-            trusted = ticket.score is not None and self.trust.trusted
-            index = self.edges.bin_of(ticket.score) if ticket.score is not None and trusted else 0
+            index = self.edges.bin_of(ticket.score) if ticket.score is not None and self.trust.trusted else 0
             ticket.bin = index if self._planner is None else self._planner.queue_of(index)
             self.bins[ticket.bin].append(ticket)
         self._form_all()

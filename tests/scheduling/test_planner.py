@@ -10,6 +10,7 @@ from test_scheduler import step
 
 from bins.dispatch import DispatchPlan, Observed
 from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.lengths import LEVELS
 from llmserve.scheduling.messages import (
     Action,
     DispatchSolved,
@@ -195,7 +196,7 @@ def test_after_so_many_answers_a_plan_is_made_for_the_lengths_as_they_have_becom
     assert body.new() == [], "arrivals are looked at before their own answers"
     body.arrivals(1, 0.1, tokens=(5.0, 15.0), longer=10.0)
     (observed,) = body.new()
-    assert observed.lengths == ((50.0,) * 32, (150.0,) * 32)
+    assert observed.lengths == ((50.0,) * LEVELS, (150.0,) * LEVELS)
     assert observed.rates_per_s == pytest.approx(before.rates_per_s, rel=0.15)
     body.arrivals(ANSWERS_BETWEEN - 8, 0.1, tokens=(5.0, 15.0), longer=20.0)
     assert body.new() == []

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 from test_scheduler import arrive, batch, scheduler, step
 
 from bins.dispatch import DispatchPlan, DispatchTable
+from bins.profile import Curve, Profile
 from llmserve.cluster import journal
 from llmserve.config import load_config
 from llmserve.errors import ConfigError
@@ -50,7 +52,7 @@ def table(
     wait_s_max: float = 1e9,
 ) -> DispatchTable:
     """One that never serves of itself, a batch of b takes b seconds, unless told otherwise."""
-    return DispatchTable(actions, other, advantage, service_s, wait_s_max)
+    return DispatchTable(actions, other, advantage, service_s, service_s, wait_s_max)
 
 
 def plan(*tables: DispatchTable, bins: int | None = None, **values: float) -> DispatchPlan:
@@ -235,9 +237,10 @@ def test_slots_that_run_out_let_nobody_join() -> None:
 
 
 def test_company_on_one_engine_is_joined_rather_than_another_engine_woken() -> None:
-    made = following(plan(table(from_(3))), REFILL, EngineInfo("gpu1", slots=4, barrier=False))
-    arrive(made, 1, 2, 3)
-    assert len(started(arrive(made, 4, now_s=1.0))) == 1
+    made = following(plan(table(from_(3))), REFILL, msgspec.structs.replace(REFILL, name="gpu1"))
+    (first,) = {action.engine for action in arrive(made, 1, 2, 3) if isinstance(action, StartBatch)}
+    (then,) = {action.engine for action in arrive(made, 4, now_s=1.0) if isinstance(action, StartBatch)}
+    assert then == first, "an engine with as much room stays idle"
 
 
 # ---- table: which of several bins ----
@@ -251,6 +254,16 @@ def of_two_bins(first: DispatchTable, second: DispatchTable, **config: object) -
     arrive(made, Request(3, 5.0), now_s=1.0)
     arrive(made, Request(4, 15.0), now_s=2.0)
     return started(end(made, 1, 1, now_s=3.0))
+
+
+def test_of_two_bins_that_waited_too_long_the_older_goes_first() -> None:
+    """Whatever their places: or the last bins would starve while nothing is planned to wait."""
+    made = following(None, bins=2, edges=(10.0,))
+    arrive(made, 1)
+    step(made, DispatchSolved(plan(table(from_(1), wait_s_max=0.0), table(from_(1), wait_s_max=0.0))))
+    arrive(made, Request(3, 15.0), now_s=1.0)
+    arrive(made, Request(4, 5.0), now_s=2.0)
+    assert started(end(made, 1, 1, now_s=3.0)) == [[3]]
 
 
 def test_of_two_bins_the_one_of_larger_advantage_goes_first() -> None:
@@ -475,12 +488,16 @@ def hurried(**config: object) -> Scheduler:
     return made
 
 
-def test_with_head_room_no_request_waits_beyond_batch_wait_s_for_an_engine_that_is_free() -> None:
-    made = hurried(batch_wait_s=0.4)
+@pytest.mark.parametrize(("batch_wait_s", "bound_s"), [(0.4, 0.4), (None, 1.0)])
+def test_with_head_room_no_request_waits_beyond_batch_wait_s_for_an_engine_that_is_free(
+    batch_wait_s: float | None, bound_s: float
+) -> None:
+    """By default no longer than BatchMonitor's window."""
+    made = hurried(batch_wait_s=batch_wait_s)
     assert waiting(made) == [[6]]
-    assert made.wake_at_s == 1.9
-    assert step(made, TimerFired(), 1.8) == []
-    assert started(step(made, TimerFired(), 1.9)) == [[6]]
+    assert made.wake_at_s == 1.5 + bound_s
+    assert step(made, TimerFired(), 1.4 + bound_s) == []
+    assert started(step(made, TimerFired(), 1.5 + bound_s)) == [[6]]
 
 
 def test_with_head_room_no_deadline_is_missed_for_company() -> None:
@@ -494,7 +511,7 @@ def test_with_head_room_a_silence_lets_the_last_of_a_burst_go() -> None:
     """A lone one keeps up when fewer than 0.8 come in a second; the estimate falls so far in about as long a silence
     as the arrivals that it remembers took at that rate.
     """
-    made = hurried()
+    made = hurried(batch_wait_s=60.0)
     assert waiting(made) == [[6]]
     wake_at_s = made.wake_at_s
     assert wake_at_s is not None
@@ -612,6 +629,46 @@ def test_settings_that_contradict_each_other_are_an_error(values: dict[str, obje
         dispatch.solver(SchedulingConfig(release="table").resolved(barrier=True), barrier=True)
 
 
+@pytest.mark.parametrize(
+    ("release", "values", "message"),
+    [
+        ("greedy", {"energy_weight": 20.0}, "energy_weight is of no use under release greedy, only under table$"),
+        ("static:4", {"latency_target_s": 9.0}, "latency_target_s is of no use under release static:4, only under tab"),
+        ("rate", {"latency_target_s": 9.0}, "latency_target_s is .* under release rate, only under table and deadline"),
+        ("rate-headroom", {"energy_weight": 1.0}, "energy_weight is of no use under release rate-headroom"),
+        ("deadline", {"energy_weight": 1.0}, "energy_weight is of no use under release deadline, only under table$"),
+        (
+            "deadline",
+            {"latency_target_s": 9.0, "latency_target_percentile": 95.0},
+            "latency_target_percentile is of no use under release deadline, only under table$",
+        ),
+    ],
+)
+def test_a_setting_that_the_release_has_no_use_for_is_an_error_that_names_both(
+    release: str, values: dict[str, float], message: str
+) -> None:
+    scheduling = SchedulingConfig(release=release).resolved(barrier=True)
+    with pytest.raises(ValueError, match=message):
+        DispatchConfig(profile="h100-llama-3.1-8b", **values).solver(scheduling, barrier=True)  # type: ignore[arg-type]
+
+
+def test_energy_that_the_profile_does_not_know_cannot_be_saved(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    Profile.timed("box", Curve.affine(1e-4, 1e-2), source="a test").save(path)
+
+    def solver(release: str, **values: float) -> object:
+        scheduling = SchedulingConfig(release=release).resolved(barrier=True)
+        return DispatchConfig(profile=str(path), **values).solver(scheduling, barrier=True)  # type: ignore[arg-type]
+
+    for release in PLANNED:
+        assert solver(release) is not None
+    assert solver("deadline", latency_target_s=9.0) is not None
+    with pytest.raises(ValueError, match="energy_weight: the profile box has no energy"):
+        solver("table", energy_weight=1.0)
+    with pytest.raises(ValueError, match="latency_target_s: the profile box has no energy"):
+        solver("table", latency_target_s=9.0)
+
+
 def test_a_percentile_is_refused_where_only_the_mean_can_be_planned() -> None:
     dispatch = DispatchConfig(profile="h100-llama-3.1-8b", latency_target_s=5.0, latency_target_percentile=95.0)
     scheduling = SchedulingConfig(release="table")
@@ -623,7 +680,8 @@ def test_a_percentile_is_refused_where_only_the_mean_can_be_planned() -> None:
 @pytest.mark.parametrize("release", ["full", "static:4", "timeout", "greedy"])
 def test_other_releases_need_no_plans(release: str) -> None:
     scheduling = SchedulingConfig(release=release).resolved(barrier=True)
-    assert DispatchConfig().solver(scheduling, barrier=True) is None
+    for dispatch in (DispatchConfig(), DispatchConfig(profile="h100-llama-3.1-8b")):  # as metrics may need one
+        assert dispatch.solver(scheduling, barrier=True) is None
 
 
 # ---- whole runs ----

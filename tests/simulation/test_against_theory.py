@@ -49,7 +49,7 @@ class Fixed:
 
     def __init__(self, queue: Queue) -> None:
         actions = tuple(queue.solve(10.0).policy[: SIZES.size + 1].tolist())
-        table = DispatchTable(actions, (), (), tuple(MEAN_S.tolist()), wait_s_max=1e9)
+        table = DispatchTable(actions, (), (), (1.0,) * SIZES.size, (1.0,) * SIZES.size, wait_s_max=1e9)
         self.plan = DispatchPlan((0,), (table,), response_s_mean=1.0)
 
     def solve(self, observed: Observed) -> DispatchPlan:

@@ -94,8 +94,17 @@ def test_a_prefill_comes_first_and_slows_nobody() -> None:
     assert engine.next_end_s == 14.0
     engine.start(batch(1), 3.0)
     assert run_out(engine) == [(13 + 0.5 * 3, 0), (14.5 + 1.5 * 2, 1)]
-    assert engine.busy_j == pytest.approx(2 * 7 + 1.5 * 15 + 0.5 * 25 + 1.5 * 15)
     assert engine.busy_s == 17.5
+    # 7.5 W with one request, in prefill or not, and 25/3 W with two. Prefills have no joules of their own.
+    assert engine.busy_j == pytest.approx((3 + 3) * 7.5 + (10 + 1.5) * 25 / 3)
+
+
+def test_a_refilling_engine_draws_for_a_prefill_as_for_a_step() -> None:
+    engine = refill([2, 2], prefill_s=10.0, prefill_j=7.0)
+    engine.start(batch(0, 1), 0.0)
+    run_out(engine)
+    assert engine.busy_s == 10 + 2 * 3
+    assert engine.energy_j(elapsed_s=20) == pytest.approx(16 * 25 / 3 + 4 * 3.0)
 
 
 def test_two_requests_that_are_both_in_prefill_are_foreseen_to_share_their_steps() -> None:
@@ -207,8 +216,27 @@ def test_a_batch_takes_its_longest_length_times_the_step_of_its_size() -> None:
     engine.start(batch(0, 1, 2, batch_id=9), 2.0)
     assert engine.next_end_s == 2 + 1.5 + 7 * 4
     assert engine.end(31.5) == BatchEnded("e", 9, {0: 2, 1: 7, 2: 3})
-    assert engine.energy_j(elapsed_s=40) == 20 + 7 * 35 + 3.0 * (40 - 29.5)
+    assert engine.energy_j(elapsed_s=40) == pytest.approx(20 + 7 * 35 + 3.0 * (40 - 29.5))
     assert engine.utilisation(59.0) == 0.5
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_batch_takes_the_joules_that_its_profile_says(size: int) -> None:
+    lengths = [2.0, 7.0, 3.0, 5.0][:size]
+    engine = barrier(lengths, prefill_s=1.5, prefill_j=20.0)
+    engine.start(batch(*range(size)), 0.0)
+    run_out(engine)
+    said = profile(prefill_s=1.5, prefill_j=20.0).energy_j([[max(lengths)]], [size])[0, 0]
+    assert engine.busy_j == pytest.approx(said)
+
+
+@pytest.mark.parametrize("is_barrier", [False, True])
+def test_a_profile_whose_energy_is_unknown_gives_times_and_no_joules(is_barrier: bool) -> None:
+    timed = Profile.timed("timed", Curve.affine(1, 1), source="a test")
+    engine = ProfileEngine(EngineInfo("e", 4, is_barrier), [3.0], timed)
+    engine.start(batch(0), 0.0)
+    assert run_out(engine) == [(6.0, 1 if is_barrier else 0)]
+    assert engine.energy_j(10.0) is None
 
 
 @pytest.mark.parametrize("prefill_s", [0.0, 5.0])

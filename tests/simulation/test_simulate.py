@@ -95,7 +95,7 @@ def test_a_journal_of_other_decisions_does_not_replay(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     simulate(Scenario(requests=100, barrier=True), scheduling(batch_size=4), journal_path=path)
     header, steps = journal.read(path)
-    other = journal.Header(scheduling(batch_size=5).resolved(barrier=True), header.lengths)
+    other = journal.Header(scheduling(batch_size=5).resolved(barrier=True), header.scores, header.lengths)
     assert journal.replay(other, steps) != steps
 
 
@@ -262,7 +262,7 @@ def test_a_trace_can_be_cut_and_hurried(trace: str) -> None:
     assert work.trace.arrivals_s.tolist() == [0.1, 0.5]
     assert work.trace.output_tokens.tolist() == [100, 50]
     assert work.arrival_rate_per_s == pytest.approx(2 / 0.4)
-    assert sorted(work.sample) == [50, 100]
+    assert sorted(work.scores) == [50, 100]
 
 
 def test_a_compressed_trace_reads_as_the_plain_one(trace: str, tmp_path: Path) -> None:
@@ -330,6 +330,55 @@ def test_the_command_reports_energy_with_a_profile(capsys: pytest.CaptureFixture
     assert "200 requests at " in out
 
 
+def told(capsys: pytest.CaptureFixture[str], flags: str) -> dict[str, float]:
+    """1,000 requests on an H100 that runs batches of up to 8 to their end, unless the flags say otherwise."""
+    command = f"simulate --requests 1000 --profile {H100} --batch-size 8 --bins 4 --load 0.4 --seed 1 {flags} --json"
+    assert main(command.split()) == 0
+    summary: dict[str, float] = json.loads(capsys.readouterr().out)
+    return summary
+
+
+def test_the_command_weighs_energy_and_latency_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--release table --barrier"
+    fast, frugal = told(capsys, flags), told(capsys, f"{flags} --energy-weight 20")
+    assert frugal["energy_j_per_token"] < 0.92 * fast["energy_j_per_token"]
+    assert frugal["latency_s_mean"] > 1.1 * fast["latency_s_mean"]
+    assert frugal["batch_size_mean"] > 1.5 * fast["batch_size_mean"]
+
+
+def test_the_command_keeps_a_latency_target_with_least_energy(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--release table --barrier"
+    fast, within = told(capsys, flags), told(capsys, f"{flags} --latency-target-s 6")
+    assert fast["latency_s_mean"] < 0.8 * 6
+    assert 0.85 * 6 < within["latency_s_mean"] < 1.1 * 6
+    assert within["energy_j_per_token"] < 0.92 * fast["energy_j_per_token"]
+
+
+def test_the_command_makes_batches_as_large_as_a_deadline_allows(capsys: pytest.CaptureFixture[str]) -> None:
+    summaries = [told(capsys, f"--release deadline --barrier --latency-target-s {target_s}") for target_s in (10, 30)]
+    for summary, target_s in zip(summaries, (10, 30), strict=True):
+        assert 0.5 * target_s < summary["latency_s_mean"] < target_s
+    assert summaries[1]["batch_size_mean"] > 1.2 * summaries[0]["batch_size_mean"]
+    assert summaries[1]["energy_j_per_token"] < summaries[0]["energy_j_per_token"]
+
+
+def test_the_command_waits_for_full_batches_only_of_engines_that_run_them_to_their_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = f"simulate --requests 300 --profile {H100} --load 0.2 --bins 4 --seed 1"
+    for flags, same, title in (
+        ("", "--release greedy --batch-size 1", "batches of 1, release greedy, order shortest, 1 refill engine"),
+        ("--barrier", "--barrier --release full", "batches of 8, release full, order fffs, 1 barrier engine"),
+        ("--release full", "--release full --batch-size 32", "batches of 32, release full, order shortest, 1 refill"),
+    ):
+        outs = []
+        for each in (flags, same):
+            assert main([*command.split(), *each.split()]) == 0
+            outs.append(" ".join(capsys.readouterr().out.split()))
+        assert outs[0] == outs[1]
+        assert title in outs[0]
+
+
 def test_the_command_replays_a_trace_whole(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--trace", trace, "--json", "--release", "greedy"]) == 0
     summary = json.loads(capsys.readouterr().out)
@@ -375,6 +424,10 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         ("--trace t.csv --load 0.5", "load cannot be given with trace"),
         ("--trace-speed 2", "no trace to speed up"),
         ("--predictions quantiles:-1", "is not one of"),
+        ("--release table", "release table needs --profile"),
+        ("--energy-weight 20", "energy_weight is of no use under release greedy, only under table"),
+        ("--latency-target-s 9 --barrier", "latency_target_s is of no use under release full, only under table and"),
+        ("--latency-target-s 0", "latency_target_s"),
     ],
 )
 def test_what_makes_no_sense_is_said_in_one_line(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -382,6 +435,14 @@ def test_what_makes_no_sense_is_said_in_one_line(flags: str, message: str, capsy
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_what_makes_no_sense_leaves_an_earlier_journal_alone(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_text("of an earlier run")
+    for flags in ("--release table", "--edges 5,5 --bins 3"):
+        assert main(["simulate", "--requests", "10", *flags.split(), "--journal", str(path)]) == 2
+    assert path.read_text() == "of an earlier run"
 
 
 # ---- workloads ----
@@ -461,4 +522,4 @@ def test_first_edges_go_by_the_risk_of_predicted_quantiles() -> None:
     known = prepare(Scenario(predictions="quantiles:0.8", **lengths), scheduling(batch_size=8))  # type: ignore[arg-type]
     oracle = prepare(Scenario(**lengths), scheduling(batch_size=8))  # type: ignore[arg-type]
     longest_of_8 = np.exp(0.8 * 1.4236)  # about, of its median: the expected largest of 8 normals is 1.4236
-    assert np.median(known.sample) > 0.9 * longest_of_8 * np.median(oracle.sample)
+    assert np.median(known.scores) > 0.9 * longest_of_8 * np.median(oracle.scores)

@@ -88,6 +88,7 @@ def plans(draw: st.DrawFn, observed: Observed, batch_size: int) -> DispatchPlan:
             other=draw(st.just(()) | actions),
             advantage=draw(st.just(()) | st.tuples(*[st.sampled_from([-1.0, 0.0, 2.0])] * batch_size)),
             service_s=tuple([0.5 + 0.25 * size for size in range(batch_size)]),
+            late_s=tuple([0.75 + 0.25 * size for size in range(batch_size)]),
             wait_s_max=draw(st.sampled_from([0.0, 0.3, 10.0])),
         )
         for _ in range(queues)
