@@ -9,6 +9,9 @@
 
 Both are affine in L, so their means over the batches of a bin need E[L] only: the mean of the longest of b draws from
 the bin's lengths (bins/risk.py). What the machine draws while nothing runs is apart: `idle_w`.
+
+That is a batch that runs to its end. Where slots refill, prefills overlap with others' steps and have no joules of
+their own: as long as n sequences have a slot, in prefill or not, the machine draws eps(n) / tau(n) watts, `power_w`.
 """
 
 from __future__ import annotations
@@ -28,10 +31,12 @@ from numpy.typing import ArrayLike, NDArray
 from bins.risk import longest_shares
 
 VERSION = 1
+ROUNDING = 1e-9  # relative: the power of a profile modelled at a constant power is that power, to rounding
 
 Floats = NDArray[np.float64]
 CurveKind = Literal["affine", "table"]
-EnergySource = Literal["measured", "published", "modelled"]
+EnergySource = Literal["measured", "published", "modelled", "unknown"]
+ENERGY_FIELDS = ("step_j", "idle_w", "prefill_j")
 
 
 # ---- a quantity against the batch size ----------------------------------------------------------------------------
@@ -148,12 +153,15 @@ class Profile:
     name           of the engine: its hardware and model
     step_s         seconds of one step, by sequences that run together
     step_j         joules of one step, everything that the machine draws meanwhile
-    idle_w         watts while nothing runs
+    idle_w         watts while nothing runs, at most what it draws while anything runs
     prefill_s      seconds that a batch spends before its first token
     prefill_j      joules that it takes for that
     slots_max      sequences that can run together at most; None: not known
     source         a sentence: where these numbers are from
-    energy_source  measured on this engine, published by others, or modelled from a power that was assumed
+    energy_source  measured on this engine, published by others, modelled from a power that was assumed, or unknown
+
+    Where energy is unknown, joules and watts are relative, good for comparing policies and never to be shown; see
+    `Profile.timed`.
     """
 
     name: str
@@ -179,6 +187,43 @@ class Profile:
             raise ValueError(f"a profile's energy_source is one of {sources}, not {self.energy_source!r}")
         if self.slots_max is not None and (type(self.slots_max) is not int or self.slots_max < 1):
             raise ValueError(f"a profile's slots_max must be a whole number of at least 1, not {self.slots_max!r}")
+        if self.energy_known and self.idle_w > self.power_w_min * (1 + ROUNDING):
+            raise ValueError(
+                f"a profile's idle_w must be at most what is drawn while anything runs, {self.power_w_min:.6g} W at "
+                f"the least, not {self.idle_w:.6g}"
+            )
+
+    @classmethod
+    def timed(
+        cls, name: str, step_s: Curve, *, prefill_s: float = 0.0, slots_max: int | None = None, source: str
+    ) -> Profile:
+        """A profile of which only times are known. Its energy is relative: 1 W while anything runs, 0 W otherwise."""
+        return cls(
+            name,
+            step_s,
+            step_j=step_s,
+            idle_w=0.0,
+            prefill_s=prefill_s,
+            prefill_j=prefill_s,
+            slots_max=slots_max,
+            source=source,
+            energy_source="unknown",
+        )
+
+    @property
+    def energy_known(self) -> bool:
+        """Whether its joules and watts are joules and watts."""
+        return self.energy_source != "unknown"
+
+    @property
+    def power_w_min(self) -> float:
+        """Least watts while anything runs, over the sizes that are known: from 1 to slots_max or the last point.
+
+        Between points both curves are straight, and their quotient is monotone: it is least at one of them.
+        """
+        most = math.inf if self.slots_max is None else self.slots_max
+        points = [1.0, *self.step_s.sizes, *self.step_j.sizes, self.slots_max or 1.0]
+        return float(self.power_w([size for size in points if 1 <= size <= most]).min())
 
     def latency_s(self, lengths: Sequence[ArrayLike], sizes: ArrayLike) -> Floats:
         """Mean seconds of a batch: (bins, sizes), non-decreasing along sizes.
@@ -205,8 +250,10 @@ class Profile:
         return b
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, for `Profile.load` and for reading."""
+        """Write it as JSON, for `Profile.load` and for reading; without joules and watts where they are relative."""
         whole = asdict(self) | {"step_s": _curve_fields(self.step_s), "step_j": _curve_fields(self.step_j)}
+        if not self.energy_known:
+            whole = {name: value for name, value in whole.items() if name not in ENERGY_FIELDS}
         Path(path).write_text(json.dumps({"version": VERSION, **whole}, indent=2, ensure_ascii=False) + "\n")
 
     @classmethod
@@ -292,8 +339,8 @@ def fit(
     When all batches had as many tokens, prefill cannot be told from steps and is 0. The curves' errors are the mean
     absolute relative errors of the batches' seconds and joules; their points are the means over each size.
     busy_w : watts while running, for when no observation has joules; the energy is then modelled as that times time.
-    Raises ValueError when the observations are not of at least two different sizes, or neither joules nor busy_w is
-    known.
+    Where busy_w is None too the energy is unknown, and idle_w of no use. Raises ValueError when the observations are
+    not of at least two different sizes, or idle_w is above the watts while running.
     """
     seen = list(observations)
     metered = [(batch, batch.joules) for batch in seen if batch.joules is not None]
@@ -305,7 +352,7 @@ def fit(
         prefill_j, step_j = busy_w * prefill_s, step_s.times(busy_w)
         energy_source = "modelled"
     else:
-        raise ValueError("no observation has joules: busy_w, the watts while running, is needed")
+        return Profile.timed(name, step_s, prefill_s=prefill_s, slots_max=slots_max, source=source)
     return Profile(
         name,
         step_s,
@@ -373,13 +420,18 @@ def _check_two_sizes(sizes: Floats) -> None:
 
 
 def _read_profile(found: object) -> Profile:
-    members = _members(found, Profile, "a profile", also=("version",))
-    if members["version"] != VERSION:
-        raise ValueError(f"its version is {members['version']!r}; this is version {VERSION}")
-    del members["version"]
-    for name in ("step_s", "step_j"):
-        members[name] = _read_curve(members[name], name)
-    return Profile(**members)
+    if isinstance(found, dict) and found.get("energy_source") == "unknown":
+        members = _members(found, Profile, "a profile of unknown energy", also=("version",), without=ENERGY_FIELDS)
+    else:
+        members = _members(found, Profile, "a profile", also=("version",))
+    if (version := members.pop("version")) != VERSION:
+        raise ValueError(f"its version is {version!r}; this is version {VERSION}")
+    members["step_s"] = _read_curve(members["step_s"], "step_s")
+    if "step_j" in members:
+        members["step_j"] = _read_curve(members["step_j"], "step_j")
+        return Profile(**members)
+    del members["energy_source"]
+    return Profile.timed(**members)
 
 
 def _read_curve(found: object, name: str) -> Curve:
@@ -395,16 +447,24 @@ def _read_curve(found: object, name: str) -> Curve:
         raise ValueError(f"{name}: {error}") from error
 
 
-def _members(found: object, kind: type[Any], place: str, also: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A JSON object whose keys are the fields of a dataclass; those without a default must be there."""
+def _members(
+    found: object, kind: type[Any], place: str, also: tuple[str, ...] = (), without: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """A JSON object whose keys are the fields of a dataclass; those without a default must be there.
+
+    also : further keys that must be there.  without : fields that must not.
+    """
     if not isinstance(found, dict):
         raise ValueError(f"{place} must be an object, not {type(found).__name__}")
-    known = [*also, *(field.name for field in fields(kind))]
+    wanted = [field for field in fields(kind) if field.name not in without]
+    known = [*also, *(field.name for field in wanted)]
     for key in found:
+        if key in without:
+            raise ValueError(f"{key!r} has no place in {place}")
         if key not in known:
             near = get_close_matches(key, known, n=1)
             raise ValueError(f"unknown key {key!r} in {place}" + (f"; did you mean {near[0]!r}?" if near else ""))
-    for key in [*also, *(field.name for field in fields(kind) if field.default is MISSING)]:
+    for key in [*also, *(field.name for field in wanted if field.default is MISSING)]:
         if key not in found:
             raise ValueError(f"{key!r} is missing in {place}")
     return dict(found)
@@ -439,7 +499,8 @@ PROFILES: Mapping[str, Profile] = {
             source=(
                 "ML.ENERGY benchmark, Llama-3.1-8B-Instruct in bfloat16 on one H100, lm-arena-chat, batches of 8 to "
                 "690: affine fits of the median inter-token latency (error 1.7 %) and of the energy of a step "
-                "(error 1.9 %). It publishes no idle power: 90 W is assumed, as idle H100s draw 70 to 120 W."
+                "(error 1.9 %). Prefill is not in it: a batch begins with its first token, at no time and no energy. "
+                "It publishes no idle power: 90 W is assumed, as idle H100s draw 70 to 120 W."
             ),
             energy_source="published",
         ),

@@ -4,8 +4,10 @@
     P(n)    W, its power: `Profile.power_w(n)` while it runs any, `Profile.idle_w` while it runs none
     J       joules, the sum over engines of the integral of P over the time that each is up
 
-A static batch keeps all its rows until its last answer has ended, so a barrier engine runs the n that it began with; a
-refill engine runs what it was sent, and what is beyond its slots waits inside. Prefill counts as running. A model says
+A static batch keeps all its rows until its last answer has ended, so a barrier engine runs the n that it began with.
+Its prefill takes `Profile.prefill_j`, once, and P(n) counts from `Profile.prefill_s` after its start on. A refill
+engine runs what it was sent, and what is beyond its slots waits inside; who is in prefill counts among the n, and
+prefills have no joules of their own. The simulator counts in the same way (simulation/engine_model.py). A model says
 what the profiled engine would have drawn in the time that this one really took.
 """
 
@@ -13,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
@@ -25,20 +26,24 @@ from llmserve.engines.power import GpuEnergy
 from llmserve.request import Batch, EngineInfo
 from llmserve.scheduling.messages import BatchEnded, EngineLost, EngineReady, RequestEnded, StartBatch
 
-SAMPLE_EVERY_S = 1.0  # of GPUs that tell their power only
+SAMPLE_EVERY_S = 0.25  # between two readings of the GPUs: the age of the joules that are told
 
 
 class EnergyMeter(Protocol):
     """Tells joules.
 
-    source  how it knows: "nvml" (measured) or "modelled"
+    source       how it knows: "nvml" (measured) or "modelled"
+    of_all_work  whether all engines' work is in them, so that they can be shared among all requests and tokens
     """
 
     @property
     def source(self) -> str: ...
 
+    @property
+    def of_all_work(self) -> bool: ...
+
     def joules(self, now_s: float) -> float:
-        """Since it was made; it never falls. now_s : on the cluster's clock, not before what it was last told."""
+        """Since it was made; it never falls, and is told at once. now_s : on the cluster's clock."""
         ...
 
 
@@ -46,29 +51,30 @@ class EnergyMeter(Protocol):
 
 
 class MeasuredEnergy:
-    """What the GPUs of this machine that `GpuEnergy` counts have drawn, whoever used them."""
+    """What the GPUs of this machine that `GpuEnergy` counts have drawn, whoever used them.
+
+    of_all_work  whether every engine runs on these GPUs
+    """
 
     source = "nvml"
 
-    def __init__(self, gpus: GpuEnergy) -> None:
+    def __init__(self, gpus: GpuEnergy, *, of_all_work: bool) -> None:
+        self.of_all_work = of_all_work
         self._gpus = gpus
-        self._reading = threading.Lock()
-        self._last_s = 0.0
+        self._joules = 0.0
 
     def joules(self, now_s: float) -> float:
-        """Reads the GPUs, which takes some milliseconds."""
-        with self._reading:
-            self._last_s = max(now_s, self._last_s)  # whoever waited for the other thread brings an earlier time
-            return self._gpus.energy_j(self._last_s)
+        """As of the last reading in `sampling`: NVML takes milliseconds, and longer when its driver is busy."""
+        return self._joules
 
     @contextlib.asynccontextmanager
     async def sampling(self, clock: Callable[[], float]) -> AsyncIterator[None]:
-        """Read the GPUs every second inside the block, in a thread, so that their power is integrated finely."""
+        """Read the GPUs every SAMPLE_EVERY_S inside the block, in a thread; nothing else does."""
         stop = asyncio.Event()
 
         async def sample() -> None:
             while not stop.is_set():
-                await asyncio.to_thread(lambda: self.joules(clock()))
+                self._joules = await asyncio.to_thread(self._read, clock)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.wait(), SAMPLE_EVERY_S)
 
@@ -79,6 +85,9 @@ class MeasuredEnergy:
             stop.set()  # and not cancelled: NVML must not be left while a thread still reads
             await task
 
+    def _read(self, clock: Callable[[], float]) -> float:
+        return self._gpus.energy_j(clock())
+
 
 # ---- modelled -----------------------------------------------------------------------------------------------------
 
@@ -87,18 +96,22 @@ class ModelledEnergy:
     """What engines of this profile take for what they run; `observe` listens to a journal from its first step on.
 
     All engines are taken to be of the one profile. They draw from EngineReady to EngineLost; between EngineClosed and
-    EngineLost an engine is up and may still run something. O(1) a step.
+    EngineLost an engine is up and may still run something. O(1) a step. Raises ValueError on a profile whose energy is
+    unknown.
     """
 
     source = "modelled"
+    of_all_work = True
 
     def __init__(self, profile: Profile) -> None:
+        if not profile.energy_known:
+            raise ValueError(f"the profile {profile.name} tells no energy")
         self._profile = profile
         self._engines: dict[str, _Engine] = {}
         self._power_w = [profile.idle_w]  # by sequences, as far as it has been asked for
 
     def joules(self, now_s: float) -> float:
-        return sum([engine.joules + engine.power_w * (now_s - engine.since_s) for engine in self._engines.values()])
+        return sum([engine.joules_at(now_s) for engine in self._engines.values()])
 
     def observe(self, step: Step) -> None:
         event, now_s = step.event, step.now_s
@@ -113,6 +126,8 @@ class ModelledEnergy:
                 engine = self._engines[action.engine]
                 engine.start(action.batch)
                 self._settle(engine, now_s)
+                if engine.info.barrier:
+                    engine.prefill(self._profile.prefill_s, self._profile.prefill_j)
 
     def _find_up(self, info: EngineInfo, now_s: float) -> None:
         """It is up, or it was already and has other slots."""
@@ -135,8 +150,8 @@ class ModelledEnergy:
 
     def _settle(self, engine: _Engine, now_s: float) -> None:
         """Charge the time that has passed at the old power; from now on it is what suits what runs."""
-        engine.joules += engine.power_w * (now_s - engine.since_s)
-        engine.since_s = now_s
+        engine.joules = engine.joules_at(now_s)
+        engine.since_s = max(now_s, engine.since_s) if engine.sequences else now_s
         engine.power_w = self._power_of(engine.sequences) if engine.up else 0.0
 
     def _power_of(self, sequences: int) -> float:
@@ -155,7 +170,7 @@ class _Engine:
 
     running  sequences of the requests on it, by request id: as many as a request has choices
     batch_id of the batch that it was sent last
-    joules   until since_s; from then on it draws power_w
+    joules   until since_s; from then on it draws power_w. While a batch is in prefill, since_s is still to come
     """
 
     __slots__ = ("_sequences", "batch_id", "info", "joules", "power_w", "running", "since_s", "up")
@@ -174,6 +189,14 @@ class _Engine:
     def sequences(self) -> int:
         """That run, as against those that wait inside."""
         return self._sequences if self.info.barrier else min(self._sequences, self.info.slots)
+
+    def joules_at(self, now_s: float) -> float:
+        return self.joules + self.power_w * max(0.0, now_s - self.since_s)
+
+    def prefill(self, prefill_s: float, prefill_j: float) -> None:
+        """A static batch begins with this instead of steps."""
+        self.joules += prefill_j
+        self.since_s += prefill_s
 
     def start(self, batch: Batch) -> None:
         self.batch_id = batch.id

@@ -37,10 +37,18 @@ FILL = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 class Metrics:
     """Listens to a live cluster's journal; `render()` is the text of /metrics.
 
-    meters  of the engines' energy, each with a source of its own
+    meters        of the engines' energy, each with a source of its own
+    energy_known  whether the watts that dispatch plans expect are watts; else they are not told
     """
 
-    def __init__(self, cluster: LiveCluster, batch_size: int, meters: Sequence[EnergyMeter] = ()) -> None:
+    def __init__(
+        self,
+        cluster: LiveCluster,
+        batch_size: int,
+        meters: Sequence[EnergyMeter] = (),
+        *,
+        energy_known: bool = True,
+    ) -> None:
         registry = self.registry = CollectorRegistry()
         self._batch_size = batch_size
         self._open: dict[int, tuple[Request, float]] = {}  # id -> request, arrival
@@ -72,7 +80,7 @@ class Metrics:
             registry=registry,
         )
         self._energy = _Energy(cluster, meters)
-        self._dispatch = _Dispatch()
+        self._dispatch = _Dispatch(energy_known)
         for collector in (_Gauges(cluster), self._energy, self._dispatch):
             registry.register(collector)
         cluster.journal.listen(self.observe)
@@ -201,7 +209,8 @@ class _Gauges:
 class _Energy:
     """Joules since the start, and what each completed request and each of its tokens took of them.
 
-    What failed or was aborted took energy too, and so did waiting: those that completed bear it all.
+    What failed or was aborted took energy too, and so did waiting: those that completed bear it all. Of a meter that
+    leaves engines out only the joules are told: nobody knows whose requests took them.
     """
 
     def __init__(self, cluster: LiveCluster, meters: Sequence[EnergyMeter]) -> None:
@@ -229,6 +238,8 @@ class _Energy:
         for meter in self._meters:
             joules = meter.joules(self._cluster.now_s())
             total.add_metric([meter.source], joules)
+            if not meter.of_all_work:
+                continue
             if self._output_tokens:
                 by_token.add_metric([meter.source], joules / self._output_tokens)
             if self._requests:
@@ -242,8 +253,9 @@ class _Dispatch:
     observed  what the last plan was asked for
     """
 
-    def __init__(self) -> None:
+    def __init__(self, energy_known: bool) -> None:
         self.observed: Observed | None = None
+        self._energy_known = energy_known
         self._plan: DispatchPlan | None = None
         self._plans = 0
 
@@ -271,7 +283,10 @@ class _Dispatch:
         values = {
             "queues": ("Queues that the bins are merged into", len(plan.tables)),
             "response_seconds_expected": ("Mean response time that the plan expects", plan.response_s_mean),
-            "power_watts_expected": ("Mean power of all engines that the plan expects", plan.power_w_mean),
+            "power_watts_expected": (
+                "Mean power of all engines that the plan expects",
+                plan.power_w_mean if self._energy_known else None,
+            ),
             "target_met": (
                 "1 when the plan expects to meet the latency target",
                 float(plan.target_met) if expects and plan.latency_target_s is not None else None,

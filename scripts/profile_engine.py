@@ -13,11 +13,11 @@ lengths count. Sizes beyond what the engine runs at once would measure its queue
 
 Energy is measured by NVML when the engine is on this machine, and its GPU has a driver and the package nvidia-ml-py.
 Of several GPUs, name the engine's in CUDA_VISIBLE_DEVICES. A GPU's counter moves about every 100 ms: ask for so many
-tokens that the smallest batch takes a second or more. Without NVML energy is --busy-power-w times the time; without
-that too, it is in relative units, and the profile's source says so.
+tokens that the smallest batch takes a second or more. Without NVML energy is --busy-power-w times the time. Without
+that too it is unknown: the profile has times only, and nothing tells joules by it.
 
 --journal FILE measures nothing: it takes the batches that barrier engines ran (`llmserve serve --barrier --journal`, or
-`llmserve simulate`), with the requests that really came.
+`llmserve simulate`), with the requests that really came. --plot needs matplotlib: pip install '.[plot]'.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -54,7 +54,6 @@ IDLE_S = 3.0  # how long the idle power is measured
 SAMPLE_S = 0.05  # between readings of the GPUs
 ANSWER_S_MAX = 900.0  # a batch without an end for so long is given up
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-RELATIVE_W = 1.0  # assumed while running, where no power is known
 
 OnBatch = Callable[[int, int, Observation], None]
 """Called after each batch with its number from 1, how many there are, and what was observed."""
@@ -236,55 +235,58 @@ def profile_of(
 ) -> Profile:
     """Fit a profile; its source says where time, energy and idle power are from.
 
-    origin : a sentence, without its full stop.  idle_w, busy_w : None: not known.
+    origin : a sentence, without its full stop.  idle_w, busy_w : None: not known. Where the batches have no joules and
+    busy_w is None, the profile's energy is unknown. An idle power above the fitted power while running, which errors of
+    measurement can make it, is taken as that.
     Raises ValueError when the batches allow no fit.
     """
-    if any(batch.joules is not None for batch in batches):
-        energy = "Energy measured by NVML."
-    elif busy_w is not None:
-        energy = f"Energy modelled as {busy_w:g} W while running."
+    profile = fit(batches, name=name, idle_w=0.0, source=f"{origin}. Energy is not known.", busy_w=busy_w)
+    if not profile.energy_known:
+        return profile
+    measured = profile.energy_source == "measured"
+    energy = "Energy measured by NVML." if measured else f"Energy modelled as {busy_w:g} W while running."
+    least_w = profile.power_w_min
+    if idle_w is None:
+        idle = "Idle power unknown, taken as 0 W."
+    elif idle_w <= least_w:
+        idle = f"Idle power {idle_w:.4g} W."
     else:
-        energy = "Energy is unknown and in relative units: modelled as 1 W while running."
-    idle = "Idle power unknown, taken as 0 W." if idle_w is None else f"Idle power {idle_w:.4g} W."
-    return fit(
-        batches,
-        name=name,
-        idle_w=idle_w or 0.0,
-        source=f"{origin}. {energy} {idle}",
-        busy_w=RELATIVE_W if busy_w is None else busy_w,
-    )
+        idle = f"Idle power {idle_w:.4g} W, taken as {least_w:.4g} W, the least while running."
+    return replace(profile, idle_w=min(idle_w or 0.0, least_w), source=f"{origin}. {energy} {idle}")
 
 
 def print_table(profile: Profile, console: Console) -> None:
     """Sizes that were measured, with the means there and the fit."""
     step, energy = profile.step_s, profile.step_j
+    headings = ("sequences", "step (ms)", "fitted", "tokens/s", "step (J)", "fitted", "power (W)")
     title = (
         f"{profile.name}: step {1e3 * step.slope:.4g} b + {1e3 * step.intercept:.4g} ms (error {step.error:.1%}), "
         f"prefill {1e3 * profile.prefill_s:.4g} ms"
     )
     table = Table(title=title)
-    for heading in ("sequences", "step (ms)", "fitted", "step (J)", "fitted", "power (W)", "tokens/s"):
+    for heading in headings if profile.energy_known else headings[:4]:
         table.add_column(heading, justify="right")
     joules = dict(zip(energy.sizes, energy.values, strict=True))
     for size, seconds in zip(step.sizes, step.values, strict=True):
         fitted_s, fitted_j = float(step.at(size)), float(energy.at(size))
-        row = (1e3 * seconds, 1e3 * fitted_s, joules.get(size, math.nan), fitted_j, fitted_j / fitted_s)
-        table.add_row(f"{size:g}", *[f"{value:.4g}" for value in row], f"{size / fitted_s:,.0f}")
+        row = [f"{size:g}", f"{1e3 * seconds:.4g}", f"{1e3 * fitted_s:.4g}", f"{size / fitted_s:,.0f}"]
+        if profile.energy_known:
+            row += [f"{value:.4g}" for value in (joules.get(size, math.nan), fitted_j, fitted_j / fitted_s)]
+        table.add_row(*row)
     console.print(table)
     console.print(profile.source)
 
 
 def draw(profile: Profile, path: Path) -> None:
-    """Two panels: a step's time and energy against the size, measured means and fit."""
+    """A panel each for a step's time and, where it is known, its energy against the size: measured means and fit."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.8), layout="constrained", dpi=140)
-    time_axes, energy_axes = figure.subplots(1, 2)
-    panels = (
-        (time_axes, profile.step_s, 1e3, "step (ms)", "measured"),
-        (energy_axes, profile.step_j, 1.0, "step (J)", profile.energy_source),
-    )
-    for axes, curve, scale, label, points in panels:
+    panels = [(profile.step_s, 1e3, "step (ms)", "measured")]
+    if profile.energy_known:
+        panels.append((profile.step_j, 1.0, "step (J)", profile.energy_source))
+    figure = Figure(figsize=(4.5 * len(panels), 3.8), layout="constrained", dpi=140)
+    row = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (curve, scale, label, points) in zip(row, panels, strict=True):
         sizes, values = [1.0, *curve.sizes], [scale * value for value in curve.values]
         axes.plot(sizes, scale * curve.at(sizes), color="#3b7dd8", lw=2, label="fit")
         axes.plot(curve.sizes, values, "o", color="#222222", ms=5, label=points)
@@ -302,6 +304,8 @@ def draw(profile: Profile, path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     try:
+        if args.plot:
+            check_plot()
         profile = from_journal(args) if args.journal else from_engine(args)
         profile.save(args.output)
         if args.plot:
@@ -312,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def from_journal(args: argparse.Namespace) -> Profile:
-    check_powers(args, measured=False)
+    check_powers(args, None)
     _, steps = journal.read(args.journal)
     batches = observations(steps)
     if not batches:
@@ -325,10 +329,12 @@ def from_journal(args: argparse.Namespace) -> Profile:
 def from_engine(args: argparse.Namespace) -> Profile:
     plan = Plan(args.sizes, args.output_tokens, args.rounds, args.seed)
     energy = GpuEnergy.open() if urlsplit(args.engine).hostname in LOCAL_HOSTS else None
-    check_powers(args, measured=energy is not None)
+    check_powers(args, energy)
     idle_s = IDLE_S if args.idle_power_w is None else 0.0
     with progress() as on_batch:
         measured = asyncio.run(measure(args.engine, args.model, plan, energy, idle_s=idle_s, on_batch=on_batch))
+    if energy is not None and all(batch.joules is None for batch in measured.batches):
+        say_unmeasured(args, "the GPUs counted no joules")
     where = f" on {', '.join(energy.names)}" if energy is not None else ""
     origin = (
         f"Measured by scripts/profile_engine.py, {date.today()}: {measured.model}{where}, batches of "
@@ -340,10 +346,47 @@ def from_engine(args: argparse.Namespace) -> Profile:
     return profile_of(measured.batches, name=name, origin=origin, idle_w=idle_w, busy_w=args.busy_power_w)
 
 
-def check_powers(args: argparse.Namespace, *, measured: bool) -> None:
-    """Idle watts beside energy in relative units would mean nothing."""
-    if args.idle_power_w is not None and args.busy_power_w is None and not measured:
+def check_powers(args: argparse.Namespace, energy: GpuEnergy | None) -> None:
+    """Say where the energy will be from, before anything is measured. Raises CannotMeasure on watts that make no sense.
+
+    energy : None: no GPU is measured.
+    """
+    idle_w, busy_w = args.idle_power_w, args.busy_power_w
+    if energy is not None:
+        say_measured(energy.names)
+    elif idle_w is not None and busy_w is None:
         raise CannotMeasure("--idle-power-w needs --busy-power-w where no GPU is measured")
+    elif idle_w is not None and idle_w > busy_w:
+        raise CannotMeasure(f"--idle-power-w is {idle_w:g}, above --busy-power-w, {busy_w:g}")
+    else:
+        say_unmeasured(args, "a journal holds no joules" if args.journal else "no GPU can be measured here")
+
+
+def say_measured(gpus: Sequence[str]) -> None:
+    count = f"{len(gpus)} GPUs" if len(gpus) > 1 else "the GPU"
+    say(f"energy is measured on {count} {', '.join(gpus)}")
+    if len(gpus) > 1:
+        say("warning: all of them are counted; if the engine uses only some, name those in CUDA_VISIBLE_DEVICES")
+
+
+def say_unmeasured(args: argparse.Namespace, why: str) -> None:
+    if args.busy_power_w is None:
+        say(
+            f"energy is not known: {why}, and --busy-power-w is not given. The profile has times only; give the watts "
+            "while running, --busy-power-w W, for joules"
+        )
+
+
+def say(text: str) -> None:
+    print(f"profile_engine: {text}", file=sys.stderr, flush=True)
+
+
+def check_plot() -> None:
+    """Raises CannotMeasure where there is nothing to draw with: to be known before a long measurement, not after."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise CannotMeasure(f"--plot needs matplotlib, pip install '.[plot]': {error}") from error
 
 
 @contextmanager
@@ -379,7 +422,7 @@ def parser() -> argparse.ArgumentParser:
     add("--busy-power-w", type=power, metavar="W", help="while running, where no GPU can be measured")
     add("--seed", type=int, default=0, help="draws the order and the prompts (%(default)s)")
     add("--output", type=Path, default=Path("profile.json"), metavar="FILE", help="the profile (%(default)s)")
-    add("--plot", type=Path, metavar="FILE", help="a figure of it, as PNG")
+    add("--plot", type=Path, metavar="FILE", help="a figure of it, as PNG; needs matplotlib")
     return parser
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import sys
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +25,7 @@ from bins.profile import PROFILES, Curve, Profile
 from llmserve.cluster.journal import Header, Journal, Step
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.simulated import SimulatedCluster
+from llmserve.config import Config, EngineConfig, ServerConfig
 from llmserve.energy import EnergyMeter, MeasuredEnergy, ModelledEnergy
 from llmserve.engines.fake import FakeEngine
 from llmserve.engines.power import GpuEnergy
@@ -44,6 +48,8 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.scheduling.policies import DispatchConfig, SchedulingConfig
+from llmserve.serve import serving
+from llmserve.simulate import Scenario, simulate
 from llmserve.simulation.engine_model import ProfileEngine
 
 IDLE_W = 60.0
@@ -53,6 +59,10 @@ def profile(**changes: Any) -> Profile:
     """100 + 50 n watts while n sequences run, 60 while none does."""
     fields = {"step_s": Curve.affine(0.0, 0.01), "step_j": Curve.affine(0.5, 1.0), "idle_w": IDLE_W, **changes}
     return Profile("plain", source="Made up.", energy_source="modelled", **fields)
+
+
+def timed() -> Profile:
+    return Profile.timed("timed", Curve.affine(0.0, 0.01), source="Made up.")
 
 
 def power_w(sequences: int) -> float:
@@ -174,6 +184,46 @@ def test_news_of_an_engine_that_was_never_ready_is_nothing():
     assert modelled((1.0, EngineLost("a")), (1.0, ended(1))).joules(9.0) == 0.0
 
 
+PREFILL = {"prefill_s": 2.0, "prefill_j": 340.0}
+
+
+def test_a_static_batch_takes_its_prefills_joules_once_and_step_power_from_its_end_on():
+    steps = ((0.0, barrier()), (1.0, start(1, 2, 3, 4)), (1.5, ended(1)), (8.0, BatchEnded("a", 1, {})))
+    energy = modelled(*steps[:3], of=profile(**PREFILL))
+    assert energy.joules(2.0) == IDLE_W + 340.0
+    assert energy.joules(4.0) == IDLE_W + 340.0 + power_w(4)
+    energy = modelled(*steps, of=profile(**PREFILL))
+    assert energy.joules(10.0) == 3 * IDLE_W + 340.0 + 5 * power_w(4)
+    said = profile(**PREFILL).energy_j([[500]], [4])[0, 0]  # 500 steps of 10 ms after the prefill
+    assert energy.joules(10.0) == pytest.approx(3 * IDLE_W + said)
+
+
+@pytest.mark.parametrize("end", [RequestEnded("a", 1, "cancelled"), EngineLost("a")], ids=["aborted", "lost"])
+def test_a_batch_that_ends_in_its_prefill_leaves_the_next_one_its_own(end: Event):
+    energy = modelled(
+        (0.0, barrier()),
+        (0.0, start(1)),
+        (1.0, end),
+        (1.0, barrier()),
+        (3.0, start(2, batch=2)),
+        (9.0, ended(2)),
+        of=profile(**PREFILL),
+    )
+    assert energy.joules(9.0) == 340.0 + 2 * IDLE_W + 340.0 + 4 * power_w(1)
+
+
+def test_where_slots_refill_who_is_in_prefill_runs_and_takes_nothing_else():
+    energy = modelled(
+        (0.0, refill()), (0.0, start(1)), (1.0, start(2)), (4.0, ended(1)), (5.0, ended(2)), of=profile(**PREFILL)
+    )
+    assert energy.joules(6.0) == power_w(1) + 3 * power_w(2) + power_w(1) + IDLE_W
+
+
+def test_a_profile_that_tells_no_energy_models_none():
+    with pytest.raises(ValueError, match="the profile timed tells no energy"):
+        ModelledEnergy(timed())
+
+
 def test_no_more_sequences_run_than_the_profile_knows_of():
     energy = modelled((0.0, refill(64)), (0.0, start(*range(50))), of=profile(slots_max=5))
     assert energy.joules(1.0) == power_w(5)
@@ -183,15 +233,19 @@ def test_no_more_sequences_run_than_the_profile_knows_of():
 
 
 @pytest.mark.parametrize("static", [True, False], ids=["barrier", "refill"])
-def test_what_the_simulator_says_its_engines_take_is_what_the_model_makes_of_the_journal(static: bool):
-    """To rounding, for a profile without a prefill."""
+@pytest.mark.parametrize("prefill", [{}, {"prefill_s": 0.4, "prefill_j": 170.0}], ids=["plain", "prefill"])
+def test_what_the_simulator_says_its_engines_take_is_what_the_model_makes_of_the_journal(
+    static: bool, prefill: dict[str, float]
+):
+    """To rounding."""
+    h100 = replace(PROFILES["h100-llama-3.1-8b"], **prefill)
     rng = np.random.default_rng(7)
     count, slots = 600, 8
     lengths = np.maximum(1.0, rng.lognormal(4.0, 0.8, count)).tolist()
     infos = [EngineInfo(name, slots, static, look_ahead=0 if static else 2) for name in ("a", "b")]
-    engines = [ProfileEngine(info, lengths, PROFILES["h100-llama-3.1-8b"]) for info in infos]
+    engines = [ProfileEngine(info, lengths, h100) for info in infos]
     scheduling = SchedulingConfig(bins=4, batch_size=slots, queue_requests_max=count).resolved(static)
-    energy, ends_s = ModelledEnergy(PROFILES["h100-llama-3.1-8b"]), []
+    energy, ends_s = ModelledEnergy(h100), []
 
     def listen(now_s: float, event: Event, actions: list[Action]) -> None:
         energy.observe(Step(now_s, event, tuple(actions)))
@@ -293,17 +347,41 @@ def test_whatever_happens_joules_are_the_power_of_what_the_scheduler_says_is_run
 # ---- measured -------------------------------------------------------------------------------------------------------
 
 
-def test_measured_joules_are_the_gpus_counter_in_joules():
+async def sampled(energy: MeasuredEnergy, clock: Callable[[], float], joules: float) -> None:
+    """Until it tells so many joules."""
+    async with energy.sampling(clock):
+        await until(lambda: energy.joules(clock()) == pytest.approx(joules))
+
+
+async def test_measured_joules_are_the_gpus_counter_in_joules():
     gpu = Gpu(energy_mj=1_000)
-    energy = MeasuredEnergy(GpuEnergy(FakeNvml(gpu)))
+    energy = MeasuredEnergy(GpuEnergy(FakeNvml(gpu)), of_all_work=True)
     gpu.energy_mj = 3_500
-    assert energy.joules(1.0) == 2.5
+    assert energy.joules(1.0) == 0.0, "nobody has read it yet"
+    await sampled(energy, lambda: 1.0, 2.5)
 
 
-def test_two_threads_whose_times_cross_take_nothing_back():
-    gpu = Gpu(power_mw=100_000)
-    energy = MeasuredEnergy(GpuEnergy(FakeNvml(gpu)))
-    assert [energy.joules(now_s) for now_s in (0.0, 2.0, 1.9, 3.0)] == pytest.approx([0.0, 200.0, 200.0, 300.0])
+async def test_whoever_asks_for_joules_does_not_wait_for_the_gpus():
+    """Their driver does not answer; nor does the thread that asks it."""
+    answers = threading.Event()
+    gpu = Gpu(energy_mj=0)
+    energy = MeasuredEnergy(GpuEnergy(FakeNvml(gpu)), of_all_work=True)
+    asked: list[int] = []
+
+    def slow_mj() -> int:
+        asked.append(threading.get_ident())
+        answers.wait(30)
+        return 2_000
+
+    gpu.energy_mj = slow_mj
+    scraped = Scraped(energy)
+    async with energy.sampling(lambda: 1.0):
+        await until(lambda: bool(asked))
+        assert scraped.samples("llmserve_energy") == {"llmserve_energy_joules_total{nvml}": 0.0}
+        assert not answers.is_set()
+        answers.set()
+        await until(lambda: energy.joules(1.0) == 2.0)
+    assert threading.get_ident() not in asked
 
 
 async def test_power_is_sampled_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +389,7 @@ async def test_power_is_sampled_in_the_background(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("llmserve.energy.SAMPLE_EVERY_S", 0.001)
     now_s = 0.0
     gpu = Gpu(power_mw=0)
-    energy = MeasuredEnergy(GpuEnergy(FakeNvml(gpu)))
+    energy = MeasuredEnergy(GpuEnergy(FakeNvml(gpu)), of_all_work=True)
 
     async def rest_at(at_s: float, power_mw: int) -> None:
         nonlocal now_s
@@ -332,6 +410,9 @@ class FixedMeter:
 
     source = "modelled"
 
+    def __init__(self, *, of_all_work: bool = True) -> None:
+        self.of_all_work = of_all_work
+
     def joules(self, now_s: float) -> float:
         return 50.0 * now_s
 
@@ -339,11 +420,11 @@ class FixedMeter:
 class Scraped:
     """Metrics that listen to a journal which the test writes, at a time that the test sets."""
 
-    def __init__(self, *meters: EnergyMeter) -> None:
+    def __init__(self, *meters: EnergyMeter, energy_known: bool = True) -> None:
         self.now_s = 0.0
         header = Header(SchedulingConfig().resolved(barrier=True))
         cluster = LiveCluster(header.scheduler(), [], Journal(header), clock=lambda: self.now_s)
-        self.metrics = Metrics(cluster, 8, meters)
+        self.metrics = Metrics(cluster, 8, meters, energy_known=energy_known)
         self._journal = cluster.journal
 
     def step(self, event: Event, *actions: Action) -> None:
@@ -391,6 +472,14 @@ def test_requests_without_tokens_have_joules_and_tokens_none():
     ]
 
 
+def test_joules_of_some_engines_are_not_shared_among_the_requests_of_all():
+    scraped = Scraped(FixedMeter(of_all_work=False))
+    scraped.step(RequestArrived(Request(1)))
+    scraped.step(ended(1, tokens=10.0))
+    scraped.now_s = 2.0
+    assert scraped.samples("llmserve_energy") == {"llmserve_energy_joules_total{modelled}": 100.0}
+
+
 def test_without_a_meter_nothing_is_said_of_energy_and_without_a_plan_nothing_of_dispatching():
     text = Scraped().metrics.render().decode()
     assert "energy" not in text
@@ -399,12 +488,12 @@ def test_without_a_meter_nothing_is_said_of_energy_and_without_a_plan_nothing_of
 
 
 def plan(queues: int = 2, **fields: Any) -> DispatchPlan:
-    table = DispatchTable((0, 1), (), (), (1.0,), 1.0)
+    table = DispatchTable((0, 1), (), (), (1.0,), (1.0,), 1.0)
     return DispatchPlan((0,) * (4 - queues) + tuple(range(queues)), (table,) * queues, **fields)
 
 
 def observed(*rates_per_s: float) -> Observed:
-    return Observed(rates_per_s, ((10.0,),) * len(rates_per_s), 1, 1)
+    return Observed(rates_per_s, ((10.0,),) * len(rates_per_s), engines=1, slots=1, queues=1)
 
 
 PLANNED = ("llmserve_dispatch", "llmserve_arrival_rate")
@@ -429,6 +518,14 @@ def test_the_plan_in_force_and_what_is_expected_of_it_are_told():
     }
     scraped.step(DispatchSolved(plan(1, **{**expected, "target_met": True})))
     assert scraped.samples("llmserve_dispatch_target_met") == {"llmserve_dispatch_target_met": 1.0}
+
+
+def test_watts_that_are_none_are_not_told():
+    scraped = Scraped(energy_known=False)
+    scraped.step(DispatchSolved(plan(1, response_s_mean=1.75, power_w_mean=0.4)))
+    assert scraped.samples("llmserve_dispatch_response", "llmserve_dispatch_power") == {
+        "llmserve_dispatch_response_seconds_expected": 1.75
+    }
 
 
 @pytest.mark.parametrize("fields", [{"response_s_mean": 1.0}, {"latency_target_s": 2.0}], ids=["target", "expectation"])
@@ -499,6 +596,14 @@ async def test_a_server_whose_release_follows_a_plan_tells_it(start_front: Start
     assert told["llmserve_dispatch_queues"] in (1.0, 2.0)
 
 
+async def scrape_until(front: Front, name: str, value: float) -> dict[str, float]:
+    """What is told of energy, once this is told: a reading of the GPUs takes a while to come round."""
+    async with asyncio.timeout(30):
+        while (told := await scrape(front, "llmserve_energy")).get(name) != value:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return told
+
+
 async def test_the_gpus_of_this_machine_are_measured_while_the_server_runs(
     start_front: StartFront, monkeypatch: pytest.MonkeyPatch, profile_file: str
 ) -> None:
@@ -510,17 +615,96 @@ async def test_the_gpus_of_this_machine_are_measured_while_the_server_runs(
         gpu.energy_mj = 12_000
         await complete(front, max_tokens=4)
         await until(lambda: not front.cluster.scheduler.requests)
-        told = await scrape(front, "llmserve_energy")
-    assert told["llmserve_energy_joules_total{nvml}"] == 12.0
+        told = await scrape_until(front, "llmserve_energy_joules_total{nvml}", 12.0)
     assert told["llmserve_energy_joules_per_output_token{nvml}"] == 3.0
     assert told["llmserve_energy_joules_per_request{nvml}"] == 12.0
     assert told["llmserve_energy_joules_total{modelled}"] > 0
 
 
-async def test_nvml_is_let_go_of_when_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    from llmserve.config import Config, EngineConfig, ServerConfig
-    from llmserve.serve import serving
+async def test_beside_an_engine_elsewhere_the_joules_of_this_machine_are_told_and_not_shared(
+    start_front: StartFront, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Gpu(energy_mj=0)
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpu))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine, "http://engine.invalid:8001", wait=False)
+        await until(lambda: any(front.cluster.engines_ready.values()))
+        await complete(front, max_tokens=4)
+        gpu.energy_mj = 12_000
+        told = await scrape_until(front, "llmserve_energy_joules_total{nvml}", 12.0)
+    assert told == {"llmserve_energy_joules_total{nvml}": 12.0}
 
+
+# Takes the place of an interpreter that has vLLM; asked with -c whether it has, it says yes.
+STAND_IN = """#!{python}
+import os, sys
+if sys.argv[1] != "-c":
+    port = sys.argv[sys.argv.index("--port") + 1]
+    os.execv(sys.executable, [sys.executable, "-m", "llmserve.engines.fake", "--port", port])
+"""
+
+
+@pytest.mark.parametrize(
+    ("replicas", "beside", "joules"), [(1, False, 100.0), (2, False, 101.0), (None, False, 111.0), (1, True, 111.0)]
+)
+async def test_only_the_gpus_that_engines_may_use_are_counted(
+    replicas: int | None,
+    beside: bool,
+    joules: float,
+    start_front: StartFront,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Replicas take a GPU each, first the third; whoever runs here already may use any of those that we see."""
+    gpus = [Gpu(energy_mj=0, uuid=f"GPU-{name}") for name in "abcd"]
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*gpus))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0,1")
+    (tmp_path / "python").write_text(STAND_IN.format(python=sys.executable))
+    (tmp_path / "python").chmod(0o755)
+    async with FakeEngine() as other:
+        engines = EngineConfig(
+            engine=("vllm", other.url) if beside else ("vllm",),
+            model="m",
+            replicas=replicas,
+            engine_python=str(tmp_path / "python"),
+            engine_log_folder=str(tmp_path),
+        )
+        front = await start_front(engines=engines)
+        for gpu, drawn_j in zip(gpus, (1, 10, 100, 1000), strict=True):
+            gpu.energy_mj = 1_000 * drawn_j
+        told = await scrape_until(front, "llmserve_energy_joules_total{nvml}", joules)
+    assert told == {"llmserve_energy_joules_total{nvml}": joules}
+
+
+async def test_a_profile_without_energy_serves_and_tells_no_joules(
+    start_front: StartFront, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    timed().save(tmp_path / "profile.json")
+    async with FakeEngine(slots=4, step_s=0.001, barrier=True) as engine:
+        front = await start_front(
+            engine,
+            barrier=True,
+            scheduling={"batch_size": 4, "release": "table", "bins": 1},
+            dispatch=DispatchConfig(profile=str(tmp_path / "profile.json")),
+        )
+        for _ in range(3):
+            await complete(front, max_tokens=5)
+        told = await scrape(front, "llmserve_energy", "llmserve_dispatch")
+    assert "llmserve_dispatch_plans_total" in told
+    assert not [name for name in told if "energy" in name or "power" in name]
+    assert "the profile timed tells no energy" in caplog.text
+
+
+def test_a_simulation_with_a_profile_without_energy_reports_none(tmp_path: Path) -> None:
+    timed().save(tmp_path / "profile.json")
+    scenario = Scenario(requests=50, barrier=True, profile=str(tmp_path / "profile.json"))
+    summary = simulate(scenario, SchedulingConfig(batch_size=4, release="greedy"))
+    assert summary.completed == 50
+    assert (summary.energy_j, summary.energy_j_per_token, summary.power_w_mean) == (None, None, None)
+
+
+async def test_nvml_is_let_go_of_when_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml(Gpu(energy_mj=0))
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

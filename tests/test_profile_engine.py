@@ -117,16 +117,82 @@ async def test_a_gpu_without_a_counter_is_sampled_while_batches_run():
         assert batch.joules == pytest.approx(400 * batch.seconds, rel=0.1)
 
 
-async def test_without_a_gpu_and_without_watts_energy_is_in_relative_units_and_says_so(tmp_path: Path):
-    path = tmp_path / "profile.json"
+async def test_without_a_gpu_and_without_watts_the_profile_has_times_only_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path, figure = tmp_path / "profile.json", tmp_path / "profile.png"
+    flags = ["--sizes", "1,2", "--output-tokens", 8, "--rounds", 1, "--output", path, "--plot", figure]
     async with FakeEngine(step_s=0.001) as engine:
-        await run("--engine", engine.url, "--sizes", "1,2", "--output-tokens", 8, "--rounds", 1, "--output", path)
-        profile = Profile.load(path)
-        assert profile.power_w([1, 2]) == pytest.approx([1.0, 1.0])
-        assert (profile.idle_w, profile.energy_source) == (0.0, "modelled")
-        assert "Energy is unknown and in relative units" in profile.source
-        with pytest.raises(SystemExit, match="--idle-power-w needs --busy-power-w"):
-            await run("--engine", engine.url, "--idle-power-w", 90)
+        await run("--engine", engine.url, *flags)
+    profile = Profile.load(path)
+    assert profile.energy_source == "unknown"
+    assert profile.source.endswith("1 round. Energy is not known.")
+    printed = capsys.readouterr()
+    said = "profile_engine: energy is not known: no GPU can be measured here, and --busy-power-w is not given."
+    assert printed.err.startswith(said), "before anything is measured"
+    assert "step (ms)" in printed.out
+    assert "step (J)" not in printed.out
+    assert "power (W)" not in printed.out
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+async def test_gpus_that_count_no_joules_leave_the_energy_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(Gpu(energy_mj=7)))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    flags = ["--sizes", "1,2", "--output-tokens", 8, "--rounds", 1, "--output", tmp_path / "profile.json"]
+    async with FakeEngine(step_s=0.001) as engine:
+        await run("--engine", engine.url, "--idle-power-w", 90, *flags)
+    assert Profile.load(tmp_path / "profile.json").energy_source == "unknown"
+    assert "energy is not known: the GPUs counted no joules" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("names", [["H100"], ["H100", "P4"]])
+async def test_the_gpus_that_are_counted_are_named_and_several_are_warned_of(
+    names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    gpus = [Gpu(energy_mj=lambda: round(200e3 * time.monotonic()), name=name) for name in names]
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*gpus))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    flags = ["--sizes", "1,2", "--output-tokens", 8, "--rounds", 1, "--idle-power-w", 9]
+    async with FakeEngine(step_s=0.001) as engine:
+        await run("--engine", engine.url, *flags, "--output", tmp_path / "profile.json")
+    said = capsys.readouterr().err
+    if len(names) == 1:
+        assert "energy is measured on the GPU H100\n" in said
+        assert "warning" not in said
+    else:
+        assert "energy is measured on 2 GPUs H100, P4\n" in said
+        assert "warning: all of them are counted; if the engine uses only some, name those in CUDA_VISIBLE" in said
+
+
+def test_an_idle_power_above_the_measured_one_is_taken_as_that_for_idle_engines_draw_no_more():
+    batches = [script.Observation(size, tokens, 0.01 * tokens, 2.0 * tokens) for size in (1, 4) for tokens in (8, 32)]
+    profile = script.profile_of(batches, name="x", origin="Made up", idle_w=203.0)
+    assert profile.idle_w == pytest.approx(200.0)
+    assert (
+        profile.source == "Made up. Energy measured by NVML. Idle power 203 W, taken as 200 W, the least while running."
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--idle-power-w 90", "--idle-power-w needs --busy-power-w"),
+        ("--idle-power-w 90 --busy-power-w 80", "--idle-power-w is 90, above --busy-power-w, 80"),
+    ],
+)
+def test_watts_that_make_no_sense_are_refused_before_anything_is_measured(flags: str, message: str):
+    with pytest.raises(SystemExit, match=message):
+        script.main(["--engine", "http://127.0.0.1:9", *flags.split()])
+
+
+def test_without_matplotlib_a_figure_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
+    with pytest.raises(SystemExit, match=r"error: --plot needs matplotlib, pip install '\.\[plot\]'"):
+        script.main(["--engine", "http://127.0.0.1:9", "--plot", "profile.png"])
 
 
 @asynccontextmanager

@@ -62,14 +62,17 @@ class GpuEnergy:
         self._meters = [meter for meter in meters if meter is not None]
 
     @classmethod
-    def open(cls) -> GpuEnergy | None:
-        """Of the GPUs that CUDA_VISIBLE_DEVICES names, else of all; None without the package, the driver or a GPU."""
+    def open(cls, visible: str | None = None) -> GpuEnergy | None:
+        """Of the GPUs that `visible` names; without it, that our own CUDA_VISIBLE_DEVICES names, else of all.
+
+        None without the package, the driver or a GPU.
+        """
         try:
             nvml = importlib.import_module("pynvml")
         except ImportError:
             return None
         try:
-            energy = cls(nvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            energy = cls(nvml, os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible)
         except nvml.NVMLError as error:
             log.debug("no GPU can be measured: %s", error)
             return None

@@ -4,11 +4,15 @@ An engine works in steps; each step adds a token to every sequence that runs, an
 so many sequences do. What runs is a job: a barrier engine's whole batch, or one request of a refill engine.
 
     n      sequences that run
+    P(n)   W, what the engine draws meanwhile: step_j(n) / step_s(n) of its profile
     step   virtual time: steps done so far, a real number; it grows by dt / step_s(n) in dt seconds
     end    of a job: the step at which it began, plus its length in tokens; joining and leaving do not move it
 
 So the order of the ends is known without stepping through tokens, and only the conversion to seconds changes when n
 does: exact for lengths that are real numbers too, at O(log n) a job.
+
+Energy is counted as `llmserve.energy.ModelledEnergy` counts it. A static batch takes prefill_j once, as it begins, and
+P(n) from the end of its prefill on. Where slots refill, a request in prefill counts among the n, and that is all.
 """
 
 from __future__ import annotations
@@ -33,14 +37,14 @@ from llmserve.scheduling.messages import BatchEnded, Event, RequestEnded
 class Costs:
     """What an engine's work costs. Plain lists, indexed by the sequences that run: they are read at every event.
 
-    step_s, step_j  seconds and joules of a step of n sequences, n = 0 (never read) to the most that can run
-    prefill_s       before a job's first token; prefill_j joules
-    idle_w          watts while nothing runs
-    metered         whether the joules are known
+    step_s     seconds of a step of n sequences, n = 0 (never read) to the most that can run; power_w watts meanwhile
+    prefill_s  before a job's first token; prefill_j joules of a static batch for that
+    idle_w     watts while nothing runs
+    metered    whether the joules are known
     """
 
     step_s: list[float]
-    step_j: list[float]
+    power_w: list[float]
     prefill_s: float = 0.0
     prefill_j: float = 0.0
     idle_w: float = 0.0
@@ -59,10 +63,11 @@ class Costs:
         sizes = np.arange(1, sequences_max + 1)
         return cls(
             step_s=[math.nan, *profile.step_s.at(sizes).tolist()],
-            step_j=[math.nan, *profile.step_j.at(sizes).tolist()],
+            power_w=[math.nan, *profile.power_w(sizes).tolist()],
             prefill_s=profile.prefill_s,
             prefill_j=profile.prefill_j,
             idle_w=profile.idle_w,
+            metered=profile.energy_known,
         )
 
     def batch_s(self, lengths: Sequence[float], size: int) -> float:
@@ -110,6 +115,7 @@ class StepEngine:
         self._job_s = 0.0  # job-seconds
         self._lengths = lengths
         self._step_s = costs.step_s
+        self._power_w = costs.power_w
         self._jobs_max = 1 if info.barrier else info.slots
         self._jobs = 0  # that have a slot: in prefill, or running
         self._now_s = 0.0
@@ -202,7 +208,8 @@ class StepEngine:
         self._jobs += 1
         self._changed = True
         costs = self.costs
-        self.busy_j += costs.prefill_j
+        if self.info.barrier:
+            self.busy_j += costs.prefill_j
         if costs.prefill_s > 0:
             self._prefill.append((self._now_s + costs.prefill_s, job))
         else:
@@ -235,9 +242,10 @@ class StepEngine:
         self.busy_s += passed_s
         self._job_s += passed_s * self._jobs
         if self._sequences and passed_s > 0:  # steps may take no time
-            steps = passed_s / self._step_s[self._sequences]
-            self._step += steps
-            self.busy_j += steps * self.costs.step_j[self._sequences]
+            self._step += passed_s / self._step_s[self._sequences]
+        drawing = self._sequences if self.info.barrier else self._jobs
+        if drawing:
+            self.busy_j += passed_s * self._power_w[drawing]
 
     def _find_next_end_s(self) -> float | None:
         """When the first job ends, those in prefill joining in the meantime; O(jobs in prefill)."""

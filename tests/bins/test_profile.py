@@ -140,6 +140,37 @@ def test_a_batch_takes_its_longest_answer_times_the_step_after_the_prefill():
     assert it.power_w([1, 2]) == pytest.approx([1.0 / 0.010, 1.1 / 0.011])
 
 
+def test_relative_energy_is_a_watt_while_anything_runs_prefill_included():
+    it = timed()
+    assert not it.energy_known
+    assert it.power_w([1, 4, 8]).tolist() == [1.0, 1.0, 1.0]
+    assert it.idle_w == 0.0
+    assert it.energy_j([[10, 30]], [1, 4]) == pytest.approx(it.latency_s([[10, 30]], [1, 4]))
+
+
+WAVES = {"step_s": Curve.table([1, 4, 8], [0.01, 0.04, 0.041]), "step_j": Curve.table([0.5, 2, 8], [1.0, 1.0, 2.0])}
+
+
+@pytest.mark.parametrize("slots_max", [None, 3, 6, 20])
+@pytest.mark.parametrize("curves", [WAVES, {}, {"step_j": Curve.affine(0.1, 0.0)}, {"step_j": Curve.affine(0.0, 1.0)}])
+def test_the_least_power_is_that_of_some_size_that_is_known(curves: dict[str, Curve], slots_max: int | None):
+    """Beside a fine grid; without a largest size, up to the last point of a curve: beyond, nobody has measured."""
+    it = profile(**curves, slots_max=slots_max, idle_w=0.0)
+    last = slots_max or (8 if curves is WAVES else 1)
+    assert it.power_w_min == pytest.approx(it.power_w(np.arange(1000, 1000 * last + 1) / 1000).min(), rel=1e-12)
+
+
+def test_nothing_draws_more_by_doing_nothing():
+    """profile() draws 100 W, whatever runs."""
+    assert profile(idle_w=100.0).idle_w == 100.0
+    with pytest.raises(ValueError, match=r"idle_w must be at most .* runs, 100 W at the least, not 100\.1"):
+        profile(idle_w=100.1)
+    falls = {"step_s": Curve.affine(1e-3, 9e-3), "step_j": Curve.affine(0.0, 1.0)}  # 62.5 W at 7
+    assert profile(**falls, slots_max=7, idle_w=62.5).idle_w == 62.5
+    with pytest.raises(ValueError, match=r"62\.5 W at the least, not 63"):
+        profile(**falls, slots_max=7, idle_w=63.0)
+
+
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=40))
 def test_larger_batches_never_take_less_time_or_energy(lengths: list[int]):
     sizes = np.arange(1, 40)
@@ -172,6 +203,8 @@ def test_the_h100_takes_these_steps():
     assert H100.step_s.at([1, 64]) == pytest.approx([6.619e-3, 11.596e-3])
     assert H100.step_j.at([1, 64]) == pytest.approx([3.2285, 7.418])
     assert H100.idle_w < H100.power_w(1)
+    assert (H100.prefill_s, H100.prefill_j) == (0.0, 0.0)
+    assert "Prefill is not in it" in H100.source
 
 
 def test_the_p4_gives_the_static_batchings_of_the_papers_table_i():
@@ -190,15 +223,29 @@ def fitted() -> Profile:
     return fit(batches, name="fitted", idle_w=1.0, source="Made up.")
 
 
+def timed() -> Profile:
+    return Profile.timed("timed", Curve.table([1, 8], [0.01, 0.03]), prefill_s=0.2, slots_max=8, source="Made up.")
+
+
 @pytest.mark.parametrize(
     "saved",
-    [H100, P4, fitted(), profile(step_s=Curve.table([1, 8], [0.01, 0.02]), slots_max=16)],
-    ids=["h100", "p4", "fitted", "table"],
+    [H100, P4, fitted(), profile(step_s=Curve.table([1, 8], [0.01, 0.02]), slots_max=16), timed()],
+    ids=["h100", "p4", "fitted", "table", "timed"],
 )
 def test_a_saved_profile_comes_back_the_same(saved: Profile, tmp_path: Path):
     saved.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == saved
     assert resolve(str(tmp_path / "profile.json")) == saved
+
+
+def test_the_file_of_an_unknown_energy_holds_neither_joules_nor_watts(tmp_path: Path):
+    timed().save(tmp_path / "profile.json")
+    members = json.loads((tmp_path / "profile.json").read_text())
+    assert {"step_s", "prefill_s", "slots_max"} <= members.keys()
+    assert members.keys().isdisjoint({"step_j", "prefill_j", "idle_w"})
+    (tmp_path / "profile.json").write_text(json.dumps(members | {"prefill_s": "soon"}))
+    with pytest.raises(ValueError, match="prefill_s must be a finite number, not 'soon'"):
+        Profile.load(tmp_path / "profile.json")
 
 
 def test_a_published_profile_is_found_by_its_name():
@@ -222,7 +269,9 @@ def test_a_name_that_is_nearly_published_is_answered_with_the_right_one():
         ({"idle_w": -1}, "idle_w must be at least 0, not -1"),
         ({"idle_w": True}, "idle_w must be a finite number, not True"),
         ({"slots_max": 0}, "slots_max must be a whole number of at least 1"),
-        ({"energy_source": "guessed"}, "one of measured, published, modelled, not 'guessed'"),
+        ({"energy_source": "guessed"}, "one of measured, published, modelled, unknown, not 'guessed'"),
+        ({"energy_source": "unknown"}, "'(step_j|idle_w)' has no place in a profile of unknown energy"),
+        ({"idle_w": 488}, "idle_w must be at most .* runs, 487.76. W at the least, not 488"),
         ({"source": ""}, "source must be a text"),
         ({"step_s": 3}, "step_s must be an object, not int"),
         ({"step_s": {"kind": "affine", "slop": 1}}, "unknown key 'slop' in step_s; did you mean 'slope'"),
@@ -293,8 +342,14 @@ def test_without_joules_energy_is_the_assumed_power_times_the_time():
     assert found.energy_source == "modelled"
     assert found.prefill_j == pytest.approx(300 * 0.04)
     assert found.power_w([1, 8, 32]) == pytest.approx([300.0] * 3)
-    with pytest.raises(ValueError, match="busy_w"):
-        fit(batches, name="found", idle_w=50.0, source="Made up.")
+
+
+def test_without_joules_and_without_a_power_the_fit_has_times_only():
+    batches = batches_of(profile(prefill_s=0.04), joules=False)
+    found = fit(batches, name="found", idle_w=50.0, source="Made up.", slots_max=32)
+    assert found.step_s.at([1, 8]) == pytest.approx([0.010, 0.017])
+    assert found == Profile.timed("found", found.step_s, prefill_s=found.prefill_s, slots_max=32, source="Made up.")
+    assert found.energy_source == "unknown"
 
 
 def test_with_one_length_there_is_no_telling_prefill_from_steps_and_it_is_left_out():

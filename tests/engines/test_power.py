@@ -116,6 +116,14 @@ def test_open_reads_the_environment(monkeypatch: pytest.MonkeyPatch):
     assert nvml.open == 0
 
 
+def test_open_counts_those_that_it_is_told_to_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*[Gpu(energy_mj=0, name=name) for name in "abc"]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    energy = GpuEnergy.open("2,0")
+    assert energy is not None
+    assert energy.names == ("c", "a")
+
+
 @pytest.mark.parametrize(
     "nvml", [None, FakeNvml(driver=False), FakeNvml(), FakeNvml(Gpu())], ids=["package", "driver", "gpu", "reading"]
 )
