@@ -308,10 +308,12 @@ def within_percentile(
     aim_s = (1.0 - PERCENTILE_NEAR / 2) * bound_s
     low, high = (best.response_s_mean, reached_s), None  # mean and percentile, within the target and beyond it
     for _ in range(PERCENTILE_ROUNDS):
+        if low[1] >= aim_s or (high is not None and high[1] <= low[1]):
+            break  # near enough, or beyond what samples can tell
         if high is None:
-            mean_s = low[0] * max(aim_s / low[1], 1.0)
+            mean_s = low[0] * aim_s / low[1]
         else:
-            mean_s = low[0] + (high[0] - low[0]) * max(0.0, aim_s - low[1]) / (high[1] - low[1])
+            mean_s = low[0] + (high[0] - low[0]) * (aim_s - low[1]) / (high[1] - low[1])
         choice, beside = choose(mean_s)
         reached_s = percentile(beside, choice, level)
         if reached_s > bound_s:
@@ -320,8 +322,6 @@ def within_percentile(
         low = mean_s, reached_s
         if choice.power_w_mean < best.power_w_mean:
             best, queues = choice, beside
-        if reached_s > (1.0 - PERCENTILE_NEAR) * bound_s:
-            break
     return best, queues
 
 

@@ -3,11 +3,12 @@
 
     python scripts/reproduce.py                   # lists what there is
     python scripts/reproduce.py smdp              # some two to four minutes
-    python scripts/reproduce.py batchmonitor      # some five to seven minutes
+    python scripts/reproduce.py batchmonitor      # some six to nine minutes
     python scripts/reproduce.py smdp --quick --output-folder /tmp/smdp
 
-Writes results/NAME.json (a row for each number: published, measured, confidence interval), reproduce-NAME.md and the
-figures NAME-*.png into the folder. Nothing here needs a GPU.
+Writes results/NAME.json (a row for each number: expected and of what kind, measured, confidence interval),
+reproduce-NAME.md and the figures NAME-*.png into the folder. Nothing here needs a GPU; figures and intervals need
+pip install '.[train]'.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ from reproduction.rows import Report, Rows
 from rich.console import Console
 from rich.progress import Progress
 
+DOCS = Path("docs")
+EXTRA = ("matplotlib", "scipy")  # of the extra `train`, not needed to serve
+
 
 @dataclass(frozen=True, slots=True)
 class Reproduction:
     """measure : (seed, quick, report) -> rows.  The rest makes the page of them."""
 
     title: str
-    opening: str
+    opening: Callable[[Rows], str]
     measure: Callable[[int, bool, Report], Rows]
     sections: Sequence[Section]
 
@@ -43,14 +47,14 @@ def _smdp() -> Reproduction:
     from reproduction.smdp import page
     from reproduction.smdp.measure import measure
 
-    return Reproduction(page.TITLE, page.OPENING, measure, page.SECTIONS)
+    return Reproduction(page.TITLE, page.opening, measure, page.SECTIONS)
 
 
 def _batchmonitor() -> Reproduction:
     from reproduction.batchmonitor import page
     from reproduction.batchmonitor.measure import measure
 
-    return Reproduction(page.TITLE, page.OPENING, measure, page.SECTIONS)
+    return Reproduction(page.TITLE, page.opening, measure, page.SECTIONS)
 
 
 REPRODUCTIONS: dict[str, tuple[str, Callable[[], Reproduction]]] = {
@@ -62,17 +66,19 @@ REPRODUCTIONS: dict[str, tuple[str, Callable[[], Reproduction]]] = {
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", choices=list(REPRODUCTIONS), help="what to reproduce; without it, a list")
-    parser.add_argument("--output-folder", type=Path, default=Path("docs"))
-    parser.add_argument("--quick", action="store_true", help="fewer samples and cases, in seconds")
+    parser.add_argument("--output-folder", type=Path, help=f"(default {DOCS})")
+    parser.add_argument("--quick", action="store_true", help="fewer samples and cases, in seconds; not for the default")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(words)
     if args.name is None:
         for name, (text, _) in REPRODUCTIONS.items():
             print(f"{name:14} {text}")
         return
-    folder: Path = args.output_folder
+    if args.quick and args.output_folder is None:
+        parser.error(f"--quick needs --output-folder: its numbers are not those that {DOCS} should hold")
+    chosen = _load(args.name)
+    folder: Path = args.output_folder or DOCS
     (folder / "results").mkdir(parents=True, exist_ok=True)
-    chosen = REPRODUCTIONS[args.name][1]()
     begun_s = time.perf_counter()
     with progress() as report:
         rows = chosen.measure(args.seed, args.quick, report)
@@ -85,15 +91,24 @@ def main(words: Sequence[str] | None = None) -> None:
         date=datetime.date.today(),
     )
     rows.write(folder / "results" / f"{args.name}.json")
-    write_page(args.name, chosen.title, chosen.opening, chosen.sections, rows, about, folder)
-    compared = [row for row in rows if row.ok is not None]
-    agree = sum(bool(row.ok) for row in compared)
-    print(f"{folder / f'reproduce-{args.name}.md'}: {agree} of {len(compared)} numbers and statements agree")
+    write_page(args.name, chosen.title, chosen.opening(rows), chosen.sections, rows, about, folder)
+    counts = ", ".join(f"{agree} of {compared} {kind}" for kind, (agree, compared) in rows.counts().items())
+    print(f"{folder / f'reproduce-{args.name}.md'}: agree {counts}")
+
+
+def _load(name: str) -> Reproduction:
+    try:
+        return REPRODUCTIONS[name][1]()
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in EXTRA:
+            raise
+        sys.exit(f"reproduce.py {name} needs {error.name}: pip install '.[train]'")
 
 
 def _command(args: argparse.Namespace) -> str:
     words = ["python", "scripts/reproduce.py", args.name]
     words += ["--quick"] if args.quick else []
+    words += ["--output-folder", str(args.output_folder)] if args.output_folder else []
     words += ["--seed", str(args.seed)] if args.seed != 1 else []
     return shlex.join(words)
 

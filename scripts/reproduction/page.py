@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reproduction.rows import Row, Rows
+from reproduction.rows import KINDS, Row, Rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,7 +65,7 @@ def write_page(
 
 
 def table(rows: Sequence[Row], *, figures: bool = False) -> str:
-    """Measured beside published, with the deviation in per cent; "ok" says whether it is within tolerance.
+    """Measured beside expected, with the deviation in per cent; "ok" says whether it is within tolerance.
 
     figures: with a first column that names the figure or table of the paper.
     """
@@ -73,7 +73,8 @@ def table(rows: Sequence[Row], *, figures: bool = False) -> str:
         "figure": lambda row: row.figure,
         "case": lambda row: row.case_text,
         "quantity": _quantity,
-        "published": _published,
+        "expected": _expected,
+        "kind": lambda row: row.kind if row.ok is not None else "",
         "measured": _measured,
         "deviation": _deviation,
         "ok": _ok,
@@ -83,17 +84,25 @@ def table(rows: Sequence[Row], *, figures: bool = False) -> str:
         del columns["figure"]
     if not any(row.note for row in rows):
         del columns["note"]
-    cells = [list(columns), ["---"] * len(columns), *([cell(row) for cell in columns.values()] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
+    if all(row.ok is None for row in rows):
+        for name in ("expected", "kind", "deviation", "ok"):
+            del columns[name]
+    return _markdown([list(columns), *([cell(row) for cell in columns.values()] for row in rows)])
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
+    """A table, the first line its head."""
+    head, *body = lines
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body))
 
 
 def _summary(rows: Rows) -> str:
-    compared = [row for row in rows if row.ok is not None]
-    off = [row for row in compared if not row.ok]
-    text = f"{len(compared)} numbers and statements are compared with the paper's; "
-    text += f"{len(compared) - len(off)} agree within tolerance."
-    if off:
-        text += " These do not:\n\n" + table(off, figures=True)
+    """Each kind of comparison counted apart, and every row that does not agree."""
+    counts = [[kind, KINDS[kind], str(all_), str(agree)] for kind, (agree, all_) in rows.counts().items()]
+    text = "What is compared, and how much of it agrees within tolerance:\n\n"
+    text += _markdown([["kind", "compared with", "rows", "agree"], *counts])
+    if off := [row for row in rows if row.ok is False]:
+        text += "\n\nThese do not agree:\n\n" + table(off, figures=True)
     return text
 
 
@@ -101,8 +110,8 @@ def _quantity(row: Row) -> str:
     return row.quantity if row.unit in ("", "1", "holds: 1") else f"{row.quantity} ({row.unit})"
 
 
-def _published(row: Row) -> str:
-    return "said" if row.unit == "holds: 1" and row.published is not None else _number(row.published)
+def _expected(row: Row) -> str:
+    return "said" if row.unit == "holds: 1" and row.expected is not None else _number(row.expected)
 
 
 def _measured(row: Row) -> str:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -15,6 +15,14 @@ from numpy.typing import ArrayLike
 DIGITS = 7  # significant ones that are kept in files
 
 Case = Mapping[str, float | str]
+Kind = Literal["published", "computed", "derived", "fitted"]
+KINDS: Mapping[Kind, str] = {
+    "published": "a number or statement of the paper",
+    "computed": "what a formula of the paper gives, evaluated here",
+    "derived": "arithmetic on the paper's inputs or on other rows, or a published number that another row has met",
+    "fitted": "published numbers that assumptions were chosen to agree with",
+}
+"""What a row is compared with. Only the first kind tells whether a paper is reproduced."""
 Report = Callable[[str, float], None]
 """Told what is measured next, and the share of all that is done."""
 
@@ -45,8 +53,8 @@ class Row:
 
     case       what it was measured for
     measured   None when the row is a curve
-    published  None where the paper prints no number
-    tolerance  relative, of measured to published; 0: they must be equal
+    expected   what it is compared with, of this kind; None: with nothing
+    tolerance  relative, of measured to expected; 0: they must be equal
     low, high  95 % confidence interval of a simulated number, else None
     """
 
@@ -55,33 +63,34 @@ class Row:
     quantity: str
     unit: str
     measured: float | None
-    published: float | None = None
+    expected: float | None = None
     tolerance: float = 1e-4
     low: float | None = None
     high: float | None = None
     note: str = ""
+    kind: Kind = "published"
     curve: Curve | None = field(default=None)
 
     @property
     def deviation(self) -> float | None:
-        """Relative, of measured from published; None without either, or from 0."""
-        if self.measured is None or not self.published:
+        """Relative, of measured from expected; None without either, or from 0."""
+        if self.measured is None or not self.expected:
             return None
-        return self.measured / self.published - 1.0
+        return self.measured / self.expected - 1.0
 
     @property
     def ok(self) -> bool | None:
-        """Whether measured is within tolerance of published; None when nothing was published.
+        """Whether measured is within tolerance of expected; None when it is compared with nothing.
 
-        A simulated number may differ by its interval's half width, times root 2, in addition: the published one is
+        A simulated number may differ by its interval's half width, times root 2, in addition: the expected one is
         taken to be a simulation's too, of as many samples.
         """
-        if self.published is None or self.measured is None:
+        if self.expected is None or self.measured is None:
             return None
-        allowed = self.tolerance * abs(self.published)
+        allowed = self.tolerance * abs(self.expected)
         if self.low is not None and self.high is not None:
             allowed += math.sqrt(2.0) * (self.high - self.low) / 2
-        return abs(self.measured - self.published) <= allowed
+        return abs(self.measured - self.expected) <= allowed
 
     @property
     def case_text(self) -> str:
@@ -90,8 +99,9 @@ class Row:
         )
 
     def record(self) -> dict[str, Any]:
-        names = ("figure", "quantity", "unit", "published", "measured", "low", "high", "note", "tolerance", "ok")
+        names = ("figure", "quantity", "unit", "expected", "measured", "low", "high", "note", "tolerance", "ok")
         fields = {name: _rounded(getattr(self, name)) for name in names}
+        fields["kind"] = None if self.expected is None else self.kind
         whole = {"figure": fields.pop("figure"), "case": self.case_text, **fields}
         if self.curve is not None:
             curve = self.curve
@@ -104,7 +114,7 @@ class Row:
 
 
 def claim(figure: str, case: Case, text: str, holds: bool, note: str = "") -> Row:
-    """Something that a paper says without a number: published as 1, measured as 1 when it holds here, else 0."""
+    """Something that a paper says without a number: expected is 1, measured as 1 when it holds here, else 0."""
     return Row(figure, case, text, "holds: 1", float(holds), 1.0, tolerance=0.0, note=note)
 
 
@@ -139,6 +149,15 @@ class Rows:
         if len(found) != 1:
             raise LookupError(f"{len(found)} rows of {quantity!r} in {figure!r} for {case}, not one")
         return found[0]
+
+    def compared(self, kind: Kind) -> list[Row]:
+        """Rows of a kind that are compared with what they should be."""
+        return [row for row in self.rows if row.ok is not None and row.kind == kind]
+
+    def counts(self) -> dict[Kind, tuple[int, int]]:
+        """Of each kind that there is: rows that agree, and rows."""
+        found = {kind: self.compared(kind) for kind in KINDS}
+        return {kind: (sum(bool(row.ok) for row in rows), len(rows)) for kind, rows in found.items() if rows}
 
     def number(self, figure: str, quantity: str, **case: float | str) -> float:
         measured = self.one(figure, quantity, **case).measured

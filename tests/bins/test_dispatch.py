@@ -329,6 +329,15 @@ def test_a_percentile_that_nobody_meets_gives_the_fastest_and_says_so() -> None:
     assert choice.response_s_mean == pytest.approx(least_cost([queue], 0.0).response_s_mean)
 
 
+@pytest.mark.parametrize("times", [1.0, 1.001, 1.01, 1.03])
+def test_a_percentile_hardly_above_the_fastest_is_met(times: float) -> None:
+    queue = one_queue(0.1, 8)
+    target_s = times * percentile([queue], least_cost([queue], 0.0), 95.0)
+    choice, _ = within_percentile(lambda mean_s: (least_energy([queue], mean_s), [queue]), target_s, 95.0)
+    assert choice.target_met
+    assert percentile([queue], choice, 95.0) <= target_s
+
+
 def test_a_plan_for_a_percentile_leaves_a_margin_between_it_and_the_mean() -> None:
     wish = Wish(latency_target_s=12.0, percentile=95.0)
     plan = solver(wish, 8).solve(observed(0.1, 2, batch_size=8))

@@ -33,8 +33,8 @@ class Estimate:
         value = statistic(sample)
         return cls(value, value - half, value + half)
 
-    def row(self, figure: str, case: Case, quantity: str, unit: str, published: float | None = None) -> Row:
-        return Row(figure, case, quantity, unit, self.value, published, ROUNDED, self.low, self.high)
+    def row(self, figure: str, case: Case, quantity: str, unit: str, expected: float | None = None) -> Row:
+        return Row(figure, case, quantity, unit, self.value, expected, ROUNDED, self.low, self.high)
 
 
 def percentile_of(percent: float) -> Callable[[Array], float]:

@@ -25,6 +25,8 @@ from reproduction.smdp.scenarios import (
     logarithmic_energy,
 )
 
+CLOSE = 0.1  # what "very close" is taken for
+SMALL = 0.01  # tolerance of published numbers of two digits
 SAME_MS = 0.005  # mean response times that differ by less are printed the same
 
 
@@ -152,8 +154,8 @@ def _least_power_below(figure: str, load: float = 0.3, bound_ms: float = 5.0) ->
     yield Row(figure, case, "W of the least power", "ms", best_ms)
     yield Row(figure, case, "P of the least power", "W", queue.solve(greatest).evaluation.power_w_mean)
     yield Row(figure, case, "least w2 with this W", "ms/W", least, note=f"within {SAME_MS:g} ms")
-    yield Row(figure, case, "greatest w2 with this W", "ms/W", greatest)
-    yield claim(figure, {**case, "w2": 1.3}, "this w2 gives it", least < 1.3 < greatest)
+    note = "the largest of the weights that the paper looks at, which it does not list"
+    yield Row(figure, case, "greatest w2 with this W", "ms/W", greatest, 1.3, SMALL, note=note)
 
 
 def _last(holds: Callable[[float], bool], low: float, high: float) -> float:
@@ -171,7 +173,8 @@ def constant_times(effort: Effort) -> Iterator[Row]:
     yield from pareto(figure, constant_time(), effort)
     for name, scenario, published in (("constant", constant_time(), 32.0), ("basic", basic(), 4.0)):
         speedup = scenario.requests_per_ms(BATCH_MAX) / scenario.requests_per_ms(1)
-        yield Row(figure, {"times": name}, "speed-up at b = 32", "1", speedup, published, tolerance=0.01)
+        case: Case = {"times": name}
+        yield Row(figure, case, "speed-up at b = 32", "1", speedup, published, SMALL, kind="derived")
     grown = {}
     for name, scenario in (("constant", constant_time()), ("basic", basic())):
         low, high = (scenario.queue(load) for load in (0.1, 0.9))
@@ -189,10 +192,13 @@ def constant_times(effort: Effort) -> Iterator[Row]:
     yield claim(figure, {"policy": "static 32"}, "W falls as rho rises", falls)
     lower = all(a < b for a, b in zip(ours, theirs, strict=True))
     yield claim(figure, {"policy": "static 32"}, "W is below the basic scenario's", lower)
-    for load in (0.6, 0.9):
+    close = True
+    for load in (0.6, 0.7, 0.8, 0.9):
         found = benchmarks(constant_time().queue(load))
         ratio = found["static 32"].response_s_mean / found["greedy"].response_s_mean
-        yield Row(figure, {"rho": load}, "W of static 32 over W of greedy", "1", ratio, note='the text: "very close"')
+        close = close and abs(ratio - 1) < CLOSE
+        yield Row(figure, {"rho": load}, "W of static 32 over W of greedy", "1", ratio)
+    yield claim(figure, {"rho": "0.6 and above"}, "W of static 32 is very close to greedy's (within a tenth)", close)
 
 
 def logarithmic_energies(effort: Effort) -> Iterator[Row]:
