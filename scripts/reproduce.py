@@ -2,7 +2,7 @@
 """Measure a paper's tables and figures again, beside what it prints.
 
     python scripts/reproduce.py                   # lists what there is
-    python scripts/reproduce.py smdp              # some two to four minutes
+    python scripts/reproduce.py smdp              # some two to five minutes
     python scripts/reproduce.py batchmonitor      # some six to nine minutes
     python scripts/reproduce.py smdp --quick --output-folder /tmp/smdp
 
