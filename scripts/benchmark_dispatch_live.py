@@ -413,7 +413,7 @@ async def measure(args: argparse.Namespace, profile: Profile, load: Load, target
     profile.save(folder / "profile.json")
     common = ["--batch-size", str(args.batch_size), "--profile", str(folder / "profile.json")]
     # At low load one bin answers sooner than many (docs/dispatch.md); table finds that out for itself.
-    flags = dict.fromkeys(RELEASES, [*common, "--bins", "1"])
+    flags = {release: [*common, "--bins", "1"] for release in RELEASES}
     flags["table"] = [*common, "--latency-target-s", f"{target_s:.4g}"]
     runs = []
     with progress(args.rounds * len(RELEASES) * args.requests) as on_answer:
