@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import ArrayLike, NDArray
 
 from bins.average_cost import NotConverged, Policy, SemiMarkov
@@ -329,7 +329,8 @@ class _Model:
         p = service.arrivals(rate * queue.occupied, states)  # (sizes, states)
         self.p = p
         padded = np.concatenate([np.zeros((sizes.size, states)), p], axis=1)
-        self._toeplitz = sliding_window_view(padded, states, axis=1)  # (sizes, states + 1, states)
+        rows, columns = padded.strides
+        self._toeplitz = as_strided(padded, (sizes.size, states + 1, states), (rows, columns, columns), writeable=False)
         self._first = int(sizes[0])
         self._s = np.arange(states)
         self._tail_size = tail
@@ -393,10 +394,19 @@ class _Model:
         result = np.full((self.queue.service.sizes.size + 1, self.states), np.inf)
         result[0, :-1] = e[1:]
         padded = np.concatenate([e, np.zeros(self.states - 1)])
-        ahead = self.p @ sliding_window_view(padded, self.states)  # (sizes, left): Hankel, so its own transpose
-        for row, size in enumerate(self.queue.service.sizes.tolist()):
-            result[row + 1, size:] = ahead[row, : self.states - size]
+        step = padded.strides[0]
+        hankel = as_strided(padded, (self.states, self.states), (step, step), writeable=False)  # its own transpose
+        served, left = self._after
+        result[1:][served] = (self.p @ hankel).ravel()[left]  # (sizes, left behind)
         return result
+
+    @cached_property
+    def _after(self) -> tuple[NDArray[np.bool_], NDArray[np.intp]]:
+        """Where as many wait as a size serves, (sizes, states), and the flat places (sizes, left behind) of these."""
+        sizes = self.queue.service.sizes[:, None]
+        served = self._s >= sizes
+        places = np.arange(sizes.size)[:, None] * self.states + self._s - sizes
+        return served, places[served]
 
 
 class _Equations:
