@@ -367,6 +367,9 @@ def plot(rows: list[Row], path: Path) -> None:
                 label=kind,
             )
         axis.set_xscale("log")
+        axis.set_xticks([5, 10, 20, 50, 100, 200, 500], labels=["5", "10", "20", "50", "100", "200", "500"])
+        axis.minorticks_off()
+        axis.set_xlim(5, 600)
         axis.set_title(case)
         axis.set_xlabel("95th percentile of latency (s)")
         axis.set_ylim(bottom=0)
