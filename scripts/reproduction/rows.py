@@ -99,10 +99,16 @@ class Row:
         )
 
     def record(self) -> dict[str, Any]:
-        names = ("figure", "quantity", "unit", "expected", "measured", "low", "high", "note", "tolerance", "ok")
-        fields = {name: _rounded(getattr(self, name)) for name in names}
-        fields["kind"] = None if self.expected is None else self.kind
-        whole = {"figure": fields.pop("figure"), "case": self.case_text, **fields}
+        names = ("measured", "low", "high", "note", "expected", "tolerance", "ok")
+        whole = {
+            "figure": self.figure,
+            "case": self.case_text,
+            "quantity": self.quantity,
+            "unit": self.unit,
+            "published": _rounded(self.expected) if self.kind == "published" else None,
+            **{name: _rounded(getattr(self, name)) for name in names},
+            "kind": None if self.expected is None else self.kind,
+        }
         if self.curve is not None:
             curve = self.curve
             whole["curve"] = {
