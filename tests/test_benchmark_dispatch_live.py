@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from rich.console import Console
+from script_module import load_script
 
 from bins.dispatch import DispatchPlan, DispatchTable
 from bins.profile import Curve, Profile
@@ -29,7 +27,6 @@ from llmserve.scheduling.messages import (
 )
 from llmserve.scheduling.policies import SchedulingConfig
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 BUSY_W, IDLE_W = 20.0, 8.0
 PROFILE = Profile(
     "made up",
@@ -41,21 +38,7 @@ PROFILE = Profile(
 )
 
 
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_dispatch_live", SCRIPTS / "benchmark_dispatch_live.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    sys.path.insert(0, str(SCRIPTS))  # it takes pieces from its neighbours
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(SCRIPTS))
-    return module
-
-
-bench = _script()
+bench = load_script("benchmark_dispatch_live")
 
 
 # ---- a journal without a server -----------------------------------------------------------------------------------

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 from scipy.stats import kendalltau
+from script_module import load_script
 
 from llmserve.engines.fake import FakeEngine, Fault
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "benchmark_vllm.py"
-
-
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_vllm", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = _script()
+bench = load_script("benchmark_vllm")
 SERVICE = bench.ServiceTime(start_s=0.01, token_s=0.002)
 
 

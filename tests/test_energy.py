@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import aiohttp
@@ -19,6 +17,7 @@ import pytest
 from fake_nvml import FakeNvml, Gpu
 from front import Front, StartFront, until
 from prometheus_client.parser import text_string_to_metric_families
+from script_module import load_script
 
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
 from bins.profile import PROFILES, Curve, Profile
@@ -733,18 +732,7 @@ async def test_a_profile_that_is_none_is_said_whatever_the_release(start_front: 
 # ---- the benchmark's table ------------------------------------------------------------------------------------------
 
 
-def _script() -> ModuleType:
-    path = Path(__file__).resolve().parents[1] / "scripts" / "benchmark_throughput.py"
-    spec = importlib.util.spec_from_file_location("benchmark_throughput", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = _script()
+bench = load_script("benchmark_throughput")
 
 
 def rows(**joules: list[dict[str, float]]) -> list[dict[str, Any]]:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "measure_dispatch_gap.py"
+from script_module import load_script
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
     """At one load and two weights: a second each."""
-    spec = importlib.util.spec_from_file_location("measure_dispatch_gap", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = load_script("measure_dispatch_gap")
     module.LOADS, module.WEIGHTS = (0.3,), (0.0, 5.0)  # type: ignore[attr-defined]
     return module
 

@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from aiohttp import web
 from fake_nvml import FakeNvml, Gpu
+from script_module import load_script
 
 from bins.profile import Profile
 from llmserve.__main__ import main as llmserve
 from llmserve.engines.fake import FakeEngine
 from llmserve.engines.power import GpuEnergy
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "profile_engine.py"
 STEP_S, PREFILL_S = 0.01, 0.1
 
 
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("profile_engine", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-script = _script()
+script = load_script("profile_engine")
 
 
 @pytest.fixture(autouse=True)
