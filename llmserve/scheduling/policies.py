@@ -15,28 +15,31 @@ from bins.profile import PROFILES, Profile, resolve
 from bins.risk import risk
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.lengths import SeenLengths
-from llmserve.scheduling.order.edf import edf
-from llmserve.scheduling.order.fffs import fffs
-from llmserve.scheduling.order.shortest import shortest
+from llmserve.scheduling.order.edf import due_at_s, edf
+from llmserve.scheduling.order.fffs import arrival, fffs
+from llmserve.scheduling.order.shortest import shortest, turn
 from llmserve.scheduling.planner import Planner
-from llmserve.scheduling.queues import FormedBatch
+from llmserve.scheduling.queues import BinQueue, FormedBatch, Ticket, WindowQueue
 from llmserve.scheduling.rates import Arrivals
-from llmserve.scheduling.release import Deadline, Full, Greedy, Planned, Rate, Release, Table, Timeout
+from llmserve.scheduling.release import Deadline, Full, Greedy, Planned, Rate, Release, Table, Timeout, Window
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.scheduling.trust import WINDOW_MIN, Trust
 
-ORDERS: dict[str, Callable[[SchedulingConfig], Callable[[FormedBatch], float]]] = {
-    "fffs": lambda config: fffs,
-    "shortest": lambda config: shortest(config.patience),
-    "edf": lambda config: edf,
+ORDERS: dict[str, Callable[[SchedulingConfig], tuple[Callable[[FormedBatch], float], Callable[[Ticket], float]]]] = {
+    "fffs": lambda config: (fffs, arrival),
+    "shortest": lambda config: (shortest(config.patience), turn(config.patience)),
+    "edf": lambda config: (edf, due_at_s),
 }
+"""The keys of a formed batch, and of a request that no batch holds yet; the smallest is next."""
 # What serves an engine best depends on how it batches (docs/performance.md): a batch that runs to its end wants equals
 # beside each other; slots that refill one by one want the next request, whoever it was queued with.
 BARRIER_DEFAULTS: dict[str, Any] = {"batch_size": 8, "order": "fffs"}
 REFILL_DEFAULTS: dict[str, Any] = {"batch_size": 1, "order": "shortest"}
+BINS = 8
+WINDOW_BATCHES = 32
 # Releases that wait for company have no use for batches of one.
 REFILL_WAITING_DEFAULTS: dict[str, Any] = {"batch_size": 32, "order": "shortest"}
-RELEASE_PATTERN = r"^(full|static:[1-9]\d*|timeout|greedy|rate|rate-headroom|deadline|table)$"
+RELEASE_PATTERN = r"^(window|full|static:[1-9]\d*|timeout|greedy|rate|rate-headroom|deadline|table)$"
 TIMEOUT_S = 0.05
 RATE_WAIT_S = 1.0  # BatchMonitor's window
 SEEN_LEAST = 1024  # answers whose lengths plans are made of
@@ -51,7 +54,10 @@ WISHES = {  # what may be asked of plans, and the releases under which it is of 
 class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What decides when and where each request runs. `resolved` fills in what depends on the engines."""
 
-    bins: Annotated[int, Meta(ge=1, description="equal-mass length bins")] = 8
+    bins: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description=f"length bins (default: {BINS}; 1 under --release window, which needs none)"),
+    ] = None
     batch_size: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
@@ -60,17 +66,25 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     release: Annotated[
-        str,
+        Annotated[str, Meta(pattern=RELEASE_PATTERN)] | None,
         Meta(
-            pattern=RELEASE_PATTERN,
-            description="when a bin lets a batch go: full; static:B (full, with batches of B); timeout (full, or the "
+            description="when a bin lets a batch go: window (when an engine is free: neighbours by length among the "
+            "first --window that wait); full; static:B (full, with batches of B); timeout (full, or the "
             "oldest has waited batch-wait-s); greedy (full, or an engine would idle); rate (BatchMonitor: the least "
             "batch that keeps up with arrivals, as printed); rate-headroom (the same with head-room and a limit to "
             "waiting); deadline (the largest batch within the deadline); table (least cost or least energy within a "
-            "latency target, by the profile and the load of the moment)",
+            "latency target, by the profile and the load of the moment) (default: window for engines that run batches "
+            "to their end, if no number of bins is asked for; else greedy)",
             extra={"metavar": "NAME"},
         ),
-    ] = "greedy"
+    ] = None
+    window: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="under --release window: requests, of those that wait in a bin, whose turn comes first, and "
+            f"among which a batch is looked for; none is passed over more often (default: {WINDOW_BATCHES} batches)"
+        ),
+    ] = None
     batch_wait_s: Annotated[
         Annotated[float, Meta(ge=0)] | None,
         Meta(
@@ -140,10 +154,19 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def resolved(self, barrier: bool) -> SchedulingConfig:
         """With the defaults that suit barrier engines, or engines whose slots refill, where nothing was chosen."""
-        waits = self.release not in ("greedy", "timeout")
-        defaults = BARRIER_DEFAULTS if barrier else REFILL_WAITING_DEFAULTS if waits else REFILL_DEFAULTS
+        bins = self.bins if self.edges is None or self.bins is not None else len(self.edges) + 1
+        release = self.release or ("window" if barrier and bins is None else "greedy")
+        waits = release not in ("greedy", "timeout", "window")
+        kind = BARRIER_DEFAULTS if barrier else REFILL_WAITING_DEFAULTS if waits else REFILL_DEFAULTS
+        defaults = {**kind, "release": release, "bins": bins or (1 if release == "window" else BINS)}
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return msgspec.structs.replace(self, **unset) if unset else self
+
+    @property
+    def bins_count(self) -> int:
+        """Bins that there are; only of a resolved configuration."""
+        assert self.bins is not None, "resolve the configuration first"
+        return self.bins
 
     @property
     def full_batch(self) -> int:
@@ -158,32 +181,42 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         Only of a resolved configuration. Raises ValueError when `edges` does not fit `bins`.
         """
         assert self.order is not None, "resolve the configuration first"
+        bins = self.bins_count
         edges = OnlineEdges(
-            self.bins,
+            bins,
             edges=self.edges,
             sample=scores,
             window=self.edges_window,
             refit_every=self.edges_refit_every,
         )
-        arrivals = Arrivals(self.bins)
+        arrivals = Arrivals(bins)
         release = self._release(arrivals)
-        seen = SeenLengths(max(SEEN_LEAST, 64 * self.bins), scores, lengths)
+        seen = SeenLengths(max(SEEN_LEAST, 64 * bins), scores, lengths)
+        order, turn = ORDERS[self.order](self)
         return Scheduler(
             release=release,
-            planner=Planner(self.bins, release, seen, arrivals, rate_factor=self.rate_factor)
+            planner=Planner(bins, release, seen, arrivals, rate_factor=self.rate_factor)
             if isinstance(release, Planned)
             else None,
-            order=ORDERS[self.order](self),
+            order=order,
             edges=edges,
             batch_size=self.full_batch,
             # Answers come in batches of one bin, which say nothing about ranking between bins.
-            trust=Trust(max(self.trust_window, 4 * self.bins * self.full_batch)),
+            trust=Trust(max(self.trust_window, 4 * bins * self.full_batch)),
             circuit=lambda: Circuit(self.circuit_faults_max, self.circuit_pause_s),
+            queue=self._queue(turn),
             by_risk=self.bins_by == "risk",
             queue_requests_max=self.queue_requests_max,
             retries_max=self.retries_max,
             engine_wait_s=self.engine_wait_s,
         )
+
+    def _queue(self, turn: Callable[[Ticket], float]) -> Callable[[int], BinQueue]:
+        """What bins are made of."""
+        if self.release != "window":
+            return BinQueue
+        window = self.window or WINDOW_BATCHES * self.full_batch
+        return lambda index: WindowQueue(index, window, turn)
 
     def scores(self, forecasts: Iterable[Sequence[float]]) -> tuple[float, ...]:
         """What bins go by, of a sample of forecasts (equally likely lengths each)."""
@@ -196,11 +229,15 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         return tuple([lengths[index % len(lengths)] for index, lengths in enumerate(forecasts)])
 
     def _release(self, arrivals: Arrivals) -> Release:
+        assert self.release is not None, "resolve the configuration first"
         size, (kind, _, static) = self.full_batch, self.release.partition(":")
+        if kind != "window" and self.window is not None:
+            raise ValueError(f"window is of no use under release {self.release}, only under window")
         limit_s = math.inf if self.batch_wait_s is None else self.batch_wait_s
         if kind == "static" and int(static) > size:
             raise ValueError(f"release {self.release}: a batch has {size} requests at most (--batch-size)")
         releases: dict[str, Callable[[], Release]] = {
+            "window": lambda: Window(size),
             "full": lambda: Full(size),
             "static": lambda: Full(int(static)),
             "timeout": lambda: Timeout(size, TIMEOUT_S if self.batch_wait_s is None else self.batch_wait_s),
@@ -248,6 +285,7 @@ class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
         Raises ValueError on a profile that cannot be read, on settings that contradict each other, and on those that
         the release has no use for.
         """
+        assert scheduling.release is not None, "resolve the configuration first"
         self._check(scheduling.release, barrier)
         if scheduling.release not in PLANNED:
             return None

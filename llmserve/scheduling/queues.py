@@ -1,9 +1,10 @@
-"""Where requests wait: one first-come queue per bin, and one queue of formed batches."""
+"""Where requests wait: a queue for each bin, and one queue of formed batches."""
 
 from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -26,6 +27,7 @@ class Ticket:
     """One accepted request and where it is."""
 
     __slots__ = (
+        "alike",
         "arrived_at_s",
         "batch_id",
         "bin",
@@ -46,6 +48,7 @@ class Ticket:
     def __init__(self, request: Request, bin_index: int, arrived_at_s: float, score: float | None = None) -> None:
         self.request = request
         self.score = score  # what its bin goes by; None without a prediction
+        self.alike = 0.0  # tokens by which it finds its like in a window; the same for all where nothing ranks them
         self.bin = bin_index
         self.arrived_at_s = arrived_at_s
         self.place = Place.BIN
@@ -115,6 +118,97 @@ class BinQueue:
     def take(self, count: int) -> list[Ticket]:
         self.changes += 1
         return [self._tickets.popitem(last=False)[1] for _ in range(count)]
+
+
+class WindowQueue(BinQueue):
+    """A queue whose batches are neighbours by length, with no edges between them.
+
+    Of those that wait the first `window` by turn are looked at. A batch of b always holds the one whose turn it is,
+    and of all b in a row by length that do, those that waste least: slots times the longest, less the sum of all. So
+    no request in the window is passed over more than `window` times, and usually about `window` / b times.
+
+    turn : the order's key of a request; the smallest goes next.
+    Every operation costs O(log window) comparisons and moves at most `window` list entries; taking b, O(b) more.
+    """
+
+    def __init__(self, index: int, window: int, turn: Callable[[Ticket], float]) -> None:
+        super().__init__(index)
+        self.window = window
+        self._turn = turn
+        self._by_length: list[tuple[float, int]] = []  # (tokens, request id) of those in the window
+        self._by_turn: list[tuple[float, int]] = []  # (turn, request id) of the same
+        self._beyond: list[tuple[float, int]] = []  # heap of the others' (turn, request id), and some that have left
+
+    def append(self, ticket: Ticket) -> None:
+        super().append(ticket)
+        entry = (self._turn(ticket), ticket.request.id)
+        if len(self._by_turn) == self.window:
+            if entry > self._by_turn[-1]:
+                heapq.heappush(self._beyond, entry)
+                return
+            last = self._by_turn.pop()
+            self._leave_row(self._tickets[last[1]])
+            heapq.heappush(self._beyond, last)
+        self._enter(entry, ticket)
+
+    def remove(self, ticket: Ticket) -> None:
+        super().remove(ticket)
+        entry = (self._turn(ticket), ticket.request.id)
+        place = bisect_left(self._by_turn, entry)
+        if place < len(self._by_turn) and self._by_turn[place] == entry:
+            del self._by_turn[place]
+            self._leave_row(ticket)
+            self._fill()
+
+    def take(self, count: int) -> list[Ticket]:
+        self.changes += 1
+        taken: list[Ticket] = []
+        while len(taken) < count:  # once, unless more are wanted than the window holds
+            taken += self._take_row(min(count - len(taken), len(self._by_length)))
+            self._fill()
+        return taken
+
+    def _take_row(self, count: int) -> list[Ticket]:
+        first = self._tickets[self._by_turn[0][1]]
+        row = self._by_length
+        start = _least_waste(row, bisect_left(row, (first.alike, first.request.id)), count)
+        taken = [self._tickets.pop(request_id) for _, request_id in row[start : start + count]]
+        del row[start : start + count]
+        for ticket in taken:
+            del self._by_turn[bisect_left(self._by_turn, (self._turn(ticket), ticket.request.id))]
+        return taken
+
+    def _enter(self, entry: tuple[float, int], ticket: Ticket) -> None:
+        insort(self._by_turn, entry)
+        insort(self._by_length, (ticket.alike, ticket.request.id))
+
+    def _leave_row(self, ticket: Ticket) -> None:
+        del self._by_length[bisect_left(self._by_length, (ticket.alike, ticket.request.id))]
+
+    def _fill(self) -> None:
+        """Let those beyond the window in, while there is room."""
+        while self._beyond and len(self._by_turn) < self.window:
+            entry = heapq.heappop(self._beyond)
+            ticket = self._tickets.get(entry[1])
+            if ticket is not None:
+                self._enter(entry, ticket)
+
+
+def _least_waste(row: list[tuple[float, int]], place: int, count: int) -> int:
+    """Where the `count` in a row begin that hold the one at `place` and waste least.
+
+    row : ascending lengths, tokens.  count : at most as many as there are.
+    """
+    first, last = max(0, place - count + 1), min(place, len(row) - count)
+    lengths = [length for length, _ in row[first : last + count]]
+    total = sum(lengths[:count])
+    best, least = 0, count * lengths[count - 1] - total
+    for start in range(1, last - first + 1):
+        total += lengths[start + count - 1] - lengths[start - 1]
+        waste = count * lengths[start + count - 1] - total
+        if waste < least:
+            best, least = start, waste
+    return first + best
 
 
 class FormedBatch:

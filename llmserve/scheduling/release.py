@@ -114,6 +114,23 @@ class Greedy(_OldestFirst):
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Window(_OldestFirst):
+    """A batch is formed when an engine is free for it and not before: of neighbours by length among those that wait
+    (queues.WindowQueue). The more there are to choose from, the more alike they are.
+    """
+
+    timed: ClassVar[bool] = False
+
+    batch_size: int
+
+    def size(self, queue: BinQueue, now_s: float, room: Room) -> int:
+        return min(len(queue), self.batch_size) if room is not Room.NONE else 0
+
+    def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
+        return None
+
+
 # ---- releases that follow a plan ---------------------------------------------------------------------------------
 
 

@@ -62,6 +62,7 @@ class Scheduler:
     engine_wait_s       how long requests wait when no engine is up before they fail with `no_engine`
     circuit             a fresh circuit breaker for each engine
     planner             asks for plans, where the release follows one
+    queue               of a bin, by its index: which of those that wait a batch takes
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Scheduler:
         trust: Trust,
         circuit: Callable[[], Circuit],
         planner: Planner | None = None,
+        queue: Callable[[int], BinQueue] = BinQueue,
         by_risk: bool = True,
         queue_requests_max: int = 100_000,
         retries_max: int = 2,
@@ -81,7 +83,7 @@ class Scheduler:
     ) -> None:
         self.edges = edges
         self.trust = trust
-        self.bins = [BinQueue(index) for index in range(edges.bins)]
+        self.bins = [queue(index) for index in range(edges.bins)]
         self.formed = FormedQueue(order)
         self.engines: dict[str, EngineState] = {}
         self.requests: dict[int, Ticket] = {}
@@ -186,6 +188,7 @@ class Scheduler:
         expected = request.expected_tokens if self.trust.trusted else None
         tokens = service.tokens_mean if expected is None else expected
         ticket.expect(tokens, tokens * service.seconds_per_token, service.tokens_mean * service.seconds_per_token)
+        ticket.alike = self._alike(ticket)
         self.requests[request.id] = ticket
         queue.append(ticket)
         self.waiting += 1
@@ -198,6 +201,12 @@ class Scheduler:
         if self._by_risk and request.quantiles:
             return risk(request.quantiles, self._batch_size)
         return request.predicted_tokens
+
+    def _alike(self, ticket: Ticket) -> float:
+        """What its neighbours in a window go by, tokens; of all the same while predictions are not trusted."""
+        if not self.trust.trusted:
+            return 0.0
+        return ticket.expected_tokens if ticket.score is None else ticket.score
 
     def _bin_of(self, score: float | None) -> int:
         if score is None:
@@ -540,6 +549,7 @@ class Scheduler:
         for ticket in waiting:
             index = self.edges.bin_of(ticket.score) if ticket.score is not None and self.trust.trusted else 0
             ticket.bin = index if self._planner is None else self._planner.queue_of(index)
+            ticket.alike = self._alike(ticket)
             self.bins[ticket.bin].append(ticket)
         self._form_all()
 

@@ -50,7 +50,20 @@ CONFIGS = st.builds(
     bins=st.integers(1, 4),
     batch_size=st.integers(1, 4),
     release=st.sampled_from(
-        ["full", "static:1", "timeout", "greedy", "rate", "rate-headroom", "deadline", "table", "table", "table"]
+        [
+            "window",
+            "window",
+            "full",
+            "static:1",
+            "timeout",
+            "greedy",
+            "rate",
+            "rate-headroom",
+            "deadline",
+            "table",
+            "table",
+            "table",
+        ]
     ),
     batch_wait_s=st.sampled_from([None, 0.0, 0.5, 3.0]),
     queue_requests_max=st.sampled_from([3, 1_000]),

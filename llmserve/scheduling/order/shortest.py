@@ -23,12 +23,18 @@ from llmserve.scheduling.queues import FormedBatch, Ticket
 BEND = 8.0  # service times of 1/8 of the mean and more are given less than their full patience
 
 
-def shortest(patience: float) -> Callable[[FormedBatch], float]:
-    """patience >= 0, in units of predicted service."""
+def turn(patience: float) -> Callable[[Ticket], float]:
+    """When it is a request's turn, seconds. patience >= 0, in units of predicted service."""
 
     def turn_s(ticket: Ticket) -> float:
         mean_s = ticket.service_mean_s
         return ticket.arrived_at_s + patience * mean_s / BEND * math.log1p(BEND * ticket.service_s / mean_s)
+
+    return turn_s
+
+
+def shortest(patience: float) -> Callable[[FormedBatch], float]:
+    turn_s = turn(patience)
 
     def turn_of_batch_s(batch: FormedBatch) -> float:
         return sum([turn_s(ticket) for ticket in batch.tickets.values()]) / len(batch.tickets)

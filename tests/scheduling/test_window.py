@@ -1,0 +1,212 @@
+"""Batches of neighbours by length, with no edges between them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_scheduler import arrive, scheduler, step
+
+from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.messages import Action, BatchEnded, RequestCancelled, StartBatch
+from llmserve.scheduling.order.edf import due_at_s
+from llmserve.scheduling.order.fffs import arrival
+from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.scheduling.queues import BinQueue, Ticket, WindowQueue
+from llmserve.scheduling.scheduler import Scheduler
+
+BARRIER = EngineInfo("gpu0", slots=8, barrier=True)
+
+
+def ticket(request_id: int, tokens: float, deadline_s: float | None = None) -> Ticket:
+    """It arrived at as many seconds as its id."""
+    made = Ticket(Request(request_id, tokens, deadline_s), 0, float(request_id), tokens)
+    made.alike = tokens
+    return made
+
+
+def queue_of(*lengths: float, window: int = 100) -> WindowQueue:
+    """Requests of ids 0, 1, ... and these lengths, in order of arrival."""
+    queue = WindowQueue(0, window, arrival)
+    for request_id, tokens in enumerate(lengths):
+        queue.append(ticket(request_id, tokens))
+    return queue
+
+
+def ids(tickets: list[Ticket]) -> list[int]:
+    return sorted(each.request.id for each in tickets)
+
+
+# ---- which of those that wait make a batch ----
+
+
+def test_the_first_to_come_goes_with_those_most_like_it() -> None:
+    assert ids(queue_of(100, 500, 90, 480, 110).take(3)) == [0, 2, 4]
+
+
+def test_it_goes_though_others_are_more_alike() -> None:
+    assert ids(queue_of(300, 10, 10, 10, 400, 400).take(2)) in ([0, 4], [0, 5])
+
+
+def test_of_rows_that_hold_it_the_one_that_wastes_least_goes() -> None:
+    """With 200: 100, 200 wastes 100 slots; 200, 290 wastes 90."""
+    assert ids(queue_of(200, 100, 290).take(2)) == [0, 2]
+
+
+def test_where_nothing_tells_them_apart_they_go_in_order_of_arrival() -> None:
+    queue = queue_of(*[0.0] * 6)
+    assert [ids(queue.take(2)) for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_those_beyond_the_window_are_not_looked_at() -> None:
+    queue = queue_of(100, 900, 500, 100, window=3)
+    assert ids(queue.take(2)) == [0, 2]
+    assert ids(queue.take(2)) == [1, 3]
+
+
+def test_a_batch_may_be_larger_than_the_window() -> None:
+    assert ids(queue_of(5, 1, 3, 2, 4, window=2).take(4)) == [0, 1, 2, 3]
+
+
+def test_one_whose_turn_is_earlier_takes_the_place_of_the_last_in_the_window() -> None:
+    queue = WindowQueue(0, 2, due_at_s)
+    for each in (ticket(0, 10, 50.0), ticket(1, 500, 60.0), ticket(2, 20, 40.0)):
+        queue.append(each)
+    assert ids(queue.take(2)) == [0, 2]
+
+
+def test_who_leaves_makes_room_in_the_window() -> None:
+    queue = queue_of(100, 900, 500, 101, window=3)
+    queue.remove(next(each for each in queue if each.request.id == 1))
+    assert ids(queue.take(2)) == [0, 3]
+    assert len(queue) == 1
+
+
+@given(
+    st.lists(st.integers(1, 6).map(float), min_size=1, max_size=12),
+    st.integers(1, 5),
+    st.integers(1, 12),
+)
+def test_the_row_is_the_best_of_all_rows_that_hold_the_first(lengths: list[float], count: int, window: int) -> None:
+    count = min(count, window, len(lengths))
+    row = sorted((tokens, request_id) for request_id, tokens in enumerate(lengths[:window]))
+    rows = [row[start : start + count] for start in range(len(row) - count + 1)]
+    taken = [(each.alike, each.request.id) for each in queue_of(*lengths, window=window).take(count)]
+
+    def waste(row: list[tuple[float, int]]) -> float:
+        return sum(row[-1][0] - tokens for tokens, _ in row)
+
+    assert taken in rows
+    assert waste(taken) == min(waste(row) for row in rows if (lengths[0], 0) in row)
+
+
+@given(st.data())
+def test_nobody_in_the_window_is_passed_over_more_often_than_it_holds_and_nobody_is_lost(data: st.DataObject) -> None:
+    window, size = data.draw(st.integers(2, 8)), data.draw(st.integers(1, 3))
+    queue = WindowQueue(0, window, arrival)
+    tickets: dict[int, Ticket] = {}
+    passed_over: dict[int, int] = {}
+    for what in data.draw(st.lists(st.sampled_from(["come", "come", "come", "take", "leave"]), max_size=60)):
+        if what == "come":
+            new = ticket(len(passed_over), data.draw(st.sampled_from([1.0, 5.0, 5.5, 90.0])))
+            tickets[new.request.id], passed_over[new.request.id] = new, 0
+            queue.append(new)
+        elif what == "leave" and tickets:
+            queue.remove(tickets.pop(data.draw(st.sampled_from(sorted(tickets)))))
+        elif what == "take" and len(queue) >= size:
+            first = sorted(tickets)[:window]
+            taken = ids(queue.take(size))
+            assert taken[0] == first[0]
+            for request_id in taken:
+                del tickets[request_id]
+            for request_id in set(first) - set(taken):
+                passed_over[request_id] += 1
+        assert [each.request.id for each in queue] == sorted(tickets)
+        assert max(passed_over.values(), default=0) < window
+    assert ids(queue.take(len(queue))) == sorted(tickets)
+
+
+# ---- when ----
+
+
+def windowed(*engines: EngineInfo, **config: object) -> Scheduler:
+    return scheduler(*engines, **{"release": "window", **config})
+
+
+def started(actions: list[Action]) -> list[list[int]]:
+    """The requests of each batch that starts, by length."""
+    return [[request.id for request in action.batch.requests] for action in actions if isinstance(action, StartBatch)]
+
+
+def end(made: Scheduler, batch_id: int, *request_ids: int, now_s: float = 1.0) -> list[Action]:
+    return step(made, BatchEnded("gpu0", batch_id, dict.fromkeys(request_ids, 5.0)), now_s)
+
+
+def test_no_batch_is_formed_before_an_engine_is_free_for_it() -> None:
+    made = windowed(BARRIER)
+    assert started(arrive(made, Request(1, 50.0))) == [[1]]
+    assert arrive(made, Request(2, 10.0), Request(3, 90.0), Request(4, 11.0), Request(5, 80.0)) == []
+    assert not made.formed
+    assert started(end(made, 1, 1)) == [[2, 4]]
+    assert started(end(made, 2, 2, 4)) == [[5, 3]]
+
+
+def test_an_idle_engine_takes_what_there_is() -> None:
+    made = windowed(BARRIER, EngineInfo("gpu1", slots=8, barrier=True))
+    assert started(arrive(made, 1, 2, 3)) == [[1], [2]]
+
+
+def test_under_another_order_the_first_is_another() -> None:
+    made = windowed(BARRIER, order="edf")
+    arrive(made, Request(1, 50.0), Request(2, 10.0, 90.0), Request(3, 400.0, 30.0), Request(4, 11.0, 90.0))
+    arrive(made, Request(5, 390.0))
+    assert started(end(made, 1, 1)) == [[5, 3]]
+
+
+def test_who_has_left_is_in_no_batch() -> None:
+    made = windowed(BARRIER)
+    arrive(made, Request(1, 50.0), Request(2, 10.0), Request(3, 90.0), Request(4, 11.0))
+    step(made, RequestCancelled(4))
+    assert started(end(made, 1, 1)) == [[2, 3]]
+
+
+def test_while_predictions_rank_nothing_it_is_first_come_first_served() -> None:
+    made = windowed(BARRIER)
+    made.trust.trusted = False
+    arrive(made, Request(1, 50.0), Request(2, 10.0), Request(3, 90.0), Request(4, 11.0))
+    assert started(end(made, 1, 1)) == [[2, 3]]
+
+
+def test_one_without_a_prediction_is_taken_for_a_mean_answer() -> None:
+    made = windowed(BARRIER)
+    arrive(made, Request(1, 300.0))
+    arrive(made, Request(2), Request(3, 9000.0), Request(4, made._service.tokens_mean + 1))
+    assert started(end(made, 1, 1)) == [[2, 4]]
+
+
+# ---- how it is chosen ----
+
+
+def test_engines_that_run_batches_to_their_end_have_windows_unless_bins_are_asked_for() -> None:
+    def resolved(barrier: bool, **config: object) -> tuple[str | None, int | None]:
+        made = SchedulingConfig(**config).resolved(barrier)  # type: ignore[arg-type]
+        return made.release, made.bins
+
+    assert resolved(True) == ("window", 1)
+    assert resolved(True, bins=4) == ("greedy", 4)
+    assert resolved(True, edges=(10.0, 20.0)) == ("greedy", 3)
+    assert resolved(True, release="table") == ("table", 8)
+    assert resolved(True, release="window", bins=2) == ("window", 2)
+    assert resolved(False) == ("greedy", 8)
+
+
+def test_windows_hold_32_batches_unless_told_otherwise() -> None:
+    made = windowed(batch_size=3).bins[0]
+    assert isinstance(made, WindowQueue)
+    assert made.window == 96
+
+
+def test_only_window_has_windows() -> None:
+    assert type(scheduler(release="greedy").bins[0]) is BinQueue
+    with pytest.raises(ValueError, match="window is of no use under release greedy"):
+        scheduler(release="greedy", window=5)
