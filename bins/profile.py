@@ -28,7 +28,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from bins.risk import longest_shares
+from bins.risk import risks
 
 VERSION = 1
 ROUNDING = 1e-9  # relative: the power of a profile modelled at a constant power is that power, to rounding
@@ -293,7 +293,7 @@ def _longest_of_sample(sample: ArrayLike, index: int, sizes: NDArray[np.intp]) -
     if not (np.isfinite(drawn).all() and (drawn >= 0).all()):
         raise ValueError(f"the lengths of bin {index} must be finite and at least 0")
     ordered = np.sort(drawn)
-    return np.array([longest_shares(ordered.size, int(b)) @ ordered for b in sizes])
+    return np.array([risks(ordered, int(b)) for b in sizes])
 
 
 # ---- fitting ------------------------------------------------------------------------------------------------------

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bins.edges import Edges, index_of
 from bins.service import longest_slices
+
+Array = NDArray[np.float64]
 
 LEVELS = 64  # equally likely lengths that stand for a bin's
 ENOUGH = 8  # answers; a bin that has seen fewer takes the lengths of all
@@ -37,6 +40,13 @@ class SeenLengths:
         self._next = (self._next + 1) % self._tokens.size
         self._filled = min(self._filled + 1, self._tokens.size)
 
+    @property
+    def predicted(self) -> tuple[Array, Array]:
+        """(n,) scores and (n,) output tokens of the answers that were predicted, in no order."""
+        scores, tokens = self._scores[: self._filled], self._tokens[: self._filled]
+        had_one = scores > 0
+        return scores[had_one], tokens[had_one]
+
     def by_bin(self, edges: Edges, bins: int) -> tuple[tuple[float, ...], ...]:
         """Equally likely lengths of each bin, tokens, ascending."""
         tokens = self._tokens[: self._filled] if self._filled else np.full(1, self._guess_tokens)
@@ -45,6 +55,6 @@ class SeenLengths:
         return tuple([_slices(own if own.size >= ENOUGH else tokens) for own in members])
 
 
-def _slices(lengths: np.ndarray[tuple[int], np.dtype[np.float64]]) -> tuple[float, ...]:
+def _slices(lengths: Array) -> tuple[float, ...]:
     """The means of equally likely slices: the longest of several answers is as long as it was."""
     return tuple(longest_slices(lengths, [1], LEVELS)[0].round(1).clip(0.1).tolist())

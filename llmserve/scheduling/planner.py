@@ -47,8 +47,8 @@ class Planner:
         self._seen += 1
         self._jumped |= self._arrivals.observe(bin_index, now_s)
 
-    def answered(self, score: float | None, output_tokens: float) -> None:
-        self._lengths.observe(score, output_tokens)
+    def answered(self) -> None:
+        """One more answer is among the lengths."""
         self._answers += 1
 
     def queue_of(self, bin_index: int) -> int:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from bins.dispatch import DispatchSolver, Wish
-from bins.edges import OnlineEdges
+from bins.edges import Edges, OnlineEdges, answered_edges, equal_mass_edges
 from bins.profile import PROFILES, Profile, resolve
 from bins.risk import risk
 from llmserve.scheduling.circuit import Circuit
@@ -43,6 +45,7 @@ RELEASE_PATTERN = r"^(window|full|static:[1-9]\d*|timeout|greedy|rate|rate-headr
 TIMEOUT_S = 0.05
 RATE_WAIT_S = 1.0  # BatchMonitor's window
 SEEN_LEAST = 1024  # answers whose lengths plans are made of
+ANSWERS_LEAST = 512  # before edges go by them
 PLANNED = ("rate", "rate-headroom", "deadline", "table")  # releases that follow plans
 WISHES = {  # what may be asked of plans, and the releases under which it is of use
     "energy_weight": ("table",),
@@ -123,7 +126,17 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         tuple[float, ...] | None,
         Meta(description="first interior edges of the bins, output tokens (default: from the predictor's training)"),
     ] = None
-    edges_window: Annotated[int, Meta(ge=1, description="predictions that the edges are fitted to")] = 4096
+    edges_by: Annotated[
+        Literal["answers", "mass"] | None,
+        Meta(
+            description="answers: edges for most throughput by how long the answers to such predictions became; mass: "
+            "as many requests in each bin (default: answers for engines that run batches to their end, under releases "
+            "that let bins go which fill slowly: greedy, timeout, window)"
+        ),
+    ] = None
+    edges_window: Annotated[int, Meta(ge=1, description="predictions, and answers, that the edges are fitted to")] = (
+        4096
+    )
     edges_refit_every: Annotated[int, Meta(ge=0, description="arrivals between two fits of the edges; 0: never")] = 256
     trust_window: Annotated[
         int,
@@ -158,7 +171,12 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         release = self.release or ("window" if barrier and bins is None else "greedy")
         waits = release not in ("greedy", "timeout", "window")
         kind = BARRIER_DEFAULTS if barrier else REFILL_WAITING_DEFAULTS if waits else REFILL_DEFAULTS
-        defaults = {**kind, "release": release, "bins": bins or (1 if release == "window" else BINS)}
+        defaults = {
+            **kind,
+            "release": release,
+            "bins": bins or (1 if release == "window" else BINS),
+            "edges_by": "answers" if barrier and release in ("greedy", "timeout", "window") else "mass",
+        }
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return msgspec.structs.replace(self, **unset) if unset else self
 
@@ -182,33 +200,57 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         assert self.order is not None, "resolve the configuration first"
         bins = self.bins_count
-        edges = OnlineEdges(
-            bins,
-            edges=self.edges,
-            sample=scores,
-            window=self.edges_window,
-            refit_every=self.edges_refit_every,
-        )
         arrivals = Arrivals(bins)
         release = self._release(arrivals)
-        seen = SeenLengths(max(SEEN_LEAST, 64 * bins), scores, lengths)
+        seen = self._seen(release, scores, lengths)
         order, turn = ORDERS[self.order](self)
         return Scheduler(
             release=release,
             planner=Planner(bins, release, seen, arrivals, rate_factor=self.rate_factor)
-            if isinstance(release, Planned)
+            if isinstance(release, Planned) and seen is not None
             else None,
             order=order,
-            edges=edges,
+            edges=self._edges(seen, scores),
             batch_size=self.full_batch,
             # Answers come in batches of one bin, which say nothing about ranking between bins.
             trust=Trust(max(self.trust_window, 4 * bins * self.full_batch)),
             circuit=lambda: Circuit(self.circuit_faults_max, self.circuit_pause_s),
+            seen=seen,
             queue=self._queue(turn),
             by_risk=self.bins_by == "risk",
             queue_requests_max=self.queue_requests_max,
             retries_max=self.retries_max,
             engine_wait_s=self.engine_wait_s,
+        )
+
+    @property
+    def _edges_by_answers(self) -> bool:
+        return self.edges_by == "answers" and self.bins_count > 1 and self.edges_refit_every > 0
+
+    def _seen(self, release: Release, scores: Sequence[float], lengths: Sequence[float]) -> SeenLengths | None:
+        """How long answers have been, where anything goes by that."""
+        window = max(SEEN_LEAST, 64 * self.bins_count)
+        if self._edges_by_answers:
+            return SeenLengths(max(window, self.edges_window), scores, lengths)
+        return SeenLengths(window, scores, lengths) if release.plans else None
+
+    def _edges(self, seen: SeenLengths | None, scores: Sequence[float]) -> OnlineEdges:
+        bins, batch_size = self.bins_count, self.full_batch
+
+        def fit(values: NDArray[np.float64]) -> Edges:
+            assert seen is not None, "edges by answers see them"
+            predicted, tokens = seen.predicted
+            if predicted.size < ANSWERS_LEAST:
+                return equal_mass_edges(values, bins)
+            return answered_edges(predicted, tokens, bins, batch_size)
+
+        return OnlineEdges(
+            bins,
+            edges=self.edges,
+            sample=scores,
+            window=self.edges_window,
+            refit_every=self.edges_refit_every,
+            fit=fit if self._edges_by_answers else None,
         )
 
     def _queue(self, turn: Callable[[Ticket], float]) -> Callable[[int], BinQueue]:

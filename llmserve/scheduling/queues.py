@@ -45,7 +45,17 @@ class Ticket:
         "total_tokens",
     )
 
-    def __init__(self, request: Request, bin_index: int, arrived_at_s: float, score: float | None = None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        bin_index: int,
+        arrived_at_s: float,
+        score: float | None = None,
+        *,
+        tokens: float = 0.0,
+        service_s: float = 0.0,
+        service_mean_s: float = 1.0,
+    ) -> None:
         self.request = request
         self.score = score  # what its bin goes by; None without a prediction
         self.alike = 0.0  # tokens by which it finds its like in a window; the same for all where nothing ranks them
@@ -54,19 +64,16 @@ class Ticket:
         self.place = Place.BIN
         self.batch_id = 0  # set when a batch is formed
         self.formed_at_s = 0.0
-        self.expect(0.0, 0.0, 1.0)
-        self.engine = ""  # these two are set while running
-        self.started_at_s = 0.0
-        self.retries = 0
-        self.cancelled = False
-
-    def expect(self, tokens: float, service_s: float, service_mean_s: float) -> None:
-        """Output tokens of a choice; time on an engine, and that of the mean answer as known at its arrival."""
+        # Output tokens of a choice; time on an engine, and that of the mean answer as known at its arrival.
         self.expected_tokens = tokens
         self.service_s = service_s
         self.service_mean_s = service_mean_s
         # What an engine's memory holds of it at its end. Whole, so that sums of them come back to zero.
-        self.total_tokens = math.ceil(self.request.prompt_tokens + self.request.choices * (tokens + BLOCK_TOKENS))
+        self.total_tokens = math.ceil(request.prompt_tokens + request.choices * (tokens + BLOCK_TOKENS))
+        self.engine = ""  # these two are set while running
+        self.started_at_s = 0.0
+        self.retries = 0
+        self.cancelled = False
 
 
 class BinQueue:

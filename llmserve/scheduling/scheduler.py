@@ -18,6 +18,7 @@ from llmserve.request import Request
 from llmserve.scheduling.affinity import PrefixMemory
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.engine_state import EngineState
+from llmserve.scheduling.lengths import SeenLengths
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
@@ -62,6 +63,7 @@ class Scheduler:
     engine_wait_s       how long requests wait when no engine is up before they fail with `no_engine`
     circuit             a fresh circuit breaker for each engine
     planner             asks for plans, where the release follows one
+    seen                is told how long answers became, for edges and plans that go by it
     queue               of a bin, by its index: which of those that wait a batch takes
     """
 
@@ -75,6 +77,7 @@ class Scheduler:
         trust: Trust,
         circuit: Callable[[], Circuit],
         planner: Planner | None = None,
+        seen: SeenLengths | None = None,
         queue: Callable[[int], BinQueue] = BinQueue,
         by_risk: bool = True,
         queue_requests_max: int = 100_000,
@@ -90,6 +93,7 @@ class Scheduler:
         self.waiting = 0  # requests in bins and in formed batches
         self._release = release
         self._planner = planner
+        self._seen = seen
         self._batch_size = batch_size
         self._by_risk = by_risk
         self._queue_requests_max = queue_requests_max
@@ -158,18 +162,16 @@ class Scheduler:
     @property
     def wake_at_s(self) -> float | None:
         """When the scheduler wants TimerFired at the latest; None: not before something happens."""
-        times: list[float] = []
-        if self.waiting:
-            if self._due_s is not None:
-                times.append(self._due_s)
-            if self._helpless_since_s is not None:
-                times.append(self._helpless_since_s + self._engine_wait_s)
-            if self._look_again_at_s is not None:
-                times.append(self._look_again_at_s)
-            times += [engine.circuit.open_until_s for engine in self._open.values() if engine.circuit.open_until_s]
-        if self._deadlines:
-            times.append(self._deadlines[0][0])
-        return min(times, default=None)
+        at_s = self._deadlines[0][0] if self._deadlines else None
+        if not self.waiting:
+            return at_s
+        helpless_s = self._helpless_since_s
+        times = [at_s, self._due_s, self._look_again_at_s]
+        if helpless_s is not None:
+            times.append(helpless_s + self._engine_wait_s)
+        if self._open:
+            times += [engine.circuit.open_until_s for engine in self._open.values()]
+        return min([time_s for time_s in times if time_s is not None], default=None)
 
     # ---- events -----------------------------------------------------------------------------------------------
 
@@ -183,11 +185,18 @@ class Scheduler:
             return
         score = self._score_of(request)
         queue = self.bins[self._queue_for(self._bin_of(score))]
-        ticket = Ticket(request, queue.index, self._now_s, score)
         service = self._service
         expected = request.expected_tokens if self.trust.trusted else None
         tokens = service.tokens_mean if expected is None else expected
-        ticket.expect(tokens, tokens * service.seconds_per_token, service.tokens_mean * service.seconds_per_token)
+        ticket = Ticket(
+            request,
+            queue.index,
+            self._now_s,
+            score,
+            tokens=tokens,
+            service_s=tokens * service.seconds_per_token,
+            service_mean_s=service.tokens_mean * service.seconds_per_token,
+        )
         ticket.alike = self._alike(ticket)
         self.requests[request.id] = ticket
         queue.append(ticket)
@@ -530,8 +539,10 @@ class Scheduler:
         if output_tokens <= 0:
             return
         self._service.observe(ran_s, output_tokens)
+        if self._seen is not None:
+            self._seen.observe(ticket.score, output_tokens)
         if self._planner is not None:
-            self._planner.answered(ticket.score, output_tokens)
+            self._planner.answered()
         if ticket.score is None:
             return
         if self.trust.observe(ticket.request, ticket.score, output_tokens):

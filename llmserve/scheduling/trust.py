@@ -59,50 +59,54 @@ class Trust:
         self._least = window // 2
         self._look_every = window // LOOKS_PER_WINDOW
         self._since_look = 0
-        self._scores, self._predicted, self._actual = np.zeros((3, window))  # rings
-        self._next = self._filled = 0
+        self._window = window
+        self._new: list[tuple[float, Request, float]] = []  # since the arrays below were made
+        self._scores, self._predicted, self._actual = np.zeros((3, 0))  # of the window, in order of the answers
         self._quantiles: deque[tuple[tuple[float, ...], float]] = deque(maxlen=window)
 
     def observe(self, request: Request, score: float, output_tokens: float) -> bool:
         """Count the answer of a request with a prediction; True when this one changed `trusted`."""
-        place = self._next
-        self._scores[place], self._predicted[place] = score, request.predicted_tokens
-        self._actual[place] = output_tokens
-        self._next = (self._next + 1) % self._actual.size
-        self._filled = min(self._filled + 1, self._actual.size)
-        if len(request.quantiles) > 1:
-            self._quantiles.append((request.quantiles, output_tokens))
+        self._new.append((score, request, output_tokens))
         self._since_look += 1
-        if self._since_look < self._look_every or self._filled < self._least:
+        if self._since_look < self._look_every:
             return False
         self._since_look = 0
-        return self._look()
+        self._take_in()
+        return self._actual.size >= self._least and self._look()
+
+    def _take_in(self) -> None:
+        """What is new into the arrays, all at once: filling them one by one would cost most of an answer's time."""
+        scores, requests, tokens = zip(*self._new, strict=True)
+        new = np.array([scores, [request.predicted_tokens for request in requests], tokens], dtype=float)
+        whole = np.concatenate([[self._scores, self._predicted, self._actual], new], axis=1)
+        self._scores, self._predicted, self._actual = whole[:, -self._window :]
+        self._quantiles.extend([(each.quantiles, size) for _, each, size in self._new if len(each.quantiles) > 1])
+        self._new = []
 
     def accuracy(self, bins: int) -> Accuracy:
         """Over the window as it is now."""
-        if not self._filled:
+        if self._new:
+            self._take_in()
+        predicted, actual = self._predicted, self._actual
+        if not actual.size:
             return Accuracy(0, math.nan, math.nan, math.nan, math.nan)
-        predicted, actual = self._predicted[: self._filled], self._actual[: self._filled]
         edges = equal_mass_edges(actual, bins)
         miss = np.abs(index_of(edges, predicted) - index_of(edges, actual))
         return Accuracy(
-            answers=self._filled,
-            rank_correlation=self._spearman(),
+            answers=actual.size,
+            rank_correlation=spearman(self._scores, actual),
             bin_accuracy=float(np.mean(miss == 0)),
             near_accuracy=float(np.mean(miss <= 1)),
             calibration_error=self._calibration_error(),
         )
 
     def _look(self) -> bool:
-        self.rank_correlation = self._spearman()
-        deviations = self.rank_correlation * math.sqrt(self._filled - 1)
+        self.rank_correlation = spearman(self._scores, self._actual)
+        deviations = self.rank_correlation * math.sqrt(self._actual.size - 1)
         # nan compares as false: when all answers are alike, ranking is of no use.
         trusted = bool(deviations >= (LOST if self.trusted else FOUND))
         changed, self.trusted = trusted != self.trusted, trusted
         return changed
-
-    def _spearman(self) -> float:
-        return spearman(self._scores[: self._filled], self._actual[: self._filled])
 
     def _calibration_error(self) -> float:
         if not self._quantiles:
@@ -121,7 +125,10 @@ def spearman(x: Array, y: Array) -> float:
 
 
 def _ranks(values: Array) -> Array:
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    ranks: Array = (last - (counts - 1) / 2)[place]
+    order = values.argsort()
+    ascending = values[order]
+    first = np.flatnonzero(ascending[1:] != ascending[:-1]) + 1  # of each run of ties but the lowest
+    bounds = np.concatenate([[0], first, [values.size]])
+    ranks = np.empty(values.size)
+    ranks[order] = np.repeat((bounds[:-1] + bounds[1:] - 1) / 2, np.diff(bounds))
     return ranks

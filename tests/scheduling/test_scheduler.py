@@ -414,3 +414,24 @@ def test_what_bins_go_by_is_what_is_trusted() -> None:
         step(made, RequestEnded("gpu0", request_id, "completed", 900.0 if request_id % 4 == 1 else 21.0))
     assert made.trust.trusted
     assert made.trust.rank_correlation > 0.5
+
+
+# ---- edges by answers ----
+
+
+def test_edges_follow_how_long_answers_became_and_not_what_was_predicted() -> None:
+    """Of scores 1 to 40 only those above 30 tell of long answers: there is the cut, not in the middle."""
+    made = scheduler(BARRIER, bins=2, release="greedy", edges_by="answers", edges_refit_every=64, edges_window=1024)
+    lengths = {}
+    now_s = 0.0
+    for request_id in range(1, 1101):
+        score = request_id % 40 + 1
+        lengths[request_id] = 1000.0 if score > 30 else 10.0
+        now_s += 1.0
+        for action in made.handle(RequestArrived(Request(request_id, float(score))), now_s):
+            assert isinstance(action, StartBatch)
+            ids = [request.id for request in action.batch.requests]
+            made.handle(BatchEnded("gpu0", action.batch.id, {id_: lengths[id_] for id_ in ids}), now_s)
+        if request_id == 256:
+            assert made.edges.edges == pytest.approx((20.5,), abs=1.0)  # too few answers: equal mass
+    assert made.edges.edges == (30.5,)
