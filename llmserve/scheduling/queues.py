@@ -34,6 +34,7 @@ class Ticket:
         "cancelled",
         "engine",
         "expected_tokens",
+        "formed",
         "formed_at_s",
         "place",
         "request",
@@ -63,6 +64,7 @@ class Ticket:
         self.arrived_at_s = arrived_at_s
         self.place = Place.BIN
         self.batch_id = 0  # set when a batch is formed
+        self.formed: FormedBatch | None = None  # that it waits in, or last did
         self.formed_at_s = 0.0
         # Output tokens of a choice; time on an engine, and that of the mean answer as known at its arrival.
         self.expected_tokens = tokens
@@ -248,28 +250,31 @@ class FormedQueue:
     def __init__(self, key: Callable[[FormedBatch], float]) -> None:
         self._key = key
         self._heap: list[tuple[float, int, int, FormedBatch]] = []
-        self._batch_of: dict[int, FormedBatch] = {}  # request id -> its batch
+        self._waiting = 0  # requests
         self._serial = 0
 
     def push(self, batch: FormedBatch) -> None:
         self._serial += 1  # a total order: equal keys never compare batches
         heapq.heappush(self._heap, (self._key(batch), batch.id, self._serial, batch))
-        for request_id in batch.tickets:
-            self._batch_of[request_id] = batch
+        for ticket in batch.tickets.values():
+            ticket.formed = batch
+        self._waiting += len(batch.tickets)
 
     def __len__(self) -> int:
         """Requests that wait in formed batches."""
-        return len(self._batch_of)
+        return self._waiting
 
     def __bool__(self) -> bool:
-        return bool(self._batch_of)
+        return self._waiting > 0
 
     def batches(self) -> list[FormedBatch]:
         """Every batch that still holds a request, in order."""
         return [batch for *_, batch in sorted(self._heap) if batch.tickets]
 
     def remove(self, ticket: Ticket) -> None:
-        del self._batch_of.pop(ticket.request.id).tickets[ticket.request.id]
+        assert ticket.formed is not None, "it is in no formed batch"
+        del ticket.formed.tickets[ticket.request.id]
+        self._waiting -= 1
 
     def first(self) -> FormedBatch | None:
         """The batch that runs next; None when nothing waits."""
@@ -282,13 +287,11 @@ class FormedQueue:
 
     def take(self, batch: FormedBatch, count: int) -> tuple[Batch, list[Ticket]]:
         started, tickets = batch.take(count)
-        for ticket in tickets:
-            del self._batch_of[ticket.request.id]
+        self._waiting -= len(tickets)
         return started, tickets
 
     def set_aside(self, batch: FormedBatch) -> None:
         """Take the first batch off the queue for now; give it back with `push`."""
         entry = heapq.heappop(self._heap)
         assert entry[3] is batch, "only the first batch can be set aside"
-        for request_id in batch.tickets:
-            del self._batch_of[request_id]
+        self._waiting -= len(batch.tickets)

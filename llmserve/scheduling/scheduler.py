@@ -165,12 +165,12 @@ class Scheduler:
         at_s = self._deadlines[0][0] if self._deadlines else None
         if not self.waiting:
             return at_s
-        helpless_s = self._helpless_since_s
-        times = [at_s, self._due_s, self._look_again_at_s]
+        due_s, look_s, helpless_s = self._due_s, self._look_again_at_s, self._helpless_since_s
+        if due_s is None and look_s is None and helpless_s is None and not self._open:
+            return at_s  # nearly always, and it is asked after every step
+        times = [at_s, due_s, look_s, *[engine.circuit.open_until_s for engine in self._open.values()]]
         if helpless_s is not None:
             times.append(helpless_s + self._engine_wait_s)
-        if self._open:
-            times += [engine.circuit.open_until_s for engine in self._open.values()]
         return min([time_s for time_s in times if time_s is not None], default=None)
 
     # ---- events -----------------------------------------------------------------------------------------------

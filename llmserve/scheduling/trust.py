@@ -118,17 +118,19 @@ class Trust:
 
 def spearman(x: Array, y: Array) -> float:
     """Rank correlation in [-1, 1], ties sharing their mean rank; nan when x or y is constant."""
-    ranks = [_ranks(x), _ranks(y)]
-    centred = [each - each.mean() for each in ranks]
-    scale = math.sqrt(float(centred[0] @ centred[0]) * float(centred[1] @ centred[1]))
-    return float(centred[0] @ centred[1]) / scale if scale > 0 else math.nan
+    middle = (x.size - 1) / 2
+    a, b = _ranks(x) - middle, _ranks(y) - middle
+    scale = math.sqrt(float(a @ a) * float(b @ b))
+    return float(a @ b) / scale if scale > 0 else math.nan
 
 
 def _ranks(values: Array) -> Array:
     order = values.argsort()
     ascending = values[order]
-    first = np.flatnonzero(ascending[1:] != ascending[:-1]) + 1  # of each run of ties but the lowest
-    bounds = np.concatenate([[0], first, [values.size]])
     ranks = np.empty(values.size)
-    ranks[order] = np.repeat((bounds[:-1] + bounds[1:] - 1) / 2, np.diff(bounds))
+    ranks[order] = np.arange(values.size)
+    differs = ascending[1:] != ascending[:-1]
+    if not differs.all():
+        bounds = np.concatenate([[0], np.flatnonzero(differs) + 1, [values.size]])  # of each run of ties
+        ranks[order] = np.repeat((bounds[:-1] + bounds[1:] - 1) / 2, np.diff(bounds))
     return ranks
