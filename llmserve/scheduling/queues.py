@@ -254,11 +254,10 @@ class FormedQueue:
         self._serial = 0
 
     def push(self, batch: FormedBatch) -> None:
-        self._serial += 1  # a total order: equal keys never compare batches
-        heapq.heappush(self._heap, (self._key(batch), batch.id, self._serial, batch))
         for ticket in batch.tickets.values():
             ticket.formed = batch
         self._waiting += len(batch.tickets)
+        self.put_back(batch)
 
     def __len__(self) -> int:
         """Requests that wait in formed batches."""
@@ -291,7 +290,10 @@ class FormedQueue:
         return started, tickets
 
     def set_aside(self, batch: FormedBatch) -> None:
-        """Take the first batch off the queue for now; give it back with `push`."""
+        """Take the first batch out of the order for now; its requests still count. Give it back with `put_back`."""
         entry = heapq.heappop(self._heap)
         assert entry[3] is batch, "only the first batch can be set aside"
-        self._waiting -= len(batch.tickets)
+
+    def put_back(self, batch: FormedBatch) -> None:
+        self._serial += 1  # a total order: equal keys never compare batches
+        heapq.heappush(self._heap, (self._key(batch), batch.id, self._serial, batch))

@@ -377,7 +377,10 @@ class Scheduler:
         What looks ahead is not idle; but where only idle engines wait for company, busy ones take all they can.
         """
         first = self.formed.first()
-        if first is not None and not self._waits_for_another_engine(first):
+        if first is not None and not (
+            self._waits_for_another_engine(first)
+            and all(self._waits_for_another_engine(batch) for batch in self.formed.batches())
+        ):
             return Room.NONE
         room = Room.NONE
         for engine in self._free.values():
@@ -428,10 +431,12 @@ class Scheduler:
                 held.append(batch)
             else:  # it waits for room: nothing overtakes it, or large ones would wait for ever
                 looks = [engine.look_again_at_s for engine in self._free.values()]
-                self._look_again_at_s = min([at_s for at_s in looks if at_s is not None], default=None)
+                # One that was not asked now may remember a refusal of long ago.
+                later = [at_s for at_s in looks if at_s is not None and at_s > self._now_s]
+                self._look_again_at_s = min(later, default=None)
                 break
         for batch in held:
-            self.formed.push(batch)
+            self.formed.put_back(batch)
 
     def _waits_for_another_engine(self, batch: FormedBatch) -> bool:
         """Only the engine that has just failed it has room, and another works."""
@@ -450,13 +455,13 @@ class Scheduler:
         if batch.avoid is not None and self._another_works(batch.avoid):
             engines = [engine for engine in engines if engine.info.name != batch.avoid]
         free = [engine for engine in engines if engine.room > 0]
-        if self._release.plans:  # what runs is joined, or an idle engine would not have waited for company
-            free = [engine for engine in free if engine.running] or free
         if not free and len(self.formed) > self._others:
             free = engines
         ticket = next(iter(batch.tickets.values()))
         per_token_s = self._service.seconds_per_token
         fitting = [engine for engine in free if engine.fits(ticket, self._now_s, per_token_s)]
+        if self._release.plans:  # what runs is joined, or an idle engine would not have waited for company
+            fitting = [engine for engine in fitting if engine.running] or fitting
         if len(fitting) <= 1:
             return fitting[0] if fitting else None
         return self._preferred(fitting, ticket.request.prefixes)
