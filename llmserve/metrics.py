@@ -31,6 +31,7 @@ from llmserve.scheduling.messages import (
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 RATIO = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+BINS_LEAST = 8  # that accuracy is told of, however few serve
 FILL = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
 
@@ -186,7 +187,7 @@ class _Gauges:
     def _prediction(self) -> Iterator[Metric]:
         """How predictions came true, over the scheduler's window."""
         trust = self._cluster.scheduler.trust
-        bins = len(self._cluster.scheduler.bins)
+        bins = max(len(self._cluster.scheduler.bins), BINS_LEAST)
         accuracy = trust.accuracy(bins)
 
         def gauge(name: str, help_: str, value: float) -> GaugeMetricFamily:

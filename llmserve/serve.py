@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import json
 import logging
@@ -108,6 +109,8 @@ async def run(config: Config) -> int:
         async with serving(config) as (cluster, url):
             await _until_an_engine_is_ready(cluster)
             starting = None
+            gc.collect()
+            gc.freeze()  # what has been loaded stays: a full collection that looks through it stalls every stream
             _say_where(cluster, url, with_key=config.server.api_key_file is not None)
             await stop.wait()
             await _drain(cluster, config.server.drain_s, hurry)

@@ -142,7 +142,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(
             ge=WINDOW_MIN,
-            description="answers by which predictions are judged, or 4 x bins x batch-size when that is more; while "
+            description="answers by which predictions are judged, or 4 x bins (under --release window: 32) x batch-size when "
+            "that is more; while "
             "they rank answers no better than chance, one bin serves",
         ),
     ] = 256
@@ -212,8 +213,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             order=order,
             edges=self._edges(seen, scores),
             batch_size=self.full_batch,
-            # Answers come in batches of one bin, which say nothing about ranking between bins.
-            trust=Trust(max(self.trust_window, 4 * bins * self.full_batch)),
+            trust=Trust(max(self.trust_window, 4 * self._kinds_of_batch * self.full_batch)),
             circuit=lambda: Circuit(self.circuit_faults_max, self.circuit_pause_s),
             seen=seen,
             queue=self._queue(turn),
@@ -222,6 +222,11 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             retries_max=self.retries_max,
             engine_wait_s=self.engine_wait_s,
         )
+
+    @property
+    def _kinds_of_batch(self) -> int:
+        """Answers come in batches of like lengths, one of which says nothing about ranking those of others."""
+        return max(self.bins_count, BINS if self.release == "window" else 1)
 
     @property
     def _edges_by_answers(self) -> bool:
