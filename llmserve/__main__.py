@@ -1,19 +1,33 @@
-"""`llmserve serve | simulate | solve`. Heavy imports happen inside the command that needs them."""
+"""`llmserve serve | simulate | solve | advise`. Heavy imports happen inside the command that needs them."""
 
 from __future__ import annotations
 
 import argparse
+import random
+import re
 import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
-import numpy  # noqa: F401 (its libraries must be loaded before they are limited)
+import numpy  # here, for its libraries must be loaded before they are limited
+from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from llmserve import __version__
 from llmserve.errors import ConfigError, LLMServeError
 
+if TYPE_CHECKING:
+    from llmserve.simulation.scenario import Answers
+    from predictor.prompt import Prompt
+
+PROMPTS_COLUMN = re.compile(r"^(.+\.(?:jsonl|jsonl\.gz|json|parquet)):([^/]+)$")  # FILE:COLUMN
+FORECASTS_MAX = 10_000  # prompts that a predictor is asked about for a simulation: a random sample of more
+FORECASTS_AT_ONCE = 256
+
 
 def parser() -> argparse.ArgumentParser:
-    from llmserve import serve, simulate, solve
+    from llmserve import advise, serve, simulate, solve
 
     top = argparse.ArgumentParser(
         prog="llmserve",
@@ -25,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
         ("serve", serve, "run the front-end, with the embedded engine or in front of other servers"),
         ("simulate", simulate, "run the same scheduler under a virtual clock"),
         ("solve", solve, "when a bin should wait and when it should go"),
+        ("advise", advise, "how many length bins, which edges, what gain, what wait"),
     ):
         command = commands.add_parser(
             name,
@@ -37,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
         module.add_arguments(command)
         flags = [flag for action in command._actions for flag in action.option_strings]
         command.set_defaults(main=module.main, flags=flags)
+    commands.choices["simulate"].set_defaults(main=partial(simulate.main, read_answers=read_answers))
     return top
 
 
@@ -61,6 +77,47 @@ def main(argv: list[str] | None = None) -> int:
     except LLMServeError as error:
         print(f"llmserve: {error}", file=sys.stderr)
         return 1
+
+
+def read_answers(source: str, folder: str | None) -> Answers:
+    """What the simulator serves of a file of prompts; with a trained predictor's folder, what it says of each of them.
+
+    Here, because the simulator knows no predictor. source : FILE[:COLUMN], a file as predictor.dataset.load_rows takes
+    it, and the column of the output tokens.  Raises ConfigError on a file or a folder that cannot be used.
+    """
+    from llmserve.cluster.prompt_size import CHARACTERS_PER_TOKEN
+    from llmserve.simulation.scenario import Answers
+    from predictor.dataset import Columns, load_rows
+    from predictor.errors import PredictorError
+
+    found = PROMPTS_COLUMN.match(source)
+    name, columns = (source, Columns()) if found is None else (found[1], Columns(output_tokens=found[2]))
+    try:
+        rows = load_rows([name], columns).rows
+        if folder is not None and len(rows) > FORECASTS_MAX:
+            rows = random.Random(0).sample(rows, FORECASTS_MAX)
+        prompts = [row.prompt for row in rows]
+        forecasts = None if folder is None else _forecasts(folder, prompts)
+    except PredictorError as error:
+        raise ConfigError(f"prompts: {error}") from error
+    characters = [len(prompt.text) + len(prompt.system) + prompt.history_characters for prompt in prompts]
+    output_tokens = numpy.array([row.output_tokens for row in rows], dtype=float)
+    return Answers(output_tokens, numpy.array(characters) / CHARACTERS_PER_TOKEN, forecasts)
+
+
+def _forecasts(folder: str, prompts: Sequence[Prompt]) -> NDArray[numpy.float64]:
+    """(prompts, quantiles) output tokens."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from predictor.predict import LengthPredictor
+
+    predictor = LengthPredictor.load(folder)
+    print(f"predicting the answers to {len(prompts):,} prompts", file=sys.stderr)
+    console = Console(stderr=True)
+    parts = [prompts[start : start + FORECASTS_AT_ONCE] for start in range(0, len(prompts), FORECASTS_AT_ONCE)]
+    bar = track(parts, "predicting", console=console, transient=True, disable=not console.is_terminal)
+    return numpy.concatenate([predictor.predict(part).astype(float) for part in bar])
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -1,8 +1,9 @@
 """Simulate: the same scheduler as the server's, under a virtual clock, with timed engines.
 
-Prints a table of throughput, latency, waiting, batches, engine utilisation and, with a profile, energy; or one JSON
-object. Steps take a constant time (--step-s) or what they take on a measured engine (--profile); requests come at
-random (--arrival-rate or --load, --lengths) or as they were recorded (--trace).
+Prints a table of throughput, latency, waiting, batches, engine utilisation and, with a profile, energy; or JSON. Steps
+take a constant time (--step-s) or what they take on measured engines (--profile, --engine); requests come at random
+(--arrivals, --lengths), are those of a file of prompts (--prompts), or come as they were recorded (--trace). Several
+seeds (--seeds) give confidence intervals, several settings (--sweep) a comparison, and --plot draws it.
 """
 
 from __future__ import annotations
@@ -10,213 +11,63 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 from rich.console import Console
-from rich.progress import Progress
 
 from bins.dispatch import DispatchSolver
-from bins.profile import PROFILES, resolve
 from llmserve.cluster.journal import Header, Journal
 from llmserve.cluster.simulated import SimulatedCluster
-from llmserve.config import add_flags, convert
+from llmserve.config import add_flags, convert, nearest
 from llmserve.errors import ConfigError
-from llmserve.request import EngineInfo
 from llmserve.scheduling.messages import Action, Event, RequestArrived
-from llmserve.scheduling.policies import DispatchConfig, SchedulingConfig
-from llmserve.simulation import workload
-from llmserve.simulation.engine_model import ProfileEngine, TimedEngine
-from llmserve.simulation.report import Recorder, Summary, elapsed, print_table, summarise
+from llmserve.scheduling.policies import PLANNED, DispatchConfig, SchedulingConfig
+from llmserve.simulation import figures, workload
+from llmserve.simulation.estimates import Repeated, print_comparison, print_intervals
+from llmserve.simulation.many import in_processes
+from llmserve.simulation.predictions import TRAINED
+from llmserve.simulation.progress import Told
+from llmserve.simulation.report import BatchRecorder, Recorder, Summary, elapsed, print_table, summarise
+from llmserve.simulation.scenario import Answers, Scenario, Workload, engine_kinds, engines, prepare
 
 PROGRESS_EVERY = 1_000  # arrivals between updates of the progress bar
-PLAIN_PROGRESS_EVERY = 250_000  # arrivals between lines when there is no terminal
 QUEUE_REQUESTS_MAX = 10**9  # a queue that refuses nobody
-RELEASE_HELP = "full with --barrier, as in the papers; greedy without"
-EDGES_SAMPLE = 4_000  # lengths that the first edges are made of
-LOAD_SAMPLE = 40_000  # lengths that an engine's capacity is computed from
-EXCLUDED = {  # what each of these leaves no room for
-    "profile": ("step_s", "prefill_s"),
-    "load": ("arrival_rate",),
-    "trace": ("lengths", "arrival_rate", "load"),
-}
-REQUESTS, ARRIVAL_RATE, LENGTHS, STEP_S = 10_000, 5.0, "lognormal:5.2,0.8", 0.01  # where nothing is said
+SECTIONS = (Scenario, SchedulingConfig, DispatchConfig)
+SWEPT_MAX = 2  # fields; figures give the second one a line for each of its values
+INTERRUPTED = 130  # exit status, as shells have it
 
-T = TypeVar("T")
-Rate = Annotated[float, Meta(gt=0)]
-Seconds = Annotated[float, Meta(ge=0)]
-
-
-class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """What fixes a simulated run besides the scheduling; the same scenario gives the same journal, byte for byte.
-
-    None where a default or another field decides.  arrival_rate  requests a second.  A barrier batch takes prefill_s +
-    step_s * its longest length, or what its profile says.
-    """
-
-    requests: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description=f"how many arrive (default {REQUESTS}); of a trace: at most (default: all)"),
-    ] = None
-    arrival_rate: Annotated[
-        Rate | None, Meta(description=f"Poisson arrivals a second; inf: all at once (default {ARRIVAL_RATE})")
-    ] = None
-    load: Annotated[
-        Rate | None,
-        Meta(
-            description="instead of arrival-rate: Poisson arrivals at this share of what the engines serve in full "
-            "batches of one bin, all as long as their longest (refill: of as many as there are slots); 1 is all that "
-            "one bin can serve, and more bins serve more",
-        ),
-    ] = None
-    lengths: Annotated[str | None, Meta(description=f"output tokens: {workload.LENGTHS_HELP} (default {LENGTHS})")] = (
-        None
-    )
-    trace: Annotated[
-        str | None,
-        Meta(
-            description=f"CSV file (.gz: compressed) of arrivals and lengths, by its columns "
-            f"{', '.join(workload.TRACE_COLUMNS)}; instead of arrival-rate, load and lengths"
-        ),
-    ] = None
-    trace_speed: Annotated[Rate | None, Meta(description="times as fast as the trace was recorded (default 1)")] = None
-    predictions: Annotated[str, Meta(description=f"what is predicted of them: {workload.PREDICTIONS_HELP}")] = "oracle"
-    profile: Annotated[
-        str | None,
-        Meta(
-            description=f"what steps cost: {', '.join(PROFILES)}, or a file; instead of step-s and prefill-s, and "
-            "energy is reported"
-        ),
-    ] = None
-    step_s: Annotated[Seconds | None, Meta(description=f"seconds a token (default {STEP_S})")] = None
-    prefill_s: Annotated[Seconds | None, Meta(description="seconds before the first token (default 0)")] = None
-    engines: Annotated[int, Meta(ge=1, description="engines of one kind")] = 1
-    barrier: Annotated[bool, Meta(description="engines run a batch to its end; else slots refill one by one")] = False
-    slots: Annotated[int, Meta(ge=1, description="of a refill engine")] = 8
-    look_ahead: Annotated[int, Meta(ge=0, description="requests that a refill engine may hold beyond its slots")] = 0
-    last_batch: Annotated[
-        Literal["flush", "drop"], Meta(description="partial batches left after the last arrival run, or are dropped")
-    ] = "flush"
-    seed: Annotated[int, Meta(ge=0, description="of every random draw")] = 0
-
-    def check(self) -> None:
-        """Raises ConfigError on settings that contradict each other."""
-        for name, others in EXCLUDED.items():
-            for other in others:
-                if getattr(self, name) is not None and getattr(self, other) is not None:
-                    raise ConfigError(f"{other} cannot be given with {name}, which decides it")
-        if self.trace_speed is not None and self.trace is None:
-            raise ConfigError("trace_speed: there is no trace to speed up")
-
-    def sequences_max(self, scheduling: SchedulingConfig) -> int:
-        """That run on one engine at once."""
-        return scheduling.full_batch if self.barrier else self.slots
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What a run serves; request ids count from 0 in order of arrival.
-
-    predictions         None: nothing predicts
-    scores, lengths     of a sample of requests like these: what bins go by, and how long their answers are
-    arrival_rate_per_s  asked for, or the trace's mean; inf when all come at once
-    """
-
-    trace: workload.Trace
-    predictions: workload.Predictions | None
-    scores: tuple[float, ...]
-    lengths: tuple[float, ...]
-    arrival_rate_per_s: float
-
-    def __len__(self) -> int:
-        return len(self.trace)
+ReadAnswers = Callable[[str, str | None], Answers]
+"""(file of prompts, folder of a trained predictor or None) -> what was asked. Raises ConfigError."""
 
 
 def simulate(
     scenario: Scenario,
     scheduling: SchedulingConfig,
     *,
+    answers: Answers | None = None,
     journal_path: Path | None = None,
     on_arrival: Callable[[int], None] | None = None,
     dispatch: DispatchConfig | None = None,
 ) -> Summary:
-    """Run a scenario. on_arrival, when given, is called with the number of arrivals so far, now and then.
+    """Run a scenario. answers : those of scenario.prompts, where there are prompts.  on_arrival, when given, is called
+    with the number of arrivals so far, now and then.
 
     Raises ConfigError on a scenario that makes no sense.
     """
     scheduling = scheduling.resolved(scenario.barrier)
-    work = prepare(scenario, scheduling)
+    work = prepare(scenario, scheduling, answers)
     return run(scenario, scheduling, work, journal_path=journal_path, on_arrival=on_arrival, dispatch=dispatch)
 
 
-# ---- what arrives -----------------------------------------------------------------------------------------------
-
-
-def prepare(scenario: Scenario, scheduling: SchedulingConfig) -> Workload:
-    """What the scenario serves. scheduling : resolved.
-
-    Lengths, arrivals and predictions have random streams of their own, so that changing one leaves the others.
-    The first edges come from a sample of the same length distribution, as a trained predictor would bring.
-    Raises ConfigError on a scenario that makes no sense.
-    """
-    scenario.check()
-    streams = [np.random.default_rng(child) for child in np.random.SeedSequence(scenario.seed).spawn(5)]
-    if scenario.trace is not None:
-        trace = workload.read_trace(scenario.trace, scenario.requests)
-        if scenario.trace_speed is not None:
-            trace = workload.replay_faster(trace, scenario.trace_speed)
-        rate_per_s = trace.rate_per_s
-        sample = streams[1].permutation(trace.output_tokens)[:EDGES_SAMPLE]
-    else:
-        rate_per_s = _arrival_rate_per_s(scenario, scheduling, streams[4])
-        trace = _draw(scenario, rate_per_s, streams[0], streams[2])
-        sample = workload.draw_lengths(_or(scenario.lengths, LENGTHS), EDGES_SAMPLE, streams[1])
-    predictions = workload.predict(scenario.predictions, trace.output_tokens, streams[3])
-    scores = _scores(scenario, scheduling, sample, streams[1])
-    return Workload(trace, predictions, scores, tuple(sample.tolist()), rate_per_s)
-
-
-def _draw(
-    scenario: Scenario, rate_per_s: float, lengths_rng: np.random.Generator, arrivals_rng: np.random.Generator
-) -> workload.Trace:
-    count = _or(scenario.requests, REQUESTS)
-    lengths = workload.draw_lengths(_or(scenario.lengths, LENGTHS), count, lengths_rng)
-    return workload.Trace(workload.poisson_arrivals(rate_per_s, count, arrivals_rng), lengths, np.zeros(count))
-
-
-def _arrival_rate_per_s(scenario: Scenario, scheduling: SchedulingConfig, rng: np.random.Generator) -> float:
-    if scenario.load is None:
-        return _or(scenario.arrival_rate, ARRIVAL_RATE)
-    sample = workload.draw_lengths(_or(scenario.lengths, LENGTHS), LOAD_SAMPLE, rng)
-    return scenario.load * _capacity_per_s(scenario, scheduling, sample)
-
-
-def _capacity_per_s(scenario: Scenario, scheduling: SchedulingConfig, sample: workload.Lengths) -> float:
-    """Requests a second that the engines serve in full batches of one bin: the rate at which the load is 1."""
-    size = scenario.sequences_max(scheduling)
-    engines = _engines(scenario, scheduling, [])
-    batch_s = engines[0].costs.batch_s(np.sort(sample).tolist(), size)
-    if batch_s <= 0:
-        raise ConfigError("load: engines whose steps take no time have no capacity")
-    return len(engines) * size / batch_s
-
-
-def _scores(
-    scenario: Scenario, scheduling: SchedulingConfig, sample: workload.Lengths, rng: np.random.Generator
-) -> tuple[float, ...]:
-    """What bins go by, of a sample of lengths: the risk of what is predicted of them, or the lengths themselves."""
-    predictions = workload.predict(scenario.predictions, sample, rng)
-    if predictions is None or not predictions.quantiles:
-        return tuple(sample.tolist())
-    return scheduling.scores(predictions.quantiles_of(median) for median in predictions.medians.tolist())
-
-
-# ---- the run ----------------------------------------------------------------------------------------------------
+# ---- one run ----------------------------------------------------------------------------------------------------
 
 
 def run(
@@ -227,17 +78,18 @@ def run(
     journal_path: Path | None = None,
     on_arrival: Callable[[int], None] | None = None,
     dispatch: DispatchConfig | None = None,
+    recorder: Recorder | None = None,
 ) -> Summary:
-    """Serve a prepared workload. scheduling : resolved. See simulate."""
+    """Serve a prepared workload. scheduling : resolved.  recorder : listens (default: a fresh one). See simulate."""
     lengths = work.trace.output_tokens
     header = Header(scheduling, work.scores, work.lengths)
-    engines = _engines(scenario, scheduling, lengths.tolist())
-    recorder = Recorder(len(work))
+    made = engines(scenario, scheduling, lengths.tolist())
+    recorder = Recorder(len(work)) if recorder is None else recorder
     scheduler, solver = header.scheduler(), _solver(scenario, scheduling, dispatch or DispatchConfig())
     journal = Journal(header, path=journal_path) if journal_path is not None else None  # once nothing is wrong
     cluster = SimulatedCluster(
         scheduler,
-        list(engines),
+        list(made),
         solver=solver,
         journal=journal,
         on_step=_listener(recorder, on_arrival),
@@ -248,43 +100,25 @@ def run(
         if journal is not None:
             journal.close()
     elapsed_s = elapsed(recorder)
-    joules = [energy_j for engine in engines if (energy_j := engine.energy_j(elapsed_s)) is not None]
+    joules = [energy_j for engine in made if (energy_j := engine.energy_j(elapsed_s)) is not None]
     return summarise(
         recorder,
         lengths,
-        engines[0].costs.alone_s(lengths),
+        np.min([engine.costs.alone_s(lengths, work.trace.input_tokens) for engine in made], axis=0),
         scheduling.full_batch,
-        [engine.utilisation(elapsed_s) for engine in engines],
-        sum(joules) if joules else None,
+        [engine.utilisation(elapsed_s) for engine in made],
+        sum(joules) if len(joules) == len(made) else None,
     )
 
 
 def _solver(scenario: Scenario, scheduling: SchedulingConfig, dispatch: DispatchConfig) -> DispatchSolver | None:
     """Who makes plans: it knows the engines' own profile unless another is given."""
-    if dispatch.profile is None and scenario.profile is not None:
-        dispatch = msgspec.structs.replace(dispatch, profile=scenario.profile)
+    kinds = engine_kinds(scenario, scheduling)
+    if scheduling.release in PLANNED and len({(kind.profile, kind.slots) for kind in kinds}) > 1:
+        raise ConfigError(f"release {scheduling.release} plans for engines of one kind, and there are several")
+    if dispatch.profile is None:
+        dispatch = msgspec.structs.replace(dispatch, profile=kinds[0].name)
     return dispatch.solver(scheduling, barrier=scenario.barrier)
-
-
-def _engines(
-    scenario: Scenario, scheduling: SchedulingConfig, lengths: list[float]
-) -> Sequence[TimedEngine | ProfileEngine]:
-    """lengths : output tokens by request id."""
-    slots = scenario.sequences_max(scheduling)
-    look_ahead = 0 if scenario.barrier else scenario.look_ahead
-    infos = [EngineInfo(f"engine{index}", slots, scenario.barrier, look_ahead) for index in range(scenario.engines)]
-    if scenario.profile is None:
-        step_s, prefill_s = _or(scenario.step_s, STEP_S), _or(scenario.prefill_s, 0.0)
-        return [TimedEngine(info, lengths, step_s=step_s, prefill_s=prefill_s) for info in infos]
-    try:
-        profile = resolve(scenario.profile)
-        return [ProfileEngine(info, lengths, profile) for info in infos]
-    except ValueError as error:
-        raise ConfigError(f"profile: {error}") from error
-
-
-def _or(value: T | None, default: T) -> T:
-    return default if value is None else value
 
 
 def _listener(
@@ -301,68 +135,257 @@ def _listener(
     return listen
 
 
+# ---- several runs -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """All that a run depends on. scheduling : resolved.  settings : what sets it apart from others, field -> text."""
+
+    scenario: Scenario
+    scheduling: SchedulingConfig
+    dispatch: DispatchConfig
+    answers: Answers | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], settings: dict[str, str]) -> Case:
+        """given : fields of SECTIONS, as texts or of their types; settings come before them. Raises ConfigError."""
+        values = {**given, **settings}
+        scenario = convert(Scenario, _fields(Scenario, values), "scenario")
+        defaults = {"queue_requests_max": QUEUE_REQUESTS_MAX}
+        asked = convert(SchedulingConfig, {**defaults, **_fields(SchedulingConfig, values)}, "scheduling")
+        dispatch = convert(DispatchConfig, _fields(DispatchConfig, values), "dispatch")  # its profile is the scenario's
+        return cls(scenario, asked.resolved(scenario.barrier), dispatch, settings=settings)
+
+    def seeded(self, seed: int) -> Case:
+        return replace(self, scenario=msgspec.structs.replace(self.scenario, seed=seed))
+
+    def prepare(self) -> Workload:
+        """Raises ConfigError."""
+        try:
+            return prepare(self.scenario, self.scheduling, self.answers)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def run(self, work: Workload, **options: Any) -> Summary:
+        """options : those of `run`. Raises ConfigError."""
+        try:
+            return run(self.scenario, self.scheduling, work, dispatch=self.dispatch, **options)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+
+def _fields(struct: type[msgspec.Struct], values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in struct.__struct_fields__}
+
+
+def run_cases(cases: Sequence[Case], seeds: int, jobs: int, told: Told) -> list[Repeated]:
+    """Each case under its own seed and the next ones, `seeds` in all. jobs : processes; 1: none but this one.
+
+    Raises ConfigError on a case that makes no sense.
+    """
+    tasks = [case.seeded(case.scenario.seed + number) for case in cases for number in range(seeds)]
+    found: dict[int, Summary] = {}
+    with closing(in_processes(_run_alone, tasks, jobs) if jobs > 1 else _one_by_one(tasks, told)) as ran:
+        for index, summary in ran:
+            found[index] = summary
+            told.ended()
+    results = []
+    for case, first in zip(cases, range(0, len(tasks), seeds), strict=True):
+        mine = range(first, first + seeds)
+        seeds_of = [tasks[index].scenario.seed for index in mine]
+        results.append(Repeated.of(seeds_of, [found[index] for index in mine], case.settings))
+    return results
+
+
+def _run_alone(case: Case) -> Summary:
+    return case.run(case.prepare())
+
+
+def _one_by_one(tasks: Sequence[Case], told: Told) -> Generator[tuple[int, Summary], None, None]:
+    for index, case in enumerate(tasks):
+        work = case.prepare()
+        yield index, case.run(work, on_arrival=_counts(told, work))
+
+
+def _counts(told: Told, work: Workload) -> Callable[[int], None]:
+    return lambda count: told.arrived(count, len(work))
+
+
+def swept(texts: Sequence[str]) -> list[dict[str, str]]:
+    """Every combination of FIELD=VALUE,VALUE,...: the settings of each case. No text: one case with none.
+
+    Values with commas in them are separated by semicolons. Raises ConfigError.
+    """
+    known = [name for struct in SECTIONS for name in struct.__struct_fields__]
+    sides = []
+    for text in texts:
+        name, _, values = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"sweep {text!r}: there is nothing called {name}{nearest(name, known)}")
+        parts = [value.strip() for value in values.split(";" if ";" in values else ",") if value.strip()]
+        if not parts:
+            raise ConfigError(f"sweep {text!r}: FIELD=VALUE,VALUE,... is needed")
+        sides.append([(name, value) for value in parts])
+    if len(sides) > SWEPT_MAX or len({side[0][0] for side in sides}) < len(sides):
+        raise ConfigError(f"sweep: {SWEPT_MAX} different fields at most")
+    return [dict(combination) for combination in product(*sides)]
+
+
 # ---- the command ------------------------------------------------------------------------------------------------
+
+
+class Repetition(msgspec.Struct, frozen=True, kw_only=True):
+    """How many runs there are, and who does them."""
+
+    seeds: Annotated[
+        int, Meta(ge=1, description="run with so many seeds, --seed and the next ones: means and 95 % intervals")
+    ] = 1
+    sweep: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="compare values of any flag above, such as load=0.2,0.4,0.8; repeat it to combine two flags",
+            extra={"metavar": "FLAG=VALUE,VALUE,..."},
+        ),
+    ] = ()
+    jobs: Annotated[int, Meta(ge=1, description="processes that share the runs")] = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, Scenario, "scenario")
-    add_flags(parser, SchedulingConfig, "scheduling", release=RELEASE_HELP, queue_requests_max=QUEUE_REQUESTS_MAX)
+    add_flags(parser, SchedulingConfig, "scheduling", queue_requests_max=QUEUE_REQUESTS_MAX)
     add_flags(parser, DispatchConfig, "dispatching", skip={"profile"})  # the scenario's serves for both
+    add_flags(parser, Repetition, "several runs")
     output = parser.add_argument_group("output")
     output.add_argument("--journal", type=Path, metavar="FILE", help="write every scheduling step, as JSON lines")
-    output.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    output.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    output.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FOLDER",
+        help="draw latencies, waiting by bin and the batches on their engines, or what --sweep compares, as PNG files",
+    )
 
 
-def main(args: argparse.Namespace) -> int:
-    scenario = convert(Scenario, _given(args, Scenario), "scenario")
-    defaults = {"release": "full" if scenario.barrier else "greedy", "queue_requests_max": QUEUE_REQUESTS_MAX}
-    asked = convert(SchedulingConfig, {**defaults, **_given(args, SchedulingConfig)}, "scheduling")
-    scheduling = asked.resolved(scenario.barrier)
-    dispatch = convert(DispatchConfig, _given(args, DispatchConfig), "dispatch")  # its profile is the scenario's
+def main(args: argparse.Namespace, read_answers: ReadAnswers | None = None) -> int:
+    """read_answers : how a file of prompts is read; None: it is not."""
+    given = {name: value for struct in SECTIONS for name, value in _fields(struct, vars(args)).items()}
+    repetition = convert(Repetition, _fields(Repetition, vars(args)), "several runs")
+    cases = [Case.of(given, settings) for settings in swept(repetition.sweep)]
+    several = bool(repetition.sweep) or repetition.seeds > 1
+    if args.journal is not None and several:
+        raise ConfigError("journal: of one run only, but --sweep or --seeds asks for several")
+    if args.plot is not None:
+        figures.check(args.plot)
     try:
-        work = prepare(scenario, scheduling)
-        summary = _run_with_progress(scenario, scheduling, dispatch, work, args.journal)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    if args.json:
-        print(msgspec.json.encode(summary).decode())
-    else:
-        print_table(summary, _title(scenario, scheduling, work), Console())
+        cases = _with_answers(cases, read_answers)
+        if several:
+            _run_several(cases, repetition, args)
+        else:
+            _run_one(cases[0], args)
+    except KeyboardInterrupt:
+        print("llmserve: interrupted", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 
-def _given(args: argparse.Namespace, struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """The struct's fields that stand on the command line."""
-    return {name: value for name, value in vars(args).items() if name in struct.__struct_fields__}
+def _with_answers(cases: Sequence[Case], read_answers: ReadAnswers | None) -> list[Case]:
+    """With the rows of their prompts, each file and predictor read once."""
+    read: dict[tuple[str, str | None], Answers] = {}
+    filled = []
+    for case in cases:
+        prompts, predictions = case.scenario.prompts, case.scenario.predictions
+        case.scenario.check()
+        if prompts is None or read_answers is None:
+            filled.append(case)
+            continue
+        key = prompts, predictions.removeprefix(TRAINED) if predictions.startswith(TRAINED) else None
+        if key not in read:
+            read[key] = read_answers(*key)
+        filled.append(replace(case, answers=read[key]))
+    return filled
 
 
-def _title(scenario: Scenario, scheduling: SchedulingConfig, work: Workload) -> str:
-    kind = "barrier" if scenario.barrier else "refill"
-    engines = f"{scenario.engines} {kind} engine{'s' if scenario.engines > 1 else ''}"
-    bins = f"{scheduling.bins} bins, batches of {scheduling.batch_size}"
-    policies = f"release {scheduling.release}, order {scheduling.order}"
+def _run_one(case: Case, args: argparse.Namespace) -> None:
+    work = case.prepare()
+    recorder = Recorder(len(work)) if args.plot is None else BatchRecorder(len(work))
+    with Told(1) as told:
+        summary = case.run(work, recorder=recorder, journal_path=args.journal, on_arrival=_counts(told, work))
+    if args.json:
+        print(msgspec.json.encode(summary).decode())
+    else:
+        print_table(summary, _title(case, work), Console())
+    if isinstance(recorder, BatchRecorder):
+        _draw_run(case, work, recorder, args.plot)
+
+
+def _run_several(cases: Sequence[Case], repetition: Repetition, args: argparse.Namespace) -> None:
+    with Told(len(cases) * repetition.seeds) as told:
+        found = run_cases(cases, repetition.seeds, repetition.jobs, told)
+    compared = bool(repetition.sweep)
+    if args.json:
+        print(msgspec.json.encode(found if compared else found[0]).decode())
+    elif compared:
+        print_comparison(found, _compared_title(cases[0], repetition), Console())
+    else:
+        print_intervals(found[0], _title(cases[0], cases[0].prepare(), repetition.seeds), Console())
+    if args.plot is not None and compared:
+        figures.draw_comparison(args.plot, found)
+    elif args.plot is not None:
+        work = cases[0].prepare()
+        recorder = BatchRecorder(len(work))
+        cases[0].run(work, recorder=recorder)
+        _draw_run(cases[0], work, recorder, args.plot)
+
+
+def _draw_run(case: Case, work: Workload, recorder: BatchRecorder, folder: Path) -> None:
+    """Pictures of a run; of batches that wait for their longest, beside those of the same requests in one bin."""
+    made = engines(case.scenario, case.scheduling, [])
+    bins = case.scheduling.bins_count
+    stories = [figures.Story(_bins(bins), recorder, work.trace, made)]
+    if case.scenario.barrier and bins > 1:
+        one_bin = replace(case, scheduling=msgspec.structs.replace(case.scheduling, bins=1, edges=None))
+        mixed = BatchRecorder(len(work))
+        one_bin.run(work, recorder=mixed)
+        stories.insert(0, figures.Story(_bins(1), mixed, work.trace, made))
+    for path in figures.draw_run(folder, stories):
+        print(f"drew {path}", file=sys.stderr)
+
+
+def _bins(count: int) -> str:
+    return f"{count} bin{'s' if count > 1 else ''}"
+
+
+def _title(case: Case, work: Workload, seeds: int = 1) -> str:
     rate_per_s = work.arrival_rate_per_s
     arrive = "at once" if math.isinf(rate_per_s) else f"at {rate_per_s:.4g}/s"
-    return f"{len(work):,} requests {arrive}, {bins}, {policies}, {engines}"
+    repeated = f", {seeds} seeds: means and 95 % confidence intervals" if seeds > 1 else ""
+    return f"{len(work):,} requests {arrive}, {_policies(case)}, {_engines(case)}{repeated}"
 
 
-def _run_with_progress(
-    scenario: Scenario, scheduling: SchedulingConfig, dispatch: DispatchConfig, work: Workload, journal: Path | None
-) -> Summary:
-    if not sys.stderr.isatty():
-        return run(scenario, scheduling, work, journal_path=journal, on_arrival=_say_plainly, dispatch=dispatch)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("simulating", total=len(work))
-        return run(
-            scenario,
-            scheduling,
-            work,
-            journal_path=journal,
-            on_arrival=lambda count: progress.update(task, completed=count),
-            dispatch=dispatch,
-        )
+def _compared_title(case: Case, repetition: Repetition) -> str:
+    """What all cases have in common, as far as it may be said of the first."""
+    seeds = f"{repetition.seeds} seeds: means and 95 % confidence intervals" if repetition.seeds > 1 else ""
+    engines_ = "" if {"engine", "engines", "barrier"} & set(case.settings) else _engines(case)
+    return ", ".join(part for part in (_policies(case), engines_, seeds) if part)
 
 
-def _say_plainly(count: int) -> None:
-    if count % PLAIN_PROGRESS_EVERY == 0:
-        print(f"{count:,} requests have arrived", file=sys.stderr)
+def _policies(case: Case) -> str:
+    """Without those that are compared."""
+    scheduling = case.scheduling
+    said = {
+        "bins": _bins(scheduling.bins_count),
+        "batch_size": f"batches of {scheduling.batch_size}",
+        "release": f"release {scheduling.release}",
+        "order": f"order {scheduling.order}",
+    }
+    return ", ".join(text for name, text in said.items() if name not in case.settings)
+
+
+def _engines(case: Case) -> str:
+    kind, count = "barrier" if case.scenario.barrier else "refill", case.scenario.engines
+    if not case.scenario.engine:
+        return f"{count} {kind} engine{'s' if count > 1 else ''}"
+    return f"{kind} engines {' + '.join(case.scenario.engine)}"

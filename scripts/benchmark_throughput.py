@@ -6,9 +6,9 @@
 
 All requests come at once. One embedded engine serves every arrangement in turn, round after round: no bins; bins by
 the shipped predictor, by risk and by its median; bins by oracle lengths (the demo model answers greedily, so its
-lengths are known once it has answered). Each arrangement is a `llmserve serve` of its own in front of the engine. The
-prompts are held out: neither the model nor the predictor was trained on them. Every round asks them again, so the
-servers' memory of earlier answers is switched off.
+lengths are known once it has answered); windows, which have no bins. Each arrangement is a `llmserve serve` of its own
+in front of the engine. The prompts are held out: neither the model nor the predictor was trained on them. Every round
+asks them again, so the servers' memory of earlier answers is switched off.
 
 With --engine, another server that serves the demo model (vLLM, say) takes the embedded engine's place, and two
 arrangements are added: the engine driven directly, and llmserve refilling its slots without a barrier.
@@ -58,8 +58,8 @@ ENERGY_SOURCES = ("nvml", "modelled")  # of the counter, the better first
 class Arrangement:
     """How requests reach the engine.
 
-    mode     "direct", "refill" or "barrier"
-    lengths  what bins go by: "none" (one bin), "risk" or "median" (of the predictor), or "oracle"
+    mode     "direct", "refill", "barrier" or "window" (a barrier without bins)
+    lengths  what bins and windows go by: "none" (one bin), "risk" or "median" (of the predictor), or "oracle"
     """
 
     mode: str
@@ -70,13 +70,16 @@ class Arrangement:
     def name(self) -> str:
         if self.mode == "direct":
             return "engine directly"
+        if self.mode == "window":
+            return f"window, {self.lengths}"
         bins = "no bins" if self.bins == 1 else f"{self.bins} bins, {self.lengths}"
         return bins if self.mode == "barrier" else f"refill, {bins}"
 
     @property
     def flags(self) -> list[str]:
         by = ["--bins-by", self.lengths] if self.lengths in ("risk", "median") else []
-        return ["--bins", str(self.bins), "--release", "greedy", "--memory-keys", "0", *by]
+        release = "window" if self.mode == "window" else "greedy"
+        return ["--bins", str(self.bins), "--release", release, "--memory-keys", "0", *by]
 
 
 BASELINE = Arrangement("barrier", 1, "none")
@@ -133,7 +136,7 @@ async def front_end(
 
     def command(port: int) -> list[str]:
         words = [sys.executable, "-m", "llmserve", "serve", "--engine", engine_url, "--port", str(port)]
-        words += ["--barrier"] if arrangement.mode == "barrier" else ["--slots", str(args.refill_slots)]
+        words += ["--barrier"] if arrangement.mode in ("barrier", "window") else ["--slots", str(args.refill_slots)]
         words += ["--batch-size", str(args.batch_size), *arrangement.flags, *flags]
         # With oracle lengths too, the first edges come from the predictor's training lengths.
         return [*words, "--predictor", "none" if arrangement.lengths == "none" else args.predictor]
@@ -217,6 +220,7 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, list[Run]], np.po
     prompts = [example.prompt for example in demo_corpus.examples(args.requests, seed=args.seed, held_out=True)]
     arrangements = [BASELINE]
     arrangements += [Arrangement("barrier", bins, how) for bins in args.bins for how in ("risk", "median", "oracle")]
+    arrangements += [Arrangement("window", 1, how) for how in ("risk", "oracle")]
     if args.engine:
         arrangements += [Arrangement("direct", 1, "none"), Arrangement("refill", max(args.bins), "risk")]
     runs: dict[str, list[Run]] = {arrangement.name: [] for arrangement in arrangements}

@@ -4,11 +4,13 @@
     python scripts/reproduce.py                   # lists what there is
     python scripts/reproduce.py smdp              # some two to five minutes
     python scripts/reproduce.py batchmonitor      # some six to nine minutes
+    python scripts/reproduce.py multibin --gsm8k FILE   # some fifteen to twenty minutes on two cores
+    python scripts/reproduce.py multibin-engines        # some fifteen minutes; nothing else should run
     python scripts/reproduce.py smdp --quick --output-folder /tmp/smdp
 
 Writes results/NAME.json (a row for each number: expected and of what kind, measured, confidence interval),
 reproduce-NAME.md and the figures NAME-*.png into the folder. Nothing here needs a GPU; figures and intervals need
-pip install '.[train]'.
+pip install '.[train]'. multibin-engines also measures vLLM on the CPU, where VLLM_PYTHON names an interpreter with it.
 """
 
 from __future__ import annotations
@@ -22,12 +24,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from reproduction.page import About, Section, write_page
 from reproduction.rows import Report, Rows
 from rich.console import Console
 from rich.progress import Progress
+
+from llmserve.errors import ConfigError
 
 DOCS = Path("docs")
 EXTRA = ("matplotlib", "scipy")  # of the extra `train`, not needed to serve
@@ -43,23 +48,49 @@ class Reproduction:
     sections: Sequence[Section]
 
 
-def _smdp() -> Reproduction:
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What only multibin takes. jobs : processes that simulate.  gsm8k : file of answers, for Fig. 6."""
+
+    jobs: int
+    gsm8k: Path | None
+
+
+def _smdp(_: Options) -> Reproduction:
     from reproduction.smdp import page
     from reproduction.smdp.measure import measure
 
     return Reproduction(page.TITLE, page.opening, measure, page.SECTIONS)
 
 
-def _batchmonitor() -> Reproduction:
+def _batchmonitor(_: Options) -> Reproduction:
     from reproduction.batchmonitor import page
     from reproduction.batchmonitor.measure import measure
 
     return Reproduction(page.TITLE, page.opening, measure, page.SECTIONS)
 
 
-REPRODUCTIONS: dict[str, tuple[str, Callable[[], Reproduction]]] = {
+def _multibin(options: Options) -> Reproduction:
+    from reproduction.multibin import page
+    from reproduction.multibin.simulated import measure
+
+    chosen = partial(measure, jobs=options.jobs, gsm8k_file=options.gsm8k)
+    return Reproduction(page.TITLE, page.opening, chosen, page.sections(with_answers=options.gsm8k is not None))
+
+
+def _multibin_engines(_: Options) -> Reproduction:
+    from reproduction.multibin import engines_page
+    from reproduction.multibin.engines import measure
+
+    return Reproduction(engines_page.TITLE, engines_page.opening, measure, engines_page.SECTIONS)
+
+
+MULTIBIN = "multibin"
+REPRODUCTIONS: dict[str, tuple[str, Callable[[Options], Reproduction]]] = {
     "smdp": ("SMDP-based dynamic batching (Xu, Zhou, Niu), journal and conference version", _smdp),
     "batchmonitor": ("BatchMonitor and BatchDispatcher (Khan, Yu, Kim, Seo)", _batchmonitor),
+    MULTIBIN: ("Multi-Bin Batching (Guldogan, Kunde, Lee, Pedarsani): its simulations", _multibin),
+    "multibin-engines": ("Multi-Bin Batching: its figures on a real engine, here on the CPU", _multibin_engines),
 }
 
 
@@ -69,19 +100,31 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--output-folder", type=Path, help=f"(default {DOCS})")
     parser.add_argument("--quick", action="store_true", help="fewer samples and cases, in seconds; not for the default")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, help="processes that simulate, for multibin (default: one for each core)")
+    parser.add_argument(
+        "--gsm8k", type=Path, metavar="FILE", help="answers, for Fig. 6 of multibin (JSON lines, .gz too)"
+    )
     args = parser.parse_args(words)
     if args.name is None:
         for name, (text, _) in REPRODUCTIONS.items():
-            print(f"{name:14} {text}")
+            print(f"{name:17} {text}")
         return
+    for option in ("jobs", "gsm8k"):
+        if getattr(args, option) is not None and args.name != MULTIBIN:
+            parser.error(f"--{option} is of use to {MULTIBIN} only")
+    if args.jobs is not None and args.jobs < 1:
+        parser.error(f"--jobs must be at least 1, not {args.jobs}")
     if args.quick and args.output_folder is None:
         parser.error(f"--quick needs --output-folder: its numbers are not those that {DOCS} should hold")
-    chosen = _load(args.name)
+    chosen = _load(args.name, Options(args.jobs or os.cpu_count() or 1, args.gsm8k))
     folder: Path = args.output_folder or DOCS
     (folder / "results").mkdir(parents=True, exist_ok=True)
     begun_s = time.perf_counter()
-    with progress() as report:
-        rows = chosen.measure(args.seed, args.quick, report)
+    try:
+        with progress() as report:
+            rows = chosen.measure(args.seed, args.quick, report)
+    except ConfigError as error:
+        parser.error(str(error))
     about = About(
         command=_command(args),
         machine=f"{os.cpu_count()} shared CPU cores",
@@ -96,9 +139,9 @@ def main(words: Sequence[str] | None = None) -> None:
     print(f"{folder / f'reproduce-{args.name}.md'}: agree {counts}")
 
 
-def _load(name: str) -> Reproduction:
+def _load(name: str, options: Options) -> Reproduction:
     try:
-        return REPRODUCTIONS[name][1]()
+        return REPRODUCTIONS[name][1](options)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in EXTRA:
             raise
@@ -110,6 +153,8 @@ def _command(args: argparse.Namespace) -> str:
     words += ["--quick"] if args.quick else []
     words += ["--output-folder", str(args.output_folder)] if args.output_folder else []
     words += ["--seed", str(args.seed)] if args.seed != 1 else []
+    words += ["--jobs", str(args.jobs)] if args.jobs is not None else []
+    words += ["--gsm8k", args.gsm8k.name] if args.gsm8k is not None else []  # where it lies concerns nobody else
     return shlex.join(words)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -28,23 +31,51 @@ from reproduction.batchmonitor.measure import (  # noqa: E402
     ramp,
     write_trace,
 )
+from reproduction.multibin import engines, exponential, gsm8k, uniform  # noqa: E402
+from reproduction.multibin.worlds import AT_ONCE, Effort, World, rates_up_to, simulate_all  # noqa: E402
 from reproduction.rows import KINDS, Curve, Row, Rows, claim  # noqa: E402
 from reproduction.smdp.policies import CASE_LOADS, CASE_WEIGHTS, control_limit, exceptions  # noqa: E402
 
 sys.path.remove(SCRIPTS)
 
-from bins.profile import PROFILES  # noqa: E402
+from bins.profile import PROFILES, Observation  # noqa: E402
+from llmserve.cluster import journal  # noqa: E402
+from llmserve.errors import ConfigError  # noqa: E402
+from llmserve.scheduling.messages import ReportTrust  # noqa: E402
 from llmserve.scheduling.policies import SchedulingConfig  # noqa: E402
 from llmserve.simulate import Scenario, simulate  # noqa: E402
+
+OPTIONS = {"multibin": ("--jobs", "1", "--gsm8k", "answers.jsonl")}  # the file lies in the folder that is written to
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What both quick runs write."""
+    """What every quick run writes. Its engines are made up: real ones would take minutes."""
     folder = tmp_path_factory.mktemp("docs")
-    for name in reproduce.REPRODUCTIONS:
-        reproduce.main([name, "--quick", "--output-folder", str(folder)])
+    lengths = np.random.default_rng(1).integers(20, 300, size=400).tolist()
+    (folder / "answers.jsonl").write_text("".join(f'{{"output_tokens": {length}}}\n' for length in lengths))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(engines, "observe", made_up)
+        for name in reproduce.REPRODUCTIONS:
+            reproduce.main([name, "--quick", "--output-folder", str(folder), *OPTIONS.get(name, ())])
     return folder
+
+
+async def made_up(effort: engines.Effort, report: object) -> engines.Observed:
+    """Steps of 10 ms and 20 ms besides, however many run; 100 requests of 1 to 100 tokens, sorted by known lengths."""
+    batches = [Observation(size, tokens, 0.01 * tokens) for size in effort.sizes for tokens in (4, 16, 16)]
+    answers = [Observation(1, tokens, 0.02 + 0.01 * tokens) for tokens in (100, 200, 400)]
+    shuffled = np.random.default_rng(2).permutation(100).tolist()
+    runs = {each.name: [run_of(sorted(shuffled) if each.bins > 1 else shuffled)] for each in effort.arrangements}
+    return engines.Observed(batches, {engines.EMBEDDED: answers, engines.VLLM: answers}, runs, np.poly1d([0.01, 0.0]))
+
+
+def run_of(lengths: list[int], size: int = 8) -> engines.throughput.Run:
+    """Batches of neighbours in the list; a batch takes 10 ms for each token of its longest answer."""
+    batches = [str(place // size) for place in range(len(lengths))]
+    run = engines.throughput.Run(1.0, lengths, batches, [1.0] * len(lengths))
+    return dataclasses.replace(run, seconds=0.01 * sum(run.longest))
 
 
 def records(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -86,9 +117,12 @@ def test_no_two_rows_say_the_same(written: Path, name: str) -> None:
 @pytest.mark.parametrize("name", list(reproduce.REPRODUCTIONS))
 def test_a_page_says_how_it_was_made_and_shows_every_figure(written: Path, name: str) -> None:
     text = (written / f"reproduce-{name}.md").read_text()
-    assert f"    python scripts/reproduce.py {name} --quick --output-folder {written}\n" in text
+    options = shlex.join(["--quick", "--output-folder", str(written), *OPTIONS.get(name, ())])
+    assert f"    python scripts/reproduce.py {name} {options}\n" in text
     assert "seed 1" in text
-    figures = sorted(path.name for path in written.glob(f"{name}-*.png"))
+    others = [other for other in reproduce.REPRODUCTIONS if other.startswith(f"{name}-")]
+    found = sorted(path.name for path in written.glob(f"{name}-*.png"))
+    figures = [file for file in found if not any(file.startswith(f"{other}-") for other in others)]
     assert figures
     assert all(f"({figure})" in text for figure in figures)
     assert all((written / figure).stat().st_size > 5_000 for figure in figures)
@@ -96,7 +130,10 @@ def test_a_page_says_how_it_was_made_and_shows_every_figure(written: Path, name:
 
 def test_without_a_name_the_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     reproduce.main([])
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["smdp", "batchmonitor"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        *("smdp", "batchmonitor"),
+        *("multibin", "multibin-engines"),
+    ]
 
 
 @pytest.mark.parametrize("name", list(reproduce.REPRODUCTIONS))
@@ -119,7 +156,9 @@ def test_a_quick_run_writes_only_where_it_is_told_to(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("name", "library"), [("smdp", "matplotlib"), ("batchmonitor", "scipy")])
+@pytest.mark.parametrize(
+    ("name", "library"), [("smdp", "matplotlib"), ("batchmonitor", "scipy"), ("multibin", "matplotlib")]
+)
 def test_a_missing_library_is_named_with_the_extra_that_has_it(name: str, library: str, tmp_path: Path) -> None:
     program = f"import sys; sys.path.insert(0, {SCRIPTS!r}); sys.modules[{library!r}] = None; import reproduce; "
     program += f"reproduce.main([{name!r}, '--quick', '--output-folder', {str(tmp_path / 'docs')!r}])"
@@ -272,3 +311,148 @@ def test_what_arrives_in_the_warm_up_is_left_out(tmp_path: Path) -> None:
     simulate(scenario, scheduling, journal_path=tmp_path / "journal")
     # Batches run from 0 to 2, 2 to 4, 10 to 12 and from 20 on: from 3 to 20 the engine is busy for 1 + 2 s.
     assert after_warm_up(tmp_path / "journal", 3.0) == pytest.approx((2.0, 3 / 17))
+
+
+# ---- Multi-Bin --------------------------------------------------------------------------------------------------
+
+
+def test_the_example_takes_eleven_seconds_without_bins_and_eight_with_two(written: Path) -> None:
+    seconds = [record(written, "multibin", "Fig. 1 (b)", f"bins={bins}", "time for all")["measured"] for bins in (1, 2)]
+    assert seconds == [11, 8]
+
+
+@pytest.mark.parametrize(
+    ("bins", "throughputs"),
+    [
+        (2, [8.43, 7.41, 6.53, 6.45]),
+        (4, [9.97, 8.88, 7.93, 7.82]),
+        (8, [10.97, 10.17, 9.41, 9.32]),
+    ],
+)
+def test_errors_of_prediction_cost_what_figure_8_shows(bins: int, throughputs: list[float]) -> None:
+    derived = [uniform.throughput_with_errors(bins, error) for error in (0.0, 0.01, 0.1, 0.5)]
+    assert derived == pytest.approx(throughputs, abs=0.0051)
+
+
+def test_errors_at_random_between_two_bins_leave_one_bin() -> None:
+    assert uniform.throughput_with_errors(2, 0.5) == pytest.approx(uniform.capacity(1), rel=1e-6)
+
+
+def test_simulated_throughput_is_near_theory_and_latency_near_lemma_5_1_in_a_quick_run_already(written: Path) -> None:
+    rows = {(each["figure"], each["case"]): each for each in records(written, "multibin") if each["kind"] == "computed"}
+    for case in (("Theorem 4.2", "k=1"), ("Lemma 5.1", "k=1, rate=6, engines=16"), ("Fig. 4", "k=5, rate=1")):
+        assert rows[case]["measured"] == pytest.approx(rows[case]["expected"], rel=0.03), case
+
+
+def test_a_partial_last_batch_that_runs_costs_throughput(written: Path) -> None:
+    dropped = record(written, "multibin", "Fig. 8", "k=8, p_e=0", "throughput")["measured"]
+    flushed = record(written, "multibin", "Theorem 4.2", "k=8, last batches=flushed", "throughput")["measured"]
+    assert flushed < 0.95 * dropped  # of 40 batches 8 are partial
+
+
+def test_bins_of_equal_mass_are_worse_than_those_of_lemma_a_1_for_exponential_lengths() -> None:
+    loss = [
+        1 - exponential.batch_s(exponential.LEMMA_A1, bins) / exponential.batch_s(exponential.EQUAL_MASS, bins)
+        for bins in (2, 3, 5)
+    ]
+    assert all(0.24 <= share <= 0.30 for share in loss), loss
+
+
+def test_rates_end_with_the_first_that_is_well_above_what_can_be_served() -> None:
+    assert list(rates_up_to((1.0, 2.0, 4.0, 6.0), 3.9)) == [1.0, 2.0, 4.0, 6.0]
+    assert list(rates_up_to((1.0, 2.0, 4.0, 6.0), 3.0)) == [1.0, 2.0, 4.0]
+
+
+def test_runs_are_the_same_however_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)  # as in a script, whose processes find it there
+    worlds = {
+        ("of", size): World.of("exponential:3", (2.0,), size, rate, 100 * size, 2)
+        for size, rate in ((2, AT_ONCE), (4, 1.0))
+    }
+    alone, together = (simulate_all(worlds, Effort(1, jobs), lambda *_: None) for jobs in (1, 2))
+    assert alone == together
+    assert [len(runs) for runs in alone.values()] == [2, 2]
+    assert len({run.latency_s_mean for runs in alone.values() for run in runs}) == 4
+
+
+def test_predictions_are_never_doubted_in_a_world_of_the_paper(tmp_path: Path) -> None:
+    """Of two bins, mistaken for each other every other time: they rank answers hardly better than chance."""
+    world = World.of("uniform:1,20", (10.5,), 4, AT_ONCE, 4_000, 1, predictions="neighbour:2,0.5")
+    doubting = msgspec.structs.replace(world.scheduling, trust_window=256)
+
+    def doubts(scheduling: SchedulingConfig) -> int:
+        simulate(world.scenario, scheduling, journal_path=tmp_path / "journal")
+        return sum(
+            type(action) is ReportTrust for step in journal.read(tmp_path / "journal")[1] for action in step.actions
+        )
+
+    assert doubts(doubting) > 0
+    assert doubts(world.scheduling) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"output_tokens": 3}\n{"prompt": "?"}\n', "line 2: no tokens above 0 in output_tokens or response_tokens"),
+        ('{"output_tokens": 0}\n', "line 1: no tokens above 0"),
+        ("", "is empty"),
+    ],
+)
+def test_a_file_of_answers_without_lengths_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        gsm8k.read_lengths(file)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [([5, 4, 3, 4], True), ([5, 3, 4, 6], True), ([3, 4, 5], False), ([5, 4, 3], False), ([5, 3, 4, 3.5], False)],
+)
+def test_a_drop_and_then_a_rise_is_told_from_other_shapes(values: list[float], expected: bool) -> None:
+    assert gsm8k.drops_then_rises(values) is expected
+
+
+@pytest.mark.parametrize(
+    "words", [["smdp", "--jobs", "2"], ["batchmonitor", "--gsm8k", "x"], ["multibin", "--jobs", "0"]]
+)
+def test_options_of_no_use_are_refused(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        reproduce.main([*words, "--quick", "--output-folder", str(tmp_path / "docs")])
+    assert words[1] in capsys.readouterr().err
+    assert not (tmp_path / "docs").exists()
+
+
+def test_without_answers_figure_6_is_left_out_and_the_page_says_so() -> None:
+    chosen = reproduce.REPRODUCTIONS["multibin"][1](reproduce.Options(jobs=1, gsm8k=None))
+    assert not any("Fig. 6" in section.title for section in chosen.sections)
+    assert "Fig. 6 is left out" in chosen.opening(Rows())
+
+
+# ---- Multi-Bin's engines ----------------------------------------------------------------------------------------
+
+
+def test_a_straight_line_is_found_with_its_slope_and_intercept() -> None:
+    points = [Observation(1, tokens, 0.02 + 0.003 * tokens) for tokens in (400, 50, 100)]
+    _, slope, besides, share, linear = engines.line_rows("any", points)
+    assert (slope.measured, besides.measured, share.measured) == pytest.approx((3.0, 20.0, 1.0))
+    assert linear.ok
+
+
+def test_times_that_do_not_go_by_tokens_are_not_called_linear() -> None:
+    points = [Observation(1, tokens, seconds) for tokens, seconds in ((50, 1.0), (100, 0.2), (150, 0.9), (200, 0.4))]
+    assert engines.line_rows("any", points)[-1].ok is False
+
+
+def test_a_gain_stands_beside_the_one_that_its_batches_imply() -> None:
+    """Batches of 8 of 100 lengths, sorted, against the same as they come."""
+    effort = dataclasses.replace(engines.Effort.quick(1), oracle=(2,), predicted=(4,))
+    shuffled = np.random.default_rng(2).permutation(100).tolist()
+    plain, bins = run_of(shuffled), run_of(sorted(shuffled))
+    runs = {each.name: [bins if each.bins > 1 else plain] for each in effort.arrangements}
+    rows = Rows(engines.gain_rows(effort, runs, np.poly1d([0.01, 0.0])))
+    gain = rows.one(engines.ORACLE, engines.GAIN, k=2)
+    assert gain.measured == pytest.approx(plain.seconds / bins.seconds, abs=1e-3)
+    assert gain.measured == gain.expected
+    assert gain.measured > 1.5
+    assert rows.one(engines.PREDICTED, engines.GAIN, k=4).note == "the paper: 1.08 (Vicuna-13B, A100)"

@@ -142,9 +142,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(
             ge=WINDOW_MIN,
-            description="answers by which predictions are judged, or 4 x bins (under --release window: 32) x batch-size when "
-            "that is more; while "
-            "they rank answers no better than chance, one bin serves",
+            description="answers by which predictions are judged, or 4 x bins (under --release window: 32) x "
+            "batch-size when that is more; while they rank answers no better than chance, one bin serves",
         ),
     ] = 256
     queue_requests_max: Annotated[int, Meta(ge=1, description="requests that may wait; one more gets 429")] = 10_000

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import insort
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -32,28 +34,41 @@ from bins.risk import risk
 from llmserve.request import Batch, EngineInfo
 from llmserve.scheduling.messages import BatchEnded, Event, RequestEnded
 
+PREFILL_END = itemgetter(0)
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
     """What an engine's work costs. Plain lists, indexed by the sequences that run: they are read at every event.
 
-    step_s     seconds of a step of n sequences, n = 0 (never read) to the most that can run; power_w watts meanwhile
-    prefill_s  before a job's first token; prefill_j joules of a static batch for that
-    idle_w     watts while nothing runs
-    metered    whether the joules are known
+    step_s               seconds of a step of n sequences, n = 0 (never read) to the most that can run; power_w watts
+                         meanwhile
+    prefill_s            before a job's first token; prefill_j joules of a static batch for that
+    prefill_s_per_token  more of them, for each token of the job's prompts, which are read one after the other
+    idle_w               watts while nothing runs
+    metered              whether the joules are known
     """
 
     step_s: list[float]
     power_w: list[float]
     prefill_s: float = 0.0
     prefill_j: float = 0.0
+    prefill_s_per_token: float = 0.0
     idle_w: float = 0.0
     metered: bool = True
 
     @classmethod
-    def constant(cls, step_s: float, prefill_s: float, sequences_max: int) -> Costs:
+    def constant(
+        cls, step_s: float, prefill_s: float, sequences_max: int, *, prefill_s_per_token: float = 0.0
+    ) -> Costs:
         """However many sequences run, and nothing is known of energy."""
-        return cls([step_s] * (sequences_max + 1), [0.0] * (sequences_max + 1), prefill_s, metered=False)
+        return cls(
+            [step_s] * (sequences_max + 1),
+            [0.0] * (sequences_max + 1),
+            prefill_s,
+            prefill_s_per_token=prefill_s_per_token,
+            metered=False,
+        )
 
     @classmethod
     def of(cls, profile: Profile, sequences_max: int) -> Costs:
@@ -70,30 +85,35 @@ class Costs:
             metered=profile.energy_known,
         )
 
-    def batch_s(self, lengths: Sequence[float], size: int) -> float:
+    def batch_s(self, lengths: Sequence[float], size: int, prompt_tokens_mean: float = 0.0) -> float:
         """Expected seconds of a static batch of `size` requests, each drawn from `lengths` (ascending, tokens)."""
-        return self.prefill_s + self.step_s[size] * risk(lengths, size)
+        prefill_s = self.prefill_s + self.prefill_s_per_token * size * prompt_tokens_mean
+        return prefill_s + self.step_s[size] * risk(lengths, size)
 
-    def alone_s(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        """Seconds of requests that have an engine for themselves. lengths : (...) tokens. Returns (...)."""
-        return self.prefill_s + self.step_s[1] * np.asarray(lengths, dtype=float)
+    def alone_s(self, lengths: ArrayLike, prompt_tokens: ArrayLike = 0.0) -> NDArray[np.float64]:
+        """Seconds of requests that have an engine for themselves. lengths, prompt_tokens : (...). Returns (...)."""
+        prefill_s = self.prefill_s + self.prefill_s_per_token * np.asarray(prompt_tokens, dtype=float)
+        alone_s: NDArray[np.float64] = prefill_s + self.step_s[1] * np.asarray(lengths, dtype=float)
+        return alone_s
 
 
 class _Job:
     """What begins and ends as one.
 
-    lengths    output tokens by request id, of those that are not aborted
-    longest    of these
-    sequences  that it began with: a static batch keeps its rows
-    began      step of its first token
+    lengths        output tokens by request id, of those that are not aborted
+    longest        of these
+    prompt_tokens  of all that it began with
+    sequences      that it began with: a static batch keeps its rows
+    began          step of its first token
     """
 
-    __slots__ = ("batch_id", "began", "lengths", "longest", "sequences")
+    __slots__ = ("batch_id", "began", "lengths", "longest", "prompt_tokens", "sequences")
 
-    def __init__(self, batch_id: int, lengths: dict[int, float], longest: float) -> None:
+    def __init__(self, batch_id: int, lengths: dict[int, float], longest: float, prompt_tokens: float) -> None:
         self.batch_id = batch_id
         self.lengths = lengths
         self.longest = longest
+        self.prompt_tokens = prompt_tokens
         self.sequences = len(lengths)
         self.began = 0.0
 
@@ -103,7 +123,8 @@ class StepEngine:
 
     A barrier engine's batch of b takes prefill_s + longest length * step_s(b) (Multi-Bin, Section 3). A refill
     engine's requests share its steps; what is sent beyond its slots waits inside until one is free. A request's
-    prefill takes prefill_s and a slot, but neither slows the others down nor is slowed by them.
+    prefill takes prefill_s, what its prompt adds to that, and a slot, but neither slows the others down nor is slowed
+    by them.
     lengths : output tokens by request id.
     """
 
@@ -143,11 +164,12 @@ class StepEngine:
         if self.info.barrier:
             assert not self._jobs, f"barrier engine {self.info.name} was sent two batches"
             lengths = {request.id: self._lengths[request.id] for request in batch.requests}
-            self._begin(_Job(batch.id, lengths, max(lengths.values())))
+            prompt_tokens = sum([request.prompt_tokens for request in batch.requests])
+            self._begin(_Job(batch.id, lengths, max(lengths.values()), prompt_tokens))
             return
         for request in batch.requests:
             length = self._lengths[request.id]
-            job = _Job(batch.id, {request.id: length}, length)
+            job = _Job(batch.id, {request.id: length}, length, request.prompt_tokens)
             if self._jobs < self._jobs_max:
                 self._begin(job)
             else:
@@ -210,8 +232,9 @@ class StepEngine:
         costs = self.costs
         if self.info.barrier:
             self.busy_j += costs.prefill_j
-        if costs.prefill_s > 0:
-            self._prefill.append((self._now_s + costs.prefill_s, job))
+        prefill_s = costs.prefill_s + costs.prefill_s_per_token * job.prompt_tokens
+        if prefill_s > 0:
+            insort(self._prefill, (self._now_s + prefill_s, job), key=PREFILL_END)
         else:
             self._run(job)
 
@@ -284,8 +307,10 @@ class TimedEngine(StepEngine):
         *,
         step_s: float,
         prefill_s: float = 0.0,
+        prefill_s_per_token: float = 0.0,
     ) -> None:
-        super().__init__(info, lengths, Costs.constant(step_s, prefill_s, info.slots))
+        costs = Costs.constant(step_s, prefill_s, info.slots, prefill_s_per_token=prefill_s_per_token)
+        super().__init__(info, lengths, costs)
 
 
 class ProfileEngine(StepEngine):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -10,7 +12,16 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from llmserve.scheduling.messages import Action, BatchEnded, Event, RequestArrived, RequestEnded, StartBatch
+from llmserve.scheduling.messages import (
+    Action,
+    BatchEnded,
+    Event,
+    FailRequest,
+    RequestArrived,
+    RequestCancelled,
+    RequestEnded,
+    StartBatch,
+)
 
 Times = NDArray[np.float64]
 
@@ -22,6 +33,8 @@ class Summary(msgspec.Struct, frozen=True):
     """Rates are over `elapsed_s`, from the first arrival to the last end. Latency: arrival to end; waiting: to start;
     slow-down: latency over the time that the request alone would take.
 
+    in_system_mean        requests that are there, on average over elapsed_s: they have come and have neither ended nor
+                          gone. By Little's law throughput_per_s * latency_s_mean, if all that come are completed
     batch_size_mean       requests per formed batch
     batch_fill_mean       the same over the batch size
     utilisation           mean over engines of the share of their time (refill: of their slots' time) at work
@@ -54,6 +67,7 @@ class Summary(msgspec.Struct, frozen=True):
     batch_size_mean: float
     batch_fill_mean: float
     utilisation: float
+    in_system_mean: float
     energy_j: float | None = None
     energy_j_per_token: float | None = None
     energy_j_per_request: float | None = None
@@ -61,13 +75,18 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class Recorder:
-    """Listens to the steps of a run and keeps when each request (ids 0 .. count-1) arrived, started and ended."""
+    """Listens to the steps of a run and keeps when each request (ids 0 .. count-1) arrived, started and ended.
+
+    left_s   when those left that were not completed, by id; of no meaning for one that was completed after all
+    batches  requests started, by batch id
+    """
 
     def __init__(self, count: int) -> None:
         self.arrived_s = [math.nan] * count
         self.started_s = [math.nan] * count
         self.ended_s = [math.nan] * count
-        self.batches: dict[int, int] = {}  # batch id -> requests started
+        self.left_s: dict[int, float] = {}
+        self.batches: dict[int, int] = {}
 
     def __call__(self, now_s: float, event: Event, actions: list[Action]) -> None:
         if type(event) is RequestArrived:
@@ -77,15 +96,44 @@ class Recorder:
                 self.ended_s[request_id] = now_s
         elif type(event) is RequestEnded and event.outcome == "completed":
             self.ended_s[event.request_id] = now_s
+        elif type(event) is RequestEnded or type(event) is RequestCancelled:
+            self.left_s[event.request_id] = now_s
         for action in actions:
             if type(action) is StartBatch:
                 self._start(now_s, action)
+            elif type(action) is FailRequest:
+                self.left_s[action.request_id] = now_s
 
     def _start(self, now_s: float, action: StartBatch) -> None:
         batch = action.batch
         for request in batch.requests:
             self.started_s[request.id] = now_s
         self.batches[batch.id] = self.batches.get(batch.id, 0) + len(batch.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Requests that began together, or a part of them. request_ids : in the order of their batch."""
+
+    started_s: float
+    formed_s: float
+    engine: str
+    bin: int
+    request_ids: tuple[int, ...]
+
+
+class BatchRecorder(Recorder):
+    """Keeps what figures need besides: every start."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.starts: list[Start] = []
+
+    def _start(self, now_s: float, action: StartBatch) -> None:
+        super()._start(now_s, action)
+        batch = action.batch
+        ids = tuple([request.id for request in batch.requests])
+        self.starts.append(Start(now_s, batch.formed_at_s, action.engine, batch.bin, ids))
 
 
 def summarise(
@@ -117,6 +165,7 @@ def summarise(
         batch_size_mean=size_mean,
         batch_fill_mean=size_mean / batch_size,
         utilisation=float(np.mean(busy_share)) if busy_share else 0.0,
+        in_system_mean=_over(present_s(recorder), elapsed_s),
         **(_energy(energy_j, elapsed_s, completed, tokens) if energy_j is not None else {}),
     )
 
@@ -138,6 +187,26 @@ def elapsed(recorder: Recorder) -> float:
     return float(np.nanmax(ended) - np.nanmin(np.array(recorder.arrived_s)))
 
 
+def present_s(recorder: Recorder) -> float:
+    """Request-seconds: the integral of how many are there, from the first arrival to the last end.
+
+    Of the steps up at every arrival and down whenever one ends or goes, whosever they are: no latency enters.
+    """
+    arrived, ended = np.array(recorder.arrived_s), np.array(recorder.ended_s)
+    if not (~np.isnan(ended)).any():
+        return 0.0
+    last_s = float(np.nanmax(ended))
+    for request_id, left_s in recorder.left_s.items():
+        if math.isnan(ended[request_id]):
+            ended[request_id] = left_s
+    came = ~np.isnan(arrived)
+    gone = np.where(np.isnan(ended), last_s, ended)[came]
+    times = np.minimum(np.concatenate([arrived[came], gone]), last_s)
+    order = np.argsort(times, kind="stable")
+    present = np.cumsum(np.repeat([1, -1], gone.size)[order])
+    return float(present[:-1] @ np.diff(times[order]))
+
+
 def _over(total: float, parts: float) -> float:
     return total / parts if parts > 0 else 0.0
 
@@ -150,39 +219,47 @@ def _spread(name: str, values: Times) -> dict[str, float]:
     return {f"{name}_{part}": value for part, value in zip(SPREAD, parts, strict=True)}
 
 
+# ---- as a person reads it ---------------------------------------------------------------------------------------
+
+SPREADS = (("latency (s)", "latency_s"), ("waiting (s)", "waiting_s"), ("slow-down", "slowdown"))
+TOTALS = (  # what stands in a row, the quantity, and how it is written
+    ("requests/s", "throughput_per_s", ".4f"),
+    ("output tokens/s", "output_tokens_per_s", ".1f"),
+    ("completed", "completed", ",.0f"),
+    ("elapsed (s)", "elapsed_s", ".1f"),
+    ("batch size", "batch_size_mean", ".2f"),
+    ("batch fill", "batch_fill_mean", ".1%"),
+    ("engine utilisation", "utilisation", ".1%"),
+    ("requests present", "in_system_mean", ".2f"),
+    ("energy (J)", "energy_j", ",.0f"),
+    ("energy/token (J)", "energy_j_per_token", ".4f"),
+    ("energy/request (J)", "energy_j_per_request", ".2f"),
+    ("mean power (W)", "power_w_mean", ".1f"),
+)
+
+Cell = Callable[[str, str], str | None]
+"""(quantity, format) -> its text; None when it is not known."""
+
+
 def print_table(summary: Summary, title: str, console: Console) -> None:
     """The summary as a person reads it."""
+
+    def cell(name: str, form: str) -> str | None:
+        value = getattr(summary, name)
+        return None if value is None else format(value, form)
+
+    console.print(table_of(cell, title))
+
+
+def table_of(cell: Cell, title: str) -> Table:
+    """Every quantity that is known, whoever knows it."""
     table = Table(title=title, title_justify="left")
     for column in ("", *SPREAD):
-        table.add_column(column, justify="left" if not column else "right")
-    values = msgspec.structs.asdict(summary)
-    for label, name in (("latency (s)", "latency_s"), ("waiting (s)", "waiting_s"), ("slow-down", "slowdown")):
-        spread = (values[f"{name}_{part}"] for part in SPREAD)
-        table.add_row(label, *(f"{value:.3f}" for value in spread))
+        table.add_column(column, justify="right" if column else "left", no_wrap=not column)
+    for label, name in SPREADS:
+        table.add_row(label, *(cell(f"{name}_{part}", ".3f") for part in SPREAD))
     table.add_section()
-    for label, text in (*_totals(summary), *_energy_rows(summary)):
-        table.add_row(label, text)
-    console.print(table)
-
-
-def _totals(summary: Summary) -> list[tuple[str, str]]:
-    return [
-        ("requests/s", f"{summary.throughput_per_s:.4f}"),
-        ("output tokens/s", f"{summary.output_tokens_per_s:.1f}"),
-        ("completed", f"{summary.completed:,}"),
-        ("elapsed (s)", f"{summary.elapsed_s:.1f}"),
-        ("batch size", f"{summary.batch_size_mean:.2f}"),
-        ("batch fill", f"{summary.batch_fill_mean:.1%}"),
-        ("engine utilisation", f"{summary.utilisation:.1%}"),
-    ]
-
-
-def _energy_rows(summary: Summary) -> list[tuple[str, str]]:
-    if summary.energy_j is None:
-        return []
-    return [
-        ("energy (J)", f"{summary.energy_j:,.0f}"),
-        ("energy/token (J)", f"{summary.energy_j_per_token:.4f}"),
-        ("energy/request (J)", f"{summary.energy_j_per_request:.2f}"),
-        ("mean power (W)", f"{summary.power_w_mean:.1f}"),
-    ]
+    for label, name, form in TOTALS:
+        if (text := cell(name, form)) is not None:
+            table.add_row(label, text)
+    return table

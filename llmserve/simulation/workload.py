@@ -1,4 +1,4 @@
-"""What a simulation serves: arrival times, output lengths and what is predicted of them.
+"""What a simulation serves: when requests come and how long their answers are.
 
 Every draw comes from the generator that is passed in; the distributions are read from short texts such as
 `lognormal:5.2,0.8`.
@@ -7,50 +7,35 @@ Every draw comes from the generator that is passed in; the distributions are rea
 from __future__ import annotations
 
 import csv
-import gzip
 import math
-import zlib
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from statistics import NormalDist
-from typing import TextIO
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmserve.errors import ConfigError
 from llmserve.request import Request
+from llmserve.simulation.files import UNREADABLE, is_number, open_text
+from llmserve.simulation.predictions import Predictions
 
-LENGTHS_HELP = "uniform:LO,HI | exponential:MEAN | lognormal:MU,SIGMA | constant:N | file:PATH[:COLUMN]"
-PREDICTIONS_HELP = (
-    "oracle | none | lognormal:SIGMA (oracle times a lognormal error) | quantiles:SIGMA (such an error, and known: "
-    "a distribution)"
+ARRIVALS_HELP = (
+    "poisson | constant | mmpp:RATIO,HIGH_S[,LOW_S] (bursts: Poisson at a high rate for HIGH_S seconds on average, "
+    "then at one RATIO times lower for LOW_S, by default as long; RATIO inf: silence between bursts)"
+)
+LENGTHS_HELP = (
+    "uniform:LO,HI | exponential:MEAN | lognormal:MU,SIGMA | constant:N | file:PATH[:COLUMN], or of several models: "
+    "WEIGHT*LENGTHS+WEIGHT*LENGTHS"
 )
 TRACE_COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
 
 TOKENS_MIN = 1e-6  # keeps a drawn length positive
-LEVELS = tuple([(number - 0.5) / 15 for number in range(1, 16)])  # of predicted quantiles, equally likely
-
-UNREADABLE = (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error)  # what a file may turn out to be
+MIXED = re.compile(r"^[0-9.]+\*")  # a weight before a distribution
+NEXT_PART = re.compile(r"\+(?=[0-9.]+\*)")  # a plus that no file name or exponent has: a weight follows it
 
 Lengths = NDArray[np.float64]
 Times = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Predictions:
-    """What a predictor says of requests.
-
-    medians    (count,) tokens
-    quantiles  of each over its median, ascending; () when it predicts medians only
-    """
-
-    medians: NDArray[np.float64]
-    quantiles: tuple[float, ...] = ()
-
-    def quantiles_of(self, median: float) -> tuple[float, ...]:
-        return tuple([median * factor for factor in self.quantiles])
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +63,29 @@ def draw_lengths(text: str, count: int, rng: np.random.Generator) -> Lengths:
     """`count` output lengths in tokens, > 0. Raises ConfigError when `text` is not one of LENGTHS_HELP.
 
     They are real numbers, as in the papers' theory; a file's are drawn with replacement, so that any number can be
-    asked for.
+    asked for. Of a mixture each length is of one of its parts, as often as its weight says.
     """
+    if MIXED.match(text):
+        return _draw_mixture(text, count, rng)
     kind, _, rest = text.partition(":")
     if kind == "file":
         drawn: Lengths = rng.choice(read_lengths(rest), size=count)
         return drawn
     return np.maximum(_distribution(kind, rest, text)(count, rng), TOKENS_MIN)
+
+
+def _draw_mixture(text: str, count: int, rng: np.random.Generator) -> Lengths:
+    """WEIGHT*LENGTHS+WEIGHT*LENGTHS: weights are relative, and need not add up to 1."""
+    parts = [part.partition("*") for part in NEXT_PART.split(text)]
+    weights = np.array([float(weight) if is_number(weight) else math.nan for weight, _, _ in parts])
+    if not (weights > 0).all():
+        raise ConfigError(f"lengths {text!r}: weights above 0 are needed")
+    of_part = rng.choice(len(parts), size=count, p=weights / weights.sum())
+    lengths = np.empty(count)
+    for index, (_, _, distribution) in enumerate(parts):
+        mine = of_part == index
+        lengths[mine] = draw_lengths(distribution, int(mine.sum()), rng)
+    return lengths
 
 
 def _distribution(kind: str, rest: str, text: str) -> Callable[[int, np.random.Generator], NDArray[np.float64]]:
@@ -112,7 +113,7 @@ def _distribution(kind: str, rest: str, text: str) -> Callable[[int, np.random.G
 def read_lengths(place: str) -> NDArray[np.float64]:
     """PATH[:COLUMN]: a CSV column by name or number (default: `output_tokens`, else the last), or one number a line."""
     name, _, column = place.partition(":")
-    with _open(name, "lengths file") as file:
+    with open_text(name, "lengths file") as file:
         try:
             rows = [row for row in csv.reader(file) if row]
         except UNREADABLE as error:
@@ -130,7 +131,7 @@ def read_lengths(place: str) -> NDArray[np.float64]:
 
 
 def _find_column(rows: list[list[str]], column: str, name: str) -> tuple[int, list[list[str]]]:
-    has_header = not all(_is_number(cell) for cell in rows[0])
+    has_header = not all(is_number(cell) for cell in rows[0])
     header, body = (rows[0], rows[1:]) if has_header else ([], rows)
     if column in header:
         return header.index(column), body
@@ -141,25 +142,6 @@ def _find_column(rows: list[list[str]], column: str, name: str) -> tuple[int, li
     return header.index("output_tokens") if "output_tokens" in header else len(rows[0]) - 1, body
 
 
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
-
-
-def _open(name: str, what: str) -> TextIO:
-    """A text file, plain or (.gz) compressed. Raises ConfigError when it cannot be opened."""
-    path = Path(name)
-    if not path.is_file():
-        raise ConfigError(f"there is no {what} {name!r}")
-    try:
-        return gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="")
-    except OSError as error:
-        raise ConfigError(f"cannot read the {what} {name!r}: {error.strerror}") from error
-
-
 def read_trace(name: str, count_max: int | None = None) -> Trace:
     """The first requests, at most count_max, of a CSV file (.gz: compressed) with TRACE_COLUMNS by name.
 
@@ -167,7 +149,7 @@ def read_trace(name: str, count_max: int | None = None) -> Trace:
     """
     rows: list[tuple[float, float, float]] = []
     last_s = 0.0
-    with _open(name, "trace") as file:
+    with open_text(name, "trace") as file:
         reader = csv.DictReader(file)
         try:
             _check_header(reader.fieldnames, name)
@@ -184,8 +166,18 @@ def read_trace(name: str, count_max: int | None = None) -> Trace:
 
 
 def replay_faster(trace: Trace, speed: float) -> Trace:
-    """The same requests at `speed` times the rate. speed : > 0."""
-    return Trace(trace.arrivals_s / speed, trace.output_tokens, trace.input_tokens)
+    """The same requests at `speed` times the rate. speed : > 0; inf: all at once."""
+    return replace(trace, arrivals_s=trace.arrivals_s / speed)
+
+
+def replay_at(trace: Trace, rate_per_s: float) -> Trace:
+    """The same requests at this mean rate, all gaps shortened or stretched alike. rate_per_s : > 0; inf: all at once.
+
+    Raises ConfigError on a trace whose requests all come at once.
+    """
+    if math.isinf(trace.rate_per_s):
+        raise ConfigError("a trace whose requests all come at once has no rate to scale to an arrival rate or a load")
+    return replay_faster(trace, rate_per_s / trace.rate_per_s)
 
 
 def _check_header(header: Sequence[str] | None, name: str) -> None:
@@ -215,44 +207,103 @@ def _amount(text: str | None, column: str) -> float:
     return amount
 
 
+# ---- arrivals ---------------------------------------------------------------------------------------------------
+
+
+def draw_arrivals(text: str, rate_per_s: float, count: int, rng: np.random.Generator) -> Times:
+    """(count,) arrival times in seconds, non-decreasing, of this mean rate; an infinite rate puts them all at 0.
+
+    Raises ConfigError when `text` is not one of ARRIVALS_HELP, or the rate is not above 0.
+    """
+    kind, _, rest = text.partition(":")
+    if kind == "mmpp":
+        return bursty_arrivals(_bursts(rest, text, rate_per_s), count, rng)
+    if text == "poisson":
+        return poisson_arrivals(rate_per_s, count, rng)
+    if text == "constant":
+        _check_rate(rate_per_s)
+        return np.arange(1, count + 1) / rate_per_s
+    raise ConfigError(f"arrivals {text!r} is not one of {ARRIVALS_HELP}")
+
+
 def poisson_arrivals(rate_per_s: float, count: int, rng: np.random.Generator) -> Times:
     """(count,) arrival times in seconds, non-decreasing; an infinite rate puts them all at 0."""
-    if not rate_per_s > 0:
-        raise ConfigError(f"the arrival rate must be positive, not {rate_per_s}")
+    _check_rate(rate_per_s)
     if np.isinf(rate_per_s):
         return np.zeros(count)
     return np.cumsum(rng.exponential(1.0 / rate_per_s, count))
 
 
-def predict(text: str, lengths: Lengths, rng: np.random.Generator) -> Predictions | None:
-    """What a predictor would have said of these lengths; None: nothing predicts.
+def _check_rate(rate_per_s: float) -> None:
+    if not rate_per_s > 0:
+        raise ConfigError(f"the arrival rate must be positive, not {rate_per_s}")
 
-    quantiles:SIGMA is a predictor whose medians are off by a lognormal error, and which knows by how much: its
-    quantiles are those of its median times such an error, at LEVELS.
+
+@dataclass(frozen=True, slots=True)
+class Bursts:
+    """A Markov-modulated Poisson process of two states.
+
+    rates_per_s  of arrivals in the high and in the low state; both inf, or finite and at least 0
+    sojourns_s   mean seconds in each, exponentially distributed; > 0
     """
-    kind, _, rest = text.partition(":")
-    if text == "oracle":
-        return Predictions(lengths.astype(float))
-    if text == "none":
-        return None
+
+    rates_per_s: tuple[float, float]
+    sojourns_s: tuple[float, float]
+
+    @classmethod
+    def of(cls, rate_per_s: float, ratio: float, high_s: float, low_s: float) -> Bursts:
+        """With this mean rate. ratio : of the high rate to the low one, >= 1; inf: nothing comes in the low state."""
+        high_per_s = rate_per_s * (high_s + low_s) / (high_s + low_s / ratio)
+        return cls((high_per_s, rate_per_s if math.isinf(rate_per_s) else high_per_s / ratio), (high_s, low_s))
+
+
+def bursty_arrivals(bursts: Bursts, count: int, rng: np.random.Generator) -> Times:
+    """(count,) arrival times in seconds, non-decreasing; the first state is drawn as it is met at a random moment.
+
+    A Poisson process of rate 1 is read on the clock of the arrivals to be expected so far, which is linear in time
+    while the state lasts: exact, and without a loop over arrivals.
+    """
+    if math.isinf(bursts.rates_per_s[0]):
+        return np.zeros(count)
+    expected = np.cumsum(rng.exponential(1.0, count))
+    high_s, low_s = bursts.sojourns_s
+    state = 0 if rng.random() < high_s / (high_s + low_s) else 1
+    per_cycle = high_s * bursts.rates_per_s[0] + low_s * bursts.rates_per_s[1]
+    times_s, means = [0.0], [0.0]  # where the state changes, and the arrivals to be expected until then
+    while means[-1] < expected[-1]:
+        cycles = int((expected[-1] - means[-1]) / per_cycle) + 2
+        order = [state, 1 - state]
+        sojourns_s = rng.exponential(np.array(bursts.sojourns_s)[order], (cycles, 2)).ravel()
+        rates_per_s = np.tile(np.array(bursts.rates_per_s)[order], cycles)
+        times_s += (times_s[-1] + np.cumsum(sojourns_s)).tolist()
+        means += (means[-1] + np.cumsum(sojourns_s * rates_per_s)).tolist()
+    return np.interp(expected, means, times_s)
+
+
+def _bursts(rest: str, text: str, rate_per_s: float) -> Bursts:
     try:
-        sigma = float(rest)
-        if kind not in ("lognormal", "quantiles") or not 0 <= sigma < np.inf:
+        ratio, high_s, *others = [float(value) for value in rest.split(",")]
+        low_s = others[0] if others else high_s
+        if len(others) > 1 or not (ratio >= 1 and 0 < high_s < math.inf and 0 < low_s < math.inf):
             raise ValueError
     except ValueError:
-        raise ConfigError(f"predictions {text!r} is not one of {PREDICTIONS_HELP}") from None
-    medians = lengths * rng.lognormal(0.0, sigma, lengths.size)
-    probit = NormalDist().inv_cdf
-    spread = [math.exp(sigma * probit(level)) for level in LEVELS] if kind == "quantiles" else []
-    return Predictions(medians, tuple(spread))
+        raise ConfigError(
+            f"arrivals {text!r}: mmpp:RATIO,HIGH_S[,LOW_S] with RATIO at least 1 and positive seconds is needed"
+        ) from None
+    _check_rate(rate_per_s)
+    return Bursts.of(rate_per_s, ratio, high_s, low_s)
+
+
+# ---- requests ---------------------------------------------------------------------------------------------------
 
 
 def requests(trace: Trace, predictions: Predictions | None) -> Iterator[tuple[float, Request]]:
     """(time_s, request) in order of arrival; request ids count from 0."""
     times, prompts = trace.arrivals_s.tolist(), trace.input_tokens.tolist()
     medians = [None] * len(times) if predictions is None else predictions.medians.tolist()
+    quantiles = None if predictions is None else predictions.quantiles
     for request_id, (at_s, prompt, median) in enumerate(zip(times, prompts, medians, strict=True)):
-        quantiles = predictions.quantiles_of(median) if predictions is not None and predictions.quantiles else ()
+        likely = () if quantiles is None else tuple(quantiles[request_id].tolist())
         # What is not known of a prompt is left out, and so out of the journal.
         known = (prompt,) if prompt else ()
-        yield at_s, Request(request_id, median, None, quantiles, *known)
+        yield at_s, Request(request_id, median, None, likely, *known)

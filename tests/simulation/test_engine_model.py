@@ -277,6 +277,33 @@ def test_constant_steps_do_not_depend_on_who_else_runs_and_have_no_known_energy(
     assert engine.energy_j(10.0) is None
 
 
+def asked(*prompt_tokens: float) -> Batch:
+    """Requests 0, 1, ... with prompts of so many tokens."""
+    requests = tuple([Request(id_, prompt_tokens=tokens) for id_, tokens in enumerate(prompt_tokens)])
+    return Batch(1, 0, requests, 0.0, len(requests))
+
+
+def test_a_static_batch_reads_its_prompts_one_after_the_other() -> None:
+    engine = TimedEngine(EngineInfo("e", 2, True), [5.0, 8.0], step_s=0.5, prefill_s=1.0, prefill_s_per_token=0.1)
+    engine.start(asked(20, 30), 0.0)
+    assert run_out(engine) == [(1 + 50 * 0.1 + 8 * 0.5, 1)]
+    assert engine.costs.batch_s([8.0], 2, prompt_tokens_mean=25) == pytest.approx(10.0)
+
+
+def test_a_short_prompt_that_comes_later_may_be_read_earlier() -> None:
+    engine = TimedEngine(EngineInfo("e", 3, False), [5.0, 5.0, 5.0], step_s=1.0, prefill_s_per_token=0.1)
+    engine.start(asked(40, 10, 0), 2.0)
+    assert run_out(engine) == [(7.0, 2), (8.0, 1), (11.0, 0)]
+    assert engine.costs.alone_s([5.0, 5.0], [40, 10]).tolist() == [9.0, 6.0]
+
+
+def test_a_prefill_that_is_aborted_lets_the_others_be_read_on_time() -> None:
+    engine = TimedEngine(EngineInfo("e", 2, False), [5.0, 5.0, 5.0], step_s=1.0, prefill_s_per_token=0.1)
+    engine.start(asked(40, 10, 20), 0.0)
+    engine.abort(1, 0.5)
+    assert run_out(engine) == [(0.5 + 2.0 + 5.0, 2), (9.0, 0)]
+
+
 def test_steps_that_take_no_time_end_at_once() -> None:
     engine = TimedEngine(EngineInfo("e", 2, False), [5.0, 8.0], step_s=0.0)
     engine.start(batch(0, 1), 3.0)

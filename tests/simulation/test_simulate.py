@@ -1,19 +1,23 @@
 """The simulated body: known answers of the theory, laws of every run, and the command."""
 
-import gzip
 import json
+import math
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from llmserve.__main__ import main
+from bins.profile import Curve, Profile
+from llmserve.__main__ import main, read_answers
 from llmserve.cluster import journal
-from llmserve.errors import ConfigError
 from llmserve.scheduling.messages import RequestArrived, StartBatch
-from llmserve.scheduling.policies import SchedulingConfig
-from llmserve.simulate import Scenario, prepare, simulate
-from llmserve.simulation import workload
+from llmserve.scheduling.policies import DispatchConfig, SchedulingConfig
+from llmserve.simulate import Case, Scenario, prepare, run, run_cases, simulate
+from llmserve.simulation.progress import Told
+from llmserve.simulation.report import Recorder
+from llmserve.simulation.scenario import Answers, engines
+from predictor.prompt import Prompt
 
 ISSUE_COMMAND = (
     "simulate --bins 8 --batch-size 8 --arrival-rate 5 --requests 10000 --lengths lognormal:5.2,0.8 --step-s 0.01 "
@@ -43,23 +47,86 @@ def test_saturated_throughput_is_that_of_theorem_4_2(bins: int, throughput_per_s
     assert summary.throughput_per_s == pytest.approx(throughput_per_s, rel=0.01)
 
 
-def test_one_slot_with_exponential_service_is_an_m_m_1_queue() -> None:
-    """Mean latency 1 / (mu - lambda) = 2 s at mu = 1, lambda = 0.5; its standard error at this size is about 1 %."""
-    scenario = Scenario(requests=200_000, arrival_rate=0.5, lengths="exponential:1", step_s=1.0, slots=1, seed=5)
-    summary = simulate(scenario, scheduling(bins=1, batch_size=1, release="greedy", order="fffs"))
-    assert summary.latency_s_mean == pytest.approx(2.0, rel=0.04)
-    assert summary.utilisation == pytest.approx(0.5, rel=0.02)
+def erlang_c(servers: int, offered: float) -> float:
+    """Probability that an arrival waits in M/M/c; offered : arrival rate times mean service, below servers."""
+    terms = [offered**n / math.factorial(n) for n in range(servers)]
+    last = offered**servers / math.factorial(servers) * servers / (servers - offered)
+    return last / (sum(terms) + last)
 
 
-def test_one_slot_with_constant_service_is_an_m_d_1_queue() -> None:
-    """Mean waiting rho / (2 mu (1 - rho)) = 0.5 s at mu = 1, lambda = 0.5 (Pollaczek-Khinchine)."""
-    scenario = Scenario(requests=200_000, arrival_rate=0.5, lengths="constant:1", step_s=1.0, slots=1, seed=6)
-    summary = simulate(scenario, scheduling(bins=1, batch_size=1, release="greedy"))
-    assert summary.waiting_s_mean == pytest.approx(0.5, rel=0.04)
+@pytest.mark.parametrize(
+    ("lengths", "servers", "waiting_s"),
+    [
+        ("exponential:1", 1, 0.5 / (1 - 0.5)),  # M/M/1: rho / (mu (1 - rho))
+        ("constant:1", 1, 0.5 * 1.0 / (2 * (1 - 0.5))),  # M/D/1, Pollaczek-Khinchine: lambda E[S^2] / (2 (1 - rho))
+        ("uniform:0,2", 1, 0.5 * 4 / 3 / (2 * (1 - 0.5))),  # M/G/1
+        ("lognormal:-0.32,0.8", 1, 0.5 * math.exp(0.64) / (2 * (1 - 0.5))),  # M/G/1, of mean 1 too
+        ("exponential:1", 3, erlang_c(3, 1.5) / (3 - 1.5)),  # M/M/3
+    ],
+    ids=["M/M/1", "M/D/1", "M/G/1 uniform", "M/G/1 lognormal", "M/M/3"],
+)
+def test_slots_that_serve_one_by_one_are_queues_of_known_waiting(lengths: str, servers: int, waiting_s: float) -> None:
+    """The theory's mean waiting lies in the 95 % confidence interval of six runs, at half of what the slots serve."""
+    scenario = Scenario(requests=6_000, arrival_rate=0.5 * servers, lengths=lengths, step_s=1.0, slots=servers, seed=1)
+    config = scheduling(bins=1, batch_size=1, release="greedy", order="fffs").resolved(barrier=False)
+    with Told(6) as told:
+        (found,) = run_cases([Case(scenario, config, DispatchConfig())], 6, 1, told)
+    waiting = found.estimates["waiting_s_mean"]
+    assert waiting.low is not None
+    assert waiting.high is not None
+    assert waiting.low <= waiting_s <= waiting.high
+    assert waiting.half_width < 0.2 * waiting_s
+    assert found.estimates["utilisation"].mean == pytest.approx(0.5, rel=0.02)
 
 
-def test_littles_law_holds(tmp_path: Path) -> None:
-    """Mean number present = arrival rate x mean latency, exactly, over a run that starts and ends empty."""
+LITTLE = {
+    "barrier, full": (Scenario(barrier=True), {"bins": 4}),
+    "barrier, greedy, three engines": (Scenario(barrier=True, engines=3), {"release": "greedy"}),
+    "barrier, window": (Scenario(barrier=True, engines=2), {"release": "window"}),
+    "barrier, timeout, two profiles": (
+        Scenario(barrier=True, engine=("2xh100-llama-3.1-8b:4", "h100-llama-3.1-8b"), arrivals="mmpp:5,20"),
+        {"release": "timeout", "batch_wait_s": 2.0},
+    ),
+    "refill, greedy, two engines": (Scenario(engines=2, look_ahead=2, prefill_s=0.3), {"release": "greedy"}),
+    "refill, full, all at once": (Scenario(arrival_rate=np.inf), {"batch_size": 4}),
+    "constant arrivals, mistaken bins": (
+        Scenario(barrier=True, arrivals="constant", predictions="neighbour:4,0.2"),
+        {"bins": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize(("scenario", "values"), LITTLE.values(), ids=LITTLE)
+def test_littles_law_holds(scenario: Scenario, values: dict[str, object]) -> None:
+    """Mean number present = completions a second x mean latency, exactly, over a run that starts and ends empty."""
+    scenario = msgspec.structs.replace(scenario, requests=1_500, step_s=None if scenario.engine else 0.005, seed=2)
+    summary = simulate(scenario, scheduling(**values))
+    assert summary.completed == 1_500
+    assert summary.in_system_mean == pytest.approx(summary.throughput_per_s * summary.latency_s_mean, rel=1e-9)
+    assert summary.in_system_mean > 0.1
+
+
+@pytest.mark.parametrize(
+    ("last_batch", "values"),
+    [("drop", {"bins": 8}), ("flush", {"queue_requests_max": 20}), ("drop", {"queue_requests_max": 20, "bins": 3})],
+)
+def test_requests_that_are_refused_or_dropped_are_present_until_they_leave(
+    last_batch: str, values: dict[str, object]
+) -> None:
+    scenario = Scenario(requests=1_500, arrival_rate=9.0, barrier=True, last_batch=last_batch, seed=2)  # type: ignore[arg-type]
+    config = scheduling(**values).resolved(barrier=True)
+    work = prepare(scenario, config)
+    recorder = Recorder(len(work))
+    summary = run(scenario, config, work, recorder=recorder)
+    gone = {id_: left_s for id_, left_s in recorder.left_s.items() if np.isnan(recorder.ended_s[id_])}
+    assert len(gone) == 1_500 - summary.completed > 0
+    last_s = np.nanmax(recorder.ended_s)
+    stayed_s = sum(max(0.0, min(left_s, last_s) - recorder.arrived_s[id_]) for id_, left_s in gone.items())
+    present_s = summary.latency_s_mean * summary.completed + stayed_s
+    assert summary.in_system_mean * summary.elapsed_s == pytest.approx(present_s, rel=1e-9)
+
+
+def test_the_number_present_is_the_schedulers_own(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     scenario = Scenario(requests=2_000, arrival_rate=3.0, barrier=True, engines=2, step_s=0.005, seed=2)
     summary = simulate(scenario, scheduling(bins=4), journal_path=path)
@@ -70,7 +137,7 @@ def test_littles_law_holds(tmp_path: Path) -> None:
         present_s += present * (step.now_s - last_s)
         scheduler.handle(step.event, step.now_s)
         last_s, present = step.now_s, len(scheduler.requests)
-    assert present_s == pytest.approx(summary.latency_s_mean * scenario.requests, rel=1e-9)
+    assert present_s == pytest.approx(summary.in_system_mean * summary.elapsed_s, rel=1e-9)
 
 
 def test_same_seed_gives_the_same_journal_byte_for_byte(tmp_path: Path) -> None:
@@ -257,6 +324,26 @@ def test_a_trace_is_replayed_in_order_with_its_lengths_and_prompts(trace: str, t
     assert summary.completed == 3
 
 
+def test_a_trace_is_replayed_at_the_load_or_the_rate_asked_for(trace: str) -> None:
+    """Alone with a barrier, batches of 1 of lengths 100, 50 and 10 take 5.33 s on average at 0.1 s a token."""
+    options = {"trace": trace, "step_s": 0.1, "barrier": True}
+    loaded = prepare(Scenario(load=0.8, **options), scheduling(batch_size=1))  # type: ignore[arg-type]
+    assert loaded.arrival_rate_per_s == pytest.approx(0.8 * 3 / 16)
+    assert loaded.trace.rate_per_s == pytest.approx(loaded.arrival_rate_per_s)
+    rated = prepare(Scenario(arrival_rate=6.0, **options), scheduling(batch_size=1))  # type: ignore[arg-type]
+    assert np.diff(rated.trace.arrivals_s).tolist() == pytest.approx([0.5, 0.0])
+
+
+@pytest.mark.parametrize("options", [{"lengths": "constant:7"}, {"trace": None}, {"prompts": "p"}])
+def test_answers_can_be_made_longer(options: dict[str, str | None], trace: str) -> None:
+    scenario = Scenario(
+        requests=3, lengths_factor=2.0, **{**options, **({"trace": trace} if "trace" in options else {})}
+    )
+    answers = Answers(np.array([4.0]), np.array([1.0]))
+    lengths = prepare(scenario, scheduling(batch_size=1), answers).trace.output_tokens.tolist()
+    assert lengths == ([200, 100, 20] if "trace" in options else [8.0] * 3 if "prompts" in options else [14.0] * 3)
+
+
 def test_a_trace_can_be_cut_and_hurried(trace: str) -> None:
     work = prepare(Scenario(trace=trace, trace_speed=5.0, requests=2), scheduling(batch_size=8))
     assert work.trace.arrivals_s.tolist() == [0.1, 0.5]
@@ -265,43 +352,136 @@ def test_a_trace_can_be_cut_and_hurried(trace: str) -> None:
     assert sorted(work.scores) == [50, 100]
 
 
-def test_a_compressed_trace_reads_as_the_plain_one(trace: str, tmp_path: Path) -> None:
-    (tmp_path / "trace.csv.gz").write_bytes(gzip.compress(TRACE.encode()))
-    plain, compressed = workload.read_trace(trace), workload.read_trace(f"{trace}.gz")
-    for column in ("arrivals_s", "input_tokens", "output_tokens"):
-        assert getattr(plain, column).tolist() == getattr(compressed, column).tolist()
+# ---- engines of several kinds ----
+
+
+@pytest.fixture
+def profiles(tmp_path: Path) -> tuple[str, str]:
+    """Of engines whose every token takes 1 s, and 2 s."""
+    paths = tmp_path / "fast.json", tmp_path / "slow.json"
+    for path, step_s in zip(paths, (1.0, 2.0), strict=True):
+        Profile.timed(path.stem, Curve.affine(0, step_s), source="a test").save(path)
+    return str(paths[0]), str(paths[1])
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+def test_each_engine_has_the_costs_of_its_own_profile(profiles: tuple[str, str], barrier: bool) -> None:
+    """Two requests of 10 tokens at once: one takes 10 s, the other 20 s."""
+    scenario = Scenario(
+        requests=2, arrival_rate=np.inf, lengths="constant:10", engine=profiles, barrier=barrier, slots=1
+    )
+    config = scheduling(bins=1, batch_size=1).resolved(barrier)
+    work = prepare(scenario, config)
+    recorder = Recorder(2)
+    summary = run(scenario, config, work, recorder=recorder)
+    assert sorted(recorder.ended_s) == [10.0, 20.0]
+    assert summary.slowdown_p99 == pytest.approx(2.0, rel=0.02), "over the time alone on the fastest"
+    assert summary.utilisation == pytest.approx((0.5 + 1) / 2)
+
+
+def test_engines_are_counted_and_have_slots_of_their_own(profiles: tuple[str, str]) -> None:
+    fast, slow = profiles
+    scenario = Scenario(engine=(f"2x{fast}:3", slow), slots=5, load=1.0, lengths="constant:4")
+    config = scheduling(bins=1).resolved(barrier=False)
+    made = engines(scenario, config, [])
+    assert [(engine.info.name, engine.info.slots, engine.costs.step_s[1]) for engine in made] == [
+        ("engine0", 3, 1.0),
+        ("engine1", 3, 1.0),
+        ("engine2", 5, 2.0),
+    ]
+    assert prepare(scenario, config).arrival_rate_per_s == pytest.approx(2 * 3 / 4 + 5 / 8)
+
+
+def test_a_barrier_engine_with_fewer_slots_takes_a_batch_in_parts(profiles: tuple[str, str]) -> None:
+    scenario = Scenario(
+        requests=4, arrival_rate=np.inf, lengths="constant:10", engine=(f"{profiles[0]}:2",), barrier=True
+    )
+    summary = simulate(scenario, scheduling(bins=1, batch_size=4))
+    assert summary.elapsed_s == 20.0
+    generous = msgspec.structs.replace(scenario, engine=(f"{profiles[0]}:9",))
+    assert engines(generous, scheduling(batch_size=4).resolved(barrier=True), [])[0].info.slots == 4
+
+
+# ---- prompts ----
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    """A record of two answers, as `serve --record` writes it."""
+    rows = [
+        {"prompt": "Count from 3 to 9.", "model": "llmserve-demo", "output_tokens": 13, "finish_reason": "stop"},
+        {"prompt": "Count from 1 to 150.", "model": "llmserve-demo", "output_tokens": 400, "finish_reason": "stop"},
+    ]
+    path = tmp_path / "record.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_each_request_is_a_row_of_a_file_of_prompts(prompts: str) -> None:
+    answers = read_answers(prompts, None)
+    assert answers.output_tokens.tolist() == [13, 400]
+    assert answers.input_tokens.tolist() == [len("Count from 3 to 9.") / 4, len("Count from 1 to 150.") / 4]
+    work = prepare(Scenario(requests=2_000, prompts=prompts), scheduling(batch_size=8), answers)
+    long = work.trace.output_tokens == 400
+    assert (work.trace.output_tokens[~long] == 13).all()
+    assert long.mean() == pytest.approx(0.5, abs=0.05)
+    assert (work.trace.input_tokens[long] == 5.0).all()
+    assert set(work.scores) == {13, 400}
+
+
+def test_a_trained_predictor_says_how_long_the_answers_of_prompts_will_be(prompts: str) -> None:
+    import predictor
+    from predictor.predict import LengthPredictor
+
+    answers = read_answers(prompts, str(predictor.DEMO))
+    said = LengthPredictor.load(predictor.DEMO).predict(
+        [Prompt("Count from 3 to 9.", "llmserve-demo"), Prompt("Count from 1 to 150.", "llmserve-demo")]
+    )
+    assert answers.forecasts == pytest.approx(said.astype(float))
+    scenario = Scenario(requests=50, prompts=prompts, predictions=f"predictor:{predictor.DEMO}")
+    work = prepare(scenario, scheduling(batch_size=8).resolved(barrier=True), answers)
+    assert work.predictions is not None
+    assert work.predictions.quantiles is not None
+    for tokens, median, quantiles in zip(
+        work.trace.output_tokens, work.predictions.medians, work.predictions.quantiles, strict=True
+    ):
+        row = 0 if tokens == 13 else 1
+        assert quantiles == pytest.approx(said[row])
+        assert median == pytest.approx(np.median(said[row]))
+    assert len(set(work.scores)) == 2, "bins go by the risk of what is predicted"
+
+
+def test_the_output_tokens_of_prompts_may_stand_in_a_column_of_another_name(prompts: str) -> None:
+    path = Path(prompts).with_name("renamed.jsonl")
+    path.write_text(Path(prompts).read_text().replace("output_tokens", "response_tokens"))
+    assert read_answers(f"{path}:response_tokens", None).output_tokens.tolist() == [13, 400]
+
+
+def test_the_command_serves_prompts_with_a_trained_predictor(prompts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import predictor
+
+    flags = ["--requests", "300", "--barrier", "--bins", "2", "--prefill-s-per-token", "0.01", "--json"]
+    assert main(["simulate", "--prompts", prompts, "--predictions", f"predictor:{predictor.DEMO}", *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["completed"] == 300
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("flags", "message"),
     [
-        ("", "no column arrival_s, input_tokens, output_tokens"),
-        ("arrival_s,output_tokens\n1,2\n", "no column input_tokens"),
-        ("arrival_s,input_tokens,output_tokens\n", "no rows"),
-        ("arrival_s,input_tokens,output_tokens\n0,1,5\n1,1,many\n", "row 3: output_tokens must be a number"),
-        ("arrival_s,input_tokens,output_tokens\n0,1\n", "row 2: output_tokens must be a number"),
-        ("arrival_s,input_tokens,output_tokens\n0,1,0\n", "row 2: output_tokens must be above 0"),
-        ("arrival_s,input_tokens,output_tokens\n0,-1,3\n", "row 2: input_tokens must be finite and at least 0"),
-        ("arrival_s,input_tokens,output_tokens\nnan,1,3\n", "row 2: arrival_s must be finite"),
-        ("arrival_s,input_tokens,output_tokens\n5,1,3\n4,1,3\n", "row 3: arrivals must be in order"),
+        ("--prompts /nowhere.jsonl", "/nowhere.jsonl"),
+        ("--prompts {prompts}:tokens", "no usable row"),
+        ("--prompts {prompts} --predictions predictor:/nowhere", "/nowhere is not a predictor's folder"),
+        ("--predictions predictor:/nowhere", "a trained predictor needs --prompts"),
+        ("--prompts {prompts} --lengths constant:3", "lengths cannot be given with prompts"),
     ],
 )
-def test_a_malformed_trace_is_an_error_that_names_its_file_and_row(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "bad.csv"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message) as error:
-        workload.read_trace(str(path))
-    assert str(path) in str(error.value)
-
-
-@pytest.mark.parametrize("damaged", [b"not gzip", gzip.compress(TRACE.encode())[:-12]])
-def test_a_damaged_compressed_file_is_an_error_that_names_it(tmp_path: Path, damaged: bytes) -> None:
-    path = tmp_path / "bad.csv.gz"
-    path.write_bytes(damaged)
-    with pytest.raises(ConfigError, match=r"the trace .*bad\.csv\.gz"):
-        workload.read_trace(str(path))
-    with pytest.raises(ConfigError, match=r"cannot read the lengths file .*bad\.csv\.gz"):
-        workload.draw_lengths(f"file:{path}", 1, np.random.default_rng(0))
+def test_prompts_that_cannot_be_used_are_said_in_one_line(
+    flags: str, message: str, prompts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *flags.format(prompts=prompts).split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 # ---- the command ----
@@ -362,13 +542,13 @@ def test_the_command_makes_batches_as_large_as_a_deadline_allows(capsys: pytest.
     assert summaries[1]["energy_j_per_token"] < summaries[0]["energy_j_per_token"]
 
 
-def test_the_command_waits_for_full_batches_only_of_engines_that_run_them_to_their_end(
+def test_the_command_has_the_defaults_of_the_server_for_each_kind_of_engine(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     command = f"simulate --requests 300 --profile {H100} --load 0.2 --bins 4 --seed 1"
     for flags, same, title in (
         ("", "--release greedy --batch-size 1", "batches of 1, release greedy, order shortest, 1 refill engine"),
-        ("--barrier", "--barrier --release full", "batches of 8, release full, order fffs, 1 barrier engine"),
+        ("--barrier", "--barrier --release greedy", "batches of 8, release greedy, order fffs, 1 barrier engine"),
         ("--release full", "--release full --batch-size 32", "batches of 32, release full, order shortest, 1 refill"),
     ):
         outs = []
@@ -421,12 +601,21 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         ("--load 0.5 --step-s 0", "no capacity"),
         ("--trace /nowhere.csv", "no trace '/nowhere.csv'"),
         ("--trace t.csv --lengths constant:3", "lengths cannot be given with trace"),
-        ("--trace t.csv --load 0.5", "load cannot be given with trace"),
+        ("--trace t.csv --arrivals constant", "arrivals cannot be given with trace"),
+        ("--trace t.csv --trace-speed 2 --load 0.5", "load cannot be given with trace_speed"),
         ("--trace-speed 2", "no trace to speed up"),
+        ("--arrivals mmpp:3", "mmpp:RATIO,HIGH_S[,LOW_S]"),
+        ("--engine h100-llama-3.1-8b --profile h100-llama-3.1-8b", "profile cannot be given with engine"),
+        ("--engine h100-llama-3.1-8b --engines 2", "engines cannot be given with engine"),
+        ("--engine 2xh100-lama", "did you mean h100-llama-3.1-8b"),
+        ("--engine p4-googlenet:64", "of 32 sequences, not 64"),
+        ("--engine h100-llama-3.1-8b --engine p4-googlenet --release table", "engines of one kind"),
+        ("--profile h100-llama-3.1-8b --prefill-s-per-token 1", "prefill_s_per_token cannot be given with profile"),
+        ("--predictions neighbour:4,0.7", "neighbour:K,P with"),
         ("--predictions quantiles:-1", "is not one of"),
         ("--release table", "release table needs --profile"),
         ("--energy-weight 20", "energy_weight is of no use under release greedy, only under table"),
-        ("--latency-target-s 9 --barrier", "latency_target_s is of no use under release full, only under table and"),
+        ("--latency-target-s 9 --barrier", "latency_target_s is of no use under release window, only under table and"),
         ("--latency-target-s 0", "latency_target_s"),
     ],
 )
@@ -443,78 +632,6 @@ def test_what_makes_no_sense_leaves_an_earlier_journal_alone(tmp_path: Path) -> 
     for flags in ("--release table", "--edges 5,5 --bins 3"):
         assert main(["simulate", "--requests", "10", *flags.split(), "--journal", str(path)]) == 2
     assert path.read_text() == "of an earlier run"
-
-
-# ---- workloads ----
-
-
-def test_lengths_come_from_a_column_of_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "trace.csv"
-    path.write_text("arrival_s,input_tokens,output_tokens\n0,5,100\n1,6,200\n")
-    rng = np.random.default_rng(0)
-    assert set(workload.draw_lengths(f"file:{path}", 50, rng)) == {100, 200}
-    assert set(workload.draw_lengths(f"file:{path}:input_tokens", 50, rng)) == {5, 6}
-    with pytest.raises(ConfigError, match="no column 'tokens'"):
-        workload.draw_lengths(f"file:{path}:tokens", 1, rng)
-
-
-def test_lengths_come_from_a_plain_list_of_numbers(tmp_path: Path) -> None:
-    path = tmp_path / "lengths.txt"
-    path.write_text("3\n4\n")
-    assert set(workload.draw_lengths(f"file:{path}", 50, np.random.default_rng(0))) == {3, 4}
-
-
-def test_lengths_come_from_a_compressed_file_too(tmp_path: Path) -> None:
-    path = tmp_path / "lengths.csv.gz"
-    path.write_bytes(gzip.compress(b"output_tokens\n3\n4\n"))
-    assert set(workload.draw_lengths(f"file:{path}", 50, np.random.default_rng(0))) == {3, 4}
-
-
-@pytest.mark.parametrize("text", ["", "output_tokens\n", "output_tokens\nmany\n", "output_tokens\n-3\n"])
-def test_a_file_without_usable_lengths_is_an_error(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "lengths.csv"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match="lengths file"):
-        workload.draw_lengths(f"file:{path}", 1, np.random.default_rng(0))
-
-
-@pytest.mark.parametrize(
-    ("text", "mean"),
-    [("uniform:1,20", 10.5), ("exponential:50", 50), ("lognormal:3,0.5", np.exp(3.125)), ("constant:7", 7)],
-)
-def test_distributions_have_their_means(text: str, mean: float) -> None:
-    lengths = workload.draw_lengths(text, 100_000, np.random.default_rng(0))
-    assert lengths.min() > 0
-    assert lengths.mean() == pytest.approx(mean, rel=0.02)
-
-
-def test_poisson_arrivals_have_their_rate_and_infinite_means_all_at_once() -> None:
-    arrivals_s = workload.poisson_arrivals(4.0, 40_000, np.random.default_rng(0))
-    assert arrivals_s[-1] == pytest.approx(10_000, rel=0.02)
-    assert np.diff(arrivals_s).std() == pytest.approx(0.25, rel=0.03)
-    assert not workload.poisson_arrivals(np.inf, 5, np.random.default_rng(0)).any()
-
-
-def test_predicted_quantiles_tell_the_error_that_the_medians_have() -> None:
-    """The true length is below the quantile of level p in a share p of the cases, but for the lengths' own spread."""
-    lengths = np.full(40_000, 100.0)
-    predictions = workload.predict("quantiles:0.5", lengths, np.random.default_rng(0))
-    assert predictions is not None
-    assert np.std(np.log(predictions.medians / 100)) == pytest.approx(0.5, rel=0.02)
-    quantiles = np.outer(predictions.medians, predictions.quantiles)  # (requests, levels)
-    assert (lengths[:, None] <= quantiles).mean(axis=0) == pytest.approx((np.arange(15) + 0.5) / 15, abs=0.01)
-
-
-def test_requests_carry_their_quantiles_around_their_median() -> None:
-    trace = workload.Trace(np.array([1.0, 2.0]), np.array([100.0, 10.0]), np.array([5.0, 6.0]))
-    predictions = workload.predict("quantiles:0.3", trace.output_tokens, np.random.default_rng(0))
-    assert predictions is not None
-    for (at_s, request), arrival_s in zip(workload.requests(trace, predictions), (1.0, 2.0), strict=True):
-        assert at_s == arrival_s
-        assert len(request.quantiles) == 15
-        assert request.quantiles[7] == request.predicted_tokens == predictions.medians[request.id]
-        assert list(request.quantiles) == sorted(request.quantiles)
-        assert request.prompt_tokens == 5 + request.id
 
 
 def test_first_edges_go_by_the_risk_of_predicted_quantiles() -> None:

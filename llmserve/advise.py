@@ -1,0 +1,455 @@
+"""Advise: how many length bins, which edges, what gain, what wait.
+
+For engines that run a batch to its end (--barrier): requests of like length wait together until a batch is full, as
+under --release full. Prints what each number of bins comes to, by the theory in bins/capacity.py, and recommends one.
+
+Edges are fitted to one half of the lengths and judged by the other, both ways; the edges to use are fitted to all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from rich.console import Console
+from rich.table import Table
+
+from bins.capacity import batch_time, batch_time_window, forming_s, latency, throughput_max, utilisation
+from bins.edges import Edges, equal_mass_edges, index_of, optimal_edges
+from bins.profile import PROFILES, resolve
+from llmserve.config import add_flags, convert
+from llmserve.errors import ConfigError
+from llmserve.scheduling.policies import WINDOW_BATCHES
+from llmserve.simulation import workload
+from llmserve.simulation.scenario import STEP_S
+
+HEADROOM = 0.8  # engines busier than this share of their time keep up, but batches wait long for them
+ENOUGH = 0.99  # of the most throughput is as good: the last bins cost more waiting than they give
+DRAWN = 20_000  # lengths, where a distribution is given
+WINDOW_DRAWS = 1 << 19  # lengths that go through windows
+SHOWN = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # bins in the table, and those recommended
+DRAWN_SHARE = 0.995  # of the lengths: the few longest would squeeze the rest
+OPTIMAL_COLOUR, EQUAL_MASS_COLOUR = "#d55e00", "#0072b2"
+LATENCY_NOTE = (
+    "Latency is the wait for the batch to fill, and its run. At high load batches also wait for an engine: simulate. A "
+    "bin that few requests fall into fills slowly; --release timeout ends the wait."
+)
+REFILL_NOTE = (
+    "Engines with continuous batching, as vLLM's, gain nothing from bins: there no answer waits for a longer one's end."
+)
+
+Positive = Annotated[float, Meta(gt=0)]
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked. None where a default or another field decides, or nothing is said."""
+
+    lengths: Annotated[
+        str | None, Meta(description=f"output tokens: PATH[:COLUMN] of a file, or {workload.LENGTHS_HELP}; needed")
+    ] = None
+    arrival_rate: Annotated[Positive | None, Meta(description="Poisson arrivals a second; needed")] = None
+    batch_size: Annotated[int, Meta(ge=1, description="requests in a batch")] = 8
+    step_s: Annotated[Positive | None, Meta(description=f"seconds a token (default {STEP_S})")] = None
+    profile: Annotated[
+        str | None, Meta(description=f"what steps take: {', '.join(PROFILES)}, or a file; instead of step-s")
+    ] = None
+    engines: Annotated[int, Meta(ge=1, description="that run batches, of one kind")] = 1
+    bins_max: Annotated[int, Meta(ge=1, le=64, description="most bins that are tried")] = 32
+    latency_target_s: Annotated[
+        Positive | None, Meta(description="the most throughput within this mean latency, instead of the least latency")
+    ] = None
+    seed: Annotated[int, Meta(ge=0, description="of every random draw")] = 0
+
+    def check(self) -> tuple[str, float]:
+        """The lengths and the arrival rate. Raises ConfigError without them, and on settings that contradict."""
+        if self.lengths is None:
+            raise ConfigError(
+                "lengths is needed: a file of output lengths, or a distribution such as lognormal:5.2,0.8"
+            )
+        if self.arrival_rate is None:
+            raise ConfigError("arrival_rate is needed: how many requests come a second")
+        if not math.isfinite(self.arrival_rate):
+            raise ConfigError(f"arrival_rate: a finite number is needed, not {self.arrival_rate}")
+        if self.profile is not None and self.step_s is not None:
+            raise ConfigError("step_s cannot be given with profile, which decides it")
+        return self.lengths, self.arrival_rate
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """What a number of bins comes to, with optimal edges unless it says equal mass.
+
+    edges                 interior edges, tokens, fitted to all lengths
+    throughput_per_s      of all engines at saturation, requests a second; gain: over one bin, 0 for none
+    forming_s             mean wait until the batch is full
+    forming_s_rarest      the same in the bin that fewest requests fall into
+    batch_s               mean time of a batch
+    latency_s             mean, of Lemma 5.1: when no batch waits for an engine
+    utilisation           share of their time that engines are busy; from 1 on they do not keep up
+    """
+
+    bins: int
+    edges: Edges
+    throughput_per_s: float
+    gain: float
+    throughput_per_s_equal_mass: float
+    gain_equal_mass: float
+    forming_s: float
+    forming_s_rarest: float
+    batch_s: float
+    latency_s: float
+    utilisation: float
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found, as --json prints it.
+
+    rows                  of 1, 2, ... bins
+    bins, edges, reason   recommended, and why
+    throughput_per_s_max  of all engines without any padding, however many bins
+    window                requests among which --release window looks for neighbours by length; its gain over one bin
+    """
+
+    lengths: int
+    length_mean: float
+    batch_size: int
+    arrival_rate_per_s: float
+    step_s: float
+    prefill_s: float
+    engines: int
+    rows: list[Row]
+    bins: int
+    edges: Edges
+    reason: str
+    throughput_per_s_max: float
+    window: int
+    window_throughput_per_s: float
+    window_gain: float
+
+    @property
+    def recommended(self) -> Row:
+        return self.rows[self.bins - 1]
+
+
+# ---- the answer ---------------------------------------------------------------------------------------------------
+
+
+def advise(question: Question) -> tuple[Answer, workload.Lengths]:
+    """The answer and the lengths it rests on. Raises ConfigError on a question that makes no sense."""
+    text, rate_per_s = question.check()
+    rng = np.random.default_rng(question.seed)
+    lengths = rng.permutation(_lengths(text, rng))
+    if lengths.size < 2:
+        raise ConfigError(f"lengths {text!r}: at least two are needed, to fit edges to some and judge them by others")
+    step_s, prefill_s = _times(question)
+    rows = _rows(question, lengths, rate_per_s, step_s, prefill_s)
+    row, reason = recommend(rows, question, rate_per_s)
+    size, window = question.batch_size, WINDOW_BATCHES * question.batch_size
+    windows = max(1, WINDOW_DRAWS // window)
+    window_s = prefill_s + step_s * batch_time_window(lengths, window, size, rng, windows=windows)
+    length_mean = float(lengths.mean())
+    answer = Answer(
+        lengths=lengths.size,
+        length_mean=length_mean,
+        batch_size=size,
+        arrival_rate_per_s=rate_per_s,
+        step_s=step_s,
+        prefill_s=prefill_s,
+        engines=question.engines,
+        rows=rows,
+        bins=row.bins,
+        edges=row.edges,
+        reason=reason,
+        throughput_per_s_max=question.engines * throughput_max(size, prefill_s + step_s * length_mean),
+        window=window,
+        window_throughput_per_s=question.engines * size / window_s,
+        window_gain=rows[0].batch_s / window_s - 1,
+    )
+    return answer, lengths
+
+
+def _lengths(text: str, rng: np.random.Generator) -> workload.Lengths:
+    """A file's lengths, each once; else as many as are drawn from a distribution."""
+    if _is_file(text):
+        return workload.read_lengths(text.removeprefix("file:"))
+    return workload.draw_lengths(text, DRAWN, rng)
+
+
+def _is_file(text: str) -> bool:
+    """Whether it names a file, if only one that is not there; else it describes a distribution."""
+    name, colon, _ = text.partition(":")
+    return name == "file" or not colon or Path(name).is_file()
+
+
+def _times(question: Question) -> tuple[float, float]:
+    """(step_s, prefill_s) of a full batch."""
+    if question.profile is None:
+        return (STEP_S if question.step_s is None else question.step_s), 0.0
+    try:
+        profile = resolve(question.profile)
+    except ValueError as error:
+        raise ConfigError(f"profile: {error}") from error
+    if profile.slots_max is not None and question.batch_size > profile.slots_max:
+        raise ConfigError(f"profile {profile.name} is of {profile.slots_max} sequences, not {question.batch_size}")
+    return float(profile.step_s.at(question.batch_size)), profile.prefill_s
+
+
+def _rows(
+    question: Question, lengths: workload.Lengths, rate_per_s: float, step_s: float, prefill_s: float
+) -> list[Row]:
+    """Of 1, 2, ..., bins_max bins, or as many as the lengths can be cut into."""
+    size, engines = question.batch_size, question.engines
+    optimal = partial(optimal_edges, batch_size=size)
+    rows: list[Row] = []
+    for bins in range(1, question.bins_max + 1):
+        edges = optimal(lengths, bins)
+        if len(edges) + 1 < bins:
+            break
+        batch_s = prefill_s + step_s * _judged(lengths, bins, size, optimal)
+        equal_s = prefill_s + step_s * _judged(lengths, bins, size, equal_mass_edges)
+        one_bin_s = rows[0].batch_s if rows else batch_s
+        rarest = float(np.bincount(index_of(edges, lengths)).min()) / lengths.size
+        rows.append(
+            Row(
+                bins=bins,
+                edges=edges,
+                throughput_per_s=engines * size / batch_s,
+                gain=one_bin_s / batch_s - 1,
+                throughput_per_s_equal_mass=engines * size / equal_s,
+                gain_equal_mass=one_bin_s / equal_s - 1,
+                forming_s=forming_s(bins, size, rate_per_s),
+                forming_s_rarest=forming_s(1, size, rarest * rate_per_s),
+                batch_s=batch_s,
+                latency_s=latency(bins, size, rate_per_s, batch_s),
+                utilisation=utilisation(size, rate_per_s, batch_s, engines),
+            )
+        )
+    return rows
+
+
+def _judged(
+    lengths: workload.Lengths, bins: int, batch_size: int, fit: Callable[[workload.Lengths, int], Edges]
+) -> float:
+    """Tokens of a batch with edges that are fitted to each half of the lengths and judged by the other."""
+    first, second = lengths[::2], lengths[1::2]
+    judged = [batch_time(judge, fit(fitted, bins), batch_size) for judge, fitted in ((first, second), (second, first))]
+    return sum(judged) / 2
+
+
+# ---- the recommendation -------------------------------------------------------------------------------------------
+
+
+def recommend(rows: Sequence[Row], question: Question, rate_per_s: float) -> tuple[Row, str]:
+    """One of the rows, and why. rows : of 1, 2, ... bins.
+
+    Throughput that arrivals do not need is of no use: of those that keep up with room to spare, the least latency, or
+    with a target the most throughput within it. Where none does, the fewest bins of all but the most throughput.
+    """
+    roomy = [row for row in rows if row.utilisation <= HEADROOM]
+    if not roomy:
+        return _most(rows, question, rate_per_s)
+    fastest = min(roomy, key=lambda row: row.latency_s)
+    those = f"of those that keep up with {rate_per_s:.4g} requests/s and leave engines {1 - HEADROOM:.0%} idle"
+    target_s = question.latency_target_s
+    if target_s is None:
+        return fastest, f"{those}, the least latency, {fastest.latency_s:.3g} s; more throughput is not needed"
+    within = [row for row in roomy if row.latency_s <= target_s]
+    if not within:
+        return (
+            fastest,
+            f"{those}, none has a latency within {target_s:g} s; this is the least, {fastest.latency_s:.3g} s",
+        )
+    return max(within, key=_throughput), f"{those}, the most throughput with a latency within {target_s:g} s"
+
+
+def _most(rows: Sequence[Row], question: Question, rate_per_s: float) -> tuple[Row, str]:
+    """Where engines are too busy whatever the bins."""
+    enough = ENOUGH * max(map(_throughput, rows))
+    found = next(row for row in rows if row.throughput_per_s >= enough)
+    state = f"no number of bins keeps up with {rate_per_s:.4g} requests/s"
+    if found.utilisation < 1:
+        state += f" and leaves engines {1 - HEADROOM:.0%} idle"
+    if question.latency_target_s is not None:
+        state += f", as a latency within {question.latency_target_s:g} s would need"
+    needed = math.ceil(found.utilisation * question.engines / HEADROOM)
+    return found, f"{state}, so the most throughput, {found.throughput_per_s:.3g} requests/s; {needed} engines would do"
+
+
+def _throughput(row: Row) -> float:
+    return row.throughput_per_s
+
+
+# ---- what a person sees -------------------------------------------------------------------------------------------
+
+
+def _print(question: Question, answer: Answer, console: Console) -> None:
+    bins = "1 bin, that is none" if answer.bins == 1 else f"{answer.bins} bins"
+    edges = ", ".join([f"{edge:.6g}" for edge in answer.edges])
+    console.print(_title(answer), highlight=False, soft_wrap=True)
+    console.print(_table(answer))
+    for line in (
+        f"Recommended: {bins}: {answer.reason}.",
+        *([f"Edges, in tokens: {edges}"] if edges else []),
+        f"To try it: {_trial(question, answer)}",
+        LATENCY_NOTE,
+        _window_note(answer),
+        REFILL_NOTE,
+    ):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _title(answer: Answer) -> str:
+    engines = f"{answer.engines} engine{'s' if answer.engines > 1 else ''}"
+    steps = f"steps of {answer.step_s * 1e3:.4g} ms" + (f" after {answer.prefill_s:.4g} s" if answer.prefill_s else "")
+    return (
+        f"{answer.lengths:,} lengths of mean {answer.length_mean:.4g} tokens, {answer.arrival_rate_per_s:.4g} "
+        f"requests/s in batches of {answer.batch_size}, {engines}, {steps}"
+    )
+
+
+def _trial(question: Question, answer: Answer) -> str:
+    """The command that simulates what is recommended, with all that the theory leaves out."""
+    text = question.lengths or ""
+    lengths = f"file:{text.removeprefix('file:')}" if _is_file(text) else text
+    steps = ["--profile", question.profile] if question.profile else ["--step-s", f"{answer.step_s:g}"]
+    edges = ["--edges", ",".join([f"{edge:.6g}" for edge in answer.edges])] if answer.edges else []
+    words = [
+        *(
+            "llmserve",
+            "simulate",
+            "--barrier",
+            "--engines",
+            f"{answer.engines}",
+            "--batch-size",
+            f"{answer.batch_size}",
+        ),
+        *("--release", "full", "--bins", f"{answer.bins}", *edges, "--edges-refit-every", "0"),
+        *("--lengths", lengths, "--arrival-rate", f"{answer.arrival_rate_per_s:g}", *steps),
+    ]
+    return shlex.join(words)
+
+
+def _window_note(answer: Answer) -> str:
+    return (
+        f"--release window needs no bins: an engine that is free takes neighbours by length among the first "
+        f"{answer.window:,} that wait, and waits for none. While so many do wait it serves "
+        f"{answer.window_throughput_per_s:.4g} requests/s, {answer.window_gain:+.1%}."
+    )
+
+
+def _table(answer: Answer) -> Table:
+    most = f"{answer.throughput_per_s_max:.4g} requests/s"
+    table = Table(caption=f"gains are over one bin; the limit, without any padding: {most}")
+    headings = ("bins", "equal\nmass", "optimal", "req/s", "fill\n(s)", "rarest\nbin (s)", "latency\n(s)", "busy")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for row in answer.rows:
+        if row.bins in SHOWN or row.bins == answer.bins or row is answer.rows[-1]:
+            table.add_row(*_cells(row), style="bold" if row.bins == answer.bins else None)
+    return table
+
+
+def _cells(row: Row) -> list[str]:
+    keeps_up = row.utilisation < 1
+    return [
+        f"{row.bins}",
+        f"{row.gain_equal_mass:+.1%}",
+        f"{row.gain:+.1%}",
+        f"{row.throughput_per_s:.4g}",
+        _seconds(row.forming_s),
+        _seconds(row.forming_s_rarest),
+        _seconds(row.latency_s) if keeps_up else "-",
+        f"{row.utilisation:.0%}" if keeps_up else "overloaded",
+    ]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def plot(answer: Answer, lengths: workload.Lengths, path: Path) -> None:
+    """The lengths and the edges; throughput and latency by the number of bins.
+
+    Raises ConfigError without matplotlib, and on a path that cannot be written or is of no kind of picture.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install '.[plot]'") from error
+    figure = Figure(figsize=(7, 9), layout="constrained")
+    spread, throughput, latencies = figure.subplots(3, 1)
+    _draw_edges(spread, answer, lengths)
+    _draw_throughput(throughput, answer)
+    _draw_latency(latencies, answer)
+    for axis in figure.axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot: cannot draw {path}: {error}") from error
+
+
+def _draw_edges(axis: Any, answer: Answer, lengths: workload.Lengths) -> None:
+    axis.hist(lengths[lengths <= np.quantile(lengths, DRAWN_SHARE)], bins=60, color="0.75")
+    for edge in answer.edges:
+        axis.axvline(edge, color=OPTIMAL_COLOUR, linewidth=1)
+    axis.set(xlabel="output tokens", ylabel="requests", title=f"edges of {answer.bins} bins")
+
+
+def _draw_throughput(axis: Any, answer: Answer) -> None:
+    rows, best = answer.rows, answer.recommended
+    bins = [row.bins for row in rows]
+    axis.plot(bins, [row.throughput_per_s for row in rows], ".-", color=OPTIMAL_COLOUR, label="optimal edges")
+    equal = [row.throughput_per_s_equal_mass for row in rows]
+    axis.plot(bins, equal, ".-", color=EQUAL_MASS_COLOUR, label="equal mass")
+    axis.plot(best.bins, best.throughput_per_s, "o", markersize=9, color=OPTIMAL_COLOUR, label="recommended")
+    for level, style, label in (
+        (answer.throughput_per_s_max, ":", "no padding"),
+        (answer.window_throughput_per_s, "--", f"window of {answer.window}"),
+        (answer.arrival_rate_per_s, "-", "arrivals"),
+    ):
+        axis.axhline(level, color="0.5", linestyle=style, linewidth=1, label=label)
+    axis.set(xlabel="bins", ylabel="requests/s at saturation", ylim=(0, None))
+    axis.legend(fontsize=8, framealpha=1, loc="lower right", ncols=2)
+
+
+def _draw_latency(axis: Any, answer: Answer) -> None:
+    rows, best = answer.rows, answer.recommended
+    parts = [row.batch_s for row in rows], [row.forming_s for row in rows]
+    labels, colours = ["the batch runs", "the batch fills"], ["#d9d9d9", "#a6bddb"]
+    axis.stackplot([row.bins for row in rows], *parts, labels=labels, colors=colours)
+    axis.plot(best.bins, best.latency_s, "o", markersize=9, color=OPTIMAL_COLOUR, label="recommended")
+    axis.set(xlabel="bins", ylabel="mean latency (s)\nwithout wait for an engine", ylim=(0, None))
+    axis.legend(fontsize=8, loc="upper left")
+
+
+# ---- the command --------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser, Question, "question")
+    output = parser.add_argument_group("output")
+    output.add_argument("--plot", type=Path, metavar="FILE.png", help="draw edges, throughput and latency")
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+
+
+def main(args: argparse.Namespace) -> int:
+    given = vars(args)
+    question = convert(
+        Question, {name: given[name] for name in Question.__struct_fields__ if name in given}, "question"
+    )
+    answer, lengths = advise(question)
+    if args.json:
+        print(msgspec.json.encode(answer).decode())
+    else:
+        _print(question, answer, Console())
+    if args.plot is not None:  # last: what was found is told even if it cannot be drawn
+        plot(answer, lengths, args.plot)
+    return 0

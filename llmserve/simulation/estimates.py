@@ -1,0 +1,120 @@
+"""Several runs of one case: means and 95 % confidence intervals of everything that they came to.
+
+n       runs, each with a seed of its own: independent
+s       standard deviation of a quantity over the runs (n - 1)
+t       Student's quantile of level 0.975 with n - 1 degrees of freedom
+mean +- t s / sqrt(n)    the interval
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from llmserve.simulation.report import Summary, table_of
+
+COMPARED = (  # columns of a comparison: what stands above, the quantity, and how it is written
+    ("requests/s", "throughput_per_s", ".4g"),
+    ("latency (s)", "latency_s_mean", ".4g"),
+    ("p95 (s)", "latency_s_p95", ".4g"),
+    ("utilised", "utilisation", ".1%"),
+    ("J/token", "energy_j_per_token", ".4g"),
+)
+LEVEL = 0.975  # of the quantile: 95 % lie between it and its opposite
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A mean over runs and its 95 % confidence interval; of one run there is no interval."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def half_width(self) -> float:
+        return 0.0 if self.high is None else self.high - self.mean
+
+
+class Repeated(msgspec.Struct, frozen=True):
+    """One case under several seeds.
+
+    settings   of the case, where several were compared: field -> text
+    estimates  by the name of a summary's quantity; those that no run knows are left out
+    runs       the summaries, seed by seed
+    """
+
+    seeds: tuple[int, ...]
+    estimates: dict[str, Estimate]
+    runs: tuple[Summary, ...]
+    settings: dict[str, str] = {}
+
+    @classmethod
+    def of(cls, seeds: Sequence[int], runs: Sequence[Summary], settings: dict[str, str]) -> Repeated:
+        """seeds, runs : one each, at least one."""
+        estimates = {}
+        for name in Summary.__struct_fields__:
+            values = [getattr(run, name) for run in runs]
+            if None not in values:
+                estimates[name] = estimate(values)
+        return cls(tuple(seeds), estimates, tuple(runs), settings)
+
+    def cell(self, name: str, form: str) -> str | None:
+        """A quantity with its interval, as text; None when it is not known."""
+        if name not in self.estimates:
+            return None
+        found = self.estimates[name]
+        if found.high is None:
+            return format(found.mean, form)
+        if not form.endswith("%"):  # as many figures as an interval leaves a meaning
+            form = ".4g" if abs(found.mean) < 1e4 else ",.0f"
+        return f"{format(found.mean, form)} ± {format(found.half_width, '.2g' if form == '.4g' else form)}"
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """values : (n,) of independent runs, n >= 1."""
+    mean = float(np.mean(values))
+    if len(values) == 1:
+        return Estimate(mean)
+    half_width = student_quantile(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return Estimate(mean, mean - half_width, mean + half_width)
+
+
+def student_quantile(degrees: int, level: float = LEVEL) -> float:
+    """Student's t, by bisection on its distribution. degrees : whole, >= 1.  level : in (1/2, 1)."""
+    low, high = 0.0, math.pi / 2  # of the angle atan(t / sqrt(degrees))
+    for _ in range(60):  # the angle to the last bit
+        middle = (low + high) / 2
+        low, high = (middle, high) if (1 + _within(middle, degrees)) / 2 < level else (low, middle)
+    return math.sqrt(degrees) * math.tan((low + high) / 2)
+
+
+def _within(angle: float, degrees: int) -> float:
+    """P(|T| < sqrt(degrees) tan(angle)). Source: Abramowitz and Stegun (1964), 26.7.3 and 26.7.4."""
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = degrees % 2
+    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
+    for power in range(1 + odd, degrees, 2):  # cos^(power - 1), with the coefficients of both parities
+        total += term
+        term *= cosine * cosine * power / (power + 1)
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+
+
+def print_intervals(repeated: Repeated, title: str, console: Console) -> None:
+    """One case, as a person reads it."""
+    console.print(table_of(repeated.cell, title))
+
+
+def print_comparison(cases: Sequence[Repeated], title: str, console: Console) -> None:
+    """Several cases, a row each."""
+    table = Table(title=title, title_justify="left")
+    columns = [column for column in COMPARED if any(column[1] in case.estimates for case in cases)]
+    for heading in (*cases[0].settings, *(heading for heading, _, _ in columns)):
+        table.add_column(heading.replace("_", "-"), justify="right")
+    for case in cases:
+        table.add_row(*case.settings.values(), *(case.cell(name, form) for _, name, form in columns))
+    console.print(table)

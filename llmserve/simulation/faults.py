@@ -1,0 +1,242 @@
+"""Simulated engines to which things happen: they die and come back, hang, slow down, close, change, fail requests.
+
+A fault befalls an engine at a time that is known beforehand. What has a length is made of two:
+
+    dies and comes back     Lost, Ready
+    hangs until given up    Pace(0), Lost (what watches it declares it lost), Ready
+    slow for a while        Pace(1/8), Pace(1)
+    drained and resumed     Closed, Ready
+
+A mishap befalls one request, some time after it starts: it fails, or its answer ends before its time.
+
+An engine that slows down has a clock of its own, which goes slower than the world's:
+
+    own time = own_from_s + pace * (time - from_s)          pace is constant from from_s on
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import msgspec
+
+from llmserve.request import Batch, EngineInfo
+from llmserve.scheduling.messages import BatchEnded, EngineClosed, EngineLost, EngineReady, Event, RequestEnded
+from llmserve.simulation.engine_model import StepEngine
+
+Chance = Callable[[], float]
+"""Draws from [0, 1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The engine is gone with all it runs. answered : share of its requests whose clients have seen bytes."""
+
+    answered: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """It takes requests (again), or is known better. slots, tokens_max : None: as before."""
+
+    slots: int | None = None
+    tokens_max: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """It takes no more requests; those that it runs go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """It goes at this share of its speed from now on; 0: it hangs. An engine that comes back has its full speed."""
+
+    pace: float
+
+
+Fault = Lost | Ready | Closed | Pace
+
+
+@dataclass(frozen=True, slots=True)
+class Mishap:
+    """How a request ends before its time, `after_s` (>= 0) after its start. The rest as in RequestEnded."""
+
+    after_s: float
+    outcome: Literal["completed", "failed", "cancelled"]
+    output_tokens: float = 0.0
+    fault: bool = False
+    retryable: bool = False
+
+
+class FaultyEngine:
+    """An engine model with faults and mishaps.
+
+    make         a fresh engine model, at its beginning and after each loss
+    faults       (time_s, fault), in any order; between a loss and `Ready` nothing else befalls it
+    mishap       of a request that starts, None when nothing befalls it; called once for each start, in order
+    chance       which clients have seen bytes when the engine is lost
+    tick_s       its clock: whatever ends does so at the next multiple of this; 0: exactly
+    one_by_one   of a barrier engine: tell each request's end, not the batch's
+    stale_s      after a loss, still tell the ends of what it ran, so much later; None: never
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], StepEngine],
+        faults: Iterable[tuple[float, Fault]] = (),
+        *,
+        mishap: Callable[[int], Mishap | None] = lambda request_id: None,
+        chance: Chance = lambda: 1.0,
+        tick_s: float = 0.0,
+        one_by_one: bool = False,
+        stale_s: float | None = None,
+    ) -> None:
+        self._make = make
+        self._engine = make()
+        self.info: EngineInfo = self._engine.info
+        self._state: Literal["up", "closed", "lost"] = "up"
+        self._mishap = mishap
+        self._chance = chance
+        self._tick_s = tick_s
+        self._one_by_one = one_by_one
+        self._stale_s = stale_s
+        self._now_s = 0.0
+        self._from_s = self._own_from_s = 0.0
+        self._pace = 1.0
+        self._starts = 0
+        self._runs: dict[int, int] = {}  # request id -> number of its start: what the scheduler believes to run here
+        self._serial = 0
+        self._due: list[tuple[float, int, Callable[[], Event | None]]] = []  # heap
+        for at_s, fault in faults:
+            self._later(at_s, partial(self._befall, fault))
+
+    # ---- what the cluster asks for ----
+
+    @property
+    def next_end_s(self) -> float | None:
+        times = [at_s for at_s in (self._due[0][0] if self._due else None, self._model_end_s()) if at_s is not None]
+        return max(self._now_s, self._on_clock(min(times))) if times else None
+
+    def start(self, batch: Batch, now_s: float) -> None:
+        self._now_s = now_s
+        self._engine.start(batch, self._own_s(now_s))
+        for request in batch.requests:
+            self._starts += 1
+            self._runs[request.id] = self._starts
+            mishap = self._mishap(request.id)
+            if mishap is not None:
+                self._later(now_s + mishap.after_s, partial(self._happen, mishap, request.id, self._starts))
+
+    def abort(self, request_id: int, now_s: float) -> None:
+        self._now_s = now_s
+        self._let_go(request_id)
+
+    def end(self, now_s: float) -> Event | None:
+        self._now_s = now_s
+        model_end_s = self._model_end_s()
+        if self._due and (model_end_s is None or self._due[0][0] <= model_end_s):
+            return heapq.heappop(self._due)[2]()
+        own_end_s = self._engine.next_end_s
+        assert own_end_s is not None, "nothing ends"
+        return self._tell(self._engine.end(own_end_s))
+
+    # ---- faults and mishaps ----
+
+    def _befall(self, fault: Fault) -> Event | None:
+        if isinstance(fault, Ready):
+            return self._come_up(fault)
+        if self._state == "lost":
+            return None
+        if isinstance(fault, Pace):
+            self._set_pace(fault.pace)
+            return None
+        if isinstance(fault, Lost):
+            return self._lose(fault.answered)
+        if self._state == "closed":
+            return None
+        self._state = "closed"
+        return EngineClosed(self.info.name)
+
+    def _come_up(self, ready: Ready) -> Event:
+        self._state = "up"
+        slots, tokens_max = ready.slots or self.info.slots, ready.tokens_max or self.info.tokens_max
+        self.info = msgspec.structs.replace(self.info, slots=slots, tokens_max=tokens_max)
+        return EngineReady(self.info)
+
+    def _lose(self, share: float) -> Event:
+        lost = list(self._runs)
+        answered = tuple(sorted([request_id for request_id in lost if self._chance() < share]))
+        self._runs.clear()
+        self._engine = self._make()
+        self._state = "lost"
+        self._from_s = self._own_from_s = 0.0
+        self._pace = 1.0
+        if self._stale_s is not None:
+            for request_id in lost:
+                self._later(self._now_s + self._stale_s, partial(self._stale, request_id))
+        return EngineLost(self.info.name, answered)
+
+    def _stale(self, request_id: int) -> Event | None:
+        """An end that was under way when the engine was lost. Of a request that runs here again nothing is told."""
+        return None if request_id in self._runs else RequestEnded(self.info.name, request_id, "completed", 1.0)
+
+    def _happen(self, mishap: Mishap, request_id: int, start: int) -> Event | None:
+        if self._runs.get(request_id) != start:
+            return None  # it has ended
+        self._let_go(request_id)
+        name = self.info.name
+        return RequestEnded(name, request_id, mishap.outcome, mishap.output_tokens, mishap.fault, mishap.retryable)
+
+    # ---- ends ----
+
+    def _tell(self, event: Event) -> Event | None:
+        """What the engine model says, as this engine says it."""
+        if isinstance(event, RequestEnded):
+            del self._runs[event.request_id]
+            return event
+        assert isinstance(event, BatchEnded), "engine models tell of ends"
+        if not self._one_by_one:
+            for request_id in event.output_tokens:
+                del self._runs[request_id]
+            return event
+        for request_id, tokens in event.output_tokens.items():
+            mishap = Mishap(0.0, "completed", tokens)
+            self._later(self._now_s, partial(self._happen, mishap, request_id, self._runs[request_id]))
+        return None
+
+    def _let_go(self, request_id: int) -> None:
+        if self._runs.pop(request_id, None) is not None:
+            self._engine.abort(request_id, self._own_s(self._now_s))
+
+    def _later(self, at_s: float, happen: Callable[[], Event | None]) -> None:
+        self._serial += 1
+        heapq.heappush(self._due, (at_s, self._serial, happen))
+
+    # ---- clocks ----
+
+    def _on_clock(self, at_s: float) -> float:
+        return math.ceil(at_s / self._tick_s) * self._tick_s if self._tick_s else at_s
+
+    def _set_pace(self, pace: float) -> None:
+        self._own_from_s = self._own_s(self._now_s)
+        self._from_s = self._now_s
+        self._pace = pace
+
+    def _own_s(self, now_s: float) -> float:
+        """The engine's own time; what has ended on it but waits for the next tick holds it back."""
+        own_s = self._own_from_s + self._pace * (now_s - self._from_s)
+        end_s = self._engine.next_end_s
+        return own_s if end_s is None else min(own_s, end_s)
+
+    def _model_end_s(self) -> float | None:
+        """When the engine model's next end is, on the world's clock; None: never, unless the pace changes."""
+        own_end_s = self._engine.next_end_s
+        if own_end_s is None or not self._pace:
+            return None
+        return self._from_s + (own_end_s - self._own_from_s) / self._pace

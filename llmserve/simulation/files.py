@@ -1,0 +1,68 @@
+"""Text files that a simulation reads: plain or compressed, CSV or JSON lines."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from llmserve.errors import ConfigError
+
+UNREADABLE = (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error)
+"""What a file may turn out to be while it is read."""
+
+
+def open_text(name: str, what: str) -> TextIO:
+    """A text file, plain or (.gz) compressed. Raises ConfigError, which calls it `what`, when it cannot be opened."""
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"there is no {what} {name!r}")
+    try:
+        return _open(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read the {what} {name!r}: {error.strerror}") from error
+
+
+def _open(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8", newline="")
+    return path.open(encoding="utf-8", newline="")
+
+
+def records(name: str, what: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """(line, fields) of each record of a CSV file with a header, or of JSON lines (.jsonl); either may be .gz.
+
+    Raises ConfigError naming the file, and the line that is not a record.
+    """
+    line = 0
+    with open_text(name, what) as file:
+        try:
+            if not name.removesuffix(".gz").endswith(".jsonl"):
+                reader = csv.DictReader(file)
+                for row in reader:
+                    yield reader.line_num, row
+                return
+            for line, text in enumerate(file, start=1):
+                if not text.strip():
+                    continue
+                record = json.loads(text)
+                if not isinstance(record, dict):
+                    raise ConfigError(f"the {what} {name!r}, line {line}: not a JSON object")
+                yield line, record
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"the {what} {name!r}, line {line}: {error}") from error
+        except UNREADABLE as error:
+            raise ConfigError(f"cannot read the {what} {name!r}: {error}") from error
+
+
+def is_number(cell: str) -> bool:
+    """Whether it is the text of one; infinity and NaN are."""
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True

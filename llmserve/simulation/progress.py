@@ -1,0 +1,56 @@
+"""How far runs have come: a bar in a terminal, plain lines without one. On stderr, for results go to stdout."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+ARRIVALS_A_LINE = 250_000  # of a lone run, without a terminal
+LINES = 20  # of several runs, about, without a terminal
+
+
+class Told:
+    """Shows it while the block lasts. runs : that there will be, one after another or beside each other."""
+
+    def __init__(self, runs: int) -> None:
+        self._runs = runs
+        self._ended = 0
+        self._bar: Progress | None = None
+        if sys.stderr.isatty():
+            columns = (TextColumn("simulating"), BarColumn(), TimeRemainingColumn())
+            counted = (*columns, MofNCompleteColumn(), TextColumn("runs"))
+            self._bar = Progress(*(counted if runs > 1 else columns), console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("", total=runs)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def arrived(self, count: int, of: int) -> None:
+        """So many requests of the run that is on have come."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._ended + count / of)
+        elif self._runs == 1 and count % ARRIVALS_A_LINE == 0:
+            print(f"{count:,} requests have arrived", file=sys.stderr)
+
+    def ended(self) -> None:
+        """A run has."""
+        self._ended += 1
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._ended)
+        elif self._runs > 1 and (self._ended % -(-self._runs // LINES) == 0 or self._ended == self._runs):
+            print(f"{self._ended} of {self._runs} runs are done", file=sys.stderr)

@@ -1,0 +1,171 @@
+"""What is simulated for Multi-Bin, and all of it under every seed, on several cores.
+
+A world is the model of the paper's Section 3, run by llmserve's own scheduler: Poisson arrivals, bins with edges that
+stay, a batch goes when its bin holds B requests, first formed first served, and takes as long as its longest request.
+Two things that llmserve does of itself are switched off: edges that follow the lengths, and doubt about predictions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+from bins.edges import Edges
+from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.simulate import Scenario, simulate
+from llmserve.simulation.estimates import estimate
+from llmserve.simulation.many import in_processes
+from llmserve.simulation.report import Summary
+from reproduction.rows import Case, Kind, Report, Row
+
+AT_ONCE = math.inf  # as an arrival rate
+ABOVE = 1.05  # times what k bins serve: from there on a rate is taken to saturate them
+BATCHES = 1_000  # of requests in a run: the paper's 128,000 at B = 128 and 200,000 at B = 200
+SEEDS = 10
+WITHIN = 0.01  # of a throughput that theory gives
+REPORTS = 100  # of progress, at most
+
+Key = tuple[str | float, ...]
+"""Names a world: what it is for, and its numbers."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """seeds : of a world, as a rule.  batches : of requests in a run.  ends : of what is varied, only the two ends.
+    gsm8k : answers whose lengths Fig. 6 takes; None: it is left out.
+    """
+
+    seed: int = 1
+    jobs: int = 1
+    gsm8k: Path | None = None
+    seeds: int = SEEDS
+    batches: int = BATCHES
+    ends: bool = False
+
+    @classmethod
+    def quick(cls, seed: int, jobs: int, gsm8k: Path | None) -> Effort:
+        return cls(seed, jobs, gsm8k, seeds=2, batches=32, ends=True)
+
+    def some(self, values: Sequence[T]) -> Sequence[T]:
+        return (values[0], values[-1]) if self.ends else values
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """seeds : how many times it is run, under different ones."""
+
+    scenario: Scenario
+    scheduling: SchedulingConfig
+    seeds: int
+
+    @classmethod
+    def of(
+        cls,
+        lengths: str,
+        edges: Edges,
+        batch_size: int,
+        rate_per_s: float,
+        requests: int,
+        seeds: int,
+        *,
+        step_s: float = 1.0,
+        engines: int = 1,
+        predictions: str = "oracle",
+        last_batch: Literal["drop", "flush"] = "drop",
+    ) -> World:
+        """lengths : as the simulator reads them; times step_s they are seconds.
+
+        last_batch : "drop": what is left in the bins when no more arrive is neither served nor counted.
+        """
+        scenario = Scenario(
+            requests=requests,
+            arrival_rate=rate_per_s,
+            lengths=lengths,
+            step_s=step_s,
+            engines=engines,
+            barrier=True,
+            predictions=predictions,
+            last_batch=last_batch,
+        )
+        scheduling = SchedulingConfig(
+            bins=len(edges) + 1,
+            edges=edges,
+            batch_size=batch_size,
+            release="full",
+            order="fffs",
+            edges_refit_every=0,
+            trust_window=2 * requests + 2,  # judged when half of it is full: never
+            queue_requests_max=requests,
+        )
+        return cls(scenario, scheduling, seeds)
+
+    def runs(self, seed: int) -> Iterator[Scenario]:
+        """The scenario under each of its seeds, which are the same for all worlds."""
+        for run in range(self.seeds):
+            yield msgspec.structs.replace(self.scenario, seed=1_000 * seed + run)
+
+
+def rates_up_to(rates_per_s: Iterable[float], capacity_per_s: float) -> Iterator[float]:
+    """Those below a capacity and the first well above it: beyond, nothing changes but how long the queue gets."""
+    for rate_per_s in rates_per_s:
+        yield rate_per_s
+        if rate_per_s >= ABOVE * capacity_per_s:
+            return
+
+
+def simulate_all(worlds: Mapping[Key, World], effort: Effort, report: Report) -> dict[Key, list[Summary]]:
+    """Summaries of each world, one for each of its seeds; the same however many jobs there are."""
+    tasks = [(key, scenario, world.scheduling) for key, world in worlds.items() for scenario in world.runs(effort.seed)]
+    tasks.sort(key=lambda task: -(task[1].requests or 0))  # the longest first, so that the jobs end together
+    summaries: dict[int, Summary] = {}
+    runs = in_processes(_run, tasks, effort.jobs) if effort.jobs > 1 else enumerate(map(_run, tasks))
+    total, done = sum(scenario.requests or 0 for _, scenario, _ in tasks), 0
+    for index, summary in runs:
+        key, scenario, _ = tasks[index]
+        summaries[index] = summary
+        done += scenario.requests or 0
+        if len(summaries) % math.ceil(len(tasks) / REPORTS) == 0:
+            report(f"{len(summaries):,} of {len(tasks):,} runs, the last of {_text(key)}", done / total)
+    found: dict[Key, list[Summary]] = {key: [] for key in worlds}
+    for index, (key, *_) in enumerate(tasks):
+        found[key].append(summaries[index])
+    return found
+
+
+def _run(task: tuple[Key, Scenario, SchedulingConfig]) -> Summary:
+    return simulate(task[1], task[2])
+
+
+def _text(key: Key) -> str:
+    return " ".join(part if isinstance(part, str) else f"{part:g}" for part in key)
+
+
+def mean_row(
+    figure: str,
+    case: Case,
+    quantity: str,
+    unit: str,
+    values: Sequence[float],
+    *,
+    expected: float | None = None,
+    tolerance: float = WITHIN,
+    kind: Kind = "computed",
+    note: str = "",
+) -> Row:
+    """The mean over runs under different seeds, with Student's 95 % confidence interval."""
+    found = estimate(values)
+    return Row(figure, case, quantity, unit, found.mean, expected, tolerance, found.low, found.high, note, kind)
+
+
+def throughputs(summaries: Iterable[Summary]) -> list[float]:
+    return [summary.throughput_per_s for summary in summaries]
+
+
+def latencies(summaries: Iterable[Summary]) -> list[float]:
+    return [summary.latency_s_mean for summary in summaries]

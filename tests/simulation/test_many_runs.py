@@ -1,0 +1,182 @@
+"""Several seeds and several settings: intervals, comparisons, processes and their end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+from scipy import stats
+from server_process import gone
+
+from llmserve.__main__ import main
+from llmserve.errors import ConfigError, LLMServeError
+from llmserve.simulate import swept
+from llmserve.simulation.estimates import Estimate, estimate, student_quantile
+from llmserve.simulation.many import in_processes
+
+COMMAND = "simulate --requests 300 --barrier --bins 2 --load 0.5"
+
+
+def told(capsys: pytest.CaptureFixture[str], flags: str) -> object:
+    assert main([*COMMAND.split(), *flags.split(), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+# ---- intervals ----
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 9, 10, 99])
+@pytest.mark.parametrize("level", [0.9, 0.975, 0.995])
+def test_the_quantile_is_students(degrees: int, level: float) -> None:
+    assert student_quantile(degrees, level) == pytest.approx(stats.t.ppf(level, degrees), rel=1e-12)
+
+
+def test_an_interval_is_students_around_the_mean() -> None:
+    """Of 1, 2, 3: 4.3027 times the standard error, 1 / sqrt(3)."""
+    found = estimate([1.0, 2.0, 3.0])
+    assert found.mean == 2.0
+    assert found.half_width == pytest.approx(4.3027 / np.sqrt(3), rel=1e-4)
+    assert found.low == pytest.approx(2.0 - found.half_width)
+    assert estimate([7.0]) == Estimate(7.0, None, None), "of one run there is no interval"
+
+
+def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
+    rng = np.random.default_rng(0)
+    found = [estimate(values) for values in rng.normal(3.0, 2.0, (2_000, 5)).tolist()]
+    covered = np.mean([one.low < 3.0 < one.high for one in found])  # type: ignore[operator]
+    assert covered == pytest.approx(0.95, abs=4 * np.sqrt(0.95 * 0.05 / 2_000))
+
+
+# ---- seeds ----
+
+
+def test_each_seed_is_the_run_that_it_would_be_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    several = told(capsys, "--seeds 3 --seed 4")
+    alone = [told(capsys, f"--seed {seed}") for seed in (4, 5, 6)]
+    assert several["seeds"] == [4, 5, 6]
+    assert several["runs"] == alone
+    latency = several["estimates"]["latency_s_mean"]
+    mean = np.mean([run["latency_s_mean"] for run in alone])
+    assert latency["mean"] == pytest.approx(mean)
+    assert latency["low"] < mean < latency["high"]
+    assert "energy_j" not in several["estimates"]
+
+
+def test_two_processes_find_what_one_finds(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--seeds 2 --sweep bins=1,2"
+    assert told(capsys, f"{flags} --jobs 2") == told(capsys, flags)
+
+
+def test_a_table_of_several_seeds_has_intervals(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND.split(), "--seeds", "3"]) == 0
+    said = capsys.readouterr()
+    assert "3 seeds: means and 95 % confidence intervals" in " ".join(said.out.split())
+    assert "±" in said.out
+    assert said.err.splitlines() == [f"{number} of 3 runs are done" for number in (1, 2, 3)]
+
+
+# ---- comparisons ----
+
+
+def test_every_combination_of_what_is_swept_is_a_case(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "simulate --requests 300 --barrier --sweep arrival-rate=1,inf --sweep bins=1,4 --json"
+    assert main(command.split()) == 0
+    cases = json.loads(capsys.readouterr().out)
+    assert [case["settings"] for case in cases] == [
+        {"arrival_rate": rate, "bins": bins} for rate in ("1", "inf") for bins in ("1", "4")
+    ]
+    at_once = [case["estimates"]["throughput_per_s"]["mean"] for case in cases[2:]]
+    assert at_once[1] > 1.2 * at_once[0]
+
+
+def test_values_with_commas_are_separated_by_semicolons() -> None:
+    assert swept(["lengths=lognormal:5,0.8;constant:7"]) == [{"lengths": "lognormal:5,0.8"}, {"lengths": "constant:7"}]
+    assert swept([]) == [{}]
+
+
+def test_a_comparison_is_a_table_with_a_row_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND.split(), "--sweep", "predictions=oracle;neighbour:2,0.3;none"]) == 0
+    out = capsys.readouterr().out
+    rows = [line for line in out.splitlines() if line.startswith("│")]
+    assert [row.split()[1] for row in rows] == ["oracle", "neighbour:2,0.3", "none"]
+    assert "requests/s" in out
+    assert "2 bins, batches of 8, release greedy, order fffs, 1 barrier engine" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--sweep lod=1,2", "there is nothing called lod; did you mean load?"),
+        ("--sweep load=", "FIELD=VALUE,VALUE,..."),
+        ("--sweep load=0.1 --sweep load=0.2", "2 different fields at most"),
+        ("--sweep load=0.1 --sweep bins=1 --sweep slots=1", "2 different fields at most"),
+        ("--sweep bins=1,0", "bins"),
+        ("--seeds 0", "seeds"),
+        ("--jobs 0", "jobs"),
+        ("--seeds 2 --journal j", "journal: of one run only"),
+        ("--seeds 2 --step-s 0", "no capacity"),
+        ("--seeds 2 --jobs 2 --step-s 0", "no capacity"),
+    ],
+)
+def test_what_makes_no_sense_is_said_in_one_line(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND.split(), *flags.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+# ---- processes ----
+
+
+def test_results_come_with_the_index_of_their_task() -> None:
+    assert dict(in_processes(abs, [-3, 4, -5], 2)) == {0: 3, 1: 4, 2: 5}
+
+
+def test_what_a_task_raises_is_raised_and_leaves_no_process() -> None:
+    before = psutil.Process().children()
+    with pytest.raises(ConfigError, match="gaussian"):
+        list(in_processes(_fails, [1, 2, 3], 2))
+    left = [child for child in psutil.Process().children() if child not in before]
+    assert all("resource_tracker" in " ".join(child.cmdline()) for child in left)
+
+
+def _fails(number: int) -> int:
+    raise ConfigError(f"gaussian {number}")
+
+
+def test_a_process_that_dies_is_an_error_and_not_a_wait_for_ever() -> None:
+    with pytest.raises(LLMServeError, match="has died"):
+        list(in_processes(os._exit, [1, 1, 1], 2))
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "said"),
+    [(signal.SIGINT, 130, "llmserve: interrupted\n"), (signal.SIGKILL, -signal.SIGKILL, None)],
+)
+def test_an_interrupted_command_leaves_no_process(number: signal.Signals, status: int, said: str | None) -> None:
+    """Ctrl-C is said in one line; and workers do not outlive a parent that was killed."""
+    flags = ["simulate", "--requests", "500000", "--arrival-rate", "inf", "--seeds", "4", "--jobs", "2"]
+    with subprocess.Popen([sys.executable, "-m", "llmserve", *flags], stderr=subprocess.PIPE, text=True) as process:
+        children = _workers(process.pid, 2)
+        process.send_signal(number)
+        error = process.communicate(timeout=30)[1]
+    assert len(children) == 2
+    assert process.returncode == status
+    assert said is None or error == said
+    assert gone(children)
+
+
+def _workers(pid: int, count: int) -> list[psutil.Process]:
+    """The processes that simulate, once there are so many and they have begun."""
+    until_s = time.monotonic() + 60
+    while time.monotonic() < until_s:
+        workers = [child for child in psutil.Process(pid).children() if "spawn_main" in " ".join(child.cmdline())]
+        if len(workers) == count and all(worker.cpu_times().user > 1.0 for worker in workers):
+            return workers
+        time.sleep(0.1)
+    return []

@@ -1,0 +1,427 @@
+"""Random worlds: everything that a seed draws.
+
+unit_s   seconds that a mean request takes where it runs alone, and what all other times are measured by
+kinds    of trouble that are on. A world that has few of them goes deeper into each than one that has all: the
+         pool is what finds things, not the single world
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from bins.dispatch import DispatchPlan, DispatchTable, Observed
+from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.scheduling.trust import WINDOW_MIN
+from llmserve.simulation.faults import Closed, Fault, Lost, Mishap, Pace, Ready
+
+RELEASES = ("full", "static:1", "static", "timeout", "greedy", "window", "rate", "rate-headroom", "deadline", "table")
+ORDERS = ("fffs", "fffs", "shortest", "edf")
+BEFALL_ENGINES = ("deaths", "hangs", "paces", "closures", "changes")
+KINDS = (
+    *BEFALL_ENGINES,
+    *("mishaps", "stale news", "leaving", "late aborts", "late timers", "slow plans", "early drain"),
+)
+LENGTHS = ("constant", "lognormal", "heavy", "ties", "tiny")
+PREDICTORS = ("oracle", "noisy", "none", "constant", "reversed", "swapped", "garbage")
+PROFILE = "h100-llama-3.1-8b"  # of the solver, where it is a real one
+UNIT_LEAST_S = 1 / 16  # where requests take no time
+
+
+@dataclass(frozen=True, slots=True)
+class Odds:
+    """Of a mishap: of each start, that one befalls it; of each kind; share of them that come at once."""
+
+    mishap: float
+    kinds: tuple[str, ...]
+    at_once: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLife:
+    """step_s : of one sequence, and what each further one adds.  For the rest see FaultyEngine."""
+
+    info: EngineInfo
+    step_s: float
+    step_s_more: float
+    prefill_s: float
+    faults: tuple[tuple[float, Fault], ...]
+    odds: Odds
+    one_by_one: bool
+    stale_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """first : before all else that happens at that instant; otherwise after it.  tokens : what it really generates."""
+
+    at_s: float
+    request: Request
+    tokens: float
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A client leaves so long after its request has arrived, started (at each start) or ended."""
+
+    after: Literal["arrival", "start", "end"]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """kinds : of trouble.  drain_at_s : None: arrivals just cease.  real_plans : a solver makes them, not chance.
+    scores, lengths : as in a journal's header.  timers_late_s, aborts_late_s, plans_late_s : the latter two on average.
+    """
+
+    seed: int
+    kinds: frozenset[str]
+    unit_s: float
+    tick_s: float
+    config: SchedulingConfig
+    scores: tuple[float, ...]
+    lengths: tuple[float, ...]
+    engines: tuple[EngineLife, ...]
+    arrivals: tuple[Arrival, ...]
+    leavings: dict[int, Leaving]
+    drain_at_s: float | None
+    timers_late_s: float
+    aborts_late_s: float
+    plans_late_s: float
+    real_plans: bool
+
+    @property
+    def untroubled(self) -> bool:
+        return not self.kinds and not self.tick_s
+
+    @property
+    def title(self) -> str:
+        """One line for people."""
+        config = self.config
+        barriers = sum(life.info.barrier for life in self.engines)
+        return (
+            f"{len(self.arrivals)} requests, {config.bins} bins, batches of {config.batch_size}, {config.release}, "
+            f"{config.order}, {barriers} barrier and {len(self.engines) - barriers} refill engines, "
+            f"ticks of {self.tick_s:g} s; {', '.join(sorted(self.kinds)) or 'no trouble'}"
+        )
+
+
+def draw(seed: int) -> World:
+    rng = random.Random(seed)
+    kinds = _kinds(rng)
+    tick_s = rng.choice([1 / 64, 1 / 8, 1.0]) if rng.random() < 0.3 else 0.0
+    tokens = _lengths(rng, _count(rng))
+    infos, costs = _engines(rng, sum(tokens) / len(tokens))
+    mean_s = sum(tokens) / len(tokens) * costs[0] + costs[2]
+    unit_s = max(mean_s, UNIT_LEAST_S)
+    slots = sum(info.slots for info in infos)
+    arrivals = _arrivals(rng, tokens, slots / unit_s, unit_s, tick_s)
+    horizon_s = arrivals[-1].at_s + rng.choice([0.0, 2.0, 20.0]) * unit_s
+    config = _config(rng, unit_s, infos)
+    scores, lengths = _sample(rng, tokens)
+    return World(
+        seed=seed,
+        kinds=kinds,
+        unit_s=unit_s,
+        tick_s=tick_s,
+        config=config,
+        scores=scores,
+        lengths=lengths,
+        engines=tuple([_life(rng, info, costs, kinds, unit_s, horizon_s, tick_s) for info in infos]),
+        arrivals=arrivals,
+        leavings=_leavings(rng, len(arrivals), unit_s) if "leaving" in kinds else {},
+        drain_at_s=_drain_at_s(rng, kinds, horizon_s, tick_s),
+        timers_late_s=rng.choice([0.01, 1.0]) * unit_s if "late timers" in kinds else 0.0,
+        aborts_late_s=rng.choice([0.1, 5.0]) * unit_s if "late aborts" in kinds else 0.0,
+        plans_late_s=rng.choice([0.1, 5.0]) * unit_s if "slow plans" in kinds else 0.0,
+        real_plans=rng.random() < 0.15,
+    )
+
+
+def _kinds(rng: random.Random) -> frozenset[str]:
+    share = rng.choice([0.0, 0.15, 0.15, 0.4, 0.4, 0.9])
+    return frozenset([kind for kind in KINDS if rng.random() < share])
+
+
+def on_clock(at_s: float, tick_s: float) -> float:
+    """The next tick."""
+    return math.ceil(at_s / tick_s) * tick_s if tick_s else at_s
+
+
+# ---- requests ---------------------------------------------------------------------------------------------------
+
+
+def _count(rng: random.Random) -> int:
+    low, high = rng.choice([(1, 6), (6, 30), (6, 30), (30, 80), (30, 80), (80, 140)])
+    return rng.randint(low, high)
+
+
+def _lengths(rng: random.Random, count: int) -> list[float]:
+    """Output tokens, > 0."""
+    kind = rng.choice(LENGTHS)
+    draws: dict[str, Callable[[], float]] = {
+        "constant": lambda: 32.0,
+        "lognormal": lambda: max(1.0, rng.lognormvariate(3.0, 0.8)),
+        "heavy": lambda: min(2_000.0, 4.0 * rng.paretovariate(1.1)),
+        "ties": lambda: rng.choice([1.0, 2.0, 2.0, 64.0]),
+        "tiny": lambda: rng.choice([1e-6, 0.5, 1.0]),
+    }
+    return [draws[kind]() for _ in range(count)]
+
+
+def _arrivals(
+    rng: random.Random, tokens: Sequence[float], capacity_per_s: float, unit_s: float, tick_s: float
+) -> tuple[Arrival, ...]:
+    times_s = [on_clock(at_s, tick_s) for at_s in _times(rng, len(tokens), capacity_per_s)]
+    predicted = _predictions(rng, tokens)
+    first = rng.choice([0.0, 0.5, 1.0])
+    dated, patience_s = rng.choice([0.0, 0.0, 0.3, 1.0]), rng.choice([0.5, 3.0, 20.0, 5_000.0]) * unit_s
+    with_quantiles, prompts, prefixes = rng.choice([0.0, 0.5, 1.0]), rng.random() < 0.5, rng.random() < 0.5
+    found = []
+    for number, (at_s, length, median) in enumerate(zip(times_s, tokens, predicted, strict=True)):
+        slo_s = rng.choice([0.0, 0.1, 1.0, 1.0, 1.0]) * patience_s if rng.random() < dated else None
+        request = Request(
+            number,
+            median,
+            None if slo_s is None else on_clock(at_s + slo_s, tick_s),
+            _quantiles(median) if median is not None and rng.random() < with_quantiles else (),
+            prompt_tokens=rng.choice([0.0, 10.0, 300.0]) if prompts else 0.0,
+            choices=rng.choice([1, 1, 3]) if prompts else 1,
+            prefixes=(number % 2, 10 + number % 5) if prefixes else (),
+        )
+        found.append(Arrival(at_s, request, length, rng.random() < first))
+    return tuple(found)
+
+
+def _times(rng: random.Random, count: int, capacity_per_s: float) -> list[float]:
+    """In order, seconds: from nearly idle to all at once; one by one or in bursts; at random or evenly."""
+    load = rng.choice([0.05, 0.3, 0.8, 1.2, 4.0, math.inf])
+    burst = rng.choice([1, 1, 1, 3, 12])
+    even = rng.random() < 0.2
+    gap_s = 0.0 if math.isinf(load) else burst / (load * capacity_per_s)
+    times_s: list[float] = []
+    now_s = 0.0
+    while len(times_s) < count:
+        times_s += [now_s] * (burst if even else rng.randint(1, 2 * burst - 1))
+        now_s += gap_s if even or not gap_s else rng.expovariate(1 / gap_s)
+    return times_s[:count]
+
+
+def _predictions(rng: random.Random, tokens: Sequence[float]) -> list[float | None]:
+    """Medians; the predictor may change its ways in between."""
+    parts = sorted([0, len(tokens), *[rng.randrange(len(tokens) + 1) for _ in range(rng.choice([0, 0, 1, 2]))]])
+    found: list[float | None] = []
+    for start, stop in itertools.pairwise(parts):
+        found += _predict(rng, rng.choice(PREDICTORS), tokens[start:stop])
+    return found
+
+
+def _predict(rng: random.Random, how: str, tokens: Sequence[float]) -> list[float | None]:
+    if how == "reversed":
+        most, least = max(tokens, default=1.0), min(tokens, default=1.0)
+        return [most + least - length for length in tokens]
+    if how == "swapped":
+        return rng.sample(tokens, len(tokens))
+    draws: dict[str, Callable[[float], float | None]] = {
+        "oracle": lambda length: length,
+        "noisy": lambda length: length * rng.lognormvariate(0.0, 0.5),
+        "none": lambda length: None,
+        "constant": lambda length: 100.0,
+        "garbage": lambda length: rng.choice([None, 1e-6, 1.0, 2.0**31, 10.0 ** rng.uniform(-3.0, 9.0)]),
+    }
+    return [draws[how](length) for length in tokens]
+
+
+def _quantiles(median: float) -> tuple[float, ...]:
+    return (0.25 * median, 0.75 * median, median, 1.5 * median, 4.0 * median)
+
+
+def _sample(rng: random.Random, tokens: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """What the first edges are made of, and how long the answers of these were."""
+    scores = tuple(rng.choices(tokens, k=rng.choice([0, 0, 1, 20, 20, 600])))
+    return scores, tuple(rng.choices(tokens, k=len(scores))) if rng.random() < 0.5 else ()
+
+
+def _leavings(rng: random.Random, count: int, unit_s: float) -> dict[int, Leaving]:
+    share = rng.choice([0.1, 0.5])
+    after: tuple[Literal["arrival", "start", "end"], ...] = ("arrival", "arrival", "start", "start", "end")
+    return {
+        number: Leaving(rng.choice(after), rng.choice([0.0, rng.expovariate(1.0)]) * unit_s)
+        for number in range(count)
+        if rng.random() < share
+    }
+
+
+# ---- policies ---------------------------------------------------------------------------------------------------
+
+
+def _config(rng: random.Random, unit_s: float, infos: Sequence[EngineInfo]) -> SchedulingConfig:
+    bins, batch_size = rng.randint(1, 4), rng.randint(1, 6)
+    release = rng.choice(RELEASES)
+    edges = tuple(sorted(rng.sample(range(1, 100), bins - 1))) if rng.random() < 0.2 else None
+    config = SchedulingConfig(
+        bins=bins,
+        batch_size=batch_size,
+        release=f"static:{rng.randint(1, batch_size)}" if release == "static" else release,
+        window=rng.choice([None, 1, 5]) if release == "window" else None,
+        batch_wait_s=rng.choice([None, 0.0, 0.5 * unit_s, 5.0 * unit_s]),
+        rate_headroom=rng.choice([0.5, 1.0]),
+        rate_factor=rng.choice([1.05, 1.25, 4.0]),
+        order=rng.choice(ORDERS),  # type: ignore[arg-type]
+        patience=rng.choice([0.0, 12.0]),
+        bins_by=rng.choice(["risk", "median"]),  # type: ignore[arg-type]
+        edges=edges,
+        edges_by=rng.choice([None, "answers", "mass"]),  # type: ignore[arg-type]
+        edges_window=rng.choice([4, 4096]),
+        edges_refit_every=rng.choice([0, 3, 20]),
+        trust_window=WINDOW_MIN,
+        queue_requests_max=rng.choice([3, 20, 1_000, 1_000]),
+        retries_max=rng.randint(0, 3),
+        engine_wait_s=rng.choice([0.0, unit_s, 10.0 * unit_s, 30.0]),
+        circuit_faults_max=rng.randint(0, 3),
+        circuit_pause_s=rng.choice([0.25, 3.0]) * unit_s,
+    )
+    return config.resolved(barrier=infos[0].barrier)
+
+
+class ChancePlans:
+    """Any plan that a solver might answer with, wise or not."""
+
+    def __init__(self, rng: random.Random, batch_size: int, unit_s: float) -> None:
+        self._rng = rng
+        self._sizes = range(1, batch_size + 1)
+        self._unit_s = unit_s
+
+    def solve(self, observed: Observed) -> DispatchPlan:
+        rng = self._rng
+        bins = len(observed.rates_per_s)
+        queues = rng.randint(1, bins)
+        return DispatchPlan(
+            queue_of=tuple([index * queues // bins for index in range(bins)]),
+            tables=tuple([self._table() for _ in range(queues)]),
+            share=rng.choice([0.0, 0.5]),
+            latency_target_s=rng.choice([None, 2.0 * self._unit_s]),
+            response_s_mean=rng.choice([None, self._unit_s]),
+            engines=observed.engines,
+        )
+
+    def _table(self) -> DispatchTable:
+        rng = self._rng
+        return DispatchTable(
+            actions=self._actions(),
+            other=self._actions() if rng.random() < 0.3 else (),
+            advantage=tuple([rng.choice([-1.0, 0.0, 2.0]) for _ in self._sizes]) if rng.random() < 0.5 else (),
+            service_s=tuple([self._unit_s * (0.5 + 0.25 * size) for size in self._sizes]),
+            late_s=tuple([self._unit_s * (0.75 + 0.25 * size) for size in self._sizes]),
+            wait_s_max=rng.choice([0.0, 1.0, 50.0]) * self._unit_s,
+        )
+
+    def _actions(self) -> tuple[int, ...]:
+        return (0, *[self._rng.choice([0, waiting, self._rng.randint(0, waiting)]) for waiting in self._sizes])
+
+
+# ---- engines ----------------------------------------------------------------------------------------------------
+
+
+def _engines(rng: random.Random, tokens_mean: float) -> tuple[list[EngineInfo], tuple[float, float, float]]:
+    """The engines, and seconds of a step, of each further sequence in it, and of a prefill."""
+    barriers = rng.choice([0.0, 0.5, 1.0])
+    look_ahead = rng.choice([0, 0, 1, 3])
+    tokens_max = rng.choice([None, None, None, 3 * math.ceil(tokens_mean + 16)])
+    infos = []
+    for number in range(rng.choice([1, 1, 2, 2, 3, 5])):
+        barrier = rng.random() < barriers
+        slots = rng.choice([1, 2, 4, 6])
+        infos.append(EngineInfo(f"e{number}", slots, barrier, 0 if barrier else look_ahead, tokens_max))
+    step_s = rng.choice([0.0, 1 / 1024, 1 / 256, 1 / 64])
+    return infos, (step_s, rng.choice([0.0, 0.0, step_s / 4]), rng.choice([0.0, 0.0, 1 / 32]))
+
+
+def _life(
+    rng: random.Random,
+    info: EngineInfo,
+    costs: tuple[float, float, float],
+    kinds: frozenset[str],
+    unit_s: float,
+    horizon_s: float,
+    tick_s: float,
+) -> EngineLife:
+    faults = _faults(rng, [kind for kind in BEFALL_ENGINES if kind in kinds], unit_s, horizon_s)
+    return EngineLife(
+        info,
+        *costs,
+        faults=tuple([(on_clock(at_s, tick_s), fault) for at_s, fault in faults]),
+        odds=_odds(rng) if "mishaps" in kinds else Odds(0.0, (), 0.0),
+        one_by_one=info.barrier and rng.random() < 0.3,
+        stale_s=rng.choice([0.0, 1.0]) * unit_s if "stale news" in kinds else None,
+    )
+
+
+def _faults(rng: random.Random, kinds: Sequence[str], unit_s: float, horizon_s: float) -> list[tuple[float, Fault]]:
+    """One after the other, until the horizon."""
+    if not kinds or rng.random() < 0.2:
+        return []
+    gap_s = rng.choice([1.0, 5.0, 30.0]) * unit_s
+    most = rng.choice([1, 4, 30])
+    found: list[tuple[float, Fault]] = []
+    now_s = rng.choice([0.0, rng.expovariate(1 / gap_s)])
+    while now_s <= horizon_s and most > 0:
+        found += _episode(rng, rng.choice(kinds), now_s, unit_s)
+        now_s = found[-1][0] + rng.expovariate(1 / gap_s)
+        most -= 1
+    return found
+
+
+def _episode(rng: random.Random, kind: str, now_s: float, unit_s: float) -> list[tuple[float, Fault]]:
+    over_s = now_s + rng.choice([0.0, 0.3, 3.0, 20.0]) * unit_s
+    back_s = over_s + rng.choice([0.0, 1.0, 10.0]) * unit_s
+    lost = Lost(answered=rng.choice([0.0, 0.5, 1.0]))
+    ready = Ready(slots=rng.randint(1, 6) if rng.random() < 0.2 else None)
+    comes_back = [(back_s, ready)] if rng.random() < 0.9 else []
+    if kind == "deaths":
+        return [(now_s, lost), *comes_back]
+    if kind == "hangs":
+        over = [(over_s, lost), *comes_back] if rng.random() < 0.7 else [(over_s, Pace(1.0))]
+        return [(now_s, Pace(0.0)), *over]
+    if kind == "paces":
+        return [(now_s, Pace(rng.choice([1 / 16, 1 / 2, 4.0]))), (over_s, Pace(1.0))]
+    if kind == "closures":
+        over = [(over_s, lost)] if rng.random() < 0.3 else []
+        return [(now_s, Closed()), *over, *comes_back]
+    return [(now_s, Ready(slots=rng.randint(1, 6), tokens_max=rng.choice([None, 50, 5_000])))]
+
+
+def _odds(rng: random.Random) -> Odds:
+    kinds = ("refused", "broken", "bad request", "early", "stalled")
+    return Odds(
+        mishap=rng.choice([0.1, 0.5, 1.0]),
+        kinds=tuple(rng.sample(kinds, rng.randint(1, len(kinds)))),
+        at_once=rng.choice([0.0, 0.5, 1.0]),
+    )
+
+
+def draw_mishap(rng: random.Random, odds: Odds, unit_s: float) -> Mishap | None:
+    """What befalls a request that starts."""
+    if rng.random() >= odds.mishap:
+        return None
+    after_s = 0.0 if rng.random() < odds.at_once else rng.expovariate(1 / unit_s)
+    kind = rng.choice(odds.kinds)
+    if kind == "early":
+        return Mishap(after_s, "completed", rng.choice([0.0, 1.0, 3.0]))
+    if kind == "stalled":  # the client does not read
+        return Mishap(after_s, "cancelled")
+    if kind == "bad request":
+        return Mishap(after_s, "failed")
+    return Mishap(after_s, "failed", fault=True, retryable=kind == "refused")
+
+
+def _drain_at_s(rng: random.Random, kinds: frozenset[str], horizon_s: float, tick_s: float) -> float | None:
+    if "early drain" in kinds:
+        return on_clock(rng.random() * horizon_s, tick_s)
+    return None if rng.random() < 0.1 else on_clock(horizon_s, tick_s)

@@ -1,0 +1,233 @@
+"""From a seed to a verdict: a world is run through the body that simulates, and every step is judged."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import msgspec
+from worlds.account import Account
+from worlds.drawing import PROFILE, Arrival, ChancePlans, EngineLife, Leaving, World, draw, draw_mishap, on_clock
+from worlds.story import tell_story
+
+from bins.dispatch import DispatchSolver
+from llmserve.cluster.journal import Header, Step, replay
+from llmserve.cluster.simulated import Delays, EngineModel, SimulatedCluster
+from llmserve.request import Request
+from llmserve.scheduling.messages import (
+    Action,
+    BatchEnded,
+    DrainRequested,
+    Event,
+    FailRequest,
+    RequestArrived,
+    RequestCancelled,
+    RequestEnded,
+    StartBatch,
+)
+from llmserve.scheduling.policies import PLANNED, DispatchConfig
+from llmserve.simulation.engine_model import Costs, StepEngine
+from llmserve.simulation.faults import FaultyEngine
+
+TWICE_EVERY = 8  # worlds: one is run again, to give the same journal
+SEQUENCES_MAX = 64  # more than any engine is ever sent
+
+
+class Violation(AssertionError):
+    """A law is broken. Says which, the last steps, and how to see the world again."""
+
+    def __init__(self, world: World, law: str, steps: Sequence[Step]) -> None:
+        self.seed = world.seed
+        self.law = law
+        self.steps = steps
+        super().__init__(
+            f"world {world.seed}: {law}\n{world.title}\n{tell_story(steps[-12:])}\nreplay: {replay_line(world.seed)}"
+        )
+
+
+def replay_line(seed: int) -> str:
+    return f"python scripts/worlds --seed {seed}"
+
+
+def judge(seed: int) -> int:
+    """Draw and run a world; returns its steps. Raises Violation."""
+    world = draw(seed)
+    steps: list[Step] = []
+    try:
+        account = _run(world, steps)
+        account.close()
+        if world.untroubled:
+            account.assert_time_is_conserved()
+            _assert_batches_take_their_time(world, steps)
+        _assert_it_happens_again(world, steps)
+    except Exception as error:  # whatever the scheduler raises is a finding
+        law = str(error) if isinstance(error, AssertionError) and str(error) else repr(error)
+        raise Violation(world, law, steps) from error
+    return len(steps)
+
+
+def run(world: World) -> list[Step]:
+    """The journal of a world, as far as it goes."""
+    steps: list[Step] = []
+    _run(world, steps)
+    return steps
+
+
+def _run(world: World, steps: list[Step]) -> Account:
+    """Appends to `steps` as they are made, so that those before a violation are there."""
+    scheduler = _header(world).scheduler()
+    unit_s, count = world.unit_s, len(world.arrivals)
+    account = Account(world.config, scheduler, lambda now_s: 1_000 + 100 * count + 20 * (now_s + now_s / unit_s))
+    rng = random.Random(f"{world.seed} plans and delays")
+    clients = Clients(world.leavings, world.tick_s)
+
+    def listen(now_s: float, event: Event, actions: list[Action]) -> None:
+        steps.append(Step(now_s, event, tuple(actions)))
+        account.step(now_s, event, actions)
+        clients.see(cluster, event, actions)
+
+    cluster = SimulatedCluster(
+        scheduler,
+        [_engine(world, life) for life in world.engines],
+        solver=_solver(world, rng),  # type: ignore[arg-type]
+        delays=_delays(world, rng),
+        on_step=listen,
+    )
+    for arrival in world.arrivals:
+        if arrival.first:
+            cluster.tell(RequestArrived(arrival.request), arrival.at_s)
+    if world.drain_at_s is not None:
+        cluster.tell(DrainRequested(), world.drain_at_s)
+    cluster.run(_others(world.arrivals), flush=False)
+    left = [step.event.request_id for step in steps if _is_left_over(step, world, clients)]
+    assert not left or world.drain_at_s is None, f"requests {left} would wait for ever"
+    return account
+
+
+def _is_left_over(step: Step, world: World, clients: Clients) -> bool:
+    """The body gives up what still waits when nothing more will happen."""
+    event = step.event
+    return isinstance(event, RequestCancelled) and event.request_id not in clients.left
+
+
+def _others(arrivals: Sequence[Arrival]) -> Iterator[tuple[float, Request]]:
+    return ((arrival.at_s, arrival.request) for arrival in arrivals if not arrival.first)
+
+
+def _header(world: World) -> Header:
+    return Header(world.config, world.scores, world.lengths)
+
+
+# ---- what surrounds the scheduler -------------------------------------------------------------------------------
+
+
+class Clients:
+    """They leave when they were drawn to. left : those who have."""
+
+    def __init__(self, leavings: dict[int, Leaving], tick_s: float) -> None:
+        self._leavings = leavings
+        self._tick_s = tick_s
+        self.left: set[int] = set()
+
+    def see(self, cluster: SimulatedCluster, event: Event, actions: Sequence[Action]) -> None:
+        if not self._leavings:
+            return
+        if isinstance(event, RequestArrived):
+            self._leave(cluster, "arrival", event.request.id)
+        elif isinstance(event, RequestEnded):
+            self._leave(cluster, "end", event.request_id)
+        elif isinstance(event, BatchEnded):
+            for request_id in event.output_tokens:
+                self._leave(cluster, "end", request_id)
+        for action in actions:
+            if isinstance(action, StartBatch):
+                for request in action.batch.requests:
+                    self._leave(cluster, "start", request.id)
+            elif isinstance(action, FailRequest):
+                self._leave(cluster, "end", action.request_id)
+
+    def _leave(self, cluster: SimulatedCluster, after: str, request_id: int) -> None:
+        leaving = self._leavings.get(request_id)
+        if leaving is not None and leaving.after == after:
+            self.left.add(request_id)
+            cluster.tell(RequestCancelled(request_id), on_clock(cluster.now_s + leaving.seconds, self._tick_s))
+
+
+def _engine(world: World, life: EngineLife) -> EngineModel:
+    """The plain model where nothing befalls it: so that this one is judged, too."""
+    lengths = {arrival.request.id: arrival.tokens for arrival in world.arrivals}
+    make = partial(StepEngine, life.info, lengths, _costs(life))
+    if world.untroubled and not life.one_by_one:
+        return make()
+    rng = random.Random(f"{world.seed} {life.info.name}")
+    return FaultyEngine(
+        make,
+        life.faults,
+        mishap=lambda request_id: draw_mishap(rng, life.odds, world.unit_s),
+        chance=rng.random,
+        tick_s=world.tick_s,
+        one_by_one=life.one_by_one,
+        stale_s=life.stale_s,
+    )
+
+
+def _costs(life: EngineLife) -> Costs:
+    steps_s = [life.step_s + life.step_s_more * max(0, count - 1) for count in range(SEQUENCES_MAX + 1)]
+    return Costs(steps_s, [0.0] * (SEQUENCES_MAX + 1), life.prefill_s, metered=False)
+
+
+def _solver(world: World, rng: random.Random) -> ChancePlans | DispatchSolver | None:
+    config = world.config
+    if config.release not in PLANNED:
+        return None
+    if world.real_plans:
+        return DispatchConfig(profile=PROFILE).solver(config, barrier=world.engines[0].info.barrier)
+    return ChancePlans(rng, config.full_batch, world.unit_s)
+
+
+def _delays(world: World, rng: random.Random) -> Delays | None:
+    late_s, tick_s = world.timers_late_s, world.tick_s
+    if not (late_s or tick_s or world.aborts_late_s or world.plans_late_s):
+        return None
+
+    def late(mean_s: float) -> float:
+        return on_clock(rng.choice([0.0, rng.expovariate(1.0)]) * mean_s, tick_s)
+
+    return Delays(
+        abort_s=partial(late, world.aborts_late_s),
+        plan_s=partial(late, world.plans_late_s),
+        timer_at_s=lambda wanted_s: on_clock(wanted_s + late_s, tick_s),
+    )
+
+
+# ---- laws of a whole run ----------------------------------------------------------------------------------------
+
+
+def _assert_it_happens_again(world: World, steps: Sequence[Step]) -> None:
+    """A journal replays to itself; the same seed gives the same journal, byte for byte (8)."""
+    assert replay(_header(world), steps) == steps, "the journal does not replay to itself"
+    if world.seed % TWICE_EVERY:
+        return
+    encoded = msgspec.json.encode(steps)
+    assert msgspec.json.encode(run(world)) == encoded, "the same seed gives another journal"
+    assert msgspec.json.decode(encoded, type=list[Step]) == steps, "a step does not survive being written down"
+
+
+def _assert_batches_take_their_time(world: World, steps: Sequence[Step]) -> None:
+    """Without trouble, a barrier engine's batch takes its prefill and the steps of its longest answer, no more."""
+    lives = {life.info.name: life for life in world.engines if life.info.barrier}
+    tokens = {arrival.request.id: arrival.tokens for arrival in world.arrivals}
+    started: dict[str, tuple[float, float]] = {}  # by engine: when its batch was started, and the seconds that takes
+    for step in steps:
+        if isinstance(step.event, BatchEnded):
+            started_s, takes_s = started.pop(step.event.engine)
+            took_s = step.now_s - started_s
+            assert math.isclose(took_s, takes_s, rel_tol=1e-9, abs_tol=1e-9), f"a batch took {took_s} s, not {takes_s}"
+        for action in step.actions:
+            if isinstance(action, StartBatch) and action.engine in lives:
+                life, ids = lives[action.engine], [request.id for request in action.batch.requests]
+                step_s = life.step_s + life.step_s_more * (len(ids) - 1)
+                takes_s = life.prefill_s + step_s * max([tokens[request_id] for request_id in ids])
+                started[action.engine] = step.now_s, takes_s

@@ -1,0 +1,94 @@
+"""Steps of a journal, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from llmserve.cluster.journal import Step
+from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.messages import (
+    AbortRequest,
+    Action,
+    BatchEnded,
+    DispatchSolved,
+    DrainRequested,
+    EngineClosed,
+    EngineLost,
+    EngineReady,
+    Event,
+    FailRequest,
+    ReportCircuit,
+    ReportTrust,
+    RequestArrived,
+    RequestCancelled,
+    RequestEnded,
+    SolveDispatch,
+    StartBatch,
+    TimerFired,
+)
+
+
+def tell_story(steps: Sequence[Step]) -> str:
+    """A line for each event, and one for each action that it led to."""
+    lines = []
+    for step in steps:
+        lines.append(f"{step.now_s:12.6f} s  {_event(step.event)}")
+        lines += [f"{' ' * 16}-> {_action(action)}" for action in step.actions]
+    return "\n".join(lines)
+
+
+def _event(event: Event) -> str:
+    match event:
+        case RequestArrived(request):
+            return f"request {request.id} arrives{_details(request)}"
+        case RequestCancelled(request_id):
+            return f"the client of request {request_id} leaves"
+        case RequestEnded(engine, request_id, outcome, tokens, fault, retryable):
+            blame = f", by its own fault, {'no byte' if retryable else 'some'} sent" if fault else ""
+            return f"{engine} lets go of request {request_id}: {outcome}, {tokens:g} tokens{blame}"
+        case BatchEnded(engine, batch_id, tokens):
+            return f"{engine} has finished batch {batch_id}: requests {_list(tokens)}"
+        case EngineReady(engine):
+            return f"{engine.name} is ready{_kind(engine)}"
+        case EngineClosed(engine):
+            return f"{engine} takes no more requests"
+        case EngineLost(engine, answered):
+            return f"{engine} is lost{f', having begun to answer {_list(answered)}' if answered else ''}"
+        case DispatchSolved(plan):
+            return f"a plan comes, queues {plan.queue_of}"
+        case DrainRequested():
+            return "no more arrivals are wanted"
+        case TimerFired():
+            return "the timer fires"
+
+
+def _action(action: Action) -> str:
+    match action:
+        case StartBatch(engine, batch):
+            ids = _list([request.id for request in batch.requests])
+            return f"{engine} starts requests {ids} of batch {batch.id} ({batch.size} from bin {batch.bin})"
+        case AbortRequest(engine, request_id):
+            return f"{engine} shall stop request {request_id}"
+        case FailRequest(request_id, reason, _):
+            return f"request {request_id} fails: {reason}"
+        case ReportCircuit(engine, open_s):
+            return f"{engine} works again" if open_s is None else f"{engine} gets nothing for {open_s:g} s"
+        case ReportTrust(trusted, _):
+            return "predictions are trusted again" if trusted else "predictions are not trusted"
+        case SolveDispatch(observed):
+            return f"a plan is wanted for {sum(observed.rates_per_s):g} requests a second"
+
+
+def _details(request: Request) -> str:
+    known = "" if request.predicted_tokens is None else f", {request.predicted_tokens:g} tokens predicted"
+    return known if request.deadline_s is None else f"{known}, due at {request.deadline_s:g} s"
+
+
+def _kind(engine: EngineInfo) -> str:
+    kind = "barrier" if engine.barrier else f"refill, looks {engine.look_ahead} ahead"
+    memory = f", {engine.tokens_max} tokens" if engine.tokens_max else ""
+    return f": {engine.slots} slots, {kind}{memory}"
+
+
+def _list(ids: Iterable[int]) -> str:
+    return " ".join(str(each) for each in ids)

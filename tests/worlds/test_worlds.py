@@ -1,0 +1,105 @@
+"""A few hundred random worlds with faults, and what can be said of all of them. scripts/worlds runs more."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from worlds.drawing import KINDS, ORDERS, RELEASES, draw
+from worlds.run import Violation, judge, run
+
+from llmserve.scheduling.messages import Action, Event, FailReason, FailRequest
+from llmserve.scheduling.scheduler import Scheduler
+
+BLOCK, BLOCKS = 20, 20
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("first_seed", range(0, BLOCK * BLOCKS, BLOCK))
+def test_worlds_keep_the_laws(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + BLOCK):
+        judge(seed)
+
+
+def test_a_seed_draws_one_world_and_other_seeds_others() -> None:
+    assert draw(5) == draw(5)
+    assert len({draw(seed).title for seed in range(20)}) == 20
+
+
+def test_everything_is_drawn() -> None:
+    worlds = [draw(seed) for seed in range(BLOCK * BLOCKS)]
+    assert {kind for world in worlds for kind in world.kinds} == set(KINDS)
+    assert {(world.config.release or "").split(":")[0] for world in worlds} == {name.split(":")[0] for name in RELEASES}
+    assert {world.config.order for world in worlds} == set(ORDERS)
+    assert any(world.real_plans and world.config.release == "table" for world in worlds)
+    barriers = {tuple(sorted({life.info.barrier for life in world.engines})) for world in worlds}
+    assert barriers == {(False,), (True,), (False, True)}
+    assert min(sum(world.untroubled for world in worlds), sum(not world.untroubled for world in worlds)) > 20
+
+
+def test_every_message_and_every_way_to_fail_occurs() -> None:
+    steps = [step for seed in range(BLOCK * BLOCKS) for step in run(draw(seed))]
+    assert {type(step.event) for step in steps} == set(Event.__args__)  # type: ignore[attr-defined]
+    actions = [action for step in steps for action in step.actions]
+    assert {type(action) for action in actions} == set(Action.__args__)  # type: ignore[attr-defined]
+    reasons = {action.reason for action in actions if isinstance(action, FailRequest)}
+    assert reasons == set(FailReason.__args__)  # type: ignore[attr-defined]
+
+
+def test_a_violation_names_its_law_its_world_and_the_line_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "_fail_late_requests", lambda self: None)
+    dated = next(seed for seed in range(1_000) if _breaks(seed))
+    with pytest.raises(Violation) as caught:
+        judge(dated)
+    first, *_, last = str(caught.value).splitlines()
+    assert first.startswith(f"world {dated}: ")
+    assert last == f"replay: python scripts/worlds --seed {dated}"
+    assert caught.value.law in first
+
+
+def _breaks(seed: int) -> bool:
+    try:
+        judge(seed)
+    except Violation:
+        return True
+    return False
+
+
+def script(*words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, ROOT / "scripts" / "worlds", *words], capture_output=True, text=True)
+
+
+def test_the_script_tells_the_story_of_a_world() -> None:
+    done = script("--seed", "7", "--steps", "0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"world 7: {draw(7).title}\n")
+    assert f"{len(run(draw(7)))} steps, every law kept" in done.stdout
+    assert "request 0 arrives" in done.stdout
+
+
+def test_the_script_runs_a_swarm_and_stops_by_itself() -> None:
+    done = script("--count", "45", "--first-seed", "100", "--jobs", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("worlds from seed 100 on\n45 worlds, ")
+    assert ", 0 violations in " in done.stdout
+
+
+def test_a_swarm_by_time_stops_by_itself() -> None:
+    done = script("--hours", str(1 / 3600))
+    assert done.returncode == 0, done.stderr
+    assert ", 0 violations in " in done.stdout
+
+
+@pytest.mark.parametrize("words", [("--count", "0"), ("--hours", "-1"), ("--count", "5", "--seed", "1")])
+def test_the_script_refuses_what_makes_no_sense(words: tuple[str, ...]) -> None:
+    done = script(*words)
+    assert done.returncode == 2
+    assert f"argument {words[0] if len(words) == 2 else '--seed'}" in done.stderr
+
+
+def test_worlds_are_made_of_plain_values() -> None:
+    """So that the whole of a world can be printed, compared and written down."""
+    world = draw(11)
+    assert msgspec.to_builtins(world.config)["bins"] == world.config.bins
+    assert repr(world) == repr(draw(11))
