@@ -64,10 +64,10 @@ LATER = ("1 bin", "8 bins, mass", "8 bins, answers", "window of 8 batches", "win
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A run. load : of what one bin can bear; AT_ONCE: all come at once."""
+    """A run. place : of the lengths.  load : of what one bin can bear; AT_ONCE: all come at once."""
 
     name: str
-    lengths: str
+    place: str
     batch_size: int
     predictions: str
     policy: str
@@ -84,10 +84,16 @@ class Outcome:
     latency_s_p99: float
 
 
+Rows = Sequence[tuple[Case, Outcome]]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--lengths", action="append", required=True, metavar="NAME=FILE:COLUMN", help="CSV or JSON lines; repeatable"
+        "--lengths", action="append", default=[], metavar="NAME=FILE:COLUMN", help="CSV or JSON lines; repeatable"
+    )
+    parser.add_argument(
+        "--results", type=Path, metavar="FILE", help="show these, of an earlier --output, and run nothing"
     )
     parser.add_argument("--batch-sizes", type=_numbers, default=(8, 32, 128), metavar="B,B,...")
     parser.add_argument("--tau", type=float, default=0.63, help="rank correlation of predictions (default 0.63)")
@@ -96,21 +102,42 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON of every run")
     parser.add_argument("--plot", type=Path, help="PNG: gains and latencies of batches of 8")
     args = parser.parse_args()
-    cases = list(_cases(args))
-    outcomes: list[Outcome | None] = [None] * len(cases)
-    with Told(len(cases)) as told:
-        for index, outcome in in_processes(serve, cases, args.jobs):
-            outcomes[index] = outcome
-            told.ended()
-    rows = [(case, outcome) for case, outcome in zip(cases, outcomes, strict=True) if outcome is not None]
+    if not args.lengths and not args.results:
+        parser.error("either --lengths or --results is needed")
+    rows = load(args.results) if args.results else measure(list(_cases(args)), args.jobs)
     print("\n\n".join(tables(rows)))
     if args.output:
-        found = [{**asdict(case), **asdict(outcome), "lengths": case.name} for case, outcome in rows]
-        for entry in found:
-            entry["load"] = None if math.isinf(entry["load"]) else entry["load"]  # all at once
-        args.output.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
+        save(rows, args.output)
     if args.plot:
         draw(rows, args.plot)
+
+
+def measure(cases: Sequence[Case], jobs: int) -> Rows:
+    outcomes: dict[int, Outcome] = {}
+    with Told(len(cases)) as told:
+        for index, outcome in in_processes(serve, cases, jobs):
+            outcomes[index] = outcome
+            told.ended()
+    return [(case, outcomes[index]) for index, case in enumerate(cases)]
+
+
+def save(rows: Rows, path: Path) -> None:
+    """A JSON list, a run a line; a load of null: all at once. Where a file of lengths lay is not told."""
+    lines = []
+    for case, outcome in rows:
+        entry = {**asdict(case), "load": None if math.isinf(case.load) else case.load, **asdict(outcome)}
+        del entry["place"]
+        lines.append(json.dumps(entry))
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+
+
+def load(path: Path) -> Rows:
+    rows = []
+    for entry in json.loads(path.read_text(encoding="utf-8")):
+        at = AT_ONCE if entry["load"] is None else entry["load"]
+        case = Case(**{**{name: entry[name] for name in Case.__slots__ if name in entry}, "place": "", "load": at})
+        rows.append((case, Outcome(**{name: entry[name] for name in Outcome.__slots__})))
+    return rows
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -156,7 +183,7 @@ def serve(case: Case) -> Outcome:
     lengths_rng, sample_rng, arrivals_rng, error_rng = [
         np.random.default_rng(child) for child in np.random.SeedSequence(case.seed).spawn(4)
     ]
-    half_for_edges, half_served = np.array_split(lengths_rng.permutation(read(case.lengths)), 2)
+    half_for_edges, half_served = np.array_split(lengths_rng.permutation(read(case.place)), 2)
     config = scheduling(case)
     served = lengths_rng.choice(half_served, max(REQUESTS_MIN, BATCHES * case.batch_size))
     sample = sample_rng.choice(half_for_edges, SAMPLE)
@@ -186,8 +213,6 @@ def scheduling(case: Case) -> SchedulingConfig:
 
 
 # ---- what they came to ------------------------------------------------------------------------------------------
-
-Rows = Sequence[tuple[Case, Outcome]]
 
 
 def ratio(rows: Rows, quantity: str, policy: str, reference: str, **of: Any) -> float:
@@ -258,7 +283,7 @@ def draw(rows: Rows, path: Path) -> None:
         left.set_title(f"throughput over one bin, all at once ({what})", fontsize=10)
         right.set_title(f"mean latency over 8 bins of equal mass, load 0.9 ({what})", fontsize=10)
         for axis in (left, right):
-            axis.set_xticks(range(len(names)), names, fontsize=8)
+            axis.set_xticks(range(len(names)), [name.replace(", ", "\n") for name in names], fontsize=8)
             axis.axhline(1.0, color="#333333", linewidth=0.8)
             axis.spines[["top", "right"]].set_visible(False)
     axes[0, 0].legend(frameon=False, fontsize=8)

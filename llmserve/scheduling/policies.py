@@ -127,13 +127,13 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="first interior edges of the bins, output tokens (default: from the predictor's training)"),
     ] = None
     edges_by: Annotated[
-        Literal["answers", "mass"] | None,
+        Literal["mass", "answers"],
         Meta(
-            description="answers: edges for most throughput by how long the answers to such predictions became; mass: "
-            "as many requests in each bin (default: answers for engines that run batches to their end, under releases "
-            "that let bins go which fill slowly: greedy, timeout, window)"
+            description="mass: as many requests in each bin; answers: edges for most throughput, by how long the "
+            "answers to such predictions became (where few are very long they get a bin of their own, which fills "
+            "slowly)"
         ),
-    ] = None
+    ] = "mass"
     edges_window: Annotated[int, Meta(ge=1, description="predictions, and answers, that the edges are fitted to")] = (
         4096
     )
@@ -171,12 +171,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         release = self.release or ("window" if barrier and bins is None else "greedy")
         waits = release not in ("greedy", "timeout", "window")
         kind = BARRIER_DEFAULTS if barrier else REFILL_WAITING_DEFAULTS if waits else REFILL_DEFAULTS
-        defaults = {
-            **kind,
-            "release": release,
-            "bins": bins or (1 if release == "window" else BINS),
-            "edges_by": "answers" if barrier and release in ("greedy", "timeout", "window") else "mass",
-        }
+        defaults = {**kind, "release": release, "bins": bins or (1 if release == "window" else BINS)}
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return msgspec.structs.replace(self, **unset) if unset else self
 
