@@ -31,6 +31,7 @@ class Room(Enum):
 
 class Release(Protocol):
     plans: ClassVar[bool]  # whether it follows a plan
+    fills: ClassVar[bool]  # whether it ever lets more go because an engine has room
 
     @property
     def timed(self) -> bool:
@@ -54,6 +55,7 @@ class Release(Protocol):
 
 class _OldestFirst:
     plans: ClassVar[bool] = False
+    fills: ClassVar[bool] = True
 
     def urgency(self, queue: BinQueue, now_s: float) -> float:
         return -queue.oldest_at_s
@@ -63,6 +65,7 @@ class _OldestFirst:
 class Full(_OldestFirst):
     """A batch goes when it has `batch_size` requests (the Multi-Bin paper's rule; SMDP-J's static batching)."""
 
+    fills: ClassVar[bool] = False
     timed: ClassVar[bool] = False
 
     batch_size: int

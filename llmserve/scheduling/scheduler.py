@@ -401,7 +401,7 @@ class Scheduler:
 
     def _form_for_free_engine(self) -> bool:
         """An engine would idle: offer it the bin of greatest urgency. True if one let go."""
-        room = self._room()
+        room = self._room() if self._release.fills else Room.NONE
         if room is Room.NONE:
             return False
         sizes = [(queue, self._release_size(queue, room)) for queue in self.bins]
