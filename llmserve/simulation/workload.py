@@ -25,12 +25,14 @@ ARRIVALS_HELP = (
     "then at one RATIO times lower for LOW_S, by default as long; RATIO inf: silence between bursts)"
 )
 LENGTHS_HELP = (
-    "uniform:LO,HI | exponential:MEAN | lognormal:MU,SIGMA | constant:N | file:PATH[:COLUMN], or of several models: "
-    "WEIGHT*LENGTHS+WEIGHT*LENGTHS"
+    "uniform:LO,HI | exponential:MEAN[,MAX] | lognormal:MU,SIGMA[,MAX] (cut off at MAX) | constant:N | "
+    "file:PATH[:COLUMN], or of several models: WEIGHT*LENGTHS+WEIGHT*LENGTHS"
 )
 TRACE_COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
 
+CUT_OFF = ("exponential", "lognormal")  # have no longest length of their own
 TOKENS_MIN = 1e-6  # keeps a drawn length positive
+BURSTS_MAX = 10_000_000  # that a run may need: more are as good as none, and would fill the memory
 MIXED = re.compile(r"^[0-9.]+\*")  # a weight before a distribution
 NEXT_PART = re.compile(r"\+(?=[0-9.]+\*)")  # a plus that no file name or exponent has: a weight follows it
 
@@ -54,9 +56,9 @@ class Trace:
 
     @property
     def rate_per_s(self) -> float:
-        """Mean arrivals a second; inf when all come at once."""
+        """Mean arrivals a second: one over the mean gap; inf when all come at once."""
         span_s = float(self.arrivals_s[-1] - self.arrivals_s[0])
-        return len(self) / span_s if span_s > 0 else math.inf
+        return (len(self) - 1) / span_s if span_s > 0 else math.inf
 
 
 def draw_lengths(text: str, count: int, rng: np.random.Generator) -> Lengths:
@@ -71,7 +73,10 @@ def draw_lengths(text: str, count: int, rng: np.random.Generator) -> Lengths:
     if kind == "file":
         drawn: Lengths = rng.choice(read_lengths(rest), size=count)
         return drawn
-    return np.maximum(_distribution(kind, rest, text)(count, rng), TOKENS_MIN)
+    lengths = np.maximum(_distribution(kind, rest, text)(count, rng), TOKENS_MIN)
+    if not np.isfinite(lengths).all():
+        raise ConfigError(f"lengths {text!r}: some are beyond every number")
+    return lengths
 
 
 def _draw_mixture(text: str, count: int, rng: np.random.Generator) -> Lengths:
@@ -92,7 +97,10 @@ def _distribution(kind: str, rest: str, text: str) -> Callable[[int, np.random.G
     arity = {"uniform": 2, "exponential": 1, "lognormal": 2, "constant": 1}
     try:
         values = [float(value) for value in rest.split(",")]
-        if kind not in arity or len(values) != arity[kind] or not np.isfinite(values).all():
+        if kind not in arity or not np.isfinite(values).all():
+            raise ValueError
+        most = values.pop() if kind in CUT_OFF and len(values) == arity[kind] + 1 else math.inf
+        if len(values) != arity[kind]:
             raise ValueError
     except ValueError:
         raise ConfigError(f"lengths {text!r} is not one of {LENGTHS_HELP}") from None
@@ -101,12 +109,12 @@ def _distribution(kind: str, rest: str, text: str) -> Callable[[int, np.random.G
         if not 0 <= low <= high:
             raise ConfigError(f"lengths {text!r}: 0 <= LO <= HI is needed")
         return lambda count, rng: rng.uniform(low, high, count)
-    if values[-1] < 0 or (kind != "lognormal" and values[0] <= 0):
-        raise ConfigError(f"lengths {text!r}: a mean or length above 0, and SIGMA at least 0, are needed")
+    if values[-1] < 0 or most <= 0 or (kind != "lognormal" and values[0] <= 0):
+        raise ConfigError(f"lengths {text!r}: a mean or length, and MAX, above 0, and SIGMA at least 0, are needed")
     if kind == "lognormal":
-        return lambda count, rng: rng.lognormal(values[0], values[1], count)
+        return lambda count, rng: np.minimum(rng.lognormal(values[0], values[1], count), most)
     if kind == "exponential":
-        return lambda count, rng: rng.exponential(values[0], count)
+        return lambda count, rng: np.minimum(rng.exponential(values[0], count), most)
     return lambda count, rng: np.full(count, values[0])
 
 
@@ -262,6 +270,7 @@ def bursty_arrivals(bursts: Bursts, count: int, rng: np.random.Generator) -> Tim
 
     A Poisson process of rate 1 is read on the clock of the arrivals to be expected so far, which is linear in time
     while the state lasts: exact, and without a loop over arrivals.
+    Raises ConfigError when they would need more than BURSTS_MAX bursts.
     """
     if math.isinf(bursts.rates_per_s[0]):
         return np.zeros(count)
@@ -269,6 +278,8 @@ def bursty_arrivals(bursts: Bursts, count: int, rng: np.random.Generator) -> Tim
     high_s, low_s = bursts.sojourns_s
     state = 0 if rng.random() < high_s / (high_s + low_s) else 1
     per_cycle = high_s * bursts.rates_per_s[0] + low_s * bursts.rates_per_s[1]
+    if count > BURSTS_MAX * per_cycle:
+        raise ConfigError(f"arrivals: mmpp's states are too short: {per_cycle:.2g} arrivals to a burst on average")
     times_s, means = [0.0], [0.0]  # where the state changes, and the arrivals to be expected until then
     while means[-1] < expected[-1]:
         cycles = int((expected[-1] - means[-1]) / per_cycle) + 2

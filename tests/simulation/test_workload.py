@@ -51,6 +51,21 @@ def test_distributions_have_their_means(text: str, mean: float) -> None:
     assert lengths.mean() == pytest.approx(mean, rel=0.02)
 
 
+@pytest.mark.parametrize(("text", "mean"), [("exponential:50,50", 50 * (1 - np.exp(-1))), ("lognormal:0,9,1e-9", 1e-6)])
+def test_what_is_longer_is_cut_off(text: str, mean: float) -> None:
+    lengths = workload.draw_lengths(text, 100_000, np.random.default_rng(0))
+    assert lengths.max() == pytest.approx(50 if mean > 1 else mean)
+    assert lengths.mean() == pytest.approx(mean, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "text", ["constant:3,5", "exponential:5,0", "lognormal:1,2,3,4", "lognormal:1", "uniform:1,2,3"]
+)
+def test_what_cannot_be_cut_off_is_an_error(text: str) -> None:
+    with pytest.raises(ConfigError, match="lengths"):
+        workload.draw_lengths(text, 1, np.random.default_rng(0))
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [

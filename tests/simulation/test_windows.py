@@ -1,0 +1,45 @@
+"""What windows gain, through the scheduler, where requests never run out."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from bins.capacity import batch_time_window
+from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.simulate import Scenario, simulate
+
+LENGTHS = "lognormal:5.2,0.8,1024"
+SCENARIO = Scenario(requests=8_000, arrival_rate=float("inf"), lengths=LENGTHS, barrier=True, seed=3)
+
+
+@cache
+def throughput_per_s(bins: int = 1, release: str = "window", window: int | None = None) -> float:
+    config = SchedulingConfig(bins=bins, release=release, window=window, batch_size=8, queue_requests_max=10**6)
+    return simulate(SCENARIO, config).throughput_per_s
+
+
+def drawn() -> np.ndarray:
+    return np.minimum(np.random.default_rng(1).lognormal(5.2, 0.8, 100_000), 1024)
+
+
+@pytest.mark.parametrize(("window", "gain"), [(64, 2.0), (256, 2.2)])
+def test_windows_serve_more_than_twice_as_much_as_one_bin(window: int, gain: float) -> None:
+    assert throughput_per_s(window=window) > gain * throughput_per_s(release="greedy")
+
+
+@pytest.mark.parametrize("window", [64, 256])
+def test_the_row_that_wastes_least_serves_more_than_sorting_a_window_and_cutting_it(window: int) -> None:
+    cut_per_s = 8 / (0.01 * batch_time_window(drawn(), window, 8, np.random.default_rng(2)))
+    assert throughput_per_s(window=window) > 1.02 * cut_per_s
+
+
+def test_a_window_serves_more_than_bins() -> None:
+    assert throughput_per_s(window=256) > 1.1 * throughput_per_s(bins=8, release="greedy")
+
+
+def test_sorting_and_cutting_gives_what_the_theory_says() -> None:
+    """Sorted, 800 requests at once take 2.40 times less than in order; by windows of 256 of them, 2.28 times."""
+    one_bin = batch_time_window(drawn(), 8, 8, np.random.default_rng(4))
+    assert one_bin / batch_time_window(drawn(), 256, 8, np.random.default_rng(4)) == pytest.approx(2.28, rel=0.03)
+    assert one_bin / batch_time_window(drawn(), 800, 8, np.random.default_rng(4)) == pytest.approx(2.40, rel=0.03)
