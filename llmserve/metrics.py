@@ -31,6 +31,7 @@ from llmserve.scheduling.messages import (
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 RATIO = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+BATCHES_KNOWN = 100_000  # none waits in parts while so many others begin
 BINS_LEAST = 8  # that accuracy is told of, however few serve
 FILL = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
@@ -60,7 +61,7 @@ class Metrics:
         self._tokens = Counter("llmserve_output_tokens", "Output tokens generated", registry=registry)
         self._lost = Counter("llmserve_engine_losses", "Times an engine was lost", ["engine"], registry=registry)
         self._batches = Counter("llmserve_batches", "Formed batches that began to run", registry=registry)
-        self._newest_batch = 0
+        self._begun: dict[int, None] = {}  # batches, the last that have begun to run
         self._fill = Histogram(
             "llmserve_batch_fill", "Requests of a formed batch, over the batch size", buckets=FILL, registry=registry
         )
@@ -122,13 +123,21 @@ class Metrics:
                 self._end(action.request_id, "rejected" if refused else "failed", 0, step.now_s)
 
     def _start(self, action: StartBatch, now_s: float) -> None:
-        if action.batch.id > self._newest_batch:  # a refill engine takes a batch in parts, a retry brings one back
-            self._newest_batch = action.batch.id
+        if self._begins(action.batch.id):
             self._batches.inc()
             self._fill.observe(action.batch.size / self._batch_size)
         for request in action.batch.requests:
             if request.id in self._open:
                 self._waiting.observe(now_s - self._open[request.id][1])
+
+    def _begins(self, batch_id: int) -> bool:
+        """Whether it is seen for the first time: a refill engine takes a batch in parts, a retry brings one back."""
+        if batch_id in self._begun:
+            return False
+        self._begun[batch_id] = None
+        if len(self._begun) > BATCHES_KNOWN:
+            del self._begun[next(iter(self._begun))]
+        return True
 
     def _end(self, request_id: int, outcome: str, tokens: float, now_s: float) -> None:
         request, arrived_at_s = self._open.pop(request_id, (None, 0.0))

@@ -77,7 +77,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             "batch that keeps up with arrivals, as printed); rate-headroom (the same with head-room and a limit to "
             "waiting); deadline (the largest batch within the deadline); table (least cost or least energy within a "
             "latency target, by the profile and the load of the moment) (default: window for engines that run batches "
-            "to their end, if no number of bins is asked for; else greedy)",
+            "to their end, if neither bins nor their edges are asked for; else greedy)",
             extra={"metavar": "NAME"},
         ),
     ] = None
@@ -85,7 +85,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1)] | None,
         Meta(
             description="under --release window: requests, of those that wait in a bin, whose turn comes first, and "
-            f"among which a batch is looked for; none is passed over more often (default: {WINDOW_BATCHES} batches)"
+            f"among which a batch is looked for, at least a batch; under fffs none is passed over more often (default: "
+            f"{WINDOW_BATCHES} batches)"
         ),
     ] = None
     batch_wait_s: Annotated[
@@ -168,7 +169,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     def resolved(self, barrier: bool) -> SchedulingConfig:
         """With the defaults that suit barrier engines, or engines whose slots refill, where nothing was chosen."""
         bins = self.bins if self.edges is None or self.bins is not None else len(self.edges) + 1
-        release = self.release or ("window" if barrier and bins is None else "greedy")
+        asks_for_bins = bins is not None or self.edges_by == "answers"
+        release = self.release or ("window" if barrier and not asks_for_bins else "greedy")
         waits = release not in ("greedy", "timeout", "window")
         kind = BARRIER_DEFAULTS if barrier else REFILL_WAITING_DEFAULTS if waits else REFILL_DEFAULTS
         defaults = {**kind, "release": release, "bins": bins or (1 if release == "window" else BINS)}
@@ -274,6 +276,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         size, (kind, _, static) = self.full_batch, self.release.partition(":")
         if kind != "window" and self.window is not None:
             raise ValueError(f"window is of no use under release {self.release}, only under window")
+        if self.window is not None and self.window < size:
+            raise ValueError(f"window: {self.window} requests hold no batch of {size}")
         limit_s = math.inf if self.batch_wait_s is None else self.batch_wait_s
         if kind == "static" and int(static) > size:
             raise ValueError(f"release {self.release}: a batch has {size} requests at most (--batch-size)")

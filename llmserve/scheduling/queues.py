@@ -124,6 +124,14 @@ class BinQueue:
         del self._tickets[ticket.request.id]
         self.changes += 1
 
+    def take_all(self) -> list[Ticket]:
+        """First come first."""
+        self.changes += 1
+        taken = list(self._tickets.values())
+        self._tickets.clear()
+        self._deadlines.clear()
+        return taken
+
     def take(self, count: int) -> list[Ticket]:
         self.changes += 1
         return [self._tickets.popitem(last=False)[1] for _ in range(count)]
@@ -134,7 +142,8 @@ class WindowQueue(BinQueue):
 
     Of those that wait the first `window` by turn are looked at. A batch of b always holds the one whose turn it is,
     and of all b in a row by length that do, those that waste least: slots times the longest, less the sum of all. So
-    no request in the window is passed over more than `window` times, and usually about `window` / b times.
+    by order of arrival no request in the window is passed over more than `window` times, and usually about `window` / b
+    times; by another order those whose turn is earlier come before it, as everywhere.
 
     turn : the order's key of a request; the smallest goes next.
     Every operation costs O(log window) comparisons and moves at most `window` list entries; taking b, O(b) more.
@@ -170,12 +179,17 @@ class WindowQueue(BinQueue):
             self._fill()
 
     def take(self, count: int) -> list[Ticket]:
+        """At most as many as the window holds."""
         self.changes += 1
-        taken: list[Ticket] = []
-        while len(taken) < count:  # once, unless more are wanted than the window holds
-            taken += self._take_row(min(count - len(taken), len(self._by_length)))
-            self._fill()
+        taken = self._take_row(count)
+        self._fill()
         return taken
+
+    def take_all(self) -> list[Ticket]:
+        self._by_length.clear()
+        self._by_turn.clear()
+        self._beyond.clear()
+        return super().take_all()
 
     def _take_row(self, count: int) -> list[Ticket]:
         first = self._tickets[self._by_turn[0][1]]

@@ -553,13 +553,12 @@ class Scheduler:
         if self.trust.observe(ticket.request, ticket.score, output_tokens):
             r = self.trust.rank_correlation
             self._actions.append(ReportTrust(self.trust.trusted, None if math.isnan(r) else r))
-            if not self.trust.trusted:
-                self._sort_into_queues()
+            self._sort_into_queues()
 
     def _sort_into_queues(self) -> None:
         """Who waits in a bin goes to where it would wait had it come now, first come first served."""
         waiting = sorted(
-            [ticket for queue in self.bins for ticket in queue.take(len(queue))],
+            [ticket for queue in self.bins for ticket in queue.take_all()],
             key=lambda ticket: (ticket.arrived_at_s, ticket.request.id),
         )
         for ticket in waiting:

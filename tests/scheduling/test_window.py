@@ -14,6 +14,7 @@ from llmserve.scheduling.order.fffs import arrival
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.queues import BinQueue, Ticket, WindowQueue
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.scheduling.trust import Trust
 
 BARRIER = EngineInfo("gpu0", slots=8, barrier=True)
 
@@ -64,8 +65,12 @@ def test_those_beyond_the_window_are_not_looked_at() -> None:
     assert ids(queue.take(2)) == [1, 3]
 
 
-def test_a_batch_may_be_larger_than_the_window() -> None:
-    assert ids(queue_of(5, 1, 3, 2, 4, window=2).take(4)) == [0, 1, 2, 3]
+def test_all_can_be_taken_at_once_beyond_the_window_too() -> None:
+    queue = queue_of(5, 1, 3, 2, 4, window=2)
+    assert [each.request.id for each in queue.take_all()] == [0, 1, 2, 3, 4]
+    assert len(queue) == 0
+    queue.append(ticket(9, 7.0))
+    assert ids(queue.take(1)) == [9]
 
 
 def test_one_whose_turn_is_earlier_takes_the_place_of_the_last_in_the_window() -> None:
@@ -102,7 +107,8 @@ def test_the_row_is_the_best_of_all_rows_that_hold_the_first(lengths: list[float
 
 @given(st.data())
 def test_nobody_in_the_window_is_passed_over_more_often_than_it_holds_and_nobody_is_lost(data: st.DataObject) -> None:
-    window, size = data.draw(st.integers(2, 8)), data.draw(st.integers(1, 3))
+    size = data.draw(st.integers(1, 3))
+    window = size + data.draw(st.integers(0, 6))
     queue = WindowQueue(0, window, arrival)
     tickets: dict[int, Ticket] = {}
     passed_over: dict[int, int] = {}
@@ -123,7 +129,7 @@ def test_nobody_in_the_window_is_passed_over_more_often_than_it_holds_and_nobody
                 passed_over[request_id] += 1
         assert [each.request.id for each in queue] == sorted(tickets)
         assert max(passed_over.values(), default=0) < window
-    assert ids(queue.take(len(queue))) == sorted(tickets)
+    assert ids(queue.take_all()) == sorted(tickets)
 
 
 # ---- when ----
@@ -177,6 +183,19 @@ def test_while_predictions_rank_nothing_it_is_first_come_first_served() -> None:
     assert started(end(made, 1, 1)) == [[2, 3]]
 
 
+def test_when_predictions_rank_answers_again_those_that_wait_find_their_like() -> None:
+    class Again(Trust):
+        def observe(self, request: Request, score: float, output_tokens: float) -> bool:
+            self.trusted = True
+            return True
+
+    made = windowed(BARRIER)
+    made.trust = Again(32)
+    made.trust.trusted = False
+    arrive(made, Request(1, 50.0), Request(2, 10.0), Request(3, 90.0), Request(4, 11.0))
+    assert started(end(made, 1, 1)) == [[2, 4]]
+
+
 def test_one_without_a_prediction_is_taken_for_a_mean_answer() -> None:
     made = windowed(BARRIER)
     arrive(made, Request(1, 300.0))
@@ -195,6 +214,7 @@ def test_engines_that_run_batches_to_their_end_have_windows_unless_bins_are_aske
     assert resolved(True) == ("window", 1)
     assert resolved(True, bins=4) == ("greedy", 4)
     assert resolved(True, edges=(10.0, 20.0)) == ("greedy", 3)
+    assert resolved(True, edges_by="answers") == ("greedy", 8)
     assert resolved(True, release="table") == ("table", 8)
     assert resolved(True, release="window", bins=2) == ("window", 2)
     assert resolved(False) == ("greedy", 8)
@@ -210,3 +230,8 @@ def test_only_window_has_windows() -> None:
     assert type(scheduler(release="greedy").bins[0]) is BinQueue
     with pytest.raises(ValueError, match="window is of no use under release greedy"):
         scheduler(release="greedy", window=5)
+
+
+def test_a_window_that_holds_no_batch_is_an_error() -> None:
+    with pytest.raises(ValueError, match="window: 7 requests hold no batch of 8"):
+        scheduler(release="window", batch_size=8, window=7)

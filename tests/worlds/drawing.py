@@ -269,7 +269,7 @@ def _config(rng: random.Random, unit_s: float, infos: Sequence[EngineInfo]) -> S
         bins=bins,
         batch_size=batch_size,
         release=f"static:{rng.randint(1, batch_size)}" if release == "static" else release,
-        window=rng.choice([None, 1, 5]) if release == "window" else None,
+        window=rng.choice([None, batch_size, batch_size + 3]) if release == "window" else None,
         batch_wait_s=rng.choice([None, 0.0, 0.5 * unit_s, 5.0 * unit_s]),
         rate_headroom=rng.choice([0.5, 1.0]),
         rate_factor=rng.choice([1.05, 1.25, 4.0]),
@@ -277,7 +277,7 @@ def _config(rng: random.Random, unit_s: float, infos: Sequence[EngineInfo]) -> S
         patience=rng.choice([0.0, 12.0]),
         bins_by=rng.choice(["risk", "median"]),  # type: ignore[arg-type]
         edges=edges,
-        edges_by=rng.choice([None, "answers", "mass"]),  # type: ignore[arg-type]
+        edges_by=rng.choice(["mass", "answers", "mass"]),  # type: ignore[arg-type]
         edges_window=rng.choice([4, 4096]),
         edges_refit_every=rng.choice([0, 3, 20]),
         trust_window=WINDOW_MIN,
