@@ -103,7 +103,8 @@ def optimal_edges(lengths: ArrayLike, bins: int, batch_size: int, *, parts: int 
 
     lengths : (n,) output tokens, n >= 1, any order, finite.  bins, batch_size : >= 1.
     parts : groups of neighbouring lengths that are never cut, or `bins` when that is more; up to so many distinct
-    lengths the edges are exact, with more they are within about 0.1 % of the least time.
+    lengths the edges are exact; with more, lognormal ones, they take up to 0.2 % longer than the best where sigma is
+    0.8, up to 0.7 % where it is 2.
     Edges lie between distinct lengths as those of equal_mass_edges do: no tie is split, no bin is empty, and there are
     fewer bins where there are fewer distinct lengths, or groups. Another bin never makes batches slower. The mean wait
     for a batch to fill is that of any k bins (bins/capacity.py); but where few requests have long answers they get a
@@ -259,8 +260,10 @@ class OnlineEdges:
     ) -> None:
         if bins < 1 or window < 1 or refit_every < 0:
             raise ValueError("bins and window must be at least 1, refit_every at least 0")
-        if edges is not None and (len(edges) != bins - 1 or not all(np.diff(edges) > 0)):
-            raise ValueError(f"{bins} bins need {bins - 1} strictly increasing edges, not {list(edges)}")
+        if edges is not None and (
+            len(edges) != bins - 1 or not np.isfinite(edges).all() or not all(np.diff(edges) > 0)
+        ):
+            raise ValueError(f"{bins} bins need {bins - 1} strictly increasing finite edges, not {list(edges)}")
         self.bins = bins
         self._fit = fit or (lambda values: equal_mass_edges(values, bins))
         start = np.random.default_rng(0).permutation(np.asarray(sample, dtype=float))[:window]

@@ -34,6 +34,7 @@ from llmserve.simulation.scenario import STEP_S
 HEADROOM = 0.8  # engines busier than this share of their time keep up, but batches wait long for them
 ENOUGH = 0.99  # of the most throughput is as good: the last bins cost more waiting than they give
 DRAWN = 20_000  # lengths, where a distribution is given
+FEW = 50  # lengths for each request of a batch; of fewer, the longest batches are yet to be seen
 WINDOW_DRAWS = 1 << 19  # lengths that go through windows
 SHOWN = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # bins in the table, and those recommended
 DRAWN_SHARE = 0.995  # of the lengths: the few longest would squeeze the rest
@@ -152,8 +153,7 @@ def advise(question: Question) -> tuple[Answer, workload.Lengths]:
     rows = _rows(question, lengths, rate_per_s, step_s, prefill_s)
     row, reason = recommend(rows, question, rate_per_s)
     size, window = question.batch_size, WINDOW_BATCHES * question.batch_size
-    windows = max(1, WINDOW_DRAWS // window)
-    window_s = prefill_s + step_s * batch_time_window(lengths, window, size, rng, windows=windows)
+    window_s = prefill_s + step_s * _judged_window(lengths, window, size, rng)
     length_mean = float(lengths.mean())
     answer = Answer(
         lengths=lengths.size,
@@ -185,7 +185,8 @@ def _lengths(text: str, rng: np.random.Generator) -> workload.Lengths:
 def _is_file(text: str) -> bool:
     """Whether it names a file, if only one that is not there; else it describes a distribution."""
     name, colon, _ = text.partition(":")
-    return name == "file" or not colon or Path(name).is_file()
+    like_a_path = "*" not in name and ("." in name or "/" in name)  # 0.5*uniform is none
+    return name == "file" or not colon or like_a_path or Path(name).is_file()
 
 
 def _times(question: Question) -> tuple[float, float]:
@@ -238,9 +239,22 @@ def _judged(
     lengths: workload.Lengths, bins: int, batch_size: int, fit: Callable[[workload.Lengths, int], Edges]
 ) -> float:
     """Tokens of a batch with edges that are fitted to each half of the lengths and judged by the other."""
-    first, second = lengths[::2], lengths[1::2]
-    judged = [batch_time(judge, fit(fitted, bins), batch_size) for judge, fitted in ((first, second), (second, first))]
-    return sum(judged) / 2
+    first, second = _halves(lengths)
+    pairs = (first, second), (second, first)
+    return sum([each.size * batch_time(each, fit(other, bins), batch_size) for each, other in pairs]) / lengths.size
+
+
+def _judged_window(lengths: workload.Lengths, window: int, batch_size: int, rng: np.random.Generator) -> float:
+    """Tokens of a batch from a window, of each half of the lengths: what bins are judged by, or gains would differ."""
+    windows = max(1, WINDOW_DRAWS // (2 * window))
+    tokens = 0.0
+    for half in _halves(lengths):
+        tokens += half.size * batch_time_window(half, window, batch_size, rng, windows=windows)
+    return tokens / lengths.size
+
+
+def _halves(lengths: workload.Lengths) -> tuple[workload.Lengths, workload.Lengths]:
+    return lengths[::2], lengths[1::2]
 
 
 # ---- the recommendation -------------------------------------------------------------------------------------------
@@ -297,9 +311,10 @@ def _print(question: Question, answer: Answer, console: Console) -> None:
     for line in (
         f"Recommended: {bins}: {answer.reason}.",
         *([f"Edges, in tokens: {edges}"] if edges else []),
-        f"To try it: {_trial(question, answer)}",
+        f"To try it: {_trial(question, answer, _bins_flags(answer))}",
+        *([_few_note(answer)] if answer.lengths < FEW * answer.batch_size else []),
         LATENCY_NOTE,
-        _window_note(answer),
+        _window_note(answer, _trial(question, answer, ["--release", "window"])),
         REFILL_NOTE,
     ):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -314,33 +329,34 @@ def _title(answer: Answer) -> str:
     )
 
 
-def _trial(question: Question, answer: Answer) -> str:
-    """The command that simulates what is recommended, with all that the theory leaves out."""
+def _trial(question: Question, answer: Answer, release: Sequence[str]) -> str:
+    """The command that simulates a release, with all that the theory leaves out."""
     text = question.lengths or ""
     lengths = f"file:{text.removeprefix('file:')}" if _is_file(text) else text
     steps = ["--profile", question.profile] if question.profile else ["--step-s", f"{answer.step_s:g}"]
+    engines = ["--barrier", "--engines", f"{answer.engines}", "--batch-size", f"{answer.batch_size}"]
+    load = ["--lengths", lengths, "--arrival-rate", f"{answer.arrival_rate_per_s:g}", *steps]
+    return shlex.join(["llmserve", "simulate", *engines, *release, *load])
+
+
+def _bins_flags(answer: Answer) -> list[str]:
     edges = ["--edges", ",".join([f"{edge:.6g}" for edge in answer.edges])] if answer.edges else []
-    words = [
-        *(
-            "llmserve",
-            "simulate",
-            "--barrier",
-            "--engines",
-            f"{answer.engines}",
-            "--batch-size",
-            f"{answer.batch_size}",
-        ),
-        *("--release", "full", "--bins", f"{answer.bins}", *edges, "--edges-refit-every", "0"),
-        *("--lengths", lengths, "--arrival-rate", f"{answer.arrival_rate_per_s:g}", *steps),
-    ]
-    return shlex.join(words)
+    return ["--release", "full", "--bins", f"{answer.bins}", *edges, "--edges-refit-every", "0"]
 
 
-def _window_note(answer: Answer) -> str:
+def _few_note(answer: Answer) -> str:
     return (
-        f"--release window needs no bins: an engine that is free takes neighbours by length among the first "
-        f"{answer.window:,} that wait, and waits for none. While so many do wait it serves "
-        f"{answer.window_throughput_per_s:.4g} requests/s, {answer.window_gain:+.1%}."
+        f"With {answer.lengths:,} lengths the figures are rough: where the longest are missing, throughput is told too "
+        f"high. Batches of {answer.batch_size} want {FEW * answer.batch_size:,} lengths or more."
+    )
+
+
+def _window_note(answer: Answer, trial: str) -> str:
+    return (
+        f"--release window, the default with --barrier, needs no bins: an engine that is free takes neighbours by "
+        f"length among the first {answer.window:,} that wait, and waits for none. While so many do wait it serves "
+        f"{answer.window_throughput_per_s:.4g} requests/s, {answer.window_gain:+z.1%}. "
+        f"To try it: {trial}"
     )
 
 
@@ -360,8 +376,8 @@ def _cells(row: Row) -> list[str]:
     keeps_up = row.utilisation < 1
     return [
         f"{row.bins}",
-        f"{row.gain_equal_mass:+.1%}",
-        f"{row.gain:+.1%}",
+        f"{row.gain_equal_mass:+z.1%}",
+        f"{row.gain:+z.1%}",
         f"{row.throughput_per_s:.4g}",
         _seconds(row.forming_s),
         _seconds(row.forming_s_rarest),

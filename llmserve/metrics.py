@@ -6,6 +6,7 @@ a scrape.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -61,7 +62,7 @@ class Metrics:
         self._tokens = Counter("llmserve_output_tokens", "Output tokens generated", registry=registry)
         self._lost = Counter("llmserve_engine_losses", "Times an engine was lost", ["engine"], registry=registry)
         self._batches = Counter("llmserve_batches", "Formed batches that began to run", registry=registry)
-        self._begun: dict[int, None] = {}  # batches, the last that have begun to run
+        self._begun: OrderedDict[int, None] = OrderedDict()  # batches, the last that have begun to run
         self._fill = Histogram(
             "llmserve_batch_fill", "Requests of a formed batch, over the batch size", buckets=FILL, registry=registry
         )
@@ -136,7 +137,7 @@ class Metrics:
             return False
         self._begun[batch_id] = None
         if len(self._begun) > BATCHES_KNOWN:
-            del self._begun[next(iter(self._begun))]
+            self._begun.popitem(last=False)
         return True
 
     def _end(self, request_id: int, outcome: str, tokens: float, now_s: float) -> None:

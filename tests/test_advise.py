@@ -118,6 +118,31 @@ def test_gains_are_nearer_to_the_true_ones_than_edges_judged_by_their_own_length
     assert abs(np.mean(told) - np.mean(true)) < abs(np.mean(seeming) - np.mean(true)) / 2
 
 
+def test_three_lengths_reach_no_more_than_the_limit_without_padding_and_are_said_to_be_few(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Their halves are of two and of one: that one must not count for as much as the two."""
+    path = tmp_path / "three.csv"
+    path.write_text("1\n2\n6\n")
+    for seed in range(6):
+        answer = found(capsys, f"--lengths {path} --arrival-rate 4 --batch-size 1 --seed {seed}")
+        told = [each["throughput_per_s"] for each in answer["rows"]]
+        assert told == pytest.approx([answer["throughput_per_s_max"]] * 3)
+    assert main(["advise", "--lengths", str(path), "--arrival-rate", "4"]) == 0
+    assert "With 3 lengths the figures are rough" in capsys.readouterr().out
+
+
+def test_windows_are_judged_by_the_same_halves_as_one_bin_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Each half is one length, so nothing is to be gained; a window over both would have a batch of both, and lose."""
+    path = tmp_path / "two.csv"
+    path.write_text("1\n1000\n")
+    answer = found(capsys, f"--lengths {path} --arrival-rate 4")
+    assert answer["window_gain"] == pytest.approx(0, abs=1e-9)
+    assert answer["window_throughput_per_s"] == pytest.approx(answer["rows"][0]["throughput_per_s"])
+
+
 def test_a_profile_gives_the_time_of_steps(capsys: pytest.CaptureFixture[str]) -> None:
     answer = found(capsys, "--lengths constant:100 --batch-size 32 --arrival-rate 4 --profile h100-llama-3.1-8b")
     step_s = 6.54e-3 + 32 * 0.0790e-3
@@ -193,6 +218,18 @@ def test_the_command_it_names_runs_and_reaches_the_throughput_it_told(
     assert measured == pytest.approx(told, rel=0.03)
 
 
+def test_the_command_for_windows_runs_and_serves_no_less_than_was_told(
+    capsys: pytest.CaptureFixture[str], lengths_file: Path
+) -> None:
+    flags = ["--lengths", str(lengths_file), "--arrival-rate", "10", "--bins-max", "2"]
+    assert main(["advise", *flags]) == 0
+    note = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("--release window"))
+    words = note.partition("To try it: llmserve ")[2].split()
+    assert main([*words, "--requests", "4000", "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)["throughput_per_s"]
+    assert 0.97 < measured / found(capsys, " ".join(flags))["window_throughput_per_s"] < 1.06
+
+
 def test_it_draws_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for bins_max in (1, 6):
         path = tmp_path / f"{bins_max}.png"
@@ -214,6 +251,7 @@ def test_it_draws_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
         ("--lengths uniform:1,20 --arrival-rate inf", "arrival_rate: a finite number"),
         ("--lengths uniform:1,20 --arrival-rate 0", "arrival_rate (the command line)"),
         ("--lengths nowhere.csv --arrival-rate 4", "there is no lengths file 'nowhere.csv'"),
+        ("--lengths nowhere.csv:tokens --arrival-rate 4", "there is no lengths file 'nowhere.csv'"),
         ("--lengths normal:1,20 --arrival-rate 4", "lengths 'normal:1,20' is not one of"),
         ("--lengths uniform:1,20 --arrival-rate 4 --step-s 1 --profile p4-googlenet", "step_s cannot be given"),
         ("--lengths uniform:1,20 --arrival-rate 4 --profile nothing", "profile: 'nothing'"),

@@ -72,7 +72,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[str, Meta(pattern=RELEASE_PATTERN)] | None,
         Meta(
             description="when a bin lets a batch go: window (when an engine is free: neighbours by length among the "
-            "first --window that wait); full; static:B (full, with batches of B); timeout (full, or the "
+            "first --window that wait; of use where batches run to their end); full; static:B (full, with batches of "
+            "B); timeout (full, or the "
             "oldest has waited batch-wait-s); greedy (full, or an engine would idle); rate (BatchMonitor: the least "
             "batch that keeps up with arrivals, as printed); rate-headroom (the same with head-room and a limit to "
             "waiting); deadline (the largest batch within the deadline); table (least cost or least energy within a "

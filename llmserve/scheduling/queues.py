@@ -12,7 +12,7 @@ from enum import Enum
 from llmserve.request import Batch, Request
 from llmserve.scheduling.memory import BLOCK_TOKENS
 
-DEADLINES_SPARE = 64  # deadlines of requests that have left which may be kept before they are swept out
+ENTRIES_SPARE = 64  # heap entries of requests that have left which may be kept before they are swept out
 
 
 class Place(Enum):
@@ -116,7 +116,7 @@ class BinQueue:
         self.changes += 1
         if ticket.request.deadline_s is not None:
             heapq.heappush(self._deadlines, (ticket.request.deadline_s, ticket.request.id))
-            if len(self._deadlines) > 2 * len(self._tickets) + DEADLINES_SPARE:
+            if len(self._deadlines) > 2 * len(self._tickets) + ENTRIES_SPARE:
                 self._deadlines = [entry for entry in self._deadlines if entry[1] in self._tickets]
                 heapq.heapify(self._deadlines)
 
@@ -177,6 +177,9 @@ class WindowQueue(BinQueue):
             del self._by_turn[place]
             self._leave_row(ticket)
             self._fill()
+        elif len(self._beyond) > 2 * len(self._tickets) + ENTRIES_SPARE:
+            self._beyond = [entry for entry in self._beyond if entry[1] in self._tickets]
+            heapq.heapify(self._beyond)
 
     def take(self, count: int) -> list[Ticket]:
         """At most as many as the window holds."""

@@ -41,7 +41,7 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.scheduling.planner import Planner
-from llmserve.scheduling.queues import DEADLINES_SPARE, BinQueue, FormedBatch, FormedQueue, Place, Ticket
+from llmserve.scheduling.queues import ENTRIES_SPARE, BinQueue, FormedBatch, FormedQueue, Place, Ticket
 from llmserve.scheduling.rates import CompletionRate, ServiceTime
 from llmserve.scheduling.release import Release, Room
 from llmserve.scheduling.trust import Trust
@@ -609,7 +609,7 @@ class Scheduler:
             if ticket is not None and waits:
                 self._leave_queue(ticket)
                 self._fail(ticket, "deadline_exceeded")
-        if len(self._deadlines) > 2 * len(self.requests) + DEADLINES_SPARE:  # far ones of requests that are over
+        if len(self._deadlines) > 2 * len(self.requests) + ENTRIES_SPARE:  # far ones of requests that are over
             alive = {id_: deadline_s for deadline_s, id_ in self._deadlines if id_ in self.requests}
             self._deadlines = [(deadline_s, id_) for id_, deadline_s in alive.items()]
             heapq.heapify(self._deadlines)

@@ -329,7 +329,14 @@ def test_refit_every_zero_keeps_the_edges_for_good() -> None:
     assert edges.edges == (100.0,)
 
 
-@pytest.mark.parametrize("edges", [[10.0, 10.0], [20.0, 10.0], [10.0], [10.0, float("nan")]])
+@pytest.mark.parametrize(
+    "edges", [[10.0, 10.0], [20.0, 10.0], [10.0], [10.0, float("nan")], [float("nan"), 10.0], [10.0, float("inf")]]
+)
 def test_configured_edges_must_fit_the_number_of_bins(edges: list[float]) -> None:
-    with pytest.raises(ValueError, match="3 bins need 2 strictly increasing edges"):
+    with pytest.raises(ValueError, match="3 bins need 2 strictly increasing finite edges"):
         OnlineEdges(3, edges=edges)
+
+
+def test_the_only_edge_must_be_a_number() -> None:
+    with pytest.raises(ValueError, match="2 bins need 1 strictly increasing finite edges"):
+        OnlineEdges(2, edges=[float("nan")])

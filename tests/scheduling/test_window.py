@@ -87,6 +87,16 @@ def test_who_leaves_makes_room_in_the_window() -> None:
     assert len(queue) == 1
 
 
+def test_who_left_beyond_the_window_leaves_nothing_behind() -> None:
+    queue = queue_of(5, 6, window=2)
+    for request_id in range(2, 1_000):
+        beyond = ticket(request_id, 7.0)
+        queue.append(beyond)
+        queue.remove(beyond)
+    assert len(queue._beyond) < 100
+    assert ids(queue.take(2)) == [0, 1]
+
+
 @given(
     st.lists(st.integers(1, 6).map(float), min_size=1, max_size=12),
     st.integers(1, 5),
