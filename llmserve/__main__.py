@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import re
 import sys
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 PROMPTS_COLUMN = re.compile(r"^(.+\.(?:jsonl|jsonl\.gz|json|parquet)):([^/]+)$")  # FILE:COLUMN
 FORECASTS_MAX = 10_000  # prompts that a predictor is asked about for a simulation: a random sample of more
 FORECASTS_AT_ONCE = 256
+BROKEN_PIPE = 141  # exit status, as shells have it
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,7 +72,12 @@ def main(argv: list[str] | None = None) -> int:
             from llmserve.config import nearest
 
             raise ConfigError(f"unknown argument {unknown[0]}{nearest(unknown[0], args.flags)}")
-        return int(args.main(args))
+        status = int(args.main(args))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # who reads the output has enough of it: nothing is flushed into it at the exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except ConfigError as error:
         print(f"llmserve: {error}", file=sys.stderr)
         return 2

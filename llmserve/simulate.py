@@ -332,7 +332,7 @@ def _run_several(cases: Sequence[Case], repetition: Repetition, args: argparse.N
     else:
         print_intervals(found[0], _title(cases[0], cases[0].prepare(), repetition.seeds), Console())
     if args.plot is not None and compared:
-        figures.draw_comparison(args.plot, found)
+        _tell_drawn(figures.draw_comparison(args.plot, found))
     elif args.plot is not None:
         work = cases[0].prepare()
         recorder = BatchRecorder(len(work))
@@ -350,7 +350,11 @@ def _draw_run(case: Case, work: Workload, recorder: BatchRecorder, folder: Path)
         mixed = BatchRecorder(len(work))
         one_bin.run(work, recorder=mixed)
         stories.insert(0, figures.Story(_bins(1), mixed, work.trace, made))
-    for path in figures.draw_run(folder, stories):
+    _tell_drawn(figures.draw_run(folder, stories))
+
+
+def _tell_drawn(paths: Sequence[Path]) -> None:
+    for path in paths:
         print(f"drew {path}", file=sys.stderr)
 
 

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
+from llmserve.errors import ConfigError
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.simulate import run
 from llmserve.simulation import workload
@@ -97,14 +98,19 @@ def main() -> None:
     )
     parser.add_argument("--batch-sizes", type=_numbers, default=(8, 32, 128), metavar="B,B,...")
     parser.add_argument("--tau", type=float, default=0.63, help="rank correlation of predictions (default 0.63)")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seeds", type=positive_whole_number, default=3)
+    parser.add_argument("--jobs", type=positive_whole_number, default=1)
     parser.add_argument("--output", type=Path, help="JSON of every run")
     parser.add_argument("--plot", type=Path, help="PNG: gains and latencies of batches of 8")
     args = parser.parse_args()
     if not args.lengths and not args.results:
         parser.error("either --lengths or --results is needed")
-    rows = load(args.results) if args.results else measure(list(_cases(args)), args.jobs)
+    if not 0 < args.tau < 1:
+        parser.error(f"--tau must be between 0 and 1, not {args.tau}")
+    try:
+        rows = load(args.results) if args.results else measure(list(_cases(args)), args.jobs)
+    except ConfigError as error:
+        parser.error(str(error))
     print("\n\n".join(tables(rows)))
     if args.output:
         save(rows, args.output)
@@ -132,8 +138,16 @@ def save(rows: Rows, path: Path) -> None:
 
 
 def load(path: Path) -> Rows:
+    """Raises ConfigError when the file is none that `save` wrote."""
+    try:
+        return _rows(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"cannot read the results {str(path)!r}: {error}") from error
+
+
+def _rows(entries: Sequence[dict[str, Any]]) -> Rows:
     rows = []
-    for entry in json.loads(path.read_text(encoding="utf-8")):
+    for entry in entries:
         at = AT_ONCE if entry["load"] is None else entry["load"]
         case = Case(**{**{name: entry[name] for name in Case.__slots__ if name in entry}, "place": "", "load": at})
         rows.append((case, Outcome(**{name: entry[name] for name in Outcome.__slots__})))
@@ -141,7 +155,14 @@ def load(path: Path) -> Rows:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    return tuple(positive_whole_number(part) for part in text.split(","))
+
+
+def positive_whole_number(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
 
 
 def _cases(args: argparse.Namespace) -> Iterable[Case]:
@@ -161,9 +182,19 @@ def _cases(args: argparse.Namespace) -> Iterable[Case]:
 
 
 def read(place: str) -> Lengths:
-    """FILE:COLUMN, of positive numbers."""
+    """FILE:COLUMN, of positive numbers, two at least. Raises ConfigError."""
     path, _, column = place.rpartition(":")
-    return np.array([float(fields[column]) for _, fields in records(path, "lengths file")])
+    lengths = []
+    for line, fields in records(path, "lengths file"):
+        try:
+            lengths.append(float(fields[column]))
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"the lengths file {path!r}, line {line}: no number in a column {column!r}") from None
+        if not 0 < lengths[-1] < math.inf:
+            raise ConfigError(f"the lengths file {path!r}, line {line}: {column} must be above 0, not {lengths[-1]:g}")
+    if len(lengths) < 2:
+        raise ConfigError(f"the lengths file {path!r} has too few rows to be cut in halves")
+    return np.array(lengths)
 
 
 def error_of(lengths: Lengths, tau: float) -> float:

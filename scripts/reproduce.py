@@ -99,7 +99,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("name", nargs="?", choices=list(REPRODUCTIONS), help="what to reproduce; without it, a list")
     parser.add_argument("--output-folder", type=Path, help=f"(default {DOCS})")
     parser.add_argument("--quick", action="store_true", help="fewer samples and cases, in seconds; not for the default")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="at least 0 (default 1)")
     parser.add_argument("--jobs", type=int, help="processes that simulate, for multibin (default: one for each core)")
     parser.add_argument(
         "--gsm8k", type=Path, metavar="FILE", help="answers, for Fig. 6 of multibin (JSON lines, .gz too)"
@@ -114,11 +114,16 @@ def main(words: Sequence[str] | None = None) -> None:
             parser.error(f"--{option} is of use to {MULTIBIN} only")
     if args.jobs is not None and args.jobs < 1:
         parser.error(f"--jobs must be at least 1, not {args.jobs}")
+    if args.seed < 0:
+        parser.error(f"--seed must be at least 0, not {args.seed}")
     if args.quick and args.output_folder is None:
         parser.error(f"--quick needs --output-folder: its numbers are not those that {DOCS} should hold")
     chosen = _load(args.name, Options(args.jobs or os.cpu_count() or 1, args.gsm8k))
     folder: Path = args.output_folder or DOCS
-    (folder / "results").mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / "results").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output-folder: cannot make {folder / 'results'}: {error.strerror}")
     begun_s = time.perf_counter()
     try:
         with progress() as report:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 SCRIPTS = str(Path(__file__).resolve().parents[1] / "scripts")
 KEYS = {
@@ -50,13 +51,16 @@ OPTIONS = {"multibin": ("--jobs", "1", "--gsm8k", "answers.jsonl")}  # the file 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What every quick run writes. Its engines are made up: real ones would take minutes."""
+    """What every quick run writes. Its engines are made up: real ones would take minutes. And figures are not laid out:
+    that would take most of the time, and moves only margins.
+    """
     folder = tmp_path_factory.mktemp("docs")
     lengths = np.random.default_rng(1).integers(20, 300, size=400).tolist()
     (folder / "answers.jsonl").write_text("".join(f'{{"output_tokens": {length}}}\n' for length in lengths))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(engines, "observe", made_up)
+        patch.setattr(Figure, "set_layout_engine", lambda figure, layout=None, **options: None)
         for name in reproduce.REPRODUCTIONS:
             reproduce.main([name, "--quick", "--output-folder", str(folder), *OPTIONS.get(name, ())])
     return folder
@@ -157,7 +161,7 @@ def test_a_quick_run_writes_only_where_it_is_told_to(
 
 
 @pytest.mark.parametrize(
-    ("name", "library"), [("smdp", "matplotlib"), ("batchmonitor", "scipy"), ("multibin", "matplotlib")]
+    ("name", "library"), [("smdp", "matplotlib"), ("batchmonitor", "matplotlib"), ("multibin", "matplotlib")]
 )
 def test_a_missing_library_is_named_with_the_extra_that_has_it(name: str, library: str, tmp_path: Path) -> None:
     program = f"import sys; sys.path.insert(0, {SCRIPTS!r}); sys.modules[{library!r}] = None; import reproduce; "
@@ -414,13 +418,21 @@ def test_a_drop_and_then_a_rise_is_told_from_other_shapes(values: list[float], e
 
 
 @pytest.mark.parametrize(
-    "words", [["smdp", "--jobs", "2"], ["batchmonitor", "--gsm8k", "x"], ["multibin", "--jobs", "0"]]
+    "words",
+    [["smdp", "--jobs", "2"], ["batchmonitor", "--gsm8k", "x"], ["multibin", "--jobs", "0"], ["smdp", "--seed", "-1"]],
 )
 def test_options_of_no_use_are_refused(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         reproduce.main([*words, "--quick", "--output-folder", str(tmp_path / "docs")])
     assert words[1] in capsys.readouterr().err
     assert not (tmp_path / "docs").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "docs").write_text("a file")
+    with pytest.raises(SystemExit):
+        reproduce.main(["smdp", "--quick", "--output-folder", str(tmp_path / "docs")])
+    assert "--output-folder: cannot make" in capsys.readouterr().err
 
 
 def test_without_answers_figure_6_is_left_out_and_the_page_says_so() -> None:

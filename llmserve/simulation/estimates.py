@@ -72,7 +72,9 @@ class Repeated(msgspec.Struct, frozen=True):
             return format(found.mean, form)
         if not form.endswith("%"):  # as many figures as an interval leaves a meaning
             form = ".4g" if abs(found.mean) < 1e4 else ",.0f"
-        return f"{format(found.mean, form)} ± {format(found.half_width, '.2g' if form == '.4g' else form)}"
+            half_form = ".2g" if found.half_width < 99.5 else ",.0f"
+            return f"{format(found.mean, form)} ± {format(found.half_width, half_form)}"
+        return f"{format(found.mean, form)} ± {format(found.half_width, form)}"
 
 
 def estimate(values: Sequence[float]) -> Estimate:

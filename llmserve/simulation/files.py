@@ -28,9 +28,10 @@ def open_text(name: str, what: str) -> TextIO:
 
 
 def _open(path: Path) -> TextIO:
+    encoding = "utf-8-sig"  # a byte order mark, as spreadsheets write it, is no part of a column's name
     if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
+        return gzip.open(path, "rt", encoding=encoding, newline="")
+    return path.open(encoding=encoding, newline="")
 
 
 def records(name: str, what: str) -> Iterator[tuple[int, Mapping[str, Any]]]:

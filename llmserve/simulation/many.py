@@ -48,8 +48,13 @@ def in_processes(
 
 
 def _begin() -> None:
-    """A worker begins: it has one core, leaves Ctrl-C to its parent, and does not outlive it."""
+    """A worker begins: it has one core."""
     threadpool_limits(1, user_api="blas")
+    belong_to_parent()
+
+
+def belong_to_parent() -> None:
+    """From now on this process leaves Ctrl-C to its parent, and does not outlive it, however that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -298,14 +298,17 @@ def engine_kinds(scenario: Scenario, scheduling: SchedulingConfig) -> list[Engin
         if not scenario.engine:
             profile = None if scenario.profile is None else resolve(scenario.profile)
             return [EngineKind(scenario.engines, slots, profile, scenario.profile)]
-        asked = [KIND.match(text) for text in scenario.engine]
-        return [
-            EngineKind(int(match[1] or 1), _own_slots(match[3], slots, scenario), resolve(match[2]), match[2])
-            for match in asked
-            if match
-        ]
+        return [_kind(text, slots, scenario) for text in scenario.engine]
     except ValueError as error:
         raise ConfigError(f"{'engine' if scenario.engine else 'profile'}: {error}") from error
+
+
+def _kind(text: str, slots: int, scenario: Scenario) -> EngineKind:
+    """Engines as asked for. Raises ValueError when the text is none of KIND, or names no profile."""
+    match = KIND.match(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not [COUNTx]PROFILE[:SLOTS]")
+    return EngineKind(int(match[1] or 1), _own_slots(match[3], slots, scenario), resolve(match[2]), match[2])
 
 
 def _own_slots(asked: str | None, slots: int, scenario: Scenario) -> int:

@@ -82,13 +82,13 @@ class Row:
     def ok(self) -> bool | None:
         """Whether measured is within tolerance of expected; None when it is compared with nothing.
 
-        A simulated number may differ by its interval's half width, times root 2, in addition: the expected one is
-        taken to be a simulation's too, of as many samples.
+        A simulated number may differ from a published one by its interval's half width, times root 2, in addition: that
+        is taken to be a simulation's too, of as many samples.
         """
         if self.expected is None or self.measured is None:
             return None
         allowed = self.tolerance * abs(self.expected)
-        if self.low is not None and self.high is not None:
+        if self.kind == "published" and self.low is not None and self.high is not None:
             allowed += math.sqrt(2.0) * (self.high - self.low) / 2
         return abs(self.measured - self.expected) <= allowed
 

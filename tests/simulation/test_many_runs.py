@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -16,9 +17,10 @@ from server_process import gone
 from llmserve.__main__ import main
 from llmserve.errors import ConfigError, LLMServeError
 from llmserve.simulate import swept
-from llmserve.simulation.estimates import Estimate, estimate, student_quantile
+from llmserve.simulation.estimates import Estimate, Repeated, estimate, student_quantile
 from llmserve.simulation.many import in_processes
 
+ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "simulate --requests 300 --barrier --bins 2 --load 0.5"
 
 
@@ -43,6 +45,15 @@ def test_an_interval_is_students_around_the_mean() -> None:
     assert found.half_width == pytest.approx(4.3027 / np.sqrt(3), rel=1e-4)
     assert found.low == pytest.approx(2.0 - found.half_width)
     assert estimate([7.0]) == Estimate(7.0, None, None), "of one run there is no interval"
+
+
+@pytest.mark.parametrize(
+    ("mean", "half_width", "text"),
+    [(4.33123, 0.2441, "4.331 ± 0.24"), (242.31, 112.4, "242.3 ± 112"), (31_104.9, 20.4, "31,105 ± 20")],
+)
+def test_an_interval_is_written_in_plain_numbers(mean: float, half_width: float, text: str) -> None:
+    found = Estimate(mean, mean - half_width, mean + half_width)
+    assert Repeated((1, 2), {"latency_s_mean": found}, ()).cell("latency_s_mean", ".3f") == text
 
 
 def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
@@ -171,6 +182,15 @@ def test_an_interrupted_command_leaves_no_process(number: signal.Signals, status
     assert gone(children)
 
 
+def test_a_search_that_is_killed_leaves_no_process() -> None:
+    words = [sys.executable, str(ROOT / "scripts" / "worlds"), "--hours", "1", "--jobs", "2"]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        children = _workers(process.pid, 2)
+        process.kill()
+    assert len(children) == 2
+    assert gone(children)
+
+
 def _workers(pid: int, count: int) -> list[psutil.Process]:
     """The processes that simulate, once there are so many and they have begun."""
     until_s = time.monotonic() + 60
@@ -180,3 +200,13 @@ def _workers(pid: int, count: int) -> list[psutil.Process]:
             return workers
         time.sleep(0.1)
     return []
+
+
+def test_a_reader_who_has_enough_of_the_output_is_no_error() -> None:
+    command = [sys.executable, "-m", "llmserve", "simulate", "--requests", "20", "--seeds", "2", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert b"Traceback" not in process.stderr.read()
+        assert process.wait() == 141

@@ -331,7 +331,7 @@ def test_a_trace_is_replayed_at_the_load_or_the_rate_asked_for(trace: str) -> No
     assert loaded.arrival_rate_per_s == pytest.approx(0.8 * 3 / 16)
     assert loaded.trace.rate_per_s == pytest.approx(loaded.arrival_rate_per_s)
     rated = prepare(Scenario(arrival_rate=6.0, **options), scheduling(batch_size=1))  # type: ignore[arg-type]
-    assert np.diff(rated.trace.arrivals_s).tolist() == pytest.approx([0.5, 0.0])
+    assert np.diff(rated.trace.arrivals_s).tolist() == pytest.approx([1 / 3, 0.0])
 
 
 @pytest.mark.parametrize("options", [{"lengths": "constant:7"}, {"trace": None}, {"prompts": "p"}])
@@ -348,7 +348,7 @@ def test_a_trace_can_be_cut_and_hurried(trace: str) -> None:
     work = prepare(Scenario(trace=trace, trace_speed=5.0, requests=2), scheduling(batch_size=8))
     assert work.trace.arrivals_s.tolist() == [0.1, 0.5]
     assert work.trace.output_tokens.tolist() == [100, 50]
-    assert work.arrival_rate_per_s == pytest.approx(2 / 0.4)
+    assert work.arrival_rate_per_s == pytest.approx(1 / 0.4)
     assert sorted(work.scores) == [50, 100]
 
 
@@ -605,6 +605,8 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         ("--trace t.csv --trace-speed 2 --load 0.5", "load cannot be given with trace_speed"),
         ("--trace-speed 2", "no trace to speed up"),
         ("--arrivals mmpp:3", "mmpp:RATIO,HIGH_S[,LOW_S]"),
+        ("--lengths lognormal:800,1", "lengths 'lognormal:800,1'"),
+        ("--engine=", "engine: '' is not [COUNTx]PROFILE[:SLOTS]"),
         ("--engine h100-llama-3.1-8b --profile h100-llama-3.1-8b", "profile cannot be given with engine"),
         ("--engine h100-llama-3.1-8b --engines 2", "engines cannot be given with engine"),
         ("--engine 2xh100-lama", "did you mean h100-llama-3.1-8b"),

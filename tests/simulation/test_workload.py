@@ -161,7 +161,18 @@ def test_bursts_are_written_with_their_mean_rate_ratio_and_sojourns() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["gamma:2", "poisson:3", "mmpp", "mmpp:3", "mmpp:0.5,10", "mmpp:3,0", "mmpp:3,1,inf", "mmpp:3,1,2,4"]
+    "text",
+    [
+        "gamma:2",
+        "poisson:3",
+        "mmpp",
+        "mmpp:3",
+        "mmpp:0.5,10",
+        "mmpp:3,0",
+        "mmpp:3,1,inf",
+        "mmpp:3,1,2,4",
+        "mmpp:3,1e-9",
+    ],
 )
 def test_arrivals_that_make_no_sense_are_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match="arrivals"):
@@ -223,10 +234,17 @@ def test_a_trace_is_replayed_at_any_rate_with_its_gaps_in_proportion() -> None:
     trace = Trace(np.array([1.0, 2.0, 5.0]), np.ones(3), np.zeros(3))
     replayed = replay_at(trace, 6.0)
     assert replayed.rate_per_s == pytest.approx(6.0)
-    assert np.diff(replayed.arrivals_s) == pytest.approx(np.array([1.0, 3.0]) * 0.75 / 6.0)
+    assert np.diff(replayed.arrivals_s) == pytest.approx(np.array([1.0, 3.0]) * 0.5 / 6.0), "2 gaps of 2 s on average"
     assert not replay_at(trace, np.inf).arrivals_s.any()
 
 
 def test_a_trace_whose_requests_all_come_at_once_has_no_rate_to_scale() -> None:
     with pytest.raises(ConfigError, match="no rate to scale"):
         replay_at(Trace(np.ones(3), np.ones(3), np.zeros(3)), 6.0)
+
+
+def test_a_byte_order_mark_belongs_to_no_column(tmp_path: Path) -> None:
+    path = tmp_path / "from-a-spreadsheet.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens\n0,5,7\n", encoding="utf-8-sig")
+    assert workload.read_trace(str(path)).arrivals_s.tolist() == [0.0]
+    assert workload.read_lengths(str(path)).tolist() == [7.0]

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from worlds.run import Violation, judge
 
+from llmserve.simulation.many import belong_to_parent
+
 BLOCK = 20  # worlds that a process is given at once
 WORLD_S_MAX = 60.0  # of a processor: more, and a world never ends
 
@@ -84,8 +86,8 @@ def _blocks(first_seed: int, count: int | None) -> Iterator[range]:
 
 
 def _begin() -> None:
-    """In each process: Ctrl-C is the parent's affair, and a world that never ends is a violation."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """In each process: Ctrl-C and the end are the parent's affair, and a world that never ends is a violation."""
+    belong_to_parent()
     signal.signal(signal.SIGVTALRM, _give_up)
 
 

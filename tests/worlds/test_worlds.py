@@ -91,7 +91,13 @@ def test_a_swarm_by_time_stops_by_itself() -> None:
     assert ", 0 violations in " in done.stdout
 
 
-@pytest.mark.parametrize("words", [("--count", "0"), ("--hours", "-1"), ("--count", "5", "--seed", "1")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("--count", "0"), ("--hours", "-1"), ("--hours", "inf"), ("--seed", "-1"), ("--first-seed", "x")),
+        *(("--steps", "-3"), ("--count", "5", "--seed", "1")),
+    ],
+)
 def test_the_script_refuses_what_makes_no_sense(words: tuple[str, ...]) -> None:
     done = script(*words)
     assert done.returncode == 2

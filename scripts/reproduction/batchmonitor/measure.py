@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import t as student
 
 from bins import profile as profiles
 from bins.profile import Profile
@@ -25,6 +24,7 @@ from llmserve.cluster import journal
 from llmserve.scheduling.messages import RequestArrived
 from llmserve.scheduling.policies import DispatchConfig, SchedulingConfig
 from llmserve.simulate import Scenario, simulate
+from llmserve.simulation.estimates import estimate
 from llmserve.simulation.report import Recorder, Summary
 from reproduction.rows import Case, Curve, Report, Row, Rows, claim
 
@@ -155,11 +155,10 @@ class Effort:
         return cls(seed, 2, 20.0, ("ResNet50",), constant_runs=2, warm_up_s=0.5, constant_s=3.0)
 
 
-def estimate(figure: str, case: Case, quantity: str, unit: str, values: Sequence[float], note: str = "") -> Row:
+def mean_row(figure: str, case: Case, quantity: str, unit: str, values: Sequence[float], note: str = "") -> Row:
     """The mean over runs of different seeds, with Student's 95 % confidence interval."""
-    mean = float(np.mean(values))
-    half = float(student.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values)))
-    return Row(figure, case, quantity, unit, mean, None, CALIBRATED, mean - half, mean + half, note)
+    found = estimate(values)
+    return Row(figure, case, quantity, unit, found.mean, None, CALIBRATED, found.low, found.high, note)
 
 
 def measured(model: str, profile: Profile, effort: Effort, folder: Path) -> dict[str, list[Summary]]:
@@ -182,17 +181,17 @@ def rows_of(model: str, profile: Profile, found: dict[str, list[Summary]]) -> It
     """Latency and energy of every rule."""
     for name, runs in found.items():
         case: Case = {"model": model, "rule": name}
-        latency = estimate(FIGURE, case, "mean latency", "ms", [1e3 * run.latency_s_mean for run in runs])
+        latency = mean_row(FIGURE, case, "mean latency", "ms", [1e3 * run.latency_s_mean for run in runs])
         if name == "rate" and model in MODELS:
             note = "the assumed intercept was chosen for it"
             latency = replace(latency, expected=MODELS[model].latency_ms, kind="fitted", note=note)
         yield latency
         latest = [1e3 * run.latency_s_p95 for run in runs]
-        yield estimate(FIGURE, case, "95th percentile of the latency", "ms", latest)
+        yield mean_row(FIGURE, case, "95th percentile of the latency", "ms", latest)
         efficiencies = [run.completed / run.energy_j for run in runs if run.energy_j is not None]
-        yield estimate(FIGURE, case, "requests per joule", "1/J", efficiencies)
-        yield estimate(FIGURE, case, "mean batch size", "", [run.batch_size_mean for run in runs])
-        yield estimate(FIGURE, case, "utilisation", "1", [run.utilisation for run in runs])
+        yield mean_row(FIGURE, case, "requests per joule", "1/J", efficiencies)
+        yield mean_row(FIGURE, case, "mean batch size", "", [run.batch_size_mean for run in runs])
+        yield mean_row(FIGURE, case, "utilisation", "1", [run.utilisation for run in runs])
     slope_ms, intercept_ms = 1e3 * profile.step_s.slope, 1e3 * profile.step_s.intercept
     note = profile.source
     yield Row("Profiles", {"model": model}, "slope of a batch's time", "ms", slope_ms, note=note)
@@ -245,8 +244,8 @@ def constant_load(effort: Effort, folder: Path) -> Iterator[Row]:
         note = f"after {effort.warm_up_s:g} s"
         note += f"; exact: {1e3 * exact[release].response_s_mean:.4g} ms" if release in exact else ""
         case: Case = {"release": release, "load": CONSTANT_LOAD}
-        yield estimate(CONSTANT, case, "mean latency", "ms", [1e3 * latency_s for latency_s, _ in runs], note)
-        yield estimate(CONSTANT, case, "utilisation", "1", [busy for _, busy in runs])
+        yield mean_row(CONSTANT, case, "mean latency", "ms", [1e3 * latency_s for latency_s, _ in runs], note)
+        yield mean_row(CONSTANT, case, "utilisation", "1", [busy for _, busy in runs])
     yield from _rate_known(known_size, exact[f"static:{known_size}"])
 
 
