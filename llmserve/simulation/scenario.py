@@ -32,6 +32,7 @@ EXCLUDED = {  # what each of these leaves no room for
     "prompts": ("lengths",),
 }
 REQUESTS, ARRIVAL_RATE, LENGTHS, STEP_S = 10_000, 5.0, "lognormal:5.2,0.8", 0.01  # where nothing is said
+BETWEEN_BINS = ("neighbour:", "confusion:")  # predictions whose mistakes are so
 KIND = re.compile(r"^(?:([1-9]\d*)x)?(.+?)(?::([1-9]\d*))?$")  # [COUNTx]PROFILE[:SLOTS]
 
 T = TypeVar("T")
@@ -205,7 +206,7 @@ def prepare(scenario: Scenario, scheduling: SchedulingConfig, answers: Answers |
         trace = workload.Trace(arrivals_s, asked.output_tokens, asked.input_tokens)
         sample = _draw(scenario, answers, EDGES_SAMPLE, sample_rng)
     predictions = _predict(scenario, scheduling, asked, sample, predictions_rng)
-    scores = _scores(scheduling, sample, _predict(scenario, scheduling, sample, sample, sample_rng))
+    scores = _scores(scenario, scheduling, sample, _predict(scenario, scheduling, sample, sample, sample_rng))
     return Workload(trace, predictions, scores, tuple(sample.output_tokens.tolist()), rate_per_s)
 
 
@@ -266,10 +267,17 @@ def _predict(
     return Predictions.of(asked.forecasts)
 
 
-def _scores(scheduling: SchedulingConfig, sample: Answers, predictions: Predictions | None) -> tuple[float, ...]:
-    """What bins go by, of a sample: the risk of what is predicted of it, or its very lengths."""
-    if predictions is None or predictions.quantiles is None:
+def _scores(
+    scenario: Scenario, scheduling: SchedulingConfig, sample: Answers, predictions: Predictions | None
+) -> tuple[float, ...]:
+    """What bins go by, of a sample: the risk of what is predicted of it, or its medians.
+
+    Without predictions, and where mistakes are mistakes between bins of real lengths, its very lengths.
+    """
+    if predictions is None or scenario.predictions.startswith(BETWEEN_BINS):
         return tuple(sample.output_tokens.tolist())
+    if predictions.quantiles is None:
+        return tuple(predictions.medians.tolist())
     return scheduling.scores(predictions.quantiles.tolist())
 
 

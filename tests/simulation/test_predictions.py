@@ -242,3 +242,15 @@ def test_predictions_that_make_no_sense_are_an_error(text: str, message: str) ->
 def test_lengths_that_are_all_alike_leave_no_room_for_mistakes_in_bins() -> None:
     with pytest.raises(ConfigError, match="too much alike"):
         medians("neighbour:2,0.1", np.full(10, 5.0))
+
+
+def test_first_edges_are_of_what_bins_go_by() -> None:
+    """Of predictions that are off by a lognormal error: they spread wider than the lengths."""
+
+    def spread(predictions: str) -> float:
+        scenario = Scenario(barrier=True, requests=10, lengths="lognormal:5,0.5", predictions=predictions)
+        work = prepare(scenario, SchedulingConfig(bins=4).resolved(barrier=True))
+        return float(np.std(np.log(work.scores)))
+
+    assert spread("oracle") == spread("neighbour:4,0.2") == pytest.approx(0.5, rel=0.05)
+    assert spread("lognormal:1.2") == pytest.approx(1.3, rel=0.05)
