@@ -328,7 +328,7 @@ def _run_several(cases: Sequence[Case], repetition: Repetition, args: argparse.N
     if args.json:
         print(msgspec.json.encode(found if compared else found[0]).decode())
     elif compared:
-        print_comparison(found, _compared_title(cases[0], repetition), Console())
+        print_comparison(found, _compared_title(cases, repetition), Console())
     else:
         print_intervals(found[0], _title(cases[0], cases[0].prepare(), repetition.seeds), Console())
     if args.plot is not None and compared:
@@ -343,13 +343,14 @@ def _run_several(cases: Sequence[Case], repetition: Repetition, args: argparse.N
 def _draw_run(case: Case, work: Workload, recorder: BatchRecorder, folder: Path) -> None:
     """Pictures of a run; of batches that wait for their longest, beside those of the same requests in one bin."""
     made = engines(case.scenario, case.scheduling, [])
-    bins = case.scheduling.bins_count
-    stories = [figures.Story(_bins(bins), recorder, work.trace, made)]
-    if case.scenario.barrier and bins > 1:
-        one_bin = replace(case, scheduling=msgspec.structs.replace(case.scheduling, bins=1, edges=None))
+    asked = case.scheduling
+    stories = [figures.Story(_groups(asked), recorder, work.trace, made)]
+    if case.scenario.barrier and (asked.bins_count > 1 or asked.release == "window"):
+        release = "greedy" if asked.release == "window" else asked.release
+        one_bin = msgspec.structs.replace(asked, bins=1, edges=None, release=release, window=None)
         mixed = BatchRecorder(len(work))
-        one_bin.run(work, recorder=mixed)
-        stories.insert(0, figures.Story(_bins(1), mixed, work.trace, made))
+        replace(case, scheduling=one_bin).run(work, recorder=mixed)
+        stories.insert(0, figures.Story(_groups(one_bin), mixed, work.trace, made))
     _tell_drawn(figures.draw_run(folder, stories))
 
 
@@ -358,7 +359,11 @@ def _tell_drawn(paths: Sequence[Path]) -> None:
         print(f"drew {path}", file=sys.stderr)
 
 
-def _bins(count: int) -> str:
+def _groups(scheduling: SchedulingConfig) -> str:
+    """What batches are made of."""
+    count = scheduling.bins_count
+    if scheduling.release == "window" and count == 1:
+        return "windows"
     return f"{count} bin{'s' if count > 1 else ''}"
 
 
@@ -369,23 +374,21 @@ def _title(case: Case, work: Workload, seeds: int = 1) -> str:
     return f"{len(work):,} requests {arrive}, {_policies(case)}, {_engines(case)}{repeated}"
 
 
-def _compared_title(case: Case, repetition: Repetition) -> str:
-    """What all cases have in common, as far as it may be said of the first."""
+def _compared_title(cases: Sequence[Case], repetition: Repetition) -> str:
+    """What all cases have in common."""
+    case = cases[0]
     seeds = f"{repetition.seeds} seeds: means and 95 % confidence intervals" if repetition.seeds > 1 else ""
     engines_ = "" if {"engine", "engines", "barrier"} & set(case.settings) else _engines(case)
-    return ", ".join(part for part in (_policies(case), engines_, seeds) if part)
+    return ", ".join(part for part in (_policies(*cases), engines_, seeds) if part)
 
 
-def _policies(case: Case) -> str:
-    """Without those that are compared."""
-    scheduling = case.scheduling
-    said = {
-        "bins": _bins(scheduling.bins_count),
-        "batch_size": f"batches of {scheduling.batch_size}",
-        "release": f"release {scheduling.release}",
-        "order": f"order {scheduling.order}",
-    }
-    return ", ".join(text for name, text in said.items() if name not in case.settings)
+def _policies(*cases: Case) -> str:
+    """Those that all cases share."""
+    said = []
+    for scheduling in (case.scheduling for case in cases):
+        sizes = (_groups(scheduling), f"batches of {scheduling.batch_size}")
+        said.append((*sizes, f"release {scheduling.release}", f"order {scheduling.order}"))
+    return ", ".join(texts[0] for texts in zip(*said, strict=True) if len(set(texts)) == 1)
 
 
 def _engines(case: Case) -> str:
