@@ -172,7 +172,10 @@ def test_a_process_that_dies_is_an_error_and_not_a_wait_for_ever() -> None:
 def test_an_interrupted_command_leaves_no_process(number: signal.Signals, status: int, said: str | None) -> None:
     """Ctrl-C is said in one line; and workers do not outlive a parent that was killed."""
     flags = ["simulate", "--requests", "500000", "--arrival-rate", "inf", "--seeds", "4", "--jobs", "2"]
-    with subprocess.Popen([sys.executable, "-m", "llmserve", *flags], stderr=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "llmserve", *flags]
+    # Where tests run in the background, shells have them ignore Ctrl-C, and children would inherit that.
+    heeds = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **heeds) as process:  # type: ignore[call-overload]
         children = _workers(process.pid, 2)
         process.send_signal(number)
         error = process.communicate(timeout=30)[1]
