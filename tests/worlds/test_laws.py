@@ -364,5 +364,5 @@ class World(RuleBasedStateMachine):
         assert replay(self.header, self.steps) == self.steps
 
 
-World.TestCase.settings = settings(max_examples=300, stateful_step_count=60, deadline=None)
+World.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 TestLaws = World.TestCase
