@@ -57,14 +57,14 @@ class Effort:
     seed: int
     sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     tokens: int = 128
-    rounds: int = 5
-    answers: int = 30
-    repeats: int = 2
-    requests: int = 400
-    passes: int = 2
-    cost_rounds: int = 5
-    oracle: tuple[int, ...] = (2, 4, 8, 16, 32)
-    predicted: tuple[int, ...] = (2, 4, 8)
+    rounds: int = 2
+    answers: int = 20
+    repeats: int = 1
+    requests: int = 160
+    passes: int = 1
+    cost_rounds: int = 2
+    oracle: tuple[int, ...] = (4, 8, 16, 32)
+    predicted: tuple[int, ...] = (4, 8)
     vllm_python: str | None = None
 
     @property
