@@ -38,10 +38,9 @@ def equal_mass_edges(lengths: ArrayLike, bins: int) -> Edges:
     Raises ValueError on an empty or non-finite sample or bins < 1.
     """
     distinct, counts = _distinct(lengths, bins)
-    cuts = (distinct[1:] + distinct[:-1]) / 2
     mass_below = np.cumsum(counts)[:-1] / counts.sum()  # (distinct - 1,) share of the sample below each cut
     chosen = _nearest_increasing(mass_below, np.arange(1, bins) / bins)
-    return tuple(float(edge) for edge in cuts[chosen])
+    return _edges_before(distinct, np.array(chosen, dtype=int) + 1)
 
 
 def _distinct(lengths: ArrayLike, bins: int) -> tuple[Floats, NDArray[np.intp]]:
@@ -113,13 +112,27 @@ def optimal_edges(lengths: ArrayLike, bins: int, batch_size: int, *, parts: int 
     Raises ValueError on an empty or non-finite sample, bins < 1, batch_size < 1 or parts < 1.
     """
     distinct, counts = _distinct(lengths, bins)
+    _check_sizes(batch_size, parts)
+    first = _group_starts(distinct, counts, max(parts, bins))
+    mean, size = _groups(distinct, counts, first)
+    chosen = first[_best_cuts(_batch_times(mean, size, batch_size), min(bins, first.size))]
+    return _edges_before(distinct, chosen)
+
+
+def _check_sizes(batch_size: int, parts: int) -> None:
     if batch_size < 1 or parts < 1:
         raise ValueError(f"batch_size and parts must be at least 1, not {batch_size} and {parts}")
-    first = _group_starts(distinct, counts, max(parts, bins))
+
+
+def _edges_before(distinct: Floats, starts: NDArray[np.intp]) -> Edges:
+    """Edges halfway between each of these distinct lengths, by index, and the one before it."""
+    return tuple(((distinct[starts - 1] + distinct[starts]) / 2).tolist())
+
+
+def _groups(distinct: Floats, counts: NDArray[np.intp], first: NDArray[np.intp]) -> tuple[Floats, Floats]:
+    """(groups,) mean length and number of requests of each group. first : where they begin."""
     size = np.add.reduceat(counts, first).astype(float)
-    mean = np.add.reduceat(counts * distinct, first) / size
-    chosen = first[_best_cuts(_batch_times(mean, size, batch_size), min(bins, first.size))]
-    return tuple(((distinct[chosen - 1] + distinct[chosen]) / 2).tolist())
+    return np.add.reduceat(counts * distinct, first) / size, size
 
 
 def _group_starts(distinct: Floats, counts: NDArray[np.intp], parts: int) -> NDArray[np.intp]:
@@ -191,13 +204,12 @@ def answered_edges(
     score, length = np.asarray(scores, dtype=float).ravel(), np.asarray(lengths, dtype=float).ravel()
     if score.size != length.size:
         raise ValueError(f"{score.size} scores are not of {length.size} answers")
-    if batch_size < 1 or parts < 1:
-        raise ValueError(f"batch_size and parts must be at least 1, not {batch_size} and {parts}")
+    _check_sizes(batch_size, parts)
     distinct, counts = _distinct(score, bins)
     first = _group_starts(distinct, counts, max(parts, bins))
     values, value_counts = _distinct(length, 1)
     level = _group_starts(values, value_counts, parts)
-    levels = np.add.reduceat(values * value_counts, level) / np.add.reduceat(value_counts, level)
+    levels, _ = _groups(values, value_counts, level)
     level_of = np.searchsorted(values[level], length, side="right") - 1
     equal = equal_mass_edges(score, bins)
     members = _count(index_of(equal, score), level_of, len(equal) + 1, level.size)
@@ -210,7 +222,7 @@ def answered_edges(
     if least > (1.0 - gain_min) * sum(equal_times[index + 1, index] for index in range(len(equal) + 1)):
         return equal
     chosen = first[cuts]
-    return tuple(((distinct[chosen - 1] + distinct[chosen]) / 2).tolist())
+    return _edges_before(distinct, chosen)
 
 
 def _count(group_of: NDArray[np.intp], level_of: NDArray[np.intp], groups: int, levels: int) -> Floats:
