@@ -23,6 +23,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens     estimated; 0 when unknown
     choices           answers that share the prompt, each as long as predicted
     prefixes          hashes of ever longer beginnings of what the engine reads; () when nothing is to be kept together
+    model             that is to answer; "" where there is only one
+    stream            whose requests these are: the name of a key or an application; "" when nobody says
     """
 
     id: int
@@ -32,6 +34,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: float = 0.0
     choices: int = 1
     prefixes: tuple[int, ...] = ()
+    model: str = ""
+    stream: str = ""
 
     @property
     def expected_tokens(self) -> float | None:
@@ -39,11 +43,11 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
         return sum(self.quantiles) / len(self.quantiles) if self.quantiles else self.predicted_tokens
 
 
-class Batch(msgspec.Struct, frozen=True):
+class Batch(msgspec.Struct, frozen=True, omit_defaults=True):
     """Requests released together from one bin, to run together.
 
     A barrier engine starts a batch whole. A refill engine may start it in several parts, each with the same id.
-    size: requests that it was formed of, whether or not they are all in this part.
+    size: requests that it was formed of, whether or not they are all in this part.  model: of all of them.
     """
 
     id: int
@@ -51,6 +55,17 @@ class Batch(msgspec.Struct, frozen=True):
     requests: tuple[Request, ...]
     formed_at_s: float
     size: int
+    model: str = ""
+
+
+class Speed(msgspec.Struct, frozen=True):
+    """What a batch of one model takes: prefill_s + the output tokens of its longest answer * step_s[b - 1].
+
+    step_s : (batch sizes,) seconds of a step of 1, 2, ... sequences, non-decreasing
+    """
+
+    prefill_s: float
+    step_s: tuple[float, ...]
 
 
 class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -60,6 +75,10 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     barrier     True: runs one batch to its end (static batching); False: a slot refills as its request ends
     look_ahead  requests that a refill engine may hold beyond its slots, so that a slot does not wait for the way there
     tokens_max  tokens, prompts and answers, that its KV cache holds; None: not known, or no concern
+    models      that it serves; (): whatever is asked for
+    worker      the GPU that it shares with the other engines of this name: barrier engines of one worker run one batch
+                at a time between them; "": it has one for itself
+    speeds      by model, where it is known ("": of every other model)
     """
 
     name: str
@@ -67,6 +86,12 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     barrier: bool
     look_ahead: int = 0
     tokens_max: int | None = None
+    models: tuple[str, ...] = ()
+    worker: str = ""
+    speeds: dict[str, Speed] = {}
+
+    def serves(self, model: str) -> bool:
+        return not self.models or model in self.models
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +111,7 @@ class Call:
     opening            the first characters of what the engine reads, in its order
     prompt_ids         tokens of a prompt that came as token ids; 0: it came as text
     headers            of the client's, for the engine too: (lower-case name, value) pairs
+    stream_name        whose requests these are: the name of the client's key or application; "" when nobody says
     """
 
     path: str
@@ -101,6 +127,7 @@ class Call:
     opening: str = field(default="", repr=False)
     prompt_ids: int = 0
     headers: tuple[tuple[str, str], ...] = ()
+    stream_name: str = ""
 
     @property
     def model(self) -> str:

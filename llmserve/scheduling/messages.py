@@ -44,6 +44,12 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     retryable: bool = False
 
 
+class AnswerBegan(msgspec.Struct, frozen=True, tag=True):
+    """A running request's first byte is on its way to its client: from now on it cannot run anywhere else."""
+
+    request_id: int
+
+
 class BatchEnded(msgspec.Struct, frozen=True, tag=True):
     """A barrier engine has finished its batch at once; output_tokens by request id."""
 
@@ -84,16 +90,38 @@ class TimerFired(msgspec.Struct, frozen=True, tag=True):
     """`wake_at_s` has come."""
 
 
-class DispatchSolved(msgspec.Struct, frozen=True, tag=True):
+class DispatchSolved(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The plan that SolveDispatch asked for. Until it comes, the one before serves."""
 
     plan: DispatchPlan
+    model: str = ""
+
+
+class ServingGroup(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Workers and what they serve, with a scheduler of their own (Shepherd, Section 3.2).
+
+    workers  names of workers, or of engines that have a worker for themselves
+    models   whose requests it serves
+    streams  (stream, model) pairs whose requests it serves although another group has the model
+    """
+
+    name: str
+    workers: tuple[str, ...]
+    models: tuple[str, ...]
+    streams: tuple[tuple[str, str], ...] = ()
+
+
+class PlanChanged(msgspec.Struct, frozen=True, tag=True):
+    """Who serves what from now on. What runs goes on where it is; what waits moves to the group that now serves it."""
+
+    groups: tuple[ServingGroup, ...]
 
 
 Event = (
     RequestArrived
     | RequestCancelled
     | RequestEnded
+    | AnswerBegan
     | BatchEnded
     | EngineReady
     | EngineClosed
@@ -101,6 +129,7 @@ Event = (
     | DrainRequested
     | TimerFired
     | DispatchSolved
+    | PlanChanged
 )
 
 # ---- actions --------------------------------------------------------------------------------------------------
@@ -118,6 +147,18 @@ class AbortRequest(msgspec.Struct, frozen=True, tag=True):
 
     engine: str
     request_id: int
+
+
+class PreemptBatch(msgspec.Struct, frozen=True, tag=True):
+    """Stop these requests, whose clients have seen no byte, for a batch that is worth more.
+
+    As with AbortRequest, each may still end normally and its RequestEnded is awaited either way; one that was stopped
+    is told of as cancelled, and waits again or fails.  request_ids : of the batch `batch_id`.
+    """
+
+    engine: str
+    batch_id: int
+    request_ids: tuple[int, ...]
 
 
 class FailRequest(msgspec.Struct, frozen=True, tag=True):
@@ -138,20 +179,34 @@ class ReportCircuit(msgspec.Struct, frozen=True, tag=True):
     open_s: float | None
 
 
-class ReportTrust(msgspec.Struct, frozen=True, tag=True):
+class ReportTrust(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Say that predictions no longer rank answers, and one bin serves; or that they do again, and bins are back.
 
     rank_correlation  Spearman's, of predicted with real lengths; None when all lengths were alike
+    model             whose answers
     """
 
     trusted: bool
     rank_correlation: float | None
+    model: str = ""
 
 
-class SolveDispatch(msgspec.Struct, frozen=True, tag=True):
+class SolveDispatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Make a plan for this load, which differs from the one that the present plan was made for."""
 
     observed: Observed
+    model: str = ""
 
 
-Action = StartBatch | AbortRequest | FailRequest | ReportCircuit | ReportTrust | SolveDispatch
+class PlanGroups(msgspec.Struct, frozen=True, tag=True):
+    """Group streams and workers anew: arrivals are others than the present groups were planned for.
+
+    rates_per_s : by (stream, model)
+    """
+
+    rates_per_s: tuple[tuple[str, str, float], ...]
+
+
+Action = (
+    StartBatch | AbortRequest | PreemptBatch | FailRequest | ReportCircuit | ReportTrust | SolveDispatch | PlanGroups
+)
