@@ -155,7 +155,8 @@ def free_waits(header: Header, steps: Sequence[Step]) -> FreeWaits:
     bounds_s: set[float] = set()
     then_s = 0.0
     for step in steps:
-        for queue in scheduler.bins if is_free(scheduler) else ():
+        lanes = scheduler.lanes.values() if is_free(scheduler) else ()
+        for queue in [queue for lane in lanes for queue in lane.bins]:
             for ticket in queue:
                 waited_s[ticket.request.id] += step.now_s - then_s
                 if plan is not None:
@@ -295,7 +296,7 @@ def recorded(steps: Sequence[Step]) -> tuple[Recorder, np.ndarray]:
 
 def joules_between(steps: Sequence[Step], profile: Profile, from_s: float, to_s: float) -> float:
     """from_s, to_s : times of steps."""
-    meter = ModelledEnergy(profile)
+    meter = ModelledEnergy({"": profile})
     before_j: float | None = None
     for step in itertools.takewhile(lambda step: step.now_s <= to_s, steps):
         meter.observe(step)

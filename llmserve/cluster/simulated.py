@@ -27,6 +27,7 @@ from llmserve.scheduling.messages import (
     DrainRequested,
     EngineReady,
     Event,
+    PreemptBatch,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -205,24 +206,30 @@ class SimulatedCluster:
             engine.start(action.batch, self.now_s)
             self._schedule(scheduled)
         elif isinstance(action, AbortRequest):
-            if self._delays is None:
-                self._at_once.append(self._abort(action))
-            else:
-                at_s = self.now_s + self._delays.abort_s()
-                self._schedule(_Scheduled(_Once(at_s, partial(self._abort, action))))
+            self._carry_out_abort(action.engine, action.request_id)
+        elif isinstance(action, PreemptBatch):
+            for request_id in action.request_ids:
+                self._carry_out_abort(action.engine, request_id)
         elif isinstance(action, SolveDispatch):
             assert self._solver is not None, "a release that follows plans has a solver"
-            solved = DispatchSolved(self._solver.solve(action.observed))
+            solved = DispatchSolved(self._solver.solve(action.observed), action.model)
             if self._delays is None:
                 self._at_once.append(solved)
             else:
                 self.tell(solved, self.now_s + self._delays.plan_s())
 
-    def _abort(self, action: AbortRequest) -> Event:
-        engine, scheduled = self._engines[action.engine]
-        engine.abort(action.request_id, self.now_s)
+    def _carry_out_abort(self, engine: str, request_id: int) -> None:
+        if self._delays is None:
+            self._at_once.append(self._abort(engine, request_id))
+        else:
+            at_s = self.now_s + self._delays.abort_s()
+            self._schedule(_Scheduled(_Once(at_s, partial(self._abort, engine, request_id))))
+
+    def _abort(self, name: str, request_id: int) -> Event:
+        engine, scheduled = self._engines[name]
+        engine.abort(request_id, self.now_s)
         self._schedule(scheduled)
-        return RequestEnded(action.engine, action.request_id, "cancelled")
+        return RequestEnded(name, request_id, "cancelled")
 
     def _schedule(self, scheduled: _Scheduled) -> None:
         """Put a source's next end into the heap, unless it stands there."""

@@ -34,6 +34,10 @@ class SeenLengths:
         self._scores[: self._filled], self._tokens[: self._filled] = start
         self._next = self._filled % window
 
+    def __bool__(self) -> bool:
+        """Whether it knows of any answer."""
+        return bool(self._filled)
+
     def observe(self, score: float | None, output_tokens: float) -> None:
         """One answer. score: None when nothing was predicted."""
         self._scores[self._next], self._tokens[self._next] = score or 0.0, output_tokens

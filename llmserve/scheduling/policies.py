@@ -15,15 +15,21 @@ from bins.dispatch import DispatchSolver, Wish
 from bins.edges import Edges, OnlineEdges, answered_edges, equal_mass_edges
 from bins.profile import PROFILES, Profile, resolve
 from bins.risk import risk
+from llmserve.scheduling.by_model import by_model
 from llmserve.scheduling.circuit import Circuit
+from llmserve.scheduling.deadline_queue import DeadlineQueue
+from llmserve.scheduling.direct import DirectOrder
+from llmserve.scheduling.lane import Lane
 from llmserve.scheduling.lengths import SeenLengths
+from llmserve.scheduling.order.clockwork import Clockwork
 from llmserve.scheduling.order.edf import due_at_s, edf
 from llmserve.scheduling.order.fffs import arrival, fffs
+from llmserve.scheduling.order.flex import PREEMPTION_FACTOR, Flex
 from llmserve.scheduling.order.shortest import shortest, turn
 from llmserve.scheduling.planner import Planner
 from llmserve.scheduling.queues import BinQueue, FormedBatch, Ticket, WindowQueue
 from llmserve.scheduling.rates import Arrivals
-from llmserve.scheduling.release import Deadline, Full, Greedy, Planned, Rate, Release, Table, Timeout, Window
+from llmserve.scheduling.release import Deadline, Full, Greedy, Held, Planned, Rate, Release, Table, Timeout, Window
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.scheduling.trust import WINDOW_MIN, Trust
 
@@ -33,6 +39,11 @@ ORDERS: dict[str, Callable[[SchedulingConfig], tuple[Callable[[FormedBatch], flo
     "edf": lambda config: (edf, due_at_s),
 }
 """The keys of a formed batch, and of a request that no batch holds yet; the smallest is next."""
+DIRECT: dict[str, Callable[[SchedulingConfig], DirectOrder]] = {
+    "flex": lambda config: Flex(config.preemption_factor if config.preemption else None, config.printed_batches),
+    "clockwork": lambda config: Clockwork(),
+}
+"""Orders that take requests straight from the bins, under release `direct`."""
 # What serves an engine best depends on how it batches (docs/performance.md): a batch that runs to its end wants equals
 # beside each other; slots that refill one by one want the next request, whoever it was queued with.
 BARRIER_DEFAULTS: dict[str, Any] = {"batch_size": 8, "order": "fffs"}
@@ -41,7 +52,7 @@ BINS = 8
 WINDOW_BATCHES = 32
 # Releases that wait for company have no use for batches of one.
 REFILL_WAITING_DEFAULTS: dict[str, Any] = {"batch_size": 32, "order": "shortest"}
-RELEASE_PATTERN = r"^(window|full|static:[1-9]\d*|timeout|greedy|rate|rate-headroom|deadline|table)$"
+RELEASE_PATTERN = r"^(window|direct|full|static:[1-9]\d*|timeout|greedy|rate|rate-headroom|deadline|table)$"
 TIMEOUT_S = 0.05
 RATE_WAIT_S = 1.0  # BatchMonitor's window
 SEEN_LEAST = 1024  # answers whose lengths plans are made of
@@ -71,7 +82,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     release: Annotated[
         Annotated[str, Meta(pattern=RELEASE_PATTERN)] | None,
         Meta(
-            description="when a bin lets a batch go: window (when an engine is free: neighbours by length among the "
+            description="when a bin lets a batch go: direct (never, the order takes what it wants: flex and clockwork "
+            "only); window (when an engine is free: neighbours by length among the "
             "first --window that wait; of use where batches run to their end); full; static:B (full, with batches of "
             "B); timeout (full, or the "
             "oldest has waited batch-wait-s); greedy (full, or an engine would idle); rate (BatchMonitor: the least "
@@ -105,13 +117,31 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(gt=1, description="under --release table: plan anew when arrivals have changed by more than this factor"),
     ] = 1.25
     order: Annotated[
-        Literal["fffs", "shortest", "edf"] | None,
+        Literal["fffs", "shortest", "edf", "flex", "clockwork"] | None,
         Meta(
-            description="which formed batch runs next: fffs (first formed, first served), shortest (shortest predicted "
-            "first, ageing by --patience), edf (earliest deadline first) (default: fffs, or shortest for engines "
-            "whose slots refill)"
+            description="which batch runs next: of formed ones, fffs (first formed, first served), shortest (shortest "
+            "predicted first, ageing by --patience), edf (earliest deadline first); of all that wait, flex (the "
+            "largest that can be in time, stopping far smaller ones for it: Shepherd), clockwork (the earliest "
+            "deadline that can be met) (default: fffs, or shortest for engines whose slots refill)"
         ),
     ] = None
+    preemption: Annotated[
+        bool,
+        Meta(
+            description="under --order flex: a batch that engines run to its end, and of which no client has seen a "
+            "byte, is stopped for one that is worth more"
+        ),
+    ] = True
+    preemption_factor: Annotated[
+        float, Meta(gt=1, description="under --order flex: how many times as large that one must be")
+    ] = PREEMPTION_FACTOR
+    printed_batches: Annotated[
+        bool,
+        Meta(
+            description="under --order flex: form batches as Shepherd's Algorithm 2 is printed, which makes some of "
+            "their requests late; to compare with"
+        ),
+    ] = False
     patience: Annotated[
         float,
         Meta(
@@ -171,10 +201,11 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         """With the defaults that suit barrier engines, or engines whose slots refill, where nothing was chosen."""
         bins = self.bins if self.edges is None or self.bins is not None else len(self.edges) + 1
         asks_for_bins = bins is not None or self.edges_by == "answers"
-        release = self.release or ("window" if barrier and not asks_for_bins else "greedy")
-        waits = release not in ("greedy", "timeout", "window")
-        kind = BARRIER_DEFAULTS if barrier else REFILL_WAITING_DEFAULTS if waits else REFILL_DEFAULTS
-        defaults = {**kind, "release": release, "bins": bins or (1 if release == "window" else BINS)}
+        direct = self.order in DIRECT
+        release = self.release or ("direct" if direct else "window" if barrier and not asks_for_bins else "greedy")
+        waits = release not in ("direct", "greedy", "timeout", "window")
+        kind = BARRIER_DEFAULTS if barrier or direct else REFILL_WAITING_DEFAULTS if waits else REFILL_DEFAULTS
+        defaults = {**kind, "release": release, "bins": bins or (1 if release in ("window", "direct") else BINS)}
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return msgspec.structs.replace(self, **unset) if unset else self
 
@@ -190,19 +221,38 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         assert self.batch_size is not None, "resolve the configuration first"
         return self.batch_size
 
-    def scheduler(self, scores: Sequence[float] = (), lengths: Sequence[float] = ()) -> Scheduler:
+    def scheduler(
+        self, scores: Sequence[float] = (), lengths: Sequence[float] = (), *, direct: DirectOrder | None = None
+    ) -> Scheduler:
         """A fresh scheduler. scores: a sample of what bins go by (tokens) for the first edges.  lengths: one each of
-        the same forecasts, as likely as any; () when the scores are lengths.
+        the same forecasts, as likely as any; () when the scores are lengths.  direct: under a direct order, that one
+        instead.
 
-        Only of a resolved configuration. Raises ValueError when `edges` does not fit `bins`.
+        Only of a resolved configuration. Raises ValueError when `edges` does not fit `bins`, or the order the release.
         """
         assert self.order is not None, "resolve the configuration first"
+        if (self.order in DIRECT) != (self.release == "direct"):
+            raise ValueError(f"order {self.order} does not go with release {self.release}")
+        self.lane("", scores, lengths)  # what is wrong is said now, not when the first request comes
+        return Scheduler(
+            lane=lambda model: self.lane(model, scores, lengths),
+            batch_size=self.full_batch,
+            circuit=lambda: Circuit(self.circuit_faults_max, self.circuit_pause_s),
+            direct=direct or DIRECT[self.order](self) if self.order in DIRECT else None,
+            queue_requests_max=self.queue_requests_max,
+            retries_max=self.retries_max,
+            engine_wait_s=self.engine_wait_s,
+        )
+
+    def lane(self, model: str, scores: Sequence[float] = (), lengths: Sequence[float] = ()) -> Lane:
+        """A fresh one. scores, lengths: as `scheduler` has them. Raises ValueError likewise."""
         bins = self.bins_count
         arrivals = Arrivals(bins)
         release = self._release(arrivals)
         seen = self._seen(release, scores, lengths)
-        order, turn = ORDERS[self.order](self)
-        return Scheduler(
+        order, turn = ORDERS.get(self.order or "", ORDERS["fffs"])(self)
+        return Lane(
+            model,
             release=release,
             planner=Planner(bins, release, seen, arrivals, rate_factor=self.rate_factor)
             if isinstance(release, Planned) and seen is not None
@@ -211,13 +261,9 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             edges=self._edges(seen, scores),
             batch_size=self.full_batch,
             trust=Trust(max(self.trust_window, 4 * self._kinds_of_batch * self.full_batch)),
-            circuit=lambda: Circuit(self.circuit_faults_max, self.circuit_pause_s),
             seen=seen,
             queue=self._queue(turn),
             by_risk=self.bins_by == "risk",
-            queue_requests_max=self.queue_requests_max,
-            retries_max=self.retries_max,
-            engine_wait_s=self.engine_wait_s,
         )
 
     @property
@@ -234,7 +280,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         window = max(SEEN_LEAST, 64 * self.bins_count)
         if self._edges_by_answers:
             return SeenLengths(max(window, self.edges_window), scores, lengths)
-        return SeenLengths(window, scores, lengths) if release.plans else None
+        return SeenLengths(window, scores, lengths) if release.plans or self.release == "direct" else None
 
     def _edges(self, seen: SeenLengths | None, scores: Sequence[float]) -> OnlineEdges:
         bins, batch_size = self.bins_count, self.full_batch
@@ -257,6 +303,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def _queue(self, turn: Callable[[Ticket], float]) -> Callable[[int], BinQueue]:
         """What bins are made of."""
+        if self.release == "direct":
+            return DeadlineQueue
         if self.release != "window":
             return BinQueue
         window = self.window or WINDOW_BATCHES * self.full_batch
@@ -284,6 +332,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"release {self.release}: a batch has {size} requests at most (--batch-size)")
         releases: dict[str, Callable[[], Release]] = {
             "window": lambda: Window(size),
+            "direct": Held,
             "full": lambda: Full(size),
             "static": lambda: Full(int(static)),
             "timeout": lambda: Timeout(size, TIMEOUT_S if self.batch_wait_s is None else self.batch_wait_s),
@@ -302,13 +351,15 @@ class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What waiting may cost and save; for the releases rate, rate-headroom, deadline and table"""
 
     profile: Annotated[
-        str | None,
+        tuple[str, ...],
         Meta(
             description="what a batch takes, in seconds and joules: a file of scripts/profile_engine.py, or one of "
             + ", ".join(sorted(PROFILES))
-            + "; also for energy in /metrics",
+            + "; also for energy in /metrics, and for orders that go by deadlines; with model:ID= before it, of this "
+            "model; repeat for several",
+            extra={"metavar": "[model:ID=]PROFILE"},
         ),
-    ] = None
+    ] = ()
     energy_weight: Annotated[
         float,
         Meta(ge=0, description="under --release table: milliseconds of mean response time that one watt is worth"),
@@ -325,8 +376,17 @@ class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="of the response times, which the target is for (default: their mean)"),
     ] = None
 
+    def profiles(self) -> dict[str, Profile]:
+        """By model; "": of every other model. Raises ValueError on one that cannot be read."""
+        return {model: resolve(profile) for model, profile in by_model("profile", self.profile).items()}
+
     def solver(self, scheduling: SchedulingConfig, *, barrier: bool) -> DispatchSolver | None:
-        """Who makes plans for a resolved configuration; None where its release follows none.
+        """Who makes plans for every model that has no profile of its own; see `solvers`."""
+        return self.solvers(scheduling, barrier=barrier).get("")
+
+    def solvers(self, scheduling: SchedulingConfig, *, barrier: bool) -> dict[str, DispatchSolver]:
+        """Who makes plans for a resolved configuration, by model ("": of every other); {} where its release follows
+        none.
 
         Raises ValueError on a profile that cannot be read, on settings that contradict each other, and on those that
         the release has no use for.
@@ -334,19 +394,22 @@ class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
         assert scheduling.release is not None, "resolve the configuration first"
         self._check(scheduling.release, barrier)
         if scheduling.release not in PLANNED:
-            return None
-        if self.profile is None:
+            return {}
+        if not self.profile:
             raise ValueError(
                 f"release {scheduling.release} needs --profile, what a batch takes: measure one with "
                 "scripts/profile_engine.py"
             )
-        engine = resolve(self.profile)
-        if scheduling.release == "table":
-            self._check_energy(engine)
+        profiles = self.profiles()
+        merges = scheduling.release == "table"
+        if merges:
+            for profile in profiles.values():
+                self._check_energy(profile)
         wish = Wish(self.energy_weight, self.latency_target_s, self.latency_target_percentile)
-        return DispatchSolver(
-            engine, scheduling.full_batch, wish, barrier=barrier, merges=scheduling.release == "table"
-        )
+        return {
+            model: DispatchSolver(profile, scheduling.full_batch, wish, barrier=barrier, merges=merges)
+            for model, profile in profiles.items()
+        }
 
     def _check(self, release: str, barrier: bool) -> None:
         """Raises ValueError."""

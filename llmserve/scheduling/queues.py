@@ -30,6 +30,7 @@ class Ticket:
         "alike",
         "arrived_at_s",
         "batch_id",
+        "began",
         "bin",
         "cancelled",
         "engine",
@@ -37,6 +38,7 @@ class Ticket:
         "formed",
         "formed_at_s",
         "place",
+        "preempted",
         "request",
         "retries",
         "score",
@@ -76,6 +78,8 @@ class Ticket:
         self.started_at_s = 0.0
         self.retries = 0
         self.cancelled = False
+        self.began = False  # while it runs: its client has been given its first byte
+        self.preempted = False  # while it runs: it was told to stop, for others
 
 
 class BinQueue:
@@ -240,11 +244,14 @@ def _least_waste(row: list[tuple[float, int]], place: int, count: int) -> int:
 class FormedBatch:
     """A batch that waits for an engine; requests may leave it one by one (cancelled, or started by a refill engine)."""
 
-    __slots__ = ("avoid", "bin", "formed_at_s", "id", "size", "tickets")
+    __slots__ = ("avoid", "bin", "formed_at_s", "id", "model", "size", "tickets")
 
-    def __init__(self, batch_id: int, bin_index: int, formed_at_s: float, tickets: list[Ticket]) -> None:
+    def __init__(
+        self, batch_id: int, bin_index: int, formed_at_s: float, tickets: list[Ticket], model: str = ""
+    ) -> None:
         self.id = batch_id
         self.bin = bin_index
+        self.model = model
         self.formed_at_s = formed_at_s
         self.tickets = {ticket.request.id: ticket for ticket in tickets}
         self.size = len(tickets)
@@ -258,7 +265,7 @@ class FormedBatch:
         else:
             taken = [self.tickets.pop(request_id) for request_id in list(self.tickets)[:count]]
         requests = tuple([ticket.request for ticket in taken])
-        return Batch(self.id, self.bin, requests, self.formed_at_s, self.size), taken
+        return Batch(self.id, self.bin, requests, self.formed_at_s, self.size, self.model), taken
 
 
 class FormedQueue:
@@ -294,10 +301,15 @@ class FormedQueue:
 
     def first(self) -> FormedBatch | None:
         """The batch that runs next; None when nothing waits."""
+        turn = self.turn()
+        return None if turn is None else self._heap[0][3]
+
+    def turn(self) -> tuple[float, int] | None:
+        """Its place in the order, also among other queues' batches; None when nothing waits."""
         while self._heap:
-            batch = self._heap[0][3]
+            key, batch_id, _, batch = self._heap[0]
             if batch.tickets:
-                return batch
+                return key, batch_id
             heapq.heappop(self._heap)
         return None
 
@@ -305,6 +317,12 @@ class FormedQueue:
         started, tickets = batch.take(count)
         self._waiting -= len(tickets)
         return started, tickets
+
+    def hold(self, batch: FormedBatch) -> None:
+        """Count a batch that is in no order, for its engine is known; `take` its requests when that is free."""
+        for ticket in batch.tickets.values():
+            ticket.formed = batch
+        self._waiting += len(batch.tickets)
 
     def set_aside(self, batch: FormedBatch) -> None:
         """Take the first batch out of the order for now; its requests still count. Give it back with `put_back`."""

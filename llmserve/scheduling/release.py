@@ -62,6 +62,20 @@ class _OldestFirst:
 
 
 @dataclass(frozen=True, slots=True)
+class Held(_OldestFirst):
+    """A bin lets nothing go: the order takes what it wants (scheduling/direct.py)."""
+
+    fills: ClassVar[bool] = False
+    timed: ClassVar[bool] = False
+
+    def size(self, queue: BinQueue, now_s: float, room: Room) -> int:
+        return 0
+
+    def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
 class Full(_OldestFirst):
     """A batch goes when it has `batch_size` requests (the Multi-Bin paper's rule; SMDP-J's static batching)."""
 

@@ -231,13 +231,13 @@ def test_predictions_that_are_not_trusted_leave_one_bin_to_plan_for_and_come_bac
     body = Body(fresh(), wait_on())
     body.arrivals(40, 0.1, tokens=(5.0, 15.0))
     body.new()
-    body.made.trust.trusted = False
+    body.made.lane("").trust.trusted = False
     body.answer = wait_on(bins=1)
     body.arrivals(1, 0.1)
     (observed,) = body.new()
     assert len(observed.rates_per_s) == len(observed.lengths) == 1
     assert observed.rates_per_s[0] == pytest.approx(10.0, rel=0.03)
-    body.made.trust.trusted = True
+    body.made.lane("").trust.trusted = True
     body.arrivals(1, 0.1)
     assert [len(observed.rates_per_s) for observed in body.new()] == [BINS]
 

@@ -79,7 +79,7 @@ def started(actions: list[Action]) -> list[list[int]]:
 
 
 def waiting(made: Scheduler) -> list[list[int]]:
-    return [[ticket.request.id for ticket in queue] for queue in made.bins]
+    return [[ticket.request.id for ticket in queue] for queue in made.lane("").bins]
 
 
 def end(made: Scheduler, batch_id: int, *ids: int, now_s: float) -> list[Action]:
@@ -134,7 +134,7 @@ def test_without_a_plan_every_release_is_greedy() -> None:
         made = following(None, release=release, batch_wait_s=9.0)
         assert started(arrive(made, 1)) == [[1]], release
         assert started(arrive(made, 2, 3)) == [], release
-        assert len(made.formed) == 0, f"{release}: nothing forms while no engine is free"
+        assert len(made.lane("").formed) == 0, f"{release}: nothing forms while no engine is free"
         assert made.wake_at_s is None
         assert started(end(made, 1, 1, now_s=1.0)) == [[2, 3]], release
 
@@ -369,11 +369,11 @@ def test_neighbouring_bins_wait_in_one_queue() -> None:
 
 def test_predictions_that_are_not_trusted_leave_one_queue() -> None:
     made = following(FOUR)
-    made.trust.trusted = False
+    made.lane("").trust.trusted = False
     arrive(made, Request(1, 35.0), Request(2, 5.0))
     assert waiting(made) == [[1, 2], [], [], []]
     step(made, DispatchSolved(plan(table())), 1.0)  # made for one bin
-    made.trust.trusted = True
+    made.lane("").trust.trusted = True
     arrive(made, Request(3, 35.0), now_s=2.0)
     assert waiting(made) == [[1, 2, 3], [], [], []], "until a plan for all bins comes"
     step(made, DispatchSolved(FOUR), 3.0)
@@ -429,7 +429,7 @@ def test_the_printed_rule_lets_a_lone_request_wait_for_ever() -> None:
 def test_the_printed_rule_forms_batches_of_its_size_while_the_engine_is_busy() -> None:
     made = following(plan(table(service_s=(0.1,) * 4)), release="rate")
     assert started(arrive(made, 1, 2, 3, 4, 5)) == [[1, 2]]
-    assert [list(formed.tickets) for formed in made.formed.batches()] == [[3, 4]]
+    assert [list(formed.tickets) for formed in made.lane("").formed.batches()] == [[3, 4]]
     assert waiting(made) == [[5]]
 
 
@@ -452,7 +452,7 @@ def test_who_waits_for_a_size_that_is_too_large_now_goes_when_the_second_is_over
         arrive(made, Request(22, 5.0), now_s=3.0)
     else:
         step(made, TimerFired(), 3.0)
-    assert [20, 21] in [list(formed.tickets) for formed in made.formed.batches()]
+    assert [20, 21] in [list(formed.tickets) for formed in made.lane("").formed.batches()]
 
 
 # ---- rate with head-room ----
@@ -612,7 +612,7 @@ def test_a_release_that_follows_plans_needs_a_profile(release: str) -> None:
     scheduling = SchedulingConfig(release=release).resolved(barrier=True)
     with pytest.raises(ValueError, match=f"release {release} needs --profile"):
         DispatchConfig().solver(scheduling, barrier=True)
-    assert DispatchConfig(profile="h100-llama-3.1-8b").solver(scheduling, barrier=True) is not None
+    assert DispatchConfig(profile=("h100-llama-3.1-8b",)).solver(scheduling, barrier=True) is not None
 
 
 @pytest.mark.parametrize(
@@ -620,11 +620,11 @@ def test_a_release_that_follows_plans_needs_a_profile(release: str) -> None:
     [
         ({"energy_weight": 1.0, "latency_target_s": 2.0}, "either an energy weight or a latency target"),
         ({"latency_target_percentile": 95.0}, "latency_target_percentile is of no use without latency_target_s"),
-        ({"profile": "h100-llama-3.1"}, "'h100-llama-3.1' is neither a published profile nor a file; did you mean"),
+        ({"profile": ("h100-llama-3.1",)}, "'h100-llama-3.1' is neither a published profile nor a file; did you mean"),
     ],
 )
 def test_settings_that_contradict_each_other_are_an_error(values: dict[str, object], message: str) -> None:
-    dispatch = DispatchConfig(**{"profile": "h100-llama-3.1-8b", **values})  # type: ignore[arg-type]
+    dispatch = DispatchConfig(**{"profile": ("h100-llama-3.1-8b",), **values})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
         dispatch.solver(SchedulingConfig(release="table").resolved(barrier=True), barrier=True)
 
@@ -649,7 +649,7 @@ def test_a_setting_that_the_release_has_no_use_for_is_an_error_that_names_both(
 ) -> None:
     scheduling = SchedulingConfig(release=release).resolved(barrier=True)
     with pytest.raises(ValueError, match=message):
-        DispatchConfig(profile="h100-llama-3.1-8b", **values).solver(scheduling, barrier=True)  # type: ignore[arg-type]
+        DispatchConfig(profile=("h100-llama-3.1-8b",), **values).solver(scheduling, barrier=True)  # type: ignore[arg-type]
 
 
 def test_energy_that_the_profile_does_not_know_cannot_be_saved(tmp_path: Path) -> None:
@@ -658,7 +658,7 @@ def test_energy_that_the_profile_does_not_know_cannot_be_saved(tmp_path: Path) -
 
     def solver(release: str, **values: float) -> object:
         scheduling = SchedulingConfig(release=release).resolved(barrier=True)
-        return DispatchConfig(profile=str(path), **values).solver(scheduling, barrier=True)  # type: ignore[arg-type]
+        return DispatchConfig(profile=(str(path),), **values).solver(scheduling, barrier=True)  # type: ignore[arg-type]
 
     for release in PLANNED:
         assert solver(release) is not None
@@ -670,7 +670,7 @@ def test_energy_that_the_profile_does_not_know_cannot_be_saved(tmp_path: Path) -
 
 
 def test_a_percentile_is_refused_where_only_the_mean_can_be_planned() -> None:
-    dispatch = DispatchConfig(profile="h100-llama-3.1-8b", latency_target_s=5.0, latency_target_percentile=95.0)
+    dispatch = DispatchConfig(profile=("h100-llama-3.1-8b",), latency_target_s=5.0, latency_target_percentile=95.0)
     scheduling = SchedulingConfig(release="table")
     assert dispatch.solver(scheduling.resolved(barrier=True), barrier=True) is not None
     with pytest.raises(ValueError, match="latency_target_percentile: of engines whose slots refill"):
@@ -680,7 +680,7 @@ def test_a_percentile_is_refused_where_only_the_mean_can_be_planned() -> None:
 @pytest.mark.parametrize("release", ["full", "static:4", "timeout", "greedy"])
 def test_other_releases_need_no_plans(release: str) -> None:
     scheduling = SchedulingConfig(release=release).resolved(barrier=True)
-    for dispatch in (DispatchConfig(), DispatchConfig(profile="h100-llama-3.1-8b")):  # as metrics may need one
+    for dispatch in (DispatchConfig(), DispatchConfig(profile=("h100-llama-3.1-8b",))):  # as metrics may need one
         assert dispatch.solver(scheduling, barrier=True) is None
 
 

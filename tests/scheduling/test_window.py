@@ -162,7 +162,7 @@ def test_no_batch_is_formed_before_an_engine_is_free_for_it() -> None:
     made = windowed(BARRIER)
     assert started(arrive(made, Request(1, 50.0))) == [[1]]
     assert arrive(made, Request(2, 10.0), Request(3, 90.0), Request(4, 11.0), Request(5, 80.0)) == []
-    assert not made.formed
+    assert not made.lane("").formed
     assert started(end(made, 1, 1)) == [[2, 4]]
     assert started(end(made, 2, 2, 4)) == [[5, 3]]
 
@@ -188,7 +188,7 @@ def test_who_has_left_is_in_no_batch() -> None:
 
 def test_while_predictions_rank_nothing_it_is_first_come_first_served() -> None:
     made = windowed(BARRIER)
-    made.trust.trusted = False
+    made.lane("").trust.trusted = False
     arrive(made, Request(1, 50.0), Request(2, 10.0), Request(3, 90.0), Request(4, 11.0))
     assert started(end(made, 1, 1)) == [[2, 3]]
 
@@ -200,8 +200,8 @@ def test_when_predictions_rank_answers_again_those_that_wait_find_their_like() -
             return True
 
     made = windowed(BARRIER)
-    made.trust = Again(32)
-    made.trust.trusted = False
+    made.lane("").trust = Again(32)
+    made.lane("").trust.trusted = False
     arrive(made, Request(1, 50.0), Request(2, 10.0), Request(3, 90.0), Request(4, 11.0))
     assert started(end(made, 1, 1)) == [[2, 4]]
 
@@ -209,7 +209,7 @@ def test_when_predictions_rank_answers_again_those_that_wait_find_their_like() -
 def test_one_without_a_prediction_is_taken_for_a_mean_answer() -> None:
     made = windowed(BARRIER)
     arrive(made, Request(1, 300.0))
-    arrive(made, Request(2), Request(3, 9000.0), Request(4, made._service.tokens_mean + 1))
+    arrive(made, Request(2), Request(3, 9000.0), Request(4, made.lane("").service.tokens_mean + 1))
     assert started(end(made, 1, 1)) == [[2, 4]]
 
 
@@ -231,13 +231,13 @@ def test_engines_that_run_batches_to_their_end_have_windows_unless_bins_are_aske
 
 
 def test_windows_hold_32_batches_unless_told_otherwise() -> None:
-    made = windowed(batch_size=3).bins[0]
+    made = windowed(batch_size=3).lane("").bins[0]
     assert isinstance(made, WindowQueue)
     assert made.window == 96
 
 
 def test_only_window_has_windows() -> None:
-    assert type(scheduler(release="greedy").bins[0]) is BinQueue
+    assert type(scheduler(release="greedy").lane("").bins[0]) is BinQueue
     with pytest.raises(ValueError, match="window is of no use under release greedy"):
         scheduler(release="greedy", window=5)
 

@@ -246,7 +246,7 @@ class Account:
             elif isinstance(action, AbortRequest):
                 assert isinstance(event, RequestCancelled), "only a client that leaves stops a request"
             elif isinstance(action, ReportTrust):
-                assert action.trusted == self._scheduler.trust.trusted
+                assert action.trusted == self._scheduler.lane(action.model).trust.trusted
             else:
                 assert isinstance(action, SolveDispatch)
                 assert not self._asked, "two plans are made at once"

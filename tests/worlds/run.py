@@ -183,7 +183,7 @@ def _solver(world: World, rng: random.Random) -> ChancePlans | DispatchSolver | 
     if config.release not in PLANNED:
         return None
     if world.real_plans:
-        return DispatchConfig(profile=PROFILE).solver(config, barrier=world.engines[0].info.barrier)
+        return DispatchConfig(profile=(PROFILE,)).solver(config, barrier=world.engines[0].info.barrier)
     return ChancePlans(rng, config.full_batch, world.unit_s)
 
 

@@ -184,7 +184,7 @@ class World(RuleBasedStateMachine):
             else:
                 self.no_requests_until_s[action.engine] = self.now_s + action.open_s
         elif isinstance(action, ReportTrust):
-            assert action.trusted == self.scheduler.trust.trusted
+            assert action.trusted == self.scheduler.lane(action.model).trust.trusted
         elif isinstance(action, SolveDispatch):
             assert self.asked is None, "two plans are made at once"
             self.asked = action.observed

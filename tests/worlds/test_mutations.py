@@ -12,6 +12,8 @@ from worlds.run import Violation, judge
 from llmserve.request import Request
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.engine_state import EngineState
+from llmserve.scheduling.floor import Floor
+from llmserve.scheduling.lane import Lane
 from llmserve.scheduling.messages import Action, Event, RequestCancelled, RequestEnded, StartBatch
 from llmserve.scheduling.planner import Planner
 from llmserve.scheduling.queues import FormedBatch, FormedQueue, Place, Ticket
@@ -119,7 +121,7 @@ def nobody_wakes_for_a_missing_engine(patch: Patch) -> None:
 
 
 def time_does_not_let_batches_go(patch: Patch) -> None:
-    patch.setattr(Scheduler, "_earliest_due_s", lambda self: None)
+    patch.setattr(Scheduler, "_earliest_due_s", lambda self, lane: None)
 
 
 def stale_news_is_believed(patch: Patch) -> None:
@@ -150,10 +152,10 @@ def an_engine_that_fails_is_used_on(patch: Patch) -> None:
 def a_queue_takes_one_more_than_its_limit(patch: Patch) -> None:
     refusal = Scheduler._refusal
 
-    def lenient(self: Scheduler, request: Request) -> str | None:
+    def lenient(self: Scheduler, request: Request, lane: Lane) -> str | None:
         self._queue_requests_max += 1
         try:
-            return refusal(self, request)
+            return refusal(self, request, lane)
         finally:
             self._queue_requests_max -= 1
 
@@ -166,7 +168,7 @@ def a_free_engine_is_overlooked_after_a_loss(patch: Patch) -> None:
     def overlook(self: Scheduler, event: object) -> None:
         ready(self, event)  # type: ignore[arg-type]
         if self._now_s > 0:
-            self._free.clear()
+            self._floor.free.clear()
 
     patch.setattr(Scheduler, "_on_engine_ready", overlook)
 
@@ -174,10 +176,10 @@ def a_free_engine_is_overlooked_after_a_loss(patch: Patch) -> None:
 def decisions_hang_on_what_other_schedulers_did(patch: Patch) -> None:
     count = itertools.count()
 
-    def whim(self: Scheduler, engines: list[EngineState], prefixes: tuple[int, ...]) -> EngineState:
+    def whim(self: Floor, engines: list[EngineState], prefixes: tuple[int, ...]) -> EngineState:
         return engines[next(count) % len(engines)]
 
-    patch.setattr(Scheduler, "_preferred", whim)
+    patch.setattr(Floor, "preferred", whim)
 
 
 def a_plan_is_asked_for_again_and_again(patch: Patch) -> None:

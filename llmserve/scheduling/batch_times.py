@@ -1,0 +1,74 @@
+"""How long a batch would take: its engine's speed, its pace lately, and its bin's lengths.
+
+    T(b) = pace * (prefill_s + E[longest answer of b] * step_s(b))
+
+Where slots refill each request ends for itself, in a step that all slots share:
+
+    T(b) = pace * (prefill_s + E[an answer] * step_s(slots))
+
+An engine whose speed nobody told takes no time, as far as is known: then only deadlines that have passed are late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from llmserve.scheduling.engine_state import EngineState
+from llmserve.scheduling.lane import Lane, Tokens
+
+PACE_GRID = 0.02  # paces are told apart in steps of 2 %
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTimes:
+    """expected, least : seconds of batches of 1, 2, ... requests as long as answers are on average, or as the shortest
+    are; non-decreasing.  empty : of a batch of none.
+    """
+
+    expected: tuple[float, ...]
+    least: tuple[float, ...]
+    empty: float
+
+
+class Timetable:
+    """Batch times of every engine, model and bin; made again when lengths, speeds or paces change."""
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._times: dict[tuple[str, str, int], tuple[Tokens, float, object, BatchTimes]] = {}
+
+    def of(self, engine: EngineState, lane: Lane, bin_index: int) -> BatchTimes:
+        tokens = lane.tokens(bin_index)
+        pace = 1.0 if engine.pace == 1.0 else max(1, round(engine.pace / PACE_GRID)) * PACE_GRID
+        key = (engine.info.name, lane.model, bin_index)
+        known = self._times.get(key)
+        if known is not None and known[0] is tokens and known[1] == pace and known[2] is engine.info:
+            return known[3]
+        times = self._make(engine, lane.model, tokens, pace)
+        self._times[key] = tokens, pace, engine.info, times
+        return times
+
+    def _make(self, engine: EngineState, model: str, tokens: Tokens, pace: float) -> BatchTimes:
+        speed = engine.speed(model)
+        if speed is None or not speed.step_s:
+            nothing = (0.0,) * self._batch_size
+            return BatchTimes(nothing, nothing, 0.0)
+        sizes = range(1, self._batch_size + 1)
+        slots = min(engine.info.slots, len(speed.step_s))
+        steps = [speed.step_s[min(size, slots) - 1] for size in sizes]
+        longest: Sequence[float] = tokens.longest
+        if not engine.info.barrier:
+            steps = [steps[-1] if slots > self._batch_size else speed.step_s[slots - 1]] * self._batch_size
+            longest = [tokens.longest[0]] * self._batch_size
+        first, second = steps[0], steps[min(1, len(steps) - 1)]
+        return BatchTimes(
+            _rising([pace * (speed.prefill_s + length * step) for length, step in zip(longest, steps, strict=True)]),
+            _rising([pace * (speed.prefill_s + tokens.least * step) for step in steps]),
+            pace * (speed.prefill_s + longest[0] * max(0.0, 2 * first - second)),
+        )
+
+
+def _rising(times: list[float]) -> tuple[float, ...]:
+    return tuple(accumulate(times, max))

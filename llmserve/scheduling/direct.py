@@ -1,0 +1,319 @@
+"""Orders that take requests straight from the queues, whenever an engine is free: the batch is decided with its engine.
+
+Nothing is released before that; what is known of batch times (scheduling/batch_times.py) says what can still be in
+time. A request that cannot be, even alone and at once, fails at once and costs no engine anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from llmserve.scheduling.batch_times import Timetable
+from llmserve.scheduling.deadline_queue import DeadlineQueue
+from llmserve.scheduling.engine_state import EngineState, Worker
+from llmserve.scheduling.floor import Floor
+from llmserve.scheduling.lane import Lane, Tokens
+from llmserve.scheduling.order.edf import UNDATED_S
+from llmserve.scheduling.queues import FormedBatch, Ticket
+
+SURELY_LATE_S = 1e-6  # past the last moment: what could start in that very moment still can
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A queue that an engine could serve now.
+
+    batch_s  seconds of batches of 1, 2, ... of its requests on that engine; empty_s: of a batch of none
+    most     requests that the engine takes at once
+    besides  requests of this queue that run on the engine, and would run again in a batch that takes their place
+    """
+
+    lane: Lane
+    queue: DeadlineQueue
+    batch_s: Sequence[float]
+    empty_s: float
+    most: int
+    besides: Sequence[Ticket] = ()
+
+    @property
+    def deadlines_besides(self) -> list[float]:
+        return sorted([_deadline_s(ticket) for ticket in self.besides])
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """A batch of one queue.
+
+    count  requests in it, those that run besides among them
+    ids    those that wait, by deadline; None: the first that are in time in a batch of `count`
+    """
+
+    waiting: Waiting
+    count: int
+    ids: Sequence[int] | None = None
+
+
+class DirectOrder(Protocol):
+    """preemption_factor: a batch that runs is stopped for one so many times its size; None: never."""
+
+    @property
+    def preemption_factor(self) -> float | None: ...
+
+    def pick(self, waiting: Sequence[Waiting], engine: str, now_s: float) -> Pick | None:
+        """What the engine runs next if it begins now; None: nothing. No queue is empty."""
+        ...
+
+    def wake_at_s(self, engine: str, now_s: float) -> float | None:
+        """When an engine that was given nothing is to be asked again although nothing happened."""
+        ...
+
+
+class Direct:
+    """form    have these requests of a bin form a batch
+    start   start it, whole
+    preempt stop the batch that runs on an engine
+    """
+
+    def __init__(
+        self,
+        order: DirectOrder,
+        floor: Floor,
+        lanes: dict[str, Lane],
+        *,
+        batch_size: int,
+        form: Callable[[Lane, DeadlineQueue, list[Ticket]], FormedBatch],
+        start: Callable[[EngineState, Lane, FormedBatch, int], None],
+        preempt: Callable[[EngineState], None],
+    ) -> None:
+        self._order = order
+        self._floor = floor
+        self._lanes = lanes
+        self._batch_size = batch_size
+        self._form = form
+        self._start = start
+        self._preempt = preempt
+        self._times = Timetable(batch_size)
+        self._least: dict[tuple[str, int], tuple[Tokens, float]] = {}
+        self._wake_at_s: float | None = None
+
+    @property
+    def preempts(self) -> bool:
+        return self._order.preemption_factor is not None
+
+    @property
+    def wake_at_s(self) -> float | None:
+        return self._wake_at_s
+
+    # ---- engines that are free ----
+
+    def dispatch(self, now_s: float) -> None:
+        """Give every engine that is free what the order picks for it."""
+        wakes: list[float] = []
+        for name in sorted(self._floor.free):
+            engine = self._floor.free.get(name)  # it may have gone with another that shares its GPU
+            while engine is not None and engine.room > 0 and self._serve(engine, now_s):
+                engine = self._floor.free.get(name)
+            if engine is not None and (wake_s := self._order.wake_at_s(name, now_s)) is not None:
+                wakes.append(wake_s)
+        self._wake_at_s = min(wakes, default=None)
+
+    def _serve(self, engine: EngineState, now_s: float) -> bool:
+        """Start something on it. False: there is nothing for it."""
+        if self._run_again(engine):
+            return True
+        name, most = engine.info.name, engine.room
+        pick = self._overdue(engine, now_s) or self._order.pick(self._waiting(engine, most), name, now_s)
+        if pick is None:
+            # Answers differ in length: what would be late on average may be in time, and the engine has nothing better.
+            pick = self._order.pick(self._waiting(engine, most, by_least=True), name, now_s)
+        if pick is None:
+            return False
+        self._start_pick(engine, pick, now_s)
+        return True
+
+    def _run_again(self, engine: EngineState) -> bool:
+        """What another engine failed or lost has waited longest."""
+        for lane in self._lanes.values():
+            batch = lane.formed.first() if lane.waiting and engine.serves(lane.model) else None
+            if batch is None or (
+                batch.avoid == engine.info.name and self._floor.another_works(engine.info.name, lane.model)
+            ):
+                continue
+            self._start(engine, lane, batch, engine.room)
+            return True
+        return False
+
+    def _start_pick(self, engine: EngineState, pick: Pick, now_s: float) -> None:
+        lane = pick.waiting.lane
+        self._start(engine, lane, self._take(pick, now_s), engine.room)
+
+    def _take(self, pick: Pick, now_s: float) -> FormedBatch:
+        queue, ids = pick.waiting.queue, pick.ids
+        if ids is None:
+            first = queue.first_at(now_s + pick.waiting.batch_s[pick.count - 1])
+            ids = queue.ids(first, pick.count)
+        return self._form(pick.waiting.lane, queue, queue.take_these(ids))
+
+    def _waiting(
+        self,
+        engine: EngineState,
+        room: int,
+        *,
+        by_least: bool = False,
+        besides: Sequence[Ticket] = (),
+        at_least: float = 1,
+    ) -> list[Waiting]:
+        """Queues that the engine could serve. room : requests that it has or would have room for.  besides : requests
+        that run on it, all of one queue.  at_least : in a queue, with those that run besides.
+        """
+        found = []
+        most = min(self._batch_size, room)
+        running = (besides[0].request.model, besides[0].bin) if besides else None
+        for lane in self._lanes.values():
+            if not lane.waiting or not engine.serves(lane.model):
+                continue
+            for queue in lane.bins:
+                same = besides if running == (lane.model, queue.index) else ()
+                if not len(queue) or len(queue) + len(same) < at_least:
+                    continue
+                assert isinstance(queue, DeadlineQueue)
+                times = self._times.of(engine, lane, queue.index)
+                found.append(Waiting(lane, queue, times.least if by_least else times.expected, times.empty, most, same))
+        return found
+
+    def _overdue(self, engine: EngineState, now_s: float) -> Pick | None:
+        """A request without a deadline waits no longer than UNDATED_S for others, or it might for ever."""
+        for lane in self._lanes.values():
+            if not lane.waiting or not engine.serves(lane.model):
+                continue
+            for queue in lane.bins:
+                assert isinstance(queue, DeadlineQueue)
+                oldest = queue.oldest_undated()
+                if oldest is not None and oldest.arrived_at_s + UNDATED_S <= now_s:
+                    count = min(self._batch_size, engine.room, len(queue) - queue.first_at(float("inf")))
+                    times = self._times.of(engine, lane, queue.index)
+                    waiting = Waiting(lane, queue, times.expected, times.empty, count)
+                    return Pick(waiting, count, queue.ids(queue.first_at(float("inf")), count))
+        return None
+
+    # ---- engines that are not ----
+
+    def preempt(self, now_s: float) -> None:
+        """Stop batches for others that are worth more: the smallest first, for it costs least."""
+        factor = self._order.preemption_factor
+        assert factor is not None, "only of an order that preempts"
+        while True:
+            targets = sorted(
+                [
+                    (len(engine.running), name)
+                    for name, engine in self._floor.engines.items()
+                    if engine.running and len(engine.running) * factor <= self._batch_size and _can_stop(engine)
+                ]
+            )
+            if not targets or self._longest() < (factor - 1.0) * targets[0][0]:
+                return
+            if not any(self._preempt_for_more(self._floor.engines[name], factor, now_s) for _, name in targets):
+                return
+
+    def _longest(self) -> int:
+        """Requests in the queue that has most."""
+        return max([len(queue) for lane in self._lanes.values() if lane.waiting for queue in lane.bins], default=0)
+
+    def _preempt_for_more(self, running: EngineState, factor: float, now_s: float) -> bool:
+        """Stop what runs if a batch of `factor` times its size could begin now on an engine of the same GPU."""
+        least = factor * len(running.running)
+        for engine in running.worker.engines:
+            if not engine.ready or not engine.circuit.closed:
+                continue
+            besides = list(running.running.values()) if engine is running else ()
+            waiting = self._waiting(engine, engine.info.slots, besides=besides, at_least=least)
+            pick = self._order.pick(waiting, engine.info.name, now_s) if waiting else None
+            if pick is not None and pick.count >= least:
+                self._reserve(engine, running, pick, now_s)
+                return True
+        return False
+
+    def _reserve(self, engine: EngineState, running: EngineState, pick: Pick, now_s: float) -> None:
+        """The engine is kept for the batch that is worth more: else the one that leaves would begin again at once, and
+        be stopped again, for ever.
+        """
+        lane, queue = pick.waiting.lane, pick.waiting.queue
+        ids = pick.ids
+        if ids is None:
+            first = queue.first_at(now_s + pick.waiting.batch_s[pick.count - 1])
+            ids = queue.ids(first, min(pick.count, len(queue) - first))
+        batch = self._form(lane, queue, queue.take_these(ids))
+        engine.worker.reserved = engine, batch
+        self._preempt(running)
+
+    def start_reserved(self, worker: Worker, now_s: float) -> None:
+        """What ran has gone: the batch that it made room for begins, as large as it can be now, those that were
+        stopped in it if they belong there.
+        """
+        assert worker.reserved is not None, "it is reserved for nobody"
+        (engine, batch), worker.reserved = worker.reserved, None
+        lane, tickets = self._lanes[batch.model], list(batch.tickets.values())
+        for ticket in tickets:
+            lane.leave(ticket)
+            lane.take_back(ticket)
+        self._floor.note(engine, now_s)
+        if not tickets or engine.info.name not in self._floor.free:
+            return
+        queue = lane.bins[tickets[0].bin]
+        waiting = [each for each in self._waiting(engine, engine.room) if each.queue is queue]
+        pick = self._order.pick(waiting, engine.info.name, now_s) if waiting else None
+        if pick is not None:
+            self._start_pick(engine, pick, now_s)
+
+    # ---- who is late ----
+
+    def late_at_s(self, ticket: Ticket, lane: Lane) -> float | None:
+        """From when on it cannot be in time, even alone on the fastest engine that serves it; None: never."""
+        deadline_s = ticket.request.deadline_s
+        if deadline_s is None:
+            return None
+        least_s = self._least_s(lane, ticket.bin)
+        return deadline_s - least_s + SURELY_LATE_S if least_s else deadline_s
+
+    def _least_s(self, lane: Lane, bin_index: int) -> float:
+        """Seconds that the shortest answer of a bin takes alone on the fastest engine."""
+        tokens, key = lane.tokens(bin_index), (lane.model, bin_index)
+        known = self._least.get(key)
+        if known is None or known[0] is not tokens:
+            engines = self._floor.serving(lane.model)
+            least_s = min([self._times.of(engine, lane, bin_index).least[0] for engine in engines], default=0.0)
+            known = self._least[key] = tokens, least_s
+        return known[1]
+
+    def look_again(self) -> None:
+        """After a change of who serves what, and how fast."""
+        self._least.clear()
+
+    # ---- promises ----
+
+    def check(self, now_s: float) -> None:
+        """Assert that no engine is idle that the order has something for."""
+        for engine in self._floor.free.values():
+            if engine.room > 0:
+                for by_least in (False, True):
+                    waiting = self._waiting(engine, engine.room, by_least=by_least)
+                    pick = self._order.pick(waiting, engine.info.name, now_s)
+                    assert pick is None, (
+                        f"{engine.info.name} is idle while {pick.count if pick else 0} could be in time"
+                    )
+
+
+def _can_stop(engine: EngineState) -> bool:
+    """Its batch can: its engine runs one at a time, nobody has seen a byte of it, and nothing was decided already."""
+    return (
+        engine.info.barrier
+        and engine.worker.reserved is None
+        and not any(ticket.began or ticket.preempted for ticket in engine.running.values())
+    )
+
+
+def _deadline_s(ticket: Ticket) -> float:
+    deadline_s = ticket.request.deadline_s
+    return float("inf") if deadline_s is None else deadline_s

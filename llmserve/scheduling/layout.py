@@ -1,0 +1,44 @@
+"""A plan of serving groups, asked the other way round: whose is this worker, whose this request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from llmserve.scheduling.messages import ServingGroup
+
+FALLBACK = "fallback"  # the group of what no other one names; a plan may give it workers, models and streams, too
+
+K = TypeVar("K")
+
+
+class Layout:
+    """names: of all groups, the fallback among them.
+
+    Raises ValueError when two groups have one name, or one worker, model or (stream, model) pair.
+    """
+
+    def __init__(self, groups: tuple[ServingGroup, ...]) -> None:
+        self.groups = groups
+        self.names = {group.name for group in groups} | {FALLBACK}
+        self._of_worker = _inverse("worker", [(worker, group) for group in groups for worker in group.workers])
+        self._of_model = _inverse("model", [(model, group) for group in groups for model in group.models])
+        self._of_stream = _inverse("stream", [(pair, group) for group in groups for pair in group.streams])
+        _inverse("name", [(group.name, group) for group in groups])
+
+    def group_of_worker(self, worker: str) -> str:
+        return self._of_worker.get(worker, FALLBACK)
+
+    def group_of(self, stream: str, model: str) -> str:
+        """The group whose requests of this stream and model are."""
+        name = self._of_stream.get((stream, model)) if self._of_stream else None
+        return name if name is not None else self._of_model.get(model, FALLBACK)
+
+
+def _inverse(what: str, pairs: Iterable[tuple[K, ServingGroup]]) -> dict[K, str]:
+    inverse: dict[K, str] = {}
+    for key, group in pairs:
+        if key in inverse:
+            raise ValueError(f"{what} {key!r} is in two groups, {inverse[key]} and {group.name}")
+        inverse[key] = group.name
+    return inverse

@@ -1,0 +1,57 @@
+"""FLEX: the largest batch that can be in time runs next, and stops what runs when that is far smaller.
+
+Source: Shepherd (NSDI 2023), Section 5.2 and Appendix C. Of all queues the one with the largest feasible batch is
+served; among equals the one that takes least time (the greatest value density), then the one whose deadline is
+earliest. A batch that runs is preempted for one of at least `preemption_factor` times its size: 3.03 gives the
+competitive ratio of 12.62 K of Theorem 5.2.
+
+As printed, Algorithm 2 tests a request's deadline at the size of the batch before the request joins it, which makes
+those before it late; `printed` keeps that, for comparison. Else batches are truly feasible
+(scheduling/deadline_queue.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmserve.scheduling.direct import Pick, Waiting
+
+PREEMPTION_FACTOR = 3.03
+
+
+@dataclass(frozen=True, slots=True)
+class Flex:
+    """preemption_factor : None: nothing is preempted."""
+
+    preemption_factor: float | None = PREEMPTION_FACTOR
+    printed: bool = False
+
+    def pick(self, waiting: Sequence[Waiting], engine: str, now_s: float) -> Pick | None:
+        best: Pick | None = None
+        best_turn = (0, 0.0, 0.0)
+        for each in waiting:
+            if min(len(each.queue) + len(each.besides), each.most) < best_turn[0]:
+                continue
+            picked = self._printed(each, now_s) if self.printed else _feasible(each, now_s)
+            if picked is None:
+                continue
+            turn = (picked.count, -each.batch_s[picked.count - 1], -each.queue.earliest_deadline_s)
+            if best is None or turn > best_turn:
+                best, best_turn = picked, turn
+        return best
+
+    def wake_at_s(self, engine: str, now_s: float) -> float | None:
+        return None
+
+    def _printed(self, waiting: Waiting, now_s: float) -> Pick | None:
+        ids = waiting.queue.as_printed(now_s, waiting.empty_s, waiting.batch_s, waiting.most, waiting.besides)
+        if not ids:
+            return None
+        running = {ticket.request.id for ticket in waiting.besides}
+        return Pick(waiting, len(ids), [request_id for request_id in ids if request_id not in running])
+
+
+def _feasible(waiting: Waiting, now_s: float) -> Pick | None:
+    count = waiting.queue.largest(now_s, waiting.batch_s, waiting.most, waiting.deadlines_besides)
+    return Pick(waiting, count) if count else None
