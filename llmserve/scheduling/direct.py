@@ -150,11 +150,13 @@ class Direct:
         self._start(engine, lane, self._take(pick, now_s), engine.room)
 
     def _take(self, pick: Pick, now_s: float) -> FormedBatch:
-        queue, ids = pick.waiting.queue, pick.ids
+        """Its requests leave their queue, as a batch whose engine is known."""
+        lane, queue, ids = pick.waiting.lane, pick.waiting.queue, pick.ids
         if ids is None:
-            first = queue.first_at(now_s + pick.waiting.batch_s[pick.count - 1])
-            ids = queue.ids(first, pick.count)
-        return self._form(pick.waiting.lane, queue, queue.take_these(ids))
+            ids = queue.ids(queue.first_at(now_s + pick.waiting.batch_s[pick.count - 1]), pick.count)
+        batch = self._form(lane, queue, queue.take_these(ids))
+        lane.formed.hold(batch)
+        return batch
 
     def _waiting(
         self,
@@ -239,12 +241,7 @@ class Direct:
         """The engine is kept for the batch that is worth more: else the one that leaves would begin again at once, and
         be stopped again, for ever.
         """
-        lane, queue = pick.waiting.lane, pick.waiting.queue
-        ids = pick.ids
-        if ids is None:
-            first = queue.first_at(now_s + pick.waiting.batch_s[pick.count - 1])
-            ids = queue.ids(first, min(pick.count, len(queue) - first))
-        batch = self._form(lane, queue, queue.take_these(ids))
+        batch = self._take(pick, now_s)
         engine.worker.reserved = engine, batch
         self._preempt(running)
 
