@@ -56,10 +56,15 @@ class Pick:
 
 
 class DirectOrder(Protocol):
-    """preemption_factor: a batch that runs is stopped for one so many times its size; None: never."""
+    """preemption_factor: a batch that runs is stopped for one so many times its size; None: never.
+    only_if_needed: and only if more would be late if it were not.
+    """
 
     @property
     def preemption_factor(self) -> float | None: ...
+
+    @property
+    def only_if_needed(self) -> bool: ...
 
     def pick(self, waiting: Sequence[Waiting], engine: str, now_s: float) -> Pick | None:
         """What the engine runs next if it begins now; None: nothing. No queue is empty."""
@@ -202,11 +207,14 @@ class Direct:
 
     # ---- engines that are not ----
 
-    def preempt(self, now_s: float) -> None:
-        """Stop batches for others that are worth more: the smallest first, for it costs least."""
+    def preempt(self, now_s: float, longest: int) -> None:
+        """Stop batches for others that are worth more: the smallest first, for it costs least.
+
+        longest : requests in the longest queue that has grown; no other one is worth more than before
+        """
         factor = self._order.preemption_factor
         assert factor is not None, "only of an order that preempts"
-        while True:
+        while longest > factor - 1.0:  # else not even one request, of their own queue, would be stopped for them
             targets = sorted(
                 [
                     (len(engine.running), name)
@@ -214,14 +222,10 @@ class Direct:
                     if engine.running and len(engine.running) * factor <= self._batch_size and _can_stop(engine)
                 ]
             )
-            if not targets or self._longest() < (factor - 1.0) * targets[0][0]:
+            if not targets or longest < (factor - 1.0) * targets[0][0]:
                 return
             if not any(self._preempt_for_more(self._floor.engines[name], factor, now_s) for _, name in targets):
                 return
-
-    def _longest(self) -> int:
-        """Requests in the queue that has most."""
-        return max([len(queue) for lane in self._lanes.values() if lane.waiting for queue in lane.bins], default=0)
 
     def _preempt_for_more(self, running: EngineState, factor: float, now_s: float) -> bool:
         """Stop what runs if a batch of `factor` times its size could begin now on an engine of the same GPU."""
@@ -232,10 +236,25 @@ class Direct:
             besides = list(running.running.values()) if engine is running else ()
             waiting = self._waiting(engine, engine.info.slots, besides=besides, at_least=least)
             pick = self._order.pick(waiting, engine.info.name, now_s) if waiting else None
-            if pick is not None and pick.count >= least:
+            if pick is None or pick.count < least:
+                continue
+            if not self._order.only_if_needed or self._is_needed(running, pick, now_s):
                 self._reserve(engine, running, pick, now_s)
                 return True
         return False
+
+    def _is_needed(self, running: EngineState, pick: Pick, now_s: float) -> bool:
+        """Whether more would be late if what runs went on to its end than if it is stopped.
+
+        Where more wait than the next batch takes, every moment counts.
+        """
+        waiting, count = pick.waiting, len(running.running)
+        if len(waiting.queue) + len(waiting.besides) > pick.count:
+            return True
+        first = next(iter(running.running.values()))
+        times = self._times.of(running, self._lanes[first.request.model], first.bin)
+        free_at_s = max(now_s, first.started_at_s + times.expected[count - 1])
+        return pick.count > count + waiting.queue.largest(free_at_s, waiting.batch_s, waiting.most)
 
     def _reserve(self, engine: EngineState, running: EngineState, pick: Pick, now_s: float) -> None:
         """The engine is kept for the batch that is worth more: else the one that leaves would begin again at once, and

@@ -40,7 +40,11 @@ ORDERS: dict[str, Callable[[SchedulingConfig], tuple[Callable[[FormedBatch], flo
 }
 """The keys of a formed batch, and of a request that no batch holds yet; the smallest is next."""
 DIRECT: dict[str, Callable[[SchedulingConfig], DirectOrder]] = {
-    "flex": lambda config: Flex(config.preemption_factor if config.preemption else None, config.printed_batches),
+    "flex": lambda config: Flex(
+        config.preemption_factor if config.preemption else None,
+        config.printed_batches,
+        config.preemption_only_if_needed,
+    ),
     "clockwork": lambda config: Clockwork(),
 }
 """Orders that take requests straight from the bins, under release `direct`."""
@@ -135,6 +139,13 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     preemption_factor: Annotated[
         float, Meta(gt=1, description="under --order flex: how many times as large that one must be")
     ] = PREEMPTION_FACTOR
+    preemption_only_if_needed: Annotated[
+        bool,
+        Meta(
+            description="under --order flex: and only if more requests would be late without (spares engines most "
+            "preemptions at low load; Shepherd goes by the factor alone)"
+        ),
+    ] = False
     printed_batches: Annotated[
         bool,
         Meta(

@@ -102,7 +102,9 @@ class Scheduler:
         self._rate = CompletionRate()
         self._batches_formed = 0
         self._draining = False
-        self._arrived = False  # something has, that might be worth stopping others for
+        self._arrived_in = 0  # requests in the longest of the queues that one has come to in this step
+        self._planned: list[Lane] = []  # those that want plans
+        self._helpless: list[Lane] = []  # those without an engine that works
         self._now_s = 0.0
         self._actions: list[Action] = []
         self._handlers: dict[type, Callable[..., None]] = {
@@ -133,6 +135,8 @@ class Scheduler:
         lane = self.lanes.get(model)
         if lane is None:
             lane = self.lanes[model] = self._new_lane(model)
+            if lane.planner is not None:
+                self._planned.append(lane)
             lane.helpless_since_s = self._now_s
             self._count_engines()
         return lane
@@ -163,8 +167,9 @@ class Scheduler:
             self._settle_in_order()
         if not self.requests:
             self._rate.idle()
-        for lane in self.lanes.values():
-            if lane.planner is not None and lane.ready:
+        for lane in self._planned:
+            if lane.ready:
+                assert lane.planner is not None
                 trusted = lane.trust.trusted
                 if observed := lane.planner.wants(now_s, lane.edges, lane.ready, lane.slots, trusted=trusted):
                     self._actions.append(SolveDispatch(observed, lane.model))
@@ -187,9 +192,10 @@ class Scheduler:
     def _settle_direct(self, direct: Direct) -> None:
         if self.waiting and self._floor.free:
             direct.dispatch(self._now_s)
-        if self._arrived and self.waiting and direct.preempts:
-            direct.preempt(self._now_s)
-        self._arrived = False
+        if self._arrived_in:
+            if self.waiting and direct.preempts:
+                direct.preempt(self._now_s, self._arrived_in)
+            self._arrived_in = 0
 
     @property
     def wake_at_s(self) -> float | None:
@@ -200,11 +206,13 @@ class Scheduler:
         times = [at_s, *[engine.circuit.open_until_s for engine in self._floor.paused.values()]]
         if self._direct is not None:
             times.append(self._direct.wake_at_s)
-        for lane in self.lanes.values():
-            if lane.waiting:
-                times += (lane.due_s, lane.look_again_at_s)
-                if lane.helpless_since_s is not None:
-                    times.append(lane.helpless_since_s + self._engine_wait_s)
+        else:
+            for lane in self.lanes.values():
+                if lane.waiting:
+                    times += (lane.due_s, lane.look_again_at_s)
+        for lane in self._helpless:
+            if lane.waiting and lane.helpless_since_s is not None:
+                times.append(lane.helpless_since_s + self._engine_wait_s)
         return min([time_s for time_s in times if time_s is not None], default=None)
 
     # ---- events -----------------------------------------------------------------------------------------------
@@ -222,8 +230,8 @@ class Scheduler:
         self.requests[request.id] = ticket
         self.waiting += 1
         self._watch_deadline(ticket, lane)
-        self._arrived = True
         self._form(lane, queue)
+        self._arrived_in = max(self._arrived_in, len(queue))
 
     def _watch_deadline(self, ticket: Ticket, lane: Lane) -> None:
         late_at_s = ticket.request.deadline_s if self._direct is None else self._direct.late_at_s(ticket, lane)
@@ -454,6 +462,7 @@ class Scheduler:
                 lane.helpless_since_s = None
             elif lane.helpless_since_s is None:
                 lane.helpless_since_s = self._now_s
+        self._helpless = [lane for lane in self.lanes.values() if lane.helpless_since_s is not None]
 
     def _judge(self, engine: EngineState, tell: Callable[[Circuit], None]) -> None:
         """Tell its circuit something; say so when that opens or closes it."""
@@ -525,10 +534,10 @@ class Scheduler:
         if late_at_s is not None and late_at_s <= self._now_s:
             self._fail(ticket, "deadline_exceeded")
             return
-        lane.take_back(ticket)
+        queue = lane.take_back(ticket)
         self.waiting += 1
         self._watch_deadline(ticket, lane)
-        self._arrived = True
+        self._arrived_in = max(self._arrived_in, len(queue))
 
     def _fail_late_requests(self) -> None:
         """Requests that cannot be in time any more end at once while they wait; those that run are left to their
@@ -586,8 +595,8 @@ class Scheduler:
             queue = lane.take_back(ticket)
             self.waiting += 1
             self._watch_deadline(ticket, lane)
-            self._arrived = True
             self._form(lane, queue)
+            self._arrived_in = max(self._arrived_in, len(queue))
         return self._settle()
 
     # ---- promises ---------------------------------------------------------------------------------------------

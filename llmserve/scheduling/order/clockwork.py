@@ -14,6 +14,7 @@ from llmserve.scheduling.direct import Pick, Waiting
 @dataclass(frozen=True, slots=True)
 class Clockwork:
     preemption_factor: float | None = None
+    only_if_needed: bool = False
 
     def pick(self, waiting: Sequence[Waiting], engine: str, now_s: float) -> Pick | None:
         best: Pick | None = None
