@@ -32,10 +32,10 @@ class Worker:
 
 class EngineState:
     """running: requests on it, by id.  total_tokens: sum of what these are predicted to hold at their ends.
-    pace: seconds that it takes for each second of its speed as it was told.
+    models: that it serves; empty: whatever is asked for.  pace: seconds that it takes for each second of its speed as it was told.
     """
 
-    __slots__ = ("_models", "_refused", "circuit", "info", "pace", "ready", "running", "total_tokens", "worker")
+    __slots__ = ("_refused", "circuit", "info", "models", "pace", "ready", "running", "total_tokens", "worker")
 
     def __init__(self, info: EngineInfo, circuit: Circuit, worker: Worker) -> None:
         self.know(info)
@@ -51,7 +51,7 @@ class EngineState:
     def know(self, info: EngineInfo) -> None:
         """What it is from now on."""
         self.info = info
-        self._models = frozenset(info.models)
+        self.models = frozenset(info.models)
 
     # ---- room ----
 
@@ -69,7 +69,7 @@ class EngineState:
         return self.room > (0 if self.info.barrier else -self.info.look_ahead)
 
     def serves(self, model: str) -> bool:
-        return not self._models or model in self._models
+        return not self.models or model in self.models
 
     def speed(self, model: str) -> Speed | None:
         """None where it is not known."""

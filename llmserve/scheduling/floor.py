@@ -36,7 +36,7 @@ class Floor:
         return [engine for engine in self.engines.values() if engine.ready and engine.serves(model)]
 
     def free_for(self, model: str) -> list[EngineState]:
-        return [engine for engine in self.free.values() if engine.serves(model)]
+        return [engine for engine in self.free.values() if not engine.models or model in engine.models]
 
     def another_works(self, name: str, model: str) -> bool:
         return any(engine.info.name != name and engine.circuit.closed for engine in self.serving(model))

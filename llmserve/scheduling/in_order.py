@@ -67,11 +67,11 @@ class InOrder:
     def _next(self, blocked: Collection[str], now_s: float) -> Lane | None:
         """The lane of the batch that is next, formed or to be formed; None: nothing can start."""
         open_ = self._open_lanes(blocked)
-        if len(open_) == 1:
-            return open_[0]
+        if len(open_) <= 1:
+            return open_[0] if open_ else None
         turns = [(turn, lane) for lane in open_ if (turn := lane.formed.turn()) is not None]
         if not turns:
-            return open_[0] if open_ else None
+            return open_[0]
         lane = min(turns, key=lambda pair: pair[0])[1]
         if len(open_) > len(turns):
             self._form_older(open_, lane, now_s)

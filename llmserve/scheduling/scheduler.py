@@ -181,13 +181,13 @@ class Scheduler:
             for lane in self.lanes.values():
                 lane.look_again_at_s = None
                 # What a plan or an arrival says of one bin may let another one go.
-                if lane.waiting and (lane.release.plans or (lane.due_s is not None and now_s >= lane.due_s)):
+                if lane.release.plans or (lane.due_s is not None and now_s >= lane.due_s):
                     self._form_all(lane)
             if self._floor.free:
                 self._in_order.dispatch(now_s)
         for lane in self.lanes.values():
             if lane.release.timed:
-                lane.due_s = self._earliest_due_s(lane)
+                lane.due_s = self._earliest_due_s(lane) if lane.waiting else None
 
     def _settle_direct(self, direct: Direct) -> None:
         if self.waiting and self._floor.free:
@@ -203,17 +203,19 @@ class Scheduler:
         at_s = self._deadlines[0][0] if self._deadlines else None
         if not self.waiting:
             return at_s
-        times = [at_s, *[engine.circuit.open_until_s for engine in self._floor.paused.values()]]
+        times = [engine.circuit.open_until_s for engine in self._floor.paused.values()]
         if self._direct is not None:
             times.append(self._direct.wake_at_s)
         else:
             for lane in self.lanes.values():
-                if lane.waiting:
+                if lane.due_s is not None or lane.look_again_at_s is not None:
                     times += (lane.due_s, lane.look_again_at_s)
         for lane in self._helpless:
             if lane.waiting and lane.helpless_since_s is not None:
                 times.append(lane.helpless_since_s + self._engine_wait_s)
-        return min([time_s for time_s in times if time_s is not None], default=None)
+        if not times:
+            return at_s  # nearly always, and it is asked after every step
+        return min([time_s for time_s in (at_s, *times) if time_s is not None], default=None)
 
     # ---- events -----------------------------------------------------------------------------------------------
 
@@ -302,7 +304,7 @@ class Scheduler:
             self._rate.observe(self._now_s)
             ran_s = self._now_s - ticket.started_at_s
             self._see_answer(ticket, event.output_tokens.get(ticket.request.id, 0), ran_s)
-        if ended:
+        if ended and self._direct is not None:
             ran_s = self._now_s - ended[0].started_at_s
             longest = max(event.output_tokens.values(), default=0.0)
             self._see_pace(engine, ended[0].request.model, len(event.output_tokens), longest, ran_s)
