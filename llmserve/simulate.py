@@ -95,7 +95,7 @@ def run(
         on_step=_listener(recorder, on_arrival),
     )
     try:
-        cluster.run(workload.requests(work.trace, work.predictions), flush=scenario.last_batch == "flush")
+        cluster.run(workload.requests(work.trace, work.predictions, work.deadlines_s), flush=scenario.last_batch == "flush")
     finally:
         if journal is not None:
             journal.close()
@@ -108,6 +108,7 @@ def run(
         scheduling.full_batch,
         [engine.utilisation(elapsed_s) for engine in made],
         sum(joules) if len(joules) == len(made) else None,
+        work.deadlines_s,
     )
 
 
@@ -116,8 +117,8 @@ def _solver(scenario: Scenario, scheduling: SchedulingConfig, dispatch: Dispatch
     kinds = engine_kinds(scenario, scheduling)
     if scheduling.release in PLANNED and len({(kind.profile, kind.slots) for kind in kinds}) > 1:
         raise ConfigError(f"release {scheduling.release} plans for engines of one kind, and there are several")
-    if dispatch.profile is None:
-        dispatch = msgspec.structs.replace(dispatch, profile=kinds[0].name)
+    if not dispatch.profile:
+        dispatch = msgspec.structs.replace(dispatch, profile=(kinds[0].name,) if kinds[0].name else ())
     return dispatch.solver(scheduling, barrier=scenario.barrier)
 
 
@@ -155,7 +156,8 @@ class Case:
         scenario = convert(Scenario, _fields(Scenario, values), "scenario")
         defaults = {"queue_requests_max": QUEUE_REQUESTS_MAX}
         asked = convert(SchedulingConfig, {**defaults, **_fields(SchedulingConfig, values)}, "scheduling")
-        dispatch = convert(DispatchConfig, _fields(DispatchConfig, values), "dispatch")  # its profile is the scenario's
+        wishes = {name: value for name, value in _fields(DispatchConfig, values).items() if name != "profile"}
+        dispatch = convert(DispatchConfig, wishes, "dispatch")  # its profile is the scenario's
         return cls(scenario, asked.resolved(scenario.barrier), dispatch, settings=settings)
 
     def seeded(self, seed: int) -> Case:

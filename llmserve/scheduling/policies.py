@@ -212,13 +212,18 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         """With the defaults that suit barrier engines, or engines whose slots refill, where nothing was chosen."""
         bins = self.bins if self.edges is None or self.bins is not None else len(self.edges) + 1
         asks_for_bins = bins is not None or self.edges_by == "answers"
-        direct = self.order in DIRECT
+        direct = self.is_direct
         release = self.release or ("direct" if direct else "window" if barrier and not asks_for_bins else "greedy")
         waits = release not in ("direct", "greedy", "timeout", "window")
         kind = BARRIER_DEFAULTS if barrier or direct else REFILL_WAITING_DEFAULTS if waits else REFILL_DEFAULTS
         defaults = {**kind, "release": release, "bins": bins or (1 if release in ("window", "direct") else BINS)}
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return msgspec.structs.replace(self, **unset) if unset else self
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the order takes requests straight from the bins."""
+        return self.order in DIRECT
 
     @property
     def bins_count(self) -> int:
@@ -242,7 +247,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         Only of a resolved configuration. Raises ValueError when `edges` does not fit `bins`, or the order the release.
         """
         assert self.order is not None, "resolve the configuration first"
-        if (self.order in DIRECT) != (self.release == "direct"):
+        if self.is_direct != (self.release == "direct"):
             raise ValueError(f"order {self.order} does not go with release {self.release}")
         self.lane("", scores, lengths)  # what is wrong is said now, not when the first request comes
         return Scheduler(

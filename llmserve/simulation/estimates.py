@@ -22,6 +22,7 @@ COMPARED = (  # columns of a comparison: what stands above, the quantity, and ho
     ("requests/s", "throughput_per_s", ".4g"),
     ("latency (s)", "latency_s_mean", ".4g"),
     ("p95 (s)", "latency_s_p95", ".4g"),
+    ("in time", "in_time_share", ".1%"),
     ("utilised", "utilisation", ".1%"),
     ("J/token", "energy_j_per_token", ".4g"),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from llmserve.scheduling.messages import (
     BatchEnded,
     Event,
     FailRequest,
+    PreemptBatch,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -25,6 +27,7 @@ from llmserve.scheduling.messages import (
 
 Times = NDArray[np.float64]
 
+ROUNDING_S = 1e-9  # a sum of times that ends at a deadline may seem to end after it
 PERCENTILES = (50, 90, 95, 99)
 SPREAD = ("mean", *(f"p{percent}" for percent in PERCENTILES))
 
@@ -38,6 +41,10 @@ class Summary(msgspec.Struct, frozen=True):
     batch_size_mean       requests per formed batch
     batch_fill_mean       the same over the batch size
     utilisation           mean over engines of the share of their time (refill: of their slots' time) at work
+    in_time_share         requests answered by their deadlines, over those that came; None where there are none, as of
+                          the next two
+    goodput_per_s         requests answered by their deadlines
+    preempted             times that a request was stopped for others
     energy_j              of all engines, idle or not, over elapsed_s; None when their energy is not known, as of the
                           next three
     energy_j_per_token    over the output tokens of the completed requests
@@ -68,6 +75,9 @@ class Summary(msgspec.Struct, frozen=True):
     batch_fill_mean: float
     utilisation: float
     in_system_mean: float
+    in_time_share: float | None = None
+    goodput_per_s: float | None = None
+    preempted: int | None = None
     energy_j: float | None = None
     energy_j_per_token: float | None = None
     energy_j_per_request: float | None = None
@@ -79,6 +89,7 @@ class Recorder:
 
     left_s   when those left that were not completed, by id; of no meaning for one that was completed after all
     batches  requests started, by batch id
+    preempted  times that a request was stopped for others
     """
 
     def __init__(self, count: int) -> None:
@@ -87,6 +98,7 @@ class Recorder:
         self.ended_s = [math.nan] * count
         self.left_s: dict[int, float] = {}
         self.batches: dict[int, int] = {}
+        self.preempted = 0
 
     def __call__(self, now_s: float, event: Event, actions: list[Action]) -> None:
         if type(event) is RequestArrived:
@@ -103,6 +115,8 @@ class Recorder:
                 self._start(now_s, action)
             elif type(action) is FailRequest:
                 self.left_s[action.request_id] = now_s
+            elif type(action) is PreemptBatch:
+                self.preempted += len(action.request_ids)
 
     def _start(self, now_s: float, action: StartBatch) -> None:
         batch = action.batch
@@ -143,8 +157,9 @@ def summarise(
     batch_size: int,
     busy_share: list[float],
     energy_j: float | None = None,
+    deadlines_s: Times | None = None,
 ) -> Summary:
-    """output_tokens, services_s : (count,) by request id, the latter the time that each alone would take.
+    """deadlines_s : (count,) by request id; None: there are none.  output_tokens, services_s : (count,) by request id, the latter the time that each alone would take.
     busy_share, energy_j : utilisation of each engine, and the energy of all, over the same elapsed time.
     """
     arrived, started, ended = (np.array(times) for times in (recorder.arrived_s, recorder.started_s, recorder.ended_s))
@@ -166,8 +181,18 @@ def summarise(
         batch_fill_mean=size_mean / batch_size,
         utilisation=float(np.mean(busy_share)) if busy_share else 0.0,
         in_system_mean=_over(present_s(recorder), elapsed_s),
+        **(_in_time(recorder, deadlines_s, elapsed_s) if deadlines_s is not None else {}),
         **(_energy(energy_j, elapsed_s, completed, tokens) if energy_j is not None else {}),
     )
+
+
+def _in_time(recorder: Recorder, deadlines_s: Times, elapsed_s: float) -> dict[str, Any]:
+    in_time = int((np.array(recorder.ended_s) <= deadlines_s + ROUNDING_S).sum())  # those that never ended are not
+    return {
+        "in_time_share": _over(in_time, int((~np.isnan(np.array(recorder.arrived_s))).sum())),
+        "goodput_per_s": _over(in_time, elapsed_s),
+        "preempted": recorder.preempted,
+    }
 
 
 def _energy(energy_j: float, elapsed_s: float, completed: int, tokens: float) -> dict[str, float]:
@@ -231,6 +256,9 @@ TOTALS = (  # what stands in a row, the quantity, and how it is written
     ("batch fill", "batch_fill_mean", ".1%"),
     ("engine utilisation", "utilisation", ".1%"),
     ("requests present", "in_system_mean", ".2f"),
+    ("in time", "in_time_share", ".1%"),
+    ("in time/s", "goodput_per_s", ".4f"),
+    ("preempted", "preempted", ",.0f"),
     ("energy (J)", "energy_j", ",.0f"),
     ("energy/token (J)", "energy_j_per_token", ".4f"),
     ("energy/request (J)", "energy_j_per_request", ".2f"),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bins.profile import PROFILES, Profile, resolve
 from llmserve.errors import ConfigError
-from llmserve.request import EngineInfo
+from llmserve.request import EngineInfo, Speed
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.simulation import workload
 from llmserve.simulation.engine_model import ProfileEngine, StepEngine, TimedEngine
@@ -87,6 +87,13 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             "request is one of its rows, drawn at random"
         ),
     ] = None
+    slo_s: Annotated[
+        tuple[Rate, ...],
+        Meta(
+            description="each answer is wanted within so many seconds of its arrival (default: whenever); of several, "
+            "each is wanted within one of them, any as often"
+        ),
+    ] = ()
     predictions: Annotated[str, Meta(description=f"what is predicted of them: {PREDICTIONS_HELP}")] = "oracle"
     profile: Annotated[
         str | None,
@@ -169,6 +176,7 @@ class Workload:
     predictions         None: nothing predicts
     scores, lengths     of a sample of requests like these: what bins go by, and how long their answers are
     arrival_rate_per_s  asked for, or the trace's mean; inf when all come at once
+    deadlines_s         (requests,); None: there are none
     """
 
     trace: workload.Trace
@@ -176,6 +184,7 @@ class Workload:
     scores: tuple[float, ...]
     lengths: tuple[float, ...]
     arrival_rate_per_s: float
+    deadlines_s: workload.Times | None = None
 
     def __len__(self) -> int:
         return len(self.trace)
@@ -192,8 +201,8 @@ def prepare(scenario: Scenario, scheduling: SchedulingConfig, answers: Answers |
     Raises ConfigError on a scenario that makes no sense.
     """
     scenario.check()
-    streams = [np.random.default_rng(child) for child in np.random.SeedSequence(scenario.seed).spawn(5)]
-    lengths_rng, sample_rng, arrivals_rng, predictions_rng, load_rng = streams
+    streams = [np.random.default_rng(child) for child in np.random.SeedSequence(scenario.seed).spawn(6)]
+    lengths_rng, sample_rng, arrivals_rng, predictions_rng, load_rng, slo_rng = streams
     if scenario.trace is not None:
         trace = _replayed(scenario, scheduling)
         rate_per_s = trace.rate_per_s
@@ -207,7 +216,8 @@ def prepare(scenario: Scenario, scheduling: SchedulingConfig, answers: Answers |
         sample = _draw(scenario, answers, EDGES_SAMPLE, sample_rng)
     predictions = _predict(scenario, scheduling, asked, sample, predictions_rng)
     scores = _scores(scenario, scheduling, sample, _predict(scenario, scheduling, sample, sample, sample_rng))
-    return Workload(trace, predictions, scores, tuple(sample.output_tokens.tolist()), rate_per_s)
+    deadlines_s = trace.arrivals_s + slo_rng.choice(scenario.slo_s, len(trace)) if scenario.slo_s else None
+    return Workload(trace, predictions, scores, tuple(sample.output_tokens.tolist()), rate_per_s, deadlines_s)
 
 
 def _replayed(scenario: Scenario, scheduling: SchedulingConfig) -> workload.Trace:
@@ -337,6 +347,10 @@ def engines(scenario: Scenario, scheduling: SchedulingConfig, lengths: Sequence[
         for _ in range(kind.count):
             info = EngineInfo(f"engine{len(made)}", kind.slots, scenario.barrier, look_ahead)
             made.append(_engine(scenario, info, lengths, kind.profile))
+    if scheduling.is_direct:  # the order goes by what batches take
+        for engine in made:
+            speed = Speed(engine.costs.prefill_s, tuple(engine.costs.step_s[1:]))
+            engine.info = msgspec.structs.replace(engine.info, speeds={"": speed})
     return made
 
 

@@ -308,13 +308,16 @@ def _bursts(rest: str, text: str, rate_per_s: float) -> Bursts:
 # ---- requests ---------------------------------------------------------------------------------------------------
 
 
-def requests(trace: Trace, predictions: Predictions | None) -> Iterator[tuple[float, Request]]:
-    """(time_s, request) in order of arrival; request ids count from 0."""
+def requests(
+    trace: Trace, predictions: Predictions | None, deadlines_s: Times | None = None
+) -> Iterator[tuple[float, Request]]:
+    """(time_s, request) in order of arrival; request ids count from 0. deadlines_s : (count,)"""
     times, prompts = trace.arrivals_s.tolist(), trace.input_tokens.tolist()
     medians = [None] * len(times) if predictions is None else predictions.medians.tolist()
     quantiles = None if predictions is None else predictions.quantiles
+    due_s = [None] * len(times) if deadlines_s is None else deadlines_s.tolist()
     for request_id, (at_s, prompt, median) in enumerate(zip(times, prompts, medians, strict=True)):
         likely = () if quantiles is None else tuple(quantiles[request_id].tolist())
         # What is not known of a prompt is left out, and so out of the journal.
         known = (prompt,) if prompt else ()
-        yield at_s, Request(request_id, median, None, likely, *known)
+        yield at_s, Request(request_id, median, due_s[request_id], likely, *known)
