@@ -44,7 +44,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Batch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Requests released together from one bin, to run together.
+    """Requests released together from one bin, to run together; under some orders shorter ones ride along.
 
     A barrier engine starts a batch whole. A refill engine may start it in several parts, each with the same id.
     size: requests that it was formed of, whether or not they are all in this part.  model: of all of them.

@@ -72,23 +72,9 @@ class DeadlineQueue(BinQueue):
         """Place of the first whose deadline is not before this one."""
         return bisect_left(self._row, (deadline_s - ROUNDING_S,))
 
-    def largest(self, now_s: float, batch_s: Sequence[float], most: int, besides: Sequence[float] = ()) -> int:
-        """Size of the largest feasible batch of at most `most`.
-
-        batch_s : T(1), T(2), ..., at least `most` of them.  besides : ascending deadlines of others that would be in it
-        """
-        low, high = 0, min(most, len(self._row) + len(besides))
-        while low < high:
-            size = (low + high + 1) // 2
-            least_s = now_s + batch_s[size - 1]
-            fit = len(self._row) - self.first_at(least_s)
-            if besides:
-                fit += len(besides) - bisect_left(besides, least_s - ROUNDING_S)
-            if fit >= size:
-                low = size
-            else:
-                high = size - 1
-        return low
+    def in_time(self, deadline_s: float) -> int:
+        """Requests whose deadline is not before this one."""
+        return len(self._row) - self.first_at(deadline_s)
 
     def around_first(self, now_s: float, batch_s: Sequence[float], most: int) -> tuple[int, int]:
         """(place, size) of the largest feasible batch with the earliest deadline that can still be met; (0, 0): none
@@ -139,6 +125,27 @@ class DeadlineQueue(BinQueue):
         if not self._row or self._row[-1][0] < math.inf:
             return None
         return self._tickets[self._row[self.first_at(math.inf)][1]]
+
+
+def largest_feasible(
+    queues: Sequence[DeadlineQueue], now_s: float, batch_s: Sequence[float], most: int, besides: Sequence[float] = ()
+) -> int:
+    """Size of the largest feasible batch of at most `most` requests, of any of these queues; 0: none is.
+
+    batch_s : T(1), T(2), ..., at least `most` of them.  besides : ascending deadlines of others that would be in it
+    """
+    low, high = 0, min(most, sum(len(queue) for queue in queues) + len(besides))
+    while low < high:
+        size = (low + high + 1) // 2
+        ends_s = now_s + batch_s[size - 1]
+        fit = sum([queue.in_time(ends_s) for queue in queues])
+        if besides:
+            fit += len(besides) - bisect_left(besides, ends_s - ROUNDING_S)
+        if fit >= size:
+            low = size
+        else:
+            high = size - 1
+    return low
 
 
 def _entry(ticket: Ticket) -> tuple[float, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from llmserve.scheduling.batch_times import Timetable
-from llmserve.scheduling.deadline_queue import DeadlineQueue
+from llmserve.scheduling.deadline_queue import DeadlineQueue, largest_feasible
 from llmserve.scheduling.engine_state import EngineState, Worker
 from llmserve.scheduling.floor import Floor
 from llmserve.scheduling.lane import Lane, Tokens
@@ -23,11 +23,13 @@ SURELY_LATE_S = 1e-6  # past the last moment: what could start in that very mome
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A queue that an engine could serve now.
+    """A bin that an engine could serve now, and what may ride along.
 
     batch_s  seconds of batches of 1, 2, ... of its requests on that engine; empty_s: of a batch of none
     most     requests that the engine takes at once
-    besides  requests of this queue that run on the engine, and would run again in a batch that takes their place
+    shorter  the model's bins of shorter answers, the longest first: their requests end before its own, and cost its
+             batch nothing but a place
+    besides  requests of these bins that run on the engine, and would run again in a batch that takes their place
     """
 
     lane: Lane
@@ -35,19 +37,26 @@ class Waiting:
     batch_s: Sequence[float]
     empty_s: float
     most: int
+    shorter: Sequence[DeadlineQueue] = ()
     besides: Sequence[Ticket] = ()
 
     @property
-    def deadlines_besides(self) -> list[float]:
-        return sorted([_deadline_s(ticket) for ticket in self.besides])
+    def count(self) -> int:
+        """Requests that wait in these bins, or run besides."""
+        return len(self.queue) + sum([len(queue) for queue in self.shorter]) + len(self.besides)
+
+    def largest(self, now_s: float, *, with_besides: bool = True) -> int:
+        """Requests in the largest feasible batch."""
+        besides = sorted(map(_deadline_s, self.besides)) if with_besides and self.besides else ()
+        return largest_feasible((self.queue, *self.shorter), now_s, self.batch_s, self.most, besides)
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """A batch of one queue.
+    """A batch.
 
     count  requests in it, those that run besides among them
-    ids    those that wait, by deadline; None: the first that are in time in a batch of `count`
+    ids    those of its own bin that wait; None: all that are in time in a batch of `count`, its own bin's first
     """
 
     waiting: Waiting
@@ -155,12 +164,17 @@ class Direct:
         self._start(engine, lane, self._take(pick, now_s), engine.room)
 
     def _take(self, pick: Pick, now_s: float) -> FormedBatch:
-        """Its requests leave their queue, as a batch whose engine is known."""
-        lane, queue, ids = pick.waiting.lane, pick.waiting.queue, pick.ids
-        if ids is None:
-            ids = queue.ids(queue.first_at(now_s + pick.waiting.batch_s[pick.count - 1]), pick.count)
-        batch = self._form(lane, queue, queue.take_these(ids))
-        lane.formed.hold(batch)
+        """Its requests leave their bins, as a batch whose engine is known."""
+        waiting = pick.waiting
+        if pick.ids is not None:
+            tickets = waiting.queue.take_these(pick.ids)
+        else:
+            tickets, ends_s = [], now_s + waiting.batch_s[pick.count - 1]
+            for queue in (waiting.queue, *waiting.shorter):
+                if ids := queue.ids(queue.first_at(ends_s), pick.count - len(tickets)):
+                    tickets += queue.take_these(ids)
+        batch = self._form(waiting.lane, waiting.queue, tickets)
+        waiting.lane.formed.hold(batch)
         return batch
 
     def _waiting(
@@ -172,22 +186,27 @@ class Direct:
         besides: Sequence[Ticket] = (),
         at_least: float = 1,
     ) -> list[Waiting]:
-        """Queues that the engine could serve. room : requests that it has or would have room for.  besides : requests
-        that run on it, all of one queue.  at_least : in a queue, with those that run besides.
+        """Bins that the engine could serve. room : requests that it has or would have room for.  besides : requests of
+        one model that run on it.  at_least : that a batch could hold, with those that run besides.
         """
         found = []
         most = min(self._batch_size, room)
-        running = (besides[0].request.model, besides[0].bin) if besides else None
         for lane in self._lanes.values():
             if not lane.waiting or not engine.serves(lane.model):
                 continue
+            shorter: list[DeadlineQueue] = []
+            mine = besides if besides and besides[0].request.model == lane.model else ()
             for queue in lane.bins:
-                same = besides if running == (lane.model, queue.index) else ()
-                if not len(queue) or len(queue) + len(same) < at_least:
+                if not len(queue):
                     continue
                 assert isinstance(queue, DeadlineQueue)
                 times = self._times.of(engine, lane, queue.index)
-                found.append(Waiting(lane, queue, times.least if by_least else times.expected, times.empty, most, same))
+                batch_s = times.least if by_least else times.expected
+                same = [ticket for ticket in mine if ticket.bin <= queue.index]
+                waiting = Waiting(lane, queue, batch_s, times.empty, most, tuple(shorter), same)
+                if waiting.count >= at_least:
+                    found.append(waiting)
+                shorter.insert(0, queue)
         return found
 
     def _overdue(self, engine: EngineState, now_s: float) -> Pick | None:
@@ -249,12 +268,12 @@ class Direct:
         Where more wait than the next batch takes, every moment counts.
         """
         waiting, count = pick.waiting, len(running.running)
-        if len(waiting.queue) + len(waiting.besides) > pick.count:
+        if waiting.count > pick.count:
             return True
         first = next(iter(running.running.values()))
         times = self._times.of(running, self._lanes[first.request.model], first.bin)
         free_at_s = max(now_s, first.started_at_s + times.expected[count - 1])
-        return pick.count > count + waiting.queue.largest(free_at_s, waiting.batch_s, waiting.most)
+        return pick.count > count + waiting.largest(free_at_s, with_besides=False)
 
     def _reserve(self, engine: EngineState, running: EngineState, pick: Pick, now_s: float) -> None:
         """The engine is kept for the batch that is worth more: else the one that leaves would begin again at once, and

@@ -31,8 +31,10 @@ class Worker:
 
 
 class EngineState:
-    """running: requests on it, by id.  total_tokens: sum of what these are predicted to hold at their ends.
-    models: that it serves; empty: whatever is asked for.  pace: seconds that it takes for each second of its speed as it was told.
+    """running       requests on it, by id
+    total_tokens  sum of what these are predicted to hold at their ends
+    models        that it serves; empty: whatever is asked for
+    pace          seconds that it takes for each second of its speed as it was told
     """
 
     __slots__ = ("_refused", "circuit", "info", "models", "pace", "ready", "running", "total_tokens", "worker")

@@ -74,7 +74,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     bins: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description=f"length bins (default: {BINS}; 1 under --release window, which needs none)"),
+        Meta(description=f"length bins (default: {BINS}; 1 under --release window and --order clockwork)"),
     ] = None
     batch_size: Annotated[
         Annotated[int, Meta(ge=1)] | None,
@@ -216,7 +216,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         release = self.release or ("direct" if direct else "window" if barrier and not asks_for_bins else "greedy")
         waits = release not in ("direct", "greedy", "timeout", "window")
         kind = BARRIER_DEFAULTS if barrier or direct else REFILL_WAITING_DEFAULTS if waits else REFILL_DEFAULTS
-        defaults = {**kind, "release": release, "bins": bins or (1 if release in ("window", "direct") else BINS)}
+        needs_none = release == "window" or (direct and (self.order != "flex" or self.printed_batches))
+        defaults = {**kind, "release": release, "bins": bins or (1 if needs_none else BINS)}
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return msgspec.structs.replace(self, **unset) if unset else self
 

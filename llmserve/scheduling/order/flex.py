@@ -5,6 +5,10 @@ served; among equals the one that takes least time (the greatest value density),
 earliest. A batch that runs is preempted for one of at least `preemption_factor` times its size: 3.03 gives the
 competitive ratio of 12.62 K of Theorem 5.2.
 
+The paper's models take as long whatever the request. An LLM's batch takes as long as its longest answer, so a model's
+requests wait in bins by predicted length, and a batch of one bin is filled up with shorter ones: more bins make batches
+shorter, never smaller.
+
 As printed, Algorithm 2 tests a request's deadline at the size of the batch before the request joins it, which makes
 those before it late; `printed` keeps that, for comparison. Else batches are truly feasible
 (scheduling/deadline_queue.py).
@@ -35,7 +39,7 @@ class Flex:
         best: Pick | None = None
         best_turn = (0, 0.0, 0.0)
         for each in waiting:
-            if min(len(each.queue) + len(each.besides), each.most) < best_turn[0]:
+            if min(each.count, each.most) < best_turn[0]:
                 continue
             picked = self._printed(each, now_s) if self.printed else _feasible(each, now_s)
             if picked is None:
@@ -57,5 +61,5 @@ class Flex:
 
 
 def _feasible(waiting: Waiting, now_s: float) -> Pick | None:
-    count = waiting.queue.largest(now_s, waiting.batch_s, waiting.most, waiting.deadlines_besides)
+    count = waiting.largest(now_s)
     return Pick(waiting, count) if count else None
