@@ -9,13 +9,16 @@ Its prefill takes `Profile.prefill_j`, once, and P(n) counts from `Profile.prefi
 engine runs what it was sent, and what is beyond its slots waits inside; who is in prefill counts among the n, and
 prefills have no joules of their own. The simulator counts in the same way (simulation/engine_model.py). A model says
 what the profiled engine would have drawn in the time that this one really took.
+
+Models may have profiles of their own. While several run on one engine, P(n) is the mean of theirs over the sequences.
+Engines of one worker share a GPU: what it draws while it idles, the greatest of theirs, counts once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -93,25 +96,29 @@ class MeasuredEnergy:
 
 
 class ModelledEnergy:
-    """What engines of this profile take for what they run; `observe` listens to a journal from its first step on.
+    """What engines of these profiles take for what they run; `observe` listens to a journal from its first step on.
 
-    All engines are taken to be of the one profile. They draw from EngineReady to EngineLost; between EngineClosed and
-    EngineLost an engine is up and may still run something. O(1) a step. Raises ValueError on a profile whose energy is
-    unknown.
+    Engines draw from EngineReady to EngineLost; between EngineClosed and EngineLost an engine is up and may still run
+    something. O(1) a step.
+
+    profiles     by model; "": of every other model
+    of_all_work  whether there is one for every model; what runs of others is taken to draw nothing
     """
 
     source = "modelled"
-    of_all_work = True
 
-    def __init__(self, profile: Profile) -> None:
-        if not profile.energy_known:
-            raise ValueError(f"the profile {profile.name} tells no energy")
-        self._profile = profile
+    def __init__(self, profiles: Mapping[str, Profile]) -> None:
+        """Raises ValueError on a profile whose energy is unknown."""
+        for profile in profiles.values():
+            if not profile.energy_known:
+                raise ValueError(f"the profile {profile.name} tells no energy")
+        self.of_all_work = "" in profiles
+        self._powers = {model: _Power(profile) for model, profile in profiles.items()}
         self._engines: dict[str, _Engine] = {}
-        self._power_w = [profile.idle_w]  # by sequences, as far as it has been asked for
+        self._gpus: dict[tuple[str, str], _Gpu] = {}  # by worker, or by engine where it has none
 
     def joules(self, now_s: float) -> float:
-        return sum([engine.joules_at(now_s) for engine in self._engines.values()])
+        return sum([gpu.joules_at(now_s) for gpu in self._gpus.values()])
 
     def observe(self, step: Step) -> None:
         event, now_s = step.event, step.now_s
@@ -123,19 +130,25 @@ class ModelledEnergy:
                 self._let_go(engine, event, now_s)
         for action in step.actions:
             if type(action) is StartBatch:
-                engine = self._engines[action.engine]
-                engine.start(action.batch)
-                self._settle(engine, now_s)
-                if engine.info.barrier:
-                    engine.prefill(self._profile.prefill_s, self._profile.prefill_j)
+                self._start(self._engines[action.engine], action.batch, now_s)
 
     def _find_up(self, info: EngineInfo, now_s: float) -> None:
         """It is up, or it was already and has other slots."""
         engine = self._engines.get(info.name)
         if engine is None:
-            engine = self._engines[info.name] = _Engine(info, now_s)
+            place = (info.worker, "") if info.worker else ("", info.name)
+            engine = self._engines[info.name] = _Engine(info, self._gpus.setdefault(place, _Gpu(now_s)))
         engine.info, engine.up = info, True
+        powers = [self._power_of(model) for model in info.models or ("",)]
+        engine.idle_w = max([power.profile.idle_w for power in powers if power is not None], default=0.0)
         self._settle(engine, now_s)
+
+    def _start(self, engine: _Engine, batch: Batch, now_s: float) -> None:
+        engine.start(batch)
+        self._settle(engine, now_s)
+        power = self._power_of(batch.model)
+        if engine.info.barrier and power is not None:
+            engine.gpu.prefill(power.profile)
 
     def _let_go(self, engine: _Engine, event: RequestEnded | BatchEnded | EngineLost, now_s: float) -> None:
         """However a request ended, it runs no more; a retry is a start of its own."""
@@ -150,67 +163,114 @@ class ModelledEnergy:
 
     def _settle(self, engine: _Engine, now_s: float) -> None:
         """Charge the time that has passed at the old power; from now on it is what suits what runs."""
-        engine.joules = engine.joules_at(now_s)
-        engine.since_s = max(now_s, engine.since_s) if engine.sequences else now_s
-        engine.power_w = self._power_of(engine.sequences) if engine.up else 0.0
+        gpu = engine.gpu
+        up = [each for each in gpu.engines if each.up]
+        gpu.charge(now_s, is_busy=any(each.sequences for each in up))
+        idle_w = max([each.idle_w for each in up], default=0.0)
+        drawn_w = [self._drawn_w(each, idle_w) for each in up if each.sequences]
+        gpu.power_w = sum(drawn_w) - idle_w * (len(drawn_w) - 1) if drawn_w else idle_w
 
-    def _power_of(self, sequences: int) -> float:
-        """Watts. Of more sequences than the profile knows of: as many as it does, for it could not run the others."""
-        most = self._profile.slots_max
+    def _drawn_w(self, engine: _Engine, idle_w: float) -> float:
+        """While it runs something; its GPU's idling counts. idle_w : of the GPU."""
+        n, shares = engine.sequences, engine.by_model
+        powers = [(count, self._power_of(model)) for model, count in shares.items()]
+        if len(powers) == 1 and (only := powers[0][1]) is not None:
+            return only.at(n)
+        total = sum([count * (idle_w if power is None else power.at(n)) for count, power in powers])
+        return total / sum(shares.values())
+
+    def _power_of(self, model: str) -> _Power | None:
+        return self._powers.get(model) or self._powers.get("")
+
+
+class _Power:
+    """Watts by sequences, as far as they have been asked for."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._known = [profile.idle_w]
+
+    def at(self, sequences: int) -> float:
+        """Of more sequences than the profile knows of: as many as it does, for it could not run the others."""
+        most = self.profile.slots_max
         n = sequences if most is None else min(sequences, most)
-        known = self._power_w
+        known = self._known
         if n >= len(known):
             end = 2 * n + 1 if most is None else min(2 * n, most) + 1
-            known += self._profile.power_w(np.arange(len(known), end)).tolist()
+            known += self.profile.power_w(np.arange(len(known), end)).tolist()
         return known[n]
 
 
-class _Engine:
-    """One engine's account.
+class _Gpu:
+    """An account, of an engine or of several that share it.
 
-    running  sequences of the requests on it, by request id: as many as a request has choices
-    batch_id of the batch that it was sent last
     joules   until since_s; from then on it draws power_w. While a batch is in prefill, since_s is still to come
     """
 
-    __slots__ = ("_sequences", "batch_id", "info", "joules", "power_w", "running", "since_s", "up")
+    __slots__ = ("engines", "joules", "power_w", "since_s")
 
-    def __init__(self, info: EngineInfo, now_s: float) -> None:
-        self.info = info
-        self.up = False
-        self.running: dict[int, int] = {}
-        self.batch_id = 0
+    def __init__(self, now_s: float) -> None:
+        self.engines: list[_Engine] = []
         self.joules = 0.0
         self.power_w = 0.0
         self.since_s = now_s
-        self._sequences = 0  # sent to it and, on a barrier engine, still rows of its batch
-
-    @property
-    def sequences(self) -> int:
-        """That run, as against those that wait inside."""
-        return self._sequences if self.info.barrier else min(self._sequences, self.info.slots)
 
     def joules_at(self, now_s: float) -> float:
         return self.joules + self.power_w * max(0.0, now_s - self.since_s)
 
-    def prefill(self, prefill_s: float, prefill_j: float) -> None:
+    def charge(self, now_s: float, *, is_busy: bool) -> None:
+        """is_busy : something runs from now on; else a prefill that has not ended yet never will."""
+        self.joules = self.joules_at(now_s)
+        self.since_s = max(now_s, self.since_s) if is_busy else now_s
+
+    def prefill(self, profile: Profile) -> None:
         """A static batch begins with this instead of steps."""
-        self.joules += prefill_j
-        self.since_s += prefill_s
+        self.joules += profile.prefill_j
+        self.since_s += profile.prefill_s
+
+
+class _Engine:
+    """What runs on one engine.
+
+    running  (model, sequences) of the requests on it, by request id: as many as a request has choices
+    by_model sequences that were sent to it and, on a barrier engine, are still rows of its batch
+    batch_id of the batch that it was sent last
+    """
+
+    __slots__ = ("batch_id", "by_model", "gpu", "idle_w", "info", "running", "up")
+
+    def __init__(self, info: EngineInfo, gpu: _Gpu) -> None:
+        self.info = info
+        self.gpu = gpu
+        gpu.engines.append(self)
+        self.up = False
+        self.idle_w = 0.0
+        self.running: dict[int, tuple[str, int]] = {}
+        self.by_model: dict[str, int] = {}
+        self.batch_id = 0
+
+    @property
+    def sequences(self) -> int:
+        """That run, as against those that wait inside."""
+        sent = sum(self.by_model.values())
+        return sent if self.info.barrier else min(sent, self.info.slots)
 
     def start(self, batch: Batch) -> None:
         self.batch_id = batch.id
         for request in batch.requests:
-            self.running[request.id] = request.choices
-            self._sequences += request.choices
+            self.running[request.id] = (batch.model, request.choices)
+            self.by_model[batch.model] = self.by_model.get(batch.model, 0) + request.choices
 
     def end(self, request_id: int) -> None:
         """A request that is not here changes nothing: the engine had been lost with it."""
-        sequences = self.running.pop(request_id, 0)
-        if not self.info.barrier:
-            self._sequences -= sequences
-        elif not self.running:
-            self._sequences = 0
+        model, sequences = self.running.pop(request_id, ("", 0))
+        if self.info.barrier:
+            if not self.running:
+                self.by_model.clear()
+        elif sequences:
+            self.by_model[model] -= sequences
+            if not self.by_model[model]:
+                del self.by_model[model]
 
     def end_batch(self, batch_id: int) -> None:
         """Only of the batch that runs; another's end is old news."""
@@ -219,4 +279,4 @@ class _Engine:
 
     def end_all(self) -> None:
         self.running.clear()
-        self._sequences = 0
+        self.by_model.clear()

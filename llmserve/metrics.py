@@ -1,13 +1,14 @@
 """From the journal to Prometheus: what `/metrics` shows.
 
 Counters and histograms are made of the steps that pass through the journal; gauges read the scheduler at the moment of
-a scrape.
+a scrape. What there is of each model, bins and predictions and plans, is labelled with it where there are several.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -22,6 +23,7 @@ from llmserve.scheduling.messages import (
     DispatchSolved,
     EngineLost,
     FailRequest,
+    PreemptBatch,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -34,6 +36,16 @@ TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 RATIO = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 BATCHES_KNOWN = 100_000  # none waits in parts while so many others begin
 BINS_LEAST = 8  # that accuracy is told of, however few serve
+Outcome = Literal["completed", "failed", "cancelled", "rejected"]
+OUTCOMES: tuple[Outcome, ...] = ("completed", "failed", "cancelled", "rejected")
+STREAMS_MAX = 100  # told of by name; a client may call its stream as it likes
+OTHER_STREAMS = "(others)"
+EXPECTATIONS = {
+    "queues": "Queues that the bins are merged into",
+    "response_seconds_expected": "Mean response time that the plan expects",
+    "power_watts_expected": "Mean power of all engines that the plan expects",
+    "target_met": "1 when the plan expects to meet the latency target",
+}
 FILL = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
 
@@ -54,7 +66,7 @@ class Metrics:
     ) -> None:
         registry = self.registry = CollectorRegistry()
         self._batch_size = batch_size
-        self._open: dict[int, tuple[Request, float]] = {}  # id -> request, arrival
+        self._open: dict[int, _Open] = {}  # by request id
         self._ended = Counter("llmserve_requests", "Requests that ended", ["outcome"], registry=registry)
         self._rejected = Counter(
             "llmserve_rejections", "Requests refused or failed by the front-end", ["reason"], registry=registry
@@ -82,8 +94,9 @@ class Metrics:
             buckets=RATIO,
             registry=registry,
         )
+        self._streams = _Streams(registry)
         self._energy = _Energy(cluster, meters)
-        self._dispatch = _Dispatch(energy_known)
+        self._dispatch = _Dispatch(cluster, energy_known)
         for collector in (_Gauges(cluster), self._energy, self._dispatch):
             registry.register(collector)
         cluster.journal.listen(self.observe)
@@ -98,11 +111,11 @@ class Metrics:
     def observe(self, step: Step) -> None:
         event = step.event
         if type(event) is RequestArrived:
-            self._open[event.request.id] = (event.request, step.now_s)
+            self._open[event.request.id] = _Open(event.request, step.now_s)
             if event.request.predicted_tokens is not None:
                 self._predicted.observe(event.request.predicted_tokens)
         elif type(event) is RequestEnded:
-            if not (event.outcome == "failed" and event.retryable):  # it may run again: its end is still to come
+            if not self._may_run_again(event):
                 self._end(event.request_id, event.outcome, event.output_tokens, step.now_s)
         elif type(event) is BatchEnded:
             for request_id, tokens in event.output_tokens.items():
@@ -112,12 +125,14 @@ class Metrics:
         elif type(event) is EngineLost and not event.planned:
             self._lost.labels(event.engine).inc()
         elif type(event) is DispatchSolved:
-            self._dispatch.follow(event.plan)
+            self._dispatch.follow(event)
         for action in step.actions:
             if type(action) is StartBatch:
                 self._start(action, step.now_s)
             elif type(action) is SolveDispatch:
-                self._dispatch.observed = action.observed
+                self._dispatch.asked[action.model] = action.observed
+            elif type(action) is PreemptBatch:
+                self._preempt(action, step.now_s)
             elif type(action) is FailRequest:
                 self._rejected.labels(action.reason).inc()
                 refused = type(event) is RequestArrived and event.request.id == action.request_id
@@ -128,8 +143,25 @@ class Metrics:
             self._batches.inc()
             self._fill.observe(action.batch.size / self._batch_size)
         for request in action.batch.requests:
-            if request.id in self._open:
-                self._waiting.observe(now_s - self._open[request.id][1])
+            if (known := self._open.get(request.id)) is not None:
+                self._waiting.observe(now_s - known.arrived_at_s)
+                known.started_at_s, known.is_stopping = now_s, False
+
+    def _preempt(self, action: PreemptBatch, now_s: float) -> None:
+        known = [self._open[id_] for id_ in action.request_ids if id_ in self._open]
+        for each in known:
+            each.is_stopping = True
+            self._streams.of(each.request).preempted.inc()
+        if known:
+            started_at_s = min([each.started_at_s for each in known])
+            self._streams.preempt_batch(known[0].request.model, now_s - started_at_s)
+
+    def _may_run_again(self, event: RequestEnded) -> bool:
+        """Its end is still to come: failed before its first byte, or stopped for others. Else a FailRequest says so."""
+        if event.outcome == "failed":
+            return event.retryable
+        known = self._open.get(event.request_id)
+        return event.outcome == "cancelled" and known is not None and known.is_stopping
 
     def _begins(self, batch_id: int) -> bool:
         """Whether it is seen for the first time: a refill engine takes a batch in parts, a retry brings one back."""
@@ -140,20 +172,112 @@ class Metrics:
             self._begun.popitem(last=False)
         return True
 
-    def _end(self, request_id: int, outcome: str, tokens: float, now_s: float) -> None:
-        request, arrived_at_s = self._open.pop(request_id, (None, 0.0))
-        if request is None:
+    def _end(self, request_id: int, outcome: Outcome, tokens: float, now_s: float) -> None:
+        known = self._open.pop(request_id, None)
+        if known is None:
             return
+        request, latency_s = known.request, now_s - known.arrived_at_s
         self._ended.labels(outcome).inc()
+        stream = self._streams.of(request)
+        stream.end(request, outcome, now_s)
         if outcome != "completed":
             return
-        self._latency.observe(now_s - arrived_at_s)
+        self._latency.observe(latency_s)
+        stream.latency.observe(latency_s)
         self._energy.completed(tokens * request.choices)
         if tokens:
             self._tokens.inc(tokens * request.choices)
+            stream.tokens.inc(tokens * request.choices)
             self._actual.observe(tokens)
             if request.predicted_tokens is not None:
                 self._ratio.observe(request.predicted_tokens / tokens)
+
+
+class _Open:
+    """A request that has not ended. is_stopping: its batch was preempted, and it has not run again since."""
+
+    __slots__ = ("arrived_at_s", "is_stopping", "request", "started_at_s")
+
+    def __init__(self, request: Request, arrived_at_s: float) -> None:
+        self.request = request
+        self.arrived_at_s = arrived_at_s
+        self.started_at_s = 0.0
+        self.is_stopping = False
+
+
+# ---- by model and stream ------------------------------------------------------------------------------------------
+
+
+class _Streams:
+    """Counters by model and stream: requests, tokens, latencies, deadlines, preemptions."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        by = ["model", "stream"]
+        self.requests = Counter("llmserve_stream_requests", "Requests that ended", [*by, "outcome"], registry=registry)
+        self.tokens = Counter("llmserve_stream_output_tokens", "Output tokens generated", by, registry=registry)
+        self.latency = Histogram(
+            "llmserve_stream_latency_seconds",
+            "From arrival to the end of the answer",
+            by,
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.deadlines = Counter(
+            "llmserve_deadlines",
+            "Requests with a deadline whose whole answer was there by then (met), later or never (missed)",
+            [*by, "outcome"],
+            registry=registry,
+        )
+        self.preempted = Counter(
+            "llmserve_preempted_requests", "Times a running request was stopped for others", by, registry=registry
+        )
+        self._batches = Counter(
+            "llmserve_preempted_batches", "Batches stopped for others", ["model"], registry=registry
+        )
+        self._seconds = Counter(
+            "llmserve_preempted_seconds", "Seconds that such batches had run, for nothing", ["model"], registry=registry
+        )
+        self._known: dict[tuple[str, str], _Stream] = {}
+        self._names: set[str] = set()
+
+    def of(self, request: Request) -> _Stream:
+        """Beyond so many streams all new ones are one."""
+        name = request.stream
+        if name not in self._names:
+            if len(self._names) < STREAMS_MAX:
+                self._names.add(name)
+            else:
+                name = OTHER_STREAMS
+        stream = self._known.get((request.model, name))
+        if stream is None:
+            stream = self._known[request.model, name] = _Stream(self, request.model, name)
+        return stream
+
+    def preempt_batch(self, model: str, ran_s: float) -> None:
+        self._batches.labels(model).inc()
+        self._seconds.labels(model).inc(ran_s)
+
+
+class _Stream:
+    """One stream's: to find them by their labels each time would cost a request more than all the rest here."""
+
+    def __init__(self, streams: _Streams, model: str, name: str) -> None:
+        self.tokens = streams.tokens.labels(model, name)
+        self.latency = streams.latency.labels(model, name)
+        self.preempted = streams.preempted.labels(model, name)
+        self._requests = {outcome: streams.requests.labels(model, name, outcome) for outcome in OUTCOMES}
+        self._met = streams.deadlines.labels(model, name, "met")
+        self._missed = streams.deadlines.labels(model, name, "missed")
+
+    def end(self, request: Request, outcome: Outcome, now_s: float) -> None:
+        """One whose client left had no deadline any more."""
+        self._requests[outcome].inc()
+        if request.deadline_s is not None and outcome != "cancelled":
+            in_time = outcome == "completed" and now_s <= request.deadline_s
+            (self._met if in_time else self._missed).inc()
+
+
+# ---- at the moment of the scrape ----------------------------------------------------------------------------------
 
 
 class _Gauges:
@@ -164,18 +288,23 @@ class _Gauges:
 
     def collect(self) -> Iterator[Metric]:
         scheduler = self._cluster.scheduler
-        bins = GaugeMetricFamily("llmserve_bin_requests", "Requests that wait in a bin", labels=["bin"])
+        lanes = scheduler.lanes
+        of = ["model"] if len(lanes) > 1 else []
+        bins = GaugeMetricFamily("llmserve_bin_requests", "Requests that wait in a bin", labels=[*of, "bin"])
         edges = GaugeMetricFamily(
-            "llmserve_bin_edge_tokens", "Lower edge of a bin, tokens (of risk or median)", labels=["bin"]
+            "llmserve_bin_edge_tokens", "Lower edge of a bin, tokens (of risk or median)", labels=[*of, "bin"]
         )
-        lower = (0.0, *scheduler.edges.edges)
-        for queue in scheduler.bins:
-            bins.add_metric([str(queue.index)], len(queue))
-            if queue.index < len(lower):
-                edges.add_metric([str(queue.index)], lower[queue.index])
+        for model, lane in sorted(lanes.items()):
+            lower = (0.0, *lane.edges.edges)
+            for queue in lane.bins:
+                labels = [*([model] if of else []), str(queue.index)]
+                bins.add_metric(labels, len(queue))
+                if queue.index < len(lower):
+                    edges.add_metric(labels, lower[queue.index])
         yield bins
         yield edges
-        yield GaugeMetricFamily("llmserve_formed_requests", "Requests in formed batches", value=len(scheduler.formed))
+        formed = {model: len(lane.formed) for model, lane in lanes.items()} or {"": 0}
+        yield _by_model("llmserve_formed_requests", "Requests in formed batches", formed)
         ready = GaugeMetricFamily("llmserve_engine_ready", "1 when the engine is up", labels=["engine"])
         running = GaugeMetricFamily("llmserve_engine_running", "Requests on the engine", labels=["engine"])
         slots = GaugeMetricFamily("llmserve_engine_slots", "Requests that it runs at once", labels=["engine"])
@@ -196,19 +325,23 @@ class _Gauges:
 
     def _prediction(self) -> Iterator[Metric]:
         """How predictions came true, over the scheduler's window."""
-        trust = self._cluster.scheduler.trust
-        bins = max(len(self._cluster.scheduler.bins), BINS_LEAST)
-        accuracy = trust.accuracy(bins)
+        lanes = self._cluster.scheduler.lanes
+        bins = max([BINS_LEAST, *[len(lane.bins) for lane in lanes.values()]])
+        accuracy = {model: lane.trust.accuracy(bins) for model, lane in lanes.items()}
 
-        def gauge(name: str, help_: str, value: float) -> GaugeMetricFamily:
-            return GaugeMetricFamily(f"llmserve_prediction_{name}", help_, value=value)
+        def gauge(name: str, help_: str, values: Mapping[str, float]) -> Metric:
+            return _by_model(f"llmserve_prediction_{name}", help_, values)
 
-        yield gauge("trusted", "0 while predictions do not rank answers and one bin serves", float(trust.trusted))
-        yield gauge("window_answers", "Answers that the next values look back on", accuracy.answers)
-        yield gauge("rank_correlation", "Spearman's, predicted with real lengths", accuracy.rank_correlation)
-        yield gauge("bin_accuracy", f"Share predicted into their own of {bins} bins", accuracy.bin_accuracy)
-        yield gauge("near_bin_accuracy", "Share predicted into their bin or the next", accuracy.near_accuracy)
-        yield gauge("calibration_error", "Mean miss of the predicted quantiles' levels", accuracy.calibration_error)
+        def of(field: str) -> dict[str, float]:
+            return {model: getattr(one, field) for model, one in accuracy.items()}
+
+        trusted = {model: float(lane.trust.trusted) for model, lane in lanes.items()}
+        yield gauge("trusted", "0 while predictions do not rank answers and one bin serves", trusted)
+        yield gauge("window_answers", "Answers that the next values look back on", of("answers"))
+        yield gauge("rank_correlation", "Spearman's, predicted with real lengths", of("rank_correlation"))
+        yield gauge("bin_accuracy", f"Share predicted into their own of {bins} bins", of("bin_accuracy"))
+        yield gauge("near_bin_accuracy", "Share predicted into their bin or the next", of("near_accuracy"))
+        yield gauge("calibration_error", "Mean miss of the predicted quantiles' levels", of("calibration_error"))
         fallbacks = CounterMetricFamily(
             "llmserve_prediction_fallbacks", "Forecasts made without the predictor", labels=["reason"]
         )
@@ -259,50 +392,68 @@ class _Energy:
 
 
 class _Dispatch:
-    """The plan that the release follows, and what is expected of it; nothing where it follows none.
+    """The plans that the releases follow, and what is expected of them; nothing where they follow none.
 
-    observed  what the last plan was asked for
+    asked  what the last plan of each model was asked for
     """
 
-    def __init__(self, energy_known: bool) -> None:
-        self.observed: Observed | None = None
+    def __init__(self, cluster: LiveCluster, energy_known: bool) -> None:
+        self.asked: dict[str, Observed] = {}
+        self._cluster = cluster
         self._energy_known = energy_known
-        self._plan: DispatchPlan | None = None
-        self._plans = 0
+        self._plans: dict[str, DispatchPlan] = {}
+        self._count = 0
 
-    def follow(self, plan: DispatchPlan) -> None:
-        self._plan = plan
-        self._plans += 1
+    def follow(self, event: DispatchSolved) -> None:
+        self._plans[event.model] = event.plan
+        self._count += 1
 
     def collect(self) -> Iterator[Metric]:
-        if self.observed is not None:
-            yield from self._load(self.observed)
-        if self._plan is not None:
-            yield from self._expectations(self._plan)
+        if self.asked:
+            yield CounterMetricFamily(
+                "llmserve_dispatch_plans", "Dispatch plans that came into force", value=self._count
+            )
+            yield from self._rates()
+        if self._plans:
+            yield from self._expectations()
 
-    def _load(self, observed: Observed) -> Iterator[Metric]:
-        yield CounterMetricFamily("llmserve_dispatch_plans", "Dispatch plans that came into force", value=self._plans)
-        if any(observed.rates_per_s):  # else nothing is known of them yet
-            yield GaugeMetricFamily(
+    def _rates(self) -> Iterator[Metric]:
+        """Of all zeros nothing is known yet."""
+        rates = {model: sum(asked.rates_per_s) for model, asked in self.asked.items() if any(asked.rates_per_s)}
+        if rates:
+            yield self._gauge(
                 "llmserve_arrival_rate_per_second",
                 "Arrivals a second for which the last dispatch plan was asked",
-                value=sum(observed.rates_per_s),
+                rates,
             )
 
-    def _expectations(self, plan: DispatchPlan) -> Iterator[Metric]:
-        expects = plan.response_s_mean is not None
-        values = {
-            "queues": ("Queues that the bins are merged into", len(plan.tables)),
-            "response_seconds_expected": ("Mean response time that the plan expects", plan.response_s_mean),
-            "power_watts_expected": (
-                "Mean power of all engines that the plan expects",
-                plan.power_w_mean if self._energy_known else None,
-            ),
-            "target_met": (
-                "1 when the plan expects to meet the latency target",
-                float(plan.target_met) if expects and plan.latency_target_s is not None else None,
-            ),
+    def _expectations(self) -> Iterator[Metric]:
+        told: dict[str, dict[str, float]] = {}
+        for model, plan in self._plans.items():
+            for name, value in self._told(plan).items():
+                if value is not None:
+                    told.setdefault(name, {})[model] = value
+        for name, values in told.items():
+            yield self._gauge(f"llmserve_dispatch_{name}", EXPECTATIONS[name], values)
+
+    def _told(self, plan: DispatchPlan) -> dict[str, float | None]:
+        expects = plan.response_s_mean is not None and plan.latency_target_s is not None
+        return {
+            "queues": len(plan.tables),
+            "response_seconds_expected": plan.response_s_mean,
+            "power_watts_expected": plan.power_w_mean if self._energy_known else None,
+            "target_met": float(plan.target_met) if expects else None,
         }
-        for name, (help_, value) in values.items():
-            if value is not None:
-                yield GaugeMetricFamily(f"llmserve_dispatch_{name}", help_, value=value)
+
+    def _gauge(self, name: str, help_: str, values: Mapping[str, float]) -> Metric:
+        return _by_model(name, help_, values, several=len(self._cluster.scheduler.lanes) > 1)
+
+
+def _by_model(name: str, help_: str, values: Mapping[str, float], *, several: bool = False) -> Metric:
+    """A value of each model; where there is only one, its name is left out."""
+    if len(values) == 1 and not several:
+        return GaugeMetricFamily(name, help_, value=next(iter(values.values())))
+    family = GaugeMetricFamily(name, help_, labels=["model"])
+    for model, value in sorted(values.items()):
+        family.add_metric([model], value)
+    return family

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -63,3 +63,28 @@ class Forecaster:
         if not self._failing:
             log.warning("the length predictor failed (%s); earlier answers serve instead", why)
         self._failing = True
+
+
+class ForecasterByModel:
+    """A forecaster for each of some models, and one for all others: what one learns the others do not hear of.
+
+    forecasters : by model.
+    """
+
+    def __init__(self, forecasters: Mapping[str, Forecaster], *, others: Forecaster) -> None:
+        self._forecasters = forecasters
+        self._others = others
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        """Of all models together."""
+        return sum((one.fallbacks for one in self._forecasters.values()), Counter(self._others.fallbacks))
+
+    async def forecast(self, prompt: Prompt, *, least: float | None = None, most: float | None = None) -> Forecast:
+        return await self._of(prompt.model).forecast(prompt, least=least, most=most)
+
+    def observe(self, forecast: Forecast, output_tokens: float, *, capped: bool = False) -> None:
+        self._of(forecast.model).observe(forecast, output_tokens, capped=capped)
+
+    def _of(self, model: str) -> Forecaster:
+        return self._forecasters.get(model, self._others)

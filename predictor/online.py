@@ -47,6 +47,11 @@ class Forecast:
     def median(self) -> float | None:
         return self.lengths[MIDDLE] if self.lengths else None
 
+    @property
+    def model(self) -> str:
+        """Whose answer was forecast."""
+        return self._trace.kind[0]
+
 
 class OnlineLearner:
     """Told of predictions and of the answers' real lengths, it forecasts.

@@ -91,7 +91,7 @@ def broke_off(request_id: int, engine: str = "a") -> RequestEnded:
 
 def modelled(*steps: tuple[float, Event | StartBatch], of: Profile | None = None) -> ModelledEnergy:
     """After these, in order. A start comes with a timer's firing."""
-    energy = ModelledEnergy(of or profile())
+    energy = ModelledEnergy({"": of or profile()})
     for now_s, what in steps:
         is_start = isinstance(what, StartBatch)
         energy.observe(Step(now_s, TimerFired() if is_start else what, (what,) if is_start else ()))
@@ -140,6 +140,50 @@ def test_an_engine_that_turns_out_to_have_more_slots_runs_those_that_waited():
 def test_each_choice_of_a_request_is_a_sequence():
     energy = modelled((0.0, refill(8)), (0.0, start(1, 2, choices=3)), (1.0, ended(1)))
     assert energy.joules(2.0) == power_w(6) + power_w(3)
+
+
+def of_two() -> dict[str, Profile]:
+    """Model m draws 100 + 50 n watts, model k 10 + 100 n; idle they draw 60 and 90."""
+    other = profile(step_j=Curve.affine(1.0, 0.1), idle_w=90.0)
+    return {"m": profile(), "k": other}
+
+
+def start_of(model: str, *ids: int, engine: str = "a", batch: int = 1) -> StartBatch:
+    requests = tuple(Request(id_, model=model) for id_ in ids)
+    return StartBatch(engine, Batch(batch, 0, requests, 0.0, len(ids), model))
+
+
+def account(*steps: tuple[float, Event | StartBatch]) -> ModelledEnergy:
+    energy = ModelledEnergy(of_two())
+    for now_s, what in steps:
+        is_start = isinstance(what, StartBatch)
+        energy.observe(Step(now_s, TimerFired() if is_start else what, (what,) if is_start else ()))
+    return energy
+
+
+def test_each_model_draws_what_its_profile_says_and_several_in_proportion_to_their_sequences():
+    both = EngineReady(EngineInfo("a", 4, False, models=("m", "k")))
+    energy = account((0.0, both), (1.0, start_of("m", 1)), (2.0, start_of("k", 2, 3, 4)), (5.0, ended(1)))
+    together_w = (1 * 300 + 3 * 410) / 4
+    assert energy.joules(5.0) == pytest.approx(90 + 150 + 3 * together_w)
+    assert energy.joules(6.0) == pytest.approx(90 + 150 + 3 * together_w + 310)
+
+
+def test_engines_that_share_a_gpu_idle_once():
+    ready = [EngineReady(EngineInfo(name, 4, False, models=(name,), worker="gpu")) for name in ("m", "k")]
+    energy = account((0.0, ready[0]), (1.0, ready[1]), (2.0, start_of("m", 1, engine="m")))
+    assert energy.joules(2.0) == 60 + 90
+    energy.observe(Step(3.0, TimerFired(), (start_of("k", 2, engine="k", batch=2),)))
+    assert energy.joules(3.0) == 150 + 150
+    assert energy.joules(4.0) == 300 + 150 + 110 - 90
+    energy.observe(Step(4.0, EngineLost("k"), ()))
+    energy.observe(Step(4.0, ended(1, engine="m"), ()))
+    assert energy.joules(5.0) == 470 + 60
+
+
+def test_joules_are_of_all_work_only_where_every_model_has_a_profile():
+    assert not ModelledEnergy(of_two()).of_all_work
+    assert ModelledEnergy({"": profile(), **of_two()}).of_all_work
 
 
 def test_a_lost_engine_draws_nothing_and_a_retry_runs_on_the_other():
@@ -220,7 +264,7 @@ def test_where_slots_refill_who_is_in_prefill_runs_and_takes_nothing_else():
 
 def test_a_profile_that_tells_no_energy_models_none():
     with pytest.raises(ValueError, match="the profile timed tells no energy"):
-        ModelledEnergy(timed())
+        ModelledEnergy({"": timed()})
 
 
 def test_no_more_sequences_run_than_the_profile_knows_of():
@@ -244,7 +288,7 @@ def test_what_the_simulator_says_its_engines_take_is_what_the_model_makes_of_the
     infos = [EngineInfo(name, slots, static, look_ahead=0 if static else 2) for name in ("a", "b")]
     engines = [ProfileEngine(info, lengths, h100) for info in infos]
     scheduling = SchedulingConfig(bins=4, batch_size=slots, queue_requests_max=count).resolved(static)
-    energy, ends_s = ModelledEnergy(h100), []
+    energy, ends_s = ModelledEnergy({"": h100}), []
 
     def listen(now_s: float, event: Event, actions: list[Action]) -> None:
         energy.observe(Step(now_s, event, tuple(actions)))
@@ -329,7 +373,7 @@ class World:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_happens_joules_are_the_power_of_what_the_scheduler_says_is_running(seed: int):
-    world, energy = World(seed), ModelledEnergy(profile())
+    world, energy = World(seed), ModelledEnergy({"": profile()})
     expected_j = 0.0
     most_w = 0.0
     for _ in range(600):
@@ -562,7 +606,7 @@ async def test_a_live_batch_takes_its_power_for_as_long_as_it_runs(start_front: 
             engine,
             barrier=True,
             scheduling={"batch_size": 4, "release": "full", "bins": 1},
-            dispatch=DispatchConfig(profile=profile_file),
+            dispatch=DispatchConfig(profile=(profile_file,)),
         )
         first_s = time.monotonic()
         before = await scrape(front, "llmserve_energy")
@@ -585,7 +629,7 @@ async def test_a_server_whose_release_follows_a_plan_tells_it(start_front: Start
             engine,
             barrier=True,
             scheduling={"batch_size": 4, "release": "table", "bins": 2},
-            dispatch=DispatchConfig(profile=profile_file, energy_weight=1.0),
+            dispatch=DispatchConfig(profile=(profile_file,), energy_weight=1.0),
         )
         for _ in range(12):
             await complete(front, max_tokens=5)
@@ -610,7 +654,7 @@ async def test_the_gpus_of_this_machine_are_measured_while_the_server_runs(
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpu))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     async with FakeEngine(step_s=0) as engine:
-        front = await start_front(engine, dispatch=DispatchConfig(profile=profile_file))
+        front = await start_front(engine, dispatch=DispatchConfig(profile=(profile_file,)))
         gpu.energy_mj = 12_000
         await complete(front, max_tokens=4)
         await until(lambda: not front.cluster.scheduler.requests)
@@ -685,7 +729,7 @@ async def test_a_profile_without_energy_serves_and_tells_no_joules(
             engine,
             barrier=True,
             scheduling={"batch_size": 4, "release": "table", "bins": 1},
-            dispatch=DispatchConfig(profile=str(tmp_path / "profile.json")),
+            dispatch=DispatchConfig(profile=(str(tmp_path / "profile.json"),)),
         )
         for _ in range(3):
             await complete(front, max_tokens=5)
@@ -726,7 +770,7 @@ async def test_a_profile_that_is_none_is_said_whatever_the_release(start_front: 
     with pytest.raises(
         ConfigError, match=r"'h100' is neither a published profile nor a file; published ones are h100-llama"
     ):
-        await start_front("http://127.0.0.1:9", wait=False, dispatch=DispatchConfig(profile="h100"))
+        await start_front("http://127.0.0.1:9", wait=False, dispatch=DispatchConfig(profile=("h100",)))
 
 
 # ---- the benchmark's table ------------------------------------------------------------------------------------------
@@ -769,7 +813,7 @@ async def test_the_benchmark_reads_the_servers_counter_before_and_after_each_run
     start_front: StartFront, profile_file: str
 ) -> None:
     async with FakeEngine(slots=4, step_s=0.01, model=bench.MODEL) as engine:
-        front = await start_front(engine, slots=4, dispatch=DispatchConfig(profile=profile_file))
+        front = await start_front(engine, slots=4, dispatch=DispatchConfig(profile=(profile_file,)))
         done = await bench.run(front.url, ["a", "b", "c", "d"], None)
         plain = await bench.run(engine.url, ["a"], None)
     assert plain.joules == {}

@@ -2,9 +2,19 @@
 
 from llmserve.cluster.journal import Header, Journal
 from llmserve.cluster.live import LiveCluster
-from llmserve.metrics import Metrics
+from llmserve.metrics import OTHER_STREAMS, STREAMS_MAX, Metrics
 from llmserve.request import Batch, Request
-from llmserve.scheduling.messages import StartBatch, TimerFired
+from llmserve.scheduling.messages import (
+    Action,
+    Event,
+    FailRequest,
+    PreemptBatch,
+    RequestArrived,
+    RequestCancelled,
+    RequestEnded,
+    StartBatch,
+    TimerFired,
+)
 from llmserve.scheduling.policies import SchedulingConfig
 
 
@@ -27,3 +37,92 @@ def test_batches_that_overtake_others_are_counted_too() -> None:
 
 def test_a_batch_that_starts_in_parts_or_again_is_counted_once() -> None:
     assert "llmserve_batches_total 2.0" in started((1, 1), (2, 3), (1, 2), (2, 3))
+
+
+# ---- by model and stream ----
+
+
+class Scraped:
+    """Metrics of a journal that the test writes."""
+
+    def __init__(self) -> None:
+        header = Header(SchedulingConfig().resolved(barrier=True))
+        cluster = LiveCluster(header.scheduler(), [], Journal(header), clock=lambda: 0.0)
+        self.metrics = Metrics(cluster, 8)
+        self._journal = cluster.journal
+
+    def step(self, now_s: float, event: Event, *actions: Action) -> None:
+        self._journal.append(now_s, event, actions)
+
+    def has(self, *lines: str) -> bool:
+        text = self.metrics.render().decode().splitlines()
+        missing = [line for line in lines if line not in text]
+        assert not missing, missing
+        return True
+
+
+def arrived(request_id: int, deadline_s: float | None = None, stream: str = "chat") -> RequestArrived:
+    return RequestArrived(Request(request_id, deadline_s=deadline_s, model="m", stream=stream))
+
+
+def start(*ids: int, batch: int = 1) -> StartBatch:
+    return StartBatch("a", Batch(batch, 0, tuple([Request(id_, model="m") for id_ in ids]), 0.0, len(ids), "m"))
+
+
+def ended(request_id: int, outcome: str = "completed", tokens: float = 5.0) -> RequestEnded:
+    return RequestEnded("a", request_id, outcome, tokens)  # type: ignore[arg-type]
+
+
+def test_a_deadline_is_met_by_a_whole_answer_in_time_and_missed_by_a_later_one_or_none() -> None:
+    scraped = Scraped()
+    for request_id in range(1, 7):
+        scraped.step(0.0, arrived(request_id, deadline_s=2.0))
+    scraped.step(0.0, arrived(7))
+    scraped.step(2.0, ended(1))
+    scraped.step(2.1, ended(2))
+    scraped.step(2.1, TimerFired(), FailRequest(3, "deadline_exceeded"))
+    scraped.step(2.1, ended(4, "failed"))
+    scraped.step(2.1, RequestCancelled(5))
+    scraped.step(2.1, arrived(8, deadline_s=3.0), FailRequest(8, "queue_full"))
+    scraped.step(9.0, ended(7))
+    assert scraped.has(
+        'llmserve_deadlines_total{model="m",outcome="met",stream="chat"} 1.0',
+        'llmserve_deadlines_total{model="m",outcome="missed",stream="chat"} 4.0',
+        'llmserve_stream_requests_total{model="m",outcome="completed",stream="chat"} 3.0',
+        'llmserve_stream_requests_total{model="m",outcome="rejected",stream="chat"} 1.0',
+        'llmserve_stream_output_tokens_total{model="m",stream="chat"} 15.0',
+        'llmserve_requests_total{outcome="completed"} 3.0',
+    )
+
+
+def test_a_preempted_request_has_not_ended_before_it_ends() -> None:
+    scraped = Scraped()
+    for request_id in (1, 2, 3):
+        scraped.step(0.0, arrived(request_id))
+    scraped.step(1.0, TimerFired(), start(1, 2, 3))
+    scraped.step(3.5, TimerFired(), PreemptBatch("a", 1, (1, 2, 3)))
+    scraped.step(3.5, ended(1, "cancelled"))
+    scraped.step(3.5, ended(2, "cancelled"), FailRequest(2, "deadline_exceeded"))
+    scraped.step(3.5, ended(3))  # it ended in that very moment
+    scraped.step(4.0, TimerFired(), start(1, batch=2))
+    scraped.step(5.0, ended(1))
+    assert scraped.has(
+        'llmserve_requests_total{outcome="completed"} 2.0',
+        'llmserve_requests_total{outcome="failed"} 1.0',
+        'llmserve_preempted_requests_total{model="m",stream="chat"} 3.0',
+        'llmserve_preempted_batches_total{model="m"} 1.0',
+        'llmserve_preempted_seconds_total{model="m"} 2.5',
+        'llmserve_stream_requests_total{model="m",outcome="cancelled",stream="chat"} 0.0',
+    )
+
+
+def test_a_client_that_calls_its_streams_as_it_likes_does_not_fill_the_memory() -> None:
+    scraped = Scraped()
+    for request_id in range(STREAMS_MAX + 50):
+        scraped.step(0.0, arrived(request_id, stream=f"s{request_id}"))
+        scraped.step(0.0, ended(request_id))
+    assert scraped.has(
+        f'llmserve_stream_requests_total{{model="m",outcome="completed",stream="s{STREAMS_MAX - 1}"}} 1.0',
+        f'llmserve_stream_requests_total{{model="m",outcome="completed",stream="{OTHER_STREAMS}"}} 50.0',
+    )
+    assert f's{STREAMS_MAX}"' not in scraped.metrics.render().decode()

@@ -125,9 +125,11 @@ class _Door:
             prompt_chars_max=self._config.prompt_chars_max,
             headers=request.headers,
         )
-        if call.slo_s is not None or (slo_s := self._deadlines.slo_s(key, call.model)) is None:
+        stream = call.stream_name or key
+        slo_s = call.slo_s if call.slo_s is not None else self._deadlines.slo_s(key, stream, call.model)
+        if (stream, slo_s) == (call.stream_name, call.slo_s):
             return call
-        return replace(call, slo_s=slo_s)
+        return replace(call, stream_name=stream, slo_s=slo_s)
 
     async def _refuse(self, request: Request, error: Exception, send: Send) -> None:
         response = await self.on_error(request, error)
@@ -139,8 +141,11 @@ class _Door:
         if self._cluster.draining:
             raise Unavailable("the server is shutting down", code="draining", retry_after_s=1.0)
         models = self._cluster.models
-        if call.model not in models and any(self._cluster.engines_ready.values()):
-            raise _model_not_found(call.model, list(models))
+        if call.model in models:
+            return
+        if not any(self._cluster.engines_ready.values()):  # nobody knows yet, or any more, what there is
+            raise Unavailable("no engine is up", code="no_engine", retry_after_s=1.0)
+        raise _model_not_found(call.model, list(models))
 
     async def _read_body(self, receive: Receive) -> bytes:
         """Raises BadRequest when it is too large, ClientGone when it never ends."""

@@ -27,9 +27,9 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     slo_ms: Annotated[
         tuple[str, ...],
         Meta(
-            description="deadline of requests that bring none, milliseconds: `MS`, `model:ID=MS` or `key:NAME=MS`, the "
-            "key's before the model's before the plain one; repeat for several",
-            extra={"metavar": "[model:ID=|key:NAME=]MS"},
+            description="deadline of requests that bring none, milliseconds: `MS`, `model:ID=MS`, `stream:NAME=MS` or "
+            "`key:NAME=MS`, the key's before the stream's before the model's before the plain one; repeat for several",
+            extra={"metavar": "[model:ID=|stream:NAME=|key:NAME=]MS"},
         ),
     ] = ()
 
@@ -38,7 +38,7 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Deadlines:
-    """Within what time an answer is wanted when its request does not say, by its key, its model, or for all.
+    """Within what time an answer is wanted when its request does not say, by its key, stream or model, or for all.
 
     texts: of ApiConfig.slo_ms. Raises ConfigError on one that is none of its forms, or stands twice.
     """
@@ -48,8 +48,8 @@ class Deadlines:
         for text in texts:
             whose, separator, ms = text.rpartition("=")
             kind, colon, name = whose.strip().partition(":")
-            if separator and not (kind in ("model", "key") and colon and name):
-                raise ConfigError(f"slo_ms: {text!r} is not `MS`, `model:ID=MS` or `key:NAME=MS`")
+            if separator and not (kind in ("model", "stream", "key") and colon and name):
+                raise ConfigError(f"slo_ms: {text!r} is not `MS`, `model:ID=MS`, `stream:NAME=MS` or `key:NAME=MS`")
             if (kind, name) in self._slos_s:
                 raise ConfigError(f"slo_ms: {text!r} stands beside another for the same")
             self._slos_s[kind, name] = _milliseconds(ms, text) * 1e-3
@@ -59,12 +59,12 @@ class Deadlines:
         """Names of keys that have a deadline of their own."""
         return {name for kind, name in self._slos_s if kind == "key"}
 
-    def slo_s(self, key: str, model: str) -> float | None:
+    def slo_s(self, key: str, stream: str, model: str) -> float | None:
         """key: the name of the client's key. None: whenever."""
-        slos_s = self._slos_s
-        if not slos_s:
+        if not self._slos_s:
             return None
-        return slos_s.get(("key", key), slos_s.get(("model", model), slos_s.get(("", ""))))
+        by = (("key", key), ("stream", stream), ("model", model), ("", ""))
+        return next((self._slos_s[whose] for whose in by if whose in self._slos_s), None)
 
 
 def _milliseconds(text: str, whole: str) -> float:

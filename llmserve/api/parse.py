@@ -16,6 +16,8 @@ from llmserve.request import Call
 from predictor.prompt import Prompt
 
 SLO_HEADER = "x-llmserve-slo-ms"  # the answer is wanted within so many milliseconds
+STREAM_HEADER = "x-llmserve-stream"  # whose requests these are, where the client's key does not say
+STREAM_CHARS_MAX = 64
 PREDICTED_HEADER = "x-llmserve-predicted-tokens"  # a client that knows its answer's length better than the predictor
 FORWARDED_HEADERS = ("x-request-id", "traceparent", "tracestate")  # vLLM names answers and spans by them
 FORWARDED_CHARS_MAX = 256
@@ -227,7 +229,20 @@ def parse_call(
         opening=body.opening(),
         prompt_ids=body.prompt_ids,
         headers=_forwarded(headers),
+        stream_name=_stream_name(headers.get(STREAM_HEADER)),
     )
+
+
+def _stream_name(text: str | None) -> str:
+    if text is None:
+        return ""
+    if len(text) > STREAM_CHARS_MAX or not text.isascii() or not text.isprintable():
+        raise BadRequest(
+            f"the header {STREAM_HEADER} must be printable ASCII, at most {STREAM_CHARS_MAX} characters",
+            param=STREAM_HEADER,
+            code="invalid_value",
+        )
+    return text
 
 
 def _forwarded(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

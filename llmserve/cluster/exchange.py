@@ -49,6 +49,8 @@ class Exchange:
         self.task: asyncio.Task[RequestEnded] | None = None  # the pump that serves it now
         self.gone = False  # its client has left
         self.answered = False  # its client has been given bytes
+        self.stopping = False  # its pump was told to stop for others: it may be served again
+        self.put_off = 0  # times that this happened
         self.refused: Head | None = None  # an engine's own error answer, kept in case no retry does better
         self._head: asyncio.Future[Head] = asyncio.get_running_loop().create_future()
         self._chunks: deque[bytes] = deque()

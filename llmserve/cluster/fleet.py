@@ -1,8 +1,12 @@
 """The engines of a live cluster: who is up, who serves what, who is being drained or restarted.
 
+Engines may serve different models. One that some engine has listed is known, be its engines up or down, until an engine
+that is up again no longer lists it.
+
 A desk is what is kept of one engine. Its life, as the scheduler is told it:
 
-    good probe                -> EngineReady           (again when its slots or its memory turn out to be others)
+    good probe                -> EngineReady           (again when its slots, memory or models turn out to be others)
+    lists no model of ours    -> EngineClosed          until it does
     drained by its operator   -> EngineClosed          what it runs goes on; EngineReady when resumed or restarted
     refuses connections       -> EngineClosed          it may be finishing what it has; EngineLost when that is over
     probes stay unanswered    -> EngineLost            what it runs is given up, and may run elsewhere
@@ -13,15 +17,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
+from bins.profile import Profile
 from llmserve.cluster.exchange import Exchange
 from llmserve.engines.engine import Engine, EngineError, Health, ServedModel
 from llmserve.errors import EngineStartError
+from llmserve.request import EngineInfo, Speed
 from llmserve.scheduling.messages import EngineClosed, EngineReady, Event
 
 log = logging.getLogger("llmserve")
@@ -47,6 +56,7 @@ class Desk:
 
     up       it answered its last probe, or only missed a few
     drained  its operator wants no new requests on it
+    models   of ours that it listed when it was last up
     running  exchanges that it serves, by request id
     """
 
@@ -74,7 +84,7 @@ class Desk:
     @property
     def ready(self) -> bool:
         """It takes new requests."""
-        return self.up and not self.drained
+        return self.up and not self.drained and bool(self.models)
 
     @property
     def state(self) -> str:
@@ -83,7 +93,9 @@ class Desk:
             return "restarting"
         if not self.up:
             return "down"
-        return "ready" if not self.drained else "draining" if self.running else "drained"
+        if self.drained:
+            return "draining" if self.running else "drained"
+        return "ready" if self.models else "without a model"
 
     def add(self, exchange: Exchange) -> None:
         self.running[exchange.request.id] = exchange
@@ -101,6 +113,7 @@ class Fleet:
     tell        takes an event for the scheduler
     lose        ends what a desk runs, and tells the scheduler that the engine is lost
     only_model  when given, the one model to serve
+    profiles    what batches take, by model ("": of every other model): the scheduler is told it with each engine
     """
 
     def __init__(
@@ -111,13 +124,20 @@ class Fleet:
         tell: Callable[[Event], None],
         lose: Callable[[Desk], None],
         only_model: str | None = None,
+        profiles: Mapping[str, Profile] = MappingProxyType({}),
     ) -> None:
         self.desks = {engine.info.name: Desk(engine) for engine in engines}
-        self.models: dict[str, ServedModel] = {}  # that every engine which is up serves
+        self.models: dict[str, ServedModel] = {}  # that are known
+        self._engines_of: Counter[str] = Counter()
         self._config = config
+        self._profiles = profiles
         self._tell = tell
         self._tell_lost = lose
         self._only_model = only_model
+
+    def engines_of(self, model: str) -> int:
+        """Engines that serve it, or did when they were last up."""
+        return self._engines_of[model]
 
     def start(self) -> None:
         """Begin to watch; each engine is used from its first good probe on."""
@@ -147,7 +167,7 @@ class Fleet:
     def resume(self, desk: Desk) -> None:
         """It takes requests again."""
         desk.drained = False
-        if desk.up:
+        if desk.ready:
             self._open(desk)
 
     def begin_restart(self, desk: Desk) -> None:
@@ -226,36 +246,50 @@ class Fleet:
     def _found(self, desk: Desk, health: Health) -> None:
         desk.probes_failed, desk.trouble = 0, ""
         came_up, desk.up = not desk.up, True
-        info = msgspec.structs.replace(
-            desk.engine.info,
-            slots=health.slots or (desk.engine.info if came_up else desk.info).slots,
-            tokens_max=health.tokens_max if self._config.memory_bound else None,
-        )
-        if came_up or health.models != desk.models:
-            desk.models = health.models
-            self._share_models()
+        models = tuple([model for model in health.models if self._only_model in (None, model.id)])
+        if came_up or models != desk.models:
+            desk.models = models
+            everywhere = [model for desk in self.desks.values() for model in desk.models]
+            self.models, self._engines_of = _union(everywhere), Counter([model.id for model in everywhere])
+            _say_models(desk, health, came_up=came_up)
         if came_up:
             desk.drained = False  # whoever drained it has done with it what was to be done
-            log.info("engine %s is ready: %s", desk.name, ", ".join(model.id for model in health.models))
+        info = self._info(desk, health, came_up=came_up)
         if came_up or info != desk.info:
             desk.info = info
             if desk.ready:
                 self._open(desk)
+            elif not desk.models:
+                self._close(desk)
 
-    async def suspect(self, desk: Desk, *, unreachable: bool) -> None:
-        """A request failed by its engine's fault: is the whole engine gone?"""
+    def _info(self, desk: Desk, health: Health, *, came_up: bool) -> EngineInfo:
+        """What the scheduler is to know of an engine that is up."""
+        slots = health.slots or (desk.engine.info if came_up else desk.info).slots
+        models = tuple([model.id for model in desk.models])
+        return msgspec.structs.replace(
+            desk.engine.info,
+            slots=slots,
+            tokens_max=health.tokens_max if self._config.memory_bound else None,
+            models=models,
+            speeds={
+                model: _speed(profile, slots) for model, profile in self._profiles.items() if model in ("", *models)
+            },
+        )
+
+    async def suspect(self, desk: Desk, model: str, *, unreachable: bool) -> None:
+        """A request of this model failed by its engine's fault: is the whole engine gone?"""
         if unreachable:
             self._refused(desk)
         elif desk.up:
             probing = self._begin_probe(desk)
-            if not any(other.ready for other in self.desks.values() if other is not desk):
+            others = [other for other in self.desks.values() if other is not desk and other.ready]
+            if not any(other.info.serves(model) for other in others):
                 await asyncio.shield(probing)  # else it runs elsewhere, without waiting for what is found here
 
     def _refused(self, desk: Desk) -> None:
         """Nobody listens there. It may have died, and all that it ran breaks off; or be finishing what it has."""
         if desk.up:
             desk.up = False
-            self._share_models()
             log.warning("engine %s takes no connections; %d requests run on it", desk.name, len(desk.running))
             self._close(desk)
             desk.nudge.set()
@@ -275,18 +309,31 @@ class Fleet:
         self._close(desk)  # so that nothing is sent there while what it ran is settled
         desk.up = desk.closed = False
         desk.probes_failed = 0
-        self._share_models()
         if desk.restart is None:
             log.warning("engine %s is lost with %d running requests", desk.name, len(desk.running))
         self._tell_lost(desk)
 
-    def _share_models(self) -> None:
-        up = [desk.models for desk in self.desks.values() if desk.up]
-        shared = set.intersection(*({model.id for model in models} for models in up)) if up else set()
-        if not shared and any(up):
-            log.error("the engines have no model in common: %s", [[model.id for model in models] for models in up])
-        self.models = {
-            model.id: model
-            for model in (up[0] if up else ())
-            if model.id in shared and self._only_model in (None, model.id)
-        }
+
+def _union(models: list[ServedModel]) -> dict[str, ServedModel]:
+    """By id, in the order in which they are found; of several sizes of context the least."""
+    union: dict[str, ServedModel] = {}
+    for model in models:
+        other = union.get(model.id, model)
+        sizes = [size for size in (other.context_tokens, model.context_tokens) if size is not None]
+        union[model.id] = ServedModel(model.id, min(sizes, default=None))
+    return union
+
+
+def _speed(profile: Profile, slots: int) -> Speed:
+    return Speed(profile.prefill_s, tuple(profile.step_s.at(np.arange(1, slots + 1)).tolist()))
+
+
+def _say_models(desk: Desk, health: Health, *, came_up: bool) -> None:
+    names = ", ".join(model.id for model in desk.models)
+    if not desk.models:
+        listed = ", ".join(model.id for model in health.models) or "none at all"
+        log.error("engine %s lists no model to be served, but %s: it gets no requests", desk.name, listed)
+    elif came_up:
+        log.info("engine %s is ready: %s", desk.name, names)
+    else:
+        log.info("engine %s serves other models now: %s", desk.name, names)

@@ -2,7 +2,9 @@
 
 An answer takes as many steps as it has tokens, a step takes `step_s`, and every token is the same word. It runs
 `slots` requests at once and refills each slot as it becomes free, or, as a barrier engine, one static batch
-after the other. With no step time it is as fast an upstream as aiohttp can be, for measuring a front-end.
+after the other, whose steps take `row_s` more for each of its rows: answers of one token then take what an image
+classifier does, alpha b + beta. It may serve several models, each at a pace of its own. With no step time it is as fast
+an upstream as aiohttp can be, for measuring a front-end.
 
 Tests start it in their own process:
 
@@ -17,10 +19,11 @@ import asyncio
 import signal
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -49,6 +52,15 @@ class Fault:
     after_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds: an answer of L tokens in a batch of b takes prefill_s + L (step_s + row_s b)."""
+
+    step_s: float = 0.01
+    prefill_s: float = 0.0
+    row_s: float = 0.0
+
+
 class _StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
@@ -65,11 +77,19 @@ class _Body(msgspec.Struct):
     stream_options: _StreamOptions | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Began:
+    """When a request began to run, and with how many others in its batch, itself counted; 0: in a slot."""
+
+    at_s: float
+    rows: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class _Turn:
     """A request's place in the engine."""
 
-    started_s: asyncio.Future[float]
+    began: asyncio.Future[_Began]
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -77,6 +97,7 @@ class FakeEngine:
     """The engine and its HTTP server, as an async context manager; `url` is valid inside it.
 
     running, waiting : requests now.  running_max : most at once so far.  bodies : the last ones received.
+    others : models that it serves besides `model`, each with its pace. row_s is for barrier engines only: ValueError.
     """
 
     def __init__(
@@ -85,8 +106,10 @@ class FakeEngine:
         slots: int = 8,
         step_s: float = 0.01,
         prefill_s: float = 0.0,
+        row_s: float = 0.0,
         barrier: bool = False,
         model: str = "fake",
+        others: Mapping[str, Pace] = MappingProxyType({}),
         output_tokens: int = 16,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -103,8 +126,9 @@ class FakeEngine:
         self._slots = asyncio.Semaphore(slots)
         self._barrier = barrier
         self._queue: BatchQueue[_Turn] = BatchQueue(gather_s)
-        self._step_s = step_s
-        self._prefill_s = prefill_s
+        self._paces = {model: Pace(step_s, prefill_s, row_s), **others}
+        if not barrier and any(pace.row_s for pace in self._paces.values()):
+            raise ValueError("row_s: only a barrier engine has batches of a size")
         self._output_tokens = output_tokens
         self._tokens_max = tokens_max  # what it says its KV cache holds; it counts nothing itself
         self._host, self._port = host, port
@@ -160,8 +184,8 @@ class FakeEngine:
         return web.Response()
 
     async def _models(self, request: web.BaseRequest) -> web.Response:
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "llmserve", "max_model_len": 1 << 20}
-        return web.json_response({"object": "list", "data": [model]})
+        common = {"object": "model", "created": 0, "owned_by": "llmserve", "max_model_len": 1 << 20}
+        return web.json_response({"object": "list", "data": [{"id": model, **common} for model in self._paces]})
 
     async def _metrics(self, request: web.BaseRequest) -> web.Response:
         lines = [
@@ -186,7 +210,7 @@ class FakeEngine:
         try:
             seat = seat_of(request.headers, self._slots_count) if self._barrier else None
             body = msgspec.json.decode(raw, type=_Body)
-            if body.model not in (None, self.model):
+            if body.model is not None and body.model not in self._paces:
                 raise _Refused(404, f"the model {body.model!r} does not exist", "model_not_found")
             if self.fault.mode == "500":
                 raise _Refused(500, "the engine was told to fail", "internal_error")
@@ -201,7 +225,7 @@ class FakeEngine:
 
     def _answer(self, body: _Body, *, chat: bool) -> _Answer:
         return _Answer(
-            self.model,
+            body.model or self.model,
             chat,
             body.max_completion_tokens or body.max_tokens or self._output_tokens,
             len(bytes(body.messages or body.prompt).split()),  # not tokens, but more of them for more text
@@ -210,10 +234,10 @@ class FakeEngine:
         )
 
     async def _whole(self, request: web.BaseRequest, answer: _Answer, seat: Seat | None) -> web.StreamResponse:
-        if not self._instant:
+        if not self._is_instant(answer.model):
             fault = self.fault
-            async with self._turn(seat) as started_s:
-                async for due in self._steps(started_s, answer.tokens, fault, stride=answer.tokens):
+            async with self._turn(seat) as began:
+                async for due in self._steps(began, answer, fault, stride=answer.tokens):
                     if due is None:
                         _cut(request)
                         return web.Response()
@@ -222,13 +246,13 @@ class FakeEngine:
     async def _stream(self, request: web.BaseRequest, answer: _Answer, seat: Seat | None) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         opening, token, closing = _events(answer)
-        if self._instant:
+        if self._is_instant(answer.model):
             await response.prepare(request)
             await response.write(_whole_stream(answer))
             return response
         fault = self.fault
-        async with self._turn(seat) as started_s:
-            async for due in self._steps(started_s, answer.tokens, fault):
+        async with self._turn(seat) as began:
+            async for due in self._steps(began, answer, fault):
                 if not response.prepared:
                     await response.prepare(request)
                 if due is None:
@@ -239,21 +263,23 @@ class FakeEngine:
         await response.write(closing)
         return response
 
-    @property
-    def _instant(self) -> bool:
+    def _is_instant(self, model: str) -> bool:
         """Whether answers need neither time nor a slot."""
-        return not (self._step_s or self._prefill_s or self._barrier) and self.fault.mode == "ok"
+        return self._paces[model] == Pace(0.0) and not self._barrier and self.fault.mode == "ok"
 
-    async def _steps(self, started_s: float, tokens: int, fault: Fault, stride: int = 1) -> AsyncIterator[int | None]:
+    async def _steps(self, began: _Began, answer: _Answer, fault: Fault, stride: int = 1) -> AsyncIterator[int | None]:
         """Waits until `stride` more tokens are due, yields how many are; None where a fault cuts the answer off.
 
         Times are counted from the start, so that a late timer delays one token and not all that follow.
         """
         loop = asyncio.get_running_loop()
-        step_s = max(_SLOW_STEP_S_MIN, _SLOW_FACTOR * self._step_s) if fault.mode == "slow" else self._step_s
+        tokens, pace = answer.tokens, self._paces[answer.model]
+        step_s = pace.step_s + pace.row_s * began.rows
+        if fault.mode == "slow":
+            step_s = max(_SLOW_STEP_S_MIN, _SLOW_FACTOR * step_s)
         faulty = fault.mode in ("hang", "close_mid_stream")
         last = min(tokens, fault.after_tokens) if faulty else tokens
-        first_s = started_s + self._prefill_s
+        first_s = began.at_s + pace.prefill_s
         done = 0
         while done < last:
             wanted = min(done + stride, last)
@@ -269,33 +295,33 @@ class FakeEngine:
             yield None
 
     @asynccontextmanager
-    async def _turn(self, seat: Seat | None) -> AsyncIterator[float]:
+    async def _turn(self, seat: Seat | None) -> AsyncIterator[_Began]:
         """A slot, or a place in the running batch; yields when it was got."""
         async with AsyncExitStack() as place:
             self.waiting += 1
             try:
                 wait = self._place_in_batch(seat) if self._barrier else self._slot()
-                started_s = await place.enter_async_context(wait)
+                began = await place.enter_async_context(wait)
             finally:
                 self.waiting -= 1
             self.running += 1
             self.running_max = max(self.running_max, self.running)
             try:
-                yield started_s
+                yield began
             finally:
                 self.running -= 1
 
     @asynccontextmanager
-    async def _slot(self) -> AsyncIterator[float]:
+    async def _slot(self) -> AsyncIterator[_Began]:
         async with self._slots:
-            yield asyncio.get_running_loop().time()
+            yield _Began(asyncio.get_running_loop().time())
 
     @asynccontextmanager
-    async def _place_in_batch(self, seat: Seat | None) -> AsyncIterator[float]:
+    async def _place_in_batch(self, seat: Seat | None) -> AsyncIterator[_Began]:
         turn = _Turn(asyncio.get_running_loop().create_future())
         self._queue.add(turn, seat)
         try:
-            yield await turn.started_s
+            yield await turn.began
         finally:
             turn.ended.set()
             self._queue.remove(turn)
@@ -303,10 +329,10 @@ class FakeEngine:
     async def _run_batches(self) -> None:
         while True:
             batch = await self._queue.take()
-            now_s = asyncio.get_running_loop().time()
+            began = _Began(asyncio.get_running_loop().time(), len(batch))
             for turn in batch:
-                if not turn.started_s.done():
-                    turn.started_s.set_result(now_s)
+                if not turn.began.done():
+                    turn.began.set_result(began)
             for turn in batch:
                 await turn.ended.wait()
 
@@ -406,15 +432,35 @@ def main() -> None:
     add("--slots", type=int, default=8, help="requests at once, or the largest batch with --barrier")
     add("--step-s", type=float, default=0.01, help="seconds per token")
     add("--prefill-s", type=float, default=0.0, help="seconds before the first step")
+    add("--row-s", type=float, default=0.0, help="seconds more a step for each row of a batch, with --barrier")
     add("--barrier", action="store_true", help="run one static batch at a time")
     add("--tokens-max", type=int, help="tokens that it says its KV cache holds")
+    add(
+        "--other",
+        type=_other,
+        action="append",
+        default=[],
+        metavar="NAME=STEP_S[,PREFILL_S[,ROW_S]]",
+        help="a model served besides, with a pace of its own; repeat for several",
+    )
     add("--output-tokens", type=int, default=16, help="tokens of an answer whose request does not say")
     arguments = vars(parser.parse_args())
+    arguments["others"] = dict(arguments.pop("other"))
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_serve(FakeEngine(**arguments)))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"llmserve.engines.fake: error: {error}")
+
+
+def _other(text: str) -> tuple[str, Pace]:
+    name, separator, seconds = text.rpartition("=")
+    if not (separator and name):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=STEP_S[,PREFILL_S[,ROW_S]]")
+    try:
+        return name, Pace(*[float(part) for part in seconds.split(",")])
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} does not end with one to three numbers of seconds") from None
 
 
 async def _serve(engine: FakeEngine) -> None:

@@ -77,7 +77,7 @@ class Summary(msgspec.Struct, frozen=True):
     in_system_mean: float
     in_time_share: float | None = None
     goodput_per_s: float | None = None
-    preempted: int | None = None
+    preempted: float | None = None
     energy_j: float | None = None
     energy_j_per_token: float | None = None
     energy_j_per_request: float | None = None

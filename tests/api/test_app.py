@@ -342,11 +342,15 @@ async def test_without_keys_it_listens_on_loopback_only_unless_told_otherwise() 
             raise AssertionError("it must not start")
 
 
-async def test_a_model_that_no_engine_promises_is_404(start_front: StartFront) -> None:
+async def test_a_model_that_no_engine_promises_is_404_and_the_error_names_those_that_there_are(
+    start_front: StartFront,
+) -> None:
     async with FakeEngine(step_s=0, model="a") as first, FakeEngine(step_s=0, model="b") as second:
         front = await start_front(first, second)
-        async with front.post(model="a") as response:
-            assert (response.status, (await error_of(response))["code"]) == (404, "model_not_found")
+        async with front.post(model="c") as response:
+            error = await error_of(response)
+            assert (response.status, error["code"]) == (404, "model_not_found")
+            assert error["message"] == "there is no model 'c'; this server has a, b"
 
 
 async def test_a_refused_upload_that_waits_for_a_go_ahead_closes_its_connection(start_front: StartFront) -> None:

@@ -73,20 +73,36 @@ def test_one_key_may_ask_only_so_often_a_minute_and_learns_when_to_come_back() -
 # ---- deadlines for requests that bring none ----
 
 
-def test_a_keys_deadline_goes_before_a_models_and_that_before_the_plain_one() -> None:
-    deadlines = Deadlines(("5000", "model:org/a:8b=2e3", "key:batch=60000"))
-    assert deadlines.slo_s("batch", "org/a:8b") == 60
-    assert deadlines.slo_s("alice", "org/a:8b") == 2
-    assert deadlines.slo_s("alice", "other") == 5
+def test_a_keys_deadline_goes_before_a_streams_that_before_a_models_and_that_before_the_plain_one() -> None:
+    deadlines = Deadlines(("5000", "model:org/a:8b=2e3", "stream:chat=1000", "key:batch=60000"))
+    assert deadlines.slo_s("batch", "chat", "org/a:8b") == 60
+    assert deadlines.slo_s("alice", "chat", "org/a:8b") == 1
+    assert deadlines.slo_s("alice", "alice", "org/a:8b") == 2
+    assert deadlines.slo_s("alice", "alice", "other") == 5
 
 
 def test_without_a_fitting_deadline_there_is_none() -> None:
-    assert Deadlines(()).slo_s("", "m") is None
-    assert Deadlines(("key:batch=1", "model:a=1")).slo_s("", "b") is None
+    assert Deadlines(()).slo_s("", "", "m") is None
+    assert Deadlines(("key:batch=1", "stream:chat=1", "model:a=1")).slo_s("", "", "b") is None
 
 
 @pytest.mark.parametrize(
-    "text", ["soon", "0", "-1", "1e9", "nan", "=5", "batch=5", "keys:batch=5", "key:=5", "key=5", "model:a", "model:a="]
+    "text",
+    [
+        "soon",
+        "0",
+        "-1",
+        "1e9",
+        "nan",
+        "=5",
+        "batch=5",
+        "keys:batch=5",
+        "key:=5",
+        "stream:=5",
+        "key=5",
+        "model:a",
+        "model:a=",
+    ],
 )
 def test_a_deadline_in_no_known_form_is_an_error_that_shows_it(text: str) -> None:
     with pytest.raises(ConfigError, match=text):

@@ -163,6 +163,17 @@ def test_answers_that_share_one_count_of_tokens_are_counted(prompt: Any, n: int 
     assert parse_call("/v1/completions", data, prompt_chars_max=100).choices == choices
 
 
+def test_a_stream_is_named_by_its_header_only() -> None:
+    assert parse().stream_name == ""
+    assert parse(headers={"x-llmserve-stream": "night run/7"}).stream_name == "night run/7"
+
+
+@pytest.mark.parametrize("name", ["x" * 65, "caf\u00e9", "a\tb", "a\x7f"])
+def test_a_stream_name_that_cannot_be_printed_or_is_too_long_is_refused(name: str) -> None:
+    with pytest.raises(BadRequest, match="x-llmserve-stream must be printable ASCII, at most 64 characters"):
+        parse(headers={"x-llmserve-stream": name})
+
+
 @pytest.mark.parametrize("slo_ms", ["soon", "0", "-5", "inf", "nan", "1e15"])
 def test_a_deadline_that_is_no_time_is_refused(slo_ms: str) -> None:
     with pytest.raises(BadRequest, match="slo-ms"):

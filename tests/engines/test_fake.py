@@ -11,7 +11,7 @@ import aiohttp
 import openai
 import pytest
 
-from llmserve.engines.fake import FakeEngine, Fault
+from llmserve.engines.fake import FakeEngine, Fault, Pace
 
 LIMIT_S = 60.0
 
@@ -76,6 +76,41 @@ async def test_an_answer_takes_a_step_for_each_token(session):
         short, long = await asyncio.gather(timed(session, engine, 5), timed(session, engine, 20, stream=True))
         assert short - started_s >= 0.05 + 0.05 - 0.001
         assert long - started_s >= 0.05 + 0.20 - 0.001
+
+
+async def test_several_models_have_paces_of_their_own(session):
+    async with FakeEngine(step_s=0.1, others={"quick": Pace(0.01, prefill_s=0.02)}) as engine:
+        async with session.get(engine.url + "/v1/models") as response:
+            assert [model["id"] for model in (await response.json())["data"]] == ["fake", "quick"]
+        started_s = asyncio.get_running_loop().time()
+        quick, slow = await asyncio.gather(
+            timed(session, engine, 3, model="quick"), timed(session, engine, 3, model="fake", stream=True)
+        )
+        assert quick - started_s >= 0.05 - 0.001
+        assert slow - started_s >= 0.3 - 0.001
+        assert quick < slow
+        async with post(session, engine, 1, model="quick") as response:
+            assert (await response.json())["model"] == "quick"
+        async with post(session, engine, 1, model="other") as response:
+            assert response.status == 404
+
+
+async def test_a_batch_of_one_token_answers_takes_alpha_b_plus_beta(session):
+    alpha_s, beta_s = 0.05, 0.1
+    async with FakeEngine(step_s=0.0, prefill_s=beta_s, row_s=alpha_s, slots=4, barrier=True) as engine:
+
+        async def seconds(size: int) -> float:
+            started_s = asyncio.get_running_loop().time()
+            ends = [timed(session, engine, 1, batch=str(size), size=size) for _ in range(size)]
+            return max(await asyncio.gather(*ends)) - started_s
+
+        assert alpha_s + beta_s - 0.001 <= await seconds(1)
+        assert 4 * alpha_s + beta_s - 0.001 <= await seconds(4)
+
+
+def test_only_batches_have_rows_that_cost():
+    with pytest.raises(ValueError, match="row_s: only a barrier engine"):
+        FakeEngine(row_s=0.1)
 
 
 async def test_a_refill_engine_fills_each_slot_as_it_becomes_free_first_come_first_served(session):

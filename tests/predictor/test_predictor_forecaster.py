@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from predictor.forecaster import Forecaster
+from predictor.forecaster import Forecaster, ForecasterByModel
 from predictor.online import LEVELS, OnlineLearner
 from predictor.prompt import Prompt
 
@@ -73,3 +73,19 @@ async def test_a_client_that_leaves_while_its_length_is_predicted_is_no_failure(
         async with asyncio.timeout(0.02):
             await made.forecast(Prompt("hello"))
     assert not made.fallbacks
+
+
+async def test_models_with_a_forecaster_of_their_own_learn_from_their_own_answers_alone() -> None:
+    both = ForecasterByModel(
+        {"large": forecaster(Predictor((500.0,)))}, others=forecaster(Predictor(RuntimeError("out of order")))
+    )
+    large, small, tiny = Prompt("hello", "large"), Prompt("hello", "small"), Prompt("hello", "tiny")
+    assert (await both.forecast(large)).median == pytest.approx(500.0)
+    assert (await both.forecast(large, most=100)).median == 100
+    assert (await both.forecast(small)).lengths == ()
+    for _ in range(10):
+        both.observe(await both.forecast(small), 33.0)
+    assert (await both.forecast(small)).median == pytest.approx(33.0, rel=0.05)
+    assert (await both.forecast(large)).median == pytest.approx(500.0)
+    assert (await both.forecast(tiny)).lengths == ()
+    assert both.fallbacks == {"failed": 13}
