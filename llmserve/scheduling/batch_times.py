@@ -39,9 +39,13 @@ class Timetable:
         self._batch_size = batch_size
         self._times: dict[tuple[str, str, int], tuple[Tokens, float, object, BatchTimes]] = {}
 
+    def alone(self, engine: EngineState, model: str) -> tuple[float, float]:
+        """What a request alone on an engine takes: seconds before its first token, and for each."""
+        speed, pace = engine.speed(model), _rounded(engine.pace)
+        return (pace * speed.prefill_s, pace * speed.step_s[0]) if speed is not None and speed.step_s else (0.0, 0.0)
+
     def of(self, engine: EngineState, lane: Lane, bin_index: int) -> BatchTimes:
-        tokens = lane.tokens(bin_index)
-        pace = 1.0 if engine.pace == 1.0 else max(1, round(engine.pace / PACE_GRID)) * PACE_GRID
+        tokens, pace = lane.tokens(bin_index), _rounded(engine.pace)
         key = (engine.info.name, lane.model, bin_index)
         known = self._times.get(key)
         if known is not None and known[0] is tokens and known[1] == pace and known[2] is engine.info:
@@ -68,6 +72,10 @@ class Timetable:
             _rising([pace * (speed.prefill_s + tokens.least * step) for step in steps]),
             pace * (speed.prefill_s + longest[0] * max(0.0, 2 * first - second)),
         )
+
+
+def _rounded(pace: float) -> float:
+    return 1.0 if pace == 1.0 else max(1, round(pace / PACE_GRID)) * PACE_GRID
 
 
 def _rising(times: list[float]) -> tuple[float, ...]:

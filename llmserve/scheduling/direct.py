@@ -14,7 +14,7 @@ from llmserve.scheduling.batch_times import Timetable
 from llmserve.scheduling.deadline_queue import DeadlineQueue, largest_feasible
 from llmserve.scheduling.engine_state import EngineState, Worker
 from llmserve.scheduling.floor import Floor
-from llmserve.scheduling.lane import Lane, Tokens
+from llmserve.scheduling.lane import Lane
 from llmserve.scheduling.order.edf import UNDATED_S
 from llmserve.scheduling.queues import FormedBatch, Ticket
 
@@ -109,7 +109,7 @@ class Direct:
         self._start = start
         self._preempt = preempt
         self._times = Timetable(batch_size)
-        self._least: dict[tuple[str, int], tuple[Tokens, float]] = {}
+        self._alone: dict[str, set[tuple[float, float]]] = {}  # by model, of the engines that serve it
         self._wake_at_s: float | None = None
 
     @property
@@ -309,22 +309,26 @@ class Direct:
         deadline_s = ticket.request.deadline_s
         if deadline_s is None:
             return None
-        least_s = self._least_s(lane, ticket.bin)
+        least_s = self._least_s(ticket, lane)
         return deadline_s - least_s + SURELY_LATE_S if least_s else deadline_s
 
-    def _least_s(self, lane: Lane, bin_index: int) -> float:
-        """Seconds that the shortest answer of a bin takes alone on the fastest engine."""
-        tokens, key = lane.tokens(bin_index), (lane.model, bin_index)
-        known = self._least.get(key)
-        if known is None or known[0] is not tokens:
+    def _least_s(self, ticket: Ticket, lane: Lane) -> float:
+        """Seconds that it takes alone on the fastest engine, if it is among the shortest of its bin, or as short as may
+        be by its own prediction.
+        """
+        lines = self._alone.get(lane.model)
+        if lines is None:
             engines = self._floor.serving(lane.model)
-            least_s = min([self._times.of(engine, lane, bin_index).least[0] for engine in engines], default=0.0)
-            known = self._least[key] = tokens, least_s
-        return known[1]
+            lines = self._alone[lane.model] = {self._times.alone(engine, lane.model) for engine in engines}
+        request, tokens = ticket.request, lane.tokens(ticket.bin).least
+        own = request.quantiles[0] if request.quantiles else request.predicted_tokens
+        if own is not None and own < tokens:
+            tokens = own
+        return min([prefill_s + tokens * step_s for prefill_s, step_s in lines], default=0.0)
 
     def look_again(self) -> None:
         """After a change of who serves what, and how fast."""
-        self._least.clear()
+        self._alone.clear()
 
     # ---- promises ----
 
