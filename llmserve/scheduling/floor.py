@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from llmserve.request import EngineInfo
 from llmserve.scheduling.affinity import PrefixMemory
@@ -37,6 +37,13 @@ class Floor:
 
     def free_for(self, model: str) -> list[EngineState]:
         return [engine for engine in self.free.values() if not engine.models or model in engine.models]
+
+    def has_free(self, model: str, blocked: Collection[str] = ()) -> bool:
+        """Whether an engine that is not blocked takes a model's requests now."""
+        for name, engine in self.free.items():
+            if name not in blocked and (not engine.models or model in engine.models):
+                return True
+        return False
 
     def another_works(self, name: str, model: str) -> bool:
         return any(engine.info.name != name and engine.circuit.closed for engine in self.serving(model))

@@ -81,11 +81,7 @@ class InOrder:
 
     def _open_lanes(self, blocked: Collection[str]) -> list[Lane]:
         """Those that wait and whose requests a free engine may take."""
-        return [
-            lane
-            for lane in self._lanes.values()
-            if lane.waiting and any(engine.info.name not in blocked for engine in self._floor.free_for(lane.model))
-        ]
+        return [lane for lane in self._lanes.values() if lane.waiting and self._floor.has_free(lane.model, blocked)]
 
     def _form_older(self, lanes: list[Lane], first: Lane, now_s: float) -> None:
         """A model that seldom fills a batch is not kept waiting by one that always does: who has waited since before
@@ -153,7 +149,9 @@ class InOrder:
         than there are other engines, so that a slot which becomes free elsewhere still finds one. Never the engine that
         failed this batch while another works.
         """
-        engines = [engine for engine in self._floor.free_for(lane.model) if engine.info.name not in blocked]
+        engines = self._floor.free_for(lane.model)
+        if blocked:
+            engines = [engine for engine in engines if engine.info.name not in blocked]
         if batch.avoid is not None and self._floor.another_works(batch.avoid, lane.model):
             engines = [engine for engine in engines if engine.info.name != batch.avoid]
         free = [engine for engine in engines if engine.room > 0]
