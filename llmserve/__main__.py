@@ -1,4 +1,4 @@
-"""`llmserve serve | simulate | solve | advise`. Heavy imports happen inside the command that needs them."""
+"""`llmserve serve | simulate | solve | advise | plan`. Heavy imports happen inside the command that needs them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BROKEN_PIPE = 141  # exit status, as shells have it
 
 
 def parser() -> argparse.ArgumentParser:
-    from llmserve import advise, serve, simulate, solve
+    from llmserve import advise, plan, serve, simulate, solve
 
     top = argparse.ArgumentParser(
         prog="llmserve",
@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
         ("simulate", simulate, "run the same scheduler under a virtual clock"),
         ("solve", solve, "when a bin should wait and when it should go"),
         ("advise", advise, "how many length bins, which edges, what gain, what wait"),
+        ("plan", plan, "which models share which GPUs, for bursts as large as possible"),
     ):
         command = commands.add_parser(
             name,

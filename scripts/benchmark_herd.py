@@ -1,0 +1,217 @@
+#!/usr/bin/env python3
+"""How long HERD takes to plan, beside Shepherd's Table 5: up to 1,000,000 streams of 1,000 models on 1,000 GPUs.
+
+    python scripts/benchmark_herd.py --seeds 3 --output docs/results/herd.json --plot docs/herd.png
+
+The paper tells streams, models, workers and groups (10), and no more. Here a model has alpha and beta of one of Table
+4's, each within 20 %; models' popularities are lognormal (sigma 1), and so are the rates of a model's 1,000 streams;
+SLOs are 100, 250 or 500 ms, 2 s for BERT-like models. The average load needs 70 % of the GPUs, all models need 85 % of
+the memory that 10 groups have, and a group has at most one and a half times a tenth of the GPUs. "Tight" is harder: the
+load needs 90 %, the models 95 %, and a group may have all GPUs.
+
+"Read" is from a JSON file of columns, "plan" from the instance in memory to the plan: adding streams up, goodputs, the
+search, and levelling loads. Prints Markdown tables: medians over seeds, of the gap the largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llmserve.herd import TIME_LIMIT_S, Instance, Model, StreamColumns, needs_of, plan, streams_of
+
+TABLE_4 = {  # alpha, beta, ms
+    "ResNet18": (0.22, 3.74),
+    "ResNet34": (0.38, 5.78),
+    "ResNet50": (0.75, 7.96),
+    "ResNet101": (1.25, 13.57),
+    "ResNet152": (1.77, 18.98),
+    "ResNeSt50": (1.18, 15.39),
+    "ResNeSt101": (1.91, 29.21),
+    "ResNeSt200": (3.35, 45.43),
+    "ResNeSt269": (4.37, 74.20),
+    "DenseNet121": (0.69, 19.96),
+    "DenseNet161": (1.74, 23.10),
+    "DenseNet169": (0.83, 27.47),
+    "DenseNet201": (1.12, 32.33),
+    "GoogLeNet": (0.25, 8.41),
+    "Inception-v3": (0.96, 11.77),
+    "R-CNN": (2.59, 14.90),
+    "BERT": (40.98, 5.67),
+}
+TABLE_5_S = {200: 0.55, 400: 2.51, 600: 4.28, 800: 8.53, 1_000: 13.26}  # solver, by models and by workers
+STREAMS_A_MODEL = 1_000
+GROUPS, GPU_MEMORY_GB = 10, 16.0
+SLOS_S = (0.1, 0.25, 0.5)
+SLOW_ALPHA_MS, SLOW_SLO_S = 30.0, 2.0
+KINDS = {"usual": (0.7, 0.85, 1.5 / GROUPS), "tight": (0.9, 0.95, 1.0)}  # load, memory, share of the GPUs in a group
+FORMS = {"with load": False, "as printed": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A run. load_max : of the most loaded group, over its GPUs."""
+
+    kind: str
+    models: int
+    seed: int
+    form: str
+    read_s: float
+    plan_s: float
+    burst_tolerance: float
+    gap: float
+    groups: int
+    load_max: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=_numbers, default=tuple(TABLE_5_S), metavar="N,N,...", help="models and GPUs")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--time-limit-s", type=float, default=TIME_LIMIT_S)
+    parser.add_argument("--results", type=Path, metavar="FILE", help="show these, of an earlier --output; run nothing")
+    parser.add_argument("--output", type=Path, help="JSON of every run")
+    parser.add_argument("--plot", type=Path, help="PNG: seconds beside Table 5, and groups' loads")
+    args = parser.parse_args()
+    if args.results:
+        rows = [Row(**entry) for entry in json.loads(args.results.read_text(encoding="utf-8"))]
+    else:
+        rows = list(measure(args.sizes, args.seeds, args.time_limit_s))
+    print("\n\n".join(tables(rows)))
+    if args.output:
+        lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
+        args.output.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    if args.plot:
+        draw(rows, args.plot)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+# ---- a run --------------------------------------------------------------------------------------------------------
+
+
+def measure(sizes: Sequence[int], seeds: int, time_limit_s: float) -> Iterable[Row]:
+    cases = [("usual", size, seed) for size in sizes for seed in range(seeds)]
+    cases += [("tight", size, seed) for size in (min(sizes), max(sizes)) for seed in range(seeds)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "instance.json"
+        for number, (kind, size, seed) in enumerate(cases):
+            make(kind, size, seed).save(path)
+            began_s = time.perf_counter()
+            instance = Instance.load(path)
+            read_s = time.perf_counter() - began_s
+            for form in FORMS:
+                yield run(instance, kind, seed, form, read_s, time_limit_s)
+            print(f"{number + 1} of {len(cases)}: {kind}, {size} models, seed {seed}", file=sys.stderr)
+
+
+def run(instance: Instance, kind: str, seed: int, form: str, read_s: float, time_limit_s: float) -> Row:
+    began_s = time.perf_counter()
+    found = plan(instance, as_printed=FORMS[form], time_limit_s=time_limit_s)
+    plan_s = time.perf_counter() - began_s
+    assert found.burst_tolerance is not None
+    load_max = max(group.load for group in found.groups)
+    return Row(
+        kind=kind,
+        models=len(instance.models),
+        seed=seed,
+        form=form,
+        read_s=round(read_s, 3),
+        plan_s=round(plan_s, 3),
+        burst_tolerance=found.burst_tolerance,
+        gap=found.gap,
+        groups=len(found.groups),
+        load_max=round(load_max, 4),
+    )
+
+
+def make(kind: str, size: int, seed: int) -> Instance:
+    """As the module says. size : models, and GPUs."""
+    load, memory, share = KINDS[kind]
+    rng = np.random.default_rng(seed)
+    names = [f"{name}-{number}" for number, name in zip(range(size), rng.choice(list(TABLE_4), size), strict=True)]
+    times_ms = np.array([TABLE_4[name.rpartition("-")[0]] for name in names]) * rng.uniform(0.8, 1.2, (size, 2))
+    memory_gb = rng.uniform(0.3, 1.7, size)
+    memory_gb *= memory * GROUPS * GPU_MEMORY_GB / memory_gb.sum()
+    models = tuple(
+        Model(name, *(float(each) for each in (own_gb, *own_ms)))
+        for name, own_gb, own_ms in zip(names, memory_gb, times_ms, strict=True)
+    )
+    of = np.repeat(np.arange(size), STREAMS_A_MODEL)
+    weight = rng.lognormal(0.0, 1.0, size)[of] * rng.lognormal(0.0, 1.0, of.size)
+    slo_s = np.where(times_ms[of, 0] > SLOW_ALPHA_MS, SLOW_SLO_S, rng.choice(SLOS_S, of.size))
+    gpus_max = round(size * share)
+    streams = StreamColumns([f"s{k}" for k in range(of.size)], [names[k] for k in of], weight, slo_s)
+    instance = Instance(streams, models, size, GPU_MEMORY_GB, gpus_max, GROUPS)
+    needed = float(needs_of(instance, streams_of(instance)).sum())
+    scaled = StreamColumns(streams.name, streams.model, weight * (load * size / needed), slo_s)
+    return Instance(scaled, models, size, GPU_MEMORY_GB, gpus_max, GROUPS)
+
+
+# ---- what they came to --------------------------------------------------------------------------------------------
+
+
+def tables(rows: Sequence[Row]) -> list[str]:
+    return [_table(rows, kind) for kind in KINDS if any(row.kind == kind for row in rows)]
+
+
+def _table(rows: Sequence[Row], kind: str) -> str:
+    head = ["streams", "models, GPUs", "published (s)", "read (s)"]
+    head += [f"{form}: {what}" for form in FORMS for what in ("plan (s)", "gap", "most loaded group")]
+    lines = []
+    for size in sorted({row.models for row in rows if row.kind == kind}):
+        own = [row for row in rows if (row.kind, row.models) == (kind, size)]
+        published = f"{TABLE_5_S[size]:.2f}" if size in TABLE_5_S else "-"
+        read_s = statistics.median(row.read_s for row in own)
+        cells = [f"{size * STREAMS_A_MODEL:,}", f"{size:,}", published, f"{read_s:.2f}"]
+        for form in FORMS:
+            mine = [row for row in own if row.form == form]
+            gap = max(row.gap for row in mine)
+            cells += [
+                f"{statistics.median(row.plan_s for row in mine):.2f}",
+                "0" if gap == 0 else f"{gap:.2%}",
+                f"{max(row.load_max for row in mine):.0%}",
+            ]
+        lines.append(cells)
+    written = ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines)]
+    return f"**{kind}**\n\n" + "\n".join(written)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Usual instances: seconds on the left, the most loaded groups on the right."""
+    from matplotlib.figure import Figure
+
+    usual = [row for row in rows if row.kind == "usual"]
+    sizes = sorted({row.models for row in usual})
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    seconds, loads = figure.subplots(1, 2)
+    seconds.plot(list(TABLE_5_S), list(TABLE_5_S.values()), "o--", color="#9a9a9a", label="Table 5")
+    for form, colour in zip(FORMS, ("#0072b2", "#d55e00"), strict=True):
+        own = {size: [row for row in usual if (row.models, row.form) == (size, form)] for size in sizes}
+        medians_s = [statistics.median(row.plan_s for row in own[size]) for size in sizes]
+        seconds.plot(sizes, medians_s, "o-", color=colour, label=f"here, {form}")
+        loads.plot(sizes, [max(row.load_max for row in own[size]) for size in sizes], "o-", color=colour, label=form)
+    loads.axhline(1.0, color="#333333", linewidth=0.8)
+    seconds.set(xlabel="models, GPUs and thousands of streams", ylabel="seconds to a plan", ylim=(0, None))
+    loads.set(xlabel="models, GPUs and thousands of streams", ylabel="load of the most loaded group", ylim=(0, None))
+    for axis in (seconds, loads):
+        axis.legend(frameon=False, fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    main()
