@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import re
 import shlex
 import tomllib
 import typing
@@ -26,6 +27,7 @@ from llmserve.errors import ConfigError
 from llmserve.scheduling.policies import DispatchConfig, SchedulingConfig
 
 ENVIRONMENT_PREFIX = "LLMSERVE_"
+WORKER = re.compile(r"[\w.-]+", re.ASCII)
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -53,8 +55,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         Meta(
             description="URL of an OpenAI-compatible server, `vllm` (started here, one for each GPU) or `embedded` (a "
-            "small model on the CPU); repeat for several (default: embedded)",
-            extra={"metavar": "URL"},
+            "small model on the CPU); repeat for several (default: embedded). Engines with the same WORKER before "
+            "their URLs share a GPU: with --barrier they run one batch at a time between them",
+            extra={"metavar": "[WORKER=]URL"},
         ),
     ] = ()
     model: Annotated[
@@ -92,6 +95,34 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine_api_key: Annotated[str | None, Meta(description="bearer key for URL engines; better in the environment")] = (
         None
     )
+    plan: Annotated[
+        str | None,
+        Meta(
+            description="file of `llmserve plan`: groups of workers, a scheduler each, and which models and streams "
+            "they serve; the rest is the fallback group's. A group's `workers` names them (WORKER, or an engine's "
+            "HOST:PORT); else it gets as many as its `gpus` of those that serve its models"
+        ),
+    ] = None
+    plan_instance: Annotated[
+        str | None, Meta(description="file of what the plan was made for, to plan anew by; with --replan-every-s")
+    ] = None
+    replan_every_s: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="group workers anew, this often at most, when arrivals are others than were planned for "
+            "(default: never)"
+        ),
+    ] = None
+    group_processes: Annotated[
+        bool, Meta(description="a process for each group of --plan, behind this one; for engines that are URLs")
+    ] = False
+    group: Annotated[
+        str | None,
+        Meta(
+            description="serve as this group of --plan, behind another llmserve: with the workers that the plan names "
+            "for it, if it does"
+        ),
+    ] = None
     engine_connect_s: Annotated[float, Meta(gt=0, description="longest wait for a connection to an engine")] = 5.0
     engine_idle_s: Annotated[float, Meta(gt=0, description="longest silence of an engine inside an answer")] = 600.0
     engine_start_s: Annotated[float, Meta(gt=0, description="longest start of an engine started here")] = 600.0
@@ -106,10 +137,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        return tuple(entry for entry in self.engine if entry not in ("vllm", "embedded"))
+        return tuple(url for _, url in self.placed_urls)
+
+    @property
+    def placed_urls(self) -> tuple[tuple[str, str], ...]:
+        """(worker, URL) of each; worker "": it has a GPU, or what else it runs on, for itself."""
+        return tuple(_placed(entry) for entry in self.engine if entry not in ("vllm", "embedded"))
 
     def check(self) -> None:
         """Raises ConfigError on settings that contradict each other."""
+        for worker, url in self.placed_urls:
+            if url in ("", "vllm", "embedded"):
+                raise ConfigError(f"engine: a worker is for a URL, not {worker}={url}")
         if len(set(self.engine)) < len(self.engine):
             raise ConfigError("engine: the same server stands twice")
         if self.has_vllm and self.model is None:
@@ -117,18 +156,41 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("replicas", "engine_args", "engine_python", "engine_log_folder"):
             if getattr(self, name) and not self.has_vllm:
                 raise ConfigError(f"{name}: only for vLLM started here, --engine vllm")
+        self._check_plan()
+
+    def _check_plan(self) -> None:
+        for name in ("plan_instance", "replan_every_s", "group_processes", "group"):
+            if getattr(self, name) and self.plan is None:
+                raise ConfigError(f"{name} is of no use without --plan")
+        if (self.plan_instance is None) != (self.replan_every_s is None):
+            raise ConfigError("replan_every_s and plan_instance are of use only together")
+        for name in ("replan_every_s", "group"):
+            if getattr(self, name) and self.group_processes:
+                raise ConfigError(f"{name} does not go with group_processes")
+        if self.group and self.replan_every_s:
+            raise ConfigError("group does not go with replan_every_s")
+        if self.group_processes and (self.has_vllm or self.has_embedded):
+            raise ConfigError("group_processes: only with engines that are URLs; start vLLM by itself")
+
+
+def _placed(entry: str) -> tuple[str, str]:
+    """A worker's name has no character that a URL's scheme ends with, so that a `=` inside a URL is none of ours."""
+    worker, separator, url = entry.partition("=")
+    return (worker, url) if separator and WORKER.fullmatch(worker) else ("", entry)
 
 
 class PredictorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What predicts answer lengths"""
 
     predictor: Annotated[
-        str | None,
+        tuple[str, ...],
         Meta(
             description="folder of a trained length predictor, or `none` (default: the demo predictor with the demo "
-            "model, else none); with none, answers are predicted from earlier ones"
+            "model, else none); with none, answers are predicted from earlier ones; with model:ID= before it, for this "
+            "model; repeat for several",
+            extra={"metavar": "[model:ID=]FOLDER"},
         ),
-    ] = None
+    ] = ()
     predictor_budget_s: Annotated[
         float, Meta(gt=0, description="longest wait for a prediction; then earlier answers serve instead")
     ] = 1.0

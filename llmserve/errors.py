@@ -5,6 +5,7 @@ LLMServeError
 ├── ListenError                 the address or port cannot be listened on (exit status 1)
 ├── EngineStartError            a local engine did not come up (exit status 1)
 ├── JournalError                a journal file cannot be read or does not replay
+├── NoPlan                      models cannot be grouped onto GPUs within their limits (exit status 1)
 └── RequestError                answered to a client in OpenAI's error shape
     ├── BadRequest          400
     ├── Unauthorized        401
@@ -39,6 +40,10 @@ class EngineStartError(LLMServeError):
 
 class JournalError(LLMServeError):
     """A journal cannot be read, or its replay differs from what it recorded."""
+
+
+class NoPlan(LLMServeError):
+    """No plan keeps an instance's limits, or none was found in time. The message says why, and by how much."""
 
 
 class RequestError(LLMServeError):

@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,13 @@ from urllib.parse import urlsplit
 import msgspec
 
 from llmserve import config as configuration
-from llmserve.config import Config
+from llmserve import herd
+from llmserve.config import Config, EngineConfig
 from llmserve.errors import ConfigError, ListenError
+from llmserve.scheduling.assignment import PlannedGroup, assign
+from llmserve.scheduling.by_model import by_model
+from llmserve.scheduling.group_rates import STREAMS_MAX, Rates, Replan
+from llmserve.scheduling.layout import FALLBACK
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -42,7 +47,8 @@ if TYPE_CHECKING:
     from llmserve.energy import EnergyMeter, MeasuredEnergy
     from llmserve.engines.engine import Engine
     from llmserve.engines.engine_process import EngineProcess
-    from predictor.forecaster import Forecaster
+    from llmserve.scheduling.messages import ServingGroup
+    from predictor.forecaster import Forecaster, ForecasterByModel
     from predictor.process import PredictorProcess
 
 log = logging.getLogger("llmserve")
@@ -147,12 +153,13 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(_listener(config.server.host, config.server.port))
         cluster, gpus = await _start_cluster(config, stack)
-        profile = _profile(config)
+        here = _here(config)
+        profiles = here.dispatch.profiles()
         metrics = Metrics(
             cluster,
-            config.scheduling.full_batch,
-            await _energy_meters(config, cluster, profile, gpus, stack),
-            energy_known=profile is None or profile.energy_known,
+            here.scheduling.full_batch,
+            await _energy_meters(config, cluster, profiles, gpus, stack),
+            energy_known=all(profile.energy_known for profile in profiles.values()),
         )
         doorkeeper = Doorkeeper(
             keys,
@@ -178,23 +185,18 @@ def _resolved(config: Config) -> Config:
         raise ConfigError(f"slots: {engines.slots} of them cannot run a batch of {scheduling.full_batch} at once")
     try:
         scheduling.scheduler()
-        config.dispatch.solver(scheduling, barrier=_all_barrier(config))
-        _profile(config)
+        config.dispatch.solvers(scheduling, barrier=_all_barrier(config))
+        config.dispatch.profiles()
+        by_model("predictor", config.prediction.predictor)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return msgspec.structs.replace(config, scheduling=scheduling)
+    config = msgspec.structs.replace(config, scheduling=scheduling)
+    return config if engines.plan is None else _with_plan(config)
 
 
 def _all_barrier(config: Config) -> bool:
     """Whether engines run batches to their end; mixed ones are taken for such."""
     return config.engines.barrier or config.engines.has_embedded
-
-
-def _profile(config: Config) -> Profile | None:
-    """Raises ValueError when it cannot be read."""
-    from bins import profile
-
-    return profile.resolve(config.dispatch.profile) if config.dispatch.profile is not None else None
 
 
 def _check_listening(config: Config, *, has_keys: bool) -> None:
@@ -229,32 +231,45 @@ def _on_stop_signals(callback: Callable[[], None]) -> Iterator[None]:
 
 
 async def _start_cluster(config: Config, stack: AsyncExitStack) -> tuple[LiveCluster, str | None]:
-    """Engines and predictor up (both at once: each loads for seconds), then the cluster on top of them.
+    """Engines and predictors up (all at once: each loads for seconds), then the cluster on top of them.
 
     Also the GPUs that were given to engines started here, see _start_engines.
     """
     from llmserve.cluster.journal import Header, Journal
     from llmserve.cluster.live import LiveCluster
     from llmserve.cluster.record import LengthRecord
+    from llmserve.cluster.regroup import Regrouper
 
     async with _at_once() as group:
-        engines_task = group.create_task(_start_engines(config, stack))
-        predictor_task = group.create_task(_start_predictor(config, stack))
-    (engines, gpus), predictor = engines_task.result(), predictor_task.result()
-    forecasts = predictor.forecasts if predictor is not None else ()
-    header = Header(config.scheduling, config.scheduling.scores(forecasts), config.scheduling.likely_lengths(forecasts))
+        engines_task = group.create_task(_start_fleet(config, lambda: cluster.now_s(), stack))
+        predictors_task = group.create_task(_start_predictors(config, stack))
+    (engines, groups, gpus), predictors = engines_task.result(), predictors_task.result()
+    forecasts = predictors[""].forecasts if "" in predictors else ()
+    here = _here(config)
+    header = Header(
+        here.scheduling,
+        here.scheduling.scores(forecasts),
+        here.scheduling.likely_lengths(forecasts),
+        groups=groups,
+        replan=_replan_when(config),
+    )
     cluster = LiveCluster(
         header.scheduler(),
         engines,
         Journal(header, path=Path(config.server.journal) if config.server.journal else None),
-        forecaster=_forecaster(config, predictor),
+        forecaster=_forecaster(config, predictors),
         record=LengthRecord(Path(config.prediction.record)) if config.prediction.record else None,
         config=config.live,
         # What is started here serves nothing else; vLLM's adapters are models of their own.
         only_model=None if config.engines.has_vllm or config.engines.has_embedded else config.engines.model,
-        solver=config.dispatch.solver(config.scheduling, barrier=_all_barrier(config)),
+        solvers=here.dispatch.solvers(here.scheduling, barrier=_all_barrier(here)),
+        profiles=here.dispatch.profiles(),
     )
     stack.push_async_callback(cluster.close)
+    if groups and not config.engines.group_processes:
+        regrouper = Regrouper(cluster, _planned(config), groups, _replanner(config))
+        stack.push_async_callback(regrouper.close)
+        regrouper.start()
     return cluster, gpus
 
 
@@ -268,12 +283,19 @@ async def _at_once() -> AsyncIterator[asyncio.TaskGroup]:
         raise failures.exceptions[0] from None
 
 
-def _forecaster(config: Config, predictor: PredictorProcess | None) -> Forecaster:
-    from predictor.forecaster import Forecaster
+def _forecaster(config: Config, predictors: Mapping[str, PredictorProcess]) -> Forecaster | ForecasterByModel:
+    """predictors : by model. A model that was given its own, or `none`, learns from its own answers alone."""
+    from predictor.forecaster import Forecaster, ForecasterByModel
     from predictor.online import OnlineLearner
 
-    learner = OnlineLearner(keys_max=config.prediction.memory_keys)
-    return Forecaster(predictor, learner, budget_s=config.prediction.predictor_budget_s)
+    def forecaster(model: str) -> Forecaster:
+        learner = OnlineLearner(keys_max=config.prediction.memory_keys)
+        return Forecaster(predictors.get(model), learner, budget_s=config.prediction.predictor_budget_s)
+
+    apart = set(by_model("predictor", config.prediction.predictor)) - {""}
+    if not apart:
+        return forecaster("")
+    return ForecasterByModel({model: forecaster(model) for model in sorted(apart)}, others=forecaster(""))
 
 
 async def _start_engines(config: Config, stack: AsyncExitStack) -> tuple[list[Engine], str | None]:
@@ -288,8 +310,8 @@ async def _start_engines(config: Config, stack: AsyncExitStack) -> tuple[list[En
     timeouts = Timeouts(connect_s=engines.engine_connect_s, idle_s=engines.engine_idle_s)
     connect = partial(OpenAIEngine, timeouts=timeouts, api_key=engines.engine_api_key)
     barrier, ahead = engines.barrier, 0 if engines.barrier else engines.look_ahead
-    urls = {_engine_name(url): url for url in engines.urls}
-    if len(urls) < len(engines.urls):
+    placed = {_engine_name(url): (worker, url) for worker, url in engines.placed_urls}
+    if len(placed) < len(engines.urls):
         raise ConfigError("engine: the same server stands twice")
     vllm, slots, gpus = _vllm_processes(config) if engines.has_vllm else ([], None, None)
     embedded = [_embedded_process(config)] if engines.has_embedded else []
@@ -301,8 +323,9 @@ async def _start_engines(config: Config, stack: AsyncExitStack) -> tuple[list[En
     for process in vllm:
         info = EngineInfo(process.name, full_batch if barrier else slots or SLOTS_GUESS, barrier, look_ahead=ahead)
         made.append(connect(info, process.url, restart=process.restart, learns_slots=not barrier and slots is None))
-    for name, url in urls.items():
-        info = EngineInfo(name, full_batch if barrier else engines.slots or SLOTS_GUESS, barrier, look_ahead=ahead)
+    for name, (worker, url) in placed.items():
+        slots_ = full_batch if barrier else engines.slots or SLOTS_GUESS
+        info = EngineInfo(name, slots_, barrier, look_ahead=ahead, worker=worker)
         made.append(connect(info, url, learns_slots=not barrier and engines.slots is None))
     for engine in made:
         stack.push_async_callback(engine.close)
@@ -329,7 +352,7 @@ def _engine_name(url: str) -> str:
     except ValueError:
         parts, port = urlsplit(""), None
     if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii() or parts.query:
-        raise ConfigError(f"engine {url!r} is not a URL such as http://127.0.0.1:8001")
+        raise ConfigError(f"engine {url!r} is not a URL such as http://127.0.0.1:8001, nor WORKER=URL")
     if parts.username is not None:
         raise ConfigError("engine: give credentials with --engine-api-key, not inside the URL")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
@@ -390,10 +413,17 @@ def _log_folder(chosen: str | None, name: str) -> Path:
         raise ConfigError(f"engine_log_folder: nothing can be written to {folder}: {error}") from error
 
 
-async def _start_predictor(config: Config, stack: AsyncExitStack) -> PredictorProcess | None:
-    folder = _predictor_folder(config)
-    if folder is None:
-        return None
+async def _start_predictors(config: Config, stack: AsyncExitStack) -> dict[str, PredictorProcess]:
+    """By model; "": for every other model."""
+    async with _at_once() as group:
+        tasks = {
+            model: group.create_task(_start_predictor(folder, config, stack))
+            for model, folder in _predictor_folders(config).items()
+        }
+    return {model: task.result() for model, task in tasks.items()}
+
+
+async def _start_predictor(folder: Path, config: Config, stack: AsyncExitStack) -> PredictorProcess:
     from predictor.errors import PredictorError
     from predictor.process import PredictorProcess
 
@@ -406,38 +436,171 @@ async def _start_predictor(config: Config, stack: AsyncExitStack) -> PredictorPr
     return process
 
 
-def _predictor_folder(config: Config) -> Path | None:
-    chosen = config.prediction.predictor
-    if chosen == "none":
-        return None
-    if chosen is not None:
-        return Path(chosen)
-    if config.engines.engine not in ((), ("embedded",)) or config.engines.model:
-        return None  # the demo predictor knows the demo model's answers only
-    import predictor
+def _predictor_folders(config: Config) -> dict[str, Path]:
+    """By model; "": for every other model. Those that were told `none` are not among them."""
+    chosen = by_model("predictor", config.prediction.predictor)
+    folders = {model: Path(folder) for model, folder in chosen.items() if folder != "none"}
+    if "" not in chosen and config.engines.engine in ((), ("embedded",)) and not config.engines.model:
+        import predictor
 
-    return predictor.DEMO
+        folders[""] = predictor.DEMO  # which knows the demo model's answers only
+    return folders
+
+
+# ---- groups -------------------------------------------------------------------------------------------------------
+
+
+def _planned(config: Config) -> tuple[PlannedGroup, ...]:
+    """The groups that this process has; () without a plan, and where it is one of them. Raises ConfigError."""
+    if config.engines.plan is None or config.engines.group is not None:
+        return ()
+    return _planned_groups(herd.Plan.load(config.engines.plan))
+
+
+def _planned_groups(plan: herd.Plan) -> tuple[PlannedGroup, ...]:
+    return tuple(
+        PlannedGroup(group.name, group.gpus, group.models, group.streams, group.workers) for group in plan.groups
+    )
+
+
+def _with_plan(config: Config) -> Config:
+    """Its files are looked at before anything slow is started; of one group, only its engines are left.
+
+    Raises ConfigError.
+    """
+    engines = config.engines
+    assert engines.plan is not None
+    plan = herd.Plan.load(engines.plan)
+    _replanner(config)
+    if engines.group is None:
+        return config
+    names = {group.name: group.workers for group in plan.groups} | {FALLBACK: ()}
+    if engines.group not in names:
+        near = configuration.nearest(engines.group, names)
+        raise ConfigError(f"group: {engines.plan} has no group {engines.group!r}{near}")
+    workers = names[engines.group]
+    left = [entry for entry in engines.engine if not workers or _worker_of(engines, entry) in workers]
+    if not left:
+        raise ConfigError(f"group {engines.group}: none of the engines is of its workers, {', '.join(workers)}")
+    return msgspec.structs.replace(config, engines=msgspec.structs.replace(engines, engine=tuple(left)))
+
+
+def _worker_of(engines: EngineConfig, entry: str) -> str:
+    """The worker of an --engine, by the name that a plan has for it."""
+    placed = msgspec.structs.replace(engines, engine=(entry,)).placed_urls
+    return placed[0][0] or _engine_name(placed[0][1]) if placed else entry
+
+
+def _replan_when(config: Config) -> Replan | None:
+    """Raises ConfigError."""
+    engines = config.engines
+    if engines.replan_every_s is None or engines.plan_instance is None:
+        return None
+    streams = herd.streams_of(instance := herd.Instance.load(engines.plan_instance))
+    models = [instance.models[index].name for index in streams.model]
+    planned = [
+        (name, model, float(rate))
+        for name, model, rate in zip(streams.names, models, streams.rate_per_s, strict=True)
+        if rate > 0
+    ]
+    # More than are counted apart cannot be compared one by one: the first look then asks for a plan.
+    return Replan(engines.replan_every_s, tuple(planned) if len(planned) <= STREAMS_MAX else ())
+
+
+def _replanner(config: Config) -> Callable[[Rates], tuple[PlannedGroup, ...]] | None:
+    """Raises ConfigError when a file of it cannot be read."""
+    engines = config.engines
+    if engines.plan is None or engines.plan_instance is None:
+        return None
+    instance, previous = herd.Instance.load(engines.plan_instance), herd.Plan.load(engines.plan)
+    streams = herd.streams_of(instance)
+    names = [model.name for model in instance.models]
+    silent: dict[str | tuple[str, str], float] = {
+        (name, names[index]): 0.0 for name, index in zip(streams.names, streams.model, strict=True)
+    }
+
+    def replan(rates: Rates) -> tuple[PlannedGroup, ...]:
+        nonlocal previous
+        now = dict(silent)
+        now.update({(stream, model): rate_per_s for stream, model, rate_per_s in rates if model in names})
+        previous = herd.replan(instance, now, previous)
+        return _planned_groups(previous)
+
+    return replan
+
+
+def _here(config: Config) -> Config:
+    """What this process schedules by: where each group is a process, these do it."""
+    from llmserve import group_processes
+
+    return group_processes.of_door(config) if config.engines.group_processes else config
+
+
+async def _start_fleet(
+    config: Config, now_s: Callable[[], float], stack: AsyncExitStack
+) -> tuple[list[Engine], tuple[ServingGroup, ...], str | None]:
+    """Engines, or the processes of groups, the groups to begin with, and the GPUs given to the engines started here."""
+    planned = _planned(config)
+    if config.engines.group_processes:
+        return (*await _start_groups(config, planned, now_s, stack), None)
+    engines, gpus = await _start_engines(config, stack)
+    return engines, assign(planned, {}, {}), gpus
+
+
+async def _start_groups(
+    config: Config, planned: tuple[PlannedGroup, ...], now_s: Callable[[], float], stack: AsyncExitStack
+) -> tuple[list[Engine], tuple[ServingGroup, ...]]:
+    """A process for each group; each is a worker, with the group for itself."""
+    from llmserve import group_processes
+    from llmserve.engines.group_engine import GroupEngine
+    from llmserve.engines.openai_engine import Timeouts
+    from llmserve.request import EngineInfo
+
+    engines = config.engines
+    entries = {entry: _worker_of(engines, entry) for entry in engines.engine}
+    async with AsyncExitStack() as looking:
+        probed, _ = await _start_engines(config, looking)
+        models = await group_processes.models_by_worker(probed)
+    groups = group_processes.assigned(planned, models, sorted(set(entries.values())))
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmserve-")))
+    processes = [
+        group_processes.process(
+            config, group, [entry for entry, worker in entries.items() if worker in group.workers], folder
+        )
+        for group in groups
+    ]
+    await _start_processes(processes, stack)
+    timeouts = Timeouts(connect_s=engines.engine_connect_s, idle_s=engines.engine_idle_s)
+    made: list[Engine] = []
+    for group, process in zip(groups, processes, strict=True):
+        info = EngineInfo(group.name, group_processes.SLOTS, False)
+        engine = GroupEngine(info, process.url, now_s=now_s, timeouts=timeouts, restart=process.restart)
+        stack.push_async_callback(engine.close)
+        made.append(engine)
+    log.info("groups: %s", "; ".join(f"{group.name}: {', '.join(group.workers)}" for group in groups))
+    return made, tuple([msgspec.structs.replace(group, workers=(group.name,)) for group in groups])
 
 
 # ---- energy -------------------------------------------------------------------------------------------------------
 
 
 async def _energy_meters(
-    config: Config, cluster: LiveCluster, profile: Profile | None, gpus: str | None, stack: AsyncExitStack
+    config: Config, cluster: LiveCluster, profiles: Mapping[str, Profile], gpus: str | None, stack: AsyncExitStack
 ) -> list[EnergyMeter]:
-    """By NVML where an engine may run on this machine's GPUs, by a model where their profile tells energy.
+    """By NVML where an engine may run on this machine's GPUs, by a model where their profiles tell energy.
 
-    gpus : that were given to the engines started here, see _start_engines.
+    profiles : by model.  gpus : that were given to the engines started here, see _start_engines.
     """
     from llmserve.energy import ModelledEnergy
 
     meters: list[EnergyMeter] = []
     if (measured := await _gpu_meter(config, cluster, gpus, stack)) is not None:
         meters.append(measured)
-    if profile is not None and not profile.energy_known:
-        log.warning("the profile %s tells no energy: /metrics has no modelled joules", profile.name)
-    elif profile is not None:
-        modelled = ModelledEnergy(profile)
+    unknown = [profile.name for profile in profiles.values() if not profile.energy_known]
+    if unknown:
+        log.warning("the profile %s tells no energy: /metrics has no modelled joules", ", ".join(unknown))
+    elif profiles:
+        modelled = ModelledEnergy(profiles)
         cluster.journal.listen(modelled.observe)
         meters.append(modelled)
     return meters

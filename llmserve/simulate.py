@@ -95,7 +95,8 @@ def run(
         on_step=_listener(recorder, on_arrival),
     )
     try:
-        cluster.run(workload.requests(work.trace, work.predictions, work.deadlines_s), flush=scenario.last_batch == "flush")
+        asked = workload.requests(work.trace, work.predictions, work.deadlines_s)
+        cluster.run(asked, flush=scenario.last_batch == "flush")
     finally:
         if journal is not None:
             journal.close()

@@ -48,7 +48,7 @@ from rich.table import Table
 
 from llmserve.engines.embedded import demo_corpus
 from llmserve.engines.engine_process import EngineProcess
-from llmserve.engines.openai_engine import BATCH_HEADER, BATCH_SIZE_HEADER
+from llmserve.headers import BATCH_HEADER, BATCH_SIZE_HEADER
 
 MODEL = "llmserve-demo"
 ENERGY_SOURCES = ("nvml", "modelled")  # of the counter, the better first

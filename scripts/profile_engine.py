@@ -45,9 +45,10 @@ from llmserve.cluster import journal
 from llmserve.cluster.observed import observations
 from llmserve.engines.engine import EngineError
 from llmserve.engines.event_stream import usage_of
-from llmserve.engines.openai_engine import BATCH_HEADER, BATCH_SIZE_HEADER, OpenAIEngine
+from llmserve.engines.openai_engine import OpenAIEngine
 from llmserve.engines.power import GpuEnergy
 from llmserve.errors import JournalError
+from llmserve.headers import BATCH_HEADER, BATCH_SIZE_HEADER
 from llmserve.request import EngineInfo
 
 IDLE_S = 3.0  # how long the idle power is measured

@@ -94,9 +94,20 @@ def test_an_engine_is_a_url_or_one_of_two_words(
     assert (engines.has_embedded, engines.has_vllm, engines.urls) == (embedded, vllm, urls)
 
 
+def test_a_url_may_stand_on_a_worker_that_it_shares_with_others() -> None:
+    engines = EngineConfig(engine=("gpu-0=http://a", "gpu-0=http://b/v1", "http://c/x=y", "gpu.1_b=http://d"))
+    engines.check()
+    assert engines.urls == ("http://a", "http://b/v1", "http://c/x=y", "http://d")
+    assert [worker for worker, _ in engines.placed_urls] == ["gpu-0", "gpu-0", "", "gpu.1_b"]
+    assert not engines.has_embedded
+
+
 @pytest.mark.parametrize(
     ("engines", "message"),
     [
+        (EngineConfig(engine=("gpu0=vllm",), model="m"), "a worker is for a URL, not gpu0=vllm"),
+        (EngineConfig(engine=("gpu0=embedded",)), "a worker is for a URL, not gpu0=embedded"),
+        (EngineConfig(engine=("gpu0=",)), "a worker is for a URL, not gpu0=$"),
         (EngineConfig(engine=("vllm",)), "engine vllm needs --model"),
         (EngineConfig(engine=("vllm", "vllm"), model="m"), "stands twice"),
         (EngineConfig(replicas=2), "replicas: only for vLLM"),
@@ -106,6 +117,18 @@ def test_an_engine_is_a_url_or_one_of_two_words(
 def test_settings_that_contradict_each_other_are_refused(engines: EngineConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         engines.check()
+
+
+def test_profiles_and_predictors_may_be_given_by_model(tmp_path: Path) -> None:
+    file = tmp_path / "llmserve.toml"
+    file.write_text('[dispatch]\nprofile = ["a.json", "model:m=b.json"]\n[prediction]\npredictor = "none"\n')
+    config = load_config({}, {}, str(file))
+    assert config.dispatch.profile == ("a.json", "model:m=b.json")
+    assert config.prediction.predictor == ("none",)
+    flags = {"predictor": ["none", "model:m=folder"], "profile": ["h100-llama-3.1-8b"]}
+    config = load_config(flags, {}, str(file))
+    assert config.prediction.predictor == ("none", "model:m=folder")
+    assert [profile.name for profile in config.dispatch.profiles().values()] == ["h100-llama-3.1-8b"]
 
 
 def test_flags_are_those_of_a_section_but_for_what_is_skipped_and_say_what_they_take() -> None:

@@ -23,10 +23,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from llmserve.api.admin import AdminOffice
 from llmserve.api.answers import error_response, json_response
 from llmserve.api.limits import ApiConfig, Deadlines, Doorkeeper
-from llmserve.api.parse import BODIES, PREDICTED_HEADER, parse_call
+from llmserve.api.parse import BODIES, parse_call
 from llmserve.cluster.exchange import Exchange, Head, Receipt
 from llmserve.cluster.live import LiveCluster
 from llmserve.errors import BadRequest, MethodNotAllowed, ModelNotFound, NotFound, RequestError, Unavailable
+from llmserve.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
 from llmserve.metrics import Metrics
 from llmserve.request import Call
 
@@ -75,10 +76,10 @@ def receipt_headers(receipt: Receipt, call: Call) -> list[tuple[bytes, bytes]]:
     request_id = dict(call.headers).get("x-request-id") or f"llmserve-{receipt.request_id}"
     headers = [
         (b"x-request-id", request_id.encode()),
-        (b"x-llmserve-bin", b"%d" % receipt.bin),
-        (b"x-llmserve-batch", b"%d" % receipt.batch),
-        (b"x-llmserve-queue-ms", b"%.1f" % receipt.queue_ms),
-        (b"x-llmserve-engine", receipt.engine.encode()),
+        (BIN_HEADER.encode(), b"%d" % receipt.bin),
+        (BATCH_HEADER.encode(), b"%d" % receipt.batch),
+        (QUEUE_HEADER.encode(), b"%.1f" % receipt.queue_ms),
+        (ENGINE_HEADER.encode(), receipt.engine.encode()),
     ]
     if receipt.predicted_tokens is not None:
         headers.append((PREDICTED_HEADER.encode(), b"%.0f" % receipt.predicted_tokens))

@@ -12,13 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from llmserve.api.limits import SLO_MS_MAX
 from llmserve.errors import BadRequest
+from llmserve.headers import PREDICTED_HEADER, SLO_HEADER, STREAM_CHARS_MAX, STREAM_HEADER
 from llmserve.request import Call
 from predictor.prompt import Prompt
 
-SLO_HEADER = "x-llmserve-slo-ms"  # the answer is wanted within so many milliseconds
-STREAM_HEADER = "x-llmserve-stream"  # whose requests these are, where the client's key does not say
-STREAM_CHARS_MAX = 64
-PREDICTED_HEADER = "x-llmserve-predicted-tokens"  # a client that knows its answer's length better than the predictor
 FORWARDED_HEADERS = ("x-request-id", "traceparent", "tracestate")  # vLLM names answers and spans by them
 FORWARDED_CHARS_MAX = 256
 OPENING_CHARS = 8192

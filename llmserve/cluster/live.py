@@ -2,7 +2,8 @@
 
 Each client call is an `Exchange`. When the scheduler starts it, a task of its own (the pump) reads the engine's
 answer to its end and hands the bytes over, so that an engine's slot is free when the engine is done, not when the
-client has read everything. Tokens never enter the scheduler.
+client has read everything. Tokens never enter the scheduler. A call that is preempted loses its pump and stays an
+exchange: the scheduler starts it again, or says that it is too late.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ import logging
 import math
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Protocol
 
 from msgspec import Meta
 
-from bins.dispatch import DispatchSolver, Observed
+from bins.dispatch import DispatchSolver
+from bins.profile import Profile
 from llmserve.cluster.exchange import ClientStalled, Exchange, Head, Receipt
 from llmserve.cluster.fleet import Desk, Fleet, FleetConfig
 from llmserve.cluster.journal import Journal
@@ -28,28 +33,31 @@ from llmserve.engines.engine import Answer, Engine, EngineError, ServedModel
 from llmserve.engines.event_stream import UsageFilter, usage_of, was_cut
 from llmserve.errors import BadRequest, DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable
 from llmserve.request import Batch, Call, Request
+from llmserve.scheduling.groups import Mind
 from llmserve.scheduling.messages import (
     AbortRequest,
+    Action,
+    AnswerBegan,
     DispatchSolved,
     DrainRequested,
     EngineLost,
     Event,
     FailReason,
     FailRequest,
+    PlanGroups,
+    PreemptBatch,
     ReportCircuit,
     ReportTrust,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
+    SolveDispatch,
     StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.scheduler import Scheduler
 from predictor.prompt import Prompt
 
 log = logging.getLogger("llmserve")
-
-ENGINE_FAULTS = (500, 502, 503, 504)  # statuses that are the engine's fault, not the request's
 
 
 class Forecast(Protocol):
@@ -85,11 +93,16 @@ class LiveConfig(FleetConfig, frozen=True, kw_only=True):
 
 
 class LiveCluster:
-    """Drives one scheduler through real time. Make it, `start()` it, `submit()` calls, `drain()` and `close()` it."""
+    """Drives one scheduler through real time. Make it, `start()` it, `submit()` calls, `drain()` and `close()` it.
+
+    solvers     make plans, by model ("": for every other model), where the scheduler's release follows plans
+    profiles    what batches take on the engines, by model likewise
+    only_model  when given, the one model to serve
+    """
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Mind,
         engines: list[Engine],
         journal: Journal,
         *,
@@ -97,7 +110,8 @@ class LiveCluster:
         record: LengthRecord | None = None,
         config: LiveConfig | None = None,
         only_model: str | None = None,
-        solver: DispatchSolver | None = None,
+        solvers: Mapping[str, DispatchSolver] = MappingProxyType({}),
+        profiles: Mapping[str, Profile] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
@@ -107,13 +121,15 @@ class LiveCluster:
         self._config = config or LiveConfig()
         self._clock = clock
         self._started_at = clock()
-        self.fleet = Fleet(engines, self._config, tell=self._step, lose=self._lose, only_model=only_model)
-        self._prompt_tokens = PromptTokens()
+        self.fleet = Fleet(
+            engines, self._config, tell=self._step, lose=self._lose, only_model=only_model, profiles=profiles
+        )
+        self._prompt_tokens: defaultdict[str, PromptTokens] = defaultdict(PromptTokens)  # by model
         self._secret = secrets.token_bytes(16)  # of the prefixes' hashes
         self._exchanges: dict[int, Exchange] = {}
         self._next_id = 0
-        self._solver = solver
-        self._solving: asyncio.Task[None] | None = None  # at most one: the scheduler waits for each plan
+        self._solvers = solvers
+        self._solving: dict[str, asyncio.Task[None]] = {}  # at most one a model: the scheduler waits for each plan
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s: float | None = None
         self._empty = asyncio.Event()
@@ -130,7 +146,7 @@ class LiveCluster:
 
     @property
     def models(self) -> dict[str, ServedModel]:
-        """That every engine which is up serves."""
+        """That engines serve, be they up or down; see fleet.py."""
         return self.fleet.models
 
     @property
@@ -174,9 +190,11 @@ class LiveCluster:
             predicted,
             deadline_s,
             quantiles,
-            round(self._prompt_tokens.estimate(call), 1),
+            round(self._prompt_tokens[call.model].estimate(call), 1),
             call.choices,
-            prefix_hashes(call.opening, self._secret) if len(self.fleet.desks) > 1 else (),
+            prefix_hashes(call.opening, self._secret) if self.fleet.engines_of(call.model) > 1 else (),
+            call.model,
+            call.stream_name,
         )
         exchange.arrived_at_s = arrived_at_s
         self._step(RequestArrived(exchange.request))
@@ -227,6 +245,10 @@ class LiveCluster:
         if self._record is not None and call.choices == 1:
             self._record.write(call, round(output_tokens), capped=capped)
 
+    def tell(self, event: Event) -> None:
+        """What becomes known neither by calls nor by engines: other groups."""
+        self._step(event)
+
     # ---- one step of the scheduler ----------------------------------------------------------------------------
 
     def _step(self, event: Event) -> None:
@@ -236,31 +258,41 @@ class LiveCluster:
         actions = self.scheduler.handle(event, now_s)
         self.journal.append(now_s, event, actions)
         for action in actions:
-            if isinstance(action, StartBatch):
-                self._start(action, now_s)
-            elif isinstance(action, AbortRequest):
-                task = self._exchanges[action.request_id].task
-                assert task is not None, "a running request has a pump"
-                task.cancel()
-            elif isinstance(action, FailRequest):
-                self._fail(action)
-            elif isinstance(action, ReportCircuit):
-                _say_circuit(action)
-            elif isinstance(action, ReportTrust):
-                _say_trust(action)
-            else:
-                self._solving = asyncio.create_task(self._solve(action.observed))
+            self._carry_out(action, now_s)
         self._arm_timer()
 
-    async def _solve(self, observed: Observed) -> None:
+    def _carry_out(self, action: Action, now_s: float) -> None:
+        if isinstance(action, StartBatch):
+            self._start(action, now_s)
+        elif isinstance(action, AbortRequest):
+            self._stop(self._exchanges[action.request_id])
+        elif isinstance(action, PreemptBatch):
+            self._preempt(action)
+        elif isinstance(action, FailRequest):
+            self._fail(action)
+        elif isinstance(action, ReportCircuit):
+            _say_circuit(action)
+        elif isinstance(action, ReportTrust):
+            _say_trust(action)
+        elif isinstance(action, SolveDispatch):
+            self._solving[action.model] = asyncio.create_task(self._solve(action))
+        else:
+            assert isinstance(action, PlanGroups), (
+                "all others are above; whoever plans groups hears of it by the journal"
+            )
+
+    async def _solve(self, action: SolveDispatch) -> None:
         """Have a plan made beside the event loop, while the present one serves."""
-        assert self._solver is not None, "a release that follows plans has a solver"
+        solver = self._solvers.get(action.model) or self._solvers.get("")
+        if solver is None:
+            log.error("model %s has no --profile to plan by: nothing of it waits for company", action.model)
+            return
         try:
-            plan = await asyncio.to_thread(self._solver.solve, observed)
+            plan = await asyncio.to_thread(solver.solve, action.observed)
         except Exception:
-            log.exception("no plan could be made for %s: nothing waits for company", observed)
-            plan = self._solver.greedy(observed)
-        self._step(DispatchSolved(plan))
+            log.exception("no plan could be made for %s: nothing waits for company", action.observed)
+            plan = solver.greedy(action.observed)
+        self._step(DispatchSolved(plan, action.model))
 
     def _arm_timer(self) -> None:
         wake_at_s = self.scheduler.wake_at_s
@@ -292,18 +324,31 @@ class LiveCluster:
                 queue_ms=(now_s - exchange.arrived_at_s) * 1e3,
                 predicted_tokens=request.predicted_tokens,
             )
+            exchange.stopping = False
             desk.add(exchange)
             task = asyncio.create_task(self._pump(desk, exchange, batch))
             exchange.task = task
             # Not the pump's own `finally`: a task cancelled before its first step never enters its `try`.
             task.add_done_callback(partial(self._pump_done, desk, exchange))
 
+    def _preempt(self, action: PreemptBatch) -> None:
+        for request_id in action.request_ids:
+            exchange = self._exchanges[request_id]
+            exchange.stopping = True
+            self._stop(exchange)
+        log.debug("batch %d makes room on %s", action.batch_id, action.engine)
+
+    def _stop(self, exchange: Exchange) -> None:
+        """Its engine is told by the closing of its connection. A pump that has just ended has ended all the same."""
+        assert exchange.task is not None, "a running request has a pump"
+        exchange.task.cancel()
+
     def _fail(self, action: FailRequest) -> None:
         exchange = self._exchanges[action.request_id]
         if action.reason == "engine_failed" and exchange.refused is not None and not exchange.answered:
             exchange.begin(exchange.refused)
         else:
-            exchange.fail(_error_of(action.reason, action.retry_after_s))
+            exchange.fail(_error_of(action.reason, action.retry_after_s, put_off=exchange.put_off > 0))
         self._forget(exchange)
 
     def _forget(self, exchange: Exchange) -> None:
@@ -320,7 +365,7 @@ class LiveCluster:
         name, request_id = desk.name, exchange.request.id
         try:
             async with desk.engine.open(exchange.call, batch) as answer:
-                if answer.status in ENGINE_FAULTS:
+                if answer.fault:
                     exchange.refused = self._head(exchange, answer, await answer.read())
                     return RequestEnded(name, request_id, "failed", fault=True, retryable=True)
                 if exchange.call.stream and answer.status == 200:
@@ -331,12 +376,12 @@ class LiveCluster:
                     tokens = usage.completion_tokens or 0
                     self._learn_prompt(exchange.call, usage.prompt_tokens)
                     exchange.cut = was_cut(body)
-                    exchange.begin(self._head(exchange, answer, body))
+                    self._begin(exchange, self._head(exchange, answer, body))
             outcome: Literal["completed", "failed"] = "completed" if answer.status < 400 else "failed"
             return RequestEnded(name, request_id, outcome, tokens / exchange.call.choices)
         except EngineError as error:
             log.log(logging.WARNING if desk.up else logging.DEBUG, "%s", error)
-            await self.fleet.suspect(desk, unreachable=error.unreachable)
+            await self.fleet.suspect(desk, exchange.request.model, unreachable=error.unreachable)
             if exchange.answered:
                 exchange.fail(EngineFailed(str(error)))
             return RequestEnded(name, request_id, "failed", fault=True, retryable=not exchange.answered)
@@ -352,14 +397,14 @@ class LiveCluster:
                 data = usage.feed(chunk)
                 if data:
                     if not exchange.answered:
-                        exchange.begin(self._head(exchange, answer, None))
+                        self._begin(exchange, self._head(exchange, answer, None))
                     await exchange.feed(data)
         except EngineError:
             if exchange.answered and (held := usage.release()):
                 await exchange.feed(held)
             raise
         if not exchange.answered:
-            exchange.begin(self._head(exchange, answer, None))
+            self._begin(exchange, self._head(exchange, answer, None))
         if rest := usage.flush():
             await exchange.feed(rest)
         exchange.close()
@@ -367,13 +412,27 @@ class LiveCluster:
         self._learn_prompt(exchange.call, usage.prompt_tokens)
         return usage.output_tokens
 
+    def _begin(self, exchange: Exchange, head: Head) -> None:
+        """Hand the first byte over. From now on it cannot be preempted, and the scheduler knows before it says more."""
+        exchange.begin(head)
+        if self.scheduler.preempts:
+            self._step(AnswerBegan(exchange.request.id))
+
     def _learn_prompt(self, call: Call, tokens: int | None) -> None:
         """From the engine's count. Prompts of token ids have no characters to compare it with."""
         if tokens and call.prompt.text:
-            self._prompt_tokens.observe(call, tokens)
+            self._prompt_tokens[call.model].observe(call, tokens)
 
     def _head(self, exchange: Exchange, answer: Answer, body: bytes | None) -> Head:
         assert exchange.receipt is not None
+        if (inner := answer.inner) is not None:
+            exchange.receipt = replace(
+                exchange.receipt,
+                bin=inner.bin,
+                batch=inner.batch,
+                engine=inner.engine,
+                queue_ms=exchange.receipt.queue_ms + inner.queue_ms,
+            )
         return Head(answer.status, answer.content_type, answer.retry_after, exchange.receipt, body)
 
     def _pump_done(self, desk: Desk, exchange: Exchange, task: asyncio.Task[RequestEnded]) -> None:
@@ -392,7 +451,10 @@ class LiveCluster:
 
     def _how_it_ended(self, engine: str, exchange: Exchange, task: asyncio.Task[RequestEnded]) -> RequestEnded:
         if task.cancelled():
-            exchange.fail(EngineFailed("the request was aborted"))
+            if exchange.stopping and not exchange.gone:
+                exchange.put_off += 1
+            else:
+                exchange.fail(EngineFailed("the request was aborted"))
             return RequestEnded(engine, exchange.request.id, "cancelled")
         error = task.exception()
         if error is None:
@@ -439,8 +501,8 @@ class LiveCluster:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._solving is not None:
-            self._solving.cancel()
+        for solving in self._solving.values():
+            solving.cancel()
         tasks = [exchange.task for exchange in self._exchanges.values()]
         alive = [task for task in tasks if task is not None and not task.done()]
         for task in alive:
@@ -465,21 +527,26 @@ def _say_circuit(action: ReportCircuit) -> None:
 
 def _say_trust(action: ReportTrust) -> None:
     r = "none" if action.rank_correlation is None else f"{action.rank_correlation:.2f}"
+    of = f" of {action.model}" if action.model else ""
     if action.trusted:
-        log.info("length predictions rank answers again (rank correlation %s): bins are back", r)
+        log.info("length predictions rank answers%s again (rank correlation %s): bins are back", of, r)
     else:
-        log.warning("length predictions do not rank answers (rank correlation %s): one bin, first come first served", r)
+        log.warning(
+            "length predictions do not rank answers%s (rank correlation %s): one bin, first come first served", of, r
+        )
 
 
-def _error_of(reason: FailReason, retry_after_s: float | None) -> RequestError:
-    """What a client is told when the scheduler says no."""
+def _error_of(reason: FailReason, retry_after_s: float | None, *, put_off: bool = False) -> RequestError:
+    """What a client is told when the scheduler says no. put_off : its request has been preempted."""
     if reason == "queue_full":
         return RateLimited("the queue is full", code="queue_full", retry_after_s=retry_after_s or 1.0)
+    if reason == "deadline_exceeded" and put_off:
+        return DeadlineExceeded("the request was put off for others and is too late now")
     if reason == "deadline_exceeded":
         return DeadlineExceeded("the deadline passed before the request could run")
     if reason == "engine_failed":
         return EngineFailed("the engine failed this request")
     if reason == "engine_lost":
         return EngineFailed("the engine was lost while it ran this request", code="engine_lost")
-    message = "the server is shutting down" if reason == "draining" else "no engine is up"
+    message = "the server is shutting down" if reason == "draining" else "no engine that serves this model is up"
     return Unavailable(message, code=reason, retry_after_s=retry_after_s or 1.0)

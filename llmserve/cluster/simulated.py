@@ -20,6 +20,7 @@ from typing import Protocol
 from bins.dispatch import DispatchSolver
 from llmserve.cluster.journal import Journal
 from llmserve.request import Batch, EngineInfo, Request
+from llmserve.scheduling.groups import Mind
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
@@ -35,7 +36,6 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.scheduler import Scheduler
 
 
 class Source(Protocol):
@@ -114,7 +114,7 @@ class SimulatedCluster:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Mind,
         engines: list[EngineModel],
         *,
         solver: DispatchSolver | None = None,

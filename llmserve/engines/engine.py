@@ -21,6 +21,9 @@ class EngineError(Exception):
         self.unreachable = unreachable
 
 
+ENGINE_FAULTS = (500, 502, 503, 504)  # statuses that are the engine's fault, not the request's
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model as an engine lists it; context_tokens is vLLM's max_model_len where it is told."""
@@ -42,10 +45,25 @@ class Health:
     tokens_max: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """What an engine that schedules for engines of its own tells of an answer: which of them gave it, and when."""
+
+    engine: str
+    bin: int
+    batch: int
+    queue_ms: float
+
+
 class Answer(Protocol):
-    """An answer that has begun: its status line is there, its body follows."""
+    """An answer that has begun: its status line is there, its body follows.
+
+    fault  it is none, by the engine's fault: the request may run elsewhere
+    """
 
     status: int
+    fault: bool
+    inner: Inner | None
     content_type: str
     retry_after: str | None
 

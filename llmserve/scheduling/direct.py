@@ -233,7 +233,7 @@ class Direct:
         """
         factor = self._order.preemption_factor
         assert factor is not None, "only of an order that preempts"
-        while longest > factor - 1.0:  # else not even one request, of their own queue, would be stopped for them
+        while longest >= factor - 1.0:  # else not even one request, of their own queue, would be stopped for them
             targets = sorted(
                 [
                     (len(engine.running), name)
@@ -310,7 +310,7 @@ class Direct:
         if deadline_s is None:
             return None
         least_s = self._least_s(ticket, lane)
-        return deadline_s - least_s + SURELY_LATE_S if least_s else deadline_s
+        return min(deadline_s, deadline_s - least_s + SURELY_LATE_S)
 
     def _least_s(self, ticket: Ticket, lane: Lane) -> float:
         """Seconds that it takes alone on the fastest engine, if it is among the shortest of its bin, or as short as may
@@ -350,6 +350,7 @@ def _can_stop(engine: EngineState) -> bool:
         engine.info.barrier
         and engine.worker.reserved is None
         and not any(ticket.began or ticket.preempted for ticket in engine.running.values())
+        and not all(ticket.cancelled for ticket in engine.running.values())
     )
 
 

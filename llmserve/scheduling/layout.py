@@ -21,10 +21,10 @@ class Layout:
     def __init__(self, groups: tuple[ServingGroup, ...]) -> None:
         self.groups = groups
         self.names = {group.name for group in groups} | {FALLBACK}
+        _inverse("name", [(group.name, group) for group in groups])
         self._of_worker = _inverse("worker", [(worker, group) for group in groups for worker in group.workers])
         self._of_model = _inverse("model", [(model, group) for group in groups for model in group.models])
         self._of_stream = _inverse("stream", [(pair, group) for group in groups for pair in group.streams])
-        _inverse("name", [(group.name, group) for group in groups])
 
     def group_of_worker(self, worker: str) -> str:
         return self._of_worker.get(worker, FALLBACK)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 
 from llmserve.request import Request
 from llmserve.scheduling.circuit import Circuit
@@ -100,7 +101,7 @@ class Scheduler:
         # When those that wait are late (a heap; of those that have left, too).
         self._deadlines: list[tuple[float, int]] = []
         self._rate = CompletionRate()
-        self._batches_formed = 0
+        self.batch_ids: Iterator[int] = count(1)  # ascending; schedulers of one body share them
         self._draining = False
         self._arrived_in = 0  # requests in the longest of the queues that one has come to in this step
         self._planned: list[Lane] = []  # those that want plans
@@ -168,7 +169,7 @@ class Scheduler:
         if not self.requests:
             self._rate.idle()
         for lane in self._planned:
-            if lane.ready:
+            if lane.slots:  # an engine that is yet to come from another group has none
                 assert lane.planner is not None
                 trusted = lane.trust.trusted
                 if observed := lane.planner.wants(now_s, lane.edges, lane.ready, lane.slots, trusted=trusted):
@@ -411,12 +412,12 @@ class Scheduler:
 
     def _form_of(self, lane: Lane, queue: BinQueue, tickets: list[Ticket]) -> FormedBatch:
         """A batch of these, which have left their bin."""
-        self._batches_formed += 1
+        batch_id = next(self.batch_ids)
         for ticket in tickets:
             ticket.place = Place.FORMED
-            ticket.batch_id = self._batches_formed
+            ticket.batch_id = batch_id
             ticket.formed_at_s = self._now_s
-        return FormedBatch(self._batches_formed, queue.index, self._now_s, tickets, lane.model)
+        return FormedBatch(batch_id, queue.index, self._now_s, tickets, lane.model)
 
     def _sort_into_queues(self, lane: Lane) -> None:
         lane.sort_into_queues()
@@ -459,7 +460,7 @@ class Scheduler:
         for lane in self.lanes.values():
             ready = self._floor.serving(lane.model)
             lane.ready = len(ready)
-            lane.slots = min([engine.info.slots for engine in ready], default=0)
+            lane.slots = min([engine.info.slots for engine in ready if engine.info.slots], default=0)
             if any(engine.circuit.closed for engine in ready):
                 lane.helpless_since_s = None
             elif lane.helpless_since_s is None:

@@ -159,8 +159,9 @@ def summarise(
     energy_j: float | None = None,
     deadlines_s: Times | None = None,
 ) -> Summary:
-    """deadlines_s : (count,) by request id; None: there are none.  output_tokens, services_s : (count,) by request id, the latter the time that each alone would take.
+    """output_tokens, services_s : (count,) by request id, the latter the time that each alone would take.
     busy_share, energy_j : utilisation of each engine, and the energy of all, over the same elapsed time.
+    deadlines_s : (count,) by request id; None: there are none.
     """
     arrived, started, ended = (np.array(times) for times in (recorder.arrived_s, recorder.started_s, recorder.ended_s))
     done = ~np.isnan(ended)

@@ -8,7 +8,8 @@ from llmserve.cluster import journal
 from llmserve.cluster.journal import Header, Journal
 from llmserve.errors import JournalError
 from llmserve.request import EngineInfo, Request
-from llmserve.scheduling.messages import EngineReady, RequestArrived
+from llmserve.scheduling.group_rates import Replan
+from llmserve.scheduling.messages import EngineReady, PlanChanged, RequestArrived, RequestEnded, ServingGroup
 from llmserve.scheduling.policies import SchedulingConfig
 
 HEADER = Header(SchedulingConfig(bins=2, edges=(10.0,)).resolved(barrier=True), (1.0, 2.0))
@@ -27,6 +28,33 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     assert header == HEADER
     assert [step.event for step in steps] == [EngineReady(EngineInfo("e", 1, True)), RequestArrived(Request(1, 5.0))]
     assert journal.replay(header, steps) == steps
+
+
+def test_groups_are_in_the_header_and_changes_of_their_plan_among_the_events(tmp_path: Path) -> None:
+    left = ServingGroup("left", ("e",), ("m",))
+    right = ServingGroup("right", ("f",), ("n",), (("chat", "m"),))
+    header = Header(HEADER.scheduling, groups=(left, right), replan=Replan(60.0, (("chat", "m", 2.0),)))
+    events = [
+        EngineReady(EngineInfo("e", 1, True)),
+        RequestArrived(Request(1, 5.0, model="m")),
+        PlanChanged((right,)),
+        EngineReady(EngineInfo("f", 1, True)),
+        RequestEnded("e", 1, "completed", 4.0),
+    ]
+    with Journal(header, path=tmp_path / "j") as book:
+        scheduler = header.scheduler()
+        for now_s, event in enumerate(events):
+            book.append(float(now_s), event, scheduler.handle(event, float(now_s)))
+    read, steps = journal.read(tmp_path / "j")
+    assert read == header
+    assert [step.event for step in steps] == events
+    assert journal.replay(read, steps) == steps
+
+
+def test_groups_that_contradict_each_other_are_an_error() -> None:
+    left = ServingGroup("left", ("e",), ("m",))
+    with pytest.raises(ValueError, match="name 'left' is in two groups"):
+        Header(HEADER.scheduling, groups=(left, left)).scheduler()
 
 
 def test_a_last_line_cut_short_is_left_out(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from llmserve.engines.openai_engine import BATCH_HEADER, BATCH_SIZE_HEADER
+from llmserve.headers import BATCH_HEADER, BATCH_SIZE_HEADER
 
 Member = TypeVar("Member")
 

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from llmserve.scheduling.deadline_queue import ROUNDING_S
+from llmserve.scheduling.deadline_queue import ROUNDING_S, largest_feasible
 from llmserve.scheduling.direct import Pick, Waiting
 
 
@@ -44,6 +44,7 @@ class Nexus:
 
     schedules: tuple[Schedule, ...]
     preemption_factor: float | None = None
+    only_if_needed: bool = False
 
     def pick(self, waiting: Sequence[Waiting], engine: str, now_s: float) -> Pick | None:
         turn = self._turn(engine, now_s)
@@ -51,7 +52,7 @@ class Nexus:
             return None
         for each in waiting:
             if each.lane.model == turn.model:
-                count = each.queue.largest(now_s, each.batch_s, min(each.most, turn.batch_size))
+                count = largest_feasible((each.queue,), now_s, each.batch_s, min(each.most, turn.batch_size))
                 return Pick(each, count) if count else None
         return None
 

@@ -1,0 +1,65 @@
+"""HERD: which models share which GPUs, so that all streams can bear as large bursts as possible (Shepherd, Section 4).
+
+    i          a model with all its streams (a "model-stream"): streams of one model are added up first
+    T          goodput of one GPU, requests/s: measured, or profiled from alpha, beta and the SLO   `goodputs_per_s`
+    n_i        GPUs that it needs for its average load: the sum over its streams of rate / T        `needs_of`
+    j          a group of GPUs, each of which holds every model of the group
+    size_j     its GPUs, a whole number
+    x_ij       whether model i is in group j
+    bt(i)      sum_j size_j x_ij / n_i: the load that it can come to, over its average load         `burst_tolerance`
+
+The programme: maximise the least bt(i), where (a) the sizes add up to at most the cluster's GPUs, (b) a size is at most
+`group_gpus_max`, (c) the models of a group fit together into one GPU, (d) each model is in one group, of at most
+`groups`, and (e) a group has models of one affinity set. As printed that is all, and an optimum may load a group to
+more than it can serve, for a bt(i) counts a group's GPUs as if no other model were there. By default the load counts
+too: sum_i n_i x_ij <= size_j.
+
+From the question to the answer:
+
+    instance            what is asked: streams, models, GPUs, limits
+    needs, affinity     n_i of each stream and model; which models may share a GPU
+    task                the same as numbers only
+    search              the largest t that every bt(i) can reach, by bisection with the three that follow
+    relaxation          tells of a t that it is too large
+    packing             tells of a t that it is small enough: greedy, so not of every one
+    integer_programme   decides on a t, by scipy's HiGHS
+    levelling           what an optimum leaves open: loads made even, spare GPUs given away
+    infeasible          why there is no plan, and what would be enough for one
+    rates, moves        other rates; few models that change their group for them
+    planned             the answer: groups, models, streams, as a file that the server reads
+    planning            `plan` and `replan`: all of it in turn
+"""
+
+from llmserve.errors import NoPlan
+from llmserve.herd.affinity import affinity_sets, divergence
+from llmserve.herd.instance import Instance, Model, Stream, StreamColumns
+from llmserve.herd.needs import Streams, goodputs_per_s, needs_of, streams_of
+from llmserve.herd.planned import Group, Plan, PlannedModel, PlannedStream
+from llmserve.herd.planning import STREAMS_TOLD_MAX, TIME_LIMIT_S, plan, replan
+from llmserve.herd.rates import Rates, with_rates
+from llmserve.herd.search import Told
+
+__all__ = [
+    "STREAMS_TOLD_MAX",
+    "TIME_LIMIT_S",
+    "Group",
+    "Instance",
+    "Model",
+    "NoPlan",
+    "Plan",
+    "PlannedModel",
+    "PlannedStream",
+    "Rates",
+    "Stream",
+    "StreamColumns",
+    "Streams",
+    "Told",
+    "affinity_sets",
+    "divergence",
+    "goodputs_per_s",
+    "needs_of",
+    "plan",
+    "replan",
+    "streams_of",
+    "with_rates",
+]

@@ -1,0 +1,309 @@
+"""`--plan`: groups of workers behind one door, in one process and in one each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+from front import Front, StartFront, until
+
+from llmserve import herd
+from llmserve.cluster import journal
+from llmserve.cluster.live import LiveConfig
+from llmserve.config import Config, EngineConfig, ServerConfig
+from llmserve.engines.fake import FakeEngine, Pace
+from llmserve.errors import ConfigError
+from llmserve.herd import Group, Instance, Model, Plan, Stream
+from llmserve.scheduling.groups import Groups
+from llmserve.scheduling.messages import PlanChanged, RequestArrived, RequestEnded, ServingGroup
+from llmserve.serve import serving
+
+M_AND_N = {"n": Pace(0.005)}
+
+
+@asynccontextmanager
+async def engines(count: int, slots: int = 1, **fields: Any) -> AsyncIterator[list[FakeEngine]]:
+    """That serve the models m and n both."""
+    async with AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(
+                FakeEngine(**{"slots": slots, "step_s": 0.005, "model": "m", "others": M_AND_N, **fields})
+            )
+            for _ in range(count)
+        ]
+
+
+def saved(folder: Path, *groups: Group) -> str:
+    Plan(groups).save(folder / "plan.json")
+    return str(folder / "plan.json")
+
+
+def placed(fakes: Sequence[FakeEngine], slots: int = 1, **fields: Any) -> EngineConfig:
+    """The engines as workers w0, w1, ..."""
+    entries = tuple(f"w{index}={fake.url}" for index, fake in enumerate(fakes))
+    return EngineConfig(engine=entries, slots=slots, look_ahead=0, **fields)
+
+
+async def ask(front: Front, model: str, stream: str = "", **fields: Any) -> tuple[int, str]:
+    """Status, and the engine that answered."""
+    headers = {"x-llmserve-stream": stream} if stream else None
+    async with front.post(model=model, headers=headers, **{"max_tokens": 2, **fields}) as response:
+        await response.read()
+        return response.status, response.headers.get("x-llmserve-engine", "")
+
+
+def name_of(fake: FakeEngine) -> str:
+    return fake.url.removeprefix("http://")
+
+
+def groups_of(front: Front) -> dict[str, tuple[str, ...]]:
+    scheduler = front.cluster.scheduler
+    assert isinstance(scheduler, Groups)
+    return {group.name: group.workers for group in scheduler.plan}
+
+
+async def until_assigned(front: Front, **workers: tuple[str, ...]) -> None:
+    await until(lambda: groups_of(front) == workers)
+
+
+# ---- one process ----
+
+
+async def test_requests_go_to_the_group_of_their_model_or_stream_and_the_rest_to_the_fallback(
+    start_front: StartFront, tmp_path: Path
+) -> None:
+    plan = saved(
+        tmp_path,
+        Group("left", 1, ("m",), workers=("w0",)),
+        Group("right", 1, ("n",), streams=(("chat", "m"),), workers=("w1",)),
+    )
+    async with engines(2) as (first, second), FakeEngine(step_s=0.005, model="k") as third:
+        front = await start_front(engines=placed((first, second, third), plan=plan))
+        assert await ask(front, "m") == (200, name_of(first))
+        assert await ask(front, "n") == (200, name_of(second))
+        assert await ask(front, "m", "chat") == (200, name_of(second))
+        assert await ask(front, "m", "mail") == (200, name_of(first))
+        assert await ask(front, "k") == (200, name_of(third))
+        assert (await ask(front, "other"))[0] == 404
+
+
+async def test_workers_that_a_plan_does_not_name_are_assigned_by_the_models_they_turn_out_to_serve(
+    start_front: StartFront, tmp_path: Path
+) -> None:
+    plan = saved(tmp_path, Group("left", 1, ("m",)), Group("right", 2, ("n",)))
+    async with (
+        FakeEngine(step_s=0.005, model="n") as first,
+        FakeEngine(step_s=0.005, model="m") as second,
+        engines(2) as (third, fourth),
+    ):
+        front = await start_front(engines=placed((first, second, third, fourth), plan=plan))
+        await until_assigned(front, left=("w1",), right=("w0", "w2"))
+        assert await ask(front, "m") == (200, name_of(second))
+        for _ in range(3):
+            assert (await ask(front, "n"))[1] in (name_of(first), name_of(third))
+
+
+async def test_a_plan_that_changes_while_requests_run_and_wait_loses_none_and_runs_none_twice(
+    start_front: StartFront, tmp_path: Path
+) -> None:
+    left, right = Group("left", 1, ("m",), workers=("w0",)), Group("right", 1, ("n",), workers=("w1",))
+    swapped = (ServingGroup("left", ("w1",), ("m",)), ServingGroup("right", ("w0",), ("n",)))
+    merged = (ServingGroup("all", ("w0", "w1"), ("m", "n")),)
+    async with engines(2, slots=2) as fakes:
+        front = await start_front(engines=placed(fakes, 2, plan=saved(tmp_path, left, right)))
+        asking = [asyncio.ensure_future(ask(front, "mn"[number % 2], max_tokens=8)) for number in range(90)]
+
+        def over(least: int) -> bool:
+            return sum(task.done() for task in asking) >= least
+
+        for ended, groups in zip((10, 20, 30, 40, 50), (swapped, merged, swapped, (), merged), strict=True):
+            await until(partial(over, ended))
+            assert front.cluster.scheduler.waiting, "there must be something to move"
+            front.cluster.tell(PlanChanged(groups))
+            front.cluster.scheduler.check()
+            asking += [asyncio.ensure_future(ask(front, "mn"[number % 2], max_tokens=8)) for number in range(4)]
+        assert {status for status, _ in await asyncio.gather(*asking)} == {200}
+        assert sum(len(fake.bodies) for fake in fakes) == len(asking), "each has run once"
+    steps = list(front.cluster.journal.steps)
+    ended = [step.event.request_id for step in steps if isinstance(step.event, RequestEnded)]
+    assert sorted(ended) == [step.event.request.id for step in steps if isinstance(step.event, RequestArrived)]
+    assert journal.replay(front.cluster.journal.header, steps) == steps
+
+
+async def test_groups_are_planned_anew_for_the_rates_of_now(start_front: StartFront, tmp_path: Path) -> None:
+    """The plan has three GPUs for m and one for n; then all that comes is of n."""
+    instance = Instance(
+        streams=(Stream("all", "m", rate_per_s=90.0, slo_s=1.0), Stream("all", "n", rate_per_s=20.0, slo_s=1.0)),
+        models=tuple([Model(name, 30.0, 20.0, 0.0, batch_size_max=1) for name in ("m", "n")]),
+        gpus=4,
+        gpu_memory_gb=40.0,
+        group_gpus_max=3,
+        groups=2,
+    )
+    instance.save(tmp_path / "instance.json")
+    first = herd.plan(instance)
+    first.save(tmp_path / "plan.json")
+    assert {group.models: group.gpus for group in first.groups} == {("m",): 3, ("n",): 1}
+    files = {"plan": str(tmp_path / "plan.json"), "plan_instance": str(tmp_path / "instance.json")}
+    async with engines(4, slots=4, step_s=0.001) as fakes:
+        front = await start_front(engines=placed(fakes, 4, replan_every_s=1.0, **files))
+
+        def workers() -> dict[tuple[str, ...], int]:
+            assert isinstance(front.cluster.scheduler, Groups)
+            return {group.models: len(group.workers) for group in front.cluster.scheduler.plan}
+
+        await until(lambda: workers() == {("m",): 3, ("n",): 1})
+        async with asyncio.timeout(30):
+            while workers() != {("m",): 1, ("n",): 3}:
+                await asyncio.gather(*(ask(front, "n", max_tokens=1) for _ in range(5)))
+                await asyncio.sleep(0.05)
+    steps = list(front.cluster.journal.steps)
+    assert journal.replay(front.cluster.journal.header, steps) == steps
+
+
+# ---- what makes no sense ----
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"group": "left"}, "group is of no use without --plan"),
+        ({"group_processes": True}, "group_processes is of no use without --plan"),
+        ({"plan": "p", "replan_every_s": 5.0}, "of use only together"),
+        ({"plan": "p", "group": "left", "group_processes": True}, "group does not go with group_processes"),
+        ({"plan": "p", "group_processes": True, "engine": ("embedded",)}, "only with engines that are URLs"),
+        ({"plan": "/nowhere/plan.json"}, "/nowhere/plan.json"),
+    ],
+)
+async def test_settings_of_plans_that_contradict_each_other_are_said(fields: dict[str, Any], message: str) -> None:
+    config = Config(server=ServerConfig(port=0), engines=EngineConfig(**{"engine": ("http://127.0.0.1:9",), **fields}))
+    with pytest.raises(ConfigError, match=message):
+        async with serving(config):
+            raise AssertionError("it must not start")
+
+
+async def test_a_group_that_the_plan_does_not_have_is_said_with_the_nearest(tmp_path: Path) -> None:
+    plan = saved(tmp_path, Group("left", 1, ("m",)))
+    engine = EngineConfig(engine=("http://127.0.0.1:9",), plan=plan, group="lift")
+    with pytest.raises(ConfigError, match="no group 'lift'; did you mean left"):
+        async with serving(Config(server=ServerConfig(port=0), engines=engine)):
+            raise AssertionError("it must not start")
+
+
+async def test_one_groups_server_has_the_engines_of_the_workers_that_the_plan_names_for_it(
+    start_front: StartFront, tmp_path: Path
+) -> None:
+    plan = saved(tmp_path, Group("left", 1, ("m",), workers=("w1",)))
+    async with engines(2) as fakes:
+        front = await start_front(engines=placed(fakes, plan=plan, group="left"))
+        assert list(front.cluster.engines_ready) == [name_of(fakes[1])]
+        assert not isinstance(front.cluster.scheduler, Groups)
+
+
+# ---- a process each ----
+
+
+def child(front: Front, group: str) -> psutil.Process:
+    """The process of a group that runs now."""
+    for process in psutil.Process().children(recursive=True):
+        words = process.cmdline()
+        if "--group" in words and words[words.index("--group") + 1] == group and "-I" not in words:
+            return process
+    raise AssertionError(f"group {group} has no process")
+
+
+@asynccontextmanager
+async def served(**sections: Any) -> AsyncIterator[Front]:
+    """A server that has ended after the block, and its groups' processes with it."""
+    config = Config(live=LiveConfig(probe_every_s=0.05), **sections)
+    async with aiohttp.ClientSession() as session, serving(config) as (cluster, url):
+        front = Front(cluster, url, session)
+        await until(lambda: all(cluster.engines_ready.values()))
+        yield front
+
+
+async def test_groups_are_processes_behind_one_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMSERVE_QUEUE_REQUESTS_MAX", "1")  # this server was not started by the command line
+    plan = saved(
+        tmp_path,
+        Group("left", 1, ("m",)),
+        Group("right", 1, ("n",), streams=(("chat", "m"),), workers=("w1",)),
+    )
+    book = str(tmp_path / "journal")
+    async with (
+        engines(2, slots=2) as (first, second),
+        FakeEngine(step_s=0.005, model="k") as third,
+        served(
+            engines=placed((first, second, third), 2, plan=plan, group_processes=True),
+            server=ServerConfig(port=0, journal=book),
+        ) as front,
+    ):
+        assert sorted(front.cluster.engines_ready) == ["fallback", "left", "right"]
+        assert await ask(front, "m") == (200, name_of(first)), "the receipt is the group's own"
+        assert await ask(front, "m", "chat") == (200, name_of(second))
+        assert await ask(front, "n", stream="chat", stream_options=None) == (200, name_of(second))
+        assert await ask(front, "k") == (200, name_of(third))
+        headers = {"x-llmserve-slo-ms": "30000", "x-llmserve-predicted-tokens": "1", "x-llmserve-stream": "mail"}
+        async with front.post(model="m", headers=headers, max_tokens=2) as response:
+            assert float(response.headers["x-llmserve-queue-ms"]) >= 0
+            assert response.headers["x-llmserve-predicted-tokens"] == "1"
+        slow = [asyncio.ensure_future(ask(front, "m", max_tokens=200)) for _ in range(2)]
+        await until(lambda: first.running == 2)
+        async with front.post(model="m", headers={"x-llmserve-slo-ms": "100"}, max_tokens=2) as response:
+            assert response.status == 504
+            assert (await response.json())["error"]["code"] == "deadline_exceeded"
+        assert {status for status, _ in await asyncio.gather(*slow)} == {200}
+    header, steps = journal.read(Path(f"{book}.left"))
+    assert not header.groups
+    assert header.scheduling.queue_requests_max == 10_000, "the environment was heeded, or not, by the door"
+    requests = [step.event.request for step in steps if isinstance(step.event, RequestArrived)]
+    assert [request.stream for request in requests] == ["", "mail", "", "", ""]
+    told = requests[1]
+    arrived_at_s = next(step.now_s for step in steps if step.event == RequestArrived(told))
+    assert told.predicted_tokens == 1.0
+    assert told.deadline_s is not None
+    assert 20.0 < told.deadline_s - arrived_at_s <= 30.0, "what the door took is off"
+
+
+async def test_killing_one_groups_process_loses_only_what_had_begun_there(
+    start_front: StartFront, tmp_path: Path
+) -> None:
+    plan = saved(tmp_path, Group("left", 1, ("m",), workers=("w0",)), Group("right", 1, ("n",), workers=("w1",)))
+    async with (
+        FakeEngine(slots=2, step_s=0.05, model="m") as first,
+        FakeEngine(slots=2, step_s=0.02, model="n") as second,
+    ):
+        front = await start_front(engines=placed((first, second), 2, plan=plan, group_processes=True))
+        others = [asyncio.ensure_future(ask(front, "n", max_tokens=100)) for _ in range(2)]
+        waiting = [asyncio.ensure_future(ask(front, "m", max_tokens=20)) for _ in range(3)]
+        async with front.post(model="m", stream=True, max_tokens=200) as begun:
+            await begun.content.readany()
+            child(front, "left").kill()
+            rest = (await begun.read()).decode()
+        assert "engine" in json.loads(rest.split("data: ")[-1])["error"]["message"]
+        assert {status for status, _ in await asyncio.gather(*waiting)} == {200}, "they run in the next process"
+        assert {status for status, _ in await asyncio.gather(*others)} == {200}
+        assert len(second.bodies) == 2, "none of them was disturbed"
+        assert (await ask(front, "m"))[0] == 200
+
+
+async def test_an_engine_that_is_silent_at_the_start_is_left_to_the_fallback_group(
+    start_front: StartFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmserve.group_processes.LOOK_S", 0.5)
+    plan = saved(tmp_path, Group("left/1", 1, ("m",)))
+    async with engines(1) as (first,):
+        silent = "w9=http://127.0.0.1:9"
+        config = EngineConfig(engine=(f"w0={first.url}", silent), slots=1, plan=plan, group_processes=True)
+        front = await start_front(engines=config, wait=False)
+        assert sorted(front.cluster.engines_ready) == ["fallback", "left/1"]
+        await until(lambda: front.cluster.engines_ready["left/1"])
+        assert await ask(front, "m") == (200, name_of(first))
