@@ -3,9 +3,9 @@
     x_ij       (models, groups) whether model i is in group j
     size_j     (groups,) its GPUs
     reach_jl   (groups, levels) whether group j may have models of level l: an affinity set, and GPUs that some of its
-               models ask for; of a set, reaching a level takes reaching those below
+               models ask for; of a set, reaching a level takes reaching those below; a group reaches into one set
 
-The tolerance t is given, so max-min is gone and model i only asks that size_j >= ceil(t n_i).
+All are whole numbers. The tolerance t is given, so max-min is gone and model i only asks that size_j >= ceil(t n_i).
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ def decide(
     fixed : (models,) the group of those that have theirs, -1 of the others; then nothing is proven.
     kept : (models, groups) where each model would rather be; then, of all such groupings, one with as many as possible.
 
-    Variables, all whole: x (models, groups), size (groups,) and, for each group, affinity set and number c that its
-    models ask for, reach = 1 if the group may have models of the set that ask for c. Of a group's sets only one is
-    reached. Groups are interchangeable unless some are preferred: then they have falling sizes.
+    Where all groups are alike, neither preferred nor given, they have falling sizes: of equal answers one is left.
     """
     scipy = scipy_optimize()
     programme = _Programme(task, tolerance, task.groups if kept is None else kept.shape[1])

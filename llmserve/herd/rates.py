@@ -19,10 +19,11 @@ Rates = Mapping[Named, float]
 
 
 def with_rates(instance: Instance, rates_per_s: Rates) -> Instance:
-    """What is not named stays. A stream that the instance does not know counts with the tightest SLO of its model's.
+    """What is not named stays. Where a model is named and a stream of it, too, the stream has its own rate.
 
-    Of a model that is named and of a stream of it that is, too, the stream's own rate counts. Raises ConfigError on a
-    rate below 0, one of an unknown model, and one of a model whose streams have no rates to change in proportion.
+    A stream that is named and has no SLO, or is not known to the instance, counts with the tightest SLO of its model's
+    streams. Raises ConfigError on a rate below 0, one of an unknown model, and one of a model whose streams have no
+    rates that could change in proportion.
     """
     streams = streams_of(instance)
     index = {model.name: number for number, model in enumerate(instance.models)}
@@ -45,6 +46,7 @@ def with_rates(instance: Instance, rates_per_s: Rates) -> Instance:
             needs.append(math.nan)
         else:
             rates[at], needs[at] = rate_per_s, math.nan
+            slos[at] = float(tightest_s[kind]) if math.isnan(slos[at]) else slos[at]
     columns = StreamColumns(names, [instance.models[kind].name for kind in kinds], rates, slos, needs)
     return msgspec.structs.replace(instance, streams=columns)
 

@@ -1,6 +1,6 @@
 """What the search works on: an instance without names, and a grouping of its models.
 
-    n_i            GPUs that model i needs for its average load       `Task.need`
+    n_i            GPUs that model i needs for its average load        `Task.need`
     t              a burst tolerance that every model is to have
     ceil(t n_i)    GPUs that a group with model i then has at least    `Task.asked`
 

@@ -1,0 +1,124 @@
+"""Instances to plan, the limits that every plan keeps, and brute force over all groupings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import msgspec
+import numpy as np
+import pytest
+
+from llmserve.herd import Instance, Model, Plan, Stream, StreamColumns, affinity_sets, needs_of, streams_of
+
+ROUNDING = 1e-6
+
+
+def instance(needs: list[float], memory_gb: list[float] | None = None, **limits: object) -> Instance:
+    """A stream a model, each of which needs so many GPUs."""
+    sizes = memory_gb or [1.0] * len(needs)
+    return Instance(
+        streams=tuple(Stream(f"s{k}", f"m{k}", gpus_needed=need) for k, need in enumerate(needs)),
+        models=tuple(Model(f"m{k}", size, alpha_ms=1.0, beta_ms=10.0) for k, size in enumerate(sizes)),
+        **{"gpus": 4, "gpu_memory_gb": 16.0, "group_gpus_max": 4, "groups": 2, **limits},  # type: ignore[arg-type]
+    )
+
+
+def served(rates: list[float], **limits: object) -> Instance:
+    asked = instance([0.0] * len(rates), [6.0] * len(rates), **limits)
+    models = tuple(msgspec.structs.replace(model, goodput_per_s=10.0) for model in asked.models)
+    streams = tuple(Stream(f"s{k}", f"m{k}", rate_per_s=rate) for k, rate in enumerate(rates))
+    return msgspec.structs.replace(asked, models=models, streams=streams)
+
+
+def drawn(seed: int, models: int) -> Instance:
+    """Tight ones: of many, a good part has no plan."""
+    rng = np.random.default_rng(seed)
+    gpus, groups = int(rng.integers(2, 11)), int(rng.integers(1, 4))
+    needs = rng.lognormal(0.0, 1.0, models)
+    memory = rng.uniform(1.0, 9.0, models)
+    kinds = rng.integers(0, 2, models)
+    return Instance(
+        streams=tuple(Stream(f"s{k}", f"m{k}", gpus_needed=float(need)) for k, need in
+                      enumerate(needs * rng.uniform(0.3, 0.9) * gpus / needs.sum())),
+        models=tuple(Model(f"m{k}", float(memory[k]), [1.0, 30.0][kinds[k]], 5.0) for k in range(models)),
+        gpus=gpus,
+        gpu_memory_gb=float(max(memory.max(), memory.sum() * rng.uniform(0.9, 1.6) / groups)),
+        group_gpus_max=int(rng.integers(1, 6)),
+        groups=groups,
+        affinity_max=None if seed % 3 else 2.0,
+    )  # fmt: skip
+
+
+def table_5(models: int, seed: int, groups: int = 10) -> Instance:
+    """As scripts/benchmark_herd.py makes them, with a stream a model."""
+    rng = np.random.default_rng(seed)
+    needs, memory = rng.lognormal(0.0, 1.0, models), rng.uniform(0.3, 1.7, models)
+    names = [f"m{k}" for k in range(models)]
+    return Instance(
+        StreamColumns(names, names, gpus_needed=0.8 * models * needs / needs.sum()),
+        tuple(Model(name, float(size), 1.0, 10.0) for name, size in zip(names, memory, strict=True)),
+        gpus=models,
+        gpu_memory_gb=float(memory.sum() / groups / 0.9),
+        group_gpus_max=models * 3 // 2 // groups,
+        groups=groups,
+    )
+
+
+def without_time(found: Plan) -> Plan:
+    return msgspec.structs.replace(found, solve_s=0.0)
+
+
+def check(asked: Instance, found: Plan) -> None:
+    """Every limit of the instance, from the plan's own words."""
+    streams = streams_of(asked)
+    needs = np.bincount(streams.model, needs_of(asked, streams), len(asked.models))
+    need = {model.name: needs[k] for k, model in enumerate(asked.models)}
+    memory_gb = {model.name: model.memory_gb for model in asked.models}
+    kind = dict(zip(memory_gb, affinity_sets(asked.models, asked.affinity_max).tolist(), strict=True))
+    assert sorted(model for group in found.groups for model in group.models) == sorted(memory_gb), "each in one group"
+    assert len(found.groups) <= asked.groups
+    assert sum(group.gpus for group in found.groups) <= asked.gpus
+    for group in found.groups:
+        assert 1 <= group.gpus <= asked.group_gpus_max
+        assert sum(memory_gb[model] for model in group.models) <= asked.gpu_memory_gb * (1 + 1e-5)
+        assert len({kind[model] for model in group.models}) == 1
+        load = sum(need[model] for model in group.models)
+        assert found.as_printed or load <= group.gpus + 1e-5
+        assert group.load == pytest.approx(load / group.gpus)
+    tolerances = [g.gpus / need[model] for g in found.groups for model in g.models if need[model] > 0]
+    assert found.burst_tolerance == (pytest.approx(min(tolerances)) if tolerances else None)
+    if found.burst_tolerance is not None and found.bound is not None:
+        assert found.bound >= found.burst_tolerance
+        assert found.gap == pytest.approx(found.bound / found.burst_tolerance - 1)
+
+
+def best(asked: Instance, as_printed: bool) -> float | None:
+    """The largest least burst tolerance of all groupings and all sizes; None: there is none. A stream a model."""
+    needs = [stream.gpus_needed or 0.0 for stream in asked.streams if isinstance(stream, Stream)]
+    found: float | None = None
+    for group in partitions(len(needs), asked.groups):
+        members = [[k for k, of in enumerate(group) if of == number] for number in range(max(group) + 1)]
+        if not all(fits(asked, each) for each in members):
+            continue
+        for sizes in product(range(1, asked.group_gpus_max + 1), repeat=len(members)):
+            loads = [sum(needs[k] for k in each) for each in members]
+            served = as_printed or all(load <= size + ROUNDING for load, size in zip(loads, sizes, strict=True))
+            if sum(sizes) <= asked.gpus and served:
+                least = min(size / max(needs[k] for k in each) for size, each in zip(sizes, members, strict=True))
+                found = least if found is None else max(found, least)
+    return found
+
+
+def partitions(count: int, groups: int) -> Iterator[list[int]]:
+    """Of so many models into at most so many groups, each once."""
+    for group in product(range(groups), repeat=count):
+        if all(number <= max(group[:at], default=-1) + 1 for at, number in enumerate(group)):
+            yield list(group)
+
+
+def fits(asked: Instance, members: list[int]) -> bool:
+    models = [asked.models[k] for k in members]
+    together = sum(model.memory_gb for model in models) <= asked.gpu_memory_gb * (1 + ROUNDING)
+    sets = affinity_sets(asked.models, asked.affinity_max)
+    return together and len({int(sets[k]) for k in members}) == 1
