@@ -64,7 +64,7 @@ class Timetable:
         steps = [speed.step_s[min(size, slots) - 1] for size in sizes]
         longest: Sequence[float] = tokens.longest
         if not engine.info.barrier:
-            steps = [steps[-1] if slots > self._batch_size else speed.step_s[slots - 1]] * self._batch_size
+            steps = [speed.step_s[slots - 1]] * self._batch_size
             longest = [tokens.longest[0]] * self._batch_size
         first, second = steps[0], steps[min(1, len(steps) - 1)]
         return BatchTimes(

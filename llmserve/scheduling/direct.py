@@ -6,12 +6,13 @@ time. A request that cannot be, even alone and at once, fails at once and costs 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from llmserve.scheduling.batch_times import Timetable
-from llmserve.scheduling.deadline_queue import DeadlineQueue, largest_feasible
+from llmserve.scheduling.deadline_queue import ROUNDING_S, DeadlineQueue, largest_feasible
 from llmserve.scheduling.engine_state import EngineState, Worker
 from llmserve.scheduling.floor import Floor
 from llmserve.scheduling.lane import Lane
@@ -129,39 +130,66 @@ class Direct:
             engine = self._floor.free.get(name)  # it may have gone with another that shares its GPU
             while engine is not None and engine.room > 0 and self._serve(engine, now_s):
                 engine = self._floor.free.get(name)
-            if engine is not None and (wake_s := self._order.wake_at_s(name, now_s)) is not None:
-                wakes.append(wake_s)
+            if engine is not None:
+                times = (self._order.wake_at_s(name, now_s), engine.look_again_at_s)
+                wakes += [time_s for time_s in times if time_s is not None and time_s > now_s]
         self._wake_at_s = min(wakes, default=None)
 
     def _serve(self, engine: EngineState, now_s: float) -> bool:
         """Start something on it. False: there is nothing for it."""
-        if self._run_again(engine):
+        if self._run_again(engine, now_s):
             return True
-        name, most = engine.info.name, engine.room
+        name, most = engine.info.name, _room(engine)
         pick = self._overdue(engine, now_s) or self._order.pick(self._waiting(engine, most), name, now_s)
         if pick is None:
             # Answers differ in length: what would be late on average may be in time, and the engine has nothing better.
             pick = self._order.pick(self._waiting(engine, most, by_least=True), name, now_s)
-        if pick is None:
-            return False
-        self._start_pick(engine, pick, now_s)
-        return True
+        return pick is not None and self._start_pick(engine, pick, now_s)
 
-    def _run_again(self, engine: EngineState) -> bool:
-        """What another engine failed or lost has waited longest."""
+    def _run_again(self, engine: EngineState, now_s: float) -> bool:
+        """What another engine failed or lost has waited longest: of such a batch, all that can be in time together."""
         for lane in self._lanes.values():
-            batch = lane.formed.first() if lane.waiting and engine.serves(lane.model) else None
-            if batch is None or (
-                batch.avoid == engine.info.name and self._floor.another_works(engine.info.name, lane.model)
-            ):
+            if not lane.formed or not engine.serves(lane.model):
                 continue
-            self._start(engine, lane, batch, engine.room)
-            return True
+            for batch in lane.formed.batches():
+                if batch.avoid == engine.info.name and self._floor.another_works(engine.info.name, lane.model):
+                    continue
+                if count := self._in_time(engine, lane, batch, now_s):
+                    self._start(engine, lane, batch, count)
+                    return True
         return False
 
-    def _start_pick(self, engine: EngineState, pick: Pick, now_s: float) -> None:
+    def _in_time(self, engine: EngineState, lane: Lane, batch: FormedBatch, now_s: float) -> int:
+        """How many of a formed batch the engine could run in time, at least if their answers are short; they are put
+        first.
+        """
+        times = self._times.of(engine, lane, batch.bin)
+        tickets = sorted(batch.tickets.values(), key=_deadline_s)
+        deadlines_s = [_deadline_s(ticket) for ticket in tickets]
+        for batch_s in (times.expected, times.least):
+            count = largest_feasible((), now_s, batch_s, min(_room(engine), len(batch_s)), deadlines_s)
+            if count:
+                first = bisect_left(deadlines_s, now_s + batch_s[count - 1] - ROUNDING_S)
+                chosen = tickets[first : first + count]
+                batch.tickets = {ticket.request.id: ticket for ticket in (*chosen, *tickets)}
+                return count
+        return 0
+
+    def _start_pick(self, engine: EngineState, pick: Pick, now_s: float) -> bool:
+        """False when the engine's memory does not hold it yet: nothing that would overtakes it."""
         lane = pick.waiting.lane
-        self._start(engine, lane, self._take(pick, now_s), engine.room)
+        batch = self._take(pick, now_s)
+        first = next(iter(batch.tickets.values()))
+        if not engine.fits(first, now_s, lane.service.seconds_per_token):
+            self._take_back(lane, batch)
+            return False
+        self._start(engine, lane, batch, engine.room)
+        return True
+
+    def _take_back(self, lane: Lane, batch: FormedBatch) -> None:
+        for ticket in list(batch.tickets.values()):
+            lane.leave(ticket)
+            lane.take_back(ticket)
 
     def _take(self, pick: Pick, now_s: float) -> FormedBatch:
         """Its requests leave their bins, as a batch whose engine is known."""
@@ -217,8 +245,8 @@ class Direct:
             for queue in lane.bins:
                 assert isinstance(queue, DeadlineQueue)
                 oldest = queue.oldest_undated()
-                if oldest is not None and oldest.arrived_at_s + UNDATED_S <= now_s:
-                    count = min(self._batch_size, engine.room, len(queue) - queue.first_at(float("inf")))
+                if oldest is not None and _is_overdue(oldest, now_s):
+                    count = min(self._batch_size, _room(engine), len(queue) - queue.first_at(float("inf")))
                     times = self._times.of(engine, lane, queue.index)
                     waiting = Waiting(lane, queue, times.expected, times.empty, count)
                     return Pick(waiting, count, queue.ids(queue.first_at(float("inf")), count))
@@ -238,7 +266,7 @@ class Direct:
                 [
                     (len(engine.running), name)
                     for name, engine in self._floor.engines.items()
-                    if engine.running and len(engine.running) * factor <= self._batch_size and _can_stop(engine)
+                    if engine.running and len(engine.running) * factor <= self._batch_size and _can_stop(engine, now_s)
                 ]
             )
             if not targets or longest < (factor - 1.0) * targets[0][0]:
@@ -290,13 +318,11 @@ class Direct:
         assert worker.reserved is not None, "it is reserved for nobody"
         (engine, batch), worker.reserved = worker.reserved, None
         lane, tickets = self._lanes[batch.model], list(batch.tickets.values())
-        for ticket in tickets:
-            lane.leave(ticket)
-            lane.take_back(ticket)
+        self._take_back(lane, batch)
         self._floor.note(engine, now_s)
         if not tickets or engine.info.name not in self._floor.free:
             return
-        queue = lane.bins[tickets[0].bin]
+        queue = lane.bins[max(ticket.bin for ticket in tickets)]
         waiting = [each for each in self._waiting(engine, engine.room) if each.queue is queue]
         pick = self._order.pick(waiting, engine.info.name, now_s) if waiting else None
         if pick is not None:
@@ -335,23 +361,37 @@ class Direct:
     def check(self, now_s: float) -> None:
         """Assert that no engine is idle that the order has something for."""
         for engine in self._floor.free.values():
-            if engine.room > 0:
+            if engine.room > 0 and engine.look_again_at_s is None:
                 for by_least in (False, True):
-                    waiting = self._waiting(engine, engine.room, by_least=by_least)
+                    waiting = self._waiting(engine, _room(engine), by_least=by_least)
                     pick = self._order.pick(waiting, engine.info.name, now_s)
                     assert pick is None, (
                         f"{engine.info.name} is idle while {pick.count if pick else 0} could be in time"
                     )
 
 
-def _can_stop(engine: EngineState) -> bool:
-    """Its batch can: its engine runs one at a time, nobody has seen a byte of it, and nothing was decided already."""
+def _room(engine: EngineState) -> int:
+    """Requests that it is given at once: on trial, and where memory is scarce, one by one."""
+    if engine.info.barrier or (engine.circuit.closed and engine.info.tokens_max is None):
+        return engine.room
+    return min(1, engine.room)
+
+
+def _can_stop(engine: EngineState, now_s: float) -> bool:
+    """Its batch can: its engine runs one at a time, nobody has seen a byte of it, and nothing was decided already. Who
+    has waited too long without a deadline is not put off again.
+    """
+    running = engine.running.values()
     return (
         engine.info.barrier
         and engine.worker.reserved is None
-        and not any(ticket.began or ticket.preempted for ticket in engine.running.values())
-        and not all(ticket.cancelled for ticket in engine.running.values())
+        and not any(ticket.began or ticket.preempted or _is_overdue(ticket, now_s) for ticket in running)
+        and not all(ticket.cancelled for ticket in running)
     )
+
+
+def _is_overdue(ticket: Ticket, now_s: float) -> bool:
+    return ticket.request.deadline_s is None and ticket.arrived_at_s + UNDATED_S <= now_s
 
 
 def _deadline_s(ticket: Ticket) -> float:

@@ -35,11 +35,12 @@ class InOrder:
         self._form = form
         self._start = start
         self._release_size = release_size
+        self._blocked: set[str] = set()  # engines that a batch waits for room on, since the last dispatch
 
     def dispatch(self, now_s: float) -> None:
         """Start formed batches, in order, until no engine takes the next one."""
         held: list[tuple[Lane, FormedBatch]] = []
-        blocked: set[str] = set()  # engines that a batch waits for room on
+        blocked = self._blocked = set()
         while self._floor.free:
             lane = self._next(blocked, now_s)
             if lane is None:
@@ -126,6 +127,8 @@ class InOrder:
             return Room.NONE
         room = Room.NONE
         for engine in self._floor.free_for(lane.model):
+            if engine.info.name in self._blocked:
+                continue
             if engine.running and (engine.room > 0 or lane.release.plans):
                 return Room.JOIN
             if engine.room > 0:

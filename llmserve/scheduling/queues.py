@@ -45,6 +45,7 @@ class Ticket:
         "service_mean_s",
         "service_s",
         "started_at_s",
+        "together",
         "total_tokens",
     )
 
@@ -76,6 +77,7 @@ class Ticket:
         self.total_tokens = math.ceil(request.prompt_tokens + request.choices * (tokens + BLOCK_TOKENS))
         self.engine = ""  # these two are set while running
         self.started_at_s = 0.0
+        self.together = 0  # requests that ran on its engine once it had started, itself counted
         self.retries = 0
         self.cancelled = False
         self.began = False  # while it runs: its client has been given its first byte

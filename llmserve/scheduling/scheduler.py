@@ -191,7 +191,7 @@ class Scheduler:
                 lane.due_s = self._earliest_due_s(lane) if lane.waiting else None
 
     def _settle_direct(self, direct: Direct) -> None:
-        if self.waiting and self._floor.free:
+        if self.waiting:
             direct.dispatch(self._now_s)
         if self._arrived_in:
             if self.waiting and direct.preempts:
@@ -223,9 +223,11 @@ class Scheduler:
     def _on_request_arrived(self, event: RequestArrived) -> None:
         request = event.request
         assert request.id not in self.requests, f"request {request.id} arrived twice"
-        lane = self.lane(request.model)
+        # What nobody serves gets no lane: anyone could ask for anything.
+        lane = self.lane(request.model) if self._floor.serving(request.model) else self.lanes.get(request.model)
         refusal = self._refusal(request, lane)
-        if refusal is not None:
+        if lane is None or refusal is not None:
+            assert refusal is not None, "there is no engine for it"
             retry_after_s = None if refusal == "deadline_exceeded" else self._retry_after_s()
             self._actions.append(FailRequest(request.id, refusal, retry_after_s))
             return
@@ -241,10 +243,10 @@ class Scheduler:
         if late_at_s is not None:
             heapq.heappush(self._deadlines, (late_at_s, ticket.request.id))
 
-    def _refusal(self, request: Request, lane: Lane) -> FailReason | None:
+    def _refusal(self, request: Request, lane: Lane | None) -> FailReason | None:
         if self._draining:
             return "draining"
-        if not lane.ready:
+        if lane is None or not lane.ready:
             return "no_engine"
         if self.waiting >= self._queue_requests_max:
             return "queue_full"
@@ -278,7 +280,7 @@ class Scheduler:
                 self._judge(engine, lambda circuit: circuit.fault(event.request_id, self._now_s))
         elif event.outcome != "cancelled":
             self._judge(engine, lambda circuit: circuit.success([event.request_id]))
-        together, ran_s = len(engine.running), self._now_s - ticket.started_at_s
+        ran_s = self._now_s - ticket.started_at_s
         engine.let_go(ticket)
         self._floor.note(engine, self._now_s)
         if event.fault and event.retryable and not ticket.cancelled:
@@ -290,7 +292,7 @@ class Scheduler:
             self._rate.observe(self._now_s)
             if event.outcome == "completed":
                 self._see_answer(ticket, event.output_tokens, ran_s)
-                self._see_pace(engine, ticket.request.model, together, event.output_tokens, ran_s)
+                self._see_pace(engine, ticket.request.model, ticket.together, event.output_tokens, ran_s)
         self._start_reserved(engine)
 
     def _on_batch_ended(self, event: BatchEnded) -> None:
@@ -433,6 +435,8 @@ class Scheduler:
             ticket.began = ticket.preempted = False
             engine.start(ticket, self._now_s)
             self._floor.served(ticket.request.prefixes, engine)
+        for ticket in tickets:
+            ticket.together = len(engine.running)
         self.waiting -= len(tickets)
         lane.waiting -= len(tickets)
         self._floor.note(engine, self._now_s)
@@ -451,6 +455,7 @@ class Scheduler:
         """What was to make room has: the batch that it made room for goes first."""
         worker = engine.worker
         if self._direct is not None and worker.reserved is not None and not worker.busy:
+            self._fail_late_requests()
             self._direct.start_reserved(worker, self._now_s)
 
     def _count_engines(self) -> None:
@@ -525,22 +530,25 @@ class Scheduler:
             self._watch_deadline(ticket, lane)  # it may have been dropped while the request ran
         self.waiting += len(tickets)
         lane.waiting += len(tickets)
-        batch = FormedBatch(first.batch_id, first.bin, first.formed_at_s, tickets, lane.model)
+        longest = max(ticket.bin for ticket in tickets)  # a batch may have shorter ones along
+        batch = FormedBatch(first.batch_id, longest, first.formed_at_s, tickets, lane.model)
         batch.avoid = avoid
         lane.formed.push(batch)
 
     def _wait_again(self, ticket: Ticket) -> None:
-        """A request that made room for others waits as if it had come now, as long as it can be in time."""
+        """A request that made room for others waits again, as long as it can be in time.
+
+        It stops nobody in its turn: those would stop others, without end.
+        """
         lane = self.lanes[ticket.request.model]
         assert self._direct is not None, "only a direct order preempts"
         late_at_s = self._direct.late_at_s(ticket, lane)
         if late_at_s is not None and late_at_s <= self._now_s:
             self._fail(ticket, "deadline_exceeded")
             return
-        queue = lane.take_back(ticket)
+        lane.take_back(ticket)
         self.waiting += 1
         self._watch_deadline(ticket, lane)
-        self._arrived_in = max(self._arrived_in, len(queue))
 
     def _fail_late_requests(self) -> None:
         """Requests that cannot be in time any more end at once while they wait; those that run are left to their
@@ -598,8 +606,9 @@ class Scheduler:
             queue = lane.take_back(ticket)
             self.waiting += 1
             self._watch_deadline(ticket, lane)
-            self._form(lane, queue)
             self._arrived_in = max(self._arrived_in, len(queue))
+        for model in {ticket.request.model: None for ticket in tickets}:
+            self._sort_into_queues(self.lanes[model])  # they may have come before those that wait here
         return self._settle()
 
     # ---- promises ---------------------------------------------------------------------------------------------

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
+    AnswerBegan,
     BatchEnded,
     DispatchSolved,
     DrainRequested,
@@ -22,6 +24,7 @@ from llmserve.scheduling.messages import (
     EngineReady,
     Event,
     FailRequest,
+    PreemptBatch,
     ReportCircuit,
     ReportTrust,
     RequestArrived,
@@ -31,18 +34,55 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.policies import TIMEOUT_S, SchedulingConfig
+from llmserve.scheduling.policies import DIRECT, TIMEOUT_S, SchedulingConfig
 from llmserve.scheduling.scheduler import Scheduler
 
 NEVER_IDLE = ("greedy", "window")  # releases under which nothing waits for company
 NEAR_S = 1e-9  # of times that are sums of others
+JUST_S = 2e-6  # so much longer something may wait that could only just be in time
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What is known of how long things take.
+
+    batch_s   seconds of a batch of so many on an engine; no request takes less
+    tokens    of every answer
+    foreseen  the scheduler knows it as well
+    """
+
+    batch_s: Callable[[EngineInfo, int], float]
+    tokens: float
+    foreseen: bool
+
+    def hopes(self, request: Request) -> bool:
+        """It is predicted to be shorter than any answer is: nobody gives it up for lost before its deadline."""
+        own = request.quantiles[0] if request.quantiles else request.predicted_tokens
+        return own is not None and own < self.tokens
+
+
+class Worker:
+    """A GPU. stopping : requests that were told to make room and still run.  stopped : how many all in all; None: all
+    are gone, or something happened besides, so that what runs next may be anything.
+    """
+
+    def __init__(self) -> None:
+        self.engines: list[Engine] = []
+        self.stopping: set[int] = set()
+        self.stopped: int | None = None
+
+    @property
+    def runs_a_batch(self) -> bool:
+        return any(engine.info.barrier and engine.running for engine in self.engines)
 
 
 class Engine:
     """One engine as it must be. open_until_s : while its circuit is not closed, when it may be tried again."""
 
-    def __init__(self, info: EngineInfo) -> None:
+    def __init__(self, info: EngineInfo, worker: Worker) -> None:
         self.info = info
+        self.worker = worker
+        worker.engines.append(self)
         self.up = False
         self.open_until_s: float | None = None
         self.running: dict[int, int] = {}  # request id -> batch id
@@ -51,28 +91,45 @@ class Engine:
     def free(self) -> bool:
         """It must not be left without work."""
         idle = not self.running or not (self.info.barrier or self.info.tokens_max)
-        return self.up and self.open_until_s is None and idle and len(self.running) < self.info.slots
+        if self.worker.stopping or (self.info.barrier and self.worker.runs_a_batch):
+            return False
+        return self.works and idle and len(self.running) < self.info.slots
+
+    @property
+    def works(self) -> bool:
+        return self.up and self.open_until_s is None
 
 
 class Life:
-    """One accepted request. failed_on : the engine that it came back from last."""
+    """One accepted request. failed_on : the engine that it came back from last.  began, preempted : while it runs, its
+    client has seen a byte; it was told to make room.
+    """
 
-    __slots__ = ("arrived_at_s", "engine", "failed_on", "gone", "request", "tries")
+    __slots__ = ("arrived_at_s", "began", "engine", "failed_on", "gone", "preempted", "request", "tries")
 
     def __init__(self, request: Request, arrived_at_s: float) -> None:
         self.request = request
         self.arrived_at_s = arrived_at_s
         self.engine: str | None = None
         self.failed_on: str | None = None
-        self.gone = False
+        self.gone = self.began = self.preempted = False
         self.tries = 0
 
 
 class Account:
-    """steps_max : more than these, and something goes round in circles."""
+    """steps_max : more than these, and something goes round in circles.  times : None: nobody knows them."""
 
-    def __init__(self, config: SchedulingConfig, scheduler: Scheduler, steps_max: Callable[[float], float]) -> None:
+    def __init__(
+        self,
+        config: SchedulingConfig,
+        scheduler: Scheduler,
+        steps_max: Callable[[float], float],
+        times: Times | None = None,
+    ) -> None:
         self._config = config
+        self._direct = config.order in DIRECT
+        self._times = times
+        self._foreseen = times if times is not None and times.foreseen else None
         self._scheduler = scheduler
         self._steps_max = steps_max
         self.steps = 0
@@ -84,16 +141,20 @@ class Account:
         self._waiting: dict[int, Life] = {}
         self._over: set[int] = set()
         self._engines: dict[str, Engine] = {}
+        self._workers: dict[str, Worker] = {}
         self._draining = False
-        self._asked = False  # for a plan
-        self._helpless_since_s: float | None = 0.0
+        self._steady = True  # no engine has gone
+        self._asked: set[str] = set()  # models that a plan is being made for
+        self._models: dict[str, None] = {}  # that were heard of
+        self._helpless_since_s: dict[str, float] = {}  # of these, that no engine works for
         self._formed: dict[int, tuple[int, int, int]] = {}  # batch -> its bin, its size, requests started first
-        self._last_formed = 0  # the last batch whose first part was started
+        self._last_formed: Counter[str] = Counter()  # by model, the last batch whose first part was started
         self._expected: dict[int, str] = {}  # requests of which this step must say that they fail, and why
         self._hear: dict[type, Callable[..., None]] = {
             RequestArrived: self._arrived,
             RequestCancelled: self._cancelled,
             RequestEnded: self._ended,
+            AnswerBegan: self._began,
             BatchEnded: self._batch_ended,
             EngineReady: self._ready,
             EngineClosed: self._closed,
@@ -111,7 +172,13 @@ class Account:
         assert self.steps <= self._steps_max(now_s), "it goes round in circles"
         self._expected = {}
         self._hear[type(event)](event, actions)
+        self._see_who_makes_room(event)
         self._obey(event, actions)
+        making_room = [worker for worker in self._workers.values() if worker.stopping]
+        for worker in self._workers.values():
+            # What leaves one GPU may start on another that makes room; or find other edges, and wait in another bin.
+            if making_room != [worker] or self._config.bins_count > 1:
+                worker.stopped = None
         self._see_that_nothing_is_forgotten(event)
         self._scheduler.check()
 
@@ -131,7 +198,9 @@ class Account:
 
     def _arrived(self, event: RequestArrived, actions: Sequence[Action]) -> None:
         request = event.request
-        up = any(engine.up for engine in self._engines.values())
+        up = any(engine.up for engine in self._serving(request.model))
+        self._models[request.model] = None
+        self._see_who_helps()
         full = len(self._waiting) >= self._config.queue_requests_max
         late = request.deadline_s is not None and request.deadline_s <= self._now_s
         reasons = [
@@ -165,8 +234,17 @@ class Account:
         del self._engines[event.engine].running[event.request_id]
         if event.fault and event.retryable and not life.gone:
             self._back(event.request_id, event.engine, "engine_failed")
+        elif event.outcome == "cancelled" and life.preempted and not life.gone:
+            life.engine, life.failed_on = None, None
+            life.tries -= 1
+            self._waiting[event.request_id] = life
         else:
             self._end(event.request_id, "cancelled" if life.gone else event.outcome)
+
+    def _began(self, event: AnswerBegan, actions: Sequence[Action]) -> None:
+        life = self._alive.get(event.request_id)
+        if life is not None and life.engine is not None and not life.preempted:
+            life.began = True
 
     def _batch_ended(self, event: BatchEnded, actions: Sequence[Action]) -> None:
         running = self._engines[event.engine].running
@@ -175,19 +253,23 @@ class Account:
             self._end(request_id, "cancelled" if self._alive[request_id].gone else "completed")
 
     def _ready(self, event: EngineReady, actions: Sequence[Action]) -> None:
-        engine = self._engines.setdefault(event.engine.name, Engine(event.engine))
+        engine = self._engines.get(event.engine.name)
+        if engine is None:
+            worker = self._workers.setdefault(event.engine.worker or event.engine.name, Worker())
+            engine = self._engines[event.engine.name] = Engine(event.engine, worker)
         if not engine.up:  # whatever was wrong with it, it has come back
             engine.open_until_s = None
         engine.info, engine.up = event.engine, True
+        self._models.update(dict.fromkeys(event.engine.models))
         self._see_who_helps()
 
     def _closed(self, event: EngineClosed, actions: Sequence[Action]) -> None:
-        self._engines[event.engine].up = False
+        self._engines[event.engine].up = self._steady = False
         self._see_who_helps()
 
     def _lost(self, event: EngineLost, actions: Sequence[Action]) -> None:
         engine = self._engines[event.engine]
-        engine.up = False
+        engine.up = self._steady = False
         running, engine.running = engine.running, {}
         for request_id in running:
             if self._alive[request_id].gone:
@@ -203,8 +285,8 @@ class Account:
         self._draining = True
 
     def _solved(self, event: DispatchSolved, actions: Sequence[Action]) -> None:
-        assert self._asked, "a plan comes that nobody asked for"
-        self._asked = False
+        assert event.model in self._asked, "a plan comes that nobody asked for"
+        self._asked.remove(event.model)
 
     def _back(self, request_id: int, engine: str, reason: str) -> None:
         """An engine has let go of it before its client saw a byte: it runs again, unless it did too often (9)."""
@@ -224,16 +306,29 @@ class Account:
         self.outcomes[outcome] += 1
         self.stayed_s += self._now_s - life.arrived_at_s
 
+    def _serving(self, model: str) -> list[Engine]:
+        return [engine for engine in self._engines.values() if engine.info.serves(model)]
+
     def _see_who_helps(self) -> None:
-        if any(engine.up and engine.open_until_s is None for engine in self._engines.values()):
-            self._helpless_since_s = None
-        elif self._helpless_since_s is None:
-            self._helpless_since_s = self._now_s
+        for model in self._models:
+            if any(engine.works for engine in self._serving(model)):
+                self._helpless_since_s.pop(model, None)
+            else:
+                self._helpless_since_s.setdefault(model, self._now_s)
+
+    def _see_who_makes_room(self, event: Event) -> None:
+        for worker in self._workers.values():
+            if worker.stopping:
+                still = {request_id for engine in worker.engines for request_id in engine.running}
+                goes = isinstance(event, RequestEnded) and event.outcome == "cancelled"
+                if not goes or worker.stopping <= still:
+                    worker.stopped = None
+                worker.stopping &= still
 
     # ---- what it answered ----
 
     def _obey(self, event: Event, actions: Sequence[Action]) -> None:
-        helpless_since_s = self._helpless_since_s
+        helpless_since_s = dict(self._helpless_since_s)
         for action in actions:
             if isinstance(action, StartBatch):
                 self._start(self._engines[action.engine], action.batch)
@@ -243,28 +338,33 @@ class Account:
                 until_s = None if action.open_s is None else self._now_s + action.open_s
                 self._engines[action.engine].open_until_s = until_s
                 self._see_who_helps()
+            elif isinstance(action, PreemptBatch):
+                self._preempt(action)
             elif isinstance(action, AbortRequest):
                 assert isinstance(event, RequestCancelled), "only a client that leaves stops a request"
             elif isinstance(action, ReportTrust):
                 assert action.trusted == self._scheduler.lane(action.model).trust.trusted
             else:
                 assert isinstance(action, SolveDispatch)
-                assert not self._asked, "two plans are made at once"
-                self._asked = True
+                assert action.model not in self._asked, "two plans are made at once"
+                self._asked.add(action.model)
         assert not self._expected, f"not told: {self._expected}"
 
     def _start(self, engine: Engine, batch: Batch) -> None:
         info = engine.info
         assert engine.up, f"{info.name} is down and was given work"
+        assert info.serves(batch.model), f"{info.name} was given {batch.model!r}, which it does not serve"
+        assert not engine.worker.stopping, f"{info.name} was given work that others shall make room for"
         assert batch.requests, "an empty batch was started"
         assert batch.formed_at_s <= self._now_s, "a batch was started before it formed"
         assert len(batch.requests) <= batch.size <= self._config.full_batch, "a batch is too large"
         if info.barrier:
-            assert not engine.running, f"barrier engine {info.name} was given a second batch"  # (2)
+            assert not engine.worker.runs_a_batch, f"the GPU of {info.name} was given a second batch"  # (2)
         if engine.open_until_s is not None:
             assert self._now_s >= engine.open_until_s, f"{info.name} fails everything and was given work"
             assert info.barrier or len(batch.requests) == 1, f"{info.name} is tried with more than one request"
         self._count_batch(batch)
+        self._see_what_was_made_room_for(engine.worker, batch)
         for request in batch.requests:
             self._start_request(request, engine, batch)
         most = info.slots + (0 if info.barrier else info.look_ahead)
@@ -275,8 +375,14 @@ class Account:
         assert life is not None, f"request {request.id} is in its batch twice"
         assert life.request == request, f"request {request.id} was started as another"
         assert not life.gone, f"request {request.id} was started for a client that has gone"  # (6)
-        assert request.deadline_s is None or request.deadline_s > self._now_s, f"request {request.id} was started late"
+        assert request.model == batch.model, f"request {request.id} is of another model than its batch"
+        if request.deadline_s is not None:
+            assert request.deadline_s > self._now_s, f"request {request.id} was started late"
+            if self._times is not None and not (life.tries and self._times.hopes(request)):
+                ends_s = self._now_s + self._times.batch_s(engine.info, len(batch.requests))
+                assert ends_s <= request.deadline_s + NEAR_S, f"request {request.id} was started to be late"
         life.engine = engine.info.name
+        life.began = life.preempted = False
         life.tries += 1
         assert life.tries <= self._config.retries_max + 1, f"request {request.id} was tried too often"  # (9)
         engine.running[request.id] = batch.id
@@ -288,12 +394,13 @@ class Account:
         first = [life for life in lives if life is not None and life.tries == 0]
         before = self._formed.get(batch.id)
         if before is None:
-            assert self._config.order != "fffs" or batch.id > self._last_formed, f"batch {batch.id} was overtaken"
-            self._last_formed = max(self._last_formed, batch.id)
+            last = self._last_formed[batch.model]
+            assert self._config.order != "fffs" or batch.id > last, f"batch {batch.id} was overtaken"
+            self._last_formed[batch.model] = max(last, batch.id)
             self._assert_released(batch)
             before = batch.bin, batch.size, 0
         index, size, started = before
-        assert index == batch.bin, f"batch {batch.id} has two bins"
+        assert self._direct or index == batch.bin, f"batch {batch.id} has two bins"
         assert batch.size <= size, f"batch {batch.id} has grown"  # what comes back of it is a smaller one
         assert started + len(first) <= size, f"batch {batch.id} has more requests than it was formed of"
         self._formed[batch.id] = index, size, started + len(first)
@@ -306,7 +413,31 @@ class Account:
         assert kind != "full", "a batch is not full"
         assert kind != "static" or batch.size == int(size), f"a batch is not of {size}"
 
-    def _fail(self, action: FailRequest, event: Event, helpless_since_s: float | None) -> None:
+    def _preempt(self, action: PreemptBatch) -> None:
+        """Only a batch that is small enough, of which nobody has seen a byte, and all of it; once."""
+        config, engine = self._config, self._engines[action.engine]
+        assert config.order == "flex", "an order stops batches that does not say so"
+        assert config.preemption, "batches are stopped although nobody wants that"
+        assert engine.info.barrier, f"{action.engine} refills its slots and was told to make room"
+        assert set(engine.running.values()) == {action.batch_id}, f"batch {action.batch_id} does not run there"
+        lives = {request_id: self._alive[request_id] for request_id in engine.running}
+        assert action.request_ids, f"nobody is left of batch {action.batch_id} whom others could stop"
+        assert set(action.request_ids) == {id_ for id_, life in lives.items() if not life.gone}, "a batch stops in part"
+        assert not any(life.began for life in lives.values()), f"batch {action.batch_id} is stopped while it is read"
+        assert not engine.worker.stopping, "a batch is stopped twice"
+        assert len(lives) * config.preemption_factor <= config.full_batch, "no batch could be worth so much more"
+        for request_id in action.request_ids:
+            lives[request_id].preempted = True
+        engine.worker.stopping, engine.worker.stopped = set(lives), len(lives)
+
+    def _see_what_was_made_room_for(self, worker: Worker, batch: Batch) -> None:
+        """Where nothing happened meanwhile, it is as much larger as it was to be."""
+        if worker.stopped is not None:
+            least = self._config.preemption_factor * worker.stopped
+            assert len(batch.requests) >= least, f"{worker.stopped} made room for only {len(batch.requests)}"
+            worker.stopped = None
+
+    def _fail(self, action: FailRequest, event: Event, helpless_since_s: dict[str, float]) -> None:
         life = self._alive.get(action.request_id)
         assert life is not None, f"request {action.request_id} failed after its end"
         assert life.engine is None, f"request {action.request_id} failed while it ran"
@@ -317,14 +448,27 @@ class Account:
         elif action.reason == "deadline_exceeded":
             deadline_s = life.request.deadline_s
             assert deadline_s is not None, f"request {action.request_id} has no deadline"
-            assert deadline_s <= self._now_s, f"request {action.request_id} failed before its deadline"
+            self._assert_it_is_late(life.request, deadline_s)
         else:
             assert action.reason == "no_engine", f"no reason to fail request {action.request_id}: {action.reason}"
             assert isinstance(event, TimerFired), "only time tells that no engine comes"
-            assert helpless_since_s is not None, "an engine is up"
-            wait_s = self._now_s - helpless_since_s
+            assert life.request.model in helpless_since_s, "an engine is up"
+            wait_s = self._now_s - helpless_since_s[life.request.model]
             assert wait_s >= self._config.engine_wait_s - NEAR_S, f"engines were waited for only {wait_s} s"
         self._end(action.request_id, action.reason)
+
+    def _assert_it_is_late(self, request: Request, deadline_s: float) -> None:
+        """It cannot be in time. Before its deadline only those can say so who know how long it takes."""
+        assert self._direct or deadline_s <= self._now_s, f"request {request.id} failed before its deadline"
+        if self._foreseen is not None:
+            ends_s = self._now_s + self._least_s(request.model)
+            assert deadline_s < ends_s + NEAR_S, f"request {request.id} failed, and could have been in time"
+
+    def _least_s(self, model: str) -> float:
+        """Seconds that a request takes alone on the fastest engine that serves it; 0 where there is none."""
+        assert self._foreseen is not None, "only where times are known"
+        up = [engine.info for engine in self._serving(model) if engine.up]
+        return min([self._foreseen.batch_s(info, 1) for info in up], default=0.0)
 
     # ---- after each step ----
 
@@ -341,34 +485,60 @@ class Account:
             assert min(deadlines_s) > self._now_s, "a request waits past its deadline"
             assert wake_at_s is not None, "a deadline will not be noticed"
             assert wake_at_s <= min(deadlines_s), "a deadline will be noticed late"
-        if self._helpless_since_s is not None:
+        for life in self._waiting.values():
+            self._assert_it_has_a_chance(life.request)
+        if any(life.request.model in self._helpless_since_s for life in self._waiting.values()):
             assert wake_at_s is not None, "requests wait for an engine for ever"
         for engine in self._engines.values():
             if engine.free:
                 self._assert_it_idles_with_reason(engine, math.inf if wake_at_s is None else wake_at_s)
 
-    def _assert_it_idles_with_reason(self, engine: Engine, wake_at_s: float) -> None:
-        """An engine is idle only for what waits for company, or was failed by it while another works (4).
+    def _assert_it_has_a_chance(self, request: Request) -> None:
+        foreseen = self._foreseen
+        if foreseen is None or request.deadline_s is None or not self._steady:
+            return
+        if not foreseen.hopes(request):
+            ends_s = self._now_s + self._least_s(request.model)
+            assert ends_s <= request.deadline_s + JUST_S, f"request {request.id} waits, and cannot be in time"
 
-        The latter may wait for the memory of another engine, and nothing overtakes what waits for memory.
+    def _assert_it_idles_with_reason(self, engine: Engine, wake_at_s: float) -> None:
+        """An engine is idle only for what waits for company, was failed by it while another works, cannot be in time on
+        it, or has others make room for it (4).
+
+        The second may wait for the memory of another engine, and nothing overtakes what waits for memory.
         """
         name = engine.info.name
-        another = any(
-            other.up and other.open_until_s is None for other in self._engines.values() if other is not engine
-        )
-        avoids = [id_ for id_, life in self._waiting.items() if life.failed_on == name and another]
-        if avoids and any(other.info.tokens_max for other in self._engines.values()):
+        waiting = {id_: life for id_, life in self._waiting.items() if engine.info.serves(life.request.model)}
+        avoids = [
+            id_
+            for id_, life in waiting.items()
+            if life.failed_on == name
+            and any(other.works for other in self._serving(life.request.model) if other is not engine)
+        ]
+        if avoids and not self._direct and any(other.info.tokens_max for other in self._engines.values()):
             return
-        dues_s = {id_: self._due_s(life) for id_, life in self._waiting.items() if id_ not in avoids}
+        dues_s = {id_: self._due_s(life, engine.info) for id_, life in waiting.items() if id_ not in avoids}
         stuck = [id_ for id_, due_s in dues_s.items() if due_s <= self._now_s]
         assert not stuck, f"requests {stuck} wait while {name} is idle"
         assert wake_at_s <= min(dues_s.values(), default=math.inf), f"{name} will idle too long"
 
-    def _due_s(self, life: Life) -> float:
+    def _due_s(self, life: Life, engine: EngineInfo) -> float:
         """When a request must start at the latest on an engine that is idle."""
         config = self._config
+        if self._direct:
+            return self._now_s if self._could_start(life.request, engine) else math.inf
         if self._draining or life.tries or config.release in NEVER_IDLE:
             return self._now_s
         if config.release == "timeout":
             return life.arrived_at_s + (TIMEOUT_S if config.batch_wait_s is None else config.batch_wait_s)
         return math.inf
+
+    def _could_start(self, request: Request, engine: EngineInfo) -> bool:
+        """Whether, as far as anybody knows, it would be in time."""
+        if any(worker.stopping for worker in self._workers.values()):
+            return False  # it may be one of those that room is made for
+        if request.deadline_s is None or not engine.speeds:
+            return True
+        if self._foreseen is None:
+            return False  # the scheduler may think otherwise
+        return self._now_s + self._foreseen.batch_s(engine, 1) <= request.deadline_s

@@ -14,22 +14,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
-from llmserve.request import EngineInfo, Request
-from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.request import EngineInfo, Request, Speed
+from llmserve.scheduling.order.flex import PREEMPTION_FACTOR
+from llmserve.scheduling.policies import DIRECT, SchedulingConfig
 from llmserve.scheduling.trust import WINDOW_MIN
 from llmserve.simulation.faults import Closed, Fault, Lost, Mishap, Pace, Ready
 
 RELEASES = ("full", "static:1", "static", "timeout", "greedy", "window", "rate", "rate-headroom", "deadline", "table")
-ORDERS = ("fffs", "fffs", "shortest", "edf")
+ORDERS = ("fffs", "fffs", "fffs", "shortest", "edf", "flex", "flex", "clockwork")
 BEFALL_ENGINES = ("deaths", "hangs", "paces", "closures", "changes")
 KINDS = (
     *BEFALL_ENGINES,
     *("mishaps", "stale news", "leaving", "late aborts", "late timers", "slow plans", "early drain"),
 )
+TIMES_STAND = {"deaths", "closures", "changes", "leaving", "late aborts", "early drain"}  # kinds that slow nothing
 LENGTHS = ("constant", "lognormal", "heavy", "ties", "tiny")
 PREDICTORS = ("oracle", "noisy", "none", "constant", "reversed", "swapped", "garbage")
 PROFILE = "h100-llama-3.1-8b"  # of the solver, where it is a real one
+SPEED_SIZES = 12  # batches of up to so many whose time is told; engines have no more slots
 UNIT_LEAST_S = 1 / 16  # where requests take no time
 
 
@@ -44,7 +49,7 @@ class Odds:
 
 @dataclass(frozen=True, slots=True)
 class EngineLife:
-    """step_s : of one sequence, and what each further one adds.  For the rest see FaultyEngine."""
+    """step_s : of one sequence, and what each further one adds, whatever `info` says.  The rest: see FaultyEngine."""
 
     info: EngineInfo
     step_s: float
@@ -54,6 +59,10 @@ class EngineLife:
     odds: Odds
     one_by_one: bool
     stale_s: float | None
+
+    def batch_s(self, size: int, tokens: float) -> float:
+        """Seconds of a batch of so many, the longest of them of so many tokens, if nothing befalls it."""
+        return self.prefill_s + tokens * (self.step_s + self.step_s_more * (size - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +86,9 @@ class Leaving:
 @dataclass(frozen=True, slots=True)
 class World:
     """kinds : of trouble.  drain_at_s : None: arrivals just cease.  real_plans : a solver makes them, not chance.
-    scores, lengths : as in a journal's header.  timers_late_s, aborts_late_s, plans_late_s : the latter two on average.
+    scores, lengths : as in a journal's header.  tokens : of every answer, where the scheduler knows that, and how fast
+    each engine is; None: it may err.  begins : seconds from its start to its first byte, of requests whose clients see
+    one before the end.  timers_late_s, aborts_late_s, plans_late_s : the latter two on average.
     """
 
     seed: int
@@ -90,6 +101,8 @@ class World:
     engines: tuple[EngineLife, ...]
     arrivals: tuple[Arrival, ...]
     leavings: dict[int, Leaving]
+    tokens: float | None
+    begins: dict[int, float]
     drain_at_s: float | None
     timers_late_s: float
     aborts_late_s: float
@@ -101,13 +114,20 @@ class World:
         return not self.kinds and not self.tick_s
 
     @property
+    def foreseen(self) -> bool:
+        """The scheduler knows to the end how long each batch takes: nothing happens that teaches it otherwise."""
+        plain = all(life.info.barrier and not life.one_by_one for life in self.engines)
+        return self.tokens is not None and plain and not self.kinds & {"leaving", "changes"}
+
+    @property
     def title(self) -> str:
         """One line for people."""
         config = self.config
         barriers = sum(life.info.barrier for life in self.engines)
+        models = len({arrival.request.model for arrival in self.arrivals})
         return (
-            f"{len(self.arrivals)} requests, {config.bins} bins, batches of {config.batch_size}, {config.release}, "
-            f"{config.order}, {barriers} barrier and {len(self.engines) - barriers} refill engines, "
+            f"{len(self.arrivals)} requests of {models} models, {config.bins} bins, batches of {config.batch_size}, "
+            f"{config.release}, {config.order}, {barriers} barrier and {len(self.engines) - barriers} refill engines, "
             f"ticks of {self.tick_s:g} s; {', '.join(sorted(self.kinds)) or 'no trouble'}"
         )
 
@@ -115,16 +135,22 @@ class World:
 def draw(seed: int) -> World:
     rng = random.Random(seed)
     kinds = _kinds(rng)
-    tick_s = rng.choice([1 / 64, 1 / 8, 1.0]) if rng.random() < 0.3 else 0.0
-    tokens = _lengths(rng, _count(rng))
-    infos, costs = _engines(rng, sum(tokens) / len(tokens))
+    order = rng.choice(ORDERS)
+    known = order in DIRECT and rng.random() < 0.5  # how long everything takes
+    tick_s = 0.0 if known or rng.random() < 0.7 else rng.choice([1 / 64, 1 / 8, 1.0])
+    models = rng.choice([("",), ("",), ("a",), ("a", "b"), ("a", "b"), ("a", "b", "c")])
+    tokens = _lengths(rng, _count(rng), "constant" if known else rng.choice(LENGTHS))
+    infos, costs = _engines(rng, sum(tokens) / len(tokens), direct=order in DIRECT)
+    infos = [_speeds(rng, info, costs, models, known=known) for info in _shared(rng, infos, models)]
     mean_s = sum(tokens) / len(tokens) * costs[0] + costs[2]
     unit_s = max(mean_s, UNIT_LEAST_S)
     slots = sum(info.slots for info in infos)
-    arrivals = _arrivals(rng, tokens, slots / unit_s, unit_s, tick_s)
+    arrivals = _arrivals(rng, tokens, models, slots / unit_s, unit_s, tick_s, dated=order in DIRECT)
     horizon_s = arrivals[-1].at_s + rng.choice([0.0, 2.0, 20.0]) * unit_s
-    config = _config(rng, unit_s, infos)
-    scores, lengths = _sample(rng, tokens)
+    config = _config(rng, unit_s, infos, order, known=known)
+    scores, lengths = _sample(rng, tokens, least=1 if known else 0)
+    if known:
+        kinds &= TIMES_STAND
     return World(
         seed=seed,
         kinds=kinds,
@@ -136,6 +162,8 @@ def draw(seed: int) -> World:
         engines=tuple([_life(rng, info, costs, kinds, unit_s, horizon_s, tick_s) for info in infos]),
         arrivals=arrivals,
         leavings=_leavings(rng, len(arrivals), unit_s) if "leaving" in kinds else {},
+        tokens=tokens[0] if known and not config.printed_batches else None,
+        begins=_begins(rng, len(arrivals), unit_s),
         drain_at_s=_drain_at_s(rng, kinds, horizon_s, tick_s),
         timers_late_s=rng.choice([0.01, 1.0]) * unit_s if "late timers" in kinds else 0.0,
         aborts_late_s=rng.choice([0.1, 5.0]) * unit_s if "late aborts" in kinds else 0.0,
@@ -162,9 +190,8 @@ def _count(rng: random.Random) -> int:
     return rng.randint(low, high)
 
 
-def _lengths(rng: random.Random, count: int) -> list[float]:
+def _lengths(rng: random.Random, count: int, kind: str) -> list[float]:
     """Output tokens, > 0."""
-    kind = rng.choice(LENGTHS)
     draws: dict[str, Callable[[], float]] = {
         "constant": lambda: 32.0,
         "lognormal": lambda: max(1.0, rng.lognormvariate(3.0, 0.8)),
@@ -176,16 +203,26 @@ def _lengths(rng: random.Random, count: int) -> list[float]:
 
 
 def _arrivals(
-    rng: random.Random, tokens: Sequence[float], capacity_per_s: float, unit_s: float, tick_s: float
+    rng: random.Random,
+    tokens: Sequence[float],
+    models: Sequence[str],
+    capacity_per_s: float,
+    unit_s: float,
+    tick_s: float,
+    *,
+    dated: bool,
 ) -> tuple[Arrival, ...]:
+    """dated : more have deadlines, and tighter ones."""
     times_s = [on_clock(at_s, tick_s) for at_s in _times(rng, len(tokens), capacity_per_s)]
     predicted = _predictions(rng, tokens)
     first = rng.choice([0.0, 0.5, 1.0])
-    dated, patience_s = rng.choice([0.0, 0.0, 0.3, 1.0]), rng.choice([0.5, 3.0, 20.0, 5_000.0]) * unit_s
+    share = rng.choice([0.0, 0.7, 0.9, 1.0] if dated else [0.0, 0.0, 0.3, 1.0])
+    patience_s = rng.choice([1.5, 3.0, 3.0, 20.0] if dated else [0.5, 3.0, 20.0, 5_000.0]) * unit_s
+    models = [*models, *models[:1] * rng.choice([0, 0, 5])]  # one may be asked for more than others
     with_quantiles, prompts, prefixes = rng.choice([0.0, 0.5, 1.0]), rng.random() < 0.5, rng.random() < 0.5
     found = []
     for number, (at_s, length, median) in enumerate(zip(times_s, tokens, predicted, strict=True)):
-        slo_s = rng.choice([0.0, 0.1, 1.0, 1.0, 1.0]) * patience_s if rng.random() < dated else None
+        slo_s = rng.choice([0.0, 0.1, 1.0, 1.0, 1.0]) * patience_s if rng.random() < share else None
         request = Request(
             number,
             median,
@@ -194,6 +231,7 @@ def _arrivals(
             prompt_tokens=rng.choice([0.0, 10.0, 300.0]) if prompts else 0.0,
             choices=rng.choice([1, 1, 3]) if prompts else 1,
             prefixes=(number % 2, 10 + number % 5) if prefixes else (),
+            model=rng.choice(models),
         )
         found.append(Arrival(at_s, request, length, rng.random() < first))
     return tuple(found)
@@ -242,9 +280,9 @@ def _quantiles(median: float) -> tuple[float, ...]:
     return (0.25 * median, 0.75 * median, median, 1.5 * median, 4.0 * median)
 
 
-def _sample(rng: random.Random, tokens: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """What the first edges are made of, and how long the answers of these were."""
-    scores = tuple(rng.choices(tokens, k=rng.choice([0, 0, 1, 20, 20, 600])))
+def _sample(rng: random.Random, tokens: Sequence[float], *, least: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """What the first edges are made of, at least so many, and how long the answers of these were."""
+    scores = tuple(rng.choices(tokens, k=max(least, rng.choice([0, 0, 1, 20, 20, 600]))))
     return scores, tuple(rng.choices(tokens, k=len(scores))) if rng.random() < 0.5 else ()
 
 
@@ -258,12 +296,20 @@ def _leavings(rng: random.Random, count: int, unit_s: float) -> dict[int, Leavin
     }
 
 
+def _begins(rng: random.Random, count: int, unit_s: float) -> dict[int, float]:
+    share = rng.choice([0.0, 0.0, 0.2, 0.8])
+    return {number: rng.choice([0.0, rng.random()]) * unit_s for number in range(count) if rng.random() < share}
+
+
 # ---- policies ---------------------------------------------------------------------------------------------------
 
 
-def _config(rng: random.Random, unit_s: float, infos: Sequence[EngineInfo]) -> SchedulingConfig:
-    bins, batch_size = rng.randint(1, 4), rng.randint(1, 6)
-    release = rng.choice(RELEASES)
+def _config(
+    rng: random.Random, unit_s: float, infos: Sequence[EngineInfo], order: str, *, known: bool
+) -> SchedulingConfig:
+    direct = order in DIRECT
+    bins, batch_size = rng.randint(1, 4), rng.choice([2, 4, 8, 12]) if direct else rng.randint(1, 6)
+    release = "direct" if direct else rng.choice(RELEASES)
     edges = tuple(sorted(rng.sample(range(1, 100), bins - 1))) if rng.random() < 0.2 else None
     config = SchedulingConfig(
         bins=bins,
@@ -273,7 +319,10 @@ def _config(rng: random.Random, unit_s: float, infos: Sequence[EngineInfo]) -> S
         batch_wait_s=rng.choice([None, 0.0, 0.5 * unit_s, 5.0 * unit_s]),
         rate_headroom=rng.choice([0.5, 1.0]),
         rate_factor=rng.choice([1.05, 1.25, 4.0]),
-        order=rng.choice(ORDERS),  # type: ignore[arg-type]
+        order=order,  # type: ignore[arg-type]
+        preemption=rng.random() < 0.8,
+        preemption_factor=rng.choice([1.5, PREEMPTION_FACTOR]),
+        printed_batches=not known and rng.random() < 0.2,
         patience=rng.choice([0.0, 12.0]),
         bins_by=rng.choice(["risk", "median"]),  # type: ignore[arg-type]
         edges=edges,
@@ -329,18 +378,45 @@ class ChancePlans:
 # ---- engines ----------------------------------------------------------------------------------------------------
 
 
-def _engines(rng: random.Random, tokens_mean: float) -> tuple[list[EngineInfo], tuple[float, float, float]]:
+def _engines(
+    rng: random.Random, tokens_mean: float, *, direct: bool
+) -> tuple[list[EngineInfo], tuple[float, float, float]]:
     """The engines, and seconds of a step, of each further sequence in it, and of a prefill."""
-    barriers = rng.choice([0.0, 0.5, 1.0])
+    barriers = rng.choice([0.0, 0.5, 1.0, 1.0] if direct else [0.0, 0.5, 1.0])
     look_ahead = rng.choice([0, 0, 1, 3])
     tokens_max = rng.choice([None, None, None, 3 * math.ceil(tokens_mean + 16)])
     infos = []
     for number in range(rng.choice([1, 1, 2, 2, 3, 5])):
         barrier = rng.random() < barriers
-        slots = rng.choice([1, 2, 4, 6])
+        slots = rng.choice([1, 4, 8, 12, 12] if direct else [1, 2, 4, 6])
         infos.append(EngineInfo(f"e{number}", slots, barrier, 0 if barrier else look_ahead, tokens_max))
     step_s = rng.choice([0.0, 1 / 1024, 1 / 256, 1 / 64])
-    return infos, (step_s, rng.choice([0.0, 0.0, step_s / 4]), rng.choice([0.0, 0.0, 1 / 32]))
+    step_s_more = rng.choice([0.0, step_s / 4, step_s] if direct else [0.0, 0.0, step_s / 4])
+    return infos, (step_s, step_s_more, rng.choice([0.0, 0.0, 1 / 32]))
+
+
+def _shared(rng: random.Random, infos: Sequence[EngineInfo], models: Sequence[str]) -> list[EngineInfo]:
+    """Some serve some of the models only; some barrier engines share a GPU."""
+    all_serve_all, workers = rng.random() < 0.4, rng.random() < 0.4
+    found = []
+    for number, info in enumerate(infos):
+        serves = () if all_serve_all or rng.random() < 0.3 else tuple(rng.sample(models, rng.randint(1, len(models))))
+        worker = f"w{number // 2}" if workers and info.barrier else ""
+        found.append(msgspec.structs.replace(info, models=serves, worker=worker))
+    return found
+
+
+def _speeds(
+    rng: random.Random, info: EngineInfo, costs: tuple[float, float, float], models: Sequence[str], *, known: bool
+) -> EngineInfo:
+    """The engine told how fast it is: rightly, wrongly, of some models only, or not at all."""
+    step_s, step_s_more, prefill_s = costs
+    off = 1.0 if known else rng.choice([0.0, 0.5, 1.0, 1.0, 2.0])
+    if not off:
+        return info
+    speed = Speed(off * prefill_s, tuple([off * (step_s + step_s_more * more) for more in range(SPEED_SIZES)]))
+    whose = [""] if known or rng.random() < 0.7 else rng.sample(models, rng.randint(1, len(models)))
+    return msgspec.structs.replace(info, speeds=dict.fromkeys(whose, speed))
 
 
 def _life(

@@ -8,26 +8,30 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import msgspec
-from worlds.account import Account
+from worlds.account import Account, Times
 from worlds.drawing import PROFILE, Arrival, ChancePlans, EngineLife, Leaving, World, draw, draw_mishap, on_clock
 from worlds.story import tell_story
 
 from bins.dispatch import DispatchSolver
 from llmserve.cluster.journal import Header, Step, replay
 from llmserve.cluster.simulated import Delays, EngineModel, SimulatedCluster
-from llmserve.request import Request
+from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
+    AnswerBegan,
     BatchEnded,
     DrainRequested,
+    EngineLost,
     Event,
     FailRequest,
+    PreemptBatch,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
     StartBatch,
 )
 from llmserve.scheduling.policies import PLANNED, DispatchConfig
+from llmserve.scheduling.scheduler import Scheduler
 from llmserve.simulation.engine_model import Costs, StepEngine
 from llmserve.simulation.faults import FaultyEngine
 
@@ -78,10 +82,16 @@ def run(world: World) -> list[Step]:
 def _run(world: World, steps: list[Step]) -> Account:
     """Appends to `steps` as they are made, so that those before a violation are there."""
     scheduler = _header(world).scheduler()
+    assert isinstance(scheduler, Scheduler), "worlds have no groups"
     unit_s, count = world.unit_s, len(world.arrivals)
-    account = Account(world.config, scheduler, lambda now_s: 1_000 + 100 * count + 20 * (now_s + now_s / unit_s))
+    account = Account(
+        world.config,
+        scheduler,
+        lambda now_s: 1_000 + 100 * count + 20 * (now_s + now_s / unit_s),
+        _times(world),
+    )
     rng = random.Random(f"{world.seed} plans and delays")
-    clients = Clients(world.leavings, world.tick_s)
+    clients = Clients(world.leavings, world.begins, world.tick_s)
 
     def listen(now_s: float, event: Event, actions: list[Action]) -> None:
         steps.append(Step(now_s, event, tuple(actions)))
@@ -116,6 +126,19 @@ def _others(arrivals: Sequence[Arrival]) -> Iterator[tuple[float, Request]]:
     return ((arrival.at_s, arrival.request) for arrival in arrivals if not arrival.first)
 
 
+def _times(world: World) -> Times | None:
+    if world.tokens is None:
+        return None
+    lives = {life.info.name: life for life in world.engines}
+    tokens = world.tokens
+
+    def batch_s(info: EngineInfo, size: int) -> float:
+        """Where slots refill nothing is faster than alone, and everything may be."""
+        return lives[info.name].batch_s(size if info.barrier else 1, tokens)
+
+    return Times(batch_s, tokens, world.foreseen)
+
+
 def _header(world: World) -> Header:
     return Header(world.config, world.scores, world.lengths)
 
@@ -124,35 +147,55 @@ def _header(world: World) -> Header:
 
 
 class Clients:
-    """They leave when they were drawn to. left : those who have."""
+    """They leave, and see their first byte, when they were drawn to. left : those who have."""
 
-    def __init__(self, leavings: dict[int, Leaving], tick_s: float) -> None:
+    def __init__(self, leavings: dict[int, Leaving], begins: dict[int, float], tick_s: float) -> None:
         self._leavings = leavings
+        self._begins = begins
+        self._begin_at_s: dict[int, float] = {}  # of those that run
         self._tick_s = tick_s
         self.left: set[int] = set()
 
     def see(self, cluster: SimulatedCluster, event: Event, actions: Sequence[Action]) -> None:
-        if not self._leavings:
-            return
-        if isinstance(event, RequestArrived):
-            self._leave(cluster, "arrival", event.request.id)
-        elif isinstance(event, RequestEnded):
-            self._leave(cluster, "end", event.request_id)
-        elif isinstance(event, BatchEnded):
-            for request_id in event.output_tokens:
-                self._leave(cluster, "end", request_id)
-        for action in actions:
-            if isinstance(action, StartBatch):
-                for request in action.batch.requests:
-                    self._leave(cluster, "start", request.id)
-            elif isinstance(action, FailRequest):
-                self._leave(cluster, "end", action.request_id)
+        for after, request_id in _what_happens(event, actions):
+            self._leave(cluster, after, request_id)
+            if after == "start" and request_id in self._begins:
+                self._begin_at_s[request_id] = cluster.now_s + self._begins[request_id]
+            elif after in ("end", "stop"):
+                self._begin_at_s.pop(request_id, None)
+        if isinstance(event, EngineLost):
+            running = {id_ for engine in cluster.scheduler.engines.values() for id_ in engine.running}
+            self._begin_at_s = {id_: at_s for id_, at_s in self._begin_at_s.items() if id_ in running}
+        begun = [request_id for request_id, at_s in self._begin_at_s.items() if at_s <= cluster.now_s]
+        for request_id in begun:
+            del self._begin_at_s[request_id]
+            cluster.tell(AnswerBegan(request_id), cluster.now_s)
 
     def _leave(self, cluster: SimulatedCluster, after: str, request_id: int) -> None:
         leaving = self._leavings.get(request_id)
         if leaving is not None and leaving.after == after:
             self.left.add(request_id)
             cluster.tell(RequestCancelled(request_id), on_clock(cluster.now_s + leaving.seconds, self._tick_s))
+
+
+def _what_happens(event: Event, actions: Sequence[Action]) -> Iterator[tuple[str, int]]:
+    """(what, request id), in order."""
+    if isinstance(event, RequestArrived):
+        yield "arrival", event.request.id
+    elif isinstance(event, RequestEnded):
+        yield "end", event.request_id
+    elif isinstance(event, BatchEnded):
+        for request_id in event.output_tokens:
+            yield "end", request_id
+    for action in actions:
+        if isinstance(action, StartBatch):
+            for request in action.batch.requests:
+                yield "start", request.id
+        elif isinstance(action, FailRequest):
+            yield "end", action.request_id
+        elif isinstance(action, PreemptBatch):
+            for request_id in action.request_ids:
+                yield "stop", request_id
 
 
 def _engine(world: World, life: EngineLife) -> EngineModel:
@@ -227,7 +270,6 @@ def _assert_batches_take_their_time(world: World, steps: Sequence[Step]) -> None
             assert math.isclose(took_s, takes_s, rel_tol=1e-9, abs_tol=1e-9), f"a batch took {took_s} s, not {takes_s}"
         for action in step.actions:
             if isinstance(action, StartBatch) and action.engine in lives:
-                life, ids = lives[action.engine], [request.id for request in action.batch.requests]
-                step_s = life.step_s + life.step_s_more * (len(ids) - 1)
-                takes_s = life.prefill_s + step_s * max([tokens[request_id] for request_id in ids])
-                started[action.engine] = step.now_s, takes_s
+                ids = [request.id for request in action.batch.requests]
+                longest = max([tokens[request_id] for request_id in ids])
+                started[action.engine] = step.now_s, lives[action.engine].batch_s(len(ids), longest)

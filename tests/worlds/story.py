@@ -9,6 +9,7 @@ from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
+    AnswerBegan,
     BatchEnded,
     DispatchSolved,
     DrainRequested,
@@ -17,6 +18,9 @@ from llmserve.scheduling.messages import (
     EngineReady,
     Event,
     FailRequest,
+    PlanChanged,
+    PlanGroups,
+    PreemptBatch,
     ReportCircuit,
     ReportTrust,
     RequestArrived,
@@ -46,6 +50,8 @@ def _event(event: Event) -> str:
         case RequestEnded(engine, request_id, outcome, tokens, fault, retryable):
             blame = f", by its own fault, {'no byte' if retryable else 'some'} sent" if fault else ""
             return f"{engine} lets go of request {request_id}: {outcome}, {tokens:g} tokens{blame}"
+        case AnswerBegan(request_id):
+            return f"the client of request {request_id} sees its first byte"
         case BatchEnded(engine, batch_id, tokens):
             return f"{engine} has finished batch {batch_id}: requests {_list(tokens)}"
         case EngineReady(engine):
@@ -56,6 +62,8 @@ def _event(event: Event) -> str:
             return f"{engine} is lost{f', having begun to answer {_list(answered)}' if answered else ''}"
         case DispatchSolved(plan):
             return f"a plan comes, queues {plan.queue_of}"
+        case PlanChanged(groups):
+            return f"groups from now on: {_list([group.name for group in groups])}"
         case DrainRequested():
             return "no more arrivals are wanted"
         case TimerFired():
@@ -69,6 +77,8 @@ def _action(action: Action) -> str:
             return f"{engine} starts requests {ids} of batch {batch.id} ({batch.size} from bin {batch.bin})"
         case AbortRequest(engine, request_id):
             return f"{engine} shall stop request {request_id}"
+        case PreemptBatch(engine, batch_id, request_ids):
+            return f"{engine} shall stop batch {batch_id}, requests {_list(request_ids)}, for others"
         case FailRequest(request_id, reason, _):
             return f"request {request_id} fails: {reason}"
         case ReportCircuit(engine, open_s):
@@ -77,18 +87,23 @@ def _action(action: Action) -> str:
             return "predictions are trusted again" if trusted else "predictions are not trusted"
         case SolveDispatch(observed):
             return f"a plan is wanted for {sum(observed.rates_per_s):g} requests a second"
+        case PlanGroups(rates_per_s):
+            return f"groups are wanted for {sum(rate for *_, rate in rates_per_s):g} requests a second"
 
 
 def _details(request: Request) -> str:
-    known = "" if request.predicted_tokens is None else f", {request.predicted_tokens:g} tokens predicted"
+    known = f" for {request.model}" if request.model else ""
+    known += "" if request.predicted_tokens is None else f", {request.predicted_tokens:g} tokens predicted"
     return known if request.deadline_s is None else f"{known}, due at {request.deadline_s:g} s"
 
 
 def _kind(engine: EngineInfo) -> str:
     kind = "barrier" if engine.barrier else f"refill, looks {engine.look_ahead} ahead"
     memory = f", {engine.tokens_max} tokens" if engine.tokens_max else ""
-    return f": {engine.slots} slots, {kind}{memory}"
+    models = f", serves {' '.join(engine.models)}" if engine.models else ""
+    worker = f", on {engine.worker}" if engine.worker else ""
+    return f": {engine.slots} slots, {kind}{memory}{models}{worker}"
 
 
-def _list(ids: Iterable[int]) -> str:
+def _list(ids: Iterable[object]) -> str:
     return " ".join(str(each) for each in ids)

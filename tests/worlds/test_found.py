@@ -80,3 +80,20 @@ def test_an_engine_that_is_not_asked_is_not_looked_at_again() -> None:
     made.handle(TimerFired(), 0.1)
     assert made.wake_at_s is not None
     assert made.wake_at_s > 0.1
+
+
+def test_a_bin_is_not_due_behind_another_models_batch_that_waits_for_memory() -> None:
+    """Before: the timer fired for ever.
+
+    1 of b waits for memory, and nothing overtakes it; 2 of a waits in its bin, whose time is over.
+    """
+    made = scheduler(engine("e", 3), release="timeout", batch_wait_s=0.5, batch_size=2)
+    told = [
+        starts(made.handle(RequestArrived(Request(number, 4.0, prompt_tokens=prompt, model=model)), 0.0))
+        for number, (model, prompt) in enumerate([("b", LARGE), ("b", LARGE), ("a", SMALL)])
+    ]
+    assert told == [[], [("e", 0)], []]
+    made.handle(TimerFired(), 0.5)
+    assert made.wake_at_s is not None
+    assert made.wake_at_s > 0.5
+    assert starts(made.handle(RequestEnded("e", 0, "completed", 4.0), 0.55)) == [("e", 1), ("e", 2)]

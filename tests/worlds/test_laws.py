@@ -20,11 +20,12 @@ from hypothesis.stateful import (
 
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
 from llmserve.cluster.journal import Header, Step, replay
-from llmserve.request import EngineInfo, Request
+from llmserve.request import EngineInfo, Request, Speed
 from llmserve.scheduling import policies
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
+    AnswerBegan,
     BatchEnded,
     DispatchSolved,
     DrainRequested,
@@ -33,6 +34,7 @@ from llmserve.scheduling.messages import (
     EngineReady,
     Event,
     FailRequest,
+    PreemptBatch,
     ReportCircuit,
     ReportTrust,
     RequestArrived,
@@ -42,7 +44,7 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.scheduling.policies import DIRECT, SchedulingConfig
 from llmserve.scheduling.trust import Trust
 
 CONFIGS = st.builds(
@@ -71,10 +73,13 @@ CONFIGS = st.builds(
     engine_wait_s=st.sampled_from([0.0, 2.0]),
     edges_refit_every=st.sampled_from([0, 3]),
     bins_by=st.sampled_from(["risk", "median"]),
-    order=st.sampled_from(["fffs", "fffs", "shortest", "edf"]),
+    order=st.sampled_from(["fffs", "fffs", "shortest", "edf", "flex", "flex", "clockwork"]),
+    preemption=st.sampled_from([True, True, False]),
+    preemption_factor=st.sampled_from([1.5, 3.03]),
     patience=st.sampled_from([0.0, 12.0]),
     circuit_faults_max=st.integers(0, 3),
-)
+).map(lambda config: msgspec.structs.replace(config, release="direct") if config.order in DIRECT else config)
+SPEED = Speed(0.1, (0.01, 0.02, 0.03, 0.04))
 ENGINES = st.lists(
     st.builds(
         EngineInfo,
@@ -83,7 +88,10 @@ ENGINES = st.lists(
         barrier=st.booleans(),
         look_ahead=st.integers(0, 2),
         tokens_max=st.sampled_from([None, 60, 400]),
-    ),
+        models=st.sampled_from([(), (), (), ("a",), ("a", "b")]),
+        worker=st.sampled_from(["", "", "gpu"]),
+        speeds=st.sampled_from([{}, {"": SPEED}]),
+    ).map(lambda engine: engine if engine.barrier else msgspec.structs.replace(engine, worker="")),
     min_size=1,
     max_size=3,
 )
@@ -143,10 +151,14 @@ class World(RuleBasedStateMachine):
         self.arrived: dict[int, Request] = {}
         self.gone: set[int] = set()
         self.tries: Counter[int] = Counter()
-        self.first_start: dict[int, int] = {}  # batch -> place in the order of first starts
+        self.first_starts: dict[str, list[int]] = {}  # batches by model, in the order of their first starts
+        self.began: set[int] = set()  # of those that run
+        self.stopping: set[int] = set()  # of those that run
         self.steps: list[Step] = []
-        self.asked: Observed | None = None  # a plan that is being made
+        self.asked: dict[str, Observed] = {}  # plans that are being made, by model
         self.now_s = 0.0
+        for engine in self.engines[:2]:  # else most worlds would refuse most of what comes
+            self.come_up(engine)
 
     # ---- what the world does ----
 
@@ -162,6 +174,7 @@ class World(RuleBasedStateMachine):
             assert action.batch.requests, "an empty batch was started"
             assert self.now_s >= self.no_requests_until_s.get(action.engine, 0.0), "a failing engine was given work"
             engine = next(engine for engine in self.engines if engine.name == action.engine)
+            assert engine.serves(action.batch.model), "an engine was given a model that it does not serve"
             if action.engine in self.no_requests_until_s and not engine.barrier:
                 assert len(action.batch.requests) == 1, "more than one request is on trial"
             running = self.running[action.engine]
@@ -170,11 +183,16 @@ class World(RuleBasedStateMachine):
                 assert not any(request.id in others for others in self.running.values()), "a request runs twice"
                 assert request.id not in self.gone, "a request whose client has gone was started"
                 assert request.deadline_s is None or request.deadline_s > self.now_s, "a late request was started"
+                assert request.model == action.batch.model, "a batch is of two models"
                 running[request.id] = action.batch.id
                 self.tries[request.id] += 1
+                self.began.discard(request.id)
+                self.stopping.discard(request.id)
             most = engine.slots + (0 if engine.barrier else engine.look_ahead)
             assert len(running) <= most, "an engine was given more than it takes"
-            self.first_start.setdefault(action.batch.id, len(self.first_start))
+            firsts = self.first_starts.setdefault(action.batch.model, [])
+            if action.batch.id not in firsts:
+                firsts.append(action.batch.id)
         elif isinstance(action, FailRequest):
             assert not any(action.request_id in running for running in self.running.values())
             self.outcomes[action.request_id] += 1
@@ -186,8 +204,14 @@ class World(RuleBasedStateMachine):
         elif isinstance(action, ReportTrust):
             assert action.trusted == self.scheduler.lane(action.model).trust.trusted
         elif isinstance(action, SolveDispatch):
-            assert self.asked is None, "two plans are made at once"
-            self.asked = action.observed
+            assert action.model not in self.asked, "two plans are made at once"
+            self.asked[action.model] = action.observed
+        elif isinstance(action, PreemptBatch):
+            ids, running = set(action.request_ids), self.running[action.engine]
+            assert ids == {id_ for id_ in running if id_ not in self.gone} != set(), "a batch is stopped in part"
+            assert not ids & (self.began | self.stopping), "a request is stopped that may not be"
+            assert set(running.values()) == {action.batch_id}
+            self.stopping |= ids
         else:
             assert isinstance(action, AbortRequest)
             assert action.request_id in self.running[action.engine]
@@ -198,8 +222,12 @@ class World(RuleBasedStateMachine):
         self.up.add(engine.name)
         self.tell(EngineReady(engine))
 
-    @rule(tokens=st.sampled_from([None, 5.0, 15.0, 25.0, 99.0]), slo_s=st.sampled_from([None, None, 0.0, 1.0]))
-    def request_arrives(self, tokens: float | None, slo_s: float | None) -> None:
+    @rule(
+        tokens=st.sampled_from([None, 5.0, 15.0, 25.0, 99.0]),
+        slo_s=st.sampled_from([None, None, 0.0, 1.0]),
+        model=st.sampled_from(["a", "a", "b"]),
+    )
+    def request_arrives(self, tokens: float | None, slo_s: float | None, model: str) -> None:
         quantiles = () if tokens is None or len(self.arrived) % 2 else (tokens / 2, tokens, 3 * tokens)
         request = Request(
             len(self.arrived),
@@ -209,17 +237,24 @@ class World(RuleBasedStateMachine):
             prompt_tokens=float(len(self.arrived) % 3 * 20),
             choices=1 + len(self.arrived) % 2,
             prefixes=(len(self.arrived) % 2, len(self.arrived) % 5),
+            model=model,
         )
         self.arrived[request.id] = request
         self.tell(RequestArrived(request))
 
-    @precondition(lambda self: self.asked is not None)
+    @rule(count=st.integers(2, 5), slo_s=st.sampled_from([None, 1.0, 9.0]), model=st.sampled_from(["a", "b"]))
+    def a_burst_arrives(self, count: int, slo_s: float | None, model: str) -> None:
+        for _ in range(count):
+            request = Request(len(self.arrived), None, None if slo_s is None else self.now_s + slo_s, model=model)
+            self.arrived[request.id] = request
+            self.tell(RequestArrived(request))
+
+    @precondition(lambda self: self.asked)
     @rule(data=st.data())
     def a_plan_comes(self, data: st.DataObject) -> None:
-        assert self.asked is not None
-        plan = data.draw(plans(self.asked, self.header.scheduling.full_batch))
-        self.asked = None
-        self.tell(DispatchSolved(plan))
+        model = data.draw(st.sampled_from(sorted(self.asked)))
+        plan = data.draw(plans(self.asked.pop(model), self.header.scheduling.full_batch))
+        self.tell(DispatchSolved(plan, model))
 
     @rule(seconds=st.sampled_from([0.0, 0.1, 0.5, 5.0]))
     def time_passes(self, seconds: float) -> None:
@@ -245,6 +280,27 @@ class World(RuleBasedStateMachine):
         kind = "completed" if outcome == "completed" else "failed"
         fault = outcome == "broke off"
         self.tell(RequestEnded(name, request_id, kind, float(request_id % 50 + 1), fault))  # type: ignore[arg-type]
+
+    @precondition(lambda self: any(self.running.values()))
+    @rule(data=st.data())
+    def a_client_sees_its_first_byte(self, data: st.DataObject) -> None:
+        running = sorted(request_id for ids in self.running.values() for request_id in ids)
+        request_id = data.draw(st.sampled_from(running))
+        if request_id not in self.stopping:
+            self.began.add(request_id)
+            self.tell(AnswerBegan(request_id))
+
+    @precondition(lambda self: self._stopping_on())
+    @rule(data=st.data())
+    def a_request_makes_room(self, data: st.DataObject) -> None:
+        name, request_id = data.draw(st.sampled_from(self._stopping_on()))
+        del self.running[name][request_id]
+        self.outcomes[request_id] += request_id in self.gone
+        self.tries[request_id] -= 1
+        self.tell(RequestEnded(name, request_id, "cancelled"))
+
+    def _stopping_on(self) -> list[tuple[str, int]]:
+        return [(name, id_) for name, running in self.running.items() for id_ in running if id_ in self.stopping]
 
     @precondition(lambda self: len(self.arrived))
     @rule(data=st.data(), retryable=st.booleans())
@@ -323,16 +379,19 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def a_barrier_engine_runs_one_batch(self) -> None:
+        gpus: dict[str, set[int]] = {}
         for engine in getattr(self, "engines", ()):
-            assert not engine.barrier or len(set(self.running[engine.name].values())) <= 1
+            if engine.barrier:
+                gpus.setdefault(engine.worker or engine.name, set()).update(self.running[engine.name].values())
+        assert all(len(batches) <= 1 for batches in gpus.values())
 
     @invariant()
     def batches_start_in_the_order_in_which_they_formed(self) -> None:
-        """Under fffs. Batch numbers count formation; one can be overtaken only by a batch that came back."""
+        """Under fffs, of each model. Batches are numbered as they form; only one that came back overtakes."""
         if getattr(self, "header", None) is None or self.header.scheduling.order != "fffs":
             return
-        firsts = list(getattr(self, "first_start", {}))
-        assert firsts == sorted(firsts)
+        for firsts in getattr(self, "first_starts", {}).values():
+            assert firsts == sorted(firsts)
 
     def teardown(self) -> None:
         """Let everything end: nothing may be left, and the journal must replay."""

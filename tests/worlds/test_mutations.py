@@ -10,16 +10,20 @@ import pytest
 from worlds.run import Violation, judge
 
 from llmserve.request import Request
+from llmserve.scheduling.batch_times import BatchTimes, Timetable
 from llmserve.scheduling.circuit import Circuit
-from llmserve.scheduling.engine_state import EngineState
+from llmserve.scheduling.direct import Direct
+from llmserve.scheduling.engine_state import EngineState, Worker
 from llmserve.scheduling.floor import Floor
 from llmserve.scheduling.lane import Lane
 from llmserve.scheduling.messages import Action, Event, RequestCancelled, RequestEnded, StartBatch
+from llmserve.scheduling.order.flex import Flex
 from llmserve.scheduling.planner import Planner
+from llmserve.scheduling.policies import DIRECT
 from llmserve.scheduling.queues import FormedBatch, FormedQueue, Place, Ticket
 from llmserve.scheduling.scheduler import Scheduler
 
-SEEDS = 100  # within so many worlds each bug must be found
+SEEDS = 200  # within so many worlds each bug must be found
 
 Patch = pytest.MonkeyPatch
 
@@ -91,6 +95,83 @@ def a_barrier_engine_takes_what_has_room(patch: Patch) -> None:
     patch.setattr(EngineState, "room", property(lambda self: self.info.slots - len(self.running)))
 
 
+def a_gpu_runs_a_batch_on_each_of_its_engines(patch: Patch) -> None:
+    def own_room(self: EngineState) -> int:
+        return self.info.slots - len(self.running) if not self.info.barrier or not self.running else 0
+
+    patch.setattr(EngineState, "room", property(own_room))
+
+
+def an_engine_is_given_models_that_it_does_not_serve(patch: Patch) -> None:
+    patch.setattr(EngineState, "serves", lambda self, model: True)
+
+
+def all_models_have_one_lane(patch: Patch) -> None:
+    lane = Scheduler.lane
+    patch.setattr(Scheduler, "lane", lambda self, model: self.lanes.setdefault(model, lane(self, "")))
+
+
+def who_made_room_is_forgotten(patch: Patch) -> None:
+    def forget(self: Scheduler, ticket: Ticket) -> None:
+        del self.requests[ticket.request.id]
+
+    patch.setattr(Scheduler, "_wait_again", forget)
+
+
+def who_made_room_fails_though_it_could_be_in_time(patch: Patch) -> None:
+    patch.setattr(Scheduler, "_wait_again", lambda self, ticket: self._fail(ticket, "deadline_exceeded"))
+
+
+def who_has_seen_a_byte_makes_room(patch: Patch) -> None:
+    patch.setattr(Scheduler, "_on_answer_began", lambda self, event: None)
+
+
+def a_batch_makes_room_for_one_little_larger(patch: Patch) -> None:
+    patch.setitem(DIRECT, "flex", lambda config: Flex(1.01 if config.preemption else None))
+
+
+def room_is_made_although_nobody_wants_that(patch: Patch) -> None:
+    patch.setitem(DIRECT, "flex", lambda config: Flex())
+
+
+def an_engine_is_not_kept_for_whom_it_was_emptied_for(patch: Patch) -> None:
+    patch.setattr(EngineState, "takes", lambda self, now_s: self.ready and self.circuit.takes(now_s) and self.room > 0)
+    patch.setattr(Worker, "busy", property(lambda self: False))
+
+
+def who_room_was_made_for_never_gets_it(patch: Patch) -> None:
+    patch.setattr(Scheduler, "_start_reserved", lambda self, engine: None)
+
+
+def batches_are_formed_as_printed(patch: Patch) -> None:
+    patch.setitem(DIRECT, "flex", lambda config: Flex(None, printed=True))
+
+
+def any_batch_is_thought_to_take_as_long_as_one_request(patch: Patch) -> None:
+    of = Timetable.of
+
+    def hopeful(self: Timetable, engine: EngineState, lane: Lane, bin_index: int) -> BatchTimes:
+        times = of(self, engine, lane, bin_index)
+        sizes = len(times.expected)
+        return BatchTimes(times.expected[:1] * sizes, times.least[:1] * sizes, times.empty)
+
+    patch.setattr(Timetable, "of", hopeful)
+
+
+def who_cannot_be_in_time_waits_on(patch: Patch) -> None:
+    patch.setattr(Direct, "late_at_s", lambda self, ticket, lane: ticket.request.deadline_s)
+
+
+def a_request_that_would_just_be_in_time_is_given_up(patch: Patch) -> None:
+    late_at_s = Direct.late_at_s
+
+    def hasty(self: Direct, ticket: Ticket, lane: Lane) -> float | None:
+        at_s = late_at_s(self, ticket, lane)
+        return None if at_s is None else at_s - 1e-3
+
+    patch.setattr(Direct, "late_at_s", hasty)
+
+
 def a_request_is_tried_once_more(patch: Patch) -> None:
     begin = Scheduler.__init__
 
@@ -115,7 +196,8 @@ def nobody_wakes_for_a_missing_engine(patch: Patch) -> None:
     assert wake is not None
 
     def sleep_on(self: Scheduler) -> float | None:
-        return None if self._helpless_since_s is not None else wake(self)  # type: ignore[no-any-return]
+        helpless = any(lane.waiting and lane.helpless_since_s is not None for lane in self.lanes.values())
+        return None if helpless else wake(self)  # type: ignore[no-any-return]
 
     patch.setattr(Scheduler, "wake_at_s", property(sleep_on))
 
@@ -201,6 +283,20 @@ BUGS: list[Callable[[Patch], None]] = [
     deadlines_of_requests_that_come_back_are_forgotten,
     an_engine_has_one_slot_more,
     a_barrier_engine_takes_what_has_room,
+    a_gpu_runs_a_batch_on_each_of_its_engines,
+    an_engine_is_given_models_that_it_does_not_serve,
+    all_models_have_one_lane,
+    who_made_room_is_forgotten,
+    who_made_room_fails_though_it_could_be_in_time,
+    who_has_seen_a_byte_makes_room,
+    a_batch_makes_room_for_one_little_larger,
+    room_is_made_although_nobody_wants_that,
+    an_engine_is_not_kept_for_whom_it_was_emptied_for,
+    who_room_was_made_for_never_gets_it,
+    batches_are_formed_as_printed,
+    any_batch_is_thought_to_take_as_long_as_one_request,
+    who_cannot_be_in_time_waits_on,
+    a_request_that_would_just_be_in_time_is_given_up,
     a_request_is_tried_once_more,
     the_last_formed_is_served_first,
     nobody_wakes_for_a_missing_engine,

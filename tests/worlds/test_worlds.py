@@ -9,7 +9,7 @@ import pytest
 from worlds.drawing import KINDS, ORDERS, RELEASES, draw
 from worlds.run import Violation, judge, run
 
-from llmserve.scheduling.messages import Action, Event, FailReason, FailRequest
+from llmserve.scheduling.messages import Action, Event, FailReason, FailRequest, PlanChanged, PlanGroups
 from llmserve.scheduling.scheduler import Scheduler
 
 BLOCK, BLOCKS = 20, 20
@@ -30,19 +30,29 @@ def test_a_seed_draws_one_world_and_other_seeds_others() -> None:
 def test_everything_is_drawn() -> None:
     worlds = [draw(seed) for seed in range(BLOCK * BLOCKS)]
     assert {kind for world in worlds for kind in world.kinds} == set(KINDS)
-    assert {(world.config.release or "").split(":")[0] for world in worlds} == {name.split(":")[0] for name in RELEASES}
+    releases = {name.split(":")[0] for name in RELEASES} | {"direct"}
+    assert {(world.config.release or "").split(":")[0] for world in worlds} == releases
     assert {world.config.order for world in worlds} == set(ORDERS)
     assert any(world.real_plans and world.config.release == "table" for world in worlds)
     barriers = {tuple(sorted({life.info.barrier for life in world.engines})) for world in worlds}
     assert barriers == {(False,), (True,), (False, True)}
+    assert {world.config.preemption for world in worlds if world.config.order == "flex"} == {True, False}
+    assert any(world.config.printed_batches for world in worlds)
+    assert {len({arrival.request.model for arrival in world.arrivals}) for world in worlds} == {1, 2, 3}
+    infos = [life.info for world in worlds for life in world.engines]
+    assert {len(info.models) for info in infos} == {0, 1, 2, 3}
+    assert {bool(info.speeds) for info in infos} == {bool(info.worker) for info in infos} == {True, False}
+    assert sum(world.tokens is not None for world in worlds) > sum(world.foreseen for world in worlds) > 10
+    assert any(world.begins for world in worlds)
     assert min(sum(world.untroubled for world in worlds), sum(not world.untroubled for world in worlds)) > 20
 
 
 def test_every_message_and_every_way_to_fail_occurs() -> None:
+    """But for what only groups hear and say (tests/scheduling/test_groups.py): a world has one scheduler."""
     steps = [step for seed in range(BLOCK * BLOCKS) for step in run(draw(seed))]
-    assert {type(step.event) for step in steps} == set(Event.__args__)  # type: ignore[attr-defined]
+    assert {type(step.event) for step in steps} == set(Event.__args__) - {PlanChanged}  # type: ignore[attr-defined]
     actions = [action for step in steps for action in step.actions]
-    assert {type(action) for action in actions} == set(Action.__args__)  # type: ignore[attr-defined]
+    assert {type(action) for action in actions} == set(Action.__args__) - {PlanGroups}  # type: ignore[attr-defined]
     reasons = {action.reason for action in actions if isinstance(action, FailRequest)}
     assert reasons == set(FailReason.__args__)  # type: ignore[attr-defined]
 
