@@ -149,6 +149,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for worker, url in self.placed_urls:
             if url in ("", "vllm", "embedded"):
                 raise ConfigError(f"engine: a worker is for a URL, not {worker}={url}")
+            if worker == "embedded" and self.has_embedded and not self.barrier:
+                raise ConfigError(
+                    "engine: the worker embedded runs one batch to its end, and the slots of a URL refill: they cannot "
+                    "share it. Give --barrier, or the worker another name"
+                )
         if len(set(self.engine)) < len(self.engine):
             raise ConfigError("engine: the same server stands twice")
         if self.has_vllm and self.model is None:

@@ -76,7 +76,10 @@ def assigned(
         raise ConfigError("plan: none of the engines serves any of its groups")
     taken = {worker for group in there for worker in group.workers}
     rest = tuple([worker for worker in workers if worker not in taken])
-    return (*[group for group in there if group.workers], *([ServingGroup(FALLBACK, rest, ())] if rest else []))
+    by_name = {group.name: group for group in there}
+    fallback = by_name.get(FALLBACK, ServingGroup(FALLBACK, (), ()))  # a plan may have one, and name some of its workers
+    by_name[FALLBACK] = msgspec.structs.replace(fallback, workers=(*fallback.workers, *rest))
+    return tuple([group for group in by_name.values() if group.workers])
 
 
 def process(config: Config, group: ServingGroup, entries: Sequence[str], folder: Path) -> EngineProcess:

@@ -75,9 +75,14 @@ def _title(instance: Instance, found: Plan) -> str:
     streams = sum(model.streams for model in found.models)
     form = ", as printed: without regard to groups' loads" if found.as_printed else ""
     return (
-        f"{streams:,} streams of {len(instance.models):,} models on {instance.gpus:,} GPUs of "
-        f"{instance.gpu_memory_gb:g} GB, at most {instance.groups:,} groups of {instance.group_gpus_max:,}{form}"
+        f"{_count(streams, 'stream')} of {_count(len(instance.models), 'model')} on {_count(instance.gpus, 'GPU')} of "
+        f"{instance.gpu_memory_gb:g} GB, at most {_count(instance.groups, 'group')} of "
+        f"{instance.group_gpus_max:,}{form}"
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def _table(instance: Instance, found: Plan) -> Table:
@@ -117,7 +122,7 @@ def _notes(instance: Instance, found: Plan) -> list[str]:
             f"Planned in {found.solve_s:.2f} s."
         )
     if spare := instance.gpus - sum(group.gpus for group in found.groups):
-        notes.append(f"{spare:,} GPUs are of no use: no group may have more.")
+        notes.append(f"{_count(spare, 'GPU')} {'is' if spare == 1 else 'are'} of no use: no group may have more.")
     if over := [group for group in found.groups if group.load > FULL]:
         worst = max(over, key=lambda group: group.load)
         notes.append(
@@ -147,7 +152,9 @@ def plot(instance: Instance, found: Plan, path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     try:
         figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(f"--plot: cannot write {path}: {error.strerror or error}") from error
+    except ValueError as error:
         raise ConfigError(f"--plot: cannot draw {path}: {error}") from error
 
 
@@ -165,6 +172,8 @@ def _draw_gpus(axis: Any, found: Plan) -> None:
         at = max(sizes[place], loads[place])
         axis.annotate(f"{group.load:.0%}", (place, at), ha="center", va="bottom", fontsize=8)
     axis.set_ylabel("GPUs")
+    axis.set_ylim(top=1.3 * max(*sizes, *loads))  # the legend stands above the bars
+    axis.yaxis.get_major_locator().set_params(integer=True)
     axis.legend(fontsize=8)
 
 
@@ -173,8 +182,9 @@ def _draw_tolerances(axis: Any, found: Plan) -> None:
     if known:
         axis.bar([place for place, _ in known], [value for _, value in known], color="0.6")
     if found.burst_tolerance is not None:
+        axis.set_ylim(top=1.3 * max(value for _, value in known))
         axis.axhline(found.burst_tolerance, color="0.2", linewidth=1, label=f"least: {found.burst_tolerance:.4g}")
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, loc="upper right")
     axis.set_ylabel("burst tolerance")
     axis.set_xticks(range(len(found.groups)), [group.name for group in found.groups], rotation=45, ha="right")
 

@@ -35,7 +35,7 @@ from llmserve import herd
 from llmserve.config import Config, EngineConfig
 from llmserve.errors import ConfigError, ListenError
 from llmserve.scheduling.assignment import PlannedGroup, assign
-from llmserve.scheduling.by_model import by_model
+from llmserve.scheduling.by_model import PREFIX, by_model
 from llmserve.scheduling.group_rates import STREAMS_MAX, Rates, Replan
 from llmserve.scheduling.layout import FALLBACK
 
@@ -170,6 +170,8 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
         app = create_app(cluster, metrics, doorkeeper, config.limits, admin=admin)
         await stack.enter_async_context(_accepting(app, listener))
         cluster.start()
+        saying = asyncio.create_task(_say_unserved(config, cluster))
+        stack.callback(saying.cancel)
         yield cluster, _url(listener)
 
 
@@ -190,6 +192,12 @@ def _resolved(config: Config) -> Config:
         by_model("predictor", config.prediction.predictor)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if scheduling.is_direct and not config.dispatch.profile and engines.group is None:
+        log.warning(
+            "order %s without --profile: how long batches take is not known, so requests are given up only when their "
+            "deadlines have passed",
+            scheduling.order,
+        )
     config = msgspec.structs.replace(config, scheduling=scheduling)
     return config if engines.plan is None else _with_plan(config)
 
@@ -473,6 +481,7 @@ def _with_plan(config: Config) -> Config:
     plan = herd.Plan.load(engines.plan)
     _replanner(config)
     if engines.group is None:
+        _check_workers(engines, plan)
         return config
     names = {group.name: group.workers for group in plan.groups} | {FALLBACK: ()}
     if engines.group not in names:
@@ -483,6 +492,18 @@ def _with_plan(config: Config) -> Config:
     if not left:
         raise ConfigError(f"group {engines.group}: none of the engines is of its workers, {', '.join(workers)}")
     return msgspec.structs.replace(config, engines=msgspec.structs.replace(engines, engine=tuple(left)))
+
+
+def _check_workers(engines: EngineConfig, plan: herd.Plan) -> None:
+    """Raises ConfigError on a worker that no engine can be on. vLLM's are known when it has been started."""
+    if engines.has_vllm:
+        return
+    known = {_worker_of(engines, entry) for entry in engines.engine or ("embedded",)}
+    for group in plan.groups:
+        for worker in group.workers:
+            if worker not in known:
+                near = configuration.nearest(worker, known)
+                raise ConfigError(f"plan: group {group.name} has no engine on its worker {worker}{near}")
 
 
 def _worker_of(engines: EngineConfig, entry: str) -> str:
@@ -681,6 +702,23 @@ async def _until_an_engine_is_ready(cluster: LiveCluster) -> None:
         looks += 1
         if looks == 60:
             log.warning("no engine answers yet: %s", ", ".join(cluster.engines_ready))
+
+
+async def _say_unserved(config: Config, cluster: LiveCluster) -> None:
+    """Warn of settings for models that no engine serves, once all engines have told what they do serve."""
+    if config.engines.group is not None:  # the others are its neighbours' models
+        return
+    while not all(cluster.engines_ready.values()):  # noqa: ASYNC110 (nothing tells of it)
+        await asyncio.sleep(0.2)
+    slos_ms = [text for text in config.limits.slo_ms if text.startswith(PREFIX)]
+    for setting, texts in (
+        ("profile", config.dispatch.profile),
+        ("predictor", config.prediction.predictor),
+        ("slo_ms", slos_ms),
+    ):
+        for model in sorted(set(by_model(setting, texts)) - {""} - set(cluster.models)):
+            near = configuration.nearest(model, cluster.models)
+            log.warning("%s: no engine serves a model %s%s", setting, model, near)
 
 
 def _say_where(cluster: LiveCluster, url: str, *, with_key: bool) -> None:

@@ -108,6 +108,7 @@ def test_a_url_may_stand_on_a_worker_that_it_shares_with_others() -> None:
         (EngineConfig(engine=("gpu0=vllm",), model="m"), "a worker is for a URL, not gpu0=vllm"),
         (EngineConfig(engine=("gpu0=embedded",)), "a worker is for a URL, not gpu0=embedded"),
         (EngineConfig(engine=("gpu0=",)), "a worker is for a URL, not gpu0=$"),
+        (EngineConfig(engine=("embedded", "embedded=http://a")), "they cannot share it. Give --barrier"),
         (EngineConfig(engine=("vllm",)), "engine vllm needs --model"),
         (EngineConfig(engine=("vllm", "vllm"), model="m"), "stands twice"),
         (EngineConfig(replicas=2), "replicas: only for vLLM"),

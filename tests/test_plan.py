@@ -49,6 +49,17 @@ def test_overloaded_groups_of_printed_plans_are_marked(asked: Path, capsys: pyte
     assert "Overloaded (!): 1 of 1 groups, group-1 to 1.50 times its capacity." in out
 
 
+def test_one_of_a_kind_is_told_as_one(asked: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Model("m", 2.0, 1.0, 10.0, goodput_per_s=10.0)
+    Instance(
+        (Stream("s", "m", rate_per_s=5.0),), (model,), gpus=2, gpu_memory_gb=16.0, group_gpus_max=1, groups=1
+    ).save(asked)
+    assert main(["plan", "--instance", str(asked)]) == 0
+    out = told(capsys)
+    assert "1 stream of 1 model on 2 GPUs of 16 GB, at most 1 group of 1" in out
+    assert "1 GPU is of no use: no group may have more." in out
+
+
 def test_json_is_the_plan_that_output_writes(asked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     assert main(["plan", "--instance", str(asked), "--json", "--output", str(path)]) == 0
@@ -88,7 +99,8 @@ def test_a_picture_that_cannot_be_drawn_is_said_after_the_plan(
         assert json.loads(out)["groups"]
         return error
 
-    assert "--plot: cannot draw" in failed(tmp_path / "no-such-folder" / "plan.png")
+    nowhere = tmp_path / "no-such-folder" / "plan.png"
+    assert failed(nowhere) == f"llmserve: --plot: cannot write {nowhere}: No such file or directory\n"
     assert "--plot: cannot draw" in failed(tmp_path / "plan.xyz")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "--plot needs matplotlib: pip install '.[plot]'" in failed(tmp_path / "plan.png")

@@ -14,8 +14,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from front import StartFront, until
 from server_process import Server, failed_start, gone
 from tiny_llama import save_tiny_llama
+
+from llmserve.api.limits import ApiConfig
+from llmserve.engines.fake import FakeEngine
+from llmserve.scheduling.policies import DispatchConfig
 
 
 @pytest.fixture
@@ -210,6 +215,33 @@ def test_a_wrong_configuration_is_status_2_and_one_line(flags: list[str], messag
     status, said = failed_start(*port, *flags)
     assert (status, said.count("\n")) == (2, 1), said
     assert message in said
+
+
+async def test_settings_for_models_that_no_engine_serves_are_said(
+    start_front: StartFront, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The profile's model is not there, the deadline's is."""
+    settings = {
+        "dispatch": DispatchConfig(profile=("model:chta=p4-googlenet",)),
+        "limits": ApiConfig(slo_ms=("model:chat=500", "stream:night=5000")),
+    }
+    async with FakeEngine(model="chat") as fake:
+        await start_front(fake, **settings)
+        await until(lambda: "no engine serves" in caplog.text)
+    said = [record.message for record in caplog.records if "no engine serves" in record.message]
+    assert said == ["profile: no engine serves a model chta; did you mean chat?"]
+
+
+async def test_an_order_that_goes_by_batch_times_says_that_it_needs_a_profile(
+    start_front: StartFront, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with FakeEngine(barrier=True) as fake:
+        for profile in ((), ("p4-googlenet",)):
+            caplog.clear()
+            await start_front(
+                fake, barrier=True, scheduling={"order": "flex"}, dispatch=DispatchConfig(profile=profile)
+            )
+            assert ("order flex without --profile" in caplog.text) == (not profile)
 
 
 def test_importing_llmserve_loads_neither_torch_nor_transformers() -> None:

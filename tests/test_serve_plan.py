@@ -198,6 +198,14 @@ async def test_a_group_that_the_plan_does_not_have_is_said_with_the_nearest(tmp_
             raise AssertionError("it must not start")
 
 
+async def test_a_worker_that_no_engine_is_on_is_said_with_the_nearest(tmp_path: Path) -> None:
+    plan = saved(tmp_path, Group("left", 1, ("m",), workers=("gpu0", "gpu7")))
+    urls = ("gpu0=http://127.0.0.1:9", "gpu1=http://127.0.0.1:10")
+    with pytest.raises(ConfigError, match="plan: group left has no engine on its worker gpu7; did you mean gpu"):
+        async with serving(Config(server=ServerConfig(port=0), engines=EngineConfig(engine=urls, plan=plan))):
+            raise AssertionError("it must not start")
+
+
 async def test_one_groups_server_has_the_engines_of_the_workers_that_the_plan_names_for_it(
     start_front: StartFront, tmp_path: Path
 ) -> None:

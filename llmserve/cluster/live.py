@@ -543,7 +543,7 @@ def _error_of(reason: FailReason, retry_after_s: float | None, *, put_off: bool 
     if reason == "deadline_exceeded" and put_off:
         return DeadlineExceeded("the request was put off for others and is too late now")
     if reason == "deadline_exceeded":
-        return DeadlineExceeded("the deadline passed before the request could run")
+        return DeadlineExceeded("the answer cannot be there by its deadline")
     if reason == "engine_failed":
         return EngineFailed("the engine failed this request")
     if reason == "engine_lost":

@@ -249,7 +249,9 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         assert self.order is not None, "resolve the configuration first"
         if self.is_direct != (self.release == "direct"):
-            raise ValueError(f"order {self.order} does not go with release {self.release}")
+            if self.is_direct:
+                raise ValueError(f"order {self.order} takes requests itself: leave out release {self.release}")
+            raise ValueError(f"release direct is for the orders {' and '.join(DIRECT)}, not for {self.order}")
         self.lane("", scores, lengths)  # what is wrong is said now, not when the first request comes
         return Scheduler(
             lane=lambda model: self.lane(model, scores, lengths),

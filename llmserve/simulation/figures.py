@@ -24,6 +24,7 @@ DPI = 150
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")  # Okabe and Ito's, and a grey
 MARKERS = "osD^vPX"
 WAITS = "#DDDDDD"  # a slot whose answer is complete
+STOPPED = "#D55E00"  # a slot whose batch was stopped for others, for nothing
 ENGINES_SHOWN, BATCHES_SHOWN, BATCHES_OF_ENGINE = 6, 60, 16  # in a timeline
 PERCENTILES = (50, 95, 99)
 LOGARITHMIC = 0.1  # latencies whose least is under this share of the greatest are drawn on a logarithmic axis
@@ -132,6 +133,8 @@ def waiting_figure(story: Story) -> Figure | None:
     arrived = np.array(story.recorder.arrived_s)
     waits: dict[int, list[tuple[float, float, float]]] = {}  # by bin: (for company, for an engine, tokens) of each
     for start in story.recorder.starts:
+        if start.batch_id in story.recorder.stopped_s:  # its requests go on waiting
+            continue
         for request_id in start.request_ids:
             company_s = start.formed_s - arrived[request_id]
             tokens = story.trace.output_tokens[request_id]
@@ -162,7 +165,7 @@ def waiting_figure(story: Story) -> Figure | None:
 @dataclass(frozen=True, slots=True)
 class _Bars:
     """Slots at work: (bars,) each. row : of the picture.  tokens : of the answer, which begins at begin_s and is
-    complete at answered_s; its slot is free from free_s on.
+    complete at answered_s; its slot is free from free_s on.  stopped : 1 where that is for others, else 0.
     """
 
     row: Floats
@@ -170,18 +173,21 @@ class _Bars:
     begin_s: Floats
     answered_s: Floats
     free_s: Floats
+    stopped: Floats
 
     @property
     def useful(self) -> float:
-        """Share of the slots' time in which an answer grew."""
-        return float((self.answered_s - self.begin_s).sum() / max((self.free_s - self.begin_s).sum(), 1e-12))
+        """Share of the slots' time in which an answer grew that came to its end."""
+        grew_s = (self.answered_s - self.begin_s)[self.stopped == 0]
+        return float(grew_s.sum() / max((self.free_s - self.begin_s).sum(), 1e-12))
 
 
 def timeline_figure(stories: Sequence[Story]) -> Figure | None:
     """What the slots of the engines do, from the first start on; the same stretch of time for every story.
 
     Of a batch that runs to its end each request has a row: coloured while its answer grows, by its length, and grey
-    while it waits for the longest answer of its batch. That grey is what bins save.
+    while it waits for the longest answer of its batch. That grey is what bins save. Batches that are stopped for others
+    stand out.
     """
     if not all(story.recorder.starts for story in stories):
         return None
@@ -192,16 +198,17 @@ def timeline_figure(stories: Sequence[Story]) -> Figure | None:
     height = 1.3 + len(stories) * max(1.8, min(4.2, 0.11 * slots + 0.3))
     figure, axes = _figure(len(stories), 1, 12.0, height, sharex=True)
     tokens = np.sort(stories[-1].trace.output_tokens)
-    barrier = shown[0].info.barrier
+    barrier, any_stopped = shown[0].info.barrier, False
     for axis, story in zip(axes, stories, strict=True):
         bars = _bars(story, shown, begin_s, end_s)
         _draw_bars(axis, bars, np.searchsorted(tokens, bars.tokens) / tokens.size)
+        any_stopped |= bool(bars.stopped.any())
         _name_engines(axis, story.engines[:ENGINES_SHOWN])
         said = f": answers grow in {bars.useful:.0%} of the time that slots are taken" if barrier else ""
         axis.set_title(f"{story.label}{said}", loc="left", fontsize=11)
         axis.set_xlim(begin_s, end_s)
     axes[-1].set_xlabel("seconds")
-    _explain(figure, barrier)
+    _explain(figure, barrier, any_stopped)
     return figure
 
 
@@ -213,7 +220,8 @@ def _end_of_stretch(story: Story, shown: Sequence[StepEngine]) -> float:
     if not shown[0].info.barrier:  # each start is of few requests: as many as fill their slots so often
         batches *= max(engine.info.slots for engine in shown) // 2 + 1
     ids = [request_id for start in starts[:batches] for request_id in start.request_ids]
-    return float(np.nanmax(np.array(story.recorder.ended_s)[ids]))
+    ended_s = np.array(story.recorder.ended_s)[ids]  # NaN of those that were stopped and never answered
+    return float(np.nanmax(np.append(ended_s, starts[:batches][-1].started_s)))
 
 
 def _bars(story: Story, shown: Sequence[StepEngine], begin_s: float, end_s: float) -> _Bars:
@@ -221,17 +229,19 @@ def _bars(story: Story, shown: Sequence[StepEngine], begin_s: float, end_s: floa
     bases = np.cumsum([0, *(engine.info.slots + 1 for engine in shown)])
     engines = {engine.info.name: (engine, int(base)) for engine, base in zip(shown, bases, strict=False)}
     free_s = {name: [-np.inf] * engine.info.slots for name, (engine, _) in engines.items()}
-    rows: list[tuple[float, float, float, float, float]] = []
+    rows: list[tuple[float, ...]] = []
     for start in story.recorder.starts:
         if start.engine not in engines or start.started_s >= end_s:
             continue
         engine, base = engines[start.engine]
+        stopped_s = story.recorder.stopped_s.get(start.batch_id)
         for slot, request_id, answered_s in _slots(story, start, engine, free_s[start.engine]):
-            until_s = story.recorder.ended_s[request_id]
+            until_s = story.recorder.ended_s[request_id] if stopped_s is None else stopped_s
             if until_s > begin_s:
                 tokens = float(story.trace.output_tokens[request_id])
-                rows.append((base + slot, tokens, start.started_s, answered_s, until_s))
-    return _Bars(*np.array(rows).reshape(-1, 5).T)
+                grown_s = min(answered_s, until_s)
+                rows.append((base + slot, tokens, start.started_s, grown_s, until_s, stopped_s is not None))
+    return _Bars(*np.array(rows, dtype=float).reshape(-1, 6).T)
 
 
 def _slots(story: Story, start: Start, engine: StepEngine, free_s: list[float]) -> list[tuple[int, int, float]]:
@@ -257,14 +267,17 @@ def _slots(story: Story, start: Start, engine: StepEngine, free_s: list[float]) 
 def _draw_bars(axes: Axes, bars: _Bars, ranks: Floats) -> None:
     """ranks : (bars,) of the answers among all by length, in [0, 1]."""
     from matplotlib.collections import PolyCollection
+    from matplotlib.colors import to_rgba
 
     def boxes(left: Floats, right: Floats, **look: Any) -> None:
         low, high = bars.row + 0.04, bars.row + 0.96
         corners = np.stack([left, low, right, low, right, high, left, high], axis=1).reshape(-1, 4, 2)
         axes.add_collection(PolyCollection(list(corners), linewidths=0, **look))
 
+    colours = _colours(ranks)
+    colours[bars.stopped == 1] = to_rgba(STOPPED)
     boxes(bars.begin_s, bars.free_s, facecolors=WAITS)
-    boxes(bars.begin_s, bars.answered_s, facecolors=_colours(ranks))
+    boxes(bars.begin_s, bars.answered_s, facecolors=colours)
     for at_s in np.unique(bars.begin_s):
         mine = bars.row[bars.begin_s == at_s]
         axes.plot([at_s, at_s], [mine.min(), mine.max() + 1], color="white", linewidth=0.8)
@@ -287,13 +300,15 @@ def _name_engines(axes: Axes, shown: Sequence[StepEngine]) -> None:
     axes.set_ylim(float(bases[-1]) - 0.7, -0.3)
 
 
-def _explain(figure: Figure, barrier: bool) -> None:
+def _explain(figure: Figure, barrier: bool, any_stopped: bool) -> None:
     from matplotlib.patches import Patch
 
     short, long = _colours(np.array([0.0, 1.0]))
     names = [Patch(color=short, label="a short answer grows"), Patch(color=long, label="a long one grows")]
     if barrier:
         names.append(Patch(color=WAITS, label="an answer is complete and waits for the longest of its batch"))
+    if any_stopped:
+        names.append(Patch(color=STOPPED, label="stopped for others"))
     names.append(Patch(facecolor="white", edgecolor="#999999", linewidth=0.5, label="idle"))
     figure.legend(handles=names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
 
@@ -302,8 +317,9 @@ def _explain(figure: Figure, barrier: bool) -> None:
 
 
 def comparison_figure(cases: Sequence[Repeated]) -> Figure:
-    """Throughput and latency against the first field compared, with a line for each value of the second; the bands are
-    95 % confidence intervals. cases : in the order of the values, at least one.
+    """Throughput and latency against the first field compared, and where all cases have deadlines the share of answers
+    in time, with a line for each value of the second; the bands are 95 % confidence intervals. cases : in the order of
+    the values, at least one.
     """
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
@@ -314,7 +330,8 @@ def comparison_figure(cases: Sequence[Repeated]) -> Figure:
         lines.setdefault(name, []).append(case)
     values = list(dict.fromkeys(case.settings[across] for case in cases))
     places = _places(values)
-    figure, (throughput, latency) = _figure(1, 2, 11.0, 4.4)
+    dated = all("in_time_share" in case.estimates for case in cases)
+    figure, (throughput, latency, *in_time) = _figure(1, 3 if dated else 2, 15.5 if dated else 11.0, 4.4)
     for index, (name, mine) in enumerate(lines.items()):
         x = [places[case.settings[across]] for case in mine]
         look = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 4}
@@ -322,7 +339,11 @@ def comparison_figure(cases: Sequence[Repeated]) -> Figure:
         _line(latency, x, [case.estimates["latency_s_mean"] for case in mine], label=f"{name} mean".strip(), **look)
         p95 = [case.estimates["latency_s_p95"] for case in mine]
         _line(latency, x, p95, label=f"{name} 95th percentile".strip(), linestyle="--", **look)
-    for axes, title in ((throughput, "Throughput, requests/s"), (latency, "Latency, seconds")):
+        for axes in in_time:
+            _line(axes, x, [case.estimates["in_time_share"] for case in mine], label=name, **look)
+            axes.set(ylim=(0, 1.02))
+    titles = ("Throughput, requests/s", "Latency, seconds", "Answered in time, share of requests")
+    for axes, title in zip((throughput, latency, *in_time), titles, strict=False):
         axes.set(title=title, xlabel=across.replace("_", "-"))
         if any(not _is_number(value) for value in values):
             axes.set_xticks(list(places.values()), values)

@@ -116,7 +116,7 @@ class Recorder:
             elif type(action) is FailRequest:
                 self.left_s[action.request_id] = now_s
             elif type(action) is PreemptBatch:
-                self.preempted += len(action.request_ids)
+                self._stop(now_s, action)
 
     def _start(self, now_s: float, action: StartBatch) -> None:
         batch = action.batch
@@ -124,11 +124,15 @@ class Recorder:
             self.started_s[request.id] = now_s
         self.batches[batch.id] = self.batches.get(batch.id, 0) + len(batch.requests)
 
+    def _stop(self, now_s: float, action: PreemptBatch) -> None:
+        self.preempted += len(action.request_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
     """Requests that began together, or a part of them. request_ids : in the order of their batch."""
 
+    batch_id: int
     started_s: float
     formed_s: float
     engine: str
@@ -137,17 +141,22 @@ class Start:
 
 
 class BatchRecorder(Recorder):
-    """Keeps what figures need besides: every start."""
+    """Keeps what figures need besides: every start, and when a batch was stopped for others, by its id."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
         self.starts: list[Start] = []
+        self.stopped_s: dict[int, float] = {}
+
+    def _stop(self, now_s: float, action: PreemptBatch) -> None:
+        super()._stop(now_s, action)
+        self.stopped_s[action.batch_id] = now_s
 
     def _start(self, now_s: float, action: StartBatch) -> None:
         super()._start(now_s, action)
         batch = action.batch
         ids = tuple([request.id for request in batch.requests])
-        self.starts.append(Start(now_s, batch.formed_at_s, action.engine, batch.bin, ids))
+        self.starts.append(Start(batch.id, now_s, batch.formed_at_s, action.engine, batch.bin, ids))
 
 
 def summarise(

@@ -1,0 +1,185 @@
+"""`simulate --slo-s`: how many answers are in time, under each order, and where that is told."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmserve.__main__ import main
+from llmserve.scheduling.lengths import ENOUGH
+from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.simulate import Scenario, prepare, run, simulate
+from llmserve.simulation.figures import Story, comparison_figure, timeline_figure, waiting_figure
+from llmserve.simulation.report import BatchRecorder, Summary
+from llmserve.simulation.scenario import engines
+
+OVERLOAD = ["simulate", "--barrier", "--engines", "2", "--load", "1.5", "--requests", "1000", "--slo-s", "8,30"]
+
+
+class Told:
+    """A run whose requests, (arrival, output tokens, deadline) in seconds, are served by an engine that takes 1 s a
+    token.
+    """
+
+    def __init__(self, folder: Path, requests: list[tuple[float, float, float]], **config: Any) -> None:
+        path = folder / "trace.csv"
+        lines = [f"{arrival_s},0,{tokens}\n" for arrival_s, tokens, _ in requests]
+        path.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(lines))
+        scenario = Scenario(trace=str(path), step_s=1.0, barrier=True)
+        self.scheduling = SchedulingConfig(**{"bins": 1, "batch_size": 1, **config}).resolved(barrier=True)
+        work = prepare(scenario, self.scheduling)
+        known = tuple([tokens for _, tokens, _ in requests] * ENOUGH)  # so that each bin has seen its own lengths
+        deadlines_s = np.array([deadline_s for _, _, deadline_s in requests])
+        work = replace(work, scores=known, lengths=known, deadlines_s=deadlines_s)
+        self.recorder = BatchRecorder(len(work))
+        self.summary: Summary = run(scenario, self.scheduling, work, recorder=self.recorder)
+        self.story = Story(
+            self.scheduling.order or "", self.recorder, work.trace, engines(scenario, self.scheduling, [])
+        )
+
+
+def test_the_share_in_time_is_of_all_that_came(tmp_path: Path) -> None:
+    """One ends at 3 s, in time; one at 6 s, a second late; one still waits at its deadline and is sent away."""
+    summary = Told(tmp_path, [(0, 3, 5), (0, 3, 5), (0, 3, 5)], order="fffs").summary
+    assert summary.completed == 2
+    assert summary.elapsed_s == 6.0
+    assert summary.in_time_share == pytest.approx(1 / 3)
+    assert summary.goodput_per_s == pytest.approx(1 / 6)
+    assert summary.preempted == 0
+
+
+def test_an_answer_at_its_very_deadline_is_in_time(tmp_path: Path) -> None:
+    assert Told(tmp_path, [(0.1, 0.2, 0.1 + 0.2)]).summary.in_time_share == 1.0
+
+
+def test_the_earliest_deadline_first_is_in_time_where_the_first_come_is_not(tmp_path: Path) -> None:
+    """While the first runs two come, and the second of them is the one in a hurry."""
+    requests = [(0, 2, 10), (0.5, 2, 10), (1, 2, 4.5)]
+    assert Told(tmp_path, requests, order="fffs").summary.in_time_share == pytest.approx(2 / 3)
+    assert Told(tmp_path, requests, order="edf").summary.in_time_share == 1.0
+
+
+BURST = [(0.0, 20.0, 100.0), *[(1.0, 2.0, 5.0)] * 4]  # one long answer, and four short ones that cannot wait for it
+FLEX = {"order": "flex", "bins": None, "edges": (10.0,), "batch_size": 4}
+
+
+def test_who_makes_room_is_counted_and_runs_again(tmp_path: Path) -> None:
+    """From 1 to 3 s the four run, and then the one that was stopped, from its beginning."""
+    summary = Told(tmp_path, BURST, **FLEX).summary
+    assert (summary.preempted, summary.in_time_share, summary.elapsed_s) == (1, 1.0, 23.0)
+
+
+def test_without_preemption_nobody_makes_room(tmp_path: Path) -> None:
+    summary = Told(tmp_path, BURST, **FLEX, preemption=False).summary
+    assert (summary.preempted, summary.completed, summary.in_time_share) == (0, 1, 0.2)
+
+
+def test_pictures_tell_what_was_stopped_from_what_was_answered(tmp_path: Path) -> None:
+    """28 of the 29 slot-seconds that were taken went into answers, and one was for nothing."""
+    story = Told(tmp_path, BURST, **FLEX).story
+    timeline, waiting = timeline_figure([story]), waiting_figure(story)
+    assert timeline is not None
+    assert waiting is not None
+    assert timeline.axes[0].get_title(loc="left").startswith("flex: answers grow in 97% of the time")
+    assert "stopped for others" in [text.get_text() for text in timeline.legends[0].get_texts()]
+    company = waiting.axes[0].containers[0]
+    assert [bar.get_height() for bar in company] == [0.0, 3.0]  # of the long one: until it began for good
+
+
+def test_those_who_were_stopped_and_never_answered_have_no_end(tmp_path: Path) -> None:
+    story = Told(tmp_path, [(0.0, 20.0, 21.0), *BURST[1:]], **FLEX).story
+    assert np.isnan(story.recorder.ended_s[0])
+    figure = timeline_figure([story])
+    assert figure is not None
+    assert figure.axes[0].get_xlim() == (0.0, 3.0)
+
+
+def test_deadlines_are_drawn_after_each_arrival_any_as_often() -> None:
+    scenario = Scenario(requests=4_000, slo_s=(8.0, 30.0), seed=5)
+    work = prepare(scenario, SchedulingConfig().resolved(barrier=False))
+    assert work.deadlines_s is not None
+    slos_s, counts = np.unique(np.round(work.deadlines_s - work.trace.arrivals_s, 6), return_counts=True)
+    assert slos_s.tolist() == [8.0, 30.0]
+    assert abs(counts[0] - 2_000) < 4 * np.sqrt(1_000)  # four standard deviations
+
+
+def test_deadlines_change_neither_arrivals_nor_lengths() -> None:
+    config = SchedulingConfig().resolved(barrier=False)
+    plain, dated = (prepare(Scenario(requests=50, slo_s=slo_s), config) for slo_s in ((), (1.0,)))
+    assert plain.deadlines_s is None
+    assert plain.trace.arrivals_s.tolist() == dated.trace.arrivals_s.tolist()
+    assert plain.trace.output_tokens.tolist() == dated.trace.output_tokens.tolist()
+
+
+def test_without_deadlines_nothing_is_said_of_them() -> None:
+    summary = simulate(Scenario(requests=50), SchedulingConfig())
+    assert (summary.in_time_share, summary.goodput_per_s, summary.preempted) == (None, None, None)
+
+
+def test_under_overload_flex_is_in_time_more_often_than_edf_and_fffs() -> None:
+    scenario = Scenario(requests=1_000, barrier=True, engines=2, load=1.5, slo_s=(8.0, 30.0))
+    shares = {}
+    for order in ("fffs", "edf", "flex"):
+        summary = simulate(scenario, SchedulingConfig(order=order))  # type: ignore[arg-type]
+        assert summary.in_time_share is not None
+        shares[order] = summary.in_time_share
+    assert shares["flex"] > shares["edf"] + 0.05
+    assert shares["flex"] > shares["fffs"] + 0.05
+
+
+def test_a_table_and_json_tell_who_was_in_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*OVERLOAD, "--order", "flex", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0.8 < found["in_time_share"] < 1
+    assert main([*OVERLOAD, "--order", "flex"]) == 0
+    rows = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in _rows(capsys)}
+    assert rows["in time"] == f"{found['in_time_share']:.1%}"
+    assert rows["in time/s"] == f"{found['goodput_per_s']:.4f}"
+    assert rows["preempted"] == f"{found['preempted']:,}"
+
+
+def test_a_sweep_has_a_column_of_who_was_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*OVERLOAD, "--sweep", "order=fffs,flex", "--plot", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "in time" in out
+    assert [line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")] == ["fffs", "flex"]
+    assert (tmp_path / "sweep.png").exists()
+
+
+def test_deadlines_themselves_can_be_swept(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*OVERLOAD[:-2], "--order", "edf", "--sweep", "slo-s=8;8,30", "--json"]) == 0
+    strict, mixed = json.loads(capsys.readouterr().out)
+    assert strict["settings"] == {"slo_s": "8"}
+    assert strict["estimates"]["in_time_share"]["mean"] < mixed["estimates"]["in_time_share"]["mean"]
+
+
+def test_a_comparison_is_drawn_with_shares_only_where_all_cases_have_deadlines() -> None:
+    from llmserve.simulation.estimates import Estimate, Repeated
+
+    def case(*names: str) -> Repeated:
+        known = ("throughput_per_s", "latency_s_mean", "latency_s_p95", *names)
+        return Repeated((1,), {name: Estimate(0.5) for name in known}, (), {"load": "1"})
+
+    dated, undated = case("in_time_share"), case()
+    assert [axes.get_title() for axes in comparison_figure([dated]).axes][2:] == ["Answered in time, share of requests"]
+    assert len(comparison_figure([dated, undated]).axes) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--slo-s 0", "slo_s (the command line): expected `float` > 0.0, not '0'"),
+        ("--slo-s 1,inf", "slo_s: a finite number is needed, not '1,inf'"),
+        ("--order flex --preemption-factor 1", "preemption_factor (the command line): expected `float` > 1.0, not '1'"),
+    ],
+)
+def test_what_makes_no_sense_is_said_in_one_line(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--requests", "10", *flags.split()]) == 2
+    assert capsys.readouterr().err == f"llmserve: {message}\n"
+
+
+def _rows(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]

@@ -1,0 +1,363 @@
+"""The benchmark of deadlines: what it asks, counts, checks and shows; and a tiny one with servers of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from script_module import load_script
+
+from llmserve.cluster.journal import Header, Step
+from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.messages import (
+    EngineReady,
+    Event,
+    FailRequest,
+    PreemptBatch,
+    RequestArrived,
+    RequestEnded,
+    TimerFired,
+)
+from llmserve.scheduling.policies import SchedulingConfig
+
+bench = load_script("benchmark_deadlines")
+
+IMAGES = bench.Stream("images", "classifier", slo_s=0.5, rate_per_s=10.0, tokens=(1, 1), burst_per_s=90.0)
+CHATS = bench.Stream("chats", "chat", slo_s=4.0, rate_per_s=2.0, tokens=(30, 70))
+SETTING = bench.Setting((IMAGES, CHATS), seconds=100.0, burst_s=(40.0, 60.0), batch_size=8)
+
+
+# ---- what is asked ------------------------------------------------------------------------------------------------
+
+
+def test_streams_come_at_their_rates_and_the_burst_comes_besides() -> None:
+    asked = bench.draw(SETTING, seed=1)
+    assert [each.at_s for each in asked] == sorted(each.at_s for each in asked)
+    counts = Counter((each.stream.name, SETTING.in_burst(each.at_s)) for each in asked)
+    for (name, in_burst), expected in {
+        ("images", True): 20 * 100,
+        ("images", False): 80 * 10,
+        ("chats", True): 20 * 2,
+        ("chats", False): 80 * 2,
+    }.items():
+        assert abs(counts[name, in_burst] - expected) < 5 * expected**0.5, "five standard deviations of Poisson"
+    tokens = [each.tokens for each in asked if each.stream is CHATS]
+    assert (min(tokens) >= 30, max(tokens) <= 70) == (True, True)
+    assert {each.tokens for each in asked if each.stream is IMAGES} == {1}
+
+
+def test_a_seed_fixes_what_is_asked_and_another_draws_others() -> None:
+    assert bench.draw(SETTING, 7) == bench.draw(SETTING, 7)
+    assert bench.draw(SETTING, 7) != bench.draw(SETTING, 8)
+
+
+# ---- a journal without a server -----------------------------------------------------------------------------------
+
+
+def played(*events: tuple[float, Event], order: str = "flex") -> list[Step]:
+    """What a scheduler does about these events and one GPU with an engine for each model, ready at 0."""
+    head = Header(SchedulingConfig(order=order, batch_size=8, bins=1).resolved(barrier=True))
+    scheduler = head.scheduler()
+    ready = [
+        (0.0, EngineReady(EngineInfo(model, slots=8, barrier=True, models=(model,), worker="gpu0")))
+        for model in ("classifier", "chat")
+    ]
+    return [Step(now_s, event, tuple(scheduler.handle(event, now_s))) for now_s, event in (*ready, *events)]
+
+
+def come(at_s: float, stream: Any, *ids: int) -> list[tuple[float, Event]]:
+    return [
+        (at_s, RequestArrived(Request(id_, deadline_s=at_s + stream.slo_s, model=stream.model, stream=stream.name)))
+        for id_ in ids
+    ]
+
+
+def end(at_s: float, stream: Any, *ids: int, outcome: str = "completed") -> list[tuple[float, Event]]:
+    return [(at_s, RequestEnded(stream.model, id_, outcome, 1.0)) for id_ in ids]
+
+
+# A chat runs, four images stop it, and it runs again: 1 s in vain.
+PREEMPTED = [
+    *come(1.0, CHATS, 1),
+    *come(2.0, IMAGES, 2, 3, 4, 5),
+    *end(2.0, CHATS, 1, outcome="cancelled"),
+    *end(2.25, IMAGES, 2, 3, 4, 5),
+    *end(4.0, CHATS, 1),
+]
+BATCHES = {1: "3", 2: "2", 3: "2", 4: "2", 5: "2"}  # in which each ended
+
+
+def answer(stream: Any, at_s: float, latency_s: float, status: int = 200, batch: str = "") -> Any:
+    return bench.Answer(bench.Asked(at_s, stream, 1), status, latency_s, batch)
+
+
+def batches_of(steps: list[Step]) -> dict[int, str]:
+    ledger = bench.ledger_of(steps)
+    return {id_: str(course.batch) for id_, course in ledger.courses.items() if course.batch is not None}
+
+
+def answers_of(steps: list[Step]) -> list[Any]:
+    """What clients would have seen of PREEMPTED, had the way taken no time."""
+    batches = batches_of(steps)
+    chat = answer(CHATS, 1.0, 3.0, batch=batches[1])
+    return [chat, *[answer(IMAGES, 2.0, 0.25, batch=batches[id_]) for id_ in (2, 3, 4, 5)]]
+
+
+def test_a_preempted_request_has_one_end_and_two_batches() -> None:
+    ledger = bench.ledger_of(played(*PREEMPTED))
+    chat = ledger.courses[1]
+    assert (chat.preempted, chat.ends) == (1, ["in time"])
+    assert [course.ends for course in ledger.courses.values()] == [["in time"]] * 5
+    assert [(ran.stream, ran.size, ran.began_s, ran.ended_s, ran.stopped, ran.in_time) for ran in ledger.batches] == [
+        ("chats", 1, 1.0, 2.0, True, 0),
+        ("images", 4, 2.0, 2.25, False, 4),
+        ("chats", 1, 2.25, 4.0, False, 1),
+    ]
+    assert {ran.worker for ran in ledger.batches} == {"gpu0"}
+    assert chat.batch == ledger.batches[2].id
+
+
+def test_a_preempted_request_that_ends_before_it_is_stopped_has_ended() -> None:
+    ended_itself = [(at_s, event) for at_s, event in PREEMPTED[:5]]
+    ledger = bench.ledger_of(played(*ended_itself, *end(2.0, CHATS, 1), *end(2.25, IMAGES, 2, 3, 4, 5)))
+    assert (ledger.courses[1].preempted, ledger.courses[1].ends) == (1, ["in time"])
+
+
+def test_a_preempted_request_that_is_refused_has_run_in_a_batch_as_its_client_is_told() -> None:
+    stopped = [*come(1.0, CHATS, 1), *come(4.5, IMAGES, 2, 3, 4, 5), *end(4.5, CHATS, 1, outcome="cancelled")]
+    steps = played(*stopped, (5.01, TimerFired()), *end(5.02, IMAGES, 2, 3, 4, 5))
+    ledger = bench.ledger_of(steps)
+    chat = ledger.courses[1]
+    assert (chat.preempted, chat.ends, chat.batch) == (1, ["504"], ledger.batches[0].id)
+    images = [answer(IMAGES, 4.5, 0.5, batch=str(ledger.batches[1].id))] * 4
+    bench.check([answer(CHATS, 1.0, 4.0, 504, str(chat.batch)), *images], ledger)
+
+
+def test_a_request_whose_deadline_passes_is_refused_and_one_that_ends_after_it_is_late() -> None:
+    steps = played(*come(1.0, CHATS, 1), *come(1.5, IMAGES, 2), (2.1, TimerFired()), *end(6.0, CHATS, 1), order="fffs")
+    assert FailRequest(2, "deadline_exceeded") in steps[-2].actions
+    ledger = bench.ledger_of(steps)
+    assert {id_: course.ends for id_, course in ledger.courses.items()} == {1: ["late"], 2: ["504"]}
+    assert ledger.courses[2].batch is None
+
+
+def test_the_warm_up_is_not_counted() -> None:
+    warm = RequestArrived(Request(9, model="chat", stream=bench.WARM_UP))
+    ledger = bench.ledger_of(played((0.1, warm), *end(0.9, CHATS, 9), *PREEMPTED))
+    assert sorted(ledger.courses) == [1, 2, 3, 4, 5]
+    assert len(ledger.batches) == 3
+
+
+# ---- what is wrong is found ---------------------------------------------------------------------------------------
+
+
+def test_client_and_journal_that_agree_are_accepted() -> None:
+    steps = played(*PREEMPTED)
+    bench.check(answers_of(steps), bench.ledger_of(steps))
+
+
+def test_a_request_that_never_ended_is_found() -> None:
+    steps = played(*PREEMPTED[:-1])
+    with pytest.raises(AssertionError, match=r"did not end exactly once.*\{1: \[\]\}"):
+        bench.check([], bench.ledger_of(steps))
+
+
+def test_a_request_that_ended_twice_is_found() -> None:
+    steps = played(*PREEMPTED)
+    twice = Step(4.5, TimerFired(), (FailRequest(1, "deadline_exceeded"),))
+    with pytest.raises(AssertionError, match=r"\{1: \['in time', '504'\]\}"):
+        bench.check(answers_of(steps), bench.ledger_of([*steps, twice]))
+
+
+@pytest.mark.parametrize("change", [{"status": 504, "batch": ""}, {"batch": "77"}])
+def test_a_client_that_saw_something_else_is_found(change: dict[str, Any]) -> None:
+    steps = played(*PREEMPTED)
+    first, *others = answers_of(steps)
+    with pytest.raises(AssertionError, match=r"client: .*journal: "):
+        bench.check([replace(first, **change), *others], bench.ledger_of(steps))
+
+
+def test_a_gpu_that_runs_two_batches_at_a_time_is_found() -> None:
+    steps = played(*PREEMPTED)
+    ledger = bench.ledger_of(steps)
+    ledger.batches[1].began_s -= 0.1
+    with pytest.raises(AssertionError, match="gpu0 ran two batches"):
+        bench.check(answers_of(steps), ledger)
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "status", "end_"), [(0.5, 200, "in time"), (0.51, 200, "late"), (0.2, 504, "504")]
+)
+def test_an_answer_ends_in_one_of_three_ways(latency_s: float, status: int, end_: str) -> None:
+    assert answer(IMAGES, 1.0, latency_s, status).end == end_
+
+
+def test_any_other_answer_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="status 503"):
+        answer(IMAGES, 1.0, 0.1, 503).end  # noqa: B018
+
+
+# ---- a run --------------------------------------------------------------------------------------------------------
+
+
+def run_of(policy: str = "flex", number: int = 1) -> Any:
+    steps = played(*PREEMPTED)
+    assert any(isinstance(action, PreemptBatch) for step in steps for action in step.actions)
+    setting = replace(SETTING, seconds=5.0, burst_s=(2.0, 3.0))
+    return bench.run_of(policy, number, setting, answers_of(steps), bench.ledger_of(steps))
+
+
+def test_a_run_counts_its_streams_what_was_preempted_and_what_that_cost() -> None:
+    run = run_of()
+    assert run.counts["images"] == bench.Count(
+        {"in time": 4, "late": 0, "504": 0}, {"in time": 4, "late": 0, "504": 0}, 0.25, 0.25
+    )
+    assert run.counts["chats"].burst == {"in time": 0, "late": 0, "504": 0}
+    assert run.preempted == {"in time": 1, "late": 0, "504": 0}
+    assert (run.stops, run.stopped_s, run.too_late_s, run.busy_s) == (1, 1.0, 0.0, 3.0)
+    assert run.bars == [
+        ("gpu0", "chats", 1, 1.0, 2.0, True),
+        ("gpu0", "images", 4, 2.0, 2.25, False),
+        ("gpu0", "chats", 1, 2.25, 4.0, False),
+    ]
+    assert run.goodput_per_s(replace(SETTING, seconds=5.0)) == 1.0
+
+
+def test_shares_are_of_all_of_a_stream_and_of_the_burst() -> None:
+    images = bench.Count({"in time": 6, "late": 1, "504": 3}, {"in time": 1, "late": 1, "504": 2}, 0.1, 0.2)
+    chats = bench.Count({"in time": 0, "late": 0, "504": 10}, {"in time": 0, "late": 0, "504": 0}, None, None)
+    run = replace(run_of(), counts={"images": images, "chats": chats})
+    assert run.share() == 0.3
+    assert (run.share("images"), run.share("images", "burst"), run.share("images", "steady")) == (0.6, 0.25, 5 / 6)
+    assert (run.share("chats"), run.share("chats", "burst")) == (0.0, 1.0), "nobody came in the burst: nobody was late"
+
+
+def test_late_answers_are_missed_deadlines_and_engine_time_for_nothing() -> None:
+    steps = played(*come(1.0, CHATS, 1), *end(6.0, CHATS, 1))
+    run = bench.run_of("fffs", 1, SETTING, [answer(CHATS, 1.0, 5.0, batch="1")], bench.ledger_of(steps))
+    assert (run.too_late_s, run.stopped_s) == (5.0, 0.0)
+    assert run.missed == [("chats", 5.0)]
+    assert run.counts["chats"].latency_s_p50 is None
+
+
+# ---- batch times --------------------------------------------------------------------------------------------------
+
+
+def test_batch_times_of_two_lengths_give_prefill_and_steps() -> None:
+    took_s = {(size, tokens): 0.1 + tokens * (0.01 + 0.001 * size) for size in (1, 2, 4, 8) for tokens in (8, 200)}
+    profile = bench.profile_of("m", took_s)
+    assert profile.prefill_s == pytest.approx(0.1)
+    assert profile.step_s.at([1, 2, 3, 8]) == pytest.approx([0.011, 0.012, 0.013, 0.018])
+
+
+def test_a_larger_batch_that_was_faster_by_chance_is_taken_to_be_as_fast() -> None:
+    took_s = {(1, 10): 1.0, (1, 20): 2.0, (2, 10): 0.9, (2, 20): 1.8}
+    assert bench.profile_of("m", took_s).step_s.at([1, 2]) == pytest.approx([0.1, 0.1])
+
+
+# ---- what is shown ------------------------------------------------------------------------------------------------
+
+
+def some_result() -> Any:
+    runs = [run_of(policy, number) for policy in ("fffs", "flex, no preemption", "flex") for number in (1, 2)]
+    engines = bench.Engines("some engines", [], {"chat": bench.profile_of("chat", {(1, 1): 1.0, (1, 2): 2.0})})
+    setting = replace(SETTING, seconds=5.0, burst_s=(2.0, 3.0))
+    return runs, setting, json.loads(bench.written(bench.rounded(bench.live_result(engines, setting, 1, runs))))
+
+
+def test_a_result_that_was_written_is_read_again() -> None:
+    runs, setting, result = some_result()
+    what, setting_read, read = bench.live_from(result)
+    assert (what, setting_read) == ("some engines", setting)
+    assert [(run.policy, run.round, run.counts, run.preempted) for run in read] == [
+        (run.policy, run.round, run.counts, run.preempted) for run in runs
+    ]
+    assert [len(run.bars) for run in read] == [3, 0] * 3, "of the first round, which is drawn"
+
+
+def test_the_tables_have_a_row_for_each_policy() -> None:
+    runs, setting, _ = some_result()
+    shares, costs = bench.live_tables(setting, runs)
+    row = "| flex | 100.0 % | 100.0 % | 100.0 % | 100.0 % | 100.0 % | 1.0 | 0.25 / 0.25 | 3.00 / 3.00 |"
+    assert shares.splitlines()[-1] == row
+    assert costs.splitlines()[-1] == "| flex | 2 | 2 | 2 | 0 | 0 | 1.0 | 0.0 | 3.0 |", "counts of both rounds"
+    assert len(shares.splitlines()) == 2 + 2 + 3
+
+
+def test_an_earlier_result_is_shown_and_drawn_and_nothing_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, _, result = some_result()
+    (tmp_path / "old.json").write_text(json.dumps(result))
+    bench.main(["fake", "--results", str(tmp_path / "old.json"), "--figure", str(tmp_path / "new" / "figure.png")])
+    assert (tmp_path / "new" / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert "| flex, no preemption |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["vllm"], "vllm needs --vllm-python"),
+        (["fake", "--policies", "flex;lifo"], "'lifo' is none of: fffs; edf; "),
+        (["fake", "--rounds", "0"], "a whole number of at least 1"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+# ---- simulated loads ----------------------------------------------------------------------------------------------
+
+
+def test_simulated_loads_have_a_cell_for_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "SIMULATED", {name: bench.SIMULATED[name] for name in ("edf", "flex")})
+    monkeypatch.setattr(bench, "LOADS", {"batches to their end": (0.1, 3.0), "slots that refill": (0.1, 8.0)})
+    cells = bench.simulated({"lognormal": {}}, requests=400, seeds=2, jobs=1)
+    of = {(cell.kind, cell.policy, cell.load): cell for cell in cells}
+    assert len(of) == len(cells) == 2 * 2 * 2
+    for (kind, policy, load), cell in of.items():
+        low = of[kind, policy, bench.LOADS[kind][0]]
+        assert 0 < cell.in_time <= low.in_time <= 1, f"{kind}, {policy}: no more in time at load {load} than at 0.1"
+    barrier = [of["batches to their end", policy, 3.0] for policy in ("flex", "edf")]
+    assert barrier[0].in_time > barrier[1].in_time, "what FLEX is for"
+    tables = bench.load_tables(cells)
+    assert [len(table.splitlines()) for table in tables] == [2 + 2 + 2] * 2
+    bench.load_figure(cells).savefig(tmp_path / "load.png")
+    written = json.loads(bench.written(bench.rounded({"seeds": 2, "cells": [bench.asdict(cell) for cell in cells]})))
+    assert np.isclose([cell["in_time"] for cell in written["cells"]], [cell.in_time for cell in cells], 1e-4).all()
+
+
+# ---- servers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_tiny_benchmark_on_timed_engines_ends_every_request_once_as_clients_and_journals_say(tmp_path: Path) -> None:
+    timed = {"classifier": bench.Timed(0.0, 0.01, 0.0005), "chat": bench.Timed(0.3, 0.001, 0.0)}
+    images = replace(IMAGES, rate_per_s=5.0, burst_per_s=60.0)
+    chats = replace(CHATS, rate_per_s=4.0, tokens=(10, 20))
+    setting = bench.Setting((images, chats), seconds=2.0, burst_s=(0.5, 1.5), batch_size=8)
+
+    async def measured() -> list[Any]:
+        async with bench.timed_engines(setting, timed) as engines:
+            found: list[Any] = await bench.measure(setting, engines, ["fffs", "flex"], 1, 5, tmp_path)
+            return found
+
+    runs = asyncio.run(measured())
+    asked = Counter(each.stream.name for each in bench.draw(setting, 6))
+    for run in runs:
+        assert {name: sum(count.ends.values()) for name, count in run.counts.items()} == asked
+        assert run.goodput_per_s(setting) > 0
+        assert {bar[0] for bar in run.bars} == {"gpu0", "gpu1"}
+    fffs, flex = runs
+    assert (fffs.stops, sum(fffs.preempted.values())) == (0, 0)
+    assert flex.stops > 0, "a burst stops chats"
+    assert sum(flex.preempted.values()) > 0
