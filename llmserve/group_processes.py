@@ -77,7 +77,9 @@ def assigned(
     taken = {worker for group in there for worker in group.workers}
     rest = tuple([worker for worker in workers if worker not in taken])
     by_name = {group.name: group for group in there}
-    fallback = by_name.get(FALLBACK, ServingGroup(FALLBACK, (), ()))  # a plan may have one, and name some of its workers
+    fallback = by_name.get(
+        FALLBACK, ServingGroup(FALLBACK, (), ())
+    )  # a plan may have one, and name some of its workers
     by_name[FALLBACK] = msgspec.structs.replace(fallback, workers=(*fallback.workers, *rest))
     return tuple([group for group in by_name.values() if group.workers])
 

@@ -6,6 +6,7 @@
     python scripts/reproduce.py batchmonitor      # some six to nine minutes
     python scripts/reproduce.py multibin --gsm8k FILE   # some fifteen to twenty minutes on two cores
     python scripts/reproduce.py multibin-engines        # some fifteen minutes; nothing else should run
+    python scripts/reproduce.py shepherd --trace FILE   # some twenty minutes on two cores
     python scripts/reproduce.py smdp --quick --output-folder /tmp/smdp
 
 Writes results/NAME.json (a row for each number: expected and of what kind, measured, confidence interval),
@@ -50,10 +51,13 @@ class Reproduction:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What only multibin takes. jobs : processes that simulate.  gsm8k : file of answers, for Fig. 6."""
+    """What only some take. jobs : processes that simulate.  gsm8k : file of answers, for Fig. 6 of multibin.
+    trace : file of calls to functions, for shepherd.
+    """
 
     jobs: int
     gsm8k: Path | None
+    trace: Path | None = None
 
 
 def _smdp(_: Options) -> Reproduction:
@@ -85,12 +89,23 @@ def _multibin_engines(_: Options) -> Reproduction:
     return Reproduction(engines_page.TITLE, engines_page.opening, measure, engines_page.SECTIONS)
 
 
-MULTIBIN = "multibin"
+def _shepherd(options: Options) -> Reproduction:
+    from reproduction.shepherd import page
+    from reproduction.shepherd.measure import measure
+
+    chosen = partial(measure, jobs=options.jobs, trace=options.trace)
+    opening = partial(page.opening, traced=options.trace is not None)
+    return Reproduction(page.TITLE, opening, chosen, page.SECTIONS)
+
+
+MULTIBIN, SHEPHERD = "multibin", "shepherd"
+TAKEN_BY = {"jobs": (MULTIBIN, SHEPHERD), "gsm8k": (MULTIBIN,), "trace": (SHEPHERD,)}
 REPRODUCTIONS: dict[str, tuple[str, Callable[[Options], Reproduction]]] = {
     "smdp": ("SMDP-based dynamic batching (Xu, Zhou, Niu), journal and conference version", _smdp),
     "batchmonitor": ("BatchMonitor and BatchDispatcher (Khan, Yu, Kim, Seo)", _batchmonitor),
     MULTIBIN: ("Multi-Bin Batching (Guldogan, Kunde, Lee, Pedarsani): its simulations", _multibin),
     "multibin-engines": ("Multi-Bin Batching: its figures on a real engine, here on the CPU", _multibin_engines),
+    SHEPHERD: ("Shepherd (Zhang, Tang, Khandelwal, Stoica): FLEX, Clockwork and Nexus", _shepherd),
 }
 
 
@@ -100,25 +115,33 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--output-folder", type=Path, help=f"(default {DOCS})")
     parser.add_argument("--quick", action="store_true", help="fewer samples and cases, in seconds; not for the default")
     parser.add_argument("--seed", type=int, default=1, help="at least 0 (default 1)")
-    parser.add_argument("--jobs", type=int, help="processes that simulate, for multibin (default: one for each core)")
+    parser.add_argument(
+        "--jobs", type=int, help="processes that simulate, for multibin and shepherd (default: one each core)"
+    )
     parser.add_argument(
         "--gsm8k", type=Path, metavar="FILE", help="answers, for Fig. 6 of multibin (JSON lines, .gz too)"
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="calls to functions by the minute, for shepherd (Azure's CSV, .gz too)",
     )
     args = parser.parse_args(words)
     if args.name is None:
         for name, (text, _) in REPRODUCTIONS.items():
             print(f"{name:17} {text}")
         return
-    for option in ("jobs", "gsm8k"):
-        if getattr(args, option) is not None and args.name != MULTIBIN:
-            parser.error(f"--{option} is of use to {MULTIBIN} only")
+    for option, names in TAKEN_BY.items():
+        if getattr(args, option) is not None and args.name not in names:
+            parser.error(f"--{option} is of use to {' and '.join(names)} only")
     if args.jobs is not None and args.jobs < 1:
         parser.error(f"--jobs must be at least 1, not {args.jobs}")
     if args.seed < 0:
         parser.error(f"--seed must be at least 0, not {args.seed}")
     if args.quick and args.output_folder is None:
         parser.error(f"--quick needs --output-folder: its numbers are not those that {DOCS} should hold")
-    chosen = _load(args.name, Options(args.jobs or os.cpu_count() or 1, args.gsm8k))
+    chosen = _load(args.name, Options(args.jobs or os.cpu_count() or 1, args.gsm8k, args.trace))
     folder: Path = args.output_folder or DOCS
     try:
         (folder / "results").mkdir(parents=True, exist_ok=True)
@@ -160,6 +183,7 @@ def _command(args: argparse.Namespace) -> str:
     words += ["--seed", str(args.seed)] if args.seed != 1 else []
     words += ["--jobs", str(args.jobs)] if args.jobs is not None else []
     words += ["--gsm8k", args.gsm8k.name] if args.gsm8k is not None else []  # where it lies concerns nobody else
+    words += ["--trace", args.trace.name] if args.trace is not None else []
     return shlex.join(words)
 
 

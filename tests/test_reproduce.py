@@ -137,6 +137,7 @@ def test_without_a_name_the_names_are_listed(capsys: pytest.CaptureFixture[str])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         *("smdp", "batchmonitor"),
         *("multibin", "multibin-engines"),
+        "shepherd",
     ]
 
 

@@ -24,7 +24,8 @@ from llmserve.scheduling.messages import Action, Event, ServingGroup
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.scheduler import Scheduler
 
-VERSION = 4
+VERSION = 5
+READABLE = (4, VERSION)  # a journal of version 4 knows one model and no groups, which is what is missing in it means
 
 log = logging.getLogger("llmserve")
 
@@ -143,7 +144,7 @@ def read(path: Path) -> tuple[Header, list[Step]]:
     if not lines:
         raise JournalError(f"the journal {path} is empty")
     header = _decode(lines[0], Header, path, 1)
-    if header.version != VERSION:
+    if header.version not in READABLE:
         raise JournalError(f"{path} has version {header.version} of the format; this is version {VERSION}")
     return header, [_decode(line, Step, path, number) for number, line in enumerate(lines[1:], start=2)]
 

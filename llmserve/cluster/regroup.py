@@ -15,6 +15,7 @@ from llmserve.cluster.journal import Step
 from llmserve.cluster.live import LiveCluster
 from llmserve.scheduling.assignment import PlannedGroup, assign, shortfalls
 from llmserve.scheduling.group_rates import Rates
+from llmserve.scheduling.layout import Layout
 from llmserve.scheduling.messages import EngineReady, PlanChanged, PlanGroups, ServingGroup
 
 log = logging.getLogger("llmserve")
@@ -68,7 +69,7 @@ class Regrouper:
             info = step.event.engine
             self._models.setdefault(info.worker or info.name, {})[info.name] = info.models
             if self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(GATHER_S, self._assign)
+                self._timer = asyncio.get_running_loop().call_later(GATHER_S, self._engines_came)
         for action in step.actions:
             if isinstance(action, PlanGroups):
                 self._rates = action.rates_per_s
@@ -82,14 +83,24 @@ class Regrouper:
             for worker, engines in self._models.items()
         }
 
-    def _assign(self) -> None:
+    def _engines_came(self) -> None:
         self._timer = None
+        self._assign(self._planned)
+
+    def _change_to(self, planned: Planned) -> None:
+        """Raises ValueError when its groups contradict each other; then nothing has changed."""
+        self._assign(planned)
+        self._planned = planned
+        self._complain()
+
+    def _assign(self, planned: Planned) -> None:
         before = {worker: group.name for group in self._groups for worker in group.workers}
-        groups = assign(self._planned, self._workers(), before)
+        groups = assign(planned, self._workers(), before)
+        Layout(groups)  # or it raises, before anybody is told
         if groups != self._groups:
+            self._cluster.tell(PlanChanged(groups))
             self._groups = groups
             log.info("groups: %s", "; ".join(f"{group.name}: {', '.join(group.workers)}" for group in groups))
-            self._cluster.tell(PlanChanged(groups))
 
     def _complain(self) -> None:
         for what in shortfalls(self._planned, self._groups, self._models):
@@ -100,10 +111,8 @@ class Regrouper:
         while self._rates is not None:
             rates, self._rates = self._rates, None
             try:
-                self._planned = await asyncio.to_thread(replan, rates)
+                planned = await asyncio.to_thread(replan, rates)
+                self._change_to(planned)
             except Exception:
                 log.exception("no groups could be planned for the rates of now: the present ones stay")
-            else:
-                self._assign()
-                self._complain()
         self._planning = None

@@ -23,8 +23,8 @@ PACE_GRID = 0.02  # paces are told apart in steps of 2 %
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
-    """expected, least : seconds of batches of 1, 2, ... requests as long as answers are on average, or as the shortest
-    are; non-decreasing.  empty : of a batch of none.
+    """expected : seconds of batches of 1, 2, ... requests as long as answers are on average.  least : as short as the
+    shortest are, on an engine that runs nothing else.  Both non-decreasing.  empty : of a batch of none.
     """
 
     expected: tuple[float, ...]
@@ -64,11 +64,11 @@ class Timetable:
         steps = [speed.step_s[min(size, slots) - 1] for size in sizes]
         longest: Sequence[float] = tokens.longest
         if not engine.info.barrier:
-            steps = [speed.step_s[slots - 1]] * self._batch_size
             longest = [tokens.longest[0]] * self._batch_size
-        first, second = steps[0], steps[min(1, len(steps) - 1)]
+        shared = steps if engine.info.barrier else [speed.step_s[slots - 1]] * self._batch_size
+        first, second = shared[0], shared[min(1, len(shared) - 1)]
         return BatchTimes(
-            _rising([pace * (speed.prefill_s + length * step) for length, step in zip(longest, steps, strict=True)]),
+            _rising([pace * (speed.prefill_s + length * step) for length, step in zip(longest, shared, strict=True)]),
             _rising([pace * (speed.prefill_s + tokens.least * step) for step in steps]),
             pace * (speed.prefill_s + longest[0] * max(0.0, 2 * first - second)),
         )

@@ -6,8 +6,9 @@ time. A request that cannot be, even alone and at once, fails at once and costs 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,29 +23,28 @@ from llmserve.scheduling.queues import FormedBatch, Ticket
 SURELY_LATE_S = 1e-6  # past the last moment: what could start in that very moment still can
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for each model that waits whenever an engine is free
 class Waiting:
     """A bin that an engine could serve now, and what may ride along.
 
+    engine   that could
     batch_s  seconds of batches of 1, 2, ... of its requests on that engine; empty_s: of a batch of none
     most     requests that the engine takes at once
+    count    requests that wait in these bins, or run besides
     shorter  the model's bins of shorter answers, the longest first: their requests end before its own, and cost its
              batch nothing but a place
     besides  requests of these bins that run on the engine, and would run again in a batch that takes their place
     """
 
+    engine: EngineState
     lane: Lane
     queue: DeadlineQueue
     batch_s: Sequence[float]
     empty_s: float
     most: int
+    count: int
     shorter: Sequence[DeadlineQueue] = ()
     besides: Sequence[Ticket] = ()
-
-    @property
-    def count(self) -> int:
-        """Requests that wait in these bins, or run besides."""
-        return len(self.queue) + sum([len(queue) for queue in self.shorter]) + len(self.besides)
 
     def largest(self, now_s: float, *, with_besides: bool = True) -> int:
         """Requests in the largest feasible batch."""
@@ -77,7 +77,10 @@ class DirectOrder(Protocol):
     def only_if_needed(self) -> bool: ...
 
     def pick(self, waiting: Sequence[Waiting], engine: str, now_s: float) -> Pick | None:
-        """What the engine runs next if it begins now; None: nothing. No queue is empty."""
+        """What runs next if it begins now; None: nothing. No queue is empty.
+
+        engine : its name; of several that share a GPU, of which one can run at a time, the first one's that could.
+        """
         ...
 
     def wake_at_s(self, engine: str, now_s: float) -> float | None:
@@ -127,24 +130,35 @@ class Direct:
         """Give every engine that is free what the order picks for it."""
         wakes: list[float] = []
         for name in sorted(self._floor.free):
-            engine = self._floor.free.get(name)  # it may have gone with another that shares its GPU
-            while engine is not None and engine.room > 0 and self._serve(engine, now_s):
-                engine = self._floor.free.get(name)
-            if engine is not None:
+            while (engines := self._sharing(name)) and self._serve(engines, now_s):
+                pass
+            for engine in engines:
                 times = (self._order.wake_at_s(name, now_s), engine.look_again_at_s)
                 wakes += [time_s for time_s in times if time_s is not None and time_s > now_s]
         self._wake_at_s = min(wakes, default=None)
 
-    def _serve(self, engine: EngineState, now_s: float) -> bool:
-        """Start something on it. False: there is nothing for it."""
-        if self._run_again(engine, now_s):
+    def _sharing(self, name: str) -> Sequence[EngineState]:
+        """Engines one of which could begin something now, by the first one's name: of a GPU that runs one batch at a
+        time all that are free, else one alone. () for a name that is not the first, or not free.
+        """
+        engine = self._floor.free.get(name)  # it may have gone with another that shares its GPU
+        if engine is None or engine.room <= 0:
+            return ()
+        if not engine.info.barrier or len(engine.worker.engines) == 1:
+            return (engine,)
+        sharing = [each for each in engine.worker.engines if each.info.name in self._floor.free]
+        return sharing if sharing[0] is engine else ()
+
+    def _serve(self, engines: Sequence[EngineState], now_s: float) -> bool:
+        """Start something on one of them. False: there is nothing for them."""
+        if any(self._run_again(engine, now_s) for engine in engines):
             return True
-        name, most = engine.info.name, _room(engine)
-        pick = self._overdue(engine, now_s) or self._order.pick(self._waiting(engine, most), name, now_s)
+        name = engines[0].info.name
+        pick = self._overdue(engines, now_s) or self._order.pick(self._for_free(engines), name, now_s)
         if pick is None:
-            # Answers differ in length: what would be late on average may be in time, and the engine has nothing better.
-            pick = self._order.pick(self._waiting(engine, most, by_least=True), name, now_s)
-        return pick is not None and self._start_pick(engine, pick, now_s)
+            # Answers differ in length: what would be late on average may be in time, and there is nothing better.
+            pick = self._order.pick(self._for_free(engines, by_least=True), name, now_s)
+        return pick is not None and self._start_pick(pick, now_s)
 
     def _run_again(self, engine: EngineState, now_s: float) -> bool:
         """What another engine failed or lost has waited longest: of such a batch, all that can be in time together."""
@@ -154,7 +168,8 @@ class Direct:
             for batch in lane.formed.batches():
                 if batch.avoid == engine.info.name and self._floor.another_works(engine.info.name, lane.model):
                     continue
-                if count := self._in_time(engine, lane, batch, now_s):
+                count = self._in_time(engine, lane, batch, now_s)
+                if count and engine.fits(next(iter(batch.tickets.values())), now_s, lane.service.seconds_per_token):
                     self._start(engine, lane, batch, count)
                     return True
         return False
@@ -175,9 +190,9 @@ class Direct:
                 return count
         return 0
 
-    def _start_pick(self, engine: EngineState, pick: Pick, now_s: float) -> bool:
+    def _start_pick(self, pick: Pick, now_s: float) -> bool:
         """False when the engine's memory does not hold it yet: nothing that would overtakes it."""
-        lane = pick.waiting.lane
+        engine, lane = pick.waiting.engine, pick.waiting.lane
         batch = self._take(pick, now_s)
         first = next(iter(batch.tickets.values()))
         if not engine.fits(first, now_s, lane.service.seconds_per_token):
@@ -205,90 +220,114 @@ class Direct:
         waiting.lane.formed.hold(batch)
         return batch
 
+    def _for_free(self, engines: Sequence[EngineState], *, by_least: bool = False) -> list[Waiting]:
+        """Bins that these engines, which are free, could serve now."""
+        lanes = [lane for lane in self._lanes.values() if lane.waiting]
+        found: list[Waiting] = []
+        for engine in engines:
+            found += self._waiting(engine, lanes, _room(engine), by_least=by_least)
+        return found
+
     def _waiting(
         self,
         engine: EngineState,
+        lanes: Collection[Lane],
         room: int,
         *,
         by_least: bool = False,
         besides: Sequence[Ticket] = (),
         at_least: float = 1,
     ) -> list[Waiting]:
-        """Bins that the engine could serve. room : requests that it has or would have room for.  besides : requests of
-        one model that run on it.  at_least : that a batch could hold, with those that run besides.
+        """Bins of these lanes that the engine could serve.
+
+        room : requests that it has or would have room for.  besides : requests of one model that run on it.  at_least :
+        that a batch could hold, with those that run besides.
         """
         found = []
         most = min(self._batch_size, room)
-        for lane in self._lanes.values():
-            if not lane.waiting or not engine.serves(lane.model):
-                continue
-            shorter: list[DeadlineQueue] = []
+        for lane in lanes:
             mine = besides if besides and besides[0].request.model == lane.model else ()
+            if lane.waiting + len(mine) < at_least or not engine.serves(lane.model):
+                continue
+            shorter: tuple[DeadlineQueue, ...] = ()
+            count = 0
             for queue in lane.bins:
                 if not len(queue):
                     continue
                 assert isinstance(queue, DeadlineQueue)
-                times = self._times.of(engine, lane, queue.index)
-                batch_s = times.least if by_least else times.expected
-                same = [ticket for ticket in mine if ticket.bin <= queue.index]
-                waiting = Waiting(lane, queue, batch_s, times.empty, most, tuple(shorter), same)
-                if waiting.count >= at_least:
-                    found.append(waiting)
-                shorter.insert(0, queue)
+                count += len(queue)
+                same = [ticket for ticket in mine if ticket.bin <= queue.index] if mine else ()
+                if count + len(same) >= at_least:
+                    times = self._times.of(engine, lane, queue.index)
+                    batch_s = times.least if by_least else times.expected
+                    found.append(
+                        Waiting(engine, lane, queue, batch_s, times.empty, most, count + len(same), shorter, same)
+                    )
+                shorter = (queue, *shorter)
         return found
 
-    def _overdue(self, engine: EngineState, now_s: float) -> Pick | None:
-        """A request without a deadline waits no longer than UNDATED_S for others, or it might for ever."""
+    def _overdue(self, engines: Sequence[EngineState], now_s: float) -> Pick | None:
+        """A request without a deadline waits no longer than UNDATED_S for others, or it might for ever. Of those that
+        have, the one that came first goes first, whatever its model.
+        """
+        found = []
         for lane in self._lanes.values():
-            if not lane.waiting or not engine.serves(lane.model):
-                continue
-            for queue in lane.bins:
+            for queue in lane.bins if lane.waiting else ():
                 assert isinstance(queue, DeadlineQueue)
                 oldest = queue.oldest_undated()
                 if oldest is not None and _is_overdue(oldest, now_s):
-                    count = min(self._batch_size, _room(engine), len(queue) - queue.first_at(float("inf")))
-                    times = self._times.of(engine, lane, queue.index)
-                    waiting = Waiting(lane, queue, times.expected, times.empty, count)
-                    return Pick(waiting, count, queue.ids(queue.first_at(float("inf")), count))
-        return None
+                    turn = oldest.arrived_at_s, oldest.request.id
+                    found += [(turn, engine, lane, queue) for engine in engines if engine.serves(lane.model)]
+        if not found:
+            return None
+        _, engine, lane, queue = min(found, key=lambda entry: entry[0])
+        first, times = queue.first_at(math.inf), self._times.of(engine, lane, queue.index)
+        count = min(self._batch_size, _room(engine), len(queue) - first)
+        waiting = Waiting(engine, lane, queue, times.expected, times.empty, count, len(queue))
+        return Pick(waiting, count, queue.ids(first, count))
 
     # ---- engines that are not ----
 
-    def preempt(self, now_s: float, longest: int) -> None:
+    def preempt(self, now_s: float, grown: Collection[Lane]) -> None:
         """Stop batches for others that are worth more: the smallest first, for it costs least.
 
-        longest : requests in the longest queue that has grown; no other one is worth more than before
+        grown : of these requests have come; what waits of others is worth no more than before
         """
         factor = self._order.preemption_factor
         assert factor is not None, "only of an order that preempts"
-        while longest >= factor - 1.0:  # else not even one request, of their own queue, would be stopped for them
+        while True:
+            most = max([lane.waiting for lane in grown])
+            if most < factor - 1.0:  # not even one request, of their own model, would be stopped for them
+                return
             targets = sorted(
                 [
                     (len(engine.running), name)
                     for name, engine in self._floor.engines.items()
-                    if engine.running and len(engine.running) * factor <= self._batch_size and _can_stop(engine, now_s)
+                    if engine.running
+                    and len(engine.running) * factor <= self._batch_size
+                    and len(engine.running) * (factor - 1.0) <= most
+                    and _can_stop(engine, now_s)
                 ]
             )
-            if not targets or longest < (factor - 1.0) * targets[0][0]:
-                return
-            if not any(self._preempt_for_more(self._floor.engines[name], factor, now_s) for _, name in targets):
+            if not any(self._preempt_for_more(self._floor.engines[name], grown, factor, now_s) for _, name in targets):
                 return
 
-    def _preempt_for_more(self, running: EngineState, factor: float, now_s: float) -> bool:
+    def _preempt_for_more(self, running: EngineState, grown: Collection[Lane], factor: float, now_s: float) -> bool:
         """Stop what runs if a batch of `factor` times its size could begin now on an engine of the same GPU."""
-        least = factor * len(running.running)
+        stopped = list(running.running.values())
+        least = factor * len(stopped)
+        waiting: list[Waiting] = []
         for engine in running.worker.engines:
-            if not engine.ready or not engine.circuit.closed:
-                continue
-            besides = list(running.running.values()) if engine is running else ()
-            waiting = self._waiting(engine, engine.info.slots, besides=besides, at_least=least)
-            pick = self._order.pick(waiting, engine.info.name, now_s) if waiting else None
-            if pick is None or pick.count < least:
-                continue
-            if not self._order.only_if_needed or self._is_needed(running, pick, now_s):
-                self._reserve(engine, running, pick, now_s)
-                return True
-        return False
+            if engine.ready and engine.circuit.closed:
+                besides = stopped if engine is running else ()
+                waiting += self._waiting(engine, grown, engine.info.slots, besides=besides, at_least=least)
+        pick = self._order.pick(waiting, running.info.name, now_s) if waiting else None
+        if pick is None or pick.count < least:
+            return False
+        if self._order.only_if_needed and not self._is_needed(running, pick, now_s):
+            return False
+        self._reserve(running, pick, now_s)
+        return True
 
     def _is_needed(self, running: EngineState, pick: Pick, now_s: float) -> bool:
         """Whether more would be late if what runs went on to its end than if it is stopped.
@@ -303,12 +342,11 @@ class Direct:
         free_at_s = max(now_s, first.started_at_s + times.expected[count - 1])
         return pick.count > count + waiting.largest(free_at_s, with_besides=False)
 
-    def _reserve(self, engine: EngineState, running: EngineState, pick: Pick, now_s: float) -> None:
+    def _reserve(self, running: EngineState, pick: Pick, now_s: float) -> None:
         """The engine is kept for the batch that is worth more: else the one that leaves would begin again at once, and
         be stopped again, for ever.
         """
-        batch = self._take(pick, now_s)
-        engine.worker.reserved = engine, batch
+        running.worker.reserved = pick.waiting.engine, self._take(pick, now_s)
         self._preempt(running)
 
     def start_reserved(self, worker: Worker, now_s: float) -> None:
@@ -323,10 +361,10 @@ class Direct:
         if not tickets or engine.info.name not in self._floor.free:
             return
         queue = lane.bins[max(ticket.bin for ticket in tickets)]
-        waiting = [each for each in self._waiting(engine, engine.room) if each.queue is queue]
+        waiting = [each for each in self._waiting(engine, (lane,), engine.room) if each.queue is queue]
         pick = self._order.pick(waiting, engine.info.name, now_s) if waiting else None
         if pick is not None:
-            self._start_pick(engine, pick, now_s)
+            self._start_pick(pick, now_s)
 
     # ---- who is late ----
 
@@ -360,14 +398,13 @@ class Direct:
 
     def check(self, now_s: float) -> None:
         """Assert that no engine is idle that the order has something for."""
-        for engine in self._floor.free.values():
-            if engine.room > 0 and engine.look_again_at_s is None:
-                for by_least in (False, True):
-                    waiting = self._waiting(engine, _room(engine), by_least=by_least)
-                    pick = self._order.pick(waiting, engine.info.name, now_s)
-                    assert pick is None, (
-                        f"{engine.info.name} is idle while {pick.count if pick else 0} could be in time"
-                    )
+        for name in self._floor.free:
+            engines = self._sharing(name)
+            if any(engine.look_again_at_s is not None for engine in engines):
+                continue
+            for by_least in (False, True) if engines else ():
+                pick = self._order.pick(self._for_free(engines, by_least=by_least), name, now_s)
+                assert pick is None, f"{name} is idle while {pick.count if pick else 0} could be in time"
 
 
 def _room(engine: EngineState) -> int:
@@ -396,4 +433,4 @@ def _is_overdue(ticket: Ticket, now_s: float) -> bool:
 
 def _deadline_s(ticket: Ticket) -> float:
     deadline_s = ticket.request.deadline_s
-    return float("inf") if deadline_s is None else deadline_s
+    return math.inf if deadline_s is None else deadline_s

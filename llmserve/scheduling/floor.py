@@ -13,13 +13,17 @@ IMBALANCE = 0.25  # share of its slots by which an engine may be busier than ano
 
 
 class Floor:
-    """free: engines that take something now.  paused: those whose circuit's pause is not over.  Both by name."""
+    """free: engines that take something now.  paused: those whose circuit's pause is not over.  Both by name.
+
+    changes: how often one has begun or ended something, come or gone.
+    """
 
     def __init__(self) -> None:
         self.engines: dict[str, EngineState] = {}
         self.workers: dict[str, Worker] = {}
         self.free: dict[str, EngineState] = {}
         self.paused: dict[str, EngineState] = {}
+        self.changes = 0
         self._prefixes = PrefixMemory()
 
     def place(self, info: EngineInfo, circuit: Circuit) -> EngineState:
@@ -28,6 +32,8 @@ class Floor:
         worker = self.workers.get(name)
         if worker is None:
             worker = self.workers[name] = Worker()
+        kinds = {engine.info.barrier for engine in worker.engines} | {info.barrier}
+        assert len(kinds) == 1, f"{info.name} would share {name} with engines of another kind"
         state = self.engines[info.name] = EngineState(info, circuit, worker)
         return state
 
@@ -50,6 +56,7 @@ class Floor:
 
     def note(self, engine: EngineState, now_s: float) -> None:
         """Whether it, and those that share its GPU, take something now; after every change of what it runs."""
+        self.changes += 1
         for each in engine.worker.engines:
             if each.takes(now_s):
                 self.free[each.info.name] = each

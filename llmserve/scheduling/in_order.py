@@ -36,11 +36,14 @@ class InOrder:
         self._start = start
         self._release_size = release_size
         self._blocked: set[str] = set()  # engines that a batch waits for room on, since the last dispatch
+        self._rooms: list[tuple[frozenset[str], Room, Room]] = []  # see _free_rooms
+        self._rooms_at = -1  # changes of the floor
 
     def dispatch(self, now_s: float) -> None:
         """Start formed batches, in order, until no engine takes the next one."""
         held: list[tuple[Lane, FormedBatch]] = []
         blocked = self._blocked = set()
+        self._rooms_at = -1
         while self._floor.free:
             lane = self._next(blocked, now_s)
             if lane is None:
@@ -62,6 +65,7 @@ class InOrder:
                 later = [at_s for at_s in looks if at_s is not None and at_s > now_s]
                 lane.look_again_at_s = min(later, default=None)
                 blocked |= {engine.info.name for engine in self._floor.free_for(lane.model)}
+                self._rooms_at = -1
         for lane, batch in held:
             lane.formed.put_back(batch)
 
@@ -125,15 +129,32 @@ class InOrder:
             and all(self.waits_for_another_engine(lane, batch) for batch in lane.formed.batches())
         ):
             return Room.NONE
-        room = Room.NONE
-        for engine in self._floor.free_for(lane.model):
-            if engine.info.name in self._blocked:
-                continue
-            if engine.running and (engine.room > 0 or lane.release.plans):
-                return Room.JOIN
-            if engine.room > 0:
-                room = Room.IDLE
-        return room
+        found = Room.NONE
+        for models, room, planned in self._free_rooms():
+            if not models or lane.model in models:
+                here = planned if lane.release.plans else room
+                if here is Room.JOIN:
+                    return here
+                if here is Room.IDLE:
+                    found = here
+        return found
+
+    def _free_rooms(self) -> list[tuple[frozenset[str], Room, Room]]:
+        """What engines have that are free and not blocked, by the models that they serve: for a release that does not
+        plan, and for one that does. As many entries as there are different sets of models, however many models wait.
+        """
+        if self._rooms_at != self._floor.changes:
+            self._rooms_at = self._floor.changes
+            rooms: dict[frozenset[str], tuple[bool, bool, bool]] = {}
+            for name, engine in self._floor.free.items():
+                if name not in self._blocked:
+                    joins, holds, idles = rooms.get(engine.models, (False, False, False))
+                    has_room, runs = engine.room > 0, bool(engine.running)
+                    rooms[engine.models] = joins or (runs and has_room), holds or runs, idles or has_room
+            self._rooms = [
+                (models, _room(joins, idles), _room(holds, idles)) for models, (joins, holds, idles) in rooms.items()
+            ]
+        return self._rooms
 
     def waits_for_another_engine(self, lane: Lane, batch: FormedBatch) -> bool:
         """Only the engine that has just failed it has room, and another works."""
@@ -195,3 +216,7 @@ class InOrder:
             for queue in lane.bins if room is not Room.NONE else ():
                 size = self._release_size(lane, queue, room)
                 assert size == 0, f"bin {queue.index} of {lane.model!r} waits while an engine is free"
+
+
+def _room(joins: bool, idles: bool) -> Room:
+    return Room.JOIN if joins else Room.IDLE if idles else Room.NONE

@@ -19,7 +19,7 @@ from llmserve.scheduling.rates import ServiceTime
 from llmserve.scheduling.release import Release
 from llmserve.scheduling.trust import Trust
 
-ANSWERS_BETWEEN = 64  # after which lengths are looked at again
+ANSWERS_BETWEEN = 64  # after which lengths are looked at again; sooner while few have been seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,9 @@ class Lane:
         self.look_again_at_s: float | None = None  # when its first batch may fit an engine's memory
         self._batch_size = batch_size
         self._by_risk = by_risk
-        self._tokens: list[Tokens] = []  # by bin, until answers have become others
+        self._tokens: list[Tokens] = []  # by bin, until answers have become others; []: to be looked at
         self._answers = 0  # since these were looked at
+        self._look_after = 1  # answers
 
     @property
     def others(self) -> int:
@@ -185,13 +186,18 @@ class Lane:
         if self.planner is not None:
             self.planner.answered()
         self._answers += 1
-        return ticket.score is not None and self.trust.observe(ticket.request, ticket.score, output_tokens)
+        changed = ticket.score is not None and self.trust.observe(ticket.request, ticket.score, output_tokens)
+        if changed:
+            self._tokens = []  # bins hold other answers now
+        return changed
 
     # ---- how long they are ----
 
     def tokens(self, bin_index: int) -> Tokens:
         """Of the answers to a bin's requests, as far as they have been seen; zeros before the first."""
-        if not self._tokens or self._answers >= ANSWERS_BETWEEN:
+        if not self._tokens or self._answers >= self._look_after:
+            if self._answers >= self._look_after:
+                self._look_after = min(2 * self._look_after, ANSWERS_BETWEEN)
             self._answers = 0
             self._tokens = self._look_at_tokens()
         return self._tokens[min(bin_index, len(self._tokens) - 1)]

@@ -103,7 +103,7 @@ class Scheduler:
         self._rate = CompletionRate()
         self.batch_ids: Iterator[int] = count(1)  # ascending; schedulers of one body share them
         self._draining = False
-        self._arrived_in = 0  # requests in the longest of the queues that one has come to in this step
+        self._grown: dict[str, Lane] = {}  # those to which requests have come in this step, under a direct order
         self._planned: list[Lane] = []  # those that want plans
         self._helpless: list[Lane] = []  # those without an engine that works
         self._now_s = 0.0
@@ -193,10 +193,10 @@ class Scheduler:
     def _settle_direct(self, direct: Direct) -> None:
         if self.waiting:
             direct.dispatch(self._now_s)
-        if self._arrived_in:
+        if self._grown:
             if self.waiting and direct.preempts:
-                direct.preempt(self._now_s, self._arrived_in)
-            self._arrived_in = 0
+                direct.preempt(self._now_s, self._grown.values())
+            self._grown.clear()
 
     @property
     def wake_at_s(self) -> float | None:
@@ -223,8 +223,9 @@ class Scheduler:
     def _on_request_arrived(self, event: RequestArrived) -> None:
         request = event.request
         assert request.id not in self.requests, f"request {request.id} arrived twice"
-        # What nobody serves gets no lane: anyone could ask for anything.
-        lane = self.lane(request.model) if self._floor.serving(request.model) else self.lanes.get(request.model)
+        lane = self.lanes.get(request.model)
+        if lane is None and self._floor.serving(request.model):  # else it gets none: anyone could ask for anything
+            lane = self.lane(request.model)
         refusal = self._refusal(request, lane)
         if lane is None or refusal is not None:
             assert refusal is not None, "there is no engine for it"
@@ -236,7 +237,8 @@ class Scheduler:
         self.waiting += 1
         self._watch_deadline(ticket, lane)
         self._form(lane, queue)
-        self._arrived_in = max(self._arrived_in, len(queue))
+        if self._direct is not None:
+            self._grown[lane.model] = lane
 
     def _watch_deadline(self, ticket: Ticket, lane: Lane) -> None:
         late_at_s = ticket.request.deadline_s if self._direct is None else self._direct.late_at_s(ticket, lane)
@@ -366,9 +368,10 @@ class Scheduler:
             self._form_all(lane)
 
     def _on_timer_fired(self, event: TimerFired) -> None:
-        for lane in self.lanes.values():
+        for lane in self._helpless:
             since_s = lane.helpless_since_s
-            if since_s is None or self._now_s < since_s + self._engine_wait_s:
+            assert since_s is not None, "it has an engine that works"
+            if self._now_s < since_s + self._engine_wait_s:
                 continue
             if lane.ready:  # an engine is on trial: those who come from now on wait as long for it
                 lane.helpless_since_s = self._now_s
@@ -581,21 +584,20 @@ class Scheduler:
     # ---- moving to another scheduler ---------------------------------------------------------------------------
 
     def hand_over(self, wanted: Callable[[Request], bool]) -> list[Ticket]:
-        """Requests that wait and are wanted elsewhere leave, in order of arrival, and nobody is told."""
+        """Requests that wait and are wanted elsewhere leave, in order of arrival, and nobody is told. Those for which
+        an engine is being emptied stay.
+        """
+        reserved = [worker.reserved[1] for worker in self._floor.workers.values() if worker.reserved is not None]
         leaving = [
             ticket
             for ticket in self.requests.values()
-            if ticket.place is not Place.RUNNING and not self._is_reserved(ticket) and wanted(ticket.request)
+            if (ticket.place is Place.BIN or (ticket.place is Place.FORMED and ticket.formed not in reserved))
+            and wanted(ticket.request)
         ]
         for ticket in leaving:
             self._leave_queue(ticket)
             del self.requests[ticket.request.id]
         return sorted(leaving, key=lambda ticket: (ticket.arrived_at_s, ticket.request.id))
-
-    def _is_reserved(self, ticket: Ticket) -> bool:
-        """Whether an engine is being emptied for it."""
-        held = [worker.reserved[1] for worker in self._floor.workers.values() if worker.reserved is not None]
-        return ticket.formed in held and ticket.place is Place.FORMED
 
     def adopt(self, tickets: list[Ticket], now_s: float) -> list[Action]:
         """They wait here from now on, as long as they have waited already."""
@@ -606,9 +608,11 @@ class Scheduler:
             queue = lane.take_back(ticket)
             self.waiting += 1
             self._watch_deadline(ticket, lane)
-            self._arrived_in = max(self._arrived_in, len(queue))
-        for model in {ticket.request.model: None for ticket in tickets}:
-            self._sort_into_queues(self.lanes[model])  # they may have come before those that wait here
+            self._form(lane, queue)
+        for lane in {ticket.request.model: self.lanes[ticket.request.model] for ticket in tickets}.values():
+            self._sort_into_queues(lane)  # they may have come before those that wait here
+            if self._direct is not None:
+                self._grown[lane.model] = lane
         return self._settle()
 
     # ---- promises ---------------------------------------------------------------------------------------------

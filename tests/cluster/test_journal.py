@@ -6,11 +6,20 @@ import pytest
 
 from llmserve.cluster import journal
 from llmserve.cluster.journal import Header, Journal
+from llmserve.cluster.simulated import SimulatedCluster
 from llmserve.errors import JournalError
-from llmserve.request import EngineInfo, Request
+from llmserve.request import EngineInfo, Request, Speed
 from llmserve.scheduling.group_rates import Replan
-from llmserve.scheduling.messages import EngineReady, PlanChanged, RequestArrived, RequestEnded, ServingGroup
+from llmserve.scheduling.messages import (
+    EngineReady,
+    PlanChanged,
+    PreemptBatch,
+    RequestArrived,
+    RequestEnded,
+    ServingGroup,
+)
 from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.simulation.worker import SimulatedWorker
 
 HEADER = Header(SchedulingConfig(bins=2, edges=(10.0,)).resolved(barrier=True), (1.0, 2.0))
 
@@ -48,6 +57,61 @@ def test_groups_are_in_the_header_and_changes_of_their_plan_among_the_events(tmp
     read, steps = journal.read(tmp_path / "j")
     assert read == header
     assert [step.event for step in steps] == events
+    assert journal.replay(read, steps) == steps
+
+
+BEFORE_MODELS = """\
+{"scheduling":{"bins":2,"batch_size":1,"release":"greedy","order":"fffs","edges":[10.0]},\
+"scores":[1.0,2.0],"lengths":[],"version":4}
+{"now_s":0.0,"event":{"type":"EngineReady","engine":{"name":"e","slots":1,"barrier":true}},"actions":[]}
+{"now_s":1.0,"event":{"type":"RequestArrived","request":{"id":1,"predicted_tokens":5.0}},"actions":[{"type":"StartBatch",\
+"engine":"e","batch":{"id":1,"bin":0,"requests":[{"id":1,"predicted_tokens":5.0}],"formed_at_s":1.0,"size":1}}]}
+"""
+
+
+def test_a_journal_from_before_there_were_several_models_is_read_and_replayed(tmp_path: Path) -> None:
+    (tmp_path / "j").write_text(BEFORE_MODELS)
+    header, steps = journal.read(tmp_path / "j")
+    assert len(steps) == 2
+    assert journal.replay(header, steps) == steps
+
+
+@pytest.mark.parametrize("version", [3, 6])
+def test_a_journal_of_another_format_is_refused(tmp_path: Path, version: int) -> None:
+    """Fields that are not known would be left out in silence, and the replay would be of something else."""
+    (tmp_path / "j").write_text(BEFORE_MODELS.replace('"version":4', f'"version":{version}'))
+    with pytest.raises(JournalError, match=f"has version {version} of the format; this is version 5"):
+        journal.read(tmp_path / "j")
+
+
+class ToldOtherwise:
+    """An engine that is not what it is told to be."""
+
+    def __init__(self, engine: SimulatedWorker, info: EngineInfo) -> None:
+        self._engine, self.info = engine, info
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._engine, name)
+
+
+def test_a_replay_learns_paces_and_makes_room_as_the_first_time(tmp_path: Path) -> None:
+    """An engine that is slower than told, and bursts that stop what runs: told from the file, all is decided alike."""
+    told = EngineInfo("e", 8, True, speeds={"a": Speed(0.1, (0.1,) * 8), "b": Speed(0.1, (0.2,) * 8)})
+    slower = EngineInfo("e", 8, True, speeds={"a": Speed(0.1, (0.13,) * 8), "b": Speed(0.1, (0.27,) * 8)})
+    header = Header(SchedulingConfig(order="flex", batch_size=8, preemption_factor=2.0).resolved(barrier=True))
+    arrivals = [
+        (0.37 * number, Request(4 * number + each, float(each + 1), 0.37 * number + 9.0, model="ab"[number % 3 == 0]))
+        for number in range(120)
+        for each in range(1 + 3 * (number % 3 == 0))
+    ]
+    scheduler = header.scheduler()
+    lengths = [1.0 + number % 5 for number in range(480)]
+    with Journal(header, path=tmp_path / "j") as book:
+        engine = ToldOtherwise(SimulatedWorker(slower, lengths), told)
+        SimulatedCluster(scheduler, [engine], journal=book).run(iter(arrivals))  # type: ignore[list-item]
+    assert scheduler.engines["e"].pace > 1.1
+    read, steps = journal.read(tmp_path / "j")
+    assert any(isinstance(action, PreemptBatch) for step in steps for action in step.actions)
     assert journal.replay(read, steps) == steps
 
 

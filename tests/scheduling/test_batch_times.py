@@ -46,6 +46,12 @@ def test_where_slots_refill_each_answer_takes_its_own_steps_which_all_slots_shar
     assert Timetable(8).of(engine(barrier=False, every=SPEED), lane(10.0, batch_size=8), 0).expected == (25.5,) * 8
 
 
+def test_where_slots_refill_the_least_time_is_that_of_slots_which_nobody_else_shares() -> None:
+    """Else an idle engine of many slots would be given nothing that would be in time only because it is idle."""
+    times = Timetable(2).of(engine(barrier=False, every=SPEED), lane(10.0, batch_size=2), 0)
+    assert times.least == (10.5, 15.5)
+
+
 def test_a_speed_told_of_fewer_sequences_holds_for_more() -> None:
     times = Timetable(6).of(engine(slots=6, every=SPEED), lane(10.0, batch_size=6), 0)
     assert times.expected == (10.5, 15.5, 20.5, 25.5, 25.5, 25.5)
@@ -93,6 +99,26 @@ def test_times_follow_lengths_and_speeds_that_have_become_others() -> None:
     for request_id in range(1_100):
         made.see_answer(Ticket(Request(request_id), 0, 0.0), 20.0, 1.0)
     assert times.of(known, made, 0).expected[0] == 20.0
+
+
+def test_the_first_answers_are_known_at_once() -> None:
+    """Else an engine would be thought to take no time for the length of 64 answers."""
+    made, known, times = lane(), engine(every=SPEED), Timetable(4)
+    assert times.of(known, made, 0).expected[0] == 0.5
+    made.see_answer(Ticket(Request(0), 0, 0.0), 20.0, 1.0)
+    assert times.of(known, made, 0).expected[0] == 20.5
+
+
+def test_when_predictions_are_found_to_say_nothing_the_one_bin_has_the_lengths_of_all() -> None:
+    made = lane(*[10.0] * 64, *[100.0] * 64, bins=2, edges=(50.0,))
+    assert made.tokens(0).longest[0] == 10.0
+    answers = 0
+    while made.trust.trusted:
+        score, tokens = (10.0, 100.0) if answers % 2 else (100.0, 10.0)  # the wrong way round
+        made.see_answer(Ticket(Request(answers, score), 0, 0.0, score), tokens, 1.0)
+        made.tokens(0)
+        answers += 1
+    assert made.tokens(0).longest[0] == pytest.approx(55.0, abs=1.0)
 
 
 def test_a_request_alone_takes_its_prefill_and_a_step_for_each_token() -> None:

@@ -407,6 +407,53 @@ def test_engines_of_one_gpu_run_one_batch_between_them_and_make_room_for_each_ot
     assert starts(ends(made, "b", 1, 2, 3, 4, now_s=4.5)) == [("a", [0])]
 
 
+def two_on_one_gpu(**config: object) -> Scheduler:
+    """Engine a of model a and b of model b; 0 of a runs."""
+    told = {"preemption": False, **config}
+    made = scheduler(gpu("a", models=("a",), worker="gpu0"), gpu("b", models=("b",), worker="gpu0"), **told)
+    assert starts(arrive(made, due(0, 99.0, "a"))) == [("a", [0])]
+    return made
+
+
+def test_a_gpu_gets_the_largest_batch_of_all_its_engines() -> None:
+    made = two_on_one_gpu()
+    arrive(made, due(1, 99.0, "a"), *several(3, 99.0, "b", first=2))
+    assert starts(ends(made, "a", 0, now_s=1.0)) == [("b", [2, 3, 4])]
+    assert starts(ends(made, "b", 2, 3, 4, now_s=4.0)) == [("a", [1])]
+
+
+def test_a_gpu_makes_room_for_the_largest_batch_of_all_its_engines() -> None:
+    made = scheduler(
+        gpu("a", slots=4, models=("a",), worker="gpu0"), gpu("b", models=("a",), worker="gpu0"), batch_size=16
+    )
+    arrive(made, due(0, 99.0, "a"))
+    step(made, AnswerBegan(0))
+    arrive(made, *several(8, 99.0, "a", first=1))
+    step(made, RequestEnded("a", 0, "completed", 1.0), 1.0)
+    assert made.engines["b"].running.keys() == set(range(1, 9))
+
+
+def test_clockwork_serves_the_earliest_deadline_of_all_engines_of_a_gpu() -> None:
+    made = two_on_one_gpu(order="clockwork", bins=1)
+    arrive(made, due(1, 50.0, "a"), due(2, 40.0, "b"))
+    assert starts(ends(made, "a", 0, now_s=1.0)) == [("b", [2])]
+
+
+def test_a_shorter_answer_that_may_ride_along_makes_a_batch_worth_more() -> None:
+    """Bins of answers of 1 and 9 tokens: two long ones and a short one are worth no stop, with a second short one they
+    are.
+    """
+    made = scheduler(lengths=[1.0] * 32 + [9.0] * 32, bins=2, edges=(5.0,), edges_refit_every=0)
+
+    def of(request_id: int, tokens: float) -> Request:
+        return Request(request_id, tokens, 999.0, model="b")
+
+    arrive(made, due(0, 999.0, "a"))
+    assert preempted(arrive(made, of(1, 9.0), of(2, 9.0), of(3, 1.0))) == []
+    assert preempted(arrive(made, of(4, 1.0))) == [("gpu0", (0,))]
+    assert starts(stops(made, "gpu0", 0, now_s=0.5)) == [("gpu0", [1, 2, 3, 4])]
+
+
 # ---- patience ----
 
 
@@ -425,6 +472,16 @@ def test_a_request_without_a_deadline_waits_no_longer_than_a_minute_for_others()
             served_s = second
             break
     assert served_s == 60
+
+
+def test_of_those_who_have_waited_a_minute_the_first_goes_first_whatever_its_model() -> None:
+    """Else one model's requests without deadlines, if there are always some, would keep another's waiting for ever."""
+    made = scheduler(gpu(slots=1), preemption=False)
+    arrive(made, due(0, model="a"))
+    arrive(made, due(1, model="b"), now_s=0.5)
+    arrive(made, *several(3, model="a", first=2), now_s=1.0)
+    assert starts(ends(made, "gpu0", 0, now_s=70.0)) == [("gpu0", [1])]
+    assert starts(ends(made, "gpu0", 1, now_s=71.0)) == [("gpu0", [2])]
 
 
 def test_a_request_that_has_waited_a_minute_makes_room_no_more() -> None:

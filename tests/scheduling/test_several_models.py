@@ -96,6 +96,13 @@ def test_a_model_of_which_nobody_takes_requests_refuses_them_and_others_go_on() 
     assert starts(arrive(made, "a", 1)) == [("gpu0", [1])]
 
 
+def test_a_model_that_nobody_serves_gets_no_lane_however_often_it_is_asked_for() -> None:
+    made = scheduler(barrier("gpu0", "a"))
+    for number in range(9):
+        assert failed(arrive(made, f"unknown-{number}", number)) == [(number, "no_engine")]
+    assert list(made.lanes) == ["a"]
+
+
 def test_who_waits_for_an_engine_that_has_gone_waits_only_so_long_and_others_are_not_concerned() -> None:
     made = scheduler(barrier("gpu0", "a"), barrier("gpu1", "b"), engine_wait_s=5.0)
     arrive(made, "a", 0, 1)

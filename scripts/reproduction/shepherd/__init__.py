@@ -1,0 +1,1 @@
+"""Shepherd (NSDI 2023)."""

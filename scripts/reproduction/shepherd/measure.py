@@ -1,0 +1,31 @@
+"""Every row of Shepherd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from reproduction.rows import Report, Row, Rows
+from reproduction.shepherd import load, micro, scaling, slo, table_5
+from reproduction.shepherd.worlds import Effort, simulate_all
+
+
+def measure(seed: int, quick: bool, report: Report, *, jobs: int = 1, trace: Path | None = None) -> Rows:
+    """jobs : processes.  trace : of calls to functions; without it made-up ones take its place.
+
+    Raises ConfigError on a trace that cannot be used.
+    """
+    effort = Effort.of(seed, jobs, trace, quick=quick)
+    rows = Rows()
+    rows.extend(_rows(effort, report))
+    return rows
+
+
+def _rows(effort: Effort, report: Report) -> Iterator[Row]:
+    report("bursts and overload", 0.0)
+    yield from micro.rows(effort)
+    found = simulate_all(load.worlds(effort) | slo.worlds(effort) | scaling.worlds(effort), effort, report)
+    yield from load.rows(found, effort)
+    yield from slo.rows(found, effort)
+    yield from scaling.rows(found, effort)
+    yield from table_5.rows()

@@ -1,0 +1,298 @@
+"""One run: arrivals and a policy on simulated GPUs, by llmserve's own scheduler, and what it came to.
+
+goodput      requests a second that were answered in time
+utilisation  share of the GPUs' time at work
+wasted       share of the time at work that was spent on requests that were stopped, or answered late
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmserve.cluster.simulated import SimulatedCluster
+from llmserve.request import EngineInfo, Speed
+from llmserve.scheduling.direct import DirectOrder
+from llmserve.scheduling.messages import (
+    Action,
+    BatchEnded,
+    DrainRequested,
+    Event,
+    PreemptBatch,
+    StartBatch,
+)
+from llmserve.scheduling.order.nexus import Nexus, Schedule, Turn
+from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.scheduling.scheduler import Scheduler
+from llmserve.simulation.streams import Arrivals
+from llmserve.simulation.worker import SimulatedWorker
+from reproduction.shepherd.clockwork import LargestBatch, Released
+from reproduction.shepherd.models import BATCH_MAX, TABLE_4
+from reproduction.shepherd.nexus import PERIOD_S, Plan
+
+SHARES = tuple((np.arange(101) / 100).tolist())  # of requests, at which latencies are kept
+ROUNDING_S = 1e-9  # by which a request may be late and still be in time
+SPEEDS = {
+    name: Speed(model.beta_ms / 1e3, tuple([model.alpha_ms / 1e3 * size for size in range(1, BATCH_MAX + 1)]))
+    for name, model in TABLE_4.items()
+}
+"""Each answer is one token long."""
+
+FLEX, WITHOUT_PREEMPTION, PRINTED = "FLEX", "FLEX without preemption", "FLEX as printed"
+CLOCKWORK, NEXUS, PLANNED_SHARE, FFFS, EDF = "Clockwork", "Nexus", "Nexus, planned share", "fffs", "edf"
+LARGEST, RELEASED, RELEASED_128 = "Clockwork, largest batch", "Clockwork, as released", "Clockwork, as released, to 128"
+
+POLICIES: dict[str, dict[str, object]] = {
+    FLEX: {"order": "flex"},
+    WITHOUT_PREEMPTION: {"order": "flex", "preemption": False},
+    PRINTED: {"order": "flex", "printed_batches": True},
+    CLOCKWORK: {"order": "clockwork"},
+    NEXUS: {"order": "clockwork"},
+    PLANNED_SHARE: {"order": "clockwork"},  # any direct order: its schedule replaces it
+    LARGEST: {"order": "clockwork"},
+    RELEASED: {"order": "clockwork"},
+    RELEASED_128: {"order": "clockwork"},
+    FFFS: {"order": "fffs", "release": "greedy"},
+    EDF: {"order": "edf", "release": "greedy"},
+}
+READINGS: dict[str, Callable[[], DirectOrder]] = {
+    LARGEST: LargestBatch,
+    RELEASED: Released,
+    RELEASED_128: lambda: Released((1, 2, 4, 8, 16, 32, 64, BATCH_MAX)),
+}
+
+
+BY_PLAN = (NEXUS, PLANNED_SHARE)
+"""The latter admits of every model's requests the share that the plan is made for, drawn, and refuses the others."""
+
+
+def gpu_names(count: int) -> list[str]:
+    return [f"gpu{index:03d}" for index in range(count)]
+
+
+def scheduler(policy: str, plans: Sequence[Plan] = ()) -> Scheduler:
+    """plans : Nexus's, of a period each."""
+    config = SchedulingConfig(
+        bins=1,
+        batch_size=BATCH_MAX,
+        queue_requests_max=10**9,
+        edges_refit_every=0,
+        trust_window=10**6,  # there is nothing to doubt: all answers are as long
+        **POLICIES[policy],  # type: ignore[arg-type]
+    )
+    direct: DirectOrder | None = READINGS[policy]() if policy in READINGS else None
+    if policy in BY_PLAN:
+        direct = Nexus(tuple([_schedule(index * PERIOD_S, plan) for index, plan in enumerate(plans)]))
+    return config.resolved(True).scheduler(scores=(1.0,) * 10, direct=direct)
+
+
+def _schedule(from_s: float, plan: Plan) -> Schedule:
+    cycles = dict(zip(gpu_names(len(plan.gpus)), plan.gpus, strict=True))
+    return Schedule(
+        from_s,
+        {name: cycle.duty_s for name, cycle in cycles.items()},
+        {
+            name: tuple([Turn(slot.offset_s, slot.model, slot.batch_size) for slot in cycle.slots])
+            for name, cycle in cycles.items()
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run came to, counted between from_s and until_s.
+
+    offered        requests that came then and were due then; kept: of these, in time
+    in_time        requests that were answered then, and in time
+    by_model       of these, by model
+    late           requests that were answered then, too late
+    utilisation    share of the GPUs' time until until_s
+    wasted_s       of all GPUs' seconds in the whole run, on requests that were stopped or late; busy_s : at work
+    latencies_s    of those in time, at SHARES of them
+    batches        that were started; preemptions: of them, stopped
+    started        requests in them
+    arrived        requests in the whole run, on so many gpus
+    steps          of the scheduler in the whole run; step_s_median, step_s_mean: seconds, 0 where they were not timed
+    """
+
+    offered: int
+    kept: int
+    in_time: int
+    by_model: dict[str, int]
+    late: int
+    duration_s: float
+    utilisation: float
+    busy_s: float
+    wasted_s: float
+    latencies_s: tuple[float, ...]
+    batches: int
+    preemptions: int
+    started: int
+    arrived: int
+    gpus: int
+    steps: int = 0
+    step_s_median: float = 0.0
+    step_s_mean: float = 0.0
+
+    @property
+    def goodput_per_s(self) -> float:
+        return self.in_time / self.duration_s
+
+    @property
+    def share_in_time(self) -> float:
+        return self.kept / self.offered if self.offered else 0.0
+
+    @property
+    def request_s(self) -> float:
+        """Seconds of the scheduler's for each request; 0 where they were not timed."""
+        return self.steps * self.step_s_mean / self.arrived
+
+    @property
+    def wasted_share(self) -> float:
+        return self.wasted_s / self.busy_s if self.busy_s else 0.0
+
+    @property
+    def batch_size(self) -> float:
+        return self.started / self.batches if self.batches else 0.0
+
+
+class _Timed:
+    """A scheduler, and how long each of its steps takes this thread: time that others take is not in it."""
+
+    def __init__(self, inner: Scheduler) -> None:
+        self._inner = inner
+        self.step_s: list[float] = []
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        begun_s = time.thread_time()
+        actions = self._inner.handle(event, now_s)
+        self.step_s.append(time.thread_time() - begun_s)
+        return actions
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+
+class _Watch:
+    """Listens to a run. ended_s : by request, when it was answered; nan: it was not."""
+
+    def __init__(self, arrivals: Arrivals, workers: Sequence[SimulatedWorker], gpus: int) -> None:
+        self.ended_s = np.full(len(arrivals), math.nan)
+        self.late_work_s = 0.0
+        self.batches = self.preemptions = self.started = 0
+        self.utilisation = 0.0
+        self._deadlines_s = arrivals.deadlines_s
+        self._workers = workers
+        self._gpus = gpus
+        self._began_s: dict[str, float] = {}
+
+    def __call__(self, now_s: float, event: Event, actions: list[Action]) -> None:
+        if type(event) is BatchEnded:
+            self._ended(event, now_s)
+        elif type(event) is DrainRequested:
+            working_s = sum([self._working_s(worker, now_s) for worker in self._workers])
+            self.utilisation = working_s / (now_s * self._gpus) if now_s > 0 else 0.0
+        for action in actions:
+            if type(action) is StartBatch:
+                self._began_s[action.engine] = now_s
+                self.batches += 1
+                self.started += len(action.batch.requests)
+            elif type(action) is PreemptBatch:
+                self.preemptions += 1
+
+    def _ended(self, event: BatchEnded, now_s: float) -> None:
+        ids = list(event.output_tokens)
+        self.ended_s[ids] = now_s
+        late = int((self._deadlines_s[ids] < now_s - ROUNDING_S).sum())
+        self.late_work_s += (now_s - self._began_s[event.engine]) * late / len(ids)
+
+    def _working_s(self, worker: SimulatedWorker, now_s: float) -> float:
+        running_s = now_s - self._began_s[worker.info.name] if worker.next_end_s is not None else 0.0
+        return worker.busy_s + running_s
+
+
+def run(
+    arrivals: Arrivals,
+    policy: str,
+    gpus: int,
+    *,
+    plans: Sequence[Plan] = (),
+    from_s: float = 0.0,
+    until_s: float = math.inf,
+    timed: bool = False,
+    check: bool = False,
+) -> Outcome:
+    """arrivals, at least one, on so many GPUs that serve all their models.
+
+    plans : for Nexus.  from_s, until_s : what is answered then is counted; until all is over where until_s is infinite.
+    timed : measure the scheduler's steps.  check : assert its invariants at every step.
+    """
+    workers = _workers(arrivals, gpus, plans if policy in BY_PLAN else ())
+    made = scheduler(policy, plans)
+    watch, timer = _Watch(arrivals, workers, gpus), _Timed(made)
+
+    def on_step(now_s: float, event: Event, actions: list[Action]) -> None:
+        watch(now_s, event, actions)
+        if check:
+            made.check()
+
+    driven: Scheduler = timer if timed else made  # type: ignore[assignment]
+    cluster = SimulatedCluster(driven, list(workers), on_step=on_step)
+    cluster.run(arrivals.requests())
+    return _outcome(arrivals, watch, workers, gpus, from_s, min(until_s, cluster.now_s), timer.step_s)
+
+
+def _workers(arrivals: Arrivals, gpus: int, plans: Sequence[Plan]) -> list[SimulatedWorker]:
+    """Each serves all models; under plans those that it is planned to, or it is left out."""
+    lengths = [1.0] * len(arrivals)
+    workers = []
+    for index, name in enumerate(gpu_names(gpus)):
+        models = dict.fromkeys(arrivals.streams.models)
+        if plans:
+            models = dict.fromkeys([slot.model for plan in plans for slot in plan.gpus[index].slots])
+        speeds = {model: SPEEDS[model] for model in models}
+        if models:
+            info = EngineInfo(name, BATCH_MAX, barrier=True, models=tuple(models), speeds=speeds)
+            workers.append(SimulatedWorker(info, lengths))
+    return workers
+
+
+def _outcome(
+    arrivals: Arrivals,
+    watch: _Watch,
+    workers: Sequence[SimulatedWorker],
+    gpus: int,
+    from_s: float,
+    until_s: float,
+    step_s: Sequence[float],
+) -> Outcome:
+    counted = (watch.ended_s >= from_s) & (watch.ended_s <= until_s)
+    answered_in_time = watch.ended_s <= arrivals.deadlines_s + ROUNDING_S
+    in_time = counted & answered_in_time
+    due = (arrivals.times_s >= from_s) & (arrivals.deadlines_s <= until_s)
+    latencies_s = (watch.ended_s - arrivals.times_s)[in_time]
+    counts = np.bincount(arrivals.model[in_time], minlength=len(arrivals.streams.models)).tolist()
+    return Outcome(
+        offered=int(due.sum()),
+        kept=int((due & answered_in_time).sum()),
+        in_time=int(in_time.sum()),
+        by_model=dict(zip(arrivals.streams.models, counts, strict=True)),
+        late=int((counted & ~in_time).sum()),
+        duration_s=until_s - from_s,
+        utilisation=watch.utilisation,
+        busy_s=sum([worker.busy_s for worker in workers]),
+        wasted_s=watch.late_work_s + sum([worker.wasted_s for worker in workers]),
+        latencies_s=tuple(np.quantile(latencies_s, SHARES).tolist()) if latencies_s.size else (),
+        batches=watch.batches,
+        preemptions=watch.preemptions,
+        started=watch.started,
+        arrived=len(arrivals),
+        gpus=gpus,
+        steps=len(step_s),
+        step_s_median=float(np.median(step_s)) if step_s else 0.0,
+        step_s_mean=float(np.mean(step_s)) if step_s else 0.0,
+    )
