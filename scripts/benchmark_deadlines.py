@@ -85,8 +85,8 @@ POLICIES = {  # and their flags
     "fffs": ["--order", "fffs"],
     "edf": ["--order", "edf"],
     "clockwork": ["--order", "clockwork"],
-    "flex, no preemption": ["--order", "flex", "--no-preemption"],
-    "flex, preemption if needed": ["--order", "flex", "--preemption-only-if-needed"],
+    "flex, no preemption": ["--order", "flex", "--preemption", "off"],
+    "flex, preemption if needed": ["--order", "flex", "--preemption", "if-needed"],
     "flex": ["--order", "flex"],
 }
 DRAWN = ("flex", "flex, no preemption", "fffs")

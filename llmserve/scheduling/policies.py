@@ -41,9 +41,9 @@ ORDERS: dict[str, Callable[[SchedulingConfig], tuple[Callable[[FormedBatch], flo
 """The keys of a formed batch, and of a request that no batch holds yet; the smallest is next."""
 DIRECT: dict[str, Callable[[SchedulingConfig], DirectOrder]] = {
     "flex": lambda config: Flex(
-        config.preemption_factor if config.preemption else None,
+        None if config.preemption == "off" else config.preemption_factor,
         config.printed_batches,
-        config.preemption_only_if_needed,
+        config.preemption == "if-needed",
     ),
     "clockwork": lambda config: Clockwork(),
 }
@@ -130,22 +130,16 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     preemption: Annotated[
-        bool,
+        Literal["on", "off", "if-needed"],
         Meta(
-            description="under --order flex: a batch that engines run to its end, and of which no client has seen a "
-            "byte, is stopped for one that is worth more"
+            description="under --order flex: whether a batch that engines run to its end, and of which no client has "
+            "seen a byte, is stopped for one that is worth more; if-needed: and only if more requests would be late "
+            "without (spares engines most preemptions at low load; Shepherd goes by the factor alone)"
         ),
-    ] = True
+    ] = "on"
     preemption_factor: Annotated[
         float, Meta(gt=1, description="under --order flex: how many times as large that one must be")
     ] = PREEMPTION_FACTOR
-    preemption_only_if_needed: Annotated[
-        bool,
-        Meta(
-            description="under --order flex: and only if more requests would be late without (spares engines most "
-            "preemptions at low load; Shepherd goes by the factor alone)"
-        ),
-    ] = False
     printed_batches: Annotated[
         bool,
         Meta(

@@ -104,7 +104,7 @@ def failed(actions: Sequence[Action]) -> list[tuple[int, str]]:
 
 
 def test_an_engine_that_is_free_gets_the_largest_batch_of_all_models() -> None:
-    made = scheduler(preemption=False)
+    made = scheduler(preemption="off")
     assert starts(arrive(made, due(0, 9.0))) == [("gpu0", [0])]
     arrive(made, *several(2, 9.0, "a", first=1), *several(3, 9.0, "b", first=3))
     assert starts(ends(made, "gpu0", 0, now_s=1.0)) == [("gpu0", [3, 4, 5])]
@@ -112,7 +112,7 @@ def test_an_engine_that_is_free_gets_the_largest_batch_of_all_models() -> None:
 
 
 def test_who_would_make_the_batch_smaller_waits_and_fails_when_it_cannot_be_in_time_any_more() -> None:
-    made = scheduler(preemption=False)
+    made = scheduler(preemption="off")
     arrive(made, due(0))
     arrive(made, due(1, 2.5), *several(3, 4.0, first=2))
     assert starts(ends(made, "gpu0", 0, now_s=1.0)) == [("gpu0", [2, 3, 4])]
@@ -121,7 +121,7 @@ def test_who_would_make_the_batch_smaller_waits_and_fails_when_it_cannot_be_in_t
 
 
 def test_of_batches_of_one_size_the_fastest_goes_first_and_then_the_one_in_a_hurry() -> None:
-    made = scheduler(gpu(speeds={"slow": line(2.0), "": line(1.0)}), preemption=False)
+    made = scheduler(gpu(speeds={"slow": line(2.0), "": line(1.0)}), preemption="off")
     arrive(made, due(0))
     arrive(made, due(1, 50.0, "slow"), due(2, 60.0, "late"), due(3, 55.0, "soon"))
     assert starts(ends(made, "gpu0", 0, now_s=1.0)) == [("gpu0", [3])]
@@ -143,7 +143,7 @@ def test_the_fastest_engine_says_who_cannot_be_in_time() -> None:
 
 
 def test_where_speeds_are_not_told_all_that_waits_goes_together_until_its_deadline_has_passed() -> None:
-    made = scheduler(gpu(speeds={}), preemption=False)
+    made = scheduler(gpu(speeds={}), preemption="off")
     arrive(made, due(0), due(1, 1.0), due(2, 2.0), due(3))
     assert failed(step(made, TimerFired(), 1.0)) == [(1, "deadline_exceeded")]
     assert starts(ends(made, "gpu0", 0, now_s=1.5)) == [("gpu0", [2, 3])]
@@ -151,7 +151,7 @@ def test_where_speeds_are_not_told_all_that_waits_goes_together_until_its_deadli
 
 def test_a_request_that_is_late_on_average_but_not_at_best_runs_where_nothing_better_does() -> None:
     """Answers take 1 s or 9 s, 5 on average. With 2 s left one that is lucky is in time."""
-    made = scheduler(lengths=[1.0, 9.0], preemption=False)
+    made = scheduler(lengths=[1.0, 9.0], preemption="off")
     assert starts(arrive(made, due(0, 2.0))) == [("gpu0", [0])]
     arrive(made, due(1, 12.0), due(2, 40.0))
     assert starts(ends(made, "gpu0", 0, now_s=10.0)) == [("gpu0", [2])]
@@ -329,7 +329,7 @@ def test_a_batch_just_so_many_times_as_large_is_large_enough() -> None:
 
 
 def test_preemption_that_is_not_wanted_does_not_happen() -> None:
-    made = scheduler(preemption=False)
+    made = scheduler(preemption="off")
     arrive(made, due(0))
     assert arrive(made, *several(99, model="b", first=1)) == []
     assert not made.preempts
@@ -338,7 +338,7 @@ def test_preemption_that_is_not_wanted_does_not_happen() -> None:
 
 def test_preemption_only_if_needed_stops_nobody_for_those_who_can_wait() -> None:
     """0 of a runs for 5 s."""
-    made = scheduler(gpu(speeds={"a": line(5.0), "": line(1.0)}), preemption_only_if_needed=True)
+    made = scheduler(gpu(speeds={"a": line(5.0), "": line(1.0)}), preemption="if-needed")
     arrive(made, due(0, model="a"))
     assert arrive(made, *several(4, 9.0, "b", first=1)) == []
     assert preempted(arrive(made, *several(4, 4.5, "c", first=5))) == [("gpu0", (0,))]
@@ -409,7 +409,7 @@ def test_engines_of_one_gpu_run_one_batch_between_them_and_make_room_for_each_ot
 
 def two_on_one_gpu(**config: object) -> Scheduler:
     """Engine a of model a and b of model b; 0 of a runs."""
-    told = {"preemption": False, **config}
+    told = {"preemption": "off", **config}
     made = scheduler(gpu("a", models=("a",), worker="gpu0"), gpu("b", models=("b",), worker="gpu0"), **told)
     assert starts(arrive(made, due(0, 99.0, "a"))) == [("a", [0])]
     return made
@@ -458,7 +458,7 @@ def test_a_shorter_answer_that_may_ride_along_makes_a_batch_worth_more() -> None
 
 
 def test_a_request_without_a_deadline_waits_no_longer_than_a_minute_for_others() -> None:
-    made = scheduler(gpu(speed=line(0.0, beta_s=1.0)), preemption=False)
+    made = scheduler(gpu(speed=line(0.0, beta_s=1.0)), preemption="off")
     arrive(made, due(0, model="busy"))
     arrive(made, due(1, model="undated"))
     served_s = None
@@ -476,7 +476,7 @@ def test_a_request_without_a_deadline_waits_no_longer_than_a_minute_for_others()
 
 def test_of_those_who_have_waited_a_minute_the_first_goes_first_whatever_its_model() -> None:
     """Else one model's requests without deadlines, if there are always some, would keep another's waiting for ever."""
-    made = scheduler(gpu(slots=1), preemption=False)
+    made = scheduler(gpu(slots=1), preemption="off")
     arrive(made, due(0, model="a"))
     arrive(made, due(1, model="b"), now_s=0.5)
     arrive(made, *several(3, model="a", first=2), now_s=1.0)
@@ -498,7 +498,7 @@ def test_a_request_that_has_waited_a_minute_makes_room_no_more() -> None:
 
 
 def test_an_engine_half_as_fast_as_told_gets_smaller_batches() -> None:
-    made = scheduler(preemption=False)
+    made = scheduler(preemption="off")
     arrive(made, due(0))
     now_s, running = 0.0, [0]
     for request_id in range(1, 200):
@@ -512,7 +512,7 @@ def test_an_engine_half_as_fast_as_told_gets_smaller_batches() -> None:
 
 def test_an_engine_as_fast_as_told_is_known_to_be_when_its_requests_are_told_of_one_by_one() -> None:
     """As engines over HTTP do: all answers of a batch come at its end, each by itself."""
-    made = scheduler(preemption=False)
+    made = scheduler(preemption="off")
     arrive(made, due(0))
     arrive(made, *several(4, first=1))
     assert starts(ends(made, "gpu0", 0, now_s=1.0)) == [("gpu0", [1, 2, 3, 4])]
@@ -534,7 +534,7 @@ def test_an_engine_on_trial_gets_one_request() -> None:
 
 def test_a_batch_that_may_not_go_back_keeps_no_other_from_an_idle_engine() -> None:
     """gpu0 failed 0 and lost gpu1 what gpu0 may run: that waits behind 0, which waits for another engine than gpu0."""
-    made = scheduler(gpu("gpu0"), gpu("gpu1"), gpu("gpu2"), preemption=False)
+    made = scheduler(gpu("gpu0"), gpu("gpu1"), gpu("gpu2"), preemption="off")
     arrive(made, due(0), due(1), due(2))
     for name in ("gpu0", "gpu1", "gpu2"):
         assert list(made.engines[name].running) == [int(name[-1])]
@@ -544,7 +544,7 @@ def test_a_batch_that_may_not_go_back_keeps_no_other_from_an_idle_engine() -> No
 
 def test_what_runs_again_is_not_started_to_be_late() -> None:
     """Two that were lost with their engine could each be in time alone, but not together."""
-    made = scheduler(gpu("gpu0"), gpu("gpu1"), preemption=False)
+    made = scheduler(gpu("gpu0"), gpu("gpu1"), preemption="off")
     arrive(made, due(90), due(91))
     arrive(made, *several(2, 4.5))
     assert starts(ends(made, "gpu0", 90, now_s=1.0)) == [("gpu0", [0, 1])]
@@ -554,7 +554,7 @@ def test_what_runs_again_is_not_started_to_be_late() -> None:
 
 
 def test_nobody_waits_past_a_deadline_however_short_its_answer_is_predicted_to_be() -> None:
-    made = scheduler(preemption=False)
+    made = scheduler(preemption="off")
     arrive(made, due(0))
     step(made, RequestArrived(Request(1, 1e-9, 1.5)), 0.0)
     assert made.wake_at_s is not None
@@ -592,8 +592,8 @@ def test_an_order_is_not_asked_again_for_an_engine_that_is_free_no_more() -> Non
 A, B = line(0.22e-3, 3.74e-3), line(4.37e-3, 74.20e-3)  # ResNet18 and ResNeSt269, Table 4
 
 
-@pytest.mark.parametrize(("preemption", "in_time"), [(True, 358), (False, 58)])
-def test_an_isolated_burst_is_in_time_6_2_times_as_often_where_others_make_room(preemption: bool, in_time: int) -> None:
+@pytest.mark.parametrize(("preemption", "in_time"), [("on", 358), ("off", 58)])
+def test_an_isolated_burst_is_in_time_6_2_times_as_often_where_others_make_room(preemption: str, in_time: int) -> None:
     """Section 7.2: 1,024 requests of A come while one of B runs; all are wanted within 90 ms."""
     singles = [(number / 1e3, due(number, number / 1e3 + 0.09, "B")) for number in range(80)]
     burst = [(5e-3, due(80 + number, 95e-3, "A")) for number in range(1_024)]
@@ -643,7 +643,7 @@ def test_no_batch_is_started_of_which_a_request_is_certain_to_be_late(seed: int)
         for _ in range(rng.choice([1, 1, 2, 20])):
             deadline_s = None if rng.random() < 0.05 else now_s + slo_s * rng.choice([1.0, 1.0, 0.5])
             arrivals.append((now_s, due(len(arrivals), deadline_s, model)))
-    for preemption in (True, False):
+    for preemption in ("on", "off"):
         engines = [gpu(name, slots=slots, speeds=speeds) for name in ("gpu0", "gpu1")]
         done = run(engines, arrivals, preemption=preemption)
         assert all(met for _, met in done)

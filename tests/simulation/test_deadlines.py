@@ -73,7 +73,7 @@ def test_who_makes_room_is_counted_and_runs_again(tmp_path: Path) -> None:
 
 
 def test_without_preemption_nobody_makes_room(tmp_path: Path) -> None:
-    summary = Told(tmp_path, BURST, **FLEX, preemption=False).summary
+    summary = Told(tmp_path, BURST, **FLEX, preemption="off").summary
     assert (summary.preempted, summary.completed, summary.in_time_share) == (0, 1, 0.2)
 
 

@@ -417,7 +417,7 @@ class Account:
         """Only a batch that is small enough, of which nobody has seen a byte, and all of it; once."""
         config, engine = self._config, self._engines[action.engine]
         assert config.order == "flex", "an order stops batches that does not say so"
-        assert config.preemption, "batches are stopped although nobody wants that"
+        assert config.preemption != "off", "batches are stopped although nobody wants that"
         assert engine.info.barrier, f"{action.engine} refills its slots and was told to make room"
         assert set(engine.running.values()) == {action.batch_id}, f"batch {action.batch_id} does not run there"
         lives = {request_id: self._alive[request_id] for request_id in engine.running}

@@ -320,7 +320,7 @@ def _config(
         rate_headroom=rng.choice([0.5, 1.0]),
         rate_factor=rng.choice([1.05, 1.25, 4.0]),
         order=order,  # type: ignore[arg-type]
-        preemption=rng.random() < 0.8,
+        preemption="on" if rng.random() < 0.8 else "off",
         preemption_factor=rng.choice([1.5, PREEMPTION_FACTOR]),
         printed_batches=not known and rng.random() < 0.2,
         patience=rng.choice([0.0, 12.0]),

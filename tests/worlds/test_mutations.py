@@ -127,7 +127,7 @@ def who_has_seen_a_byte_makes_room(patch: Patch) -> None:
 
 
 def a_batch_makes_room_for_one_little_larger(patch: Patch) -> None:
-    patch.setitem(DIRECT, "flex", lambda config: Flex(1.01 if config.preemption else None))
+    patch.setitem(DIRECT, "flex", lambda config: Flex(None if config.preemption == "off" else 1.01))
 
 
 def room_is_made_although_nobody_wants_that(patch: Patch) -> None:

@@ -36,7 +36,7 @@ def test_everything_is_drawn() -> None:
     assert any(world.real_plans and world.config.release == "table" for world in worlds)
     barriers = {tuple(sorted({life.info.barrier for life in world.engines})) for world in worlds}
     assert barriers == {(False,), (True,), (False, True)}
-    assert {world.config.preemption for world in worlds if world.config.order == "flex"} == {True, False}
+    assert {world.config.preemption for world in worlds if world.config.order == "flex"} == {"on", "off"}
     assert any(world.config.printed_batches for world in worlds)
     assert {len({arrival.request.model for arrival in world.arrivals}) for world in worlds} == {1, 2, 3}
     infos = [life.info for world in worlds for life in world.engines]

@@ -48,7 +48,7 @@ LARGEST, RELEASED, RELEASED_128 = "Clockwork, largest batch", "Clockwork, as rel
 
 POLICIES: dict[str, dict[str, object]] = {
     FLEX: {"order": "flex"},
-    WITHOUT_PREEMPTION: {"order": "flex", "preemption": False},
+    WITHOUT_PREEMPTION: {"order": "flex", "preemption": "off"},
     PRINTED: {"order": "flex", "printed_batches": True},
     CLOCKWORK: {"order": "clockwork"},
     NEXUS: {"order": "clockwork"},
