@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+from llmserve.simulation.estimates import estimate
 
 DIGITS = 7  # significant ones that are kept in files
 
@@ -25,6 +27,11 @@ KINDS: Mapping[Kind, str] = {
 """What a row is compared with. Only the first kind tells whether a paper is reproduced."""
 Report = Callable[[str, float], None]
 """Told what is measured next, and the share of all that is done."""
+
+
+def key_text(key: Iterable[str | float]) -> str:
+    """What a run is for, and its numbers, for who waits for it."""
+    return " ".join(part if isinstance(part, str) else f"{part:g}" for part in key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,15 @@ class Row:
     note: str = ""
     kind: Kind = "published"
     curve: Curve | None = field(default=None)
+
+    @classmethod
+    def mean(cls, figure: str, case: Case, quantity: str, unit: str, values: Sequence[float], **fields: Any) -> Row:
+        """The mean over runs under different seeds, with Student's 95 % confidence interval.
+
+        fields : the row's others
+        """
+        found = estimate(values)
+        return cls(figure, case, quantity, unit, found.mean, low=found.low, high=found.high, **fields)
 
     @property
     def deviation(self) -> float | None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,6 @@ from llmserve.cluster import journal
 from llmserve.scheduling.messages import RequestArrived
 from llmserve.scheduling.policies import DispatchConfig, SchedulingConfig
 from llmserve.simulate import Scenario, simulate
-from llmserve.simulation.estimates import estimate
 from llmserve.simulation.report import Recorder, Summary
 from reproduction.rows import Case, Curve, Report, Row, Rows, claim
 
@@ -155,10 +155,7 @@ class Effort:
         return cls(seed, 2, 20.0, ("ResNet50",), constant_runs=2, warm_up_s=0.5, constant_s=3.0)
 
 
-def mean_row(figure: str, case: Case, quantity: str, unit: str, values: Sequence[float], note: str = "") -> Row:
-    """The mean over runs of different seeds, with Student's 95 % confidence interval."""
-    found = estimate(values)
-    return Row(figure, case, quantity, unit, found.mean, None, CALIBRATED, found.low, found.high, note)
+mean_row = partial(Row.mean, tolerance=CALIBRATED)
 
 
 def measured(model: str, profile: Profile, effort: Effort, folder: Path) -> dict[str, list[Summary]]:
@@ -244,7 +241,7 @@ def constant_load(effort: Effort, folder: Path) -> Iterator[Row]:
         note = f"after {effort.warm_up_s:g} s"
         note += f"; exact: {1e3 * exact[release].response_s_mean:.4g} ms" if release in exact else ""
         case: Case = {"release": release, "load": CONSTANT_LOAD}
-        yield mean_row(CONSTANT, case, "mean latency", "ms", [1e3 * latency_s for latency_s, _ in runs], note)
+        yield mean_row(CONSTANT, case, "mean latency", "ms", [1e3 * latency_s for latency_s, _ in runs], note=note)
         yield mean_row(CONSTANT, case, "utilisation", "1", [busy for _, busy in runs])
     yield from _rate_known(known_size, exact[f"static:{known_size}"])
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -18,10 +19,9 @@ import msgspec
 from bins.edges import Edges
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.simulate import Scenario, simulate
-from llmserve.simulation.estimates import estimate
 from llmserve.simulation.many import in_processes
 from llmserve.simulation.report import Summary
-from reproduction.rows import Case, Kind, Report, Row
+from reproduction.rows import Report, Row, key_text
 
 AT_ONCE = math.inf  # as an arrival rate
 ABOVE = 1.05  # times what k bins serve: from there on a rate is taken to saturate them
@@ -131,7 +131,7 @@ def simulate_all(worlds: Mapping[Key, World], effort: Effort, report: Report) ->
         summaries[index] = summary
         done += scenario.requests or 0
         if len(summaries) % math.ceil(len(tasks) / REPORTS) == 0:
-            report(f"{len(summaries):,} of {len(tasks):,} runs, the last of {_text(key)}", done / total)
+            report(f"{len(summaries):,} of {len(tasks):,} runs, the last of {key_text(key)}", done / total)
     found: dict[Key, list[Summary]] = {key: [] for key in worlds}
     for index, (key, *_) in enumerate(tasks):
         found[key].append(summaries[index])
@@ -142,25 +142,7 @@ def _run(task: tuple[Key, Scenario, SchedulingConfig]) -> Summary:
     return simulate(task[1], task[2])
 
 
-def _text(key: Key) -> str:
-    return " ".join(part if isinstance(part, str) else f"{part:g}" for part in key)
-
-
-def mean_row(
-    figure: str,
-    case: Case,
-    quantity: str,
-    unit: str,
-    values: Sequence[float],
-    *,
-    expected: float | None = None,
-    tolerance: float = WITHIN,
-    kind: Kind = "computed",
-    note: str = "",
-) -> Row:
-    """The mean over runs under different seeds, with Student's 95 % confidence interval."""
-    found = estimate(values)
-    return Row(figure, case, quantity, unit, found.mean, expected, tolerance, found.low, found.high, note, kind)
+mean_row = partial(Row.mean, tolerance=WITHIN, kind="computed")
 
 
 def throughputs(summaries: Iterable[Summary]) -> list[float]:

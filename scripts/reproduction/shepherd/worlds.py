@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -16,7 +17,7 @@ import numpy as np
 from llmserve.simulation.estimates import estimate
 from llmserve.simulation.many import in_processes
 from llmserve.simulation.streams import Arrivals, Traffic, read_traffic
-from reproduction.rows import Case, Kind, Report, Row
+from reproduction.rows import Case, Report, Row, key_text
 from reproduction.shepherd import nexus, workloads
 from reproduction.shepherd.models import TABLE_4
 from reproduction.shepherd.runs import BY_PLAN, PLANNED_SHARE, Outcome, run
@@ -225,32 +226,14 @@ def simulate_all(worlds: Mapping[Key, Sequence[World]], effort: Effort, report: 
     for index, found in runs:
         outcomes[index] = found
         done += whole[index].requests
-        report(f"{len(outcomes)} of {len(tasks)} runs, the last of {text(tasks[index][0])}", done / total)
+        report(f"{len(outcomes)} of {len(tasks)} runs, the last of {key_text(tasks[index][0])}", done / total)
     found_by: dict[Key, list[tuple[int, Mapping[str, Outcome]]]] = {key: [] for key in worlds}
     for index, (key, world) in enumerate(tasks):
         found_by[key].append((world.seed, outcomes[index]))
     return {key: [found for _, found in sorted(each, key=lambda one: one[0])] for key, each in found_by.items()}
 
 
-def text(key: Key) -> str:
-    return " ".join(part if isinstance(part, str) else f"{part:g}" for part in key)
-
-
-def mean_row(
-    figure: str,
-    case: Case,
-    quantity: str,
-    unit: str,
-    values: Sequence[float],
-    *,
-    expected: float | None = None,
-    tolerance: float = WITHIN,
-    kind: Kind = "published",
-    note: str = "",
-) -> Row:
-    """The mean over runs under different seeds, with Student's 95 % confidence interval."""
-    found = estimate(values)
-    return Row(figure, case, quantity, unit, found.mean, expected, tolerance, found.low, found.high, note, kind)
+mean_row = partial(Row.mean, tolerance=WITHIN)
 
 
 def ratio_row(
