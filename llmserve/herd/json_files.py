@@ -54,4 +54,4 @@ def _listed(value: Any) -> Any:
     """What JSON does not know: columns that are arrays."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
-    raise NotImplementedError
+    raise NotImplementedError(f"there is no JSON for {type(value)}")  # msgspec wants this of its hooks

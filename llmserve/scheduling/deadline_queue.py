@@ -148,6 +148,11 @@ def largest_feasible(
     return low
 
 
+def deadline_s(ticket: Ticket) -> float:
+    """inf without one."""
+    own_s = ticket.request.deadline_s
+    return math.inf if own_s is None else own_s
+
+
 def _entry(ticket: Ticket) -> tuple[float, int]:
-    deadline_s = ticket.request.deadline_s
-    return (math.inf if deadline_s is None else deadline_s), ticket.request.id
+    return deadline_s(ticket), ticket.request.id

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from llmserve.scheduling.batch_times import Timetable
-from llmserve.scheduling.deadline_queue import ROUNDING_S, DeadlineQueue, largest_feasible
+from llmserve.scheduling.deadline_queue import ROUNDING_S, DeadlineQueue, deadline_s, largest_feasible
 from llmserve.scheduling.engine_state import EngineState, Worker
 from llmserve.scheduling.floor import Floor
 from llmserve.scheduling.lane import Lane
@@ -48,7 +48,7 @@ class Waiting:
 
     def largest(self, now_s: float, *, with_besides: bool = True) -> int:
         """Requests in the largest feasible batch."""
-        besides = sorted(map(_deadline_s, self.besides)) if with_besides and self.besides else ()
+        besides = sorted(map(deadline_s, self.besides)) if with_besides and self.besides else ()
         return largest_feasible((self.queue, *self.shorter), now_s, self.batch_s, self.most, besides)
 
 
@@ -179,8 +179,8 @@ class Direct:
         first.
         """
         times = self._times.of(engine, lane, batch.bin)
-        tickets = sorted(batch.tickets.values(), key=_deadline_s)
-        deadlines_s = [_deadline_s(ticket) for ticket in tickets]
+        tickets = sorted(batch.tickets.values(), key=deadline_s)
+        deadlines_s = [deadline_s(ticket) for ticket in tickets]
         for batch_s in (times.expected, times.least):
             count = largest_feasible((), now_s, batch_s, min(_room(engine), len(batch_s)), deadlines_s)
             if count:
@@ -370,11 +370,11 @@ class Direct:
 
     def late_at_s(self, ticket: Ticket, lane: Lane) -> float | None:
         """From when on it cannot be in time, even alone on the fastest engine that serves it; None: never."""
-        deadline_s = ticket.request.deadline_s
-        if deadline_s is None:
+        due_s = ticket.request.deadline_s
+        if due_s is None:
             return None
         least_s = self._least_s(ticket, lane)
-        return min(deadline_s, deadline_s - least_s + SURELY_LATE_S)
+        return min(due_s, due_s - least_s + SURELY_LATE_S)
 
     def _least_s(self, ticket: Ticket, lane: Lane) -> float:
         """Seconds that it takes alone on the fastest engine, if it is among the shortest of its bin, or as short as may
@@ -429,8 +429,3 @@ def _can_stop(engine: EngineState, now_s: float) -> bool:
 
 def _is_overdue(ticket: Ticket, now_s: float) -> bool:
     return ticket.request.deadline_s is None and ticket.arrived_at_s + UNDATED_S <= now_s
-
-
-def _deadline_s(ticket: Ticket) -> float:
-    deadline_s = ticket.request.deadline_s
-    return math.inf if deadline_s is None else deadline_s
