@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llmserve.request import Batch, EngineInfo, Request
+from llmserve.scheduling.groups import Mind
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
@@ -24,6 +25,8 @@ from llmserve.scheduling.messages import (
     EngineReady,
     Event,
     FailRequest,
+    PlanChanged,
+    PlanGroups,
     PreemptBatch,
     ReportCircuit,
     ReportTrust,
@@ -35,7 +38,6 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.scheduling.policies import DIRECT, TIMEOUT_S, SchedulingConfig
-from llmserve.scheduling.scheduler import Scheduler
 
 NEVER_IDLE = ("greedy", "window")  # releases under which nothing waits for company
 NEAR_S = 1e-9  # of times that are sums of others
@@ -117,16 +119,23 @@ class Life:
 
 
 class Account:
-    """steps_max : more than these, and something goes round in circles.  times : None: nobody knows them."""
+    """steps_max : more than these, and something goes round in circles.  times : None: nobody knows them.
+
+    grouped : there are serving groups. Who is in which is the scheduler's own to check; here none of the laws is
+    asked that speak of all engines of a model, or of the order of all its batches.
+    """
 
     def __init__(
         self,
         config: SchedulingConfig,
-        scheduler: Scheduler,
+        scheduler: Mind,
         steps_max: Callable[[float], float],
         times: Times | None = None,
+        *,
+        grouped: bool = False,
     ) -> None:
         self._config = config
+        self._grouped = grouped
         self._direct = config.order in DIRECT
         self._times = times
         self._foreseen = times if times is not None and times.foreseen else None
@@ -161,6 +170,7 @@ class Account:
             EngineLost: self._lost,
             DrainRequested: self._drain,
             DispatchSolved: self._solved,
+            PlanChanged: lambda event, actions: None,
             TimerFired: lambda event, actions: None,
         }
 
@@ -342,8 +352,10 @@ class Account:
                 self._preempt(action)
             elif isinstance(action, AbortRequest):
                 assert isinstance(event, RequestCancelled), "only a client that leaves stops a request"
+            elif isinstance(action, PlanGroups):
+                assert self._grouped, "groups are asked for where there are none"
             elif isinstance(action, ReportTrust):
-                assert action.trusted == self._scheduler.lane(action.model).trust.trusted
+                assert self._grouped or action.trusted == self._scheduler.lane(action.model).trust.trusted
             else:
                 assert isinstance(action, SolveDispatch)
                 assert action.model not in self._asked, "two plans are made at once"
@@ -395,7 +407,8 @@ class Account:
         before = self._formed.get(batch.id)
         if before is None:
             last = self._last_formed[batch.model]
-            assert self._config.order != "fffs" or batch.id > last, f"batch {batch.id} was overtaken"
+            in_order = self._config.order != "fffs" or self._grouped or batch.id > last
+            assert in_order, f"batch {batch.id} was overtaken"
             self._last_formed[batch.model] = max(last, batch.id)
             self._assert_released(batch)
             before = batch.bin, batch.size, 0
@@ -452,10 +465,14 @@ class Account:
         else:
             assert action.reason == "no_engine", f"no reason to fail request {action.request_id}: {action.reason}"
             assert isinstance(event, TimerFired), "only time tells that no engine comes"
-            assert life.request.model in helpless_since_s, "an engine is up"
-            wait_s = self._now_s - helpless_since_s[life.request.model]
-            assert wait_s >= self._config.engine_wait_s - NEAR_S, f"engines were waited for only {wait_s} s"
+            if not self._grouped:
+                self._assert_engines_were_waited_for(life.request.model, helpless_since_s)
         self._end(action.request_id, action.reason)
+
+    def _assert_engines_were_waited_for(self, model: str, helpless_since_s: dict[str, float]) -> None:
+        assert model in helpless_since_s, "an engine is up"
+        wait_s = self._now_s - helpless_since_s[model]
+        assert wait_s >= self._config.engine_wait_s - NEAR_S, f"engines were waited for only {wait_s} s"
 
     def _assert_it_is_late(self, request: Request, deadline_s: float) -> None:
         """It cannot be in time. Before its deadline only those can say so who know how long it takes."""
@@ -482,7 +499,7 @@ class Account:
             life.request.deadline_s for life in self._waiting.values() if life.request.deadline_s is not None
         ]
         if deadlines_s:
-            assert min(deadlines_s) > self._now_s, "a request waits past its deadline"
+            assert self._grouped or min(deadlines_s) > self._now_s, "a request waits past its deadline"
             assert wake_at_s is not None, "a deadline will not be noticed"
             assert wake_at_s <= min(deadlines_s), "a deadline will be noticed late"
         for life in self._waiting.values():
@@ -490,7 +507,7 @@ class Account:
         if any(life.request.model in self._helpless_since_s for life in self._waiting.values()):
             assert wake_at_s is not None, "requests wait for an engine for ever"
         for engine in self._engines.values():
-            if engine.free:
+            if engine.free and not self._grouped:
                 self._assert_it_idles_with_reason(engine, math.inf if wake_at_s is None else wake_at_s)
 
     def _assert_it_has_a_chance(self, request: Request) -> None:

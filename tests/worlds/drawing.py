@@ -11,13 +11,16 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
 import msgspec
 
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
 from llmserve.request import EngineInfo, Request, Speed
+from llmserve.scheduling.group_rates import Replan
+from llmserve.scheduling.layout import FALLBACK
+from llmserve.scheduling.messages import ServingGroup
 from llmserve.scheduling.order.flex import PREEMPTION_FACTOR
 from llmserve.scheduling.policies import DIRECT, SchedulingConfig
 from llmserve.scheduling.trust import WINDOW_MIN
@@ -35,7 +38,12 @@ LENGTHS = ("constant", "lognormal", "heavy", "ties", "tiny")
 PREDICTORS = ("oracle", "noisy", "none", "constant", "reversed", "swapped", "garbage")
 PROFILE = "h100-llama-3.1-8b"  # of the solver, where it is a real one
 SPEED_SIZES = 12  # batches of up to so many whose time is told; engines have no more slots
+T = TypeVar("T", str, tuple[str, str])
+
 UNIT_LEAST_S = 1 / 16  # where requests take no time
+GROUPED_EVERY = 4  # worlds: one has serving groups
+GROUPS = ("left", "right", "third", FALLBACK)
+STREAMS = ("", "chat", "mail")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +92,19 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True)
+class Grouping:
+    """Serving groups. plans : each with the time from which it holds, the first one with the time 0.
+
+    answers : plans for those whom the scheduler asks for one, in turn.  answers_late_s : on average.
+    """
+
+    plans: tuple[tuple[float, tuple[ServingGroup, ...]], ...]
+    replan: Replan | None
+    answers: tuple[tuple[ServingGroup, ...], ...]
+    answers_late_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class World:
     """kinds : of trouble.  drain_at_s : None: arrivals just cease.  real_plans : a solver makes them, not chance.
     scores, lengths : as in a journal's header.  tokens : of every answer, where the scheduler knows that, and how fast
@@ -108,6 +129,7 @@ class World:
     aborts_late_s: float
     plans_late_s: float
     real_plans: bool
+    grouping: Grouping | None
 
     @property
     def untroubled(self) -> bool:
@@ -117,7 +139,7 @@ class World:
     def foreseen(self) -> bool:
         """The scheduler knows to the end how long each batch takes: nothing happens that teaches it otherwise."""
         plain = all(life.info.barrier and not life.one_by_one for life in self.engines)
-        return self.tokens is not None and plain and not self.kinds & {"leaving", "changes"}
+        return self.tokens is not None and plain and not self.grouping and not self.kinds & {"leaving", "changes"}
 
     @property
     def title(self) -> str:
@@ -125,10 +147,11 @@ class World:
         config = self.config
         barriers = sum(life.info.barrier for life in self.engines)
         models = len({arrival.request.model for arrival in self.arrivals})
+        groups = f"{len(self.grouping.plans)} plans of groups, " if self.grouping else ""
         return (
             f"{len(self.arrivals)} requests of {models} models, {config.bins} bins, batches of {config.batch_size}, "
             f"{config.release}, {config.order}, {barriers} barrier and {len(self.engines) - barriers} refill engines, "
-            f"ticks of {self.tick_s:g} s; {', '.join(sorted(self.kinds)) or 'no trouble'}"
+            f"{groups}ticks of {self.tick_s:g} s; {', '.join(sorted(self.kinds)) or 'no trouble'}"
         )
 
 
@@ -151,6 +174,10 @@ def draw(seed: int) -> World:
     scores, lengths = _sample(rng, tokens, least=1 if known else 0)
     if known:
         kinds &= TIMES_STAND
+    grouping = None
+    if seed % GROUPED_EVERY == GROUPED_EVERY - 1:
+        grouping, arrivals = _grouping(random.Random(f"{seed} groups"), infos, models, arrivals, unit_s, tick_s)
+        config = msgspec.structs.replace(config, queue_requests_max=1_000)  # each group has a limit of its own
     return World(
         seed=seed,
         kinds=kinds,
@@ -169,6 +196,7 @@ def draw(seed: int) -> World:
         aborts_late_s=rng.choice([0.1, 5.0]) * unit_s if "late aborts" in kinds else 0.0,
         plans_late_s=rng.choice([0.1, 5.0]) * unit_s if "slow plans" in kinds else 0.0,
         real_plans=rng.random() < 0.15,
+        grouping=grouping,
     )
 
 
@@ -299,6 +327,49 @@ def _leavings(rng: random.Random, count: int, unit_s: float) -> dict[int, Leavin
 def _begins(rng: random.Random, count: int, unit_s: float) -> dict[int, float]:
     share = rng.choice([0.0, 0.0, 0.2, 0.8])
     return {number: rng.choice([0.0, rng.random()]) * unit_s for number in range(count) if rng.random() < share}
+
+
+# ---- groups -----------------------------------------------------------------------------------------------------
+
+
+def _grouping(
+    rng: random.Random,
+    infos: Sequence[EngineInfo],
+    models: Sequence[str],
+    arrivals: Sequence[Arrival],
+    unit_s: float,
+    tick_s: float,
+) -> tuple[Grouping, tuple[Arrival, ...]]:
+    """The groups, and the arrivals with streams."""
+    streams = STREAMS[: rng.randint(1, len(STREAMS))]
+    requests = [msgspec.structs.replace(each.request, stream=rng.choice(streams)) for each in arrivals]
+    found = [replace(each, request=request) for each, request in zip(arrivals, requests, strict=True)]
+    horizon_s = arrivals[-1].at_s + 10.0 * unit_s
+    times_s = sorted([on_clock(rng.random() * horizon_s, tick_s) for _ in range(rng.choice([0, 1, 2, 6]))])
+    every_s = rng.choice([1.0, 5.0, 30.0]) * unit_s
+    grouping = Grouping(
+        plans=tuple([(at_s, _groups(rng, infos, models, streams)) for at_s in (0.0, *times_s)]),
+        replan=Replan(every_s) if rng.random() < 0.4 else None,
+        answers=tuple([_groups(rng, infos, models, streams) for _ in range(4)]),
+        answers_late_s=rng.choice([0.0, 3.0]) * unit_s,
+    )
+    return grouping, tuple(found)
+
+
+def _groups(
+    rng: random.Random, infos: Sequence[EngineInfo], models: Sequence[str], streams: Sequence[str]
+) -> tuple[ServingGroup, ...]:
+    """Any groups at all: some without a worker, a model, or an engine that serves one of theirs. At least one."""
+    names = sorted(rng.sample(GROUPS, rng.randint(1, len(GROUPS))))
+    workers = sorted({info.worker or info.name for info in infos})
+    pairs = [(stream, model) for stream in streams[1:] for model in models]
+
+    def shared_out(things: Sequence[T], share: float) -> dict[str, tuple[T, ...]]:
+        owner = {thing: rng.choice(names) for thing in things if rng.random() < share}
+        return {name: tuple([thing for thing in things if owner.get(thing) == name]) for name in names}
+
+    of_workers, of_models, of_pairs = shared_out(workers, 0.9), shared_out(models, 0.9), shared_out(pairs, 0.3)
+    return tuple([ServingGroup(name, of_workers[name], of_models[name], of_pairs[name]) for name in names])
 
 
 # ---- policies ---------------------------------------------------------------------------------------------------

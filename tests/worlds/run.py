@@ -24,6 +24,8 @@ from llmserve.scheduling.messages import (
     EngineLost,
     Event,
     FailRequest,
+    PlanChanged,
+    PlanGroups,
     PreemptBatch,
     RequestArrived,
     RequestCancelled,
@@ -31,7 +33,6 @@ from llmserve.scheduling.messages import (
     StartBatch,
 )
 from llmserve.scheduling.policies import PLANNED, DispatchConfig
-from llmserve.scheduling.scheduler import Scheduler
 from llmserve.simulation.engine_model import Costs, StepEngine
 from llmserve.simulation.faults import FaultyEngine
 
@@ -60,7 +61,7 @@ def judge(seed: int) -> int:
     world = draw(seed)
     steps: list[Step] = []
     try:
-        account = _run(world, steps)
+        account = run(world, steps)
         account.close()
         if world.untroubled:
             account.assert_time_is_conserved()
@@ -72,31 +73,33 @@ def judge(seed: int) -> int:
     return len(steps)
 
 
-def run(world: World) -> list[Step]:
-    """The journal of a world, as far as it goes."""
+def journal(world: World) -> list[Step]:
+    """All steps of a world."""
     steps: list[Step] = []
-    _run(world, steps)
+    run(world, steps)
     return steps
 
 
-def _run(world: World, steps: list[Step]) -> Account:
+def run(world: World, steps: list[Step]) -> Account:
     """Appends to `steps` as they are made, so that those before a violation are there."""
     scheduler = _header(world).scheduler()
-    assert isinstance(scheduler, Scheduler), "worlds have no groups"
     unit_s, count = world.unit_s, len(world.arrivals)
     account = Account(
         world.config,
         scheduler,
         lambda now_s: 1_000 + 100 * count + 20 * (now_s + now_s / unit_s),
         _times(world),
+        grouped=world.grouping is not None,
     )
     rng = random.Random(f"{world.seed} plans and delays")
     clients = Clients(world.leavings, world.begins, world.tick_s)
+    planners = Planners(world)
 
     def listen(now_s: float, event: Event, actions: list[Action]) -> None:
         steps.append(Step(now_s, event, tuple(actions)))
         account.step(now_s, event, actions)
         clients.see(cluster, event, actions)
+        planners.see(cluster, actions)
 
     cluster = SimulatedCluster(
         scheduler,
@@ -110,6 +113,8 @@ def _run(world: World, steps: list[Step]) -> Account:
             cluster.tell(RequestArrived(arrival.request), arrival.at_s)
     if world.drain_at_s is not None:
         cluster.tell(DrainRequested(), world.drain_at_s)
+    for at_s, groups in world.grouping.plans[1:] if world.grouping else ():
+        cluster.tell(PlanChanged(groups), at_s)
     cluster.run(_others(world.arrivals), flush=False)
     left = [step.event.request_id for step in steps if _is_left_over(step, world, clients)]
     assert not left or world.drain_at_s is None, f"requests {left} would wait for ever"
@@ -140,7 +145,10 @@ def _times(world: World) -> Times | None:
 
 
 def _header(world: World) -> Header:
-    return Header(world.config, world.scores, world.lengths)
+    grouping = world.grouping
+    if grouping is None:
+        return Header(world.config, world.scores, world.lengths)
+    return Header(world.config, world.scores, world.lengths, groups=grouping.plans[0][1], replan=grouping.replan)
 
 
 # ---- what surrounds the scheduler -------------------------------------------------------------------------------
@@ -176,6 +184,24 @@ class Clients:
         if leaving is not None and leaving.after == after:
             self.left.add(request_id)
             cluster.tell(RequestCancelled(request_id), on_clock(cluster.now_s + leaving.seconds, self._tick_s))
+
+
+class Planners:
+    """They answer to a scheduler that asks for other groups, as long as they were drawn to."""
+
+    def __init__(self, world: World) -> None:
+        self._grouping = world.grouping
+        self._tick_s = world.tick_s
+        self._answers = iter(world.grouping.answers if world.grouping else ())
+
+    def see(self, cluster: SimulatedCluster, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, PlanGroups):
+                assert self._grouping is not None, "groups are planned where there are none"
+                groups = next(self._answers, None)
+                if groups is not None:
+                    at_s = on_clock(cluster.now_s + self._grouping.answers_late_s, self._tick_s)
+                    cluster.tell(PlanChanged(groups), at_s)
 
 
 def _what_happens(event: Event, actions: Sequence[Action]) -> Iterator[tuple[str, int]]:
@@ -254,7 +280,7 @@ def _assert_it_happens_again(world: World, steps: Sequence[Step]) -> None:
     if world.seed % TWICE_EVERY:
         return
     encoded = msgspec.json.encode(steps)
-    assert msgspec.json.encode(run(world)) == encoded, "the same seed gives another journal"
+    assert msgspec.json.encode(journal(world)) == encoded, "the same seed gives another journal"
     assert msgspec.json.decode(encoded, type=list[Step]) == steps, "a step does not survive being written down"
 
 

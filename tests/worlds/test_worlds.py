@@ -6,10 +6,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from worlds import digests
 from worlds.drawing import KINDS, ORDERS, RELEASES, draw
-from worlds.run import Violation, judge, run
+from worlds.run import Violation, journal, judge
 
-from llmserve.scheduling.messages import Action, Event, FailReason, FailRequest, PlanChanged, PlanGroups
+from llmserve.scheduling.messages import Action, Event, FailReason, FailRequest
 from llmserve.scheduling.scheduler import Scheduler
 
 BLOCK, BLOCKS = 20, 20
@@ -20,6 +21,15 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_worlds_keep_the_laws(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + BLOCK):
         judge(seed)
+
+
+@pytest.mark.parametrize("first_seed", range(0, digests.WORLDS, 200))
+def test_the_scheduler_does_what_it_did(first_seed: int) -> None:
+    known = digests.recorded()
+    assert len(known) == digests.WORLDS
+    seeds = range(first_seed, first_seed + 200)
+    others = [seed for seed in seeds if digests.digest(seed) != known[seed]]
+    assert not others, "python scripts/worlds --digests write, if that was wanted"
 
 
 def test_a_seed_draws_one_world_and_other_seeds_others() -> None:
@@ -44,15 +54,15 @@ def test_everything_is_drawn() -> None:
     assert {bool(info.speeds) for info in infos} == {bool(info.worker) for info in infos} == {True, False}
     assert sum(world.tokens is not None for world in worlds) > sum(world.foreseen for world in worlds) > 10
     assert any(world.begins for world in worlds)
+    assert 80 < sum(world.grouping is not None for world in worlds) < 120
     assert min(sum(world.untroubled for world in worlds), sum(not world.untroubled for world in worlds)) > 20
 
 
 def test_every_message_and_every_way_to_fail_occurs() -> None:
-    """But for what only groups hear and say (tests/scheduling/test_groups.py): a world has one scheduler."""
-    steps = [step for seed in range(BLOCK * BLOCKS) for step in run(draw(seed))]
-    assert {type(step.event) for step in steps} == set(Event.__args__) - {PlanChanged}  # type: ignore[attr-defined]
+    steps = [step for seed in range(BLOCK * BLOCKS) for step in journal(draw(seed))]
+    assert {type(step.event) for step in steps} == set(Event.__args__)  # type: ignore[attr-defined]
     actions = [action for step in steps for action in step.actions]
-    assert {type(action) for action in actions} == set(Action.__args__) - {PlanGroups}  # type: ignore[attr-defined]
+    assert {type(action) for action in actions} == set(Action.__args__)  # type: ignore[attr-defined]
     reasons = {action.reason for action in actions if isinstance(action, FailRequest)}
     assert reasons == set(FailReason.__args__)  # type: ignore[attr-defined]
 
@@ -84,7 +94,7 @@ def test_the_script_tells_the_story_of_a_world() -> None:
     done = script("--seed", "7", "--steps", "0")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"world 7: {draw(7).title}\n")
-    assert f"{len(run(draw(7)))} steps, every law kept" in done.stdout
+    assert f"{len(journal(draw(7)))} steps, every law kept" in done.stdout
     assert "request 0 arrives" in done.stdout
 
 

@@ -1,0 +1,42 @@
+"""What the scheduler did in some thousands of worlds: proof that a change of its code changed nothing.
+
+A digest is of all actions of a world's run, each with its time. `digests.txt` has a line for each world, `SEED DIGEST`;
+a digest that ends with ! is of a run that ended with a broken law.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+from worlds.drawing import draw
+from worlds.run import run
+
+from llmserve.cluster.journal import Step
+
+FILE = Path(__file__).with_name("digests.txt")
+WORLDS = 4_000
+DIGITS = 12  # hexadecimal, of SHA-256
+
+
+def digest(seed: int) -> str:
+    """Of a world's actions and their times."""
+    steps: list[Step] = []
+    broken = ""
+    try:
+        run(draw(seed), steps)
+    except AssertionError:
+        broken = "!"
+    said = [(step.now_s, step.actions) for step in steps if step.actions]
+    return hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:DIGITS] + broken
+
+
+def recorded() -> dict[int, str]:
+    """By seed."""
+    lines = [line.split() for line in FILE.read_text().splitlines()]
+    return {int(seed): known for seed, known in lines}
+
+
+def write(digests: dict[int, str]) -> None:
+    FILE.write_text("".join([f"{seed} {digests[seed]}\n" for seed in sorted(digests)]))
