@@ -24,8 +24,7 @@ from llmserve.config import Config, PredictorConfig, ServerConfig
 from llmserve.engines.engine import Engine, EngineError
 from llmserve.engines.engine_process import EngineProcess
 from llmserve.errors import ConfigError
-from llmserve.scheduling.assignment import PlannedGroup, assign, shortfalls
-from llmserve.scheduling.layout import FALLBACK
+from llmserve.scheduling.layout import FALLBACK, PlannedGroup, assign, shortfalls
 from llmserve.scheduling.messages import ServingGroup
 from llmserve.scheduling.policies import DispatchConfig, SchedulingConfig
 

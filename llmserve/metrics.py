@@ -288,22 +288,22 @@ class _Gauges:
 
     def collect(self) -> Iterator[Metric]:
         scheduler = self._cluster.scheduler
-        lanes = scheduler.lanes
-        of = ["model"] if len(lanes) > 1 else []
+        models = scheduler.models
+        of = ["model"] if len(models) > 1 else []
         bins = GaugeMetricFamily("llmserve_bin_requests", "Requests that wait in a bin", labels=[*of, "bin"])
         edges = GaugeMetricFamily(
             "llmserve_bin_edge_tokens", "Lower edge of a bin, tokens (of risk or median)", labels=[*of, "bin"]
         )
-        for model, lane in sorted(lanes.items()):
-            lower = (0.0, *lane.edges.edges)
-            for queue in lane.bins:
+        for model, queues in sorted(models.items()):
+            lower = (0.0, *queues.edges.edges)
+            for queue in queues.bins:
                 labels = [*([model] if of else []), str(queue.index)]
                 bins.add_metric(labels, len(queue))
                 if queue.index < len(lower):
                     edges.add_metric(labels, lower[queue.index])
         yield bins
         yield edges
-        formed = {model: len(lane.formed) for model, lane in lanes.items()} or {"": 0}
+        formed = {model: len(queues.formed) for model, queues in models.items()} or {"": 0}
         yield _by_model("llmserve_formed_requests", "Requests in formed batches", formed)
         ready = GaugeMetricFamily("llmserve_engine_ready", "1 when the engine is up", labels=["engine"])
         running = GaugeMetricFamily("llmserve_engine_running", "Requests on the engine", labels=["engine"])
@@ -325,9 +325,9 @@ class _Gauges:
 
     def _prediction(self) -> Iterator[Metric]:
         """How predictions came true, over the scheduler's window."""
-        lanes = self._cluster.scheduler.lanes
-        bins = max([BINS_LEAST, *[len(lane.bins) for lane in lanes.values()]])
-        accuracy = {model: lane.trust.accuracy(bins) for model, lane in lanes.items()}
+        models = self._cluster.scheduler.models
+        bins = max([BINS_LEAST, *[len(queues.bins) for queues in models.values()]])
+        accuracy = {model: queues.trust.accuracy(bins) for model, queues in models.items()}
 
         def gauge(name: str, help_: str, values: Mapping[str, float]) -> Metric:
             return _by_model(f"llmserve_prediction_{name}", help_, values)
@@ -335,7 +335,7 @@ class _Gauges:
         def of(field: str) -> dict[str, float]:
             return {model: getattr(one, field) for model, one in accuracy.items()}
 
-        trusted = {model: float(lane.trust.trusted) for model, lane in lanes.items()}
+        trusted = {model: float(queues.trust.trusted) for model, queues in models.items()}
         yield gauge("trusted", "0 while predictions do not rank answers and one bin serves", trusted)
         yield gauge("window_answers", "Answers that the next values look back on", of("answers"))
         yield gauge("rank_correlation", "Spearman's, predicted with real lengths", of("rank_correlation"))
@@ -446,7 +446,7 @@ class _Dispatch:
         }
 
     def _gauge(self, name: str, help_: str, values: Mapping[str, float]) -> Metric:
-        return _by_model(name, help_, values, several=len(self._cluster.scheduler.lanes) > 1)
+        return _by_model(name, help_, values, several=len(self._cluster.scheduler.models) > 1)
 
 
 def _by_model(name: str, help_: str, values: Mapping[str, float], *, several: bool = False) -> Metric:

@@ -32,12 +32,11 @@ import msgspec
 
 from llmserve import config as configuration
 from llmserve import herd
+from llmserve.by_model import PREFIX, by_model
 from llmserve.config import Config, EngineConfig
 from llmserve.errors import ConfigError, ListenError
-from llmserve.scheduling.assignment import PlannedGroup, assign
-from llmserve.scheduling.by_model import PREFIX, by_model
-from llmserve.scheduling.group_rates import STREAMS_MAX, Rates, Replan
-from llmserve.scheduling.layout import FALLBACK
+from llmserve.scheduling.layout import FALLBACK, PlannedGroup, assign
+from llmserve.scheduling.rates import STREAMS_MAX, Rates, Replan
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -192,7 +191,7 @@ def _resolved(config: Config) -> Config:
         by_model("predictor", config.prediction.predictor)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if scheduling.is_direct and not config.dispatch.profile and engines.group is None:
+    if scheduling.goes_by_times and not config.dispatch.profile and engines.group is None:
         log.warning(
             "order %s without --profile: how long batches take is not known, so requests are given up only when their "
             "deadlines have passed",

@@ -1,7 +1,7 @@
 """Which engines each group's process is given."""
 
 from llmserve.group_processes import assigned
-from llmserve.scheduling.assignment import PlannedGroup
+from llmserve.scheduling.layout import PlannedGroup
 from llmserve.scheduling.messages import ServingGroup
 
 MODELS = {"w0": {"m"}, "w1": {"n"}, "w2": {"n"}}

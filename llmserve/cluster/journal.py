@@ -18,10 +18,9 @@ from typing import TypeVar
 import msgspec
 
 from llmserve.errors import JournalError
-from llmserve.scheduling.group_rates import GroupRates, Replan
-from llmserve.scheduling.groups import Groups, Mind
 from llmserve.scheduling.messages import Action, Event, ServingGroup
 from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.scheduling.rates import GroupRates, Replan
 from llmserve.scheduling.scheduler import Scheduler
 
 VERSION = 5
@@ -37,7 +36,7 @@ class Header(msgspec.Struct, frozen=True):
 
     scores   a sample of what bins go by, for the first edges
     lengths  of the same forecasts, a length each that is as likely as any; () when scores are lengths
-    groups   that serving begins with, each with a scheduler of its own; (): one scheduler serves all
+    groups   that serving begins with; (): one group serves all
     replan   when other groups are asked for; None: never
     """
 
@@ -48,14 +47,10 @@ class Header(msgspec.Struct, frozen=True):
     groups: tuple[ServingGroup, ...] = ()
     replan: Replan | None = None
 
-    def scheduler(self) -> Mind:
+    def scheduler(self) -> Scheduler:
         """A fresh one. Raises ValueError when the groups contradict each other."""
-        if not self.groups:
-            return self._one_scheduler()
-        return Groups(self._one_scheduler, self.groups, rates=GroupRates(self.replan) if self.replan else None)
-
-    def _one_scheduler(self) -> Scheduler:
-        return self.scheduling.scheduler(self.scores, self.lengths)
+        rates = GroupRates(self.replan) if self.groups and self.replan else None
+        return self.scheduling.scheduler(self.scores, self.lengths, plan=self.groups, rates=rates)
 
 
 class Step(msgspec.Struct, frozen=True):

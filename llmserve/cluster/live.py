@@ -33,7 +33,6 @@ from llmserve.engines.engine import Answer, Engine, EngineError, ServedModel
 from llmserve.engines.event_stream import UsageFilter, usage_of, was_cut
 from llmserve.errors import BadRequest, DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable
 from llmserve.request import Batch, Call, Request
-from llmserve.scheduling.groups import Mind
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
@@ -55,6 +54,7 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
+from llmserve.scheduling.scheduler import Scheduler
 from predictor.prompt import Prompt
 
 log = logging.getLogger("llmserve")
@@ -102,7 +102,7 @@ class LiveCluster:
 
     def __init__(
         self,
-        scheduler: Mind,
+        scheduler: Scheduler,
         engines: list[Engine],
         journal: Journal,
         *,

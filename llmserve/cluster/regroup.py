@@ -13,10 +13,9 @@ from collections.abc import Callable
 
 from llmserve.cluster.journal import Step
 from llmserve.cluster.live import LiveCluster
-from llmserve.scheduling.assignment import PlannedGroup, assign, shortfalls
-from llmserve.scheduling.group_rates import Rates
-from llmserve.scheduling.layout import Layout
+from llmserve.scheduling.layout import Layout, PlannedGroup, assign, shortfalls
 from llmserve.scheduling.messages import EngineReady, PlanChanged, PlanGroups, ServingGroup
+from llmserve.scheduling.rates import Rates
 
 log = logging.getLogger("llmserve")
 

@@ -20,7 +20,6 @@ from typing import Protocol
 from bins.dispatch import DispatchSolver
 from llmserve.cluster.journal import Journal
 from llmserve.request import Batch, EngineInfo, Request
-from llmserve.scheduling.groups import Mind
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
@@ -36,6 +35,7 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
+from llmserve.scheduling.scheduler import Scheduler
 
 
 class Source(Protocol):
@@ -114,7 +114,7 @@ class SimulatedCluster:
 
     def __init__(
         self,
-        scheduler: Mind,
+        scheduler: Scheduler,
         engines: list[EngineModel],
         *,
         solver: DispatchSolver | None = None,

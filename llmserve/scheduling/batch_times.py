@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from llmserve.scheduling.engine_state import EngineState
-from llmserve.scheduling.lane import Lane, Tokens
+from llmserve.scheduling.engines import EngineState
+from llmserve.scheduling.lengths import Tokens
 
 PACE_GRID = 0.02  # paces are told apart in steps of 2 %
 
@@ -24,12 +24,11 @@ PACE_GRID = 0.02  # paces are told apart in steps of 2 %
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
     """expected : seconds of batches of 1, 2, ... requests as long as answers are on average.  least : as short as the
-    shortest are, on an engine that runs nothing else.  Both non-decreasing.  empty : of a batch of none.
+    shortest are, on an engine that runs nothing else.  Both non-decreasing.
     """
 
     expected: tuple[float, ...]
     least: tuple[float, ...]
-    empty: float
 
 
 class Timetable:
@@ -44,13 +43,14 @@ class Timetable:
         speed, pace = engine.speed(model), _rounded(engine.pace)
         return (pace * speed.prefill_s, pace * speed.step_s[0]) if speed is not None and speed.step_s else (0.0, 0.0)
 
-    def of(self, engine: EngineState, lane: Lane, bin_index: int) -> BatchTimes:
-        tokens, pace = lane.tokens(bin_index), _rounded(engine.pace)
-        key = (engine.info.name, lane.model, bin_index)
+    def of(self, engine: EngineState, model: str, bin_index: int, tokens: Tokens) -> BatchTimes:
+        """tokens : of the bin's answers."""
+        pace = _rounded(engine.pace)
+        key = (engine.info.name, model, bin_index)
         known = self._times.get(key)
         if known is not None and known[0] is tokens and known[1] == pace and known[2] is engine.info:
             return known[3]
-        times = self._make(engine, lane.model, tokens, pace)
+        times = self._make(engine, model, tokens, pace)
         self._times[key] = tokens, pace, engine.info, times
         return times
 
@@ -58,7 +58,7 @@ class Timetable:
         speed = engine.speed(model)
         if speed is None or not speed.step_s:
             nothing = (0.0,) * self._batch_size
-            return BatchTimes(nothing, nothing, 0.0)
+            return BatchTimes(nothing, nothing)
         sizes = range(1, self._batch_size + 1)
         slots = min(engine.info.slots, len(speed.step_s))
         steps = [speed.step_s[min(size, slots) - 1] for size in sizes]
@@ -66,11 +66,9 @@ class Timetable:
         if not engine.info.barrier:
             longest = [tokens.longest[0]] * self._batch_size
         shared = steps if engine.info.barrier else [speed.step_s[slots - 1]] * self._batch_size
-        first, second = shared[0], shared[min(1, len(shared) - 1)]
         return BatchTimes(
             _rising([pace * (speed.prefill_s + length * step) for length, step in zip(longest, shared, strict=True)]),
             _rising([pace * (speed.prefill_s + tokens.least * step) for step in steps]),
-            pace * (speed.prefill_s + longest[0] * max(0.0, 2 * first - second)),
         )
 
 

@@ -11,10 +11,10 @@ t + T(b) or later; N falls with b, so the largest feasible batch has the largest
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 
-from llmserve.scheduling.queues import BinQueue, Ticket
+from llmserve.scheduling.queues import BinQueue, QueuedRequest
 
 ROUNDING_S = 1e-9  # sums of times differ by less when they should be equal
 
@@ -22,49 +22,24 @@ ROUNDING_S = 1e-9  # sums of times differ by less when they should be equal
 class DeadlineQueue(BinQueue):
     """Requests by deadline, the earliest first; those without one last, first come first. Each is in time as long as it
     starts early enough, whoever waits before it.
-
-    A change costs O(log n) comparisons and moves at most n list entries.
     """
 
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self._row: list[tuple[float, int]] = []  # (deadline, request id), ascending
-
-    def append(self, ticket: Ticket) -> None:
-        self._tickets[ticket.request.id] = ticket
+    def append(self, queued: QueuedRequest) -> None:
+        self._requests[queued.request.id] = queued
         self.changes += 1
-        entry = _entry(ticket)
-        if self._row and entry < self._row[-1]:
-            insort(self._row, entry)
-        else:
-            self._row.append(entry)
+        self._note_deadline(queued)
 
-    def remove(self, ticket: Ticket) -> None:
-        super().remove(ticket)
-        del self._row[bisect_left(self._row, _entry(ticket))]
-
-    def take_all(self) -> list[Ticket]:
-        self._row.clear()
-        return super().take_all()
-
-    def take(self, count: int) -> list[Ticket]:
+    def take(self, count: int) -> list[QueuedRequest]:
         """Those with the earliest deadlines."""
-        return self.take_these(self.ids(0, count))
+        return self.take_at(0, count)
 
-    def take_these(self, request_ids: Sequence[int]) -> list[Ticket]:
-        self.changes += 1
-        taken = [self._tickets.pop(request_id) for request_id in request_ids]
-        first = bisect_left(self._row, _entry(taken[0]))
-        if [request_id for _, request_id in self._row[first : first + len(taken)]] == list(request_ids):
-            del self._row[first : first + len(taken)]
-        else:
-            gone = set(request_ids)
-            self._row = [entry for entry in self._row if entry[1] not in gone]
-        return taken
-
-    @property
-    def earliest_deadline_s(self) -> float:
-        return self._row[0][0] if self._row else math.inf
+    def take_at(self, start: int, count: int) -> list[QueuedRequest]:
+        """`count` of them by deadline, from the place `start` on; fewer where there are fewer."""
+        ids = [request_id for _, request_id in self._row[start : start + count]]
+        if ids:
+            self.changes += 1
+            del self._row[start : start + len(ids)]
+        return [self._requests.pop(request_id) for request_id in ids]
 
     # ---- what can be in time ----
 
@@ -76,83 +51,51 @@ class DeadlineQueue(BinQueue):
         """Requests whose deadline is not before this one."""
         return len(self._row) - self.first_at(deadline_s)
 
-    def around_first(self, now_s: float, batch_s: Sequence[float], most: int) -> tuple[int, int]:
-        """(place, size) of the largest feasible batch with the earliest deadline that can still be met; (0, 0): none
-        can.
-        """
-        first = self.first_at(now_s + batch_s[0])
-        if first == len(self._row):
-            return 0, 0
-        deadline_s = self._row[first][0] + ROUNDING_S
-        low, high = 1, min(most, len(self._row) - first)
-        while low < high:
-            size = (low + high + 1) // 2
-            if now_s + batch_s[size - 1] <= deadline_s:
-                low = size
-            else:
-                high = size - 1
-        return first, low
-
-    def as_printed(
-        self, now_s: float, empty_s: float, batch_s: Sequence[float], most: int, besides: Sequence[Ticket] = ()
-    ) -> list[int]:
-        """Request ids of the batch of Algorithm 2: by deadline, each that could be in time in a batch of the size
-        before it joined. It may hold requests that will be late.
-
-        empty_s : T(0)
-        """
-        row = sorted([*self._row, *map(_entry, besides)]) if besides else self._row
-        chosen: list[int] = []
-        before_s = now_s + empty_s - ROUNDING_S
-        for deadline_s, request_id in row:
-            if deadline_s < before_s:
-                continue
-            chosen.append(request_id)
-            if len(chosen) == most:
-                break
-            before_s = now_s + batch_s[len(chosen) - 1] - ROUNDING_S
-        return chosen
-
-    def ids(self, start: int, count: int) -> list[int]:
-        """Request ids of `count` by deadline, from the place `start` on."""
-        return [request_id for _, request_id in self._row[start : start + count]]
-
     def deadline_at(self, place: int) -> float:
         return self._row[place][0]
 
-    def oldest_undated(self) -> Ticket | None:
+    def oldest_undated(self) -> QueuedRequest | None:
         """Of those without a deadline the one that came first; None: all have one."""
         if not self._row or self._row[-1][0] < math.inf:
             return None
-        return self._tickets[self._row[self.first_at(math.inf)][1]]
+        return self._requests[self._row[self.first_at(math.inf)][1]]
 
 
-def largest_feasible(
-    queues: Sequence[DeadlineQueue], now_s: float, batch_s: Sequence[float], most: int, besides: Sequence[float] = ()
-) -> int:
-    """Size of the largest feasible batch of at most `most` requests, of any of these queues; 0: none is.
-
-    batch_s : T(1), T(2), ..., at least `most` of them.  besides : ascending deadlines of others that would be in it
-    """
-    low, high = 0, min(most, sum(len(queue) for queue in queues) + len(besides))
+def largest(most: int, is_feasible: Callable[[int], bool]) -> int:
+    """The largest feasible size of at most `most`; 0: none is. If one size is feasible, so are all below it."""
+    low, high = 0, most
     while low < high:
         size = (low + high + 1) // 2
-        ends_s = now_s + batch_s[size - 1]
-        fit = sum([queue.in_time(ends_s) for queue in queues])
-        if besides:
-            fit += len(besides) - bisect_left(besides, ends_s - ROUNDING_S)
-        if fit >= size:
+        if is_feasible(size):
             low = size
         else:
             high = size - 1
     return low
 
 
-def deadline_s(ticket: Ticket) -> float:
-    """inf without one."""
-    own_s = ticket.request.deadline_s
-    return math.inf if own_s is None else own_s
+def largest_feasible(
+    queues: Sequence[DeadlineQueue], now_s: float, batch_s: Sequence[float], most: int, running: Sequence[float] = ()
+) -> int:
+    """Size of the largest feasible batch of at most `most` requests, of any of these queues; 0: none is.
+
+    batch_s : T(1), T(2), ..., at least `most` of them.  running : ascending deadlines of others that would be in it
+    """
+
+    def is_feasible(size: int) -> bool:
+        ends_s = now_s + batch_s[size - 1]
+        fit = sum([queue.in_time(ends_s) for queue in queues])
+        if running:
+            fit += len(running) - bisect_left(running, ends_s - ROUNDING_S)
+        return fit >= size
+
+    return largest(min(most, sum([len(queue) for queue in queues]) + len(running)), is_feasible)
 
 
-def _entry(ticket: Ticket) -> tuple[float, int]:
-    return deadline_s(ticket), ticket.request.id
+def around_first(queue: DeadlineQueue, now_s: float, batch_s: Sequence[float], most: int) -> tuple[int, int]:
+    """(place, size) of the largest feasible batch with the earliest deadline that can still be met; (0, 0): none is."""
+    first = queue.first_at(now_s + batch_s[0])
+    if first == len(queue):
+        return 0, 0
+    deadline_s = queue.deadline_at(first) + ROUNDING_S
+    size = largest(min(most, len(queue) - first), lambda size: now_s + batch_s[size - 1] <= deadline_s)
+    return first, max(1, size)  # rounding apart, it is at least one

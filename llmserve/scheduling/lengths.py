@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bins.edges import Edges, index_of
+from bins.risk import longest_shares
 from bins.service import longest_slices
 
 Array = NDArray[np.float64]
 
 LEVELS = 64  # equally likely lengths that stand for a bin's
 ENOUGH = 8  # answers; a bin that has seen fewer takes the lengths of all
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Output tokens of a bin's answers: of the longest of 1, 2, ... on average; of the shortest there are."""
+
+    longest: tuple[float, ...]
+    least: float
 
 
 class SeenLengths:
@@ -57,6 +68,17 @@ class SeenLengths:
         bin_of = index_of(edges, self._scores[: tokens.size])
         members = [tokens[bin_of == index] for index in range(bins)]
         return tuple([_slices(own if own.size >= ENOUGH else tokens) for own in members])
+
+
+def tokens_of(lengths: Sequence[float], batch_size: int) -> Tokens:
+    """lengths : LEVELS equally likely ones, ascending.  batch_size : of the largest batch."""
+    return Tokens(tuple((np.array(lengths) @ _longest_of(batch_size)).tolist()), lengths[0])
+
+
+@lru_cache(maxsize=8)
+def _longest_of(batch_size: int) -> Array:
+    """(LEVELS, sizes) weights of equally likely lengths in the mean of the longest of 1, 2, ..., batch_size."""
+    return np.array([longest_shares(LEVELS, size) for size in range(1, batch_size + 1)]).T
 
 
 def _slices(lengths: Array) -> tuple[float, ...]:

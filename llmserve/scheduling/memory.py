@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-BLOCK_TOKENS = 16  # vLLM gives out the cache in blocks of so many tokens: each choice wastes up to one
 OVERDUE_SHARE = 0.25  # an answer longer than all predictions is expected to grow by this share of itself
 
 

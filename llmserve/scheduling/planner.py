@@ -12,7 +12,6 @@ from bins.dispatch import DispatchPlan, Observed
 from bins.edges import OnlineEdges
 from llmserve.scheduling.lengths import SeenLengths
 from llmserve.scheduling.rates import Arrivals
-from llmserve.scheduling.release import Planned
 
 RATE_GRID = 1.05  # rates are told in steps of 5 %: the same load is the same question
 SHARE_GRID = 16  # likewise bins' shares of them: in sixteenths of an equal share
@@ -26,11 +25,8 @@ Known = tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]  # of each bin: 
 class Planner:
     """bins: of the finest division.  rate_factor: a new plan is wanted when the rate has moved by more than this."""
 
-    def __init__(
-        self, bins: int, release: Planned, lengths: SeenLengths, arrivals: Arrivals, *, rate_factor: float
-    ) -> None:
+    def __init__(self, bins: int, lengths: SeenLengths, arrivals: Arrivals, *, rate_factor: float) -> None:
         self._bins = bins
-        self._release = release
         self._lengths = lengths
         self._arrivals = arrivals
         self._rate_factor = rate_factor
@@ -51,14 +47,9 @@ class Planner:
         """One more answer is among the lengths."""
         self._answers += 1
 
-    def queue_of(self, bin_index: int) -> int:
-        """The queue in which a bin's requests wait. A plan made while predictions were not trusted has one."""
-        plan = self._release.plan
-        if plan is None:
-            return bin_index
-        return plan.queue_of[bin_index] if bin_index < len(plan.queue_of) else 0
-
-    def wants(self, now_s: float, edges: OnlineEdges, engines: int, slots: int, *, trusted: bool) -> Observed | None:
+    def wants(
+        self, now_s: float, plan: DispatchPlan | None, edges: OnlineEdges, engines: int, slots: int, *, trusted: bool
+    ) -> Observed | None:
         """What a new plan is to be made for; None while the present one will do, or one is being made."""
         look = (self._seen, engines, slots, trusted)
         if self._waits or look == self._looked:
@@ -69,7 +60,6 @@ class Planner:
             return None
         bins = self._bins if trusted else 1
         parts = [round(SHARE_GRID * bins * share) for share in (self._arrivals.shares if trusted else (1.0,))]
-        plan = self._release.plan
         self._asked = Observed(
             rates_per_s=tuple([rate * part / sum(parts) for part in parts]),
             lengths=self._lengths.by_bin(edges.edges if trusted else (), bins),
@@ -81,12 +71,9 @@ class Planner:
         self._waits, self._jumped, self._answers = True, False, 0
         return self._asked
 
-    def follow(self, plan: DispatchPlan) -> bool:
-        """A plan has come and is in force from now on; True when bins wait in other queues than before."""
-        before = self._release.plan
-        self._release.plan = plan
+    def solved(self) -> None:
+        """The plan that was asked for has come."""
         self._waits = False
-        return before is None or before.queue_of != plan.queue_of
 
     def _rate(self, now_s: float) -> float:
         """Of all arrivals, on a grid; 0 while too few have come."""

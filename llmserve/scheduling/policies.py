@@ -15,39 +15,43 @@ from bins.dispatch import DispatchSolver, Wish
 from bins.edges import Edges, OnlineEdges, answered_edges, equal_mass_edges
 from bins.profile import PROFILES, Profile, resolve
 from bins.risk import risk
-from llmserve.scheduling.by_model import by_model
+from llmserve.by_model import by_model
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.deadline_queue import DeadlineQueue
-from llmserve.scheduling.direct import DirectOrder
-from llmserve.scheduling.lane import Lane
 from llmserve.scheduling.lengths import SeenLengths
-from llmserve.scheduling.order.clockwork import Clockwork
-from llmserve.scheduling.order.edf import due_at_s, edf
-from llmserve.scheduling.order.fffs import arrival, fffs
-from llmserve.scheduling.order.flex import PREEMPTION_FACTOR, Flex
-from llmserve.scheduling.order.shortest import shortest, turn
+from llmserve.scheduling.messages import ServingGroup
+from llmserve.scheduling.model_queues import ModelQueues, Tally
+from llmserve.scheduling.orders import (
+    PREEMPTION_FACTOR,
+    Clockwork,
+    FixedOrder,
+    Flex,
+    Order,
+    arrival,
+    due_at_s,
+    edf,
+    fffs,
+    shortest,
+    turn,
+)
 from llmserve.scheduling.planner import Planner
-from llmserve.scheduling.queues import BinQueue, FormedBatch, Ticket, WindowQueue
-from llmserve.scheduling.rates import Arrivals
-from llmserve.scheduling.release import Deadline, Full, Greedy, Held, Planned, Rate, Release, Table, Timeout, Window
+from llmserve.scheduling.queues import BinQueue, FormedQueue, WindowQueue
+from llmserve.scheduling.rates import Arrivals, GroupRates
+from llmserve.scheduling.release import Deadline, Full, Greedy, Planned, Rate, Release, Table, Timeout, Window
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.scheduling.trust import WINDOW_MIN, Trust
 
-ORDERS: dict[str, Callable[[SchedulingConfig], tuple[Callable[[FormedBatch], float], Callable[[Ticket], float]]]] = {
-    "fffs": lambda config: (fffs, arrival),
-    "shortest": lambda config: (shortest(config.patience), turn(config.patience)),
-    "edf": lambda config: (edf, due_at_s),
-}
-"""The keys of a formed batch, and of a request that no batch holds yet; the smallest is next."""
-DIRECT: dict[str, Callable[[SchedulingConfig], DirectOrder]] = {
+ORDERS: dict[str, Callable[[SchedulingConfig], Order]] = {
+    "fffs": lambda config: FixedOrder(fffs, arrival),
+    "shortest": lambda config: FixedOrder(shortest(config.patience), turn(config.patience)),
+    "edf": lambda config: FixedOrder(edf, due_at_s),
     "flex": lambda config: Flex(
-        None if config.preemption == "off" else config.preemption_factor,
-        config.printed_batches,
-        config.preemption == "if-needed",
+        None if config.preemption == "off" else config.preemption_factor, config.preemption == "if-needed"
     ),
     "clockwork": lambda config: Clockwork(),
 }
-"""Orders that take requests straight from the bins, under release `direct`."""
+"""By name."""
+MOMENT_ORDERS = ("flex", "clockwork")  # that decide when an engine is free, by what can be in time
 # What serves an engine best depends on how it batches (docs/performance.md): a batch that runs to its end wants equals
 # beside each other; slots that refill one by one want the next request, whoever it was queued with.
 BARRIER_DEFAULTS: dict[str, Any] = {"batch_size": 8, "order": "fffs"}
@@ -56,7 +60,7 @@ BINS = 8
 WINDOW_BATCHES = 32
 # Releases that wait for company have no use for batches of one.
 REFILL_WAITING_DEFAULTS: dict[str, Any] = {"batch_size": 32, "order": "shortest"}
-RELEASE_PATTERN = r"^(window|direct|full|static:[1-9]\d*|timeout|greedy|rate|rate-headroom|deadline|table)$"
+RELEASE_PATTERN = r"^(window|full|static:[1-9]\d*|timeout|greedy|rate|rate-headroom|deadline|table)$"
 TIMEOUT_S = 0.05
 RATE_WAIT_S = 1.0  # BatchMonitor's window
 SEEN_LEAST = 1024  # answers whose lengths plans are made of
@@ -206,19 +210,24 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         """With the defaults that suit barrier engines, or engines whose slots refill, where nothing was chosen."""
         bins = self.bins if self.edges is None or self.bins is not None else len(self.edges) + 1
         asks_for_bins = bins is not None or self.edges_by == "answers"
-        direct = self.is_direct
-        release = self.release or ("direct" if direct else "window" if barrier and not asks_for_bins else "greedy")
-        waits = release not in ("direct", "greedy", "timeout", "window")
-        kind = BARRIER_DEFAULTS if barrier or direct else REFILL_WAITING_DEFAULTS if waits else REFILL_DEFAULTS
-        needs_none = release == "window" or (direct and (self.order != "flex" or self.printed_batches))
+        late = self.order in MOMENT_ORDERS
+        release = self.release or ("window" if late or (barrier and not asks_for_bins) else "greedy")
+        waits = release not in ("greedy", "timeout", "window")
+        kind = BARRIER_DEFAULTS if barrier or late else REFILL_WAITING_DEFAULTS if waits else REFILL_DEFAULTS
+        needs_none = self.order == "clockwork" or (release == "window" and not late)
         defaults = {**kind, "release": release, "bins": bins or (1 if needs_none else BINS)}
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return msgspec.structs.replace(self, **unset) if unset else self
 
     @property
-    def is_direct(self) -> bool:
-        """Whether the order takes requests straight from the bins."""
-        return self.order in DIRECT
+    def goes_by_times(self) -> bool:
+        """Whether the order goes by what batches take on each engine."""
+        return self.order in MOMENT_ORDERS
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether batches are looked for among neighbours by length; orders of the moment choose by deadline."""
+        return self.release == "window" and not self.goes_by_times
 
     @property
     def bins_count(self) -> int:
@@ -233,56 +242,79 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.batch_size
 
     def scheduler(
-        self, scores: Sequence[float] = (), lengths: Sequence[float] = (), *, direct: DirectOrder | None = None
+        self,
+        scores: Sequence[float] = (),
+        lengths: Sequence[float] = (),
+        *,
+        order: Order | None = None,
+        release: Callable[[Arrivals], Release] | None = None,
+        plan: tuple[ServingGroup, ...] = (),
+        rates: GroupRates | None = None,
     ) -> Scheduler:
         """A fresh scheduler. scores: a sample of what bins go by (tokens) for the first edges.  lengths: one each of
-        the same forecasts, as likely as any; () when the scores are lengths.  direct: under a direct order, that one
-        instead.
+        the same forecasts, as likely as any; () when the scores are lengths.  order, release: instead of the ones that
+        are named, the release made for each model, of its arrivals.  plan, rates: of serving groups.
 
-        Only of a resolved configuration. Raises ValueError when `edges` does not fit `bins`, or the order the release.
+        Only of a resolved configuration. Raises ValueError when `edges` does not fit `bins`, or groups contradict each
+        other.
         """
         assert self.order is not None, "resolve the configuration first"
-        if self.is_direct != (self.release == "direct"):
-            if self.is_direct:
-                raise ValueError(f"order {self.order} takes requests itself: leave out release {self.release}")
-            raise ValueError(f"release direct is for the orders {' and '.join(DIRECT)}, not for {self.order}")
-        self.lane("", scores, lengths)  # what is wrong is said now, not when the first request comes
+        order = order or ORDERS[self.order](self)
+        self.queues(
+            "", scores, lengths, order=order, release=release
+        )  # what is wrong is said now, not when the first request comes
         return Scheduler(
-            lane=lambda model: self.lane(model, scores, lengths),
+            new_queues=lambda model, group, tally: self.queues(
+                model, scores, lengths, order=order, release=release, group=group, tally=tally
+            ),
+            order=order,
             batch_size=self.full_batch,
             circuit=lambda: Circuit(self.circuit_faults_max, self.circuit_pause_s),
-            direct=direct or DIRECT[self.order](self) if self.order in DIRECT else None,
+            plan=plan,
+            rates=rates,
             queue_requests_max=self.queue_requests_max,
             retries_max=self.retries_max,
             engine_wait_s=self.engine_wait_s,
         )
 
-    def lane(self, model: str, scores: Sequence[float] = (), lengths: Sequence[float] = ()) -> Lane:
-        """A fresh one. scores, lengths: as `scheduler` has them. Raises ValueError likewise."""
+    def queues(
+        self,
+        model: str,
+        scores: Sequence[float] = (),
+        lengths: Sequence[float] = (),
+        *,
+        order: Order | None = None,
+        release: Callable[[Arrivals], Release] | None = None,
+        group: str = "",
+        tally: Tally | None = None,
+    ) -> ModelQueues:
+        """Fresh ones of a model. The rest is as `scheduler` has it. Raises ValueError likewise."""
         bins = self.bins_count
+        order = order or ORDERS[self.order or "fffs"](self)
         arrivals = Arrivals(bins)
-        release = self._release(arrivals)
-        seen = self._seen(release, scores, lengths)
-        order, turn = ORDERS.get(self.order or "", ORDERS["fffs"])(self)
-        return Lane(
+        decides = (release or self._release)(arrivals)
+        seen = self._seen(decides, scores, lengths)
+        return ModelQueues(
             model,
-            release=release,
-            planner=Planner(bins, release, seen, arrivals, rate_factor=self.rate_factor)
-            if isinstance(release, Planned) and seen is not None
+            release=decides,
+            planner=Planner(bins, seen, arrivals, rate_factor=self.rate_factor)
+            if isinstance(decides, Planned) and seen is not None
             else None,
-            order=order,
+            formed=FormedQueue(order.key if isinstance(order, FixedOrder) else fffs),
             edges=self._edges(seen, scores),
             batch_size=self.full_batch,
             trust=Trust(max(self.trust_window, 4 * self._kinds_of_batch * self.full_batch)),
             seen=seen,
-            queue=self._queue(turn),
+            queue=self._queue(order),
             by_risk=self.bins_by == "risk",
+            group=group,
+            tally=tally,
         )
 
     @property
     def _kinds_of_batch(self) -> int:
         """Answers come in batches of like lengths, one of which says nothing about ranking those of others."""
-        return max(self.bins_count, BINS if self.release == "window" else 1)
+        return max(self.bins_count, BINS if self.has_windows else 1)
 
     @property
     def _edges_by_answers(self) -> bool:
@@ -293,7 +325,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         window = max(SEEN_LEAST, 64 * self.bins_count)
         if self._edges_by_answers:
             return SeenLengths(max(window, self.edges_window), scores, lengths)
-        return SeenLengths(window, scores, lengths) if release.plans or self.release == "direct" else None
+        return SeenLengths(window, scores, lengths) if release.plans or self.goes_by_times else None
 
     def _edges(self, seen: SeenLengths | None, scores: Sequence[float]) -> OnlineEdges:
         bins, batch_size = self.bins_count, self.full_batch
@@ -314,14 +346,14 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             fit=fit if self._edges_by_answers else None,
         )
 
-    def _queue(self, turn: Callable[[Ticket], float]) -> Callable[[int], BinQueue]:
+    def _queue(self, order: Order) -> Callable[[int], BinQueue]:
         """What bins are made of."""
-        if self.release == "direct":
+        if not isinstance(order, FixedOrder):
             return DeadlineQueue
         if self.release != "window":
             return BinQueue
-        window = self.window or WINDOW_BATCHES * self.full_batch
-        return lambda index: WindowQueue(index, window, turn)
+        window, turn_of = self.window or WINDOW_BATCHES * self.full_batch, order.turn
+        return lambda index: WindowQueue(index, window, turn_of)
 
     def scores(self, forecasts: Iterable[Sequence[float]]) -> tuple[float, ...]:
         """What bins go by, of a sample of forecasts (equally likely lengths each)."""
@@ -345,7 +377,6 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"release {self.release}: a batch has {size} requests at most (--batch-size)")
         releases: dict[str, Callable[[], Release]] = {
             "window": lambda: Window(size),
-            "direct": Held,
             "full": lambda: Full(size),
             "static": lambda: Full(int(static)),
             "timeout": lambda: Timeout(size, TIMEOUT_S if self.batch_wait_s is None else self.batch_wait_s),

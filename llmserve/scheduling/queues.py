@@ -1,4 +1,4 @@
-"""Where requests wait: a queue for each bin, and one queue of formed batches."""
+"""Where requests wait: a queue for each bin, and one queue of formed batches for each model."""
 
 from __future__ import annotations
 
@@ -6,46 +6,42 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from enum import Enum
+from collections.abc import Callable, Container, Iterator
 
 from llmserve.request import Batch, Request
-from llmserve.scheduling.memory import BLOCK_TOKENS
 
+BLOCK_TOKENS = 16  # vLLM gives out the cache in blocks of so many tokens: each choice wastes up to one
 ENTRIES_SPARE = 64  # heap entries of requests that have left which may be kept before they are swept out
 
 
-class Place(Enum):
-    """Where an accepted request is; it is always in exactly one place."""
+class QueuedRequest:
+    """One accepted request. It is in exactly one place: in a bin, in a formed batch, or on an engine.
 
-    BIN = "bin"
-    FORMED = "formed"
-    RUNNING = "running"
+    score            what its bin goes by, tokens; None without a prediction
+    expected_tokens  of a choice, as known at its arrival
+    service_s        on an engine, and that of the mean answer, as known at its arrival
+    total_tokens     what an engine's memory holds of it at its end; whole, so that sums of them come back to zero
 
-
-class Ticket:
-    """One accepted request and where it is."""
+    group, bin, sort_length  kept by its model's queues: where it waits or last did, and by what it finds its like
+    formed            kept by the formed queue: the batch that it waits in
+    run               kept by its engine: while it runs there
+    retries, cancelled  kept by the scheduler: how often its engine failed it, whether its client has gone
+    """
 
     __slots__ = (
-        "alike",
         "arrived_at_s",
-        "batch_id",
-        "began",
         "bin",
         "cancelled",
-        "engine",
         "expected_tokens",
         "formed",
-        "formed_at_s",
-        "place",
-        "preempted",
+        "group",
         "request",
         "retries",
+        "run",
         "score",
         "service_mean_s",
         "service_s",
-        "started_at_s",
-        "together",
+        "sort_length",
         "total_tokens",
     )
 
@@ -61,32 +57,52 @@ class Ticket:
         service_mean_s: float = 1.0,
     ) -> None:
         self.request = request
-        self.score = score  # what its bin goes by; None without a prediction
-        self.alike = 0.0  # tokens by which it finds its like in a window; the same for all where nothing ranks them
-        self.bin = bin_index
         self.arrived_at_s = arrived_at_s
-        self.place = Place.BIN
-        self.batch_id = 0  # set when a batch is formed
-        self.formed: FormedBatch | None = None  # that it waits in, or last did
-        self.formed_at_s = 0.0
-        # Output tokens of a choice; time on an engine, and that of the mean answer as known at its arrival.
+        self.score = score
         self.expected_tokens = tokens
         self.service_s = service_s
         self.service_mean_s = service_mean_s
-        # What an engine's memory holds of it at its end. Whole, so that sums of them come back to zero.
         self.total_tokens = math.ceil(request.prompt_tokens + request.choices * (tokens + BLOCK_TOKENS))
-        self.engine = ""  # these two are set while running
-        self.started_at_s = 0.0
-        self.together = 0  # requests that ran on its engine once it had started, itself counted
+        self.group = ""
+        self.bin = bin_index
+        self.sort_length = 0.0
+        self.formed: FormedBatch | None = None
+        self.run: Run | None = None
         self.retries = 0
         self.cancelled = False
-        self.began = False  # while it runs: its client has been given its first byte
-        self.preempted = False  # while it runs: it was told to stop, for others
+
+    @property
+    def deadline_s(self) -> float:
+        """inf without one."""
+        deadline_s = self.request.deadline_s
+        return math.inf if deadline_s is None else deadline_s
+
+
+class Run:
+    """A request's stay on an engine.
+
+    engine        its name
+    batch_id, formed_at_s  of the batch that it came in
+    concurrency   requests on the engine once the batch had started
+    began         its client has been given its first byte
+    stopping      it was told to stop, for others
+    """
+
+    __slots__ = ("batch_id", "began", "concurrency", "engine", "formed_at_s", "queued", "started_at_s", "stopping")
+
+    def __init__(self, queued: QueuedRequest, engine: str, batch: FormedBatch, started_at_s: float) -> None:
+        self.queued = queued
+        self.engine = engine
+        self.batch_id = batch.id
+        self.formed_at_s = batch.formed_at_s
+        self.started_at_s = started_at_s
+        self.concurrency = 0
+        self.began = self.stopping = False
 
 
 class BinQueue:
-    """The requests of one bin, first come first. Every operation costs O(1) however many wait, of those with a deadline
-    O(log n).
+    """The requests of one bin, first come first. Every operation costs O(1) however many wait; where requests have
+    deadlines a change costs O(log n) comparisons and moves at most n list entries.
 
     changes: how often one has come, or some have gone.
     """
@@ -94,53 +110,65 @@ class BinQueue:
     def __init__(self, index: int) -> None:
         self.index = index
         self.changes = 0
-        self._deadlines: list[tuple[float, int]] = []  # heap; of those that have left, too
         # An OrderedDict, not a dict: taking from the front of a plain dict walks over its deleted entries.
-        self._tickets: OrderedDict[int, Ticket] = OrderedDict()
+        self._requests: OrderedDict[int, QueuedRequest] = OrderedDict()
+        self._row: list[tuple[float, int]] = []  # (deadline, request id) of those that have one, ascending
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        return len(self._requests)
 
-    def __iter__(self) -> Iterator[Ticket]:
-        return iter(self._tickets.values())
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        return iter(self._requests.values())
 
     @property
     def oldest_at_s(self) -> float:
         """Arrival of the one that has waited longest. The queue must not be empty."""
-        return next(iter(self._tickets.values())).arrived_at_s
+        return next(iter(self._requests.values())).arrived_at_s
 
     @property
     def earliest_deadline_s(self) -> float:
         """Of those that wait; inf when none has one."""
-        heap = self._deadlines
-        while heap and heap[0][1] not in self._tickets:
-            heapq.heappop(heap)
-        return heap[0][0] if heap else math.inf
+        return self._row[0][0] if self._row else math.inf
 
-    def append(self, ticket: Ticket) -> None:
-        self._tickets[ticket.request.id] = ticket
+    def append(self, queued: QueuedRequest) -> None:
+        self._requests[queued.request.id] = queued
         self.changes += 1
-        if ticket.request.deadline_s is not None:
-            heapq.heappush(self._deadlines, (ticket.request.deadline_s, ticket.request.id))
-            if len(self._deadlines) > 2 * len(self._tickets) + ENTRIES_SPARE:
-                self._deadlines = [entry for entry in self._deadlines if entry[1] in self._tickets]
-                heapq.heapify(self._deadlines)
+        if queued.request.deadline_s is not None:
+            self._note_deadline(queued)
 
-    def remove(self, ticket: Ticket) -> None:
-        del self._tickets[ticket.request.id]
+    def remove(self, queued: QueuedRequest) -> None:
+        del self._requests[queued.request.id]
         self.changes += 1
+        self._forget_deadline(queued)
 
-    def take_all(self) -> list[Ticket]:
+    def take_all(self) -> list[QueuedRequest]:
         """First come first."""
         self.changes += 1
-        taken = list(self._tickets.values())
-        self._tickets.clear()
-        self._deadlines.clear()
+        taken = list(self._requests.values())
+        self._requests.clear()
+        self._row.clear()
         return taken
 
-    def take(self, count: int) -> list[Ticket]:
+    def take(self, count: int) -> list[QueuedRequest]:
         self.changes += 1
-        return [self._tickets.popitem(last=False)[1] for _ in range(count)]
+        taken = [self._requests.popitem(last=False)[1] for _ in range(count)]
+        if self._row:
+            for queued in taken:
+                self._forget_deadline(queued)
+        return taken
+
+    def _note_deadline(self, queued: QueuedRequest) -> None:
+        entry = (queued.deadline_s, queued.request.id)
+        if self._row and entry < self._row[-1]:
+            insort(self._row, entry)
+        else:
+            self._row.append(entry)
+
+    def _forget_deadline(self, queued: QueuedRequest) -> None:
+        row, entry = self._row, (queued.deadline_s, queued.request.id)
+        place = bisect_left(row, entry)
+        if place < len(row) and row[place] == entry:
+            del row[place]
 
 
 class WindowQueue(BinQueue):
@@ -155,7 +183,7 @@ class WindowQueue(BinQueue):
     Every operation costs O(log window) comparisons and moves at most `window` list entries; taking b, O(b) more.
     """
 
-    def __init__(self, index: int, window: int, turn: Callable[[Ticket], float]) -> None:
+    def __init__(self, index: int, window: int, turn: Callable[[QueuedRequest], float]) -> None:
         super().__init__(index)
         self.window = window
         self._turn = turn
@@ -163,67 +191,68 @@ class WindowQueue(BinQueue):
         self._by_turn: list[tuple[float, int]] = []  # (turn, request id) of the same
         self._beyond: list[tuple[float, int]] = []  # heap of the others' (turn, request id), and some that have left
 
-    def append(self, ticket: Ticket) -> None:
-        super().append(ticket)
-        entry = (self._turn(ticket), ticket.request.id)
+    def append(self, queued: QueuedRequest) -> None:
+        super().append(queued)
+        entry = (self._turn(queued), queued.request.id)
         if len(self._by_turn) == self.window:
             if entry > self._by_turn[-1]:
                 heapq.heappush(self._beyond, entry)
                 return
             last = self._by_turn.pop()
-            self._leave_row(self._tickets[last[1]])
+            self._leave_row(self._requests[last[1]])
             heapq.heappush(self._beyond, last)
-        self._enter(entry, ticket)
+        self._enter(entry, queued)
 
-    def remove(self, ticket: Ticket) -> None:
-        super().remove(ticket)
-        entry = (self._turn(ticket), ticket.request.id)
+    def remove(self, queued: QueuedRequest) -> None:
+        super().remove(queued)
+        entry = (self._turn(queued), queued.request.id)
         place = bisect_left(self._by_turn, entry)
         if place < len(self._by_turn) and self._by_turn[place] == entry:
             del self._by_turn[place]
-            self._leave_row(ticket)
+            self._leave_row(queued)
             self._fill()
-        elif len(self._beyond) > 2 * len(self._tickets) + ENTRIES_SPARE:
-            self._beyond = [entry for entry in self._beyond if entry[1] in self._tickets]
+        elif len(self._beyond) > 2 * len(self._requests) + ENTRIES_SPARE:
+            self._beyond = [entry for entry in self._beyond if entry[1] in self._requests]
             heapq.heapify(self._beyond)
 
-    def take(self, count: int) -> list[Ticket]:
+    def take(self, count: int) -> list[QueuedRequest]:
         """At most as many as the window holds."""
         self.changes += 1
         taken = self._take_row(count)
         self._fill()
         return taken
 
-    def take_all(self) -> list[Ticket]:
+    def take_all(self) -> list[QueuedRequest]:
         self._by_length.clear()
         self._by_turn.clear()
         self._beyond.clear()
         return super().take_all()
 
-    def _take_row(self, count: int) -> list[Ticket]:
-        first = self._tickets[self._by_turn[0][1]]
+    def _take_row(self, count: int) -> list[QueuedRequest]:
+        first = self._requests[self._by_turn[0][1]]
         row = self._by_length
-        start = _least_waste(row, bisect_left(row, (first.alike, first.request.id)), count)
-        taken = [self._tickets.pop(request_id) for _, request_id in row[start : start + count]]
+        start = _least_waste(row, bisect_left(row, (first.sort_length, first.request.id)), count)
+        taken = [self._requests.pop(request_id) for _, request_id in row[start : start + count]]
         del row[start : start + count]
-        for ticket in taken:
-            del self._by_turn[bisect_left(self._by_turn, (self._turn(ticket), ticket.request.id))]
+        for queued in taken:
+            self._forget_deadline(queued)
+            del self._by_turn[bisect_left(self._by_turn, (self._turn(queued), queued.request.id))]
         return taken
 
-    def _enter(self, entry: tuple[float, int], ticket: Ticket) -> None:
+    def _enter(self, entry: tuple[float, int], queued: QueuedRequest) -> None:
         insort(self._by_turn, entry)
-        insort(self._by_length, (ticket.alike, ticket.request.id))
+        insort(self._by_length, (queued.sort_length, queued.request.id))
 
-    def _leave_row(self, ticket: Ticket) -> None:
-        del self._by_length[bisect_left(self._by_length, (ticket.alike, ticket.request.id))]
+    def _leave_row(self, queued: QueuedRequest) -> None:
+        del self._by_length[bisect_left(self._by_length, (queued.sort_length, queued.request.id))]
 
     def _fill(self) -> None:
         """Let those beyond the window in, while there is room."""
         while self._beyond and len(self._by_turn) < self.window:
             entry = heapq.heappop(self._beyond)
-            ticket = self._tickets.get(entry[1])
-            if ticket is not None:
-                self._enter(entry, ticket)
+            queued = self._requests.get(entry[1])
+            if queued is not None:
+                self._enter(entry, queued)
 
 
 def _least_waste(row: list[tuple[float, int]], place: int, count: int) -> int:
@@ -246,91 +275,134 @@ def _least_waste(row: list[tuple[float, int]], place: int, count: int) -> int:
 class FormedBatch:
     """A batch that waits for an engine; requests may leave it one by one (cancelled, or started by a refill engine)."""
 
-    __slots__ = ("avoid", "bin", "formed_at_s", "id", "model", "size", "tickets")
+    __slots__ = ("avoid", "bin", "formed_at_s", "id", "key", "model", "requests", "size")
 
     def __init__(
-        self, batch_id: int, bin_index: int, formed_at_s: float, tickets: list[Ticket], model: str = ""
+        self, batch_id: int, bin_index: int, formed_at_s: float, requests: list[QueuedRequest], model: str = ""
     ) -> None:
         self.id = batch_id
         self.bin = bin_index
         self.model = model
         self.formed_at_s = formed_at_s
-        self.tickets = {ticket.request.id: ticket for ticket in tickets}
-        self.size = len(tickets)
+        self.requests = {queued.request.id: queued for queued in requests}
+        self.size = len(requests)
+        self.key = 0.0  # the order's, as it was pushed into a queue
         self.avoid: str | None = None  # the engine that failed it: run elsewhere if there is an elsewhere
 
-    def take(self, count: int) -> tuple[Batch, list[Ticket]]:
+    @property
+    def first(self) -> QueuedRequest:
+        """It must not be empty."""
+        return next(iter(self.requests.values()))
+
+    def put_first(self, chosen: list[QueuedRequest]) -> None:
+        """These of its requests start before the others."""
+        self.requests = {queued.request.id: queued for queued in (*chosen, *self.requests.values())}
+
+    def take(self, count: int) -> tuple[Batch, list[QueuedRequest]]:
         """Remove the first `count` requests, as what an engine is told to start."""
-        if count >= len(self.tickets):
-            taken = list(self.tickets.values())
-            self.tickets = {}
+        if count >= len(self.requests):
+            taken = list(self.requests.values())
+            self.requests = {}
         else:
-            taken = [self.tickets.pop(request_id) for request_id in list(self.tickets)[:count]]
-        requests = tuple([ticket.request for ticket in taken])
+            taken = [self.requests.pop(request_id) for request_id in list(self.requests)[:count]]
+        for queued in taken:
+            queued.formed = None
+        requests = tuple([queued.request for queued in taken])
         return Batch(self.id, self.bin, requests, self.formed_at_s, self.size, self.model), taken
 
 
+Turn = tuple[float, int]
+"""A formed batch's place in the order: its key, and its number among equals."""
+
+
 class FormedQueue:
-    """Formed batches by the order's key. Push and pop cost O(log batches), removal of a request O(1)."""
+    """A model's formed batches by the order's key, fixed as they form; where the order has no such key, as they formed.
+
+    Push and pop cost O(log batches), removal of a request O(1).  returned : batches that an engine let go of unserved;
+    few, and kept apart, for each may have to wait for another engine.
+    """
 
     def __init__(self, key: Callable[[FormedBatch], float]) -> None:
         self._key = key
         self._heap: list[tuple[float, int, int, FormedBatch]] = []
-        self._waiting = 0  # requests
+        self._returned: list[FormedBatch] = []
+        self._requests = 0
         self._serial = 0
 
     def push(self, batch: FormedBatch) -> None:
-        for ticket in batch.tickets.values():
-            ticket.formed = batch
-        self._waiting += len(batch.tickets)
-        self.put_back(batch)
+        self.hold(batch)
+        batch.key = self._key(batch)
+        self._serial += 1  # a total order: equal keys never compare batches
+        heapq.heappush(self._heap, (batch.key, batch.id, self._serial, batch))
 
-    def __len__(self) -> int:
-        """Requests that wait in formed batches."""
-        return self._waiting
-
-    def __bool__(self) -> bool:
-        return self._waiting > 0
-
-    def batches(self) -> list[FormedBatch]:
-        """Every batch that still holds a request, in order."""
-        return [batch for *_, batch in sorted(self._heap) if batch.tickets]
-
-    def remove(self, ticket: Ticket) -> None:
-        assert ticket.formed is not None, "it is in no formed batch"
-        del ticket.formed.tickets[ticket.request.id]
-        self._waiting -= 1
-
-    def first(self) -> FormedBatch | None:
-        """The batch that runs next; None when nothing waits."""
-        turn = self.turn()
-        return None if turn is None else self._heap[0][3]
-
-    def turn(self) -> tuple[float, int] | None:
-        """Its place in the order, also among other queues' batches; None when nothing waits."""
-        while self._heap:
-            key, batch_id, _, batch = self._heap[0]
-            if batch.tickets:
-                return key, batch_id
-            heapq.heappop(self._heap)
-        return None
-
-    def take(self, batch: FormedBatch, count: int) -> tuple[Batch, list[Ticket]]:
-        started, tickets = batch.take(count)
-        self._waiting -= len(tickets)
-        return started, tickets
+    def push_returned(self, batch: FormedBatch) -> None:
+        self.hold(batch)
+        batch.key = self._key(batch)
+        self._returned.append(batch)
 
     def hold(self, batch: FormedBatch) -> None:
         """Count a batch that is in no order, for its engine is known; `take` its requests when that is free."""
-        for ticket in batch.tickets.values():
-            ticket.formed = batch
-        self._waiting += len(batch.tickets)
+        for queued in batch.requests.values():
+            queued.formed = batch
+        self._requests += len(batch.requests)
 
-    def set_aside(self, batch: FormedBatch) -> None:
-        """Take the first batch out of the order for now; its requests still count. Give it back with `put_back`."""
-        entry = heapq.heappop(self._heap)
-        assert entry[3] is batch, "only the first batch can be set aside"
+    def __len__(self) -> int:
+        """Requests that wait in formed batches."""
+        return self._requests
 
-    def put_back(self, batch: FormedBatch) -> None:
-        self._serial += 1  # a total order: equal keys never compare batches
-        heapq.heappush(self._heap, (self._key(batch), batch.id, self._serial, batch))
+    def __bool__(self) -> bool:
+        return self._requests > 0
+
+    @property
+    def returned(self) -> list[FormedBatch]:
+        """Those that still hold a request, in order."""
+        if self._returned:
+            self._returned = [batch for batch in self._returned if batch.requests]
+            self._returned.sort(key=self.turn_of)
+        return self._returned
+
+    def fresh(self) -> FormedBatch | None:
+        """The first that no engine has had; None when there is none."""
+        while self._heap:
+            batch = self._heap[0][3]
+            if batch.requests:
+                return batch
+            heapq.heappop(self._heap)
+        return None
+
+    def first(self, without: Container[int] = ()) -> FormedBatch | None:
+        """The first of all but those that came back and have one of these ids; None when there is none."""
+        fresh = self.fresh()
+        if not self._returned:
+            return fresh
+        returned = next((batch for batch in self.returned if batch.id not in without), None)
+        if fresh is None or returned is None:
+            return fresh or returned
+        return min(fresh, returned, key=self.turn_of)
+
+    def split(self, batch: FormedBatch, count: int) -> FormedBatch:
+        """The first `count` requests of a batch are held as one of their own, of the same number."""
+        _, requests = self.take(batch, count)
+        part = FormedBatch(batch.id, batch.bin, batch.formed_at_s, requests, batch.model)
+        self.hold(part)
+        return part
+
+    def turn_of(self, batch: FormedBatch) -> Turn:
+        return batch.key, batch.id
+
+    def batches(self) -> list[FormedBatch]:
+        """Every batch that still holds a request, in order."""
+        fresh = [(key, batch_id, batch) for key, batch_id, _, batch in self._heap if batch.requests]
+        returned = [(*self.turn_of(batch), batch) for batch in self.returned]
+        return [batch for *_, batch in sorted([*fresh, *returned], key=lambda entry: entry[:2])]
+
+    def remove(self, queued: QueuedRequest) -> None:
+        assert queued.formed is not None, "it is in no formed batch"
+        del queued.formed.requests[queued.request.id]
+        queued.formed = None
+        self._requests -= 1
+
+    def take(self, batch: FormedBatch, count: int) -> tuple[Batch, list[QueuedRequest]]:
+        started, requests = batch.take(count)
+        self._requests -= len(requests)
+        return started, requests

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import ClassVar, Protocol
 
 from bins.dispatch import DispatchPlan
@@ -21,28 +20,24 @@ from llmserve.scheduling.rates import Arrivals
 WORD = 0xFFFFFFFFFFFFFFFF  # 64 bits
 
 
-class Room(Enum):
-    """What engines have for a batch that no other waits before."""
-
-    NONE = "none"
-    JOIN = "join"  # slots beside what runs
-    IDLE = "idle"  # an engine that runs nothing
-
-
 class Release(Protocol):
     plans: ClassVar[bool]  # whether it follows a plan
-    fills: ClassVar[bool]  # whether it ever lets more go because an engine has room
+    fills: ClassVar[bool]  # whether it ever lets more go because an engine is free
+    waits: ClassVar[bool]  # whether it ever lets less go than an engine that is free would take
 
     @property
     def timed(self) -> bool:
         """Whether `due_at_s` ever gives a time."""
         ...
 
-    def size(self, queue: BinQueue, now_s: float, room: Room) -> int:
-        """Requests to let go now, 0 to wait. The bin is not empty; nor is it below."""
+    def size(self, queue: BinQueue, now_s: float, idle: bool | None) -> int:
+        """Requests to let go now, 0 to wait. The bin is not empty; nor is it below.
+
+        idle : whether an engine that is free runs nothing, or has slots beside what runs; None: no engine is free
+        """
         ...
 
-    def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
+    def due_at_s(self, queue: BinQueue, idle: bool | None) -> float | None:
         """When a bin that waits must be asked again although nothing happened; None: not before something does, such
         as an engine becoming free.
         """
@@ -56,23 +51,10 @@ class Release(Protocol):
 class _OldestFirst:
     plans: ClassVar[bool] = False
     fills: ClassVar[bool] = True
+    waits: ClassVar[bool] = True
 
     def urgency(self, queue: BinQueue, now_s: float) -> float:
         return -queue.oldest_at_s
-
-
-@dataclass(frozen=True, slots=True)
-class Held(_OldestFirst):
-    """A bin lets nothing go: the order takes what it wants (scheduling/direct.py)."""
-
-    fills: ClassVar[bool] = False
-    timed: ClassVar[bool] = False
-
-    def size(self, queue: BinQueue, now_s: float, room: Room) -> int:
-        return 0
-
-    def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +66,10 @@ class Full(_OldestFirst):
 
     batch_size: int
 
-    def size(self, queue: BinQueue, now_s: float, room: Room) -> int:
+    def size(self, queue: BinQueue, now_s: float, idle: bool | None) -> int:
         return self.batch_size if len(queue) >= self.batch_size else 0
 
-    def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
+    def due_at_s(self, queue: BinQueue, idle: bool | None) -> float | None:
         return None
 
 
@@ -103,31 +85,32 @@ class Timeout(_OldestFirst):
     batch_size: int
     wait_s: float
 
-    def size(self, queue: BinQueue, now_s: float, room: Room) -> int:
+    def size(self, queue: BinQueue, now_s: float, idle: bool | None) -> int:
         waiting = len(queue)
         if waiting >= self.batch_size:
             return self.batch_size
-        late = room is not Room.NONE and now_s >= queue.oldest_at_s + self.wait_s
+        late = idle is not None and now_s >= queue.oldest_at_s + self.wait_s
         return waiting if late else 0
 
-    def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
-        return queue.oldest_at_s + self.wait_s if room is not Room.NONE else None
+    def due_at_s(self, queue: BinQueue, idle: bool | None) -> float | None:
+        return queue.oldest_at_s + self.wait_s if idle is not None else None
 
 
 @dataclass(frozen=True, slots=True)
 class Greedy(_OldestFirst):
     """A batch goes when full, or with whatever is there as soon as an engine would otherwise idle."""
 
+    waits: ClassVar[bool] = False
     timed: ClassVar[bool] = False
 
     batch_size: int
 
-    def size(self, queue: BinQueue, now_s: float, room: Room) -> int:
-        if room is not Room.NONE or len(queue) >= self.batch_size:
+    def size(self, queue: BinQueue, now_s: float, idle: bool | None) -> int:
+        if idle is not None or len(queue) >= self.batch_size:
             return min(len(queue), self.batch_size)
         return 0
 
-    def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
+    def due_at_s(self, queue: BinQueue, idle: bool | None) -> float | None:
         return None
 
 
@@ -137,14 +120,15 @@ class Window(_OldestFirst):
     (queues.WindowQueue). The more there are to choose from, the more alike they are.
     """
 
+    waits: ClassVar[bool] = False
     timed: ClassVar[bool] = False
 
     batch_size: int
 
-    def size(self, queue: BinQueue, now_s: float, room: Room) -> int:
-        return min(len(queue), self.batch_size) if room is not Room.NONE else 0
+    def size(self, queue: BinQueue, now_s: float, idle: bool | None) -> int:
+        return min(len(queue), self.batch_size) if idle is not None else 0
 
-    def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
+    def due_at_s(self, queue: BinQueue, idle: bool | None) -> float | None:
         return None
 
 
@@ -160,6 +144,11 @@ class Planned(_OldestFirst):
 
     batch_size: int
     plan: DispatchPlan | None = field(default=None, init=False)
+
+    def follow(self, plan: DispatchPlan) -> bool:
+        """It is in force from now on; True when bins wait in other queues than before."""
+        before, self.plan = self.plan, plan
+        return before is None or before.queue_of != plan.queue_of
 
     def service_s(self, queue: BinQueue, count: int) -> float:
         """Expected time of a batch of so many of the bin's requests; 0 without a plan."""
@@ -201,17 +190,17 @@ class Rate(Planned):
                 return size
         return self.batch_size
 
-    def size(self, queue: BinQueue, now_s: float, room: Room) -> int:
+    def size(self, queue: BinQueue, now_s: float, idle: bool | None) -> int:
         waiting = min(len(queue), self.batch_size)
         if self.plan is None:
-            return waiting if room is not Room.NONE or waiting == self.batch_size else 0
+            return waiting if idle is not None or waiting == self.batch_size else 0
         preferred = self.preferred(queue, now_s)
         if waiting >= preferred:
             return preferred
-        late = self.headroom is not None and room is not Room.NONE and now_s >= self._limit_s(queue)
+        late = self.headroom is not None and idle is not None and now_s >= self._limit_s(queue)
         return waiting if late else 0
 
-    def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
+    def due_at_s(self, queue: BinQueue, idle: bool | None) -> float | None:
         if self.plan is None:
             return None
         if self.headroom is None:
@@ -219,7 +208,7 @@ class Rate(Planned):
         waiting = range(1, min(len(queue), self.batch_size) + 1)
         enough_per_s = self._used * max(size / self.service_s(queue, size) for size in waiting)
         slower_s = self.arrivals.total.below_at_s(enough_per_s)
-        return slower_s if room is Room.NONE else min(slower_s, self._limit_s(queue))
+        return slower_s if idle is None else min(slower_s, self._limit_s(queue))
 
     @property
     def _used(self) -> float:
@@ -238,16 +227,16 @@ class Deadline(Planned):
     deadline, or for the plan's latency target.
     """
 
-    def size(self, queue: BinQueue, now_s: float, room: Room) -> int:
+    def size(self, queue: BinQueue, now_s: float, idle: bool | None) -> int:
         waiting = len(queue)
         if waiting >= self.batch_size:
             return self.batch_size
-        if room is Room.NONE:
+        if idle is None:
             return 0
         return waiting if self.plan is None or now_s >= self._limit_s(queue) else 0
 
-    def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
-        return _known(self._limit_s(queue)) if self.plan is not None and room is not Room.NONE else None
+    def due_at_s(self, queue: BinQueue, idle: bool | None) -> float | None:
+        return _known(self._limit_s(queue)) if self.plan is not None and idle is not None else None
 
     def _limit_s(self, queue: BinQueue) -> float:
         assert self.plan is not None, "asked of a plan only"
@@ -268,20 +257,20 @@ class Table(Planned):
 
     wait_s: float = math.inf
 
-    def size(self, queue: BinQueue, now_s: float, room: Room) -> int:
+    def size(self, queue: BinQueue, now_s: float, idle: bool | None) -> int:
         waiting = min(len(queue), self.batch_size)
         if waiting == self.batch_size:
             return waiting
-        if room is Room.NONE:
+        if idle is None:
             return 0
-        if self.plan is None or room is Room.JOIN or now_s >= self._limit_s(queue):
+        if self.plan is None or idle is False or now_s >= self._limit_s(queue):
             return waiting
         table = self.plan.tables[queue.index]
         actions = table.other if table.other and _coin(queue) < self.plan.share else table.actions
         return actions[min(waiting, len(actions) - 1)]
 
-    def due_at_s(self, queue: BinQueue, room: Room) -> float | None:
-        return _known(self._limit_s(queue)) if self.plan is not None and room is not Room.NONE else None
+    def due_at_s(self, queue: BinQueue, idle: bool | None) -> float | None:
+        return _known(self._limit_s(queue)) if self.plan is not None and idle is not None else None
 
     def urgency(self, queue: BinQueue, now_s: float) -> float:
         """What serving now saves over waiting; nothing is more urgent than what has waited too long."""

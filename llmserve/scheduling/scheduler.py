@@ -1,28 +1,27 @@
 """The scheduler: told what happened and what time it is, it answers with what to do.
 
-It reads no clock, opens no socket and awaits nothing, so the live server, the simulator and the tests drive this
-very object. Each model's requests have a lane (scheduling/lane.py); all lanes share the engines. Requests go
-predicted length -> bin -> formed batch -> engine:
+It reads no clock, opens no socket and awaits nothing, so the live server, the simulator and the tests drive this very
+object. A request goes predicted length -> bin -> formed batch -> engine:
 
     RequestArrived -> [bin queue] --release--> [formed queue] --order--> StartBatch -> RequestEnded | BatchEnded
 
-Orders that are not a key of formed batches (flex) take them straight from the bins (scheduling/direct.py).
+Each model's requests have queues of their own in each serving group (scheduling/groups.py; without a plan there is one
+group). This module knows what becomes of each request; dispatch.py alone gives engines something to do.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections import deque
+from collections.abc import Callable, Iterable
 
 from llmserve.request import Request
 from llmserve.scheduling.circuit import Circuit
-from llmserve.scheduling.direct import Direct, DirectOrder
-from llmserve.scheduling.engine_state import EngineState
-from llmserve.scheduling.floor import Floor
-from llmserve.scheduling.in_order import InOrder
-from llmserve.scheduling.lane import Lane
+from llmserve.scheduling.deadlines import Deadlines
+from llmserve.scheduling.dispatch import Dispatch
+from llmserve.scheduling.engines import EngineState
+from llmserve.scheduling.groups import Groups
+from llmserve.scheduling.invariants import check
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
@@ -36,76 +35,66 @@ from llmserve.scheduling.messages import (
     Event,
     FailReason,
     FailRequest,
-    PreemptBatch,
+    PlanChanged,
+    PlanGroups,
     ReportCircuit,
     ReportTrust,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
+    ServingGroup,
     SolveDispatch,
-    StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.queues import ENTRIES_SPARE, BinQueue, FormedBatch, Place, Ticket
-from llmserve.scheduling.rates import CompletionRate
-from llmserve.scheduling.release import Room
+from llmserve.scheduling.model_queues import Group, ModelQueues, Tally
+from llmserve.scheduling.orders import MomentOrder, Order
+from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run
+from llmserve.scheduling.rates import GroupRates
 
 
 class Scheduler:
     """See the module. All times are seconds on the caller's clock, which must never run backwards.
 
-    lane                a fresh lane for a model
+    wake_at_s  when it wants TimerFired at the latest; None: not before something happens
+    preempts   whether it wants to be told when answers begin
+
+    new_queues          makes a model's queues in a group
+    order               which batch runs next
     batch_size          largest batch
-    direct              an order that takes requests straight from the bins; None: formed batches go by the lanes' key
-    queue_requests_max  requests that may wait; one more is refused with `queue_full`
+    circuit             a fresh circuit breaker for each engine
+    plan                serving groups to begin with; (): one group serves all
+    rates               when set, asks for another plan (PlanGroups) when arrivals have become others
+    queue_requests_max  requests that may wait in a group; one more is refused with `queue_full`
     retries_max         times that a request whose engine failed before its first byte runs again
     engine_wait_s       how long requests wait when no engine is up before they fail with `no_engine`
-    circuit             a fresh circuit breaker for each engine
     """
 
     def __init__(
         self,
         *,
-        lane: Callable[[str], Lane],
+        new_queues: Callable[[str, str, Tally], ModelQueues],
+        order: Order,
         batch_size: int,
         circuit: Callable[[], Circuit],
-        direct: DirectOrder | None = None,
+        plan: tuple[ServingGroup, ...] = (),
+        rates: GroupRates | None = None,
         queue_requests_max: int = 100_000,
         retries_max: int = 2,
         engine_wait_s: float = 30.0,
     ) -> None:
-        self.lanes: dict[str, Lane] = {}
-        self.requests: dict[int, Ticket] = {}
-        self.waiting = 0  # requests in bins and in formed batches
-        self._new_lane = lane
-        self._batch_size = batch_size
+        self.requests: dict[int, QueuedRequest] = {}
+        self.groups = Groups(lambda name: Group(name, new_queues), plan)
+        self.wake_at_s: float | None = None  # see the class
+        self.preempts = isinstance(order, MomentOrder) and order.preempts
+        self._dispatch = Dispatch(order, batch_size)
+        self._deadlines = Deadlines(self._dispatch.times if isinstance(order, MomentOrder) else None)
+        self._rates = rates
+        self._new_circuit = circuit
         self._queue_requests_max = queue_requests_max
         self._retries_max = retries_max
         self._engine_wait_s = engine_wait_s
-        self._new_circuit = circuit
-        self._floor = Floor()
-        self._in_order = InOrder(
-            self._floor, self.lanes, form=self._form_batch, start=self._start, release_size=self._release_size
-        )
-        self._direct: Direct | None = None
-        if direct is not None:
-            self._direct = Direct(
-                direct,
-                self._floor,
-                self.lanes,
-                batch_size=batch_size,
-                form=self._form_of,
-                start=self._start,
-                preempt=self._preempt,
-            )
-        # When those that wait are late (a heap; of those that have left, too).
-        self._deadlines: list[tuple[float, int]] = []
-        self._rate = CompletionRate()
-        self.batch_ids: Iterator[int] = count(1)  # ascending; schedulers of one body share them
-        self._draining = False
-        self._grown: dict[str, Lane] = {}  # those to which requests have come in this step, under a direct order
-        self._planned: list[Lane] = []  # those that want plans
-        self._helpless: list[Lane] = []  # those without an engine that works
+        self._solving: dict[str, deque[tuple[Group, SolveDispatch]]] = {}  # by model; the first was asked
+        self._touched: dict[str, Group] = {}  # by name, to be looked at before the step ends
         self._now_s = 0.0
         self._actions: list[Action] = []
         self._handlers: dict[type, Callable[..., None]] = {
@@ -120,221 +109,344 @@ class Scheduler:
             DrainRequested: self._on_drain_requested,
             TimerFired: self._on_timer_fired,
             DispatchSolved: self._on_dispatch_solved,
+            PlanChanged: self._on_plan_changed,
         }
 
     @property
     def engines(self) -> dict[str, EngineState]:
-        return self._floor.engines
+        return self.groups.engines
 
     @property
-    def preempts(self) -> bool:
-        """Whether it wants to be told when answers begin."""
-        return self._direct is not None and self._direct.preempts
+    def plan(self) -> tuple[ServingGroup, ...]:
+        return self.groups.layout.groups
 
-    def lane(self, model: str) -> Lane:
-        """That of a model; made when it is first asked for."""
-        lane = self.lanes.get(model)
-        if lane is None:
-            lane = self.lanes[model] = self._new_lane(model)
-            if lane.planner is not None:
-                self._planned.append(lane)
-            lane.helpless_since_s = self._now_s
-            self._count_engines()
-        return lane
+    @property
+    def waiting(self) -> int:
+        """Requests that wait."""
+        return sum([group.tally.waiting for group in self.groups])
+
+    @property
+    def models(self) -> dict[str, ModelQueues]:
+        """Queues by model: of the group whose requests of that model are; else of the first that has some."""
+        names = {model: None for group in self.groups for model in group.queues}
+        return {model: self.queues(model) for model in names}
+
+    def queues(self, model: str) -> ModelQueues:
+        """As `models` has them; made when there are none."""
+        known = self.groups.queues_of(model)
+        return known or self.groups.own(Request(-1, model=model)).queues_of(model, self._now_s)
 
     # ---- the one entrance -------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Take one event; return what must be done now, in order."""
-        self._begin(now_s)
-        self._handlers[type(event)](event)
-        return self._settle()
-
-    def _begin(self, now_s: float) -> None:
         assert now_s >= self._now_s, f"time ran backwards: {now_s} after {self._now_s}"
         self._now_s = now_s
-        self._actions = []
-        if self._floor.paused:
-            self._floor.end_pauses(now_s)
+        actions = self._actions = self._dispatch.actions = []
+        rates = self._rates.look(now_s) if self._rates is not None else None
+        self._touched = self.groups.due(now_s)
+        self._handlers[type(event)](event)
+        self._settle()
+        if rates is not None:
+            actions.append(PlanGroups(rates))
+        return actions
 
-    def _settle(self) -> list[Action]:
+    def _settle(self) -> None:
         """After whatever happened: who is late fails, who can start does, who wants a plan asks for it."""
-        now_s = self._now_s
         if self._deadlines:
             self._fail_late_requests()
-        if self._direct is not None:
-            self._settle_direct(self._direct)
-        else:
-            self._settle_in_order()
-        if not self.requests:
-            self._rate.idle()
-        for lane in self._planned:
-            if lane.slots:  # an engine that is yet to come from another group has none
-                assert lane.planner is not None
-                trusted = lane.trust.trusted
-                if observed := lane.planner.wants(now_s, lane.edges, lane.ready, lane.slots, trusted=trusted):
-                    self._actions.append(SolveDispatch(observed, lane.model))
-        return self._actions
+        for group in self._touched.values():
+            dues_s = self._dispatch.settle(group, self._now_s)
+            if not group.present:
+                group.rate.idle()
+            for queues in group.planned:
+                self._ask_for_plan(group, queues)
+            group.wake_at_s = self._wake_of(group, dues_s) if group.tally.waiting else None
+        if self.groups.only is None:
+            self.groups.drop_empty()
+        at_s = self._deadlines.next_at_s
+        for group in self.groups.by_name.values():
+            if group.wake_at_s is not None and (at_s is None or group.wake_at_s < at_s):
+                at_s = group.wake_at_s
+        if self._rates is not None and self._rates.look_at_s is not None:
+            at_s = self._rates.look_at_s if at_s is None else min(at_s, self._rates.look_at_s)
+        self.wake_at_s = at_s
 
-    def _settle_in_order(self) -> None:
-        now_s = self._now_s
-        if self.waiting:
-            for lane in self.lanes.values():
-                lane.look_again_at_s = None
-                # What a plan or an arrival says of one bin may let another one go.
-                if lane.release.plans or (lane.due_s is not None and now_s >= lane.due_s):
-                    self._form_all(lane)
-            if self._floor.free:
-                self._in_order.dispatch(now_s)
-        for lane in self.lanes.values():
-            if lane.release.timed:
-                lane.due_s = self._earliest_due_s(lane) if lane.waiting else None
+    def _wake_of(self, group: Group, dues_s: list[float]) -> float | None:
+        """When something of what waits in a group may change by time alone."""
+        times_s = dues_s
+        if group.pool.paused:
+            pauses_s = [engine.circuit.open_until_s for engine in group.pool.paused.values()]
+            times_s += [until_s for until_s in pauses_s if until_s is not None]
+        for queues in group.without_engine:
+            if queues.waiting and queues.no_engine_since_s is not None:
+                times_s.append(queues.no_engine_since_s + self._engine_wait_s)
+        return min(times_s) if times_s else None
 
-    def _settle_direct(self, direct: Direct) -> None:
-        if self.waiting:
-            direct.dispatch(self._now_s)
-        if self._grown:
-            if self.waiting and direct.preempts:
-                direct.preempt(self._now_s, self._grown.values())
-            self._grown.clear()
+    def _touch(self, group: Group) -> None:
+        self._touched[group.name] = group
 
-    @property
-    def wake_at_s(self) -> float | None:
-        """When the scheduler wants TimerFired at the latest; None: not before something happens."""
-        at_s = self._deadlines[0][0] if self._deadlines else None
-        if not self.waiting:
-            return at_s
-        times = [engine.circuit.open_until_s for engine in self._floor.paused.values()]
-        if self._direct is not None:
-            times.append(self._direct.wake_at_s)
-        else:
-            for lane in self.lanes.values():
-                if lane.due_s is not None or lane.look_again_at_s is not None:
-                    times += (lane.due_s, lane.look_again_at_s)
-        for lane in self._helpless:
-            if lane.waiting and lane.helpless_since_s is not None:
-                times.append(lane.helpless_since_s + self._engine_wait_s)
-        if not times:
-            return at_s  # nearly always, and it is asked after every step
-        return min([time_s for time_s in (at_s, *times) if time_s is not None], default=None)
-
-    # ---- events -----------------------------------------------------------------------------------------------
+    # ---- requests ---------------------------------------------------------------------------------------------
 
     def _on_request_arrived(self, event: RequestArrived) -> None:
         request = event.request
         assert request.id not in self.requests, f"request {request.id} arrived twice"
-        lane = self.lanes.get(request.model)
-        if lane is None and self._floor.serving(request.model):  # else it gets none: anyone could ask for anything
-            lane = self.lane(request.model)
-        refusal = self._refusal(request, lane)
-        if lane is None or refusal is not None:
+        if self._rates is not None:
+            self._rates.observe(request.stream, request.model)
+        group = self.groups.only or self.groups.group_for(request)
+        queues = group.queues.get(request.model)
+        if queues is None and group.pool.serving(request.model):  # else it gets none: anyone could ask for anything
+            queues = group.queues_of(request.model, self._now_s)
+        self._touch(group)
+        refusal = self._refusal(request, group, queues)
+        if queues is None or refusal is not None:
             assert refusal is not None, "there is no engine for it"
-            retry_after_s = None if refusal == "deadline_exceeded" else self._retry_after_s()
-            self._actions.append(FailRequest(request.id, refusal, retry_after_s))
+            self._say_failed(request.id, refusal, group)
             return
-        ticket, queue = lane.admit(request, self._now_s)
-        self.requests[request.id] = ticket
-        self.waiting += 1
-        self._watch_deadline(ticket, lane)
-        self._form(lane, queue)
-        if self._direct is not None:
-            self._grown[lane.model] = lane
+        queued, queue = queues.admit(request, self._now_s)
+        self.requests[request.id] = queued
+        group.present += 1
+        self._deadlines.watch(queued, queues)
+        self._dispatch.forming.form_early(queues, queue, self._now_s)
+        if self.preempts:
+            group.grown[request.model] = queues
 
-    def _watch_deadline(self, ticket: Ticket, lane: Lane) -> None:
-        late_at_s = ticket.request.deadline_s if self._direct is None else self._direct.late_at_s(ticket, lane)
-        if late_at_s is not None:
-            heapq.heappush(self._deadlines, (late_at_s, ticket.request.id))
-
-    def _refusal(self, request: Request, lane: Lane | None) -> FailReason | None:
-        if self._draining:
+    def _refusal(self, request: Request, group: Group, queues: ModelQueues | None) -> FailReason | None:
+        if self._dispatch.forming.draining:
             return "draining"
-        if lane is None or not lane.ready:
+        if queues is None or not queues.engines:
             return "no_engine"
-        if self.waiting >= self._queue_requests_max:
+        if group.tally.waiting >= self._queue_requests_max:
             return "queue_full"
         if request.deadline_s is not None and request.deadline_s <= self._now_s:
             return "deadline_exceeded"
         return None
 
     def _on_request_cancelled(self, event: RequestCancelled) -> None:
-        ticket = self.requests.get(event.request_id)
-        if ticket is None or ticket.cancelled:
+        queued = self.requests.get(event.request_id)
+        if queued is None or queued.cancelled:
             return  # it ended, or was refused, before the news of its client came
-        if ticket.place is Place.RUNNING:
-            ticket.cancelled = True
-            self._actions.append(AbortRequest(ticket.engine, event.request_id))
+        self._touch(self._group_of(queued))
+        if queued.run is not None:
+            queued.cancelled = True
+            self._actions.append(AbortRequest(queued.run.engine, event.request_id))
         else:
-            self._leave_queue(ticket)
-            del self.requests[event.request_id]
+            self._queues_of(queued).leave(queued)
+            self._forget(queued)
 
     def _on_answer_began(self, event: AnswerBegan) -> None:
-        ticket = self.requests.get(event.request_id)
-        if ticket is not None:
-            ticket.began = True
+        queued = self.requests.get(event.request_id)
+        if queued is not None:
+            self._touch(self._group_of(queued))
+            if queued.run is not None:
+                queued.run.began = True
 
     def _on_request_ended(self, event: RequestEnded) -> None:
         engine = self.engines.get(event.engine)
-        ticket = engine.running.get(event.request_id) if engine is not None else None
-        if engine is None or ticket is None:
+        run = engine.running.get(event.request_id) if engine is not None else None
+        if engine is None or run is None:
+            if engine is not None:
+                self._touch(self.groups.group_of(engine))
             return  # stale: the engine was lost with it, and the request lives elsewhere or has ended
+        queued = run.queued
         if event.fault:
-            if ticket.retries == 0:
+            if queued.retries == 0:
                 self._judge(engine, lambda circuit: circuit.fault(event.request_id, self._now_s))
         elif event.outcome != "cancelled":
             self._judge(engine, lambda circuit: circuit.success([event.request_id]))
-        ran_s = self._now_s - ticket.started_at_s
-        engine.let_go(ticket)
-        self._floor.note(engine, self._now_s)
-        if event.fault and event.retryable and not ticket.cancelled:
-            self._run_again([ticket], "engine_failed", avoid=event.engine)
-        elif event.outcome == "cancelled" and ticket.preempted and not ticket.cancelled:
-            self._wait_again(ticket)
+        ran_s = self._now_s - run.started_at_s
+        engine.let_go(run)
+        self.groups.group_of(engine).pool.look_at(engine, self._now_s)
+        if event.fault and event.retryable and not queued.cancelled:
+            self._run_again([run], "engine_failed", avoid=event.engine)
+        elif event.outcome == "cancelled" and run.stopping and not queued.cancelled:
+            self._wait_again(queued)
         else:
-            del self.requests[event.request_id]
-            self._rate.observe(self._now_s)
+            self._end(queued)
             if event.outcome == "completed":
-                self._see_answer(ticket, event.output_tokens, ran_s)
-                self._see_pace(engine, ticket.request.model, ticket.together, event.output_tokens, ran_s)
-        self._start_reserved(engine)
+                self._see_answer(queued, event.output_tokens, ran_s)
+                self._see_pace(engine, queued.request.model, run.concurrency, event.output_tokens, ran_s)
+        self._freed(engine)
 
     def _on_batch_ended(self, event: BatchEnded) -> None:
         engine = self.engines.get(event.engine)
         if engine is None:
             return
-        ended = [ticket for ticket in engine.running.values() if ticket.batch_id == event.batch_id]
-        self._judge(engine, lambda circuit: circuit.success([ticket.request.id for ticket in ended]))
-        for ticket in ended:
-            engine.let_go(ticket)
-            del self.requests[ticket.request.id]
-            self._rate.observe(self._now_s)
-            ran_s = self._now_s - ticket.started_at_s
-            self._see_answer(ticket, event.output_tokens.get(ticket.request.id, 0), ran_s)
-        if ended and self._direct is not None:
+        ended = [run for run in engine.running.values() if run.batch_id == event.batch_id]
+        self._judge(engine, lambda circuit: circuit.success([run.queued.request.id for run in ended]))
+        for run in ended:
+            engine.let_go(run)
+            self._end(run.queued)
+            tokens = event.output_tokens.get(run.queued.request.id, 0)
+            self._see_answer(run.queued, tokens, self._now_s - run.started_at_s)
+        if ended:
             ran_s = self._now_s - ended[0].started_at_s
             longest = max(event.output_tokens.values(), default=0.0)
-            self._see_pace(engine, ended[0].request.model, len(event.output_tokens), longest, ran_s)
-        self._floor.note(engine, self._now_s)
-        self._start_reserved(engine)
+            self._see_pace(engine, ended[0].queued.request.model, len(event.output_tokens), longest, ran_s)
+        self.groups.group_of(engine).pool.look_at(engine, self._now_s)
+        self._freed(engine)
+
+    def _freed(self, engine: EngineState) -> None:
+        """Something has left the engine: whoever room was made for begins, or the worker joins its next group."""
+        worker = engine.worker
+        self._touch(self.groups.group_of(engine))
+        if worker.reserved is not None and not worker.busy:
+            waiting = list(worker.reserved[1].requests.values())
+            group = self.groups.by_name[waiting[0].group] if waiting else self.groups.group_of(engine)
+            self._fail_late_requests()
+            self._dispatch.start_reserved(group, worker, self._now_s)
+            self._place_again(waiting)
+        if worker.next is not None and not worker.busy:
+            self._engines_changed([self.groups.join(worker, self._now_s)])
+
+    def _end(self, queued: QueuedRequest) -> None:
+        self._forget(queued)
+        self._group_of(queued).rate.observe(self._now_s)
+
+    def _forget(self, queued: QueuedRequest) -> None:
+        del self.requests[queued.request.id]
+        self._group_of(queued).present -= 1
+
+    def _see_answer(self, queued: QueuedRequest, output_tokens: float, ran_s: float) -> None:
+        if output_tokens <= 0:
+            return
+        queues = self._queues_of(queued)
+        if queues.see_answer(queued, output_tokens, ran_s):
+            r = queues.trust.rank_correlation
+            self._actions.append(ReportTrust(queues.trust.trusted, None if math.isnan(r) else r, queues.model))
+            self._sort_into_queues(queues)
+
+    def _see_pace(self, engine: EngineState, model: str, together: int, output_tokens: float, ran_s: float) -> None:
+        if isinstance(self._dispatch.order, MomentOrder):
+            pace = engine.pace
+            engine.took(model, together, output_tokens, ran_s)
+            if engine.pace != pace:
+                self._deadlines.look_again()
+
+    def _fail(self, queued: QueuedRequest, reason: FailReason) -> None:
+        self._forget(queued)
+        self._say_failed(queued.request.id, reason, self._group_of(queued))
+
+    def _say_failed(self, request_id: int, reason: FailReason, group: Group) -> None:
+        retry_after_s = None if reason == "deadline_exceeded" else group.rate.drain_time_s(group.tally.waiting)
+        self._actions.append(FailRequest(request_id, reason, retry_after_s))
+
+    def _fail_late_requests(self) -> None:
+        """Requests that cannot be in time any more end at once while they wait; those that run are left to their
+        engine.
+        """
+        for queued in self._deadlines.late(self.requests, self._queues_of, self._now_s):
+            self._touch(self._group_of(queued))
+            self._queues_of(queued).leave(queued)
+            self._fail(queued, "deadline_exceeded")
+
+    def _run_again(self, runs: list[Run], reason: FailReason, avoid: str) -> None:
+        """Requests of one batch go back to its place among the formed batches; those tried too often fail."""
+        first = runs[0]
+        again = []
+        for queued in [run.queued for run in runs]:
+            if queued.retries >= self._retries_max:
+                self._fail(queued, reason)
+            else:
+                queued.retries += 1
+                again.append(queued)
+        if not again:
+            return
+        queues = self._queues_of(again[0])
+        longest = max([queued.bin for queued in again])  # a batch may have shorter ones along
+        batch = FormedBatch(first.batch_id, longest, first.formed_at_s, again, queues.model)
+        for queued in again:
+            self._deadlines.watch(queued, queues)  # it may have been dropped while the request ran
+        queues.take_back_batch(batch, avoid)
+        self._place_again(again)
+
+    def _wait_again(self, queued: QueuedRequest) -> None:
+        """A request that made room for others waits again, as long as it can be in time.
+
+        It stops nobody in its turn: those would stop others, without end.
+        """
+        queues = self._queues_of(queued)
+        late_at_s = self._deadlines.late_at_s(queued, queues)
+        if late_at_s is not None and late_at_s <= self._now_s:
+            self._fail(queued, "deadline_exceeded")
+            return
+        queues.take_back(queued)
+        self._deadlines.watch(queued, queues)
+        self._place_again([queued])
+
+    # ---- where requests wait ----------------------------------------------------------------------------------
+
+    def _group_of(self, queued: QueuedRequest) -> Group:
+        return self.groups.by_name[queued.group]
+
+    def _queues_of(self, queued: QueuedRequest) -> ModelQueues:
+        return self.groups.by_name[queued.group].queues[queued.request.model]
+
+    def _sort_into_queues(self, queues: ModelQueues) -> None:
+        queues.sort_into_queues()
+        self._dispatch.forming.form_all_early(queues, self._now_s)
+
+    def _place_again(self, candidates: Iterable[QueuedRequest]) -> None:
+        """Those of them that wait where they would not wait had they come now go to where they would; but those for
+        whom an engine is being emptied stay.
+        """
+        reserved = [engine.worker.reserved[1] for engine in self.engines.values() if engine.worker.reserved is not None]
+        moving = [
+            queued
+            for queued in candidates
+            if queued.run is None
+            and self.requests.get(queued.request.id) is queued
+            and queued.formed not in (reserved or ())
+            and self.groups.is_misplaced(self._group_of(queued), queued.request)
+        ]
+        changed: dict[tuple[str, str], ModelQueues] = {}
+        for queued in moving:
+            self._touch(self._group_of(queued))
+            self._queues_of(queued).leave(queued)
+            self._group_of(queued).present -= 1
+        for queued in sorted(moving, key=lambda queued: (queued.arrived_at_s, queued.request.id)):
+            group = self.groups.group_for(queued.request)
+            queues = group.queues_of(queued.request.model, self._now_s)
+            queues.take_back(queued)
+            group.present += 1
+            self._deadlines.watch(queued, queues)
+            self._touch(group)
+            if self.preempts:
+                group.grown[queues.model] = queues
+            changed[queues.group, queues.model] = queues
+        for queues in changed.values():
+            self._sort_into_queues(queues)  # they may have come before those that wait here
+
+    # ---- engines ----------------------------------------------------------------------------------------------
 
     def _on_engine_ready(self, event: EngineReady) -> None:
-        name = event.engine.name
-        state = self.engines.get(name)
+        state = self.engines.get(event.engine.name)
         if state is None:
-            state = self._floor.place(event.engine, self._new_circuit())
+            state = self.groups.place(event.engine, self._new_circuit())
+            group = self.groups.group_of(state)
+            group.pool.join(state, self._now_s)
+        group = self.groups.group_of(state)
         if not state.ready:  # whatever was wrong with it, it has come back
             state.circuit = self._new_circuit()
-            self._floor.paused.pop(name, None)
+            group.pool.paused.pop(event.engine.name, None)
         state.know(event.engine)
         state.ready = True
-        self._floor.note(state, self._now_s)
-        self._count_engines()
-        for model in event.engine.models or ([] if self.lanes else [""]):
-            self.lane(model)
+        group.pool.know(state, self._now_s)
+        for model in event.engine.models or ([] if group.queues else [""]):
+            group.queues_of(model, self._now_s)
+        self._engines_changed([group])
 
     def _on_engine_closed(self, event: EngineClosed) -> None:
         state = self.engines.get(event.engine)
         if state is not None and state.ready:
             self._close(state)
+
+    def _close(self, state: EngineState) -> None:
+        group = self.groups.group_of(state)
+        state.ready = False
+        group.pool.paused.pop(state.info.name, None)
+        group.pool.know(state, self._now_s)
+        self._engines_changed([group])
 
     def _on_engine_lost(self, event: EngineLost) -> None:
         state = self.engines.get(event.engine)
@@ -342,138 +454,20 @@ class Scheduler:
             return
         if state.ready:
             self._close(state)
-        self._floor.forget(state)
-        again: dict[int, list[Ticket]] = {}  # by batch, so that a barrier engine gets it back as one
-        for ticket in state.let_all_go():
-            if ticket.cancelled:
-                del self.requests[ticket.request.id]
-            elif ticket.request.id in event.answered:
-                self._fail(ticket, "engine_lost")
+        group = self.groups.group_of(state)
+        group.pool.forget_prefixes(state)
+        again: dict[int, list[Run]] = {}  # by batch, so that a barrier engine gets it back as one
+        for run in state.let_all_go():
+            if run.queued.cancelled:
+                self._forget(run.queued)
+            elif run.queued.request.id in event.answered:
+                self._fail(run.queued, "engine_lost")
             else:
-                again.setdefault(ticket.batch_id, []).append(ticket)
+                again.setdefault(run.batch_id, []).append(run)
         for unanswered in again.values():
             self._run_again(unanswered, "engine_lost", avoid=event.engine)
-        self._floor.note(state, self._now_s)  # for others that share its GPU
-        self._start_reserved(state)
-
-    def _close(self, state: EngineState) -> None:
-        state.ready = False
-        self._floor.note(state, self._now_s)
-        self._floor.paused.pop(state.info.name, None)
-        self._count_engines()
-
-    def _on_drain_requested(self, event: DrainRequested) -> None:
-        self._draining = True
-        for lane in self.lanes.values():
-            self._form_all(lane)
-
-    def _on_timer_fired(self, event: TimerFired) -> None:
-        for lane in self._helpless:
-            since_s = lane.helpless_since_s
-            assert since_s is not None, "it has an engine that works"
-            if self._now_s < since_s + self._engine_wait_s:
-                continue
-            if lane.ready:  # an engine is on trial: those who come from now on wait as long for it
-                lane.helpless_since_s = self._now_s
-            if not lane.waiting:
-                continue
-            for ticket in [ticket for ticket in self.requests.values() if ticket.request.model == lane.model]:
-                if ticket.place is not Place.RUNNING:
-                    self._leave_queue(ticket)
-                    self._fail(ticket, "no_engine")
-
-    def _on_dispatch_solved(self, event: DispatchSolved) -> None:
-        lane = self.lanes[event.model]
-        assert lane.planner is not None, "a plan that nobody asked for"
-        merged = lane.planner.follow(event.plan)
-        if merged:
-            self._sort_into_queues(lane)
-
-    # ---- release: bin -> formed batch -------------------------------------------------------------------------
-
-    def _form(self, lane: Lane, queue: BinQueue) -> None:
-        """Let everything go that this bin's release lets go whether or not an engine is free."""
-        while (size := self._release_size(lane, queue, Room.NONE)) > 0:
-            self._form_batch(lane, queue, size)
-
-    def _form_all(self, lane: Lane) -> None:
-        for queue in lane.bins:
-            self._form(lane, queue)
-
-    def _earliest_due_s(self, lane: Lane) -> float | None:
-        room = self._in_order.room(lane)
-        dues = [lane.release.due_at_s(queue, room) for queue in lane.bins if len(queue)]
-        return min([due_s for due_s in dues if due_s is not None], default=None)
-
-    def _release_size(self, lane: Lane, queue: BinQueue, room: Room) -> int:
-        if not len(queue) or self._direct is not None:
-            return 0
-        if self._draining:
-            return min(len(queue), self._batch_size)
-        return lane.release.size(queue, self._now_s, room)
-
-    def _form_batch(self, lane: Lane, queue: BinQueue, size: int) -> None:
-        lane.formed.push(self._form_of(lane, queue, queue.take(size)))
-
-    def _form_of(self, lane: Lane, queue: BinQueue, tickets: list[Ticket]) -> FormedBatch:
-        """A batch of these, which have left their bin."""
-        batch_id = next(self.batch_ids)
-        for ticket in tickets:
-            ticket.place = Place.FORMED
-            ticket.batch_id = batch_id
-            ticket.formed_at_s = self._now_s
-        return FormedBatch(batch_id, queue.index, self._now_s, tickets, lane.model)
-
-    def _sort_into_queues(self, lane: Lane) -> None:
-        lane.sort_into_queues()
-        self._form_all(lane)
-
-    # ---- onto the engines -------------------------------------------------------------------------------------
-
-    def _start(self, engine: EngineState, lane: Lane, batch: FormedBatch, count: int) -> None:
-        """Start the first `count` requests of a formed batch."""
-        started, tickets = lane.formed.take(batch, count)
-        for ticket in tickets:
-            ticket.place = Place.RUNNING
-            ticket.began = ticket.preempted = False
-            engine.start(ticket, self._now_s)
-            self._floor.served(ticket.request.prefixes, engine)
-        for ticket in tickets:
-            ticket.together = len(engine.running)
-        self.waiting -= len(tickets)
-        lane.waiting -= len(tickets)
-        self._floor.note(engine, self._now_s)
-        self._actions.append(StartBatch(engine.info.name, started))
-
-    def _preempt(self, engine: EngineState) -> None:
-        """Stop the batch that runs there."""
-        stopped = [ticket for ticket in engine.running.values() if not ticket.cancelled]
-        for ticket in stopped:
-            ticket.preempted = True
-        ids = tuple([ticket.request.id for ticket in stopped])
-        self._floor.note(engine, self._now_s)
-        self._actions.append(PreemptBatch(engine.info.name, next(iter(engine.running.values())).batch_id, ids))
-
-    def _start_reserved(self, engine: EngineState) -> None:
-        """What was to make room has: the batch that it made room for goes first."""
-        worker = engine.worker
-        if self._direct is not None and worker.reserved is not None and not worker.busy:
-            self._fail_late_requests()
-            self._direct.start_reserved(worker, self._now_s)
-
-    def _count_engines(self) -> None:
-        """After every change of who is ready, whose circuit is closed, and who serves what."""
-        if self._direct is not None:
-            self._direct.look_again()
-        for lane in self.lanes.values():
-            ready = self._floor.serving(lane.model)
-            lane.ready = len(ready)
-            lane.slots = min([engine.info.slots for engine in ready if engine.info.slots], default=0)
-            if any(engine.circuit.closed for engine in ready):
-                lane.helpless_since_s = None
-            elif lane.helpless_since_s is None:
-                lane.helpless_since_s = self._now_s
-        self._helpless = [lane for lane in self.lanes.values() if lane.helpless_since_s is not None]
+        group.pool.look_at(state, self._now_s)  # for others that share its GPU
+        self._freed(state)
 
     def _judge(self, engine: EngineState, tell: Callable[[Circuit], None]) -> None:
         """Tell its circuit something; say so when that opens or closes it."""
@@ -482,179 +476,82 @@ class Scheduler:
         until_s = engine.circuit.open_until_s
         if until_s == before_s:
             return
+        group, name = self.groups.group_of(engine), engine.info.name
         if until_s is None:
-            self._floor.paused.pop(engine.info.name, None)
-            self._actions.append(ReportCircuit(engine.info.name, None))
+            group.pool.paused.pop(name, None)
+            self._actions.append(ReportCircuit(name, None))
         else:
-            self._floor.paused[engine.info.name] = engine
-            self._actions.append(ReportCircuit(engine.info.name, until_s - self._now_s))
-        self._count_engines()
+            group.pool.paused[name] = engine
+            self._actions.append(ReportCircuit(name, until_s - self._now_s))
+        self._circuits_changed(group)
 
-    # ---- leaving ----------------------------------------------------------------------------------------------
+    def _circuits_changed(self, group: Group) -> None:
+        self._touch(group)
+        self._deadlines.look_again()
+        group.see_engines(self._now_s)
 
-    def _see_answer(self, ticket: Ticket, output_tokens: float, ran_s: float) -> None:
-        if output_tokens <= 0:
-            return
-        lane = self.lanes[ticket.request.model]
-        if lane.see_answer(ticket, output_tokens, ran_s):
-            r = lane.trust.rank_correlation
-            self._actions.append(ReportTrust(lane.trust.trusted, None if math.isnan(r) else r, lane.model))
-            self._sort_into_queues(lane)
+    def _engines_changed(self, groups: Iterable[Group]) -> None:
+        """Engines have come, gone or moved: those who wait where they no longer should go where they should."""
+        for group in groups:
+            self._circuits_changed(group)
+        if len(self.groups.by_name) > 1:
+            self._place_again(list(self.requests.values()))
 
-    def _see_pace(self, engine: EngineState, model: str, together: int, output_tokens: float, ran_s: float) -> None:
-        if self._direct is not None:
-            pace = engine.pace
-            engine.took(model, together, output_tokens, ran_s)
-            if engine.pace != pace:
-                self._direct.look_again()
+    # ---- everything else --------------------------------------------------------------------------------------
 
-    def _leave_queue(self, ticket: Ticket) -> None:
-        self.lanes[ticket.request.model].leave(ticket)
-        self.waiting -= 1
+    def _on_drain_requested(self, event: DrainRequested) -> None:
+        self._dispatch.forming.draining = True
+        for group in self.groups:
+            self._touch(group)
+            for queues in group.queues.values():
+                self._dispatch.forming.form_all_early(queues, self._now_s)
 
-    def _fail(self, ticket: Ticket, reason: FailReason) -> None:
-        del self.requests[ticket.request.id]
-        retry_after_s = None if reason == "deadline_exceeded" else self._retry_after_s()
-        self._actions.append(FailRequest(ticket.request.id, reason, retry_after_s))
+    def _on_timer_fired(self, event: TimerFired) -> None:
+        for group in self.groups:
+            if group.wake_at_s is not None and group.wake_at_s <= self._now_s:
+                self._touch(group)
+                self._give_up_waiting_for_engines(group)
 
-    def _run_again(self, tickets: list[Ticket], reason: FailReason, avoid: str) -> None:
-        """Requests of one batch go back to its place among the formed batches; those tried too often fail."""
-        for ticket in [ticket for ticket in tickets if ticket.retries >= self._retries_max]:
-            self._fail(ticket, reason)
-            tickets.remove(ticket)
-        if not tickets:
-            return
-        first = tickets[0]
-        lane = self.lanes[first.request.model]
-        for ticket in tickets:
-            ticket.retries += 1
-            ticket.place = Place.FORMED
-            ticket.engine = ""
-            self._watch_deadline(ticket, lane)  # it may have been dropped while the request ran
-        self.waiting += len(tickets)
-        lane.waiting += len(tickets)
-        longest = max(ticket.bin for ticket in tickets)  # a batch may have shorter ones along
-        batch = FormedBatch(first.batch_id, longest, first.formed_at_s, tickets, lane.model)
-        batch.avoid = avoid
-        lane.formed.push(batch)
-
-    def _wait_again(self, ticket: Ticket) -> None:
-        """A request that made room for others waits again, as long as it can be in time.
-
-        It stops nobody in its turn: those would stop others, without end.
-        """
-        lane = self.lanes[ticket.request.model]
-        assert self._direct is not None, "only a direct order preempts"
-        late_at_s = self._direct.late_at_s(ticket, lane)
-        if late_at_s is not None and late_at_s <= self._now_s:
-            self._fail(ticket, "deadline_exceeded")
-            return
-        lane.take_back(ticket)
-        self.waiting += 1
-        self._watch_deadline(ticket, lane)
-
-    def _fail_late_requests(self) -> None:
-        """Requests that cannot be in time any more end at once while they wait; those that run are left to their
-        engine.
-        """
-        while self._deadlines:
-            late_at_s, request_id = self._deadlines[0]
-            ticket = self.requests.get(request_id)
-            waits = ticket is not None and ticket.place is not Place.RUNNING
-            if waits and late_at_s > self._now_s:
-                break
-            heapq.heappop(self._deadlines)  # come, or of no more concern
-            if ticket is None or not waits:
+    def _give_up_waiting_for_engines(self, group: Group) -> None:
+        for queues in group.without_engine:
+            since_s = queues.no_engine_since_s
+            assert since_s is not None, "it has an engine that works"
+            if self._now_s < since_s + self._engine_wait_s:
                 continue
-            if self._direct is not None:  # answers may have become shorter, or engines faster, since it came
-                now_late_s = self._direct.late_at_s(ticket, self.lanes[ticket.request.model])
-                if now_late_s is not None and now_late_s > self._now_s:
-                    heapq.heappush(self._deadlines, (now_late_s, request_id))
-                    continue
-            self._leave_queue(ticket)
-            self._fail(ticket, "deadline_exceeded")
-        if len(self._deadlines) > 2 * len(self.requests) + ENTRIES_SPARE:  # far ones of requests that are over
-            alive = {id_: late_at_s for late_at_s, id_ in self._deadlines if id_ in self.requests}
-            self._deadlines = [(late_at_s, id_) for id_, late_at_s in alive.items()]
-            heapq.heapify(self._deadlines)
+            if queues.engines:  # one is on trial
+                queues.wait_anew_for_engines(self._now_s)
+            for queued in list(self.requests.values()) if queues.waiting else ():
+                if queued.run is None and queued.group == group.name and queued.request.model == queues.model:
+                    queues.leave(queued)
+                    self._fail(queued, "no_engine")
 
-    def _retry_after_s(self) -> float | None:
-        return self._rate.drain_time_s(self.waiting)
+    def _ask_for_plan(self, group: Group, queues: ModelQueues) -> None:
+        if queues.slots and (observed := queues.wants_plan(self._now_s)) is not None:
+            asking = self._solving.setdefault(queues.model, deque())
+            asking.append((group, SolveDispatch(observed, queues.model)))
+            if (
+                len(asking) == 1
+            ):  # groups that share a model ask one after the other: an answer says only for which model
+                self._actions.append(asking[0][1])
 
-    # ---- moving to another scheduler ---------------------------------------------------------------------------
+    def _on_dispatch_solved(self, event: DispatchSolved) -> None:
+        asking = self._solving[event.model]
+        group, _ = asking.popleft()
+        if asking:
+            self._actions.append(asking[0][1])
+        else:
+            del self._solving[event.model]
+        if self.groups.by_name.get(group.name) is group:  # else it has been dropped since
+            self._touch(group)
+            if group.queues[event.model].follow(event.plan):
+                self._sort_into_queues(group.queues[event.model])
 
-    def hand_over(self, wanted: Callable[[Request], bool]) -> list[Ticket]:
-        """Requests that wait and are wanted elsewhere leave, in order of arrival, and nobody is told. Those for which
-        an engine is being emptied stay.
-        """
-        reserved = [worker.reserved[1] for worker in self._floor.workers.values() if worker.reserved is not None]
-        leaving = [
-            ticket
-            for ticket in self.requests.values()
-            if (ticket.place is Place.BIN or (ticket.place is Place.FORMED and ticket.formed not in reserved))
-            and wanted(ticket.request)
-        ]
-        for ticket in leaving:
-            self._leave_queue(ticket)
-            del self.requests[ticket.request.id]
-        return sorted(leaving, key=lambda ticket: (ticket.arrived_at_s, ticket.request.id))
-
-    def adopt(self, tickets: list[Ticket], now_s: float) -> list[Action]:
-        """They wait here from now on, as long as they have waited already."""
-        self._begin(now_s)
-        for ticket in tickets:
-            lane = self.lane(ticket.request.model)
-            self.requests[ticket.request.id] = ticket
-            queue = lane.take_back(ticket)
-            self.waiting += 1
-            self._watch_deadline(ticket, lane)
-            self._form(lane, queue)
-        for lane in {ticket.request.model: self.lanes[ticket.request.model] for ticket in tickets}.values():
-            self._sort_into_queues(lane)  # they may have come before those that wait here
-            if self._direct is not None:
-                self._grown[lane.model] = lane
-        return self._settle()
-
-    # ---- promises ---------------------------------------------------------------------------------------------
+    def _on_plan_changed(self, event: PlanChanged) -> None:
+        self._engines_changed(self.groups.change(event.groups, self._now_s))
+        for group in self.groups:
+            self._touch(group)
+        self._place_again(list(self.requests.values()))
 
     def check(self) -> None:
-        """Assert every invariant of the state (DESIGN's laws that one state can show). O(requests)."""
-        in_bins = {ticket.request.id: ticket for lane in self.lanes.values() for queue in lane.bins for ticket in queue}
-        formed = [batch for lane in self.lanes.values() for batch in lane.formed.batches()]
-        formed += [worker.reserved[1] for worker in self._floor.workers.values() if worker.reserved is not None]
-        in_formed = {request_id: ticket for batch in formed for request_id, ticket in batch.tickets.items()}
-        running = {
-            request_id: ticket for engine in self.engines.values() for request_id, ticket in engine.running.items()
-        }
-        assert len(in_bins) + len(in_formed) + len(running) == len(self.requests), "a request is in two places"
-        for place, tickets in (
-            (Place.BIN, in_bins),
-            (Place.FORMED, in_formed),
-            (Place.RUNNING, running),
-        ):
-            for request_id, ticket in tickets.items():
-                assert self.requests.get(request_id) is ticket, f"request {request_id} is not accounted for"
-                assert ticket.place is place, f"request {request_id} is in {place}, its ticket says {ticket.place}"
-        assert self.waiting == len(in_bins) + len(in_formed), "waiting is miscounted"
-        for lane in self.lanes.values():
-            waiting = sum(len(queue) for queue in lane.bins) + len(lane.formed)
-            assert lane.waiting == waiting, f"{lane.model!r} has {waiting} waiting requests, not {lane.waiting}"
-        for engine in self.engines.values():
-            self._check_engine(engine)
-        if self._direct is not None:
-            self._direct.check(self._now_s)
-        else:
-            self._in_order.check(self._now_s)
-
-    def _check_engine(self, engine: EngineState) -> None:
-        info, name = engine.info, engine.info.name
-        if info.barrier:
-            batches = {ticket.batch_id for each in engine.worker.engines for ticket in each.running.values()}
-            assert len(batches) <= 1, f"the barrier worker of {name} runs batches {batches}"
-        assert (name in self._floor.free) == engine.takes(self._now_s), f"{name} is wrongly listed as free or busy"
-        totals = sum(ticket.total_tokens for ticket in engine.running.values())
-        assert engine.total_tokens == totals, f"{name} has {engine.total_tokens} tokens on account, not {totals}"
-        trial = engine.circuit.trial
-        assert trial is None or trial in engine.running, f"{name} waits for a trial that it does not run"
-        if engine.worker.reserved is not None:
-            assert engine.worker.busy, f"{name} is kept free for a batch that could run"
+        """Assert every invariant of the state. O(requests)."""
+        check(self.requests, self.groups, self._dispatch, self._now_s)

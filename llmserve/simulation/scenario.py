@@ -347,7 +347,7 @@ def engines(scenario: Scenario, scheduling: SchedulingConfig, lengths: Sequence[
         for _ in range(kind.count):
             info = EngineInfo(f"engine{len(made)}", kind.slots, scenario.barrier, look_ahead)
             made.append(_engine(scenario, info, lengths, kind.profile))
-    if scheduling.is_direct:  # the order goes by what batches take
+    if scheduling.goes_by_times:  # the order goes by what batches take
         for engine in made:
             speed = Speed(engine.costs.prefill_s, tuple(engine.costs.step_s[1:]))
             engine.info = msgspec.structs.replace(engine.info, speeds={"": speed})

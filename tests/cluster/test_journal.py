@@ -9,7 +9,7 @@ from llmserve.cluster.journal import Header, Journal
 from llmserve.cluster.simulated import SimulatedCluster
 from llmserve.errors import JournalError
 from llmserve.request import EngineInfo, Request, Speed
-from llmserve.scheduling.group_rates import Replan
+from llmserve.scheduling.rates import Replan
 from llmserve.scheduling.messages import (
     EngineReady,
     PlanChanged,

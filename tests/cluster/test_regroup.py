@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from llmserve.cluster.journal import Header, Journal
 from llmserve.cluster.regroup import Planned, Regrouper
-from llmserve.scheduling.assignment import PlannedGroup
-from llmserve.scheduling.group_rates import Rates
+from llmserve.scheduling.layout import PlannedGroup
+from llmserve.scheduling.rates import Rates
 from llmserve.scheduling.messages import Event, PlanChanged, PlanGroups, ServingGroup, TimerFired
 from llmserve.scheduling.policies import SchedulingConfig
 

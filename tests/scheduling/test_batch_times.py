@@ -3,12 +3,12 @@
 import pytest
 
 from llmserve.request import EngineInfo, Request, Speed
-from llmserve.scheduling.batch_times import Timetable
+from llmserve.scheduling.batch_times import BatchTimes, Timetable
 from llmserve.scheduling.circuit import Circuit
-from llmserve.scheduling.engine_state import EngineState, Worker
-from llmserve.scheduling.lane import Lane
+from llmserve.scheduling.engines import EngineState, Worker
+from llmserve.scheduling.model_queues import ModelQueues
 from llmserve.scheduling.policies import SchedulingConfig
-from llmserve.scheduling.queues import Ticket
+from llmserve.scheduling.queues import QueuedRequest
 
 SPEED = Speed(0.5, (1.0, 1.5, 2.0, 2.5))
 
@@ -16,106 +16,108 @@ SPEED = Speed(0.5, (1.0, 1.5, 2.0, 2.5))
 def engine(*, slots: int = 4, barrier: bool = True, **speeds: Speed) -> EngineState:
     """speeds : of models; `every`: of every other."""
     told = {"" if model == "every" else model: speed for model, speed in speeds.items()}
-    return EngineState(EngineInfo("gpu0", slots, barrier, speeds=told), Circuit(0, 1.0), Worker())
+    return EngineState(EngineInfo("gpu0", slots, barrier, speeds=told), Circuit(0, 1.0), Worker("gpu0", ""))
 
 
-def lane(*lengths: float, bins: int = 1, edges: tuple[float, ...] | None = None, batch_size: int = 4) -> Lane:
+def queues(*lengths: float, bins: int = 1, edges: tuple[float, ...] | None = None, batch_size: int = 4) -> ModelQueues:
     """Of which so long answers are known."""
     config = SchedulingConfig(order="flex", bins=bins, edges=edges, batch_size=batch_size).resolved(barrier=True)
-    return config.lane("m", lengths)
+    return config.queues("m", lengths)
+
+
+def times_of(times: Timetable, engine: EngineState, queues: ModelQueues, bin_index: int = 0) -> BatchTimes:
+    return times.of(engine, queues.model, bin_index, queues.tokens(bin_index))
 
 
 def test_a_batch_takes_its_prefill_and_the_steps_of_its_longest_answer() -> None:
-    times = Timetable(4).of(engine(every=SPEED), lane(10.0), 0)
+    times = times_of(Timetable(4), engine(every=SPEED), queues(10.0))
     assert times.expected == (10.5, 15.5, 20.5, 25.5)
     assert times.least == times.expected
-    assert times.empty == 5.5  # the line through T(1) and T(2), at 0
 
 
 def test_the_longest_of_several_answers_is_longer_than_one() -> None:
     """Half of the answers have 1 token, half 9: the longest of b has 9 - 8 / 2^b on average."""
-    times = Timetable(4).of(engine(every=Speed(0.0, (1.0, 1.0, 1.0, 1.0))), lane(*[1.0, 9.0] * 32), 0)
+    times = times_of(Timetable(4), engine(every=Speed(0.0, (1.0, 1.0, 1.0, 1.0))), queues(*[1.0, 9.0] * 32))
     assert times.expected == pytest.approx([5.0, 7.0, 8.0, 8.5], abs=0.1)
     assert times.least == (1.0, 1.0, 1.0, 1.0)
-    assert times.empty == times.expected[0]
 
 
 def test_where_slots_refill_each_answer_takes_its_own_steps_which_all_slots_share() -> None:
-    times = Timetable(2).of(engine(barrier=False, every=SPEED), lane(10.0, batch_size=2), 0)
+    times = times_of(Timetable(2), engine(barrier=False, every=SPEED), queues(10.0, batch_size=2))
     assert times.expected == (25.5, 25.5)
-    assert Timetable(8).of(engine(barrier=False, every=SPEED), lane(10.0, batch_size=8), 0).expected == (25.5,) * 8
+    assert times_of(Timetable(8), engine(barrier=False, every=SPEED), queues(10.0, batch_size=8)).expected == (25.5,) * 8
 
 
 def test_where_slots_refill_the_least_time_is_that_of_slots_which_nobody_else_shares() -> None:
     """Else an idle engine of many slots would be given nothing that would be in time only because it is idle."""
-    times = Timetable(2).of(engine(barrier=False, every=SPEED), lane(10.0, batch_size=2), 0)
+    times = times_of(Timetable(2), engine(barrier=False, every=SPEED), queues(10.0, batch_size=2))
     assert times.least == (10.5, 15.5)
 
 
 def test_a_speed_told_of_fewer_sequences_holds_for_more() -> None:
-    times = Timetable(6).of(engine(slots=6, every=SPEED), lane(10.0, batch_size=6), 0)
+    times = times_of(Timetable(6), engine(slots=6, every=SPEED), queues(10.0, batch_size=6))
     assert times.expected == (10.5, 15.5, 20.5, 25.5, 25.5, 25.5)
 
 
 def test_a_larger_batch_takes_no_less_than_a_smaller_one_whatever_was_measured() -> None:
-    times = Timetable(3).of(engine(every=Speed(0.0, (1.0, 0.9, 2.0))), lane(10.0, batch_size=3), 0)
+    times = times_of(Timetable(3), engine(every=Speed(0.0, (1.0, 0.9, 2.0))), queues(10.0, batch_size=3))
     assert times.expected == (10.0, 10.0, 20.0)
 
 
 def test_each_model_has_its_own_speed_or_that_of_all_others() -> None:
     made = engine(m=Speed(0.0, (3.0,)), every=SPEED)
-    assert Timetable(1).of(made, lane(10.0, batch_size=1), 0).expected == (30.0,)
-    assert Timetable(1).of(engine(other=SPEED), lane(10.0, batch_size=1), 0).expected == (0.0,)
+    assert times_of(Timetable(1), made, queues(10.0, batch_size=1)).expected == (30.0,)
+    assert times_of(Timetable(1), engine(other=SPEED), queues(10.0, batch_size=1)).expected == (0.0,)
 
 
 def test_what_nobody_told_takes_no_time_as_far_as_is_known() -> None:
-    nothing = Timetable(2).of(engine(), lane(10.0, batch_size=2), 0)
-    assert (nothing.expected, nothing.least, nothing.empty) == ((0.0, 0.0), (0.0, 0.0), 0.0)
-    assert Timetable(1).of(engine(every=SPEED), lane(batch_size=1), 0).expected == (0.5,)  # before the first answer
+    nothing = times_of(Timetable(2), engine(), queues(10.0, batch_size=2))
+    assert (nothing.expected, nothing.least) == ((0.0, 0.0), (0.0, 0.0))
+    assert times_of(Timetable(1), engine(every=SPEED), queues(batch_size=1)).expected == (0.5,)  # before the first answer
 
 
 def test_bins_have_their_own_lengths() -> None:
-    made = lane(*[10.0] * 8, *[100.0] * 8, bins=2, edges=(50.0,))
-    times = [Timetable(4).of(engine(every=SPEED), made, index).expected[0] for index in (0, 1)]
+    made = queues(*[10.0] * 8, *[100.0] * 8, bins=2, edges=(50.0,))
+    times = [times_of(Timetable(4), engine(every=SPEED), made, index).expected[0] for index in (0, 1)]
     assert times == [10.5, 100.5]
 
 
 def test_times_follow_the_pace_in_steps_of_two_percent() -> None:
     made, times = engine(every=SPEED), Timetable(4)
     made.pace = 2.0
-    assert times.of(made, lane(10.0), 0).expected[0] == pytest.approx(21.0)
+    assert times_of(times, made, queues(10.0)).expected[0] == pytest.approx(21.0)
     made.pace = 1.009
-    assert times.of(made, lane(10.0), 0).expected[0] == pytest.approx(10.5)
+    assert times_of(times, made, queues(10.0)).expected[0] == pytest.approx(10.5)
     made.pace = 1e-9
-    assert times.of(made, lane(10.0), 0).expected[0] > 0
+    assert times_of(times, made, queues(10.0)).expected[0] > 0
 
 
 def test_times_follow_lengths_and_speeds_that_have_become_others() -> None:
-    made, known, times = lane(10.0), engine(every=SPEED), Timetable(4)
-    before = times.of(known, made, 0)
-    assert times.of(known, made, 0) is before
+    made, known, times = queues(10.0), engine(every=SPEED), Timetable(4)
+    before = times_of(times, known, made)
+    assert times_of(times, known, made) is before
     known.know(EngineInfo("gpu0", 4, True, speeds={"": Speed(0.0, SPEED.step_s)}))
-    assert times.of(known, made, 0).expected[0] == 10.0
+    assert times_of(times, known, made).expected[0] == 10.0
     for request_id in range(1_100):
-        made.see_answer(Ticket(Request(request_id), 0, 0.0), 20.0, 1.0)
-    assert times.of(known, made, 0).expected[0] == 20.0
+        made.see_answer(QueuedRequest(Request(request_id), 0, 0.0), 20.0, 1.0)
+    assert times_of(times, known, made).expected[0] == 20.0
 
 
 def test_the_first_answers_are_known_at_once() -> None:
     """Else an engine would be thought to take no time for the length of 64 answers."""
-    made, known, times = lane(), engine(every=SPEED), Timetable(4)
-    assert times.of(known, made, 0).expected[0] == 0.5
-    made.see_answer(Ticket(Request(0), 0, 0.0), 20.0, 1.0)
-    assert times.of(known, made, 0).expected[0] == 20.5
+    made, known, times = queues(), engine(every=SPEED), Timetable(4)
+    assert times_of(times, known, made).expected[0] == 0.5
+    made.see_answer(QueuedRequest(Request(0), 0, 0.0), 20.0, 1.0)
+    assert times_of(times, known, made).expected[0] == 20.5
 
 
 def test_when_predictions_are_found_to_say_nothing_the_one_bin_has_the_lengths_of_all() -> None:
-    made = lane(*[10.0] * 64, *[100.0] * 64, bins=2, edges=(50.0,))
+    made = queues(*[10.0] * 64, *[100.0] * 64, bins=2, edges=(50.0,))
     assert made.tokens(0).longest[0] == 10.0
     answers = 0
     while made.trust.trusted:
         score, tokens = (10.0, 100.0) if answers % 2 else (100.0, 10.0)  # the wrong way round
-        made.see_answer(Ticket(Request(answers, score), 0, 0.0, score), tokens, 1.0)
+        made.see_answer(QueuedRequest(Request(answers, score), 0, 0.0, score), tokens, 1.0)
         made.tokens(0)
         answers += 1
     assert made.tokens(0).longest[0] == pytest.approx(55.0, abs=1.0)

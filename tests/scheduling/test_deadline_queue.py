@@ -10,23 +10,31 @@ import pytest
 from hypothesis import given, settings
 
 from llmserve.request import Request
-from llmserve.scheduling.deadline_queue import DeadlineQueue, largest_feasible
-from llmserve.scheduling.queues import Ticket
+from llmserve.scheduling.deadline_queue import DeadlineQueue, around_first, largest_feasible
+from llmserve.scheduling.queues import QueuedRequest
 
 QUEUES = 1_000
 LINEAR_S = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]  # T(1), T(2), ...
 
 
-def ticket(request_id: int, deadline_s: float | None, arrived_at_s: float = 0.0) -> Ticket:
-    return Ticket(Request(request_id, deadline_s=deadline_s), 0, arrived_at_s)
+def queued(request_id: int, deadline_s: float | None, arrived_at_s: float = 0.0) -> QueuedRequest:
+    return QueuedRequest(Request(request_id, deadline_s=deadline_s), 0, arrived_at_s)
 
 
 def queue(*deadlines_s: float | None) -> DeadlineQueue:
     """Requests 0, 1, ... with these deadlines."""
     made = DeadlineQueue(0)
     for request_id, deadline_s in enumerate(deadlines_s):
-        made.append(ticket(request_id, deadline_s))
+        made.append(queued(request_id, deadline_s))
     return made
+
+
+def ids(requests: Sequence[QueuedRequest]) -> list[int]:
+    return [each.request.id for each in requests]
+
+
+def by_deadline(made: DeadlineQueue) -> list[int]:
+    return [request_id for _, request_id in made._row]
 
 
 def in_time(batch: Sequence[float], now_s: float, batch_s: Sequence[float]) -> bool:
@@ -57,7 +65,7 @@ def test_those_in_a_hurry_are_left_out_where_that_makes_the_batch_larger() -> No
     """Alone the first could be in time; the four others could not, had it gone first."""
     made = queue(1.0, 4.0, 4.0, 4.0, 4.0)
     assert largest_feasible([made], 0.0, LINEAR_S, 6) == 4
-    assert made.ids(made.first_at(LINEAR_S[3]), 4) == [1, 2, 3, 4]
+    assert ids(made.take_at(made.first_at(LINEAR_S[3]), 4)) == [1, 2, 3, 4]
 
 
 def test_what_ends_at_its_deadline_is_in_time_and_what_ends_after_it_is_not() -> None:
@@ -81,20 +89,20 @@ def test_a_batch_is_no_larger_than_an_engine_takes() -> None:
 
 
 def test_others_that_would_run_again_count() -> None:
-    assert largest_feasible([queue(3.0)], 0.0, LINEAR_S, 6, besides=[2.0, 3.0, 3.0]) == 3
+    assert largest_feasible([queue(3.0)], 0.0, LINEAR_S, 6, running=[2.0, 3.0, 3.0]) == 3
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_largest_batch_is_that_of_brute_force(seed: int) -> None:
-    """On 1,000 random queues in all: with ties, without deadlines, in several bins, with others that run besides."""
+    """On 1,000 random queues in all: with ties, without deadlines, in several bins, with others that run."""
     rng = random.Random(seed)
     found: set[int] = set()
     for _ in range(QUEUES // 10):
         batch_s, now_s, most = random_times(rng, 9), rng.randint(0, 8) / 4, rng.randint(1, 9)
         rows = [[_deadline(rng) for _ in range(rng.randint(0, 4))] for _ in range(rng.randint(1, 3))][:3]
-        besides = sorted([_deadline(rng) or math.inf for _ in range(rng.choice([0, 0, 3]))])
-        every = [math.inf if each is None else each for row in rows for each in row] + besides
-        size = largest_feasible([queue(*row) for row in rows], now_s, batch_s, most, besides)
+        running = sorted([_deadline(rng) or math.inf for _ in range(rng.choice([0, 0, 3]))])
+        every = [math.inf if each is None else each for row in rows for each in row] + running
+        size = largest_feasible([queue(*row) for row in rows], now_s, batch_s, most, running)
         assert size == largest_of_all(every, now_s, batch_s, most)
         found.add(size)
     assert len(found) > 4, "the queues are all alike"
@@ -111,7 +119,7 @@ def test_a_batch_by_its_earliest_deadline_is_that_of_brute_force() -> None:
         batch_s, now_s, most = random_times(rng, 8), rng.randint(0, 8) / 4, rng.randint(1, 8)
         deadlines_s = [_deadline(rng) for _ in range(rng.randint(0, 8))]
         row = sorted([math.inf if each is None else each for each in deadlines_s])
-        place, size = queue(*deadlines_s).around_first(now_s, batch_s, most)
+        place, size = around_first(queue(*deadlines_s), now_s, batch_s, most)
         met = [each for each in row if now_s + batch_s[0] <= each]
         if not met:
             assert (place, size) == (0, 0)
@@ -122,44 +130,14 @@ def test_a_batch_by_its_earliest_deadline_is_that_of_brute_force() -> None:
         assert size == max(fitting)
 
 
-# ---- as printed ----
-
-
-def test_as_printed_a_batch_holds_requests_that_it_makes_late() -> None:
-    """T(b) = b: 0 could be in time after nothing, 1 after one, 2 after two, and so each joins. The batch of 4 takes
-    4 s: only the last is in time, while two would have been.
-    """
-    made = queue(1.0, 1.5, 2.5, 4.0)
-    chosen = made.as_printed(0.0, 0.0, LINEAR_S, 6)
-    assert chosen == [0, 1, 2, 3]
-    late = [made.deadline_at(place) for place in range(4) if made.deadline_at(place) < LINEAR_S[3]]
-    assert late == [1.0, 1.5, 2.5]
-    assert largest_feasible([made], 0.0, LINEAR_S, 6) == 2
-
-
-def test_as_printed_who_would_be_late_at_the_size_before_it_joins_is_passed_over() -> None:
-    assert queue(0.5, 0.5, 1.5).as_printed(0.0, 0.0, LINEAR_S, 6) == [0, 2]
-    assert queue(0.5, 0.5, 1.5).as_printed(0.0, 0.75, LINEAR_S, 6) == [2]
-    assert queue(0.5).as_printed(1.0, 0.0, LINEAR_S, 6) == []
-
-
-def test_as_printed_a_batch_stops_at_what_an_engine_takes() -> None:
-    assert queue(9.0, 9.0, 9.0).as_printed(0.0, 0.0, LINEAR_S, 2) == [0, 1]
-
-
-def test_as_printed_those_that_run_besides_join_by_their_deadlines() -> None:
-    besides = [ticket(7, 0.5), ticket(8, 9.0)]
-    assert queue(1.0, 9.0).as_printed(0.0, 0.0, LINEAR_S, 6, besides) == [7, 0, 1, 8]
-
-
 # ---- the queue ----
 
 
 def test_the_earliest_deadline_is_first_and_those_without_one_are_last_in_order_of_arrival() -> None:
     made = queue(None, 5.0, None, 2.0, 5.0)
-    assert made.ids(0, 5) == [3, 1, 4, 0, 2]
+    assert by_deadline(made) == [3, 1, 4, 0, 2]
     assert made.earliest_deadline_s == 2.0
-    assert [each.request.id for each in made.take(2)] == [3, 1]
+    assert ids(made.take(2)) == [3, 1]
     oldest = made.oldest_undated()
     assert oldest is not None
     assert oldest.request.id == 0
@@ -171,11 +149,12 @@ def test_an_empty_queue_has_no_deadline_and_nobody_without_one() -> None:
     assert queue(3.0).oldest_undated() is None
 
 
-def test_requests_are_taken_from_the_middle_and_from_several_places() -> None:
+def test_requests_are_taken_from_the_middle_and_from_both_ends() -> None:
     made = queue(1.0, 2.0, 3.0, 4.0, 5.0)
-    assert [each.request.id for each in made.take_these([1, 2])] == [1, 2]
-    assert [each.request.id for each in made.take_these([0, 4])] == [0, 4]
-    assert made.ids(0, 9) == [3]
+    assert ids(made.take_at(1, 2)) == [1, 2]
+    assert ids(made.take_at(0, 1)) == [0]
+    assert ids(made.take_at(1, 9)) == [4]
+    assert by_deadline(made) == [3]
     assert len(made) == 1
 
 
@@ -185,24 +164,24 @@ def test_whoever_comes_and_goes_the_queue_stays_in_order(moves: list[tuple[str, 
     made, known, changes = DeadlineQueue(0), {}, 0
     for number, (move, value) in enumerate(moves):
         if move == "come":
-            known[number] = ticket(number, None if value % 5 == 0 else value / 4, arrived_at_s=float(number))
+            known[number] = queued(number, None if value % 5 == 0 else value / 4, arrived_at_s=float(number))
             made.append(known[number])
         elif move == "all":
             assert {each.request.id for each in made.take_all()} == set(known)
             known.clear()
         elif known:
-            ids = made.ids(0, len(known))
-            first = value % len(ids)
-            gone = [ids[first]] if move == "leave" else ids[first : first + 3]
+            row_ids = by_deadline(made)
+            first = value % len(row_ids)
+            gone = [row_ids[first]] if move == "leave" else row_ids[first : first + 3]
             if move == "leave":
                 made.remove(known[gone[0]])
             else:
-                assert [each.request.id for each in made.take_these(gone)] == gone
+                assert ids(made.take_at(first, 3)) == gone
             for request_id in gone:
                 del known[request_id]
         row = sorted([(math.inf if each.request.deadline_s is None else each.request.deadline_s, id_) for id_, each in
                       known.items()])  # fmt: skip
-        assert made.ids(0, len(row) + 1) == [request_id for _, request_id in row]
+        assert by_deadline(made) == [request_id for _, request_id in row]
         assert len(made) == len(known) == len(list(made))
         assert made.changes >= changes
         changes = made.changes

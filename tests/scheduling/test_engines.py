@@ -309,7 +309,7 @@ def test_after_100_000_random_disconnects_every_counter_is_zero() -> None:
         for request_id in list(state.running):
             made.handle(RequestEnded(name, request_id, "cancelled"), now_s)
     made.check()
-    assert (len(made.requests), made.waiting, len(made.lane("").formed)) == (0, 0, 0)
+    assert (len(made.requests), made.waiting, len(made.queues("").formed)) == (0, 0, 0)
     assert [(len(state.running), state.total_tokens, state.room) for state in made.engines.values()] == [(0, 0, 4)] * 3
 
 

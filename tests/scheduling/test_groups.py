@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from bins.dispatch import DispatchPlan, DispatchTable
 from llmserve.cluster.journal import Header, Step, replay
 from llmserve.request import EngineInfo, Request, Speed
-from llmserve.scheduling.group_rates import GroupRates, Replan
+from llmserve.scheduling.rates import GroupRates, Replan
 from llmserve.scheduling.groups import Groups
 from llmserve.scheduling.layout import FALLBACK, Layout
 from llmserve.scheduling.messages import (
@@ -438,7 +438,7 @@ def test_chance_alone_asks_for_no_plan() -> None:
 
 
 def test_streams_beyond_the_limit_are_counted_by_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmserve.scheduling.group_rates.STREAMS_MAX", 2)
+    monkeypatch.setattr("llmserve.scheduling.rates.STREAMS_MAX", 2)
     rates = GroupRates(Replan(1.0))
     for stream in ("a", "b", "c", "d"):
         for _ in range(20):

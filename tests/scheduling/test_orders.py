@@ -77,7 +77,7 @@ def test_predictions_that_rank_nothing_leave_first_come_first_served() -> None:
     for request_id in range(64):  # all as long as each other, whatever was said of them
         arrive(made, Request(request_id, rng.uniform(1, 500)))
         step(made, RequestEnded("gpu0", request_id, "completed", rng.uniform(1, 500)))
-    assert not made.lane("").trust.trusted
+    assert not made.queues("").trust.trusted
     arrive(made, Request(100, 5.0))
     arrive(made, Request(101, 400.0), now_s=1.0)
     arrive(made, Request(102, 3.0), now_s=2.0)

@@ -69,8 +69,8 @@ class Body:
             self.now_s += gap_s
             self.tell(RequestArrived(Request(self.ids, tokens[self.ids % len(tokens)])))
             self.ids += 1
-            for request_id, ticket in list(self.made.engines["gpu0"].running.items()):
-                answer = longer * (ticket.request.predicted_tokens or 0.0)
+            for request_id, run in list(self.made.engines["gpu0"].running.items()):
+                answer = longer * (run.queued.request.predicted_tokens or 0.0)
                 self.tell(RequestEnded("gpu0", request_id, "completed", answer))
 
     def new(self) -> list[Observed]:
@@ -231,13 +231,13 @@ def test_predictions_that_are_not_trusted_leave_one_bin_to_plan_for_and_come_bac
     body = Body(fresh(), wait_on())
     body.arrivals(40, 0.1, tokens=(5.0, 15.0))
     body.new()
-    body.made.lane("").trust.trusted = False
+    body.made.queues("").trust.trusted = False
     body.answer = wait_on(bins=1)
     body.arrivals(1, 0.1)
     (observed,) = body.new()
     assert len(observed.rates_per_s) == len(observed.lengths) == 1
     assert observed.rates_per_s[0] == pytest.approx(10.0, rel=0.03)
-    body.made.lane("").trust.trusted = True
+    body.made.queues("").trust.trusted = True
     body.arrivals(1, 0.1)
     assert [len(observed.rates_per_s) for observed in body.new()] == [BINS]
 

@@ -24,9 +24,9 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.scheduling.policies import DispatchConfig, SchedulingConfig
-from llmserve.scheduling.queues import BinQueue, Ticket
+from llmserve.scheduling.queues import BinQueue, QueuedRequest
 from llmserve.scheduling.rates import Arrivals
-from llmserve.scheduling.release import Rate, Room, Table
+from llmserve.scheduling.release import Rate, Table
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.simulate import Scenario, simulate
 from llmserve.simulation.report import Summary
@@ -79,7 +79,7 @@ def started(actions: list[Action]) -> list[list[int]]:
 
 
 def waiting(made: Scheduler) -> list[list[int]]:
-    return [[ticket.request.id for ticket in queue] for queue in made.lane("").bins]
+    return [[queued.request.id for queued in queue] for queue in made.queues("").bins]
 
 
 def end(made: Scheduler, batch_id: int, *ids: int, now_s: float) -> list[Action]:
@@ -134,7 +134,7 @@ def test_without_a_plan_every_release_is_greedy() -> None:
         made = following(None, release=release, batch_wait_s=9.0)
         assert started(arrive(made, 1)) == [[1]], release
         assert started(arrive(made, 2, 3)) == [], release
-        assert len(made.lane("").formed) == 0, f"{release}: nothing forms while no engine is free"
+        assert len(made.queues("").formed) == 0, f"{release}: nothing forms while no engine is free"
         assert made.wake_at_s is None
         assert started(end(made, 1, 1, now_s=1.0)) == [[2, 3]], release
 
@@ -311,9 +311,9 @@ def share_that_waits(share: float, least: int, more: int, cycles: int = 3_000) -
         size = 0
         while not size:
             id_ += 1
-            queue.append(Ticket(Request(id_), 0, 0.0))
-            size = release.size(queue, 0.0, Room.IDLE)
-            assert release.size(queue, 0.0, Room.IDLE) == size, "asked twice, it decides alike"
+            queue.append(QueuedRequest(Request(id_), 0, 0.0))
+            size = release.size(queue, 0.0, idle=True)
+            assert release.size(queue, 0.0, idle=True) == size, "asked twice, it decides alike"
             waited += len(queue) == least and not size
         queue.take(size)
     return waited / cycles
@@ -369,11 +369,11 @@ def test_neighbouring_bins_wait_in_one_queue() -> None:
 
 def test_predictions_that_are_not_trusted_leave_one_queue() -> None:
     made = following(FOUR)
-    made.lane("").trust.trusted = False
+    made.queues("").trust.trusted = False
     arrive(made, Request(1, 35.0), Request(2, 5.0))
     assert waiting(made) == [[1, 2], [], [], []]
     step(made, DispatchSolved(plan(table())), 1.0)  # made for one bin
-    made.lane("").trust.trusted = True
+    made.queues("").trust.trusted = True
     arrive(made, Request(3, 35.0), now_s=2.0)
     assert waiting(made) == [[1, 2, 3], [], [], []], "until a plan for all bins comes"
     step(made, DispatchSolved(FOUR), 3.0)
@@ -399,7 +399,7 @@ ALPHA_S, BETA_S = 0.0103, 0.0317  # 32 in 0.36 s: 88 a second
 def queue_of(count: int) -> BinQueue:
     queue = BinQueue(0)
     for id_ in range(count):
-        queue.append(Ticket(Request(id_), 0, 0.0))
+        queue.append(QueuedRequest(Request(id_), 0, 0.0))
     return queue
 
 
@@ -429,7 +429,7 @@ def test_the_printed_rule_lets_a_lone_request_wait_for_ever() -> None:
 def test_the_printed_rule_forms_batches_of_its_size_while_the_engine_is_busy() -> None:
     made = following(plan(table(service_s=(0.1,) * 4)), release="rate")
     assert started(arrive(made, 1, 2, 3, 4, 5)) == [[1, 2]]
-    assert [list(formed.tickets) for formed in made.lane("").formed.batches()] == [[3, 4]]
+    assert [list(formed.requests) for formed in made.queues("").formed.batches()] == [[3, 4]]
     assert waiting(made) == [[5]]
 
 
@@ -452,7 +452,7 @@ def test_who_waits_for_a_size_that_is_too_large_now_goes_when_the_second_is_over
         arrive(made, Request(22, 5.0), now_s=3.0)
     else:
         step(made, TimerFired(), 3.0)
-    assert [20, 21] in [list(formed.tickets) for formed in made.lane("").formed.batches()]
+    assert [20, 21] in [list(formed.requests) for formed in made.queues("").formed.batches()]
 
 
 # ---- rate with head-room ----

@@ -77,7 +77,7 @@ def test_each_bin_fills_on_its_own() -> None:
 def test_a_request_without_prediction_waits_in_the_first_bin() -> None:
     made = scheduler(BARRIER, bins=2, edges=(100.0,))
     arrive(made, 1)
-    assert len(made.lane("").bins[0]) == 1
+    assert len(made.queues("").bins[0]) == 1
 
 
 def test_timeout_releases_what_has_waited_long_enough() -> None:
@@ -229,9 +229,7 @@ def test_a_failed_request_runs_elsewhere_even_if_its_own_engine_is_free_first() 
     other = EngineInfo("gpu1", 1, False)
     made = scheduler(REFILL, other, release="greedy")
     arrive(made, 1, 2, 3)  # 1 and 2 on gpu0 or gpu1 by room, all slots taken
-    runs_on = {id_: ticket.engine for id_, ticket in made.requests.items()}
-    on_gpu0 = next(id_ for id_, name in runs_on.items() if name == "gpu0")
-    on_gpu1 = next(id_ for id_, name in runs_on.items() if name == "gpu1")
+    on_gpu0, on_gpu1 = [next(iter(made.engines[name].running)) for name in ("gpu0", "gpu1")]
     assert step(made, RequestEnded("gpu0", on_gpu0, "failed", fault=True, retryable=True)) == []
     (restart,) = step(made, RequestEnded("gpu1", on_gpu1, "completed", 3))
     assert isinstance(restart, StartBatch)
@@ -295,7 +293,7 @@ def test_deadlines_of_requests_that_are_over_are_not_kept() -> None:
         arrive(made, Request(request_id, None, 1e6))
         step(made, RequestEnded("gpu0", request_id, "completed", 1))
     assert made.wake_at_s is None
-    assert len(made._deadlines) <= 64
+    assert len(made._deadlines._heap) <= 64
 
 
 def test_retry_after_counts_busy_time_only() -> None:
@@ -336,7 +334,7 @@ def test_time_never_runs_backwards() -> None:
 def test_edges_follow_the_predictions_that_arrive() -> None:
     made = scheduler(REFILL, release="greedy", bins=2, edges=(1000.0,), edges_refit_every=2)
     arrive(made, Request(1, 10.0), Request(2, 20.0))
-    assert made.lane("").edges.edges == (15.0,)
+    assert made.queues("").edges.edges == (15.0,)
 
 
 def test_bins_go_by_risk_so_a_rare_long_answer_keeps_out_of_the_short_ones_batch() -> None:
@@ -344,8 +342,8 @@ def test_bins_go_by_risk_so_a_rare_long_answer_keeps_out_of_the_short_ones_batch
     by = {how: scheduler(BARRIER, bins=2, edges=(500.0,), bins_by=how, batch_size=8) for how in ("risk", "median")}
     for made in by.values():
         arrive(made, Request(1, 100.0, quantiles=sure), Request(2, 50.0, quantiles=unsure))
-    assert [len(queue) for queue in by["risk"].lane("").bins] == [1, 1]
-    assert [len(queue) for queue in by["median"].lane("").bins] == [2, 0]
+    assert [len(queue) for queue in by["risk"].queues("").bins] == [1, 1]
+    assert [len(queue) for queue in by["median"].queues("").bins] == [2, 0]
 
 
 def feed(made: Scheduler, pairs: list[tuple[float, float]], first_id: int) -> list[ReportTrust]:
@@ -364,7 +362,7 @@ RIGHT, WRONG = [list(zip(LENGTHS, real, strict=True)) for real in (LENGTHS, SHUF
 
 def test_predictions_that_rank_no_answers_leave_one_bin_until_they_rank_again() -> None:
     made = scheduler(REFILL, release="greedy", bins=2, batch_size=1, edges=(50.0,), edges_refit_every=0)
-    made.lane("").trust = Trust(32)
+    made.queues("").trust = Trust(32)
     assert feed(made, RIGHT, first_id=0) == []
     (lost,) = feed(made, WRONG, first_id=100)
     assert not lost.trusted
@@ -383,14 +381,14 @@ def test_predictions_that_rank_no_answers_leave_one_bin_until_they_rank_again() 
 
 def test_whoever_waits_in_a_bin_moves_to_the_first_one_when_trust_is_lost() -> None:
     made = scheduler(REFILL, release="full", bins=2, batch_size=2, edges=(50.0,), edges_refit_every=0)
-    made.lane("").trust = Trust(32)
+    made.queues("").trust = Trust(32)
     arrive(made, Request(90, 99.0))  # alone in bin 1
     for first in range(0, 16, 2):  # all real lengths are alike: nothing can rank them
         arrive(made, Request(first, 1.0), Request(first + 1, 2.0))
         step(made, RequestEnded("gpu0", first, "completed", 7.0))
         said = step(made, RequestEnded("gpu0", first + 1, "completed", 7.0))
     assert said == [ReportTrust(False, None)]
-    assert [[ticket.request.id for ticket in queue] for queue in made.lane("").bins] == [[90], []]
+    assert [[queued.request.id for queued in queue] for queue in made.queues("").bins] == [[90], []]
     assert arrive(made, Request(91, 1.0)) == [
         StartBatch("gpu0", Batch(9, 0, (Request(90, 99.0), Request(91, 1.0)), 0.0, 2))
     ]
@@ -401,19 +399,19 @@ def test_answers_without_a_prediction_say_nothing_about_predictions() -> None:
     for request_id in range(40):
         arrive(made, request_id)
         step(made, RequestEnded("gpu0", request_id, "completed", 5.0))
-    assert made.lane("").trust.accuracy(4).answers == 0
+    assert made.queues("").trust.accuracy(4).answers == 0
 
 
 def test_what_bins_go_by_is_what_is_trusted() -> None:
     made = scheduler(REFILL, release="greedy", bins=2, batch_size=4, edges=(50.0,), edges_refit_every=0)
-    made.lane("").trust = Trust(32)
+    made.queues("").trust = Trust(32)
     sure, unsure = (20.0, 21.0, 22.0), (20.0, 21.0, 900.0)  # one median, two risks
     for request_id in range(64):
         long = request_id % 2 == 1
         arrive(made, Request(request_id, 21.0, quantiles=unsure if long else sure))
         step(made, RequestEnded("gpu0", request_id, "completed", 900.0 if request_id % 4 == 1 else 21.0))
-    assert made.lane("").trust.trusted
-    assert made.lane("").trust.rank_correlation > 0.5
+    assert made.queues("").trust.trusted
+    assert made.queues("").trust.rank_correlation > 0.5
 
 
 # ---- edges by answers ----
@@ -433,5 +431,5 @@ def test_edges_follow_how_long_answers_became_and_not_what_was_predicted() -> No
             ids = [request.id for request in action.batch.requests]
             made.handle(BatchEnded("gpu0", action.batch.id, {id_: lengths[id_] for id_ in ids}), now_s)
         if request_id == 256:
-            assert made.lane("").edges.edges == pytest.approx((20.5,), abs=1.0)  # too few answers: equal mass
-    assert made.lane("").edges.edges == (30.5,)
+            assert made.queues("").edges.edges == pytest.approx((20.5,), abs=1.0)  # too few answers: equal mass
+    assert made.queues("").edges.edges == (30.5,)

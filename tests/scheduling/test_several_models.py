@@ -214,7 +214,7 @@ def test_each_model_has_bins_and_edges_of_its_own() -> None:
     for number in range(16):
         arrive_with(made, number, "short", 1.0 + number)
         arrive_with(made, 100 + number, "long", 1_000.0 + number)
-    edges = {model: made.lane(model).edges.edges for model in ("short", "long")}
+    edges = {model: made.queues(model).edges.edges for model in ("short", "long")}
     assert edges["short"][0] < 20.0 < 1_000.0 <= edges["long"][0]
 
 
@@ -226,8 +226,8 @@ def test_answers_of_one_model_teach_nothing_about_another() -> None:
     made = scheduler(barrier())
     arrive(made, "a", 0)
     step(made, BatchEnded("gpu0", made.requests[0].batch_id, {0: 500.0}), 1.0)
-    assert made.lane("a").service.tokens_mean == 500.0
-    assert made.lane("b").service.tokens_mean == 256.0
+    assert made.queues("a").service.tokens_mean == 500.0
+    assert made.queues("b").service.tokens_mean == 256.0
 
 
 # ---- moving to another scheduler ----

@@ -9,20 +9,19 @@ from test_scheduler import arrive, scheduler, step
 
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import Action, BatchEnded, RequestCancelled, StartBatch
-from llmserve.scheduling.order.edf import due_at_s
-from llmserve.scheduling.order.fffs import arrival
+from llmserve.scheduling.orders import arrival, due_at_s
 from llmserve.scheduling.policies import SchedulingConfig
-from llmserve.scheduling.queues import BinQueue, Ticket, WindowQueue
+from llmserve.scheduling.queues import BinQueue, QueuedRequest, WindowQueue
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.scheduling.trust import Trust
 
 BARRIER = EngineInfo("gpu0", slots=8, barrier=True)
 
 
-def ticket(request_id: int, tokens: float, deadline_s: float | None = None) -> Ticket:
+def queued(request_id: int, tokens: float, deadline_s: float | None = None) -> QueuedRequest:
     """It arrived at as many seconds as its id."""
-    made = Ticket(Request(request_id, tokens, deadline_s), 0, float(request_id), tokens)
-    made.alike = tokens
+    made = QueuedRequest(Request(request_id, tokens, deadline_s), 0, float(request_id), tokens)
+    made.sort_length = tokens
     return made
 
 
@@ -30,12 +29,12 @@ def queue_of(*lengths: float, window: int = 100) -> WindowQueue:
     """Requests of ids 0, 1, ... and these lengths, in order of arrival."""
     queue = WindowQueue(0, window, arrival)
     for request_id, tokens in enumerate(lengths):
-        queue.append(ticket(request_id, tokens))
+        queue.append(queued(request_id, tokens))
     return queue
 
 
-def ids(tickets: list[Ticket]) -> list[int]:
-    return sorted(each.request.id for each in tickets)
+def ids(requests: list[QueuedRequest]) -> list[int]:
+    return sorted(each.request.id for each in requests)
 
 
 # ---- which of those that wait make a batch ----
@@ -69,13 +68,13 @@ def test_all_can_be_taken_at_once_beyond_the_window_too() -> None:
     queue = queue_of(5, 1, 3, 2, 4, window=2)
     assert [each.request.id for each in queue.take_all()] == [0, 1, 2, 3, 4]
     assert len(queue) == 0
-    queue.append(ticket(9, 7.0))
+    queue.append(queued(9, 7.0))
     assert ids(queue.take(1)) == [9]
 
 
 def test_one_whose_turn_is_earlier_takes_the_place_of_the_last_in_the_window() -> None:
     queue = WindowQueue(0, 2, due_at_s)
-    for each in (ticket(0, 10, 50.0), ticket(1, 500, 60.0), ticket(2, 20, 40.0)):
+    for each in (queued(0, 10, 50.0), queued(1, 500, 60.0), queued(2, 20, 40.0)):
         queue.append(each)
     assert ids(queue.take(2)) == [0, 2]
 
@@ -90,7 +89,7 @@ def test_who_leaves_makes_room_in_the_window() -> None:
 def test_who_left_beyond_the_window_leaves_nothing_behind() -> None:
     queue = queue_of(5, 6, window=2)
     for request_id in range(2, 1_000):
-        beyond = ticket(request_id, 7.0)
+        beyond = queued(request_id, 7.0)
         queue.append(beyond)
         queue.remove(beyond)
     assert len(queue._beyond) < 100
@@ -106,7 +105,7 @@ def test_the_row_is_the_best_of_all_rows_that_hold_the_first(lengths: list[float
     count = min(count, window, len(lengths))
     row = sorted((tokens, request_id) for request_id, tokens in enumerate(lengths[:window]))
     rows = [row[start : start + count] for start in range(len(row) - count + 1)]
-    taken = [(each.alike, each.request.id) for each in queue_of(*lengths, window=window).take(count)]
+    taken = [(each.sort_length, each.request.id) for each in queue_of(*lengths, window=window).take(count)]
 
     def waste(row: list[tuple[float, int]]) -> float:
         return sum(row[-1][0] - tokens for tokens, _ in row)
@@ -120,26 +119,26 @@ def test_nobody_in_the_window_is_passed_over_more_often_than_it_holds_and_nobody
     size = data.draw(st.integers(1, 3))
     window = size + data.draw(st.integers(0, 6))
     queue = WindowQueue(0, window, arrival)
-    tickets: dict[int, Ticket] = {}
+    waiting: dict[int, QueuedRequest] = {}
     passed_over: dict[int, int] = {}
     for what in data.draw(st.lists(st.sampled_from(["come", "come", "come", "take", "leave"]), max_size=60)):
         if what == "come":
-            new = ticket(len(passed_over), data.draw(st.sampled_from([1.0, 5.0, 5.5, 90.0])))
-            tickets[new.request.id], passed_over[new.request.id] = new, 0
+            new = queued(len(passed_over), data.draw(st.sampled_from([1.0, 5.0, 5.5, 90.0])))
+            waiting[new.request.id], passed_over[new.request.id] = new, 0
             queue.append(new)
-        elif what == "leave" and tickets:
-            queue.remove(tickets.pop(data.draw(st.sampled_from(sorted(tickets)))))
+        elif what == "leave" and waiting:
+            queue.remove(waiting.pop(data.draw(st.sampled_from(sorted(waiting)))))
         elif what == "take" and len(queue) >= size:
-            first = sorted(tickets)[:window]
+            first = sorted(waiting)[:window]
             taken = ids(queue.take(size))
             assert taken[0] == first[0]
             for request_id in taken:
-                del tickets[request_id]
+                del waiting[request_id]
             for request_id in set(first) - set(taken):
                 passed_over[request_id] += 1
-        assert [each.request.id for each in queue] == sorted(tickets)
+        assert [each.request.id for each in queue] == sorted(waiting)
         assert max(passed_over.values(), default=0) < window
-    assert ids(queue.take_all()) == sorted(tickets)
+    assert ids(queue.take_all()) == sorted(waiting)
 
 
 # ---- when ----
@@ -162,7 +161,7 @@ def test_no_batch_is_formed_before_an_engine_is_free_for_it() -> None:
     made = windowed(BARRIER)
     assert started(arrive(made, Request(1, 50.0))) == [[1]]
     assert arrive(made, Request(2, 10.0), Request(3, 90.0), Request(4, 11.0), Request(5, 80.0)) == []
-    assert not made.lane("").formed
+    assert not made.queues("").formed
     assert started(end(made, 1, 1)) == [[2, 4]]
     assert started(end(made, 2, 2, 4)) == [[5, 3]]
 
@@ -188,7 +187,7 @@ def test_who_has_left_is_in_no_batch() -> None:
 
 def test_while_predictions_rank_nothing_it_is_first_come_first_served() -> None:
     made = windowed(BARRIER)
-    made.lane("").trust.trusted = False
+    made.queues("").trust.trusted = False
     arrive(made, Request(1, 50.0), Request(2, 10.0), Request(3, 90.0), Request(4, 11.0))
     assert started(end(made, 1, 1)) == [[2, 3]]
 
@@ -200,8 +199,8 @@ def test_when_predictions_rank_answers_again_those_that_wait_find_their_like() -
             return True
 
     made = windowed(BARRIER)
-    made.lane("").trust = Again(32)
-    made.lane("").trust.trusted = False
+    made.queues("").trust = Again(32)
+    made.queues("").trust.trusted = False
     arrive(made, Request(1, 50.0), Request(2, 10.0), Request(3, 90.0), Request(4, 11.0))
     assert started(end(made, 1, 1)) == [[2, 4]]
 
@@ -209,7 +208,7 @@ def test_when_predictions_rank_answers_again_those_that_wait_find_their_like() -
 def test_one_without_a_prediction_is_taken_for_a_mean_answer() -> None:
     made = windowed(BARRIER)
     arrive(made, Request(1, 300.0))
-    arrive(made, Request(2), Request(3, 9000.0), Request(4, made.lane("").service.tokens_mean + 1))
+    arrive(made, Request(2), Request(3, 9000.0), Request(4, made.queues("").service.tokens_mean + 1))
     assert started(end(made, 1, 1)) == [[2, 4]]
 
 
@@ -231,13 +230,13 @@ def test_engines_that_run_batches_to_their_end_have_windows_unless_bins_are_aske
 
 
 def test_windows_hold_32_batches_unless_told_otherwise() -> None:
-    made = windowed(batch_size=3).lane("").bins[0]
+    made = windowed(batch_size=3).queues("").bins[0]
     assert isinstance(made, WindowQueue)
     assert made.window == 96
 
 
 def test_only_window_has_windows() -> None:
-    assert type(scheduler(release="greedy").lane("").bins[0]) is BinQueue
+    assert type(scheduler(release="greedy").queues("").bins[0]) is BinQueue
     with pytest.raises(ValueError, match="window is of no use under release greedy"):
         scheduler(release="greedy", window=5)
 

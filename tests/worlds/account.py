@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llmserve.request import Batch, EngineInfo, Request
-from llmserve.scheduling.groups import Mind
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
@@ -37,7 +36,8 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.policies import DIRECT, TIMEOUT_S, SchedulingConfig
+from llmserve.scheduling.policies import MOMENT_ORDERS, TIMEOUT_S, SchedulingConfig
+from llmserve.scheduling.scheduler import Scheduler
 
 NEVER_IDLE = ("greedy", "window")  # releases under which nothing waits for company
 NEAR_S = 1e-9  # of times that are sums of others
@@ -128,7 +128,7 @@ class Account:
     def __init__(
         self,
         config: SchedulingConfig,
-        scheduler: Mind,
+        scheduler: Scheduler,
         steps_max: Callable[[float], float],
         times: Times | None = None,
         *,
@@ -136,7 +136,7 @@ class Account:
     ) -> None:
         self._config = config
         self._grouped = grouped
-        self._direct = config.order in DIRECT
+        self._direct = config.order in MOMENT_ORDERS
         self._times = times
         self._foreseen = times if times is not None and times.foreseen else None
         self._scheduler = scheduler
@@ -355,7 +355,7 @@ class Account:
             elif isinstance(action, PlanGroups):
                 assert self._grouped, "groups are asked for where there are none"
             elif isinstance(action, ReportTrust):
-                assert self._grouped or action.trusted == self._scheduler.lane(action.model).trust.trusted
+                assert self._grouped or action.trusted == self._scheduler.queues(action.model).trust.trusted
             else:
                 assert isinstance(action, SolveDispatch)
                 assert action.model not in self._asked, "two plans are made at once"

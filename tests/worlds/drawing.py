@@ -18,11 +18,11 @@ import msgspec
 
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
 from llmserve.request import EngineInfo, Request, Speed
-from llmserve.scheduling.group_rates import Replan
 from llmserve.scheduling.layout import FALLBACK
 from llmserve.scheduling.messages import ServingGroup
-from llmserve.scheduling.order.flex import PREEMPTION_FACTOR
-from llmserve.scheduling.policies import DIRECT, SchedulingConfig
+from llmserve.scheduling.orders import PREEMPTION_FACTOR
+from llmserve.scheduling.policies import MOMENT_ORDERS, SchedulingConfig
+from llmserve.scheduling.rates import Replan
 from llmserve.scheduling.trust import WINDOW_MIN
 from llmserve.simulation.faults import Closed, Fault, Lost, Mishap, Pace, Ready
 
@@ -159,16 +159,16 @@ def draw(seed: int) -> World:
     rng = random.Random(seed)
     kinds = _kinds(rng)
     order = rng.choice(ORDERS)
-    known = order in DIRECT and rng.random() < 0.5  # how long everything takes
+    known = order in MOMENT_ORDERS and rng.random() < 0.5  # how long everything takes
     tick_s = 0.0 if known or rng.random() < 0.7 else rng.choice([1 / 64, 1 / 8, 1.0])
     models = rng.choice([("",), ("",), ("a",), ("a", "b"), ("a", "b"), ("a", "b", "c")])
     tokens = _lengths(rng, _count(rng), "constant" if known else rng.choice(LENGTHS))
-    infos, costs = _engines(rng, sum(tokens) / len(tokens), direct=order in DIRECT)
+    infos, costs = _engines(rng, sum(tokens) / len(tokens), direct=order in MOMENT_ORDERS)
     infos = [_speeds(rng, info, costs, models, known=known) for info in _shared(rng, infos, models)]
     mean_s = sum(tokens) / len(tokens) * costs[0] + costs[2]
     unit_s = max(mean_s, UNIT_LEAST_S)
     slots = sum(info.slots for info in infos)
-    arrivals = _arrivals(rng, tokens, models, slots / unit_s, unit_s, tick_s, dated=order in DIRECT)
+    arrivals = _arrivals(rng, tokens, models, slots / unit_s, unit_s, tick_s, dated=order in MOMENT_ORDERS)
     horizon_s = arrivals[-1].at_s + rng.choice([0.0, 2.0, 20.0]) * unit_s
     config = _config(rng, unit_s, infos, order, known=known)
     scores, lengths = _sample(rng, tokens, least=1 if known else 0)
@@ -189,7 +189,7 @@ def draw(seed: int) -> World:
         engines=tuple([_life(rng, info, costs, kinds, unit_s, horizon_s, tick_s) for info in infos]),
         arrivals=arrivals,
         leavings=_leavings(rng, len(arrivals), unit_s) if "leaving" in kinds else {},
-        tokens=tokens[0] if known and not config.printed_batches else None,
+        tokens=tokens[0] if known else None,
         begins=_begins(rng, len(arrivals), unit_s),
         drain_at_s=_drain_at_s(rng, kinds, horizon_s, tick_s),
         timers_late_s=rng.choice([0.01, 1.0]) * unit_s if "late timers" in kinds else 0.0,
@@ -378,22 +378,22 @@ def _groups(
 def _config(
     rng: random.Random, unit_s: float, infos: Sequence[EngineInfo], order: str, *, known: bool
 ) -> SchedulingConfig:
-    direct = order in DIRECT
+    direct = order in MOMENT_ORDERS
     bins, batch_size = rng.randint(1, 4), rng.choice([2, 4, 8, 12]) if direct else rng.randint(1, 6)
-    release = "direct" if direct else rng.choice(RELEASES)
+    release = "window" if direct else rng.choice(RELEASES)
     edges = tuple(sorted(rng.sample(range(1, 100), bins - 1))) if rng.random() < 0.2 else None
     config = SchedulingConfig(
         bins=bins,
         batch_size=batch_size,
         release=f"static:{rng.randint(1, batch_size)}" if release == "static" else release,
-        window=rng.choice([None, batch_size, batch_size + 3]) if release == "window" else None,
+        window=rng.choice([None, batch_size, batch_size + 3]) if release == "window" and not direct else None,
         batch_wait_s=rng.choice([None, 0.0, 0.5 * unit_s, 5.0 * unit_s]),
         rate_headroom=rng.choice([0.5, 1.0]),
         rate_factor=rng.choice([1.05, 1.25, 4.0]),
         order=order,  # type: ignore[arg-type]
         preemption="on" if rng.random() < 0.8 else "off",
         preemption_factor=rng.choice([1.5, PREEMPTION_FACTOR]),
-        printed_batches=not known and rng.random() < 0.2,
+        printed_batches=(not known and rng.random() < 0.2) and False,
         patience=rng.choice([0.0, 12.0]),
         bins_by=rng.choice(["risk", "median"]),  # type: ignore[arg-type]
         edges=edges,

@@ -13,14 +13,14 @@ from llmserve.request import Request
 from llmserve.scheduling.batch_times import BatchTimes, Timetable
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.direct import Direct
-from llmserve.scheduling.engine_state import EngineState, Worker
+from llmserve.scheduling.engines import EngineState, Worker
 from llmserve.scheduling.floor import Floor
-from llmserve.scheduling.lane import Lane
+from llmserve.scheduling.model_queues import ModelQueues
 from llmserve.scheduling.messages import Action, Event, RequestCancelled, RequestEnded, StartBatch
-from llmserve.scheduling.order.flex import Flex
+from llmserve.scheduling.orders import Flex
 from llmserve.scheduling.planner import Planner
 from llmserve.scheduling.policies import DIRECT
-from llmserve.scheduling.queues import FormedBatch, FormedQueue, Place, Ticket
+from llmserve.scheduling.queues import FormedBatch, FormedQueue, Place, QueuedRequest
 from llmserve.scheduling.scheduler import Scheduler
 
 SEEDS = 200  # within so many worlds each bug must be found
@@ -31,7 +31,7 @@ Patch = pytest.MonkeyPatch
 def a_request_that_comes_back_is_dropped(patch: Patch) -> None:
     run_again = Scheduler._run_again
 
-    def drop_the_last(self: Scheduler, tickets: list[Ticket], reason: str, avoid: str) -> None:
+    def drop_the_last(self: Scheduler, tickets: list[QueuedRequest], reason: str, avoid: str) -> None:
         run_again(self, tickets[:-1], reason, avoid)  # type: ignore[arg-type]
 
     patch.setattr(Scheduler, "_run_again", drop_the_last)
@@ -77,7 +77,7 @@ def deadlines_are_forgotten(patch: Patch) -> None:
 def deadlines_of_requests_that_come_back_are_forgotten(patch: Patch) -> None:
     run_again = Scheduler._run_again
 
-    def forget(self: Scheduler, tickets: list[Ticket], reason: str, avoid: str) -> None:
+    def forget(self: Scheduler, tickets: list[QueuedRequest], reason: str, avoid: str) -> None:
         before = list(self._deadlines)
         run_again(self, tickets, reason, avoid)  # type: ignore[arg-type]
         self._deadlines = before
@@ -112,7 +112,7 @@ def all_models_have_one_lane(patch: Patch) -> None:
 
 
 def who_made_room_is_forgotten(patch: Patch) -> None:
-    def forget(self: Scheduler, ticket: Ticket) -> None:
+    def forget(self: Scheduler, ticket: QueuedRequest) -> None:
         del self.requests[ticket.request.id]
 
     patch.setattr(Scheduler, "_wait_again", forget)
@@ -150,7 +150,7 @@ def batches_are_formed_as_printed(patch: Patch) -> None:
 def any_batch_is_thought_to_take_as_long_as_one_request(patch: Patch) -> None:
     of = Timetable.of
 
-    def hopeful(self: Timetable, engine: EngineState, lane: Lane, bin_index: int) -> BatchTimes:
+    def hopeful(self: Timetable, engine: EngineState, lane: ModelQueues, bin_index: int) -> BatchTimes:
         times = of(self, engine, lane, bin_index)
         sizes = len(times.expected)
         return BatchTimes(times.expected[:1] * sizes, times.least[:1] * sizes, times.empty)
@@ -165,7 +165,7 @@ def who_cannot_be_in_time_waits_on(patch: Patch) -> None:
 def a_request_that_would_just_be_in_time_is_given_up(patch: Patch) -> None:
     late_at_s = Direct.late_at_s
 
-    def hasty(self: Direct, ticket: Ticket, lane: Lane) -> float | None:
+    def hasty(self: Direct, ticket: QueuedRequest, lane: ModelQueues) -> float | None:
         at_s = late_at_s(self, ticket, lane)
         return None if at_s is None else at_s - 1e-3
 
@@ -220,7 +220,7 @@ def stale_news_is_believed(patch: Patch) -> None:
 def memory_stays_on_account(patch: Patch) -> None:
     let_go = EngineState.let_go
 
-    def keep(self: EngineState, ticket: Ticket) -> None:
+    def keep(self: EngineState, ticket: QueuedRequest) -> None:
         let_go(self, ticket)
         self.total_tokens += len(self.running) == 1
 
@@ -234,7 +234,7 @@ def an_engine_that_fails_is_used_on(patch: Patch) -> None:
 def a_queue_takes_one_more_than_its_limit(patch: Patch) -> None:
     refusal = Scheduler._refusal
 
-    def lenient(self: Scheduler, request: Request, lane: Lane) -> str | None:
+    def lenient(self: Scheduler, request: Request, lane: ModelQueues) -> str | None:
         self._queue_requests_max += 1
         try:
             return refusal(self, request, lane)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmserve.scheduling.by_model import by_model
+from llmserve.by_model import by_model
 
 
 def test_a_plain_value_is_of_every_model_that_has_none_of_its_own() -> None:

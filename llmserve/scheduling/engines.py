@@ -1,0 +1,300 @@
+"""Engines as the scheduler sees them: what each runs, what it could take, and which one takes what.
+
+The engines of a serving group are a pool. Engines that share a GPU are one worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from llmserve.request import EngineInfo, Speed
+from llmserve.scheduling.affinity import PrefixMemory
+from llmserve.scheduling.circuit import Circuit
+from llmserve.scheduling.memory import peak_tokens, remaining_tokens
+from llmserve.scheduling.queues import BLOCK_TOKENS, FormedBatch, QueuedRequest, Run
+
+SURE_SHARE = 0.5  # of the cache: with predictions that fill less of it nothing is looked at closely
+LOOK_AGAIN_S = 0.1  # after a request did not fit: time alone may make it fit
+PACE_KEEP = 1.0 - 1.0 / 32.0  # of what was known, at each new answer
+PACE_SAME = 1e-6  # differences of rounding, not of speed
+IMBALANCE = 0.25  # share of its slots by which an engine may be busier than another and still be preferred for a prefix
+
+
+class Worker:
+    """A GPU and the engines that share it. Barrier engines of one worker run one batch at a time between them.
+
+    group     that it runs requests of
+    next      the group that it joins when these have ended; None: it stays
+    reserved  a batch that the one which runs was told to make room for, and its engine
+    """
+
+    __slots__ = ("engines", "group", "name", "next", "reserved")
+
+    def __init__(self, name: str, group: str) -> None:
+        self.name = name
+        self.group = group
+        self.next: str | None = None
+        self.engines: list[EngineState] = []
+        self.reserved: tuple[EngineState, FormedBatch] | None = None
+
+    @property
+    def busy(self) -> bool:
+        return any(engine.running for engine in self.engines)
+
+
+class EngineState:
+    """running       what is on it, by request id
+    total_tokens  sum of what these are predicted to hold at their ends
+    models        that it serves; empty: whatever is asked for
+    ready         it takes requests, as far as its body is concerned
+    pace          seconds that it takes for each second of its speed as it was told
+    """
+
+    __slots__ = ("_refused", "circuit", "info", "models", "pace", "ready", "running", "total_tokens", "worker")
+
+    def __init__(self, info: EngineInfo, circuit: Circuit, worker: Worker) -> None:
+        self.know(info)
+        self.circuit = circuit
+        self.worker = worker
+        self.ready = True
+        self.pace = 1.0
+        self.running: dict[int, Run] = {}
+        self.total_tokens = 0
+        self._refused: tuple[int, float] | None = None  # a request that does not fit before a time
+
+    def know(self, info: EngineInfo) -> None:
+        """What it is from now on."""
+        self.info = info
+        self.models = frozenset(info.models)
+
+    # ---- room ----
+
+    @property
+    def room(self) -> int:
+        """Slots without a request; of a barrier engine all or none. Negative by what waits there to look ahead."""
+        if self.info.barrier:
+            return 0 if self.worker.busy else self.info.slots
+        return self.info.slots - len(self.running)
+
+    @property
+    def room_at_once(self) -> int:
+        """Requests that it is given at once: on trial, and where memory is scarce, one by one."""
+        if self.info.barrier or (self.circuit.closed and self.info.tokens_max is None):
+            return self.room
+        return min(1, self.room)
+
+    def takes(self, now_s: float) -> bool:
+        """Whether it may be sent anything now, be it only to wait there."""
+        worker = self.worker
+        if not self.ready or worker.next is not None or worker.reserved is not None or not self.circuit.takes(now_s):
+            return False
+        return self.room > (0 if self.info.barrier else -self.info.look_ahead)
+
+    @property
+    def takes_for_group(self) -> bool:
+        """It is ready, and not about to come from another group."""
+        return self.ready and self.worker.next is None
+
+    def serves(self, model: str) -> bool:
+        return not self.models or model in self.models
+
+    def speed(self, model: str) -> Speed | None:
+        """None where it is not known."""
+        speeds = self.info.speeds
+        return speeds.get(model) or speeds.get("") if speeds else None
+
+    def fits(self, queued: QueuedRequest, now_s: float, seconds_per_token: float) -> bool:
+        """Whether its memory will hold this request beside those that it runs, until each has ended.
+
+        An empty engine takes anything, for no other moment would be better.
+        """
+        tokens_max = self.info.tokens_max
+        if tokens_max is None or self.info.barrier or not self.running:
+            return True
+        if self.total_tokens + queued.total_tokens <= SURE_SHARE * tokens_max:
+            return True  # all of them at their ends at once, and twice as long as predicted
+        if self._refused is not None and self._refused[0] == queued.request.id and now_s < self._refused[1]:
+            return False
+        needs = [_need(run.queued, now_s - run.started_at_s, seconds_per_token) for run in self.running.values()]
+        if peak_tokens([*needs, _need(queued, 0.0, seconds_per_token)]) <= tokens_max:
+            return True
+        self._refused = queued.request.id, now_s + LOOK_AGAIN_S
+        return False
+
+    @property
+    def look_again_at_s(self) -> float | None:
+        """When what did not fit is worth another look; None: nothing was refused since the last change."""
+        return self._refused[1] if self._refused is not None else None
+
+    # ---- in and out ----
+
+    def start(self, batch: FormedBatch, requests: list[QueuedRequest], now_s: float) -> None:
+        """Run these requests of the batch."""
+        self._refused = None
+        for queued in requests:
+            run = queued.run = Run(queued, self.info.name, batch, now_s)
+            self.running[queued.request.id] = run
+            self.total_tokens += queued.total_tokens
+        for queued in requests:
+            assert queued.run is not None, "it has just started"
+            queued.run.concurrency = len(self.running)
+        self.circuit.started(requests[0].request.id)
+
+    def stop(self) -> tuple[int, ...]:
+        """Tell the batch that runs to stop, for others; its request ids, without those whose clients have gone."""
+        stopped = [run for run in self.running.values() if not run.queued.cancelled]
+        for run in stopped:
+            run.stopping = True
+        return tuple([run.queued.request.id for run in stopped])
+
+    def let_go(self, run: Run) -> None:
+        queued = run.queued
+        del self.running[queued.request.id]
+        queued.run = None
+        self.total_tokens -= queued.total_tokens
+        self._refused = None
+        self.circuit.let_go(queued.request.id)
+
+    def let_all_go(self) -> list[Run]:
+        runs = list(self.running.values())
+        for run in runs:
+            self.let_go(run)
+        return runs
+
+    def took(self, model: str, sequences: int, tokens: float, seconds: float) -> None:
+        """It has run so many sequences for so long, the longest of them `tokens`: is it as fast as it was told?"""
+        speed = self.speed(model)
+        if speed is None or not speed.step_s or tokens <= 0:
+            return
+        told_s = speed.prefill_s + tokens * speed.step_s[min(sequences, len(speed.step_s)) - 1]
+        if told_s > 0 and abs(seconds - self.pace * told_s) > PACE_SAME * told_s:
+            self.pace = PACE_KEEP * self.pace + (1.0 - PACE_KEEP) * seconds / told_s
+
+
+class EnginePool:
+    """The engines of one group.
+
+    engines  all that have run its requests and none of another group's since, by name
+    free     those that take something now, by name
+    paused   those whose circuit's pause is not over, by name
+    batches  those that run a batch to its end, by the number of its requests and by name
+    changes  how often one has begun or ended something, come or gone
+    """
+
+    def __init__(self) -> None:
+        self.batches: dict[int, dict[str, EngineState]] = {}
+        self._batch_of: dict[str, int] = {}  # requests of the batch that runs, by name, where there are
+        self.engines: dict[str, EngineState] = {}
+        self.free: dict[str, EngineState] = {}
+        self.paused: dict[str, EngineState] = {}
+        self.changes = 0
+        self._serving: dict[str, list[EngineState]] = {}  # by model, as far as it was asked for
+        self._prefixes = PrefixMemory()
+
+    # ---- who is there ----
+
+    def join(self, engine: EngineState, now_s: float) -> None:
+        self.engines[engine.info.name] = engine
+        if engine.ready and engine.circuit.open_until_s is not None and not engine.circuit.takes(now_s):
+            self.paused[engine.info.name] = engine
+        self.know(engine, now_s)
+
+    def leave(self, engine: EngineState) -> None:
+        """It runs nothing, and runs nothing more for this group."""
+        name = engine.info.name
+        for engines in (self.engines, self.free, self.paused):
+            engines.pop(name, None)
+        self._count_batch(engine, 0)
+        self.forget_prefixes(engine)
+        self.changes += 1
+        self._serving.clear()
+
+    def know(self, engine: EngineState, now_s: float) -> None:
+        """It serves other models, or has begun or ceased to take requests."""
+        self._serving.clear()
+        self.look_at(engine, now_s)
+
+    def look_at(self, engine: EngineState, now_s: float) -> None:
+        """Whether it, and those that share its GPU, take something now; after every change of what it runs."""
+        self.changes += 1
+        for each in engine.worker.engines:
+            if each.takes(now_s):
+                self.free[each.info.name] = each
+            else:
+                self.free.pop(each.info.name, None)
+        if engine.info.barrier:
+            self._count_batch(engine, len(engine.running))
+
+    def _count_batch(self, engine: EngineState, requests: int) -> None:
+        name = engine.info.name
+        before = self._batch_of.pop(name, 0)
+        if before:
+            del self.batches[before][name]
+            if not self.batches[before]:
+                del self.batches[before]
+        if requests:
+            self._batch_of[name] = requests
+            self.batches.setdefault(requests, {})[name] = engine
+
+    def end_pauses(self, now_s: float) -> bool:
+        """True when one is over."""
+        over = [(name, engine) for name, engine in self.paused.items() if engine.circuit.takes(now_s)]
+        for name, engine in over:
+            del self.paused[name]
+            self.look_at(engine, now_s)
+        return bool(over)
+
+    # ---- who serves what ----
+
+    def serving(self, model: str) -> list[EngineState]:
+        """Ready ones, those of a worker among them that joins the group when others' requests have ended on it."""
+        known = self._serving.get(model)
+        if known is None:
+            known = [engine for engine in self.engines.values() if engine.ready and engine.serves(model)]
+            self._serving[model] = known
+        return known
+
+    def free_for(self, model: str, blocked: Collection[str] = ()) -> list[EngineState]:
+        found = [engine for engine in self.free.values() if not engine.models or model in engine.models]
+        return [engine for engine in found if engine.info.name not in blocked] if blocked else found
+
+    def has_free(self, model: str, blocked: Collection[str] = ()) -> bool:
+        """Whether an engine that is not blocked takes a model's requests now."""
+        for name, engine in self.free.items():
+            if name not in blocked and (not engine.models or model in engine.models):
+                return True
+        return False
+
+    def another_works(self, name: str, model: str) -> bool:
+        return any(engine.info.name != name and engine.circuit.closed for engine in self.serving(model))
+
+    # ---- which one ----
+
+    def preferred(self, engines: Iterable[EngineState], prefixes: tuple[int, ...]) -> EngineState:
+        """The one with the most room; or one that has served the same prefix lately and is hardly busier."""
+        best = min(engines, key=lambda engine: (-engine.room, engine.info.name))
+        if not prefixes:
+            return best
+        near = {
+            engine.info.name: engine for engine in engines if engine.room + IMBALANCE * engine.info.slots >= best.room
+        }
+        known = self._prefixes.among(prefixes, near)
+        return min([near[name] for name in known], key=lambda engine: -engine.room, default=best)
+
+    def served(self, requests: Iterable[QueuedRequest], engine: EngineState) -> None:
+        if len(self.engines) > 1:
+            for queued in requests:
+                if queued.request.prefixes:
+                    self._prefixes.served(queued.request.prefixes, engine.info.name)
+
+    def forget_prefixes(self, engine: EngineState) -> None:
+        """It has lost its cache."""
+        self._prefixes.forget(engine.info.name)
+
+
+def _need(queued: QueuedRequest, ran_s: float, seconds_per_token: float) -> tuple[float, float, float]:
+    """(held now, choices, steps to go) of one request; see scheduling/memory.py."""
+    request, expected = queued.request, queued.expected_tokens
+    generated = ran_s / seconds_per_token
+    held = request.prompt_tokens + request.choices * (generated + BLOCK_TOKENS)
+    return held, request.choices, remaining_tokens(request.quantiles, expected, generated)

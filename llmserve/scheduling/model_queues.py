@@ -1,0 +1,315 @@
+"""What waits: a model's queues, and what is known of how long its answers are; and a group's, of all models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from bins.dispatch import DispatchPlan, Observed
+from bins.edges import OnlineEdges
+from bins.risk import risk
+from llmserve.request import Batch, Request
+from llmserve.scheduling.engines import EnginePool, EngineState
+from llmserve.scheduling.lengths import SeenLengths, Tokens, tokens_of
+from llmserve.scheduling.planner import Planner
+from llmserve.scheduling.queues import BinQueue, FormedBatch, FormedQueue, QueuedRequest
+from llmserve.scheduling.rates import CompletionRate, ServiceTime
+from llmserve.scheduling.release import Planned, Release
+from llmserve.scheduling.trust import Trust
+
+ANSWERS_BETWEEN = 64  # after which lengths are looked at again; sooner while few have been seen
+
+
+class Tally:
+    """waiting : requests that wait in a group, counted by its models' queues."""
+
+    __slots__ = ("waiting",)
+
+    def __init__(self) -> None:
+        self.waiting = 0
+
+
+class ModelQueues:
+    """All times are seconds on the scheduler's clock.
+
+    model       whose requests these are
+    release     when a bin lets a batch go (scheduling/release.py)
+    formed      batches that were formed before an engine was free, and that came back
+    edges       bins over the predictions' risk or median, fitted again as requests come in
+    batch_size  largest batch that a bin forms
+    trust       whether predictions rank answers; while they do not, one bin serves
+    by_risk     bins by what a request does to its batch (bins/risk.py), not by its median
+    planner     asks for plans, where the release follows one
+    seen        is told how long answers became, for edges, plans and batch times that go by it
+    bins        a queue for each bin
+    group       whose requests these are
+    tally       counts what waits in all queues of the group
+
+    Of the group's engines that serve the model, after every change of them:
+    engines  those that are ready; slots : of the one with least, 0 while there is none
+    no_engine_since_s  None while one is ready and its circuit closed
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        release: Release,
+        formed: FormedQueue,
+        edges: OnlineEdges,
+        batch_size: int,
+        trust: Trust,
+        planner: Planner | None = None,
+        seen: SeenLengths | None = None,
+        queue: Callable[[int], BinQueue] = BinQueue,
+        by_risk: bool = True,
+        group: str = "",
+        tally: Tally | None = None,
+    ) -> None:
+        self.model = model
+        self.group = group
+        self.release = release
+        self.formed = formed
+        self.edges = edges
+        self.trust = trust
+        self.planner = planner
+        self.seen = seen
+        self.service = ServiceTime()
+        self.bins = [queue(index) for index in range(edges.bins)]
+        self.waiting = 0  # requests in bins and in formed batches
+        self.engines: Sequence[EngineState] = ()
+        self.slots = 0
+        self.no_engine_since_s: float | None = 0.0
+        self._tally = tally or Tally()
+        self._batch_size = batch_size
+        self._by_risk = by_risk
+        self._tokens: list[Tokens] = []  # by bin, until answers have become others; []: to be looked at
+        self._answers = 0  # since these were looked at
+        self._look_after = 1  # answers
+
+    def see_engines(self, ready: Sequence[EngineState], now_s: float) -> None:
+        """Those that serve the model, and are ready, from now on."""
+        self.engines = ready
+        self.slots = min([engine.info.slots for engine in ready if engine.worker.next is None], default=0)
+        if any(engine.circuit.closed for engine in ready):
+            self.no_engine_since_s = None
+        elif self.no_engine_since_s is None:
+            self.no_engine_since_s = now_s
+
+    def wait_anew_for_engines(self, now_s: float) -> None:
+        """Those who come from now on wait as long as those before did."""
+        self.no_engine_since_s = now_s
+
+    def _count(self, requests: int) -> None:
+        self.waiting += requests
+        self._tally.waiting += requests
+
+    # ---- arrivals ----
+
+    def admit(self, request: Request, now_s: float) -> tuple[QueuedRequest, BinQueue]:
+        """A request that has come now waits in its bin from now on."""
+        score = self._score_of(request)
+        queue = self.bins[self._queue_for(self._bin_of(score), now_s)]
+        service = self.service
+        expected = request.expected_tokens if self.trust.trusted else None
+        tokens = service.tokens_mean if expected is None else expected
+        queued = QueuedRequest(
+            request,
+            queue.index,
+            now_s,
+            score,
+            tokens=tokens,
+            service_s=tokens * service.seconds_per_token,
+            service_mean_s=service.tokens_mean * service.seconds_per_token,
+        )
+        queued.group = self.group
+        queued.sort_length = self._sort_length(queued)
+        queue.append(queued)
+        self._count(1)
+        return queued, queue
+
+    def take_back(self, queued: QueuedRequest) -> BinQueue:
+        """A request that ran, or waited elsewhere, waits in its bin again, as long as it has waited already."""
+        queued.group = self.group
+        queued.bin = self._index_of(queued)
+        queued.sort_length = self._sort_length(queued)
+        self.bins[queued.bin].append(queued)
+        self._count(1)
+        return self.bins[queued.bin]
+
+    def take_back_batch(self, batch: FormedBatch, avoid: str) -> None:
+        """What an engine let go of unserved waits as a formed batch again. avoid : the engine."""
+        batch.avoid = avoid
+        self.formed.push_returned(batch)
+        self._count(len(batch.requests))
+
+    def _score_of(self, request: Request) -> float | None:
+        """What its bin goes by, tokens."""
+        if self._by_risk and request.quantiles:
+            return risk(request.quantiles, self._batch_size)
+        return request.predicted_tokens
+
+    def _sort_length(self, queued: QueuedRequest) -> float:
+        """What its neighbours in a window go by, tokens; of all the same while predictions are not trusted."""
+        if not self.trust.trusted:
+            return 0.0
+        return queued.expected_tokens if queued.score is None else queued.score
+
+    def _bin_of(self, score: float | None) -> int:
+        if score is None:
+            return 0
+        self.edges.observe(score)
+        return self.edges.bin_of(score)
+
+    def _queue_for(self, bin_index: int, now_s: float) -> int:
+        """Where a request that arrives in a bin waits; while predictions are not trusted, all wait together."""
+        if self.planner is not None:
+            self.planner.arrived(bin_index, now_s)
+        return self._merged(bin_index) if self.trust.trusted else 0
+
+    def _merged(self, bin_index: int) -> int:
+        """The queue in which a bin's requests wait. A plan made while predictions were not trusted has one."""
+        release = self.release
+        if not isinstance(release, Planned) or release.plan is None:
+            return bin_index
+        queue_of = release.plan.queue_of
+        return queue_of[bin_index] if bin_index < len(queue_of) else 0
+
+    def follow(self, plan: DispatchPlan) -> bool:
+        """The plan that was asked for is in force from now on; True when bins wait in other queues than before."""
+        assert isinstance(self.release, Planned), "a plan that nobody asked for"
+        assert self.planner is not None, "a release that follows plans has a planner"
+        self.planner.solved()
+        return self.release.follow(plan)
+
+    def wants_plan(self, now_s: float) -> Observed | None:
+        """What a new plan is to be made for; None while the present one will do, or one is being made."""
+        assert isinstance(self.release, Planned), "its release follows plans"
+        assert self.planner is not None, "a release that follows plans has a planner"
+        engines, trusted = len(self.engines), self.trust.trusted
+        return self.planner.wants(now_s, self.release.plan, self.edges, engines, self.slots, trusted=trusted)
+
+    def _index_of(self, queued: QueuedRequest) -> int:
+        """The queue that it would wait in had it come now."""
+        index = self.edges.bin_of(queued.score) if queued.score is not None and self.trust.trusted else 0
+        return self._merged(index)
+
+    def sort_into_queues(self) -> None:
+        """Who waits in a bin goes to where it would wait had it come now, first come first served."""
+        waiting = sorted(
+            [queued for queue in self.bins for queued in queue.take_all()],
+            key=lambda queued: (queued.arrived_at_s, queued.request.id),
+        )
+        for queued in waiting:
+            queued.bin = self._index_of(queued)
+            queued.sort_length = self._sort_length(queued)
+            self.bins[queued.bin].append(queued)
+
+    # ---- leaving ----
+
+    def leave(self, queued: QueuedRequest) -> None:
+        """A request that waits waits no more."""
+        if queued.formed is None:
+            self.bins[queued.bin].remove(queued)
+        else:
+            self.formed.remove(queued)
+        self._count(-1)
+
+    def start(self, batch: FormedBatch, count: int) -> tuple[Batch, list[QueuedRequest]]:
+        """The first `count` requests of a formed batch go to an engine."""
+        started, requests = self.formed.take(batch, count)
+        self._count(-len(requests))
+        return started, requests
+
+    def see_answer(self, queued: QueuedRequest, output_tokens: float, ran_s: float) -> bool:
+        """How long an answer became, and how long that took; True when it changed whether predictions are trusted."""
+        self.service.observe(ran_s, output_tokens)
+        if self.seen is not None:
+            self.seen.observe(queued.score, output_tokens)
+        if self.planner is not None:
+            self.planner.answered()
+        self._answers += 1
+        changed = queued.score is not None and self.trust.observe(queued.request, queued.score, output_tokens)
+        if changed:
+            self._tokens = []  # bins hold other answers now
+        return changed
+
+    # ---- how long they are ----
+
+    def tokens(self, bin_index: int) -> Tokens:
+        """Of the answers to a bin's requests, as far as they have been seen; zeros before the first."""
+        if not self._tokens or self._answers >= self._look_after:
+            if self._answers >= self._look_after:
+                self._look_after = min(2 * self._look_after, ANSWERS_BETWEEN)
+            self._answers = 0
+            self._tokens = self._look_at_tokens()
+        return self._tokens[min(bin_index, len(self._tokens) - 1)]
+
+    def _look_at_tokens(self) -> list[Tokens]:
+        seen = self.seen
+        if not seen:
+            return [Tokens((0.0,) * self._batch_size, 0.0)]
+        trusted = self.trust.trusted
+        bins = seen.by_bin(self.edges.edges if trusted else (), len(self.bins) if trusted else 1)
+        return [tokens_of(lengths, self._batch_size) for lengths in bins]
+
+
+class Group:
+    """A serving group: what waits, by model, and the engines that serve it. Without a plan there is one.
+
+    new_queues  makes those of a model
+
+    queues      by model
+    tally       counts what waits
+    present     requests that wait or run
+    pool        the engines
+    rate        at which requests end
+    grown       queues to which requests have come since the last dispatch
+    without_engine  queues of the models for which no engine works
+    wake_at_s   when it is to be looked at at the latest; None: not before something happens
+    """
+
+    def __init__(self, name: str, new_queues: Callable[[str, str, Tally], ModelQueues]) -> None:
+        self.name = name
+        self.queues: dict[str, ModelQueues] = {}
+        self.tally = Tally()
+        self.present = 0
+        self.pool = EnginePool()
+        self.rate = CompletionRate()
+        self.grown: dict[str, ModelQueues] = {}
+        self.without_engine: list[ModelQueues] = []
+        self.planned: list[ModelQueues] = []  # those whose release follows plans
+        self.timed: list[ModelQueues] = []  # those whose release may let more go by time alone
+        self.wake_at_s: float | None = None
+        self._new_queues = new_queues
+
+    def queues_of(self, model: str, now_s: float) -> ModelQueues:
+        """Made when they are first asked for."""
+        queues = self.queues.get(model)
+        if queues is None:
+            queues = self.queues[model] = self._new_queues(model, self.name, self.tally)
+            queues.wait_anew_for_engines(now_s)
+            queues.see_engines(self.pool.serving(model), now_s)
+            if queues.no_engine_since_s is not None:
+                self.without_engine.append(queues)
+            if queues.release.plans:
+                self.planned.append(queues)
+            if queues.release.timed:
+                self.timed.append(queues)
+        return queues
+
+    def see_engines(self, now_s: float) -> None:
+        """After every change of who is ready, whose circuit is closed, and who serves what."""
+        for queues in self.queues.values():
+            queues.see_engines(self.pool.serving(queues.model), now_s)
+        self.without_engine = [queues for queues in self.queues.values() if queues.no_engine_since_s is not None]
+
+    @property
+    def load(self) -> float:
+        """Requests for each slot."""
+        slots = sum([engine.info.slots for engine in self.pool.engines.values() if engine.takes_for_group])
+        return self.present / slots if slots else float(self.present)
+
+    @property
+    def empty(self) -> bool:
+        """Nothing waits or runs for it, and no engine is its own."""
+        return not self.present and not any(engine.ready for engine in self.pool.engines.values())

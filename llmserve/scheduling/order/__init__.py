@@ -1,1 +1,0 @@
-"""Order: which formed batch runs next. An order is a key; the smallest key runs first."""
