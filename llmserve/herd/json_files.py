@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from llmserve.errors import ConfigError
-from llmserve.herd.names import suggested
+from llmserve.spelling import nearest
 
 S = TypeVar("S", bound=msgspec.Struct)
 Parts = Mapping[str, type[msgspec.Struct]]
@@ -36,7 +36,7 @@ def _decoded(text: bytes, kind: type[S], parts: Parts, where: str) -> S:
         place = place.rstrip("`").removeprefix(".")
         if (unknown := re.fullmatch(r"Object contains unknown field `(.+)`", what)) is not None:
             owner = next((part for begin, part in parts.items() if place.startswith(begin)), kind)
-            what = f"unknown key {unknown[1]!r}{suggested(unknown[1], owner.__struct_fields__)}"
+            what = f"unknown key {unknown[1]!r}{nearest(unknown[1], owner.__struct_fields__)}"
         raise ConfigError(f"{where}: {place + ': ' if place else ''}{what[0].lower()}{what[1:]}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} is not JSON: {error}") from error

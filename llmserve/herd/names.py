@@ -1,8 +1,8 @@
-"""Names in what a person wrote: each once, and the known one that an unknown one is near to."""
+"""Names in what a person wrote: each once."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from llmserve.errors import ConfigError
 
@@ -19,13 +19,6 @@ def no_duplicates(names: Sequence[Named], what: str) -> None:
         if name in seen:
             raise ConfigError(f"{what} {quoted(name)} is there twice")
         seen.add(name)
-
-
-def suggested(word: str, known: Collection[str]) -> str:
-    """ "; did you mean x?", to follow the unknown word."""
-    from llmserve.config import nearest  # here: it loads the server's rooms, and planning needs none of them
-
-    return nearest(word, known)
 
 
 def quoted(name: Named) -> str:

@@ -16,7 +16,8 @@ import numpy as np
 from llmserve.errors import ConfigError
 from llmserve.herd.arrays import ROUNDING, Bools, Floats, Ints
 from llmserve.herd.instance import Instance, StreamColumns
-from llmserve.herd.names import no_duplicates, suggested
+from llmserve.herd.names import no_duplicates
+from llmserve.spelling import nearest
 
 MS_PER_S = 1e3
 
@@ -54,7 +55,7 @@ def streams_of(instance: Instance) -> Streams:
     except KeyError as error:
         unknown = error.args[0]
         name = names[models.index(unknown)]
-        raise ConfigError(f"stream {name!r}: unknown model {unknown!r}{suggested(unknown, index)}") from None
+        raise ConfigError(f"stream {name!r}: unknown model {unknown!r}{nearest(unknown, index)}") from None
     columns = {field: _column(given, field, names) for field in ("rate_per_s", "slo_s", "gpus_needed")}
     return Streams(names, model, **columns)
 

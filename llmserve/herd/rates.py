@@ -11,8 +11,9 @@ import numpy as np
 from llmserve.errors import ConfigError
 from llmserve.herd.arrays import Floats
 from llmserve.herd.instance import Instance, StreamColumns
-from llmserve.herd.names import Named, quoted, suggested
+from llmserve.herd.names import Named, quoted
 from llmserve.herd.needs import Streams, streams_of
+from llmserve.spelling import nearest
 
 Rates = Mapping[Named, float]
 """Requests/s, by (stream, model), or by model: then all its streams' rates change in proportion."""
@@ -55,7 +56,7 @@ def _check(rates_per_s: Rates, models: Mapping[str, int]) -> None:
     for key, rate_per_s in rates_per_s.items():
         model = key if isinstance(key, str) else key[1]
         if model not in models:
-            raise ConfigError(f"rates_per_s: unknown model {model!r}{suggested(model, models)}")
+            raise ConfigError(f"rates_per_s: unknown model {model!r}{nearest(model, models)}")
         if not (math.isfinite(rate_per_s) and rate_per_s >= 0):
             raise ConfigError(f"rates_per_s: {quoted(key)}: a finite number of at least 0 is needed, not {rate_per_s}")
 
