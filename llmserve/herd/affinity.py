@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llmserve.herd.arrays import ROUNDING, Bools, Floats, Ints
-from llmserve.herd.instance import Model
+from llmserve.herd.instance import ROUNDING, Bools, Floats, Ints, Model
 
 
 def affinity_sets(models: Sequence[Model], affinity_max: float | None) -> Ints:

@@ -10,10 +10,9 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from llmserve.herd.arrays import SLACK
-from llmserve.herd.instance import Instance
+from llmserve.herd.instance import SLACK, Instance, streams_of
 from llmserve.herd.integer_programme import decide
-from llmserve.herd.needs import by_model, needs_of, streams_of
+from llmserve.herd.needs import by_model, needs_of
 from llmserve.herd.packing import packed
 from llmserve.herd.relaxation import Relaxation
 from llmserve.herd.search import Search, last_where

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from llmserve.errors import ConfigError
-from llmserve.herd.arrays import Bools, Floats, Ints
+from llmserve.herd.instance import Bools, Floats, Ints
 from llmserve.herd.task import Grouping, Task
 
 WHOLE_SIZE = 4_000  # models * groups, of which HiGHS keeps to a time limit; of more it may look at no clock for long

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llmserve.herd.arrays import Bools, Ints
+from llmserve.herd.instance import Bools, Ints
 from llmserve.herd.integer_programme import FREED, WHOLE_SIZE, decide, scipy_optimize
 from llmserve.herd.planned import Plan
 from llmserve.herd.search import Search

@@ -8,75 +8,12 @@ Streams come by the million, so they are arrays from here on. Source: Shepherd, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 
 from llmserve.errors import ConfigError
-from llmserve.herd.arrays import ROUNDING, Bools, Floats, Ints
-from llmserve.herd.instance import Instance, StreamColumns
-from llmserve.herd.names import no_duplicates
-from llmserve.spelling import nearest
+from llmserve.herd.instance import ROUNDING, Bools, Floats, Instance, Streams
 
 MS_PER_S = 1e3
-
-
-@dataclass(frozen=True, slots=True)
-class Streams:
-    """Streams as arrays. model : (streams,) indices; the others (streams,), NaN where nothing is said."""
-
-    names: Sequence[str]
-    model: Ints
-    rate_per_s: Floats
-    slo_s: Floats
-    gpus_needed: Floats
-
-
-def streams_of(instance: Instance) -> Streams:
-    """Raises ConfigError on an unknown model, a duplicate, a column too short, a number below 0 or that is none."""
-    given = instance.streams
-    if not isinstance(given, StreamColumns):
-        given = StreamColumns(
-            name=[stream.name for stream in given],
-            model=[stream.model for stream in given],
-            rate_per_s=[stream.rate_per_s for stream in given],
-            slo_s=[stream.slo_s for stream in given],
-            gpus_needed=[stream.gpus_needed for stream in given],
-        )
-    names, models = _texts(given.name), _texts(given.model)
-    if len(models) != len(names):
-        raise ConfigError(f"streams: there are {len(names):,} names and {len(models):,} models")
-    if len(set(zip(names, models, strict=True))) < len(names):
-        no_duplicates(list(zip(names, models, strict=True)), "stream")
-    index = {model.name: number for number, model in enumerate(instance.models)}
-    try:
-        model = np.fromiter(map(index.__getitem__, models), dtype=np.int64, count=len(models))
-    except KeyError as error:
-        unknown = error.args[0]
-        name = names[models.index(unknown)]
-        raise ConfigError(f"stream {name!r}: unknown model {unknown!r}{nearest(unknown, index)}") from None
-    columns = {field: _column(given, field, names) for field in ("rate_per_s", "slo_s", "gpus_needed")}
-    return Streams(names, model, **columns)
-
-
-def _texts(column: Sequence[str]) -> list[str]:
-    return column.tolist() if isinstance(column, np.ndarray) else list(column)
-
-
-def _column(given: StreamColumns, field: str, names: Sequence[str]) -> Floats:
-    found = getattr(given, field)
-    if found is None:
-        return np.full(len(names), np.nan)
-    values = np.array(found, dtype=float)  # None: NaN
-    if values.shape != (len(names),):
-        raise ConfigError(f"streams: there are {len(names):,} names and {values.size:,} of {field}")
-    wrong = np.isinf(values) | (values < 0) | ((values == 0) & (field == "slo_s"))
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        least = "above 0" if field == "slo_s" else "at least 0"
-        raise ConfigError(f"stream {names[at]!r}: {field} must be a finite number {least}, not {values[at]:g}")
-    return values
 
 
 def needs_of(instance: Instance, streams: Streams) -> Floats:

@@ -12,7 +12,7 @@ from itertools import chain, product
 
 import numpy as np
 
-from llmserve.herd.arrays import ROUNDING, Ints
+from llmserve.herd.instance import ROUNDING, Ints
 from llmserve.herd.relaxation import Relaxation, sizes_towards
 from llmserve.herd.task import Grouping, Task
 

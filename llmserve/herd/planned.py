@@ -8,9 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from llmserve.herd import json_files
-from llmserve.herd.instance import Count, Name, NotNegative
-from llmserve.herd.names import no_duplicates
+from llmserve.herd.instance import Count, Name, NotNegative, Parts, no_duplicates, read_json, write_json
 
 
 class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -90,7 +88,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     def load(cls, path: str | Path) -> Plan:
         """From JSON. Raises ConfigError naming what is wrong in it."""
         where = f"the plan {path}"
-        found = json_files.read(path, cls, PARTS, "plan")
+        found = read_json(path, cls, PARTS, "plan")
         no_duplicates([group.name for group in found.groups], f"{where}: group")
         no_duplicates([model for group in found.groups for model in group.models], f"{where}: model")
         no_duplicates([pair for group in found.groups for pair in group.streams], f"{where}: stream")
@@ -99,7 +97,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
     def save(self, path: str | Path) -> None:
         """Raises ConfigError when it cannot be written."""
-        json_files.write(path, self, "plan")
+        write_json(path, self, "plan")
 
 
-PARTS: json_files.Parts = {"groups[": Group, "models[": PlannedModel, "streams[": PlannedStream}
+PARTS: Parts = {"groups[": Group, "models[": PlannedModel, "streams[": PlannedStream}

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmserve.errors import NoPlan
-from llmserve.herd.arrays import ROUNDING, Floats, Ints
 from llmserve.herd.infeasible import why_not
-from llmserve.herd.instance import Instance, check
+from llmserve.herd.instance import ROUNDING, Floats, Instance, Ints, Rates, Streams, check, streams_of, with_rates
 from llmserve.herd.levelling import levelled, with_spare
 from llmserve.herd.moves import with_few_moves
-from llmserve.herd.needs import Streams, by_model, needs_of, streams_of
+from llmserve.herd.needs import by_model, needs_of
 from llmserve.herd.planned import Group, Plan, PlannedModel, PlannedStream
-from llmserve.herd.rates import Rates, with_rates
 from llmserve.herd.search import Search, Told
 from llmserve.herd.task import Grouping, task_of
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmserve.herd.affinity import affinity_sets
-from llmserve.herd.arrays import ROUNDING, SLACK, Floats, Ints
-from llmserve.herd.instance import Instance
+from llmserve.herd.instance import ROUNDING, SLACK, Floats, Instance, Ints
 
 
 @dataclass(frozen=True, slots=True)
