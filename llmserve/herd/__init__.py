@@ -17,8 +17,7 @@ too: sum_i n_i x_ij <= size_j.
 From the question to the answer:
 
     instance            the question: streams, models, GPUs, limits; its file; the same at other rates
-    needs, affinity     n_i of each stream and model; which models may share a GPU
-    task                the same as numbers only
+    task                the same as numbers: n_i of each stream and model; which models may share a GPU
     search              the largest t that every bt(i) can reach, by bisection with the three that follow
     relaxation          tells of a t that it is too large
     packing             tells of a t that it is small enough: greedy, so not of every one
@@ -31,12 +30,11 @@ From the question to the answer:
 """
 
 from llmserve.errors import NoPlan
-from llmserve.herd.affinity import affinity_sets, divergence
 from llmserve.herd.instance import Instance, Model, Rates, Stream, StreamColumns, Streams, streams_of, with_rates
-from llmserve.herd.needs import goodputs_per_s, needs_of
 from llmserve.herd.planned import Group, Plan, PlannedModel, PlannedStream
 from llmserve.herd.planning import STREAMS_TOLD_MAX, TIME_LIMIT_S, plan, replan
 from llmserve.herd.search import Told
+from llmserve.herd.task import affinity_sets, divergence, goodputs_per_s, needs_of
 
 __all__ = [
     "STREAMS_TOLD_MAX",

@@ -12,11 +12,10 @@ import numpy as np
 
 from llmserve.herd.instance import SLACK, Instance, streams_of
 from llmserve.herd.integer_programme import decide
-from llmserve.herd.needs import by_model, needs_of
 from llmserve.herd.packing import packed
 from llmserve.herd.relaxation import Relaxation
 from llmserve.herd.search import Search, last_where
-from llmserve.herd.task import Task, task_of
+from llmserve.herd.task import Task, by_model, needs_of, task_of
 
 EXPLAINING_S = 5.0  # to find out what would have been enough
 

@@ -13,10 +13,9 @@ from llmserve.herd.infeasible import why_not
 from llmserve.herd.instance import ROUNDING, Floats, Instance, Ints, Rates, Streams, check, streams_of, with_rates
 from llmserve.herd.levelling import levelled, with_spare
 from llmserve.herd.moves import with_few_moves
-from llmserve.herd.needs import by_model, needs_of
 from llmserve.herd.planned import Group, Plan, PlannedModel, PlannedStream
 from llmserve.herd.search import Search, Told
-from llmserve.herd.task import Grouping, task_of
+from llmserve.herd.task import Grouping, by_model, needs_of, task_of
 
 TIME_LIMIT_S = 10.0
 SEARCHING = 0.85  # of the time at most; the rest is for choosing among equals
