@@ -21,7 +21,7 @@ From the question to the answer:
     search              the largest t that every bt(i) can reach, by bisection with the three that follow
     relaxation          tells of a t that it is too large
     packing             tells of a t that it is small enough, greedily, so not of every one; makes loads even
-    integer_programme   decides on a t, by scipy's HiGHS
+    milp                decides on a t, by scipy's HiGHS
     infeasible          why there is no plan, and what would be enough for one
     moves               few models in another group than in a previous plan
     planned             the answer: groups, models, streams, as a file that the server reads

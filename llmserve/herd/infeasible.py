@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from llmserve.herd.instance import SLACK, Instance, streams_of
-from llmserve.herd.integer_programme import decide
+from llmserve.herd.milp import decide
 from llmserve.herd.packing import packed
 from llmserve.herd.relaxation import Relaxation
 from llmserve.herd.search import Search, last_where

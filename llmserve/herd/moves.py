@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmserve.herd.instance import Bools, Ints
-from llmserve.herd.integer_programme import FREED, WHOLE_SIZE, decide, scipy_optimize
+from llmserve.herd.milp import FREED, WHOLE_SIZE, decide, scipy_optimize
 from llmserve.herd.planned import Plan
 from llmserve.herd.search import Search
 from llmserve.herd.task import Grouping, Task

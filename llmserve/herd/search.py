@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmserve.herd.instance import ROUNDING, Ints
-from llmserve.herd.integer_programme import FREED, WHOLE_SIZE, decide
+from llmserve.herd.milp import FREED, WHOLE_SIZE, decide
 from llmserve.herd.packing import in_turn, packed
 from llmserve.herd.relaxation import Relaxation
 from llmserve.herd.task import Grouping, Task, tolerances_of
