@@ -18,11 +18,10 @@ From the question to the answer:
 
     instance            the question: streams, models, GPUs, limits; its file; the same at other rates
     task                the same as numbers: n_i of each stream and model; which models may share a GPU
-    search              the largest t that every bt(i) can reach, by bisection with the three that follow
+    search              the largest t that every bt(i) can reach, by bisection with the next three; why there is none
     relaxation          tells of a t that it is too large
     packing             tells of a t that it is small enough, greedily, so not of every one; makes loads even
     milp                decides on a t, by scipy's HiGHS
-    infeasible          why there is no plan, and what would be enough for one
     moves               few models in another group than in a previous plan
     planned             the answer: groups, models, streams, as a file that the server reads
     planning            `plan` and `replan`: all of it in turn

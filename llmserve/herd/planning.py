@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmserve.errors import NoPlan
-from llmserve.herd.infeasible import why_not
 from llmserve.herd.instance import ROUNDING, Floats, Instance, Ints, Rates, Streams, check, streams_of, with_rates
 from llmserve.herd.moves import with_few_moves
 from llmserve.herd.packing import levelled, with_spare
 from llmserve.herd.planned import Group, Plan, PlannedModel, PlannedStream
-from llmserve.herd.search import Search, Told
+from llmserve.herd.search import Search, Told, why_not
 from llmserve.herd.task import Grouping, by_model, needs_of, task_of
 
 TIME_LIMIT_S = 10.0
