@@ -22,15 +22,22 @@ From the question to the answer:
     relaxation          tells of a t that it is too large
     packing             tells of a t that it is small enough, greedily, so not of every one; makes loads even
     milp                decides on a t, by scipy's HiGHS
-    moves               few models in another group than in a previous plan
-    planned             the answer: groups, models, streams, as a file that the server reads
-    planning            `plan` and `replan`: all of it in turn
+    planning            `plan` and `replan`: all of it in turn; few models in another group than in a previous plan; the
+                        answer: groups, models, streams, as a file that the server reads
 """
 
 from llmserve.errors import NoPlan
 from llmserve.herd.instance import Instance, Model, Rates, Stream, StreamColumns, Streams, streams_of, with_rates
-from llmserve.herd.planned import Group, Plan, PlannedModel, PlannedStream
-from llmserve.herd.planning import STREAMS_TOLD_MAX, TIME_LIMIT_S, plan, replan
+from llmserve.herd.planning import (
+    STREAMS_TOLD_MAX,
+    TIME_LIMIT_S,
+    Group,
+    Plan,
+    PlannedModel,
+    PlannedStream,
+    plan,
+    replan,
+)
 from llmserve.herd.search import Told
 from llmserve.herd.task import affinity_sets, divergence, goodputs_per_s, needs_of
 
