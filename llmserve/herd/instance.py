@@ -8,7 +8,7 @@ Three forms of it:
 
 The same question at other rates, those that were observed since its plan was made, is `with_rates`.
 
-The types of arrays and the tolerances of all modules stand here, for no module of herd stands below this one.
+All modules of herd take the types of arrays from here, and how far apart two numbers may be that count as equal.
 """
 
 from __future__ import annotations
@@ -272,19 +272,19 @@ def with_rates(instance: Instance, rates_per_s: Rates) -> Instance:
     """
     streams, index = streams_of(instance), _index(instance)
     _check_rates(rates_per_s, index)
+    of_models = {key: rate_per_s for key, rate_per_s in rates_per_s.items() if isinstance(key, str)}
+    of_streams = {key: rate_per_s for key, rate_per_s in rates_per_s.items() if not isinstance(key, str)}
     names, models = list(streams.names), streams.model.tolist()
-    rates = (streams.rate_per_s * _factors(streams, rates_per_s, index)[streams.model]).tolist()
+    rates = (streams.rate_per_s * _factors(streams, of_models, index)[streams.model]).tolist()
     slos, needs = streams.slo_s.tolist(), streams.gpus_needed.tolist()
     tightest_s = np.full(len(index), np.nan)  # (models,) SLO of its streams, NaN where none has one
     np.fmin.at(tightest_s, streams.model, streams.slo_s)
     places = {pair: at for at, pair in enumerate(zip(names, models, strict=True))}
-    for key, rate_per_s in rates_per_s.items():
-        if isinstance(key, str):
-            continue
-        stream, model = key[0], index[key[1]]
-        at = places.get((stream, model))
+    for (name, of), rate_per_s in of_streams.items():
+        model = index[of]
+        at = places.get((name, model))
         if at is None:
-            names.append(stream)
+            names.append(name)
             models.append(model)
             rates.append(rate_per_s)
             slos.append(float(tightest_s[model]))
@@ -305,13 +305,11 @@ def _check_rates(rates_per_s: Rates, models: Mapping[str, int]) -> None:
             raise ConfigError(f"rates_per_s: {_quoted(key)}: a finite number of at least 0 is needed, not {rate_per_s}")
 
 
-def _factors(streams: Streams, rates_per_s: Rates, models: Mapping[str, int]) -> Floats:
+def _factors(streams: Streams, rates_per_s: Mapping[str, float], models: Mapping[str, int]) -> Floats:
     """(models,) new rate / rate before, of all its streams together; 1 of a model that is not named."""
     before_per_s = np.bincount(streams.model, streams.rate_per_s, len(models))  # NaN where a stream's is not known
     factors = np.ones(len(models))
     for model, rate_per_s in rates_per_s.items():
-        if not isinstance(model, str):
-            continue
         if not before_per_s[models[model]] > 0:
             raise ConfigError(
                 f"rates_per_s: the streams of model {model!r} have no rates that could change in proportion"

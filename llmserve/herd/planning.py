@@ -172,11 +172,12 @@ def plan(
     check(instance)
     streams = streams_of(instance)
     needs = needs_of(instance, streams)
-    task, order = task_of(instance, by_model(instance, streams, needs), as_printed)
+    need = by_model(instance, streams, needs)
+    task, order = task_of(instance, need, as_printed)
     search = Search(task, began_s + SEARCHING * time_limit_s, told)
     found = search.run()
     if found is None:
-        raise NoPlan(why_not(instance, as_printed, search))
+        raise NoPlan(why_not(instance, need, as_printed, search))
     grouping, moves = found.grouping, None
     names = _group_names([], task.groups)
     if not as_printed:

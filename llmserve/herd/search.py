@@ -25,11 +25,11 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from llmserve.herd.instance import ROUNDING, SLACK, Instance, Ints, streams_of
+from llmserve.herd.instance import ROUNDING, SLACK, Floats, Instance, Ints
 from llmserve.herd.milp import FREED, WHOLE_SIZE, decide
 from llmserve.herd.packing import in_turn, packed
 from llmserve.herd.relaxation import Relaxation
-from llmserve.herd.task import Grouping, Task, by_model, needs_of, task_of, tolerances_of
+from llmserve.herd.task import Grouping, Task, task_of, tolerances_of
 
 Told = Callable[[float | None, float], None]
 """(burst tolerance that was found, one that nothing can exceed): how far a search has come; None: none yet."""
@@ -172,14 +172,14 @@ def last_where(holds: Callable[[int], bool], high: int) -> int:
 # ---- why there is none --------------------------------------------------------------------------------------------
 
 
-def why_not(instance: Instance, as_printed: bool, search: Search) -> str:
-    """In a sentence, after a search that found nothing."""
+def why_not(instance: Instance, need: Floats, as_printed: bool, search: Search) -> str:
+    """In a sentence, after a search that found nothing. need : (models,) n_i, in the instance's order."""
     reasons = list(_limits_broken(instance, search.task))
     if reasons:
         return f"there is no plan: {'; '.join(reasons)}"
     if not search.proven:
         return "no plan was found in the time, nor was it shown that there is none; a longer time limit may find one"
-    helps = [text for text in (_would_do(instance, as_printed, field) for field in ("gpus", "groups")) if text]
+    helps = [text for text in (_would_do(instance, need, as_printed, field) for field in ("gpus", "groups")) if text]
     return (
         "there is no plan: load, memory and affinity fit in total, but no grouping of whole models keeps all limits"
         + (f"; {' or '.join(helps)} would do" if helps else "")
@@ -227,12 +227,10 @@ def _room(instance: Instance) -> str:
     return f"{instance.gpus} GPUs are too few for that" if few else f"there may be {instance.groups}"
 
 
-def _would_do(instance: Instance, as_printed: bool, field: Literal["gpus", "groups"]) -> str | None:
+def _would_do(instance: Instance, need: Floats, as_printed: bool, field: Literal["gpus", "groups"]) -> str | None:
     """The least number of GPUs, or of groups, that would have a plan; None where none, or none in the time, would."""
     now = getattr(instance, field)
     most = len(instance.models) if field == "groups" else instance.groups * instance.group_gpus_max
-    streams = streams_of(instance)
-    need = by_model(instance, streams, needs_of(instance, streams))
     until_s = time.perf_counter() + EXPLAINING_S
 
     def fails(more: int) -> bool:
