@@ -17,6 +17,7 @@ from threadpoolctl import threadpool_limits
 
 from llmserve import __version__
 from llmserve.errors import ConfigError, LLMServeError
+from llmserve.spelling import nearest
 
 if TYPE_CHECKING:
     from llmserve.simulation.scenario import Answers
@@ -70,8 +71,6 @@ def main(argv: list[str] | None = None) -> int:
         args.engine_args = for_engine
     try:
         if unknown:
-            from llmserve.config import nearest
-
             raise ConfigError(f"unknown argument {unknown[0]}{nearest(unknown[0], args.flags)}")
         status = int(args.main(args))
         sys.stdout.flush()

@@ -8,7 +8,6 @@ the nearest known one. Types, ranges and help texts stand with the fields.
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import re
 import shlex
@@ -25,6 +24,7 @@ from llmserve.api.limits import ApiConfig
 from llmserve.cluster.live import LiveConfig
 from llmserve.errors import ConfigError
 from llmserve.scheduling.policies import DispatchConfig, SchedulingConfig
+from llmserve.spelling import nearest as nearest  # serve.py calls configuration.nearest
 
 ENVIRONMENT_PREFIX = "LLMSERVE_"
 WORKER = re.compile(r"[\w.-]+", re.ASCII)
@@ -379,10 +379,3 @@ def _file_values(file: str) -> list[tuple[str, str, Any]]:
                 raise ConfigError(f"{file}: unknown key {name!r} in [{section}]{nearest(name, fields)}")
             values.append((section, name, value))
     return values
-
-
-def nearest(word: str, known: Collection[str]) -> str:
-    """ ", did you mean `x`?" when something known is near; else what there is."""
-    names = list(known)
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.0)
-    return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(names)}"

@@ -26,7 +26,7 @@ from rich.console import Console
 from bins.dispatch import DispatchSolver
 from llmserve.cluster.journal import Header, Journal
 from llmserve.cluster.simulated import SimulatedCluster
-from llmserve.config import add_flags, convert, nearest
+from llmserve.config import add_flags, convert
 from llmserve.errors import ConfigError
 from llmserve.scheduling.messages import Action, Event, RequestArrived
 from llmserve.scheduling.policies import PLANNED, DispatchConfig, SchedulingConfig
@@ -37,6 +37,7 @@ from llmserve.simulation.predictions import TRAINED
 from llmserve.simulation.progress import Told
 from llmserve.simulation.report import BatchRecorder, Recorder, Summary, elapsed, print_table, summarise
 from llmserve.simulation.scenario import Answers, Scenario, Workload, engine_kinds, engines, prepare
+from llmserve.spelling import nearest
 
 PROGRESS_EVERY = 1_000  # arrivals between updates of the progress bar
 QUEUE_REQUESTS_MAX = 10**9  # a queue that refuses nobody

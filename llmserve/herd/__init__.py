@@ -16,28 +16,30 @@ too: sum_i n_i x_ij <= size_j.
 
 From the question to the answer:
 
-    instance            what is asked: streams, models, GPUs, limits
-    needs, affinity     n_i of each stream and model; which models may share a GPU
-    task                the same as numbers only
-    search              the largest t that every bt(i) can reach, by bisection with the three that follow
+    instance            the question: streams, models, GPUs, limits; its file; the same at other rates
+    task                the same as numbers: n_i of each stream and model; which models may share a GPU
+    search              the largest t that every bt(i) can reach, by bisection with the next three; why there is none
     relaxation          tells of a t that it is too large
-    packing             tells of a t that it is small enough: greedy, so not of every one
-    integer_programme   decides on a t, by scipy's HiGHS
-    levelling           what an optimum leaves open: loads made even, spare GPUs given away
-    infeasible          why there is no plan, and what would be enough for one
-    rates, moves        other rates; few models that change their group for them
-    planned             the answer: groups, models, streams, as a file that the server reads
-    planning            `plan` and `replan`: all of it in turn
+    packing             tells of a t that it is small enough, greedily, so not of every one; makes loads even
+    milp                decides on a t, by scipy's HiGHS
+    planning            `plan` and `replan`: all of it in turn; few models in another group than in a previous plan; the
+                        answer: groups, models, streams, as a file that the server reads
 """
 
 from llmserve.errors import NoPlan
-from llmserve.herd.affinity import affinity_sets, divergence
-from llmserve.herd.instance import Instance, Model, Stream, StreamColumns
-from llmserve.herd.needs import Streams, goodputs_per_s, needs_of, streams_of
-from llmserve.herd.planned import Group, Plan, PlannedModel, PlannedStream
-from llmserve.herd.planning import STREAMS_TOLD_MAX, TIME_LIMIT_S, plan, replan
-from llmserve.herd.rates import Rates, with_rates
+from llmserve.herd.instance import Instance, Model, Rates, Stream, StreamColumns, Streams, streams_of, with_rates
+from llmserve.herd.planning import (
+    STREAMS_TOLD_MAX,
+    TIME_LIMIT_S,
+    Group,
+    Plan,
+    PlannedModel,
+    PlannedStream,
+    plan,
+    replan,
+)
 from llmserve.herd.search import Told
+from llmserve.herd.task import affinity_sets, divergence, goodputs_per_s, needs_of
 
 __all__ = [
     "STREAMS_TOLD_MAX",

@@ -1,23 +1,31 @@
-"""Greedy groupings for a burst tolerance: what tells, mostly, that one is small enough.
+"""Greedy groupings for a burst tolerance: a packing tells of a tolerance that it is small enough, of most that are.
 
-Into groups of the sizes that the relaxation finds when models are taken for somewhat larger than they are, all groups
-side by side; and one group after another.
+A packing is tried in two ways. The first takes models for somewhat larger than they are, has the relaxation find the
+sizes of groups for these, and fills all groups side by side (`_spread`). The second fills one group after another
+(`in_turn`).
+
+An optimum leaves two things open. The groups' loads are made even by packing models of larger load (`levelled`), and
+the GPUs that are left over go to the groups of least burst tolerance (`with_spare`).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, product
 
 import numpy as np
 
-from llmserve.herd.arrays import ROUNDING, Ints
+from llmserve.herd.instance import ROUNDING, Ints
 from llmserve.herd.relaxation import Relaxation, sizes_towards
 from llmserve.herd.task import Grouping, Task
 
 EXPONENTS = (0.0, 0.5, 1.0)  # of memory, by which need is divided
 STEPS = 7  # of bisections that need no exact answer
+
+
+# ---- a packing ----------------------------------------------------------------------------------------------------
 
 
 def packed(task: Task, tolerance: float) -> Grouping | None:
@@ -134,3 +142,39 @@ def _one_filled(task: Task, models: Sequence[int]) -> tuple[list[int], list[int]
         else:
             left.append(k)
     return taken, left
+
+
+# ---- what an optimum leaves open ----------------------------------------------------------------------------------
+
+
+def levelled(task: Task, tolerance: float, grouping: Grouping, until_s: float) -> Grouping:
+    """One of this tolerance whose most loaded group has less to do, if the packing finds one."""
+    total = float(task.load.sum())
+    if total == 0:
+        return grouping
+    loads = np.bincount(grouping.group, task.load, grouping.sizes.size)
+    low, high = total / task.gpus, float(np.max(loads / np.maximum(with_spare(task, grouping).sizes, 1)))
+    for _ in range(STEPS):
+        if time.perf_counter() > until_s:
+            break
+        level = (low + high) / 2
+        found = packed(replace(task, load=task.load / level), tolerance)
+        low, high = (level, high) if found is None else (low, level)
+        grouping = grouping if found is None else found
+    return grouping
+
+
+def with_spare(task: Task, grouping: Grouping) -> Grouping:
+    """Each GPU that is left to the group of least burst tolerance that may have more."""
+    sizes = grouping.sizes.copy()
+    need = np.zeros(sizes.size)
+    np.maximum.at(need, grouping.group, task.need)
+    load = np.bincount(grouping.group, task.need, sizes.size)
+    for _ in range(task.gpus - int(sizes.sum())):
+        room = np.flatnonzero((sizes > 0) & (sizes < task.size_max))
+        if not room.size:
+            break
+        with np.errstate(divide="ignore"):
+            tolerances = sizes[room] / need[room]
+        sizes[room[np.lexsort((-load[room] / sizes[room], tolerances))[0]]] += 1
+    return Grouping(grouping.group, sizes)

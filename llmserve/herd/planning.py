@@ -1,28 +1,153 @@
-"""From an instance to its plan: the search, the choice among equals, and the outcome in words."""
+"""The answer: a plan says which models share which GPUs, and the server reads it.
+
+    Plan      what a plan says; as JSON, written by `llmserve plan` or by hand
+    plan      an instance's plan: the search for the largest least burst tolerance, and the choice among equals
+    replan    the plan for other rates: as good as any, and few models move to another group
+
+A previous plan moves few models in one of three ways. Where the previous groups are as good as any, every model stays
+(1). Elsewhere HiGHS looks for a grouping as good as any in which the most models stay, and of very many models places
+only some anew (2). The grouping that was found without a previous plan serves, too, its groups named after those that
+they share most models with (3). Of (2) and (3) the plan has the one with fewer moves.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
 
+import msgspec
 import numpy as np
 
 from llmserve.errors import NoPlan
-from llmserve.herd.arrays import ROUNDING, Floats, Ints
-from llmserve.herd.infeasible import why_not
-from llmserve.herd.instance import Instance, check
-from llmserve.herd.levelling import levelled, with_spare
-from llmserve.herd.moves import with_few_moves
-from llmserve.herd.needs import Streams, by_model, needs_of, streams_of
-from llmserve.herd.planned import Group, Plan, PlannedModel, PlannedStream
-from llmserve.herd.rates import Rates, with_rates
-from llmserve.herd.search import Search, Told
-from llmserve.herd.task import Grouping, task_of
+from llmserve.herd.instance import (
+    ROUNDING,
+    Bools,
+    Count,
+    Floats,
+    Instance,
+    Ints,
+    Name,
+    NotNegative,
+    Parts,
+    Rates,
+    Streams,
+    check,
+    no_duplicates,
+    read_json,
+    streams_of,
+    with_rates,
+    write_json,
+)
+from llmserve.herd.milp import FREED, WHOLE_SIZE, decide, scipy_optimize
+from llmserve.herd.packing import levelled, with_spare
+from llmserve.herd.search import Search, Told, why_not
+from llmserve.herd.task import Grouping, Task, by_model, needs_of, task_of
 
 TIME_LIMIT_S = 10.0
 SEARCHING = 0.85  # of the time at most; the rest is for choosing among equals
+MOVES_S = 5.0  # to find few moves
 STREAMS_TOLD_MAX = 1_000  # with more, a plan names models only: it stays small, and its streams follow their models
+
+
+# ---- a plan -------------------------------------------------------------------------------------------------------
+
+
+class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """GPUs with a scheduler of their own, each holding all of the group's models.
+
+    streams          (stream, model) pairs served here although another group has the model; `plan` makes none
+    workers          the server's names of these GPUs; (): any that serve the models. `plan` names none
+    load             GPUs needed for the average load, over gpus; above 1 it cannot be served
+    memory_gb        that the models take on each GPU
+    burst_tolerance  least of its models'; None: they have no load
+    """
+
+    name: Name
+    gpus: Count
+    models: tuple[Name, ...]
+    streams: tuple[tuple[str, str], ...] = ()
+    workers: tuple[Name, ...] = ()
+    load: NotNegative = 0.0
+    memory_gb: NotNegative = 0.0
+    burst_tolerance: NotNegative | None = None
+
+
+class PlannedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A model with its streams added up. burst_tolerance : at most that of each of its streams; None: no load."""
+
+    name: str
+    group: str
+    gpus_needed: float
+    streams: int
+    burst_tolerance: float | None = None
+
+
+class PlannedStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A stream, in its model's group. burst_tolerance : None: it has no load."""
+
+    name: str
+    model: str
+    group: str
+    gpus_needed: float
+    burst_tolerance: float | None = None
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
+    """Who serves what. A hand-written one needs groups only, with their names, GPUs and models.
+
+    models           each with its group, in the instance's order
+    streams          each with its own burst tolerance, where there are at most `STREAMS_TOLD_MAX`; else ()
+    burst_tolerance  the least one; None: nothing has any load
+    bound            that no plan can exceed; gap : bound / burst_tolerance - 1, 0 when the plan is proven to be optimal
+    solve_s          seconds from the instance in memory to the plan
+    as_printed       whether groups may have more load than GPUs
+    moves            models that were in another group of the previous plan; None: there was none
+    """
+
+    groups: tuple[Group, ...]
+    models: tuple[PlannedModel, ...] = ()
+    streams: tuple[PlannedStream, ...] = ()
+    burst_tolerance: float | None = None
+    bound: float | None = None
+    gap: float = 0.0
+    solve_s: float = 0.0
+    as_printed: bool = False
+    moves: int | None = None
+    version: Literal[1] = 1
+
+    def group_of(self, stream: str, model: str) -> str | None:
+        """The name of the group that serves them; None: not planned."""
+        pairs, models = self._routes
+        return pairs.get((stream, model)) or models.get(model)
+
+    @cached_property
+    def _routes(self) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
+        pairs = {pair: group.name for group in self.groups for pair in group.streams}
+        return pairs, {model: group.name for group in self.groups for model in group.models}
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """From JSON. Raises ConfigError naming what is wrong in it."""
+        where = f"the plan {path}"
+        found = read_json(path, cls, PARTS, "plan")
+        no_duplicates([group.name for group in found.groups], f"{where}: group")
+        no_duplicates([model for group in found.groups for model in group.models], f"{where}: model")
+        no_duplicates([pair for group in found.groups for pair in group.streams], f"{where}: stream")
+        no_duplicates([worker for group in found.groups for worker in group.workers], f"{where}: worker")
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Raises ConfigError when it cannot be written."""
+        write_json(path, self, "plan")
+
+
+PARTS: Parts = {"groups[": Group, "models[": PlannedModel, "streams[": PlannedStream}
+
+
+# ---- from an instance to its plan ---------------------------------------------------------------------------------
 
 
 def plan(
@@ -47,22 +172,31 @@ def plan(
     check(instance)
     streams = streams_of(instance)
     needs = needs_of(instance, streams)
-    task, order = task_of(instance, by_model(instance, streams, needs), as_printed)
+    need = by_model(instance, streams, needs)
+    task, order = task_of(instance, need, as_printed)
     search = Search(task, began_s + SEARCHING * time_limit_s, told)
     found = search.run()
     if found is None:
-        raise NoPlan(why_not(instance, as_printed, search))
-    grouping = found.grouping
+        raise NoPlan(why_not(instance, need, as_printed, search))
+    grouping, moves = found.grouping, None
+    names = _group_names([], task.groups)
     if not as_printed:
         grouping = levelled(task, found.tolerance, grouping, began_s + time_limit_s)
-    names = [f"group-{number + 1}" for number in range(instance.groups)]
-    moves = None
     if previous is not None:
-        grouping, names, moves = with_few_moves(
-            search, found.tolerance, grouping, previous, [instance.models[k].name for k in order]
-        )
-    outcome = _Outcome(with_spare(task, grouping), names, found.bound, moves, as_printed)
-    return _worded(instance, streams, needs, outcome, order, began_s)
+        models = [instance.models[k].name for k in order]
+        grouping, names, moves = _with_few_moves(search, found.tolerance, grouping, previous, models)
+    grouping = with_spare(task, grouping)
+    in_words = _in_words(instance, streams, needs, Grouping(grouping.group[np.argsort(order)], grouping.sizes), names)
+    least = in_words.burst_tolerance
+    bound = least if least is None or found.bound <= least * (1 + ROUNDING) else found.bound
+    return msgspec.structs.replace(
+        in_words,
+        bound=bound,
+        gap=0.0 if least is None or bound is None else bound / least - 1,
+        solve_s=time.perf_counter() - began_s,
+        as_printed=as_printed,
+        moves=moves,
+    )
 
 
 def replan(
@@ -77,10 +211,9 @@ def replan(
 
     rates_per_s : by (stream, model) or by model; what is not named stays (`with_rates`).
 
-    The least burst tolerance is as large as if there were no previous plan. Among plans that reach it: the previous
-    groups, unless they do not; else one that HiGHS finds, with the fewest moves if the time suffices (of many models
-    only some may move), or, if that has fewer, the one that would be made without a previous plan, its groups named
-    after those they share most models with.
+    The least burst tolerance is as large as if there were no previous plan. Of the plans that reach it, this is one
+    with few moves: the previous groups where they do, else the fewest moves that the time and the number of models let
+    HiGHS find, or those of a plan without a previous one if they are fewer.
 
     Raises ConfigError on a rate below 0 or of an unknown model, and NoPlan.
     """
@@ -88,71 +221,100 @@ def replan(
     return plan(changed, as_printed=previous.as_printed, time_limit_s=time_limit_s, previous=previous, told=told)
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    grouping: Grouping
-    names: list[str]
-    bound: float
-    moves: int | None
-    as_printed: bool
-
-
-def _worded(
-    instance: Instance, streams: Streams, needs: Floats, outcome: _Outcome, order: Ints, began_s: float
-) -> Plan:
-    """The outcome in the instance's names. order : (models,) of the task's, each one's index in the instance."""
-    group = np.empty(order.size, dtype=np.int64)
-    group[order] = outcome.grouping.group
-    sizes = outcome.grouping.sizes
+def _in_words(instance: Instance, streams: Streams, needs: Floats, grouping: Grouping, names: Sequence[str]) -> Plan:
+    """Groups, models, streams and the least burst tolerance. grouping : its models in the instance's order."""
     need = by_model(instance, streams, needs)
     memory_gb = np.array([model.memory_gb for model in instance.models])
-    counts = np.bincount(streams.model, minlength=order.size)
-    used = [number for number in range(sizes.size) if (group == number).any()]
-    groups = tuple(
-        Group(
-            name=outcome.names[number],
-            gpus=int(sizes[number]),
-            models=tuple(instance.models[k].name for k in np.flatnonzero(group == number)),
-            load=float(need[group == number].sum() / sizes[number]),
-            memory_gb=float(memory_gb[group == number].sum()),
-            burst_tolerance=_tolerance(int(sizes[number]), float(need[group == number].max())),
+    groups = []
+    for number in np.unique(grouping.group).tolist():
+        members, gpus = np.flatnonzero(grouping.group == number), int(grouping.sizes[number])
+        groups.append(
+            Group(
+                name=names[number],
+                gpus=gpus,
+                models=tuple(instance.models[k].name for k in members),
+                load=float(need[members].sum() / gpus),
+                memory_gb=float(memory_gb[members].sum()),
+                burst_tolerance=_tolerance(gpus, float(need[members].max())),
+            )
         )
-        for number in used
-    )
-    models = tuple(
-        PlannedModel(
-            name=model.name,
-            group=outcome.names[group[k]],
-            gpus_needed=float(need[k]),
-            streams=int(counts[k]),
-            burst_tolerance=_tolerance(int(sizes[group[k]]), float(need[k])),
-        )
-        for k, model in enumerate(instance.models)
-    )
-    least = min([each.burst_tolerance for each in groups if each.burst_tolerance is not None], default=None)
-    bound = least if least is None or outcome.bound <= least * (1 + ROUNDING) else outcome.bound
-    return Plan(
-        groups=groups,
-        models=models,
-        streams=_planned_streams(streams, needs, models, groups) if needs.size <= STREAMS_TOLD_MAX else (),
-        burst_tolerance=least,
-        bound=bound,
-        gap=0.0 if least is None or bound is None else bound / least - 1,
-        solve_s=time.perf_counter() - began_s,
-        as_printed=outcome.as_printed,
-        moves=outcome.moves,
-    )
-
-
-def _planned_streams(
-    streams: Streams, needs: Floats, models: Sequence[PlannedModel], groups: Sequence[Group]
-) -> tuple[PlannedStream, ...]:
-    gpus = {group.name: group.gpus for group in groups}
-    return tuple(
-        PlannedStream(name, models[kind].name, models[kind].group, need, _tolerance(gpus[models[kind].group], need))
-        for name, kind, need in zip(streams.names, streams.model.tolist(), needs.tolist(), strict=True)
-    )
+    home = {name: group for group in groups for name in group.models}
+    counts = np.bincount(streams.model, minlength=len(instance.models))
+    models = []
+    for model, needed, count in zip(instance.models, need.tolist(), counts.tolist(), strict=True):
+        group = home[model.name]
+        models.append(PlannedModel(model.name, group.name, needed, count, _tolerance(group.gpus, needed)))
+    planned = []
+    if needs.size <= STREAMS_TOLD_MAX:
+        for name, k, needed in zip(streams.names, streams.model.tolist(), needs.tolist(), strict=True):
+            group = home[models[k].name]
+            planned.append(PlannedStream(name, models[k].name, group.name, needed, _tolerance(group.gpus, needed)))
+    tolerances = [group.burst_tolerance for group in groups if group.burst_tolerance is not None]
+    return Plan(tuple(groups), tuple(models), tuple(planned), min(tolerances, default=None))
 
 
 def _tolerance(gpus: int, need: float) -> float | None:
     return gpus / need if need > 0 else None
+
+
+# ---- few moves ----------------------------------------------------------------------------------------------------
+
+
+def _with_few_moves(
+    search: Search, tolerance: float, grouping: Grouping, previous: Plan, models: Sequence[str]
+) -> tuple[Grouping, list[str], int]:
+    """Of this tolerance, in the previous groups as far as possible; the groups' names; the models that moved.
+
+    models : names of the task's, in its order. A model that is new does not move.
+    """
+    task = search.task
+    index = {model: number for number, group in enumerate(previous.groups) for model in group.models}
+    before = np.array([index.get(model, -1) for model in models])
+    names = _group_names([group.name for group in previous.groups], task.groups)
+    kept = before[:, None] == np.arange(len(names))
+    candidates = [_renamed(grouping, kept)]
+    stayed = _stayed(task, tolerance, before, len(names))
+    if stayed is not None:
+        candidates = [stayed]
+    elif search.left_s > 0:
+        fixed = None if kept.size <= WHOLE_SIZE else _some_freed(before)
+        found, _ = decide(task, tolerance, min(search.left_s, MOVES_S), kept, fixed)
+        candidates += [] if found is None else [found]
+    moves = [int(np.count_nonzero((before >= 0) & (each.group != before))) for each in candidates]
+    best = int(np.argmin(moves))
+    return candidates[best], names, moves[best]
+
+
+def _stayed(task: Task, tolerance: float, before: Ints, groups: int) -> Grouping | None:
+    """Everything where it was, if that is of this tolerance and nothing is new."""
+    if (before < 0).any():
+        return None
+    if any(np.unique(task.kind[before == number]).size > 1 for number in range(groups)):
+        return None
+    sizes = task.sizes(before, tolerance, groups)
+    return None if sizes is None else Grouping(before, sizes)
+
+
+def _renamed(grouping: Grouping, kept: Bools) -> Grouping:
+    """The same groups, numbered so that the most models keep their number."""
+    shared = np.zeros((grouping.sizes.size, kept.shape[1]))
+    np.add.at(shared, grouping.group, kept)
+    old, new = scipy_optimize().linear_sum_assignment(-shared)
+    numbers = np.empty(grouping.sizes.size, dtype=np.int64)
+    numbers[old] = new
+    sizes = np.zeros(kept.shape[1], dtype=np.int64)
+    sizes[numbers] = grouping.sizes
+    return Grouping(numbers[grouping.group], sizes)
+
+
+def _some_freed(before: Ints) -> Ints:
+    """Where there are too many models for all to be placed anew: some, and those that are new."""
+    known = np.flatnonzero(before >= 0)
+    freed = np.random.default_rng(0).choice(known, min(FREED, known.size), replace=False)
+    return np.where(np.isin(np.arange(before.size), freed), -1, before)
+
+
+def _group_names(previous: list[str], groups: int) -> list[str]:
+    """Those of the previous groups, and new ones where there may be more groups."""
+    fresh = [name for number in range(len(previous) + groups) if (name := f"group-{number + 1}") not in previous]
+    return previous + fresh[: max(groups - len(previous), 0)]

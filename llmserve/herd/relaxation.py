@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmserve.herd.arrays import SLACK, Bools, Floats, Ints
+from llmserve.herd.instance import SLACK, Bools, Floats, Ints
 from llmserve.herd.task import Task
 
 NONE = 1 << 40  # GPUs that would do: no number would

@@ -1,22 +1,137 @@
-"""What the search works on: an instance without names, and a grouping of its models.
+"""What the search works on: an instance as numbers, and a grouping of its models.
 
-    n_i            GPUs that model i needs for its average load        `Task.need`
+    alpha, beta    a batch of b takes alpha b + beta, ms
+    T              goodput of one GPU, requests/s: measured, or b / (alpha b + beta) of the largest batch b within the
+                   SLO                                                                              `goodputs_per_s`
+    n              GPUs for a stream's average load: its rate / T, or as given                      `needs_of`
+    n_i            of model i, the sum over its streams                                             `Task.need`
     t              a burst tolerance that every model is to have
-    ceil(t n_i)    GPUs that a group with model i then has at least    `Task.asked`
+    ceil(t n_i)    GPUs that a group with model i then has at least                                 `Task.asked`
+    A(m_i, m_j)    1 of models with the same alpha and beta; FLEX's guarantee for a group's goodput is worse in
+                   proportion to the largest A of any two of its models: the paper's K              `divergence`
+
+Models may share GPUs when their batches' times are alike: those of one affinity set (`affinity_sets`).
 
 Numbers that differ by no more than floating-point arithmetic may make them differ count as equal.
+
+Source: Shepherd, Section 4 (needs, affinity sets), Table 4 (alpha and beta) and Section 5.2 (A, equation 4).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from llmserve.herd.affinity import affinity_sets
-from llmserve.herd.arrays import ROUNDING, SLACK, Floats, Ints
-from llmserve.herd.instance import Instance
+from llmserve.errors import ConfigError
+from llmserve.herd.instance import ROUNDING, SLACK, Bools, Floats, Instance, Ints, Model, Streams
+
+MS_PER_S = 1e3
+
+
+# ---- GPUs for the average load ------------------------------------------------------------------------------------
+
+
+def needs_of(instance: Instance, streams: Streams) -> Floats:
+    """(streams,) n, GPUs for the average load of each.
+
+    Raises ConfigError on a stream that says too little or too much, or whose SLO no batch meets.
+    """
+    given = ~np.isnan(streams.gpus_needed)
+    rated = ~np.isnan(streams.rate_per_s)
+    measured = np.array([model.goodput_per_s is not None for model in instance.models], dtype=bool)
+    without_slo = np.isnan(streams.slo_s) & ~measured[streams.model]
+    for wrong, message in (
+        (given & rated, "gpus_needed cannot be given with rate_per_s"),
+        (~given & ~rated, "either rate_per_s or gpus_needed is needed"),
+        (rated & without_slo, "rate_per_s needs slo_s, for its model has no goodput_per_s"),
+    ):
+        if wrong.any():
+            raise ConfigError(f"stream {streams.names[int(np.argmax(wrong))]!r}: {message}")
+    with np.errstate(invalid="ignore"):
+        return np.where(given, streams.gpus_needed, streams.rate_per_s / goodputs_per_s(instance, streams))
+
+
+def goodputs_per_s(instance: Instance, streams: Streams) -> Floats:
+    """(streams,) T: the most requests that one GPU ends in time each second, for this stream alone; NaN: not known.
+
+    Measured for the model, or b / batch_time(b) of the best batch: the largest that ends within the SLO, for a batch's
+    throughput grows with its size.
+
+    Nexus asks for batch_time(b) <= SLO / 2, because a request that has just missed a batch waits for that batch and
+    then for its own. Here b need only end within the SLO: T is the paper's maximum goodput, what ends in time however
+    much is offered, and FLEX picks among what waits those that still have batch_time(b) left. It is also what gives a
+    goodput to every stream whose SLO one request alone can meet.
+
+    Raises ConfigError on an SLO that a batch of one exceeds.
+    """
+    alpha_s, beta_s, size_max, measured = np.array(
+        [
+            (model.alpha_ms / MS_PER_S, model.beta_ms / MS_PER_S, model.batch_size_max, model.goodput_per_s or np.nan)
+            for model in instance.models
+        ]
+    ).reshape(-1, 4).T[:, streams.model]  # fmt: skip
+    fits = np.floor((streams.slo_s - beta_s) / alpha_s * (1 + ROUNDING))
+    if (hopeless := fits < 1).any():
+        at = int(np.argmax(hopeless))
+        model = instance.models[streams.model[at]].name
+        raise ConfigError(
+            f"stream {streams.names[at]!r}: no batch of model {model!r} meets its SLO of {streams.slo_s[at]:g} s; "
+            f"one request takes {alpha_s[at] + beta_s[at]:g} s"
+        )
+    size = np.minimum(fits, size_max)
+    profiled: Floats = size / (alpha_s * size + beta_s)
+    return np.where(np.isnan(measured), profiled, measured)
+
+
+def by_model(instance: Instance, streams: Streams, needs: Floats) -> Floats:
+    """(models,) n_i, of all its streams."""
+    return np.bincount(streams.model, needs, len(instance.models)).astype(float)
+
+
+# ---- which models may share GPUs ----------------------------------------------------------------------------------
+
+
+def affinity_sets(models: Sequence[Model], affinity_max: float | None) -> Ints:
+    """(models,) which set each is in: any two of a set diverge by at most affinity_max.
+
+    Greedy: in the order of beta / alpha, then alpha, each goes into the first set whose members it all suits, or begins
+    one. The fewest sets would be a clique cover, which is hard; more of them leave plans fewer choices.
+    """
+    kinds = np.zeros(len(models), dtype=np.int64)
+    if affinity_max is None or not models:
+        return kinds
+    alpha_ms = np.array([model.alpha_ms for model in models])
+    beta_ms = np.array([model.beta_ms for model in models])
+    suits: list[Bools] = []  # by set: models that all its members suit
+    for one in np.lexsort((alpha_ms, beta_ms / alpha_ms)).tolist():
+        near = divergence(alpha_ms, beta_ms, one) <= affinity_max * (1 + ROUNDING)
+        found = next((number for number, all_suit in enumerate(suits) if all_suit[one]), None)
+        if found is None:
+            found = len(suits)
+            suits.append(near)
+        else:
+            suits[found] &= near
+        kinds[one] = found
+    return kinds
+
+
+def divergence(alpha_ms: Floats, beta_ms: Floats, of: int) -> Floats:
+    """(models,) A(m_i, m_j) of Section 5.2, the larger of both directions, of one model with each. Of like ones: 1."""
+
+    def directed(alpha_i: Floats, beta_i: Floats, alpha_j: Floats, beta_j: Floats) -> Floats:
+        spare = alpha_j + beta_j - beta_i
+        most = (alpha_i + beta_i) / alpha_j
+        later = np.maximum(alpha_i / np.where(spare > 0, spare, 1.0), alpha_i / alpha_j)
+        return np.where(spare > 0, np.minimum(most, later), most)
+
+    one = alpha_ms[of : of + 1], beta_ms[of : of + 1]
+    return np.maximum(directed(*one, alpha_ms, beta_ms), directed(alpha_ms, beta_ms, *one))
+
+
+# ---- the task, and a grouping -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import pytest
 from instances import check, instance, served
 
 from llmserve.errors import ConfigError
-from llmserve.herd import Instance, Model, Rates, Stream, moves, plan, replan, streams_of, with_rates
+from llmserve.herd import Instance, Model, Rates, Stream, plan, planning, replan, streams_of, with_rates
 
 
 def test_nothing_moves_while_the_previous_groups_are_as_good_as_any() -> None:
@@ -40,9 +40,9 @@ def test_few_models_move_when_they_must_and_none_of_the_tolerance_is_given_up() 
 
 def test_of_very_many_models_only_some_may_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """m0 comes to need all of a group of 4: of all models at most 2 may be placed anew by HiGHS."""
-    monkeypatch.setattr(moves, "WHOLE_SIZE", 0)
-    monkeypatch.setattr(moves, "FREED", 2)
-    freed = moves._some_freed(np.array([0, 1, -1, 1, 0]))
+    monkeypatch.setattr(planning, "WHOLE_SIZE", 0)
+    monkeypatch.setattr(planning, "FREED", 2)
+    freed = planning._some_freed(np.array([0, 1, -1, 1, 0]))
     assert freed[2] == -1
     assert np.count_nonzero(freed < 0) == 3
     asked = served([10.0, 9.0, 9.0, 8.0], gpus=7, groups=3)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from instances import best, check, drawn, instance, table_5
 
-from llmserve.herd import NoPlan, Stream, integer_programme, needs_of, plan, search, streams_of
+from llmserve.herd import NoPlan, Stream, milp, needs_of, plan, search, streams_of
 from llmserve.herd.relaxation import Relaxation
 from llmserve.herd.task import task_of
 
@@ -47,8 +47,8 @@ def test_some_models_can_be_placed_anew_where_all_are_too_many() -> None:
     packed, more = of._tolerances[of._found], of._tolerances[of._found + 2]
     fixed = of._with_some_freed(more, np.random.default_rng(0))
     assert fixed is not None
-    assert np.count_nonzero(fixed < 0) == integer_programme.FREED
-    grouping, proven = integer_programme.decide(task, more, 60.0, fixed=fixed)
+    assert np.count_nonzero(fixed < 0) == milp.FREED
+    grouping, proven = milp.decide(task, more, 60.0, fixed=fixed)
     assert grouping is not None
     assert not proven
     assert grouping.tolerance(task) > packed

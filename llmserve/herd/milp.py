@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from llmserve.errors import ConfigError
-from llmserve.herd.arrays import Bools, Floats, Ints
+from llmserve.herd.instance import Bools, Floats, Ints
 from llmserve.herd.task import Grouping, Task
 
 WHOLE_SIZE = 4_000  # models * groups, of which HiGHS keeps to a time limit; of more it may look at no clock for long
@@ -94,10 +94,10 @@ class _Programme:
         self._add([(open_.reshape(1, -1), 1.0)], -infinite, float(task.groups))
         self._add([(self.size[:, None], 1.0), (self.reach, -1.0 * more)], 0.0, infinite)
         later = np.flatnonzero(~begins)  # reaching a level takes reaching the one before
-        self._add(
-            [(_column_of(self.reach[:, later]), 1.0), (_column_of(self.reach[:, later - 1]), -1.0)], -infinite, 0.0
-        )
-        self._add([(_column_of(self.x), 1.0), (_column_of(self.reach[:, self._level].T), -1.0)], -infinite, 0.0)
+        reached, before = self.reach[:, later].reshape(-1, 1), self.reach[:, later - 1].reshape(-1, 1)
+        self._add([(reached, 1.0), (before, -1.0)], -infinite, 0.0)
+        asked = self.reach[:, self._level].T.reshape(-1, 1)  # a model's group has to reach the model's level
+        self._add([(self.x.reshape(-1, 1), 1.0), (asked, -1.0)], -infinite, 0.0)
         if in_order:
             self._add([(self.size[:-1, None], 1.0), (self.size[1:, None], -1.0)], 0.0, infinite)
 
@@ -118,10 +118,6 @@ class _Programme:
         row, column, value = (np.concatenate(part) for part in zip(*self._parts, strict=True))
         matrix = csr_array((value, (row, column)), shape=(self._count, self.variables))
         return matrix, np.concatenate(self._low), np.concatenate(self._high)
-
-
-def _column_of(variables: Ints) -> Ints:
-    return variables.reshape(-1, 1)
 
 
 def scipy_optimize() -> Any:
