@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from llmserve.energy import EnergyMeter, MeasuredEnergy
     from llmserve.engines.engine import Engine
     from llmserve.engines.engine_process import EngineProcess
-    from llmserve.scheduling.messages import ServingGroup
     from predictor.forecaster import Forecaster, ForecasterByModel
     from predictor.process import PredictorProcess
 
@@ -153,11 +152,10 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(_listener(config.server.host, config.server.port))
         cluster, gpus = await _start_cluster(config, stack)
-        here = _here(config)
-        profiles = here.dispatch.profiles()
+        profiles = config.dispatch.profiles()
         metrics = Metrics(
             cluster,
-            here.scheduling.full_batch,
+            config.scheduling.full_batch,
             await _energy_meters(config, cluster, profiles, gpus, stack),
             energy_known=all(profile.energy_known for profile in profiles.values()),
         )
@@ -192,7 +190,7 @@ def _resolved(config: Config) -> Config:
         by_model("predictor", config.prediction.predictor)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if scheduling.is_direct and not config.dispatch.profile and engines.group is None:
+    if scheduling.is_direct and not config.dispatch.profile:
         log.warning(
             "order %s without --profile: how long batches take is not known, so requests are given up only when their "
             "deadlines have passed",
@@ -249,15 +247,16 @@ async def _start_cluster(config: Config, stack: AsyncExitStack) -> tuple[LiveClu
     from llmserve.cluster.regroup import Regrouper
 
     async with _at_once() as group:
-        engines_task = group.create_task(_start_fleet(config, lambda: cluster.now_s(), stack))
+        engines_task = group.create_task(_start_engines(config, stack))
         predictors_task = group.create_task(_start_predictors(config, stack))
-    (engines, groups, gpus), predictors = engines_task.result(), predictors_task.result()
+    (engines, gpus), predictors = engines_task.result(), predictors_task.result()
     forecasts = predictors[""].forecasts if "" in predictors else ()
-    here = _here(config)
+    planned = _planned(config)
+    groups = assign(planned, {}, {})
     header = Header(
-        here.scheduling,
-        here.scheduling.scores(forecasts),
-        here.scheduling.likely_lengths(forecasts),
+        config.scheduling,
+        config.scheduling.scores(forecasts),
+        config.scheduling.likely_lengths(forecasts),
         groups=groups,
         replan=_replan_when(config),
     )
@@ -270,12 +269,12 @@ async def _start_cluster(config: Config, stack: AsyncExitStack) -> tuple[LiveClu
         config=config.live,
         # What is started here serves nothing else; vLLM's adapters are models of their own.
         only_model=None if config.engines.has_vllm or config.engines.has_embedded else config.engines.model,
-        solvers=here.dispatch.solvers(here.scheduling, barrier=_all_barrier(here)),
-        profiles=here.dispatch.profiles(),
+        solvers=config.dispatch.solvers(config.scheduling, barrier=_all_barrier(config)),
+        profiles=config.dispatch.profiles(),
     )
     stack.push_async_callback(cluster.close)
-    if groups and not config.engines.group_processes:
-        regrouper = Regrouper(cluster, _planned(config), groups, _replanner(config))
+    if groups:
+        regrouper = Regrouper(cluster, planned, groups, _replanner(config))
         stack.push_async_callback(regrouper.close)
         regrouper.start()
     return cluster, gpus
@@ -548,58 +547,6 @@ def _replanner(config: Config) -> Callable[[Rates], tuple[PlannedGroup, ...]] | 
         return _planned_groups(previous)
 
     return replan
-
-
-def _here(config: Config) -> Config:
-    """What this process schedules by: where each group is a process, these do it."""
-    from llmserve import group_processes
-
-    return group_processes.of_door(config) if config.engines.group_processes else config
-
-
-async def _start_fleet(
-    config: Config, now_s: Callable[[], float], stack: AsyncExitStack
-) -> tuple[list[Engine], tuple[ServingGroup, ...], str | None]:
-    """Engines, or the processes of groups, the groups to begin with, and the GPUs given to the engines started here."""
-    planned = _planned(config)
-    if config.engines.group_processes:
-        return (*await _start_groups(config, planned, now_s, stack), None)
-    engines, gpus = await _start_engines(config, stack)
-    return engines, assign(planned, {}, {}), gpus
-
-
-async def _start_groups(
-    config: Config, planned: tuple[PlannedGroup, ...], now_s: Callable[[], float], stack: AsyncExitStack
-) -> tuple[list[Engine], tuple[ServingGroup, ...]]:
-    """A process for each group; each is a worker, with the group for itself."""
-    from llmserve import group_processes
-    from llmserve.engines.group_engine import GroupEngine
-    from llmserve.engines.openai_engine import Timeouts
-    from llmserve.request import EngineInfo
-
-    engines = config.engines
-    entries = {entry: _worker_of(engines, entry) for entry in engines.engine}
-    async with AsyncExitStack() as looking:
-        probed, _ = await _start_engines(config, looking)
-        models = await group_processes.models_by_worker(probed)
-    groups = group_processes.assigned(planned, models, sorted(set(entries.values())))
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmserve-")))
-    processes = [
-        group_processes.process(
-            config, group, [entry for entry, worker in entries.items() if worker in group.workers], folder
-        )
-        for group in groups
-    ]
-    await _start_processes(processes, stack)
-    timeouts = Timeouts(connect_s=engines.engine_connect_s, idle_s=engines.engine_idle_s)
-    made: list[Engine] = []
-    for group, process in zip(groups, processes, strict=True):
-        info = EngineInfo(group.name, group_processes.SLOTS, False)
-        engine = GroupEngine(info, process.url, now_s=now_s, timeouts=timeouts, restart=process.restart)
-        stack.push_async_callback(engine.close)
-        made.append(engine)
-    log.info("groups: %s", "; ".join(f"{group.name}: {', '.join(group.workers)}" for group in groups))
-    return made, tuple([msgspec.structs.replace(group, workers=(group.name,)) for group in groups])
 
 
 # ---- energy -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Protocol
@@ -425,14 +424,6 @@ class LiveCluster:
 
     def _head(self, exchange: Exchange, answer: Answer, body: bytes | None) -> Head:
         assert exchange.receipt is not None
-        if (inner := answer.inner) is not None:
-            exchange.receipt = replace(
-                exchange.receipt,
-                bin=inner.bin,
-                batch=inner.batch,
-                engine=inner.engine,
-                queue_ms=exchange.receipt.queue_ms + inner.queue_ms,
-            )
         return Head(answer.status, answer.content_type, answer.retry_after, exchange.receipt, body)
 
     def _pump_done(self, desk: Desk, exchange: Exchange, task: asyncio.Task[RequestEnded]) -> None:

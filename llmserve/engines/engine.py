@@ -45,16 +45,6 @@ class Health:
     tokens_max: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Inner:
-    """What an engine that schedules for engines of its own tells of an answer: which of them gave it, and when."""
-
-    engine: str
-    bin: int
-    batch: int
-    queue_ms: float
-
-
 class Answer(Protocol):
     """An answer that has begun: its status line is there, its body follows.
 
@@ -63,7 +53,6 @@ class Answer(Protocol):
 
     status: int
     fault: bool
-    inner: Inner | None
     content_type: str
     retry_after: str | None
 
