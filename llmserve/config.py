@@ -116,7 +116,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     group: Annotated[
         str | None,
         Meta(
-            description="serve one group of --plan, by itself: with the workers that the plan names for it, if it does"
+            description="serve one group of --plan, by itself: its models, on the engines of the workers that the plan "
+            "names for it, or else names for no group; `fallback` has what no group names"
         ),
     ] = None
     engine_connect_s: Annotated[float, Meta(gt=0, description="longest wait for a connection to an engine")] = 5.0

@@ -267,8 +267,7 @@ async def _start_cluster(config: Config, stack: AsyncExitStack) -> tuple[LiveClu
         forecaster=_forecaster(config, predictors),
         record=LengthRecord(Path(config.prediction.record)) if config.prediction.record else None,
         config=config.live,
-        # What is started here serves nothing else; vLLM's adapters are models of their own.
-        only_model=None if config.engines.has_vllm or config.engines.has_embedded else config.engines.model,
+        wanted=_wanted(config),
         solvers=config.dispatch.solvers(config.scheduling, barrier=_all_barrier(config)),
         profiles=config.dispatch.profiles(),
     )
@@ -306,7 +305,7 @@ def _forecaster(config: Config, predictors: Mapping[str, PredictorProcess]) -> F
 
 
 async def _start_engines(config: Config, stack: AsyncExitStack) -> tuple[list[Engine], str | None]:
-    """Those of ours are up, whether they run or not those of others.
+    """Engines that are started here are up when this returns; engines that are URLs may be down.
 
     Also the GPUs that ours were given, as CUDA_VISIBLE_DEVICES names them; None: they see all that we see.
     """
@@ -458,7 +457,7 @@ def _predictor_folders(config: Config) -> dict[str, Path]:
 
 
 def _planned(config: Config) -> tuple[PlannedGroup, ...]:
-    """The groups that this process has; () without a plan, and where it is one of them. Raises ConfigError."""
+    """The groups that this server has; () without a plan, and where the server is one group. Raises ConfigError."""
     if config.engines.plan is None or config.engines.group is not None:
         return ()
     return _planned_groups(herd.Plan.load(config.engines.plan))
@@ -471,7 +470,7 @@ def _planned_groups(plan: herd.Plan) -> tuple[PlannedGroup, ...]:
 
 
 def _with_plan(config: Config) -> Config:
-    """Its files are looked at before anything slow is started; of one group, only its engines are left.
+    """Its files are looked at before anything slow is started; of one group, only the group's engines are left.
 
     Raises ConfigError.
     """
@@ -482,15 +481,44 @@ def _with_plan(config: Config) -> Config:
     if engines.group is None:
         _check_workers(engines, plan)
         return config
-    names = {group.name: group.workers for group in plan.groups} | {FALLBACK: ()}
-    if engines.group not in names:
-        near = configuration.nearest(engines.group, names)
-        raise ConfigError(f"group: {engines.plan} has no group {engines.group!r}{near}")
-    workers = names[engines.group]
-    left = [entry for entry in engines.engine if not workers or _worker_of(engines, entry) in workers]
-    if not left:
-        raise ConfigError(f"group {engines.group}: none of the engines is of its workers, {', '.join(workers)}")
-    return msgspec.structs.replace(config, engines=msgspec.structs.replace(engines, engine=tuple(left)))
+    left = _engines_of_group(engines, engines.group, plan)
+    return msgspec.structs.replace(config, engines=msgspec.structs.replace(engines, engine=left))
+
+
+def _engines_of_group(engines: EngineConfig, group: str, plan: herd.Plan) -> tuple[str, ...]:
+    """Each --engine that serves the group. A worker that no group names may serve the fallback group, and every group
+    that names no worker.
+
+    Raises ConfigError when the plan has no such group, or the group no engine.
+    """
+    workers = {FALLBACK: (), **{planned.name: planned.workers for planned in plan.groups}}
+    if group not in workers:
+        raise ConfigError(f"group: {engines.plan} has no group {group!r}{configuration.nearest(group, workers)}")
+    own, named = workers[group], {worker for some in workers.values() for worker in some}
+    takes_unnamed = group == FALLBACK or not own
+    found = []
+    for entry in engines.engine or ("embedded",):
+        worker = _worker_of(engines, entry)
+        if worker in own or (takes_unnamed and worker not in named):
+            found.append(entry)
+    if not found:
+        of = f"its workers, {', '.join(own)}" if own else "a worker that no other group names"
+        raise ConfigError(f"group {group}: none of the engines is on {of}")
+    return tuple(found)
+
+
+def _wanted(config: Config) -> Callable[[str], bool]:
+    """Whether a model that an engine lists is to be served: the one of --model, those of the --group."""
+    engines = config.engines
+    # What is started here serves nothing else; vLLM's adapters are models of their own.
+    only = None if engines.has_vllm or engines.has_embedded else engines.model
+    if engines.plan is None or engines.group is None:
+        return lambda model: only in (None, model)
+    planned = _planned_groups(herd.Plan.load(engines.plan))
+    own = {model for group in planned if group.name == engines.group for model in group.served}
+    others = {model for group in planned if group.name != engines.group for model in group.models}
+    takes_rest = engines.group == FALLBACK
+    return lambda model: only in (None, model) and (model in own or (takes_rest and model not in others))
 
 
 def _check_workers(engines: EngineConfig, plan: herd.Plan) -> None:

@@ -200,6 +200,9 @@ async def test_a_worker_that_no_engine_is_on_is_said_with_the_nearest(tmp_path: 
             raise AssertionError("it must not start")
 
 
+# ---- one group by itself ----
+
+
 async def test_one_groups_server_has_the_engines_of_the_workers_that_the_plan_names_for_it(
     start_front: StartFront, tmp_path: Path
 ) -> None:
@@ -208,3 +211,83 @@ async def test_one_groups_server_has_the_engines_of_the_workers_that_the_plan_na
         front = await start_front(engines=placed(fakes, plan=plan, group="left"))
         assert list(front.cluster.engines_ready) == [name_of(fakes[1])]
         assert not isinstance(front.cluster.scheduler, Groups)
+
+
+@pytest.mark.parametrize(
+    ("group", "workers"),
+    [
+        ("left", (0,)),
+        ("right", (2, 3)),  # any that no group names: which ones, whoever places this server says by --engine
+        ("fallback", (1, 2, 3)),  # which the plan gives w1
+    ],
+)
+async def test_one_groups_server_has_no_engine_of_a_worker_that_another_group_names(
+    start_front: StartFront, tmp_path: Path, group: str, workers: tuple[int, ...]
+) -> None:
+    named = Group("left", 1, ("m",), workers=("w0",)), Group("fallback", 1, ("n",), workers=("w1",))
+    plan = saved(tmp_path, *named, Group("right", 1, ("n2",)))
+    async with engines(4) as fakes:
+        front = await start_front(engines=placed(fakes, plan=plan, group=group), wait=False)
+        assert set(front.cluster.engines_ready) == {name_of(fakes[number]) for number in workers}
+
+
+async def test_the_fallback_groups_server_has_the_workers_and_models_that_no_group_names(
+    start_front: StartFront, tmp_path: Path
+) -> None:
+    plan = saved(tmp_path, Group("left", 1, ("m",), streams=(("chat", "n"),), workers=("w0",)))
+    async with engines(2) as (first, second):
+        front = await start_front(engines=placed((first, second), plan=plan, group="fallback"))
+        assert await ask(front, "n") == (200, name_of(second))
+        assert (await ask(front, "m"))[0] == 404
+        assert not first.bodies
+
+
+async def test_models_of_other_groups_are_404_whatever_the_engines_serve(
+    start_front: StartFront, tmp_path: Path
+) -> None:
+    left = Group("left", 1, ("m",), streams=(("chat", "k"),), workers=("w0",))
+    plan = saved(tmp_path, left, Group("right", 1, ("n",), workers=("w1",)))
+    async with engines(2, others={"n": Pace(0.005), "k": Pace(0.005)}) as (first, second):
+        front = await start_front(engines=placed((first, second), plan=plan, group="left"))
+        assert sorted(front.cluster.models) == ["k", "m"]
+        assert await ask(front, "m") == (200, name_of(first))
+        assert await ask(front, "k", "chat") == (200, name_of(first))
+        assert (await ask(front, "n"))[0] == 404
+        assert (await ask(front, "other"))[0] == 404
+        assert not second.bodies
+
+
+async def test_one_groups_server_is_told_streams_deadlines_and_lengths_by_whoever_stands_before_it(
+    tmp_path: Path, start_front: StartFront
+) -> None:
+    plan = saved(tmp_path, Group("left", 1, ("m",), workers=("w0",)))
+    async with engines(1, slots=2) as fakes:
+        front = await start_front(engines=placed(fakes, 2, plan=plan, group="left"))
+        headers = {"x-llmserve-slo-ms": "30000", "x-llmserve-predicted-tokens": "1", "x-llmserve-stream": "mail"}
+        async with front.post(model="m", headers=headers, max_tokens=2) as response:
+            assert response.headers["x-llmserve-engine"] == name_of(fakes[0])
+            assert float(response.headers["x-llmserve-queue-ms"]) >= 0
+            assert response.headers["x-llmserve-predicted-tokens"] == "1"
+        slow = [asyncio.ensure_future(ask(front, "m", max_tokens=200)) for _ in range(2)]
+        await until(lambda: fakes[0].running == 2)
+        async with front.post(model="m", headers={"x-llmserve-slo-ms": "100"}, max_tokens=2) as response:
+            assert response.status == 504
+            assert (await response.json())["error"]["code"] == "deadline_exceeded"
+        assert {status for status, _ in await asyncio.gather(*slow)} == {200}
+    assert not front.cluster.journal.header.groups
+    requests = [step.event.request for step in front.cluster.journal.steps if isinstance(step.event, RequestArrived)]
+    assert [request.stream for request in requests] == ["mail", "", "", ""]
+    assert requests[0].predicted_tokens == 1.0
+    assert requests[0].deadline_s is not None
+
+
+async def test_a_group_without_an_engine_here_is_said(tmp_path: Path) -> None:
+    plan = saved(tmp_path, Group("left", 1, ("m",), workers=("w1",)), Group("right", 1, ("n",), workers=("w0",)))
+    for group, message in (
+        ("left", "group left: none of the engines is on its workers, w1"),
+        ("fallback", "group fallback: none of the engines is on a worker that no other group names"),
+    ):
+        engine = EngineConfig(engine=("w0=http://127.0.0.1:9",), plan=plan, group=group)
+        with pytest.raises(ConfigError, match=message):
+            async with serving(Config(server=ServerConfig(port=0), engines=engine)):
+                raise AssertionError("it must not start")

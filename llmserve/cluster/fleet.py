@@ -112,7 +112,7 @@ class Fleet:
 
     tell        takes an event for the scheduler
     lose        ends what a desk runs, and tells the scheduler that the engine is lost
-    only_model  when given, the one model to serve
+    wanted      whether a model that an engine lists is to be served
     profiles    what batches take, by model ("": of every other model): the scheduler is told it with each engine
     """
 
@@ -123,7 +123,7 @@ class Fleet:
         *,
         tell: Callable[[Event], None],
         lose: Callable[[Desk], None],
-        only_model: str | None = None,
+        wanted: Callable[[str], bool] = lambda model: True,
         profiles: Mapping[str, Profile] = MappingProxyType({}),
     ) -> None:
         self.desks = {engine.info.name: Desk(engine) for engine in engines}
@@ -133,7 +133,7 @@ class Fleet:
         self._profiles = profiles
         self._tell = tell
         self._tell_lost = lose
-        self._only_model = only_model
+        self._wanted = wanted
 
     def engines_of(self, model: str) -> int:
         """Engines that serve it, or did when they were last up."""
@@ -246,7 +246,7 @@ class Fleet:
     def _found(self, desk: Desk, health: Health) -> None:
         desk.probes_failed, desk.trouble = 0, ""
         came_up, desk.up = not desk.up, True
-        models = tuple([model for model in health.models if self._only_model in (None, model.id)])
+        models = tuple([model for model in health.models if self._wanted(model.id)])
         if came_up or models != desk.models:
             desk.models = models
             everywhere = [model for desk in self.desks.values() for model in desk.models]

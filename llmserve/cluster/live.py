@@ -96,7 +96,7 @@ class LiveCluster:
 
     solvers     make plans, by model ("": for every other model), where the scheduler's release follows plans
     profiles    what batches take on the engines, by model likewise
-    only_model  when given, the one model to serve
+    wanted      whether a model that an engine lists is to be served
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class LiveCluster:
         forecaster: Forecaster | None = None,
         record: LengthRecord | None = None,
         config: LiveConfig | None = None,
-        only_model: str | None = None,
+        wanted: Callable[[str], bool] = lambda model: True,
         solvers: Mapping[str, DispatchSolver] = MappingProxyType({}),
         profiles: Mapping[str, Profile] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
@@ -120,9 +120,7 @@ class LiveCluster:
         self._config = config or LiveConfig()
         self._clock = clock
         self._started_at = clock()
-        self.fleet = Fleet(
-            engines, self._config, tell=self._step, lose=self._lose, only_model=only_model, profiles=profiles
-        )
+        self.fleet = Fleet(engines, self._config, tell=self._step, lose=self._lose, wanted=wanted, profiles=profiles)
         self._prompt_tokens: defaultdict[str, PromptTokens] = defaultdict(PromptTokens)  # by model
         self._secret = secrets.token_bytes(16)  # of the prefixes' hashes
         self._exchanges: dict[int, Exchange] = {}
