@@ -26,9 +26,10 @@ from bins.profile import Profile
 from llmserve.cluster.exchange import ClientStalled, Exchange, Head, Receipt
 from llmserve.cluster.fleet import Desk, Fleet, FleetConfig
 from llmserve.cluster.journal import Journal
+from llmserve.cluster.known_models import Listed
 from llmserve.cluster.prompt_size import PromptTokens, prefix_hashes
 from llmserve.cluster.record import LengthRecord
-from llmserve.engines.engine import Answer, Engine, EngineError, ServedModel
+from llmserve.engines.engine import Answer, Engine, EngineError
 from llmserve.engines.event_stream import UsageFilter, usage_of, was_cut
 from llmserve.errors import BadRequest, DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable
 from llmserve.request import Batch, Call, Request
@@ -142,7 +143,7 @@ class LiveCluster:
         return {name: desk.ready for name, desk in sorted(self.fleet.desks.items())}
 
     @property
-    def models(self) -> dict[str, ServedModel]:
+    def models(self) -> Listed:
         """That engines serve, be they up or down; see fleet.py."""
         return self.fleet.models
 

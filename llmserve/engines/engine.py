@@ -7,6 +7,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from llmserve.request import Batch, Call, EngineInfo
 
 
@@ -24,8 +26,7 @@ class EngineError(Exception):
 ENGINE_FAULTS = (500, 502, 503, 504)  # statuses that are the engine's fault, not the request's
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
+class ServedModel(msgspec.Struct, frozen=True):
     """A model as an engine lists it; context_tokens is vLLM's max_model_len where it is told."""
 
     id: str
