@@ -2,12 +2,13 @@
 
 Counters and histograms are made of the steps that pass through the journal; gauges read the scheduler at the moment of
 a scrape. What there is of each model, bins and predictions and plans, is labelled with it where there are several.
+Counters of a model end when no engine lists the model any more.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -22,6 +23,7 @@ from llmserve.scheduling.messages import (
     BatchEnded,
     DispatchSolved,
     EngineLost,
+    EngineReady,
     FailRequest,
     PreemptBatch,
     RequestArrived,
@@ -65,6 +67,7 @@ class Metrics:
         energy_known: bool = True,
     ) -> None:
         registry = self.registry = CollectorRegistry()
+        self._cluster = cluster
         self._batch_size = batch_size
         self._open: dict[int, _Open] = {}  # by request id
         self._ended = Counter("llmserve_requests", "Requests that ended", ["outcome"], registry=registry)
@@ -126,6 +129,9 @@ class Metrics:
             self._lost.labels(event.engine).inc()
         elif type(event) is DispatchSolved:
             self._dispatch.follow(event)
+        elif type(event) is EngineReady:  # which may list other models than before
+            self._streams.keep(self._cluster.models)
+            self._dispatch.keep(self._cluster.models)
         for action in step.actions:
             if type(action) is StartBatch:
                 self._start(action, step.now_s)
@@ -239,6 +245,7 @@ class _Streams:
         )
         self._known: dict[tuple[str, str], _Stream] = {}
         self._names: set[str] = set()
+        self._models_preempted: set[str] = set()
 
     def of(self, request: Request) -> _Stream:
         """Beyond so many streams all new ones are one."""
@@ -253,7 +260,23 @@ class _Streams:
             stream = self._known[request.model, name] = _Stream(self, request.model, name)
         return stream
 
+    def keep(self, models: Collection[str]) -> None:
+        """Those of other models are told no more: names of adapters come and go for ever."""
+        for model, name in [key for key in self._known if key[0] not in models]:
+            del self._known[model, name]
+            for family in (self.tokens, self.latency, self.preempted):
+                family.remove(model, name)
+            for outcome in OUTCOMES:
+                self.requests.remove(model, name, outcome)
+            for met in ("met", "missed"):
+                self.deadlines.remove(model, name, met)
+        for model in [model for model in self._models_preempted if model not in models]:
+            self._models_preempted.discard(model)
+            self._batches.remove(model)
+            self._seconds.remove(model)
+
     def preempt_batch(self, model: str, ran_s: float) -> None:
+        self._models_preempted.add(model)
         self._batches.labels(model).inc()
         self._seconds.labels(model).inc(ran_s)
 
@@ -403,6 +426,12 @@ class _Dispatch:
         self._energy_known = energy_known
         self._plans: dict[str, DispatchPlan] = {}
         self._count = 0
+
+    def keep(self, models: Collection[str]) -> None:
+        """What there is of other models is told no more."""
+        for by_model in (self.asked, self._plans):
+            for model in [model for model in by_model if model not in models]:
+                del by_model[model]
 
     def follow(self, event: DispatchSolved) -> None:
         self._plans[event.model] = event.plan

@@ -13,7 +13,6 @@ import logging
 import math
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -27,7 +26,7 @@ from llmserve.cluster.exchange import ClientStalled, Exchange, Head, Receipt
 from llmserve.cluster.fleet import Desk, Fleet, FleetConfig
 from llmserve.cluster.journal import Journal
 from llmserve.cluster.known_models import Listed
-from llmserve.cluster.prompt_size import PromptTokens, prefix_hashes
+from llmserve.cluster.prompt_size import PromptTokensByModel, prefix_hashes
 from llmserve.cluster.record import LengthRecord
 from llmserve.engines.engine import Answer, Engine, EngineError
 from llmserve.engines.event_stream import UsageFilter, usage_of, was_cut
@@ -122,7 +121,7 @@ class LiveCluster:
         self._clock = clock
         self._started_at = clock()
         self.fleet = Fleet(engines, self._config, tell=self._step, lose=self._lose, wanted=wanted, profiles=profiles)
-        self._prompt_tokens: defaultdict[str, PromptTokens] = defaultdict(PromptTokens)  # by model
+        self._prompt_tokens = PromptTokensByModel()
         self._secret = secrets.token_bytes(16)  # of the prefixes' hashes
         self._exchanges: dict[int, Exchange] = {}
         self._next_id = 0
@@ -188,7 +187,7 @@ class LiveCluster:
             predicted,
             deadline_s,
             quantiles,
-            round(self._prompt_tokens[call.model].estimate(call), 1),
+            round(self._prompt_tokens.estimate(call), 1),
             call.choices,
             prefix_hashes(call.opening, self._secret) if self.fleet.engines_of(call.model) > 1 else (),
             call.model,
@@ -419,7 +418,7 @@ class LiveCluster:
     def _learn_prompt(self, call: Call, tokens: int | None) -> None:
         """From the engine's count. Prompts of token ids have no characters to compare it with."""
         if tokens and call.prompt.text:
-            self._prompt_tokens[call.model].observe(call, tokens)
+            self._prompt_tokens.observe(call, tokens)
 
     def _head(self, exchange: Exchange, answer: Answer, body: bytes | None) -> Head:
         assert exchange.receipt is not None
