@@ -1,9 +1,8 @@
 """The live body: asyncio, real engines and the monotonic clock drive the scheduler.
 
-Each client call is an `Exchange`. When the scheduler starts it, a task of its own (the pump) reads the engine's
-answer to its end and hands the bytes over, so that an engine's slot is free when the engine is done, not when the
-client has read everything. Tokens never enter the scheduler. A call that is preempted loses its pump and stays an
-exchange: the scheduler starts it again, or says that it is too late.
+Each client call is an `Exchange`. When the scheduler starts a call, a task of its own (calls.py) reads the engine's
+answer. A call that is preempted loses its task and stays an exchange: the scheduler starts it again, or says that it is
+too late.
 """
 
 from __future__ import annotations
@@ -14,24 +13,23 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Protocol
 
 from msgspec import Meta
 
 from bins.dispatch import DispatchSolver
 from bins.profile import Profile
-from llmserve.cluster.exchange import ClientStalled, Exchange, Head, Receipt
+from llmserve.cluster.calls import RunningCalls
+from llmserve.cluster.exchange import Exchange
 from llmserve.cluster.fleet import Desk, Fleet, FleetConfig
 from llmserve.cluster.journal import Journal
 from llmserve.cluster.known_models import Listed
 from llmserve.cluster.prompt_size import PromptTokensByModel, prefix_hashes
 from llmserve.cluster.record import LengthRecord
-from llmserve.engines.engine import Answer, Engine, EngineError
-from llmserve.engines.event_stream import UsageFilter, usage_of, was_cut
-from llmserve.errors import BadRequest, DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable
-from llmserve.request import Batch, Call, Request
+from llmserve.engines.engine import Engine
+from llmserve.errors import DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable
+from llmserve.request import Call, Request
 from llmserve.scheduling.groups import Mind
 from llmserve.scheduling.messages import (
     AbortRequest,
@@ -122,6 +120,9 @@ class LiveCluster:
         self._started_at = clock()
         self.fleet = Fleet(engines, self._config, tell=self._step, lose=self._lose, wanted=wanted, profiles=profiles)
         self._prompt_tokens = PromptTokensByModel()
+        self._calls = RunningCalls(
+            suspect=self.fleet.suspect, prompt_tokens=self._prompt_tokens, began=self._began, ended=self._ended
+        )
         self._secret = secrets.token_bytes(16)  # of the prefixes' hashes
         self._exchanges: dict[int, Exchange] = {}
         self._next_id = 0
@@ -262,7 +263,7 @@ class LiveCluster:
         if isinstance(action, StartBatch):
             self._start(action, now_s)
         elif isinstance(action, AbortRequest):
-            self._stop(self._exchanges[action.request_id])
+            self._calls.stop(self._exchanges[action.request_id])
         elif isinstance(action, PreemptBatch):
             self._preempt(action)
         elif isinstance(action, FailRequest):
@@ -310,35 +311,13 @@ class LiveCluster:
 
     def _start(self, action: StartBatch, now_s: float) -> None:
         desk = self.fleet.desks[action.engine]
-        batch = action.batch
-        for request in batch.requests:
-            exchange = self._exchanges[request.id]
-            exchange.receipt = Receipt(
-                request_id=request.id,
-                bin=batch.bin,
-                batch=batch.id,
-                engine=action.engine,
-                queue_ms=(now_s - exchange.arrived_at_s) * 1e3,
-                predicted_tokens=request.predicted_tokens,
-            )
-            exchange.stopping = False
-            desk.add(exchange)
-            task = asyncio.create_task(self._pump(desk, exchange, batch))
-            exchange.task = task
-            # Not the pump's own `finally`: a task cancelled before its first step never enters its `try`.
-            task.add_done_callback(partial(self._pump_done, desk, exchange))
+        for request in action.batch.requests:
+            self._calls.start(desk, self._exchanges[request.id], action.batch, now_s)
 
     def _preempt(self, action: PreemptBatch) -> None:
         for request_id in action.request_ids:
-            exchange = self._exchanges[request_id]
-            exchange.stopping = True
-            self._stop(exchange)
+            self._calls.stop_for_others(self._exchanges[request_id])
         log.debug("batch %d makes room on %s", action.batch_id, action.engine)
-
-    def _stop(self, exchange: Exchange) -> None:
-        """Its engine is told by the closing of its connection. A pump that has just ended has ended all the same."""
-        assert exchange.task is not None, "a running request has a pump"
-        exchange.task.cancel()
 
     def _fail(self, action: FailRequest) -> None:
         exchange = self._exchanges[action.request_id]
@@ -355,81 +334,14 @@ class LiveCluster:
         if not self._exchanges and not self._open:
             self._empty.set()
 
-    # ---- the pump ---------------------------------------------------------------------------------------------
+    # ---- how requests that run go on and end --------------------------------------------------------------------
 
-    async def _pump(self, desk: Desk, exchange: Exchange, batch: Batch) -> RequestEnded:
-        """Read one answer to its end; say how it ended."""
-        name, request_id = desk.name, exchange.request.id
-        try:
-            async with desk.engine.open(exchange.call, batch) as answer:
-                if answer.fault:
-                    exchange.refused = self._head(exchange, answer, await answer.read())
-                    return RequestEnded(name, request_id, "failed", fault=True, retryable=True)
-                if exchange.call.stream and answer.status == 200:
-                    tokens = await self._pump_stream(exchange, answer)
-                else:
-                    body = await answer.read()
-                    usage = usage_of(body)
-                    tokens = usage.completion_tokens or 0
-                    self._learn_prompt(exchange.call, usage.prompt_tokens)
-                    exchange.cut = was_cut(body)
-                    self._begin(exchange, self._head(exchange, answer, body))
-            outcome: Literal["completed", "failed"] = "completed" if answer.status < 400 else "failed"
-            return RequestEnded(name, request_id, outcome, tokens / exchange.call.choices)
-        except EngineError as error:
-            log.log(logging.WARNING if desk.up else logging.DEBUG, "%s", error)
-            await self.fleet.suspect(desk, exchange.request.model, unreachable=error.unreachable)
-            if exchange.answered:
-                exchange.fail(EngineFailed(str(error)))
-            return RequestEnded(name, request_id, "failed", fault=True, retryable=not exchange.answered)
-        except ClientStalled:
-            exchange.fail(BadRequest("the answer was not read", code="client_stalled"))
-            return RequestEnded(name, request_id, "cancelled")
-
-    async def _pump_stream(self, exchange: Exchange, answer: Answer) -> int:
-        """Begins the answer with its first bytes, so that until then it can still run elsewhere."""
-        usage = UsageFilter(strip=exchange.call.usage_added, choices=exchange.call.choices)
-        try:
-            async for chunk in answer.chunks():
-                data = usage.feed(chunk)
-                if data:
-                    if not exchange.answered:
-                        self._begin(exchange, self._head(exchange, answer, None))
-                    await exchange.feed(data)
-        except EngineError:
-            if exchange.answered and (held := usage.release()):
-                await exchange.feed(held)
-            raise
-        if not exchange.answered:
-            self._begin(exchange, self._head(exchange, answer, None))
-        if rest := usage.flush():
-            await exchange.feed(rest)
-        exchange.close()
-        exchange.cut = usage.cut
-        self._learn_prompt(exchange.call, usage.prompt_tokens)
-        return usage.output_tokens
-
-    def _begin(self, exchange: Exchange, head: Head) -> None:
-        """Hand the first byte over. From now on it cannot be preempted, and the scheduler knows before it says more."""
-        exchange.begin(head)
+    def _began(self, exchange: Exchange) -> None:
+        """From now on it cannot be preempted, and the scheduler knows before it says more."""
         if self.scheduler.preempts:
             self._step(AnswerBegan(exchange.request.id))
 
-    def _learn_prompt(self, call: Call, tokens: int | None) -> None:
-        """From the engine's count. Prompts of token ids have no characters to compare it with."""
-        if tokens and call.prompt.text:
-            self._prompt_tokens.observe(call, tokens)
-
-    def _head(self, exchange: Exchange, answer: Answer, body: bytes | None) -> Head:
-        assert exchange.receipt is not None
-        return Head(answer.status, answer.content_type, answer.retry_after, exchange.receipt, body)
-
-    def _pump_done(self, desk: Desk, exchange: Exchange, task: asyncio.Task[RequestEnded]) -> None:
-        if exchange.task is not task or self._closed:
-            return  # abandoned: its engine was lost, and the scheduler has already dealt with the request
-        exchange.task = None
-        desk.remove(exchange)
-        ended = self._how_it_ended(desk.name, exchange, task)
+    def _ended(self, exchange: Exchange, ended: RequestEnded) -> None:
         if ended.outcome == "completed" and ended.output_tokens > 0:
             try:
                 self._learn(exchange, ended.output_tokens)
@@ -438,31 +350,9 @@ class LiveCluster:
         self._step(ended)
         self._forget(exchange)
 
-    def _how_it_ended(self, engine: str, exchange: Exchange, task: asyncio.Task[RequestEnded]) -> RequestEnded:
-        if task.cancelled():
-            if exchange.stopping and not exchange.gone:
-                exchange.put_off += 1
-            else:
-                exchange.fail(EngineFailed("the request was aborted"))
-            return RequestEnded(engine, exchange.request.id, "cancelled")
-        error = task.exception()
-        if error is None:
-            return task.result()
-        log.error("serving request %d failed", exchange.request.id, exc_info=error)
-        exchange.fail(EngineFailed("the front-end failed while serving this request"))
-        return RequestEnded(engine, exchange.request.id, "failed")
-
     def _lose(self, desk: Desk) -> None:
         """Its engine is gone with all it ran."""
-        for exchange in list(desk.running.values()):  # an answer that is complete is not lost with its engine
-            if exchange.task is not None and exchange.task.done():
-                self._pump_done(desk, exchange, exchange.task)
-        lost = list(desk.running.values())
-        for exchange in lost:
-            desk.remove(exchange)
-            task, exchange.task = exchange.task, None
-            if task is not None:
-                task.cancel()
+        lost = self._calls.abandon(desk)
         answered = tuple(sorted(exchange.request.id for exchange in lost if exchange.answered))
         self._step(EngineLost(desk.name, answered, planned=desk.restart is not None))
         for exchange in lost:
@@ -492,11 +382,7 @@ class LiveCluster:
             self._timer.cancel()
         for solving in self._solving.values():
             solving.cancel()
-        tasks = [exchange.task for exchange in self._exchanges.values()]
-        alive = [task for task in tasks if task is not None and not task.done()]
-        for task in alive:
-            task.cancel()
-        await asyncio.gather(*alive, return_exceptions=True)
+        await self._calls.close(self._exchanges.values())
         for exchange in self._open:
             exchange.fail(_error_of("draining", None))
         await self.fleet.close()
