@@ -127,7 +127,7 @@ class LiveCluster:
         self._exchanges: dict[int, Exchange] = {}
         self._next_id = 0
         self._solvers = solvers
-        self._solving: dict[str, asyncio.Task[None]] = {}  # at most one a model: the scheduler waits for each plan
+        self._solving: set[asyncio.Task[None]] = set()  # at most one a model: the scheduler waits for each plan
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s: float | None = None
         self._empty = asyncio.Event()
@@ -273,7 +273,9 @@ class LiveCluster:
         elif isinstance(action, ReportTrust):
             _say_trust(action)
         elif isinstance(action, SolveDispatch):
-            self._solving[action.model] = asyncio.create_task(self._solve(action))
+            solving = asyncio.create_task(self._solve(action))
+            self._solving.add(solving)
+            solving.add_done_callback(self._solving.discard)
         else:
             assert isinstance(action, PlanGroups), (
                 "all others are above; whoever plans groups hears of it by the journal"
@@ -380,7 +382,7 @@ class LiveCluster:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for solving in self._solving.values():
+        for solving in self._solving:
             solving.cancel()
         await self._calls.close(self._exchanges.values())
         for exchange in self._open:
