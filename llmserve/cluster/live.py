@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Protocol
+from typing import Annotated
 
 from msgspec import Meta
 
 from bins.dispatch import DispatchSolver
 from bins.profile import Profile
+from llmserve.cluster.answer_lengths import AnswerLengths, Forecaster
 from llmserve.cluster.calls import RunningCalls
 from llmserve.cluster.exchange import Exchange
 from llmserve.cluster.fleet import Desk, Fleet, FleetConfig
@@ -52,30 +52,8 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
-from predictor.prompt import Prompt
 
 log = logging.getLogger("llmserve")
-
-
-class Forecast(Protocol):
-    """Equally likely output lengths, tokens, ascending; () when nothing is known. The middle one is the median."""
-
-    @property
-    def lengths(self) -> tuple[float, ...]: ...
-
-    @property
-    def median(self) -> float | None: ...
-
-
-class Forecaster(Protocol):
-    """Says how long answers will be, in bounded time, and is told how long they became."""
-
-    @property
-    def fallbacks(self) -> Mapping[str, int]: ...
-
-    async def forecast(self, prompt: Prompt, *, least: float | None, most: float | None) -> Any: ...
-
-    def observe(self, forecast: Any, output_tokens: float, *, capped: bool) -> None: ...
 
 
 class LiveConfig(FleetConfig, frozen=True, kw_only=True):
@@ -113,8 +91,7 @@ class LiveCluster:
     ) -> None:
         self.scheduler = scheduler
         self.journal = journal
-        self._forecaster = forecaster
-        self._record = record
+        self._lengths = AnswerLengths(forecaster, record)
         self._config = config or LiveConfig()
         self._clock = clock
         self._started_at = clock()
@@ -150,7 +127,7 @@ class LiveCluster:
     @property
     def prediction_fallbacks(self) -> Mapping[str, int]:
         """Forecasts made without the predictor, by reason."""
-        return self._forecaster.fallbacks if self._forecaster is not None else {}
+        return self._lengths.fallbacks
 
     @property
     def draining(self) -> bool:
@@ -174,7 +151,7 @@ class LiveCluster:
         arrived_at_s = self.now_s()
         self._exchanges[exchange.request.id] = exchange
         try:
-            predicted, quantiles = await self._predict(exchange)
+            predicted, quantiles = await self._lengths.predict(exchange, self.models.get(call.model))
         except BaseException:
             self._forget(exchange)
             raise
@@ -211,37 +188,6 @@ class LiveCluster:
         exchange.leave()
         if exchange.request.id in self.scheduler.requests:
             self._step(RequestCancelled(exchange.request.id))
-
-    async def _predict(self, exchange: Exchange) -> tuple[float | None, tuple[float, ...]]:
-        """Predicted output tokens, the median and equally likely ones, bounded by what client and model allow.
-
-        None and () when there is nothing to go by; only the median when the client brought it.
-        """
-        call = exchange.call
-        model = self.models.get(call.model)
-        most = call.output_tokens_max or (model.context_tokens if model is not None else None)
-        if call.predicted_tokens is not None:
-            return min(call.predicted_tokens, most or math.inf), ()
-        if self._forecaster is None:
-            return None, ()
-        least = call.output_tokens_min
-        forecast: Forecast = await self._forecaster.forecast(call.prompt, least=least, most=most)
-        exchange.forecast = forecast
-        return forecast.median, tuple([round(length, 1) for length in forecast.lengths])
-
-    def _learn(self, exchange: Exchange, output_tokens: float) -> None:
-        """From the length of a completed answer.
-
-        One that the client forced to be so long (min_tokens, ignore_eos) says nothing about the others.
-        """
-        call, most = exchange.call, exchange.call.output_tokens_max
-        if call.output_tokens_min is not None and output_tokens <= call.output_tokens_min:
-            return
-        capped = exchange.cut or (most is not None and output_tokens >= most)
-        if self._forecaster is not None and exchange.forecast is not None:
-            self._forecaster.observe(exchange.forecast, output_tokens, capped=capped)
-        if self._record is not None and call.choices == 1:
-            self._record.write(call, round(output_tokens), capped=capped)
 
     def tell(self, event: Event) -> None:
         """What becomes known neither by calls nor by engines: other groups."""
@@ -346,7 +292,7 @@ class LiveCluster:
     def _ended(self, exchange: Exchange, ended: RequestEnded) -> None:
         if ended.outcome == "completed" and ended.output_tokens > 0:
             try:
-                self._learn(exchange, ended.output_tokens)
+                self._lengths.learn(exchange, ended.output_tokens)
             except Exception:  # whatever is wrong with learning, the request has ended
                 log.exception("nothing was learnt from request %d", ended.request_id)
         self._step(ended)
@@ -389,8 +335,7 @@ class LiveCluster:
             exchange.fail(_error_of("draining", None))
         await self.fleet.close()
         self.journal.close()
-        if self._record is not None:
-            self._record.close()
+        self._lengths.close()
 
 
 def _say_circuit(action: ReportCircuit) -> None:
