@@ -113,14 +113,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "(default: never)"
         ),
     ] = None
-    group_processes: Annotated[
-        bool, Meta(description="a process for each group of --plan, behind this one; for engines that are URLs")
-    ] = False
     group: Annotated[
         str | None,
         Meta(
-            description="serve as this group of --plan, behind another llmserve: with the workers that the plan names "
-            "for it, if it does"
+            description="serve one group of --plan, by itself: its models, on the engines of the workers that the plan "
+            "names for it, or else names for no group; `fallback` has what no group names"
         ),
     ] = None
     engine_connect_s: Annotated[float, Meta(gt=0, description="longest wait for a connection to an engine")] = 5.0
@@ -164,18 +161,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._check_plan()
 
     def _check_plan(self) -> None:
-        for name in ("plan_instance", "replan_every_s", "group_processes", "group"):
+        for name in ("plan_instance", "replan_every_s", "group"):
             if getattr(self, name) and self.plan is None:
                 raise ConfigError(f"{name} is of no use without --plan")
         if (self.plan_instance is None) != (self.replan_every_s is None):
             raise ConfigError("replan_every_s and plan_instance are of use only together")
-        for name in ("replan_every_s", "group"):
-            if getattr(self, name) and self.group_processes:
-                raise ConfigError(f"{name} does not go with group_processes")
         if self.group and self.replan_every_s:
             raise ConfigError("group does not go with replan_every_s")
-        if self.group_processes and (self.has_vllm or self.has_embedded):
-            raise ConfigError("group_processes: only with engines that are URLs; start vLLM by itself")
 
 
 def _placed(entry: str) -> tuple[str, str]:

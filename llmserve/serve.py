@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from llmserve.energy import EnergyMeter, MeasuredEnergy
     from llmserve.engines.engine import Engine
     from llmserve.engines.engine_process import EngineProcess
-    from llmserve.scheduling.messages import ServingGroup
     from predictor.forecaster import Forecaster, ForecasterByModel
     from predictor.process import PredictorProcess
 
@@ -152,11 +151,10 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(_listener(config.server.host, config.server.port))
         cluster, gpus = await _start_cluster(config, stack)
-        here = _here(config)
-        profiles = here.dispatch.profiles()
+        profiles = config.dispatch.profiles()
         metrics = Metrics(
             cluster,
-            here.scheduling.full_batch,
+            config.scheduling.full_batch,
             await _energy_meters(config, cluster, profiles, gpus, stack),
             energy_known=all(profile.energy_known for profile in profiles.values()),
         )
@@ -191,7 +189,7 @@ def _resolved(config: Config) -> Config:
         by_model("predictor", config.prediction.predictor)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if scheduling.goes_by_times and not config.dispatch.profile and engines.group is None:
+    if scheduling.goes_by_times and not config.dispatch.profile:
         log.warning(
             "order %s without --profile: how long batches take is not known, so requests are given up only when their "
             "deadlines have passed",
@@ -248,15 +246,16 @@ async def _start_cluster(config: Config, stack: AsyncExitStack) -> tuple[LiveClu
     from llmserve.cluster.regroup import Regrouper
 
     async with _at_once() as group:
-        engines_task = group.create_task(_start_fleet(config, lambda: cluster.now_s(), stack))
+        engines_task = group.create_task(_start_engines(config, stack))
         predictors_task = group.create_task(_start_predictors(config, stack))
-    (engines, groups, gpus), predictors = engines_task.result(), predictors_task.result()
+    (engines, gpus), predictors = engines_task.result(), predictors_task.result()
     forecasts = predictors[""].forecasts if "" in predictors else ()
-    here = _here(config)
+    planned = _planned(config)
+    groups = assign(planned, {}, {})
     header = Header(
-        here.scheduling,
-        here.scheduling.scores(forecasts),
-        here.scheduling.likely_lengths(forecasts),
+        config.scheduling,
+        config.scheduling.scores(forecasts),
+        config.scheduling.likely_lengths(forecasts),
         groups=groups,
         replan=_replan_when(config),
     )
@@ -267,14 +266,13 @@ async def _start_cluster(config: Config, stack: AsyncExitStack) -> tuple[LiveClu
         forecaster=_forecaster(config, predictors),
         record=LengthRecord(Path(config.prediction.record)) if config.prediction.record else None,
         config=config.live,
-        # What is started here serves nothing else; vLLM's adapters are models of their own.
-        only_model=None if config.engines.has_vllm or config.engines.has_embedded else config.engines.model,
-        solvers=here.dispatch.solvers(here.scheduling, barrier=_all_barrier(here)),
-        profiles=here.dispatch.profiles(),
+        wanted=_wanted(config),
+        solvers=config.dispatch.solvers(config.scheduling, barrier=_all_barrier(config)),
+        profiles=config.dispatch.profiles(),
     )
     stack.push_async_callback(cluster.close)
-    if groups and not config.engines.group_processes:
-        regrouper = Regrouper(cluster, _planned(config), groups, _replanner(config))
+    if groups:
+        regrouper = Regrouper(cluster, planned, groups, _replanner(config))
         stack.push_async_callback(regrouper.close)
         regrouper.start()
     return cluster, gpus
@@ -306,7 +304,7 @@ def _forecaster(config: Config, predictors: Mapping[str, PredictorProcess]) -> F
 
 
 async def _start_engines(config: Config, stack: AsyncExitStack) -> tuple[list[Engine], str | None]:
-    """Those of ours are up, whether they run or not those of others.
+    """Engines that are started here are up when this returns; engines that are URLs may be down.
 
     Also the GPUs that ours were given, as CUDA_VISIBLE_DEVICES names them; None: they see all that we see.
     """
@@ -458,7 +456,7 @@ def _predictor_folders(config: Config) -> dict[str, Path]:
 
 
 def _planned(config: Config) -> tuple[PlannedGroup, ...]:
-    """The groups that this process has; () without a plan, and where it is one of them. Raises ConfigError."""
+    """The groups that this server has; () without a plan, and where the server is one group. Raises ConfigError."""
     if config.engines.plan is None or config.engines.group is not None:
         return ()
     return _planned_groups(herd.Plan.load(config.engines.plan))
@@ -471,7 +469,7 @@ def _planned_groups(plan: herd.Plan) -> tuple[PlannedGroup, ...]:
 
 
 def _with_plan(config: Config) -> Config:
-    """Its files are looked at before anything slow is started; of one group, only its engines are left.
+    """Its files are looked at before anything slow is started; of one group, only the group's engines are left.
 
     Raises ConfigError.
     """
@@ -482,15 +480,44 @@ def _with_plan(config: Config) -> Config:
     if engines.group is None:
         _check_workers(engines, plan)
         return config
-    names = {group.name: group.workers for group in plan.groups} | {FALLBACK: ()}
-    if engines.group not in names:
-        near = configuration.nearest(engines.group, names)
-        raise ConfigError(f"group: {engines.plan} has no group {engines.group!r}{near}")
-    workers = names[engines.group]
-    left = [entry for entry in engines.engine if not workers or _worker_of(engines, entry) in workers]
-    if not left:
-        raise ConfigError(f"group {engines.group}: none of the engines is of its workers, {', '.join(workers)}")
-    return msgspec.structs.replace(config, engines=msgspec.structs.replace(engines, engine=tuple(left)))
+    left = _engines_of_group(engines, engines.group, plan)
+    return msgspec.structs.replace(config, engines=msgspec.structs.replace(engines, engine=left))
+
+
+def _engines_of_group(engines: EngineConfig, group: str, plan: herd.Plan) -> tuple[str, ...]:
+    """Each --engine that serves the group. A worker that no group names may serve the fallback group, and every group
+    that names no worker.
+
+    Raises ConfigError when the plan has no such group, or the group no engine.
+    """
+    workers = {FALLBACK: (), **{planned.name: planned.workers for planned in plan.groups}}
+    if group not in workers:
+        raise ConfigError(f"group: {engines.plan} has no group {group!r}{configuration.nearest(group, workers)}")
+    own, named = workers[group], {worker for some in workers.values() for worker in some}
+    takes_unnamed = group == FALLBACK or not own
+    found = []
+    for entry in engines.engine or ("embedded",):
+        worker = _worker_of(engines, entry)
+        if worker in own or (takes_unnamed and worker not in named):
+            found.append(entry)
+    if not found:
+        of = f"its workers, {', '.join(own)}" if own else "a worker that no other group names"
+        raise ConfigError(f"group {group}: none of the engines is on {of}")
+    return tuple(found)
+
+
+def _wanted(config: Config) -> Callable[[str], bool]:
+    """Whether a model that an engine lists is to be served: the one of --model, those of the --group."""
+    engines = config.engines
+    # What is started here serves nothing else; vLLM's adapters are models of their own.
+    only = None if engines.has_vllm or engines.has_embedded else engines.model
+    if engines.plan is None or engines.group is None:
+        return lambda model: only in (None, model)
+    planned = _planned_groups(herd.Plan.load(engines.plan))
+    own = {model for group in planned if group.name == engines.group for model in group.served}
+    others = {model for group in planned if group.name != engines.group for model in group.models}
+    takes_rest = engines.group == FALLBACK
+    return lambda model: only in (None, model) and (model in own or (takes_rest and model not in others))
 
 
 def _check_workers(engines: EngineConfig, plan: herd.Plan) -> None:
@@ -547,58 +574,6 @@ def _replanner(config: Config) -> Callable[[Rates], tuple[PlannedGroup, ...]] | 
         return _planned_groups(previous)
 
     return replan
-
-
-def _here(config: Config) -> Config:
-    """What this process schedules by: where each group is a process, these do it."""
-    from llmserve import group_processes
-
-    return group_processes.of_door(config) if config.engines.group_processes else config
-
-
-async def _start_fleet(
-    config: Config, now_s: Callable[[], float], stack: AsyncExitStack
-) -> tuple[list[Engine], tuple[ServingGroup, ...], str | None]:
-    """Engines, or the processes of groups, the groups to begin with, and the GPUs given to the engines started here."""
-    planned = _planned(config)
-    if config.engines.group_processes:
-        return (*await _start_groups(config, planned, now_s, stack), None)
-    engines, gpus = await _start_engines(config, stack)
-    return engines, assign(planned, {}, {}), gpus
-
-
-async def _start_groups(
-    config: Config, planned: tuple[PlannedGroup, ...], now_s: Callable[[], float], stack: AsyncExitStack
-) -> tuple[list[Engine], tuple[ServingGroup, ...]]:
-    """A process for each group; each is a worker, with the group for itself."""
-    from llmserve import group_processes
-    from llmserve.engines.group_engine import GroupEngine
-    from llmserve.engines.openai_engine import Timeouts
-    from llmserve.request import EngineInfo
-
-    engines = config.engines
-    entries = {entry: _worker_of(engines, entry) for entry in engines.engine}
-    async with AsyncExitStack() as looking:
-        probed, _ = await _start_engines(config, looking)
-        models = await group_processes.models_by_worker(probed)
-    groups = group_processes.assigned(planned, models, sorted(set(entries.values())))
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmserve-")))
-    processes = [
-        group_processes.process(
-            config, group, [entry for entry, worker in entries.items() if worker in group.workers], folder
-        )
-        for group in groups
-    ]
-    await _start_processes(processes, stack)
-    timeouts = Timeouts(connect_s=engines.engine_connect_s, idle_s=engines.engine_idle_s)
-    made: list[Engine] = []
-    for group, process in zip(groups, processes, strict=True):
-        info = EngineInfo(group.name, group_processes.SLOTS, False)
-        engine = GroupEngine(info, process.url, now_s=now_s, timeouts=timeouts, restart=process.restart)
-        stack.push_async_callback(engine.close)
-        made.append(engine)
-    log.info("groups: %s", "; ".join(f"{group.name}: {', '.join(group.workers)}" for group in groups))
-    return made, tuple([msgspec.structs.replace(group, workers=(group.name,)) for group in groups])
 
 
 # ---- energy -------------------------------------------------------------------------------------------------------

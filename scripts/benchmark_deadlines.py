@@ -63,7 +63,6 @@ from llmserve.cluster.journal import Step
 from llmserve.errors import LLMServeError
 from llmserve.headers import BATCH_HEADER, STREAM_HEADER
 from llmserve.request import Batch, Request
-from llmserve.scheduling.lane import ANSWERS_BETWEEN
 from llmserve.scheduling.messages import (
     EngineReady,
     FailRequest,
@@ -73,6 +72,7 @@ from llmserve.scheduling.messages import (
     RequestEnded,
     StartBatch,
 )
+from llmserve.scheduling.model_queues import ANSWERS_BETWEEN
 from llmserve.simulate import Case, run_cases
 from llmserve.simulation.estimates import Repeated
 from llmserve.simulation.progress import Told

@@ -155,16 +155,16 @@ def free_waits(header: Header, steps: Sequence[Step]) -> FreeWaits:
     bounds_s: set[float] = set()
     then_s = 0.0
     for step in steps:
-        lanes = scheduler.lanes.values() if is_free(scheduler) else ()
-        for queue in [queue for lane in lanes for queue in lane.bins]:
-            for ticket in queue:
-                waited_s[ticket.request.id] += step.now_s - then_s
+        models = scheduler.models.values() if is_free(scheduler) else ()
+        for queue in [queue for queues in models for queue in queues.bins]:
+            for queued in queue:
+                waited_s[queued.request.id] += step.now_s - then_s
                 if plan is not None:
                     bound_s = plan.tables[queue.index].wait_s_max
                     bounds_s.add(bound_s)
                     # Whoever's bound had passed when this plan came, or the engine became free, is late from then on.
-                    late = step.now_s - max(then_s, ticket.arrived_at_s + bound_s)
-                    late_s[ticket.request.id] = max(late, late_s.get(ticket.request.id, late))
+                    late = step.now_s - max(then_s, queued.arrived_at_s + bound_s)
+                    late_s[queued.request.id] = max(late, late_s.get(queued.request.id, late))
         done = tuple(scheduler.handle(step.event, step.now_s))
         assert done == step.actions, f"at {step.now_s} s the scheduler says {done}, its journal {step.actions}"
         plan = step.event.plan if isinstance(step.event, DispatchSolved) else plan

@@ -25,8 +25,8 @@ from bins.profile import Curve, Profile
 from bins.service import Array, ServiceTimes
 from bins.smdp import MS_PER_S
 from llmserve.request import Request
-from llmserve.scheduling.queues import BinQueue, Ticket
-from llmserve.scheduling.release import Room, Table
+from llmserve.scheduling.queues import BinQueue, QueuedRequest
+from llmserve.scheduling.release import Table
 
 BATCH, STATES = 4, 22  # largest batch; queue lengths 0 .. STATES - 1
 SHORT, LONG = (20.0, 30.0, 40.0, 60.0), (150.0, 200.0, 300.0, 500.0)  # equally likely output lengths
@@ -120,7 +120,7 @@ def planned(plan: DispatchPlan) -> list[tuple[int, int]]:
     for lengths in ((one, two) for one in range(STATES) for two in range(STATES)):
         willing = []
         for queue in [queue_of(index, length) for index, length in enumerate(lengths) if length]:
-            if size := release.size(queue, 0.0, Room.IDLE):
+            if size := release.size(queue, 0.0, True):
                 willing.append((release.urgency(queue, 0.0), queue.index, size))
         choice.append(max(willing)[1:] if willing else (0, 0))
     return choice
@@ -130,7 +130,7 @@ def queue_of(index: int, length: int) -> BinQueue:
     """A bin in which so many wait, since just now."""
     queue = BinQueue(index)
     for request_id in range(length):
-        queue.append(Ticket(Request(request_id), index, 0.0))
+        queue.append(QueuedRequest(Request(request_id), index, 0.0))
     return queue
 
 

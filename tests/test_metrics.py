@@ -2,10 +2,12 @@
 
 from llmserve.cluster.journal import Header, Journal
 from llmserve.cluster.live import LiveCluster
+from llmserve.engines.engine import ServedModel
 from llmserve.metrics import OTHER_STREAMS, STREAMS_MAX, Metrics
-from llmserve.request import Batch, Request
+from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
+    EngineReady,
     Event,
     FailRequest,
     PreemptBatch,
@@ -50,9 +52,16 @@ class Scraped:
         cluster = LiveCluster(header.scheduler(), [], Journal(header), clock=lambda: 0.0)
         self.metrics = Metrics(cluster, 8)
         self._journal = cluster.journal
+        self._fleet = cluster.fleet
 
     def step(self, now_s: float, event: Event, *actions: Action) -> None:
         self._journal.append(now_s, event, actions)
+
+    def lists(self, *models: str) -> None:
+        """The one engine lists these now."""
+        listed = {model: ServedModel(model) for model in models}
+        self._fleet._known.change(dict(self._fleet.models), listed)
+        self.step(9.0, EngineReady(EngineInfo("a", 8, False, models=models)))
 
     def has(self, *lines: str) -> bool:
         text = self.metrics.render().decode().splitlines()
@@ -126,3 +135,22 @@ def test_a_client_that_calls_its_streams_as_it_likes_does_not_fill_the_memory() 
         f'llmserve_stream_requests_total{{model="m",outcome="completed",stream="{OTHER_STREAMS}"}} 50.0',
     )
     assert f's{STREAMS_MAX}"' not in scraped.metrics.render().decode()
+
+
+def test_counters_of_a_model_end_when_no_engine_lists_it_any_more_and_begin_anew() -> None:
+    scraped = Scraped()
+    scraped.lists("m", "n")
+    for request_id in (1, 2):
+        scraped.step(0.0, arrived(request_id))
+    scraped.step(0.0, TimerFired(), start(1, 2))
+    scraped.step(1.0, TimerFired(), PreemptBatch("a", 1, (1,)))
+    scraped.step(1.0, ended(2))
+    scraped.lists("m")
+    assert 'model="m"' in scraped.metrics.render().decode()
+    scraped.lists("n")
+    assert 'model="m"' not in scraped.metrics.render().decode()
+    scraped.step(9.0, ended(1))  # which ran on
+    assert scraped.has(
+        'llmserve_stream_requests_total{model="m",outcome="completed",stream="chat"} 1.0',
+        'llmserve_requests_total{outcome="completed"} 2.0',
+    )

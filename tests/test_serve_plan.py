@@ -1,23 +1,19 @@
-"""`--plan`: groups of workers behind one door, in one process and in one each."""
+"""`--plan`: groups of workers behind one door; with `--group`, one of them by itself."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import psutil
 import pytest
 from front import Front, StartFront, until
 
 from llmserve import herd
 from llmserve.cluster import journal
-from llmserve.cluster.live import LiveConfig
 from llmserve.config import Config, EngineConfig, ServerConfig
 from llmserve.engines.fake import FakeEngine, Pace
 from llmserve.errors import ConfigError
@@ -176,10 +172,8 @@ async def test_groups_are_planned_anew_for_the_rates_of_now(start_front: StartFr
     ("fields", "message"),
     [
         ({"group": "left"}, "group is of no use without --plan"),
-        ({"group_processes": True}, "group_processes is of no use without --plan"),
         ({"plan": "p", "replan_every_s": 5.0}, "of use only together"),
-        ({"plan": "p", "group": "left", "group_processes": True}, "group does not go with group_processes"),
-        ({"plan": "p", "group_processes": True, "engine": ("embedded",)}, "only with engines that are URLs"),
+        ({"plan": "p", "plan_instance": "i", "replan_every_s": 5.0, "group": "left"}, "group does not go with replan"),
         ({"plan": "/nowhere/plan.json"}, "/nowhere/plan.json"),
     ],
 )
@@ -206,6 +200,9 @@ async def test_a_worker_that_no_engine_is_on_is_said_with_the_nearest(tmp_path: 
             raise AssertionError("it must not start")
 
 
+# ---- one group by itself ----
+
+
 async def test_one_groups_server_has_the_engines_of_the_workers_that_the_plan_names_for_it(
     start_front: StartFront, tmp_path: Path
 ) -> None:
@@ -216,102 +213,81 @@ async def test_one_groups_server_has_the_engines_of_the_workers_that_the_plan_na
         assert not isinstance(front.cluster.scheduler, Groups)
 
 
-# ---- a process each ----
+@pytest.mark.parametrize(
+    ("group", "workers"),
+    [
+        ("left", (0,)),
+        ("right", (2, 3)),  # any that no group names: which ones, whoever places this server says by --engine
+        ("fallback", (1, 2, 3)),  # which the plan gives w1
+    ],
+)
+async def test_one_groups_server_has_no_engine_of_a_worker_that_another_group_names(
+    start_front: StartFront, tmp_path: Path, group: str, workers: tuple[int, ...]
+) -> None:
+    named = Group("left", 1, ("m",), workers=("w0",)), Group("fallback", 1, ("n",), workers=("w1",))
+    plan = saved(tmp_path, *named, Group("right", 1, ("n2",)))
+    async with engines(4) as fakes:
+        front = await start_front(engines=placed(fakes, plan=plan, group=group), wait=False)
+        assert set(front.cluster.engines_ready) == {name_of(fakes[number]) for number in workers}
 
 
-def child(front: Front, group: str) -> psutil.Process:
-    """The process of a group that runs now."""
-    for process in psutil.Process().children(recursive=True):
-        words = process.cmdline()
-        if "--group" in words and words[words.index("--group") + 1] == group and "-I" not in words:
-            return process
-    raise AssertionError(f"group {group} has no process")
+async def test_the_fallback_groups_server_has_the_workers_and_models_that_no_group_names(
+    start_front: StartFront, tmp_path: Path
+) -> None:
+    plan = saved(tmp_path, Group("left", 1, ("m",), streams=(("chat", "n"),), workers=("w0",)))
+    async with engines(2) as (first, second):
+        front = await start_front(engines=placed((first, second), plan=plan, group="fallback"))
+        assert await ask(front, "n") == (200, name_of(second))
+        assert (await ask(front, "m"))[0] == 404
+        assert not first.bodies
 
 
-@asynccontextmanager
-async def served(**sections: Any) -> AsyncIterator[Front]:
-    """A server that has ended after the block, and its groups' processes with it."""
-    config = Config(live=LiveConfig(probe_every_s=0.05), **sections)
-    async with aiohttp.ClientSession() as session, serving(config) as (cluster, url):
-        front = Front(cluster, url, session)
-        await until(lambda: all(cluster.engines_ready.values()))
-        yield front
+async def test_models_of_other_groups_are_404_whatever_the_engines_serve(
+    start_front: StartFront, tmp_path: Path
+) -> None:
+    left = Group("left", 1, ("m",), streams=(("chat", "k"),), workers=("w0",))
+    plan = saved(tmp_path, left, Group("right", 1, ("n",), workers=("w1",)))
+    async with engines(2, others={"n": Pace(0.005), "k": Pace(0.005)}) as (first, second):
+        front = await start_front(engines=placed((first, second), plan=plan, group="left"))
+        assert sorted(front.cluster.models) == ["k", "m"]
+        assert await ask(front, "m") == (200, name_of(first))
+        assert await ask(front, "k", "chat") == (200, name_of(first))
+        assert (await ask(front, "n"))[0] == 404
+        assert (await ask(front, "other"))[0] == 404
+        assert not second.bodies
 
 
-async def test_groups_are_processes_behind_one_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLMSERVE_QUEUE_REQUESTS_MAX", "1")  # this server was not started by the command line
-    plan = saved(
-        tmp_path,
-        Group("left", 1, ("m",)),
-        Group("right", 1, ("n",), streams=(("chat", "m"),), workers=("w1",)),
-    )
-    book = str(tmp_path / "journal")
-    async with (
-        engines(2, slots=2) as (first, second),
-        FakeEngine(step_s=0.005, model="k") as third,
-        served(
-            engines=placed((first, second, third), 2, plan=plan, group_processes=True),
-            server=ServerConfig(port=0, journal=book),
-        ) as front,
-    ):
-        assert sorted(front.cluster.engines_ready) == ["fallback", "left", "right"]
-        assert await ask(front, "m") == (200, name_of(first)), "the receipt is the group's own"
-        assert await ask(front, "m", "chat") == (200, name_of(second))
-        assert await ask(front, "n", stream="chat", stream_options=None) == (200, name_of(second))
-        assert await ask(front, "k") == (200, name_of(third))
+async def test_one_groups_server_is_told_streams_deadlines_and_lengths_by_whoever_stands_before_it(
+    tmp_path: Path, start_front: StartFront
+) -> None:
+    plan = saved(tmp_path, Group("left", 1, ("m",), workers=("w0",)))
+    async with engines(1, slots=2) as fakes:
+        front = await start_front(engines=placed(fakes, 2, plan=plan, group="left"))
         headers = {"x-llmserve-slo-ms": "30000", "x-llmserve-predicted-tokens": "1", "x-llmserve-stream": "mail"}
         async with front.post(model="m", headers=headers, max_tokens=2) as response:
+            assert response.headers["x-llmserve-engine"] == name_of(fakes[0])
             assert float(response.headers["x-llmserve-queue-ms"]) >= 0
             assert response.headers["x-llmserve-predicted-tokens"] == "1"
         slow = [asyncio.ensure_future(ask(front, "m", max_tokens=200)) for _ in range(2)]
-        await until(lambda: first.running == 2)
+        await until(lambda: fakes[0].running == 2)
         async with front.post(model="m", headers={"x-llmserve-slo-ms": "100"}, max_tokens=2) as response:
             assert response.status == 504
             assert (await response.json())["error"]["code"] == "deadline_exceeded"
         assert {status for status, _ in await asyncio.gather(*slow)} == {200}
-    header, steps = journal.read(Path(f"{book}.left"))
-    assert not header.groups
-    assert header.scheduling.queue_requests_max == 10_000, "the environment was heeded, or not, by the door"
-    requests = [step.event.request for step in steps if isinstance(step.event, RequestArrived)]
-    assert [request.stream for request in requests] == ["", "mail", "", "", ""]
-    told = requests[1]
-    arrived_at_s = next(step.now_s for step in steps if step.event == RequestArrived(told))
-    assert told.predicted_tokens == 1.0
-    assert told.deadline_s is not None
-    assert 20.0 < told.deadline_s - arrived_at_s <= 30.0, "what the door took is off"
+    assert not front.cluster.journal.header.groups
+    requests = [step.event.request for step in front.cluster.journal.steps if isinstance(step.event, RequestArrived)]
+    assert [request.stream for request in requests] == ["mail", "", "", ""]
+    assert requests[0].predicted_tokens == 1.0
+    assert requests[0].deadline_s is not None
 
 
-async def test_killing_one_groups_process_loses_only_what_had_begun_there(
-    start_front: StartFront, tmp_path: Path
-) -> None:
-    plan = saved(tmp_path, Group("left", 1, ("m",), workers=("w0",)), Group("right", 1, ("n",), workers=("w1",)))
-    async with (
-        FakeEngine(slots=2, step_s=0.05, model="m") as first,
-        FakeEngine(slots=2, step_s=0.02, model="n") as second,
+async def test_a_group_without_an_engine_here_is_said(tmp_path: Path) -> None:
+    plan = saved(tmp_path, Group("left", 1, ("m",), workers=("w1",)), Group("right", 1, ("n",), workers=("w0",)))
+    for group, message in (
+        ("left", "group left: none of the engines is on its workers, w1"),
+        ("fallback", "group fallback: none of the engines is on a worker that no other group names"),
     ):
-        front = await start_front(engines=placed((first, second), 2, plan=plan, group_processes=True))
-        others = [asyncio.ensure_future(ask(front, "n", max_tokens=100)) for _ in range(2)]
-        waiting = [asyncio.ensure_future(ask(front, "m", max_tokens=20)) for _ in range(3)]
-        async with front.post(model="m", stream=True, max_tokens=200) as begun:
-            await begun.content.readany()
-            child(front, "left").kill()
-            rest = (await begun.read()).decode()
-        assert "engine" in json.loads(rest.split("data: ")[-1])["error"]["message"]
-        assert {status for status, _ in await asyncio.gather(*waiting)} == {200}, "they run in the next process"
-        assert {status for status, _ in await asyncio.gather(*others)} == {200}
-        assert len(second.bodies) == 2, "none of them was disturbed"
-        assert (await ask(front, "m"))[0] == 200
-
-
-async def test_an_engine_that_is_silent_at_the_start_is_left_to_the_fallback_group(
-    start_front: StartFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("llmserve.group_processes.LOOK_S", 0.5)
-    plan = saved(tmp_path, Group("left/1", 1, ("m",)))
-    async with engines(1) as (first,):
-        silent = "w9=http://127.0.0.1:9"
-        config = EngineConfig(engine=(f"w0={first.url}", silent), slots=1, plan=plan, group_processes=True)
-        front = await start_front(engines=config, wait=False)
-        assert sorted(front.cluster.engines_ready) == ["fallback", "left/1"]
-        await until(lambda: front.cluster.engines_ready["left/1"])
-        assert await ask(front, "m") == (200, name_of(first))
+        engine = EngineConfig(engine=("w0=http://127.0.0.1:9",), plan=plan, group=group)
+        with pytest.raises(ConfigError, match=message):
+            async with serving(Config(server=ServerConfig(port=0), engines=engine)):
+                raise AssertionError("it must not start")

@@ -60,6 +60,6 @@ def _describe(desk: Desk) -> dict[str, Any]:
         "running": len(desk.running),
         "slots": desk.info.slots,
         "tokens_max": desk.info.tokens_max,
-        "models": [model.id for model in desk.models],
+        "models": list(desk.models),
         "worker": desk.info.worker or None,
     }

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -28,7 +27,8 @@ from msgspec import Meta
 
 from bins.profile import Profile
 from llmserve.cluster.exchange import Exchange
-from llmserve.engines.engine import Engine, EngineError, Health, ServedModel
+from llmserve.cluster.known_models import KnownModels, Listed
+from llmserve.engines.engine import Engine, EngineError, Health
 from llmserve.errors import EngineStartError
 from llmserve.request import EngineInfo, Speed
 from llmserve.scheduling.messages import EngineClosed, EngineReady, Event
@@ -36,6 +36,7 @@ from llmserve.scheduling.messages import EngineClosed, EngineReady, Event
 log = logging.getLogger("llmserve")
 
 LOOK_EVERY_S = 0.25  # at an engine that has begun to fail
+NAMES_SHOWN = 20  # of an engine's models, in a line of the log
 
 
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +57,7 @@ class Desk:
 
     up       it answered its last probe, or only missed a few
     drained  its operator wants no new requests on it
-    models   of ours that it listed when it was last up
+    models   of ours that it listed when it was last up, by id
     running  exchanges that it serves, by request id
     """
 
@@ -65,7 +66,7 @@ class Desk:
         self.info = engine.info
         self.up = False
         self.drained = False
-        self.models: tuple[ServedModel, ...] = ()
+        self.models: Listed = {}
         self.running: dict[int, Exchange] = {}
         self.empty = asyncio.Event()
         self.empty.set()
@@ -112,7 +113,7 @@ class Fleet:
 
     tell        takes an event for the scheduler
     lose        ends what a desk runs, and tells the scheduler that the engine is lost
-    only_model  when given, the one model to serve
+    wanted      whether a model that an engine lists is to be served
     profiles    what batches take, by model ("": of every other model): the scheduler is told it with each engine
     """
 
@@ -123,21 +124,25 @@ class Fleet:
         *,
         tell: Callable[[Event], None],
         lose: Callable[[Desk], None],
-        only_model: str | None = None,
+        wanted: Callable[[str], bool] = lambda model: True,
         profiles: Mapping[str, Profile] = MappingProxyType({}),
     ) -> None:
         self.desks = {engine.info.name: Desk(engine) for engine in engines}
-        self.models: dict[str, ServedModel] = {}  # that are known
-        self._engines_of: Counter[str] = Counter()
+        self._known = KnownModels()
         self._config = config
         self._profiles = profiles
         self._tell = tell
         self._tell_lost = lose
-        self._only_model = only_model
+        self._wanted = wanted
+
+    @property
+    def models(self) -> Listed:
+        """That are known, by id."""
+        return self._known.by_id
 
     def engines_of(self, model: str) -> int:
-        """Engines that serve it, or did when they were last up."""
-        return self._engines_of[model]
+        """Engines that serve the model, or did when they were last up."""
+        return self._known.engines_of(model)
 
     def start(self) -> None:
         """Begin to watch; each engine is used from its first good probe on."""
@@ -246,11 +251,10 @@ class Fleet:
     def _found(self, desk: Desk, health: Health) -> None:
         desk.probes_failed, desk.trouble = 0, ""
         came_up, desk.up = not desk.up, True
-        models = tuple([model for model in health.models if self._only_model in (None, model.id)])
+        models = {model.id: model for model in health.models if self._wanted(model.id)}
         if came_up or models != desk.models:
+            self._known.change(desk.models, models)
             desk.models = models
-            everywhere = [model for desk in self.desks.values() for model in desk.models]
-            self.models, self._engines_of = _union(everywhere), Counter([model.id for model in everywhere])
             _say_models(desk, health, came_up=came_up)
         if came_up:
             desk.drained = False  # whoever drained it has done with it what was to be done
@@ -265,14 +269,15 @@ class Fleet:
     def _info(self, desk: Desk, health: Health, *, came_up: bool) -> EngineInfo:
         """What the scheduler is to know of an engine that is up."""
         slots = health.slots or (desk.engine.info if came_up else desk.info).slots
-        models = tuple([model.id for model in desk.models])
         return msgspec.structs.replace(
             desk.engine.info,
             slots=slots,
             tokens_max=health.tokens_max if self._config.memory_bound else None,
-            models=models,
+            models=tuple(desk.models),
             speeds={
-                model: _speed(profile, slots) for model, profile in self._profiles.items() if model in ("", *models)
+                model: _speed(profile, slots)
+                for model, profile in self._profiles.items()
+                if model == "" or model in desk.models
             },
         )
 
@@ -283,7 +288,7 @@ class Fleet:
         elif desk.up:
             probing = self._begin_probe(desk)
             others = [other for other in self.desks.values() if other is not desk and other.ready]
-            if not any(other.info.serves(model) for other in others):
+            if not any(model in other.models for other in others):
                 await asyncio.shield(probing)  # else it runs elsewhere, without waiting for what is found here
 
     def _refused(self, desk: Desk) -> None:
@@ -314,26 +319,21 @@ class Fleet:
         self._tell_lost(desk)
 
 
-def _union(models: list[ServedModel]) -> dict[str, ServedModel]:
-    """By id, in the order in which they are found; of several sizes of context the least."""
-    union: dict[str, ServedModel] = {}
-    for model in models:
-        other = union.get(model.id, model)
-        sizes = [size for size in (other.context_tokens, model.context_tokens) if size is not None]
-        union[model.id] = ServedModel(model.id, min(sizes, default=None))
-    return union
-
-
 def _speed(profile: Profile, slots: int) -> Speed:
     return Speed(profile.prefill_s, tuple(profile.step_s.at(np.arange(1, slots + 1)).tolist()))
 
 
 def _say_models(desk: Desk, health: Health, *, came_up: bool) -> None:
-    names = ", ".join(model.id for model in desk.models)
+    names = _some(list(desk.models))
     if not desk.models:
-        listed = ", ".join(model.id for model in health.models) or "none at all"
+        listed = _some([model.id for model in health.models]) or "none at all"
         log.error("engine %s lists no model to be served, but %s: it gets no requests", desk.name, listed)
     elif came_up:
         log.info("engine %s is ready: %s", desk.name, names)
     else:
         log.info("engine %s serves other models now: %s", desk.name, names)
+
+
+def _some(names: list[str]) -> str:
+    more = [f"and {len(names) - NAMES_SHOWN} more"] if len(names) > NAMES_SHOWN else []
+    return ", ".join([*names[:NAMES_SHOWN], *more])

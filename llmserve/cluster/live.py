@@ -1,38 +1,35 @@
 """The live body: asyncio, real engines and the monotonic clock drive the scheduler.
 
-Each client call is an `Exchange`. When the scheduler starts it, a task of its own (the pump) reads the engine's
-answer to its end and hands the bytes over, so that an engine's slot is free when the engine is done, not when the
-client has read everything. Tokens never enter the scheduler. A call that is preempted loses its pump and stays an
-exchange: the scheduler starts it again, or says that it is too late.
+Each client call is an `Exchange`. When the scheduler starts a call, a task of its own (calls.py) reads the engine's
+answer. A call that is preempted loses its task and stays an exchange: the scheduler starts it again, or says that it is
+too late.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated
 
 from msgspec import Meta
 
 from bins.dispatch import DispatchSolver
 from bins.profile import Profile
-from llmserve.cluster.exchange import ClientStalled, Exchange, Head, Receipt
+from llmserve.cluster.answer_lengths import AnswerLengths, Forecaster
+from llmserve.cluster.calls import RunningCalls
+from llmserve.cluster.exchange import Exchange
 from llmserve.cluster.fleet import Desk, Fleet, FleetConfig
 from llmserve.cluster.journal import Journal
-from llmserve.cluster.prompt_size import PromptTokens, prefix_hashes
+from llmserve.cluster.known_models import Listed
+from llmserve.cluster.prompt_size import PromptTokensByModel, prefix_hashes
 from llmserve.cluster.record import LengthRecord
-from llmserve.engines.engine import Answer, Engine, EngineError, ServedModel
-from llmserve.engines.event_stream import UsageFilter, usage_of, was_cut
-from llmserve.errors import BadRequest, DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable
-from llmserve.request import Batch, Call, Request
+from llmserve.engines.engine import Engine
+from llmserve.errors import DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable
+from llmserve.request import Call, Request
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
@@ -55,30 +52,8 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.scheduling.scheduler import Scheduler
-from predictor.prompt import Prompt
 
 log = logging.getLogger("llmserve")
-
-
-class Forecast(Protocol):
-    """Equally likely output lengths, tokens, ascending; () when nothing is known. The middle one is the median."""
-
-    @property
-    def lengths(self) -> tuple[float, ...]: ...
-
-    @property
-    def median(self) -> float | None: ...
-
-
-class Forecaster(Protocol):
-    """Says how long answers will be, in bounded time, and is told how long they became."""
-
-    @property
-    def fallbacks(self) -> Mapping[str, int]: ...
-
-    async def forecast(self, prompt: Prompt, *, least: float | None, most: float | None) -> Any: ...
-
-    def observe(self, forecast: Any, output_tokens: float, *, capped: bool) -> None: ...
 
 
 class LiveConfig(FleetConfig, frozen=True, kw_only=True):
@@ -97,7 +72,7 @@ class LiveCluster:
 
     solvers     make plans, by model ("": for every other model), where the scheduler's release follows plans
     profiles    what batches take on the engines, by model likewise
-    only_model  when given, the one model to serve
+    wanted      whether a model that an engine lists is to be served
     """
 
     def __init__(
@@ -109,27 +84,27 @@ class LiveCluster:
         forecaster: Forecaster | None = None,
         record: LengthRecord | None = None,
         config: LiveConfig | None = None,
-        only_model: str | None = None,
+        wanted: Callable[[str], bool] = lambda model: True,
         solvers: Mapping[str, DispatchSolver] = MappingProxyType({}),
         profiles: Mapping[str, Profile] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.journal = journal
-        self._forecaster = forecaster
-        self._record = record
+        self._lengths = AnswerLengths(forecaster, record)
         self._config = config or LiveConfig()
         self._clock = clock
         self._started_at = clock()
-        self.fleet = Fleet(
-            engines, self._config, tell=self._step, lose=self._lose, only_model=only_model, profiles=profiles
+        self.fleet = Fleet(engines, self._config, tell=self._step, lose=self._lose, wanted=wanted, profiles=profiles)
+        self._prompt_tokens = PromptTokensByModel()
+        self._calls = RunningCalls(
+            suspect=self.fleet.suspect, prompt_tokens=self._prompt_tokens, began=self._began, ended=self._ended
         )
-        self._prompt_tokens: defaultdict[str, PromptTokens] = defaultdict(PromptTokens)  # by model
         self._secret = secrets.token_bytes(16)  # of the prefixes' hashes
         self._exchanges: dict[int, Exchange] = {}
         self._next_id = 0
         self._solvers = solvers
-        self._solving: dict[str, asyncio.Task[None]] = {}  # at most one a model: the scheduler waits for each plan
+        self._solving: set[asyncio.Task[None]] = set()  # at most one a model: the scheduler waits for each plan
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s: float | None = None
         self._empty = asyncio.Event()
@@ -145,14 +120,14 @@ class LiveCluster:
         return {name: desk.ready for name, desk in sorted(self.fleet.desks.items())}
 
     @property
-    def models(self) -> dict[str, ServedModel]:
+    def models(self) -> Listed:
         """That engines serve, be they up or down; see fleet.py."""
         return self.fleet.models
 
     @property
     def prediction_fallbacks(self) -> Mapping[str, int]:
         """Forecasts made without the predictor, by reason."""
-        return self._forecaster.fallbacks if self._forecaster is not None else {}
+        return self._lengths.fallbacks
 
     @property
     def draining(self) -> bool:
@@ -176,7 +151,7 @@ class LiveCluster:
         arrived_at_s = self.now_s()
         self._exchanges[exchange.request.id] = exchange
         try:
-            predicted, quantiles = await self._predict(exchange)
+            predicted, quantiles = await self._lengths.predict(exchange, self.models.get(call.model))
         except BaseException:
             self._forget(exchange)
             raise
@@ -190,7 +165,7 @@ class LiveCluster:
             predicted,
             deadline_s,
             quantiles,
-            round(self._prompt_tokens[call.model].estimate(call), 1),
+            round(self._prompt_tokens.estimate(call), 1),
             call.choices,
             prefix_hashes(call.opening, self._secret) if self.fleet.engines_of(call.model) > 1 else (),
             call.model,
@@ -214,37 +189,6 @@ class LiveCluster:
         if exchange.request.id in self.scheduler.requests:
             self._step(RequestCancelled(exchange.request.id))
 
-    async def _predict(self, exchange: Exchange) -> tuple[float | None, tuple[float, ...]]:
-        """Predicted output tokens, the median and equally likely ones, bounded by what client and model allow.
-
-        None and () when there is nothing to go by; only the median when the client brought it.
-        """
-        call = exchange.call
-        model = self.models.get(call.model)
-        most = call.output_tokens_max or (model.context_tokens if model is not None else None)
-        if call.predicted_tokens is not None:
-            return min(call.predicted_tokens, most or math.inf), ()
-        if self._forecaster is None:
-            return None, ()
-        least = call.output_tokens_min
-        forecast: Forecast = await self._forecaster.forecast(call.prompt, least=least, most=most)
-        exchange.forecast = forecast
-        return forecast.median, tuple([round(length, 1) for length in forecast.lengths])
-
-    def _learn(self, exchange: Exchange, output_tokens: float) -> None:
-        """From the length of a completed answer.
-
-        One that the client forced to be so long (min_tokens, ignore_eos) says nothing about the others.
-        """
-        call, most = exchange.call, exchange.call.output_tokens_max
-        if call.output_tokens_min is not None and output_tokens <= call.output_tokens_min:
-            return
-        capped = exchange.cut or (most is not None and output_tokens >= most)
-        if self._forecaster is not None and exchange.forecast is not None:
-            self._forecaster.observe(exchange.forecast, output_tokens, capped=capped)
-        if self._record is not None and call.choices == 1:
-            self._record.write(call, round(output_tokens), capped=capped)
-
     def tell(self, event: Event) -> None:
         """What becomes known neither by calls nor by engines: other groups."""
         self._step(event)
@@ -265,7 +209,7 @@ class LiveCluster:
         if isinstance(action, StartBatch):
             self._start(action, now_s)
         elif isinstance(action, AbortRequest):
-            self._stop(self._exchanges[action.request_id])
+            self._calls.stop(self._exchanges[action.request_id])
         elif isinstance(action, PreemptBatch):
             self._preempt(action)
         elif isinstance(action, FailRequest):
@@ -275,7 +219,9 @@ class LiveCluster:
         elif isinstance(action, ReportTrust):
             _say_trust(action)
         elif isinstance(action, SolveDispatch):
-            self._solving[action.model] = asyncio.create_task(self._solve(action))
+            solving = asyncio.create_task(self._solve(action))
+            self._solving.add(solving)
+            solving.add_done_callback(self._solving.discard)
         else:
             assert isinstance(action, PlanGroups), (
                 "all others are above; whoever plans groups hears of it by the journal"
@@ -313,35 +259,13 @@ class LiveCluster:
 
     def _start(self, action: StartBatch, now_s: float) -> None:
         desk = self.fleet.desks[action.engine]
-        batch = action.batch
-        for request in batch.requests:
-            exchange = self._exchanges[request.id]
-            exchange.receipt = Receipt(
-                request_id=request.id,
-                bin=batch.bin,
-                batch=batch.id,
-                engine=action.engine,
-                queue_ms=(now_s - exchange.arrived_at_s) * 1e3,
-                predicted_tokens=request.predicted_tokens,
-            )
-            exchange.stopping = False
-            desk.add(exchange)
-            task = asyncio.create_task(self._pump(desk, exchange, batch))
-            exchange.task = task
-            # Not the pump's own `finally`: a task cancelled before its first step never enters its `try`.
-            task.add_done_callback(partial(self._pump_done, desk, exchange))
+        for request in action.batch.requests:
+            self._calls.start(desk, self._exchanges[request.id], action.batch, now_s)
 
     def _preempt(self, action: PreemptBatch) -> None:
         for request_id in action.request_ids:
-            exchange = self._exchanges[request_id]
-            exchange.stopping = True
-            self._stop(exchange)
+            self._calls.stop_for_others(self._exchanges[request_id])
         log.debug("batch %d makes room on %s", action.batch_id, action.engine)
-
-    def _stop(self, exchange: Exchange) -> None:
-        """Its engine is told by the closing of its connection. A pump that has just ended has ended all the same."""
-        assert exchange.task is not None, "a running request has a pump"
-        exchange.task.cancel()
 
     def _fail(self, action: FailRequest) -> None:
         exchange = self._exchanges[action.request_id]
@@ -358,122 +282,25 @@ class LiveCluster:
         if not self._exchanges and not self._open:
             self._empty.set()
 
-    # ---- the pump ---------------------------------------------------------------------------------------------
+    # ---- how requests that run go on and end --------------------------------------------------------------------
 
-    async def _pump(self, desk: Desk, exchange: Exchange, batch: Batch) -> RequestEnded:
-        """Read one answer to its end; say how it ended."""
-        name, request_id = desk.name, exchange.request.id
-        try:
-            async with desk.engine.open(exchange.call, batch) as answer:
-                if answer.fault:
-                    exchange.refused = self._head(exchange, answer, await answer.read())
-                    return RequestEnded(name, request_id, "failed", fault=True, retryable=True)
-                if exchange.call.stream and answer.status == 200:
-                    tokens = await self._pump_stream(exchange, answer)
-                else:
-                    body = await answer.read()
-                    usage = usage_of(body)
-                    tokens = usage.completion_tokens or 0
-                    self._learn_prompt(exchange.call, usage.prompt_tokens)
-                    exchange.cut = was_cut(body)
-                    self._begin(exchange, self._head(exchange, answer, body))
-            outcome: Literal["completed", "failed"] = "completed" if answer.status < 400 else "failed"
-            return RequestEnded(name, request_id, outcome, tokens / exchange.call.choices)
-        except EngineError as error:
-            log.log(logging.WARNING if desk.up else logging.DEBUG, "%s", error)
-            await self.fleet.suspect(desk, exchange.request.model, unreachable=error.unreachable)
-            if exchange.answered:
-                exchange.fail(EngineFailed(str(error)))
-            return RequestEnded(name, request_id, "failed", fault=True, retryable=not exchange.answered)
-        except ClientStalled:
-            exchange.fail(BadRequest("the answer was not read", code="client_stalled"))
-            return RequestEnded(name, request_id, "cancelled")
-
-    async def _pump_stream(self, exchange: Exchange, answer: Answer) -> int:
-        """Begins the answer with its first bytes, so that until then it can still run elsewhere."""
-        usage = UsageFilter(strip=exchange.call.usage_added, choices=exchange.call.choices)
-        try:
-            async for chunk in answer.chunks():
-                data = usage.feed(chunk)
-                if data:
-                    if not exchange.answered:
-                        self._begin(exchange, self._head(exchange, answer, None))
-                    await exchange.feed(data)
-        except EngineError:
-            if exchange.answered and (held := usage.release()):
-                await exchange.feed(held)
-            raise
-        if not exchange.answered:
-            self._begin(exchange, self._head(exchange, answer, None))
-        if rest := usage.flush():
-            await exchange.feed(rest)
-        exchange.close()
-        exchange.cut = usage.cut
-        self._learn_prompt(exchange.call, usage.prompt_tokens)
-        return usage.output_tokens
-
-    def _begin(self, exchange: Exchange, head: Head) -> None:
-        """Hand the first byte over. From now on it cannot be preempted, and the scheduler knows before it says more."""
-        exchange.begin(head)
+    def _began(self, exchange: Exchange) -> None:
+        """From now on it cannot be preempted, and the scheduler knows before it says more."""
         if self.scheduler.preempts:
             self._step(AnswerBegan(exchange.request.id))
 
-    def _learn_prompt(self, call: Call, tokens: int | None) -> None:
-        """From the engine's count. Prompts of token ids have no characters to compare it with."""
-        if tokens and call.prompt.text:
-            self._prompt_tokens[call.model].observe(call, tokens)
-
-    def _head(self, exchange: Exchange, answer: Answer, body: bytes | None) -> Head:
-        assert exchange.receipt is not None
-        if (inner := answer.inner) is not None:
-            exchange.receipt = replace(
-                exchange.receipt,
-                bin=inner.bin,
-                batch=inner.batch,
-                engine=inner.engine,
-                queue_ms=exchange.receipt.queue_ms + inner.queue_ms,
-            )
-        return Head(answer.status, answer.content_type, answer.retry_after, exchange.receipt, body)
-
-    def _pump_done(self, desk: Desk, exchange: Exchange, task: asyncio.Task[RequestEnded]) -> None:
-        if exchange.task is not task or self._closed:
-            return  # abandoned: its engine was lost, and the scheduler has already dealt with the request
-        exchange.task = None
-        desk.remove(exchange)
-        ended = self._how_it_ended(desk.name, exchange, task)
+    def _ended(self, exchange: Exchange, ended: RequestEnded) -> None:
         if ended.outcome == "completed" and ended.output_tokens > 0:
             try:
-                self._learn(exchange, ended.output_tokens)
+                self._lengths.learn(exchange, ended.output_tokens)
             except Exception:  # whatever is wrong with learning, the request has ended
                 log.exception("nothing was learnt from request %d", ended.request_id)
         self._step(ended)
         self._forget(exchange)
 
-    def _how_it_ended(self, engine: str, exchange: Exchange, task: asyncio.Task[RequestEnded]) -> RequestEnded:
-        if task.cancelled():
-            if exchange.stopping and not exchange.gone:
-                exchange.put_off += 1
-            else:
-                exchange.fail(EngineFailed("the request was aborted"))
-            return RequestEnded(engine, exchange.request.id, "cancelled")
-        error = task.exception()
-        if error is None:
-            return task.result()
-        log.error("serving request %d failed", exchange.request.id, exc_info=error)
-        exchange.fail(EngineFailed("the front-end failed while serving this request"))
-        return RequestEnded(engine, exchange.request.id, "failed")
-
     def _lose(self, desk: Desk) -> None:
         """Its engine is gone with all it ran."""
-        for exchange in list(desk.running.values()):  # an answer that is complete is not lost with its engine
-            if exchange.task is not None and exchange.task.done():
-                self._pump_done(desk, exchange, exchange.task)
-        lost = list(desk.running.values())
-        for exchange in lost:
-            desk.remove(exchange)
-            task, exchange.task = exchange.task, None
-            if task is not None:
-                task.cancel()
+        lost = self._calls.abandon(desk)
         answered = tuple(sorted(exchange.request.id for exchange in lost if exchange.answered))
         self._step(EngineLost(desk.name, answered, planned=desk.restart is not None))
         for exchange in lost:
@@ -501,19 +328,14 @@ class LiveCluster:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for solving in self._solving.values():
+        for solving in self._solving:
             solving.cancel()
-        tasks = [exchange.task for exchange in self._exchanges.values()]
-        alive = [task for task in tasks if task is not None and not task.done()]
-        for task in alive:
-            task.cancel()
-        await asyncio.gather(*alive, return_exceptions=True)
+        await self._calls.close(self._exchanges.values())
         for exchange in self._open:
             exchange.fail(_error_of("draining", None))
         await self.fleet.close()
         self.journal.close()
-        if self._record is not None:
-            self._record.close()
+        self._lengths.close()
 
 
 def _say_circuit(action: ReportCircuit) -> None:

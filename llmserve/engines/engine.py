@@ -7,6 +7,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from llmserve.request import Batch, Call, EngineInfo
 
 
@@ -24,8 +26,7 @@ class EngineError(Exception):
 ENGINE_FAULTS = (500, 502, 503, 504)  # statuses that are the engine's fault, not the request's
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
+class ServedModel(msgspec.Struct, frozen=True):
     """A model as an engine lists it; context_tokens is vLLM's max_model_len where it is told."""
 
     id: str
@@ -45,16 +46,6 @@ class Health:
     tokens_max: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Inner:
-    """What an engine that schedules for engines of its own tells of an answer: which of them gave it, and when."""
-
-    engine: str
-    bin: int
-    batch: int
-    queue_ms: float
-
-
 class Answer(Protocol):
     """An answer that has begun: its status line is there, its body follows.
 
@@ -63,7 +54,6 @@ class Answer(Protocol):
 
     status: int
     fault: bool
-    inner: Inner | None
     content_type: str
     retry_after: str | None
 

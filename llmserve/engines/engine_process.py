@@ -64,7 +64,7 @@ class EngineProcess:
     processors first (sched_autogroup): an engine that spins while it waits would leave us hardly any of its core.
 
     port         the first to try; any free one when not given
-    environment  variables beside our own; None: without this one of ours
+    environment  variables beside our own
     log_file     all that it says, this start's; the one before is kept as FILE.1
     """
 
@@ -75,14 +75,13 @@ class EngineProcess:
         *,
         start_s: float,
         port: int | None = None,
-        environment: Mapping[str, str | None] | None = None,
+        environment: Mapping[str, str] | None = None,
         log_file: Path | None = None,
     ) -> None:
         self.name = name
         self.port = port or free_port()
         self._command = command
-        merged = {**os.environ, **(environment or {})}
-        self._environment = {name: value for name, value in merged.items() if value is not None}
+        self._environment = {**os.environ, **(environment or {})}
         self._start_s = start_s
         self._log = _LogFile(log_file) if log_file is not None else None
         self._process: asyncio.subprocess.Process | None = None

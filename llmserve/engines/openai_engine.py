@@ -7,16 +7,16 @@ from two headers which requests belong together; every other server ignores them
 from __future__ import annotations
 
 import errno
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import aiohttp
 import msgspec
 
-from llmserve.engines.engine import ENGINE_FAULTS, EngineError, Health, Inner, ServedModel
+from llmserve.engines.engine import ENGINE_FAULTS, EngineError, Health, ServedModel
 from llmserve.engines.vllm_metrics import Load, SlotsLearner, read_load
-from llmserve.headers import BATCH_HEADER, BATCH_SIZE_HEADER, BIN_HEADER, ENGINE_HEADER, QUEUE_HEADER
+from llmserve.headers import BATCH_HEADER, BATCH_SIZE_HEADER
 from llmserve.request import Batch, Call, EngineInfo
 
 
@@ -46,7 +46,6 @@ class HttpAnswer:
         self.content_type = response.headers.get("content-type", "application/json")
         self.retry_after = response.headers.get("retry-after")
         self.fault = response.status in ENGINE_FAULTS
-        self.inner = _inner(response.headers)
         self._response = response
         self._name = name
 
@@ -171,15 +170,6 @@ class OpenAIEngine:
     async def close(self) -> None:
         await self._session.close()
         await self._probing.close()
-
-
-def _inner(headers: Mapping[str, str]) -> Inner | None:
-    """None where an engine is one, or says that it is not in a way that cannot be read."""
-    try:
-        engine, queue_ms = headers[ENGINE_HEADER], float(headers[QUEUE_HEADER])
-        return Inner(engine, int(headers[BIN_HEADER]), int(headers[BATCH_HEADER]), queue_ms)
-    except (KeyError, ValueError):
-        return None
 
 
 def _say(error: BaseException) -> str:

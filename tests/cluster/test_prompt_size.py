@@ -2,13 +2,13 @@
 
 import pytest
 
-from llmserve.cluster.prompt_size import PREFIX_CHARACTERS, PromptTokens, prefix_hashes
+from llmserve.cluster.prompt_size import PREFIX_CHARACTERS, PromptTokens, PromptTokensByModel, prefix_hashes
 from llmserve.request import Call
 from predictor.prompt import Prompt
 
 
-def call(text: str, system: str = "", history: int = 0) -> Call:
-    return Call("/v1/chat/completions", b"{}", Prompt(text, "m", system, history), stream=False)
+def call(text: str, system: str = "", history: int = 0, model: str = "m") -> Call:
+    return Call("/v1/chat/completions", b"{}", Prompt(text, model, system, history), stream=False)
 
 
 def test_tokens_of_a_prompt_follow_the_engines_own_counts() -> None:
@@ -17,6 +17,14 @@ def test_tokens_of_a_prompt_follow_the_engines_own_counts() -> None:
     for _ in range(50):
         tokens.observe(call("x" * 30, "y" * 20, 50), 50)
     assert tokens.estimate(call("x" * 400)) == pytest.approx(200)
+
+
+def test_each_model_counts_tokens_in_its_own_way_and_one_unseen_for_long_is_forgotten() -> None:
+    tokens = PromptTokensByModel(models_max=2)
+    for model in ("a", "b", "a", "c"):
+        tokens.observe(call("x" * 100, model=model), 50)
+    assert [tokens.estimate(call("x" * 100, model=model)) for model in "abcd"] == [50, 25, 50, 25]
+    assert len(tokens) == 2
 
 
 def test_prompts_that_begin_alike_share_hashes_up_to_where_they_part() -> None:

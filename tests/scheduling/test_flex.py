@@ -11,7 +11,6 @@ import pytest
 
 from llmserve.cluster.simulated import SimulatedCluster
 from llmserve.request import EngineInfo, Request, Speed
-from llmserve.scheduling.direct import Pick, Waiting
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
@@ -29,6 +28,7 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
+from llmserve.scheduling.orders import Candidate, Flex, Key, MomentOrder, Order
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.simulation.worker import SimulatedWorker
@@ -75,7 +75,7 @@ def several(count: int, deadline_s: float | None = None, model: str = "", first:
 
 def ends(made: Scheduler, engine: str, *ids: int, now_s: float) -> list[Action]:
     """The batch that runs there ends."""
-    batch_id = made.requests[ids[0]].batch_id
+    batch_id = made.engines[engine].running[ids[0]].batch_id
     return step(made, BatchEnded(engine, batch_id, dict.fromkeys(ids, 1.0)), now_s)
 
 
@@ -561,14 +561,11 @@ def test_nobody_waits_past_a_deadline_however_short_its_answer_is_predicted_to_b
     assert made.wake_at_s <= 1.5
 
 
-class Patient:
+class Patient(MomentOrder):
     """Gives nothing away before a time, and says so."""
 
-    preemption_factor = None
-    only_if_needed = False
-
-    def pick(self, waiting: Sequence[Waiting], engine: str, now_s: float) -> Pick | None:
-        return Pick(waiting[0], 1) if waiting and now_s >= 1.0 else None
+    def key(self, candidate: Candidate, now_s: float) -> Key | None:
+        return () if now_s >= 1.0 else None
 
     def wake_at_s(self, engine: str, now_s: float) -> float | None:
         return 1.0 if now_s < 1.0 else None
@@ -577,7 +574,7 @@ class Patient:
 def test_an_order_is_not_asked_again_for_an_engine_that_is_free_no_more() -> None:
     """Else the timer would fire for ever."""
     config = SchedulingConfig(order="flex").resolved(barrier=True)
-    made = config.scheduler((1.0,), direct=Patient())
+    made = config.scheduler((1.0,), order=Patient())
     step(made, EngineReady(gpu()))
     arrive(made, due(0, 99.0))
     assert made.wake_at_s == 1.0
@@ -603,11 +600,15 @@ def test_an_isolated_burst_is_in_time_6_2_times_as_often_where_others_make_room(
 
 
 def run(
-    engines: Sequence[EngineInfo], arrivals: Sequence[tuple[float, Request]], **config: object
+    engines: Sequence[EngineInfo],
+    arrivals: Sequence[tuple[float, Request]],
+    *,
+    order: Order | None = None,
+    **config: object,
 ) -> list[tuple[int, bool]]:
     """(request id, in time) of all that are answered; asserts that nothing is started to be late."""
     values = {"order": "flex", "batch_size": SIZES, **config}
-    made = SchedulingConfig(**values).resolved(barrier=True).scheduler((1.0,))  # type: ignore[arg-type]
+    made = SchedulingConfig(**values).resolved(barrier=True).scheduler((1.0,), order=order)  # type: ignore[arg-type]
     speeds = {engine.name: engine.speeds for engine in engines}
     deadlines_s = {request.id: request.deadline_s for _, request in arrivals}
     done: list[tuple[int, bool]] = []
@@ -652,8 +653,16 @@ def test_no_batch_is_started_of_which_a_request_is_certain_to_be_late(seed: int)
         assert undated <= {request_id for request_id, _ in done}
 
 
-def test_batches_as_printed_hold_requests_that_are_late() -> None:
+class Greedy(Flex):
+    """All that waits goes together, in time or not."""
+
+    def compose(self, candidate: Candidate, now_s: float) -> bool:
+        candidate.place, candidate.count = 0, min(candidate.most, len(candidate.queue))
+        return True
+
+
+def test_batches_of_all_that_waits_hold_requests_that_are_late() -> None:
     """So that the law above can fail."""
     burst = [(0.0, due(number, 3.0)) for number in range(6)]
     with pytest.raises(AssertionError):
-        run([gpu(speeds={"": line(1.0)})], [(0.0, due(99)), *burst], printed_batches=True)
+        run([gpu(speeds={"": line(1.0)})], [(0.0, due(99)), *burst], order=Greedy(None))

@@ -1,4 +1,4 @@
-"""Several models share the engines: each has a lane of its own, and none is forgotten for another."""
+"""Several models share the engines: each has queues of its own, and none is forgotten for another."""
 
 import pytest
 
@@ -10,9 +10,11 @@ from llmserve.scheduling.messages import (
     EngineReady,
     Event,
     FailRequest,
+    PlanChanged,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
+    ServingGroup,
     StartBatch,
     TimerFired,
 )
@@ -22,10 +24,10 @@ from llmserve.scheduling.scheduler import Scheduler
 Starts = list[tuple[str, list[int]]]
 
 
-def scheduler(*engines: EngineInfo, **config: object) -> Scheduler:
+def scheduler(*engines: EngineInfo, plan: tuple[ServingGroup, ...] = (), **config: object) -> Scheduler:
     """Batches of 2 of one bin, formed when an engine is free, unless told otherwise."""
     values = {"bins": 1, "batch_size": 2, "release": "greedy", "order": "fffs", **config}
-    made = SchedulingConfig(**values).resolved(barrier=True).scheduler()  # type: ignore[arg-type]
+    made = SchedulingConfig(**values).resolved(barrier=True).scheduler(plan=plan)  # type: ignore[arg-type]
     for engine in engines:
         step(made, EngineReady(engine))
     return made
@@ -51,7 +53,7 @@ def arrive(made: Scheduler, model: str, *ids: int, now_s: float = 0.0, prompt_to
 
 
 def ends(made: Scheduler, engine: str, *ids: int, now_s: float) -> list[Action]:
-    batch_id = made.requests[ids[0]].batch_id
+    batch_id = made.engines[engine].running[ids[0]].batch_id
     return step(made, BatchEnded(engine, batch_id, dict.fromkeys(ids, 1.0)), now_s)
 
 
@@ -96,11 +98,11 @@ def test_a_model_of_which_nobody_takes_requests_refuses_them_and_others_go_on() 
     assert starts(arrive(made, "a", 1)) == [("gpu0", [1])]
 
 
-def test_a_model_that_nobody_serves_gets_no_lane_however_often_it_is_asked_for() -> None:
+def test_a_model_that_nobody_serves_gets_no_queues_however_often_it_is_asked_for() -> None:
     made = scheduler(barrier("gpu0", "a"))
     for number in range(9):
         assert failed(arrive(made, f"unknown-{number}", number)) == [(number, "no_engine")]
-    assert list(made.lanes) == ["a"]
+    assert list(made.models) == ["a"]
 
 
 def test_who_waits_for_an_engine_that_has_gone_waits_only_so_long_and_others_are_not_concerned() -> None:
@@ -206,7 +208,7 @@ def test_a_gpu_whose_busy_engine_is_lost_is_free_for_the_other() -> None:
     assert starts(step(made, RequestEnded("a", 0, "cancelled"), 1.0)) == [("b", [1])]
 
 
-# ---- lanes ----
+# ---- queues of its own ----
 
 
 def test_each_model_has_bins_and_edges_of_its_own() -> None:
@@ -225,76 +227,88 @@ def arrive_with(made: Scheduler, request_id: int, model: str, tokens: float) -> 
 def test_answers_of_one_model_teach_nothing_about_another() -> None:
     made = scheduler(barrier())
     arrive(made, "a", 0)
-    step(made, BatchEnded("gpu0", made.requests[0].batch_id, {0: 500.0}), 1.0)
+    step(made, BatchEnded("gpu0", made.engines["gpu0"].running[0].batch_id, {0: 500.0}), 1.0)
     assert made.queues("a").service.tokens_mean == 500.0
     assert made.queues("b").service.tokens_mean == 256.0
 
 
-# ---- moving to another scheduler ----
+# ---- moving to another group ----
+
+
+def plan(here: str, there: str, *, streams: tuple[tuple[str, str], ...] = ()) -> tuple[ServingGroup, ...]:
+    """gpu0 serves the models of `here`, each a letter; gpu1 those of `there`, and these streams."""
+    return ServingGroup("here", ("gpu0",), tuple(here)), ServingGroup("there", ("gpu1",), tuple(there), streams)
+
+
+def groups(made: Scheduler) -> dict[int, str]:
+    return {request_id: queued.group for request_id, queued in made.requests.items()}
 
 
 @pytest.mark.parametrize("order", ["fffs", "flex"])
 def test_who_moves_has_waited_as_long_and_tried_as_often_there_as_here(order: str) -> None:
-    release = "direct" if order == "flex" else "greedy"
-    here = scheduler(barrier("gpu0"), order=order, release=release)
-    there = scheduler(barrier("gpu1"), order=order, release=release)
-    step(here, RequestArrived(Request(0, deadline_s=50.0, model="a")), 0.0)
-    step(here, RequestArrived(Request(1, deadline_s=60.0, model="a")), 1.0)
-    step(here, RequestArrived(Request(2, model="b")), 2.0)
-    step(here, RequestEnded("gpu0", 0, "failed", fault=True, retryable=True), 3.0)  # runs again, alone
-    moved = here.hand_over(lambda request: request.model == "a")
-    here.check()
-    assert [ticket.request.id for ticket in moved] == [1]
-    assert there.adopt(moved, 4.0) != []
-    there.check()
-    ticket = there.requests[1]
-    assert (ticket.arrived_at_s, ticket.request.deadline_s, ticket.retries) == (1.0, 60.0, 0)
+    release = "window" if order == "flex" else "greedy"
+    made = scheduler(barrier("gpu0"), barrier("gpu1"), plan=plan("ab", ""), order=order, release=release)
+    step(made, RequestArrived(Request(0, deadline_s=50.0, model="a")), 0.0)
+    step(made, RequestArrived(Request(1, deadline_s=60.0, model="a")), 1.0)
+    step(made, RequestArrived(Request(2, model="b")), 2.0)
+    step(made, RequestEnded("gpu0", 0, "failed", fault=True, retryable=True), 3.0)  # runs again, alone
+    assert starts(step(made, PlanChanged(plan("b", "a")), 4.0)) == [("gpu1", [1])]
+    assert groups(made) == {0: "here", 1: "there", 2: "here"}
+    moved = made.requests[1]
+    assert (moved.arrived_at_s, moved.request.deadline_s, moved.retries) == (1.0, 60.0, 0)
 
 
 def test_who_moves_after_a_try_has_one_less_left() -> None:
-    here, there = scheduler(barrier("gpu0"), retries_max=1), scheduler(barrier("gpu1"), retries_max=1)
-    arrive(here, "a", 0)
-    step(here, EngineClosed("gpu0"), 0.5)
-    step(here, RequestEnded("gpu0", 0, "failed", fault=True, retryable=True), 1.0)
-    (ticket,) = here.hand_over(lambda request: True)
-    assert here.requests == {}
-    assert here.waiting == 0
-    assert starts(there.adopt([ticket], 2.0)) == [("gpu1", [0])]
-    again = step(there, RequestEnded("gpu1", 0, "failed", fault=True, retryable=True), 3.0)
+    made = scheduler(barrier("gpu0"), barrier("gpu1"), plan=plan("a", ""), retries_max=1)
+    arrive(made, "a", 0)
+    step(made, EngineClosed("gpu0"), 0.5)
+    step(made, EngineClosed("gpu1"), 0.5)
+    assert step(made, RequestEnded("gpu0", 0, "failed", fault=True, retryable=True), 1.0) == []
+    assert groups(made) == {0: "here"}
+    assert starts(step(made, EngineReady(barrier("gpu1")), 2.0)) == [("gpu1", [0])]
+    assert groups(made) == {0: "there"}
+    again = step(made, RequestEnded("gpu1", 0, "failed", fault=True, retryable=True), 3.0)
     assert failed(again) == [(0, "engine_failed")]
 
 
 def test_what_runs_stays_where_it_is() -> None:
-    here = scheduler(barrier("gpu0"))
-    arrive(here, "a", 0, 1)
-    assert [ticket.request.id for ticket in here.hand_over(lambda request: True)] == [1]
-    assert list(here.requests) == [0]
+    made = scheduler(barrier("gpu0"), barrier("gpu1"), plan=plan("a", ""))
+    arrive(made, "a", 0, 1)
+    assert starts(step(made, PlanChanged(plan("", "a")))) == [("gpu1", [1])]
+    assert groups(made) == {0: "here", 1: "there"}
+    assert list(made.engines["gpu0"].running) == [0]
 
 
 def test_who_moves_has_its_deadline_watched_there() -> None:
-    here, there = scheduler(barrier("gpu0")), scheduler(barrier("gpu1"))
-    arrive(here, "a", 0)
-    arrive(there, "a", 10)
-    step(here, RequestArrived(Request(1, deadline_s=9.0, model="a")))
-    there.adopt(here.hand_over(lambda request: True), 1.0)
-    assert there.wake_at_s == 9.0
-    assert failed(step(there, TimerFired(), 9.0)) == [(1, "deadline_exceeded")]
+    made = scheduler(barrier("gpu0"), barrier("gpu1"), plan=plan("a", "b"))
+    arrive(made, "a", 0)
+    arrive(made, "b", 10)
+    step(made, RequestArrived(Request(1, deadline_s=9.0, model="a")))
+    assert step(made, PlanChanged(plan("", "ab")), 1.0) == []
+    assert groups(made)[1] == "there"
+    assert made.wake_at_s == 9.0
+    assert failed(step(made, TimerFired(), 9.0)) == [(1, "deadline_exceeded")]
 
 
 def test_who_moves_takes_its_place_by_arrival() -> None:
     """0 has waited since 0 s, longer than 10 has."""
-    here = scheduler(barrier("gpu0"), release="timeout", batch_wait_s=5.0, batch_size=4)
-    there = scheduler(barrier("gpu1"), release="timeout", batch_wait_s=5.0, batch_size=4)
-    arrive(here, "a", 0)
-    arrive(there, "a", 10, now_s=3.0)
-    there.adopt(here.hand_over(lambda request: True), 4.0)
-    assert there.wake_at_s == 5.0
+    told = {"release": "timeout", "batch_wait_s": 5.0, "batch_size": 4}
+    made = scheduler(barrier("gpu0"), barrier("gpu1", slots=4), plan=plan("a", "", streams=(("s", "a"),)), **told)
+    arrive(made, "a", 0)
+    step(made, RequestArrived(Request(10, 4.0, model="a", stream="s")), 3.0)
+    assert groups(made) == {0: "here", 10: "there"}
+    assert step(made, PlanChanged(plan("", "a")), 4.0) == []
+    assert groups(made) == {0: "there", 10: "there"}
+    assert made.wake_at_s == 5.0
+    assert starts(step(made, TimerFired(), 5.0)) == [("gpu1", [0, 10])]
 
 
 def test_a_batch_that_room_is_made_for_does_not_move() -> None:
-    here = scheduler(barrier("gpu0", slots=8), order="flex", release="direct", batch_size=8)
-    arrive(here, "a", 0)
-    arrive(here, "b", 1, 2, 3, 4)  # 0 is told to make room
-    arrive(here, "c", 5)
-    assert [ticket.request.id for ticket in here.hand_over(lambda request: True)] == [5]
-    assert starts(step(here, RequestEnded("gpu0", 0, "cancelled"), 0.5)) == [("gpu0", [1, 2, 3, 4])]
+    told = {"order": "flex", "release": "window", "batch_size": 8}
+    made = scheduler(barrier("gpu0", slots=8), barrier("gpu1", slots=8), plan=plan("abc", ""), **told)
+    arrive(made, "a", 0)
+    arrive(made, "b", 1, 2, 3, 4)  # 0 is told to make room
+    arrive(made, "c", 5)
+    assert starts(step(made, PlanChanged(plan("a", "bc")))) == [("gpu1", [5])]
+    assert groups(made) == {5: "there", **dict.fromkeys(range(5), "here")}
+    assert starts(step(made, RequestEnded("gpu0", 0, "cancelled"), 0.5)) == [("gpu0", [1, 2, 3, 4])]

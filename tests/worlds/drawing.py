@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import msgspec
+from worlds.faults import Closed, Fault, Lost, Mishap, Pace, Ready
 
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
 from llmserve.request import EngineInfo, Request, Speed
@@ -24,7 +25,6 @@ from llmserve.scheduling.orders import PREEMPTION_FACTOR
 from llmserve.scheduling.policies import MOMENT_ORDERS, SchedulingConfig
 from llmserve.scheduling.rates import Replan
 from llmserve.scheduling.trust import WINDOW_MIN
-from llmserve.simulation.faults import Closed, Fault, Lost, Mishap, Pace, Ready
 
 RELEASES = ("full", "static:1", "static", "timeout", "greedy", "window", "rate", "rate-headroom", "deadline", "table")
 ORDERS = ("fffs", "fffs", "fffs", "shortest", "edf", "flex", "flex", "clockwork")

@@ -10,6 +10,7 @@ from functools import partial
 import msgspec
 from worlds.account import Account, Times
 from worlds.drawing import PROFILE, Arrival, ChancePlans, EngineLife, Leaving, World, draw, draw_mishap, on_clock
+from worlds.faults import FaultyEngine
 from worlds.story import tell_story
 
 from bins.dispatch import DispatchSolver
@@ -34,7 +35,6 @@ from llmserve.scheduling.messages import (
 )
 from llmserve.scheduling.policies import PLANNED, DispatchConfig
 from llmserve.simulation.engine_model import Costs, StepEngine
-from llmserve.simulation.faults import FaultyEngine
 
 TWICE_EVERY = 8  # worlds: one is run again, to give the same journal
 SEQUENCES_MAX = 64  # more than any engine is ever sent

@@ -1,6 +1,7 @@
 """Engines to which things happen: times and events worked out by hand. A token takes a second."""
 
 import pytest
+from worlds.faults import Closed, Fault, FaultyEngine, Lost, Mishap, Pace, Ready
 
 from llmserve.cluster.simulated import Delays, SimulatedCluster
 from llmserve.request import Batch, EngineInfo, Request
@@ -17,7 +18,6 @@ from llmserve.scheduling.messages import (
 )
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.simulation.engine_model import TimedEngine
-from llmserve.simulation.faults import Closed, Fault, FaultyEngine, Lost, Mishap, Pace, Ready
 
 LENGTHS = [4.0, 2.0, 8.0, 1.5]
 INFO = EngineInfo("e", 2, False)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from llmserve.simulation.streams import Arrivals
+from reproduction.shepherd.streams import Arrivals
 from reproduction.rows import Row, claim
 from reproduction.shepherd import workloads
 from reproduction.shepherd.runs import (

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmserve.errors import ConfigError
-from llmserve.simulation.streams import Arrivals
+from reproduction.shepherd.streams import Arrivals
 from reproduction.shepherd.models import BATCH_MAX
 
 PERIOD_S = 60.0  # from plan to plan

@@ -28,8 +28,8 @@ from llmserve.scheduling.messages import (
 from llmserve.scheduling.order.nexus import Nexus, Schedule, Turn
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.scheduler import Scheduler
-from llmserve.simulation.streams import Arrivals
-from llmserve.simulation.worker import SimulatedWorker
+from reproduction.shepherd.streams import Arrivals
+from reproduction.shepherd.worker import SimulatedWorker
 from reproduction.shepherd.clockwork import LargestBatch, Released
 from reproduction.shepherd.models import BATCH_MAX, TABLE_4
 from reproduction.shepherd.nexus import PERIOD_S, Plan

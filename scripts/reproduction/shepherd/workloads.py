@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llmserve.simulation.streams import Arrivals, Phases, Streams, Traffic, draw_requests
+from reproduction.shepherd.streams import Arrivals, Phases, Streams, Traffic, draw_requests
 from llmserve.simulation.workload import Bursts
 from reproduction.shepherd.models import EVALUATED, TABLE_4, Model
 

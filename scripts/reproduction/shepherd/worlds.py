@@ -16,7 +16,7 @@ import numpy as np
 
 from llmserve.simulation.estimates import estimate
 from llmserve.simulation.many import in_processes
-from llmserve.simulation.streams import Arrivals, Traffic, read_traffic
+from reproduction.shepherd.streams import Arrivals, Traffic, read_traffic
 from reproduction.rows import Case, Report, Row, key_text
 from reproduction.shepherd import nexus, workloads
 from reproduction.shepherd.models import TABLE_4

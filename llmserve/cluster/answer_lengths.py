@@ -1,0 +1,84 @@
+"""How long answers will be, as far as anybody can tell, and how long they became."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from llmserve.cluster.exchange import Exchange
+from llmserve.cluster.record import LengthRecord
+from llmserve.engines.engine import ServedModel
+from predictor.prompt import Prompt
+
+
+class Forecast(Protocol):
+    """Equally likely output lengths, tokens, ascending; () when nothing is known. The middle one is the median."""
+
+    @property
+    def lengths(self) -> tuple[float, ...]: ...
+
+    @property
+    def median(self) -> float | None: ...
+
+
+class Forecaster(Protocol):
+    """Says how long answers will be, in bounded time, and is told how long they became."""
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]: ...
+
+    async def forecast(self, prompt: Prompt, *, least: float | None, most: float | None) -> Any: ...
+
+    def observe(self, forecast: Any, output_tokens: float, *, capped: bool) -> None: ...
+
+
+class AnswerLengths:
+    """Between calls and what forecasts them.
+
+    forecaster  None: nothing is predicted but what clients predict
+    record      None: nothing is recorded
+    """
+
+    def __init__(self, forecaster: Forecaster | None, record: LengthRecord | None) -> None:
+        self._forecaster = forecaster
+        self._record = record
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        """Forecasts made without the predictor, by reason."""
+        return self._forecaster.fallbacks if self._forecaster is not None else {}
+
+    async def predict(self, exchange: Exchange, model: ServedModel | None) -> tuple[float | None, tuple[float, ...]]:
+        """Predicted output tokens, the median and equally likely ones, bounded by what client and model allow.
+
+        None and () when there is nothing to go by; only the median when the client brought it.
+        """
+        call = exchange.call
+        most = call.output_tokens_max or (model.context_tokens if model is not None else None)
+        if call.predicted_tokens is not None:
+            return min(call.predicted_tokens, most or math.inf), ()
+        if self._forecaster is None:
+            return None, ()
+        least = call.output_tokens_min
+        forecast: Forecast = await self._forecaster.forecast(call.prompt, least=least, most=most)
+        exchange.forecast = forecast
+        return forecast.median, tuple([round(length, 1) for length in forecast.lengths])
+
+    def learn(self, exchange: Exchange, output_tokens: float) -> None:
+        """From the length of a completed answer.
+
+        One that the client forced to be so long (min_tokens, ignore_eos) says nothing about the others.
+        """
+        call, most = exchange.call, exchange.call.output_tokens_max
+        if call.output_tokens_min is not None and output_tokens <= call.output_tokens_min:
+            return
+        capped = exchange.cut or (most is not None and output_tokens >= most)
+        if self._forecaster is not None and exchange.forecast is not None:
+            self._forecaster.observe(exchange.forecast, output_tokens, capped=capped)
+        if self._record is not None and call.choices == 1:
+            self._record.write(call, round(output_tokens), capped=capped)
+
+    def close(self) -> None:
+        if self._record is not None:
+            self._record.close()

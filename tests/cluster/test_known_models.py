@@ -1,0 +1,157 @@
+"""Which models are known when engines list others than before, and how long it takes to hear of that."""
+
+import random
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from llmserve.cluster.fleet import Fleet, FleetConfig
+from llmserve.cluster.journal import Header, Journal
+from llmserve.cluster.known_models import KnownModels, Listed
+from llmserve.cluster.live import LiveCluster
+from llmserve.engines.engine import Health, ServedModel
+from llmserve.engines.openai_engine import OpenAIEngine
+from llmserve.metrics import Metrics
+from llmserve.request import EngineInfo
+from llmserve.scheduling.policies import SchedulingConfig
+
+
+def listed(**contexts_tokens: int | None) -> Listed:
+    return {id_: ServedModel(id_, tokens) for id_, tokens in contexts_tokens.items()}
+
+
+def test_a_model_is_known_while_an_engine_lists_it() -> None:
+    known = KnownModels()
+    known.change({}, listed(a=None, b=None))
+    known.change({}, listed(b=None))
+    known.change(listed(a=None, b=None), listed(c=None))
+    assert list(known.by_id) == ["b", "c"]
+    assert [known.engines_of(model) for model in "abc"] == [0, 1, 1]
+
+
+def test_of_several_sizes_of_context_the_least_is_told_as_long_as_an_engine_has_it() -> None:
+    known = KnownModels()
+    for tokens in (None, 8192, 4096):
+        known.change({}, listed(m=tokens))
+    assert known.by_id["m"].context_tokens == 4096
+    known.change(listed(m=4096), listed(m=2048))
+    assert known.by_id["m"].context_tokens == 2048
+    known.change(listed(m=2048), {})
+    assert known.by_id["m"].context_tokens == 8192
+    known.change(listed(m=8192), {})
+    assert known.by_id["m"].context_tokens is None
+
+
+def from_scratch(lists: Iterable[Listed]) -> dict[str, tuple[int | None, int]]:
+    """Of each model the least context and the number of engines."""
+    everywhere = [model for one in lists for model in one.values()]
+    return {
+        id_: (
+            min(
+                [model.context_tokens for model in everywhere if model.id == id_ and model.context_tokens], default=None
+            ),
+            sum(model.id == id_ for model in everywhere),
+        )
+        for id_ in {model.id for model in everywhere}
+    }
+
+
+def test_after_any_changes_what_is_known_is_what_the_lists_say() -> None:
+    rng = random.Random(1)
+    known, lists = KnownModels(), [listed() for _ in range(5)]
+    for _ in range(500):
+        engine = rng.randrange(5)
+        after = listed(**{id_: rng.choice([None, 1024, 2048]) for id_ in "abcdef" if rng.random() < 0.4})
+        known.change(lists[engine], after)
+        lists[engine] = after
+        assert {id_: (model.context_tokens, known.engines_of(id_)) for id_, model in known.by_id.items()} == (
+            from_scratch(lists)
+        )
+
+
+# ---- how long it takes ----
+
+
+class Name(str):
+    """Whoever hashes or compares it, in a dict or a tuple, runs Python, so that it is counted."""
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other)  # type: ignore[arg-type]
+
+    def __hash__(self) -> int:
+        return str.__hash__(self)
+
+
+def operations(work: Callable[[], object]) -> int:
+    """Bytecodes that are run: the same each time, however busy the machine is."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        count += event == "opcode"
+        frame.f_trace_opcodes = True
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+class Lists(OpenAIEngine):
+    """An engine of which the test says what it lists."""
+
+    def __init__(self, name: str) -> None:
+        self.info = EngineInfo(name, 8, False)
+
+
+def lists(kind: str, count: int) -> Health:
+    return Health(tuple([ServedModel(Name(f"{kind}-{number}"), 4096) for number in range(count)]))
+
+
+def to_hear_of(fleet: Fleet, count: int) -> int:
+    """Operations of a probe that finds so many models on the first engine, all others than before."""
+    for desk in fleet.desks.values():
+        fleet._found(desk, lists("old", count))
+    first, *_ = fleet.desks.values()
+    return operations(partial(fleet._found, first, lists("new", count)))
+
+
+def watched(engines: int) -> Fleet:
+    """A fleet alone: nobody hears what it tells."""
+
+    def hear(_: object) -> None:
+        pass
+
+    return Fleet([Lists(f"gpu{number}") for number in range(engines)], FleetConfig(), tell=hear, lose=hear)
+
+
+def test_to_hear_of_four_times_as_many_new_models_takes_four_times_as_long() -> None:
+    assert to_hear_of(watched(1), 1_000) < 5 * to_hear_of(watched(1), 250)
+
+
+def test_to_hear_of_one_engines_models_takes_as_long_however_many_other_engines_there_are() -> None:
+    assert to_hear_of(watched(20), 100) < 1.5 * to_hear_of(watched(2), 100)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="the scheduler counts the engines of all lanes for each new lane, and keeps lanes of models that are gone",
+)
+def test_the_whole_server_hears_of_four_times_as_many_new_models_in_four_times_as_long() -> None:
+    """Once it passes: 1,000 names beside 250, as above."""
+
+    def taken(count: int) -> int:
+        header = Header(SchedulingConfig().resolved(barrier=False))
+        cluster = LiveCluster(header.scheduler(), [Lists("gpu0")], Journal(header))
+        Metrics(cluster, 8)
+        return to_hear_of(cluster.fleet, count)
+
+    assert taken(100) < 5 * taken(25)
