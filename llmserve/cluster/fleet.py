@@ -23,14 +23,13 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from bins.profile import Profile
 from llmserve.cluster.exchange import Exchange
 from llmserve.engines.engine import Engine, EngineError, Health, ServedModel
 from llmserve.errors import EngineStartError
-from llmserve.request import EngineInfo, Speed
+from llmserve.request import EngineInfo
 from llmserve.scheduling.messages import EngineClosed, EngineReady, Event
 
 log = logging.getLogger("llmserve")
@@ -272,7 +271,7 @@ class Fleet:
             tokens_max=health.tokens_max if self._config.memory_bound else None,
             models=models,
             speeds={
-                model: _speed(profile, slots) for model, profile in self._profiles.items() if model in ("", *models)
+                model: profile.step_times(slots) for model, profile in self._profiles.items() if model in ("", *models)
             },
         )
 
@@ -322,10 +321,6 @@ def _union(models: list[ServedModel]) -> dict[str, ServedModel]:
         sizes = [size for size in (other.context_tokens, model.context_tokens) if size is not None]
         union[model.id] = ServedModel(model.id, min(sizes, default=None))
     return union
-
-
-def _speed(profile: Profile, slots: int) -> Speed:
-    return Speed(profile.prefill_s, tuple(profile.step_s.at(np.arange(1, slots + 1)).tolist()))
 
 
 def _say_models(desk: Desk, health: Health, *, came_up: bool) -> None:

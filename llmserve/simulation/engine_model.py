@@ -29,7 +29,7 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from bins.profile import Profile
+from bins.profile import Profile, StepTimes
 from bins.risk import risk
 from llmserve.request import Batch, EngineInfo
 from llmserve.scheduling.messages import BatchEnded, Event, RequestEnded
@@ -75,26 +75,29 @@ class Costs:
         """Raises ValueError when the profile is not of so many sequences."""
         if profile.slots_max is not None and sequences_max > profile.slots_max:
             raise ValueError(f"the profile {profile.name} is of {profile.slots_max} sequences, not {sequences_max}")
-        sizes = np.arange(1, sequences_max + 1)
+        times = profile.step_times(sequences_max)
         return cls(
-            step_s=[math.nan, *profile.step_s.at(sizes).tolist()],
-            power_w=[math.nan, *profile.power_w(sizes).tolist()],
-            prefill_s=profile.prefill_s,
+            step_s=[math.nan, *times.step_s],
+            power_w=[math.nan, *profile.power_w(np.arange(1, sequences_max + 1)).tolist()],
+            prefill_s=times.prefill_s,
             prefill_j=profile.prefill_j,
             idle_w=profile.idle_w,
             metered=profile.energy_known,
         )
 
+    @property
+    def times(self) -> StepTimes:
+        """How long batches of 1, 2, ... sequences take, but for what their prompts add."""
+        return StepTimes(self.prefill_s, tuple(self.step_s[1:]))
+
     def batch_s(self, lengths: Sequence[float], size: int, prompt_tokens_mean: float = 0.0) -> float:
         """Expected seconds of a static batch of `size` requests, each drawn from `lengths` (ascending, tokens)."""
-        prefill_s = self.prefill_s + self.prefill_s_per_token * size * prompt_tokens_mean
-        return prefill_s + self.step_s[size] * risk(lengths, size)
+        return self.times.batch_s(risk(lengths, size), size, self.prefill_s_per_token * size * prompt_tokens_mean)
 
     def alone_s(self, lengths: ArrayLike, prompt_tokens: ArrayLike = 0.0) -> NDArray[np.float64]:
         """Seconds of requests that have an engine for themselves. lengths, prompt_tokens : (...). Returns (...)."""
-        prefill_s = self.prefill_s + self.prefill_s_per_token * np.asarray(prompt_tokens, dtype=float)
-        alone_s: NDArray[np.float64] = prefill_s + self.step_s[1] * np.asarray(lengths, dtype=float)
-        return alone_s
+        prompts_s = self.prefill_s_per_token * np.asarray(prompt_tokens, dtype=float)
+        return self.times.batch_s(np.asarray(lengths, dtype=float), 1, prompts_s)
 
 
 class _Job:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bins.profile import PROFILES, Profile, resolve
 from llmserve.errors import ConfigError
-from llmserve.request import EngineInfo, Speed
+from llmserve.request import EngineInfo
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.simulation import workload
 from llmserve.simulation.engine_model import ProfileEngine, StepEngine, TimedEngine
@@ -349,8 +349,7 @@ def engines(scenario: Scenario, scheduling: SchedulingConfig, lengths: Sequence[
             made.append(_engine(scenario, info, lengths, kind.profile))
     if scheduling.is_direct:  # the order goes by what batches take
         for engine in made:
-            speed = Speed(engine.costs.prefill_s, tuple(engine.costs.step_s[1:]))
-            engine.info = msgspec.structs.replace(engine.info, speeds={"": speed})
+            engine.info = msgspec.structs.replace(engine.info, speeds={"": engine.costs.times})
     return made
 
 
