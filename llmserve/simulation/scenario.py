@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, TypeVar
 
@@ -94,6 +94,16 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             "each is wanted within one of them, any as often"
         ),
     ] = ()
+    streaming: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="share of the clients that stream: an order that preempts stops no answer of which a client "
+            "has seen a byte, and theirs begins with its first token (default 0: nobody streams, and every answer can "
+            "be stopped until its end)",
+        ),
+    ] = 0.0
     predictions: Annotated[str, Meta(description=f"what is predicted of them: {PREDICTIONS_HELP}")] = "oracle"
     profile: Annotated[
         str | None,
@@ -177,6 +187,7 @@ class Workload:
     scores, lengths     of a sample of requests like these: what bins go by, and how long their answers are
     arrival_rate_per_s  asked for, or the trace's mean; inf when all come at once
     deadlines_s         (requests,); None: there are none
+    streaming           ids of the requests whose clients stream
     """
 
     trace: workload.Trace
@@ -185,6 +196,7 @@ class Workload:
     lengths: tuple[float, ...]
     arrival_rate_per_s: float
     deadlines_s: workload.Times | None = None
+    streaming: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.trace)
@@ -196,13 +208,13 @@ class Workload:
 def prepare(scenario: Scenario, scheduling: SchedulingConfig, answers: Answers | None = None) -> Workload:
     """What the scenario serves. scheduling : resolved.  answers : those of scenario.prompts, where there are prompts.
 
-    Lengths, arrivals and predictions have random streams of their own, so that changing one leaves the others.
+    Lengths, arrivals, predictions and clients have random streams of their own: changing one leaves the others.
     The first edges come from a sample of the same length distribution, as a trained predictor would bring.
     Raises ConfigError on a scenario that makes no sense.
     """
     scenario.check()
-    streams = [np.random.default_rng(child) for child in np.random.SeedSequence(scenario.seed).spawn(6)]
-    lengths_rng, sample_rng, arrivals_rng, predictions_rng, load_rng, slo_rng = streams
+    streams = [np.random.default_rng(child) for child in np.random.SeedSequence(scenario.seed).spawn(7)]
+    lengths_rng, sample_rng, arrivals_rng, predictions_rng, load_rng, slo_rng, streaming_rng = streams
     if scenario.trace is not None:
         trace = _replayed(scenario, scheduling)
         rate_per_s = trace.rate_per_s
@@ -217,7 +229,9 @@ def prepare(scenario: Scenario, scheduling: SchedulingConfig, answers: Answers |
     predictions = _predict(scenario, scheduling, asked, sample, predictions_rng)
     scores = _scores(scenario, scheduling, sample, _predict(scenario, scheduling, sample, sample, sample_rng))
     deadlines_s = trace.arrivals_s + slo_rng.choice(scenario.slo_s, len(trace)) if scenario.slo_s else None
-    return Workload(trace, predictions, scores, tuple(sample.output_tokens.tolist()), rate_per_s, deadlines_s)
+    streaming = frozenset(np.flatnonzero(streaming_rng.random(len(trace)) < scenario.streaming).tolist())
+    lengths = tuple(sample.output_tokens.tolist())
+    return Workload(trace, predictions, scores, lengths, rate_per_s, deadlines_s, streaming)
 
 
 def _replayed(scenario: Scenario, scheduling: SchedulingConfig) -> workload.Trace:
@@ -336,8 +350,11 @@ def _own_slots(asked: str | None, slots: int, scenario: Scenario) -> int:
     return min(int(asked), slots) if scenario.barrier else int(asked)
 
 
-def engines(scenario: Scenario, scheduling: SchedulingConfig, lengths: Sequence[float]) -> list[StepEngine]:
+def engines(
+    scenario: Scenario, scheduling: SchedulingConfig, lengths: Sequence[float], streaming: Container[int] = ()
+) -> list[StepEngine]:
     """Engines of every kind, named engine0, engine1, ... scheduling : resolved.  lengths : output tokens by request id.
+    streaming : ids of requests whose first bytes they tell of.
 
     Raises ConfigError on a profile that cannot be read, or is of fewer sequences than its engines have slots.
     """
@@ -346,14 +363,16 @@ def engines(scenario: Scenario, scheduling: SchedulingConfig, lengths: Sequence[
     for kind in engine_kinds(scenario, scheduling):
         for _ in range(kind.count):
             info = EngineInfo(f"engine{len(made)}", kind.slots, scenario.barrier, look_ahead)
-            made.append(_engine(scenario, info, lengths, kind.profile))
+            made.append(_engine(scenario, info, lengths, streaming, kind.profile))
     if scheduling.is_direct:  # the order goes by what batches take
         for engine in made:
             engine.info = msgspec.structs.replace(engine.info, speeds={"": engine.costs.times})
     return made
 
 
-def _engine(scenario: Scenario, info: EngineInfo, lengths: Sequence[float], profile: Profile | None) -> StepEngine:
+def _engine(
+    scenario: Scenario, info: EngineInfo, lengths: Sequence[float], streaming: Container[int], profile: Profile | None
+) -> StepEngine:
     if profile is None:
         return TimedEngine(
             info,
@@ -361,9 +380,10 @@ def _engine(scenario: Scenario, info: EngineInfo, lengths: Sequence[float], prof
             step_s=or_default(scenario.step_s, STEP_S),
             prefill_s=or_default(scenario.prefill_s, 0.0),
             prefill_s_per_token=or_default(scenario.prefill_s_per_token, 0.0),
+            streaming=streaming,
         )
     try:
-        return ProfileEngine(info, lengths, profile)
+        return ProfileEngine(info, lengths, profile, streaming)
     except ValueError as error:
         raise ConfigError(f"{'engine' if scenario.engine else 'profile'}: {error}") from error
 
