@@ -97,6 +97,13 @@ class Costs:
         """Expected seconds of a static batch of `size` requests, each drawn from `lengths` (ascending, tokens)."""
         return self.times.batch_s(risk(lengths, size), size, self.prefill_s_per_token * size * prompt_tokens_mean)
 
+    def slot_s(self, tokens_mean: float, slots: int, prompt_tokens_mean: float = 0.0) -> float:
+        """Mean seconds that a request holds its slot on a refill engine whose `slots` slots are all taken.
+
+        Every step is counted as one of all slots, also while some of them are in prefill.
+        """
+        return self.times.batch_s(tokens_mean, slots, self.prefill_s_per_token * prompt_tokens_mean)
+
     def alone_s(self, lengths: ArrayLike, prompt_tokens: ArrayLike = 0.0) -> NDArray[np.float64]:
         """Seconds of requests that have an engine for themselves. lengths, prompt_tokens : (...). Returns (...)."""
         prompts_s = self.prefill_s_per_token * np.asarray(prompt_tokens, dtype=float)

@@ -58,9 +58,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     load: Annotated[
         Rate | None,
         Meta(
-            description="instead of arrival-rate: arrivals at this share of what the engines serve in full "
-            "batches of one bin, all as long as their longest (refill: of as many as there are slots); 1 is all that "
-            "one bin can serve, and more bins serve more",
+            description="instead of arrival-rate: arrivals at this share of what the engines can serve. Slots that "
+            "refill: all of them taken, each for its own answer; above 1 the queue grows without end. --barrier: full "
+            "batches of one bin, each as long as its longest answer; more bins serve more than that",
         ),
     ] = None
     arrivals: Annotated[
@@ -268,14 +268,23 @@ def _arrival_rate_per_s(
 
 
 def _capacity_per_s(scenario: Scenario, scheduling: SchedulingConfig, sample: Answers) -> float:
-    """Requests a second that the engines serve in full batches of one bin: the rate at which the load is 1."""
+    """Requests a second that the engines serve when nothing of them is idle: the rate at which the load is 1.
+
+    Barrier engines run full batches of one bin, in which all wait for the longest. Where slots refill each request
+    holds its own as long as it runs, in steps that all slots share.
+    """
     lengths, prompt_tokens_mean = np.sort(sample.output_tokens).tolist(), float(sample.input_tokens.mean())
+    tokens_mean = float(sample.output_tokens.mean())
     capacity_per_s = 0.0
     for engine in engines(scenario, scheduling, []):
-        batch_s = engine.costs.batch_s(lengths, engine.info.slots, prompt_tokens_mean)
-        if batch_s <= 0:
+        costs, slots = engine.costs, engine.info.slots
+        if scenario.barrier:
+            taken_s = costs.batch_s(lengths, slots, prompt_tokens_mean)
+        else:
+            taken_s = costs.slot_s(tokens_mean, slots, prompt_tokens_mean)
+        if taken_s <= 0:
             raise ConfigError("load: engines whose steps take no time have no capacity")
-        capacity_per_s += engine.info.slots / batch_s
+        capacity_per_s += slots / taken_s
     return capacity_per_s
 
 
