@@ -23,7 +23,7 @@ from dataclasses import KW_ONLY, MISSING, asdict, dataclass, fields
 from difflib import get_close_matches
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -35,6 +35,7 @@ ROUNDING = 1e-9  # relative: the power of a profile modelled at a constant power
 
 Floats = NDArray[np.float64]
 CurveKind = Literal["affine", "table"]
+Steps = TypeVar("Steps", float, Floats)
 EnergySource = Literal["measured", "published", "modelled", "unknown"]
 ENERGY_FIELDS = ("step_j", "idle_w", "prefill_j")
 
@@ -143,6 +144,42 @@ class Curve:
         return (self.values[-1] - self.values[-2]) / (self.sizes[-1] - self.sizes[-2])
 
 
+# ---- how long a batch takes ---------------------------------------------------------------------------------------
+
+
+def batch_s(longest: Steps, step_s: Steps | float, prefill_s: Steps | float) -> Steps:
+    """Seconds of a static batch: prefill_s + longest * step_s. The one place that says so. Arrays are broadcast.
+
+    longest    output tokens of its longest answer: the steps that it runs
+    step_s     seconds of a step of as many sequences as it has
+    prefill_s  seconds before its first step
+    Source: Multi-Bin, Section 3, whose batch takes its longest answer's time; prefill and the step's dependence on the
+    size are added to that.
+    """
+    return prefill_s + longest * step_s
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """How long batches of one model take on one engine: prefill and steps, in seconds.
+
+    prefill_s  before a batch's first step, >= 0
+    step_s     (sizes,) of a step of 1, 2, ... sequences, >= 0; () where nothing is known
+    """
+
+    prefill_s: float
+    step_s: tuple[float, ...]
+
+    def batch_s(self, longest: Steps, size: int, prompts_s: Steps | float = 0.0) -> Steps:
+        """Seconds of a batch of `size` sequences, >= 1; those beyond the last known size take that one's step.
+
+        longest    output tokens of its longest answer: a number, or an array of any shape
+        prompts_s  seconds that its prompts add to the prefill
+        Raises IndexError where step_s is ().
+        """
+        return batch_s(longest, self.step_s[min(size, len(self.step_s)) - 1], self.prefill_s + prompts_s)
+
+
 # ---- what an engine costs -----------------------------------------------------------------------------------------
 
 
@@ -231,7 +268,11 @@ class Profile:
         lengths : for each bin a sample of output lengths in tokens.  sizes : (sizes,) whole, 1 .. slots_max.
         """
         b = self._sizes(sizes)
-        return self.prefill_s + longest_tokens(lengths, b) * self.step_s.at(b)
+        return batch_s(longest_tokens(lengths, b), self.step_s.at(b), self.prefill_s)
+
+    def step_times(self, sizes: int) -> StepTimes:
+        """Of batches of 1 .. sizes sequences; slots_max is no bound here. sizes : >= 1."""
+        return StepTimes(self.prefill_s, tuple(self.step_s.at(np.arange(1, sizes + 1)).tolist()))
 
     def energy_j(self, lengths: Sequence[ArrayLike], sizes: ArrayLike) -> Floats:
         """Mean joules of a batch: (bins, sizes), non-decreasing along sizes. lengths, sizes : as for latency_s."""

@@ -19,6 +19,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from bins.profile import batch_s
+
 Array = NDArray[np.float64]
 
 LOG_NEVER = -460.0  # log of 1e-200: smaller probabilities are zero, for denormal numbers slow everything down
@@ -78,7 +80,7 @@ class ServiceTimes:
         step = np.atleast_1d(np.asarray(step_s, dtype=float))
         sizes = _sizes(step, batch_min)
         longest = longest_slices(lengths, sizes, parts)
-        return cls(sizes, prefill_s + step[:, None] * longest, np.full(parts, 1.0 / parts))
+        return cls(sizes, batch_s(longest, step[:, None], prefill_s), np.full(parts, 1.0 / parts))
 
     @classmethod
     def _of_shape(cls, mean_s: ArrayLike, batch_min: int, shape: float) -> ServiceTimes:

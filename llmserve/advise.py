@@ -24,7 +24,7 @@ from rich.table import Table
 
 from bins.capacity import batch_time, batch_time_window, forming_s, latency, throughput_max, utilisation
 from bins.edges import Edges, equal_mass_edges, index_of, optimal_edges
-from bins.profile import PROFILES, resolve
+from bins.profile import PROFILES, StepTimes, resolve
 from llmserve.config import add_flags, convert
 from llmserve.errors import ConfigError
 from llmserve.scheduling.policies import WINDOW_BATCHES
@@ -150,10 +150,11 @@ def advise(question: Question) -> tuple[Answer, workload.Lengths]:
     if lengths.size < 2:
         raise ConfigError(f"lengths {text!r}: at least two are needed, to fit edges to some and judge them by others")
     step_s, prefill_s = _times(question)
-    rows = _rows(question, lengths, rate_per_s, step_s, prefill_s)
+    times = StepTimes(prefill_s, (step_s,))
+    rows = _rows(question, lengths, rate_per_s, times)
     row, reason = recommend(rows, question, rate_per_s)
     size, window = question.batch_size, WINDOW_BATCHES * question.batch_size
-    window_s = prefill_s + step_s * _judged_window(lengths, window, size, rng)
+    window_s = times.batch_s(_judged_window(lengths, window, size, rng), size)
     length_mean = float(lengths.mean())
     answer = Answer(
         lengths=lengths.size,
@@ -167,7 +168,7 @@ def advise(question: Question) -> tuple[Answer, workload.Lengths]:
         bins=row.bins,
         edges=row.edges,
         reason=reason,
-        throughput_per_s_max=question.engines * throughput_max(size, prefill_s + step_s * length_mean),
+        throughput_per_s_max=question.engines * throughput_max(size, times.batch_s(length_mean, size)),
         window=window,
         window_throughput_per_s=question.engines * size / window_s,
         window_gain=rows[0].batch_s / window_s - 1,
@@ -202,9 +203,7 @@ def _times(question: Question) -> tuple[float, float]:
     return float(profile.step_s.at(question.batch_size)), profile.prefill_s
 
 
-def _rows(
-    question: Question, lengths: workload.Lengths, rate_per_s: float, step_s: float, prefill_s: float
-) -> list[Row]:
+def _rows(question: Question, lengths: workload.Lengths, rate_per_s: float, times: StepTimes) -> list[Row]:
     """Of 1, 2, ..., bins_max bins, or as many as the lengths can be cut into."""
     size, engines = question.batch_size, question.engines
     optimal = partial(optimal_edges, batch_size=size)
@@ -213,8 +212,8 @@ def _rows(
         edges = optimal(lengths, bins)
         if len(edges) + 1 < bins:
             break
-        batch_s = prefill_s + step_s * _judged(lengths, bins, size, optimal)
-        equal_s = prefill_s + step_s * _judged(lengths, bins, size, equal_mass_edges)
+        batch_s = times.batch_s(_judged(lengths, bins, size, optimal), size)
+        equal_s = times.batch_s(_judged(lengths, bins, size, equal_mass_edges), size)
         one_bin_s = rows[0].batch_s if rows else batch_s
         rarest = float(np.bincount(index_of(edges, lengths)).min()) / lengths.size
         rows.append(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from bins.profile import StepTimes
 from predictor.prompt import Prompt
 
 
@@ -58,14 +59,8 @@ class Batch(msgspec.Struct, frozen=True, omit_defaults=True):
     model: str = ""
 
 
-class Speed(msgspec.Struct, frozen=True):
-    """What a batch of one model takes: prefill_s + the output tokens of its longest answer * step_s[b - 1].
-
-    step_s : (batch sizes,) seconds of a step of 1, 2, ... sequences, non-decreasing
-    """
-
-    prefill_s: float
-    step_s: tuple[float, ...]
+Speed = StepTimes
+"""What batches of one model take on an engine; in a journal {"prefill_s": seconds, "step_s": [seconds, ...]}."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):

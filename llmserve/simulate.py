@@ -84,9 +84,10 @@ def run(
     """Serve a prepared workload. scheduling : resolved.  recorder : listens (default: a fresh one). See simulate."""
     lengths = work.trace.output_tokens
     header = Header(scheduling, work.scores, work.lengths)
-    made = engines(scenario, scheduling, lengths.tolist())
     recorder = Recorder(len(work)) if recorder is None else recorder
     scheduler, solver = header.scheduler(), _solver(scenario, scheduling, dispatch or DispatchConfig())
+    # As the live body does: only a scheduler that preempts is told when answers begin.
+    made = engines(scenario, scheduling, lengths.tolist(), work.streaming if scheduler.preempts else ())
     journal = Journal(header, path=journal_path) if journal_path is not None else None  # once nothing is wrong
     cluster = SimulatedCluster(
         scheduler,

@@ -26,7 +26,8 @@ two differ, where a request did not end exactly once, or where a GPU ran two bat
     too late  engine time of batches of which no answer was in time
 
 load: the scheduler alone, under a virtual clock: shares of deadlines met against load, where batches run to their end
-and where slots refill; answer lengths predicted with an error (see PREDICTIONS).
+and where slots refill; answer lengths predicted with an error (see PREDICTIONS). Nobody streams but where a row says so
+(see STREAMED), as in fake and vllm: an answer of which a client has seen a byte cannot be stopped for others.
 
 Prints Markdown tables, medians over rounds or means over seeds. With --results FILE an earlier --output is shown and
 drawn again, and nothing runs.
@@ -810,13 +811,26 @@ SIMULATED: dict[str, dict[str, Any]] = {
     "flex, 1 bin": {"order": "flex", "bins": 1},
     "flex": {"order": "flex"},
 }
+STREAMED: dict[str, dict[str, Any]] = {  # shares of clients that stream; of all others nobody does
+    "flex, half stream": {"order": "flex", "streaming": 0.5},
+    "flex, all stream": {"order": "flex", "streaming": 1.0},
+}
 KINDS: dict[str, dict[str, Any]] = {  # of engines
     "batches to their end": {"barrier": True, "batch_size": 8},
     "slots that refill": {"slots": 32},
 }
-LOADS = {"batches to their end": (0.5, 0.8, 1.5, 2.5), "slots that refill": (1.5, 2.5, 3.5, 5.0)}
+# Of what the engines can serve, each kind in its own way: full batches of one bin, or slots that are all taken.
+LOADS = {"batches to their end": (0.5, 0.8, 1.5, 2.5), "slots that refill": (0.5, 0.8, 1.5, 2.5)}
 PROFILE = "h100-llama-3.1-8b"
-LOAD_COLOURS = {"fffs": "#7F7F7F", "shortest": "#E69F00", "edf": "#CC79A7", "flex, 1 bin": "#56B4E9", "flex": "#0072B2"}
+LOAD_COLOURS = {
+    "fffs": "#7F7F7F",
+    "shortest": "#E69F00",
+    "edf": "#CC79A7",
+    "flex, 1 bin": "#56B4E9",
+    "flex": "#0072B2",
+    "flex, half stream": "#009E73",
+    "flex, all stream": "#D55E00",
+}
 
 
 @dataclass(frozen=True)
@@ -838,7 +852,9 @@ def simulated(workloads: Mapping[str, Mapping[str, Any]], requests: int, seeds: 
     keys, cases = [], []
     for name, given in workloads.items():
         for kind, engine in KINDS.items():
-            for policy, order in SIMULATED.items():
+            # Only batches that run to their end are preempted, so that elsewhere streaming changes nothing.
+            orders = {**SIMULATED, **STREAMED} if engine.get("barrier") else SIMULATED
+            for policy, order in orders.items():
                 for load in LOADS[kind]:
                     common = {"engines": 2, "requests": requests, "predictions": PREDICTIONS, "slo_s": SLOS_S}
                     keys.append((name, kind, policy, load))
@@ -884,7 +900,7 @@ def load_figure(cells: Sequence[Cell]) -> Figure:
     axes = figure.subplots(len(kinds), len(workloads), sharex="row", sharey=True, squeeze=False)
     for row, kind in zip(axes, kinds, strict=True):
         for axis, workload in zip(row, workloads, strict=True):
-            for policy in SIMULATED:
+            for policy in dict.fromkeys(cell.policy for cell in cells if cell.kind == kind):
                 mine = sorted(
                     [c for c in cells if (c.workload, c.kind, c.policy) == (workload, kind, policy)],
                     key=lambda cell: cell.load,
@@ -906,8 +922,8 @@ def load_figure(cells: Sequence[Cell]) -> Figure:
             axis.spines[["top", "right"]].set_visible(False)
         row[0].set_ylabel("deadlines met (%)")
     for axis in axes[-1]:
-        axis.set(xlabel="load (1: all that one bin of full batches bears)", ylim=(0, 102))
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+        axis.set(xlabel="load (1: all that full batches of one bin, or full slots, bear)", ylim=(0, 102))
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False)
     return figure
 
 

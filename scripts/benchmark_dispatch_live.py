@@ -259,7 +259,8 @@ def run_of(
     recorder, tokens = recorded(steps)
     elapsed_s, began_s = elapsed(recorder), float(np.nanmin(recorder.arrived_s))
     ran = observations(steps)
-    expected_s = [profile.prefill_s + batch.tokens * float(profile.step_s.at(batch.size)) for batch in ran]
+    times = profile.step_times(max([batch.size for batch in ran], default=1))
+    expected_s = [times.batch_s(batch.tokens, batch.size) for batch in ran]
     expected_j = [profile.prefill_j + batch.tokens * float(profile.step_j.at(batch.size)) for batch in ran]
     plans = plans_of(steps)
     return Run(
@@ -268,7 +269,7 @@ def run_of(
         summary=summarise(
             recorder,
             tokens,
-            profile.prefill_s + tokens * float(profile.step_s.at(1)),
+            times.batch_s(tokens, 1),
             header.scheduling.full_batch,
             [sum(batch.seconds for batch in ran) / elapsed_s],
             joules_between(steps, profile, began_s, began_s + elapsed_s),

@@ -321,17 +321,17 @@ def test_settings_that_make_no_sense_are_refused(
 
 def test_simulated_loads_have_a_cell_for_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "SIMULATED", {name: bench.SIMULATED[name] for name in ("edf", "flex")})
-    monkeypatch.setattr(bench, "LOADS", {"batches to their end": (0.1, 3.0), "slots that refill": (0.1, 8.0)})
+    monkeypatch.setattr(bench, "LOADS", {"batches to their end": (0.1, 3.0), "slots that refill": (0.1, 3.0)})
     cells = bench.simulated({"lognormal": {}}, requests=400, seeds=2, jobs=1)
     of = {(cell.kind, cell.policy, cell.load): cell for cell in cells}
-    assert len(of) == len(cells) == 2 * 2 * 2
+    assert len(of) == len(cells) == 2 * 2 * 2 + 2 * 2, "shares of clients that stream, where batches run to their end"
     for (kind, policy, load), cell in of.items():
         low = of[kind, policy, bench.LOADS[kind][0]]
         assert 0 < cell.in_time <= low.in_time <= 1, f"{kind}, {policy}: no more in time at load {load} than at 0.1"
     barrier = [of["batches to their end", policy, 3.0] for policy in ("flex", "edf")]
     assert barrier[0].in_time > barrier[1].in_time, "what FLEX is for"
     tables = bench.load_tables(cells)
-    assert [len(table.splitlines()) for table in tables] == [2 + 2 + 2] * 2
+    assert [len(table.splitlines()) for table in tables] == [2 + 2 + 4, 2 + 2 + 2]
     bench.load_figure(cells).savefig(tmp_path / "load.png")
     written = json.loads(bench.written(bench.rounded({"seeds": 2, "cells": [bench.asdict(cell) for cell in cells]})))
     assert np.isclose([cell["in_time"] for cell in written["cells"]], [cell.in_time for cell in cells], 1e-4).all()

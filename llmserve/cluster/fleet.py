@@ -22,7 +22,6 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from bins.profile import Profile
@@ -30,7 +29,7 @@ from llmserve.cluster.exchange import Exchange
 from llmserve.cluster.known_models import KnownModels, Listed
 from llmserve.engines.engine import Engine, EngineError, Health
 from llmserve.errors import EngineStartError
-from llmserve.request import EngineInfo, Speed
+from llmserve.request import EngineInfo
 from llmserve.scheduling.messages import EngineClosed, EngineReady, Event
 
 log = logging.getLogger("llmserve")
@@ -275,7 +274,7 @@ class Fleet:
             tokens_max=health.tokens_max if self._config.memory_bound else None,
             models=tuple(desk.models),
             speeds={
-                model: _speed(profile, slots)
+                model: profile.step_times(slots)
                 for model, profile in self._profiles.items()
                 if model == "" or model in desk.models
             },
@@ -317,10 +316,6 @@ class Fleet:
         if desk.restart is None:
             log.warning("engine %s is lost with %d running requests", desk.name, len(desk.running))
         self._tell_lost(desk)
-
-
-def _speed(profile: Profile, slots: int) -> Speed:
-    return Speed(profile.prefill_s, tuple(profile.step_s.at(np.arange(1, slots + 1)).tolist()))
 
 
 def _say_models(desk: Desk, health: Health, *, came_up: bool) -> None:

@@ -39,7 +39,7 @@ from llmserve.scheduling.scheduler import Scheduler
 
 
 class Source(Protocol):
-    """Of things that happen in their own time."""
+    """Of things that happen in their own time: requests and batches end, answers begin."""
 
     @property
     def next_end_s(self) -> float | None:

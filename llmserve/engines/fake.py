@@ -29,6 +29,7 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
+from bins.profile import batch_s
 from llmserve.engines.embedded.batching import BatchQueue, Seat, seat_of
 
 FaultMode = Literal["ok", "hang", "500", "close_mid_stream", "slow"]
@@ -283,7 +284,8 @@ class FakeEngine:
         done = 0
         while done < last:
             wanted = min(done + stride, last)
-            if (delay_s := first_s + wanted * step_s - loop.time()) > 0:
+            due_s = began.at_s + batch_s(wanted, step_s, pace.prefill_s)
+            if (delay_s := due_s - loop.time()) > 0:
                 await asyncio.sleep(delay_s)
             due = int((loop.time() - first_s) / step_s) if step_s else last
             due = min(max(due, wanted), last)

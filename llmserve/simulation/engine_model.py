@@ -11,6 +11,9 @@ so many sequences do. What runs is a job: a barrier engine's whole batch, or one
 So the order of the ends is known without stepping through tokens, and only the conversion to seconds changes when n
 does: exact for lengths that are real numbers too, at O(log n) a job.
 
+A client that streams sees its first byte when the first step of its job ends, after the prefill; of a job that is
+shorter than a step, at its end.
+
 Energy is counted as `llmserve.energy.ModelledEnergy` counts it. A static batch takes prefill_j once, as it begins, and
 P(n) from the end of its prefill on. Where slots refill, a request in prefill counts among the n, and that is all.
 """
@@ -21,7 +24,7 @@ import heapq
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
@@ -29,10 +32,10 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from bins.profile import Profile
+from bins.profile import Profile, StepTimes
 from bins.risk import risk
 from llmserve.request import Batch, EngineInfo
-from llmserve.scheduling.messages import BatchEnded, Event, RequestEnded
+from llmserve.scheduling.messages import AnswerBegan, BatchEnded, Event, RequestEnded
 
 PREFILL_END = itemgetter(0)
 
@@ -75,26 +78,36 @@ class Costs:
         """Raises ValueError when the profile is not of so many sequences."""
         if profile.slots_max is not None and sequences_max > profile.slots_max:
             raise ValueError(f"the profile {profile.name} is of {profile.slots_max} sequences, not {sequences_max}")
-        sizes = np.arange(1, sequences_max + 1)
+        times = profile.step_times(sequences_max)
         return cls(
-            step_s=[math.nan, *profile.step_s.at(sizes).tolist()],
-            power_w=[math.nan, *profile.power_w(sizes).tolist()],
-            prefill_s=profile.prefill_s,
+            step_s=[math.nan, *times.step_s],
+            power_w=[math.nan, *profile.power_w(np.arange(1, sequences_max + 1)).tolist()],
+            prefill_s=times.prefill_s,
             prefill_j=profile.prefill_j,
             idle_w=profile.idle_w,
             metered=profile.energy_known,
         )
 
+    @property
+    def times(self) -> StepTimes:
+        """How long batches of 1, 2, ... sequences take, but for what their prompts add."""
+        return StepTimes(self.prefill_s, tuple(self.step_s[1:]))
+
     def batch_s(self, lengths: Sequence[float], size: int, prompt_tokens_mean: float = 0.0) -> float:
         """Expected seconds of a static batch of `size` requests, each drawn from `lengths` (ascending, tokens)."""
-        prefill_s = self.prefill_s + self.prefill_s_per_token * size * prompt_tokens_mean
-        return prefill_s + self.step_s[size] * risk(lengths, size)
+        return self.times.batch_s(risk(lengths, size), size, self.prefill_s_per_token * size * prompt_tokens_mean)
+
+    def slot_s(self, tokens_mean: float, slots: int, prompt_tokens_mean: float = 0.0) -> float:
+        """Mean seconds that a request holds its slot on a refill engine whose `slots` slots are all taken.
+
+        Every step is counted as one of all slots, also while some of them are in prefill.
+        """
+        return self.times.batch_s(tokens_mean, slots, self.prefill_s_per_token * prompt_tokens_mean)
 
     def alone_s(self, lengths: ArrayLike, prompt_tokens: ArrayLike = 0.0) -> NDArray[np.float64]:
         """Seconds of requests that have an engine for themselves. lengths, prompt_tokens : (...). Returns (...)."""
-        prefill_s = self.prefill_s + self.prefill_s_per_token * np.asarray(prompt_tokens, dtype=float)
-        alone_s: NDArray[np.float64] = prefill_s + self.step_s[1] * np.asarray(lengths, dtype=float)
-        return alone_s
+        prompts_s = self.prefill_s_per_token * np.asarray(prompt_tokens, dtype=float)
+        return self.times.batch_s(np.asarray(lengths, dtype=float), 1, prompts_s)
 
 
 class _Job:
@@ -104,18 +117,27 @@ class _Job:
     longest        of these
     prompt_tokens  of all that it began with
     sequences      that it began with: a static batch keeps its rows
-    began          step of its first token
+    began          step at which its first step begins
+    unanswered     requests whose clients stream and have seen no byte
     """
 
-    __slots__ = ("batch_id", "began", "lengths", "longest", "prompt_tokens", "sequences")
+    __slots__ = ("batch_id", "began", "lengths", "longest", "prompt_tokens", "sequences", "unanswered")
 
-    def __init__(self, batch_id: int, lengths: dict[int, float], longest: float, prompt_tokens: float) -> None:
+    def __init__(
+        self, batch_id: int, lengths: dict[int, float], longest: float, prompt_tokens: float, unanswered: list[int]
+    ) -> None:
         self.batch_id = batch_id
         self.lengths = lengths
         self.longest = longest
         self.prompt_tokens = prompt_tokens
         self.sequences = len(lengths)
         self.began = 0.0
+        self.unanswered = unanswered
+
+    @property
+    def next_tokens(self) -> float:
+        """Tokens from its beginning to what the scheduler is told of next: first bytes, then the end."""
+        return min(1.0, self.longest) if self.unanswered else self.longest
 
 
 class StepEngine:
@@ -125,16 +147,23 @@ class StepEngine:
     engine's requests share its steps; what is sent beyond its slots waits inside until one is free. A request's
     prefill takes prefill_s, what its prompt adds to that, and a slot, but neither slows the others down nor is slowed
     by them.
-    lengths : output tokens by request id.
+    lengths : output tokens by request id.  streaming : ids of requests whose first bytes it tells of.
     """
 
-    def __init__(self, info: EngineInfo, lengths: Mapping[int, float] | Sequence[float], costs: Costs) -> None:
+    def __init__(
+        self,
+        info: EngineInfo,
+        lengths: Mapping[int, float] | Sequence[float],
+        costs: Costs,
+        streaming: Container[int] = (),
+    ) -> None:
         self.info = info
         self.costs = costs
         self.busy_s = 0.0  # with a job
         self.busy_j = 0.0
         self._job_s = 0.0  # job-seconds
         self._lengths = lengths
+        self._streaming = streaming
         self._step_s = costs.step_s
         self._power_w = costs.power_w
         self._jobs_max = 1 if info.barrier else info.slots
@@ -145,7 +174,7 @@ class StepEngine:
         self._serial = 0
         self._waiting: deque[_Job] = deque()
         self._prefill: deque[tuple[float, _Job]] = deque()  # (its end in seconds, job), in order
-        self._running: list[tuple[float, int, _Job]] = []  # heap: (end, serial, job)
+        self._running: list[tuple[float, int, _Job]] = []  # heap: (step of its first bytes or end, serial, job)
         self._changed = False  # since the next end was found
         self._next_end_s: float | None = None
 
@@ -165,21 +194,31 @@ class StepEngine:
             assert not self._jobs, f"barrier engine {self.info.name} was sent two batches"
             lengths = {request.id: self._lengths[request.id] for request in batch.requests}
             prompt_tokens = sum([request.prompt_tokens for request in batch.requests])
-            self._begin(_Job(batch.id, lengths, max(lengths.values()), prompt_tokens))
+            self._begin(self._job(batch.id, lengths, max(lengths.values()), prompt_tokens))
             return
         for request in batch.requests:
             length = self._lengths[request.id]
-            job = _Job(batch.id, {request.id: length}, length, request.prompt_tokens)
+            job = self._job(batch.id, {request.id: length}, length, request.prompt_tokens)
             if self._jobs < self._jobs_max:
                 self._begin(job)
             else:
                 self._waiting.append(job)
 
+    def _job(self, batch_id: int, lengths: dict[int, float], longest: float, prompt_tokens: float) -> _Job:
+        unanswered = [request_id for request_id in lengths if request_id in self._streaming]
+        return _Job(batch_id, lengths, longest, prompt_tokens, unanswered)
+
     def end(self, now_s: float) -> Event:
-        """What ends at next_end_s, which must be now."""
+        """What ends at next_end_s, which must be now: a job, or the wait for the first byte of an answer."""
         assert now_s == self.next_end_s, f"nothing ends on {self.info.name} at {now_s}"
         self._advance(now_s)
-        self._step, _, job = heapq.heappop(self._running)  # the very step: rounding does not pile up
+        self._step, serial, job = self._running[0]  # the very step: rounding does not pile up
+        if job.unanswered:
+            request_id = job.unanswered.pop(0)
+            heapq.heapreplace(self._running, (job.began + job.next_tokens, serial, job))
+            self._changed = True
+            return AnswerBegan(request_id)
+        heapq.heappop(self._running)
         self._sequences -= job.sequences
         self._free_slot()
         if self.info.barrier:
@@ -195,12 +234,14 @@ class StepEngine:
         if job is None:
             return
         del job.lengths[request_id]
+        if request_id in job.unanswered:
+            job.unanswered.remove(request_id)
         if not job.lengths:
             self._drop(job)
             return
         job.longest = max(job.lengths.values())
         if self._running:  # a batch, so that nothing else runs
-            self._running = [(max(job.began + job.longest, self._step), self._serial, job)]
+            self._running = [(max(job.began + job.next_tokens, self._step), self._serial, job)]
         self._changed = True
 
     def _drop(self, job: _Job) -> None:
@@ -244,7 +285,7 @@ class StepEngine:
         job.began = self._step
         self._sequences += job.sequences
         self._serial += 1
-        heapq.heappush(self._running, (self._step + job.longest, self._serial, job))
+        heapq.heappush(self._running, (self._step + job.next_tokens, self._serial, job))
 
     # ---- the passing of time ----
 
@@ -271,7 +312,7 @@ class StepEngine:
             self.busy_j += passed_s * self._power_w[drawing]
 
     def _find_next_end_s(self) -> float | None:
-        """When the first job ends, those in prefill joining in the meantime; O(jobs in prefill)."""
+        """When the first job ends or answers, those in prefill joining in the meantime; O(jobs in prefill)."""
         at_s, step, sequences = self._now_s, self._step, self._sequences
         first = self._running[0][0] if self._running else math.inf
         for ready_s, job in self._prefill:
@@ -281,7 +322,7 @@ class StepEngine:
                 step += (ready_s - at_s) / self._step_s[sequences]
             at_s = ready_s
             sequences += job.sequences
-            first = min(first, step + job.longest)
+            first = min(first, step + job.next_tokens)
         return at_s + max(0.0, first - step) * self._step_s[sequences] if sequences else None
 
     # ---- what it came to ----
@@ -308,13 +349,20 @@ class TimedEngine(StepEngine):
         step_s: float,
         prefill_s: float = 0.0,
         prefill_s_per_token: float = 0.0,
+        streaming: Container[int] = (),
     ) -> None:
         costs = Costs.constant(step_s, prefill_s, info.slots, prefill_s_per_token=prefill_s_per_token)
-        super().__init__(info, lengths, costs)
+        super().__init__(info, lengths, costs, streaming)
 
 
 class ProfileEngine(StepEngine):
     """An engine whose steps take the time and energy of a measured one (bins/profile.py)."""
 
-    def __init__(self, info: EngineInfo, lengths: Mapping[int, float] | Sequence[float], profile: Profile) -> None:
-        super().__init__(info, lengths, Costs.of(profile, info.slots))
+    def __init__(
+        self,
+        info: EngineInfo,
+        lengths: Mapping[int, float] | Sequence[float],
+        profile: Profile,
+        streaming: Container[int] = (),
+    ) -> None:
+        super().__init__(info, lengths, Costs.of(profile, info.slots), streaming)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, TypeVar
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bins.profile import PROFILES, Profile, resolve
 from llmserve.errors import ConfigError
-from llmserve.request import EngineInfo, Speed
+from llmserve.request import EngineInfo
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.simulation import workload
 from llmserve.simulation.engine_model import ProfileEngine, StepEngine, TimedEngine
@@ -58,9 +58,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     load: Annotated[
         Rate | None,
         Meta(
-            description="instead of arrival-rate: arrivals at this share of what the engines serve in full "
-            "batches of one bin, all as long as their longest (refill: of as many as there are slots); 1 is all that "
-            "one bin can serve, and more bins serve more",
+            description="instead of arrival-rate: arrivals at this share of what the engines can serve. Slots that "
+            "refill: all of them taken, each for its own answer; above 1 the queue grows without end. --barrier: full "
+            "batches of one bin, each as long as its longest answer; more bins serve more than that",
         ),
     ] = None
     arrivals: Annotated[
@@ -94,6 +94,16 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             "each is wanted within one of them, any as often"
         ),
     ] = ()
+    streaming: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="share of the clients that stream: an order that preempts stops no answer of which a client "
+            "has seen a byte, and theirs begins with its first token (default 0: nobody streams, and every answer can "
+            "be stopped until its end)",
+        ),
+    ] = 0.0
     predictions: Annotated[str, Meta(description=f"what is predicted of them: {PREDICTIONS_HELP}")] = "oracle"
     profile: Annotated[
         str | None,
@@ -177,6 +187,7 @@ class Workload:
     scores, lengths     of a sample of requests like these: what bins go by, and how long their answers are
     arrival_rate_per_s  asked for, or the trace's mean; inf when all come at once
     deadlines_s         (requests,); None: there are none
+    streaming           ids of the requests whose clients stream
     """
 
     trace: workload.Trace
@@ -185,6 +196,7 @@ class Workload:
     lengths: tuple[float, ...]
     arrival_rate_per_s: float
     deadlines_s: workload.Times | None = None
+    streaming: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.trace)
@@ -196,13 +208,13 @@ class Workload:
 def prepare(scenario: Scenario, scheduling: SchedulingConfig, answers: Answers | None = None) -> Workload:
     """What the scenario serves. scheduling : resolved.  answers : those of scenario.prompts, where there are prompts.
 
-    Lengths, arrivals and predictions have random streams of their own, so that changing one leaves the others.
+    Lengths, arrivals, predictions and clients have random streams of their own: changing one leaves the others.
     The first edges come from a sample of the same length distribution, as a trained predictor would bring.
     Raises ConfigError on a scenario that makes no sense.
     """
     scenario.check()
-    streams = [np.random.default_rng(child) for child in np.random.SeedSequence(scenario.seed).spawn(6)]
-    lengths_rng, sample_rng, arrivals_rng, predictions_rng, load_rng, slo_rng = streams
+    streams = [np.random.default_rng(child) for child in np.random.SeedSequence(scenario.seed).spawn(7)]
+    lengths_rng, sample_rng, arrivals_rng, predictions_rng, load_rng, slo_rng, streaming_rng = streams
     if scenario.trace is not None:
         trace = _replayed(scenario, scheduling)
         rate_per_s = trace.rate_per_s
@@ -217,7 +229,9 @@ def prepare(scenario: Scenario, scheduling: SchedulingConfig, answers: Answers |
     predictions = _predict(scenario, scheduling, asked, sample, predictions_rng)
     scores = _scores(scenario, scheduling, sample, _predict(scenario, scheduling, sample, sample, sample_rng))
     deadlines_s = trace.arrivals_s + slo_rng.choice(scenario.slo_s, len(trace)) if scenario.slo_s else None
-    return Workload(trace, predictions, scores, tuple(sample.output_tokens.tolist()), rate_per_s, deadlines_s)
+    streaming = frozenset(np.flatnonzero(streaming_rng.random(len(trace)) < scenario.streaming).tolist())
+    lengths = tuple(sample.output_tokens.tolist())
+    return Workload(trace, predictions, scores, lengths, rate_per_s, deadlines_s, streaming)
 
 
 def _replayed(scenario: Scenario, scheduling: SchedulingConfig) -> workload.Trace:
@@ -254,14 +268,23 @@ def _arrival_rate_per_s(
 
 
 def _capacity_per_s(scenario: Scenario, scheduling: SchedulingConfig, sample: Answers) -> float:
-    """Requests a second that the engines serve in full batches of one bin: the rate at which the load is 1."""
+    """Requests a second that the engines serve when nothing of them is idle: the rate at which the load is 1.
+
+    Barrier engines run full batches of one bin, in which all wait for the longest. Where slots refill each request
+    holds its own as long as it runs, in steps that all slots share.
+    """
     lengths, prompt_tokens_mean = np.sort(sample.output_tokens).tolist(), float(sample.input_tokens.mean())
+    tokens_mean = float(sample.output_tokens.mean())
     capacity_per_s = 0.0
     for engine in engines(scenario, scheduling, []):
-        batch_s = engine.costs.batch_s(lengths, engine.info.slots, prompt_tokens_mean)
-        if batch_s <= 0:
+        costs, slots = engine.costs, engine.info.slots
+        if scenario.barrier:
+            taken_s = costs.batch_s(lengths, slots, prompt_tokens_mean)
+        else:
+            taken_s = costs.slot_s(tokens_mean, slots, prompt_tokens_mean)
+        if taken_s <= 0:
             raise ConfigError("load: engines whose steps take no time have no capacity")
-        capacity_per_s += engine.info.slots / batch_s
+        capacity_per_s += slots / taken_s
     return capacity_per_s
 
 
@@ -336,8 +359,11 @@ def _own_slots(asked: str | None, slots: int, scenario: Scenario) -> int:
     return min(int(asked), slots) if scenario.barrier else int(asked)
 
 
-def engines(scenario: Scenario, scheduling: SchedulingConfig, lengths: Sequence[float]) -> list[StepEngine]:
+def engines(
+    scenario: Scenario, scheduling: SchedulingConfig, lengths: Sequence[float], streaming: Container[int] = ()
+) -> list[StepEngine]:
     """Engines of every kind, named engine0, engine1, ... scheduling : resolved.  lengths : output tokens by request id.
+    streaming : ids of requests whose first bytes they tell of.
 
     Raises ConfigError on a profile that cannot be read, or is of fewer sequences than its engines have slots.
     """
@@ -346,15 +372,16 @@ def engines(scenario: Scenario, scheduling: SchedulingConfig, lengths: Sequence[
     for kind in engine_kinds(scenario, scheduling):
         for _ in range(kind.count):
             info = EngineInfo(f"engine{len(made)}", kind.slots, scenario.barrier, look_ahead)
-            made.append(_engine(scenario, info, lengths, kind.profile))
+            made.append(_engine(scenario, info, lengths, streaming, kind.profile))
     if scheduling.goes_by_times:  # the order goes by what batches take
         for engine in made:
-            speed = Speed(engine.costs.prefill_s, tuple(engine.costs.step_s[1:]))
-            engine.info = msgspec.structs.replace(engine.info, speeds={"": speed})
+            engine.info = msgspec.structs.replace(engine.info, speeds={"": engine.costs.times})
     return made
 
 
-def _engine(scenario: Scenario, info: EngineInfo, lengths: Sequence[float], profile: Profile | None) -> StepEngine:
+def _engine(
+    scenario: Scenario, info: EngineInfo, lengths: Sequence[float], streaming: Container[int], profile: Profile | None
+) -> StepEngine:
     if profile is None:
         return TimedEngine(
             info,
@@ -362,9 +389,10 @@ def _engine(scenario: Scenario, info: EngineInfo, lengths: Sequence[float], prof
             step_s=or_default(scenario.step_s, STEP_S),
             prefill_s=or_default(scenario.prefill_s, 0.0),
             prefill_s_per_token=or_default(scenario.prefill_s_per_token, 0.0),
+            streaming=streaming,
         )
     try:
-        return ProfileEngine(info, lengths, profile)
+        return ProfileEngine(info, lengths, profile, streaming)
     except ValueError as error:
         raise ConfigError(f"{'engine' if scenario.engine else 'profile'}: {error}") from error
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
-from bins.profile import PROFILES, Curve, Observation, Profile, fit, longest_tokens, resolve
+from bins.profile import PROFILES, Curve, Observation, Profile, StepTimes, fit, longest_tokens, resolve
 
 H100 = PROFILES["h100-llama-3.1-8b"]
 P4 = PROFILES["p4-googlenet"]
@@ -111,6 +111,26 @@ def test_a_fit_is_the_non_negative_least_squares_optimum(points: list[tuple[floa
 
 
 # ---- what a batch costs -------------------------------------------------------------------------------------------
+
+
+def test_a_batch_takes_its_prefill_and_a_step_of_its_size_for_each_token_of_its_longest_answer():
+    """Multi-Bin, Section 3: 0.5 s of prefill, and 10 steps of 3 sequences, 30 ms each."""
+    times = StepTimes(0.5, (0.01, 0.02, 0.03))
+    assert times.batch_s(10, 3) == 0.5 + 10 * 0.03
+    assert times.batch_s(10, 1, prompts_s=0.25) == 0.75 + 10 * 0.01, "reading the prompts is prefill"
+    assert times.batch_s(np.array([0.0, 10.0]), 2).tolist() == [0.5, 0.7]
+
+
+def test_a_batch_beyond_the_sizes_that_are_known_takes_the_last_ones_steps():
+    assert StepTimes(0.0, (1.0, 2.0)).batch_s(10, 8) == 20.0
+
+
+def test_a_profile_tells_the_steps_of_1_to_so_many_sequences():
+    profile = Profile.timed("p", Curve.affine(0.001, 0.009), prefill_s=0.5, source="Made up.")
+    times = profile.step_times(3)
+    assert (times.prefill_s, times.step_s) == (0.5, tuple(profile.step_s.at([1, 2, 3]).tolist()))
+    of_one = profile.latency_s([[7.0]], [1, 2, 3])[0]
+    assert of_one.tolist() == [times.batch_s(7.0, size) for size in (1, 2, 3)], "the same seconds as its means"
 
 
 def test_the_longest_of_a_batch_is_exact():

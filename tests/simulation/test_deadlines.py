@@ -24,11 +24,13 @@ class Told:
     token.
     """
 
-    def __init__(self, folder: Path, requests: list[tuple[float, float, float]], **config: Any) -> None:
+    def __init__(
+        self, folder: Path, requests: list[tuple[float, float, float]], streaming: float = 0.0, **config: Any
+    ) -> None:
         path = folder / "trace.csv"
         lines = [f"{arrival_s},0,{tokens}\n" for arrival_s, tokens, _ in requests]
         path.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(lines))
-        scenario = Scenario(trace=str(path), step_s=1.0, barrier=True)
+        scenario = Scenario(trace=str(path), step_s=1.0, barrier=True, streaming=streaming)
         self.scheduling = SchedulingConfig(**{"bins": 1, "batch_size": 1, **config}).resolved(barrier=True)
         work = prepare(scenario, self.scheduling)
         known = tuple([tokens for _, tokens, _ in requests] * ENOUGH)  # so that each bin has seen its own lengths
@@ -75,6 +77,46 @@ def test_who_makes_room_is_counted_and_runs_again(tmp_path: Path) -> None:
 def test_without_preemption_nobody_makes_room(tmp_path: Path) -> None:
     summary = Told(tmp_path, BURST, **FLEX, preemption="off").summary
     assert (summary.preempted, summary.completed, summary.in_time_share) == (0, 1, 0.2)
+
+
+def test_an_answer_of_which_a_client_has_seen_a_byte_is_not_stopped(tmp_path: Path) -> None:
+    """The long answer's first byte is seen after its first token, at 1 s: before the four come, or after."""
+    long, *four = BURST
+    for come_s, preempted in ((0.9, 1), (1.1, 0)):
+        requests = [long, *[(come_s, tokens, deadline_s) for _, tokens, deadline_s in four]]
+        assert Told(tmp_path, requests, streaming=1.0, **FLEX).summary.preempted == preempted
+        assert Told(tmp_path, requests, streaming=0.0, **FLEX).summary.preempted == 1, "its client does not stream"
+
+
+def test_who_runs_again_streams_again(tmp_path: Path) -> None:
+    """Stopped at 0.9 s it begins again at 2.9 s and answers at 3.9 s: those who come then, at 4 s, do not stop it."""
+    requests = [BURST[0], *[(0.9, 2.0, 5.0)] * 4, *[(4.0, 2.0, 8.0)] * 4]
+    summary = Told(tmp_path, requests, streaming=1.0, **FLEX).summary
+    assert (summary.preempted, summary.completed) == (1, 5)
+
+
+def test_a_scheduler_that_does_not_preempt_is_not_told_when_answers_begin(tmp_path: Path) -> None:
+    texts = {}
+    for streaming in (0.0, 1.0):
+        scenario = Scenario(requests=50, barrier=True, slo_s=(8.0,), streaming=streaming)
+        for preemption in ("on", "off"):
+            path = tmp_path / f"{streaming}-{preemption}"
+            simulate(scenario, SchedulingConfig(order="flex", preemption=preemption), journal_path=path)  # type: ignore[arg-type]
+            texts[streaming, preemption] = path.read_text()
+    assert texts[1.0, "on"].count("AnswerBegan") >= 50 * 0.5, "all that ran"
+    assert texts[0.0, "off"] == texts[1.0, "off"]
+    assert "AnswerBegan" not in texts[0.0, "on"]
+
+
+def test_who_streams_is_drawn_at_random_and_changes_nothing_else() -> None:
+    config = SchedulingConfig().resolved(barrier=False)
+    none, some = (prepare(Scenario(requests=4_000, slo_s=(8.0, 30.0), streaming=s), config) for s in (0.0, 0.25))
+    assert not none.streaming
+    assert abs(len(some.streaming) - 1_000) < 4 * np.sqrt(4_000 * 0.25 * 0.75)  # four standard deviations
+    assert none.deadlines_s is not None
+    assert some.deadlines_s is not None
+    assert none.deadlines_s.tolist() == some.deadlines_s.tolist()
+    assert none.trace.output_tokens.tolist() == some.trace.output_tokens.tolist()
 
 
 def test_pictures_tell_what_was_stopped_from_what_was_answered(tmp_path: Path) -> None:

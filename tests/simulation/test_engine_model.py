@@ -11,6 +11,7 @@ from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
+    AnswerBegan,
     BatchEnded,
     Event,
     RequestArrived,
@@ -19,7 +20,7 @@ from llmserve.scheduling.messages import (
     StartBatch,
 )
 from llmserve.scheduling.policies import SchedulingConfig
-from llmserve.simulation.engine_model import ProfileEngine, StepEngine, TimedEngine
+from llmserve.simulation.engine_model import Costs, ProfileEngine, StepEngine, TimedEngine
 
 
 def profile(**values: object) -> Profile:
@@ -267,6 +268,53 @@ def test_a_batch_that_is_aborted_whole_leaves_its_engine_free(prefill_s: float) 
 
 
 # ---- all ----
+
+
+# ---- first bytes ----
+
+
+def happenings(engine: StepEngine) -> list[tuple[float, Event]]:
+    """(time_s, event) of everything that still happens."""
+    seen = []
+    while (at_s := engine.next_end_s) is not None:
+        seen.append((at_s, engine.end(at_s)))
+    return seen
+
+
+def test_a_batch_answers_those_who_stream_after_its_prefill_and_its_first_step() -> None:
+    engine = TimedEngine(EngineInfo("e", 4, True), [5.0, 8.0, 3.0], step_s=0.5, prefill_s=1.0, streaming={0, 2})
+    engine.start(batch(0, 1, 2), 0.0)
+    assert happenings(engine) == [
+        (1.5, AnswerBegan(0)),
+        (1.5, AnswerBegan(2)),
+        (5.0, BatchEnded("e", 1, {0: 5.0, 1: 8.0, 2: 3.0})),
+    ]
+
+
+def test_in_slots_each_answers_after_a_step_of_its_own_which_takes_as_long_as_so_many_sequences_do() -> None:
+    """Alone a step takes 2 s, of two 3 s: the second joins in the middle of the first one's first step."""
+    engine = StepEngine(EngineInfo("e", 2, False), [2.0, 2.0], Costs([0.0, 2.0, 3.0], [0.0] * 3), streaming={0, 1})
+    engine.start(batch(0), 0.0)
+    engine.start(batch(1), 1.0)
+    assert happenings(engine) == [
+        (2.5, AnswerBegan(0)),
+        (4.0, AnswerBegan(1)),
+        (5.5, RequestEnded("e", 0, "completed", 2.0)),
+        (6.5, RequestEnded("e", 1, "completed", 2.0)),
+    ]
+
+
+def test_an_answer_shorter_than_a_token_begins_as_it_ends() -> None:
+    engine = TimedEngine(EngineInfo("e", 1, False), [0.5], step_s=1.0, streaming={0})
+    engine.start(batch(0), 0.0)
+    assert happenings(engine) == [(0.5, AnswerBegan(0)), (0.5, RequestEnded("e", 0, "completed", 0.5))]
+
+
+def test_who_left_before_the_first_byte_is_told_of_no_more() -> None:
+    engine = TimedEngine(EngineInfo("e", 2, True), [5.0, 8.0], step_s=1.0, streaming={0, 1})
+    engine.start(batch(0, 1), 0.0)
+    engine.abort(0, 0.5)
+    assert happenings(engine) == [(1.0, AnswerBegan(1)), (8.0, BatchEnded("e", 1, {1: 8.0}))]
 
 
 @pytest.mark.parametrize("is_barrier", [False, True])
