@@ -1,7 +1,8 @@
-"""Fixtures that several folders of tests share."""
+"""Fixtures that several folders of tests share, and the lanes in which tests run (pyproject.toml lists the markers)."""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -15,6 +16,21 @@ from llmserve.config import Config, EngineConfig, ServerConfig
 from llmserve.engines.fake import FakeEngine
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.serve import serving
+
+ONE_AT_A_TIME = pytest.mark.xdist_group("one-at-a-time")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """One worker of pytest-xdist takes all tests that must not run beside each other."""
+    if item.get_closest_marker("vllm") or item.get_closest_marker("serial"):
+        item.add_marker(ONE_AT_A_TIME)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The workers of pytest-xdist have ended by now, so that their time is our children's."""
+    spent = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    cpu_s = sum(usage.ru_utime + usage.ru_stime for usage in spent)
+    terminalreporter.write_line(f"{cpu_s:.0f} CPU-seconds (user and system) in all processes of this run")
 
 
 @pytest.fixture

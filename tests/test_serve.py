@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from front import StartFront, until
 from server_process import Server, failed_start, gone
 from tiny_llama import save_tiny_llama
 
+from llmserve.__main__ import main
 from llmserve.api.limits import ApiConfig
 from llmserve.engines.fake import FakeEngine
 from llmserve.scheduling.policies import DispatchConfig
@@ -36,21 +38,28 @@ def start_server() -> Iterator[Callable[..., Server]]:
         server.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_person_chats_and_a_signal_ends_it_with_status_0_and_no_process_left(
     start_server: Callable[..., Server], number: signal.Signals
 ) -> None:
+    """And the predictor tells short answers from long ones."""
     server = start_server()
     answer, headers = server.chat("Count from 3 to 9.")
     assert answer["choices"][0]["message"]["content"] == "3, 4, 5, 6, 7, 8, 9"
     assert answer["usage"]["completion_tokens"] == 13
     for name in ("bin", "predicted-tokens", "batch", "queue-ms", "engine"):
         assert headers[f"x-llmserve-{name}"], name
+    short = server.chat("Spell the word cat.", max_tokens=1)[1]
+    long_ = server.chat("Count from 1 to 180.", max_tokens=1000)[1]
+    assert float(short["x-llmserve-predicted-tokens"]) < float(long_["x-llmserve-predicted-tokens"])
+    assert int(long_["x-llmserve-predicted-tokens"]) > 100
     assert len(server.children) == 3, "the engine, its leash, and the predictor"
     assert server.stop(number) == 0
     assert gone(server.children)
 
 
+@pytest.mark.slow
 def test_any_model_folder_is_served_instead(start_server: Callable[..., Server], tmp_path: Path) -> None:
     save_tiny_llama(tmp_path / "tiny")
     server = start_server("--model", str(tmp_path / "tiny"))
@@ -60,16 +69,23 @@ def test_any_model_folder_is_served_instead(start_server: Callable[..., Server],
     assert "x-llmserve-predicted-tokens" not in headers, "the demo predictor knows the demo model only"
 
 
-def test_the_predictor_orders_answers_by_their_length(start_server: Callable[..., Server]) -> None:
+@pytest.mark.slow
+def test_when_the_front_end_is_killed_its_processes_end_too(start_server: Callable[..., Server]) -> None:
     server = start_server()
-    short = server.chat("Spell the word cat.", max_tokens=1)[1]
-    long_ = server.chat("Count from 1 to 180.", max_tokens=1000)[1]
-    assert float(short["x-llmserve-predicted-tokens"]) < float(long_["x-llmserve-predicted-tokens"])
-    assert int(long_["x-llmserve-predicted-tokens"]) > 100
+    server.process.kill()
+    assert gone(server.children)
 
 
-def test_a_stop_finishes_the_answer_that_is_being_written(start_server: Callable[..., Server]) -> None:
+@pytest.mark.slow
+def test_an_engine_that_dies_is_started_again_and_a_stop_finishes_the_answer_that_it_writes(
+    start_server: Callable[..., Server],
+) -> None:
     server = start_server("--predictor", "none")
+    (engine,) = [child for child in server.children if not child.children()]
+    engine.kill()
+    answer = server.chat_when_up("Count from 3 to 9.", within_s=60)
+    assert answer["choices"][0]["message"]["content"] == "3, 4, 5, 6, 7, 8, 9"
+
     body = {"model": "llmserve-demo", "stream": True, "messages": [{"role": "user", "content": "Count from 1 to 150."}]}
     request = urllib.request.Request(f"{server.url}/v1/chat/completions", json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=60) as response:
@@ -77,21 +93,6 @@ def test_a_stop_finishes_the_answer_that_is_being_written(start_server: Callable
         server.process.send_signal(signal.SIGTERM)
         assert response.read().endswith(b"data: [DONE]\n\n")
     assert server.process.wait(timeout=30) == 0
-
-
-def test_when_the_front_end_is_killed_its_processes_end_too(start_server: Callable[..., Server]) -> None:
-    server = start_server()
-    server.process.kill()
-    assert gone(server.children)
-
-
-def test_an_engine_that_dies_is_started_again(start_server: Callable[..., Server]) -> None:
-    server = start_server("--predictor", "none")
-    (engine,) = [child for child in server.children if not child.children()]
-    engine.kill()
-    answer = server.chat_when_up("Count from 3 to 9.", within_s=60)
-    assert answer["choices"][0]["message"]["content"] == "3, 4, 5, 6, 7, 8, 9"
-    assert server.stop() == 0
 
 
 # Takes the place of an interpreter that has vLLM. The name of the model decides what becomes of the server.
@@ -122,6 +123,7 @@ def vllm_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["--engine", "vllm", "--engine-python", str(tmp_path / "python"), "--replicas", "2"]
 
 
+@pytest.mark.slow
 def test_replicas_are_started_beside_a_server_that_runs_already(
     start_server: Callable[..., Server], vllm_flags: list[str], tmp_path: Path
 ) -> None:
@@ -172,12 +174,38 @@ def test_a_model_folder_that_is_not_there_is_said_with_the_engines_own_words() -
     assert "Traceback" not in said
 
 
-def test_a_port_in_use_is_said_before_anything_is_loaded() -> None:
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str]]]:
+    """`refusal(*flags)`: exit status of `llmserve serve` in this process, where it cannot start, and what it says.
+
+    What it logs is said too: pytest's handlers give way to the one that a process has.
+    """
+    loggers = [logging.getLogger(name) for name in ("", "asyncio", "uvicorn")]
+    before = [(logger.level, logger.handlers) for logger in loggers]
+
+    def refused(*flags: str) -> tuple[int, str]:
+        logging.getLogger().handlers = []
+        return main(["serve", *flags]), capsys.readouterr().err
+
+    yield refused
+    for logger, (level, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.handlers = handlers
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded(refusal: Callable[..., tuple[int, str]]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        status, said = failed_start("--port", str(taken.getsockname()[1]))
+        status, said = refusal("--port", str(taken.getsockname()[1]))
     assert status == 1
     assert "Address already in use" in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", [["--batch-sise", "4"], ["--predictor", "/nowhere"]])
+def test_a_process_that_is_wrongly_configured_ends_with_status_2_and_one_line(flags: list[str]) -> None:
+    status, said = failed_start("--port", "0", *flags)
+    assert (status, said.count("\n")) == (2, 1), said
+    assert ("/nowhere" if "/nowhere" in flags else "did you mean --batch-size?") in said
 
 
 @pytest.mark.parametrize(
@@ -197,7 +225,6 @@ def test_a_port_in_use_is_said_before_anything_is_loaded() -> None:
         (["--replicas", "2"], "only for vLLM"),
         (["--", "--max-model-len", "1024"], "only for vLLM"),
         (["--admin-key-file", "/nowhere"], "cannot read the API keys"),
-        (["--predictor", "/nowhere"], "/nowhere"),
         (["--predictor", "none", "--predictor", "model:m=/nowhere"], "/nowhere"),
         (["--predictor", "model:m"], "predictor: 'model:m' is not `model:ID=VALUE`"),
         (["--profile", "p4-googlenet", "--profile", "h100-llama-3.1-8b"], "stands beside another for the same"),
@@ -207,12 +234,13 @@ def test_a_port_in_use_is_said_before_anything_is_loaded() -> None:
         (["--bins", "3", "--edges", "9,5", "--engine", "http://127.0.0.1:9"], "strictly increasing"),
         (["--host", "0.0.0.0"], "--api-key-file"),
         (["--api-key-file", "/nowhere"], "cannot read the API keys"),
-        (["--batch-sise", "4"], "did you mean --batch-size?"),
     ],
 )
-def test_a_wrong_configuration_is_status_2_and_one_line(flags: list[str], message: str) -> None:
+def test_a_wrong_configuration_is_status_2_and_one_line(
+    refusal: Callable[..., tuple[int, str]], flags: list[str], message: str
+) -> None:
     port = [] if "--port" in flags else ["--port", "0"]
-    status, said = failed_start(*port, *flags)
+    status, said = refusal(*port, *flags)
     assert (status, said.count("\n")) == (2, 1), said
     assert message in said
 

@@ -3,10 +3,6 @@ from pathlib import Path
 import pytest
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "real_worker: starts the real predictor process (seconds)")
-
-
 @pytest.fixture(scope="session")
 def random_predictor(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a loadable predictor that has learnt nothing."""

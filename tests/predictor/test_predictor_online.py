@@ -194,15 +194,15 @@ def test_answers_without_a_token_are_ignored(output_tokens):
     assert learner.forecast(Prompt("Hello"), None).lengths == ()
 
 
-def test_fifty_thousand_different_prompts_are_held_in_bounded_memory():
-    learner = OnlineLearner(keys_max=2000)
+def test_thousands_of_different_prompts_are_held_in_bounded_memory():
+    learner = OnlineLearner(keys_max=200)
     tracemalloc.start()
-    for i in range(50_000):
+    for i in range(5_000):
         serve(learner, Prompt(f"{i} {'x' * 200}", f"model {i % 300}", f"system {i % 5000}"), None, 1 + i % 100)
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(learner.memory) == 2000
-    assert held < 2000 * 2000 + 128 * 10_000  # bytes: 2 kB a key, 10 kB a model
+    assert len(learner.memory) == 200
+    assert held < 200 * 2000 + 128 * 10_000  # bytes: 2 kB a key, 10 kB a model
 
 
 def test_bad_limits_are_refused():

@@ -23,7 +23,7 @@ from predictor.numbers import SCALE, fix_number_embeddings, number_features
 from predictor.predict import LengthPredictor
 from predictor.prompt import Prompt
 from predictor.tokenizer import NUMBERS, train_tokenizer
-from predictor.train import FROM_SCRATCH, PlainProgress, Trained, _take_the_best, train
+from predictor.train import FROM_SCRATCH, SIZES, PlainProgress, Trained, _take_the_best, train
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,7 +47,16 @@ def toy_splits(n: int = 60) -> Splits:
     return split_rows(toy_rows(n), seed=0)
 
 
-QUICK = replace(FROM_SCRATCH, epochs=3, max_length_tokens=16)
+QUICK = replace(FROM_SCRATCH, from_scratch="least", epochs=3, max_length_tokens=16)
+LEAST = {"hidden_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 96}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def least_network() -> Iterator[None]:
+    """What tests of the way to a predictor train: how well it predicts is nothing to them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SIZES, "least", LEAST)
+        yield
 
 
 def predictor_of(trained: Trained | None) -> LengthPredictor:

@@ -16,6 +16,8 @@ from vllm_on_cpu import MODEL
 from llmserve.api.limits import ApiConfig
 from llmserve.scheduling.messages import RequestArrived
 
+pytestmark = pytest.mark.vllm
+
 COUNT: Any = [{"role": "user", "content": "Count from 3 to 9."}]
 ANSWER = "3, 4, 5, 6, 7, 8, 9"
 # The `vllm` command of the CPU package does not start, so its benchmark's own main is called.

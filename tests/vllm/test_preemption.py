@@ -17,6 +17,8 @@ from llmserve.cluster import journal
 from llmserve.engines.fake import FakeEngine
 from llmserve.scheduling.messages import PreemptBatch, RequestEnded
 
+pytestmark = pytest.mark.vllm
+
 ESSAY = {"model": "llmserve-demo", "max_tokens": 900, "ignore_eos": True}
 QUICK_TOKENS = 40  # as many steps of 25 ms: a second in which to look at vLLM
 

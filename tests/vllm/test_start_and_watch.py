@@ -10,6 +10,8 @@ import pytest
 from server_process import Server, failed_start, gone
 from vllm_on_cpu import ARGS, MODEL, SETTINGS
 
+pytestmark = pytest.mark.vllm
+
 START_S = 240.0
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from front import Front, StartFront
 
+pytestmark = pytest.mark.vllm
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 COUNT = "Count from 3 to 9."
 TEMPLATED = f"<|user|>{COUNT}<|end|><|assistant|>"

@@ -9,7 +9,10 @@ from typing import Any
 
 import aiohttp
 import openai
+import pytest
 from front import Front, StartFront, until
+
+pytestmark = pytest.mark.vllm
 
 COUNT: Any = [{"role": "user", "content": "Count from 3 to 9."}]
 ENDLESS = {"ignore_eos": True, "max_tokens": 900}

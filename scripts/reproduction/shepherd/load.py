@@ -32,8 +32,8 @@ RATIO = "FLEX's goodput over it"
 SPANS_S = {3_000.0: 3.0, 12_000.0: 1.2, 24_000.0: 1.0, 144_000.0: 0.55}
 """Seconds that are simulated at each arrival rate per second."""
 COUNTED_FROM_S = 0.3  # on: until then the first requests meet a system that is empty
-SPAN_S_MIN = 0.7
-LOW_PER_S, QUICK_HIGH_PER_S = 3_000.0, 12_000.0
+SPAN_S_MIN = 0.6
+LOW_PER_S, QUICK_HIGH_PER_S = 3_000.0, 6_000.0
 ALL_PER_S = 24_000.0  # up to which every policy is simulated
 MAIN = (FLEX, CLOCKWORK, RELEASED, NEXUS, PLANNED_SHARE)
 REST = (WITHOUT_PREEMPTION, PRINTED, LARGEST, RELEASED_128, FFFS, EDF)
@@ -67,7 +67,7 @@ def rates(effort: Effort) -> Sequence[float]:
 
 
 def span_s(rate_per_s: float, effort: Effort) -> float:
-    return max(SPAN_S_MIN, effort.spans * SPANS_S[rate_per_s]) if effort.ends else SPANS_S[rate_per_s]
+    return SPAN_S_MIN if effort.ends else SPANS_S[rate_per_s]
 
 
 def all_per_s(rates_per_s: Sequence[float]) -> float:
