@@ -66,6 +66,7 @@ class Observed:
     engines      that are up, >= 1
     slots        sequences that each of them runs at once
     queues       in force, of a plan for a known load; 0: there is none
+    pace         seconds that the engines take for each second of their profile, as batches have shown
     """
 
     rates_per_s: tuple[float, ...]
@@ -73,6 +74,7 @@ class Observed:
     engines: int
     slots: int
     queues: int
+    pace: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,9 +349,14 @@ class DispatchSolver:
         self._sizes = sizes
         self._step_s, self._step_j = profile.step_s.at(sizes), profile.step_j.at(sizes)
         self.solve = lru_cache(maxsize=256)(self._solve)
+        self._at_pace = lru_cache(maxsize=8)(
+            lambda pace: DispatchSolver(profile.at_pace(pace), batch_size, wish, barrier=barrier, merges=merges)
+        )
 
     def _solve(self, observed: Observed) -> DispatchPlan:
         """Never raises for a load it cannot carry or a model it cannot solve: then nothing waits for company."""
+        if observed.pace != 1.0:
+            return self._at_pace(observed.pace).solve(replace(observed, pace=1.0))
         bins = len(observed.rates_per_s)
         if not self._merges or not any(observed.rates_per_s):
             return self.greedy(observed)

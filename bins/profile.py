@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, MISSING, asdict, dataclass, fields
+from dataclasses import KW_ONLY, MISSING, asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from itertools import combinations
 from pathlib import Path
@@ -273,6 +273,16 @@ class Profile:
     def step_times(self, sizes: int) -> StepTimes:
         """Of batches of 1 .. sizes sequences; slots_max is no bound here. sizes : >= 1."""
         return StepTimes(self.prefill_s, tuple(self.step_s.at(np.arange(1, sizes + 1)).tolist()))
+
+    def at_pace(self, pace: float) -> Profile:
+        """Of engines that take `pace` seconds for each second of this one, and draw as much meanwhile. pace : > 0."""
+        return replace(
+            self,
+            step_s=self.step_s.times(pace),
+            step_j=self.step_j.times(pace),
+            prefill_s=pace * self.prefill_s,
+            prefill_j=pace * self.prefill_j,
+        )
 
     def energy_j(self, lengths: Sequence[ArrayLike], sizes: ArrayLike) -> Floats:
         """Mean joules of a batch: (bins, sizes), non-decreasing along sizes. lengths, sizes : as for latency_s."""

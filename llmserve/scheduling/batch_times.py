@@ -11,7 +11,6 @@ An engine whose speed nobody told takes no time, as far as is known: then only d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -38,14 +37,18 @@ class Timetable:
         self._batch_size = batch_size
         self._times: dict[tuple[str, str, int], tuple[Tokens, float, object, BatchTimes]] = {}
 
-    def alone(self, engine: EngineState, model: str) -> tuple[float, float]:
-        """What a request alone on an engine takes: seconds before its first token, and for each."""
-        speed, pace = engine.speed(model), _rounded(engine.pace)
+    def alone(self, engine: EngineState, model: str, now_s: float) -> tuple[float, float]:
+        """What a request alone on an engine takes: seconds before its first token, and for each. No time, as far as is
+        known, on one that has shown nothing of its pace lately.
+        """
+        if now_s >= engine.proven_until_s(model):
+            return 0.0, 0.0
+        speed, pace = engine.speed(model), _rounded(engine.pace(model))
         return (pace * speed.prefill_s, pace * speed.step_s[0]) if speed is not None and speed.step_s else (0.0, 0.0)
 
     def of(self, engine: EngineState, model: str, bin_index: int, tokens: Tokens) -> BatchTimes:
         """tokens : of the bin's answers."""
-        pace = _rounded(engine.pace)
+        pace = _rounded(engine.pace(model))
         key = (engine.info.name, model, bin_index)
         known = self._times.get(key)
         if known is not None and known[0] is tokens and known[1] == pace and known[2] is engine.info:
@@ -59,17 +62,16 @@ class Timetable:
         if speed is None or not speed.step_s:
             nothing = (0.0,) * self._batch_size
             return BatchTimes(nothing, nothing)
-        sizes = range(1, self._batch_size + 1)
         slots = min(engine.info.slots, len(speed.step_s))
-        steps = [speed.step_s[min(size, slots) - 1] for size in sizes]
-        longest: Sequence[float] = tokens.longest
-        if not engine.info.barrier:
-            longest = [tokens.longest[0]] * self._batch_size
-        shared = steps if engine.info.barrier else [speed.step_s[slots - 1]] * self._batch_size
-        return BatchTimes(
-            _rising([pace * (speed.prefill_s + length * step) for length, step in zip(longest, shared, strict=True)]),
-            _rising([pace * (speed.prefill_s + tokens.least * step) for step in steps]),
-        )
+        together = [min(size, slots) for size in range(1, self._batch_size + 1)]
+        least = [pace * speed.batch_s(tokens.least, size) for size in together]
+        if engine.info.barrier:
+            expected = [
+                pace * speed.batch_s(longest, size) for longest, size in zip(tokens.longest, together, strict=True)
+            ]
+        else:  # each ends for itself, in a step that all slots share
+            expected = [pace * speed.batch_s(tokens.longest[0], slots)] * self._batch_size
+        return BatchTimes(_rising(expected), _rising(least))
 
 
 def _rounded(pace: float) -> float:

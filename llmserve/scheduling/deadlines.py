@@ -6,6 +6,7 @@ Where nothing is known of how long things take, or the order does not ask, that 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator
 
 from llmserve.scheduling.batch_times import Timetable
@@ -26,7 +27,8 @@ class Deadlines:
     def __init__(self, times: Timetable | None) -> None:
         self._times = times
         self._heap: list[tuple[float, int]] = []  # (when it is late, request id), and some that have left
-        self._alone: dict[tuple[str, str], set[tuple[float, float]]] = {}  # by group and model
+        # By group and model: what a request takes alone, on each engine, and until when that holds.
+        self._alone: dict[tuple[str, str], tuple[float, set[tuple[float, float]]]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._heap)
@@ -35,27 +37,30 @@ class Deadlines:
     def next_at_s(self) -> float | None:
         return self._heap[0][0] if self._heap else None
 
-    def watch(self, queued: QueuedRequest, queues: ModelQueues) -> None:
+    def watch(self, queued: QueuedRequest, queues: ModelQueues, now_s: float) -> None:
         """A request waits, for the first time or again."""
-        at_s = self.late_at_s(queued, queues)
+        at_s = self.late_at_s(queued, queues, now_s)
         if at_s is not None:
             heapq.heappush(self._heap, (at_s, queued.request.id))
 
-    def late_at_s(self, queued: QueuedRequest, queues: ModelQueues) -> float | None:
-        """From when on it cannot be in time; None: never."""
+    def late_at_s(self, queued: QueuedRequest, queues: ModelQueues, now_s: float) -> float | None:
+        """From when on it cannot be in time, as far as is known now; None: never."""
         due_s = queued.request.deadline_s
         if due_s is None or self._times is None:
             return due_s
-        return min(due_s, due_s - self._least_s(self._times, queued, queues) + SURELY_LATE_S)
+        return min(due_s, due_s - self._least_s(self._times, queued, queues, now_s) + SURELY_LATE_S)
 
-    def _least_s(self, times: Timetable, queued: QueuedRequest, queues: ModelQueues) -> float:
+    def _least_s(self, times: Timetable, queued: QueuedRequest, queues: ModelQueues, now_s: float) -> float:
         """Seconds that it takes alone on the fastest engine, if it is among the shortest of its bin, or as short as may
         be by its own prediction.
         """
         key = (queues.group, queues.model)
-        lines = self._alone.get(key)
-        if lines is None:
-            lines = self._alone[key] = {times.alone(engine, queues.model) for engine in queues.engines}
+        until_s, lines = self._alone.get(key, (-math.inf, set()))
+        if now_s >= until_s:
+            lines = {times.alone(engine, queues.model, now_s) for engine in queues.engines}
+            proven_s = [engine.proven_until_s(queues.model) for engine in queues.engines]
+            until_s = min([at_s for at_s in proven_s if at_s > now_s], default=math.inf)
+            self._alone[key] = until_s, lines
         request, tokens = queued.request, queues.tokens(queued.bin).least
         own = request.quantiles[0] if request.quantiles else request.predicted_tokens
         if own is not None and own < tokens:
@@ -78,7 +83,7 @@ class Deadlines:
             if queued is None or not waits:
                 continue
             if self._times is not None:  # answers may have become shorter, or engines faster, since it came
-                again_s = self.late_at_s(queued, queues_of(queued))
+                again_s = self.late_at_s(queued, queues_of(queued), now_s)
                 if again_s is not None and again_s > now_s:
                     heapq.heappush(self._heap, (again_s, request_id))
                     continue

@@ -85,7 +85,7 @@ class FixedChoice:
         self._forming = forming
         self._now_s = now_s
         self._blocked: set[str] = set()  # engines that a batch waits for room on
-        self._aside: set[int] = set()  # ids of batches that wait for another engine
+        self._aside: set[FormedBatch] = set()  # those that wait for another engine
         self._offers: list[tuple[frozenset[str], bool | None, bool | None]] = []  # see _free_offers
         self._offers_at = -1
         self._looks_s: dict[str, float] = {}  # by model: when its first batch may fit an engine's memory
@@ -100,7 +100,7 @@ class FixedChoice:
             elif (engine := self.engine_for(queues, batch, self._blocked)) is not None:
                 yield engine, queues, batch, max(1, engine.room_at_once)
             elif self.waits_for_another_engine(queues, batch):
-                self._aside.add(batch.id)
+                self._aside.add(batch)
             else:
                 self._block(queues.model)
 
@@ -123,7 +123,7 @@ class FixedChoice:
     def _open(self) -> list[ModelQueues]:
         """Those that wait and whose requests a free engine may take."""
         has_free, blocked = self._pool.has_free, self._blocked
-        return [queues for queues in self._group.queues.values() if queues.waiting and has_free(queues.model, blocked)]
+        return [queues for queues in self._group.tally.queues.values() if has_free(queues.model, blocked)]
 
     def _first(self) -> tuple[ModelQueues, FormedBatch | None] | None:
         """The batch that is next, and of whose; without one: it is to be formed. None: nothing can start."""
@@ -173,6 +173,7 @@ class FixedChoice:
         if not willing:
             return False
         self._forming.push(*max(willing, key=lambda entry: entry[:2])[2:], self._now_s)
+        self._aside.clear()  # where more wait, a place to look ahead may be theirs
         return True
 
     # ---- which engine ----
@@ -185,7 +186,7 @@ class FixedChoice:
         What looks ahead is not idle; but where only idle engines wait for company, busy ones take all they can.
         """
         if queues.formed:
-            others = [batch for batch in queues.formed.returned if batch.id not in self._aside]
+            others = [batch for batch in queues.formed.returned if batch not in self._aside]
             if queues.formed.fresh() or not all(self.waits_for_another_engine(queues, batch) for batch in others):
                 return None
         found = None
@@ -258,7 +259,7 @@ class FixedChoice:
             queues, batch = first
             assert self.engine_for(queues, batch, blocked) is None, f"batch {batch.id} waits while an engine is free"
             if self.waits_for_another_engine(queues, batch):
-                aside.add(batch.id)
+                aside.add(batch)
             else:  # it waits for room, and all others for it
                 blocked |= {engine.info.name for engine in self._pool.free_for(queues.model)}
         self._offers_at = -1
@@ -299,7 +300,8 @@ class MomentChoice:
 
     Of an engine the first of these that there is: what another engine failed or lost, for it has waited longest; what
     has waited too long without a deadline; the candidate of the smallest key, of all that are in time if answers are as
-    long as on average, else of all that are in time if they are short.
+    long as on average, else of all that are in time if they are short; and where nothing could be in time by what the
+    engine was told to take, and nothing has shown lately whether it does, one request on trial.
     """
 
     def __init__(self, group: Group, forming: Forming, order: MomentOrder, times: Timetable, now_s: float) -> None:
@@ -354,7 +356,9 @@ class MomentChoice:
             if (returned := self._returned(engine)) is not None:
                 return returned
         # Answers differ in length: what would be late on average may be in time, and there is nothing better.
-        found = self._overdue(engines) or self._pick(engines) or self._pick(engines, by_least=True)
+        found = (
+            self._overdue(engines) or self._pick(engines) or self._pick(engines, by_least=True) or self._trial(engines)
+        )
         return self.started(found) if found is not None else None
 
     def started(self, candidate: Candidate) -> Start | None:
@@ -387,7 +391,7 @@ class MomentChoice:
 
     def _returned(self, engine: EngineState) -> Start | None:
         """Of a batch that came back, all that can be in time together, at least if their answers are short."""
-        for queues in self._group.queues.values():
+        for queues in self._group.tally.queues.values():
             if not queues.formed or not engine.serves(queues.model):
                 continue
             for batch in queues.formed.returned:
@@ -409,8 +413,8 @@ class MomentChoice:
         have, the one that came first goes first, whatever its model.
         """
         found: list[tuple[tuple[float, int], EngineState, ModelQueues, DeadlineQueue]] = []
-        for queues in self._group.queues.values():
-            for queue in queues.bins if queues.waiting else ():
+        for queues in self._group.tally.queues.values():
+            for queue in queues.bins:
                 assert isinstance(queue, DeadlineQueue)
                 oldest = queue.oldest_undated()
                 if oldest is not None and is_overdue(oldest, self._now_s):
@@ -423,9 +427,25 @@ class MomentChoice:
         size = min(self._forming.batch_size, engine.room_at_once, len(queue) - first)
         return Candidate(engine, queues.model, queue, times, size, size, count=size, place=first)
 
+    def _trial(self, engines: Sequence[EngineState]) -> Candidate | None:
+        """The request with the latest deadline, alone on an engine that runs nothing. Else a profile that is too slow
+        would have everything refused, and nothing would ever run that shows how wrong it is.
+        """
+        for engine in engines:
+            for queues in self._group.tally.queues.values() if not engine.running else ():
+                known = engine.serves(queues.model) and engine.speed(queues.model) is not None
+                if not known or self._now_s < engine.proven_until_s(queues.model):
+                    continue
+                bins = [queue for queue in queues.bins if isinstance(queue, DeadlineQueue) and len(queue)]
+                if bins:
+                    queue = max(bins, key=lambda queue: queue.deadline_at(-1))
+                    times_s = self._batch_times(engine, queues, queue.index)
+                    return Candidate(engine, queues.model, queue, times_s, 1, 1, count=1, place=len(queue) - 1)
+        return None
+
     def _pick(self, engines: Sequence[EngineState], *, by_least: bool = False) -> Candidate | None:
         """The candidate of the smallest key, of these engines, which are free."""
-        waiting = [queues for queues in self._group.queues.values() if queues.waiting]
+        waiting = self._group.tally.queues.values()
         best: tuple[Key, Candidate] | None = None
         for engine in engines:
             best = self.best_of(engine, waiting, engine.room_at_once, best=best, by_least=by_least)
@@ -528,7 +548,7 @@ class MomentChoice:
             if any(engine.look_again_at_s is not None for engine in engines):
                 continue
             for by_least in (False, True) if engines else ():
-                found = self._pick(engines, by_least=by_least)
+                found = self._pick(engines, by_least=by_least) or self._trial(engines)
                 assert found is None, f"{name} is idle while {found.count if found else 0} could be in time"
 
 
@@ -536,7 +556,7 @@ class MomentChoice:
 
 
 class Dispatch:
-    """order    which candidate is next
+    """order    which candidate is next; moment : whether it decides when an engine is free
     forming  has bins let batches go
     times    how long batches take
     actions  of the step in progress: what is started and stopped is said here
@@ -544,7 +564,8 @@ class Dispatch:
 
     def __init__(self, order: Order, batch_size: int) -> None:
         self.order = order
-        self.forming = Forming(batch_size, early_drain=isinstance(order, FixedOrder))
+        self.moment = isinstance(order, MomentOrder)
+        self.forming = Forming(batch_size, early_drain=not self.moment)
         self.times = Timetable(batch_size)
         self.actions: list[Action] = []
 

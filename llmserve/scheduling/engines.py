@@ -5,6 +5,7 @@ The engines of a serving group are a pool. Engines that share a GPU are one work
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 
 from llmserve.request import EngineInfo, Speed
@@ -15,8 +16,10 @@ from llmserve.scheduling.queues import BLOCK_TOKENS, FormedBatch, QueuedRequest,
 
 SURE_SHARE = 0.5  # of the cache: with predictions that fill less of it nothing is looked at closely
 LOOK_AGAIN_S = 0.1  # after a request did not fit: time alone may make it fit
-PACE_KEEP = 1.0 - 1.0 / 32.0  # of what was known, at each new answer
+PACE_MEMORY = 32  # answers after which a pace's weight has fallen to a third
 PACE_SAME = 1e-6  # differences of rounding, not of speed
+PACE_LEAST, PACE_MOST = 1.0 / 64.0, 64.0  # beyond these something else happened than a batch
+PROVEN_S = 10.0  # so long what an engine's last answer showed of its pace is taken for true
 IMBALANCE = 0.25  # share of its slots by which an engine may be busier than another and still be preferred for a prefix
 
 
@@ -42,22 +45,45 @@ class Worker:
         return any(engine.running for engine in self.engines)
 
 
+class Pace:
+    """Seconds that an engine takes for each second that it was told to take, of one model: what batches really took.
+
+    value      1 until the first answer
+    seen_at_s  of the last answer; None before the first
+    """
+
+    __slots__ = ("_answers", "seen_at_s", "value")
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        self.seen_at_s: float | None = None
+        self._answers = 0
+
+    def observe(self, seconds: float, told_s: float, now_s: float) -> None:
+        """told_s : > 0. The first answers count alike, so that a profile that is wrong is soon found out."""
+        self.seen_at_s = now_s
+        self._answers = min(self._answers + 1, PACE_MEMORY)
+        if abs(seconds - self.value * told_s) > PACE_SAME * told_s:
+            took = min(max(seconds / told_s, PACE_LEAST), PACE_MOST)
+            self.value += (took - self.value) / self._answers
+
+
 class EngineState:
     """running       what is on it, by request id
     total_tokens  sum of what these are predicted to hold at their ends
     models        that it serves; empty: whatever is asked for
     ready         it takes requests, as far as its body is concerned
-    pace          seconds that it takes for each second of its speed as it was told
+    paces         by model, of those that it has answered for and whose speed is known
     """
 
-    __slots__ = ("_refused", "circuit", "info", "models", "pace", "ready", "running", "total_tokens", "worker")
+    __slots__ = ("_refused", "circuit", "info", "models", "paces", "ready", "running", "total_tokens", "worker")
 
     def __init__(self, info: EngineInfo, circuit: Circuit, worker: Worker) -> None:
         self.know(info)
         self.circuit = circuit
         self.worker = worker
         self.ready = True
-        self.pace = 1.0
+        self.paces: dict[str, Pace] = {}
         self.running: dict[int, Run] = {}
         self.total_tokens = 0
         self._refused: tuple[int, float] | None = None  # a request that does not fit before a time
@@ -129,8 +155,7 @@ class EngineState:
     # ---- in and out ----
 
     def start(self, batch: FormedBatch, requests: list[QueuedRequest], now_s: float) -> None:
-        """Run these requests of the batch."""
-        self._refused = None
+        """Run these requests of the batch. What did not fit before fits no better now."""
         for queued in requests:
             run = queued.run = Run(queued, self.info.name, batch, now_s)
             self.running[queued.request.id] = run
@@ -161,14 +186,30 @@ class EngineState:
             self.let_go(run)
         return runs
 
-    def took(self, model: str, sequences: int, tokens: float, seconds: float) -> None:
-        """It has run so many sequences for so long, the longest of them `tokens`: is it as fast as it was told?"""
+    # ---- how fast it is ----
+
+    def pace(self, model: str) -> float:
+        """Seconds for each second that it was told to take; 1 while nothing has shown otherwise."""
+        known = self.paces.get(model)
+        return known.value if known is not None else 1.0
+
+    def proven_until_s(self, model: str) -> float:
+        """Until when its pace is taken for true; -inf when nothing has shown it."""
+        known = self.paces.get(model)
+        return known.seen_at_s + PROVEN_S if known is not None and known.seen_at_s is not None else -math.inf
+
+    def took(self, model: str, sequences: int, tokens: float, seconds: float, now_s: float) -> bool:
+        """It has run so many sequences for so long, the longest of them `tokens`. True when its pace has changed."""
         speed = self.speed(model)
         if speed is None or not speed.step_s or tokens <= 0:
-            return
-        told_s = speed.prefill_s + tokens * speed.step_s[min(sequences, len(speed.step_s)) - 1]
-        if told_s > 0 and abs(seconds - self.pace * told_s) > PACE_SAME * told_s:
-            self.pace = PACE_KEEP * self.pace + (1.0 - PACE_KEEP) * seconds / told_s
+            return False
+        told_s = speed.batch_s(tokens, sequences)
+        if told_s <= 0:
+            return False
+        pace = self.paces.setdefault(model, Pace())
+        before = pace.value if pace.seen_at_s is not None else None
+        pace.observe(seconds, told_s, now_s)
+        return pace.value != before
 
 
 class EnginePool:
@@ -195,7 +236,8 @@ class EnginePool:
 
     def join(self, engine: EngineState, now_s: float) -> None:
         self.engines[engine.info.name] = engine
-        if engine.ready and engine.circuit.open_until_s is not None and not engine.circuit.takes(now_s):
+        open_until_s = engine.circuit.open_until_s
+        if engine.ready and open_until_s is not None and open_until_s > now_s:
             self.paused[engine.info.name] = engine
         self.know(engine, now_s)
 

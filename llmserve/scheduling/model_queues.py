@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from bins.dispatch import DispatchPlan, Observed
 from bins.edges import OnlineEdges
@@ -20,12 +20,13 @@ ANSWERS_BETWEEN = 64  # after which lengths are looked at again; sooner while fe
 
 
 class Tally:
-    """waiting : requests that wait in a group, counted by its models' queues."""
+    """What waits in a group, kept by its models' queues. waiting : requests.  queues : of which models, by model."""
 
-    __slots__ = ("waiting",)
+    __slots__ = ("queues", "waiting")
 
     def __init__(self) -> None:
         self.waiting = 0
+        self.queues: dict[str, ModelQueues] = {}
 
 
 class ModelQueues:
@@ -76,6 +77,7 @@ class ModelQueues:
         self.service = ServiceTime()
         self.bins = [queue(index) for index in range(edges.bins)]
         self.waiting = 0  # requests in bins and in formed batches
+        self.present = 0  # these, and those that run; kept by the group
         self.engines: Sequence[EngineState] = ()
         self.slots = 0
         self.no_engine_since_s: float | None = 0.0
@@ -100,8 +102,13 @@ class ModelQueues:
         self.no_engine_since_s = now_s
 
     def _count(self, requests: int) -> None:
+        """So many more wait, or fewer."""
+        if not self.waiting:
+            self._tally.queues[self.model] = self
         self.waiting += requests
         self._tally.waiting += requests
+        if not self.waiting:
+            del self._tally.queues[self.model]
 
     # ---- arrivals ----
 
@@ -186,7 +193,13 @@ class ModelQueues:
         assert isinstance(self.release, Planned), "its release follows plans"
         assert self.planner is not None, "a release that follows plans has a planner"
         engines, trusted = len(self.engines), self.trust.trusted
-        return self.planner.wants(now_s, self.release.plan, self.edges, engines, self.slots, trusted=trusted)
+        return self.planner.wants(
+            now_s, self.release.plan, self.edges, engines, self.slots, trusted=trusted, pace=self._pace
+        )
+
+    def _pace(self) -> float:
+        """Of its engines, on average."""
+        return sum([engine.pace(self.model) for engine in self.engines]) / len(self.engines) if self.engines else 1.0
 
     def _index_of(self, queued: QueuedRequest) -> int:
         """The queue that it would wait in had it come now."""
@@ -219,6 +232,13 @@ class ModelQueues:
         started, requests = self.formed.take(batch, count)
         self._count(-len(requests))
         return started, requests
+
+    def dated(self) -> Iterator[QueuedRequest]:
+        """Those that wait and have a deadline."""
+        places: list[Iterable[QueuedRequest]] = [*self.bins]
+        places += [batch.requests.values() for batch in self.formed.batches()]
+        for requests in places:
+            yield from [queued for queued in requests if queued.request.deadline_s is not None]
 
     def see_answer(self, queued: QueuedRequest, output_tokens: float, ran_s: float) -> bool:
         """How long an answer became, and how long that took; True when it changed whether predictions are trusted."""
@@ -302,6 +322,26 @@ class Group:
         for queues in self.queues.values():
             queues.see_engines(self.pool.serving(queues.model), now_s)
         self.without_engine = [queues for queues in self.queues.values() if queues.no_engine_since_s is not None]
+
+    def enter(self, queues: ModelQueues) -> None:
+        """A request of this model is here from now on, to wait or to run."""
+        queues.present += 1
+        self.present += 1
+
+    def leave(self, queues: ModelQueues) -> None:
+        queues.present -= 1
+        self.present -= 1
+
+    def forget(self, models: Iterable[str]) -> None:
+        """Models that no engine lists any more, and of which no request is here."""
+        engines = self.pool.engines.values()
+        for model in models:
+            queues = self.queues.get(model)
+            if queues is not None and not queues.present and not any(engine.serves(model) for engine in engines):
+                del self.queues[model]
+        kept = self.queues
+        self.planned = [queues for queues in self.planned if queues.model in kept]
+        self.timed = [queues for queues in self.timed if queues.model in kept]
 
     @property
     def load(self) -> float:

@@ -7,6 +7,7 @@ tells it (`DispatchSolved`). So a journal has every plan in it, and a replay nee
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from bins.dispatch import DispatchPlan, Observed
 from bins.edges import OnlineEdges
@@ -14,6 +15,8 @@ from llmserve.scheduling.lengths import SeenLengths
 from llmserve.scheduling.rates import Arrivals
 
 RATE_GRID = 1.05  # rates are told in steps of 5 %: the same load is the same question
+PACE_GRID = 1.05  # and paces
+PACE_FACTOR = 1.1  # a new plan is wanted when engines have become faster or slower by more than this
 SHARE_GRID = 16  # likewise bins' shares of them: in sixteenths of an equal share
 ANSWERS_BETWEEN = 512  # after which a plan is made for the lengths as they have become
 ARRIVALS_LEAST = 8  # before a rate is told at all
@@ -48,15 +51,27 @@ class Planner:
         self._answers += 1
 
     def wants(
-        self, now_s: float, plan: DispatchPlan | None, edges: OnlineEdges, engines: int, slots: int, *, trusted: bool
+        self,
+        now_s: float,
+        plan: DispatchPlan | None,
+        edges: OnlineEdges,
+        engines: int,
+        slots: int,
+        *,
+        trusted: bool,
+        pace: Callable[[], float],
     ) -> Observed | None:
-        """What a new plan is to be made for; None while the present one will do, or one is being made."""
+        """What a new plan is to be made for; None while the present one will do, or one is being made.
+
+        pace : seconds that the engines take for each second of their profile; asked for only when something has come
+        """
         look = (self._seen, engines, slots, trusted)
         if self._waits or look == self._looked:
             return None
         self._looked = look
         rate = self._rate(now_s)
-        if not self._differs(rate, engines, slots, trusted):
+        pace_now = PACE_GRID ** round(math.log(pace(), PACE_GRID))
+        if not (self._differs(rate, engines, slots, trusted) or self._pace_differs(pace_now)):
             return None
         bins = self._bins if trusted else 1
         parts = [round(SHARE_GRID * bins * share) for share in (self._arrivals.shares if trusted else (1.0,))]
@@ -66,6 +81,7 @@ class Planner:
             engines=engines,
             slots=slots,
             queues=0 if plan is None or plan.response_s_mean is None or self._jumped else len(plan.tables),
+            pace=pace_now,
         )
         self._asked_rate = rate
         self._waits, self._jumped, self._answers = True, False, 0
@@ -81,6 +97,10 @@ class Planner:
         if rate is None or self._seen < ARRIVALS_LEAST or not math.isfinite(rate):
             return 0.0
         return RATE_GRID ** round(math.log(rate, RATE_GRID))
+
+    def _pace_differs(self, pace: float) -> bool:
+        asked = self._asked.pace if self._asked is not None else 1.0
+        return not 1.0 / PACE_FACTOR < pace / asked < PACE_FACTOR
 
     def _differs(self, rate: float, engines: int, slots: int, trusted: bool) -> bool:
         """Whether the world is another than the one that the last plan was made for."""

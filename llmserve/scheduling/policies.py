@@ -225,6 +225,11 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.order in MOMENT_ORDERS
 
     @property
+    def uses_profiles(self) -> bool:
+        """Whether anything goes by what batches take on each engine: the order, or the release's plans."""
+        return self.goes_by_times or self.release in PLANNED
+
+    @property
     def has_windows(self) -> bool:
         """Whether batches are looked for among neighbours by length; orders of the moment choose by deadline."""
         return self.release == "window" and not self.goes_by_times

@@ -370,12 +370,12 @@ class FormedQueue:
             heapq.heappop(self._heap)
         return None
 
-    def first(self, without: Container[int] = ()) -> FormedBatch | None:
-        """The first of all but those that came back and have one of these ids; None when there is none."""
+    def first(self, without: Container[FormedBatch] = ()) -> FormedBatch | None:
+        """The first of all but these, which came back; None when there is none."""
         fresh = self.fresh()
         if not self._returned:
             return fresh
-        returned = next((batch for batch in self.returned if batch.id not in without), None)
+        returned = next((batch for batch in self.returned if batch not in without), None)
         if fresh is None or returned is None:
             return fresh or returned
         return min(fresh, returned, key=self.turn_of)

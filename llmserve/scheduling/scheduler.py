@@ -87,7 +87,7 @@ class Scheduler:
         self.wake_at_s: float | None = None  # see the class
         self.preempts = isinstance(order, MomentOrder) and order.preempts
         self._dispatch = Dispatch(order, batch_size)
-        self._deadlines = Deadlines(self._dispatch.times if isinstance(order, MomentOrder) else None)
+        self._deadlines = Deadlines(self._dispatch.times if self._dispatch.moment else None)
         self._rates = rates
         self._new_circuit = circuit
         self._queue_requests_max = queue_requests_max
@@ -205,8 +205,8 @@ class Scheduler:
             return
         queued, queue = queues.admit(request, self._now_s)
         self.requests[request.id] = queued
-        group.present += 1
-        self._deadlines.watch(queued, queues)
+        group.enter(queues)
+        self._deadlines.watch(queued, queues, self._now_s)
         self._dispatch.forming.form_early(queues, queue, self._now_s)
         if self.preempts:
             group.grown[request.model] = queues
@@ -305,7 +305,7 @@ class Scheduler:
 
     def _forget(self, queued: QueuedRequest) -> None:
         del self.requests[queued.request.id]
-        self._group_of(queued).present -= 1
+        self._group_of(queued).leave(self._queues_of(queued))
 
     def _see_answer(self, queued: QueuedRequest, output_tokens: float, ran_s: float) -> None:
         if output_tokens <= 0:
@@ -317,11 +317,16 @@ class Scheduler:
             self._sort_into_queues(queues)
 
     def _see_pace(self, engine: EngineState, model: str, together: int, output_tokens: float, ran_s: float) -> None:
-        if isinstance(self._dispatch.order, MomentOrder):
-            pace = engine.pace
-            engine.took(model, together, output_tokens, ran_s)
-            if engine.pace != pace:
-                self._deadlines.look_again()
+        if not engine.info.speeds:
+            return
+        was_proven = self._now_s < engine.proven_until_s(model)
+        changed = engine.took(model, together, output_tokens, ran_s, self._now_s)
+        if changed or not was_proven:
+            self._deadlines.look_again()
+        if not was_proven and self._dispatch.moment:  # what waits may be known now to be late
+            group = self.groups.group_of(engine)
+            for queued in group.queues[model].dated() if model in group.queues else ():
+                self._deadlines.watch(queued, group.queues[model], self._now_s)
 
     def _fail(self, queued: QueuedRequest, reason: FailReason) -> None:
         self._forget(queued)
@@ -353,10 +358,11 @@ class Scheduler:
         if not again:
             return
         queues = self._queues_of(again[0])
+        self._touch(self._group_of(again[0]))
         longest = max([queued.bin for queued in again])  # a batch may have shorter ones along
         batch = FormedBatch(first.batch_id, longest, first.formed_at_s, again, queues.model)
         for queued in again:
-            self._deadlines.watch(queued, queues)  # it may have been dropped while the request ran
+            self._deadlines.watch(queued, queues, self._now_s)  # it may have been dropped while the request ran
         queues.take_back_batch(batch, avoid)
         self._place_again(again)
 
@@ -366,12 +372,13 @@ class Scheduler:
         It stops nobody in its turn: those would stop others, without end.
         """
         queues = self._queues_of(queued)
-        late_at_s = self._deadlines.late_at_s(queued, queues)
+        late_at_s = self._deadlines.late_at_s(queued, queues, self._now_s)
         if late_at_s is not None and late_at_s <= self._now_s:
             self._fail(queued, "deadline_exceeded")
             return
         queues.take_back(queued)
-        self._deadlines.watch(queued, queues)
+        self._touch(self._group_of(queued))
+        self._deadlines.watch(queued, queues, self._now_s)
         self._place_again([queued])
 
     # ---- where requests wait ----------------------------------------------------------------------------------
@@ -383,6 +390,7 @@ class Scheduler:
         return self.groups.by_name[queued.group].queues[queued.request.model]
 
     def _sort_into_queues(self, queues: ModelQueues) -> None:
+        self._touch(self.groups.by_name[queues.group])
         queues.sort_into_queues()
         self._dispatch.forming.form_all_early(queues, self._now_s)
 
@@ -403,13 +411,13 @@ class Scheduler:
         for queued in moving:
             self._touch(self._group_of(queued))
             self._queues_of(queued).leave(queued)
-            self._group_of(queued).present -= 1
+            self._group_of(queued).leave(self._queues_of(queued))
         for queued in sorted(moving, key=lambda queued: (queued.arrived_at_s, queued.request.id)):
             group = self.groups.group_for(queued.request)
             queues = group.queues_of(queued.request.model, self._now_s)
             queues.take_back(queued)
-            group.present += 1
-            self._deadlines.watch(queued, queues)
+            group.enter(queues)
+            self._deadlines.watch(queued, queues, self._now_s)
             self._touch(group)
             if self.preempts:
                 group.grown[queues.model] = queues
@@ -429,9 +437,12 @@ class Scheduler:
         if not state.ready:  # whatever was wrong with it, it has come back
             state.circuit = self._new_circuit()
             group.pool.paused.pop(event.engine.name, None)
+        no_longer = state.models - set(event.engine.models)
         state.know(event.engine)
         state.ready = True
         group.pool.know(state, self._now_s)
+        if no_longer:
+            group.forget(no_longer)
         for model in event.engine.models or ([] if group.queues else [""]):
             group.queues_of(model, self._now_s)
         self._engines_changed([group])
@@ -541,10 +552,11 @@ class Scheduler:
             self._actions.append(asking[0][1])
         else:
             del self._solving[event.model]
-        if self.groups.by_name.get(group.name) is group:  # else it has been dropped since
+        queues = group.queues.get(event.model)
+        if self.groups.by_name.get(group.name) is group and queues is not None:  # else they have gone since
             self._touch(group)
-            if group.queues[event.model].follow(event.plan):
-                self._sort_into_queues(group.queues[event.model])
+            if queues.follow(event.plan):
+                self._sort_into_queues(queues)
 
     def _on_plan_changed(self, event: PlanChanged) -> None:
         self._engines_changed(self.groups.change(event.groups, self._now_s))

@@ -373,7 +373,7 @@ def engines(
         for _ in range(kind.count):
             info = EngineInfo(f"engine{len(made)}", kind.slots, scenario.barrier, look_ahead)
             made.append(_engine(scenario, info, lengths, streaming, kind.profile))
-    if scheduling.goes_by_times:  # the order goes by what batches take
+    if scheduling.uses_profiles:
         for engine in made:
             engine.info = msgspec.structs.replace(engine.info, speeds={"": engine.costs.times})
     return made

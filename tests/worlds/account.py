@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llmserve.request import Batch, EngineInfo, Request
+from llmserve.scheduling.engines import PROVEN_S
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
@@ -87,6 +88,7 @@ class Engine:
         worker.engines.append(self)
         self.up = False
         self.open_until_s: float | None = None
+        self.shown_s: dict[str, float] = {}  # by model: when an answer last showed how fast it is
         self.running: dict[int, int] = {}  # request id -> batch id
 
     @property
@@ -96,6 +98,10 @@ class Engine:
         if self.worker.stopping or (self.info.barrier and self.worker.runs_a_batch):
             return False
         return self.works and idle and len(self.running) < self.info.slots
+
+    def is_tried(self, model: str, now_s: float) -> bool:
+        """Nothing has shown lately whether it is as fast as it was told to be."""
+        return bool(self.info.speeds) and now_s >= self.shown_s.get(model, -math.inf) + PROVEN_S
 
     @property
     def works(self) -> bool:
@@ -242,6 +248,8 @@ class Account:
         if life is None or life.engine != event.engine:
             return  # stale
         del self._engines[event.engine].running[event.request_id]
+        if event.outcome == "completed":
+            self._engines[event.engine].shown_s[life.request.model] = self._now_s
         if event.fault and event.retryable and not life.gone:
             self._back(event.request_id, event.engine, "engine_failed")
         elif event.outcome == "cancelled" and life.preempted and not life.gone:
@@ -260,6 +268,7 @@ class Account:
         running = self._engines[event.engine].running
         for request_id in [request_id for request_id, batch_id in running.items() if batch_id == event.batch_id]:
             del running[request_id]
+            self._engines[event.engine].shown_s[self._alive[request_id].request.model] = self._now_s
             self._end(request_id, "cancelled" if self._alive[request_id].gone else "completed")
 
     def _ready(self, event: EngineReady, actions: Sequence[Action]) -> None:
@@ -390,7 +399,8 @@ class Account:
         assert request.model == batch.model, f"request {request.id} is of another model than its batch"
         if request.deadline_s is not None:
             assert request.deadline_s > self._now_s, f"request {request.id} was started late"
-            if self._times is not None and not (life.tries and self._times.hopes(request)):
+            tried = len(batch.requests) == 1 and not engine.running and engine.is_tried(request.model, self._now_s)
+            if self._times is not None and not tried and not (life.tries and self._times.hopes(request)):
                 ends_s = self._now_s + self._times.batch_s(engine.info, len(batch.requests))
                 assert ends_s <= request.deadline_s + NEAR_S, f"request {request.id} was started to be late"
         life.engine = engine.info.name
@@ -513,6 +523,8 @@ class Account:
     def _assert_it_has_a_chance(self, request: Request) -> None:
         foreseen = self._foreseen
         if foreseen is None or request.deadline_s is None or not self._steady:
+            return
+        if any(engine.is_tried(request.model, self._now_s) for engine in self._serving(request.model)):
             return
         if not foreseen.hopes(request):
             ends_s = self._now_s + self._least_s(request.model)

@@ -44,7 +44,7 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.policies import DIRECT, SchedulingConfig
+from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.trust import Trust
 
 CONFIGS = st.builds(
@@ -78,7 +78,7 @@ CONFIGS = st.builds(
     preemption_factor=st.sampled_from([1.5, 3.03]),
     patience=st.sampled_from([0.0, 12.0]),
     circuit_faults_max=st.integers(0, 3),
-).map(lambda config: msgspec.structs.replace(config, release="direct") if config.order in DIRECT else config)
+)
 SPEED = Speed(0.1, (0.01, 0.02, 0.03, 0.04))
 ENGINES = st.lists(
     st.builds(

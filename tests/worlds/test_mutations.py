@@ -7,16 +7,16 @@ import itertools
 from collections.abc import Callable
 
 import pytest
+from llmserve.scheduling.direct import Direct
+from llmserve.scheduling.floor import Floor
 from worlds.run import Violation, judge
 
 from llmserve.request import Request
 from llmserve.scheduling.batch_times import BatchTimes, Timetable
 from llmserve.scheduling.circuit import Circuit
-from llmserve.scheduling.direct import Direct
 from llmserve.scheduling.engines import EngineState, Worker
-from llmserve.scheduling.floor import Floor
-from llmserve.scheduling.model_queues import ModelQueues
 from llmserve.scheduling.messages import Action, Event, RequestCancelled, RequestEnded, StartBatch
+from llmserve.scheduling.model_queues import ModelQueues
 from llmserve.scheduling.orders import Flex
 from llmserve.scheduling.planner import Planner
 from llmserve.scheduling.policies import DIRECT
