@@ -21,27 +21,23 @@ QueuesOf = Callable[[QueuedRequest], ModelQueues]
 class Deadlines:
     """Of all requests that wait and have one.
 
-    times  of batches, where the order goes by them; None: it does not
+    times      of batches, where the order goes by them; None: it does not
+    next_at_s  when the next one may be late; None: nobody waits for whom it matters
     """
 
     def __init__(self, times: Timetable | None) -> None:
         self._times = times
+        self.next_at_s: float | None = None
         self._heap: list[tuple[float, int]] = []  # (when it is late, request id), and some that have left
         # By group and model: what a request takes alone, on each engine, and until when that holds.
         self._alone: dict[tuple[str, str], tuple[float, set[tuple[float, float]]]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._heap)
-
-    @property
-    def next_at_s(self) -> float | None:
-        return self._heap[0][0] if self._heap else None
 
     def watch(self, queued: QueuedRequest, queues: ModelQueues, now_s: float) -> None:
         """A request waits, for the first time or again."""
         at_s = self.late_at_s(queued, queues, now_s)
         if at_s is not None:
             heapq.heappush(self._heap, (at_s, queued.request.id))
+            self.next_at_s = self._heap[0][0]
 
     def late_at_s(self, queued: QueuedRequest, queues: ModelQueues, now_s: float) -> float | None:
         """From when on it cannot be in time, as far as is known now; None: never."""
@@ -92,3 +88,4 @@ class Deadlines:
             alive = {id_: at_s for at_s, id_ in self._heap if id_ in requests}
             self._heap = [(at_s, id_) for id_, at_s in alive.items()]
             heapq.heapify(self._heap)
+        self.next_at_s = self._heap[0][0] if self._heap else None

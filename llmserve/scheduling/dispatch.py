@@ -680,11 +680,13 @@ class Dispatch:
         assert isinstance(self.order, MomentOrder), "only an order of the moment preempts"
         (engine, batch), worker.reserved = worker.reserved, None
         choice = MomentChoice(group, self.forming, self.order, self.times, now_s)
-        queues, requests = group.queues[batch.model], list(batch.requests.values())
-        choice.take_back(batch)
+        requests = list(batch.requests.values())  # none, where all have left meanwhile
+        if requests:
+            choice.take_back(batch)
         group.pool.look_at(engine, now_s)
         if requests and engine.info.name in group.pool.free:
-            start = choice.best_of_bin(engine, queues, max([queued.bin for queued in requests]))
+            bin_index = max([queued.bin for queued in requests])
+            start = choice.best_of_bin(engine, group.queues[batch.model], bin_index)
             if start is not None:
                 self._start(group, *start, now_s)
 

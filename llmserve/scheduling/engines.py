@@ -111,10 +111,12 @@ class EngineState:
 
     def takes(self, now_s: float) -> bool:
         """Whether it may be sent anything now, be it only to wait there."""
-        worker = self.worker
+        worker, info = self.worker, self.info
         if not self.ready or worker.next is not None or worker.reserved is not None or not self.circuit.takes(now_s):
             return False
-        return self.room > (0 if self.info.barrier else -self.info.look_ahead)
+        if info.barrier:
+            return info.slots > 0 and not worker.busy
+        return len(self.running) < info.slots + info.look_ahead
 
     @property
     def takes_for_group(self) -> bool:

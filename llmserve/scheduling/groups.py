@@ -57,12 +57,19 @@ class Groups:
     def _note_only(self) -> None:
         self.only = next(iter(self)) if len(self.by_name) == 1 else None
 
+    def alone(self, now_s: float) -> dict[str, Group]:
+        """The only group, by name: it is looked at whatever happens."""
+        assert self.only is not None, "there are several"
+        if self.only.pool.paused:
+            self.only.pool.end_pauses(now_s)
+        return self.by_name
+
     def due(self, now_s: float) -> dict[str, Group]:
-        """Those to be looked at now whatever has happened, by name. One that has no neighbours always is."""
+        """Those of several that are to be looked at now whatever has happened, by name."""
         found = {}
         for group in self.by_name.values():
             over = group.pool.paused and group.pool.end_pauses(now_s)
-            if over or group is self.only or (group.wake_at_s is not None and group.wake_at_s <= now_s):
+            if over or (group.wake_at_s is not None and group.wake_at_s <= now_s):
                 found[group.name] = group
         return found
 

@@ -19,9 +19,7 @@ def check(requests: dict[int, QueuedRequest], groups: Groups, dispatch: Dispatch
             assert queues.waiting == counted, f"{model!r} has {counted} waiting requests, not {queues.waiting}"
         assert group.tally.waiting == sum([queues.waiting for queues in group.queues.values()]), "waiting is miscounted"
         waits = {model for model, queues in group.queues.items() if queues.waiting}
-        assert set(group.tally.queues) == waits, (
-            f"{set(group.tally.queues) ^ waits} wait, or do not"
-        )
+        assert set(group.tally.queues) == waits, f"{set(group.tally.queues) ^ waits} wait, or do not"
         present = sum([queued.group == group.name for queued in requests.values()])
         assert group.present == present, f"{group.name} has {present} requests, not {group.present}"
         for engine in group.pool.engines.values():

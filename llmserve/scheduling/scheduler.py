@@ -144,7 +144,7 @@ class Scheduler:
         self._now_s = now_s
         actions = self._actions = self._dispatch.actions = []
         rates = self._rates.look(now_s) if self._rates is not None else None
-        self._touched = self.groups.due(now_s)
+        self._touched = self.groups.due(now_s) if self.groups.only is None else self.groups.alone(now_s)
         self._handlers[type(event)](event)
         self._settle()
         if rates is not None:
@@ -153,7 +153,7 @@ class Scheduler:
 
     def _settle(self) -> None:
         """After whatever happened: who is late fails, who can start does, who wants a plan asks for it."""
-        if self._deadlines:
+        if self._deadlines.next_at_s is not None:
             self._fail_late_requests()
         for group in self._touched.values():
             dues_s = self._dispatch.settle(group, self._now_s)
@@ -248,12 +248,14 @@ class Scheduler:
             if engine is not None:
                 self._touch(self.groups.group_of(engine))
             return  # stale: the engine was lost with it, and the request lives elsewhere or has ended
-        queued = run.queued
+        queued, circuit, before_s = run.queued, engine.circuit, engine.circuit.open_until_s
         if event.fault:
             if queued.retries == 0:
-                self._judge(engine, lambda circuit: circuit.fault(event.request_id, self._now_s))
+                circuit.fault(event.request_id, self._now_s)
         elif event.outcome != "cancelled":
-            self._judge(engine, lambda circuit: circuit.success([event.request_id]))
+            circuit.success((event.request_id,))
+        if circuit.open_until_s != before_s:
+            self._say_circuit(engine)
         ran_s = self._now_s - run.started_at_s
         engine.let_go(run)
         self.groups.group_of(engine).pool.look_at(engine, self._now_s)
@@ -273,7 +275,12 @@ class Scheduler:
         if engine is None:
             return
         ended = [run for run in engine.running.values() if run.batch_id == event.batch_id]
-        self._judge(engine, lambda circuit: circuit.success([run.queued.request.id for run in ended]))
+        if not engine.circuit.closed:
+            engine.circuit.success([run.queued.request.id for run in ended])
+            if engine.circuit.closed:
+                self._say_circuit(engine)
+        else:
+            engine.circuit.success(())
         for run in ended:
             engine.let_go(run)
             self._end(run.queued)
@@ -305,7 +312,8 @@ class Scheduler:
 
     def _forget(self, queued: QueuedRequest) -> None:
         del self.requests[queued.request.id]
-        self._group_of(queued).leave(self._queues_of(queued))
+        group = self.groups.by_name[queued.group]
+        group.leave(group.queues[queued.request.model])
 
     def _see_answer(self, queued: QueuedRequest, output_tokens: float, ran_s: float) -> None:
         if output_tokens <= 0:
@@ -480,14 +488,9 @@ class Scheduler:
         group.pool.look_at(state, self._now_s)  # for others that share its GPU
         self._freed(state)
 
-    def _judge(self, engine: EngineState, tell: Callable[[Circuit], None]) -> None:
-        """Tell its circuit something; say so when that opens or closes it."""
-        before_s = engine.circuit.open_until_s
-        tell(engine.circuit)
-        until_s = engine.circuit.open_until_s
-        if until_s == before_s:
-            return
-        group, name = self.groups.group_of(engine), engine.info.name
+    def _say_circuit(self, engine: EngineState) -> None:
+        """Its circuit has opened, for longer than before or for the first time; or it has closed."""
+        group, name, until_s = self.groups.group_of(engine), engine.info.name, engine.circuit.open_until_s
         if until_s is None:
             group.pool.paused.pop(name, None)
             self._actions.append(ReportCircuit(name, None))
