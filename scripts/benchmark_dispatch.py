@@ -28,6 +28,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: the runs are
 
 import msgspec
 import numpy as np
+from reproduction.batchmonitor.printed_rate import PrintedScheduling
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -87,6 +88,10 @@ def settings(release: str, bins: int = 1, **more: Any) -> SchedulingConfig:
     return SchedulingConfig(bins=bins, batch_size=BATCH, release=release, queue_requests_max=10**9, **more)
 
 
+def rate_as_printed() -> SchedulingConfig:
+    return PrintedScheduling(bins=1, batch_size=BATCH, queue_requests_max=10**9)
+
+
 # ---- what is compared -------------------------------------------------------------------------------------------
 
 
@@ -96,7 +101,7 @@ def baselines(bins: Iterable[int]) -> Iterator[tuple[str, SchedulingConfig]]:
     yield "timeout 15 s, 1 bin", settings("timeout", 1, batch_wait_s=15.0)
     yield "timeout 15 s, 4 bins", settings("timeout", 4, batch_wait_s=15.0)
     yield "full, 8 bins", settings("full", 8)
-    yield "rate as printed, 1 bin", settings("rate", 1)
+    yield "rate as printed, 1 bin", rate_as_printed()
     yield "rate with head-room, 1 bin", settings("rate-headroom", 1, batch_wait_s=15.0)
 
 
@@ -214,7 +219,7 @@ def cost_runs() -> Iterator[Run]:
             *((f"static {size}", settings(f"static:{size}")) for size in (8, 16, 32)),
             ("timeout 5 ms", settings("timeout", batch_wait_s=0.005)),
             ("timeout 20 ms", settings("timeout", batch_wait_s=0.02)),
-            ("rate as printed", settings("rate")),
+            ("rate as printed", rate_as_printed()),
             ("rate with head-room", settings("rate-headroom", batch_wait_s=0.02)),
         ):
             scenario = Scenario(

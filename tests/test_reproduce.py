@@ -44,7 +44,9 @@ from llmserve.cluster import journal  # noqa: E402
 from llmserve.errors import ConfigError  # noqa: E402
 from llmserve.scheduling.messages import ReportTrust  # noqa: E402
 from llmserve.scheduling.policies import SchedulingConfig  # noqa: E402
-from llmserve.simulate import Scenario, simulate  # noqa: E402
+from llmserve.simulate import Scenario, run, simulate  # noqa: E402
+from llmserve.simulation.report import Recorder  # noqa: E402
+from llmserve.simulation.scenario import prepare  # noqa: E402
 
 OPTIONS = {"multibin": ("--jobs", "1", "--gsm8k", "answers.jsonl")}  # the file lies in the folder that is written to
 
@@ -78,8 +80,8 @@ async def made_up(effort: engines.Effort, report: object) -> engines.Observed:
 def run_of(lengths: list[int], size: int = 8) -> engines.throughput.Run:
     """Batches of neighbours in the list; a batch takes 10 ms for each token of its longest answer."""
     batches = [str(place // size) for place in range(len(lengths))]
-    run = engines.throughput.Run(1.0, lengths, batches, [1.0] * len(lengths))
-    return dataclasses.replace(run, seconds=0.01 * sum(run.longest))
+    made = engines.throughput.Run(1.0, lengths, batches, [1.0] * len(lengths))
+    return dataclasses.replace(made, seconds=0.01 * sum(made.longest))
 
 
 def records(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -312,10 +314,11 @@ def test_if_every_count_were_its_mean_the_rule_as_printed_would_take_53_ms(writt
 def test_what_arrives_in_the_warm_up_is_left_out(tmp_path: Path) -> None:
     write_trace(tmp_path / "trace.csv", np.array([0.0, 1.0, 10.0, 20.0]))
     scenario = Scenario(trace=str(tmp_path / "trace.csv"), step_s=2.0, barrier=True, predictions="none")
-    scheduling = SchedulingConfig(release="greedy", batch_size=1, bins=1)
-    simulate(scenario, scheduling, journal_path=tmp_path / "journal")
+    scheduling = SchedulingConfig(release="greedy", batch_size=1, bins=1).resolved(barrier=True)
+    recorder = Recorder(4)
+    run(scenario, scheduling, prepare(scenario, scheduling), recorder=recorder)
     # Batches run from 0 to 2, 2 to 4, 10 to 12 and from 20 on: from 3 to 20 the engine is busy for 1 + 2 s.
-    assert after_warm_up(tmp_path / "journal", 3.0) == pytest.approx((2.0, 3 / 17))
+    assert after_warm_up(recorder, 3.0) == pytest.approx((2.0, 3 / 17))
 
 
 # ---- Multi-Bin --------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from reproduction.shepherd.runs import (  # noqa: E402
     WITHOUT_PREEMPTION,
     run,
 )
+from reproduction.shepherd.streams import Arrivals, Streams, Traffic, index_of_dispersion  # noqa: E402
 from reproduction.shepherd.worlds import (  # noqa: E402
     BURSTY,
     STABLE,
@@ -50,8 +51,9 @@ from reproduction.shepherd.worlds import (  # noqa: E402
 
 sys.path.remove(SCRIPTS)
 
+from worlds.invariants import check
+
 from llmserve.errors import ConfigError  # noqa: E402
-from llmserve.simulation.streams import Arrivals, Streams, Traffic, index_of_dispersion  # noqa: E402
 
 # ---- models ----
 
@@ -351,7 +353,7 @@ def test_what_is_late_is_wasted() -> None:
 def test_of_an_isolated_burst_at_90_ms_358_are_in_time_with_preemption_and_58_without(
     policy: str, in_time: int
 ) -> None:
-    found = run(workloads.isolated_burst(0.09), policy, 1, check=True)
+    found = run(workloads.isolated_burst(0.09), policy, 1, check=check)
     assert found.in_time == in_time
     assert found.preemptions == (4 if policy in (FLEX, PRINTED) else 0)
 
@@ -383,7 +385,7 @@ def test_nexus_serves_all_that_comes_evenly_and_idles_in_between() -> None:
     """200 requests a second of ResNet50, one by one: 40 gather in 200 ms, and take 38. All are in time."""
     arrivals = of_model("ResNet50", np.arange(0.001, 2.0, 0.005).tolist())
     planned = [plan([Demand("ResNet50", TABLE_4["ResNet50"].batch_s, 200.0, 0.25)], gpus=1)]
-    found = run(arrivals, NEXUS, 1, plans=planned, check=True)
+    found = run(arrivals, NEXUS, 1, plans=planned, check=check)
     assert found.in_time == len(arrivals)
     assert found.batch_size > 30
     assert 0.1 < found.utilisation < 0.3
@@ -419,7 +421,7 @@ def burst(deadlines_s: list[float]) -> Arrivals:
 )
 def test_readings_of_clockwork_differ_in_what_they_batch(policy: str, in_time: int, batches: list[int]) -> None:
     """One is due at 18 ms, when it would be just in time alone (8.71 + 8.71), 19 others at 200."""
-    found = run(burst([0.018, *[0.2] * 19]), policy, 1, check=True)
+    found = run(burst([0.018, *[0.2] * 19]), policy, 1, check=check)
     assert found.in_time == in_time
     assert (found.batches, found.started) == (len(batches), sum(batches))
 

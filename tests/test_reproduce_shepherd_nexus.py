@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
+from worlds.invariants import check
 
 from llmserve.cluster.simulated import SimulatedCluster
 from llmserve.request import EngineInfo, Request, Speed
 from llmserve.scheduling.messages import Action, BatchEnded, EngineReady, Event, RequestArrived, StartBatch, TimerFired
-from llmserve.scheduling.order.nexus import Nexus, Schedule, Turn
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.scheduler import Scheduler
-from llmserve.simulation.worker import SimulatedWorker
+
+SCRIPTS = str(Path(__file__).resolve().parents[1] / "scripts")
+
+sys.path.insert(0, SCRIPTS)  # as when a script is run
+from reproduction.shepherd.nexus_order import Nexus, Schedule, Turn  # noqa: E402
+from reproduction.shepherd.worker import SimulatedWorker  # noqa: E402
+
+sys.path.remove(SCRIPTS)
 
 MS = 1e-3
 SPEEDS = {model: Speed(10 * MS, tuple([size * MS for size in range(1, 9)])) for model in "xy"}  # 10 + b ms
@@ -18,7 +28,7 @@ SPEEDS = {model: Speed(10 * MS, tuple([size * MS for size in range(1, 9)])) for 
 
 def follow(*schedules: Schedule, engines: tuple[str, ...] = ("gpu0",)) -> Scheduler:
     config = SchedulingConfig(order="clockwork", batch_size=8, bins=1, edges_refit_every=0, trust_window=1_000)
-    made = config.resolved(True).scheduler(scores=(1.0,) * 10, direct=Nexus(schedules))
+    made = config.resolved(True).scheduler(scores=(1.0,) * 10, order=Nexus(schedules))
     for name in engines:
         made.handle(EngineReady(EngineInfo(name, 8, barrier=True, models=("x", "y"), speeds=SPEEDS)), 0.0)
     return made
@@ -32,7 +42,7 @@ def cycle(duty_ms: float, *turns: tuple[float, str, int], from_s: float = 0.0, e
 
 def step(made: Scheduler, event: Event, now_ms: float) -> list[Action]:
     actions = made.handle(event, now_ms * MS)
-    made.check()
+    check(made)
     return actions
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,12 @@ from hypothesis import strategies as st
 
 from llmserve.errors import ConfigError
 from llmserve.request import Request
-from llmserve.simulation.streams import (
+from llmserve.simulation.workload import Bursts
+
+SCRIPTS = str(Path(__file__).resolve().parents[1] / "scripts")
+
+sys.path.insert(0, SCRIPTS)  # as when a script is run
+from reproduction.shepherd.streams import (  # noqa: E402
     Arrivals,
     Phases,
     Streams,
@@ -20,7 +26,8 @@ from llmserve.simulation.streams import (
     index_of_dispersion,
     read_traffic,
 )
-from llmserve.simulation.workload import Bursts
+
+sys.path.remove(SCRIPTS)
 
 BURSTS = Bursts.of(1.0, ratio=10.0, high_s=0.5, low_s=4.5)
 PHASES: tuple[Phases, ...] = ("stream", "model", "common")

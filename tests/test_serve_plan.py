@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from front import Front, StartFront, until
+from worlds.invariants import check
 
 from llmserve import herd
 from llmserve.cluster import journal
@@ -124,7 +125,7 @@ async def test_a_plan_that_changes_while_requests_run_and_wait_loses_none_and_ru
             await until(partial(over, ended))
             assert front.cluster.scheduler.waiting, "there must be something to move"
             front.cluster.tell(PlanChanged(groups))
-            front.cluster.scheduler.check()
+            check(front.cluster.scheduler)
             asking += [asyncio.ensure_future(ask(front, "mn"[number % 2], max_tokens=8)) for number in range(4)]
         assert {status for status, _ in await asyncio.gather(*asking)} == {200}
         assert sum(len(fake.bodies) for fake in fakes) == len(asking), "each has run once"

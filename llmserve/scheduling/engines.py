@@ -1,17 +1,25 @@
 """Engines as the scheduler sees them: what each runs, what it could take, and which one takes what.
 
 The engines of a serving group are a pool. Engines that share a GPU are one worker.
+
+How much of an engine's KV cache its requests will need: a request holds its prompt and what it has generated, and gives
+all back when it ends. Requests end at different times, so the most that is ever needed at once is less than the sum of
+their totals. With h_i tokens held now, c_i choices (each grows by one token a step) and r_i steps to go, the need just
+before request j ends is
+
+    sum over i with r_i >= r_j of (h_i + c_i r_j)
+
+and the peak is the largest of these over j.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
 from llmserve.request import EngineInfo, Speed
-from llmserve.scheduling.affinity import PrefixMemory
 from llmserve.scheduling.circuit import Circuit
-from llmserve.scheduling.memory import peak_tokens, remaining_tokens
 from llmserve.scheduling.queues import BLOCK_TOKENS, FormedBatch, QueuedRequest, Run
 
 SURE_SHARE = 0.5  # of the cache: with predictions that fill less of it nothing is looked at closely
@@ -20,6 +28,8 @@ PACE_MEMORY = 32  # answers after which a pace's weight has fallen to a third
 PACE_SAME = 1e-6  # differences of rounding, not of speed
 PACE_LEAST, PACE_MOST = 1.0 / 64.0, 64.0  # beyond these something else happened than a batch
 PROVEN_S = 10.0  # so long what an engine's last answer showed of its pace is taken for true
+OVERDUE_SHARE = 0.25  # an answer longer than all predictions is expected to grow by this share of itself
+PREFIX_ENGINES_MAX = 4  # remembered per prefix, the latest ones
 IMBALANCE = 0.25  # share of its slots by which an engine may be busier than another and still be preferred for a prefix
 
 
@@ -214,6 +224,44 @@ class EngineState:
         return pace.value != before
 
 
+class PrefixMemory:
+    """The last `prefixes_max` hashes of prompt beginnings, each with the engines that served it last.
+
+    A request brings hashes of ever longer beginnings; the longest one that is known counts.
+    """
+
+    def __init__(self, prefixes_max: int = 16_384) -> None:
+        self._prefixes_max = prefixes_max
+        self._engines: OrderedDict[int, tuple[str, ...]] = OrderedDict()  # hash -> names, the latest first
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def served(self, prefixes: tuple[int, ...], engine: str) -> None:
+        for prefix in prefixes:
+            others = [name for name in self._engines.pop(prefix, ()) if name != engine]
+            self._engines[prefix] = (engine, *others[: PREFIX_ENGINES_MAX - 1])
+        while len(self._engines) > self._prefixes_max:
+            self._engines.popitem(last=False)
+
+    def among(self, prefixes: tuple[int, ...], engines: Collection[str]) -> list[str]:
+        """Those of `engines` that served the longest beginning any of them served; [] when none did."""
+        for prefix in reversed(prefixes):
+            known = [name for name in self._engines.get(prefix, ()) if name in engines]
+            if known:
+                return known
+        return []
+
+    def forget(self, engine: str) -> None:
+        """It has lost its cache."""
+        for prefix, names in list(self._engines.items()):
+            left = tuple(name for name in names if name != engine)
+            if left:
+                self._engines[prefix] = left
+            else:
+                del self._engines[prefix]
+
+
 class EnginePool:
     """The engines of one group.
 
@@ -337,8 +385,31 @@ class EnginePool:
 
 
 def _need(queued: QueuedRequest, ran_s: float, seconds_per_token: float) -> tuple[float, float, float]:
-    """(held now, choices, steps to go) of one request; see scheduling/memory.py."""
+    """(held now, choices, steps to go) of one request; see the module."""
     request, expected = queued.request, queued.expected_tokens
     generated = ran_s / seconds_per_token
     held = request.prompt_tokens + request.choices * (generated + BLOCK_TOKENS)
     return held, request.choices, remaining_tokens(request.quantiles, expected, generated)
+
+
+def remaining_tokens(quantiles: tuple[float, ...], expected: float, generated: float) -> float:
+    """Output tokens that a request is expected to generate still, having generated so many.
+
+    quantiles: its equally likely lengths, () when only `expected` is known.
+    """
+    if generated > 0:
+        longer = [length for length in quantiles if length > generated]
+        if longer:
+            return sum(longer) / len(longer) - generated
+    left = expected - generated
+    return left if left > 0 else OVERDUE_SHARE * generated
+
+
+def peak_tokens(requests: Iterable[tuple[float, float, float]]) -> float:
+    """The most that (held now, choices, steps to go) will need at once, tokens. O(n log n)."""
+    held = choices = peak = 0.0
+    for held_i, choices_i, remaining_i in sorted(requests, key=lambda request: -request[2]):
+        held += held_i
+        choices += choices_i
+        peak = max(peak, held + choices * remaining_i)
+    return peak

@@ -172,21 +172,6 @@ class Groups:
                 del self.by_name[name]
         self._note_only()
 
-    # ---- promises ----
-
-    def check(self) -> None:
-        """Assert that every worker belongs where the plan has it, and every engine to one group."""
-        for name, worker in self._workers.items():
-            belongs = worker.next or worker.group
-            assert belongs == self.layout.group_of_worker(name), f"{name} is in {belongs}"
-            assert worker.next is None or worker.busy, f"{name} could join {belongs}"
-            for engine in worker.engines:
-                pools = [group.name for group in self if engine.info.name in group.pool.engines]
-                assert pools == [belongs], f"{engine.info.name} is in the pools of {pools}"
-        left = {worker.group for worker in self._workers.values()} | self.layout.names
-        for group in self:
-            assert group.name in left or not group.empty, f"{group.name} is over"
-
 
 def _can(group: Group, model: str) -> int:
     """SERVES, AWAITS (an engine that will) or CANNOT."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 
 from bins.dispatch import DispatchPlan, Observed
 from bins.edges import OnlineEdges
@@ -353,3 +354,42 @@ class Group:
     def empty(self) -> bool:
         """Nothing waits or runs for it, and no engine is its own."""
         return not self.present and not any(engine.ready for engine in self.pool.engines.values())
+
+
+class Forming:
+    """Bins let batches go.
+
+    batch_size  largest batch
+    draining    no more requests come: nothing waits for company
+    """
+
+    def __init__(self, batch_size: int, *, early_drain: bool) -> None:
+        self.batch_size = batch_size
+        self.draining = False
+        self._early_drain = early_drain  # when draining, bins let go of what they hold although no engine is free
+        self._batch_ids = count(1)
+
+    def size(self, queues: ModelQueues, queue: BinQueue, now_s: float, idle: bool | None) -> int:
+        """Requests that a bin lets go now; see Release.size."""
+        if not len(queue):
+            return 0
+        if self.draining and (self._early_drain or idle is not None):
+            return min(len(queue), self.batch_size)
+        return queues.release.size(queue, now_s, idle)
+
+    def form_early(self, queues: ModelQueues, queue: BinQueue, now_s: float) -> None:
+        """Let everything go that the release lets go whether or not an engine is free."""
+        while (size := self.size(queues, queue, now_s, None)) > 0:
+            self.push(queues, queue, size, now_s)
+
+    def form_all_early(self, queues: ModelQueues, now_s: float) -> None:
+        for queue in queues.bins:
+            self.form_early(queues, queue, now_s)
+
+    def push(self, queues: ModelQueues, queue: BinQueue, size: int, now_s: float) -> None:
+        """So many requests of a bin wait as a formed batch from now on."""
+        queues.formed.push(self.form(queues, queue.index, queue.take(size), now_s))
+
+    def form(self, queues: ModelQueues, bin_index: int, requests: list[QueuedRequest], now_s: float) -> FormedBatch:
+        """A batch of these, which have left their bins."""
+        return FormedBatch(next(self._batch_ids), bin_index, now_s, requests, queues.model)

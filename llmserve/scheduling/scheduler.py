@@ -21,7 +21,6 @@ from llmserve.scheduling.deadlines import Deadlines
 from llmserve.scheduling.dispatch import Dispatch
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.groups import Groups
-from llmserve.scheduling.invariants import check
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
@@ -566,7 +565,3 @@ class Scheduler:
         for group in self.groups:
             self._touch(group)
         self._place_again(list(self.requests.values()))
-
-    def check(self) -> None:
-        """Assert every invariant of the state. O(requests)."""
-        check(self.requests, self.groups, self._dispatch, self._now_s)

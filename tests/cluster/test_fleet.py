@@ -18,6 +18,7 @@ import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from front import Front, StartFront, until
+from worlds.invariants import check
 
 from llmserve.api.limits import ApiConfig
 from llmserve.cluster.journal import Header, Journal
@@ -384,7 +385,7 @@ async def test_after_thousands_of_disconnects_at_any_moment_nothing_is_left(star
         assert 0 < answered < 3_000
         await until(lambda: not front.cluster.scheduler.requests)
         await until(lambda: first.running == second.running == 0)
-        front.cluster.scheduler.check()
+        check(front.cluster.scheduler)
         assert not front.cluster._exchanges
         assert not front.cluster._open
         assert [len(desk.running) for desk in front.cluster.fleet.desks.values()] == [0, 0]

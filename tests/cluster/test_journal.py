@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
+from llmserve.simulation.worker import SimulatedWorker
 
 from llmserve.cluster import journal
 from llmserve.cluster.journal import Header, Journal
 from llmserve.cluster.simulated import SimulatedCluster
 from llmserve.errors import JournalError
 from llmserve.request import EngineInfo, Request, Speed
-from llmserve.scheduling.rates import Replan
 from llmserve.scheduling.messages import (
     EngineReady,
     PlanChanged,
@@ -19,7 +19,7 @@ from llmserve.scheduling.messages import (
     ServingGroup,
 )
 from llmserve.scheduling.policies import SchedulingConfig
-from llmserve.simulation.worker import SimulatedWorker
+from llmserve.scheduling.rates import Replan
 
 HEADER = Header(SchedulingConfig(bins=2, edges=(10.0,)).resolved(barrier=True), (1.0, 2.0))
 

@@ -15,6 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from front import Front, StartFront, until
 from prometheus_client.parser import text_string_to_metric_families
+from worlds.invariants import check
 
 import predictor
 from bins.profile import Curve, Profile
@@ -496,7 +497,7 @@ async def test_under_bursts_every_request_ends_exactly_once(start_front: StartFr
 
         large, small = await asyncio.gather(trickle(), bursts())
         await until(lambda: not front.cluster.scheduler.requests)
-        front.cluster.scheduler.check()
+        check(front.cluster.scheduler)
         ended = await told(front, "llmserve_requests_total")
     assert set(large) | set(small) <= {200, 504}
     assert (large.total(), small.total()) == (8, 12 * 16)

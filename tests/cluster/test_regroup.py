@@ -6,9 +6,9 @@ from collections.abc import Callable
 from llmserve.cluster.journal import Header, Journal
 from llmserve.cluster.regroup import Planned, Regrouper
 from llmserve.scheduling.layout import PlannedGroup
-from llmserve.scheduling.rates import Rates
 from llmserve.scheduling.messages import Event, PlanChanged, PlanGroups, ServingGroup, TimerFired
 from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.scheduling.rates import Rates
 
 LEFT = PlannedGroup("left", 1, ("m",), workers=("w",))
 RIGHT = PlannedGroup("right", 1, ("n",), workers=("w",))

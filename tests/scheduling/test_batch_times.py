@@ -45,7 +45,9 @@ def test_the_longest_of_several_answers_is_longer_than_one() -> None:
 def test_where_slots_refill_each_answer_takes_its_own_steps_which_all_slots_share() -> None:
     times = times_of(Timetable(2), engine(barrier=False, every=SPEED), queues(10.0, batch_size=2))
     assert times.expected == (25.5, 25.5)
-    assert times_of(Timetable(8), engine(barrier=False, every=SPEED), queues(10.0, batch_size=8)).expected == (25.5,) * 8
+    assert (
+        times_of(Timetable(8), engine(barrier=False, every=SPEED), queues(10.0, batch_size=8)).expected == (25.5,) * 8
+    )
 
 
 def test_where_slots_refill_the_least_time_is_that_of_slots_which_nobody_else_shares() -> None:
@@ -73,7 +75,9 @@ def test_each_model_has_its_own_speed_or_that_of_all_others() -> None:
 def test_what_nobody_told_takes_no_time_as_far_as_is_known() -> None:
     nothing = times_of(Timetable(2), engine(), queues(10.0, batch_size=2))
     assert (nothing.expected, nothing.least) == ((0.0, 0.0), (0.0, 0.0))
-    assert times_of(Timetable(1), engine(every=SPEED), queues(batch_size=1)).expected == (0.5,)  # before the first answer
+    assert times_of(Timetable(1), engine(every=SPEED), queues(batch_size=1)).expected == (
+        0.5,
+    )  # before the first answer
 
 
 def test_bins_have_their_own_lengths() -> None:

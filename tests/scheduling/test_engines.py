@@ -7,6 +7,7 @@ import random
 import msgspec
 from test_orders import one_by_one
 from test_scheduler import arrive, scheduler, step
+from worlds.invariants import check
 
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
@@ -308,7 +309,7 @@ def test_after_100_000_random_disconnects_every_counter_is_zero() -> None:
     for name, state in made.engines.items():
         for request_id in list(state.running):
             made.handle(RequestEnded(name, request_id, "cancelled"), now_s)
-    made.check()
+    check(made)
     assert (len(made.requests), made.waiting, len(made.queues("").formed)) == (0, 0, 0)
     assert [(len(state.running), state.total_tokens, state.room) for state in made.engines.values()] == [(0, 0, 4)] * 3
 

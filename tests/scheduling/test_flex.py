@@ -4,13 +4,13 @@ Unless a test says otherwise an answer has one token, and a batch of b takes b s
 """
 
 import random
-from collections import defaultdict
 from collections.abc import Sequence
 
 import pytest
+from worlds.invariants import check
 
 from llmserve.cluster.simulated import SimulatedCluster
-from llmserve.request import EngineInfo, Request, Speed
+from llmserve.request import Batch, EngineInfo, Request, Speed
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
@@ -31,7 +31,6 @@ from llmserve.scheduling.messages import (
 from llmserve.scheduling.orders import Candidate, Flex, Key, MomentOrder, Order
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.scheduler import Scheduler
-from llmserve.simulation.worker import SimulatedWorker
 
 SIZES = 128
 Starts = list[tuple[str, list[int]]]
@@ -57,7 +56,7 @@ def scheduler(*engines: EngineInfo, lengths: Sequence[float] = (1.0,), **config:
 
 def step(made: Scheduler, event: Event, now_s: float = 0.0) -> list[Action]:
     actions = made.handle(event, now_s)
-    made.check()
+    check(made)
     return actions
 
 
@@ -599,6 +598,31 @@ def test_an_isolated_burst_is_in_time_6_2_times_as_often_where_others_make_room(
     assert sum(met for _, met in done) == in_time
 
 
+class Gpu:
+    """Serves several models, a batch at a time, each as fast as it was told to be, in answers of one token."""
+
+    def __init__(self, info: EngineInfo) -> None:
+        self.info = info
+        self.next_end_s: float | None = None
+        self._batch_id = 0
+        self._running: dict[int, float] = {}  # output tokens by request id
+
+    def start(self, batch: Batch, now_s: float) -> None:
+        assert not self._running, f"{self.info.name} was sent two batches"
+        self._batch_id, self._running = batch.id, {request.id: 1.0 for request in batch.requests}
+        speed = self.info.speeds.get(batch.model) or self.info.speeds[""]
+        self.next_end_s = now_s + speed.prefill_s + speed.step_s[len(self._running) - 1]
+
+    def abort(self, request_id: int, now_s: float) -> None:
+        self._running.pop(request_id, None)
+        if not self._running:
+            self.next_end_s = None
+
+    def end(self, now_s: float) -> Event:
+        ended, self._running, self.next_end_s = self._running, {}, None
+        return BatchEnded(self.info.name, self._batch_id, ended)
+
+
 def run(
     engines: Sequence[EngineInfo],
     arrivals: Sequence[tuple[float, Request]],
@@ -624,10 +648,9 @@ def run(
             for request_id in event.output_tokens:
                 deadline_s = deadlines_s[request_id]
                 done.append((request_id, deadline_s is None or now_s <= deadline_s + 1e-9))
-        made.check()
+        check(made)
 
-    lengths: defaultdict[int, float] = defaultdict(lambda: 1.0)
-    cluster = SimulatedCluster(made, [SimulatedWorker(engine, lengths) for engine in engines], on_step=listen)
+    cluster = SimulatedCluster(made, [Gpu(engine) for engine in engines], on_step=listen)
     cluster.run(iter(arrivals))
     return done
 

@@ -7,12 +7,11 @@ import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from worlds.invariants import check
 
 from bins.dispatch import DispatchPlan, DispatchTable
 from llmserve.cluster.journal import Header, Step, replay
 from llmserve.request import EngineInfo, Request, Speed
-from llmserve.scheduling.rates import GroupRates, Replan
-from llmserve.scheduling.groups import Groups
 from llmserve.scheduling.layout import FALLBACK, Layout
 from llmserve.scheduling.messages import (
     AbortRequest,
@@ -38,6 +37,8 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.scheduling.rates import GroupRates, Replan
+from llmserve.scheduling.scheduler import Scheduler
 
 LEFT = ServingGroup("left", ("a",), ("m",))
 RIGHT = ServingGroup("right", ("b",), ("n",))
@@ -50,23 +51,22 @@ def engine(name: str, slots: int = 1, **fields: object) -> EngineInfo:
 
 def grouped(
     plan: tuple[ServingGroup, ...], *engines: EngineInfo, replan: Replan | None = None, **config: object
-) -> Groups:
+) -> Scheduler:
     """One request after the other, of a token each, unless told otherwise; these engines are up."""
     values = {"bins": 1, "batch_size": 1, "release": "greedy", "order": "fffs", **config}
     made = Header(SchedulingConfig(**values), (1.0,) * 64, groups=plan, replan=replan).scheduler()  # type: ignore[arg-type]
-    assert isinstance(made, Groups)
     for info in engines:
         step(made, EngineReady(info))
     return made
 
 
-def step(made: Groups, event: Event, now_s: float = 0.0) -> list[Action]:
+def step(made: Scheduler, event: Event, now_s: float = 0.0) -> list[Action]:
     actions = made.handle(event, now_s)
-    made.check()
+    check(made)
     return actions
 
 
-def arrive(made: Groups, *requests: Request, now_s: float = 0.0) -> list[Action]:
+def arrive(made: Scheduler, *requests: Request, now_s: float = 0.0) -> list[Action]:
     return [action for request in requests for action in step(made, RequestArrived(request), now_s)]
 
 
@@ -92,9 +92,8 @@ def placed(actions: list[Action]) -> list[tuple[int, str]]:
     ]
 
 
-def home(made: Groups, request_id: int) -> str:
-    (name,) = [name for name, group in made.groups.items() if request_id in group.scheduler.requests]
-    return name
+def home(made: Scheduler, request_id: int) -> str:
+    return made.requests[request_id].group
 
 
 # ---- whose request ----
@@ -190,13 +189,16 @@ def test_the_earliest_group_wakes_all_and_only_those_whose_time_has_come() -> No
     assert made.wake_at_s is None
 
 
-def test_many_wakes_that_stand_no_more_are_swept_out() -> None:
+def test_the_earliest_of_many_deadlines_wakes_and_of_no_request_that_is_over() -> None:
     made = grouped((LEFT,), engine("a"))
     arrive(made, m(0))
     for number in range(1, 1_000):
         arrive(made, m(number, deadline_s=1_000.0 - number * 0.5))
-    assert len(made._wakes) < 100
     assert made.wake_at_s == 500.5
+    for number in range(1, 1_000):
+        step(made, RequestCancelled(number))
+    step(made, TimerFired(), 500.5)
+    assert made.wake_at_s is None
 
 
 # ---- plans ----
@@ -273,7 +275,7 @@ def test_those_whom_a_batch_was_stopped_for_move_when_they_cannot_run_there_afte
     speeds = {"": Speed(0.0, (0.1, 0.2, 0.3, 0.4))}
     barrier = [engine(name, 4, barrier=True, speeds=speeds) for name in ("a", "b")]
     first = (ServingGroup("left", ("a",), ("m", "n")), ServingGroup("right", ("b",), ()))
-    made = grouped(first, *barrier, order="flex", release="direct", batch_size=4, preemption_factor=3.5)
+    made = grouped(first, *barrier, order="flex", release="window", batch_size=4, preemption_factor=3.5)
     arrive(made, m(1, predicted_tokens=1.0))
     waiting = [n(number, predicted_tokens=1.0, deadline_s=0.45) for number in range(2, 6)]
     assert arrive(made, *waiting) == [PreemptBatch("a", 1, (1,))]
@@ -306,9 +308,9 @@ def test_a_group_that_is_no_longer_there_is_kept_until_it_is_empty() -> None:
     made = grouped((LEFT, RIGHT), engine("a"), engine("b"))
     arrive(made, m(1))
     step(made, PlanChanged((RIGHT,)))
-    assert sorted(made.groups) == [FALLBACK, "left", "right"]
+    assert sorted(made.groups.by_name) == [FALLBACK, "left", "right"]
     step(made, ended("a", 1))
-    assert sorted(made.groups) == [FALLBACK, "right"]
+    assert sorted(made.groups.by_name) == [FALLBACK, "right"]
 
 
 def test_the_engines_of_one_worker_move_together() -> None:
@@ -319,7 +321,7 @@ def test_the_engines_of_one_worker_move_together() -> None:
     step(made, PlanChanged((ServingGroup("right", ("gpu0",), ("m", "n")),)), 1.0)
     assert home(made, 2) == "right"
     assert placed(step(made, BatchEnded("m", 1, {1: 5.0}), 2.0)) == [(2, "n")]
-    assert sorted(made.groups) == [FALLBACK, "right"]
+    assert sorted(made.groups.by_name) == [FALLBACK, "right"]
 
 
 def test_a_plan_that_is_taken_back_leaves_a_worker_where_it_is() -> None:
@@ -448,7 +450,15 @@ def test_streams_beyond_the_limit_are_counted_by_their_model(monkeypatch: pytest
 
 # ---- laws ----
 
-POLICIES = [("fffs", "greedy"), ("edf", "full"), ("fffs", "timeout"), ("edf", "window"), ("flex", "direct")]
+POLICIES = [
+    ("fffs", "greedy"),
+    ("edf", "full"),
+    ("fffs", "timeout"),
+    ("edf", "window"),
+    ("flex", "window"),
+    ("flex", "timeout"),
+    ("clockwork", "full"),
+]
 WORKERS = ("w0", "w1", "w2")
 MODELS = ("m", "n", "k")
 STREAMS = ("", "chat")
@@ -518,7 +528,6 @@ class AnyPlans(RuleBasedStateMachine):
         config = msgspec.structs.replace(config, order=policy[0], release=policy[1])
         self.header = Header(config, groups=plan or (LEFT,), replan=Replan(1.0))
         made = self.header.scheduler()
-        assert isinstance(made, Groups)
         self.made = made
         self.now_s = 0.0
         self.steps: list[Step] = []
@@ -576,10 +585,11 @@ class AnyPlans(RuleBasedStateMachine):
     def one_ends(self, data: st.DataObject, how: str) -> None:
         request_id = data.draw(st.sampled_from(self.running()))
         engine_name = self.alive[request_id]
-        ticket = self.made.requests[request_id]
+        queued = self.made.requests[request_id]
+        assert queued.run is not None
         retryable = request_id not in self.began
-        again = (how == "fault" and retryable) or (how == "cancelled" and ticket.preempted)
-        if again and not ticket.cancelled:
+        again = (how == "fault" and retryable) or (how == "cancelled" and queued.run.stopping)
+        if again and not queued.cancelled:
             self.alive[request_id] = None
         else:
             del self.alive[request_id]
@@ -640,12 +650,13 @@ class AnyPlans(RuleBasedStateMachine):
 
     @invariant()
     def each_is_where_the_world_knows_it(self) -> None:
-        self.made.check()
+        check(self.made)
         assert set(self.made.requests) == set(self.alive), "somebody was lost, or told of twice"
         for request_id, where in self.alive.items():
-            ticket = self.made.requests[request_id]
-            assert ticket.engine == (where or ""), f"{request_id} runs on {where}, its ticket says {ticket.engine}"
-            assert ticket.arrived_at_s == self.arrived[request_id]
+            queued = self.made.requests[request_id]
+            runs_on = None if queued.run is None else queued.run.engine
+            assert runs_on == where, f"{request_id} runs on {where}, by its own account on {runs_on}"
+            assert queued.arrived_at_s == self.arrived[request_id]
 
     def teardown(self) -> None:
         if not hasattr(self, "made"):

@@ -4,6 +4,7 @@ import math
 import random
 
 import pytest
+from worlds.invariants import check
 
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
@@ -49,7 +50,7 @@ def arrive(made: Scheduler, *requests: Request | int, now_s: float = 0.0) -> lis
 
 def step(made: Scheduler, event: Event, now_s: float = 0.0) -> list[Action]:
     actions = made.handle(event, now_s)
-    made.check()
+    check(made)
     return actions
 
 

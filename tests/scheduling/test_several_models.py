@@ -1,6 +1,7 @@
 """Several models share the engines: each has queues of its own, and none is forgotten for another."""
 
 import pytest
+from worlds.invariants import check
 
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
@@ -43,7 +44,7 @@ def refill(name: str, *models: str, slots: int = 2, tokens_max: int | None = Non
 
 def step(made: Scheduler, event: Event, now_s: float = 0.0) -> list[Action]:
     actions = made.handle(event, now_s)
-    made.check()
+    check(made)
     return actions
 
 

@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
+from worlds.invariants import check
 
 from bins.profile import Curve, Profile
 from llmserve.cluster.simulated import SimulatedCluster
@@ -417,7 +418,7 @@ def test_a_cancelled_request_makes_room_for_the_next_on_a_real_scheduler() -> No
     cluster = SimulatedCluster(scheduler, [refill([100, 3], slots=1)])
     cluster.run(iter([(0.0, Request(0)), (0.0, Request(1)), (4.0, Request(2))]))
     assert ended == {0: 4.0, 1: 4.0 + 3 * 2}
-    scheduler.check()
+    check(scheduler)
 
 
 def test_a_hundred_engines_end_in_the_order_of_time() -> None:

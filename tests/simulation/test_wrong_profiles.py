@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import pytest
 
 from bins.profile import StepTimes
 from llmserve.cluster.simulated import SimulatedCluster
 from llmserve.request import EngineInfo, Request
-from llmserve.scheduling.messages import Action, BatchEnded, Event, FailRequest, SolveDispatch
-from llmserve.scheduling.policies import DispatchConfig, SchedulingConfig
+from llmserve.scheduling.messages import Action, BatchEnded, Event, FailRequest
+from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.simulation.engine_model import Costs, StepEngine
 
 SIZES, TOKENS, SLO_S = 8, 100.0, 4.0

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from worlds.invariants import check
+
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.engines import PROVEN_S
 from llmserve.scheduling.messages import (
@@ -196,7 +198,7 @@ class Account:
             if making_room != [worker] or self._config.bins_count > 1:
                 worker.stopped = None
         self._see_that_nothing_is_forgotten(event)
-        self._scheduler.check()
+        check(self._scheduler)
 
     def close(self) -> None:
         """Nothing is left, and nothing more will happen."""
@@ -472,6 +474,9 @@ class Account:
             deadline_s = life.request.deadline_s
             assert deadline_s is not None, f"request {action.request_id} has no deadline"
             self._assert_it_is_late(life.request, deadline_s)
+            if life.preempted:  # it was to run again in the batch that it made room for
+                for worker in self._workers.values():
+                    worker.stopped = None
         else:
             assert action.reason == "no_engine", f"no reason to fail request {action.request_id}: {action.reason}"
             assert isinstance(event, TimerFired), "only time tells that no engine comes"

@@ -1,5 +1,7 @@
 """What worlds have found, worked out by hand, so that it stays found when worlds are drawn otherwise."""
 
+from worlds.invariants import check
+
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import Action, EngineReady, RequestArrived, RequestEnded, StartBatch, TimerFired
 from llmserve.scheduling.policies import SchedulingConfig
@@ -49,7 +51,7 @@ def test_a_batch_set_aside_counts_among_those_for_which_places_to_look_ahead_are
     made = scheduler(engine("a", 1, 1, None), engine("b", 1, 1, None), release="greedy")
     assert [arrive(made, number) for number in range(5)] == [[("a", 0)], [("b", 1)], [], [("a", 2)], [("b", 3)]]
     assert fails(made, "a", 0) == [("a", 4)]
-    made.check()
+    check(made)
 
 
 def test_a_bin_is_not_due_behind_a_batch_that_waits_for_memory() -> None:

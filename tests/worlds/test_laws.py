@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from worlds.invariants import check
 
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
 from llmserve.cluster.journal import Header, Step, replay
@@ -368,7 +369,7 @@ class World(RuleBasedStateMachine):
     @invariant()
     def every_invariant_of_the_scheduler_holds(self) -> None:
         if hasattr(self, "scheduler"):
-            self.scheduler.check()
+            check(self.scheduler)
 
     @invariant()
     def each_request_is_in_one_place_or_has_one_outcome(self) -> None:
@@ -417,7 +418,7 @@ class World(RuleBasedStateMachine):
             del self.running[name][request_id]
             self.outcomes[request_id] += 1
             self.tell(RequestEnded(name, request_id, "completed", 9.0))
-            self.scheduler.check()
+            check(self.scheduler)
         assert all(not engine.total_tokens for engine in self.scheduler.engines.values()), "memory is still on account"
         assert all(self.outcomes[request_id] == 1 for request_id in self.arrived)
         assert replay(self.header, self.steps) == self.steps

@@ -21,14 +21,16 @@ from bins import profile as profiles
 from bins.profile import Profile
 from bins.service import ServiceTimes
 from bins.smdp import Evaluation, Queue
-from llmserve.cluster import journal
-from llmserve.scheduling.messages import RequestArrived
 from llmserve.scheduling.policies import DispatchConfig, SchedulingConfig
 from llmserve.simulate import Scenario, simulate
+from llmserve.simulate import run as run_workload
 from llmserve.simulation.report import Recorder, Summary
+from llmserve.simulation.scenario import prepare
+from reproduction.batchmonitor.printed_rate import PrintedScheduling
 from reproduction.rows import Case, Curve, Report, Row, Rows, claim
 
 FIGURE, CONSTANT = "Fig. 2", "Constant load"
+PRINTED = "rate"  # the release, as printed
 BASIC = "p4-googlenet"  # the profile of SMDP-J's basic scenario
 RATE_FIRST, RATE_LAST, RAMP_S = 1.0, 240.0, 300.0  # of the paper's evaluation; that the rate climbs evenly is assumed
 BATCH_MAX = 32  # assumed
@@ -78,7 +80,7 @@ GAIN_OVER_AD_HOC, TIMES_BELOW_LARGEST = 5.0, 14.0  # per cent "up to"; of the la
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """When a batch goes. dispatch, wait_s : what differs from the defaults."""
+    """When a batch goes. release : llmserve's, or PRINTED.  dispatch, wait_s : what differs from the defaults."""
 
     release: str
     dispatch: DispatchConfig | None = None
@@ -86,13 +88,15 @@ class Rule:
 
     @property
     def scheduling(self) -> SchedulingConfig:
+        if self.release == PRINTED:
+            return PrintedScheduling(batch_size=BATCH_MAX, bins=1)
         return SchedulingConfig(release=self.release, batch_size=BATCH_MAX, bins=1, batch_wait_s=self.wait_s)
 
 
 RULES: Mapping[str, Rule] = {
     "ad hoc": Rule("greedy"),
     "largest batch": Rule("deadline", DispatchConfig(latency_target_s=DEADLINE_S)),
-    "rate": Rule("rate", DispatchConfig()),
+    "rate": Rule(PRINTED, DispatchConfig()),
     "rate repaired": Rule("rate-headroom", DispatchConfig(), WAIT_S),
     "smdp": Rule("table", DispatchConfig(energy_weight=ENERGY_WEIGHT)),
 }
@@ -230,14 +234,14 @@ def ratios(rows: Rows, models: tuple[str, ...]) -> Iterator[Row]:
     yield claim("Ratios", {}, "rate is almost as fast as ad hoc (within a tenth)", close)
 
 
-def constant_load(effort: Effort, folder: Path) -> Iterator[Row]:
+def constant_load(effort: Effort) -> Iterator[Row]:
     """The rule as printed at a constant load on SMDP-J's basic scenario, beside rules whose W is known."""
     queue = basic_queue()
     known_size = preferred_size(queue.arrival_rate_per_s, profiles.PROFILES[BASIC])
     exact = {f"static:{size}": queue.evaluate(queue.static(size)) for size in (8, known_size)}
     exact["greedy"] = queue.evaluate(queue.greedy())
-    for release in ("greedy", "static:8", "rate", "rate-headroom"):
-        runs = [_constant(release, effort, run, folder) for run in range(effort.constant_runs)]
+    for release in ("greedy", "static:8", PRINTED, "rate-headroom"):
+        runs = [_constant(release, effort, run) for run in range(effort.constant_runs)]
         note = f"after {effort.warm_up_s:g} s"
         note += f"; exact: {1e3 * exact[release].response_s_mean:.4g} ms" if release in exact else ""
         case: Case = {"release": release, "load": CONSTANT_LOAD}
@@ -270,7 +274,7 @@ def _rate_known(size: int, exact: Evaluation) -> Iterator[Row]:
     yield Row(CONSTANT, case, "utilisation", "1", exact.utilisation, note=note)
 
 
-def _constant(release: str, effort: Effort, run: int, folder: Path) -> tuple[float, float]:
+def _constant(release: str, effort: Effort, run: int) -> tuple[float, float]:
     """Mean latency, seconds, of requests that arrive after the warm-up, and the engine's utilisation from then on."""
     seconds = effort.warm_up_s + effort.constant_s
     scenario = Scenario(
@@ -282,20 +286,18 @@ def _constant(release: str, effort: Effort, run: int, folder: Path) -> tuple[flo
         predictions="none",
         seed=1_000 * effort.seed + run,
     )
-    path = folder / "journal"
     wait_s = RULES["rate repaired"].wait_s if release == "rate-headroom" else None
-    simulate(scenario, Rule(release, wait_s=wait_s).scheduling, dispatch=DispatchConfig(), journal_path=path)
-    return after_warm_up(path, effort.warm_up_s)
+    scheduling = Rule(release, wait_s=wait_s).scheduling.resolved(scenario.barrier)
+    work = prepare(scenario, scheduling)
+    recorder = Recorder(len(work))
+    run_workload(scenario, scheduling, work, dispatch=DispatchConfig(), recorder=recorder)
+    return after_warm_up(recorder, effort.warm_up_s)
 
 
-def after_warm_up(path: Path, warm_up_s: float) -> tuple[float, float]:
-    """Of a journal of one barrier engine: mean latency, s, of arrivals from warm_up_s on, and utilisation from then to
-    the last arrival.
+def after_warm_up(recorder: Recorder, warm_up_s: float) -> tuple[float, float]:
+    """Of a run of one barrier engine: mean latency, s, of arrivals from warm_up_s on, and utilisation from then to the
+    last arrival.
     """
-    _, steps = journal.read(path)
-    recorder = Recorder(sum(type(step.event) is RequestArrived for step in steps))
-    for step in steps:
-        recorder(step.now_s, step.event, list(step.actions))
     arrived, started, ended = (np.array(each) for each in (recorder.arrived_s, recorder.started_s, recorder.ended_s))
     late = arrived >= warm_up_s
     batches = np.unique(np.stack([started, ended]), axis=1).clip(warm_up_s, arrived[-1])  # (start and end, batches)
@@ -314,7 +316,7 @@ def measure(seed: int, quick: bool, report: Report) -> Rows:
             profile = engine_profiles()[model]
             rows.extend(rows_of(model, profile, measured(model, profile, effort, Path(folder))))
         report("constant load", len(effort.models) / (len(effort.models) + 1))
-        rows.extend(constant_load(effort, Path(folder)))
+        rows.extend(constant_load(effort))
     rows.extend(ratios(rows, effort.models))
     return rows
 

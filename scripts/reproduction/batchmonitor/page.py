@@ -34,15 +34,15 @@ OPENING = f"""\
 "Efficient Adaptive Batching of DNN Inference Services for Improved Latency" (Khan, Yu, Kim, Seo): every second the
 arrivals of the last one choose the smallest batch, of at least two, whose throughput exceeds their rate. It is compared
 with ad-hoc batching (what is there goes as soon as the GPU is free) and with the largest batch within a deadline, while
-the request rate goes from 1 to 240 a second in 300 s. All rules here are llmserve's own releases, on the same arrivals,
-simulated as by
+the request rate goes from 1 to 240 a second in 300 s. All rules here but `rate` are llmserve's own releases, on the
+same arrivals, simulated as by
 
     llmserve simulate --barrier --bins 1 --batch-size {BATCH_MAX} --predictions none \\
         --trace ARRIVALS --profile PROFILE --release RULE
 
 * ad hoc: `greedy`
 * largest batch: `deadline --latency-target-s {DEADLINE_S:g}`
-* rate: `rate`, as printed
+* rate: as printed, which llmserve does not serve by (scripts/reproduction/batchmonitor/printed_rate.py)
 * rate repaired: `rate-headroom --batch-wait-s {WAIT_S:g}`: head-room of 20 %, batches of one, the rate of the last
   arrivals, and nobody waits longer than that while the engine is free
 * smdp: `table --energy-weight {ENERGY_WEIGHT:g}`: the SMDP's policy, a watt worth {ENERGY_WEIGHT:g} ms

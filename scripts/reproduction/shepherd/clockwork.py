@@ -6,41 +6,25 @@ many of its queue as leave it in time. These are others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmserve.scheduling.direct import Pick, Waiting
+from llmserve.scheduling.orders import Candidate, Key, MomentOrder
 
 SIZES = (1, 2, 4, 8, 16)  # for which Clockwork has its models compiled (Gujarati et al., OSDI 2020)
 
 
-@dataclass(frozen=True, slots=True)
-class LargestBatch:
+class LargestBatch(MomentOrder):
     """The model whose request has the earliest deadline that can still be met goes next, with its largest batch that
     is in time: that request is left behind if only a smaller batch could hold it.
     """
 
-    preemption_factor: float | None = None
-    only_if_needed: bool = False
-
-    def pick(self, waiting: Sequence[Waiting], engine: str, now_s: float) -> Pick | None:
-        best: Pick | None = None
-        best_s = 0.0
-        for each in waiting:
-            first = each.queue.first_at(now_s + each.batch_s[0])
-            if first == len(each.queue):
-                continue
-            deadline_s = each.queue.deadline_at(first)
-            if best is None or deadline_s < best_s:
-                best, best_s = Pick(each, each.largest(now_s)), deadline_s
-        return best
-
-    def wake_at_s(self, engine: str, now_s: float) -> float | None:
-        return None
+    def key(self, candidate: Candidate, now_s: float) -> Key:
+        queue = candidate.queue
+        return (queue.deadline_at(queue.first_at(now_s + candidate.batch_s[0])),)
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+@dataclass(frozen=True)
+class Released(MomentOrder):
     """As Clockwork is released: of each model and batch size for which there are enough requests that such a batch
     leaves in time, when it must begin at the latest for the first of them; the model goes next for which that is the
     earliest, with its largest such batch.
@@ -51,30 +35,17 @@ class Released:
     """
 
     sizes: tuple[int, ...] = SIZES
-    preemption_factor: float | None = None
-    only_if_needed: bool = False
 
-    def pick(self, waiting: Sequence[Waiting], engine: str, now_s: float) -> Pick | None:
-        best: Pick | None = None
-        best_s = 0.0
-        for each in waiting:
-            size, begin_s = self._of(each, now_s)
-            if size and (best is None or begin_s < best_s):
-                best, best_s = Pick(each, size), begin_s
-        return best
-
-    def _of(self, waiting: Waiting, now_s: float) -> tuple[int, float]:
-        """The largest batch, and when the most urgent of all sizes must begin; (0, inf): there is none."""
-        largest, least_s = 0, float("inf")
+    def compose(self, candidate: Candidate, now_s: float) -> bool:
+        candidate.count = 0
         for size in self.sizes:
-            if size > waiting.most:
+            if size > candidate.most or candidate.queue.in_time(now_s + candidate.batch_s[size - 1]) < size:
                 break
-            batch_s = waiting.batch_s[size - 1]
-            first = waiting.queue.first_at(now_s + batch_s)
-            if len(waiting.queue) - first < size:
-                break
-            largest, least_s = size, min(least_s, waiting.queue.deadline_at(first) - batch_s)
-        return largest, least_s
+            candidate.count = size
+        return candidate.count > 0
 
-    def wake_at_s(self, engine: str, now_s: float) -> float | None:
-        return None
+    def key(self, candidate: Candidate, now_s: float) -> Key:
+        """When the most urgent of all sizes up to the largest must begin."""
+        queue, batch_s = candidate.queue, candidate.batch_s
+        times_s = [batch_s[size - 1] for size in self.sizes if size <= candidate.count]
+        return (min([queue.deadline_at(queue.first_at(now_s + time_s)) - time_s for time_s in times_s]),)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from reproduction.shepherd.streams import Arrivals
 from reproduction.rows import Row, claim
 from reproduction.shepherd import workloads
 from reproduction.shepherd.runs import (
@@ -22,6 +21,7 @@ from reproduction.shepherd.runs import (
     Outcome,
     run,
 )
+from reproduction.shepherd.streams import Arrivals
 from reproduction.shepherd.worlds import Effort, mean_row, ratio_row
 
 FIGURE, OVERLOAD = "Fig. 11 (a)", "Overload"

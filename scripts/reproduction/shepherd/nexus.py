@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmserve.errors import ConfigError
-from reproduction.shepherd.streams import Arrivals
 from reproduction.shepherd.models import BATCH_MAX
+from reproduction.shepherd.streams import Arrivals
 
 PERIOD_S = 60.0  # from plan to plan
 PEAK_S = 1.0  # that a peak lasts: the paper does not say

@@ -16,7 +16,6 @@ import numpy as np
 
 from llmserve.cluster.simulated import SimulatedCluster
 from llmserve.request import EngineInfo, Speed
-from llmserve.scheduling.direct import DirectOrder
 from llmserve.scheduling.messages import (
     Action,
     BatchEnded,
@@ -25,14 +24,16 @@ from llmserve.scheduling.messages import (
     PreemptBatch,
     StartBatch,
 )
-from llmserve.scheduling.order.nexus import Nexus, Schedule, Turn
+from llmserve.scheduling.orders import Order
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.scheduler import Scheduler
-from reproduction.shepherd.streams import Arrivals
-from reproduction.shepherd.worker import SimulatedWorker
 from reproduction.shepherd.clockwork import LargestBatch, Released
 from reproduction.shepherd.models import BATCH_MAX, TABLE_4
 from reproduction.shepherd.nexus import PERIOD_S, Plan
+from reproduction.shepherd.nexus_order import Nexus, Schedule, Turn
+from reproduction.shepherd.printed_flex import PrintedFlex
+from reproduction.shepherd.streams import Arrivals
+from reproduction.shepherd.worker import SimulatedWorker
 
 SHARES = tuple((np.arange(101) / 100).tolist())  # of requests, at which latencies are kept
 ROUNDING_S = 1e-9  # by which a request may be late and still be in time
@@ -46,25 +47,22 @@ FLEX, WITHOUT_PREEMPTION, PRINTED = "FLEX", "FLEX without preemption", "FLEX as 
 CLOCKWORK, NEXUS, PLANNED_SHARE, FFFS, EDF = "Clockwork", "Nexus", "Nexus, planned share", "fffs", "edf"
 LARGEST, RELEASED, RELEASED_128 = "Clockwork, largest batch", "Clockwork, as released", "Clockwork, as released, to 128"
 
-POLICIES: dict[str, dict[str, object]] = {
+POLICIES: dict[str, dict[str, object]] = {  # llmserve's own
     FLEX: {"order": "flex"},
     WITHOUT_PREEMPTION: {"order": "flex", "preemption": "off"},
-    PRINTED: {"order": "flex", "printed_batches": True},
     CLOCKWORK: {"order": "clockwork"},
-    NEXUS: {"order": "clockwork"},
-    PLANNED_SHARE: {"order": "clockwork"},  # any direct order: its schedule replaces it
-    LARGEST: {"order": "clockwork"},
-    RELEASED: {"order": "clockwork"},
-    RELEASED_128: {"order": "clockwork"},
     FFFS: {"order": "fffs", "release": "greedy"},
     EDF: {"order": "edf", "release": "greedy"},
 }
-READINGS: dict[str, Callable[[], DirectOrder]] = {
-    LARGEST: LargestBatch,
-    RELEASED: Released,
-    RELEASED_128: lambda: Released((1, 2, 4, 8, 16, 32, 64, BATCH_MAX)),
+ORDERS: dict[str, Callable[[Sequence[Plan]], Order]] = {
+    PRINTED: lambda _: PrintedFlex(),
+    LARGEST: lambda _: LargestBatch(),
+    RELEASED: lambda _: Released(),
+    RELEASED_128: lambda _: Released((1, 2, 4, 8, 16, 32, 64, BATCH_MAX)),
+    NEXUS: lambda plans: _nexus(plans),
+    PLANNED_SHARE: lambda plans: _nexus(plans),
 }
-
+"""The paper's, in place of llmserve's `clockwork`: like that they choose when an engine is free."""
 
 BY_PLAN = (NEXUS, PLANNED_SHARE)
 """The latter admits of every model's requests the share that the plan is made for, drawn, and refuses the others."""
@@ -82,12 +80,14 @@ def scheduler(policy: str, plans: Sequence[Plan] = ()) -> Scheduler:
         queue_requests_max=10**9,
         edges_refit_every=0,
         trust_window=10**6,  # there is nothing to doubt: all answers are as long
-        **POLICIES[policy],  # type: ignore[arg-type]
+        **POLICIES.get(policy, POLICIES[CLOCKWORK]),  # type: ignore[arg-type]
     )
-    direct: DirectOrder | None = READINGS[policy]() if policy in READINGS else None
-    if policy in BY_PLAN:
-        direct = Nexus(tuple([_schedule(index * PERIOD_S, plan) for index, plan in enumerate(plans)]))
-    return config.resolved(True).scheduler(scores=(1.0,) * 10, direct=direct)
+    order = ORDERS[policy](plans) if policy in ORDERS else None
+    return config.resolved(True).scheduler(scores=(1.0,) * 10, order=order)
+
+
+def _nexus(plans: Sequence[Plan]) -> Nexus:
+    return Nexus([_schedule(index * PERIOD_S, plan) for index, plan in enumerate(plans)])
 
 
 def _schedule(from_s: float, plan: Plan) -> Schedule:
@@ -224,12 +224,12 @@ def run(
     from_s: float = 0.0,
     until_s: float = math.inf,
     timed: bool = False,
-    check: bool = False,
+    check: Callable[[Scheduler], None] | None = None,
 ) -> Outcome:
     """arrivals, at least one, on so many GPUs that serve all their models.
 
     plans : for Nexus.  from_s, until_s : what is answered then is counted; until all is over where until_s is infinite.
-    timed : measure the scheduler's steps.  check : assert its invariants at every step.
+    timed : measure the scheduler's steps.  check : called after every step.
     """
     workers = _workers(arrivals, gpus, plans if policy in BY_PLAN else ())
     made = scheduler(policy, plans)
@@ -237,8 +237,8 @@ def run(
 
     def on_step(now_s: float, event: Event, actions: list[Action]) -> None:
         watch(now_s, event, actions)
-        if check:
-            made.check()
+        if check is not None:
+            check(made)
 
     driven: Scheduler = timer if timed else made  # type: ignore[assignment]
     cluster = SimulatedCluster(driven, list(workers), on_step=on_step)

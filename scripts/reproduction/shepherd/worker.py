@@ -37,7 +37,7 @@ class SimulatedWorker:
         self._batch_id, self._began_s, self._began_with = batch.id, now_s, len(batch.requests)
         self._running = {request.id: self._lengths[request.id] for request in batch.requests}
         speed = self._speed(batch.model)
-        self.next_end_s = now_s + speed.prefill_s + max(self._running.values()) * speed.step_s[self._began_with - 1]
+        self.next_end_s = now_s + speed.batch_s(max(self._running.values()), self._began_with)
 
     def _speed(self, model: str) -> Speed:
         speeds = self.info.speeds

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from reproduction.shepherd.streams import Arrivals, Phases, Streams, Traffic, draw_requests
 from llmserve.simulation.workload import Bursts
 from reproduction.shepherd.models import EVALUATED, TABLE_4, Model
+from reproduction.shepherd.streams import Arrivals, Phases, Streams, Traffic, draw_requests
 
 SLO_S = 0.25  # Section 7's default
 

@@ -16,11 +16,11 @@ import numpy as np
 
 from llmserve.simulation.estimates import estimate
 from llmserve.simulation.many import in_processes
-from reproduction.shepherd.streams import Arrivals, Traffic, read_traffic
 from reproduction.rows import Case, Report, Row, key_text
 from reproduction.shepherd import nexus, workloads
 from reproduction.shepherd.models import TABLE_4
 from reproduction.shepherd.runs import BY_PLAN, PLANNED_SHARE, Outcome, run
+from reproduction.shepherd.streams import Arrivals, Traffic, read_traffic
 
 STABLE, BURSTY = "MAF-stable", "MAF-bursty"
 GPUS = 12

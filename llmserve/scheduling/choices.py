@@ -1,0 +1,472 @@
+"""Which batch starts next, and where: what one dispatch of a group finds, by an order with fixed keys or of the moment.
+
+A fixed order looks at the first formed batch of each model, and has the most urgent bin form one where none is formed;
+then it looks for an engine. An order of the moment looks at all candidates of an engine that is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from llmserve.scheduling.batch_times import Timetable
+from llmserve.scheduling.deadline_queue import DeadlineQueue
+from llmserve.scheduling.engines import EngineState
+from llmserve.scheduling.model_queues import Forming, Group, ModelQueues
+from llmserve.scheduling.orders import UNDATED_S, Candidate, Key, MomentOrder, Running
+from llmserve.scheduling.queues import BinQueue, FormedBatch, QueuedRequest, Run, Turn
+
+Start = tuple[EngineState, ModelQueues, FormedBatch, int]
+"""The first so many requests of a formed batch shall start on this engine."""
+
+
+# ---- orders with a fixed key ---------------------------------------------------------------------------------------
+
+
+class FixedChoice:
+    """What starts in one dispatch of a group by a fixed order.
+
+    Each model's batches keep their order among themselves. One that waits for an engine of its own keeps nobody from
+    other engines; one that waits for room lets nothing past it on any engine that serves it, or large ones would wait
+    for ever.
+    """
+
+    def __init__(self, group: Group, forming: Forming, now_s: float) -> None:
+        self._group = group
+        self._pool = group.pool
+        self._forming = forming
+        self._now_s = now_s
+        self._blocked: set[str] = set()  # engines that a batch waits for room on
+        self._aside: set[FormedBatch] = set()  # those that wait for another engine
+        self._offers: list[tuple[frozenset[str], bool | None, bool | None]] = []  # see _free_offers
+        self._offers_at = -1
+        self._looks_s: dict[str, float] = {}  # by model: when its first batch may fit an engine's memory
+
+    def starts(self) -> Iterator[Start]:
+        """One after the other; each must have been started before the next is asked for."""
+        while self._pool.free and (first := self._first()) is not None:
+            queues, batch = first
+            if batch is None:
+                if not self._form_most_urgent():
+                    return
+            elif (engine := self.engine_for(queues, batch, self._blocked)) is not None:
+                yield engine, queues, batch, max(1, engine.room_at_once)
+            elif self.waits_for_another_engine(queues, batch):
+                self._aside.add(batch)
+            else:
+                self._block(queues.model)
+
+    @property
+    def look_again_at_s(self) -> float | None:
+        return min(self._looks_s.values(), default=None)
+
+    def _block(self, model: str) -> None:
+        free = self._pool.free_for(model)
+        looks_s = [engine.look_again_at_s for engine in free]
+        # One that was not asked now may remember a refusal of long ago.
+        later_s = [at_s for at_s in looks_s if at_s is not None and at_s > self._now_s]
+        if later_s:
+            self._looks_s[model] = min(later_s)
+        self._blocked |= {engine.info.name for engine in free}
+        self._offers_at = -1
+
+    # ---- which batch ----
+
+    def _open(self) -> list[ModelQueues]:
+        """Those that wait and whose requests a free engine may take."""
+        has_free, blocked = self._pool.has_free, self._blocked
+        return [queues for queues in self._group.tally.queues.values() if has_free(queues.model, blocked)]
+
+    def _first(self) -> tuple[ModelQueues, FormedBatch | None] | None:
+        """The batch that is next, and of whose; without one: it is to be formed. None: nothing can start."""
+        open_ = self._open()
+        if len(open_) <= 1:
+            return (open_[0], open_[0].formed.first(self._aside)) if open_ else None
+        heads = self._heads(open_)
+        if heads and len(heads) < len(open_):
+            self._form_older(open_, min(heads)[2])
+            heads = self._heads(open_)
+        if not heads:
+            return open_[0], None
+        _, index, batch = min(heads)
+        return open_[index], batch
+
+    def _heads(self, open_: Sequence[ModelQueues]) -> list[tuple[Turn, int, FormedBatch]]:
+        found = []
+        for index, queues in enumerate(open_):
+            batch = queues.formed.first(self._aside)
+            if batch is not None:
+                found.append((queues.formed.turn_of(batch), index, batch))
+        return found
+
+    def _form_older(self, open_: Sequence[ModelQueues], next_: FormedBatch) -> None:
+        """A model that seldom fills a batch is not kept waiting by one that always does: who has waited since before
+        the next batch formed goes, as soon as its release would let it.
+        """
+        for queues in open_:
+            if queues.formed.first(self._aside) is None:
+                for queue in queues.bins:
+                    if len(queue) and queue.oldest_at_s < next_.formed_at_s:
+                        size = self._forming.size(queues, queue, self._now_s, self.idle(queues))
+                        if size:
+                            self._forming.push(queues, queue, size, self._now_s)
+
+    def _form_most_urgent(self) -> bool:
+        """An engine would idle: offer it the bin of greatest urgency. True if one let go."""
+        willing: list[tuple[tuple[float, float], int, ModelQueues, BinQueue, int]] = []
+        for queues in self._open():
+            idle = self.idle(queues) if queues.release.fills else None
+            if idle is None:
+                continue
+            for queue in queues.bins:
+                if size := self._forming.size(queues, queue, self._now_s, idle):
+                    turn = (queues.release.urgency(queue, self._now_s), -queue.oldest_at_s)
+                    willing.append((turn, -len(willing), queues, queue, size))
+        if not willing:
+            return False
+        self._forming.push(*max(willing, key=lambda entry: entry[:2])[2:], self._now_s)
+        self._aside.clear()  # where more wait, a place to look ahead may be theirs
+        return True
+
+    # ---- which engine ----
+
+    def idle(self, queues: ModelQueues) -> bool | None:
+        """Whether engines on which a batch could start that is formed now, after all before it, run nothing.
+
+        None: there is no such engine.
+
+        What looks ahead is not idle; but where only idle engines wait for company, busy ones take all they can.
+        """
+        if queues.formed:
+            others = [batch for batch in queues.formed.returned if batch not in self._aside]
+            if queues.formed.fresh() or not all(self.waits_for_another_engine(queues, batch) for batch in others):
+                return None
+        found = None
+        for models, idle, idle_for_plans in self._free_offers():
+            if not models or queues.model in models:
+                here = idle_for_plans if queues.release.plans else idle
+                if here is False:
+                    return False
+                if here:
+                    found = True
+        return found
+
+    def _free_offers(self) -> list[tuple[frozenset[str], bool | None, bool | None]]:
+        """Of engines that are free and not blocked, by the models that they serve: whether they run nothing (None: they
+        have no slot), for a release that does not plan, and for one that does. As many entries as there are different
+        sets of models, however many models wait.
+        """
+        if self._offers_at != self._pool.changes:
+            self._offers_at = self._pool.changes
+            offers: dict[frozenset[str], tuple[bool, bool, bool]] = {}
+            for name, engine in self._pool.free.items():
+                if name not in self._blocked:
+                    joins, holds, idles = offers.get(engine.models, (False, False, False))
+                    has_room, runs = engine.room > 0, bool(engine.running)
+                    offers[engine.models] = joins or (runs and has_room), holds or runs, idles or has_room
+            self._offers = [
+                (models, _offer(joins, idles), _offer(holds, idles)) for models, (joins, holds, idles) in offers.items()
+            ]
+        return self._offers
+
+    def waits_for_another_engine(self, queues: ModelQueues, batch: FormedBatch) -> bool:
+        """Only the engine that has just failed it has room, and another works."""
+        if batch.avoid is None or not self._pool.another_works(batch.avoid, queues.model):
+            return False
+        others = [engine for engine in self._pool.free_for(queues.model) if engine.info.name != batch.avoid]
+        return not any(engine.room > 0 for engine in others)
+
+    def engine_for(self, queues: ModelQueues, batch: FormedBatch, blocked: Collection[str]) -> EngineState | None:
+        """Where the batch, or its first request, starts now; None: nowhere yet. Not on those that are blocked.
+
+        Free slots come first, wherever they are; a place to wait in at a busy engine is used only while more wait here
+        than there are other engines, so that a slot which becomes free elsewhere still finds one. Never the engine that
+        failed this batch while another works.
+        """
+        engines = self._pool.free_for(queues.model, blocked)
+        if batch.avoid is not None and self._pool.another_works(batch.avoid, queues.model):
+            engines = [engine for engine in engines if engine.info.name != batch.avoid]
+        free = [engine for engine in engines if engine.room > 0]
+        if not free and len(queues.formed) >= len(queues.engines):
+            free = engines
+        first, per_token_s = batch.first, queues.service.seconds_per_token
+        fitting = [engine for engine in free if engine.fits(first, self._now_s, per_token_s)]
+        if queues.release.plans:  # what runs is joined, or an idle engine would not have waited for company
+            fitting = [engine for engine in fitting if engine.running] or fitting
+        if len(fitting) <= 1:
+            return fitting[0] if fitting else None
+        return self._pool.preferred(fitting, first.request.prefixes)
+
+    def idle_after(self, queues: ModelQueues) -> bool | None:
+        """`idle`, when all that can start has been started."""
+        self._aside.clear()
+        return self.idle(queues)
+
+
+def _offer(joins: bool, idles: bool) -> bool | None:
+    return False if joins else True if idles else None
+
+
+# ---- orders of the moment ------------------------------------------------------------------------------------------
+
+
+class FormedRow(DeadlineQueue):
+    """The requests of a formed batch by deadline, equal ones as they stand in the batch."""
+
+    def __init__(self, batch: FormedBatch) -> None:
+        super().__init__(batch.bin)
+        self._requests.update(enumerate(batch.requests.values()))
+        self._row = sorted([(queued.deadline_s, place) for place, queued in self._requests.items()])
+
+
+class MomentChoice:
+    """What starts in one dispatch of a group by an order of the moment.
+
+    Of an engine the first of these that there is: what another engine failed or lost, for it has waited longest; what
+    has waited too long without a deadline; the candidate of the smallest key, of all that are in time if answers are as
+    long as on average, else of all that are in time if they are short; and where nothing could be in time by what the
+    engine was told to take, and nothing has shown lately whether it does, one request on trial.
+    """
+
+    def __init__(self, group: Group, forming: Forming, order: MomentOrder, times: Timetable, now_s: float) -> None:
+        self._group = group
+        self._pool = group.pool
+        self._forming = forming
+        self._order = order
+        self._times = times
+        self._now_s = now_s
+        self._wakes_s: list[float] = []
+
+    def starts(self) -> Iterator[Start]:
+        """One after the other; each must have been started before the next is asked for."""
+        for name in sorted(self._pool.free):
+            while self._group.tally.waiting and (engines := self._sharing(name)):
+                start = self._best(engines)
+                if start is None:
+                    self._note_wakes(engines, name)
+                    break
+                yield start
+
+    @property
+    def look_again_at_s(self) -> float | None:
+        return min(self._wakes_s, default=None)
+
+    def _note_wakes(self, engines: Sequence[EngineState], name: str) -> None:
+        times_s = [self._order.wake_at_s(name, self._now_s), *[engine.look_again_at_s for engine in engines]]
+        self._wakes_s += [at_s for at_s in times_s if at_s is not None and at_s > self._now_s]
+
+    def _sharing(self, name: str) -> Sequence[EngineState]:
+        """Engines one of which could begin something now, by the first one's name: of a GPU that runs one batch at a
+        time all that are free, else one alone. () for a name that is not the first, or not free.
+        """
+        engine = self._pool.free.get(name)  # it may have gone with another that shares its GPU
+        if engine is None or engine.room <= 0:
+            return ()
+        if not engine.info.barrier or len(engine.worker.engines) == 1:
+            return (engine,)
+        sharing = [each for each in engine.worker.engines if each.info.name in self._pool.free]
+        return sharing if sharing[0] is engine else ()
+
+    def idle_after(self, queues: ModelQueues) -> bool | None:
+        """Whether the engines that are free for a model run nothing; None: there is none."""
+        free = [engine for engine in self._pool.free_for(queues.model) if engine.room > 0]
+        return not any(engine.running for engine in free) if free else None
+
+    # ---- what is next ----
+
+    def _best(self, engines: Sequence[EngineState]) -> Start | None:
+        """None: there is nothing for these engines."""
+        for engine in engines:
+            if (returned := self._returned(engine)) is not None:
+                return returned
+        # Answers differ in length: what would be late on average may be in time, and there is nothing better.
+        found = (
+            self._overdue(engines) or self._pick(engines) or self._pick(engines, by_least=True) or self._trial(engines)
+        )
+        return self.started(found) if found is not None else None
+
+    def started(self, candidate: Candidate) -> Start | None:
+        """None while the engine's memory does not hold it: nothing that would overtakes it."""
+        engine, queues = candidate.engine, self._group.queues[candidate.model]
+        batch, size = self.take(candidate)
+        if not engine.fits(batch.first, self._now_s, queues.service.seconds_per_token):
+            if candidate.batch is None:
+                self.take_back(batch)
+            return None
+        return engine, queues, batch, size
+
+    def take(self, candidate: Candidate) -> tuple[FormedBatch, int]:
+        """What the candidate is composed of: the first so many requests of a batch, which is formed if it was not."""
+        queues, chosen = self._group.queues[candidate.model], candidate.take(self._now_s)
+        batch = candidate.batch
+        if batch is None:
+            batch = self._forming.form(queues, candidate.queue.index, chosen, self._now_s)
+            queues.formed.hold(batch)
+        else:
+            batch.put_first(chosen)
+        return batch, len(chosen)
+
+    def take_back(self, batch: FormedBatch) -> None:
+        """Its requests wait in their bins again."""
+        queues = self._group.queues[batch.model]
+        for queued in list(batch.requests.values()):
+            queues.leave(queued)
+            queues.take_back(queued)
+
+    def _returned(self, engine: EngineState) -> Start | None:
+        """Of a batch that came back, all that can be in time together, at least if their answers are short."""
+        for queues in self._group.tally.queues.values():
+            if not queues.formed or not engine.serves(queues.model):
+                continue
+            for batch in queues.formed.returned:
+                if batch.avoid == engine.info.name and self._pool.another_works(engine.info.name, queues.model):
+                    continue
+                for by_least in (False, True):
+                    candidate = self._formed(engine, queues, batch, engine.room_at_once, by_least=by_least)
+                    candidate.count = candidate.largest(self._now_s)
+                    if candidate.count:
+                        break
+                if candidate.count:
+                    self.take(candidate)
+                    if engine.fits(batch.first, self._now_s, queues.service.seconds_per_token):
+                        return engine, queues, batch, candidate.count
+        return None
+
+    def _overdue(self, engines: Sequence[EngineState]) -> Candidate | None:
+        """A request without a deadline waits no longer than UNDATED_S for others, or it might for ever. Of those that
+        have, the one that came first goes first, whatever its model.
+        """
+        found: list[tuple[tuple[float, int], EngineState, ModelQueues, DeadlineQueue]] = []
+        for queues in self._group.tally.queues.values():
+            for queue in queues.bins:
+                assert isinstance(queue, DeadlineQueue)
+                oldest = queue.oldest_undated()
+                if oldest is not None and is_overdue(oldest, self._now_s):
+                    turn = oldest.arrived_at_s, oldest.request.id
+                    found += [(turn, engine, queues, queue) for engine in engines if engine.serves(queues.model)]
+        if not found:
+            return None
+        _, engine, queues, queue = min(found, key=lambda entry: entry[0])
+        first, times = queue.first_at(float("inf")), self._batch_times(engine, queues, queue.index)
+        size = min(self._forming.batch_size, engine.room_at_once, len(queue) - first)
+        return Candidate(engine, queues.model, queue, times, size, size, count=size, place=first)
+
+    def _trial(self, engines: Sequence[EngineState]) -> Candidate | None:
+        """The request with the latest deadline, alone on an engine that runs nothing. Else a profile that is too slow
+        would have everything refused, and nothing would ever run that shows how wrong it is.
+        """
+        for engine in engines:
+            for queues in self._group.tally.queues.values() if not engine.running else ():
+                known = engine.serves(queues.model) and engine.speed(queues.model) is not None
+                if not known or self._now_s < engine.proven_until_s(queues.model):
+                    continue
+                bins = [queue for queue in queues.bins if isinstance(queue, DeadlineQueue) and len(queue)]
+                if not bins:
+                    continue
+                queue = max(bins, key=lambda queue: queue.deadline_at(-1))
+                tried = Candidate(engine, queues.model, queue, (0.0,), 1, 1)  # as if it took no time
+                if self._order.compose(tried, self._now_s) and self._order.key(tried, self._now_s) is not None:
+                    tried.count, tried.place = 1, len(queue) - 1
+                    return tried
+        return None
+
+    def _pick(self, engines: Sequence[EngineState], *, by_least: bool = False) -> Candidate | None:
+        """The candidate of the smallest key, of these engines, which are free."""
+        waiting = self._group.tally.queues.values()
+        best: tuple[Key, Candidate] | None = None
+        for engine in engines:
+            best = self.best_of(engine, waiting, engine.room_at_once, best=best, by_least=by_least)
+        return best[1] if best is not None else None
+
+    def best_of(
+        self,
+        engine: EngineState,
+        waiting: Collection[ModelQueues],
+        room: int,
+        *,
+        best: tuple[Key, Candidate] | None = None,
+        by_least: bool = False,
+        running: Running | None = None,
+        at_least: float = 1,
+    ) -> tuple[Key, Candidate] | None:
+        """The candidate of the smallest key: the best so far, or one of these queues that the engine could serve.
+
+        room : requests that it has or would have room for.  running : that run on it, and would make room.  at_least :
+        requests that a batch could hold, with those that run.
+        """
+        order, now_s, most = self._order, self._now_s, min(self._forming.batch_size, room)
+        for queues in waiting:
+            runs = running.runs if running is not None and running.runs[0].queued.request.model == queues.model else ()
+            count = queues.waiting + len(runs)
+            if count < at_least or not engine.serves(queues.model):
+                continue
+            if best is not None and order.least_key(min(count, most)) > best[0]:
+                continue
+            for candidate in self._candidates(engine, queues, most, runs, by_least=by_least):
+                if candidate.waiting < at_least:
+                    continue
+                if best is not None and order.least_key(min(candidate.waiting, candidate.most)) > best[0]:
+                    continue
+                key = order.key(candidate, now_s) if order.compose(candidate, now_s) else None
+                if key is not None and (best is None or key < best[0]):
+                    best = key, candidate
+        return best
+
+    def _candidates(
+        self, engine: EngineState, queues: ModelQueues, most: int, runs: Sequence[Run], *, by_least: bool
+    ) -> Iterator[Candidate]:
+        """Of each bin that its release lets go now, and of each batch that was formed."""
+        shorter: tuple[DeadlineQueue, ...] = ()
+        waiting, waits = 0, queues.release.waits
+        for queue in queues.bins:
+            if not len(queue):
+                continue
+            assert isinstance(queue, DeadlineQueue)
+            waiting += len(queue)
+            same = [run for run in runs if run.queued.bin <= queue.index] if runs else ()
+            all_of_it = min(len(queue), self._forming.batch_size)
+            idle = bool(runs) or not engine.running
+            let_go = self._forming.size(queues, queue, self._now_s, idle) if waits else all_of_it
+            times_s = self._batch_times(engine, queues, queue.index, by_least=by_least)
+            if let_go >= all_of_it:
+                yield Candidate(engine, queues.model, queue, times_s, most, waiting + len(same), shorter, same)
+            elif let_go:  # a release that lets go of less than there is wants no more in the batch
+                yield Candidate(engine, queues.model, queue, times_s, min(most, let_go), len(queue))
+            shorter = (queue, *shorter)
+        if queues.formed:
+            for batch in queues.formed.batches():
+                if batch.avoid is None:
+                    yield self._formed(engine, queues, batch, most, by_least=by_least)
+
+    def best_of_bin(self, engine: EngineState, queues: ModelQueues, bin_index: int) -> Start | None:
+        """The best batch of one bin, on an engine that is free."""
+        if not queues.waiting or not engine.serves(queues.model):
+            return None
+        for candidate in self._candidates(
+            engine, queues, min(self._forming.batch_size, engine.room), (), by_least=False
+        ):
+            if candidate.queue is queues.bins[bin_index] and self._order.compose(candidate, self._now_s):
+                return self.started(candidate) if self._order.key(candidate, self._now_s) is not None else None
+        return None
+
+    def reserve(self, candidate: Candidate) -> FormedBatch:
+        """What it is composed of waits from now on as a batch whose engine is known."""
+        batch, size = self.take(candidate)
+        if candidate.batch is None:
+            return batch
+        return self._group.queues[candidate.model].formed.split(batch, size)
+
+    def _formed(
+        self, engine: EngineState, queues: ModelQueues, batch: FormedBatch, most: int, *, by_least: bool
+    ) -> Candidate:
+        row, times_s = FormedRow(batch), self._batch_times(engine, queues, batch.bin, by_least=by_least)
+        return Candidate(engine, queues.model, row, times_s, min(most, len(times_s)), len(row), batch=batch)
+
+    def _batch_times(
+        self, engine: EngineState, queues: ModelQueues, bin_index: int, *, by_least: bool = False
+    ) -> Sequence[float]:
+        times = self._times.of(engine, queues.model, bin_index, queues.tokens(bin_index))
+        return times.least if by_least else times.expected
+
+
+def is_overdue(queued: QueuedRequest, now_s: float) -> bool:
+    return queued.request.deadline_s is None and queued.arrived_at_s + UNDATED_S <= now_s

@@ -1,0 +1,94 @@
+"""BatchMonitor and BatchDispatcher as printed (Algorithm 1): batches of the least size whose throughput exceeds the
+arrival rate, of sizes from 2 up, the rate counted over the last whole second, and no limit to waiting for company.
+
+llmserve's release `rate-headroom` is the same rule, repaired.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.scheduling.queues import BinQueue
+from llmserve.scheduling.rates import ArrivalRate, Arrivals
+from llmserve.scheduling.release import Planned
+from llmserve.scheduling.scheduler import Scheduler
+
+SIZE_LEAST = 2
+WINDOW_S = 1.0
+
+
+class WindowCount(ArrivalRate):
+    """Besides the rate of the last arrivals, how many came in the last whole window. Windows begin at multiples of
+    `window_s`.
+    """
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        super().__init__()
+        self._window_s = window_s
+        self._window = 0
+        self._count = self._last = 0
+
+    def observe(self, now_s: float) -> bool:
+        self._roll(now_s)
+        self._count += 1
+        return super().observe(now_s)
+
+    def last_per_s(self, now_s: float) -> float:
+        """Arrivals a second in the last whole window."""
+        self._roll(now_s)
+        return self._last / self._window_s
+
+    @property
+    def ends_at_s(self) -> float:
+        """When the window in progress at the last call ends."""
+        return (self._window + 1) * self._window_s
+
+    def _roll(self, now_s: float) -> None:
+        window = math.floor(now_s / self._window_s)
+        if window > self._window:
+            self._last = self._count if window == self._window + 1 else 0
+            self._window, self._count = window, 0
+
+
+@dataclass(slots=True)
+class PrintedRate(Planned):
+    """count : of the arrivals to all bins, each of which goes by it as if all came to it."""
+
+    count: WindowCount
+
+    def preferred(self, queue: BinQueue, now_s: float) -> int:
+        """The batch size for the present rate, by the plan's times; only with a plan."""
+        assert self.plan is not None, "times are of the plan"
+        rate_per_s = self.count.last_per_s(now_s) / self.plan.engines
+        for size in range(SIZE_LEAST, self.batch_size):
+            if size > rate_per_s * self.service_s(queue, size):
+                return size
+        return self.batch_size
+
+    def size(self, queue: BinQueue, now_s: float, idle: bool | None) -> int:
+        waiting = min(len(queue), self.batch_size)
+        if self.plan is None:
+            return waiting if idle is not None or waiting == self.batch_size else 0
+        preferred = self.preferred(queue, now_s)
+        return preferred if waiting >= preferred else 0
+
+    def due_at_s(self, queue: BinQueue, idle: bool | None) -> float | None:
+        """Fewer may be wanted once the window is over; but never one."""
+        return self.count.ends_at_s if self.plan is not None and len(queue) >= SIZE_LEAST else None
+
+
+class PrintedScheduling(SchedulingConfig, frozen=True, kw_only=True):
+    """Scheduling by that rule. Plans are asked for as the repaired rule, which `release` names, asks for them."""
+
+    release: str | None = "rate-headroom"
+
+    def scheduler(self, scores: Sequence[float] = (), lengths: Sequence[float] = (), **options: Any) -> Scheduler:
+        return super().scheduler(scores, lengths, **{"release": self._printed, **options})
+
+    def _printed(self, arrivals: Arrivals) -> PrintedRate:
+        arrivals.total = count = WindowCount()  # is told of every arrival
+        return PrintedRate(self.full_batch, count)

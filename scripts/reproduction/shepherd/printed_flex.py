@@ -1,0 +1,70 @@
+"""FLEX as Shepherd's Algorithm 2 is printed: a request's deadline is tested at the size of the batch before the request
+joins it, which makes those before it late. llmserve's order `flex` forms batches that are truly feasible.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmserve.scheduling.deadline_queue import ROUNDING_S, DeadlineQueue
+from llmserve.scheduling.orders import Candidate, Flex
+from llmserve.scheduling.queues import QueuedRequest
+
+
+@dataclass(frozen=True)
+class PrintedFlex(Flex):
+    """The batch is of one bin: by deadline, each that could be in time in a batch of the size before it joined."""
+
+    def compose(self, candidate: Candidate, now_s: float) -> bool:
+        running_s = sorted([run.queued.deadline_s for run in candidate.running])
+        candidate.count, places = as_printed(candidate.queue, now_s, candidate.batch_s, candidate.most, running_s)
+        candidate.queue, candidate.place = Chosen(candidate.queue, places), 0
+        return candidate.count > 0
+
+
+class Chosen(DeadlineQueue):
+    """Some requests of a queue, which leave it when they are taken from here."""
+
+    def __init__(self, queue: DeadlineQueue, places: Sequence[int]) -> None:
+        super().__init__(queue.index)
+        self._queue = queue
+        self._places = places
+
+    @property
+    def earliest_deadline_s(self) -> float:
+        """Of the whole queue: FLEX serves the queue of the earliest among equal batches."""
+        return self._queue.earliest_deadline_s
+
+    def take_at(self, start: int, count: int) -> list[QueuedRequest]:
+        places = self._places[start : start + count]
+        taken = [self._queue.take_at(place, 1)[0] for place in reversed(places)]  # those before it keep their places
+        return taken[::-1]
+
+
+def as_printed(
+    queue: DeadlineQueue, now_s: float, batch_s: Sequence[float], most: int, running_s: Sequence[float] = ()
+) -> tuple[int, list[int]]:
+    """Requests in the batch of Algorithm 2, and the places in the queue of those that wait. It may hold requests that
+    will be late.
+
+    batch_s : T(1), T(2), ...; a batch of none takes as much less than one as one takes less than two.  running_s :
+    ascending deadlines of others that would be in it
+    """
+    times_s = [max(0.0, 2 * batch_s[0] - batch_s[min(1, len(batch_s) - 1)]), *batch_s]
+    places: list[int] = []
+    count = place = run = 0
+    while count < most:
+        ends_s = now_s + times_s[count]
+        place = max(place, queue.first_at(ends_s))
+        run = max(run, bisect_left(running_s, ends_s - ROUNDING_S))
+        if run < len(running_s) and (place == len(queue) or running_s[run] <= queue.deadline_at(place)):
+            run += 1
+        elif place < len(queue):
+            places.append(place)
+            place += 1
+        else:
+            break
+        count += 1
+    return count, places

@@ -1,0 +1,140 @@
+"""What holds of a scheduler after every step (DESIGN's laws that one state can show), looked at from inside."""
+
+from __future__ import annotations
+
+from llmserve.scheduling.choices import FixedChoice, MomentChoice
+from llmserve.scheduling.engines import EngineState
+from llmserve.scheduling.groups import Groups
+from llmserve.scheduling.model_queues import Group
+from llmserve.scheduling.queues import QueuedRequest
+from llmserve.scheduling.scheduler import Scheduler
+
+
+def check(scheduler: Scheduler) -> None:
+    """Assert all of it. O(requests)."""
+    requests, groups = scheduler.requests, scheduler.groups
+    _check_workers(groups)
+    _check_places(requests, groups)
+    for group in groups:
+        _check_counts(group, requests)
+        for engine in group.pool.engines.values():
+            takes = engine.takes(scheduler._now_s)
+            assert (engine.info.name in group.pool.free) == takes, (
+                f"{engine.info.name} is wrongly listed as free or not"
+            )
+        _check_nothing_waits_in_vain(scheduler, group)
+    for engine in groups.engines.values():
+        _check_engine(engine)
+
+
+def _check_workers(groups: Groups) -> None:
+    """Every worker belongs where the plan has it, and every engine to one group."""
+    workers = {engine.worker.name: engine.worker for engine in groups.engines.values()}
+    for name, worker in workers.items():
+        belongs = worker.next or worker.group
+        assert belongs == groups.layout.group_of_worker(name), f"{name} is in {belongs}"
+        assert worker.next is None or worker.busy, f"{name} could join {belongs}"
+        for engine in worker.engines:
+            pools = [group.name for group in groups if engine.info.name in group.pool.engines]
+            assert pools == [belongs], f"{engine.info.name} is in the pools of {pools}"
+    left = {worker.group for worker in workers.values()} | groups.layout.names
+    for group in groups:
+        assert group.name in left or not group.empty, f"{group.name} is over"
+
+
+def _check_counts(group: Group, requests: dict[int, QueuedRequest]) -> None:
+    for model, queues in group.queues.items():
+        waiting = sum([len(queue) for queue in queues.bins]) + len(queues.formed)
+        assert queues.waiting == waiting, f"{model!r} has {waiting} waiting requests, not {queues.waiting}"
+        here = [queued for queued in requests.values() if queued.group == group.name and queued.request.model == model]
+        assert queues.present == len(here), f"{model!r} has {len(here)} requests, not {queues.present}"
+    assert group.tally.waiting == sum([queues.waiting for queues in group.queues.values()]), "waiting is miscounted"
+    waits = {model for model, queues in group.queues.items() if queues.waiting}
+    assert set(group.tally.queues) == waits, f"{set(group.tally.queues) ^ waits} wait, or do not"
+    present = sum([queues.present for queues in group.queues.values()])
+    assert group.present == present, f"{group.name} has {present} requests, not {group.present}"
+
+
+def _check_nothing_waits_in_vain(scheduler: Scheduler, group: Group) -> None:
+    """Nothing waits past its release, and no engine that could run something is idle."""
+    dispatch, now_s = scheduler._dispatch, scheduler._now_s
+    for queues in group.queues.values():
+        for queue in queues.bins:
+            released = dispatch.forming.size(queues, queue, now_s, None)
+            assert released == 0, f"bin {queue.index} of {queues.model!r} waits past its release"
+    choice = dispatch.choice(group, now_s)
+    if isinstance(choice, FixedChoice):
+        _check_formed(choice, group, scheduler)
+    else:
+        _check_idle(choice, group)
+
+
+def _check_formed(choice: FixedChoice, group: Group, scheduler: Scheduler) -> None:
+    """By turn, over all models: what is dispatched next by one is blocked by what comes before it of another."""
+    while heads := choice._heads(open_ := choice._open()):
+        _, index, batch = min(heads)
+        queues = open_[index]
+        engine = choice.engine_for(queues, batch, choice._blocked)
+        assert engine is None, f"batch {batch.id} waits while an engine is free"
+        if choice.waits_for_another_engine(queues, batch):
+            choice._aside.add(batch)
+        else:  # it waits for room, and all others for it
+            choice._block(queues.model)
+    for queues in choice._open():
+        idle = choice.idle(queues)
+        for queue in queues.bins if idle is not None else ():
+            size = scheduler._dispatch.forming.size(queues, queue, scheduler._now_s, idle)
+            assert size == 0, f"bin {queue.index} of {queues.model!r} waits while an engine is free"
+
+
+def _check_idle(choice: MomentChoice, group: Group) -> None:
+    for name in group.pool.free:
+        engines = choice._sharing(name)
+        if any(engine.look_again_at_s is not None for engine in engines):
+            continue
+        for by_least in (False, True) if engines else ():
+            found = choice._pick(engines, by_least=by_least) or choice._trial(engines)
+            assert found is None, f"{name} is idle while {found.count if found else 0} could be in time"
+
+
+def _check_places(requests: dict[int, QueuedRequest], groups: Groups) -> None:
+    """Each request is in exactly one place, and its own account of that is right."""
+    reserved = [engine.worker.reserved[1] for engine in groups.engines.values() if engine.worker.reserved is not None]
+    found: list[int] = []
+    for group in groups:
+        for queues in group.queues.values():
+            for queued in [queued for queue in queues.bins for queued in queue]:
+                assert queued.formed is None, f"request {queued.request.id} is in a bin and in a batch"
+                found.append(queued.request.id)
+            for batch in queues.formed.batches():
+                found += batch.requests
+                assert all(queued.formed is batch for queued in batch.requests.values()), f"batch {batch.id} is unknown"
+    found += {request_id: None for batch in reserved for request_id in batch.requests}
+    waiting = set(found)
+    for name, engine in groups.engines.items():
+        for request_id, run in engine.running.items():
+            assert run.queued.run is run, f"request {request_id} does not know of its run"
+            assert run.engine == name, f"request {request_id} believes to run on {run.engine}, not on {name}"
+            found.append(request_id)
+    assert len(found) == len(set(found)), "a request is in two places"
+    assert set(found) == set(requests), "a request is in no place, or one that is over in some"
+    for request_id, queued in requests.items():
+        assert (queued.run is None) == (request_id in waiting), f"request {request_id} is not where it believes to be"
+        group = groups.by_name[queued.group]
+        waits = queued.run is None and queued.formed not in reserved
+        assert not waits or not groups.is_misplaced(group, queued.request), (
+            f"request {request_id} waits in the wrong group, {group.name}"
+        )
+
+
+def _check_engine(engine: EngineState) -> None:
+    info, name = engine.info, engine.info.name
+    if info.barrier:
+        batches = {run.batch_id for each in engine.worker.engines for run in each.running.values()}
+        assert len(batches) <= 1, f"the barrier worker of {name} runs batches {batches}"
+    totals = sum([run.queued.total_tokens for run in engine.running.values()])
+    assert engine.total_tokens == totals, f"{name} has {engine.total_tokens} tokens on account, not {totals}"
+    trial = engine.circuit.trial
+    assert trial is None or trial in engine.running, f"{name} waits for a trial that it does not run"
+    if engine.worker.reserved is not None:
+        assert engine.worker.busy, f"{name} is kept free for a batch that could run"
