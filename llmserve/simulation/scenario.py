@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, TypeVar
 
@@ -360,7 +360,7 @@ def _own_slots(asked: str | None, slots: int, scenario: Scenario) -> int:
 
 
 def engines(
-    scenario: Scenario, scheduling: SchedulingConfig, lengths: Sequence[float], streaming: Container[int] = ()
+    scenario: Scenario, scheduling: SchedulingConfig, lengths: Sequence[float], streaming: Collection[int] = ()
 ) -> list[StepEngine]:
     """Engines of every kind, named engine0, engine1, ... scheduling : resolved.  lengths : output tokens by request id.
     streaming : ids of requests whose first bytes they tell of.
@@ -380,7 +380,7 @@ def engines(
 
 
 def _engine(
-    scenario: Scenario, info: EngineInfo, lengths: Sequence[float], streaming: Container[int], profile: Profile | None
+    scenario: Scenario, info: EngineInfo, lengths: Sequence[float], streaming: Collection[int], profile: Profile | None
 ) -> StepEngine:
     if profile is None:
         return TimedEngine(
