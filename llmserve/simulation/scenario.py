@@ -100,8 +100,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             ge=0,
             le=1,
             description="share of the clients that stream: an order that preempts stops no answer of which a client "
-            "has seen a byte, and theirs begins with its first token (default 0: nobody streams, and every answer can "
-            "be stopped until its end)",
+            "has seen a byte, and theirs begins with its first token; 0: every answer can be stopped until its end",
         ),
     ] = 0.0
     predictions: Annotated[str, Meta(description=f"what is predicted of them: {PREDICTIONS_HELP}")] = "oracle"
