@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -279,9 +278,10 @@ class OnlineEdges:
         self.bins = bins
         self._fit = fit or (lambda values: equal_mass_edges(values, bins))
         start = np.random.default_rng(0).permutation(np.asarray(sample, dtype=float))[:window]
-        self._seen: deque[float] = deque(start.tolist(), maxlen=window)
+        self._window = window
+        self._seen = start  # values, in order of arrival
+        self._new: list[float] = []  # since the last fit: they join the others all at once
         self._refit_every = refit_every if bins > 1 else 0
-        self._since_refit = 0
         if edges is not None:
             self.edges: Edges = tuple(float(edge) for edge in edges)
         else:
@@ -295,10 +295,10 @@ class OnlineEdges:
         """Count one value; True when this one made the edges be fitted again."""
         if not self._refit_every:
             return False
-        self._seen.append(length)
-        self._since_refit += 1
-        if self._since_refit < self._refit_every:
+        self._new.append(length)
+        if len(self._new) < self._refit_every:
             return False
-        self._since_refit = 0
-        self.edges = self._fit(np.array(self._seen))
+        self._seen = np.concatenate([self._seen, self._new])[-self._window :]
+        self._new = []
+        self.edges = self._fit(self._seen)
         return True

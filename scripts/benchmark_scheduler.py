@@ -36,12 +36,17 @@ SCENARIOS = {
         Scenario(barrier=True, engines=2),
         {"bins": 8, "release": "timeout", "batch_wait_s": 5.0},
     ),
+    "barrier, windows of 8, Poisson": (Scenario(barrier=True, engines=2), {"release": "window"}),
     "barrier, 32 bins of 128, all at once": (
         Scenario(barrier=True, arrival_rate=np.inf),
         {"bins": 32, "batch_size": 128, "release": "full"},
     ),
     "refill, 64 slots, greedy, all at once": (
         Scenario(slots=64, arrival_rate=np.inf),
+        {"bins": 8, "release": "greedy"},
+    ),
+    "refill, 2 engines of 8 slots, greedy, Poisson": (
+        Scenario(engines=2, arrival_rate=6.0),
         {"bins": 8, "release": "greedy"},
     ),
 }

@@ -11,6 +11,7 @@ the scheduler is told besides (`SimulatedCluster.tell`) and from `Delays`.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ class SimulatedCluster:
             self._step(RequestArrived(request))
         if flush:
             self._step(DrainRequested())
-        self._advance(None)
+        self._advance(math.inf)
         for request_id in sorted(self.scheduler.requests):
             self._step(RequestCancelled(request_id))
 
@@ -159,46 +160,49 @@ class SimulatedCluster:
         assert at_s >= self.now_s, f"{event} is told at {self.now_s}, too late for {at_s}"
         self._schedule(_Scheduled(_Once(at_s, lambda: event)))
 
-    def _advance(self, until_s: float | None) -> None:
-        """Let everything happen up to and including `until_s` (None: everything)."""
+    def _advance(self, until_s: float) -> None:
+        """Let everything happen up to and including `until_s` (inf: everything)."""
         heap = self._heap
         while True:
+            if self._at_once:
+                self._step(self._at_once.popleft())
+                continue
             while heap and heap[0][1] != heap[0][2].serial:  # void
                 heapq.heappop(heap)
-            next_s = heap[0][0] if heap else None
+            next_s = heap[0][0] if heap else math.inf
             wake_s = self.scheduler.wake_at_s
             if wake_s is not None and self._delays is not None:
                 wake_s = self._delays.timer_at_s(wake_s)
-            if self._at_once:
-                self._step(self._at_once.popleft())
-            elif wake_s is not None and (next_s is None or wake_s < next_s):
-                if until_s is not None and wake_s > until_s:
+            if wake_s is not None and wake_s < next_s:
+                if wake_s > until_s:
                     break
                 self.now_s = max(self.now_s, wake_s)
                 self._step(TimerFired())
-            elif next_s is not None and (until_s is None or next_s <= until_s):
+            elif heap and next_s <= until_s:
                 self._end_next()
             else:
                 break
-        if until_s is not None:
+        if until_s < math.inf:
             self.now_s = until_s
 
     def _end_next(self) -> None:
         self.now_s, _, scheduled = heapq.heappop(self._heap)
-        event = scheduled.source.end(self.now_s)
         scheduled.at_s = None
+        event = scheduled.source.end(self.now_s)
         if event is not None:
             self._step(event)
-        self._schedule(scheduled)  # after the step, which may have given the engine something else to end first
+        if scheduled.at_s is None:  # else the step has given the engine something else to end, and scheduled that
+            self._schedule(scheduled)
 
     def _step(self, event: Event) -> None:
-        actions = self.scheduler.handle(event, self.now_s)
+        now_s = self.now_s
+        actions = self.scheduler.handle(event, now_s)
         for action in actions:
             self._carry_out(action)
         if self._journal is not None:
-            self._journal.append(self.now_s, event, actions)
+            self._journal.append(now_s, event, actions)
         if self._on_step is not None:
-            self._on_step(self.now_s, event, actions)
+            self._on_step(now_s, event, actions)
 
     def _carry_out(self, action: Action) -> None:
         if isinstance(action, StartBatch):

@@ -24,11 +24,12 @@ import heapq
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -110,29 +111,24 @@ class Costs:
         return self.times.batch_s(np.asarray(lengths, dtype=float), 1, prompts_s)
 
 
-class _Job:
+class _Job(msgspec.Struct, eq=False):
     """What begins and ends as one.
 
     lengths        output tokens by request id, of those that are not aborted
     longest        of these
     prompt_tokens  of all that it began with
     sequences      that it began with: a static batch keeps its rows
-    began          step at which its first step begins
     unanswered     requests whose clients stream and have seen no byte
+    began          step at which its first step begins
     """
 
-    __slots__ = ("batch_id", "began", "lengths", "longest", "prompt_tokens", "sequences", "unanswered")
-
-    def __init__(
-        self, batch_id: int, lengths: dict[int, float], longest: float, prompt_tokens: float, unanswered: list[int]
-    ) -> None:
-        self.batch_id = batch_id
-        self.lengths = lengths
-        self.longest = longest
-        self.prompt_tokens = prompt_tokens
-        self.sequences = len(lengths)
-        self.began = 0.0
-        self.unanswered = unanswered
+    batch_id: int
+    lengths: dict[int, float]
+    longest: float
+    prompt_tokens: float
+    sequences: int
+    unanswered: list[int]
+    began: float = 0.0
 
     @property
     def next_tokens(self) -> float:
@@ -155,7 +151,7 @@ class StepEngine:
         info: EngineInfo,
         lengths: Mapping[int, float] | Sequence[float],
         costs: Costs,
-        streaming: Container[int] = (),
+        streaming: Collection[int] = (),
     ) -> None:
         self.info = info
         self.costs = costs
@@ -166,6 +162,7 @@ class StepEngine:
         self._streaming = streaming
         self._step_s = costs.step_s
         self._power_w = costs.power_w
+        self._barrier = info.barrier
         self._jobs_max = 1 if info.barrier else info.slots
         self._jobs = 0  # that have a slot: in prefill, or running
         self._now_s = 0.0
@@ -190,7 +187,7 @@ class StepEngine:
     def start(self, batch: Batch, now_s: float) -> None:
         """Take these requests. A refill engine may be sent a batch in parts, and more than it has slots for."""
         self._advance(now_s)
-        if self.info.barrier:
+        if self._barrier:
             assert not self._jobs, f"barrier engine {self.info.name} was sent two batches"
             lengths = {request.id: self._lengths[request.id] for request in batch.requests}
             prompt_tokens = sum([request.prompt_tokens for request in batch.requests])
@@ -205,8 +202,9 @@ class StepEngine:
                 self._waiting.append(job)
 
     def _job(self, batch_id: int, lengths: dict[int, float], longest: float, prompt_tokens: float) -> _Job:
-        unanswered = [request_id for request_id in lengths if request_id in self._streaming]
-        return _Job(batch_id, lengths, longest, prompt_tokens, unanswered)
+        streaming = self._streaming
+        unanswered = [request_id for request_id in lengths if request_id in streaming] if streaming else []
+        return _Job(batch_id, lengths, longest, prompt_tokens, len(lengths), unanswered)
 
     def end(self, now_s: float) -> Event:
         """What ends at next_end_s, which must be now: a job, or the wait for the first byte of an answer."""
@@ -221,7 +219,7 @@ class StepEngine:
         heapq.heappop(self._running)
         self._sequences -= job.sequences
         self._free_slot()
-        if self.info.barrier:
+        if self._barrier:
             return BatchEnded(self.info.name, job.batch_id, job.lengths)
         ((request_id, length),) = job.lengths.items()
         return RequestEnded(self.info.name, request_id, "completed", length)
@@ -271,7 +269,7 @@ class StepEngine:
         self._jobs += 1
         self._changed = True
         costs = self.costs
-        if self.info.barrier:
+        if self._barrier:
             self.busy_j += costs.prefill_j
         prefill_s = costs.prefill_s + costs.prefill_s_per_token * job.prompt_tokens
         if prefill_s > 0:
@@ -301,13 +299,14 @@ class StepEngine:
     def _pass(self, now_s: float) -> None:
         passed_s = now_s - self._now_s
         self._now_s = now_s
-        if not self._jobs:
+        jobs, sequences = self._jobs, self._sequences
+        if not jobs:
             return
         self.busy_s += passed_s
-        self._job_s += passed_s * self._jobs
-        if self._sequences and passed_s > 0:  # steps may take no time
-            self._step += passed_s / self._step_s[self._sequences]
-        drawing = self._sequences if self.info.barrier else self._jobs
+        self._job_s += passed_s * jobs
+        if sequences and passed_s > 0:  # steps may take no time
+            self._step += passed_s / self._step_s[sequences]
+        drawing = sequences if self._barrier else jobs
         if drawing:
             self.busy_j += passed_s * self._power_w[drawing]
 
@@ -349,7 +348,7 @@ class TimedEngine(StepEngine):
         step_s: float,
         prefill_s: float = 0.0,
         prefill_s_per_token: float = 0.0,
-        streaming: Container[int] = (),
+        streaming: Collection[int] = (),
     ) -> None:
         costs = Costs.constant(step_s, prefill_s, info.slots, prefill_s_per_token=prefill_s_per_token)
         super().__init__(info, lengths, costs, streaming)
@@ -363,6 +362,6 @@ class ProfileEngine(StepEngine):
         info: EngineInfo,
         lengths: Mapping[int, float] | Sequence[float],
         profile: Profile,
-        streaming: Container[int] = (),
+        streaming: Collection[int] = (),
     ) -> None:
         super().__init__(info, lengths, Costs.of(profile, info.slots), streaming)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, TypeVar
 
@@ -100,8 +100,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             ge=0,
             le=1,
             description="share of the clients that stream: an order that preempts stops no answer of which a client "
-            "has seen a byte, and theirs begins with its first token (default 0: nobody streams, and every answer can "
-            "be stopped until its end)",
+            "has seen a byte, and theirs begins with its first token; 0: every answer can be stopped until its end",
         ),
     ] = 0.0
     predictions: Annotated[str, Meta(description=f"what is predicted of them: {PREDICTIONS_HELP}")] = "oracle"
@@ -360,7 +359,7 @@ def _own_slots(asked: str | None, slots: int, scenario: Scenario) -> int:
 
 
 def engines(
-    scenario: Scenario, scheduling: SchedulingConfig, lengths: Sequence[float], streaming: Container[int] = ()
+    scenario: Scenario, scheduling: SchedulingConfig, lengths: Sequence[float], streaming: Collection[int] = ()
 ) -> list[StepEngine]:
     """Engines of every kind, named engine0, engine1, ... scheduling : resolved.  lengths : output tokens by request id.
     streaming : ids of requests whose first bytes they tell of.
@@ -380,7 +379,7 @@ def engines(
 
 
 def _engine(
-    scenario: Scenario, info: EngineInfo, lengths: Sequence[float], streaming: Container[int], profile: Profile | None
+    scenario: Scenario, info: EngineInfo, lengths: Sequence[float], streaming: Collection[int], profile: Profile | None
 ) -> StepEngine:
     if profile is None:
         return TimedEngine(

@@ -1,5 +1,6 @@
 """The simulated body: known answers of the theory, laws of every run, and the command."""
 
+import gc
 import json
 import math
 from pathlib import Path
@@ -264,6 +265,35 @@ def test_a_refill_engine_that_is_always_full_draws_the_power_of_its_slots() -> N
     assert summary.power_w_mean == pytest.approx(step_j / step_s, rel=0.01)
     assert summary.throughput_per_s == pytest.approx(16 / (50 * step_s), rel=0.01)
     assert summary.utilisation == pytest.approx(1.0, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("values", "config"),
+    [
+        ({"barrier": True, "engines": 2}, {"bins": 4}),
+        ({"slots": 4, "engines": 2, "arrival_rate": 9.0}, {"bins": 4, "release": "greedy"}),
+        ({"barrier": True, "arrival_rate": 9.0, "slo_s": (4.0, 20.0)}, {"order": "flex", "release": None}),
+    ],
+)
+def test_a_run_leaves_no_cycles_for_a_collector_that_is_paused(
+    values: dict[str, Any], config: dict[str, object]
+) -> None:
+    def garbage(requests: int) -> int:
+        gc.collect()
+        gc.disable()  # all of it: what is made before and after the run too
+        try:
+            simulate(Scenario(requests=requests, **values), scheduling(**config))
+            return gc.collect()
+        finally:
+            gc.enable()
+
+    garbage(100)  # what is imported and made once
+    assert garbage(2_000) - garbage(100) < 200, "far less than one for each request"
+
+
+def test_the_collector_that_a_run_paused_goes_on_after_it() -> None:
+    simulate(Scenario(requests=10), scheduling())
+    assert gc.isenabled()
 
 
 # ---- load ----
