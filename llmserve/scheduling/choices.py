@@ -6,6 +6,7 @@ then it looks for an engine. An order of the moment looks at all candidates of a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 
 from llmserve.scheduling.batch_times import Timetable
@@ -310,7 +311,7 @@ class MomentChoice:
         queues = self._group.queues[batch.model]
         for queued in list(batch.requests.values()):
             queues.leave(queued)
-            queues.take_back(queued)
+            self._forming.form_early(queues, queues.take_back(queued), self._now_s)
 
     def _returned(self, engine: EngineState) -> Start | None:
         """Of a batch that came back, all that can be in time together, at least if their answers are short."""
@@ -335,39 +336,52 @@ class MomentChoice:
         """A request without a deadline waits no longer than UNDATED_S for others, or it might for ever. Of those that
         have, the one that came first goes first, whatever its model.
         """
-        found: list[tuple[tuple[float, int], EngineState, ModelQueues, DeadlineQueue]] = []
-        for queues in self._group.tally.queues.values():
-            for queue in queues.bins:
-                assert isinstance(queue, DeadlineQueue)
-                oldest = queue.oldest_undated()
+        if not any(self._has_overdue(queues) for queues in self._group.tally.queues.values()):
+            return None
+        best: tuple[tuple[float, int], Candidate] | None = None
+        for engine in engines:
+            for candidate in self._all_candidates(engine):
+                oldest = candidate.queue.oldest_undated()
                 if oldest is not None and is_overdue(oldest, self._now_s):
                     turn = oldest.arrived_at_s, oldest.request.id
-                    found += [(turn, engine, queues, queue) for engine in engines if engine.serves(queues.model)]
-        if not found:
+                    if best is None or turn < best[0]:
+                        best = turn, candidate
+        if best is None:
             return None
-        _, engine, queues, queue = min(found, key=lambda entry: entry[0])
-        first, times = queue.first_at(float("inf")), self._batch_times(engine, queues, queue.index)
-        size = min(self._forming.batch_size, engine.room_at_once, len(queue) - first)
-        return Candidate(engine, queues.model, queue, times, size, size, count=size, place=first)
+        found = best[1]
+        found.place = found.queue.first_at(math.inf)
+        found.count = min(found.most, len(found.queue) - found.place)
+        return found
+
+    def _has_overdue(self, queues: ModelQueues) -> bool:
+        oldest = [queue.oldest_undated() for queue in queues.bins if isinstance(queue, DeadlineQueue)]
+        if queues.formed:
+            oldest += [queued for batch in queues.formed.batches() for queued in batch.requests.values()]
+        return any(queued is not None and is_overdue(queued, self._now_s) for queued in oldest)
 
     def _trial(self, engines: Sequence[EngineState]) -> Candidate | None:
         """The request with the latest deadline, alone on an engine that runs nothing. Else a profile that is too slow
         would have everything refused, and nothing would ever run that shows how wrong it is.
         """
         for engine in engines:
-            for queues in self._group.tally.queues.values() if not engine.running else ():
-                known = engine.serves(queues.model) and engine.speed(queues.model) is not None
-                if not known or self._now_s < engine.proven_until_s(queues.model):
+            if engine.running or not engine.info.speeds:
+                continue
+            for candidate in self._all_candidates(engine):
+                model, queue = candidate.model, candidate.queue
+                if engine.speed(model) is None or self._now_s < engine.proven_until_s(model):
                     continue
-                bins = [queue for queue in queues.bins if isinstance(queue, DeadlineQueue) and len(queue)]
-                if not bins:
-                    continue
-                queue = max(bins, key=lambda queue: queue.deadline_at(-1))
-                tried = Candidate(engine, queues.model, queue, (0.0,), 1, 1)  # as if it took no time
-                if self._order.compose(tried, self._now_s) and self._order.key(tried, self._now_s) is not None:
-                    tried.count, tried.place = 1, len(queue) - 1
-                    return tried
+                candidate.batch_s, candidate.most = (0.0,), 1  # as if it took no time
+                if self._order.compose(candidate, self._now_s) and self._order.key(candidate, self._now_s) is not None:
+                    candidate.queue, candidate.shorter = queue, ()
+                    candidate.count, candidate.place = 1, len(queue) - 1
+                    return candidate
         return None
+
+    def _all_candidates(self, engine: EngineState) -> Iterator[Candidate]:
+        for queues in self._group.tally.queues.values():
+            if engine.serves(queues.model):
+                most = min(self._forming.batch_size, engine.room_at_once)
+                yield from self._candidates(engine, queues, most, (), by_least=False)
 
     def _pick(self, engines: Sequence[EngineState], *, by_least: bool = False) -> Candidate | None:
         """The candidate of the smallest key, of these engines, which are free."""

@@ -13,6 +13,7 @@ stopped; scheduling/choices.py finds what is next.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from llmserve.scheduling.batch_times import Timetable
@@ -55,7 +56,9 @@ class Dispatch:
             if group.timed:
                 dues_s += self._dues_s(group, choice)
         group.grown.clear()
-        return [at_s for at_s in dues_s if at_s is not None] if dues_s else []
+        # What its release would let go by now, an order of the moment may have no use for.
+        least_s = now_s if self.moment else -math.inf
+        return [at_s for at_s in dues_s if at_s is not None and at_s > least_s] if dues_s else []
 
     def choice(self, group: Group, now_s: float) -> FixedChoice | MomentChoice:
         if isinstance(self.order, FixedOrder):

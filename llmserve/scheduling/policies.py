@@ -60,12 +60,12 @@ BINS = 8
 WINDOW_BATCHES = 32
 # Releases that wait for company have no use for batches of one.
 REFILL_WAITING_DEFAULTS: dict[str, Any] = {"batch_size": 32, "order": "shortest"}
-RELEASE_PATTERN = r"^(window|full|static:[1-9]\d*|timeout|greedy|rate|rate-headroom|deadline|table)$"
+RELEASE_PATTERN = r"^(window|full|static:[1-9]\d*|timeout|greedy|rate-headroom|deadline|table)$"
 TIMEOUT_S = 0.05
 RATE_WAIT_S = 1.0  # BatchMonitor's window
 SEEN_LEAST = 1024  # answers whose lengths plans are made of
 ANSWERS_LEAST = 512  # before edges go by them
-PLANNED = ("rate", "rate-headroom", "deadline", "table")  # releases that follow plans
+PLANNED = ("rate-headroom", "deadline", "table")  # releases that follow plans
 WISHES = {  # what may be asked of plans, and the releases under which it is of use
     "energy_weight": ("table",),
     "latency_target_s": ("table", "deadline"),
@@ -90,15 +90,14 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     release: Annotated[
         Annotated[str, Meta(pattern=RELEASE_PATTERN)] | None,
         Meta(
-            description="when a bin lets a batch go: direct (never, the order takes what it wants: flex and clockwork "
-            "only); window (when an engine is free: neighbours by length among the "
-            "first --window that wait; of use where batches run to their end); full; static:B (full, with batches of "
-            "B); timeout (full, or the "
-            "oldest has waited batch-wait-s); greedy (full, or an engine would idle); rate (BatchMonitor: the least "
-            "batch that keeps up with arrivals, as printed); rate-headroom (the same with head-room and a limit to "
-            "waiting); deadline (the largest batch within the deadline); table (least cost or least energy within a "
-            "latency target, by the profile and the load of the moment) (default: window for engines that run batches "
-            "to their end, if neither bins nor their edges are asked for; else greedy)",
+            description="when a bin lets a batch go; any release goes with any order: window (when an engine is free: "
+            "neighbours by length among the first --window that wait, of use where batches run to their end; under "
+            "flex and clockwork whoever can be in time); full; static:B (full, with batches of B); timeout (full, or "
+            "the oldest has waited batch-wait-s); greedy (full, or an engine would idle); rate-headroom (BatchMonitor: "
+            "the least batch that keeps up with arrivals, with head-room and a limit to waiting); deadline (the "
+            "largest batch within the deadline); table (least cost or least energy within a latency target, by the "
+            "profile and the load of the moment) (default: window for engines that run batches to their end, if "
+            "neither bins nor their edges are asked for, and under flex and clockwork; else greedy)",
             extra={"metavar": "NAME"},
         ),
     ] = None
@@ -144,13 +143,6 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     preemption_factor: Annotated[
         float, Meta(gt=1, description="under --order flex: how many times as large that one must be")
     ] = PREEMPTION_FACTOR
-    printed_batches: Annotated[
-        bool,
-        Meta(
-            description="under --order flex: form batches as Shepherd's Algorithm 2 is printed, which makes some of "
-            "their requests late; to compare with"
-        ),
-    ] = False
     patience: Annotated[
         float,
         Meta(
@@ -375,6 +367,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         size, (kind, _, static) = self.full_batch, self.release.partition(":")
         if kind != "window" and self.window is not None:
             raise ValueError(f"window is of no use under release {self.release}, only under window")
+        if self.window is not None and self.goes_by_times:
+            raise ValueError(f"window is of no use under order {self.order}, which looks among all that wait")
         if self.window is not None and self.window < size:
             raise ValueError(f"window: {self.window} requests hold no batch of {size}")
         limit_s = math.inf if self.batch_wait_s is None else self.batch_wait_s
@@ -386,7 +380,6 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             "static": lambda: Full(int(static)),
             "timeout": lambda: Timeout(size, TIMEOUT_S if self.batch_wait_s is None else self.batch_wait_s),
             "greedy": lambda: Greedy(size),
-            "rate": lambda: Rate(size, arrivals),
             "rate-headroom": lambda: Rate(
                 size, arrivals, self.rate_headroom, RATE_WAIT_S if self.batch_wait_s is None else self.batch_wait_s
             ),
@@ -397,7 +390,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What waiting may cost and save; for the releases rate, rate-headroom, deadline and table"""
+    """What waiting may cost and save; for the releases rate-headroom, deadline and table"""
 
     profile: Annotated[
         tuple[str, ...],

@@ -384,6 +384,7 @@ class FormedQueue:
         """The first `count` requests of a batch are held as one of their own, of the same number."""
         _, requests = self.take(batch, count)
         part = FormedBatch(batch.id, batch.bin, batch.formed_at_s, requests, batch.model)
+        part.size = batch.size
         self.hold(part)
         return part
 

@@ -59,49 +59,16 @@ class ArrivalRate:
         return self._last_s[-1] + (self._gaps + 1.0) / rate_per_s * (1.0 + ROUNDING) - self._seconds
 
 
-class WindowCount:
-    """Arrivals of the last whole window, windows beginning at multiples of `window_s` (BatchMonitor, Algorithm 1)."""
-
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
-        self._window = 0
-        self._count = self._last = 0
-
-    def observe(self, now_s: float) -> None:
-        self._roll(now_s)
-        self._count += 1
-
-    def per_s(self, now_s: float) -> float:
-        self._roll(now_s)
-        return self._last / self._window_s
-
-    @property
-    def ends_at_s(self) -> float:
-        """When the window in progress at the last call ends."""
-        return (self._window + 1) * self._window_s
-
-    def _roll(self, now_s: float) -> None:
-        window = math.floor(now_s / self._window_s)
-        if window > self._window:
-            self._last = self._count if window == self._window + 1 else 0
-            self._window, self._count = window, 0
-
-
 class Arrivals:
-    """Arrivals a second of each bin: the rate of all, shared out as the last arrivals were.
-
-    window: arrivals of the last whole second, as BatchMonitor counts.
-    """
+    """Arrivals a second of each bin: the rate of all, shared out as the last arrivals were."""
 
     def __init__(self, bins: int, memory: int = 512) -> None:
         self.total = ArrivalRate()
-        self.window = WindowCount(1.0)
         self._keep = 1.0 - 1.0 / memory
         self._shares = [1.0 / bins] * bins
 
     def observe(self, bin_index: int, now_s: float) -> bool:
         """Count an arrival; True when it shows that the rate has jumped."""
-        self.window.observe(now_s)
         self._shares = [self._keep * share for share in self._shares]
         self._shares[bin_index] += 1.0 - self._keep
         return self.total.observe(now_s)

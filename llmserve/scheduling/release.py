@@ -170,22 +170,18 @@ class Planned(_OldestFirst):
 class Rate(Planned):
     """BatchMonitor and BatchDispatcher: batches of the least size whose throughput exceeds the arrival rate.
 
-    As printed (BatchMonitor, Algorithm 1): sizes from 2 up, the rate counted over the last whole second, and no limit
-    to waiting for company. With `headroom` h it is repaired: the throughput must exceed rate / h, a size may be 1, the
-    rate is that of the last arrivals, and no request waits beyond `wait_s`.
+    Source: BatchMonitor, Algorithm 1, repaired: the throughput must exceed rate / headroom, a size may be 1, the rate
+    is that of the last arrivals, and no request waits beyond `wait_s`. As printed: scripts/reproduction/batchmonitor.
     """
 
     arrivals: Arrivals
-    headroom: float | None = None
+    headroom: float
     wait_s: float = math.inf
 
     def preferred(self, queue: BinQueue, now_s: float) -> int:
         """The batch size for the present rate, by the plan's times."""
-        if self.headroom is None:
-            rate, least = self.arrivals.window.per_s(now_s) / self._used, 2
-        else:
-            rate, least = (self.arrivals.total.per_s(now_s) or 0.0) / self._used, 1
-        for size in range(least, self.batch_size):
+        rate = (self.arrivals.total.per_s(now_s) or 0.0) / self._used
+        for size in range(1, self.batch_size):
             if size > rate * self.service_s(queue, size):
                 return size
         return self.batch_size
@@ -197,14 +193,11 @@ class Rate(Planned):
         preferred = self.preferred(queue, now_s)
         if waiting >= preferred:
             return preferred
-        late = self.headroom is not None and idle is not None and now_s >= self._limit_s(queue)
-        return waiting if late else 0
+        return waiting if idle is not None and now_s >= self._limit_s(queue) else 0
 
     def due_at_s(self, queue: BinQueue, idle: bool | None) -> float | None:
         if self.plan is None:
             return None
-        if self.headroom is None:
-            return self.arrivals.window.ends_at_s if len(queue) > 1 else None
         waiting = range(1, min(len(queue), self.batch_size) + 1)
         enough_per_s = self._used * max(size / self.service_s(queue, size) for size in waiting)
         slower_s = self.arrivals.total.below_at_s(enough_per_s)
@@ -213,7 +206,7 @@ class Rate(Planned):
     @property
     def _used(self) -> float:
         """Engines, each as far as it is to be used."""
-        return (self.plan.engines if self.plan is not None else 1) * (self.headroom or 1.0)
+        return (self.plan.engines if self.plan is not None else 1) * self.headroom
 
     def _limit_s(self, queue: BinQueue) -> float:
         return min(queue.oldest_at_s + self.wait_s, self.latest_start_s(queue))

@@ -266,7 +266,9 @@ class Scheduler:
             self._end(queued)
             if event.outcome == "completed":
                 self._see_answer(queued, event.output_tokens, ran_s)
-                self._see_pace(engine, queued.request.model, run.concurrency, event.output_tokens, ran_s)
+                # It began beside so many, and ends beside so many: it ran beside about the mean of both.
+                beside = (run.concurrency + len(engine.running) + 2) // 2
+                self._see_pace(engine, queued.request.model, beside, event.output_tokens, ran_s)
         self._freed(engine)
 
     def _on_batch_ended(self, event: BatchEnded) -> None:
@@ -301,6 +303,8 @@ class Scheduler:
             group = self.groups.by_name[waiting[0].group] if waiting else self.groups.group_of(engine)
             self._fail_late_requests()
             self._dispatch.start_reserved(group, worker, self._now_s)
+            for queued in [queued for queued in waiting if queued.run is None]:
+                self._deadlines.watch(queued, self._queues_of(queued), self._now_s)  # more is known than when it came
             self._place_again(waiting)
         if worker.next is not None and not worker.busy:
             self._engines_changed([self.groups.join(worker, self._now_s)])
@@ -383,7 +387,7 @@ class Scheduler:
         if late_at_s is not None and late_at_s <= self._now_s:
             self._fail(queued, "deadline_exceeded")
             return
-        queues.take_back(queued)
+        self._dispatch.forming.form_early(queues, queues.take_back(queued), self._now_s)
         self._touch(self._group_of(queued))
         self._deadlines.watch(queued, queues, self._now_s)
         self._place_again([queued])

@@ -403,7 +403,9 @@ class Account:
             assert request.deadline_s > self._now_s, f"request {request.id} was started late"
             tried = len(batch.requests) == 1 and not engine.running and engine.is_tried(request.model, self._now_s)
             if self._times is not None and not tried and not (life.tries and self._times.hopes(request)):
-                ends_s = self._now_s + self._times.batch_s(engine.info, len(batch.requests))
+                # What it learns of slots that others share is less exact.
+                share = 1.0 if engine.info.barrier else 0.75
+                ends_s = self._now_s + share * self._times.batch_s(engine.info, len(batch.requests))
                 assert ends_s <= request.deadline_s + NEAR_S, f"request {request.id} was started to be late"
         life.engine = engine.info.name
         life.began = life.preempted = False
@@ -432,8 +434,8 @@ class Account:
 
     def _assert_released(self, batch: Batch) -> None:
         """What the simplest releases promise of a batch's size."""
-        if self._draining or batch.size == self._config.full_batch:
-            return
+        if self._direct or self._draining or batch.size == self._config.full_batch:
+            return  # of what is let go an order of the moment takes what can be in time
         kind, _, size = (self._config.release or "").partition(":")
         assert kind != "full", "a batch is not full"
         assert kind != "static" or batch.size == int(size), f"a batch is not of {size}"
@@ -559,8 +561,8 @@ class Account:
     def _due_s(self, life: Life, engine: EngineInfo) -> float:
         """When a request must start at the latest on an engine that is idle."""
         config = self._config
-        if self._direct:
-            return self._now_s if self._could_start(life.request, engine) else math.inf
+        if self._direct and not self._could_start(life.request, engine):
+            return math.inf
         if self._draining or life.tries or config.release in NEVER_IDLE:
             return self._now_s
         if config.release == "timeout":
