@@ -17,13 +17,35 @@ from llmserve.engines.fake import FakeEngine
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.serve import serving
 
-ONE_AT_A_TIME = pytest.mark.xdist_group("one-at-a-time")
+SLOW_FIXTURES = {"shipped", "written"}  # the demo model, and what every reproduction writes
+SLOW = (  # the beginnings of their names, where a whole file or a case among others is meant
+    "tests/herd/test_replan.py::test_few_models_move_when_they_must",
+    "tests/scheduling/test_engines.py::test_after_100_000_random_disconnects",
+    "tests/simulation/test_against_theory.py",
+    "tests/simulation/test_many_runs.py",
+    "tests/simulation/test_simulate.py::test_slots_that_serve_one_by_one_are_queues_of_known_waiting",
+    "tests/test_serve_plan.py::test_an_engine_that_is_silent_at_the_start",
+    "tests/test_serve_plan.py::test_groups_are_processes",
+    "tests/test_serve_plan.py::test_killing_one_groups_process",
+    "tests/worlds/test_laws.py",
+    "tests/worlds/test_mutations.py::test_a_planted_bug_is_found",
+    "tests/worlds/test_worlds.py::test_a_swarm_by_time",
+    "tests/worlds/test_worlds.py::test_every_message",
+    "tests/worlds/test_worlds.py::test_the_script_runs_a_swarm",
+)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """One worker of pytest-xdist takes all tests that must not run beside each other."""
+    """What one worker of pytest-xdist takes whole: the tests that must not run beside each other, and those that stand
+    on one slow fixture.
+    """
+    fixtures = SLOW_FIXTURES.intersection(getattr(item, "fixturenames", ()))
+    if fixtures or item.nodeid.startswith(SLOW):
+        item.add_marker("slow")
     if item.get_closest_marker("vllm") or item.get_closest_marker("serial"):
-        item.add_marker(ONE_AT_A_TIME)
+        item.add_marker(pytest.mark.xdist_group("one-at-a-time"))
+    elif fixtures:
+        item.add_marker(pytest.mark.xdist_group(fixtures.pop()))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

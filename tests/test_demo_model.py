@@ -236,6 +236,7 @@ def test_published_accuracy_meets_the_promise() -> None:
 # The way to make it -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_quick_training_runs_from_corpus_to_documents(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     script = ROOT / "scripts" / "train_demo_model.py"
