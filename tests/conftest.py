@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
+import hypothesis
 import pytest
 from front import Front, StartFront, until
 
@@ -16,6 +17,10 @@ from llmserve.config import Config, EngineConfig, ServerConfig
 from llmserve.engines.fake import FakeEngine
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.serve import serving
+
+# How long an example takes says little where two workers share a machine with others.
+hypothesis.settings.register_profile("shared machine", deadline=None)
+hypothesis.settings.load_profile("shared machine")
 
 SLOW_FIXTURES = {"shipped", "written"}  # the demo model, and what every reproduction writes
 SLOW = (  # the beginnings of their names, where a whole file or a case among others is meant
