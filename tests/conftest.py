@@ -22,8 +22,15 @@ from llmserve.serve import serving
 hypothesis.settings.register_profile("shared machine", deadline=None)
 hypothesis.settings.load_profile("shared machine")
 
+ONE_AT_A_TIME = (  # the beginnings of their names; they are marked `serial`, but for those of vLLM
+    "tests/cluster/test_fleet.py::test_after_thousands_of_disconnects",
+    "tests/cluster/test_live_equals_simulated.py",
+    "tests/predictor/test_predictor_online.py::test_forecasts_and_answers_take_microseconds",
+    "tests/predictor/test_predictor_process.py::test_the_event_loop_keeps_ticking",
+    "tests/vllm/",
+)
 SLOW_FIXTURES = {"shipped", "written"}  # the demo model, and what every reproduction writes
-SLOW = (  # the beginnings of their names, where a whole file or a case among others is meant
+SLOW = (  # the beginnings of names, where a whole file or a case among others is meant
     "tests/herd/test_replan.py::test_few_models_move_when_they_must",
     "tests/scheduling/test_engines.py::test_after_100_000_random_disconnects",
     "tests/simulation/test_against_theory.py",
@@ -41,16 +48,25 @@ SLOW = (  # the beginnings of their names, where a whole file or a case among ot
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """What one worker of pytest-xdist takes whole: the tests that must not run beside each other, and those that stand
-    on one slow fixture.
-    """
-    fixtures = SLOW_FIXTURES.intersection(getattr(item, "fixturenames", ()))
-    if fixtures or item.nodeid.startswith(SLOW):
+    """Marks the tests of the lists above."""
+    if item.nodeid.startswith(SLOW) or SLOW_FIXTURES.intersection(getattr(item, "fixturenames", ())):
         item.add_marker("slow")
-    if item.get_closest_marker("vllm") or item.get_closest_marker("serial"):
-        item.add_marker(pytest.mark.xdist_group("one-at-a-time"))
-    elif fixtures:
-        item.add_marker(pytest.mark.xdist_group(fixtures.pop()))
+    if item.nodeid.startswith(ONE_AT_A_TIME) and not item.get_closest_marker("vllm"):
+        item.add_marker("serial")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A worker of pytest-xdist takes whole files, so that what a file's tests stand on is made once; one worker takes
+    all tests that must not run beside each other. (Its own `--dist loadgroup` groups nothing under pytest 9.2.)
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "one at a time" if nodeid.startswith(ONE_AT_A_TIME) else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -216,7 +216,6 @@ def test_a_forecast_is_kept_within_the_requests_own_limits():
     assert bounded((), least=10, most=100) == ()
 
 
-@pytest.mark.serial
 def test_forecasts_and_answers_take_microseconds():
     learner, rng, forecast_s, observe_s = OnlineLearner(), random.Random(0), [], []
     for i in range(3000):

@@ -291,7 +291,6 @@ async def test_a_bad_folder_is_a_clear_error(tmp_path: Path) -> None:
         await PredictorProcess(tmp_path).start()
 
 
-@pytest.mark.serial
 @pytest.mark.real_worker
 async def test_the_event_loop_keeps_ticking_and_ctrl_c_does_not_reach_the_child(random_predictor: Path) -> None:
     gaps_s = [0.0]
