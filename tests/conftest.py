@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
+import hypothesis
 import pytest
 from front import Front, StartFront, until
 
@@ -17,13 +18,55 @@ from llmserve.engines.fake import FakeEngine
 from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.serve import serving
 
-ONE_AT_A_TIME = pytest.mark.xdist_group("one-at-a-time")
+# How long an example takes says little where two workers share a machine with others.
+hypothesis.settings.register_profile("shared machine", deadline=None)
+hypothesis.settings.load_profile("shared machine")
+
+ONE_AT_A_TIME = (  # the beginnings of their names; they are marked `serial`, but for those of vLLM
+    "tests/cluster/test_fleet.py::test_after_thousands_of_disconnects",
+    "tests/cluster/test_live_equals_simulated.py",
+    "tests/predictor/test_predictor_online.py::test_forecasts_and_answers_take_microseconds",
+    "tests/predictor/test_predictor_process.py::test_the_event_loop_keeps_ticking",
+    "tests/vllm/",
+)
+SLOW_FIXTURES = {"shipped", "written"}  # the demo model, and what every reproduction writes
+SLOW = (  # the beginnings of names, where a whole file or a case among others is meant
+    "tests/herd/test_replan.py::test_few_models_move_when_they_must",
+    "tests/scheduling/test_engines.py::test_after_100_000_random_disconnects",
+    "tests/simulation/test_against_theory.py",
+    "tests/simulation/test_many_runs.py",
+    "tests/simulation/test_simulate.py::test_slots_that_serve_one_by_one_are_queues_of_known_waiting",
+    "tests/test_serve_plan.py::test_an_engine_that_is_silent_at_the_start",
+    "tests/test_serve_plan.py::test_groups_are_processes",
+    "tests/test_serve_plan.py::test_killing_one_groups_process",
+    "tests/worlds/test_laws.py",
+    "tests/worlds/test_mutations.py::test_a_planted_bug_is_found",
+    "tests/worlds/test_worlds.py::test_a_swarm_by_time",
+    "tests/worlds/test_worlds.py::test_every_message",
+    "tests/worlds/test_worlds.py::test_the_script_runs_a_swarm",
+)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """One worker of pytest-xdist takes all tests that must not run beside each other."""
-    if item.get_closest_marker("vllm") or item.get_closest_marker("serial"):
-        item.add_marker(ONE_AT_A_TIME)
+    """Marks the tests of the lists above."""
+    if item.nodeid.startswith(SLOW) or SLOW_FIXTURES.intersection(getattr(item, "fixturenames", ())):
+        item.add_marker("slow")
+    if item.nodeid.startswith(ONE_AT_A_TIME) and not item.get_closest_marker("vllm"):
+        item.add_marker("serial")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A worker of pytest-xdist takes whole files, so that what a file's tests stand on is made once; one worker takes
+    all tests that must not run beside each other. (Its own `--dist loadgroup` groups nothing under pytest 9.2.)
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "one at a time" if nodeid.startswith(ONE_AT_A_TIME) else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -340,6 +340,7 @@ def test_simulated_loads_have_a_cell_for_every_case(tmp_path: Path, monkeypatch:
 # ---- servers ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_tiny_benchmark_on_timed_engines_ends_every_request_once_as_clients_and_journals_say(tmp_path: Path) -> None:
     timed = {"classifier": bench.Timed(0.0, 0.01, 0.0005), "chat": bench.Timed(0.3, 0.001, 0.0)}
     images = replace(IMAGES, rate_per_s=5.0, burst_per_s=60.0)

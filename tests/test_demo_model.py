@@ -2,16 +2,15 @@
 
 import itertools
 import json
-import os
 import re
 import string
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from script_module import load_script
 
 from llmserve.engines.embedded import demo_corpus
 from llmserve.engines.embedded.demo_corpus import Example
@@ -236,12 +235,16 @@ def test_published_accuracy_meets_the_promise() -> None:
 # The way to make it -------------------------------------------------------------------------------------------
 
 
-def test_quick_training_runs_from_corpus_to_documents(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    script = ROOT / "scripts" / "train_demo_model.py"
+@pytest.mark.slow
+def test_quick_training_runs_from_corpus_to_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
     options = ["--quick", "--output", str(tmp_path / "model"), "--checkpoint", str(tmp_path / "checkpoint.pt")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, str(script), *options], check=True, env=environment, timeout=120)
+    monkeypatch.setattr(sys, "argv", ["train_demo_model.py", *options])
+    try:
+        load_script("train_demo_model").main()
+    finally:
+        torch.set_num_threads(threads)
     files = {path.name for path in (tmp_path / "model").iterdir()}
     assert files >= {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",

@@ -477,6 +477,7 @@ def test_a_worker_alone_serves_less_than_a_group_that_shares() -> None:
 # ---- all together ----
 
 
+@pytest.mark.slow
 def test_under_overload_flex_is_ahead_of_every_baseline_and_no_answer_of_it_is_late() -> None:
     policies = (FLEX, CLOCKWORK, RELEASED, NEXUS, PLANNED_SHARE, FFFS, EDF)
     found = simulate(world(rate_per_s=15_000.0, span_s=0.5, policies=policies))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from front import Front, StartFront, until
@@ -77,6 +78,7 @@ def name_of(url: str) -> str:
 # ---- faults under load ----
 
 
+@pytest.mark.slow
 async def test_of_500_requests_none_is_lost_and_none_answered_twice_when_one_of_two_engines_is_killed(
     start_front: StartFront,
 ) -> None:
@@ -105,6 +107,7 @@ async def test_of_500_requests_none_is_lost_and_none_answered_twice_when_one_of_
     assert any(isinstance(step.event, EngineLost) for step in front.cluster.journal.steps)
 
 
+@pytest.mark.slow
 async def test_a_frozen_engine_is_given_up_and_its_requests_run_elsewhere(start_front: StartFront) -> None:
     """Its kernel still accepts connections, but nothing ever answers."""
     flags = ("--step-s", "0.02", "--slots", "4")
@@ -219,6 +222,7 @@ async def test_only_the_admin_key_opens_the_office(start_front: StartFront, tmp_
             assert response.status == 401
 
 
+@pytest.mark.slow
 async def test_a_rolling_restart_under_load_loses_nothing(start_front: StartFront, tmp_path: Path) -> None:
     """Drain one, restart it where it runs, wait until it is back; then the next."""
     flags = ("--step-s", "0.002", "--slots", "4")
@@ -366,6 +370,7 @@ async def test_a_conversation_stays_with_the_engine_that_has_its_prefix(start_fr
 # ---- nothing leaks ----
 
 
+@pytest.mark.slow
 async def test_after_thousands_of_disconnects_at_any_moment_nothing_is_left(start_front: StartFront) -> None:
     limits = ApiConfig(concurrent_max=10_000)
     async with FakeEngine(step_s=0.002, slots=4) as first, FakeEngine(step_s=0.002, slots=4) as second:

@@ -64,6 +64,8 @@ from llmserve.scheduling.scheduler import Scheduler
 from llmserve.serve import serving
 from llmserve.simulation.engine_model import TimedEngine
 
+pytestmark = pytest.mark.slow
+
 try:
     from uvloop import run as run_loop  # the loop of `llmserve serve`
 except ImportError:

@@ -39,6 +39,7 @@ def refusal(*arguments: str) -> str:
     return line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_says_when_it_is_ready_and_a_signal_ends_it_with_status_0(tiny_model: Path, number: signal.Signals):
     with process([*COMMAND, "--model", str(tiny_model), "--served-model-name", "mini", "--port", "0"]) as engine:
@@ -54,6 +55,7 @@ def test_a_missing_model_folder_is_one_clear_line(tmp_path: Path):
     assert f"the model folder {tmp_path}/none does not exist" in refusal("--model", f"{tmp_path}/none")
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_model_is_one_clear_line(tmp_path: Path):
     assert f"cannot load the model {tmp_path}" in refusal("--model", str(tmp_path))
 

@@ -222,11 +222,11 @@ async def test_a_child_that_hangs_is_replaced(tmp_path: Path) -> None:
 
 
 async def test_a_child_that_cannot_start_again_is_tried_less_and_less_often(tmp_path: Path) -> None:
-    async with PredictorProcess(tmp_path, restart_delay_s=0.2) as predictor:
+    async with PredictorProcess(tmp_path, restart_delay_s=0.1) as predictor:
         (tmp_path / "broken").touch()
         with pytest.raises(PredictorDied):
             await predicted(predictor, "die")
-        await asyncio.sleep(2.0)  # after 0.2, 0.6 and 1.4 s
+        await asyncio.sleep(1.0)  # after 0.1, 0.3 and 0.7 s
         assert 2 <= len((tmp_path / "starts").read_text()) <= 4
         with pytest.raises(PredictorDied, match="broken"):
             await predicted(predictor, "abc")

@@ -16,7 +16,7 @@ from predictor.splitting import near_duplicates, representatives
 from predictor.text import normalised
 
 ROOT = Path(__file__).resolve().parents[2]
-FILLER = [f"prompt {i}" for i in range(200)]  # enough that no side stays empty
+FILLER = [f"prompt {i}" for i in range(100)]  # enough that no side stays empty
 FACTORIAL = "write a python program that computes the factorial of a given whole number using recursion only please"
 CHINESE = "请用简单的语言向一个小学生解释为什么天空在白天是蓝色的而在傍晚的时候却会变成红色,并且举出两个生活中的例子"
 URL = "https://example.com/archive/2023/11/annual-report-on-the-state-of-the-harbour/chapter-7/page-12.html"

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from script_module import load_script
 from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFast
 
 from predictor.dataset import Row, Splits, split_rows
@@ -71,20 +72,23 @@ TINY = BertConfig(vocab_size=10, hidden_size=16, num_hidden_layers=1, num_attent
 # --- the whole way ----------------------------------------------------------------------------------------------
 
 
-def test_the_script_trains_a_predictor_that_beats_the_baselines(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_script_trains_a_predictor_that_beats_the_baselines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "toy.jsonl"
-    lines = [json.dumps({"question": row.prompt.text, "tokens": row.output_tokens}) for row in toy_rows(800)]
+    lines = [json.dumps({"question": row.prompt.text, "tokens": row.output_tokens}) for row in toy_rows(400)]
     data.write_text("\n".join([*lines, "not JSON"]))
-    command = [sys.executable, ROOT / "scripts" / "train_predictor.py", "--data", data, "--output", tmp_path / "out"]
+    command = ["train_predictor.py", "--data", str(data), "--output", str(tmp_path / "out")]
     options = ["--from-scratch", "tiny", "--epochs", "8", "--batch-size", "16", "--seed", "3"]
     columns = ["--prompt-column", "question", "--length-column", "tokens"]
-    done = subprocess.run(
-        [*command, *options, *columns, "--threads", "1"], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Not usable: 1 x not a JSON object." in done.stderr
-    assert "epoch 8/8: validation loss" in done.stderr
-    assert "| predictor |" in done.stdout
+    monkeypatch.setattr(sys, "argv", [*command, *options, *columns, "--threads", "1"])
+    status = load_script("train_predictor").main()
+    said = capsys.readouterr()
+    assert status == 0, said.err
+    assert "Not usable: 1 x not a JSON object." in said.err
+    assert "epoch 8/8: validation loss" in said.err
+    assert "| predictor |" in said.out
 
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     held_out = metrics["metrics"]
@@ -115,6 +119,7 @@ def test_the_script_says_what_is_wrong_with_the_data_in_one_line(tmp_path: Path)
     assert done.stderr.startswith("train_predictor: no usable row in ")
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_is_resumed_and_ends_like_an_undisturbed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +141,7 @@ def test_an_interrupted_training_is_resumed_and_ends_like_an_undisturbed_one(
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"seed": 1}, {"quantiles": 9}, {"learning_rate": 1e-3}])
 def test_a_training_with_other_options_is_not_resumed(
     change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -151,6 +157,7 @@ def test_a_training_with_other_options_is_not_resumed(
         train(toy_splits(), replace(QUICK, **change), tmp_path / "out", resume=True)
 
 
+@pytest.mark.slow
 def test_a_training_that_failed_before_its_first_checkpoint_is_simply_begun_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +171,7 @@ def test_a_training_that_failed_before_its_first_checkpoint_is_simply_begun_agai
     assert predictor_of(train(toy_splits(), QUICK, tmp_path / "out")).predict(SEVEN).shape == (1, 15)
 
 
+@pytest.mark.slow
 def test_the_trainings_of_a_soup_are_each_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
 
@@ -208,6 +216,7 @@ def test_nothing_to_resume_is_an_error(tmp_path: Path) -> None:
         train(toy_splits(), QUICK, tmp_path, resume=True)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_predictor_and_another_seed_another(tmp_path: Path) -> None:
     quick = replace(QUICK, epochs=1)
     once, again, other = (
@@ -236,6 +245,7 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
+@pytest.mark.slow
 def test_fine_tuning_starts_from_the_base_model_and_reads_as_much_as_it_can(base: Path, tmp_path: Path) -> None:
     options = replace(QUICK, base_model=str(base), epochs=1, learning_rate=1e-9, max_length_tokens=512)
     tuned = predictor_of(train(toy_splits(), options, tmp_path / "out"))
@@ -256,6 +266,7 @@ def untrained(model: LengthModel) -> list[float]:
     return result
 
 
+@pytest.mark.slow
 def test_one_predictor_serves_several_models_and_reads_system_prompts_and_history(base: Path, tmp_path: Path) -> None:
     rng = random.Random(0)
     rows = []
@@ -275,6 +286,7 @@ def test_one_predictor_serves_several_models_and_reads_system_prompts_and_histor
     assert median(model="terse") < median(model="never heard of") < median(model="wordy")
 
 
+@pytest.mark.slow
 def test_the_papers_loss_gives_a_point(tmp_path: Path) -> None:
     assert predictor_of(train(toy_splits(), replace(QUICK, loss="l1"), tmp_path)).predict(SEVEN).shape == (1, 1)
 

@@ -9,15 +9,24 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+from front import StartFront
 from vllm_on_cpu import ARGS, MODEL, SETTINGS
 
+from llmserve.cluster.live import LiveConfig
 from llmserve.engines.engine_process import LEASH, free_port
 
 SLOTS = 4
 START_S = 240
+
+
+@pytest.fixture
+def start_front(start_front: StartFront) -> StartFront:
+    """Looks after vLLM as seldom as a server does: each look costs milliseconds there."""
+    return partial(start_front, live=LiveConfig())
 
 
 @pytest.fixture(scope="session")

@@ -60,8 +60,9 @@ def test_a_model_without_weights_ends_the_start_with_vllms_own_words(flags: list
     assert "llmserve/serve.py" not in said, "no traceback of ours"
 
 
-def test_an_argument_that_vllm_does_not_know_ends_the_start_of_all_replicas(flags: list[str]) -> None:
-    two = ["--model", str(MODEL), "--replicas", "2"]
-    status, said = failed_start(*flags, "--port", "0", *two, "--", "--no-such-thing", within_s=START_S, **SETTINGS)
+def test_an_argument_that_vllm_does_not_know_ends_the_start(flags: list[str]) -> None:
+    """Of all replicas, as test_serve.py shows with stand-ins."""
+    model = ["--model", str(MODEL)]
+    status, said = failed_start(*flags, "--port", "0", *model, "--", "--no-such-thing", within_s=START_S, **SETTINGS)
     assert status == 1
     assert "unrecognized arguments: --no-such-thing" in said
