@@ -85,7 +85,8 @@ class Deadlines:
                     continue
             yield queued
         if len(self._heap) > 2 * len(requests) + ENTRIES_SPARE:  # far ones of requests that are over
-            alive = {id_: at_s for at_s, id_ in self._heap if id_ in requests}
+            # Of several entries of a request the earliest is kept.
+            alive = {id_: at_s for at_s, id_ in sorted(self._heap, reverse=True) if id_ in requests}
             self._heap = [(at_s, id_) for id_, at_s in alive.items()]
             heapq.heapify(self._heap)
         self.next_at_s = self._heap[0][0] if self._heap else None
