@@ -27,7 +27,7 @@ from bins.edges import Edges, equal_mass_edges, index_of, optimal_edges
 from bins.profile import PROFILES, StepTimes, resolve
 from llmserve.config import add_flags, convert
 from llmserve.errors import ConfigError
-from llmserve.scheduling.policies import WINDOW_BATCHES
+from llmserve.policies import WINDOW_BATCHES
 from llmserve.simulation import workload
 from llmserve.simulation.scenario import STEP_S
 

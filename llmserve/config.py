@@ -22,8 +22,9 @@ from msgspec import Meta
 
 from llmserve.api.limits import ApiConfig
 from llmserve.cluster.live import LiveConfig
+from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError
-from llmserve.scheduling.policies import DispatchConfig, SchedulingConfig
+from llmserve.policies import SchedulingConfig
 from llmserve.spelling import nearest as nearest  # serve.py calls configuration.nearest
 
 ENVIRONMENT_PREFIX = "LLMSERVE_"

@@ -33,9 +33,10 @@ import msgspec
 from llmserve import config as configuration
 from llmserve import herd
 from llmserve.by_model import PREFIX, by_model
+from llmserve.cluster.assignment import PlannedGroup, assign
 from llmserve.config import Config, EngineConfig
 from llmserve.errors import ConfigError, ListenError
-from llmserve.scheduling.layout import FALLBACK, PlannedGroup, assign
+from llmserve.scheduling.layout import FALLBACK
 from llmserve.scheduling.rates import STREAMS_MAX, Rates, Replan
 
 if TYPE_CHECKING:

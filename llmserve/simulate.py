@@ -28,9 +28,10 @@ from bins.dispatch import DispatchSolver
 from llmserve.cluster.journal import Header, Journal
 from llmserve.cluster.simulated import SimulatedCluster
 from llmserve.config import add_flags, convert
+from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError
+from llmserve.policies import PLANNED, SchedulingConfig
 from llmserve.scheduling.messages import Action, Event, RequestArrived
-from llmserve.scheduling.policies import PLANNED, DispatchConfig, SchedulingConfig
 from llmserve.simulation import figures, workload
 from llmserve.simulation.estimates import Repeated, print_comparison, print_intervals
 from llmserve.simulation.many import in_processes

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
 from llmserve.errors import ConfigError
-from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.policies import SchedulingConfig
 from llmserve.simulate import run
 from llmserve.simulation import workload
 from llmserve.simulation.files import records

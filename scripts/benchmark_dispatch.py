@@ -36,7 +36,8 @@ from rich.table import Table
 from bins import profile
 from bins.service import ServiceTimes
 from bins.smdp import MS_PER_S, Queue
-from llmserve.scheduling.policies import DispatchConfig, SchedulingConfig
+from llmserve.dispatch_config import DispatchConfig
+from llmserve.policies import SchedulingConfig
 from llmserve.simulate import Scenario, simulate
 from llmserve.simulation.workload import read_lengths
 

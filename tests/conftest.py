@@ -15,7 +15,7 @@ from front import Front, StartFront, until
 from llmserve.cluster.live import LiveConfig
 from llmserve.config import Config, EngineConfig, ServerConfig
 from llmserve.engines.fake import FakeEngine
-from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.policies import SchedulingConfig
 from llmserve.serve import serving
 
 # How long an example takes says little where two workers share a machine with others.

@@ -14,6 +14,7 @@ import pytest
 from script_module import load_script
 
 from llmserve.cluster.journal import Header, Step
+from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
     EngineReady,
@@ -24,7 +25,6 @@ from llmserve.scheduling.messages import (
     RequestEnded,
     TimerFired,
 )
-from llmserve.scheduling.policies import SchedulingConfig
 
 bench = load_script("benchmark_deadlines")
 

@@ -15,6 +15,7 @@ from script_module import load_script
 from bins.dispatch import DispatchPlan, DispatchTable
 from bins.profile import Curve, Profile
 from llmserve.cluster.journal import Header, Step
+from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
     DispatchSolved,
@@ -25,7 +26,6 @@ from llmserve.scheduling.messages import (
     RequestEnded,
     TimerFired,
 )
-from llmserve.scheduling.policies import SchedulingConfig
 
 BUSY_W, IDLE_W = 20.0, 8.0
 PROFILE = Profile(

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from llmserve.config import Config, EngineConfig, add_flags, load_config
+from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError
-from llmserve.scheduling.policies import DispatchConfig
 
 
 def test_nothing_given_is_the_default() -> None:

@@ -25,11 +25,13 @@ from llmserve.cluster.journal import Header, Journal, Step
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.simulated import SimulatedCluster
 from llmserve.config import Config, EngineConfig, ServerConfig
+from llmserve.dispatch_config import DispatchConfig
 from llmserve.energy import EnergyMeter, MeasuredEnergy, ModelledEnergy
 from llmserve.engines.fake import FakeEngine
 from llmserve.engines.power import GpuEnergy
 from llmserve.errors import ConfigError
 from llmserve.metrics import Metrics
+from llmserve.policies import SchedulingConfig
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
@@ -46,7 +48,6 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.policies import DispatchConfig, SchedulingConfig
 from llmserve.serve import serving
 from llmserve.simulate import Scenario, simulate
 from llmserve.simulation.engine_model import ProfileEngine

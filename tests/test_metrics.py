@@ -4,6 +4,7 @@ from llmserve.cluster.journal import Header, Journal
 from llmserve.cluster.live import LiveCluster
 from llmserve.engines.engine import ServedModel
 from llmserve.metrics import OTHER_STREAMS, STREAMS_MAX, Metrics
+from llmserve.policies import SchedulingConfig
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
@@ -17,7 +18,6 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.policies import SchedulingConfig
 
 
 def started(*batches: tuple[int, int]) -> str:

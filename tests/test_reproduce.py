@@ -42,8 +42,8 @@ sys.path.remove(SCRIPTS)
 from bins.profile import PROFILES, Observation  # noqa: E402
 from llmserve.cluster import journal  # noqa: E402
 from llmserve.errors import ConfigError  # noqa: E402
+from llmserve.policies import SchedulingConfig  # noqa: E402
 from llmserve.scheduling.messages import ReportTrust  # noqa: E402
-from llmserve.scheduling.policies import SchedulingConfig  # noqa: E402
 from llmserve.simulate import Scenario, run, simulate  # noqa: E402
 from llmserve.simulation.report import Recorder  # noqa: E402
 from llmserve.simulation.scenario import prepare  # noqa: E402

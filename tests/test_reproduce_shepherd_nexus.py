@@ -9,9 +9,9 @@ import pytest
 from worlds.invariants import check
 
 from llmserve.cluster.simulated import SimulatedCluster
+from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request, Speed
 from llmserve.scheduling.messages import Action, BatchEnded, EngineReady, Event, RequestArrived, StartBatch, TimerFired
-from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.scheduler import Scheduler
 
 SCRIPTS = str(Path(__file__).resolve().parents[1] / "scripts")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from worlds.invariants import check
 
+from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request, Speed
 from llmserve.scheduling.deadline_queue import ROUNDING_S, DeadlineQueue, largest_feasible
 from llmserve.scheduling.messages import (
@@ -21,7 +22,6 @@ from llmserve.scheduling.messages import (
     RequestArrived,
     StartBatch,
 )
-from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.queues import QueuedRequest
 from llmserve.scheduling.scheduler import Scheduler
 

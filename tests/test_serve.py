@@ -21,8 +21,8 @@ from tiny_llama import save_tiny_llama
 
 from llmserve.__main__ import main
 from llmserve.api.limits import ApiConfig
+from llmserve.dispatch_config import DispatchConfig
 from llmserve.engines.fake import FakeEngine
-from llmserve.scheduling.policies import DispatchConfig
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from typing import TypeVar
 import msgspec
 
 from llmserve.errors import JournalError
+from llmserve.policies import SchedulingConfig
 from llmserve.scheduling.messages import Action, Event, ServingGroup
-from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.rates import GroupRates, Replan
 from llmserve.scheduling.scheduler import Scheduler
 

@@ -11,9 +11,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from llmserve.cluster.assignment import PlannedGroup, assign, shortfalls
 from llmserve.cluster.journal import Step
 from llmserve.cluster.live import LiveCluster
-from llmserve.scheduling.layout import Layout, PlannedGroup, assign, shortfalls
+from llmserve.scheduling.layout import Layout
 from llmserve.scheduling.messages import EngineReady, PlanChanged, PlanGroups, ServingGroup
 from llmserve.scheduling.rates import Rates
 

@@ -11,12 +11,16 @@ An engine whose speed nobody told takes no time, as far as is known: then only d
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.lengths import Tokens
+from llmserve.scheduling.queues import QueuedRequest
 
+SURELY_LATE_S = 1e-6  # past the last moment: what could start in that very moment still can
 PACE_GRID = 0.02  # paces are told apart in steps of 2 %
 
 
@@ -35,16 +39,42 @@ class Timetable:
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
+        # By group and model: what a request takes alone, on each engine, and until when that holds.
+        self._alone: dict[tuple[str, str], tuple[float, set[tuple[float, float]]]] = {}
         self._times: dict[tuple[str, str, int], tuple[Tokens, float, object, BatchTimes]] = {}
 
-    def alone(self, engine: EngineState, model: str, now_s: float) -> tuple[float, float]:
-        """What a request alone on an engine takes: seconds before its first token, and for each. No time, as far as is
-        known, on one that has shown nothing of its pace lately.
+    def late_at_s(self, queued: QueuedRequest, engines: Sequence[EngineState], least: float, now_s: float) -> float:
+        """From when on a request with a deadline cannot be in time any more, as far as is known now: even alone and at
+        once on the fastest of these engines, and as short as the shortest of its bin or as its own prediction.
+
+        least : output tokens of the shortest answers of its bin
         """
-        if now_s >= engine.proven_until_s(model):
-            return 0.0, 0.0
-        speed, pace = engine.speed(model), _rounded(engine.pace(model))
-        return (pace * speed.prefill_s, pace * speed.step_s[0]) if speed is not None and speed.step_s else (0.0, 0.0)
+        request = queued.request
+        own = request.quantiles[0] if request.quantiles else request.predicted_tokens
+        tokens = least if own is None else min(own, least)
+        lines = self._lines_of(queued.group, request.model, engines, now_s)
+        alone_s = min([prefill_s + tokens * step_s for prefill_s, step_s in lines], default=0.0)
+        return min(queued.deadline_s, queued.deadline_s - alone_s + SURELY_LATE_S)
+
+    def look_again(self) -> None:
+        """After a change of who serves what, and how fast."""
+        self._alone.clear()
+
+    def _lines_of(
+        self, group: str, model: str, engines: Sequence[EngineState], now_s: float
+    ) -> set[tuple[float, float]]:
+        """What a request takes alone on each engine: seconds before its first token, and for each. No time, as far as
+        is known, on one that has shown nothing of its pace lately.
+        """
+        until_s, lines = self._alone.get((group, model), (-math.inf, set()))
+        if now_s >= until_s:
+            proven = [engine for engine in engines if now_s < engine.proven_until_s(model)]
+            lines = {_alone(engine, model) for engine in proven} | (
+                {(0.0, 0.0)} if len(proven) < len(engines) else set()
+            )
+            until_s = min([engine.proven_until_s(model) for engine in proven], default=math.inf)
+            self._alone[group, model] = until_s, lines
+        return lines
 
     def of(self, engine: EngineState, model: str, bin_index: int, tokens: Tokens) -> BatchTimes:
         """tokens : of the bin's answers."""
@@ -72,6 +102,11 @@ class Timetable:
         else:  # each ends for itself, in a step that all slots share
             expected = [pace * speed.batch_s(tokens.longest[0], slots)] * self._batch_size
         return BatchTimes(_rising(expected), _rising(least))
+
+
+def _alone(engine: EngineState, model: str) -> tuple[float, float]:
+    speed, pace = engine.speed(model), _rounded(engine.pace(model))
+    return (pace * speed.prefill_s, pace * speed.step_s[0]) if speed is not None and speed.step_s else (0.0, 0.0)
 
 
 def _rounded(pace: float) -> float:

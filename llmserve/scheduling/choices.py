@@ -10,11 +10,11 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 
 from llmserve.scheduling.batch_times import Timetable
-from llmserve.scheduling.deadline_queue import DeadlineQueue
+from llmserve.scheduling.deadline_queue import DeadlineQueue, FormedRow
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.model_queues import Forming, Group, ModelQueues
-from llmserve.scheduling.orders import UNDATED_S, Candidate, Key, MomentOrder, Running
-from llmserve.scheduling.queues import BinQueue, FormedBatch, QueuedRequest, Run, Turn
+from llmserve.scheduling.orders import Candidate, Key, MomentOrder, Running, is_overdue
+from llmserve.scheduling.queues import BinQueue, FormedBatch, Run, Turn
 
 Start = tuple[EngineState, ModelQueues, FormedBatch, int]
 """The first so many requests of a formed batch shall start on this engine."""
@@ -38,8 +38,6 @@ class FixedChoice:
         self._now_s = now_s
         self._blocked: set[str] = set()  # engines that a batch waits for room on
         self._aside: set[FormedBatch] = set()  # those that wait for another engine
-        self._offers: list[tuple[frozenset[str], bool | None, bool | None]] = []  # see _free_offers
-        self._offers_at = -1
         self._looks_s: dict[str, float] = {}  # by model: when its first batch may fit an engine's memory
 
     def starts(self) -> Iterator[Start]:
@@ -68,7 +66,6 @@ class FixedChoice:
         if later_s:
             self._looks_s[model] = min(later_s)
         self._blocked |= {engine.info.name for engine in free}
-        self._offers_at = -1
 
     # ---- which batch ----
 
@@ -141,33 +138,10 @@ class FixedChoice:
             others = [batch for batch in queues.formed.returned if batch not in self._aside]
             if queues.formed.fresh() or not all(self.waits_for_another_engine(queues, batch) for batch in others):
                 return None
-        found = None
-        for models, idle, idle_for_plans in self._free_offers():
-            if not models or queues.model in models:
-                here = idle_for_plans if queues.release.plans else idle
-                if here is False:
-                    return False
-                if here:
-                    found = True
-        return found
-
-    def _free_offers(self) -> list[tuple[frozenset[str], bool | None, bool | None]]:
-        """Of engines that are free and not blocked, by the models that they serve: whether they run nothing (None: they
-        have no slot), for a release that does not plan, and for one that does. As many entries as there are different
-        sets of models, however many models wait.
-        """
-        if self._offers_at != self._pool.changes:
-            self._offers_at = self._pool.changes
-            offers: dict[frozenset[str], tuple[bool, bool, bool]] = {}
-            for name, engine in self._pool.free.items():
-                if name not in self._blocked:
-                    joins, holds, idles = offers.get(engine.models, (False, False, False))
-                    has_room, runs = engine.room > 0, bool(engine.running)
-                    offers[engine.models] = joins or (runs and has_room), holds or runs, idles or has_room
-            self._offers = [
-                (models, _offer(joins, idles), _offer(holds, idles)) for models, (joins, holds, idles) in offers.items()
-            ]
-        return self._offers
+        free = self._pool.free_for(queues.model, self._blocked)
+        if any(engine.running and (queues.release.plans or engine.room > 0) for engine in free):
+            return False
+        return True if any(engine.room > 0 for engine in free) else None
 
     def waits_for_another_engine(self, queues: ModelQueues, batch: FormedBatch) -> bool:
         """Only the engine that has just failed it has room, and another works."""
@@ -203,20 +177,7 @@ class FixedChoice:
         return self.idle(queues)
 
 
-def _offer(joins: bool, idles: bool) -> bool | None:
-    return False if joins else True if idles else None
-
-
 # ---- orders of the moment ------------------------------------------------------------------------------------------
-
-
-class FormedRow(DeadlineQueue):
-    """The requests of a formed batch by deadline, equal ones as they stand in the batch."""
-
-    def __init__(self, batch: FormedBatch) -> None:
-        super().__init__(batch.bin)
-        self._requests.update(enumerate(batch.requests.values()))
-        self._row = sorted([(queued.deadline_s, place) for place, queued in self._requests.items()])
 
 
 class MomentChoice:
@@ -480,7 +441,3 @@ class MomentChoice:
     ) -> Sequence[float]:
         times = self._times.of(engine, queues.model, bin_index, queues.tokens(bin_index))
         return times.least if by_least else times.expected
-
-
-def is_overdue(queued: QueuedRequest, now_s: float) -> bool:
-    return queued.request.deadline_s is None and queued.arrived_at_s + UNDATED_S <= now_s

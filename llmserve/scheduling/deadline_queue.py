@@ -14,7 +14,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
-from llmserve.scheduling.queues import BinQueue, QueuedRequest
+from llmserve.scheduling.queues import BinQueue, FormedBatch, QueuedRequest
 
 ROUNDING_S = 1e-9  # sums of times differ by less when they should be equal
 
@@ -59,6 +59,15 @@ class DeadlineQueue(BinQueue):
         if not self._row or self._row[-1][0] < math.inf:
             return None
         return self._requests[self._row[self.first_at(math.inf)][1]]
+
+
+class FormedRow(DeadlineQueue):
+    """The requests of a formed batch by deadline, equal ones as they stand in the batch."""
+
+    def __init__(self, batch: FormedBatch) -> None:
+        super().__init__(batch.bin)
+        self._requests.update(enumerate(batch.requests.values()))
+        self._row = sorted([(queued.deadline_s, place) for place, queued in self._requests.items()])
 
 
 def largest(most: int, is_feasible: Callable[[int], bool]) -> int:

@@ -17,11 +17,11 @@ import math
 from collections.abc import Iterator
 
 from llmserve.scheduling.batch_times import Timetable
-from llmserve.scheduling.choices import FixedChoice, MomentChoice, is_overdue
+from llmserve.scheduling.choices import FixedChoice, MomentChoice
 from llmserve.scheduling.engines import EngineState, Worker
 from llmserve.scheduling.messages import Action, PreemptBatch, StartBatch
 from llmserve.scheduling.model_queues import Forming, Group, ModelQueues
-from llmserve.scheduling.orders import Candidate, FixedOrder, Key, MomentOrder, Order, Running
+from llmserve.scheduling.orders import Candidate, FixedOrder, Key, MomentOrder, Order, Running, is_overdue
 from llmserve.scheduling.queues import FormedBatch
 
 

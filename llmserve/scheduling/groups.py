@@ -15,14 +15,19 @@ all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.batch_times import Timetable
 from llmserve.scheduling.circuit import Circuit
+from llmserve.scheduling.deadlines import Deadlines
 from llmserve.scheduling.engines import EngineState, Worker
 from llmserve.scheduling.layout import Layout
-from llmserve.scheduling.messages import ServingGroup
-from llmserve.scheduling.model_queues import Group, ModelQueues
+from llmserve.scheduling.messages import Action, FailReason, FailRequest, ReportCircuit, ReportTrust, ServingGroup
+from llmserve.scheduling.model_queues import Forming, Group, ModelQueues
+from llmserve.scheduling.orders import MomentOrder, Order
+from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run
 
 # How well a group can serve a model.
 SERVES, AWAITS, CANNOT = 2, 1, 0
@@ -57,15 +62,12 @@ class Groups:
     def _note_only(self) -> None:
         self.only = next(iter(self)) if len(self.by_name) == 1 else None
 
-    def alone(self, now_s: float) -> dict[str, Group]:
-        """The only group, by name: it is looked at whatever happens."""
-        assert self.only is not None, "there are several"
-        if self.only.pool.paused:
-            self.only.pool.end_pauses(now_s)
-        return self.by_name
-
     def due(self, now_s: float) -> dict[str, Group]:
-        """Those of several that are to be looked at now whatever has happened, by name."""
+        """Those that are to be looked at now whatever has happened, by name; one that has no neighbours always is."""
+        if self.only is not None:
+            if self.only.pool.paused:
+                self.only.pool.end_pauses(now_s)
+            return self.by_name
         found = {}
         for group in self.by_name.values():
             over = group.pool.paused and group.pool.end_pauses(now_s)
@@ -171,6 +173,269 @@ class Groups:
             if self.by_name[name].empty:
                 del self.by_name[name]
         self._note_only()
+
+
+class RequestBook:
+    """What becomes of each request, from its arrival to its end.
+
+    by_id      all that wait or run
+    deadlines  of those that wait
+    touched    groups to be looked at before the step ends, by name
+
+    groups, forming, order  where requests wait, and how they are let go of; times : of batches
+    retries_max  times that a request whose engine failed before its first byte runs again
+    """
+
+    def __init__(self, groups: Groups, forming: Forming, order: Order, times: Timetable, retries_max: int) -> None:
+        self.by_id: dict[int, QueuedRequest] = {}
+        self.touched: dict[str, Group] = {}
+        self.deadlines = Deadlines(self._late_at_s)
+        self._groups = groups
+        self._forming = forming
+        self._preempts = isinstance(order, MomentOrder) and order.preempts
+        self._times = times if isinstance(order, MomentOrder) else None
+        self._retries_max = retries_max
+        self._now_s = 0.0
+        self._actions: list[Action] = []
+
+    def begin(self, now_s: float, actions: list[Action], touched: dict[str, Group]) -> None:
+        """A step. What is to be said to clients goes into `actions`."""
+        self._now_s, self._actions, self.touched = now_s, actions, touched
+
+    def _late_at_s(self, queued: QueuedRequest, now_s: float) -> float | None:
+        """Where the order does not go by what batches take, late is whose deadline has passed."""
+        if self._times is None or queued.request.deadline_s is None:
+            return queued.request.deadline_s
+        queues = self.queues_of(queued)
+        return self._times.late_at_s(queued, queues.engines, queues.tokens(queued.bin).least, now_s)
+
+    def look_again(self) -> None:
+        """After a change of who serves what, and how fast."""
+        if self._times is not None:
+            self._times.look_again()
+
+    def touch(self, group: Group) -> None:
+        self.touched[group.name] = group
+
+    def group_of(self, queued: QueuedRequest) -> Group:
+        return self._groups.by_name[queued.group]
+
+    def queues_of(self, queued: QueuedRequest) -> ModelQueues:
+        return self._groups.by_name[queued.group].queues[queued.request.model]
+
+    def enter(self, queued: QueuedRequest, queues: ModelQueues) -> None:
+        """It has come, or come over from another group, and waits in these queues."""
+        group = self._groups.by_name[queues.group]
+        group.enter(queues)
+        self.deadlines.watch(queued, self._now_s)
+        self.touch(group)
+        if self._preempts:
+            group.grown[queues.model] = queues
+
+    def end(self, queued: QueuedRequest) -> None:
+        self.forget(queued)
+        self.group_of(queued).rate.observe(self._now_s)
+
+    def forget(self, queued: QueuedRequest) -> None:
+        del self.by_id[queued.request.id]
+        group = self._groups.by_name[queued.group]
+        group.leave(group.queues[queued.request.model])
+
+    def fail(self, queued: QueuedRequest, reason: FailReason) -> None:
+        self.forget(queued)
+        self.say_failed(queued.request.id, reason, self.group_of(queued))
+
+    def say_failed(self, request_id: int, reason: FailReason, group: Group) -> None:
+        retry_after_s = None if reason == "deadline_exceeded" else group.rate.drain_time_s(group.tally.waiting)
+        self._actions.append(FailRequest(request_id, reason, retry_after_s))
+
+    def fail_late(self) -> None:
+        """Requests that cannot be in time any more end at once while they wait; those that run are left to their
+        engine.
+        """
+        for queued in self.deadlines.late(self.by_id, self._now_s):
+            self.touch(self.group_of(queued))
+            self.queues_of(queued).leave(queued)
+            self.fail(queued, "deadline_exceeded")
+
+    def see_answer(self, queued: QueuedRequest, output_tokens: float, ran_s: float) -> None:
+        if output_tokens <= 0:
+            return
+        queues = self.queues_of(queued)
+        if queues.see_answer(queued, output_tokens, ran_s):
+            r = queues.trust.rank_correlation
+            self._actions.append(ReportTrust(queues.trust.trusted, None if math.isnan(r) else r, queues.model))
+            self.sort_into_queues(queues)
+
+    def see_pace(self, engine: EngineState, model: str, together: int, output_tokens: float, ran_s: float) -> None:
+        if not engine.info.speeds:
+            return
+        was_proven = self._now_s < engine.proven_until_s(model)
+        changed = engine.took(model, together, output_tokens, ran_s, self._now_s)
+        if changed or not was_proven:
+            self.look_again()
+        if not was_proven and self._times is not None:  # what waits may be known now to be late
+            group = self._groups.group_of(engine)
+            for queued in group.queues[model].all_waiting() if model in group.queues else ():
+                self.deadlines.watch(queued, self._now_s)
+
+    def run_again(self, runs: list[Run], reason: FailReason, avoid: str) -> None:
+        """Requests of one batch go back to its place among the formed batches; those tried too often fail."""
+        first = runs[0]
+        again = []
+        for queued in [run.queued for run in runs]:
+            if queued.retries >= self._retries_max:
+                self.fail(queued, reason)
+            else:
+                queued.retries += 1
+                again.append(queued)
+        if not again:
+            return
+        queues = self.queues_of(again[0])
+        self.touch(self.group_of(again[0]))
+        longest = max([queued.bin for queued in again])  # a batch may have shorter ones along
+        batch = FormedBatch(first.batch_id, longest, first.formed_at_s, again, queues.model)
+        for queued in again:
+            self.deadlines.watch(queued, self._now_s)  # it may have been dropped while the request ran
+        queues.take_back_batch(batch, avoid)
+        self.place_again(again)
+
+    def wait_again(self, queued: QueuedRequest) -> None:
+        """A request that made room for others waits again, as long as it can be in time.
+
+        It stops nobody in its turn: those would stop others, without end.
+        """
+        queues = self.queues_of(queued)
+        late_at_s = self._late_at_s(queued, self._now_s)
+        if late_at_s is not None and late_at_s <= self._now_s:
+            self.fail(queued, "deadline_exceeded")
+            return
+        self._forming.form_early(queues, queues.take_back(queued), self._now_s)
+        self.touch(self.group_of(queued))
+        self.deadlines.watch(queued, self._now_s)
+        self.place_again([queued])
+
+    def sort_into_queues(self, queues: ModelQueues) -> None:
+        self.touch(self._groups.by_name[queues.group])
+        queues.sort_into_queues()
+        self._forming.form_all_early(queues, self._now_s)
+
+    def place_again(self, candidates: Iterable[QueuedRequest]) -> None:
+        """Those of them that wait where they would not wait had they come now go to where they would; but those for
+        whom an engine is being emptied stay.
+        """
+        if self._groups.only is not None:
+            return
+        engines = self._groups.engines.values()
+        reserved = [engine.worker.reserved[1] for engine in engines if engine.worker.reserved is not None]
+        moving = [
+            queued
+            for queued in candidates
+            if queued.run is None
+            and self.by_id.get(queued.request.id) is queued
+            and queued.formed not in reserved
+            and self._groups.is_misplaced(self.group_of(queued), queued.request)
+        ]
+        changed: dict[tuple[str, str], ModelQueues] = {}
+        for queued in moving:
+            self.touch(self.group_of(queued))
+            self.queues_of(queued).leave(queued)
+            self.group_of(queued).leave(self.queues_of(queued))
+        for queued in sorted(moving, key=lambda queued: (queued.arrived_at_s, queued.request.id)):
+            queues = self._groups.group_for(queued.request).queues_of(queued.request.model, self._now_s)
+            queues.take_back(queued)
+            self.enter(queued, queues)
+            changed[queues.group, queues.model] = queues
+        for queues in changed.values():
+            self.sort_into_queues(queues)  # they may have come before those that wait here
+
+
+class EngineBook:
+    """What becomes of engines, and what that means for the requests of their groups.
+
+    circuit : a fresh circuit breaker for each
+    """
+
+    def __init__(self, groups: Groups, book: RequestBook, circuit: Callable[[], Circuit]) -> None:
+        self._groups = groups
+        self._book = book
+        self._new_circuit = circuit
+        self._now_s = 0.0
+        self._actions: list[Action] = []
+
+    def begin(self, now_s: float, actions: list[Action]) -> None:
+        """A step. What is to be said of circuits goes into `actions`."""
+        self._now_s, self._actions = now_s, actions
+
+    def ready(self, info: EngineInfo) -> None:
+        """It takes requests from now on, or it is known better."""
+        state = self._groups.engines.get(info.name)
+        if state is None:
+            state = self._groups.place(info, self._new_circuit())
+            group = self._groups.group_of(state)
+            group.pool.join(state, self._now_s)
+        group = self._groups.group_of(state)
+        if not state.ready:  # whatever was wrong with it, it has come back
+            state.circuit = self._new_circuit()
+            group.pool.paused.pop(info.name, None)
+        no_longer = state.models - set(info.models)
+        state.know(info)
+        state.ready = True
+        group.pool.know(state, self._now_s)
+        if no_longer:
+            group.forget(no_longer)
+        for model in info.models or ([] if group.queues else [""]):
+            group.queues_of(model, self._now_s)
+        self.changed([group])
+
+    def close(self, state: EngineState) -> None:
+        """It takes no more requests; those that it runs go on."""
+        group = self._groups.group_of(state)
+        state.ready = False
+        group.pool.paused.pop(state.info.name, None)
+        group.pool.know(state, self._now_s)
+        self.changed([group])
+
+    def lose(self, state: EngineState, answered: Collection[int]) -> None:
+        """It is gone with all it ran. answered : ids of requests whose clients have seen bytes."""
+        if state.ready:
+            self.close(state)
+        group = self._groups.group_of(state)
+        group.pool.forget_prefixes(state)
+        again: dict[int, list[Run]] = {}  # by batch, so that a barrier engine gets it back as one
+        for run in state.let_all_go():
+            if run.queued.cancelled:
+                self._book.forget(run.queued)
+            elif run.queued.request.id in answered:
+                self._book.fail(run.queued, "engine_lost")
+            else:
+                again.setdefault(run.batch_id, []).append(run)
+        for unanswered in again.values():
+            self._book.run_again(unanswered, "engine_lost", avoid=state.info.name)
+        group.pool.look_at(state, self._now_s)  # for others that share its GPU
+
+    def say_circuit(self, engine: EngineState) -> None:
+        """Its circuit has opened, for longer than before or for the first time; or it has closed."""
+        group, name, until_s = self._groups.group_of(engine), engine.info.name, engine.circuit.open_until_s
+        if until_s is None:
+            group.pool.paused.pop(name, None)
+            self._actions.append(ReportCircuit(name, None))
+        else:
+            group.pool.paused[name] = engine
+            self._actions.append(ReportCircuit(name, until_s - self._now_s))
+        self._circuits_changed(group)
+
+    def _circuits_changed(self, group: Group) -> None:
+        self._book.touch(group)
+        self._book.look_again()
+        group.see_engines(self._now_s)
+
+    def changed(self, groups: Iterable[Group]) -> None:
+        """Engines have come, gone or moved: those who wait where they no longer should go where they should."""
+        for group in groups:
+            self._circuits_changed(group)
+        if len(self._groups.by_name) > 1:
+            self._book.place_again(list(self._book.by_id.values()))
 
 
 def _can(group: Group, model: str) -> int:

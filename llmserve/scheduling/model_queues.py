@@ -234,12 +234,11 @@ class ModelQueues:
         self._count(-len(requests))
         return started, requests
 
-    def dated(self) -> Iterator[QueuedRequest]:
-        """Those that wait and have a deadline."""
-        places: list[Iterable[QueuedRequest]] = [*self.bins]
-        places += [batch.requests.values() for batch in self.formed.batches()]
-        for requests in places:
-            yield from [queued for queued in requests if queued.request.deadline_s is not None]
+    def all_waiting(self) -> list[QueuedRequest]:
+        """In order of arrival; without those for whom an engine is being emptied."""
+        found = [queued for queue in self.bins for queued in queue]
+        found += [queued for batch in self.formed.batches() for queued in batch.requests.values()]
+        return sorted(found, key=lambda queued: (queued.arrived_at_s, queued.request.id))
 
     def see_answer(self, queued: QueuedRequest, output_tokens: float, ran_s: float) -> bool:
         """How long an answer became, and how long that took; True when it changed whether predictions are trusted."""
@@ -343,6 +342,29 @@ class Group:
         kept = self.queues
         self.planned = [queues for queues in self.planned if queues.model in kept]
         self.timed = [queues for queues in self.timed if queues.model in kept]
+
+    def hopeless(self, now_s: float, wait_s: float) -> Iterator[ModelQueues]:
+        """Those that have waited so long for an engine that works."""
+        for queues in self.without_engine:
+            since_s = queues.no_engine_since_s
+            assert since_s is not None, "it has an engine that works"
+            if now_s >= since_s + wait_s:
+                if queues.engines:  # one is on trial
+                    queues.wait_anew_for_engines(now_s)
+                if queues.waiting:
+                    yield queues
+
+    def note_wake(self, dues_s: list[float], engine_wait_s: float) -> None:
+        """When something of what waits may change by time alone. dues_s : times at which more could start."""
+        if not self.tally.waiting:
+            self.wake_at_s = None
+            return
+        pauses_s = [engine.circuit.open_until_s for engine in self.pool.paused.values()]
+        dues_s += [until_s for until_s in pauses_s if until_s is not None]
+        for queues in self.without_engine:
+            if queues.waiting and queues.no_engine_since_s is not None:
+                dues_s.append(queues.no_engine_since_s + engine_wait_s)
+        self.wake_at_s = min(dues_s, default=None)
 
     @property
     def load(self) -> float:

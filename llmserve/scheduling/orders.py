@@ -132,6 +132,10 @@ def due_at_s(queued: QueuedRequest) -> float:
     return queued.arrived_at_s + UNDATED_S if deadline_s is None else deadline_s
 
 
+def is_overdue(queued: QueuedRequest, now_s: float) -> bool:
+    return queued.request.deadline_s is None and queued.arrived_at_s + UNDATED_S <= now_s
+
+
 def turn(patience: float) -> Callable[[QueuedRequest], float]:
     """Shortest predicted first, with ageing: when it is a request's turn, seconds.
 

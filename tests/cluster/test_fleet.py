@@ -28,9 +28,9 @@ from llmserve.config import ServerConfig
 from llmserve.engines.engine_process import EngineProcess
 from llmserve.engines.fake import FakeEngine, Fault, Pace
 from llmserve.engines.openai_engine import OpenAIEngine
+from llmserve.policies import SchedulingConfig
 from llmserve.request import Call, EngineInfo
 from llmserve.scheduling.messages import EngineLost, RequestEnded
-from llmserve.scheduling.policies import SchedulingConfig
 from predictor.prompt import Prompt
 
 

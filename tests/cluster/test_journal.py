@@ -9,6 +9,7 @@ from llmserve.cluster import journal
 from llmserve.cluster.journal import Header, Journal
 from llmserve.cluster.simulated import SimulatedCluster
 from llmserve.errors import JournalError
+from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request, Speed
 from llmserve.scheduling.messages import (
     EngineReady,
@@ -18,7 +19,6 @@ from llmserve.scheduling.messages import (
     RequestEnded,
     ServingGroup,
 )
-from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.rates import Replan
 
 HEADER = Header(SchedulingConfig(bins=2, edges=(10.0,)).resolved(barrier=True), (1.0, 2.0))

@@ -16,8 +16,8 @@ from llmserve.cluster.live import LiveCluster
 from llmserve.engines.engine import Health, ServedModel
 from llmserve.engines.openai_engine import OpenAIEngine
 from llmserve.metrics import Metrics
+from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo
-from llmserve.scheduling.policies import SchedulingConfig
 
 
 def listed(**contexts_tokens: int | None) -> Listed:

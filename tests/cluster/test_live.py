@@ -21,9 +21,9 @@ from llmserve.config import ServerConfig
 from llmserve.engines.engine import EngineError
 from llmserve.engines.fake import FakeEngine, Fault
 from llmserve.engines.openai_engine import OpenAIEngine
+from llmserve.policies import SchedulingConfig
 from llmserve.request import Call, EngineInfo
 from llmserve.scheduling.messages import RequestArrived, RequestEnded, StartBatch, TimerFired
-from llmserve.scheduling.policies import SchedulingConfig
 from predictor.forecaster import Forecaster
 from predictor.online import OnlineLearner
 from predictor.prompt import Prompt

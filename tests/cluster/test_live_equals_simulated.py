@@ -47,6 +47,7 @@ from llmserve.cluster.journal import Header, Journal, Step
 from llmserve.cluster.simulated import EngineModel, SimulatedCluster
 from llmserve.config import Config, EngineConfig, ServerConfig
 from llmserve.engines.fake import FakeEngine
+from llmserve.policies import SchedulingConfig
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
@@ -59,7 +60,6 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.serve import serving
 from llmserve.simulation.engine_model import TimedEngine

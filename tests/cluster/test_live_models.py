@@ -22,6 +22,7 @@ from bins.profile import Curve, Profile
 from llmserve.api.limits import ApiConfig
 from llmserve.cluster import journal
 from llmserve.config import PredictorConfig, ServerConfig
+from llmserve.dispatch_config import DispatchConfig
 from llmserve.engines.fake import FakeEngine, Pace
 from llmserve.errors import ConfigError
 from llmserve.request import Request, Speed
@@ -36,7 +37,6 @@ from llmserve.scheduling.messages import (
     RequestEnded,
     StartBatch,
 )
-from llmserve.scheduling.policies import DispatchConfig
 
 FLEX = {"order": "flex", "batch_size": 8}
 TIGHT = {"x-llmserve-slo-ms": "5000"}  # tight enough to count, loose enough for a busy machine

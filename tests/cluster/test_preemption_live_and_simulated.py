@@ -17,10 +17,10 @@ from front import Front, StartFront, until
 from bins.profile import Curve, Profile
 from llmserve.cluster.journal import Header, Step
 from llmserve.cluster.simulated import SimulatedCluster
+from llmserve.dispatch_config import DispatchConfig
 from llmserve.engines.fake import FakeEngine
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import AnswerBegan, EngineReady, PreemptBatch, RequestArrived
-from llmserve.scheduling.policies import DispatchConfig
 from llmserve.simulation.engine_model import TimedEngine
 
 PREFILL_S, STEP_S = 0.4, 0.02

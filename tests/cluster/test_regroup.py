@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import Callable
 
+from llmserve.cluster.assignment import PlannedGroup
 from llmserve.cluster.journal import Header, Journal
 from llmserve.cluster.regroup import Planned, Regrouper
-from llmserve.scheduling.layout import PlannedGroup
+from llmserve.policies import SchedulingConfig
 from llmserve.scheduling.messages import Event, PlanChanged, PlanGroups, ServingGroup, TimerFired
-from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.rates import Rates
 
 LEFT = PlannedGroup("left", 1, ("m",), workers=("w",))

@@ -1,6 +1,6 @@
 """Which engine has served a prompt's beginning lately."""
 
-from llmserve.scheduling.affinity import ENGINES_MAX, PrefixMemory
+from llmserve.scheduling.engines import PREFIX_ENGINES_MAX, PrefixMemory
 
 
 def test_the_longest_beginning_that_is_known_counts() -> None:
@@ -21,7 +21,7 @@ def test_it_remembers_a_bounded_number_of_prefixes_and_engines() -> None:
     assert len(memory) == 100
     for number in range(50):
         memory.served((9_999,), f"e{number}")
-    assert len(memory.among((9_999,), {f"e{number}" for number in range(50)})) == ENGINES_MAX
+    assert len(memory.among((9_999,), {f"e{number}" for number in range(50)})) == PREFIX_ENGINES_MAX
 
 
 def test_an_engine_that_has_lost_its_cache_is_forgotten() -> None:

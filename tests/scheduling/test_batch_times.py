@@ -2,12 +2,12 @@
 
 import pytest
 
+from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request, Speed
 from llmserve.scheduling.batch_times import BatchTimes, Timetable
 from llmserve.scheduling.circuit import Circuit
-from llmserve.scheduling.engines import EngineState, Worker
+from llmserve.scheduling.engines import PACE_MEMORY, PACE_MOST, PROVEN_S, EngineState, Worker
 from llmserve.scheduling.model_queues import ModelQueues
-from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.queues import QueuedRequest
 
 SPEED = Speed(0.5, (1.0, 1.5, 2.0, 2.5))
@@ -45,9 +45,8 @@ def test_the_longest_of_several_answers_is_longer_than_one() -> None:
 def test_where_slots_refill_each_answer_takes_its_own_steps_which_all_slots_share() -> None:
     times = times_of(Timetable(2), engine(barrier=False, every=SPEED), queues(10.0, batch_size=2))
     assert times.expected == (25.5, 25.5)
-    assert (
-        times_of(Timetable(8), engine(barrier=False, every=SPEED), queues(10.0, batch_size=8)).expected == (25.5,) * 8
-    )
+    of_eight = times_of(Timetable(8), engine(barrier=False, every=SPEED), queues(10.0, batch_size=8))
+    assert of_eight.expected == (25.5,) * 8
 
 
 def test_where_slots_refill_the_least_time_is_that_of_slots_which_nobody_else_shares() -> None:
@@ -75,9 +74,8 @@ def test_each_model_has_its_own_speed_or_that_of_all_others() -> None:
 def test_what_nobody_told_takes_no_time_as_far_as_is_known() -> None:
     nothing = times_of(Timetable(2), engine(), queues(10.0, batch_size=2))
     assert (nothing.expected, nothing.least) == ((0.0, 0.0), (0.0, 0.0))
-    assert times_of(Timetable(1), engine(every=SPEED), queues(batch_size=1)).expected == (
-        0.5,
-    )  # before the first answer
+    before_the_first_answer = times_of(Timetable(1), engine(every=SPEED), queues(batch_size=1))
+    assert before_the_first_answer.expected == (0.5,)
 
 
 def test_bins_have_their_own_lengths() -> None:
@@ -86,14 +84,18 @@ def test_bins_have_their_own_lengths() -> None:
     assert times == [10.5, 100.5]
 
 
+def paced(pace: float) -> EngineState:
+    """That takes so many seconds for each second that it was told to take."""
+    made = engine(every=SPEED)
+    made.took("m", 1, 10.0, pace * 10.5, 0.0)
+    return made
+
+
 def test_times_follow_the_pace_in_steps_of_two_percent() -> None:
-    made, times = engine(every=SPEED), Timetable(4)
-    made.pace = 2.0
-    assert times_of(times, made, queues(10.0)).expected[0] == pytest.approx(21.0)
-    made.pace = 1.009
-    assert times_of(times, made, queues(10.0)).expected[0] == pytest.approx(10.5)
-    made.pace = 1e-9
-    assert times_of(times, made, queues(10.0)).expected[0] > 0
+    times = Timetable(4)
+    assert times_of(times, paced(2.0), queues(10.0)).expected[0] == pytest.approx(21.0)
+    assert times_of(times, paced(1.009), queues(10.0)).expected[0] == pytest.approx(10.5)
+    assert times_of(times, paced(1e-9), queues(10.0)).expected[0] > 0
 
 
 def test_times_follow_lengths_and_speeds_that_have_become_others() -> None:
@@ -127,34 +129,69 @@ def test_when_predictions_are_found_to_say_nothing_the_one_bin_has_the_lengths_o
     assert made.tokens(0).longest[0] == pytest.approx(55.0, abs=1.0)
 
 
+# ---- late ----
+
+
+def late_at_s(*engines: EngineState, tokens: float, now_s: float = 0.0) -> float:
+    """Of a request that is due at 100 s, where the shortest answers have so many tokens."""
+    queued = QueuedRequest(Request(0, deadline_s=100.0, model="m"), 0, 0.0)
+    return Timetable(4).late_at_s(queued, engines, tokens, now_s)
+
+
 def test_a_request_alone_takes_its_prefill_and_a_step_for_each_token() -> None:
-    made = engine(every=SPEED)
-    assert Timetable(4).alone(made, "m") == (0.5, 1.0)
-    made.pace = 3.0
-    assert Timetable(4).alone(made, "m") == pytest.approx((1.5, 3.0))
-    assert Timetable(4).alone(engine(), "m") == (0.0, 0.0)
+    assert late_at_s(paced(1.0), tokens=0.0) == pytest.approx(99.5, abs=1e-5)
+    assert late_at_s(paced(1.0), tokens=10.0) == pytest.approx(89.5, abs=1e-5)
+    assert late_at_s(paced(3.0), tokens=10.0) == pytest.approx(68.5, abs=1e-5)
+    assert late_at_s(paced(3.0), paced(1.0), tokens=10.0) == pytest.approx(89.5, abs=1e-5)
+
+
+def test_as_far_as_is_known_a_request_takes_no_time_on_an_engine_that_has_shown_nothing_lately() -> None:
+    assert late_at_s(engine(every=SPEED), tokens=10.0) == 100.0
+    assert late_at_s(paced(1.0), engine(every=SPEED), tokens=10.0) == 100.0
+    assert late_at_s(engine(), tokens=10.0) == 100.0
+    assert late_at_s(paced(1.0), tokens=10.0, now_s=PROVEN_S) == 100.0
 
 
 # ---- pace ----
 
 
-def test_the_pace_goes_a_thirty_second_of_the_way_to_what_was_seen() -> None:
+def test_the_first_answers_count_alike_and_later_ones_a_thirty_second() -> None:
     made = engine(every=SPEED)
-    made.took("m", 2, 10.0, 31.0)  # told: 15.5
-    assert made.pace == 1.0 + 1.0 / 32
+    assert made.pace("m") == 1.0
+    assert made.took("m", 2, 10.0, 31.0, 0.0)  # told: 15.5
+    assert made.pace("m") == 2.0
+    made.took("m", 2, 10.0, 15.5, 1.0)
+    assert made.pace("m") == 1.5
+    for _ in range(PACE_MEMORY - 2):
+        made.took("m", 2, 10.0, 1.5 * 15.5, 2.0)
+    assert made.pace("m") == pytest.approx(1.5)
+    made.took("m", 2, 10.0, 4.7 * 15.5, 3.0)
+    assert made.pace("m") == pytest.approx(1.5 + 3.2 / PACE_MEMORY)
     for _ in range(500):
-        made.took("m", 2, 10.0, 31.0)
-    assert made.pace == pytest.approx(2.0, rel=1e-5)
+        made.took("m", 2, 10.0, 31.0, 4.0)
+    assert made.pace("m") == pytest.approx(2.0, rel=1e-5)
 
 
 def test_what_takes_as_long_as_told_leaves_the_pace_as_it_is() -> None:
     made = engine(every=SPEED)
-    made.took("m", 2, 10.0, 15.5 * (1 + 1e-9))
-    assert made.pace == 1.0
+    made.took("m", 2, 10.0, 15.5 * (1 + 1e-9), 0.0)
+    assert made.pace("m") == 1.0
+    assert made.proven_until_s("m") == PROVEN_S
 
 
 def test_what_tells_nothing_of_speed_leaves_the_pace_as_it_is() -> None:
     made = engine(other=SPEED)
-    made.took("m", 2, 10.0, 99.0)
-    made.took("other", 2, 0.0, 99.0)
-    assert made.pace == 1.0
+    assert not made.took("m", 2, 10.0, 99.0, 0.0)
+    assert not made.took("other", 2, 0.0, 99.0, 0.0)
+    assert made.pace("m") == made.pace("other") == 1.0
+    assert made.proven_until_s("other") < 0
+
+
+def test_each_model_has_a_pace_of_its_own() -> None:
+    made = engine(m=SPEED, n=SPEED)
+    made.took("m", 1, 10.0, 21.0, 0.0)
+    assert (made.pace("m"), made.pace("n")) == (2.0, 1.0)
+
+
+def test_an_answer_that_took_for_ever_says_little() -> None:
+    assert paced(1e6).pace("m") == PACE_MOST

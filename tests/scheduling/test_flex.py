@@ -3,6 +3,7 @@
 Unless a test says otherwise an answer has one token, and a batch of b takes b seconds.
 """
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -10,7 +11,9 @@ import pytest
 from worlds.invariants import check
 
 from llmserve.cluster.simulated import SimulatedCluster
+from llmserve.policies import SchedulingConfig
 from llmserve.request import Batch, EngineInfo, Request, Speed
+from llmserve.scheduling.engines import PROVEN_S, EngineState
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
@@ -29,11 +32,16 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.scheduling.orders import Candidate, Flex, Key, MomentOrder, Order
-from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.scheduler import Scheduler
 
 SIZES = 128
 Starts = list[tuple[str, list[int]]]
+
+
+@pytest.fixture(autouse=True)
+def engines_have_shown_how_fast_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lately, and of every model: none is tried. Tests of trials undo it."""
+    monkeypatch.setattr(EngineState, "proven_until_s", lambda self, model: math.inf)
 
 
 def line(alpha_s: float, beta_s: float = 0.0, sizes: int = SIZES) -> Speed:
@@ -517,7 +525,33 @@ def test_an_engine_as_fast_as_told_is_known_to_be_when_its_requests_are_told_of_
     assert starts(ends(made, "gpu0", 0, now_s=1.0)) == [("gpu0", [1, 2, 3, 4])]
     for request_id in range(1, 5):
         step(made, RequestEnded("gpu0", request_id, "completed", 1.0), 5.0)
-    assert made.engines["gpu0"].pace == pytest.approx(1.0)
+    assert made.engines["gpu0"].pace("") == pytest.approx(1.0)
+
+
+def test_an_engine_that_has_shown_nothing_lately_is_tried_with_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told to take 2 s for a request, and takes 1 s: else nobody would find out."""
+    monkeypatch.undo()
+    made = scheduler(gpu(speed=line(2.0)), preemption="off")
+    assert starts(arrive(made, due(0, 1.5))) == [("gpu0", [0])]
+    assert arrive(made, due(1, 2.5), due(2, 2.5)) == []
+    assert starts(ends(made, "gpu0", 0, now_s=1.0)) == [("gpu0", [1])]
+    assert made.engines["gpu0"].pace("") == pytest.approx(0.5)
+
+
+def test_what_an_engine_showed_is_believed_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    made = scheduler(preemption="off")
+    arrive(made, due(0))
+    ends(made, "gpu0", 0, now_s=1.0)
+    assert failed(arrive(made, due(1, 1.0 + PROVEN_S + 0.4), now_s=PROVEN_S + 0.5)) == [(1, "deadline_exceeded")]
+    assert starts(arrive(made, due(2, 1.0 + PROVEN_S + 0.4), now_s=PROVEN_S + 1.0)) == [("gpu0", [2])]
+
+
+def test_a_trial_stops_nobody_and_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    made = scheduler(gpu(slots=4, speed=line(1.0, sizes=4), barrier=False))
+    assert starts(arrive(made, due(0, 0.5))) == [("gpu0", [0])]
+    assert arrive(made, due(1, 0.6)) == []
 
 
 # ---- failing engines ----

@@ -11,6 +11,7 @@ from worlds.invariants import check
 
 from bins.dispatch import DispatchPlan, DispatchTable
 from llmserve.cluster.journal import Header, Step, replay
+from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request, Speed
 from llmserve.scheduling.layout import FALLBACK, Layout
 from llmserve.scheduling.messages import (
@@ -36,7 +37,6 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.rates import GroupRates, Replan
 from llmserve.scheduling.scheduler import Scheduler
 
@@ -285,6 +285,23 @@ def test_those_whom_a_batch_was_stopped_for_move_when_they_cannot_run_there_afte
     assert [name for _, name in placed(actions)] == ["a", "a", "b", "b"]
 
 
+def test_a_worker_that_changes_groups_keeps_its_circuit() -> None:
+    made = grouped((LEFT, RIGHT), engine("a"), engine("b", models=("m",)), circuit_faults_max=1, circuit_pause_s=5.0)
+    arrive(made, m(1))
+    step(made, RequestEnded("a", 1, "failed", fault=True))
+    step(made, PlanChanged(SWAPPED), 1.0)
+    assert arrive(made, n(2), now_s=1.0) == []
+    assert home(made, 2) == "right"
+    assert made.wake_at_s == 5.0
+    assert placed(step(made, TimerFired(), 5.0)) == [(2, "a")]
+
+
+def test_those_that_are_late_fail_whichever_groups_event_comes() -> None:
+    made = grouped((LEFT, RIGHT), engine("a"), engine("b"))
+    arrive(made, m(1), m(2, deadline_s=3.0), n(3))
+    assert step(made, ended("b", 3), 3.0) == [FailRequest(2, "deadline_exceeded")]
+
+
 def test_who_waited_behind_those_that_moved_is_next() -> None:
     made = grouped((ServingGroup("left", ("a",), ("m", "n")), ServingGroup("right", ("b",), ())), engine("b"))
     step(made, EngineReady(engine("a", 8, tokens_max=1_000)))
@@ -361,7 +378,7 @@ def test_a_plan_of_unknown_workers_leaves_nobody_without_an_engine() -> None:
 
 def test_groups_that_share_a_model_ask_for_its_dispatch_plans_one_after_the_other() -> None:
     right = ServingGroup("right", ("b",), (), streams=(("chat", "m"),))
-    made = grouped((LEFT, right), release="rate", batch_size=2)
+    made = grouped((LEFT, right), release="deadline", batch_size=2)
     first = step(made, EngineReady(engine("a", models=("m",))))
     assert [type(action) for action in first] == [SolveDispatch]
     assert step(made, EngineReady(engine("b", 3, models=("m",)))) == []
@@ -373,7 +390,7 @@ def test_groups_that_share_a_model_ask_for_its_dispatch_plans_one_after_the_othe
 
 
 def test_no_dispatch_plan_is_asked_for_by_an_engine_that_is_yet_to_come() -> None:
-    made = grouped((LEFT, RIGHT), release="rate", batch_size=1)
+    made = grouped((LEFT, RIGHT), release="deadline", batch_size=1)
     asked = step(made, EngineReady(engine("a", models=("m", "n"))))
     assert [action.model for action in asked if isinstance(action, SolveDispatch)] == ["m", "n"]
     plan = DispatchPlan(queue_of=(0,), tables=(DispatchTable((0, 1), (), (), (1.0,), (1.0,), 10.0),))

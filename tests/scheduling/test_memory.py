@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from llmserve.scheduling.memory import OVERDUE_SHARE, peak_tokens, remaining_tokens
+from llmserve.scheduling.engines import OVERDUE_SHARE, peak_tokens, remaining_tokens
 
 
 def test_requests_that_end_together_need_the_sum_of_their_totals() -> None:

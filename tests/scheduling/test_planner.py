@@ -9,6 +9,7 @@ from test_releases import NEVER, plan, table
 from test_scheduler import step
 
 from bins.dispatch import DispatchPlan, Observed
+from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.lengths import LEVELS
 from llmserve.scheduling.messages import (
@@ -23,7 +24,6 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.scheduling.planner import ANSWERS_BETWEEN, ARRIVALS_LEAST, RATE_GRID
-from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.scheduler import Scheduler
 
 GPU0, GPU1 = EngineInfo("gpu0", slots=8, barrier=False), EngineInfo("gpu1", slots=8, barrier=False)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from llmserve.scheduling.rates import JUMP_ARRIVALS, ArrivalRate, Arrivals, WindowCount
+from llmserve.scheduling.rates import JUMP_ARRIVALS, ArrivalRate, Arrivals
 
 MEMORY = 128
 
@@ -120,46 +120,6 @@ def test_a_silence_brings_the_rate_below_any_other_at_a_time_that_can_be_told() 
         assert (rate.per_s(now_s + 0.99 * (at_s - now_s)) or math.nan) > below_per_s
 
 
-# ---- BatchMonitor's counter ----
-
-
-def test_a_window_counts_its_arrivals_for_the_next_one() -> None:
-    count = WindowCount(1.0)
-    for now_s in (0.0, 0.3, 0.999):
-        count.observe(now_s)
-    assert count.per_s(0.9999) == 0.0, "no window is over yet"
-    assert count.per_s(1.0) == 3.0
-    count.observe(1.2)
-    assert count.per_s(1.9) == 3.0
-    assert count.per_s(2.0) == 1.0
-
-
-def test_an_empty_window_counts_nothing() -> None:
-    count = WindowCount(0.5)
-    count.observe(0.1)
-    assert count.per_s(0.6) == 2.0
-    assert count.per_s(1.1) == 0.0
-    count.observe(7.1)
-    assert count.per_s(7.2) == 0.0
-    assert count.per_s(7.5) == 2.0
-
-
-def test_no_arrival_is_lost_between_windows() -> None:
-    count, times_s = WindowCount(1.0), np.cumsum(poisson(20.0, 2_000, seed=1))
-    told: dict[int, float] = {}
-    for now_s in times_s.tolist():
-        told[int(now_s)] = count.per_s(now_s)
-        count.observe(now_s)
-    exact = np.bincount(times_s.astype(int))
-    assert all(told[second] == exact[second - 1] for second in told if second > 0)
-
-
-def test_a_window_tells_when_it_ends() -> None:
-    count = WindowCount(0.5)
-    count.observe(3.2)
-    assert count.ends_at_s == 3.5
-
-
 # ---- shares ----
 
 
@@ -172,4 +132,3 @@ def test_shares_of_bins_sum_to_one_and_follow_the_last_arrivals() -> None:
     assert arrivals.shares == pytest.approx([0.7, 0.3, 0.0], abs=0.15)
     assert arrivals.shares[2] < 1e-9
     assert arrivals.total.per_s(199.9) == pytest.approx(10.0)
-    assert arrivals.window.per_s(200.0) == 10.0

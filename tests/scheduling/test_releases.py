@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import msgspec
@@ -13,7 +12,9 @@ from bins.dispatch import DispatchPlan, DispatchTable
 from bins.profile import Curve, Profile
 from llmserve.cluster import journal
 from llmserve.config import load_config
+from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError
+from llmserve.policies import SchedulingConfig
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
@@ -23,7 +24,6 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.policies import DispatchConfig, SchedulingConfig
 from llmserve.scheduling.queues import BinQueue, QueuedRequest
 from llmserve.scheduling.rates import Arrivals
 from llmserve.scheduling.release import Rate, Table
@@ -33,7 +33,7 @@ from llmserve.simulation.report import Summary
 
 BARRIER = EngineInfo("gpu0", slots=8, barrier=True)
 REFILL = EngineInfo("gpu0", slots=8, barrier=False)
-PLANNED = ("rate", "rate-headroom", "deadline", "table")
+PLANNED = ("rate-headroom", "deadline", "table")
 SIZES = 4  # largest batch
 NEVER = (0,) * (SIZES + 1)
 
@@ -380,20 +380,7 @@ def test_predictions_that_are_not_trusted_leave_one_queue() -> None:
     assert waiting(made) == [[2], [], [], [1, 3]]
 
 
-# ---- rate, as printed ----
-
-
-def at_rate(per_s: int, *, headroom: float | None = None, wait_s: float = math.inf, batch_max: int = 32) -> Rate:
-    """Even arrivals since half of an arrival after the time 0, up to 1.0 s."""
-    arrivals = Arrivals(1)
-    for index in range(per_s):
-        arrivals.observe(0, (index + 0.5) / per_s)
-    release = Rate(batch_max, arrivals, headroom, wait_s)
-    release.plan = plan(table(service_s=tuple([ALPHA_S * size + BETA_S for size in range(1, batch_max + 1)])))
-    return release
-
-
-ALPHA_S, BETA_S = 0.0103, 0.0317  # 32 in 0.36 s: 88 a second
+# ---- rate with head-room ----
 
 
 def queue_of(count: int) -> BinQueue:
@@ -401,61 +388,6 @@ def queue_of(count: int) -> BinQueue:
     for id_ in range(count):
         queue.append(QueuedRequest(Request(id_), 0, 0.0))
     return queue
-
-
-def test_the_printed_rule_is_its_closed_form() -> None:
-    """clamp(floor(R beta / (1 - alpha R)) + 1, 2, max), and max when alpha R >= 1."""
-    for per_s in range(130):
-        slack = 1.0 - ALPHA_S * per_s
-        size = math.floor(per_s * BETA_S / slack) + 1 if slack > 0 else 32
-        assert at_rate(per_s).preferred(queue_of(1), 1.0) == min(max(size, 2), 32), per_s
-
-
-def test_the_printed_rule_goes_by_the_last_whole_second() -> None:
-    release, queue = at_rate(60), queue_of(1)
-    assert release.preferred(queue, 0.999) == 2, "no second is over"
-    assert release.preferred(queue, 1.999) == 5
-    assert release.preferred(queue, 2.0) == 2, "nothing came in the second before"
-
-
-def test_the_printed_rule_lets_a_lone_request_wait_for_ever() -> None:
-    made = following(plan(table()), release="rate")
-    assert arrive(made, Request(1, None)) == []
-    assert made.wake_at_s is None
-    assert step(made, TimerFired(), 1e6) == []
-    assert started(arrive(made, 2, now_s=1e6)) == [[1, 2]]
-
-
-def test_the_printed_rule_forms_batches_of_its_size_while_the_engine_is_busy() -> None:
-    made = following(plan(table(service_s=(0.1,) * 4)), release="rate")
-    assert started(arrive(made, 1, 2, 3, 4, 5)) == [[1, 2]]
-    assert [list(formed.requests) for formed in made.queues("").formed.batches()] == [[3, 4]]
-    assert waiting(made) == [[5]]
-
-
-@pytest.mark.parametrize("another_comes", [True, False])
-def test_who_waits_for_a_size_that_is_too_large_now_goes_when_the_second_is_over(another_comes: bool) -> None:
-    """Ten came in the first second, so four are wanted; none came in the next, so that two will do."""
-    made = following(plan(*[table(service_s=(1.0,) * 4)] * 2), release="rate")
-    for index in range(10):
-        arrive(made, Request(index, 5.0), now_s=0.1 * index)
-    for engine_free_s in (1.0, 1.0, 1.0):  # the five batches of two that formed meanwhile end
-        running = next(iter(made.engines["gpu0"].running.values())).batch_id
-        ids = list(made.engines["gpu0"].running)
-        end(made, running, *ids, now_s=engine_free_s)
-    arrive(made, Request(20, 15.0), Request(21, 15.0), now_s=1.5)
-    assert waiting(made)[1] == [20, 21]
-    assert made.wake_at_s == 2.0
-    assert step(made, TimerFired(), 2.0) == [], "two came in the last second, and are not enough for it"
-    assert made.wake_at_s == 3.0
-    if another_comes:  # to another bin
-        arrive(made, Request(22, 5.0), now_s=3.0)
-    else:
-        step(made, TimerFired(), 3.0)
-    assert [20, 21] in [list(formed.requests) for formed in made.queues("").formed.batches()]
-
-
-# ---- rate with head-room ----
 
 
 def test_head_room_asks_for_more_throughput_than_arrivals() -> None:
@@ -634,7 +566,11 @@ def test_settings_that_contradict_each_other_are_an_error(values: dict[str, obje
     [
         ("greedy", {"energy_weight": 20.0}, "energy_weight is of no use under release greedy, only under table$"),
         ("static:4", {"latency_target_s": 9.0}, "latency_target_s is of no use under release static:4, only under tab"),
-        ("rate", {"latency_target_s": 9.0}, "latency_target_s is .* under release rate, only under table and deadline"),
+        (
+            "rate-headroom",
+            {"latency_target_s": 9.0},
+            "latency_target_s is .* under release rate-headroom, only under table and deadline",
+        ),
         ("rate-headroom", {"energy_weight": 1.0}, "energy_weight is of no use under release rate-headroom"),
         ("deadline", {"energy_weight": 1.0}, "energy_weight is of no use under release deadline, only under table$"),
         (
@@ -687,7 +623,6 @@ def test_other_releases_need_no_plans(release: str) -> None:
 # ---- whole runs ----
 
 WISHES = {
-    "rate": DispatchConfig(),
     "rate-headroom": DispatchConfig(),
     "deadline": DispatchConfig(latency_target_s=20.0),
     "table": DispatchConfig(latency_target_s=8.0),
@@ -752,7 +687,6 @@ def test_a_latency_target_is_met_for_much_less_energy() -> None:
     assert table_.energy_j < 0.6 * greedy.energy_j
 
 
-def test_full_batches_and_the_printed_rule_leave_the_last_behind() -> None:
+def test_full_batches_leave_the_last_behind() -> None:
     """What the others above are compared with."""
     assert run("static:16") < 600
-    assert run("rate", requests=1) == 0

@@ -6,6 +6,7 @@ import random
 import pytest
 from worlds.invariants import check
 
+from llmserve.policies import SchedulingConfig
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
     AbortRequest,
@@ -23,7 +24,6 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.scheduling.trust import Trust
 
@@ -294,7 +294,7 @@ def test_deadlines_of_requests_that_are_over_are_not_kept() -> None:
         arrive(made, Request(request_id, None, 1e6))
         step(made, RequestEnded("gpu0", request_id, "completed", 1))
     assert made.wake_at_s is None
-    assert len(made._deadlines._heap) <= 64
+    assert len(made._book.deadlines._heap) <= 64
 
 
 def test_retry_after_counts_busy_time_only() -> None:

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_scheduler import arrive, scheduler, step
 
+from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import Action, BatchEnded, RequestCancelled, StartBatch
 from llmserve.scheduling.orders import arrival, due_at_s
-from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.queues import BinQueue, QueuedRequest, WindowQueue
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.scheduling.trust import Trust

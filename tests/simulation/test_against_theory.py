@@ -11,9 +11,9 @@ from bins.dispatch import DispatchPlan, DispatchTable, Observed
 from bins.service import ServiceTimes
 from bins.smdp import Queue
 from llmserve.cluster.simulated import SimulatedCluster
+from llmserve.policies import SchedulingConfig
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import Action, BatchEnded, Event, StartBatch
-from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.simulation.report import Recorder
 
 SIZES = np.arange(1, 9)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from llmserve.__main__ import main
+from llmserve.policies import SchedulingConfig
 from llmserve.scheduling.lengths import ENOUGH
-from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.simulate import Scenario, prepare, run, simulate
 from llmserve.simulation.figures import Story, comparison_figure, timeline_figure, waiting_figure
 from llmserve.simulation.report import BatchRecorder, Summary

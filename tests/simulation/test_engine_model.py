@@ -8,6 +8,7 @@ from worlds.invariants import check
 
 from bins.profile import Curve, Profile
 from llmserve.cluster.simulated import SimulatedCluster
+from llmserve.policies import SchedulingConfig
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
     AbortRequest,
@@ -20,7 +21,6 @@ from llmserve.scheduling.messages import (
     RequestEnded,
     StartBatch,
 )
-from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.simulation.engine_model import Costs, ProfileEngine, StepEngine, TimedEngine
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from bins.edges import equal_mass_edges, index_of
 from llmserve.errors import ConfigError
-from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.policies import SchedulingConfig
 from llmserve.simulate import Scenario, prepare, run
 from llmserve.simulation.predictions import neighbour_mistakes, predict, read_confusion
 from llmserve.simulation.report import BatchRecorder

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmserve.__main__ import main
-from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.policies import SchedulingConfig
 from llmserve.simulate import Scenario, engines, prepare, run
 from llmserve.simulation.figures import Story, comparison_figure, latency_figure, timeline_figure, waiting_figure
 from llmserve.simulation.report import BatchRecorder, Recorder

@@ -13,8 +13,9 @@ import pytest
 from bins.profile import Curve, Profile
 from llmserve.__main__ import main, read_answers
 from llmserve.cluster import journal
+from llmserve.dispatch_config import DispatchConfig
+from llmserve.policies import SchedulingConfig
 from llmserve.scheduling.messages import RequestArrived, StartBatch
-from llmserve.scheduling.policies import DispatchConfig, SchedulingConfig
 from llmserve.simulate import Case, Scenario, prepare, run, run_cases, simulate
 from llmserve.simulation.engine_model import Costs
 from llmserve.simulation.progress import Told

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bins.capacity import batch_time_window
-from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.policies import SchedulingConfig
 from llmserve.simulate import Scenario, simulate
 
 LENGTHS = "lognormal:5.2,0.8,1024"

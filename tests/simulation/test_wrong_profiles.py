@@ -7,9 +7,9 @@ import pytest
 
 from bins.profile import StepTimes
 from llmserve.cluster.simulated import SimulatedCluster
+from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import Action, BatchEnded, Event, FailRequest
-from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.simulation.engine_model import Costs, StepEngine
 
 SIZES, TOKENS, SLO_S = 8, 100.0, 4.0

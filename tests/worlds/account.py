@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 from worlds.invariants import check
 
+from llmserve.policies import MOMENT_ORDERS, TIMEOUT_S, SchedulingConfig
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.engines import PROVEN_S
+from llmserve.scheduling.layout import FALLBACK
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
@@ -35,11 +37,12 @@ from llmserve.scheduling.messages import (
     RequestArrived,
     RequestCancelled,
     RequestEnded,
+    ServingGroup,
     SolveDispatch,
     StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.policies import MOMENT_ORDERS, TIMEOUT_S, SchedulingConfig
+from llmserve.scheduling.orders import UNDATED_S
 from llmserve.scheduling.scheduler import Scheduler
 
 NEVER_IDLE = ("greedy", "window")  # releases under which nothing waits for company
@@ -66,12 +69,32 @@ class Times:
         return own is not None and own < self.tokens
 
 
+class Plan:
+    """Who belongs to which serving group. Without groups all belong to one."""
+
+    def __init__(self, groups: Sequence[ServingGroup]) -> None:
+        self._of_worker = {worker: group.name for group in groups for worker in group.workers}
+        self._of_model = {model: group.name for group in groups for model in group.models}
+        self._of_stream = {pair: group.name for group in groups for pair in group.streams}
+
+    def of_worker(self, name: str) -> str:
+        return self._of_worker.get(name, FALLBACK)
+
+    def of_request(self, request: Request) -> str:
+        named = self._of_stream.get((request.stream, request.model))
+        return named or self._of_model.get(request.model, FALLBACK)
+
+
 class Worker:
-    """A GPU. stopping : requests that were told to make room and still run.  stopped : how many all in all; None: all
-    are gone, or something happened besides, so that what runs next may be anything.
+    """A GPU. group : whose requests it runs.  stopping : requests that were told to make room and still run.  stopped :
+    how many all in all; None: all are gone, or something happened besides, so that what runs next may be anything.
+    kept : nothing has been started since some were told to make room.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, group: str) -> None:
+        self.name = name
+        self.group = group
+        self.kept = False
         self.engines: list[Engine] = []
         self.stopping: set[int] = set()
         self.stopped: int | None = None
@@ -106,6 +129,10 @@ class Engine:
         return bool(self.info.speeds) and now_s >= self.shown_s.get(model, -math.inf) + PROVEN_S
 
     @property
+    def has_room(self) -> bool:
+        return not self.worker.runs_a_batch if self.info.barrier else len(self.running) < self.info.slots
+
+    @property
     def works(self) -> bool:
         return self.up and self.open_until_s is None
 
@@ -129,8 +156,8 @@ class Life:
 class Account:
     """steps_max : more than these, and something goes round in circles.  times : None: nobody knows them.
 
-    grouped : there are serving groups. Who is in which is the scheduler's own to check; here none of the laws is
-    asked that speak of all engines of a model, or of the order of all its batches.
+    grouped : there are serving groups. None of the laws is asked that speak of all engines of a model, or of the order
+    of all its batches.
     """
 
     def __init__(
@@ -159,6 +186,7 @@ class Account:
         self._over: set[int] = set()
         self._engines: dict[str, Engine] = {}
         self._workers: dict[str, Worker] = {}
+        self._plan = Plan(scheduler.plan)
         self._draining = False
         self._steady = True  # no engine has gone
         self._asked: set[str] = set()  # models that a plan is being made for
@@ -166,6 +194,8 @@ class Account:
         self._helpless_since_s: dict[str, float] = {}  # of these, that no engine works for
         self._formed: dict[int, tuple[int, int, int]] = {}  # batch -> its bin, its size, requests started first
         self._last_formed: Counter[str] = Counter()  # by model, the last batch whose first part was started
+        # By group and model: when another model's batch went before what had waited for longer.
+        self._passed_s: dict[tuple[str, str], float] = {}
         self._expected: dict[int, str] = {}  # requests of which this step must say that they fail, and why
         self._hear: dict[type, Callable[..., None]] = {
             RequestArrived: self._arrived,
@@ -178,7 +208,7 @@ class Account:
             EngineLost: self._lost,
             DrainRequested: self._drain,
             DispatchSolved: self._solved,
-            PlanChanged: lambda event, actions: None,
+            PlanChanged: self._planned,
             TimerFired: lambda event, actions: None,
         }
 
@@ -190,6 +220,7 @@ class Account:
         assert self.steps <= self._steps_max(now_s), "it goes round in circles"
         self._expected = {}
         self._hear[type(event)](event, actions)
+        self._see_who_has_moved(event)
         self._see_who_makes_room(event)
         self._obey(event, actions)
         making_room = [worker for worker in self._workers.values() if worker.stopping]
@@ -276,7 +307,8 @@ class Account:
     def _ready(self, event: EngineReady, actions: Sequence[Action]) -> None:
         engine = self._engines.get(event.engine.name)
         if engine is None:
-            worker = self._workers.setdefault(event.engine.worker or event.engine.name, Worker())
+            name = event.engine.worker or event.engine.name
+            worker = self._workers.setdefault(name, Worker(name, self._plan.of_worker(name)))
             engine = self._engines[event.engine.name] = Engine(event.engine, worker)
         if not engine.up:  # whatever was wrong with it, it has come back
             engine.open_until_s = None
@@ -305,6 +337,9 @@ class Account:
     def _drain(self, event: DrainRequested, actions: Sequence[Action]) -> None:
         self._draining = True
 
+    def _planned(self, event: PlanChanged, actions: Sequence[Action]) -> None:
+        self._plan = Plan(event.groups)
+
     def _solved(self, event: DispatchSolved, actions: Sequence[Action]) -> None:
         assert event.model in self._asked, "a plan comes that nobody asked for"
         self._asked.remove(event.model)
@@ -322,7 +357,8 @@ class Account:
         """Exactly one outcome (1)."""
         assert request_id not in self._over, f"request {request_id} ended twice"
         life = self._alive.pop(request_id)
-        self._waiting.pop(request_id, None)
+        if self._waiting.pop(request_id, None) is not None:
+            self._passed_s.pop((self._plan.of_request(life.request), life.request.model), None)  # all that was formed
         self._over.add(request_id)
         self.outcomes[outcome] += 1
         self.stayed_s += self._now_s - life.arrived_at_s
@@ -336,6 +372,18 @@ class Account:
                 self._helpless_since_s.pop(model, None)
             else:
                 self._helpless_since_s.setdefault(model, self._now_s)
+
+    def _see_who_has_moved(self, event: Event) -> None:
+        """A worker joins the group that it belongs to when it has nothing left to run; those who wait may follow."""
+        moves = isinstance(event, EngineReady | EngineClosed | EngineLost | PlanChanged)
+        for worker in self._workers.values():
+            if not self._stays(worker) and not any(engine.running for engine in worker.engines):
+                worker.group, moves = self._plan.of_worker(worker.name), True
+        if moves and self._grouped:
+            self._passed_s.clear()
+
+    def _stays(self, worker: Worker) -> bool:
+        return worker.group == self._plan.of_worker(worker.name)
 
     def _see_who_makes_room(self, event: Event) -> None:
         for worker in self._workers.values():
@@ -378,6 +426,7 @@ class Account:
         assert engine.up, f"{info.name} is down and was given work"
         assert info.serves(batch.model), f"{info.name} was given {batch.model!r}, which it does not serve"
         assert not engine.worker.stopping, f"{info.name} was given work that others shall make room for"
+        assert self._stays(engine.worker), f"{info.name} was given work before it joined its group"
         assert batch.requests, "an empty batch was started"
         assert batch.formed_at_s <= self._now_s, "a batch was started before it formed"
         assert len(batch.requests) <= batch.size <= self._config.full_batch, "a batch is too large"
@@ -386,10 +435,15 @@ class Account:
         if engine.open_until_s is not None:
             assert self._now_s >= engine.open_until_s, f"{info.name} fails everything and was given work"
             assert info.barrier or len(batch.requests) == 1, f"{info.name} is tried with more than one request"
+        if self._config.order == "fffs" and batch.id not in self._formed:
+            self._assert_nobody_is_kept_waiting(engine, batch)
+        if self._foreseen is not None:
+            self._assert_it_is_the_best(self._foreseen, engine, batch)
         self._count_batch(batch)
         self._see_what_was_made_room_for(engine.worker, batch)
         for request in batch.requests:
             self._start_request(request, engine, batch)
+        engine.worker.kept = False
         most = info.slots + (0 if info.barrier else info.look_ahead)
         assert len(engine.running) <= most, f"{info.name} was given more than it takes"  # (2)
 
@@ -399,6 +453,7 @@ class Account:
         assert life.request == request, f"request {request.id} was started as another"
         assert not life.gone, f"request {request.id} was started for a client that has gone"  # (6)
         assert request.model == batch.model, f"request {request.id} is of another model than its batch"
+        self._assert_it_may_run_there(request, engine)
         if request.deadline_s is not None:
             assert request.deadline_s > self._now_s, f"request {request.id} was started late"
             tried = len(batch.requests) == 1 and not engine.running and engine.is_tried(request.model, self._now_s)
@@ -412,6 +467,67 @@ class Account:
         life.tries += 1
         assert life.tries <= self._config.retries_max + 1, f"request {request.id} was tried too often"  # (9)
         engine.running[request.id] = batch.id
+
+    def _assert_it_may_run_there(self, request: Request, engine: Engine) -> None:
+        """Elsewhere than in its group only while no engine there serves its model; or where room was made for it."""
+        own, group = self._plan.of_request(request), engine.worker.group
+        if own != group and not engine.worker.kept:
+            there = [other for other in self._members(own, request.model) if other.up and self._stays(other.worker)]
+            assert not there, f"request {request.id} of {own} was started in {group}"
+
+    def _members(self, group: str, model: str) -> list[Engine]:
+        """Engines that serve the model, and belong to the group or are about to."""
+        return [engine for engine in self._serving(model) if self._plan.of_worker(engine.worker.name) == group]
+
+    def _assert_nobody_is_kept_waiting(self, engine: Engine, batch: Batch) -> None:
+        """A batch is started for the first time, and what the engine serves besides has waited longer.
+
+        Where each request is a batch from its arrival on nothing overtakes what waits for memory. Else who came before
+        a batch of another model formed is next after that at the latest, if nothing but an engine is wanted for it.
+        """
+        release, info, group = self._config.release or "", engine.info, engine.worker.group
+        here = {id_: life for id_, life in self._waiting.items() if info.serves(life.request.model)}
+        first = {id_: life for id_, life in here.items() if self._is_new_in(group, life)}
+        alone = release == "static:1" or (self._config.full_batch == 1 and release != "window")
+        if alone and not self._grouped:
+            assert next(iter(first)) == batch.requests[0].id, f"request {next(iter(first))} was overtaken"
+        self._passed_s.pop((group, batch.model), None)
+        for model in sorted({life.request.model for life in first.values()}):
+            was_passed = batch.formed_at_s > self._passed_s.get((group, model), math.inf)
+            assert not was_passed, f"requests of {model!r} are passed over by {batch.model!r} again and again"
+        others = {life.request.model for life in here.values() if not self._is_new_in(group, life)} | {batch.model}
+        oldest = {life.request.model: life for life in reversed(first.values())}
+        for model, life in oldest.items():
+            goes = life.arrived_at_s < batch.formed_at_s and self._due_s(life, info) <= self._now_s
+            if model not in others and engine.has_room and goes:
+                self._passed_s.setdefault((group, model), self._now_s)
+
+    def _is_new_in(self, group: str, life: Life) -> bool:
+        return not life.tries and self._plan.of_request(life.request) == group
+
+    def _assert_it_is_the_best(self, times: Times, engine: Engine, batch: Batch) -> None:
+        """Of all that wait: under flex the largest, under clockwork the earliest. Where nothing else is of weight."""
+        lives = [life for life in self._waiting.values() if not life.tries and engine.info.serves(life.request.model)]
+        undated = [life for life in lives if life.request.deadline_s is None]
+        old = any(life.arrived_at_s + UNDATED_S <= self._now_s for life in undated)
+        again = any(self._waiting[request.id].tries for request in batch.requests if request.id in self._waiting)
+        makes_room = engine.worker.kept or any(worker.stopping for worker in self._workers.values())
+        if old or again or makes_room or self._config.release not in NEVER_IDLE:
+            return
+        rows: dict[str, list[float]] = {}
+        for life in lives:
+            rows.setdefault(life.request.model, []).append(life.request.deadline_s or math.inf)
+        if self._config.order == "clockwork":
+            earliest_s = min([request.deadline_s or math.inf for request in batch.requests])
+            possible_s = self._now_s + times.batch_s(engine.info, 1) + JUST_S
+            missed = [at_s for row in rows.values() for at_s in row if possible_s <= at_s < earliest_s]
+            assert not missed, f"what is due at {min(missed)} s could be in time, and something else was started"
+            return
+        for model, row in rows.items():
+            for size in range(len(batch.requests) + 1, min(self._config.full_batch, engine.info.slots) + 1):
+                ends_s = self._now_s + times.batch_s(engine.info, size) + JUST_S
+                together = sum(deadline_s >= ends_s for deadline_s in row)
+                assert together < size, f"{size} requests of {model!r} could be in time together"
 
     def _count_batch(self, batch: Batch) -> None:
         """Batches are numbered as they form: under fffs they are first started in that order (3)."""
@@ -455,7 +571,7 @@ class Account:
         assert len(lives) * config.preemption_factor <= config.full_batch, "no batch could be worth so much more"
         for request_id in action.request_ids:
             lives[request_id].preempted = True
-        engine.worker.stopping, engine.worker.stopped = set(lives), len(lives)
+        engine.worker.stopping, engine.worker.stopped, engine.worker.kept = set(lives), len(lives), True
 
     def _see_what_was_made_room_for(self, worker: Worker, batch: Batch) -> None:
         """Where nothing happened meanwhile, it is as much larger as it was to be."""
@@ -516,7 +632,7 @@ class Account:
             life.request.deadline_s for life in self._waiting.values() if life.request.deadline_s is not None
         ]
         if deadlines_s:
-            assert self._grouped or min(deadlines_s) > self._now_s, "a request waits past its deadline"
+            assert min(deadlines_s) > self._now_s, "a request waits past its deadline"
             assert wake_at_s is not None, "a deadline will not be noticed"
             assert wake_at_s <= min(deadlines_s), "a deadline will be noticed late"
         for life in self._waiting.values():
@@ -524,7 +640,7 @@ class Account:
         if any(life.request.model in self._helpless_since_s for life in self._waiting.values()):
             assert wake_at_s is not None, "requests wait for an engine for ever"
         for engine in self._engines.values():
-            if engine.free and not self._grouped:
+            if engine.free and self._stays(engine.worker):
                 self._assert_it_idles_with_reason(engine, math.inf if wake_at_s is None else wake_at_s)
 
     def _assert_it_has_a_chance(self, request: Request) -> None:
@@ -539,17 +655,22 @@ class Account:
 
     def _assert_it_idles_with_reason(self, engine: Engine, wake_at_s: float) -> None:
         """An engine is idle only for what waits for company, was failed by it while another works, cannot be in time on
-        it, or has others make room for it (4).
+        it, has others make room for it, or is of another group (4).
 
         The second may wait for the memory of another engine, and nothing overtakes what waits for memory.
         """
         name = engine.info.name
-        waiting = {id_: life for id_, life in self._waiting.items() if engine.info.serves(life.request.model)}
+        group = engine.worker.group
+        waiting = {
+            id_: life
+            for id_, life in self._waiting.items()
+            if engine.info.serves(life.request.model) and self._plan.of_request(life.request) == group
+        }
         avoids = [
             id_
             for id_, life in waiting.items()
             if life.failed_on == name
-            and any(other.works for other in self._serving(life.request.model) if other is not engine)
+            and any(other.works for other in self._members(group, life.request.model) if other is not engine)
         ]
         if avoids and not self._direct and any(other.info.tokens_max for other in self._engines.values()):
             return
@@ -563,7 +684,8 @@ class Account:
         config = self._config
         if self._direct and not self._could_start(life.request, engine):
             return math.inf
-        if self._draining or life.tries or config.release in NEVER_IDLE:
+        came_back = life.tries and not self._grouped  # one that has moved since waits for company again
+        if self._draining or came_back or config.release in NEVER_IDLE:
             return self._now_s
         if config.release == "timeout":
             return life.arrived_at_s + (TIMEOUT_S if config.batch_wait_s is None else config.batch_wait_s)

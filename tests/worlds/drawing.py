@@ -18,11 +18,11 @@ import msgspec
 from worlds.faults import Closed, Fault, Lost, Mishap, Pace, Ready
 
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
+from llmserve.policies import MOMENT_ORDERS, SchedulingConfig
 from llmserve.request import EngineInfo, Request, Speed
 from llmserve.scheduling.layout import FALLBACK
 from llmserve.scheduling.messages import ServingGroup
 from llmserve.scheduling.orders import PREEMPTION_FACTOR
-from llmserve.scheduling.policies import MOMENT_ORDERS, SchedulingConfig
 from llmserve.scheduling.rates import Replan
 from llmserve.scheduling.trust import WINDOW_MIN
 

@@ -16,6 +16,8 @@ from worlds.story import tell_story
 from bins.dispatch import DispatchSolver
 from llmserve.cluster.journal import Header, Step, replay
 from llmserve.cluster.simulated import Delays, EngineModel, SimulatedCluster
+from llmserve.dispatch_config import DispatchConfig
+from llmserve.policies import PLANNED
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
@@ -33,7 +35,6 @@ from llmserve.scheduling.messages import (
     RequestEnded,
     StartBatch,
 )
-from llmserve.scheduling.policies import PLANNED, DispatchConfig
 from llmserve.simulation.engine_model import Costs, StepEngine
 
 TWICE_EVERY = 8  # worlds: one is run again, to give the same journal

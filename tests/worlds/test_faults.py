@@ -4,6 +4,7 @@ import pytest
 from worlds.faults import Closed, Fault, FaultyEngine, Lost, Mishap, Pace, Ready
 
 from llmserve.cluster.simulated import Delays, SimulatedCluster
+from llmserve.policies import SchedulingConfig
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
@@ -16,7 +17,6 @@ from llmserve.scheduling.messages import (
     RequestEnded,
     TimerFired,
 )
-from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.simulation.engine_model import TimedEngine
 
 LENGTHS = [4.0, 2.0, 8.0, 1.5]

@@ -2,9 +2,9 @@
 
 from worlds.invariants import check
 
+from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import Action, EngineReady, RequestArrived, RequestEnded, StartBatch, TimerFired
-from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.scheduler import Scheduler
 
 SMALL, LARGE, LARGER = 0.0, 60.0, 90.0  # prompts, tokens; an answer of 4 takes 20 more

@@ -20,9 +20,10 @@ from hypothesis.stateful import (
 from worlds.invariants import check
 
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
+from llmserve import policies
 from llmserve.cluster.journal import Header, Step, replay
+from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request, Speed
-from llmserve.scheduling import policies
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
@@ -45,7 +46,6 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.trust import Trust
 
 CONFIGS = st.builds(

@@ -21,7 +21,8 @@ from bins import profile as profiles
 from bins.profile import Profile
 from bins.service import ServiceTimes
 from bins.smdp import Evaluation, Queue
-from llmserve.scheduling.policies import DispatchConfig, SchedulingConfig
+from llmserve.dispatch_config import DispatchConfig
+from llmserve.policies import SchedulingConfig
 from llmserve.simulate import Scenario, simulate
 from llmserve.simulate import run as run_workload
 from llmserve.simulation.report import Recorder, Summary

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.policies import SchedulingConfig
 from llmserve.scheduling.queues import BinQueue
 from llmserve.scheduling.rates import ArrivalRate, Arrivals
 from llmserve.scheduling.release import Planned

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bins.edges import Edges
-from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.policies import SchedulingConfig
 from llmserve.simulate import Scenario, simulate
 from reproduction.rows import Row
 

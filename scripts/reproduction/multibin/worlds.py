@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from bins.edges import Edges
-from llmserve.scheduling.policies import SchedulingConfig
+from llmserve.policies import SchedulingConfig
 from llmserve.simulate import Scenario, simulate
 from llmserve.simulation.many import in_processes
 from llmserve.simulation.report import Summary

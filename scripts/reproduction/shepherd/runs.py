@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmserve.cluster.simulated import SimulatedCluster
+from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Speed
 from llmserve.scheduling.messages import (
     Action,
@@ -25,7 +26,6 @@ from llmserve.scheduling.messages import (
     StartBatch,
 )
 from llmserve.scheduling.orders import Order
-from llmserve.scheduling.policies import SchedulingConfig
 from llmserve.scheduling.scheduler import Scheduler
 from reproduction.shepherd.clockwork import LargestBatch, Released
 from reproduction.shepherd.models import BATCH_MAX, TABLE_4

@@ -8,7 +8,7 @@ from itertools import product
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from llmserve.scheduling.layout import PlannedGroup, assign, shortfalls
+from llmserve.cluster.assignment import PlannedGroup, assign, shortfalls
 
 ANY: tuple[str, ...] = ()
 

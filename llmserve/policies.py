@@ -11,13 +11,11 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from bins.dispatch import DispatchSolver, Wish
 from bins.edges import Edges, OnlineEdges, answered_edges, equal_mass_edges
-from bins.profile import PROFILES, Profile, resolve
 from bins.risk import risk
-from llmserve.by_model import by_model
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.deadline_queue import DeadlineQueue
+from llmserve.scheduling.dispatch import Dispatch
 from llmserve.scheduling.lengths import SeenLengths
 from llmserve.scheduling.messages import ServingGroup
 from llmserve.scheduling.model_queues import ModelQueues, Tally
@@ -66,11 +64,6 @@ RATE_WAIT_S = 1.0  # BatchMonitor's window
 SEEN_LEAST = 1024  # answers whose lengths plans are made of
 ANSWERS_LEAST = 512  # before edges go by them
 PLANNED = ("rate-headroom", "deadline", "table")  # releases that follow plans
-WISHES = {  # what may be asked of plans, and the releases under which it is of use
-    "energy_weight": ("table",),
-    "latency_target_s": ("table", "deadline"),
-    "latency_target_percentile": ("table",),
-}
 
 
 class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -265,7 +258,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
                 model, scores, lengths, order=order, release=release, group=group, tally=tally
             ),
             order=order,
-            batch_size=self.full_batch,
+            dispatch=Dispatch(order, self.full_batch),
             circuit=lambda: Circuit(self.circuit_faults_max, self.circuit_pause_s),
             plan=plan,
             rates=rates,
@@ -298,7 +291,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             if isinstance(decides, Planned) and seen is not None
             else None,
             formed=FormedQueue(order.key if isinstance(order, FixedOrder) else fffs),
-            edges=self._edges(seen, scores),
+            edges=_edges(self, seen, scores),
             batch_size=self.full_batch,
             trust=Trust(max(self.trust_window, 4 * self._kinds_of_batch * self.full_batch)),
             seen=seen,
@@ -323,25 +316,6 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self._edges_by_answers:
             return SeenLengths(max(window, self.edges_window), scores, lengths)
         return SeenLengths(window, scores, lengths) if release.plans or self.goes_by_times else None
-
-    def _edges(self, seen: SeenLengths | None, scores: Sequence[float]) -> OnlineEdges:
-        bins, batch_size = self.bins_count, self.full_batch
-
-        def fit(values: NDArray[np.float64]) -> Edges:
-            assert seen is not None, "edges by answers see them"
-            predicted, tokens = seen.predicted
-            if predicted.size < ANSWERS_LEAST:
-                return equal_mass_edges(values, bins)
-            return answered_edges(predicted, tokens, bins, batch_size)
-
-        return OnlineEdges(
-            bins,
-            edges=self.edges,
-            sample=scores,
-            window=self.edges_window,
-            refit_every=self.edges_refit_every,
-            fit=fit if self._edges_by_answers else None,
-        )
 
     def _queue(self, order: Order) -> Callable[[int], BinQueue]:
         """What bins are made of."""
@@ -389,84 +363,21 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         return releases[kind]()
 
 
-class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What waiting may cost and save; for the releases rate-headroom, deadline and table"""
+def _edges(config: SchedulingConfig, seen: SeenLengths | None, scores: Sequence[float]) -> OnlineEdges:
+    bins, batch_size = config.bins_count, config.full_batch
 
-    profile: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="what a batch takes, in seconds and joules: a file of scripts/profile_engine.py, or one of "
-            + ", ".join(sorted(PROFILES))
-            + "; also for energy in /metrics, and for orders that go by deadlines; with model:ID= before it, of this "
-            "model; repeat for several",
-            extra={"metavar": "[model:ID=]PROFILE"},
-        ),
-    ] = ()
-    energy_weight: Annotated[
-        float,
-        Meta(ge=0, description="under --release table: milliseconds of mean response time that one watt is worth"),
-    ] = 0.0
-    latency_target_s: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        Meta(
-            description="under --release table, instead of a weight: least energy with response times within this; "
-            "under deadline: the deadline of requests without an earlier one"
-        ),
-    ] = None
-    latency_target_percentile: Annotated[
-        Annotated[float, Meta(ge=50, lt=100)] | None,
-        Meta(description="of the response times, which the target is for (default: their mean)"),
-    ] = None
+    def fit(values: NDArray[np.float64]) -> Edges:
+        assert seen is not None, "edges by answers see them"
+        predicted, tokens = seen.predicted
+        if predicted.size < ANSWERS_LEAST:
+            return equal_mass_edges(values, bins)
+        return answered_edges(predicted, tokens, bins, batch_size)
 
-    def profiles(self) -> dict[str, Profile]:
-        """By model; "": of every other model. Raises ValueError on one that cannot be read."""
-        return {model: resolve(profile) for model, profile in by_model("profile", self.profile).items()}
-
-    def solver(self, scheduling: SchedulingConfig, *, barrier: bool) -> DispatchSolver | None:
-        """Who makes plans for every model that has no profile of its own; see `solvers`."""
-        return self.solvers(scheduling, barrier=barrier).get("")
-
-    def solvers(self, scheduling: SchedulingConfig, *, barrier: bool) -> dict[str, DispatchSolver]:
-        """Who makes plans for a resolved configuration, by model ("": of every other); {} where its release follows
-        none.
-
-        Raises ValueError on a profile that cannot be read, on settings that contradict each other, and on those that
-        the release has no use for.
-        """
-        assert scheduling.release is not None, "resolve the configuration first"
-        self._check(scheduling.release, barrier)
-        if scheduling.release not in PLANNED:
-            return {}
-        if not self.profile:
-            raise ValueError(
-                f"release {scheduling.release} needs --profile, what a batch takes: measure one with "
-                "scripts/profile_engine.py"
-            )
-        profiles = self.profiles()
-        merges = scheduling.release == "table"
-        if merges:
-            for profile in profiles.values():
-                self._check_energy(profile)
-        wish = Wish(self.energy_weight, self.latency_target_s, self.latency_target_percentile)
-        return {
-            model: DispatchSolver(profile, scheduling.full_batch, wish, barrier=barrier, merges=merges)
-            for model, profile in profiles.items()
-        }
-
-    def _check(self, release: str, barrier: bool) -> None:
-        """Raises ValueError."""
-        for name, users in WISHES.items():
-            if getattr(self, name) and release not in users:
-                raise ValueError(f"{name} is of no use under release {release}, only under {' and '.join(users)}")
-        if self.latency_target_s is not None and self.energy_weight:
-            raise ValueError("either an energy weight or a latency target, not both")
-        if self.latency_target_percentile is not None and self.latency_target_s is None:
-            raise ValueError("latency_target_percentile is of no use without latency_target_s")
-        if self.latency_target_percentile is not None and not barrier:
-            raise ValueError("latency_target_percentile: of engines whose slots refill only the mean can be planned")
-
-    def _check_energy(self, engine: Profile) -> None:
-        """Raises ValueError when energy is to be saved of which the profile knows nothing."""
-        for name in ("energy_weight", "latency_target_s"):
-            if getattr(self, name) and not engine.energy_known:
-                raise ValueError(f"{name}: the profile {engine.name} has no energy, which release table would save")
+    return OnlineEdges(
+        bins,
+        edges=config.edges,
+        sample=scores,
+        window=config.edges_window,
+        refit_every=config.edges_refit_every,
+        fit=fit if config._edges_by_answers else None,
+    )

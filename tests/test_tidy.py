@@ -1,0 +1,71 @@
+"""How large things may be: a class is a room, a file a house, and a function fits on a screen."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("llmserve", "predictor", "bins")
+CLASS_LINES, FILE_LINES, FUNCTION_LINES = 300, 450, 60
+FLOORS = 5  # modules of scheduling above each other
+TOO_LARGE = {  # and may not grow; whoever makes one small enough takes it out
+    "llmserve/advise.py": 471,
+    "llmserve/serve.py": 707,
+    "llmserve/solve.py": 525,
+    "llmserve/policies.py": 455,
+    "bins/dispatch.py": 566,
+    "bins/profile.py": 610,
+    "llmserve/engines/fake.py": 476,
+    "llmserve/engines/fake.py FakeEngine": 320,
+}
+"""Lines of files, and of classes by file and name."""
+
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def lines_of(node: ast.AST) -> int:
+    assert isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def sizes(path: Path) -> Iterator[tuple[str, int, int]]:
+    """(what, its lines, how many it may have): of the file, its classes and its functions."""
+    text, name = path.read_text(), path.relative_to(ROOT).as_posix()
+    yield name, len(text.splitlines()), FILE_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            yield f"{name} {node.name}", lines_of(node), CLASS_LINES
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{name} {node.name}", lines_of(node), FUNCTION_LINES
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_nothing_is_too_large(path: Path) -> None:
+    found = {what: lines for what, lines, most in sizes(path) if lines > TOO_LARGE.get(what, most)}
+    assert not found
+
+
+def test_who_is_excused_is_there_and_needs_it() -> None:
+    found = {what: (lines, most) for path in FILES for what, lines, most in sizes(path)}
+    assert {what for what in TOO_LARGE if what not in found or found[what][0] <= found[what][1]} == set()
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of scheduling that one of them imports."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    named = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {module.split(".")[2] for module in named if module.startswith("llmserve.scheduling.")}
+
+
+def test_scheduling_has_so_many_floors() -> None:
+    modules = {path.stem: imports(path) for path in (ROOT / "llmserve" / "scheduling").glob("*.py")}
+
+    def floor(module: str) -> int:
+        return 1 + max([floor(below) for below in modules[module]], default=0)
+
+    assert max(map(floor, modules)) <= FLOORS
+    assert len(modules) <= 20
