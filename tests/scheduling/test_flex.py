@@ -577,8 +577,9 @@ def test_a_batch_that_may_not_go_back_keeps_no_other_from_an_idle_engine() -> No
 
 def test_what_runs_again_is_not_started_to_be_late() -> None:
     """Two that were lost with their engine could each be in time alone, but not together."""
-    made = scheduler(gpu("gpu0"), gpu("gpu1"), preemption="off")
-    arrive(made, due(90), due(91))
+    speeds = {"slow": line(2.9), "": line(1.0)}
+    made = scheduler(gpu("gpu0"), gpu("gpu1", speeds=speeds), preemption="off")
+    arrive(made, due(90), due(91, model="slow"))
     arrive(made, *several(2, 4.5))
     assert starts(ends(made, "gpu0", 90, now_s=1.0)) == [("gpu0", [0, 1])]
     step(made, EngineLost("gpu0"), 2.9)

@@ -15,10 +15,9 @@ from llmserve.request import Request
 from llmserve.scheduling.batch_times import BatchTimes, Timetable
 from llmserve.scheduling.choices import FixedChoice, MomentChoice
 from llmserve.scheduling.circuit import Circuit
-from llmserve.scheduling.deadlines import Deadlines
 from llmserve.scheduling.dispatch import Dispatch
 from llmserve.scheduling.engines import EnginePool, EngineState, Worker
-from llmserve.scheduling.groups import Groups
+from llmserve.scheduling.groups import Groups, RequestBook
 from llmserve.scheduling.messages import Action, Event, RequestCancelled, RequestEnded, SolveDispatch, StartBatch
 from llmserve.scheduling.model_queues import Group, ModelQueues
 from llmserve.scheduling.orders import Candidate, Clockwork, Flex, Key
@@ -33,13 +32,13 @@ Patch = pytest.MonkeyPatch
 
 
 def a_request_that_comes_back_is_dropped(patch: Patch) -> None:
-    run_again = Scheduler._run_again
+    run_again = RequestBook.run_again
 
-    def drop_the_last(self: Scheduler, runs: list[Run], reason: str, avoid: str) -> None:
+    def drop_the_last(self: RequestBook, runs: list[Run], reason: str, avoid: str) -> None:
         if len(runs) > 1:
             run_again(self, runs[:-1], reason, avoid)  # type: ignore[arg-type]
 
-    patch.setattr(Scheduler, "_run_again", drop_the_last)
+    patch.setattr(RequestBook, "run_again", drop_the_last)
 
 
 def a_batch_is_started_twice(patch: Patch) -> None:
@@ -76,18 +75,18 @@ def engines_are_not_told_of_clients_that_leave(patch: Patch) -> None:
 
 
 def deadlines_are_forgotten(patch: Patch) -> None:
-    patch.setattr(Scheduler, "_fail_late_requests", lambda self: None)
+    patch.setattr(RequestBook, "fail_late", lambda self: None)
 
 
 def deadlines_of_requests_that_come_back_are_forgotten(patch: Patch) -> None:
-    run_again = Scheduler._run_again
+    run_again = RequestBook.run_again
 
-    def forget(self: Scheduler, runs: list[Run], reason: str, avoid: str) -> None:
-        before = list(self._deadlines._heap)
+    def forget(self: RequestBook, runs: list[Run], reason: str, avoid: str) -> None:
+        before = list(self.deadlines._heap)
         run_again(self, runs, reason, avoid)  # type: ignore[arg-type]
-        self._deadlines._heap = before
+        self.deadlines._heap = before
 
-    patch.setattr(Scheduler, "_run_again", forget)
+    patch.setattr(RequestBook, "run_again", forget)
 
 
 def an_engine_has_one_slot_more(patch: Patch) -> None:
@@ -131,11 +130,11 @@ def all_models_wait_in_one_queue(patch: Patch) -> None:
 
 
 def who_made_room_is_forgotten(patch: Patch) -> None:
-    patch.setattr(Scheduler, "_wait_again", lambda self, queued: self._forget(queued))
+    patch.setattr(RequestBook, "wait_again", lambda self, queued: self.forget(queued))
 
 
 def who_made_room_fails_though_it_could_be_in_time(patch: Patch) -> None:
-    patch.setattr(Scheduler, "_wait_again", lambda self, queued: self._fail(queued, "deadline_exceeded"))
+    patch.setattr(RequestBook, "wait_again", lambda self, queued: self.fail(queued, "deadline_exceeded"))
 
 
 def who_has_seen_a_byte_makes_room(patch: Patch) -> None:
@@ -183,17 +182,17 @@ def any_batch_is_thought_to_take_as_long_as_one_request(patch: Patch) -> None:
 
 
 def who_cannot_be_in_time_waits_on(patch: Patch) -> None:
-    patch.setattr(Deadlines, "late_at_s", lambda self, queued, *values: queued.request.deadline_s)
+    patch.setattr(RequestBook, "_late_at_s", lambda self, queued, now_s: queued.request.deadline_s)
 
 
 def a_request_that_would_just_be_in_time_is_given_up(patch: Patch) -> None:
-    late_at_s = Deadlines.late_at_s
+    late_at_s = RequestBook._late_at_s
 
-    def hasty(self: Deadlines, *values: object) -> float | None:
-        at_s = late_at_s(self, *values)  # type: ignore[arg-type]
+    def hasty(self: RequestBook, queued: QueuedRequest, now_s: float) -> float | None:
+        at_s = late_at_s(self, queued, now_s)
         return None if at_s is None else at_s - 1e-3
 
-    patch.setattr(Deadlines, "late_at_s", hasty)
+    patch.setattr(RequestBook, "_late_at_s", hasty)
 
 
 def a_request_is_tried_once_more(patch: Patch) -> None:
@@ -399,16 +398,16 @@ def who_waits_stays_when_the_plan_changes(patch: Patch) -> None:
 
 
 def deadlines_of_requests_that_move_are_forgotten(patch: Patch) -> None:
-    place_again = Scheduler._place_again
+    place_again = RequestBook.place_again
 
-    def forget(self: Scheduler, candidates: Iterable[QueuedRequest]) -> None:
+    def forget(self: RequestBook, candidates: Iterable[QueuedRequest]) -> None:
         waiting = list(candidates)
         before = {queued.request.id: queued.group for queued in waiting}
         place_again(self, waiting)
         moved = {queued.request.id for queued in waiting if queued.group != before[queued.request.id]}
-        self._deadlines._heap = [entry for entry in self._deadlines._heap if entry[1] not in moved]
+        self.deadlines._heap = [entry for entry in self.deadlines._heap if entry[1] not in moved]
 
-    patch.setattr(Scheduler, "_place_again", forget)
+    patch.setattr(RequestBook, "place_again", forget)
 
 
 def a_worker_that_has_moved_is_never_looked_at(patch: Patch) -> None:
@@ -423,13 +422,13 @@ def a_worker_that_has_moved_is_never_looked_at(patch: Patch) -> None:
 
 
 def only_the_group_that_something_happened_to_is_looked_at(patch: Patch) -> None:
-    touch = Scheduler._touch
+    touch = RequestBook.touch
 
-    def touch_one(self: Scheduler, group: Group) -> None:
-        if not self._touched or group.name in self._touched:
+    def touch_one(self: RequestBook, group: Group) -> None:
+        if not self.touched or group.name in self.touched:
             touch(self, group)
 
-    patch.setattr(Scheduler, "_touch", touch_one)
+    patch.setattr(RequestBook, "touch", touch_one)
 
 
 def groups_that_share_a_model_ask_for_plans_at_once(patch: Patch) -> None:
@@ -448,7 +447,7 @@ def the_wakes_of_all_groups_but_the_first_are_overlooked(patch: Patch) -> None:
     def sleep_on(self: Scheduler) -> None:
         settle(self)
         first, *others = self.groups
-        times_s = [first.wake_at_s, self._deadlines.next_at_s]
+        times_s = [first.wake_at_s, self._book.deadlines.next_at_s]
         if others:
             self.wake_at_s = min([at_s for at_s in times_s if at_s is not None], default=None)
 
