@@ -25,12 +25,9 @@ from llmserve.scheduling.deadlines import Deadlines
 from llmserve.scheduling.engines import EngineState, Worker
 from llmserve.scheduling.layout import Layout
 from llmserve.scheduling.messages import Action, FailReason, FailRequest, ReportCircuit, ReportTrust, ServingGroup
-from llmserve.scheduling.model_queues import Forming, Group, ModelQueues
+from llmserve.scheduling.model_queues import SERVES, Forming, Group, ModelQueues
 from llmserve.scheduling.orders import MomentOrder, Order
 from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run
-
-# How well a group can serve a model.
-SERVES, AWAITS, CANNOT = 2, 1, 0
 
 
 class Groups:
@@ -89,7 +86,7 @@ class Groups:
         if not self.is_misplaced(own, request):
             return own
         best = self._best(request.model)
-        able = [group for group in self if _can(group, request.model) == best]
+        able = [group for group in self if group.can(request.model) == best]
         return min(able, key=lambda group: (group.load, group.name))
 
     def is_misplaced(self, group: Group, request: Request) -> bool:
@@ -97,13 +94,18 @@ class Groups:
         if self.only is not None:
             return False
         own = self.own(request)
-        if own is group and _can(group, request.model) == SERVES:
+        if own is group and group.can(request.model) == SERVES:
             return False
         best = self._best(request.model)
-        return own is not group if _can(own, request.model) == best else _can(group, request.model) < best
+        return own is not group if own.can(request.model) == best else group.can(request.model) < best
 
     def _best(self, model: str) -> int:
-        return max([_can(group, model) for group in self])
+        return max([group.can(model) for group in self])
+
+    def models(self) -> dict[str, ModelQueues]:
+        """By model: `queues_of` each."""
+        names = {model: None for group in self for model in group.queues}
+        return {model: queues for model in names if (queues := self.queues_of(model)) is not None}
 
     def queues_of(self, model: str) -> ModelQueues | None:
         """Of the group whose requests of that model are; else of the first that has some; None: there are none."""
@@ -153,6 +155,8 @@ class Groups:
             worker.group, worker.next = group.name, None
         for engine in worker.engines:
             group.pool.join(engine, now_s)
+        if worker.next is None:
+            group.make_queues(worker, now_s)
         return before, group
 
     def join(self, worker: Worker, now_s: float) -> Group:
@@ -162,6 +166,7 @@ class Groups:
         group = self.by_name[worker.group]
         for engine in worker.engines:
             group.pool.know(engine, now_s)
+        group.make_queues(worker, now_s)
         return group
 
     def drop_empty(self) -> None:
@@ -298,7 +303,6 @@ class RequestBook:
         for queued in again:
             self.deadlines.watch(queued, self._now_s)  # it may have been dropped while the request ran
         queues.take_back_batch(batch, avoid)
-        self.place_again(again)
 
     def wait_again(self, queued: QueuedRequest) -> None:
         """A request that made room for others waits again, as long as it can be in time.
@@ -343,8 +347,9 @@ class RequestBook:
             self.group_of(queued).leave(self.queues_of(queued))
         for queued in sorted(moving, key=lambda queued: (queued.arrived_at_s, queued.request.id)):
             queues = self._groups.group_for(queued.request).queues_of(queued.request.model, self._now_s)
-            queues.take_back(queued)
+            queue = queues.take_back(queued)
             self.enter(queued, queues)
+            self._forming.form_early(queues, queue, self._now_s)
             changed[queues.group, queues.model] = queues
         for queues in changed.values():
             self.sort_into_queues(queues)  # they may have come before those that wait here
@@ -390,17 +395,19 @@ class EngineBook:
 
     def close(self, state: EngineState) -> None:
         """It takes no more requests; those that it runs go on."""
+        self.changed([self._close(state)])
+
+    def _close(self, state: EngineState) -> Group:
         group = self._groups.group_of(state)
         state.ready = False
         group.pool.paused.pop(state.info.name, None)
         group.pool.know(state, self._now_s)
-        self.changed([group])
+        self._circuits_changed(group)
+        return group
 
     def lose(self, state: EngineState, answered: Collection[int]) -> None:
         """It is gone with all it ran. answered : ids of requests whose clients have seen bytes."""
-        if state.ready:
-            self.close(state)
-        group = self._groups.group_of(state)
+        group = self._close(state)
         group.pool.forget_prefixes(state)
         again: dict[int, list[Run]] = {}  # by batch, so that a barrier engine gets it back as one
         for run in state.let_all_go():
@@ -413,6 +420,7 @@ class EngineBook:
         for unanswered in again.values():
             self._book.run_again(unanswered, "engine_lost", avoid=state.info.name)
         group.pool.look_at(state, self._now_s)  # for others that share its GPU
+        self.changed([group])  # with those that wait again
 
     def say_circuit(self, engine: EngineState) -> None:
         """Its circuit has opened, for longer than before or for the first time; or it has closed."""
@@ -436,11 +444,3 @@ class EngineBook:
             self._circuits_changed(group)
         if len(self._groups.by_name) > 1:
             self._book.place_again(list(self._book.by_id.values()))
-
-
-def _can(group: Group, model: str) -> int:
-    """SERVES, AWAITS (an engine that will) or CANNOT."""
-    serving = group.pool.serving(model)
-    if any(engine.worker.next is None for engine in serving):
-        return SERVES
-    return AWAITS if serving else CANNOT

@@ -9,7 +9,7 @@ from bins.dispatch import DispatchPlan, Observed
 from bins.edges import OnlineEdges
 from bins.risk import risk
 from llmserve.request import Batch, Request
-from llmserve.scheduling.engines import EnginePool, EngineState
+from llmserve.scheduling.engines import EnginePool, EngineState, Worker
 from llmserve.scheduling.lengths import SeenLengths, Tokens, tokens_of
 from llmserve.scheduling.planner import Planner
 from llmserve.scheduling.queues import BinQueue, FormedBatch, FormedQueue, QueuedRequest
@@ -17,6 +17,7 @@ from llmserve.scheduling.rates import CompletionRate, ServiceTime
 from llmserve.scheduling.release import Planned, Release
 from llmserve.scheduling.trust import Trust
 
+SERVES, AWAITS, CANNOT = 2, 1, 0  # how well a group can serve a model
 ANSWERS_BETWEEN = 64  # after which lengths are looked at again; sooner while few have been seen
 
 
@@ -317,11 +318,24 @@ class Group:
                 self.timed.append(queues)
         return queues
 
+    def make_queues(self, worker: Worker, now_s: float) -> None:
+        """For all that a worker serves which runs this group's requests now: plans may be asked for."""
+        for engine in worker.engines:
+            for model in engine.info.models if engine.ready else ():
+                self.queues_of(model, now_s)
+
     def see_engines(self, now_s: float) -> None:
         """After every change of who is ready, whose circuit is closed, and who serves what."""
         for queues in self.queues.values():
             queues.see_engines(self.pool.serving(queues.model), now_s)
         self.without_engine = [queues for queues in self.queues.values() if queues.no_engine_since_s is not None]
+
+    def can(self, model: str) -> int:
+        """How well it can serve a model: SERVES, AWAITS (an engine that will) or CANNOT."""
+        serving = self.pool.serving(model)
+        if any(engine.worker.next is None for engine in serving):
+            return SERVES
+        return AWAITS if serving else CANNOT
 
     def enter(self, queues: ModelQueues) -> None:
         """A request of this model is here from now on, to wait or to run."""

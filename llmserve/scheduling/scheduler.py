@@ -122,19 +122,16 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait."""
         return sum([group.tally.waiting for group in self.groups])
 
     @property
     def models(self) -> dict[str, ModelQueues]:
         """Queues by model: of the group whose requests of that model are; else of the first that has some."""
-        names = {model: None for group in self.groups for model in group.queues}
-        return {model: self.queues(model) for model in names}
+        return self.groups.models()
 
     def queues(self, model: str) -> ModelQueues:
         """As `models` has them; made when there are none."""
-        known = self.groups.queues_of(model)
-        return known or self.groups.own(Request(-1, model=model)).queues_of(model, self._now_s)
+        return self.groups.queues_of(model) or self.groups.own(Request(-1, model=model)).queues_of(model, self._now_s)
 
     # ---- the one entrance -------------------------------------------------------------------------------------
 
@@ -245,14 +242,16 @@ class Scheduler:
         self.groups.group_of(engine).pool.look_at(engine, self._now_s)
         if event.fault and event.retryable and not queued.cancelled:
             self._book.run_again([run], "engine_failed", avoid=event.engine)
+            self._book.place_again([queued])
         elif event.outcome == "cancelled" and run.stopping and not queued.cancelled:
             self._book.wait_again(queued)
         else:
             self._book.end(queued)
             if event.outcome == "completed":
                 self._book.see_answer(queued, event.output_tokens, ran_s)
-                # It began beside so many, and ends beside so many: it ran beside about the mean of both.
-                beside = (run.concurrency + len(engine.running) + 2) // 2
+                beside = run.concurrency
+                if not engine.info.barrier:  # it began beside so many, and ends beside others: about the mean of both
+                    beside = (beside + len(engine.running) + 2) // 2
                 self._book.see_pace(engine, queued.request.model, beside, event.output_tokens, ran_s)
         self._freed(engine)
 
@@ -340,15 +339,17 @@ class Scheduler:
                 self._actions.append(asking[0][1])
 
     def _on_dispatch_solved(self, event: DispatchSolved) -> None:
-        asking = self._solving[event.model]
-        group, _ = asking.popleft()
-        if asking:
-            self._actions.append(asking[0][1])
+        asking = self._solving.pop(event.model, None)
+        if asking is None:  # nobody has asked
+            queues = self.groups.queues_of(event.model)
         else:
-            del self._solving[event.model]
-        queues = group.queues.get(event.model)
-        if self.groups.by_name.get(group.name) is group and queues is not None:  # else they have gone since
-            self._book.touch(group)
+            group, _ = asking.popleft()
+            if asking:
+                self._solving[event.model] = asking
+                self._actions.append(asking[0][1])
+            queues = group.queues.get(event.model) if self.groups.by_name.get(group.name) is group else None
+        if queues is not None:  # else they have gone since
+            self._book.touch(self.groups.by_name[queues.group])
             if queues.follow(event.plan):
                 self._book.sort_into_queues(queues)
 
