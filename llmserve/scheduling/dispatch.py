@@ -92,20 +92,18 @@ class Dispatch:
         """
         order = self.order
         assert isinstance(order, MomentOrder), "only an order of the moment preempts"
-        choice = MomentChoice(group, self.forming, order, self.times, now_s)
-        while True:
-            waiting = max([queues.waiting for queues in group.grown.values()])
-            victims = self._victims(group, order, waiting, now_s)
+        while victims := self._victims(group, order, now_s):
+            choice = MomentChoice(group, self.forming, order, self.times, now_s)
             if not any(self._stop_for_more(group, order, choice, running, now_s) for running in victims):
                 return
 
-    def _victims(self, group: Group, order: MomentOrder, waiting: int, now_s: float) -> list[Running]:
-        """Batches that could make room while so many wait, those first that the order would rather stop."""
-        found = []
-        for size, engines in sorted(group.pool.batches.items()):
-            if not order.may_stop(size, waiting, self.forming.batch_size):
-                break
-            found += [self._running(group, engine) for engine in engines.values() if can_stop(engine, now_s)]
+    def _victims(self, group: Group, order: MomentOrder, now_s: float) -> list[Running]:
+        """Batches that could make room for what waits, those first that the order would rather stop."""
+        batches = group.pool.batches
+        waiting = max([queues.waiting for queues in group.grown.values()])
+        sizes = [size for size in batches if order.may_stop(size, waiting, self.forming.batch_size)]
+        engines = [engine for size in sizes for engine in batches[size].values() if can_stop(engine, now_s)]
+        found = [self._running(group, engine) for engine in engines]
         return sorted(found, key=lambda running: (order.victim_key(running), running.engine.info.name))
 
     def _running(self, group: Group, engine: EngineState) -> Running:

@@ -168,14 +168,14 @@ class EngineState:
 
     def start(self, batch: FormedBatch, requests: list[QueuedRequest], now_s: float) -> None:
         """Run these requests of the batch. What did not fit before fits no better now."""
+        name, concurrency = self.info.name, len(self.running) + len(requests)
         for queued in requests:
-            run = queued.run = Run(queued, self.info.name, batch, now_s)
-            self.running[queued.request.id] = run
+            queued.run = self.running[queued.request.id] = Run(
+                queued, name, batch.id, batch.formed_at_s, now_s, concurrency
+            )
             self.total_tokens += queued.total_tokens
-        for queued in requests:
-            assert queued.run is not None, "it has just started"
-            queued.run.concurrency = len(self.running)
-        self.circuit.started(requests[0].request.id)
+        if self.circuit.open_until_s is not None:
+            self.circuit.started(requests[0].request.id)
 
     def stop(self) -> tuple[int, ...]:
         """Tell the batch that runs to stop, for others; its request ids, without those whose clients have gone."""
@@ -190,7 +190,8 @@ class EngineState:
         queued.run = None
         self.total_tokens -= queued.total_tokens
         self._refused = None
-        self.circuit.let_go(queued.request.id)
+        if self.circuit.trial is not None:
+            self.circuit.let_go(queued.request.id)
 
     def let_all_go(self) -> list[Run]:
         runs = list(self.running.values())
@@ -269,7 +270,6 @@ class EnginePool:
     free     those that take something now, by name
     paused   those whose circuit's pause is not over, by name
     batches  those that run a batch to its end, by the number of its requests and by name
-    changes  how often one has begun or ended something, come or gone
     """
 
     def __init__(self) -> None:
@@ -278,7 +278,6 @@ class EnginePool:
         self.engines: dict[str, EngineState] = {}
         self.free: dict[str, EngineState] = {}
         self.paused: dict[str, EngineState] = {}
-        self.changes = 0
         self._serving: dict[str, list[EngineState]] = {}  # by model, as far as it was asked for
         self._prefixes = PrefixMemory()
 
@@ -298,7 +297,6 @@ class EnginePool:
             engines.pop(name, None)
         self._count_batch(engine, 0)
         self.forget_prefixes(engine)
-        self.changes += 1
         self._serving.clear()
 
     def know(self, engine: EngineState, now_s: float) -> None:
@@ -308,13 +306,12 @@ class EnginePool:
 
     def look_at(self, engine: EngineState, now_s: float) -> None:
         """Whether it, and those that share its GPU, take something now; after every change of what it runs."""
-        self.changes += 1
         for each in engine.worker.engines:
             if each.takes(now_s):
                 self.free[each.info.name] = each
             else:
                 self.free.pop(each.info.name, None)
-        if engine.info.barrier:
+        if engine.info.barrier and self._batch_of.get(engine.info.name, 0) != len(engine.running):
             self._count_batch(engine, len(engine.running))
 
     def _count_batch(self, engine: EngineState, requests: int) -> None:

@@ -117,6 +117,8 @@ class Groups:
 
     def group_of(self, engine: EngineState) -> Group:
         """The group that its worker belongs to, or is about to join."""
+        if self.only is not None:
+            return self.only
         return self.by_name[engine.worker.next or engine.worker.group]
 
     def place(self, info: EngineInfo, circuit: Circuit) -> EngineState:
@@ -186,6 +188,7 @@ class RequestBook:
     by_id      all that wait or run
     deadlines  of those that wait
     touched    groups to be looked at before the step ends, by name
+    now_s, actions  of the step in progress
 
     groups, forming, order  where requests wait, and how they are let go of; times : of batches
     retries_max  times that a request whose engine failed before its first byte runs again
@@ -200,12 +203,12 @@ class RequestBook:
         self._preempts = isinstance(order, MomentOrder) and order.preempts
         self._times = times if isinstance(order, MomentOrder) else None
         self._retries_max = retries_max
-        self._now_s = 0.0
-        self._actions: list[Action] = []
+        self.now_s = 0.0
+        self.actions: list[Action] = []
 
     def begin(self, now_s: float, actions: list[Action], touched: dict[str, Group]) -> None:
-        """A step. What is to be said to clients goes into `actions`."""
-        self._now_s, self._actions, self.touched = now_s, actions, touched
+        """A step, its time, and what is said in it."""
+        self.now_s, self.actions, self.touched = now_s, actions, touched
 
     def _late_at_s(self, queued: QueuedRequest, now_s: float) -> float | None:
         """Where the order does not go by what batches take, late is whose deadline has passed."""
@@ -230,16 +233,16 @@ class RequestBook:
 
     def enter(self, queued: QueuedRequest, queues: ModelQueues) -> None:
         """It has come, or come over from another group, and waits in these queues."""
-        group = self._groups.by_name[queues.group]
+        group = self.touched[queues.group] = self._groups.by_name[queues.group]
         group.enter(queues)
-        self.deadlines.watch(queued, self._now_s)
-        self.touch(group)
+        if queued.request.deadline_s is not None:
+            self.deadlines.watch(queued, self.now_s)
         if self._preempts:
             group.grown[queues.model] = queues
 
     def end(self, queued: QueuedRequest) -> None:
         self.forget(queued)
-        self.group_of(queued).rate.observe(self._now_s)
+        self.group_of(queued).rate.observe(self.now_s)
 
     def forget(self, queued: QueuedRequest) -> None:
         del self.by_id[queued.request.id]
@@ -252,13 +255,13 @@ class RequestBook:
 
     def say_failed(self, request_id: int, reason: FailReason, group: Group) -> None:
         retry_after_s = None if reason == "deadline_exceeded" else group.rate.drain_time_s(group.tally.waiting)
-        self._actions.append(FailRequest(request_id, reason, retry_after_s))
+        self.actions.append(FailRequest(request_id, reason, retry_after_s))
 
     def fail_late(self) -> None:
         """Requests that cannot be in time any more end at once while they wait; those that run are left to their
         engine.
         """
-        for queued in self.deadlines.late(self.by_id, self._now_s):
+        for queued in self.deadlines.late(self.by_id, self.now_s):
             self.touch(self.group_of(queued))
             self.queues_of(queued).leave(queued)
             self.fail(queued, "deadline_exceeded")
@@ -269,20 +272,20 @@ class RequestBook:
         queues = self.queues_of(queued)
         if queues.see_answer(queued, output_tokens, ran_s):
             r = queues.trust.rank_correlation
-            self._actions.append(ReportTrust(queues.trust.trusted, None if math.isnan(r) else r, queues.model))
+            self.actions.append(ReportTrust(queues.trust.trusted, None if math.isnan(r) else r, queues.model))
             self.sort_into_queues(queues)
 
     def see_pace(self, engine: EngineState, model: str, together: int, output_tokens: float, ran_s: float) -> None:
-        if not engine.info.speeds:
-            return
-        was_proven = self._now_s < engine.proven_until_s(model)
-        changed = engine.took(model, together, output_tokens, ran_s, self._now_s)
+        was_proven = self.now_s < engine.proven_until_s(model)
+        changed = engine.took(model, together, output_tokens, ran_s, self.now_s)
         if changed or not was_proven:
             self.look_again()
-        if not was_proven and self._times is not None:  # what waits may be known now to be late
-            group = self._groups.group_of(engine)
-            for queued in group.queues[model].all_waiting() if model in group.queues else ():
-                self.deadlines.watch(queued, self._now_s)
+        queues = self._groups.group_of(engine).queues.get(model)
+        if was_proven or queues is None or self._times is None:
+            return
+        if all(self.now_s < each.proven_until_s(model) for each in queues.engines):
+            for queued in queues.all_waiting():  # of whom more is known now
+                self.deadlines.watch(queued, self.now_s)
 
     def run_again(self, runs: list[Run], reason: FailReason, avoid: str) -> None:
         """Requests of one batch go back to its place among the formed batches; those tried too often fail."""
@@ -301,7 +304,7 @@ class RequestBook:
         longest = max([queued.bin for queued in again])  # a batch may have shorter ones along
         batch = FormedBatch(first.batch_id, longest, first.formed_at_s, again, queues.model)
         for queued in again:
-            self.deadlines.watch(queued, self._now_s)  # it may have been dropped while the request ran
+            self.deadlines.watch(queued, self.now_s)  # it may have been dropped while the request ran
         queues.take_back_batch(batch, avoid)
 
     def wait_again(self, queued: QueuedRequest) -> None:
@@ -310,19 +313,19 @@ class RequestBook:
         It stops nobody in its turn: those would stop others, without end.
         """
         queues = self.queues_of(queued)
-        late_at_s = self._late_at_s(queued, self._now_s)
-        if late_at_s is not None and late_at_s <= self._now_s:
+        late_at_s = self._late_at_s(queued, self.now_s)
+        if late_at_s is not None and late_at_s <= self.now_s:
             self.fail(queued, "deadline_exceeded")
             return
-        self._forming.form_early(queues, queues.take_back(queued), self._now_s)
+        self._forming.form_early(queues, queues.take_back(queued), self.now_s)
         self.touch(self.group_of(queued))
-        self.deadlines.watch(queued, self._now_s)
+        self.deadlines.watch(queued, self.now_s)
         self.place_again([queued])
 
     def sort_into_queues(self, queues: ModelQueues) -> None:
         self.touch(self._groups.by_name[queues.group])
         queues.sort_into_queues()
-        self._forming.form_all_early(queues, self._now_s)
+        self._forming.form_all_early(queues, self.now_s)
 
     def place_again(self, candidates: Iterable[QueuedRequest]) -> None:
         """Those of them that wait where they would not wait had they come now go to where they would; but those for
@@ -346,10 +349,10 @@ class RequestBook:
             self.queues_of(queued).leave(queued)
             self.group_of(queued).leave(self.queues_of(queued))
         for queued in sorted(moving, key=lambda queued: (queued.arrived_at_s, queued.request.id)):
-            queues = self._groups.group_for(queued.request).queues_of(queued.request.model, self._now_s)
+            queues = self._groups.group_for(queued.request).queues_of(queued.request.model, self.now_s)
             queue = queues.take_back(queued)
             self.enter(queued, queues)
-            self._forming.form_early(queues, queue, self._now_s)
+            self._forming.form_early(queues, queue, self.now_s)
             changed[queues.group, queues.model] = queues
         for queues in changed.values():
             self.sort_into_queues(queues)  # they may have come before those that wait here
@@ -365,12 +368,6 @@ class EngineBook:
         self._groups = groups
         self._book = book
         self._new_circuit = circuit
-        self._now_s = 0.0
-        self._actions: list[Action] = []
-
-    def begin(self, now_s: float, actions: list[Action]) -> None:
-        """A step. What is to be said of circuits goes into `actions`."""
-        self._now_s, self._actions = now_s, actions
 
     def ready(self, info: EngineInfo) -> None:
         """It takes requests from now on, or it is known better."""
@@ -378,7 +375,7 @@ class EngineBook:
         if state is None:
             state = self._groups.place(info, self._new_circuit())
             group = self._groups.group_of(state)
-            group.pool.join(state, self._now_s)
+            group.pool.join(state, self._book.now_s)
         group = self._groups.group_of(state)
         if not state.ready:  # whatever was wrong with it, it has come back
             state.circuit = self._new_circuit()
@@ -386,11 +383,11 @@ class EngineBook:
         no_longer = state.models - set(info.models)
         state.know(info)
         state.ready = True
-        group.pool.know(state, self._now_s)
+        group.pool.know(state, self._book.now_s)
         if no_longer:
             group.forget(no_longer)
         for model in info.models or ([] if group.queues else [""]):
-            group.queues_of(model, self._now_s)
+            group.queues_of(model, self._book.now_s)
         self.changed([group])
 
     def close(self, state: EngineState) -> None:
@@ -401,7 +398,7 @@ class EngineBook:
         group = self._groups.group_of(state)
         state.ready = False
         group.pool.paused.pop(state.info.name, None)
-        group.pool.know(state, self._now_s)
+        group.pool.know(state, self._book.now_s)
         self._circuits_changed(group)
         return group
 
@@ -419,7 +416,7 @@ class EngineBook:
                 again.setdefault(run.batch_id, []).append(run)
         for unanswered in again.values():
             self._book.run_again(unanswered, "engine_lost", avoid=state.info.name)
-        group.pool.look_at(state, self._now_s)  # for others that share its GPU
+        group.pool.look_at(state, self._book.now_s)  # for others that share its GPU
         self.changed([group])  # with those that wait again
 
     def say_circuit(self, engine: EngineState) -> None:
@@ -427,16 +424,16 @@ class EngineBook:
         group, name, until_s = self._groups.group_of(engine), engine.info.name, engine.circuit.open_until_s
         if until_s is None:
             group.pool.paused.pop(name, None)
-            self._actions.append(ReportCircuit(name, None))
+            self._book.actions.append(ReportCircuit(name, None))
         else:
             group.pool.paused[name] = engine
-            self._actions.append(ReportCircuit(name, until_s - self._now_s))
+            self._book.actions.append(ReportCircuit(name, until_s - self._book.now_s))
         self._circuits_changed(group)
 
     def _circuits_changed(self, group: Group) -> None:
         self._book.touch(group)
         self._book.look_again()
-        group.see_engines(self._now_s)
+        group.see_engines(self._book.now_s)
 
     def changed(self, groups: Iterable[Group]) -> None:
         """Engines have come, gone or moved: those who wait where they no longer should go where they should."""

@@ -178,7 +178,7 @@ class ModelQueues:
     def _merged(self, bin_index: int) -> int:
         """The queue in which a bin's requests wait. A plan made while predictions were not trusted has one."""
         release = self.release
-        if not isinstance(release, Planned) or release.plan is None:
+        if self.planner is None or not isinstance(release, Planned) or release.plan is None:
             return bin_index
         queue_of = release.plan.queue_of
         return queue_of[bin_index] if bin_index < len(queue_of) else 0
@@ -373,12 +373,13 @@ class Group:
         if not self.tally.waiting:
             self.wake_at_s = None
             return
-        pauses_s = [engine.circuit.open_until_s for engine in self.pool.paused.values()]
-        dues_s += [until_s for until_s in pauses_s if until_s is not None]
+        if self.pool.paused:
+            pauses_s = [engine.circuit.open_until_s for engine in self.pool.paused.values()]
+            dues_s += [until_s for until_s in pauses_s if until_s is not None]
         for queues in self.without_engine:
             if queues.waiting and queues.no_engine_since_s is not None:
                 dues_s.append(queues.no_engine_since_s + engine_wait_s)
-        self.wake_at_s = min(dues_s, default=None)
+        self.wake_at_s = min(dues_s) if dues_s else None
 
     @property
     def load(self) -> float:

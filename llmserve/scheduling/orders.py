@@ -201,7 +201,7 @@ class MomentOrder:
     # ---- preemption ----
 
     def may_stop(self, running: int, waiting: int, batch_size: int) -> bool:
-        """Whether a batch of so many could be stopped at all while so many wait. If not, no larger one could."""
+        """Whether a batch of so many could be stopped at all while so many wait."""
         return True
 
     def victim_key(self, running: Running) -> Key:

@@ -8,6 +8,8 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
 
+import msgspec
+
 from llmserve.request import Batch, Request
 
 BLOCK_TOKENS = 16  # vLLM gives out the cache in blocks of so many tokens: each choice wastes up to one
@@ -78,7 +80,7 @@ class QueuedRequest:
         return math.inf if deadline_s is None else deadline_s
 
 
-class Run:
+class Run(msgspec.Struct, eq=False):
     """A request's stay on an engine.
 
     engine        its name
@@ -88,16 +90,14 @@ class Run:
     stopping      it was told to stop, for others
     """
 
-    __slots__ = ("batch_id", "began", "concurrency", "engine", "formed_at_s", "queued", "started_at_s", "stopping")
-
-    def __init__(self, queued: QueuedRequest, engine: str, batch: FormedBatch, started_at_s: float) -> None:
-        self.queued = queued
-        self.engine = engine
-        self.batch_id = batch.id
-        self.formed_at_s = batch.formed_at_s
-        self.started_at_s = started_at_s
-        self.concurrency = 0
-        self.began = self.stopping = False
+    queued: QueuedRequest
+    engine: str
+    batch_id: int
+    formed_at_s: float
+    started_at_s: float
+    concurrency: int = 0
+    began: bool = False
+    stopping: bool = False
 
 
 class BinQueue:

@@ -142,7 +142,6 @@ class Scheduler:
         actions = self._actions = self._dispatch.actions = []
         rates = self._rates.look(now_s) if self._rates is not None else None
         self._book.begin(now_s, actions, self.groups.due(now_s))
-        self._engines.begin(now_s, actions)
         self._handlers[type(event)](event)
         self._settle()
         if rates is not None:
@@ -157,9 +156,11 @@ class Scheduler:
             dues_s = self._dispatch.settle(group, self._now_s)
             if not group.present:
                 group.rate.idle()
-            for queues in group.planned:
-                self._ask_for_plan(group, queues)
-            group.note_wake(dues_s, self._engine_wait_s)
+            if group.planned:
+                for queues in group.planned:
+                    self._ask_for_plan(group, queues)
+            if dues_s or group.wake_at_s is not None or group.without_engine or group.pool.paused:
+                group.note_wake(dues_s, self._engine_wait_s)
         if self.groups.only is None:
             self.groups.drop_empty()
         at_s = self._book.deadlines.next_at_s
@@ -181,7 +182,6 @@ class Scheduler:
         queues = group.queues.get(request.model)
         if queues is None and group.pool.serving(request.model):  # else it gets none: anyone could ask for anything
             queues = group.queues_of(request.model, self._now_s)
-        self._book.touch(group)
         refusal = self._refusal(request, group, queues)
         if queues is None or refusal is not None:
             assert refusal is not None, "there is no engine for it"
@@ -249,10 +249,11 @@ class Scheduler:
             self._book.end(queued)
             if event.outcome == "completed":
                 self._book.see_answer(queued, event.output_tokens, ran_s)
-                beside = run.concurrency
-                if not engine.info.barrier:  # it began beside so many, and ends beside others: about the mean of both
-                    beside = (beside + len(engine.running) + 2) // 2
-                self._book.see_pace(engine, queued.request.model, beside, event.output_tokens, ran_s)
+                if engine.info.speeds:
+                    beside = run.concurrency
+                    if not engine.info.barrier:  # it began beside so many, and ends beside others
+                        beside = (beside + len(engine.running) + 2) // 2
+                    self._book.see_pace(engine, queued.request.model, beside, event.output_tokens, ran_s)
         self._freed(engine)
 
     def _on_batch_ended(self, event: BatchEnded) -> None:
@@ -271,7 +272,7 @@ class Scheduler:
             self._book.end(run.queued)
             tokens = event.output_tokens.get(run.queued.request.id, 0)
             self._book.see_answer(run.queued, tokens, self._now_s - run.started_at_s)
-        if ended:
+        if ended and engine.info.speeds:
             ran_s = self._now_s - ended[0].started_at_s
             longest = max(event.output_tokens.values(), default=0.0)
             self._book.see_pace(engine, ended[0].queued.request.model, len(event.output_tokens), longest, ran_s)
@@ -292,8 +293,6 @@ class Scheduler:
             self._book.place_again(waiting)
         if worker.next is not None and not worker.busy:
             self._engines.changed([self.groups.join(worker, self._now_s)])
-
-    # ---- where requests wait ----------------------------------------------------------------------------------
 
     # ---- engines ----------------------------------------------------------------------------------------------
 
