@@ -24,6 +24,7 @@ from llmserve.scheduling.orders import (
     Clockwork,
     FixedOrder,
     Flex,
+    MomentOrder,
     Order,
     arrival,
     due_at_s,
@@ -49,7 +50,6 @@ ORDERS: dict[str, Callable[[SchedulingConfig], Order]] = {
     "clockwork": lambda config: Clockwork(),
 }
 """By name."""
-MOMENT_ORDERS = ("flex", "clockwork")  # that decide when an engine is free, by what can be in time
 # What serves an engine best depends on how it batches (docs/performance.md): a batch that runs to its end wants equals
 # beside each other; slots that refill one by one want the next request, whoever it was queued with.
 BARRIER_DEFAULTS: dict[str, Any] = {"batch_size": 8, "order": "fffs"}
@@ -195,7 +195,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         """With the defaults that suit barrier engines, or engines whose slots refill, where nothing was chosen."""
         bins = self.bins if self.edges is None or self.bins is not None else len(self.edges) + 1
         asks_for_bins = bins is not None or self.edges_by == "answers"
-        late = self.order in MOMENT_ORDERS
+        late = self.goes_by_times
         release = self.release or ("window" if late or (barrier and not asks_for_bins) else "greedy")
         waits = release not in ("greedy", "timeout", "window")
         kind = BARRIER_DEFAULTS if barrier or late else REFILL_WAITING_DEFAULTS if waits else REFILL_DEFAULTS
@@ -207,7 +207,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def goes_by_times(self) -> bool:
         """Whether the order goes by what batches take on each engine."""
-        return self.order in MOMENT_ORDERS
+        return self.order is not None and isinstance(ORDERS[self.order](self), MomentOrder)
 
     @property
     def uses_profiles(self) -> bool:

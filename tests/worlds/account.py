@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from worlds.invariants import check
 
-from llmserve.policies import MOMENT_ORDERS, TIMEOUT_S, SchedulingConfig
+from llmserve.policies import TIMEOUT_S, SchedulingConfig
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.engines import PROVEN_S
 from llmserve.scheduling.layout import FALLBACK
@@ -171,7 +171,7 @@ class Account:
     ) -> None:
         self._config = config
         self._grouped = grouped
-        self._direct = config.order in MOMENT_ORDERS
+        self._direct = config.goes_by_times
         self._times = times
         self._foreseen = times if times is not None and times.foreseen else None
         self._scheduler = scheduler

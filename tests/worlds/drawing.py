@@ -18,7 +18,7 @@ import msgspec
 from worlds.faults import Closed, Fault, Lost, Mishap, Pace, Ready
 
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
-from llmserve.policies import MOMENT_ORDERS, SchedulingConfig
+from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request, Speed
 from llmserve.scheduling.layout import FALLBACK
 from llmserve.scheduling.messages import ServingGroup
@@ -159,16 +159,16 @@ def draw(seed: int) -> World:
     rng = random.Random(seed)
     kinds = _kinds(rng)
     order = rng.choice(ORDERS)
-    known = order in MOMENT_ORDERS and rng.random() < 0.5  # how long everything takes
+    known = _goes_by_times(order) and rng.random() < 0.5  # how long everything takes
     tick_s = 0.0 if known or rng.random() < 0.7 else rng.choice([1 / 64, 1 / 8, 1.0])
     models = rng.choice([("",), ("",), ("a",), ("a", "b"), ("a", "b"), ("a", "b", "c")])
     tokens = _lengths(rng, _count(rng), "constant" if known else rng.choice(LENGTHS))
-    infos, costs = _engines(rng, sum(tokens) / len(tokens), direct=order in MOMENT_ORDERS)
+    infos, costs = _engines(rng, sum(tokens) / len(tokens), direct=_goes_by_times(order))
     infos = [_speeds(rng, info, costs, models, known=known) for info in _shared(rng, infos, models)]
     mean_s = sum(tokens) / len(tokens) * costs[0] + costs[2]
     unit_s = max(mean_s, UNIT_LEAST_S)
     slots = sum(info.slots for info in infos)
-    arrivals = _arrivals(rng, tokens, models, slots / unit_s, unit_s, tick_s, dated=order in MOMENT_ORDERS)
+    arrivals = _arrivals(rng, tokens, models, slots / unit_s, unit_s, tick_s, dated=_goes_by_times(order))
     horizon_s = arrivals[-1].at_s + rng.choice([0.0, 2.0, 20.0]) * unit_s
     config = _config(rng, unit_s, infos, order, known=known)
     scores, lengths = _sample(rng, tokens, least=1 if known else 0)
@@ -372,13 +372,17 @@ def _groups(
     return tuple([ServingGroup(name, of_workers[name], of_models[name], of_pairs[name]) for name in names])
 
 
+def _goes_by_times(order: str) -> bool:
+    return SchedulingConfig(order=order).goes_by_times  # type: ignore[arg-type]
+
+
 # ---- policies ---------------------------------------------------------------------------------------------------
 
 
 def _config(
     rng: random.Random, unit_s: float, infos: Sequence[EngineInfo], order: str, *, known: bool
 ) -> SchedulingConfig:
-    direct = order in MOMENT_ORDERS
+    direct = _goes_by_times(order)
     bins, batch_size = rng.randint(1, 4), rng.choice([2, 4, 8, 12]) if direct else rng.randint(1, 6)
     release = "window" if direct and rng.random() < 0.5 else rng.choice(RELEASES)  # most often as they come
     edges = tuple(sorted(rng.sample(range(1, 100), bins - 1))) if rng.random() < 0.2 else None

@@ -1,0 +1,22 @@
+"""Longest waiting first, stopping what began last: an order of one's own that preempts."""
+
+from __future__ import annotations
+
+from llmserve.scheduling.orders import Candidate, Key, MomentOrder, Running
+
+
+class LongestWaiting(MomentOrder):
+    """What has waited longest runs next, whatever its length. Where no engine is free for it, the batch that began last
+    makes room, if all of its requests came later.
+    """
+
+    preempts = True
+
+    def key(self, candidate: Candidate, now_s: float) -> Key:
+        return (candidate.queue.oldest_at_s,)
+
+    def victim_key(self, running: Running) -> Key:
+        return (-running.runs[0].started_at_s,)
+
+    def stops(self, candidate: Candidate, running: Running, now_s: float) -> bool:
+        return candidate.queue.oldest_at_s < min(run.queued.arrived_at_s for run in running.runs)
