@@ -249,12 +249,9 @@ class MomentChoice:
     def started(self, candidate: Candidate) -> Start | None:
         """None while the engine's memory does not hold it: nothing that would overtakes it."""
         engine, queues = candidate.engine, self._group.queues[candidate.model]
-        batch, size = self.take(candidate)
-        if not engine.fits(batch.first, self._now_s, queues.service.seconds_per_token):
-            if candidate.batch is None:
-                self.take_back(batch)
+        if not engine.fits(candidate.first(self._now_s), self._now_s, queues.service.seconds_per_token):
             return None
-        return engine, queues, batch, size
+        return engine, queues, *self.take(candidate)
 
     def take(self, candidate: Candidate) -> tuple[FormedBatch, int]:
         """What the candidate is composed of: the first so many requests of a batch, which is formed if it was not."""
@@ -413,15 +410,17 @@ class MomentChoice:
                     yield self._formed(engine, queues, batch, most, by_least=by_least)
 
     def best_of_bin(self, engine: EngineState, queues: ModelQueues, bin_index: int) -> Start | None:
-        """The best batch of one bin, on an engine that is free."""
+        """The best batch of one bin, or of what was formed, on an engine that is free."""
         if not queues.waiting or not engine.serves(queues.model):
             return None
-        for candidate in self._candidates(
-            engine, queues, min(self._forming.batch_size, engine.room), (), by_least=False
-        ):
-            if candidate.queue is queues.bins[bin_index] and self._order.compose(candidate, self._now_s):
-                return self.started(candidate) if self._order.key(candidate, self._now_s) is not None else None
-        return None
+        best: tuple[Key, Candidate] | None = None
+        most = min(self._forming.batch_size, engine.room)
+        for candidate in self._candidates(engine, queues, most, (), by_least=False):
+            if candidate.batch is not None or candidate.queue is queues.bins[bin_index]:
+                key = self._order.key(candidate, self._now_s) if self._order.compose(candidate, self._now_s) else None
+                if key is not None and (best is None or key < best[0]):
+                    best = key, candidate
+        return self.started(best[1]) if best is not None else None
 
     def reserve(self, candidate: Candidate) -> FormedBatch:
         """What it is composed of waits from now on as a batch whose engine is known."""

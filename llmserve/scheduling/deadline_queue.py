@@ -51,6 +51,10 @@ class DeadlineQueue(BinQueue):
         """Requests whose deadline is not before this one."""
         return len(self._row) - self.first_at(deadline_s)
 
+    def at(self, place: int) -> QueuedRequest:
+        """By deadline."""
+        return self._requests[self._row[place][1]]
+
     def deadline_at(self, place: int) -> float:
         return self._row[place][0]
 

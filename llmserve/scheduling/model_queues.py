@@ -141,7 +141,7 @@ class ModelQueues:
         queued.group = self.group
         queued.bin = self._index_of(queued)
         queued.sort_length = self._sort_length(queued)
-        self.bins[queued.bin].append(queued)
+        self.bins[queued.bin].put_back(queued)
         self._count(1)
         return self.bins[queued.bin]
 

@@ -69,6 +69,14 @@ class Candidate:
         deadlines_s = sorted([run.queued.deadline_s for run in self.running]) if with_running and self.running else ()
         return largest_feasible((self.queue, *self.shorter), now_s, self.batch_s, self.most, deadlines_s)
 
+    def first(self, now_s: float) -> QueuedRequest:
+        """Of what it is composed of, the request that starts first."""
+        if self.place is not None:
+            return self.queue.at(self.place)
+        ends_s = now_s + self.seconds
+        places = [(queue, queue.first_at(ends_s)) for queue in (self.queue, *self.shorter)]
+        return next(queue.at(place) for queue, place in places if place < len(queue))
+
     def take(self, now_s: float) -> list[QueuedRequest]:
         """What it is composed of leaves its queues."""
         if self.place is not None:

@@ -136,6 +136,12 @@ class BinQueue:
         if queued.request.deadline_s is not None:
             self._note_deadline(queued)
 
+    def put_back(self, queued: QueuedRequest) -> None:
+        """One that waited before is among the others again, in order of arrival. O(n)."""
+        self.append(queued)
+        waiting = sorted(self._requests.items(), key=lambda item: (item[1].arrived_at_s, item[0]))
+        self._requests = OrderedDict(waiting)
+
     def remove(self, queued: QueuedRequest) -> None:
         del self._requests[queued.request.id]
         self.changes += 1

@@ -439,6 +439,7 @@ class Account:
             self._assert_nobody_is_kept_waiting(engine, batch)
         if self._foreseen is not None:
             self._assert_it_is_the_best(self._foreseen, engine, batch)
+        self._passed_s.pop((engine.worker.group, batch.model), None)  # also where a batch starts in parts
         self._count_batch(batch)
         self._see_what_was_made_room_for(engine.worker, batch)
         for request in batch.requests:
@@ -512,8 +513,8 @@ class Account:
         old = any(life.arrived_at_s + UNDATED_S <= self._now_s for life in undated)
         again = any(self._waiting[request.id].tries for request in batch.requests if request.id in self._waiting)
         makes_room = engine.worker.kept or any(worker.stopping for worker in self._workers.values())
-        if old or again or makes_room or self._config.release not in NEVER_IDLE:
-            return
+        if old or again or makes_room or self._config.release != "window":
+            return  # others form batches before it is known who can be in time
         rows: dict[str, list[float]] = {}
         for life in lives:
             rows.setdefault(life.request.model, []).append(life.request.deadline_s or math.inf)
@@ -575,7 +576,7 @@ class Account:
 
     def _see_what_was_made_room_for(self, worker: Worker, batch: Batch) -> None:
         """Where nothing happened meanwhile, it is as much larger as it was to be."""
-        if worker.stopped is not None:
+        if worker.stopped is not None and self._config.release == "window":  # others may form them into several batches
             least = self._config.preemption_factor * worker.stopped
             assert len(batch.requests) >= least, f"{worker.stopped} made room for only {len(batch.requests)}"
             worker.stopped = None

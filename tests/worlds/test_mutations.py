@@ -215,12 +215,14 @@ def the_last_formed_is_served_first(patch: Patch) -> None:
 
 
 def nobody_wakes_for_a_missing_engine(patch: Patch) -> None:
-    wake_of = Scheduler._wake_of
+    settle = Scheduler._settle
 
-    def sleep_on(self: Scheduler, group: Group, dues_s: list[float]) -> float | None:
-        return None if any(queues.waiting for queues in group.without_engine) else wake_of(self, group, dues_s)
+    def sleep_on(self: Scheduler) -> None:
+        settle(self)
+        if any(queues.waiting for group in self.groups for queues in group.without_engine):
+            self.wake_at_s = None
 
-    patch.setattr(Scheduler, "_wake_of", sleep_on)
+    patch.setattr(Scheduler, "_settle", sleep_on)
 
 
 def time_does_not_let_batches_go(patch: Patch) -> None:
@@ -345,17 +347,6 @@ def the_latest_deadline_that_can_be_met_goes_first(patch: Patch) -> None:
         return tuple([-part for part in key(self, candidate, now_s)])
 
     patch.setattr(Clockwork, "key", latest)
-
-
-def a_request_that_waits_again_is_left_out_of_its_row(patch: Patch) -> None:
-    take_back = ModelQueues.take_back
-
-    def leave_out(self: ModelQueues, queued: QueuedRequest) -> BinQueue:
-        queue = take_back(self, queued)
-        queue._forget_deadline(queued)
-        return queue
-
-    patch.setattr(ModelQueues, "take_back", leave_out)
 
 
 def who_leaves_is_counted_on(patch: Patch) -> None:
@@ -494,7 +485,6 @@ BUGS: list[Callable[[Patch], None]] = [
     the_model_of_which_most_waits_goes_first,
     a_larger_batch_is_passed_over_for_one_a_little_smaller,
     the_latest_deadline_that_can_be_met_goes_first,
-    a_request_that_waits_again_is_left_out_of_its_row,
     who_leaves_is_counted_on,
     a_worker_that_moves_takes_work_before_it_is_idle,
     requests_wait_in_any_group_that_serves_them,

@@ -37,6 +37,9 @@ class Chosen(DeadlineQueue):
         """Of the whole queue: FLEX serves the queue of the earliest among equal batches."""
         return self._queue.earliest_deadline_s
 
+    def at(self, place: int) -> QueuedRequest:
+        return self._queue.at(self._places[place])
+
     def take_at(self, start: int, count: int) -> list[QueuedRequest]:
         places = self._places[start : start + count]
         taken = [self._queue.take_at(place, 1)[0] for place in reversed(places)]  # those before it keep their places
