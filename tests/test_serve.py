@@ -296,13 +296,18 @@ def test_the_import_rules_hold() -> None:
         "predictor.prompt": set(),
         "llmserve.request": {"bins", "predictor.prompt"},
         "llmserve.scheduling": {"bins", "llmserve.request"},
+        "llmserve.by_model": set(),
+        "llmserve.policies": {"bins", "llmserve.request", "llmserve.scheduling"},
+        "llmserve.dispatch_config": {"bins", "llmserve.by_model", "llmserve.policies"},
         "llmserve.headers": set(),
         "llmserve.engines": {"bins", "llmserve.request", "llmserve.errors", "llmserve.headers"},
         "llmserve.cluster": {
             *("bins", "llmserve.scheduling", "llmserve.engines", "llmserve.request", "llmserve.errors"),
-            "predictor.prompt",
+            *("llmserve.policies", "predictor.prompt"),
         },
-        "llmserve.simulation": {"bins", "llmserve.request", "llmserve.errors", "llmserve.scheduling"},
+        "llmserve.simulation": {
+            *("bins", "llmserve.policies", "llmserve.request", "llmserve.errors", "llmserve.scheduling"),
+        },
         "llmserve.api": {
             *(
                 "llmserve.cluster",

@@ -19,7 +19,6 @@ from llmserve.config import Config, EngineConfig, ServerConfig
 from llmserve.engines.fake import FakeEngine, Pace
 from llmserve.errors import ConfigError
 from llmserve.herd import Group, Instance, Model, Plan, Stream
-from llmserve.scheduling.groups import Groups
 from llmserve.scheduling.messages import PlanChanged, RequestArrived, RequestEnded, ServingGroup
 from llmserve.serve import serving
 
@@ -62,9 +61,7 @@ def name_of(fake: FakeEngine) -> str:
 
 
 def groups_of(front: Front) -> dict[str, tuple[str, ...]]:
-    scheduler = front.cluster.scheduler
-    assert isinstance(scheduler, Groups)
-    return {group.name: group.workers for group in scheduler.plan}
+    return {group.name: group.workers for group in front.cluster.scheduler.plan}
 
 
 async def until_assigned(front: Front, **workers: tuple[str, ...]) -> None:
@@ -154,7 +151,6 @@ async def test_groups_are_planned_anew_for_the_rates_of_now(start_front: StartFr
         front = await start_front(engines=placed(fakes, 4, replan_every_s=1.0, **files))
 
         def workers() -> dict[tuple[str, ...], int]:
-            assert isinstance(front.cluster.scheduler, Groups)
             return {group.models: len(group.workers) for group in front.cluster.scheduler.plan}
 
         await until(lambda: workers() == {("m",): 3, ("n",): 1})
@@ -211,7 +207,7 @@ async def test_one_groups_server_has_the_engines_of_the_workers_that_the_plan_na
     async with engines(2) as fakes:
         front = await start_front(engines=placed(fakes, plan=plan, group="left"))
         assert list(front.cluster.engines_ready) == [name_of(fakes[1])]
-        assert not isinstance(front.cluster.scheduler, Groups)
+        assert not front.cluster.scheduler.plan
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from llmserve.simulation.worker import SimulatedWorker
+from reproduction.shepherd.worker import SimulatedWorker
 
 from llmserve.cluster import journal
 from llmserve.cluster.journal import Header, Journal
@@ -109,7 +109,7 @@ def test_a_replay_learns_paces_and_makes_room_as_the_first_time(tmp_path: Path) 
     with Journal(header, path=tmp_path / "j") as book:
         engine = ToldOtherwise(SimulatedWorker(slower, lengths), told)
         SimulatedCluster(scheduler, [engine], journal=book).run(iter(arrivals))  # type: ignore[list-item]
-    assert scheduler.engines["e"].pace > 1.1
+    assert scheduler.engines["e"].pace("a") > 1.1
     read, steps = journal.read(tmp_path / "j")
     assert any(isinstance(action, PreemptBatch) for step in steps for action in step.actions)
     assert journal.replay(read, steps) == steps

@@ -423,6 +423,8 @@ async def test_one_that_was_preempted_and_has_waited_too_long_is_504_that_says_s
     shared_gpu: tuple[Front, FakeEngine],
 ) -> None:
     front, engine = shared_gpu
+    async with front.post(model="large", max_tokens=1) as shows:  # that it is as fast as told
+        assert shows.status == 200
     headers = {"x-llmserve-slo-ms": "2600"}
     large = asyncio.ensure_future(front.post(model="large", max_tokens=1, headers=headers).__aenter__())
     await until(lambda: engine.running == 1)
@@ -433,8 +435,8 @@ async def test_one_that_was_preempted_and_has_waited_too_long_is_504_that_says_s
     deadlines = await told(front, "llmserve_deadlines_total")
     assert (response.status, error["code"]) == (504, "deadline_exceeded")
     assert error["message"] == "the request was put off for others and is too late now"
-    assert ends_of(front, 1) == ["cancelled"]
-    assert [action.request_id for action in actions(front, FailRequest)] == [1]
+    assert ends_of(front, 2) == ["cancelled"]
+    assert [action.request_id for action in actions(front, FailRequest)] == [2]
     assert deadlines["llmserve_deadlines_total", "large", "missed", ""] == 1
     assert deadlines["llmserve_deadlines_total", "small", "met", ""] == 8
 
@@ -443,6 +445,8 @@ async def test_one_that_is_preempted_and_cannot_be_in_time_any_more_is_504_at_on
     shared_gpu: tuple[Front, FakeEngine],
 ) -> None:
     front, engine = shared_gpu
+    async with front.post(model="large", max_tokens=1) as shows:  # that it is as fast as told
+        assert shows.status == 200
     headers = {"x-llmserve-slo-ms": "2400"}
     large = asyncio.ensure_future(front.post(model="large", max_tokens=1, headers=headers).__aenter__())
     await until(lambda: engine.running == 1)
@@ -530,10 +534,10 @@ async def test_a_profile_that_makes_no_sense_is_said(
 
 
 async def test_each_model_is_planned_for_by_its_own_profile(start_front: StartFront, tmp_path: Path) -> None:
-    for model, step_s in (("small", 0.001), ("large", 0.1)):
+    for model, step_s in (("small", 0.001), ("large", 0.02)):
         Profile.timed(model, Curve.affine(0.0, step_s), source="Made up.").save(tmp_path / f"{model}.json")
     profiles = tuple([f"model:{model}={tmp_path}/{model}.json" for model in ("small", "large")])
-    async with FakeEngine(step_s=0.001, model="small", others={"large": Pace(0.001)}, slots=4, barrier=True) as engine:
+    async with FakeEngine(step_s=0.001, model="small", others={"large": Pace(0.02)}, slots=4, barrier=True) as engine:
         front = await start_front(
             engine,
             barrier=True,
@@ -548,7 +552,7 @@ async def test_each_model_is_planned_for_by_its_own_profile(start_front: StartFr
                 await ask(front, "small", max_tokens=5)
                 await ask(front, "large", max_tokens=5)
                 await asyncio.sleep(0.05)
-    assert samples[expected, "large"] > 10 * samples[expected, "small"]
+    assert samples[expected, "large"] > 5 * samples[expected, "small"]
 
 
 async def test_a_model_may_have_a_predictor_of_its_own(start_front: StartFront) -> None:

@@ -440,7 +440,7 @@ class Account:
         if self._foreseen is not None:
             self._assert_it_is_the_best(self._foreseen, engine, batch)
         self._passed_s.pop((engine.worker.group, batch.model), None)  # also where a batch starts in parts
-        self._count_batch(batch)
+        self._count_batch(engine.worker, batch)
         self._see_what_was_made_room_for(engine.worker, batch)
         for request in batch.requests:
             self._start_request(request, engine, batch)
@@ -463,6 +463,10 @@ class Account:
                 share = 1.0 if engine.info.barrier else 0.75
                 ends_s = self._now_s + share * self._times.batch_s(engine.info, len(batch.requests))
                 assert ends_s <= request.deadline_s + NEAR_S, f"request {request.id} was started to be late"
+        if life.preempted:  # it may go where others run, and is missing where it made room
+            for worker in self._workers.values():
+                if worker is not engine.worker:
+                    worker.stopped = None
         life.engine = engine.info.name
         life.began = life.preempted = False
         life.tries += 1
@@ -530,7 +534,7 @@ class Account:
                 together = sum(deadline_s >= ends_s for deadline_s in row)
                 assert together < size, f"{size} requests of {model!r} could be in time together"
 
-    def _count_batch(self, batch: Batch) -> None:
+    def _count_batch(self, worker: Worker, batch: Batch) -> None:
         """Batches are numbered as they form: under fffs they are first started in that order (3)."""
         lives = [self._waiting.get(request.id) for request in batch.requests]
         assert None not in lives, f"batch {batch.id} holds a request that does not wait"
@@ -541,7 +545,7 @@ class Account:
             in_order = self._config.order != "fffs" or self._grouped or batch.id > last
             assert in_order, f"batch {batch.id} was overtaken"
             self._last_formed[batch.model] = max(last, batch.id)
-            self._assert_released(batch)
+            self._assert_released(worker, batch)
             before = batch.bin, batch.size, 0
         index, size, started = before
         assert self._direct or index == batch.bin, f"batch {batch.id} has two bins"
@@ -549,10 +553,10 @@ class Account:
         assert started + len(first) <= size, f"batch {batch.id} has more requests than it was formed of"
         self._formed[batch.id] = index, size, started + len(first)
 
-    def _assert_released(self, batch: Batch) -> None:
-        """What the simplest releases promise of a batch's size."""
-        if self._direct or self._draining or batch.size == self._config.full_batch:
-            return  # of what is let go an order of the moment takes what can be in time
+    def _assert_released(self, worker: Worker, batch: Batch) -> None:
+        """What the simplest releases promise of a batch's size. Room is made for what is left of one, too."""
+        if worker.kept or self._draining or batch.size == self._config.full_batch:
+            return
         kind, _, size = (self._config.release or "").partition(":")
         assert kind != "full", "a batch is not full"
         assert kind != "static" or batch.size == int(size), f"a batch is not of {size}"
