@@ -60,7 +60,6 @@ CONFIGS = st.builds(
             "static:1",
             "timeout",
             "greedy",
-            "rate",
             "rate-headroom",
             "deadline",
             "table",
