@@ -1,8 +1,8 @@
-"""What the scheduler costs: a step against the number of queued requests, and simulated requests per second.
+"""What the scheduler costs: a step in several situations, and simulated requests per second, in processor time.
 
     python scripts/benchmark_scheduler.py --output docs/results/scheduler.json
 
-Queue sizes and scenarios take turns within one run, and medians are reported, so that a busy machine slows all alike.
+Situations and scenarios take turns within one run, and medians are reported, so that a busy machine slows all alike.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import platform
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from llmserve.policies import SchedulingConfig
-from llmserve.request import EngineInfo, Request
-from llmserve.scheduling.messages import EngineReady, RequestArrived, RequestEnded, StartBatch
-from llmserve.scheduling.scheduler import Scheduler
+from llmserve.request import EngineInfo, Request, Speed
+from llmserve.scheduling.messages import Action, EngineReady, PreemptBatch, RequestArrived, RequestEnded, StartBatch
 from llmserve.simulate import Scenario, simulate
 
 SLOTS = 8
@@ -51,43 +53,103 @@ SCENARIOS = {
     ),
 }
 
+SPEED = Speed(0.0, tuple([0.01 + 0.0005 * size for size in range(SLOTS)]))
 SPREAD = np.geomspace(0.5, 2.0, 15).tolist()  # of a request's quantiles around its median
 
 
-def busy_scheduler(queued: int, engines: int, rng: np.random.Generator) -> tuple[Scheduler, list[tuple[str, Request]]]:
-    """A scheduler whose engines are full and whose bins and formed batches hold `queued` requests."""
-    config = SchedulingConfig(bins=8, release="greedy", queue_requests_max=10**9).resolved(barrier=False)
-    scheduler = config.scheduler(rng.lognormal(5.2, 0.8, 1_000).tolist())
-    for index in range(engines):
-        scheduler.handle(EngineReady(EngineInfo(f"engine{index:03}", SLOTS, False, 1, TOKENS_MAX)), 0.0)
-    running: list[tuple[str, Request]] = []
-    for request_id, tokens in enumerate(rng.lognormal(5.2, 0.8, queued + engines * (SLOTS + 1)).tolist()):
-        for action in scheduler.handle(RequestArrived(predicted(request_id, tokens)), 0.0):
-            assert isinstance(action, StartBatch)
-            running += [(action.engine, request) for request in action.batch.requests]
-    assert scheduler.waiting == queued, "the queue has its size"
-    return scheduler, running
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a step is timed in. slo_s : answers are wanted within half to one and a half times that; None: whenever."""
+
+    name: str
+    settings: dict[str, Any]
+    engines: int
+    queued: int
+    models: int = 1
+    slo_s: float | None = None
+
+    @property
+    def barrier(self) -> bool:
+        return self.slo_s is not None
+
+    def engine(self, index: int) -> EngineInfo:
+        name = f"engine{index:03}"
+        if not self.barrier:
+            return EngineInfo(name, SLOTS, False, 1, TOKENS_MAX)
+        return EngineInfo(name, SLOTS, True, speeds={"": SPEED})
 
 
-def step_times_us(queued: int, engines: int, steps: int, seed: int) -> list[float]:
-    """Microseconds of each of `steps` calls of handle, arrivals and ends in turn, so that the queue keeps its size."""
-    rng = np.random.default_rng(seed)
-    scheduler, running = busy_scheduler(queued, engines, rng)
-    request_ids = itertools.count(10**9)
-    lengths = rng.lognormal(5.2, 0.8, steps).tolist()
-    times_us = []
-    for index in range(steps):
-        if index % 2:
-            engine, request = running.pop(int(rng.integers(len(running))))
-            event: Any = RequestEnded(engine, request.id, "completed", request.predicted_tokens)
-        else:
-            event = RequestArrived(predicted(next(request_ids), lengths[index]))
-        began_ns = time.perf_counter_ns()
-        actions = scheduler.handle(event, float(index))
-        scheduler.wake_at_s  # noqa: B018  a body asks after every step
-        times_us.append((time.perf_counter_ns() - began_ns) / 1e3)
+def cases(engines: int) -> list[Case]:
+    formed = {"bins": 8, "release": "greedy"}
+    flex = {"order": "flex", "batch_size": SLOTS}
+    sizes = (1_000, 10_000, 100_000)
+    return [
+        *[Case(f"{size:,} queued", formed, engines, size) for size in sizes],
+        Case("windows, 2,000 queued", {"order": "fffs"}, 20, 2_000, slo_s=math.inf),
+        *[Case(f"12 engines, {models} models", formed, 12, 3_000, models) for models in (1, 100)],
+        *[Case(f"flex in a group of 12, {models} models", flex, 12, 1_000, models, slo_s=30.0) for models in (1, 100)],
+        Case(f"flex, {engines} engines", flex, engines, 500, slo_s=30.0),
+    ]
+
+
+class Load:
+    """A scheduler whose engines are full and whose bins and formed batches hold so many requests, and what it says."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self._case = case
+        self._ids = itertools.count()
+        self._stopping: list[tuple[str, int]] = []
+        self._running: list[tuple[str, Request]] = []
+        config = SchedulingConfig(**case.settings, queue_requests_max=10**9).resolved(barrier=case.barrier)
+        self.scheduler = config.scheduler(self._lengths(1_000))
+        for index in range(case.engines):
+            self.scheduler.handle(EngineReady(case.engine(index)), 0.0)
+        slots = case.engines * (SLOTS if case.barrier else SLOTS + 1)
+        for tokens in self._lengths(case.queued + slots):
+            self.obey(self.scheduler.handle(RequestArrived(self.request(tokens, 0.0)), 0.0))
+
+    def _lengths(self, count: int) -> list[float]:
+        found: list[float] = self.rng.lognormal(5.2, 0.8, count).tolist()
+        return found
+
+    def request(self, tokens: float, now_s: float) -> Request:
+        id_, case = next(self._ids), self._case
+        deadline_s = None if case.slo_s in (None, math.inf) else now_s + case.slo_s * (0.5 + self.rng.random())
+        return msgspec.structs.replace(predicted(id_, tokens), deadline_s=deadline_s, model=f"m{id_ % case.models}")
+
+    def events(self, steps: int, gap_s: float) -> Iterator[tuple[float, Any]]:
+        """Arrivals and ends in turn, so that the queue keeps its size; and the ends of what is to make room."""
+        for index, tokens in enumerate(self._lengths(steps)):
+            now_s = index * gap_s
+            while self._stopping:
+                engine, id_ = self._stopping.pop()
+                self._running = [each for each in self._running if each[1].id != id_]
+                yield now_s, RequestEnded(engine, id_, "cancelled")
+            if index % 2 and self._running:
+                engine, request = self._running.pop(int(self.rng.integers(len(self._running))))
+                yield now_s, RequestEnded(engine, request.id, "completed", request.predicted_tokens or 0.0)
+            else:
+                yield now_s, RequestArrived(self.request(tokens, now_s))
+
+    def obey(self, actions: list[Action]) -> None:
         for action in actions:
-            running += [(action.engine, request) for request in action.batch.requests]
+            if isinstance(action, StartBatch):
+                self._running += [(action.engine, request) for request in action.batch.requests]
+            elif isinstance(action, PreemptBatch):
+                self._stopping += [(action.engine, id_) for id_ in action.request_ids]
+
+
+def step_times_us(case: Case, steps: int, seed: int) -> list[float]:
+    """Microseconds of processor time of each call of handle."""
+    load = Load(case, seed)
+    times_us = []
+    for now_s, event in load.events(steps, 0.002):
+        began_ns = time.thread_time_ns()
+        actions = load.scheduler.handle(event, now_s)
+        load.scheduler.wake_at_s  # noqa: B018  a body asks after every step
+        times_us.append((time.thread_time_ns() - began_ns) / 1e3)
+        load.obey(actions)
     return times_us
 
 
@@ -99,22 +161,24 @@ def predicted(request_id: int, tokens: float) -> Request:
 
 
 def measure_steps(engines: int, steps: int, rounds: int) -> list[dict[str, Any]]:
-    sizes = (1_000, 10_000, 100_000)
-    medians: dict[int, list[float]] = {size: [] for size in sizes}
-    tails: dict[int, list[float]] = {size: [] for size in sizes}
-    for number, size in itertools.product(range(rounds), sizes):
-        times_us = step_times_us(size, engines, steps, seed=number)
-        medians[size].append(statistics.median(times_us))
-        tails[size].append(float(np.percentile(times_us, 99)))
-        print(f"round {number + 1}/{rounds}: {size:,} queued: {medians[size][-1]:.1f} us", file=sys.stderr)
+    known = cases(engines)
+    medians: dict[str, list[float]] = {case.name: [] for case in known}
+    tails: dict[str, list[float]] = {case.name: [] for case in known}
+    for number, case in itertools.product(range(rounds), known):
+        times_us = step_times_us(case, steps, seed=number)
+        medians[case.name].append(statistics.median(times_us))
+        tails[case.name].append(float(np.percentile(times_us, 99)))
+        print(f"round {number + 1}/{rounds}: {case.name}: {medians[case.name][-1]:.1f} us", file=sys.stderr)
     return [
         {
-            "queued": size,
-            "engines": engines,
-            "step_us_p50": round(statistics.median(medians[size]), 2),
-            "step_us_p99": round(statistics.median(tails[size]), 2),
+            "case": case.name,
+            "queued": case.queued,
+            "engines": case.engines,
+            "models": case.models,
+            "step_us_p50": round(statistics.median(medians[case.name]), 2),
+            "step_us_p99": round(statistics.median(tails[case.name]), 2),
         }
-        for size in sizes
+        for case in known
     ]
 
 
@@ -122,9 +186,9 @@ def measure_simulator(requests: int, rounds: int) -> list[dict[str, Any]]:
     rates: dict[str, list[float]] = {name: [] for name in SCENARIOS}
     for number, (name, (scenario, values)) in itertools.product(range(rounds), SCENARIOS.items()):
         config = SchedulingConfig(**{"queue_requests_max": requests, **values})  # type: ignore[arg-type]
-        began_s = time.perf_counter()
+        began_s = time.process_time()
         simulate(msgspec.structs.replace(scenario, requests=requests, seed=number), config)
-        rates[name].append(requests / (time.perf_counter() - began_s))
+        rates[name].append(requests / (time.process_time() - began_s))
         print(f"round {number + 1}/{rounds}: {name}: {rates[name][-1]:,.0f} requests/s", file=sys.stderr)
     return [{"scenario": name, "requests_per_s": round(statistics.median(values))} for name, values in rates.items()]
 
@@ -140,11 +204,11 @@ def main() -> None:
     steps = measure_steps(args.engines, args.steps, args.rounds)
     simulator = measure_simulator(args.requests, args.rounds)
     results = {"python": platform.python_version(), "steps": steps, "simulator": simulator}
-    table = Table(title=f"Scheduler.handle, {args.engines} engines", title_justify="left")
-    for column in ("queued", "p50 (us)", "p99 (us)"):
-        table.add_column(column, justify="right")
+    table = Table(title=f"Scheduler.handle, {args.engines} engines where none are named", title_justify="left")
+    for column, justify in (("case", "left"), ("p50 (us)", "right"), ("p99 (us)", "right")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
     for row in steps:
-        table.add_row(f"{row['queued']:,}", f"{row['step_us_p50']:.1f}", f"{row['step_us_p99']:.1f}")
+        table.add_row(row["case"], f"{row['step_us_p50']:.1f}", f"{row['step_us_p99']:.1f}")
     rates = Table(title="Simulator, one core", title_justify="left")
     rates.add_column("scenario")
     rates.add_column("requests/s", justify="right")
