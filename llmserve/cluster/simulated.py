@@ -4,8 +4,8 @@ The event loop is a heap of `(time_s, serial, engine)`: when the next thing ends
 move (requests that join slow the others down): a new entry then voids its earlier one. Arrivals come from the workload
 in order and are merged in, so that memory does not grow with their number. Same inputs, same journal, byte for byte.
 
-Nothing is late and nothing fails by itself. Faults come from engine models that fail (tests/worlds/faults.py), from what
-the scheduler is told besides (`SimulatedCluster.tell`) and from `Delays`.
+Nothing is late and nothing fails by itself. Faults come from engine models that fail (tests/worlds/faults.py), from
+what the scheduler is told besides (`SimulatedCluster.tell`) and from `Delays`.
 """
 
 from __future__ import annotations

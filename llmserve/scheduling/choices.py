@@ -14,7 +14,7 @@ from llmserve.scheduling.deadline_queue import DeadlineQueue, FormedRow
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.model_queues import Forming, Group, ModelQueues
 from llmserve.scheduling.orders import Candidate, Key, MomentOrder, Running, is_overdue
-from llmserve.scheduling.queues import BinQueue, FormedBatch, Run, Turn
+from llmserve.scheduling.queues import BinQueue, FormedBatch, Run
 
 Start = tuple[EngineState, ModelQueues, FormedBatch, int]
 """The first so many requests of a formed batch shall start on this engine."""
@@ -71,30 +71,34 @@ class FixedChoice:
 
     def _open(self) -> list[ModelQueues]:
         """Those that wait and whose requests a free engine may take."""
-        has_free, blocked = self._pool.has_free, self._blocked
-        return [queues for queues in self._group.tally.queues.values() if has_free(queues.model, blocked)]
+        engines = [engine for name, engine in self._pool.free.items() if name not in self._blocked]
+        if not engines:
+            return []
+        waiting = self._group.tally.queues.values()
+        if not all(engine.models for engine in engines):  # one serves whatever is asked for
+            return list(waiting)
+        return [queues for queues in waiting if any(queues.model in engine.models for engine in engines)]
 
     def _first(self) -> tuple[ModelQueues, FormedBatch | None] | None:
         """The batch that is next, and of whose; without one: it is to be formed. None: nothing can start."""
         open_ = self._open()
-        if len(open_) <= 1:
-            return (open_[0], open_[0].formed.first(self._aside)) if open_ else None
-        heads = self._heads(open_)
-        if heads and len(heads) < len(open_):
-            self._form_older(open_, min(heads)[2])
-            heads = self._heads(open_)
-        if not heads:
-            return open_[0], None
-        _, index, batch = min(heads)
-        return open_[index], batch
+        found = self._first_formed(open_)
+        if found is not None and any(queues.formed.first(self._aside) is None for queues in open_):
+            self._form_older(open_, found[1])
+            found = self._first_formed(open_)
+        if found is not None:
+            return found
+        return (open_[0], None) if open_ else None
 
-    def _heads(self, open_: Sequence[ModelQueues]) -> list[tuple[Turn, int, FormedBatch]]:
-        found = []
-        for index, queues in enumerate(open_):
+    def _first_formed(self, open_: Sequence[ModelQueues]) -> tuple[ModelQueues, FormedBatch] | None:
+        """Of these queues' formed batches; None: there is none."""
+        best: tuple[ModelQueues, FormedBatch] | None = None
+        key, number = math.inf, 0
+        for queues in open_:
             batch = queues.formed.first(self._aside)
-            if batch is not None:
-                found.append((queues.formed.turn_of(batch), index, batch))
-        return found
+            if batch is not None and (best is None or batch.key < key or (batch.key == key and batch.id < number)):
+                best, key, number = (queues, batch), batch.key, batch.id
+        return best
 
     def _form_older(self, open_: Sequence[ModelQueues], next_: FormedBatch) -> None:
         """A model that seldom fills a batch is not kept waiting by one that always does: who has waited since before

@@ -347,13 +347,6 @@ class EnginePool:
         found = [engine for engine in self.free.values() if not engine.models or model in engine.models]
         return [engine for engine in found if engine.info.name not in blocked] if blocked else found
 
-    def has_free(self, model: str, blocked: Collection[str] = ()) -> bool:
-        """Whether an engine that is not blocked takes a model's requests now."""
-        for name, engine in self.free.items():
-            if name not in blocked and (not engine.models or model in engine.models):
-                return True
-        return False
-
     def another_works(self, name: str, model: str) -> bool:
         return any(engine.info.name != name and engine.circuit.closed for engine in self.serving(model))
 

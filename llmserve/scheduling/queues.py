@@ -369,12 +369,10 @@ class FormedQueue:
 
     def fresh(self) -> FormedBatch | None:
         """The first that no engine has had; None when there is none."""
-        while self._heap:
-            batch = self._heap[0][3]
-            if batch.requests:
-                return batch
-            heapq.heappop(self._heap)
-        return None
+        heap = self._heap
+        while heap and not heap[0][3].requests:
+            heapq.heappop(heap)
+        return heap[0][3] if heap else None
 
     def first(self, without: Container[FormedBatch] = ()) -> FormedBatch | None:
         """The first of all but these, which came back; None when there is none."""

@@ -71,9 +71,8 @@ def _check_nothing_waits_in_vain(scheduler: Scheduler, group: Group) -> None:
 
 def _check_formed(choice: FixedChoice, group: Group, scheduler: Scheduler) -> None:
     """By turn, over all models: what is dispatched next by one is blocked by what comes before it of another."""
-    while heads := choice._heads(open_ := choice._open()):
-        _, index, batch = min(heads)
-        queues = open_[index]
+    while first := choice._first_formed(choice._open()):
+        queues, batch = first
         engine = choice.engine_for(queues, batch, choice._blocked)
         assert engine is None, f"batch {batch.id} waits while an engine is free"
         if choice.waits_for_another_engine(queues, batch):

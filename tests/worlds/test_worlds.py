@@ -11,8 +11,8 @@ from worlds import digests
 from worlds.drawing import KINDS, ORDERS, RELEASES, draw
 from worlds.run import Violation, journal, judge
 
+from llmserve.scheduling.groups import RequestBook
 from llmserve.scheduling.messages import Action, Event, FailReason, FailRequest
-from llmserve.scheduling.scheduler import Scheduler
 
 BLOCK, BLOCKS = 20, 20
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +69,7 @@ def test_every_message_and_every_way_to_fail_occurs() -> None:
 
 
 def test_a_violation_names_its_law_its_world_and_the_line_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "_fail_late_requests", lambda self: None)
+    monkeypatch.setattr(RequestBook, "fail_late", lambda self: None)
     dated = next(seed for seed in range(1_000) if _breaks(seed))
     with pytest.raises(Violation) as caught:
         judge(dated)
