@@ -22,9 +22,6 @@ ANSWERS_BETWEEN = 512  # after which a plan is made for the lengths as they have
 ARRIVALS_LEAST = 8  # before a rate is told at all
 
 
-Known = tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]  # of each bin: share of arrivals, lengths
-
-
 class Planner:
     """bins: of the finest division.  rate_factor: a new plan is wanted when the rate has moved by more than this."""
 
@@ -38,7 +35,6 @@ class Planner:
         self._waits = False  # for the plan that was asked for
         self._seen = 0  # arrivals
         self._answers = 0  # since the bins were last looked at
-        self._known: Known | None = None
         self._jumped = False
         self._looked = (-1, 0, 0, True)  # arrivals, engines, slots and trust when the world was last looked at
 
