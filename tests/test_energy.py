@@ -334,7 +334,7 @@ class World:
 
     def _watts_of(self, name: str) -> float:
         engine = self._scheduler.engines[name]
-        running = sum(ticket.request.choices for ticket in engine.running.values())
+        running = sum(run.queued.request.choices for run in engine.running.values())
         sequences = self._rows if engine.info.barrier and running else min(running, engine.info.slots)
         return power_w(sequences) if sequences else IDLE_W
 
@@ -352,8 +352,8 @@ class World:
                 self._slots[name] = int(rng.integers(1, 5))
             return EngineReady(EngineInfo(name, self._slots[name], name == "a", look_ahead=2 * (name == "b")))
         if kind == "batch ends":
-            tickets = self._scheduler.engines["a"].running.values() if "a" in self._scheduler.engines else ()
-            batch_id = next((ticket.batch_id for ticket in tickets if rng.random() < 0.8), 1)  # or of an old batch
+            runs = self._scheduler.engines["a"].running.values() if "a" in self._scheduler.engines else ()
+            batch_id = next((run.batch_id for run in runs if rng.random() < 0.8), 1)  # or of an old batch
             return BatchEnded("a", batch_id, {})
         events: dict[str, Event] = {
             "ends": ended(request_id, name),

@@ -100,7 +100,7 @@ def test_the_schedulers_bins_see_exactly_the_papers_mistakes(edges: tuple[float,
     bins = np.zeros(len(work), int)
     for start in recorder.starts:
         bins[list(start.request_ids)] = start.bin
-    real = index_of(config.scheduler(work.scores, work.lengths).lane("").edges.edges, work.trace.output_tokens)
+    real = index_of(config.scheduler(work.scores, work.lengths).queues("").edges.edges, work.trace.output_tokens)
     found = shares(real, bins, 4)
     assert found == pytest.approx(neighbour_mistakes(4, 0.1), abs=4 * np.sqrt(0.25 / 4_000))
     assert found[neighbour_mistakes(4, 0.1) == 0].max() == 0

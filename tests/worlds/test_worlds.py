@@ -24,11 +24,12 @@ def test_worlds_keep_the_laws(first_seed: int) -> None:
         judge(seed)
 
 
-@pytest.mark.parametrize("first_seed", range(0, digests.WORLDS, 200))
+@pytest.mark.parametrize("first_seed", range(0, digests.WORLDS, 1_000))
 def test_the_scheduler_does_what_it_did(first_seed: int) -> None:
+    """In a quarter of the worlds; `scripts/worlds --digests check` tries all."""
     known = digests.recorded()
     assert len(known) == digests.WORLDS
-    seeds = range(first_seed, first_seed + 200)
+    seeds = range(first_seed, first_seed + 250)
     others = [seed for seed in seeds if digests.digest(seed) != known[seed]]
     assert not others, "python scripts/worlds --digests write, if that was wanted"
 
