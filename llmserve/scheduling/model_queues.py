@@ -121,16 +121,9 @@ class ModelQueues:
         service = self.service
         expected = request.expected_tokens if self.trust.trusted else None
         tokens = service.tokens_mean if expected is None else expected
-        queued = QueuedRequest(
-            request,
-            queue.index,
-            now_s,
-            score,
-            tokens=tokens,
-            service_s=tokens * service.seconds_per_token,
-            service_mean_s=service.tokens_mean * service.seconds_per_token,
-        )
-        queued.group = self.group
+        seconds = service.seconds_per_token
+        mean_s = service.tokens_mean * seconds
+        queued = QueuedRequest(request, queue.index, now_s, score, tokens, tokens * seconds, mean_s, self.group)
         queued.sort_length = self._sort_length(queued)
         queue.append(queued)
         self._count(1)

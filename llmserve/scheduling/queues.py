@@ -16,7 +16,7 @@ BLOCK_TOKENS = 16  # vLLM gives out the cache in blocks of so many tokens: each 
 ENTRIES_SPARE = 64  # heap entries of requests that have left which may be kept before they are swept out
 
 
-class QueuedRequest:
+class QueuedRequest(msgspec.Struct, eq=False):
     """One accepted request. It is in exactly one place: in a bin, in a formed batch, or on an engine.
 
     score            what its bin goes by, tokens; None without a prediction
@@ -30,48 +30,24 @@ class QueuedRequest:
     retries, cancelled  kept by the scheduler: how often its engine failed it, whether its client has gone
     """
 
-    __slots__ = (
-        "arrived_at_s",
-        "bin",
-        "cancelled",
-        "expected_tokens",
-        "formed",
-        "group",
-        "request",
-        "retries",
-        "run",
-        "score",
-        "service_mean_s",
-        "service_s",
-        "sort_length",
-        "total_tokens",
-    )
+    request: Request
+    bin: int
+    arrived_at_s: float
+    score: float | None = None
+    expected_tokens: float = 0.0
+    service_s: float = 0.0
+    service_mean_s: float = 1.0
+    group: str = ""
+    sort_length: float = 0.0
+    formed: FormedBatch | None = None
+    run: Run | None = None
+    retries: int = 0
+    cancelled: bool = False
+    total_tokens: int = 0
 
-    def __init__(
-        self,
-        request: Request,
-        bin_index: int,
-        arrived_at_s: float,
-        score: float | None = None,
-        *,
-        tokens: float = 0.0,
-        service_s: float = 0.0,
-        service_mean_s: float = 1.0,
-    ) -> None:
-        self.request = request
-        self.arrived_at_s = arrived_at_s
-        self.score = score
-        self.expected_tokens = tokens
-        self.service_s = service_s
-        self.service_mean_s = service_mean_s
-        self.total_tokens = math.ceil(request.prompt_tokens + request.choices * (tokens + BLOCK_TOKENS))
-        self.group = ""
-        self.bin = bin_index
-        self.sort_length = 0.0
-        self.formed: FormedBatch | None = None
-        self.run: Run | None = None
-        self.retries = 0
-        self.cancelled = False
+    def __post_init__(self) -> None:
+        request = self.request
+        self.total_tokens = math.ceil(request.prompt_tokens + request.choices * (self.expected_tokens + BLOCK_TOKENS))
 
     @property
     def deadline_s(self) -> float:
