@@ -68,11 +68,14 @@ class Timetable:
         """
         until_s, lines = self._alone.get((group, model), (-math.inf, set()))
         if now_s >= until_s:
-            proven = [engine for engine in engines if now_s < engine.proven_until_s(model)]
-            lines = {_alone(engine, model) for engine in proven} | (
-                {(0.0, 0.0)} if len(proven) < len(engines) else set()
-            )
-            until_s = min([engine.proven_until_s(model) for engine in proven], default=math.inf)
+            until_s, lines = math.inf, set()
+            for engine in engines:
+                proven_until_s = engine.proven_until_s(model)
+                if now_s < proven_until_s:
+                    lines.add(_alone(engine, model))
+                    until_s = min(until_s, proven_until_s)
+                else:
+                    lines.add((0.0, 0.0))
             self._alone[group, model] = until_s, lines
         return lines
 

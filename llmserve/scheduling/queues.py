@@ -7,6 +7,7 @@ import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
+from itertools import takewhile
 
 import msgspec
 
@@ -113,10 +114,12 @@ class BinQueue:
             self._note_deadline(queued)
 
     def put_back(self, queued: QueuedRequest) -> None:
-        """One that waited before is among the others again, in order of arrival. O(n)."""
+        """One that waited before is among the others again, in order of arrival. O(those that came before it)."""
+        turn = queued.arrived_at_s, queued.request.id
+        before = list(takewhile(lambda other: (other.arrived_at_s, other.request.id) < turn, self))
         self.append(queued)
-        waiting = sorted(self._requests.items(), key=lambda item: (item[1].arrived_at_s, item[0]))
-        self._requests = OrderedDict(waiting)
+        for each in (queued, *reversed(before)):
+            self._requests.move_to_end(each.request.id, last=False)
 
     def remove(self, queued: QueuedRequest) -> None:
         del self._requests[queued.request.id]
