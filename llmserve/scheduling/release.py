@@ -157,6 +157,15 @@ class Planned(_OldestFirst):
         service_s = self.plan.tables[queue.index].service_s
         return service_s[min(count, len(service_s)) - 1]
 
+    def least_size(self, queue: BinQueue, rate_per_s: float, least: int = 1) -> int:
+        """The least batch size, `least` or more, at which one engine serves more than so many requests a second; the
+        largest there is where none does. Source: BatchMonitor, Algorithm 1.
+        """
+        for size in range(least, self.batch_size):
+            if size > rate_per_s * self.service_s(queue, size):
+                return size
+        return self.batch_size
+
     def latest_start_s(self, queue: BinQueue) -> float:
         """When what waits must start to meet its earliest deadline nine times in ten; inf: there is none."""
         deadline_s = queue.earliest_deadline_s
@@ -180,11 +189,7 @@ class Rate(Planned):
 
     def preferred(self, queue: BinQueue, now_s: float) -> int:
         """The batch size for the present rate, by the plan's times."""
-        rate = (self.arrivals.total.per_s(now_s) or 0.0) / self._used
-        for size in range(1, self.batch_size):
-            if size > rate * self.service_s(queue, size):
-                return size
-        return self.batch_size
+        return self.least_size(queue, (self.arrivals.total.per_s(now_s) or 0.0) / self._used)
 
     def size(self, queue: BinQueue, now_s: float, idle: bool | None) -> int:
         waiting = min(len(queue), self.batch_size)

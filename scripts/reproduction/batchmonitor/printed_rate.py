@@ -63,11 +63,7 @@ class PrintedRate(Planned):
     def preferred(self, queue: BinQueue, now_s: float) -> int:
         """The batch size for the present rate, by the plan's times; only with a plan."""
         assert self.plan is not None, "times are of the plan"
-        rate_per_s = self.count.last_per_s(now_s) / self.plan.engines
-        for size in range(SIZE_LEAST, self.batch_size):
-            if size > rate_per_s * self.service_s(queue, size):
-                return size
-        return self.batch_size
+        return self.least_size(queue, self.count.last_per_s(now_s) / self.plan.engines, SIZE_LEAST)
 
     def size(self, queue: BinQueue, now_s: float, idle: bool | None) -> int:
         waiting = min(len(queue), self.batch_size)
