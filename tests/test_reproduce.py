@@ -13,18 +13,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import reproduce
 from matplotlib.figure import Figure
-
-SCRIPTS = str(Path(__file__).resolve().parents[1] / "scripts")
-KEYS = {
-    *("figure", "case", "quantity", "unit", "published", "measured", "low", "high", "note"),
-    *("expected", "kind", "tolerance", "ok"),
-}
-
-sys.path.insert(0, SCRIPTS)  # as when a script is run
-import reproduce  # noqa: E402
-from reproduction import page  # noqa: E402
-from reproduction.batchmonitor.measure import (  # noqa: E402
+from reproduction import page
+from reproduction.batchmonitor.measure import (
     BASIC,
     DEADLINE_S,
     after_warm_up,
@@ -32,22 +24,25 @@ from reproduction.batchmonitor.measure import (  # noqa: E402
     ramp,
     write_trace,
 )
-from reproduction.multibin import engines, exponential, gsm8k, uniform  # noqa: E402
-from reproduction.multibin.worlds import AT_ONCE, Effort, World, rates_up_to, simulate_all  # noqa: E402
-from reproduction.rows import KINDS, Curve, Row, Rows, claim  # noqa: E402
-from reproduction.smdp.policies import CASE_LOADS, CASE_WEIGHTS, control_limit, exceptions  # noqa: E402
+from reproduction.multibin import engines, exponential, gsm8k, uniform
+from reproduction.multibin.worlds import AT_ONCE, Effort, World, rates_up_to, simulate_all
+from reproduction.rows import KINDS, Curve, Row, Rows, claim
+from reproduction.smdp.policies import CASE_LOADS, CASE_WEIGHTS, control_limit, exceptions
 
-sys.path.remove(SCRIPTS)
+from bins.profile import PROFILES, Observation
+from llmserve.cluster import journal
+from llmserve.errors import ConfigError
+from llmserve.policies import SchedulingConfig
+from llmserve.scheduling.messages import ReportTrust
+from llmserve.simulate import Scenario, run, simulate
+from llmserve.simulation.report import Recorder
+from llmserve.simulation.scenario import prepare
 
-from bins.profile import PROFILES, Observation  # noqa: E402
-from llmserve.cluster import journal  # noqa: E402
-from llmserve.errors import ConfigError  # noqa: E402
-from llmserve.policies import SchedulingConfig  # noqa: E402
-from llmserve.scheduling.messages import ReportTrust  # noqa: E402
-from llmserve.simulate import Scenario, run, simulate  # noqa: E402
-from llmserve.simulation.report import Recorder  # noqa: E402
-from llmserve.simulation.scenario import prepare  # noqa: E402
-
+SCRIPTS = str(Path(__file__).resolve().parents[1] / "scripts")
+KEYS = {
+    *("figure", "case", "quantity", "unit", "published", "measured", "low", "high", "note"),
+    *("expected", "kind", "tolerance", "ok"),
+}
 OPTIONS = {"multibin": ("--jobs", "1", "--gsm8k", "answers.jsonl")}  # the file lies in the folder that is written to
 
 

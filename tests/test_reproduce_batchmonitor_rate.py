@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from reproduction.batchmonitor.printed_rate import PrintedRate, PrintedScheduling, WindowCount
 from worlds.invariants import check
 
 from bins.dispatch import DispatchPlan, DispatchTable
@@ -26,13 +25,6 @@ from llmserve.scheduling.messages import (
 from llmserve.scheduling.queues import BinQueue, QueuedRequest
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.simulate import Scenario, simulate
-
-SCRIPTS = str(Path(__file__).resolve().parents[1] / "scripts")
-
-sys.path.insert(0, SCRIPTS)  # as when a script is run
-from reproduction.batchmonitor.printed_rate import PrintedRate, PrintedScheduling, WindowCount  # noqa: E402
-
-sys.path.remove(SCRIPTS)
 
 ALPHA_S, BETA_S = 0.0103, 0.0317  # 32 in 0.36 s: 88 a second
 SIZES = 4  # largest batch of a scheduler

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-SCRIPTS = str(Path(__file__).resolve().parents[1] / "scripts")
-
-sys.path.insert(0, SCRIPTS)  # as when a script is run
-from reproduction.rows import Rows  # noqa: E402
-from reproduction.shepherd import micro, table_5, workloads  # noqa: E402
-from reproduction.shepherd.models import BATCH_MAX, EVALUATED, TABLE_4, Model  # noqa: E402
-from reproduction.shepherd.nexus import Cycle, Demand, Plan, Slot, pack, peaks_per_s, plan, plans  # noqa: E402
-from reproduction.shepherd.runs import (  # noqa: E402
+from reproduction.rows import Rows
+from reproduction.shepherd import micro, table_5, workloads
+from reproduction.shepherd.models import BATCH_MAX, EVALUATED, TABLE_4, Model
+from reproduction.shepherd.nexus import Cycle, Demand, Plan, Slot, pack, peaks_per_s, plan, plans
+from reproduction.shepherd.runs import (
     CLOCKWORK,
     EDF,
     FFFS,
@@ -35,8 +30,8 @@ from reproduction.shepherd.runs import (  # noqa: E402
     WITHOUT_PREEMPTION,
     run,
 )
-from reproduction.shepherd.streams import Arrivals, Streams, Traffic, index_of_dispersion  # noqa: E402
-from reproduction.shepherd.worlds import (  # noqa: E402
+from reproduction.shepherd.streams import Arrivals, Streams, Traffic, index_of_dispersion
+from reproduction.shepherd.worlds import (
     BURSTY,
     STABLE,
     Effort,
@@ -48,12 +43,9 @@ from reproduction.shepherd.worlds import (  # noqa: E402
     simulate,
     simulate_all,
 )
+from worlds.invariants import check
 
-sys.path.remove(SCRIPTS)
-
-from worlds.invariants import check  # noqa: E402
-
-from llmserve.errors import ConfigError  # noqa: E402
+from llmserve.errors import ConfigError
 
 # ---- models ----
 

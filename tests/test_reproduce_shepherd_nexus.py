@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
+from reproduction.shepherd.nexus_order import Nexus, Schedule, Turn
+from reproduction.shepherd.worker import SimulatedWorker
 from worlds.invariants import check
 
 from llmserve.cluster.simulated import SimulatedCluster
@@ -13,14 +12,6 @@ from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request, Speed
 from llmserve.scheduling.messages import Action, BatchEnded, EngineReady, Event, RequestArrived, StartBatch, TimerFired
 from llmserve.scheduling.scheduler import Scheduler
-
-SCRIPTS = str(Path(__file__).resolve().parents[1] / "scripts")
-
-sys.path.insert(0, SCRIPTS)  # as when a script is run
-from reproduction.shepherd.nexus_order import Nexus, Schedule, Turn  # noqa: E402
-from reproduction.shepherd.worker import SimulatedWorker  # noqa: E402
-
-sys.path.remove(SCRIPTS)
 
 MS = 1e-3
 SPEEDS = {model: Speed(10 * MS, tuple([size * MS for size in range(1, 9)])) for model in "xy"}  # 10 + b ms

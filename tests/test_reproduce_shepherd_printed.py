@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
+from reproduction.shepherd.printed_flex import Chosen, PrintedFlex, as_printed
 from worlds.invariants import check
 
 from llmserve.policies import SchedulingConfig
@@ -24,13 +23,6 @@ from llmserve.scheduling.messages import (
 )
 from llmserve.scheduling.queues import QueuedRequest
 from llmserve.scheduling.scheduler import Scheduler
-
-SCRIPTS = str(Path(__file__).resolve().parents[1] / "scripts")
-
-sys.path.insert(0, SCRIPTS)  # as when a script is run
-from reproduction.shepherd.printed_flex import Chosen, PrintedFlex, as_printed  # noqa: E402
-
-sys.path.remove(SCRIPTS)
 
 QUEUES = 1_000
 LINEAR_S = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]  # T(1), T(2), ..., so that T(0) is 0

@@ -2,22 +2,13 @@
 
 import gzip
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from llmserve.errors import ConfigError
-from llmserve.request import Request
-from llmserve.simulation.workload import Bursts
-
-SCRIPTS = str(Path(__file__).resolve().parents[1] / "scripts")
-
-sys.path.insert(0, SCRIPTS)  # as when a script is run
-from reproduction.shepherd.streams import (  # noqa: E402
+from reproduction.shepherd.streams import (
     Arrivals,
     Phases,
     Streams,
@@ -27,7 +18,9 @@ from reproduction.shepherd.streams import (  # noqa: E402
     read_traffic,
 )
 
-sys.path.remove(SCRIPTS)
+from llmserve.errors import ConfigError
+from llmserve.request import Request
+from llmserve.simulation.workload import Bursts
 
 BURSTS = Bursts.of(1.0, ratio=10.0, high_s=0.5, low_s=4.5)
 PHASES: tuple[Phases, ...] = ("stream", "model", "common")

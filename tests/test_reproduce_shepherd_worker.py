@@ -1,19 +1,10 @@
 """A GPU that serves several models, by hand."""
 
-import sys
-from pathlib import Path
-
 import pytest
+from reproduction.shepherd.worker import SimulatedWorker
 
 from llmserve.request import Batch, EngineInfo, Request, Speed
 from llmserve.scheduling.messages import BatchEnded
-
-SCRIPTS = str(Path(__file__).resolve().parents[1] / "scripts")
-
-sys.path.insert(0, SCRIPTS)  # as when a script is run
-from reproduction.shepherd.worker import SimulatedWorker  # noqa: E402
-
-sys.path.remove(SCRIPTS)
 
 SPEEDS = {"a": Speed(1.0, (0.1, 0.2, 0.3)), "": Speed(0.0, (1.0, 1.0, 1.0))}
 LENGTHS = [10.0, 20.0, 30.0]
