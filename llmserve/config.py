@@ -25,7 +25,7 @@ from llmserve.cluster.live import LiveConfig
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError
 from llmserve.policies import SchedulingConfig
-from llmserve.spelling import nearest as nearest  # serve.py calls configuration.nearest
+from llmserve.spelling import nearest
 
 ENVIRONMENT_PREFIX = "LLMSERVE_"
 WORKER = re.compile(r"[\w.-]+", re.ASCII)

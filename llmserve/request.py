@@ -59,10 +59,6 @@ class Batch(msgspec.Struct, frozen=True, omit_defaults=True):
     model: str = ""
 
 
-Speed = StepTimes
-"""What batches of one model take on an engine; in a journal {"prefill_s": seconds, "step_s": [seconds, ...]}."""
-
-
 class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """An engine as the scheduler knows it.
 
@@ -73,7 +69,8 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     models      that it serves; (): whatever is asked for
     worker      the GPU that it shares with the other engines of this name: barrier engines of one worker run one batch
                 at a time between them; "": it has one for itself
-    speeds      by model, where it is known ("": of every other model)
+    speeds      what batches take, by model, where it is known ("": of every other model); in a journal
+                {model: {"prefill_s": seconds, "step_s": [seconds, ...]}}
     """
 
     name: str
@@ -83,7 +80,7 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens_max: int | None = None
     models: tuple[str, ...] = ()
     worker: str = ""
-    speeds: dict[str, Speed] = {}
+    speeds: dict[str, StepTimes] = {}
 
     def serves(self, model: str) -> bool:
         return not self.models or model in self.models

@@ -38,6 +38,7 @@ from llmserve.config import Config, EngineConfig
 from llmserve.errors import ConfigError, ListenError
 from llmserve.scheduling.layout import FALLBACK
 from llmserve.scheduling.rates import STREAMS_MAX, Rates, Replan
+from llmserve.spelling import nearest
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -493,7 +494,7 @@ def _engines_of_group(engines: EngineConfig, group: str, plan: herd.Plan) -> tup
     """
     workers = {FALLBACK: (), **{planned.name: planned.workers for planned in plan.groups}}
     if group not in workers:
-        raise ConfigError(f"group: {engines.plan} has no group {group!r}{configuration.nearest(group, workers)}")
+        raise ConfigError(f"group: {engines.plan} has no group {group!r}{nearest(group, workers)}")
     own, named = workers[group], {worker for some in workers.values() for worker in some}
     takes_unnamed = group == FALLBACK or not own
     found = []
@@ -529,7 +530,7 @@ def _check_workers(engines: EngineConfig, plan: herd.Plan) -> None:
     for group in plan.groups:
         for worker in group.workers:
             if worker not in known:
-                near = configuration.nearest(worker, known)
+                near = nearest(worker, known)
                 raise ConfigError(f"plan: group {group.name} has no engine on its worker {worker}{near}")
 
 
@@ -692,8 +693,7 @@ async def _say_unserved(config: Config, cluster: LiveCluster) -> None:
         ("slo_ms", slos_ms),
     ):
         for model in sorted(set(by_model(setting, texts)) - {""} - set(cluster.models)):
-            near = configuration.nearest(model, cluster.models)
-            log.warning("%s: no engine serves a model %s%s", setting, model, near)
+            log.warning("%s: no engine serves a model %s%s", setting, model, nearest(model, cluster.models))
 
 
 def _say_where(cluster: LiveCluster, url: str, *, with_key: bool) -> None:

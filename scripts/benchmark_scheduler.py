@@ -25,8 +25,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bins.profile import StepTimes
 from llmserve.policies import SchedulingConfig
-from llmserve.request import EngineInfo, Request, Speed
+from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import Action, EngineReady, PreemptBatch, RequestArrived, RequestEnded, StartBatch
 from llmserve.simulate import Scenario, simulate
 
@@ -53,7 +54,7 @@ SCENARIOS = {
     ),
 }
 
-SPEED = Speed(0.0, tuple([0.01 + 0.0005 * size for size in range(SLOTS)]))
+SPEED = StepTimes(0.0, tuple([0.01 + 0.0005 * size for size in range(SLOTS)]))
 SPREAD = np.geomspace(0.5, 2.0, 15).tolist()  # of a request's quantiles around its median
 
 

@@ -7,14 +7,15 @@ from reproduction.shepherd.nexus_order import Nexus, Schedule, Turn
 from reproduction.shepherd.worker import SimulatedWorker
 from worlds.invariants import check
 
+from bins.profile import StepTimes
 from llmserve.cluster.simulated import SimulatedCluster
 from llmserve.policies import SchedulingConfig
-from llmserve.request import EngineInfo, Request, Speed
+from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import Action, BatchEnded, EngineReady, Event, RequestArrived, StartBatch, TimerFired
 from llmserve.scheduling.scheduler import Scheduler
 
 MS = 1e-3
-SPEEDS = {model: Speed(10 * MS, tuple([size * MS for size in range(1, 9)])) for model in "xy"}  # 10 + b ms
+SPEEDS = {model: StepTimes(10 * MS, tuple([size * MS for size in range(1, 9)])) for model in "xy"}  # 10 + b ms
 
 
 def follow(*schedules: Schedule, engines: tuple[str, ...] = ("gpu0",)) -> Scheduler:

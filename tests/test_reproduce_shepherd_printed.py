@@ -9,8 +9,9 @@ import pytest
 from reproduction.shepherd.printed_flex import Chosen, PrintedFlex, as_printed
 from worlds.invariants import check
 
+from bins.profile import StepTimes
 from llmserve.policies import SchedulingConfig
-from llmserve.request import EngineInfo, Request, Speed
+from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.deadline_queue import ROUNDING_S, DeadlineQueue, largest_feasible
 from llmserve.scheduling.messages import (
     Action,
@@ -46,7 +47,7 @@ def scheduler(order: PrintedFlex) -> Scheduler:
     """With a GPU on which a batch of b takes b seconds."""
     config = SchedulingConfig(order="clockwork", batch_size=6, bins=1)
     made = config.resolved(barrier=True).scheduler((1.0,), order=order)
-    step(made, EngineReady(EngineInfo("gpu0", 6, barrier=True, speeds={"": Speed(0.0, tuple(LINEAR_S))})))
+    step(made, EngineReady(EngineInfo("gpu0", 6, barrier=True, speeds={"": StepTimes(0.0, tuple(LINEAR_S))})))
     return made
 
 

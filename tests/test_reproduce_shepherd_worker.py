@@ -3,14 +3,15 @@
 import pytest
 from reproduction.shepherd.worker import SimulatedWorker
 
-from llmserve.request import Batch, EngineInfo, Request, Speed
+from bins.profile import StepTimes
+from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import BatchEnded
 
-SPEEDS = {"a": Speed(1.0, (0.1, 0.2, 0.3)), "": Speed(0.0, (1.0, 1.0, 1.0))}
+SPEEDS = {"a": StepTimes(1.0, (0.1, 0.2, 0.3)), "": StepTimes(0.0, (1.0, 1.0, 1.0))}
 LENGTHS = [10.0, 20.0, 30.0]
 
 
-def worker(speeds: dict[str, Speed] | None = None) -> SimulatedWorker:
+def worker(speeds: dict[str, StepTimes] | None = None) -> SimulatedWorker:
     return SimulatedWorker(EngineInfo("gpu0", 3, True, speeds=SPEEDS if speeds is None else speeds), LENGTHS)
 
 

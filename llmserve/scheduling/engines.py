@@ -18,7 +18,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
-from llmserve.request import EngineInfo, Speed
+from bins.profile import StepTimes
+from llmserve.request import EngineInfo
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.queues import BLOCK_TOKENS, FormedBatch, QueuedRequest, Run
 
@@ -136,7 +137,7 @@ class EngineState:
     def serves(self, model: str) -> bool:
         return not self.models or model in self.models
 
-    def speed(self, model: str) -> Speed | None:
+    def speed(self, model: str) -> StepTimes | None:
         """None where it is not known."""
         speeds = self.info.speeds
         return speeds.get(model) or speeds.get("") if speeds else None

@@ -15,7 +15,7 @@ from llmserve.scheduling.lengths import SeenLengths
 from llmserve.scheduling.rates import Arrivals
 
 RATE_GRID = 1.05  # rates are told in steps of 5 %: the same load is the same question
-PACE_GRID = 1.05  # and paces
+PACE_STEP = 1.05  # and paces
 PACE_FACTOR = 1.1  # a new plan is wanted when engines have become faster or slower by more than this
 SHARE_GRID = 16  # likewise bins' shares of them: in sixteenths of an equal share
 ANSWERS_BETWEEN = 512  # after which a plan is made for the lengths as they have become
@@ -66,7 +66,7 @@ class Planner:
             return None
         self._looked = look
         rate = self._rate(now_s)
-        pace_now = PACE_GRID ** round(math.log(pace(), PACE_GRID))
+        pace_now = PACE_STEP ** round(math.log(pace(), PACE_STEP))
         if not (self._differs(rate, engines, slots, trusted) or self._pace_differs(pace_now)):
             return None
         bins = self._bins if trusted else 1

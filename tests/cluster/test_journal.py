@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 from reproduction.shepherd.worker import SimulatedWorker
 
+from bins.profile import StepTimes
 from llmserve.cluster import journal
 from llmserve.cluster.journal import Header, Journal
 from llmserve.cluster.simulated import SimulatedCluster
 from llmserve.errors import JournalError
 from llmserve.policies import SchedulingConfig
-from llmserve.request import EngineInfo, Request, Speed
+from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
     EngineReady,
     PlanChanged,
@@ -96,8 +97,8 @@ class ToldOtherwise:
 
 def test_a_replay_learns_paces_and_makes_room_as_the_first_time(tmp_path: Path) -> None:
     """An engine that is slower than told, and bursts that stop what runs: told from the file, all is decided alike."""
-    told = EngineInfo("e", 8, True, speeds={"a": Speed(0.1, (0.1,) * 8), "b": Speed(0.1, (0.2,) * 8)})
-    slower = EngineInfo("e", 8, True, speeds={"a": Speed(0.1, (0.13,) * 8), "b": Speed(0.1, (0.27,) * 8)})
+    told = EngineInfo("e", 8, True, speeds={"a": StepTimes(0.1, (0.1,) * 8), "b": StepTimes(0.1, (0.2,) * 8)})
+    slower = EngineInfo("e", 8, True, speeds={"a": StepTimes(0.1, (0.13,) * 8), "b": StepTimes(0.1, (0.27,) * 8)})
     header = Header(SchedulingConfig(order="flex", batch_size=8, preemption_factor=2.0).resolved(barrier=True))
     arrivals = [
         (0.37 * number, Request(4 * number + each, float(each + 1), 0.37 * number + 9.0, model="ab"[number % 3 == 0]))

@@ -18,14 +18,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from worlds.invariants import check
 
 import predictor
-from bins.profile import Curve, Profile
+from bins.profile import Curve, Profile, StepTimes
 from llmserve.api.limits import ApiConfig
 from llmserve.cluster import journal
 from llmserve.config import PredictorConfig, ServerConfig
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.engines.fake import FakeEngine, Pace
 from llmserve.errors import ConfigError
-from llmserve.request import Request, Speed
+from llmserve.request import Request
 from llmserve.scheduling.messages import (
     AnswerBegan,
     EngineReady,
@@ -201,7 +201,7 @@ async def test_the_scheduler_is_told_each_engines_models_worker_and_speeds_again
     for name, step_s in (("plain", Curve.affine(0.001, 0.01)), ("large", Curve.affine(0.0, 0.05))):
         Profile.timed(name, step_s, prefill_s=0.02, source="Made up.").save(tmp_path / f"{name}.json")
     profiles = (f"{tmp_path}/plain.json", f"model:large={tmp_path}/large.json")
-    plain, large = Speed(0.02, (0.011, 0.012)), Speed(0.02, (0.05, 0.05))
+    plain, large = StepTimes(0.02, (0.011, 0.012)), StepTimes(0.02, (0.05, 0.05))
     async with FakeEngine(step_s=0.02, model="small", slots=2) as engine:
         front = await start_front(f"gpu-0={engine.url}", slots=None, dispatch=DispatchConfig(profile=profiles))
         (ready,) = events(front, EngineReady)

@@ -2,18 +2,19 @@
 
 import pytest
 
+from bins.profile import StepTimes
 from llmserve.policies import SchedulingConfig
-from llmserve.request import EngineInfo, Request, Speed
+from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.batch_times import BatchTimes, Timetable
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.engines import PACE_MEMORY, PACE_MOST, PROVEN_S, EngineState, Worker
 from llmserve.scheduling.model_queues import ModelQueues
 from llmserve.scheduling.queues import QueuedRequest
 
-SPEED = Speed(0.5, (1.0, 1.5, 2.0, 2.5))
+SPEED = StepTimes(0.5, (1.0, 1.5, 2.0, 2.5))
 
 
-def engine(*, slots: int = 4, barrier: bool = True, **speeds: Speed) -> EngineState:
+def engine(*, slots: int = 4, barrier: bool = True, **speeds: StepTimes) -> EngineState:
     """speeds : of models; `every`: of every other."""
     told = {"" if model == "every" else model: speed for model, speed in speeds.items()}
     return EngineState(EngineInfo("gpu0", slots, barrier, speeds=told), Circuit(0, 1.0), Worker("gpu0", ""))
@@ -37,7 +38,7 @@ def test_a_batch_takes_its_prefill_and_the_steps_of_its_longest_answer() -> None
 
 def test_the_longest_of_several_answers_is_longer_than_one() -> None:
     """Half of the answers have 1 token, half 9: the longest of b has 9 - 8 / 2^b on average."""
-    times = times_of(Timetable(4), engine(every=Speed(0.0, (1.0, 1.0, 1.0, 1.0))), queues(*[1.0, 9.0] * 32))
+    times = times_of(Timetable(4), engine(every=StepTimes(0.0, (1.0, 1.0, 1.0, 1.0))), queues(*[1.0, 9.0] * 32))
     assert times.expected == pytest.approx([5.0, 7.0, 8.0, 8.5], abs=0.1)
     assert times.least == (1.0, 1.0, 1.0, 1.0)
 
@@ -61,12 +62,12 @@ def test_a_speed_told_of_fewer_sequences_holds_for_more() -> None:
 
 
 def test_a_larger_batch_takes_no_less_than_a_smaller_one_whatever_was_measured() -> None:
-    times = times_of(Timetable(3), engine(every=Speed(0.0, (1.0, 0.9, 2.0))), queues(10.0, batch_size=3))
+    times = times_of(Timetable(3), engine(every=StepTimes(0.0, (1.0, 0.9, 2.0))), queues(10.0, batch_size=3))
     assert times.expected == (10.0, 10.0, 20.0)
 
 
 def test_each_model_has_its_own_speed_or_that_of_all_others() -> None:
-    made = engine(m=Speed(0.0, (3.0,)), every=SPEED)
+    made = engine(m=StepTimes(0.0, (3.0,)), every=SPEED)
     assert times_of(Timetable(1), made, queues(10.0, batch_size=1)).expected == (30.0,)
     assert times_of(Timetable(1), engine(other=SPEED), queues(10.0, batch_size=1)).expected == (0.0,)
 
@@ -102,7 +103,7 @@ def test_times_follow_lengths_and_speeds_that_have_become_others() -> None:
     made, known, times = queues(10.0), engine(every=SPEED), Timetable(4)
     before = times_of(times, known, made)
     assert times_of(times, known, made) is before
-    known.know(EngineInfo("gpu0", 4, True, speeds={"": Speed(0.0, SPEED.step_s)}))
+    known.know(EngineInfo("gpu0", 4, True, speeds={"": StepTimes(0.0, SPEED.step_s)}))
     assert times_of(times, known, made).expected[0] == 10.0
     for request_id in range(1_100):
         made.see_answer(QueuedRequest(Request(request_id), 0, 0.0), 20.0, 1.0)

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import pytest
 from worlds.invariants import check
 
+from bins.profile import StepTimes
 from llmserve.cluster.simulated import SimulatedCluster
 from llmserve.policies import SchedulingConfig
-from llmserve.request import Batch, EngineInfo, Request, Speed
+from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.engines import PROVEN_S, EngineState
 from llmserve.scheduling.messages import (
     AbortRequest,
@@ -44,12 +45,12 @@ def engines_have_shown_how_fast_they_are(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(EngineState, "proven_until_s", lambda self, model: math.inf)
 
 
-def line(alpha_s: float, beta_s: float = 0.0, sizes: int = SIZES) -> Speed:
+def line(alpha_s: float, beta_s: float = 0.0, sizes: int = SIZES) -> StepTimes:
     """A batch of b takes alpha b + beta, of answers of one token."""
-    return Speed(beta_s, tuple([alpha_s * size for size in range(1, sizes + 1)]))
+    return StepTimes(beta_s, tuple([alpha_s * size for size in range(1, sizes + 1)]))
 
 
-def gpu(name: str = "gpu0", *, speed: Speed | None = None, slots: int = SIZES, **values: object) -> EngineInfo:
+def gpu(name: str = "gpu0", *, speed: StepTimes | None = None, slots: int = SIZES, **values: object) -> EngineInfo:
     told = {"speeds": {"": line(1.0) if speed is None else speed}, **values}
     return EngineInfo(name, slots, barrier=told.pop("barrier", True), **told)  # type: ignore[arg-type]
 

@@ -10,9 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from worlds.invariants import check
 
 from bins.dispatch import DispatchPlan, DispatchTable
+from bins.profile import StepTimes
 from llmserve.cluster.journal import Header, Step, replay
 from llmserve.policies import SchedulingConfig
-from llmserve.request import EngineInfo, Request, Speed
+from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.layout import FALLBACK, Layout
 from llmserve.scheduling.messages import (
     AbortRequest,
@@ -272,7 +273,7 @@ def test_what_fails_where_its_model_no_longer_is_runs_again_in_its_new_group_alt
 
 def test_those_whom_a_batch_was_stopped_for_move_when_they_cannot_run_there_after_all() -> None:
     """They wait for the engine that is being emptied for them, and for no other, until it is empty."""
-    speeds = {"": Speed(0.0, (0.1, 0.2, 0.3, 0.4))}
+    speeds = {"": StepTimes(0.0, (0.1, 0.2, 0.3, 0.4))}
     barrier = [engine(name, 4, barrier=True, speeds=speeds) for name in ("a", "b")]
     first = (ServingGroup("left", ("a",), ("m", "n")), ServingGroup("right", ("b",), ()))
     made = grouped(first, *barrier, order="flex", release="window", batch_size=4, preemption_factor=3.5)
@@ -516,7 +517,7 @@ class AnyPlans(RuleBasedStateMachine):
                 look_ahead=st.integers(0, 1),
                 models=st.sampled_from([(), ("m",), ("n",), ("m", "n"), ("k",)]),
                 worker=st.sampled_from(["", "w0", "w1"]),
-                speeds=st.sampled_from([{}, {"": Speed(0.1, (0.01, 0.02, 0.03))}]),
+                speeds=st.sampled_from([{}, {"": StepTimes(0.1, (0.01, 0.02, 0.03))}]),
             ),
             min_size=1,
             max_size=4,

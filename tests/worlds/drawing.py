@@ -18,8 +18,9 @@ import msgspec
 from worlds.faults import Closed, Fault, Lost, Mishap, Pace, Ready
 
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
+from bins.profile import StepTimes
 from llmserve.policies import SchedulingConfig
-from llmserve.request import EngineInfo, Request, Speed
+from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.layout import FALLBACK
 from llmserve.scheduling.messages import ServingGroup
 from llmserve.scheduling.orders import PREEMPTION_FACTOR
@@ -488,7 +489,7 @@ def _speeds(
     off = 1.0 if known else rng.choice([0.0, 0.5, 1.0, 1.0, 2.0])
     if not off:
         return info
-    speed = Speed(off * prefill_s, tuple([off * (step_s + step_s_more * more) for more in range(SPEED_SIZES)]))
+    speed = StepTimes(off * prefill_s, tuple([off * (step_s + step_s_more * more) for more in range(SPEED_SIZES)]))
     whose = [""] if known or rng.random() < 0.7 else rng.sample(models, rng.randint(1, len(models)))
     return msgspec.structs.replace(info, speeds=dict.fromkeys(whose, speed))
 

@@ -20,10 +20,11 @@ from hypothesis.stateful import (
 from worlds.invariants import check
 
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
+from bins.profile import StepTimes
 from llmserve import policies
 from llmserve.cluster.journal import Header, Step, replay
 from llmserve.policies import SchedulingConfig
-from llmserve.request import EngineInfo, Request, Speed
+from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
@@ -79,7 +80,7 @@ CONFIGS = st.builds(
     patience=st.sampled_from([0.0, 12.0]),
     circuit_faults_max=st.integers(0, 3),
 )
-SPEED = Speed(0.1, (0.01, 0.02, 0.03, 0.04))
+SPEED = StepTimes(0.1, (0.01, 0.02, 0.03, 0.04))
 ENGINES = st.lists(
     st.builds(
         EngineInfo,

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bins.profile import StepTimes
 from llmserve.cluster.simulated import SimulatedCluster
 from llmserve.policies import SchedulingConfig
-from llmserve.request import EngineInfo, Speed
+from llmserve.request import EngineInfo
 from llmserve.scheduling.messages import (
     Action,
     BatchEnded,
@@ -38,7 +39,7 @@ from reproduction.shepherd.worker import SimulatedWorker
 SHARES = tuple((np.arange(101) / 100).tolist())  # of requests, at which latencies are kept
 ROUNDING_S = 1e-9  # by which a request may be late and still be in time
 SPEEDS = {
-    name: Speed(model.beta_ms / 1e3, tuple([model.alpha_ms / 1e3 * size for size in range(1, BATCH_MAX + 1)]))
+    name: StepTimes(model.beta_ms / 1e3, tuple([model.alpha_ms / 1e3 * size for size in range(1, BATCH_MAX + 1)]))
     for name, model in TABLE_4.items()
 }
 """Each answer is one token long."""

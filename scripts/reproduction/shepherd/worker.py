@@ -1,6 +1,6 @@
 """A simulated GPU that serves several models, a batch at a time, each as fast as it is told to be.
 
-    T = prefill_s + longest answer * step_s(b)      a batch of b requests of one model (llmserve.request.Speed)
+    T = prefill_s + longest answer * step_s(b)      a batch of b requests of one model (bins.profile.StepTimes)
 
 A batch that is stopped before its end frees the worker at once; what it ran so far is `wasted_s`.
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from llmserve.request import Batch, EngineInfo, Speed
+from bins.profile import StepTimes
+from llmserve.request import Batch, EngineInfo
 from llmserve.scheduling.messages import BatchEnded, Event
 
 
@@ -39,7 +40,7 @@ class SimulatedWorker:
         speed = self._speed(batch.model)
         self.next_end_s = now_s + speed.batch_s(max(self._running.values()), self._began_with)
 
-    def _speed(self, model: str) -> Speed:
+    def _speed(self, model: str) -> StepTimes:
         speeds = self.info.speeds
         return speeds[model] if model in speeds else speeds[""]
 
