@@ -12,8 +12,9 @@ it is the mean, for a certain length that length, and it grows with B from the m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from operator import mul
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,7 +29,8 @@ def risks(lengths: ArrayLike, batch_size: int) -> NDArray[np.float64]:
 
 def risk(lengths: Sequence[float], batch_size: int) -> float:
     """Risk of one request (plain floats: it is on every request's path)."""
-    return sum([weight * length for weight, length in zip(_shares(len(lengths), batch_size), lengths, strict=True)])
+    weighted: Iterable[float] = map(mul, _shares(len(lengths), batch_size), lengths)
+    return sum(weighted)
 
 
 def longest_shares(count: int, batch_size: int) -> NDArray[np.float64]:

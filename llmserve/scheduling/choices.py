@@ -42,12 +42,16 @@ class FixedChoice:
 
     def starts(self) -> Iterator[Start]:
         """One after the other; each must have been started before the next is asked for."""
-        while self._pool.free and (first := self._first()) is not None:
-            queues, batch = first
-            if batch is None:
-                if not self._form_most_urgent():
+        while open_ := self._open():
+            first = self._first(open_)
+            if first is not None and len(open_) > 1 and self._form_older(open_, first[1]):
+                first = self._first(open_)
+            if first is None:
+                if not self._form_most_urgent(open_):
                     return
-            elif (engine := self.engine_for(queues, batch, self._blocked)) is not None:
+                continue
+            queues, batch = first
+            if (engine := self.engine_for(queues, batch, self._blocked)) is not None:
                 yield engine, queues, batch, max(1, engine.room_at_once)
             elif self.waits_for_another_engine(queues, batch):
                 self._aside.add(batch)
@@ -71,27 +75,19 @@ class FixedChoice:
 
     def _open(self) -> list[ModelQueues]:
         """Those that wait and whose requests a free engine may take."""
-        engines = [engine for name, engine in self._pool.free.items() if name not in self._blocked]
-        if not engines:
-            return []
         waiting = self._group.tally.queues.values()
-        if not all(engine.models for engine in engines):  # one serves whatever is asked for
-            return list(waiting)
+        if not waiting:
+            return []
+        engines: Collection[EngineState] = self._pool.free.values()
+        if self._blocked:
+            engines = [engine for engine in engines if engine.info.name not in self._blocked]
+        for engine in engines:
+            if not engine.models:  # it serves whatever is asked for
+                return list(waiting)
         return [queues for queues in waiting if any(queues.model in engine.models for engine in engines)]
 
-    def _first(self) -> tuple[ModelQueues, FormedBatch | None] | None:
-        """The batch that is next, and of whose; without one: it is to be formed. None: nothing can start."""
-        open_ = self._open()
-        found = self._first_formed(open_)
-        if found is not None and any(queues.formed.first(self._aside) is None for queues in open_):
-            self._form_older(open_, found[1])
-            found = self._first_formed(open_)
-        if found is not None:
-            return found
-        return (open_[0], None) if open_ else None
-
-    def _first_formed(self, open_: Sequence[ModelQueues]) -> tuple[ModelQueues, FormedBatch] | None:
-        """Of these queues' formed batches; None: there is none."""
+    def _first(self, open_: Sequence[ModelQueues]) -> tuple[ModelQueues, FormedBatch] | None:
+        """The formed batch that is next, and of whose; None: there is none."""
         best: tuple[ModelQueues, FormedBatch] | None = None
         key, number = math.inf, 0
         for queues in open_:
@@ -100,32 +96,36 @@ class FixedChoice:
                 best, key, number = (queues, batch), batch.key, batch.id
         return best
 
-    def _form_older(self, open_: Sequence[ModelQueues], next_: FormedBatch) -> None:
+    def _form_older(self, open_: Sequence[ModelQueues], next_: FormedBatch) -> bool:
         """A model that seldom fills a batch is not kept waiting by one that always does: who has waited since before
-        the next batch formed goes, as soon as its release would let it.
+        the next batch formed goes, as soon as its release would let it. True if one does.
         """
+        formed = False
         for queues in open_:
-            if queues.formed.first(self._aside) is None:
-                for queue in queues.bins:
-                    if len(queue) and queue.oldest_at_s < next_.formed_at_s:
-                        size = self._forming.size(queues, queue, self._now_s, self.idle(queues))
-                        if size:
-                            self._forming.push(queues, queue, size, self._now_s)
+            for queue in queues.bins if queues.formed.first(self._aside) is None else ():
+                if queue.requests and queue.oldest_at_s < next_.formed_at_s:
+                    size = self._forming.size(queues, queue, self._now_s, self.idle(queues))
+                    if size:
+                        self._forming.push(queues, queue, size, self._now_s)
+                        formed = True
+        return formed
 
-    def _form_most_urgent(self) -> bool:
+    def _form_most_urgent(self, open_: Sequence[ModelQueues]) -> bool:
         """An engine would idle: offer it the bin of greatest urgency. True if one let go."""
-        willing: list[tuple[tuple[float, float], int, ModelQueues, BinQueue, int]] = []
-        for queues in self._open():
+        best: tuple[float, float] | None = None
+        chosen: tuple[ModelQueues, BinQueue, int] | None = None
+        for queues in open_:
             idle = self.idle(queues) if queues.release.fills else None
             if idle is None:
                 continue
             for queue in queues.bins:
-                if size := self._forming.size(queues, queue, self._now_s, idle):
+                if queue.requests and (size := self._forming.size(queues, queue, self._now_s, idle)):
                     turn = (queues.release.urgency(queue, self._now_s), -queue.oldest_at_s)
-                    willing.append((turn, -len(willing), queues, queue, size))
-        if not willing:
+                    if best is None or turn > best:
+                        best, chosen = turn, (queues, queue, size)
+        if chosen is None:
             return False
-        self._forming.push(*max(willing, key=lambda entry: entry[:2])[2:], self._now_s)
+        self._forming.push(*chosen, self._now_s)
         self._aside.clear()  # where more wait, a place to look ahead may be theirs
         return True
 
@@ -142,10 +142,14 @@ class FixedChoice:
             others = [batch for batch in queues.formed.returned if batch not in self._aside]
             if queues.formed.fresh() or not all(self.waits_for_another_engine(queues, batch) for batch in others):
                 return None
-        free = self._pool.free_for(queues.model, self._blocked)
-        if any(engine.running and (queues.release.plans or engine.room > 0) for engine in free):
-            return False
-        return True if any(engine.room > 0 for engine in free) else None
+        idle = None
+        for engine in self._pool.free_for(queues.model, self._blocked):
+            has_room = engine.room > 0
+            if engine.running and (has_room or queues.release.plans):
+                return False
+            if has_room:
+                idle = True
+        return idle
 
     def waits_for_another_engine(self, queues: ModelQueues, batch: FormedBatch) -> bool:
         """Only the engine that has just failed it has room, and another works."""

@@ -25,7 +25,7 @@ class DeadlineQueue(BinQueue):
     """
 
     def append(self, queued: QueuedRequest) -> None:
-        self._requests[queued.request.id] = queued
+        self.requests[queued.request.id] = queued
         self.changes += 1
         self._note_deadline(queued)
 
@@ -39,7 +39,7 @@ class DeadlineQueue(BinQueue):
         if ids:
             self.changes += 1
             del self._row[start : start + len(ids)]
-        return [self._requests.pop(request_id) for request_id in ids]
+        return [self.requests.pop(request_id) for request_id in ids]
 
     # ---- what can be in time ----
 
@@ -53,7 +53,7 @@ class DeadlineQueue(BinQueue):
 
     def at(self, place: int) -> QueuedRequest:
         """By deadline."""
-        return self._requests[self._row[place][1]]
+        return self.requests[self._row[place][1]]
 
     def deadline_at(self, place: int) -> float:
         return self._row[place][0]
@@ -62,7 +62,7 @@ class DeadlineQueue(BinQueue):
         """Of those without a deadline the one that came first; None: all have one."""
         if not self._row or self._row[-1][0] < math.inf:
             return None
-        return self._requests[self._row[self.first_at(math.inf)][1]]
+        return self.requests[self._row[self.first_at(math.inf)][1]]
 
 
 class FormedRow(DeadlineQueue):
@@ -70,8 +70,8 @@ class FormedRow(DeadlineQueue):
 
     def __init__(self, batch: FormedBatch) -> None:
         super().__init__(batch.bin)
-        self._requests.update(enumerate(batch.requests.values()))
-        self._row = sorted([(queued.deadline_s, place) for place, queued in self._requests.items()])
+        self.requests.update(enumerate(batch.requests.values()))
+        self._row = sorted([(queued.deadline_s, place) for place, queued in self.requests.items()])
 
 
 def largest(most: int, is_feasible: Callable[[int], bool]) -> int:

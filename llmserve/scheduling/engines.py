@@ -37,23 +37,21 @@ IMBALANCE = 0.25  # share of its slots by which an engine may be busier than ano
 class Worker:
     """A GPU and the engines that share it. Barrier engines of one worker run one batch at a time between them.
 
+    running   requests on these
     group     that it runs requests of
     next      the group that it joins when these have ended; None: it stays
     reserved  a batch that the one which runs was told to make room for, and its engine
     """
 
-    __slots__ = ("engines", "group", "name", "next", "reserved")
+    __slots__ = ("engines", "group", "name", "next", "reserved", "running")
 
     def __init__(self, name: str, group: str) -> None:
         self.name = name
         self.group = group
         self.next: str | None = None
         self.engines: list[EngineState] = []
+        self.running = 0
         self.reserved: tuple[EngineState, FormedBatch] | None = None
-
-    @property
-    def busy(self) -> bool:
-        return any(engine.running for engine in self.engines)
 
 
 class Pace:
@@ -109,9 +107,10 @@ class EngineState:
     @property
     def room(self) -> int:
         """Slots without a request; of a barrier engine all or none. Negative by what waits there to look ahead."""
-        if self.info.barrier:
-            return 0 if self.worker.busy else self.info.slots
-        return self.info.slots - len(self.running)
+        info = self.info
+        if info.barrier:
+            return 0 if self.worker.running else info.slots
+        return info.slots - len(self.running)
 
     @property
     def room_at_once(self) -> int:
@@ -126,7 +125,7 @@ class EngineState:
         if not self.ready or worker.next is not None or worker.reserved is not None or not self.circuit.takes(now_s):
             return False
         if info.barrier:
-            return info.slots > 0 and not worker.busy
+            return info.slots > 0 and not worker.running
         return len(self.running) < info.slots + info.look_ahead
 
     @property
@@ -175,6 +174,7 @@ class EngineState:
                 queued, name, batch.id, batch.formed_at_s, now_s, concurrency
             )
             self.total_tokens += queued.total_tokens
+        self.worker.running += len(requests)
         if self.circuit.open_until_s is not None:
             self.circuit.started(requests[0].request.id)
 
@@ -185,20 +185,16 @@ class EngineState:
             run.stopping = True
         return tuple([run.queued.request.id for run in stopped])
 
-    def let_go(self, run: Run) -> None:
-        queued = run.queued
-        del self.running[queued.request.id]
-        queued.run = None
-        self.total_tokens -= queued.total_tokens
-        self._refused = None
-        if self.circuit.trial is not None:
-            self.circuit.let_go(queued.request.id)
-
-    def let_all_go(self) -> list[Run]:
-        runs = list(self.running.values())
+    def let_go(self, runs: Collection[Run]) -> None:
         for run in runs:
-            self.let_go(run)
-        return runs
+            queued = run.queued
+            del self.running[queued.request.id]
+            queued.run = None
+            self.total_tokens -= queued.total_tokens
+            if self.circuit.trial is not None:
+                self.circuit.let_go(queued.request.id)
+        self.worker.running -= len(runs)
+        self._refused = None
 
     # ---- how fast it is ----
 
@@ -241,8 +237,10 @@ class PrefixMemory:
 
     def served(self, prefixes: tuple[int, ...], engine: str) -> None:
         for prefix in prefixes:
-            others = [name for name in self._engines.pop(prefix, ()) if name != engine]
-            self._engines[prefix] = (engine, *others[: PREFIX_ENGINES_MAX - 1])
+            known = self._engines.pop(prefix, ())
+            if not known or known[0] != engine:
+                known = (engine, *[name for name in known if name != engine][: PREFIX_ENGINES_MAX - 1])
+            self._engines[prefix] = known
         while len(self._engines) > self._prefixes_max:
             self._engines.popitem(last=False)
 

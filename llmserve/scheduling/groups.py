@@ -16,7 +16,7 @@ all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.batch_times import Timetable
@@ -58,19 +58,6 @@ class Groups:
 
     def _note_only(self) -> None:
         self.only = next(iter(self)) if len(self.by_name) == 1 else None
-
-    def due(self, now_s: float) -> dict[str, Group]:
-        """Those that are to be looked at now whatever has happened, by name; one that has no neighbours always is."""
-        if self.only is not None:
-            if self.only.pool.paused:
-                self.only.pool.end_pauses(now_s)
-            return self.by_name
-        found = {}
-        for group in self.by_name.values():
-            over = group.pool.paused and group.pool.end_pauses(now_s)
-            if over or (group.wake_at_s is not None and group.wake_at_s <= now_s):
-                found[group.name] = group
-        return found
 
     # ---- requests ----
 
@@ -153,7 +140,7 @@ class Groups:
         for engine in worker.engines:
             before.pool.leave(engine)
         worker.next = None if group.name == worker.group else group.name
-        if not worker.busy:
+        if not worker.running:
             worker.group, worker.next = group.name, None
         for engine in worker.engines:
             group.pool.join(engine, now_s)
@@ -206,9 +193,13 @@ class RequestBook:
         self.now_s = 0.0
         self.actions: list[Action] = []
 
-    def begin(self, now_s: float, actions: list[Action], touched: dict[str, Group]) -> None:
-        """A step, its time, and what is said in it."""
-        self.now_s, self.actions, self.touched = now_s, actions, touched
+    def begin(self, now_s: float, actions: list[Action]) -> None:
+        """A step, its time, and what is said in it. Groups whose time has come are looked at whatever happens."""
+        self.now_s, self.actions, self.touched = now_s, actions, {}
+        for group in self._groups.by_name.values():
+            over = group.pool.paused and group.pool.end_pauses(now_s)
+            if over or (group.wake_at_s is not None and group.wake_at_s <= now_s):
+                self.touch(group)
 
     def _late_at_s(self, queued: QueuedRequest, now_s: float) -> float | None:
         """Where the order does not go by what batches take, late is whose deadline has passed."""
@@ -233,25 +224,28 @@ class RequestBook:
 
     def enter(self, queued: QueuedRequest, queues: ModelQueues) -> None:
         """It has come, or come over from another group, and waits in these queues."""
-        group = self.touched[queues.group] = self._groups.by_name[queues.group]
+        group = self._groups.by_name[queues.group]
         group.enter(queues)
         if queued.request.deadline_s is not None:
             self.deadlines.watch(queued, self.now_s)
         if self._preempts:
             group.grown[queues.model] = queues
 
-    def end(self, queued: QueuedRequest) -> None:
-        self.forget(queued)
-        self.group_of(queued).rate.observe(self.now_s)
+    def end(self, runs: Sequence[Run]) -> None:
+        """Of one batch, so of one group and model."""
+        group = self.forget([run.queued for run in runs])
+        group.rate.observe(self.now_s, len(runs))
 
-    def forget(self, queued: QueuedRequest) -> None:
-        del self.by_id[queued.request.id]
-        group = self._groups.by_name[queued.group]
-        group.leave(group.queues[queued.request.model])
+    def forget(self, requests: Sequence[QueuedRequest]) -> Group:
+        """Of one group and model. Returns the group."""
+        for queued in requests:
+            del self.by_id[queued.request.id]
+        group = self._groups.by_name[requests[0].group]
+        group.leave(group.queues[requests[0].request.model], len(requests))
+        return group
 
     def fail(self, queued: QueuedRequest, reason: FailReason) -> None:
-        self.forget(queued)
-        self.say_failed(queued.request.id, reason, self.group_of(queued))
+        self.say_failed(queued.request.id, reason, self.forget([queued]))
 
     def say_failed(self, request_id: int, reason: FailReason, group: Group) -> None:
         retry_after_s = None if reason == "deadline_exceeded" else group.rate.drain_time_s(group.tally.waiting)
@@ -266,18 +260,21 @@ class RequestBook:
             self.queues_of(queued).leave(queued)
             self.fail(queued, "deadline_exceeded")
 
-    def see_answer(self, queued: QueuedRequest, output_tokens: float, ran_s: float) -> None:
-        if output_tokens <= 0:
-            return
-        queues = self.queues_of(queued)
-        if queues.see_answer(queued, output_tokens, ran_s):
-            r = queues.trust.rank_correlation
-            self.actions.append(ReportTrust(queues.trust.trusted, None if math.isnan(r) else r, queues.model))
-            self.sort_into_queues(queues)
+    def see_answers(self, runs: Sequence[Run], output_tokens: Mapping[int, float]) -> None:
+        """Of one batch. output_tokens : by request id; 0 where they are not known."""
+        queues, ran_s = self.queues_of(runs[0].queued), self.now_s - runs[0].started_at_s
+        for run in runs:
+            tokens = output_tokens.get(run.queued.request.id, 0.0)
+            if tokens > 0 and queues.see_answer(run.queued, tokens, ran_s):
+                r = queues.trust.rank_correlation
+                self.actions.append(ReportTrust(queues.trust.trusted, None if math.isnan(r) else r, queues.model))
+                self.sort_into_queues(queues)
 
-    def see_pace(self, engine: EngineState, model: str, together: int, output_tokens: float, ran_s: float) -> None:
+    def see_pace(self, engine: EngineState, run: Run, together: int, output_tokens: float) -> None:
+        """together : requests that it ran beside, itself among them.  output_tokens : of the longest of them."""
+        model = run.queued.request.model
         was_proven = self.now_s < engine.proven_until_s(model)
-        changed = engine.took(model, together, output_tokens, ran_s, self.now_s)
+        changed = engine.took(model, together, output_tokens, self.now_s - run.started_at_s, self.now_s)
         if changed or not was_proven:
             self.look_again()
         queues = self._groups.group_of(engine).queues.get(model)
@@ -352,6 +349,7 @@ class RequestBook:
             queues = self._groups.group_for(queued.request).queues_of(queued.request.model, self.now_s)
             queue = queues.take_back(queued)
             self.enter(queued, queues)
+            self.touch(self.group_of(queued))
             self._forming.form_early(queues, queue, self.now_s)
             changed[queues.group, queues.model] = queues
         for queues in changed.values():
@@ -407,9 +405,11 @@ class EngineBook:
         group = self._close(state)
         group.pool.forget_prefixes(state)
         again: dict[int, list[Run]] = {}  # by batch, so that a barrier engine gets it back as one
-        for run in state.let_all_go():
+        runs = list(state.running.values())
+        state.let_go(runs)
+        for run in runs:
             if run.queued.cancelled:
-                self._book.forget(run.queued)
+                self._book.forget([run.queued])
             elif run.queued.request.id in answered:
                 self._book.fail(run.queued, "engine_lost")
             else:

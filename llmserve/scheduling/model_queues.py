@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 
@@ -12,7 +13,7 @@ from llmserve.request import Batch, Request
 from llmserve.scheduling.engines import EnginePool, EngineState, Worker
 from llmserve.scheduling.lengths import SeenLengths, Tokens, tokens_of
 from llmserve.scheduling.planner import Planner
-from llmserve.scheduling.queues import BinQueue, FormedBatch, FormedQueue, QueuedRequest
+from llmserve.scheduling.queues import BLOCK_TOKENS, BinQueue, FormedBatch, FormedQueue, QueuedRequest
 from llmserve.scheduling.rates import CompletionRate, ServiceTime
 from llmserve.scheduling.release import Planned, Release
 from llmserve.scheduling.trust import Trust
@@ -116,14 +117,25 @@ class ModelQueues:
 
     def admit(self, request: Request, now_s: float) -> tuple[QueuedRequest, BinQueue]:
         """A request that has come now waits in its bin from now on."""
-        score = self._score_of(request)
-        queue = self.bins[self._queue_for(self._bin_of(score), now_s)]
+        by_risk, trusted = self._by_risk and request.quantiles, self.trust.trusted
+        score = risk(request.quantiles, self._batch_size) if by_risk else request.predicted_tokens
+        bin_index = 0
+        if score is not None:
+            self.edges.observe(score)
+            bin_index = self.edges.bin_of(score)
+        if self.planner is not None:
+            self.planner.arrived(bin_index, now_s)
+            bin_index = self._merged(bin_index)
+        queue = self.bins[bin_index if trusted else 0]  # while predictions are not trusted, all wait together
         service = self.service
-        expected = request.expected_tokens if self.trust.trusted else None
-        tokens = service.tokens_mean if expected is None else expected
-        seconds = service.seconds_per_token
-        mean_s = service.tokens_mean * seconds
-        queued = QueuedRequest(request, queue.index, now_s, score, tokens, tokens * seconds, mean_s, self.group)
+        seconds, mean = service.seconds_per_token, service.tokens_mean
+        expected = request.expected_tokens if trusted else None
+        if expected is None:
+            expected = mean
+        total = math.ceil(request.prompt_tokens + request.choices * (expected + BLOCK_TOKENS))
+        queued = QueuedRequest(
+            request, queue.index, now_s, score, expected, expected * seconds, mean * seconds, total, self.group
+        )
         queued.sort_length = self._sort_length(queued)
         queue.append(queued)
         self._count(1)
@@ -144,29 +156,11 @@ class ModelQueues:
         self.formed.push_returned(batch)
         self._count(len(batch.requests))
 
-    def _score_of(self, request: Request) -> float | None:
-        """What its bin goes by, tokens."""
-        if self._by_risk and request.quantiles:
-            return risk(request.quantiles, self._batch_size)
-        return request.predicted_tokens
-
     def _sort_length(self, queued: QueuedRequest) -> float:
         """What its neighbours in a window go by, tokens; of all the same while predictions are not trusted."""
         if not self.trust.trusted:
             return 0.0
         return queued.expected_tokens if queued.score is None else queued.score
-
-    def _bin_of(self, score: float | None) -> int:
-        if score is None:
-            return 0
-        self.edges.observe(score)
-        return self.edges.bin_of(score)
-
-    def _queue_for(self, bin_index: int, now_s: float) -> int:
-        """Where a request that arrives in a bin waits; while predictions are not trusted, all wait together."""
-        if self.planner is not None:
-            self.planner.arrived(bin_index, now_s)
-        return self._merged(bin_index) if self.trust.trusted else 0
 
     def _merged(self, bin_index: int) -> int:
         """The queue in which a bin's requests wait. A plan made while predictions were not trusted has one."""
@@ -335,9 +329,9 @@ class Group:
         queues.present += 1
         self.present += 1
 
-    def leave(self, queues: ModelQueues) -> None:
-        queues.present -= 1
-        self.present -= 1
+    def leave(self, queues: ModelQueues, requests: int = 1) -> None:
+        queues.present -= requests
+        self.present -= requests
 
     def forget(self, models: Iterable[str]) -> None:
         """Models that no engine lists any more, and of which no request is here."""
@@ -349,6 +343,11 @@ class Group:
         kept = self.queues
         self.planned = [queues for queues in self.planned if queues.model in kept]
         self.timed = [queues for queues in self.timed if queues.model in kept]
+
+    @property
+    def heeds_arrivals(self) -> bool:
+        """Whether one more request that waits may change more than its queue; else all engines are busy."""
+        return bool(self.pool.free or self.pool.paused or self.timed or self.grown or self.without_engine)
 
     def hopeless(self, now_s: float, wait_s: float) -> Iterator[ModelQueues]:
         """Those that have waited so long for an engine that works."""
@@ -401,7 +400,7 @@ class Forming:
 
     def size(self, queues: ModelQueues, queue: BinQueue, now_s: float, idle: bool | None) -> int:
         """Requests that a bin lets go now; see Release.size."""
-        if not len(queue):
+        if not queue.requests:
             return 0
         if self.draining and (self._early_drain or idle is not None):
             return min(len(queue), self.batch_size)

@@ -23,7 +23,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     score            what its bin goes by, tokens; None without a prediction
     expected_tokens  of a choice, as known at its arrival
     service_s        on an engine, and that of the mean answer, as known at its arrival
-    total_tokens     what an engine's memory holds of it at its end; whole, so that sums of them come back to zero
+    total_tokens      what an engine's memory holds of it at its end; whole, so that sums of them come back to zero
 
     group, bin, sort_length  kept by its model's queues: where it waits or last did, and by what it finds its like
     formed            kept by the formed queue: the batch that it waits in
@@ -38,17 +38,13 @@ class QueuedRequest(msgspec.Struct, eq=False):
     expected_tokens: float = 0.0
     service_s: float = 0.0
     service_mean_s: float = 1.0
+    total_tokens: int = 0
     group: str = ""
     sort_length: float = 0.0
     formed: FormedBatch | None = None
     run: Run | None = None
     retries: int = 0
     cancelled: bool = False
-    total_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        request = self.request
-        self.total_tokens = math.ceil(request.prompt_tokens + request.choices * (self.expected_tokens + BLOCK_TOKENS))
 
     @property
     def deadline_s(self) -> float:
@@ -81,26 +77,26 @@ class BinQueue:
     """The requests of one bin, first come first. Every operation costs O(1) however many wait; where requests have
     deadlines a change costs O(log n) comparisons and moves at most n list entries.
 
-    changes: how often one has come, or some have gone.
+    requests: by id, first come first.  changes: how often one has come, or some have gone.
     """
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.changes = 0
         # An OrderedDict, not a dict: taking from the front of a plain dict walks over its deleted entries.
-        self._requests: OrderedDict[int, QueuedRequest] = OrderedDict()
+        self.requests: OrderedDict[int, QueuedRequest] = OrderedDict()
         self._row: list[tuple[float, int]] = []  # (deadline, request id) of those that have one, ascending
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self.requests)
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        return iter(self._requests.values())
+        return iter(self.requests.values())
 
     @property
     def oldest_at_s(self) -> float:
         """Arrival of the one that has waited longest. The queue must not be empty."""
-        return next(iter(self._requests.values())).arrived_at_s
+        return next(iter(self.requests.values())).arrived_at_s
 
     @property
     def earliest_deadline_s(self) -> float:
@@ -108,7 +104,7 @@ class BinQueue:
         return self._row[0][0] if self._row else math.inf
 
     def append(self, queued: QueuedRequest) -> None:
-        self._requests[queued.request.id] = queued
+        self.requests[queued.request.id] = queued
         self.changes += 1
         if queued.request.deadline_s is not None:
             self._note_deadline(queued)
@@ -119,24 +115,24 @@ class BinQueue:
         before = list(takewhile(lambda other: (other.arrived_at_s, other.request.id) < turn, self))
         self.append(queued)
         for each in (queued, *reversed(before)):
-            self._requests.move_to_end(each.request.id, last=False)
+            self.requests.move_to_end(each.request.id, last=False)
 
     def remove(self, queued: QueuedRequest) -> None:
-        del self._requests[queued.request.id]
+        del self.requests[queued.request.id]
         self.changes += 1
         self._forget_deadline(queued)
 
     def take_all(self) -> list[QueuedRequest]:
         """First come first."""
         self.changes += 1
-        taken = list(self._requests.values())
-        self._requests.clear()
+        taken = list(self.requests.values())
+        self.requests.clear()
         self._row.clear()
         return taken
 
     def take(self, count: int) -> list[QueuedRequest]:
         self.changes += 1
-        taken = [self._requests.popitem(last=False)[1] for _ in range(count)]
+        taken = [self.requests.popitem(last=False)[1] for _ in range(count)]
         if self._row:
             for queued in taken:
                 self._forget_deadline(queued)
@@ -184,7 +180,7 @@ class WindowQueue(BinQueue):
                 heapq.heappush(self._beyond, entry)
                 return
             last = self._by_turn.pop()
-            self._leave_row(self._requests[last[1]])
+            self._leave_row(self.requests[last[1]])
             heapq.heappush(self._beyond, last)
         self._enter(entry, queued)
 
@@ -196,8 +192,8 @@ class WindowQueue(BinQueue):
             del self._by_turn[place]
             self._leave_row(queued)
             self._fill()
-        elif len(self._beyond) > 2 * len(self._requests) + ENTRIES_SPARE:
-            self._beyond = [entry for entry in self._beyond if entry[1] in self._requests]
+        elif len(self._beyond) > 2 * len(self.requests) + ENTRIES_SPARE:
+            self._beyond = [entry for entry in self._beyond if entry[1] in self.requests]
             heapq.heapify(self._beyond)
 
     def take(self, count: int) -> list[QueuedRequest]:
@@ -214,10 +210,10 @@ class WindowQueue(BinQueue):
         return super().take_all()
 
     def _take_row(self, count: int) -> list[QueuedRequest]:
-        first = self._requests[self._by_turn[0][1]]
+        first = self.requests[self._by_turn[0][1]]
         row = self._by_length
         start = _least_waste(row, bisect_left(row, (first.sort_length, first.request.id)), count)
-        taken = [self._requests.pop(request_id) for _, request_id in row[start : start + count]]
+        taken = [self.requests.pop(request_id) for _, request_id in row[start : start + count]]
         del row[start : start + count]
         for queued in taken:
             self._forget_deadline(queued)
@@ -235,7 +231,7 @@ class WindowQueue(BinQueue):
         """Let those beyond the window in, while there is room."""
         while self._beyond and len(self._by_turn) < self.window:
             entry = heapq.heappop(self._beyond)
-            queued = self._requests.get(entry[1])
+            queued = self.requests.get(entry[1])
             if queued is not None:
                 self._enter(entry, queued)
 

@@ -85,8 +85,8 @@ class CompletionRate:
     def __init__(self, memory: int = 64) -> None:
         self._times_s: deque[float] = deque(maxlen=memory)
 
-    def observe(self, now_s: float) -> None:
-        self._times_s.append(now_s)
+    def observe(self, now_s: float, completions: int) -> None:
+        self._times_s.extend([now_s] * completions)
 
     def idle(self) -> None:
         """Nothing is left to complete: the time until the next arrival says nothing about speed."""

@@ -141,7 +141,7 @@ class Scheduler:
         self._now_s = now_s
         actions = self._actions = self._dispatch.actions = []
         rates = self._rates.look(now_s) if self._rates is not None else None
-        self._book.begin(now_s, actions, self.groups.due(now_s))
+        self._book.begin(now_s, actions)
         self._handlers[type(event)](event)
         self._settle()
         if rates is not None:
@@ -191,6 +191,8 @@ class Scheduler:
         self.requests[request.id] = queued
         self._book.enter(queued, queues)
         self._dispatch.forming.form_early(queues, queue, self._now_s)
+        if group.heeds_arrivals:
+            self._book.touch(group)
 
     def _refusal(self, request: Request, group: Group, queues: ModelQueues | None) -> FailReason | None:
         if self._dispatch.forming.draining:
@@ -213,7 +215,7 @@ class Scheduler:
             self._actions.append(AbortRequest(queued.run.engine, event.request_id))
         else:
             self._book.queues_of(queued).leave(queued)
-            self._book.forget(queued)
+            self._book.forget([queued])
 
     def _on_answer_began(self, event: AnswerBegan) -> None:
         queued = self.requests.get(event.request_id)
@@ -237,8 +239,7 @@ class Scheduler:
             circuit.success((event.request_id,))
         if circuit.open_until_s != before_s:
             self._engines.say_circuit(engine)
-        ran_s = self._now_s - run.started_at_s
-        engine.let_go(run)
+        engine.let_go([run])
         self.groups.group_of(engine).pool.look_at(engine, self._now_s)
         if event.fault and event.retryable and not queued.cancelled:
             self._book.run_again([run], "engine_failed", avoid=event.engine)
@@ -246,14 +247,14 @@ class Scheduler:
         elif event.outcome == "cancelled" and run.stopping and not queued.cancelled:
             self._book.wait_again(queued)
         else:
-            self._book.end(queued)
+            self._book.end([run])
             if event.outcome == "completed":
-                self._book.see_answer(queued, event.output_tokens, ran_s)
+                self._book.see_answers([run], {event.request_id: event.output_tokens})
                 if engine.info.speeds:
                     beside = run.concurrency
                     if not engine.info.barrier:  # it began beside so many, and ends beside others
                         beside = (beside + len(engine.running) + 2) // 2
-                    self._book.see_pace(engine, queued.request.model, beside, event.output_tokens, ran_s)
+                    self._book.see_pace(engine, run, beside, event.output_tokens)
         self._freed(engine)
 
     def _on_batch_ended(self, event: BatchEnded) -> None:
@@ -267,15 +268,13 @@ class Scheduler:
                 self._engines.say_circuit(engine)
         else:
             engine.circuit.success(())
-        for run in ended:
-            engine.let_go(run)
-            self._book.end(run.queued)
-            tokens = event.output_tokens.get(run.queued.request.id, 0)
-            self._book.see_answer(run.queued, tokens, self._now_s - run.started_at_s)
-        if ended and engine.info.speeds:
-            ran_s = self._now_s - ended[0].started_at_s
-            longest = max(event.output_tokens.values(), default=0.0)
-            self._book.see_pace(engine, ended[0].queued.request.model, len(event.output_tokens), longest, ran_s)
+        if ended:
+            engine.let_go(ended)
+            self._book.end(ended)
+            self._book.see_answers(ended, event.output_tokens)
+            if engine.info.speeds:
+                longest = max(event.output_tokens.values(), default=0.0)
+                self._book.see_pace(engine, ended[0], len(event.output_tokens), longest)
         self.groups.group_of(engine).pool.look_at(engine, self._now_s)
         self._freed(engine)
 
@@ -283,7 +282,7 @@ class Scheduler:
         """Something has left the engine: whoever room was made for begins, or the worker joins its next group."""
         worker = engine.worker
         self._book.touch(self.groups.group_of(engine))
-        if worker.reserved is not None and not worker.busy:
+        if worker.reserved is not None and not worker.running:
             waiting = list(worker.reserved[1].requests.values())
             group = self.groups.by_name[waiting[0].group] if waiting else self.groups.group_of(engine)
             self._book.fail_late()
@@ -291,7 +290,7 @@ class Scheduler:
             for queued in [queued for queued in waiting if queued.run is None]:
                 self._book.deadlines.watch(queued, self._now_s)  # more is known than when it came
             self._book.place_again(waiting)
-        if worker.next is not None and not worker.busy:
+        if worker.next is not None and not worker.running:
             self._engines.changed([self.groups.join(worker, self._now_s)])
 
     # ---- engines ----------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def _check_workers(groups: Groups) -> None:
     for name, worker in workers.items():
         belongs = worker.next or worker.group
         assert belongs == groups.layout.group_of_worker(name), f"{name} is in {belongs}"
-        assert worker.next is None or worker.busy, f"{name} could join {belongs}"
+        assert worker.next is None or worker.running, f"{name} could join {belongs}"
         for engine in worker.engines:
             pools = [group.name for group in groups if engine.info.name in group.pool.engines]
             assert pools == [belongs], f"{engine.info.name} is in the pools of {pools}"
@@ -71,7 +71,7 @@ def _check_nothing_waits_in_vain(scheduler: Scheduler, group: Group) -> None:
 
 def _check_formed(choice: FixedChoice, group: Group, scheduler: Scheduler) -> None:
     """By turn, over all models: what is dispatched next by one is blocked by what comes before it of another."""
-    while first := choice._first_formed(choice._open()):
+    while first := choice._first(choice._open()):
         queues, batch = first
         engine = choice.engine_for(queues, batch, choice._blocked)
         assert engine is None, f"batch {batch.id} waits while an engine is free"
@@ -136,4 +136,4 @@ def _check_engine(engine: EngineState) -> None:
     trial = engine.circuit.trial
     assert trial is None or trial in engine.running, f"{name} waits for a trial that it does not run"
     if engine.worker.reserved is not None:
-        assert engine.worker.busy, f"{name} is kept free for a batch that could run"
+        assert engine.worker.running, f"{name} is kept free for a batch that could run"

@@ -5,7 +5,7 @@ The look inside (worlds/invariants.py) is switched off, so that what is caught i
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import pytest
 from worlds.run import Violation, judge
@@ -151,7 +151,7 @@ def room_is_made_although_nobody_wants_that(patch: Patch) -> None:
 
 def an_engine_is_not_kept_for_whom_it_was_emptied_for(patch: Patch) -> None:
     patch.setattr(EngineState, "takes", lambda self, now_s: self.ready and self.circuit.takes(now_s) and self.room > 0)
-    patch.setattr(Worker, "busy", property(lambda self: False))
+    patch.setattr(Worker, "running", property(lambda self: 0, lambda self, requests: None))
 
 
 def who_room_was_made_for_never_gets_it(patch: Patch) -> None:
@@ -243,8 +243,8 @@ def stale_news_is_believed(patch: Patch) -> None:
 def memory_stays_on_account(patch: Patch) -> None:
     let_go = EngineState.let_go
 
-    def keep(self: EngineState, run: Run) -> None:
-        let_go(self, run)
+    def keep(self: EngineState, runs: Collection[Run]) -> None:
+        let_go(self, runs)
         self.total_tokens += len(self.running) == 1
 
     patch.setattr(EngineState, "let_go", keep)
@@ -325,11 +325,10 @@ def what_waits_for_memory_is_overtaken_by_other_models(patch: Patch) -> None:
 
 
 def the_model_of_which_most_waits_goes_first(patch: Patch) -> None:
-    def first(self: FixedChoice) -> tuple[ModelQueues, FormedBatch | None] | None:
-        open_ = self._open()
+    def first(self: FixedChoice, open_: Sequence[ModelQueues]) -> tuple[ModelQueues, FormedBatch | None] | None:
         with_some = [queues for queues in open_ if queues.formed.first(self._aside) is not None]
         if not with_some:
-            return (open_[0], None) if open_ else None
+            return None
         most = max(with_some, key=lambda queues: queues.waiting)
         return most, most.formed.first(self._aside)
 
