@@ -14,8 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
+from bins.profile import StepTimes
+from llmserve.request import EngineInfo
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.lengths import Tokens
 from llmserve.scheduling.queues import QueuedRequest
@@ -33,6 +36,9 @@ class BatchTimes:
     expected: tuple[float, ...]
     least: tuple[float, ...]
 
+    def at(self, pace: float) -> BatchTimes:
+        return BatchTimes(tuple([pace * s for s in self.expected]), tuple([pace * s for s in self.least]))
+
 
 class Timetable:
     """Batch times of every engine, model and bin; made again when lengths, speeds or paces change."""
@@ -41,7 +47,8 @@ class Timetable:
         self._batch_size = batch_size
         # By group and model: what a request takes alone, on each engine, and until when that holds.
         self._alone: dict[tuple[str, str], tuple[float, set[tuple[float, float]]]] = {}
-        self._times: dict[tuple[str, str, int], tuple[Tokens, float, object, BatchTimes]] = {}
+        # By engine, model and bin: of which answers, which engine and at which pace; at pace 1, and at that pace.
+        self._times: dict[tuple[str, str, int], tuple[Tokens, EngineInfo, float, BatchTimes, BatchTimes]] = {}
 
     def late_at_s(self, queued: QueuedRequest, engines: Sequence[EngineState], least: float, now_s: float) -> float:
         """From when on a request with a deadline cannot be in time any more, as far as is known now: even alone and at
@@ -84,27 +91,31 @@ class Timetable:
         pace = _rounded(engine.pace(model))
         key = (engine.info.name, model, bin_index)
         known = self._times.get(key)
-        if known is not None and known[0] is tokens and known[1] == pace and known[2] is engine.info:
-            return known[3]
-        times = self._make(engine, model, tokens, pace)
-        self._times[key] = tokens, pace, engine.info, times
+        if known is not None and known[0] is tokens and known[1] is engine.info:
+            if known[2] == pace:
+                return known[4]
+            told = known[3]
+        else:
+            told = _told(engine.speed(model), engine.info.slots, engine.info.barrier, tokens, self._batch_size)
+        times = told if pace == 1.0 else told.at(pace)
+        self._times[key] = tokens, engine.info, pace, told, times
         return times
 
-    def _make(self, engine: EngineState, model: str, tokens: Tokens, pace: float) -> BatchTimes:
-        speed = engine.speed(model)
-        if speed is None or not speed.step_s:
-            nothing = (0.0,) * self._batch_size
-            return BatchTimes(nothing, nothing)
-        slots = min(engine.info.slots, len(speed.step_s))
-        together = [min(size, slots) for size in range(1, self._batch_size + 1)]
-        least = [pace * speed.batch_s(tokens.least, size) for size in together]
-        if engine.info.barrier:
-            expected = [
-                pace * speed.batch_s(longest, size) for longest, size in zip(tokens.longest, together, strict=True)
-            ]
-        else:  # each ends for itself, in a step that all slots share
-            expected = [pace * speed.batch_s(tokens.longest[0], slots)] * self._batch_size
-        return BatchTimes(_rising(expected), _rising(least))
+
+@lru_cache(maxsize=1024)  # engines of a kind are told the same
+def _told(speed: StepTimes | None, slots: int, barrier: bool, tokens: Tokens, batch_size: int) -> BatchTimes:
+    """At pace 1."""
+    if speed is None or not speed.step_s:
+        nothing = (0.0,) * batch_size
+        return BatchTimes(nothing, nothing)
+    slots = min(slots, len(speed.step_s))
+    together = [min(size, slots) for size in range(1, batch_size + 1)]
+    least = [speed.batch_s(tokens.least, size) for size in together]
+    if barrier:
+        expected = [speed.batch_s(longest, size) for longest, size in zip(tokens.longest, together, strict=True)]
+    else:  # each ends for itself, in a step that all slots share
+        expected = [speed.batch_s(tokens.longest[0], slots)] * batch_size
+    return BatchTimes(_rising(expected), _rising(least))
 
 
 def _alone(engine: EngineState, model: str) -> tuple[float, float]:

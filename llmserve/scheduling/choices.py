@@ -18,6 +18,7 @@ from llmserve.scheduling.queues import BinQueue, FormedBatch, Run
 
 Start = tuple[EngineState, ModelQueues, FormedBatch, int]
 """The first so many requests of a formed batch shall start on this engine."""
+First = tuple[ModelQueues, FormedBatch]
 
 
 # ---- orders with a fixed key ---------------------------------------------------------------------------------------
@@ -36,16 +37,16 @@ class FixedChoice:
         self._pool = group.pool
         self._forming = forming
         self._now_s = now_s
-        self._blocked: set[str] = set()  # engines that a batch waits for room on
-        self._aside: set[FormedBatch] = set()  # those that wait for another engine
+        self._blocked: frozenset[str] = frozenset()  # engines that a batch waits for room on
+        self._aside: frozenset[FormedBatch] = frozenset()  # those that wait for another engine
         self._looks_s: dict[str, float] = {}  # by model: when its first batch may fit an engine's memory
 
     def starts(self) -> Iterator[Start]:
         """One after the other; each must have been started before the next is asked for."""
-        while open_ := self._open():
-            first = self._first(open_)
-            if first is not None and len(open_) > 1 and self._form_older(open_, first[1]):
-                first = self._first(open_)
+        while self._pool.free and (open_ := self._open()):
+            first, unformed = self._first(open_)
+            if first is not None and unformed and self._form_older(unformed, first[1]):
+                first, _ = self._first(open_)
             if first is None:
                 if not self._form_most_urgent(open_):
                     return
@@ -54,13 +55,13 @@ class FixedChoice:
             if (engine := self.engine_for(queues, batch, self._blocked)) is not None:
                 yield engine, queues, batch, max(1, engine.room_at_once)
             elif self.waits_for_another_engine(queues, batch):
-                self._aside.add(batch)
+                self._aside |= {batch}
             else:
                 self._block(queues.model)
 
     @property
     def look_again_at_s(self) -> float | None:
-        return min(self._looks_s.values(), default=None)
+        return min(self._looks_s.values()) if self._looks_s else None
 
     def _block(self, model: str) -> None:
         free = self._pool.free_for(model)
@@ -86,23 +87,25 @@ class FixedChoice:
                 return list(waiting)
         return [queues for queues in waiting if any(queues.model in engine.models for engine in engines)]
 
-    def _first(self, open_: Sequence[ModelQueues]) -> tuple[ModelQueues, FormedBatch] | None:
-        """The formed batch that is next, and of whose; None: there is none."""
-        best: tuple[ModelQueues, FormedBatch] | None = None
-        key, number = math.inf, 0
+    def _first(self, open_: Sequence[ModelQueues]) -> tuple[First | None, Sequence[ModelQueues]]:
+        """Whose formed batch is next, and which, None if there is none; and those that have none."""
+        best: First | None = None
+        key, number, unformed = math.inf, 0, []
         for queues in open_:
             batch = queues.formed.first(self._aside)
-            if batch is not None and (best is None or batch.key < key or (batch.key == key and batch.id < number)):
+            if batch is None:
+                unformed.append(queues)
+            elif best is None or batch.key < key or (batch.key == key and batch.id < number):
                 best, key, number = (queues, batch), batch.key, batch.id
-        return best
+        return best, unformed
 
-    def _form_older(self, open_: Sequence[ModelQueues], next_: FormedBatch) -> bool:
+    def _form_older(self, unformed: Sequence[ModelQueues], next_: FormedBatch) -> bool:
         """A model that seldom fills a batch is not kept waiting by one that always does: who has waited since before
         the next batch formed goes, as soon as its release would let it. True if one does.
         """
         formed = False
-        for queues in open_:
-            for queue in queues.bins if queues.formed.first(self._aside) is None else ():
+        for queues in unformed:
+            for queue in queues.bins:
                 if queue.requests and queue.oldest_at_s < next_.formed_at_s:
                     size = self._forming.size(queues, queue, self._now_s, self.idle(queues))
                     if size:
@@ -126,7 +129,7 @@ class FixedChoice:
         if chosen is None:
             return False
         self._forming.push(*chosen, self._now_s)
-        self._aside.clear()  # where more wait, a place to look ahead may be theirs
+        self._aside = frozenset()  # where more wait, a place to look ahead may be theirs
         return True
 
     # ---- which engine ----
@@ -181,7 +184,7 @@ class FixedChoice:
 
     def idle_after(self, queues: ModelQueues) -> bool | None:
         """`idle`, when all that can start has been started."""
-        self._aside.clear()
+        self._aside = frozenset()
         return self.idle(queues)
 
 
@@ -241,17 +244,14 @@ class MomentChoice:
         free = [engine for engine in self._pool.free_for(queues.model) if engine.room > 0]
         return not any(engine.running for engine in free) if free else None
 
-    # ---- what is next ----
-
     def _best(self, engines: Sequence[EngineState]) -> Start | None:
         """None: there is nothing for these engines."""
         for engine in engines:
             if (returned := self._returned(engine)) is not None:
                 return returned
         # Answers differ in length: what would be late on average may be in time, and there is nothing better.
-        found = (
-            self._overdue(engines) or self._pick(engines) or self._pick(engines, by_least=True) or self._trial(engines)
-        )
+        found = self._overdue(engines) or self._pick(engines) or self._pick(engines, by_least=True)
+        found = found or self._trial(engines)
         return self.started(found) if found is not None else None
 
     def started(self, candidate: Candidate) -> Start | None:
@@ -274,10 +274,11 @@ class MomentChoice:
 
     def take_back(self, batch: FormedBatch) -> None:
         """Its requests wait in their bins again."""
-        queues = self._group.queues[batch.model]
-        for queued in list(batch.requests.values()):
+        queues, requests = self._group.queues[batch.model], list(batch.requests.values())
+        for queued in requests:
             queues.leave(queued)
-            self._forming.form_early(queues, queues.take_back(queued), self._now_s)
+        for queue in queues.take_back(requests):
+            self._forming.form_early(queues, queue, self._now_s)
 
     def _returned(self, engine: EngineState) -> Start | None:
         """Of a batch that came back, all that can be in time together, at least if their answers are short."""
@@ -291,11 +292,10 @@ class MomentChoice:
                     candidate = self._formed(engine, queues, batch, engine.room_at_once, by_least=by_least)
                     candidate.count = candidate.largest(self._now_s)
                     if candidate.count:
+                        self.take(candidate)
+                        if engine.fits(batch.first, self._now_s, queues.service.seconds_per_token):
+                            return engine, queues, batch, candidate.count
                         break
-                if candidate.count:
-                    self.take(candidate)
-                    if engine.fits(batch.first, self._now_s, queues.service.seconds_per_token):
-                        return engine, queues, batch, candidate.count
         return None
 
     def _overdue(self, engines: Sequence[EngineState]) -> Candidate | None:
@@ -314,7 +314,7 @@ class MomentChoice:
                         best = turn, candidate
         if best is None:
             return None
-        found = best[1]
+        _, found = best
         found.place = found.queue.first_at(math.inf)
         found.count = min(found.most, len(found.queue) - found.place)
         return found
@@ -337,7 +337,7 @@ class MomentChoice:
                 if engine.speed(model) is None or self._now_s < engine.proven_until_s(model):
                     continue
                 candidate.batch_s, candidate.most = (0.0,), 1  # as if it took no time
-                if self._order.compose(candidate, self._now_s) and self._order.key(candidate, self._now_s) is not None:
+                if self._key(candidate) is not None:
                     candidate.queue, candidate.shorter = queue, ()
                     candidate.count, candidate.place = 1, len(queue) - 1
                     return candidate
@@ -373,7 +373,7 @@ class MomentChoice:
         room : requests that it has or would have room for.  running : that run on it, and would make room.  at_least :
         requests that a batch could hold, with those that run.
         """
-        order, now_s, most = self._order, self._now_s, min(self._forming.batch_size, room)
+        order, most = self._order, min(self._forming.batch_size, room)
         for queues in waiting:
             runs = running.runs if running is not None and running.runs[0].queued.request.model == queues.model else ()
             count = queues.waiting + len(runs)
@@ -386,10 +386,14 @@ class MomentChoice:
                     continue
                 if best is not None and order.least_key(min(candidate.waiting, candidate.most)) > best[0]:
                     continue
-                key = order.key(candidate, now_s) if order.compose(candidate, now_s) else None
+                key = self._key(candidate)
                 if key is not None and (best is None or key < best[0]):
                     best = key, candidate
         return best
+
+    def _key(self, candidate: Candidate) -> Key | None:
+        """The order's, once it has composed the candidate; None: it shall not run now."""
+        return self._order.key(candidate, self._now_s) if self._order.compose(candidate, self._now_s) else None
 
     def _candidates(
         self, engine: EngineState, queues: ModelQueues, most: int, runs: Sequence[Run], *, by_least: bool
@@ -398,7 +402,7 @@ class MomentChoice:
         shorter: tuple[DeadlineQueue, ...] = ()
         waiting, waits = 0, queues.release.waits
         for queue in queues.bins:
-            if not len(queue):
+            if not queue.requests:
                 continue
             assert isinstance(queue, DeadlineQueue)
             waiting += len(queue)
@@ -421,21 +425,16 @@ class MomentChoice:
         """The best batch of one bin, or of what was formed, on an engine that is free."""
         if not queues.waiting or not engine.serves(queues.model):
             return None
-        best: tuple[Key, Candidate] | None = None
         most = min(self._forming.batch_size, engine.room)
-        for candidate in self._candidates(engine, queues, most, (), by_least=False):
-            if candidate.batch is not None or candidate.queue is queues.bins[bin_index]:
-                key = self._order.key(candidate, self._now_s) if self._order.compose(candidate, self._now_s) else None
-                if key is not None and (best is None or key < best[0]):
-                    best = key, candidate
-        return self.started(best[1]) if best is not None else None
+        candidates = list(self._candidates(engine, queues, most, (), by_least=False))
+        own = [each for each in candidates if each.batch is not None or each.queue is queues.bins[bin_index]]
+        keyed = [(key, place) for place, each in enumerate(own) if (key := self._key(each)) is not None]
+        return self.started(own[min(keyed)[1]]) if keyed else None
 
     def reserve(self, candidate: Candidate) -> FormedBatch:
         """What it is composed of waits from now on as a batch whose engine is known."""
         batch, size = self.take(candidate)
-        if candidate.batch is None:
-            return batch
-        return self._group.queues[candidate.model].formed.split(batch, size)
+        return self._group.queues[batch.model].formed.split(batch, size) if candidate.batch is not None else batch
 
     def _formed(
         self, engine: EngineState, queues: ModelQueues, batch: FormedBatch, most: int, *, by_least: bool

@@ -50,7 +50,8 @@ class Dispatch:
             if choice is not None:
                 for engine, queues, batch, size in choice.starts():
                     self._start(group, engine, queues, batch, size, now_s)
-                dues_s.append(choice.look_again_at_s)
+                if choice.look_again_at_s is not None:
+                    dues_s.append(choice.look_again_at_s)
             if group.grown:
                 self._make_room(group, now_s)
             if group.timed:

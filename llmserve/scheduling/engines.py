@@ -237,10 +237,8 @@ class PrefixMemory:
 
     def served(self, prefixes: tuple[int, ...], engine: str) -> None:
         for prefix in prefixes:
-            known = self._engines.pop(prefix, ())
-            if not known or known[0] != engine:
-                known = (engine, *[name for name in known if name != engine][: PREFIX_ENGINES_MAX - 1])
-            self._engines[prefix] = known
+            others = [name for name in self._engines.pop(prefix, ()) if name != engine]
+            self._engines[prefix] = (engine, *others[: PREFIX_ENGINES_MAX - 1])
         while len(self._engines) > self._prefixes_max:
             self._engines.popitem(last=False)
 

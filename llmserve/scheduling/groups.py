@@ -27,7 +27,7 @@ from llmserve.scheduling.layout import Layout
 from llmserve.scheduling.messages import Action, FailReason, FailRequest, ReportCircuit, ReportTrust, ServingGroup
 from llmserve.scheduling.model_queues import SERVES, Forming, Group, ModelQueues
 from llmserve.scheduling.orders import MomentOrder, Order
-from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run
+from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run, turn_of_arrival
 
 
 class Groups:
@@ -314,7 +314,8 @@ class RequestBook:
         if late_at_s is not None and late_at_s <= self.now_s:
             self.fail(queued, "deadline_exceeded")
             return
-        self._forming.form_early(queues, queues.take_back(queued), self.now_s)
+        for queue in queues.take_back([queued]):
+            self._forming.form_early(queues, queue, self.now_s)
         self.touch(self.group_of(queued))
         self.deadlines.watch(queued, self.now_s)
         self.place_again([queued])
@@ -345,12 +346,13 @@ class RequestBook:
             self.touch(self.group_of(queued))
             self.queues_of(queued).leave(queued)
             self.group_of(queued).leave(self.queues_of(queued))
-        for queued in sorted(moving, key=lambda queued: (queued.arrived_at_s, queued.request.id)):
+        for queued in sorted(moving, key=turn_of_arrival):
             queues = self._groups.group_for(queued.request).queues_of(queued.request.model, self.now_s)
-            queue = queues.take_back(queued)
+            bins = queues.take_back([queued])
             self.enter(queued, queues)
             self.touch(self.group_of(queued))
-            self._forming.form_early(queues, queue, self.now_s)
+            for queue in bins:
+                self._forming.form_early(queues, queue, self.now_s)
             changed[queues.group, queues.model] = queues
         for queues in changed.values():
             self.sort_into_queues(queues)  # they may have come before those that wait here

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import count
 
 from bins.dispatch import DispatchPlan, Observed
@@ -13,7 +13,7 @@ from llmserve.request import Batch, Request
 from llmserve.scheduling.engines import EnginePool, EngineState, Worker
 from llmserve.scheduling.lengths import SeenLengths, Tokens, tokens_of
 from llmserve.scheduling.planner import Planner
-from llmserve.scheduling.queues import BLOCK_TOKENS, BinQueue, FormedBatch, FormedQueue, QueuedRequest
+from llmserve.scheduling.queues import BLOCK_TOKENS, BinQueue, FormedBatch, FormedQueue, QueuedRequest, turn_of_arrival
 from llmserve.scheduling.rates import CompletionRate, ServiceTime
 from llmserve.scheduling.release import Planned, Release
 from llmserve.scheduling.trust import Trust
@@ -141,14 +141,18 @@ class ModelQueues:
         self._count(1)
         return queued, queue
 
-    def take_back(self, queued: QueuedRequest) -> BinQueue:
-        """A request that ran, or waited elsewhere, waits in its bin again, as long as it has waited already."""
-        queued.group = self.group
-        queued.bin = self._index_of(queued)
-        queued.sort_length = self._sort_length(queued)
-        self.bins[queued.bin].put_back(queued)
-        self._count(1)
-        return self.bins[queued.bin]
+    def take_back(self, requests: Collection[QueuedRequest]) -> list[BinQueue]:
+        """Requests that ran, or waited elsewhere, wait in these bins again, as long as they have waited already."""
+        by_bin: dict[int, list[QueuedRequest]] = {}
+        for queued in requests:
+            queued.group = self.group
+            queued.bin = self._index_of(queued)
+            queued.sort_length = self._sort_length(queued)
+            by_bin.setdefault(queued.bin, []).append(queued)
+        for index, members in by_bin.items():
+            self.bins[index].put_back(members)
+        self._count(len(requests))
+        return [self.bins[index] for index in by_bin]
 
     def take_back_batch(self, batch: FormedBatch, avoid: str) -> None:
         """What an engine let go of unserved waits as a formed batch again. avoid : the engine."""
@@ -199,7 +203,7 @@ class ModelQueues:
         """Who waits in a bin goes to where it would wait had it come now, first come first served."""
         waiting = sorted(
             [queued for queue in self.bins for queued in queue.take_all()],
-            key=lambda queued: (queued.arrived_at_s, queued.request.id),
+            key=turn_of_arrival,
         )
         for queued in waiting:
             queued.bin = self._index_of(queued)
@@ -218,15 +222,16 @@ class ModelQueues:
 
     def start(self, batch: FormedBatch, count: int) -> tuple[Batch, list[QueuedRequest]]:
         """The first `count` requests of a formed batch go to an engine."""
-        started, requests = self.formed.take(batch, count)
-        self._count(-len(requests))
-        return started, requests
+        taken = self.formed.take(batch, count)
+        self._count(-len(taken))
+        requests = tuple([queued.request for queued in taken])
+        return Batch(batch.id, batch.bin, requests, batch.formed_at_s, batch.size, self.model), taken
 
     def all_waiting(self) -> list[QueuedRequest]:
         """In order of arrival; without those for whom an engine is being emptied."""
         found = [queued for queue in self.bins for queued in queue]
         found += [queued for batch in self.formed.batches() for queued in batch.requests.values()]
-        return sorted(found, key=lambda queued: (queued.arrived_at_s, queued.request.id))
+        return sorted(found, key=turn_of_arrival)
 
     def see_answer(self, queued: QueuedRequest, output_tokens: float, ran_s: float) -> bool:
         """How long an answer became, and how long that took; True when it changed whether predictions are trusted."""

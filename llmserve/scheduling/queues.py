@@ -6,12 +6,12 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import takewhile
 
 import msgspec
 
-from llmserve.request import Batch, Request
+from llmserve.request import Request
 
 BLOCK_TOKENS = 16  # vLLM gives out the cache in blocks of so many tokens: each choice wastes up to one
 ENTRIES_SPARE = 64  # heap entries of requests that have left which may be kept before they are swept out
@@ -51,6 +51,10 @@ class QueuedRequest(msgspec.Struct, eq=False):
         """inf without one."""
         deadline_s = self.request.deadline_s
         return math.inf if deadline_s is None else deadline_s
+
+
+def turn_of_arrival(queued: QueuedRequest) -> tuple[float, int]:
+    return queued.arrived_at_s, queued.request.id
 
 
 class Run(msgspec.Struct, eq=False):
@@ -109,12 +113,13 @@ class BinQueue:
         if queued.request.deadline_s is not None:
             self._note_deadline(queued)
 
-    def put_back(self, queued: QueuedRequest) -> None:
-        """One that waited before is among the others again, in order of arrival. O(those that came before it)."""
-        turn = queued.arrived_at_s, queued.request.id
-        before = list(takewhile(lambda other: (other.arrived_at_s, other.request.id) < turn, self))
-        self.append(queued)
-        for each in (queued, *reversed(before)):
+    def put_back(self, requests: Sequence[QueuedRequest]) -> None:
+        """Some that waited before are among the others again, in order of arrival. O(those before the last of them)."""
+        last = max([turn_of_arrival(queued) for queued in requests])
+        before = list(takewhile(lambda other: turn_of_arrival(other) < last, self))
+        for queued in requests:
+            self.append(queued)
+        for each in sorted([*before, *requests], key=turn_of_arrival, reverse=True):
             self.requests.move_to_end(each.request.id, last=False)
 
     def remove(self, queued: QueuedRequest) -> None:
@@ -279,18 +284,6 @@ class FormedBatch:
         """These of its requests start before the others."""
         self.requests = {queued.request.id: queued for queued in (*chosen, *self.requests.values())}
 
-    def take(self, count: int) -> tuple[Batch, list[QueuedRequest]]:
-        """Remove the first `count` requests, as what an engine is told to start."""
-        if count >= len(self.requests):
-            taken = list(self.requests.values())
-            self.requests = {}
-        else:
-            taken = [self.requests.pop(request_id) for request_id in list(self.requests)[:count]]
-        for queued in taken:
-            queued.formed = None
-        requests = tuple([queued.request for queued in taken])
-        return Batch(self.id, self.bin, requests, self.formed_at_s, self.size, self.model), taken
-
 
 Turn = tuple[float, int]
 """A formed batch's place in the order: its key, and its number among equals."""
@@ -344,14 +337,11 @@ class FormedQueue:
 
     def fresh(self) -> FormedBatch | None:
         """The first that no engine has had; None when there is none."""
-        heap = self._heap
-        while heap and not heap[0][3].requests:
-            heapq.heappop(heap)
-        return heap[0][3] if heap else None
+        return self._heap[0][3] if self._heap else None
 
     def first(self, without: Container[FormedBatch] = ()) -> FormedBatch | None:
         """The first of all but these, which came back; None when there is none."""
-        fresh = self.fresh()
+        fresh = self._heap[0][3] if self._heap else None
         if not self._returned:
             return fresh
         returned = next((batch for batch in self.returned if batch not in without), None)
@@ -361,8 +351,7 @@ class FormedQueue:
 
     def split(self, batch: FormedBatch, count: int) -> FormedBatch:
         """The first `count` requests of a batch are held as one of their own, of the same number."""
-        _, requests = self.take(batch, count)
-        part = FormedBatch(batch.id, batch.bin, batch.formed_at_s, requests, batch.model)
+        part = FormedBatch(batch.id, batch.bin, batch.formed_at_s, self.take(batch, count), batch.model)
         part.size = batch.size
         self.hold(part)
         return part
@@ -381,8 +370,24 @@ class FormedQueue:
         del queued.formed.requests[queued.request.id]
         queued.formed = None
         self._requests -= 1
+        self._drop_empty()
 
-    def take(self, batch: FormedBatch, count: int) -> tuple[Batch, list[QueuedRequest]]:
-        started, requests = batch.take(count)
-        self._requests -= len(requests)
-        return started, requests
+    def take(self, batch: FormedBatch, count: int) -> list[QueuedRequest]:
+        """The first `count` requests of a batch leave it."""
+        requests = batch.requests
+        if count >= len(requests):
+            taken = list(requests.values())
+            batch.requests = {}
+        else:
+            taken = [requests.pop(request_id) for request_id in list(requests)[:count]]
+        for queued in taken:
+            queued.formed = None
+        self._requests -= len(taken)
+        self._drop_empty()
+        return taken
+
+    def _drop_empty(self) -> None:
+        """The first of the heap holds a request."""
+        heap = self._heap
+        while heap and not heap[0][3].requests:
+            heapq.heappop(heap)

@@ -226,11 +226,12 @@ class Scheduler:
 
     def _on_request_ended(self, event: RequestEnded) -> None:
         engine = self.engines.get(event.engine)
-        run = engine.running.get(event.request_id) if engine is not None else None
-        if engine is None or run is None:
-            if engine is not None:
-                self._book.touch(self.groups.group_of(engine))
-            return  # stale: the engine was lost with it, and the request lives elsewhere or has ended
+        if engine is None:
+            return
+        group, run = self.groups.group_of(engine), engine.running.get(event.request_id)
+        self._book.touch(group)
+        if run is None:  # stale: the engine was lost with it, and the request lives elsewhere or has ended
+            return
         queued, circuit, before_s = run.queued, engine.circuit, engine.circuit.open_until_s
         if event.fault:
             if queued.retries == 0:
@@ -239,17 +240,17 @@ class Scheduler:
             circuit.success((event.request_id,))
         if circuit.open_until_s != before_s:
             self._engines.say_circuit(engine)
-        engine.let_go([run])
-        self.groups.group_of(engine).pool.look_at(engine, self._now_s)
+        engine.let_go((run,))
+        group.pool.look_at(engine, self._now_s)
         if event.fault and event.retryable and not queued.cancelled:
             self._book.run_again([run], "engine_failed", avoid=event.engine)
             self._book.place_again([queued])
         elif event.outcome == "cancelled" and run.stopping and not queued.cancelled:
             self._book.wait_again(queued)
         else:
-            self._book.end([run])
+            self._book.end((run,))
             if event.outcome == "completed":
-                self._book.see_answers([run], {event.request_id: event.output_tokens})
+                self._book.see_answers((run,), {event.request_id: event.output_tokens})
                 if engine.info.speeds:
                     beside = run.concurrency
                     if not engine.info.barrier:  # it began beside so many, and ends beside others

@@ -71,12 +71,12 @@ def _check_nothing_waits_in_vain(scheduler: Scheduler, group: Group) -> None:
 
 def _check_formed(choice: FixedChoice, group: Group, scheduler: Scheduler) -> None:
     """By turn, over all models: what is dispatched next by one is blocked by what comes before it of another."""
-    while first := choice._first(choice._open()):
+    while first := choice._first(choice._open())[0]:
         queues, batch = first
         engine = choice.engine_for(queues, batch, choice._blocked)
         assert engine is None, f"batch {batch.id} waits while an engine is free"
         if choice.waits_for_another_engine(queues, batch):
-            choice._aside.add(batch)
+            choice._aside |= {batch}
         else:  # it waits for room, and all others for it
             choice._block(queues.model)
     for queues in choice._open():

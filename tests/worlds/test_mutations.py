@@ -325,12 +325,14 @@ def what_waits_for_memory_is_overtaken_by_other_models(patch: Patch) -> None:
 
 
 def the_model_of_which_most_waits_goes_first(patch: Patch) -> None:
-    def first(self: FixedChoice, open_: Sequence[ModelQueues]) -> tuple[ModelQueues, FormedBatch | None] | None:
+    def first(
+        self: FixedChoice, open_: Sequence[ModelQueues]
+    ) -> tuple[tuple[ModelQueues, FormedBatch | None] | None, Sequence[ModelQueues]]:
         with_some = [queues for queues in open_ if queues.formed.first(self._aside) is not None]
         if not with_some:
-            return None
+            return None, open_
         most = max(with_some, key=lambda queues: queues.waiting)
-        return most, most.formed.first(self._aside)
+        return (most, most.formed.first(self._aside)), ()
 
     patch.setattr(FixedChoice, "_first", first)
 
