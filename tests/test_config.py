@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from llmserve.config import Config, EngineConfig, add_flags, load_config
+from llmserve.config import add_flags
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError
+from llmserve.settings import Config, EngineConfig, load_config
 
 
 def test_nothing_given_is_the_default() -> None:
