@@ -9,7 +9,9 @@ texts stand with the fields. This module imports nothing of the server.
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import re
 import shlex
 import tomllib
 import typing
@@ -41,18 +43,41 @@ def add_flags(
     title: str,
     *,
     skip: Collection[str] = (),
+    common: Collection[str] | None = None,
     **defaults: Any,
 ) -> None:
     """A group of flags, one per field but those to skip; absent flags leave no trace.
 
-    defaults: what the help shows instead.
+    common: those that `--help` shows, by the first sentence of their description; HelpAll shows all, whole. None: no
+    flag is hidden.  defaults: what the help shows instead.
     """
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(struct, include_extras=True)
     for field in msgspec.structs.fields(struct):
         default = defaults.get(field.name, field.default)
         if field.name not in skip and _extra(hints[field.name]).get("flag", True):
-            group.add_argument(flag_of(field.name), dest=field.name, **_flag(hints[field.name], default))
+            action = group.add_argument(flag_of(field.name), dest=field.name, **_flag(hints[field.name], default))
+            if common is not None:
+                whole = action.help or ""
+                action.whole_help = whole  # type: ignore[attr-defined]
+                action.help = _first_sentence(whole) if field.name in common else argparse.SUPPRESS
+
+
+class HelpAll(argparse.Action):
+    """Shows every flag with its whole description, and ends the program."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        for action in parser._actions:
+            action.help = getattr(action, "whole_help", action.help)
+        parser.print_help()
+        parser.exit()
+
+
+def _first_sentence(text: str) -> str:
+    """With the default that stands at the end of the text."""
+    first, separator, rest = text.partition(". ")
+    default = re.search(r" \(default[^()]*\)$", rest)
+    return first + (default[0] if separator and default else "")
 
 
 def flag_of(field: str) -> str:
@@ -183,3 +208,27 @@ def _file_values(known: Sections, file: str) -> list[tuple[str, str, Any]]:
                 raise ConfigError(f"{file}: unknown key {name!r} in [{section}]{nearest(name, fields)}")
             values.append((section, name, value))
     return values
+
+
+# ---- showing ------------------------------------------------------------------------------------------------------
+
+SECRETS = ("engine_api_key",)
+
+
+def shown(config: msgspec.Struct, origin: Mapping[str, str]) -> str:
+    """Every setting, its value and where it came from, as a TOML file.
+
+    config : a tree of sections.  origin : of the settings that were given, by name; of all others: a default.
+    """
+    lines = []
+    for section in config.__struct_fields__:
+        lines += ["", f"[{section}]"]
+        for name in (settings := getattr(config, section)).__struct_fields__:
+            value = getattr(settings, name)
+            line = f"# {name} =" if value is None else f"{name} = {_toml('...' if name in SECRETS else value)}"
+            lines.append(f"{line:<47} # {origin.get(name, 'default')}")
+    return "\n".join(lines[1:])
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,9 +1,14 @@
 """Run the front-end.
 
-Without --engine it starts the embedded engine (a small local model; no GPU, no download) and serves that. With
---engine vllm --model FOLDER_OR_HUB_ID it starts vLLM, one server for each GPU; what follows `--` are vLLM's arguments.
-Every flag is also an environment variable (--batch-size: LLMSERVE_BATCH_SIZE) and a key of the TOML file
-named by --config; flags win over the environment, the environment over the file.
+    llmserve serve                                             no GPU: a small model on the CPU, which comes along
+    llmserve serve --engine http://127.0.0.1:8001              in front of vLLM, or any OpenAI-compatible server
+    llmserve serve --engine vllm --model MODEL -- --dtype auto starts vLLM, one server for each GPU
+    llmserve serve --engine URL --engine URL --api-key-file F  two engines, for those who have a key
+    llmserve serve --engine URL --order edf --slo-ms 30000     answers are wanted within 30 s
+    llmserve serve --config llmserve.toml                      all settings in a file
+
+Each setting is a flag (--batch-size), an environment variable (LLMSERVE_BATCH_SIZE) and a key of the TOML file
+([scheduling] batch_size): flags win over variables, variables over the file. These are the common ones.
 """
 
 from __future__ import annotations
@@ -24,11 +29,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmserve import config as configuration
-from llmserve.by_model import PREFIX, by_model
 from llmserve.deadline_settings import Deadlines
 from llmserve.errors import ConfigError
-from llmserve.settings import TITLES, Config, load_config
-from llmserve.spelling import nearest
+from llmserve.settings import COMMON, TITLES, Config
 
 if TYPE_CHECKING:
     from llmserve.cluster.live import LiveCluster
@@ -37,16 +40,21 @@ log = logging.getLogger("llmserve")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE", help="TOML file, e.g. llmserve.toml ([scheduling] batch_size = 8)")
+    parser.add_argument("--help-all", action=configuration.HelpAll, nargs=0, help="show every setting, and end")
+    parser.add_argument("--config", metavar="FILE", help="TOML file, e.g. llmserve.toml")
+    parser.add_argument("--show-config", action="store_true", help="print all settings, and where each came from")
     for section, struct in configuration.sections(Config).items():
-        configuration.add_flags(parser, struct, TITLES[section])
+        configuration.add_flags(parser, struct, TITLES[section], common=COMMON)
 
 
 def main(args: argparse.Namespace) -> int:
     names = {name for struct in configuration.sections(Config).values() for name in struct.__struct_fields__}
     flags = {name: value for name, value in vars(args).items() if name in names}
     file = args.config or os.environ.get(f"{configuration.ENVIRONMENT_PREFIX}CONFIG")
-    config = load_config(flags, os.environ, file)
+    config, origin = configuration.load(Config, flags, os.environ, file)
+    if args.show_config:
+        print(config.shown(origin))
+        return 0
     logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
     for noisy in ("asyncio", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
@@ -115,7 +123,7 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
     from llmserve.api.listening import accepting, base_url, check_host, listening_socket
     from llmserve.energy_meters import energy_meters
     from llmserve.metrics import Metrics
-    from llmserve.start import checked, start_cluster
+    from llmserve.start import checked, start_cluster, warn_of_unserved
 
     keys = read_keys(Path(config.server.api_key_file)) if config.server.api_key_file else {}
     admin_keys = read_keys(Path(config.server.admin_key_file)) if config.server.admin_key_file else {}
@@ -142,7 +150,7 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
         app = create_app(cluster, metrics, doorkeeper, config.limits, admin=admin)
         await stack.enter_async_context(accepting(app, listener))
         cluster.start()
-        saying = asyncio.create_task(_say_unserved(config, cluster))
+        saying = asyncio.create_task(warn_of_unserved(config, cluster))
         stack.callback(saying.cancel)
         yield cluster, base_url(listener)
 
@@ -166,22 +174,6 @@ async def _until_an_engine_is_ready(cluster: LiveCluster) -> None:
         looks += 1
         if looks == 60:
             log.warning("no engine answers yet: %s", ", ".join(cluster.engines_ready))
-
-
-async def _say_unserved(config: Config, cluster: LiveCluster) -> None:
-    """Warn of settings for models that no engine serves, once all engines have told what they do serve."""
-    if config.engines.group is not None:  # the others are its neighbours' models
-        return
-    while not all(cluster.engines_ready.values()):  # noqa: ASYNC110 (nothing tells of it)
-        await asyncio.sleep(0.2)
-    slos_ms = [text for text in config.limits.slo_ms if text.startswith(PREFIX)]
-    for setting, texts in (
-        ("profile", config.dispatch.profile),
-        ("predictor", config.prediction.predictor),
-        ("slo_ms", slos_ms),
-    ):
-        for model in sorted(set(by_model(setting, texts)) - {""} - set(cluster.models)):
-            log.warning("%s: no engine serves a model %s%s", setting, model, nearest(model, cluster.models))
 
 
 def _say_where(cluster: LiveCluster, url: str, *, with_key: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from llmserve.config import load
+from llmserve.config import load, shown
 from llmserve.deadline_settings import Deadlines
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError
@@ -24,10 +24,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free one")] = 8000
     api_key_file: Annotated[
-        str | None, Meta(description="file of `name: key` lines; without it no key is asked for")
+        str | None, Meta(description="file of `name: key` lines. Without it no key is asked for")
     ] = None
     admin_key_file: Annotated[
-        str | None, Meta(description="file with the key of POST /admin/...; without it there is no /admin")
+        str | None, Meta(description="file with the key of /admin. Without it there is no /admin")
     ] = None
     anonymous: Annotated[bool, Meta(description="listen beyond loopback although no key is asked for")] = False
     drain_s: Annotated[float, Meta(ge=0, description="how long a stop waits for running requests")] = 30.0
@@ -42,8 +42,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         Meta(
             description="URL of an OpenAI-compatible server, `vllm` (started here, one for each GPU) or `embedded` (a "
-            "small model on the CPU); repeat for several (default: embedded). Engines with the same WORKER before "
-            "their URLs share a GPU: with --barrier they run one batch at a time between them",
+            "small model on the CPU); repeat for several. Engines with the same WORKER before their URLs share a GPU: "
+            "with --barrier they run one batch at a time between them (default: embedded)",
             extra={"metavar": "[WORKER=]URL"},
         ),
     ] = ()
@@ -85,9 +85,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     plan: Annotated[
         str | None,
         Meta(
-            description="file of `llmserve plan`: groups of workers, a scheduler each, and which models and streams "
-            "they serve; the rest is the fallback group's. A group's `workers` names them (WORKER, or an engine's "
-            "HOST:PORT); else it gets as many as its `gpus` of those that serve its models"
+            description="file of `llmserve plan`: groups of workers, and which models and streams they serve. The "
+            "rest is the fallback group's. A group's `workers` names them (WORKER, or an engine's HOST:PORT); else it "
+            "gets as many as its `gpus` of those that serve its models"
         ),
     ] = None
     plan_instance: Annotated[
@@ -169,9 +169,9 @@ class PredictorConfig(msgspec.Struct, frozen=True, kw_only=True):
     predictor: Annotated[
         tuple[str, ...],
         Meta(
-            description="folder of a trained length predictor, or `none` (default: the demo predictor with the demo "
-            "model, else none); with none, answers are predicted from earlier ones; with model:ID= before it, for this "
-            "model; repeat for several",
+            description="folder of a trained length predictor, or `none`: answers are predicted from earlier ones. "
+            "With model:ID= before it, for this model; repeat for several (default: the demo predictor with the demo "
+            "model, else none)",
             extra={"metavar": "[model:ID=]FOLDER"},
         ),
     ] = ()
@@ -185,8 +185,8 @@ class PredictorConfig(msgspec.Struct, frozen=True, kw_only=True):
     record: Annotated[
         str | None,
         Meta(
-            description="file to which prompts, parameters and answer lengths are appended, as JSON lines, to train "
-            "a predictor on; never an answer"
+            description="file to which prompts and answer lengths are appended, to train a predictor on. It has JSON "
+            "lines with the parameters of each request, and never an answer"
         ),
     ] = None
 
@@ -201,7 +201,7 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     slo_ms: Annotated[
         tuple[str, ...],
         Meta(
-            description="deadline of requests that bring none, milliseconds: `MS`, `model:ID=MS`, `stream:NAME=MS` or "
+            description="deadline of requests that bring none, milliseconds. `MS`, `model:ID=MS`, `stream:NAME=MS` or "
             "`key:NAME=MS`, the key's before the stream's before the model's before the plain one; repeat for several",
             extra={"metavar": "[model:ID=|stream:NAME=|key:NAME=]MS"},
         ),
@@ -241,6 +241,19 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     limits: ApiConfig = ApiConfig()
     live: LiveConfig = LiveConfig()
 
+    @property
+    def barrier(self) -> bool:
+        """Whether engines run batches to their end; mixed ones are taken for such."""
+        return self.engines.barrier or self.engines.has_embedded
+
+    def shown(self, origin: Mapping[str, str]) -> str:
+        """See config.shown; with the defaults that depend on the engines."""
+        scheduling = self.scheduling.resolved(self.barrier)
+        kind = "engines that run batches to their end" if self.barrier else "engines whose slots refill"
+        names = [name for name in scheduling.__struct_fields__ if getattr(self.scheduling, name) is None]
+        chosen = {name: f"default for {kind}" for name in names if getattr(scheduling, name) is not None}
+        return shown(msgspec.structs.replace(self, scheduling=scheduling), {**chosen, **origin})
+
 
 TITLES = {
     "server": "server",
@@ -252,6 +265,15 @@ TITLES = {
     "live": "timing",
 }
 """Of the sections, in the help."""
+COMMON = {
+    *("host", "port", "api_key_file", "admin_key_file", "anonymous", "journal", "log_level"),
+    *("engine", "model", "replicas", "slots", "barrier", "plan"),
+    *("release", "order", "batch_size", "bins", "queue_requests_max"),
+    *("profile", "energy_weight", "latency_target_s"),
+    *("predictor", "record"),
+    *("slo_ms", "concurrent_max", "requests_per_minute_max"),
+}
+"""Settings that `serve --help` shows."""
 
 
 def load_config(flags: Mapping[str, Any], environment: Mapping[str, str], file: str | None) -> Config:

@@ -13,7 +13,7 @@ import msgspec
 
 import predictor
 from llmserve import group_plan
-from llmserve.by_model import by_model
+from llmserve.by_model import PREFIX, by_model
 from llmserve.cluster.assignment import assign
 from llmserve.cluster.journal import Header, Journal
 from llmserve.cluster.live import LiveCluster
@@ -24,6 +24,7 @@ from llmserve.engines.engine import Engine
 from llmserve.engines.engine_process import EngineProcess
 from llmserve.errors import ConfigError
 from llmserve.settings import Config
+from llmserve.spelling import nearest
 from predictor.errors import PredictorError
 from predictor.forecaster import Forecaster, ForecasterByModel
 from predictor.online import OnlineLearner
@@ -39,12 +40,12 @@ def checked(config: Config) -> Config:
     """
     engines = config.engines
     engines.check()
-    scheduling = config.scheduling.resolved(barrier=all_barrier(config))
+    scheduling = config.scheduling.resolved(barrier=config.barrier)
     if engines.barrier and engines.slots is not None and engines.slots < scheduling.full_batch:
         raise ConfigError(f"slots: {engines.slots} of them cannot run a batch of {scheduling.full_batch} at once")
     try:
         scheduling.scheduler()
-        config.dispatch.solvers(scheduling, barrier=all_barrier(config))
+        config.dispatch.solvers(scheduling, barrier=config.barrier)
         config.dispatch.profiles()
         by_model("predictor", config.prediction.predictor)
     except ValueError as error:
@@ -61,11 +62,6 @@ def checked(config: Config) -> Config:
     for kind in kinds_of(config):
         kind.check()
     return config
-
-
-def all_barrier(config: Config) -> bool:
-    """Whether engines run batches to their end; mixed ones are taken for such."""
-    return config.engines.barrier or config.engines.has_embedded
 
 
 async def start_cluster(config: Config, stack: AsyncExitStack) -> tuple[LiveCluster, str | None]:
@@ -95,7 +91,7 @@ async def start_cluster(config: Config, stack: AsyncExitStack) -> tuple[LiveClus
         record=LengthRecord(Path(config.prediction.record)) if config.prediction.record else None,
         config=config.live,
         wanted=group_plan.wanted_models(config),
-        solvers=config.dispatch.solvers(config.scheduling, barrier=all_barrier(config)),
+        solvers=config.dispatch.solvers(config.scheduling, barrier=config.barrier),
         profiles=config.dispatch.profiles(),
     )
     stack.push_async_callback(cluster.close)
@@ -142,6 +138,22 @@ async def _start_processes(processes: list[EngineProcess], stack: AsyncExitStack
     async with _at_once() as group:
         for process in processes:
             group.create_task(process.start())
+
+
+async def warn_of_unserved(config: Config, cluster: LiveCluster) -> None:
+    """Warn of settings for models that no engine serves, once all engines have told what they do serve."""
+    if config.engines.group is not None:  # the others are its neighbours' models
+        return
+    while not all(cluster.engines_ready.values()):  # noqa: ASYNC110 (nothing tells of it)
+        await asyncio.sleep(0.2)
+    slos_ms = [text for text in config.limits.slo_ms if text.startswith(PREFIX)]
+    for setting, texts in (
+        ("profile", config.dispatch.profile),
+        ("predictor", config.prediction.predictor),
+        ("slo_ms", slos_ms),
+    ):
+        for model in sorted(set(by_model(setting, texts)) - {""} - set(cluster.models)):
+            log.warning("%s: no engine serves a model %s%s", setting, model, nearest(model, cluster.models))
 
 
 # ---- predictions ----------------------------------------------------------------------------------------------------
