@@ -114,12 +114,12 @@ async def _drain(cluster: LiveCluster, within_s: float, hurry: asyncio.Event) ->
 
 @contextlib.asynccontextmanager
 async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
-    """The whole server inside the block: engines, predictor, cluster and door. Yields the cluster and the base URL.
+    """The whole server inside the block: engines, predictor, cluster, endpoints. Yields the cluster and the base URL.
 
     Raises LLMServeError when it cannot start.
     """
     from llmserve.api.app import create_app
-    from llmserve.api.limits import Doorkeeper, read_keys
+    from llmserve.api.limits import KeyLimits, read_keys
     from llmserve.api.listening import accepting, base_url, check_host, listening_socket
     from llmserve.energy_meters import energy_meters
     from llmserve.metrics import Metrics
@@ -141,13 +141,13 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
             await energy_meters(config, cluster, profiles, gpus, stack),
             energy_known=all(profile.energy_known for profile in profiles.values()),
         )
-        doorkeeper = Doorkeeper(
+        key_limits = KeyLimits(
             keys,
             concurrent_max=config.limits.concurrent_max,
             requests_per_minute_max=config.limits.requests_per_minute_max,
         )
-        admin = Doorkeeper(admin_keys) if admin_keys else None
-        app = create_app(cluster, metrics, doorkeeper, config.limits, admin=admin)
+        admin = KeyLimits(admin_keys) if admin_keys else None
+        app = create_app(cluster, metrics, key_limits, config.limits, admin=admin)
         await stack.enter_async_context(accepting(app, listener))
         cluster.start()
         saying = asyncio.create_task(warn_of_unserved(config, cluster))

@@ -192,7 +192,7 @@ class PredictorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The door's limits."""
+    """Limits of requests and keys"""
 
     body_bytes_max: Annotated[int, Meta(ge=1, description="largest request body, bytes")] = 4 << 20
     prompt_chars_max: Annotated[int, Meta(ge=1, description="longest prompt, characters")] = 1_000_000

@@ -38,7 +38,7 @@ def read_keys(path: Path) -> dict[str, str]:
     return keys
 
 
-class Doorkeeper:
+class KeyLimits:
     """Checks keys in constant time and keeps each key's limits; 0 means no limit.
 
     concurrent_max           calls of one key in progress at once
@@ -60,7 +60,7 @@ class Doorkeeper:
         self._in_progress: dict[str, int] = {}
         self._buckets: dict[str, tuple[float, float]] = {}  # name -> (calls left, when)
 
-    def admit(self, authorization: str | None) -> str:
+    def authenticate(self, authorization: str | None) -> str:
         """The key's name ("" when no keys are asked for). Raises Unauthorized."""
         if not self._names:
             return ""
@@ -74,8 +74,8 @@ class Doorkeeper:
             raise Unauthorized("the API key is wrong")
         return found[0]
 
-    def enter(self, name: str) -> None:
-        """Count a call in; every `enter` that returns needs one `leave`. Raises RateLimited."""
+    def acquire(self, name: str) -> None:
+        """Count a call in; every `acquire` that returns needs one `release`. Raises RateLimited."""
         running = self._in_progress.get(name, 0)
         if self._concurrent_max and running >= self._concurrent_max:
             raise RateLimited(
@@ -87,7 +87,7 @@ class Doorkeeper:
             self._take(name)
         self._in_progress[name] = running + 1
 
-    def leave(self, name: str) -> None:
+    def release(self, name: str) -> None:
         left = self._in_progress[name] - 1
         if left:
             self._in_progress[name] = left

@@ -1,4 +1,4 @@
-"""What the desk needs of an engine. A seam three methods wide."""
+"""What the handle needs of an engine. A seam three methods wide."""
 
 from __future__ import annotations
 

@@ -117,9 +117,9 @@ def lists(kind: str, count: int) -> Health:
 
 def to_hear_of(fleet: Fleet, count: int) -> int:
     """Operations of a probe that finds so many models on the first engine, all others than before."""
-    for desk in fleet.desks.values():
-        fleet._found(desk, lists("old", count))
-    first, *_ = fleet.desks.values()
+    for handle in fleet.handles.values():
+        fleet._found(handle, lists("old", count))
+    first, *_ = fleet.handles.values()
     return operations(partial(fleet._found, first, lists("new", count)))
 
 

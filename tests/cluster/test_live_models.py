@@ -164,16 +164,16 @@ async def test_an_engine_that_lists_nothing_to_serve_gets_no_requests(start_fron
     app.router.add_route("*", "/v1/{path:.*}", answer)
     async with TestServer(app) as empty, FakeEngine(step_s=0, model="small") as other:
         front = await start_front(other, str(empty.make_url("")), wait=False)
-        desk = front.cluster.fleet.desks[empty.make_url("").authority]
-        await until(lambda: other.url.removeprefix("http://") in front.cluster.scheduler.engines and desk.up)
-        assert (desk.state, desk.ready) == ("without a model", False)
+        handle = front.cluster.fleet.handles[empty.make_url("").authority]
+        await until(lambda: other.url.removeprefix("http://") in front.cluster.scheduler.engines and handle.up)
+        assert (handle.state, handle.ready) == ("without a model", False)
         assert await statuses(front, "small", 5, max_tokens=2) == {200: 5}
         assert len(other.bodies) == 5
         models.append("large")
-        await until(lambda: desk.ready)
+        await until(lambda: handle.ready)
         assert (await ask(front, "large"))[0] == 200
         models.clear()
-        await until(lambda: not desk.ready)
+        await until(lambda: not handle.ready)
         assert (await ask(front, "large"))[0] == 404
 
 
@@ -387,7 +387,7 @@ async def test_a_preempted_request_is_started_again_and_ends_once(shared_gpu: tu
     assert journal.replay(front.cluster.journal.header, front.cluster.journal.steps) == list(
         front.cluster.journal.steps
     )
-    assert not front.cluster._exchanges
+    assert not front.cluster._in_flight
 
 
 async def test_a_stream_of_which_nobody_has_seen_a_byte_may_be_preempted_too(
@@ -472,7 +472,7 @@ async def test_a_client_that_leaves_after_its_preemption_costs_no_engine_any_mor
     await until(lambda: not front.cluster.scheduler.requests and engine.running == 0)
     assert events(front, RequestCancelled) == [RequestCancelled(1)]
     assert sum(json.loads(body)["model"] == "large" for body in engine.bodies) == 1
-    assert not front.cluster._exchanges
+    assert not front.cluster._in_flight
     assert not front.cluster._open
 
 

@@ -1,4 +1,4 @@
-"""A client's call on its way: what the door waits for and reads, and what the pump hands over."""
+"""A client's call on its way: what the HTTP entrance reads, and what the forwarding task hands over."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Head:
     body: bytes | None
 
 
-class Exchange:
-    """One client call on its way: the door awaits `head()`, then reads `chunks()`."""
+class InFlightCall:
+    """One client call on its way: the HTTP entrance awaits `head()`, then reads `chunks()`."""
 
     def __init__(self, call: Call, request_id: int, *, buffer_bytes_max: int, client_stall_s: float) -> None:
         self.call = call
@@ -46,10 +46,10 @@ class Exchange:
         self.receipt: Receipt | None = None
         self.forecast: Any = None  # the forecaster's own, told how it came true
         self.cut = False  # its answer ran into a limit
-        self.task: asyncio.Task[RequestEnded] | None = None  # the pump that serves it now
+        self.task: asyncio.Task[RequestEnded] | None = None  # the task that forwards its answer
         self.gone = False  # its client has left
         self.answered = False  # its client has been given bytes
-        self.stopping = False  # its pump was told to stop for others: it may be served again
+        self.stopping = False  # its task was told to stop for others: it may be served again
         self.put_off = 0  # times that this happened
         self.refused: Head | None = None  # an engine's own error answer, kept in case no retry does better
         self._head: asyncio.Future[Head] = asyncio.get_running_loop().create_future()
@@ -62,7 +62,7 @@ class Exchange:
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
 
-    # ---- the door's side ----
+    # ---- for the HTTP entrance ----
 
     async def head(self) -> Head:
         """Raises RequestError when the call failed before an answer began."""
@@ -91,7 +91,7 @@ class Exchange:
         self.gone = True
         _wake(self._writer)
 
-    # ---- the pump's side ----
+    # ---- for the forwarding task ----
 
     @property
     def complete(self) -> bool:
