@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("llmserve")
 
-SLOTS_GUESS = 256  # until the engine tells, when nobody has said
+SLOTS_FIRST = 8  # until looks at the engine tell, when nobody has said
 
 
 class EngineKind:
@@ -66,7 +66,7 @@ class EngineKind:
         """slots : None: not known yet."""
         if self.settings.barrier:
             return EngineInfo(name, self.config.scheduling.full_batch, True, worker=worker)
-        return EngineInfo(name, slots or SLOTS_GUESS, False, look_ahead=self.settings.look_ahead, worker=worker)
+        return EngineInfo(name, slots or SLOTS_FIRST, False, look_ahead=self.settings.look_ahead, worker=worker)
 
 
 class Embedded(EngineKind):

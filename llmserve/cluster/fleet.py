@@ -34,7 +34,7 @@ from llmserve.settings import LiveConfig
 
 log = logging.getLogger("llmserve")
 
-LOOK_EVERY_S = 0.25  # at an engine that has begun to fail
+LOOK_EVERY_S = 0.25  # at an engine that has begun to fail, or whose slots are all in use and may not be all
 NAMES_SHOWN = 20  # of an engine's models, in a line of the log
 
 
@@ -59,6 +59,7 @@ class EngineHandle:
         self.trouble = ""  # what its last failed probe said
         self.closed = False  # the scheduler has been told that it is closed, and neither ready nor lost since
         self.probes_failed = 0
+        self.slots_found = True  # those of `info` are all there are
         self.watcher: asyncio.Task[None] | None = None
         self.probe: asyncio.Task[bool] | None = None
         self.restart: asyncio.Task[None] | None = None
@@ -67,6 +68,10 @@ class EngineHandle:
     @property
     def name(self) -> str:
         return self.info.name
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.running) >= self.info.slots
 
     @property
     def ready(self) -> bool:
@@ -87,6 +92,8 @@ class EngineHandle:
     def add(self, in_flight: InFlightCall) -> None:
         self.running[in_flight.request.id] = in_flight
         self.empty.clear()
+        if not self.slots_found and len(self.running) == self.info.slots:
+            self.nudge.set()  # there may be more
 
     def remove(self, in_flight: InFlightCall) -> None:
         del self.running[in_flight.request.id]
@@ -200,7 +207,8 @@ class Fleet:
         """Probe it once; returns how long to wait before the next time, pause_s being how long it was."""
         config = self._config
         if await self._probe(handle):
-            return config.probe_every_s
+            soon = not handle.slots_found and handle.is_full
+            return min(LOOK_EVERY_S, config.probe_every_s) if soon else config.probe_every_s
         if handle.up or handle.closed:
             is_silent = handle.probes_failed >= config.probes_failed_max
             if is_silent or not (handle.up or handle.running):
@@ -236,6 +244,7 @@ class Fleet:
 
     def _found(self, handle: EngineHandle, health: Health) -> None:
         handle.probes_failed, handle.trouble = 0, ""
+        handle.slots_found = health.slots_found
         came_up, handle.up = not handle.up, True
         models = {model.id: model for model in health.models if self._wanted(model.id)}
         if came_up or models != handle.models:

@@ -332,10 +332,21 @@ async def test_slots_that_nobody_told_are_read_from_the_engine(start_front: Star
     async with FakeEngine(step_s=0.01, slots=3) as engine:
         front = await start_front(engine, slots=None)
         (handle,) = front.cluster.fleet.handles.values()
-        assert handle.info.slots == 256
+        assert handle.info.slots == 8
         requests = [asyncio.ensure_future(ask(front, stream=False, max_tokens=100)) for _ in range(30)]
         await until(lambda: handle.info.slots == 3)
         assert Counter(await asyncio.gather(*requests)) == {"done": 30}
+
+
+async def test_an_engine_of_many_slots_is_soon_given_as_much_as_it_takes(start_front: StartFront) -> None:
+    """It is looked at again as soon as its slots are all in use, however seldom it is looked at otherwise."""
+    async with FakeEngine(step_s=0.01, slots=40) as engine:
+        front = await start_front(engine, slots=None, live=LiveConfig(probe_every_s=60.0))
+        (handle,) = front.cluster.fleet.handles.values()
+        requests = [asyncio.ensure_future(ask(front, stream=False, max_tokens=200)) for _ in range(90)]
+        await until(lambda: engine.running_max == 40)
+        await until(lambda: handle.info.slots == 40)
+        assert Counter(await asyncio.gather(*requests)) == {"done": 90}
 
 
 async def test_the_engines_memory_bounds_what_is_sent_there(start_front: StartFront) -> None:
