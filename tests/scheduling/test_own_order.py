@@ -1,4 +1,4 @@
-"""An order of one's own, as docs/scheduling.md shows it: a file, a line that names it, and this test."""
+"""An order of one's own, as docs/guide/as-a-library.md shows it: a file, a line that names it, and this test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from llmserve.scheduling.messages import (
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.simulate import Scenario, simulate
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "scheduling.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "as-a-library.md"
 
 
 @pytest.fixture(autouse=True)
