@@ -457,9 +457,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     given = vars(args)
-    question = convert(
-        Question, {name: given[name] for name in Question.__struct_fields__ if name in given}, "question"
-    )
+    question = convert(Question, {name: given[name] for name in Question.__struct_fields__ if name in given})
     answer, lengths = advise(question)
     if args.json:
         print(msgspec.json.encode(answer).decode())

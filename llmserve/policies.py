@@ -71,26 +71,27 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     bins: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description=f"length bins (default: {BINS}; 1 under --release window and --order clockwork)"),
+        Meta(description=f"length bins (default: {BINS}, or 1 under --release window and --order clockwork)"),
     ] = None
     batch_size: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="requests in a full batch (default: 8; for engines whose slots refill, 1 under --release "
-            "greedy and timeout, 32 under those that wait for company)"
+            description="requests in a full batch. The default for engines whose slots refill is 1 under --release "
+            "greedy and timeout, and 32 under those that wait for company (default: 8, or 1 where slots refill)"
         ),
     ] = None
     release: Annotated[
         Annotated[str, Meta(pattern=RELEASE_PATTERN)] | None,
         Meta(
-            description="when a bin lets a batch go; any release goes with any order: window (when an engine is free: "
-            "neighbours by length among the first --window that wait, of use where batches run to their end; under "
-            "flex and clockwork whoever can be in time); full; static:B (full, with batches of B); timeout (full, or "
-            "the oldest has waited batch-wait-s); greedy (full, or an engine would idle); rate-headroom (BatchMonitor: "
-            "the least batch that keeps up with arrivals, with head-room and a limit to waiting); deadline (the "
-            "largest batch within the deadline); table (least cost or least energy within a latency target, by the "
-            "profile and the load of the moment) (default: window for engines that run batches to their end, if "
-            "neither bins nor their edges are asked for, and under flex and clockwork; else greedy)",
+            description="when a bin lets a batch go: window, greedy, timeout, full, static:B, rate-headroom, deadline "
+            "or table. Any release goes with any order. window: when an engine is free, neighbours by length among the "
+            "first --window that wait, of use where batches run to their end; under flex and clockwork whoever can be "
+            "in time. greedy: full, or an engine would idle. timeout: full, or the oldest has waited batch-wait-s. "
+            "full, or static:B with batches of B. rate-headroom: BatchMonitor's least batch that keeps up with "
+            "arrivals, with head-room and a limit to waiting. deadline: the largest batch within the deadline. table: "
+            "least cost, or least energy within a latency target, by the profile and the load of the moment. window "
+            "is the default for engines that run batches to their end, if neither bins nor their edges are asked for, "
+            "and under flex and clockwork (default: window, or greedy where slots refill)",
             extra={"metavar": "NAME"},
         ),
     ] = None
@@ -105,8 +106,9 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_wait_s: Annotated[
         Annotated[float, Meta(ge=0)] | None,
         Meta(
-            description=f"longest wait in a bin under --release timeout (default {TIMEOUT_S}); longest wait for an "
-            f"engine that is free under rate-headroom (default {RATE_WAIT_S:g}) and table (by default there is none)"
+            description="longest wait in a bin under --release timeout. Under rate-headroom and table: longest wait "
+            f"for an engine that is free (default: {TIMEOUT_S} under timeout, {RATE_WAIT_S:g} under rate-headroom, none "
+            "under table)"
         ),
     ] = None
     rate_headroom: Annotated[
@@ -119,10 +121,10 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     order: Annotated[
         Literal["fffs", "shortest", "edf", "flex", "clockwork"] | None,
         Meta(
-            description="which batch runs next: of formed ones, fffs (first formed, first served), shortest (shortest "
-            "predicted first, ageing by --patience), edf (earliest deadline first); of all that wait, flex (the "
+            description="which batch runs next. Of formed ones: fffs (first formed, first served), shortest (shortest "
+            "predicted first, ageing by --patience), edf (earliest deadline first). Of all that wait: flex (the "
             "largest that can be in time, stopping far smaller ones for it: Shepherd), clockwork (the earliest "
-            "deadline that can be met) (default: fffs, or shortest for engines whose slots refill)"
+            "deadline that can be met) (default: fffs, or shortest where slots refill)"
         ),
     ] = None
     preemption: Annotated[

@@ -509,7 +509,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     given = vars(args)
-    problem = convert(Problem, {name: given[name] for name in Problem.__struct_fields__ if name in given}, "problem")
+    problem = convert(Problem, {name: given[name] for name in Problem.__struct_fields__ if name in given})
     try:
         queue, decision, answer = solve(problem, percentiles=args.percentiles)
     except NotConverged as error:

@@ -76,10 +76,10 @@ from rich.table import Table
 from scipy.stats import kendalltau
 
 from bins.edges import equal_mass_edges
-from llmserve.config import EngineConfig
 from llmserve.engines.embedded import demo_corpus
 from llmserve.engines.engine_process import LEASH, free_port
 from llmserve.headers import PREDICTED_HEADER, SLO_HEADER
+from llmserve.settings import EngineConfig
 
 MODEL_FOLDER = Path(demo_corpus.__file__).with_name("model")
 MODEL = "llmserve-demo"

@@ -24,7 +24,6 @@ from bins.profile import PROFILES, Curve, Profile
 from llmserve.cluster.journal import Header, Journal, Step
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.simulated import SimulatedCluster
-from llmserve.config import Config, EngineConfig, ServerConfig
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.energy import EnergyMeter, MeasuredEnergy, ModelledEnergy
 from llmserve.engines.fake import FakeEngine
@@ -49,6 +48,7 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.serve import serving
+from llmserve.settings import Config, EngineConfig, ServerConfig
 from llmserve.simulate import Scenario, simulate
 from llmserve.simulation.engine_model import ProfileEngine
 

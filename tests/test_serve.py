@@ -20,9 +20,9 @@ from server_process import Server, failed_start, gone
 from tiny_llama import save_tiny_llama
 
 from llmserve.__main__ import main
-from llmserve.api.limits import ApiConfig
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.engines.fake import FakeEngine
+from llmserve.settings import ApiConfig
 
 
 @pytest.fixture
@@ -303,7 +303,7 @@ def test_the_import_rules_hold() -> None:
         "llmserve.engines": {"bins", "llmserve.request", "llmserve.errors", "llmserve.headers"},
         "llmserve.cluster": {
             *("bins", "llmserve.scheduling", "llmserve.engines", "llmserve.request", "llmserve.errors"),
-            *("llmserve.policies", "predictor.prompt"),
+            *("llmserve.policies", "llmserve.settings", "predictor.prompt"),
         },
         "llmserve.simulation": {
             *("bins", "llmserve.policies", "llmserve.request", "llmserve.errors", "llmserve.scheduling"),
@@ -311,6 +311,8 @@ def test_the_import_rules_hold() -> None:
         "llmserve.api": {
             *(
                 "llmserve.cluster",
+                "llmserve.deadline_settings",
+                "llmserve.settings",
                 "llmserve.request",
                 "llmserve.errors",
                 "llmserve.headers",
@@ -320,6 +322,12 @@ def test_the_import_rules_hold() -> None:
         },
         "llmserve.errors": set(),
         "llmserve.spelling": set(),
+        "llmserve.config": {"llmserve.errors", "llmserve.spelling"},
+        "llmserve.deadline_settings": {"llmserve.errors"},
+        "llmserve.settings": {
+            *("llmserve.config", "llmserve.deadline_settings", "llmserve.dispatch_config", "llmserve.errors"),
+            "llmserve.policies",
+        },
         "llmserve.herd": {"llmserve.errors", "llmserve.spelling"},
         "llmserve.energy": {
             *("bins", "llmserve.cluster", "llmserve.engines", "llmserve.request", "llmserve.scheduling"),

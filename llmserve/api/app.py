@@ -22,14 +22,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmserve.api.admin import AdminOffice
 from llmserve.api.answers import error_response, json_response
-from llmserve.api.limits import ApiConfig, Deadlines, Doorkeeper
+from llmserve.api.limits import Doorkeeper
 from llmserve.api.parse import BODIES, parse_call
 from llmserve.cluster.exchange import Exchange, Head, Receipt
 from llmserve.cluster.live import LiveCluster
+from llmserve.deadline_settings import Deadlines
 from llmserve.errors import BadRequest, MethodNotAllowed, ModelNotFound, NotFound, RequestError, Unavailable
 from llmserve.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
 from llmserve.metrics import Metrics
 from llmserve.request import Call
+from llmserve.settings import ApiConfig
 
 log = logging.getLogger("llmserve")
 

@@ -19,10 +19,9 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from bins.profile import Profile
 from llmserve.cluster.exchange import Exchange
@@ -31,24 +30,12 @@ from llmserve.engines.engine import Engine, EngineError, Health
 from llmserve.errors import EngineStartError
 from llmserve.request import EngineInfo
 from llmserve.scheduling.messages import EngineClosed, EngineReady, Event
+from llmserve.settings import LiveConfig
 
 log = logging.getLogger("llmserve")
 
 LOOK_EVERY_S = 0.25  # at an engine that has begun to fail
 NAMES_SHOWN = 20  # of an engine's models, in a line of the log
-
-
-class FleetConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How engines are watched."""
-
-    probes_failed_max: Annotated[
-        int, Meta(ge=1, description="health probes that an engine may miss in a row before it counts as lost")
-    ] = 3
-    probe_every_s: Annotated[float, Meta(gt=0, description="between two health probes of an engine")] = 2.0
-    memory_bound: Annotated[
-        bool,
-        Meta(description="hold back requests that an engine's KV cache, where it tells its size, would have to evict"),
-    ] = True
 
 
 class Desk:
@@ -119,7 +106,7 @@ class Fleet:
     def __init__(
         self,
         engines: list[Engine],
-        config: FleetConfig,
+        config: LiveConfig,
         *,
         tell: Callable[[Event], None],
         lose: Callable[[Desk], None],

@@ -13,16 +13,13 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Annotated
-
-from msgspec import Meta
 
 from bins.dispatch import DispatchSolver
 from bins.profile import Profile
 from llmserve.cluster.answer_lengths import AnswerLengths, Forecaster
 from llmserve.cluster.calls import RunningCalls
 from llmserve.cluster.exchange import Exchange
-from llmserve.cluster.fleet import Desk, Fleet, FleetConfig
+from llmserve.cluster.fleet import Desk, Fleet
 from llmserve.cluster.journal import Journal
 from llmserve.cluster.known_models import Listed
 from llmserve.cluster.prompt_size import PromptTokensByModel, prefix_hashes
@@ -52,19 +49,9 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.settings import LiveConfig
 
 log = logging.getLogger("llmserve")
-
-
-class LiveConfig(FleetConfig, frozen=True, kw_only=True):
-    """The live body's limits."""
-
-    buffer_bytes_max: Annotated[
-        int, Meta(ge=1, description="bytes kept for a client that reads slowly, before its engine is slowed down")
-    ] = 8 << 20
-    client_stall_s: Annotated[
-        float, Meta(gt=0, description="how long such a client may keep its engine waiting before it is cut off")
-    ] = 60.0
 
 
 class LiveCluster:

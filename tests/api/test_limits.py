@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from llmserve.api.limits import ApiConfig, Deadlines, Doorkeeper, read_keys
+from llmserve.api.limits import Doorkeeper, read_keys
+from llmserve.deadline_settings import Deadlines
 from llmserve.errors import ConfigError, RateLimited, Unauthorized
+from llmserve.settings import ApiConfig
 
 
 def test_keys_are_read_with_or_without_names(tmp_path: Path) -> None:

@@ -21,16 +21,15 @@ from aiohttp.test_utils import TestServer
 from front import Front, StartFront, until
 from worlds.invariants import check
 
-from llmserve.api.limits import ApiConfig
 from llmserve.cluster.journal import Header, Journal
-from llmserve.cluster.live import LiveCluster, LiveConfig
-from llmserve.config import ServerConfig
+from llmserve.cluster.live import LiveCluster
 from llmserve.engines.engine_process import EngineProcess
 from llmserve.engines.fake import FakeEngine, Fault, Pace
 from llmserve.engines.openai_engine import OpenAIEngine
 from llmserve.policies import SchedulingConfig
 from llmserve.request import Call, EngineInfo
 from llmserve.scheduling.messages import EngineLost, RequestEnded
+from llmserve.settings import ApiConfig, LiveConfig, ServerConfig
 from predictor.prompt import Prompt
 
 

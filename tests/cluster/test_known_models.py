@@ -7,7 +7,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from llmserve.cluster.fleet import Fleet, FleetConfig
+from llmserve.cluster.fleet import Fleet
 from llmserve.cluster.journal import Header, Journal
 from llmserve.cluster.known_models import KnownModels, Listed
 from llmserve.cluster.live import LiveCluster
@@ -16,6 +16,7 @@ from llmserve.engines.openai_engine import OpenAIEngine
 from llmserve.metrics import Metrics
 from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo
+from llmserve.settings import LiveConfig
 
 
 def listed(**contexts_tokens: int | None) -> Listed:
@@ -128,7 +129,7 @@ def watched(engines: int) -> Fleet:
     def hear(_: object) -> None:
         pass
 
-    return Fleet([Lists(f"gpu{number}") for number in range(engines)], FleetConfig(), tell=hear, lose=hear)
+    return Fleet([Lists(f"gpu{number}") for number in range(engines)], LiveConfig(), tell=hear, lose=hear)
 
 
 def test_to_hear_of_four_times_as_many_new_models_takes_four_times_as_long() -> None:

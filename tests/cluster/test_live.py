@@ -16,14 +16,14 @@ from front import Front, StartFront, until
 
 from llmserve.cluster import journal
 from llmserve.cluster.journal import Header, Journal, Step
-from llmserve.cluster.live import LiveCluster, LiveConfig
-from llmserve.config import ServerConfig
+from llmserve.cluster.live import LiveCluster
 from llmserve.engines.engine import EngineError
 from llmserve.engines.fake import FakeEngine, Fault
 from llmserve.engines.openai_engine import OpenAIEngine
 from llmserve.policies import SchedulingConfig
 from llmserve.request import Call, EngineInfo
 from llmserve.scheduling.messages import RequestArrived, RequestEnded, StartBatch, TimerFired
+from llmserve.settings import LiveConfig, ServerConfig
 from predictor.forecaster import Forecaster
 from predictor.online import OnlineLearner
 from predictor.prompt import Prompt

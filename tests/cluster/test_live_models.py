@@ -19,9 +19,7 @@ from worlds.invariants import check
 
 import predictor
 from bins.profile import Curve, Profile, StepTimes
-from llmserve.api.limits import ApiConfig
 from llmserve.cluster import journal
-from llmserve.config import PredictorConfig, ServerConfig
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.engines.fake import FakeEngine, Pace
 from llmserve.errors import ConfigError
@@ -37,6 +35,7 @@ from llmserve.scheduling.messages import (
     RequestEnded,
     StartBatch,
 )
+from llmserve.settings import ApiConfig, PredictorConfig, ServerConfig
 
 FLEX = {"order": "flex", "batch_size": 8}
 TIGHT = {"x-llmserve-slo-ms": "5000"}  # tight enough to count, loose enough for a busy machine

@@ -11,7 +11,6 @@ from test_scheduler import arrive, batch, scheduler, step
 from bins.dispatch import DispatchPlan, DispatchTable
 from bins.profile import Curve, Profile
 from llmserve.cluster import journal
-from llmserve.config import load_config
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError
 from llmserve.policies import SchedulingConfig
@@ -28,6 +27,7 @@ from llmserve.scheduling.queues import BinQueue, QueuedRequest
 from llmserve.scheduling.rates import Arrivals
 from llmserve.scheduling.release import Rate, Table
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.settings import load_config
 from llmserve.simulate import Scenario, simulate
 from llmserve.simulation.report import Summary
 
