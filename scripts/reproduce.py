@@ -113,7 +113,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", choices=list(REPRODUCTIONS), help="what to reproduce; without it, a list")
     parser.add_argument("--output-folder", type=Path, help=f"(default {DOCS})")
-    parser.add_argument("--quick", action="store_true", help="fewer samples and cases; smdp takes about two minutes")
+    parser.add_argument("--quick", action="store_true", help="fewer samples and cases, in 10 s to some minutes")
     parser.add_argument("--seed", type=int, default=1, help="at least 0 (default 1)")
     parser.add_argument(
         "--jobs", type=int, help="processes that simulate, for multibin and shepherd (default: one each core)"
