@@ -15,16 +15,19 @@ import re
 import shlex
 import tomllib
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
+from msgspec import Meta
 
 from llmserve.errors import ConfigError
 from llmserve.spelling import nearest
 
 ENVIRONMENT_PREFIX = "LLMSERVE_"
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+BOUNDS = (("ge", "at least {:g}"), ("gt", "more than {:g}"), ("le", "at most {:g}"), ("lt", "less than {:g}"))
 Sections = Mapping[str, type[msgspec.Struct]]
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -85,7 +88,9 @@ def flag_of(field: str) -> str:
 
 
 def _extra(hint: Any) -> dict[str, Any]:
-    """What a field says beside its type and range. metavar: of its flag; flag: False when it has none."""
+    """What a field says beside its type and range. metavar: of its flag; flag: False when it has none; takes: which
+    values.
+    """
     metas = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     return {name: value for meta in metas for name, value in (meta.extra or {}).items()}
 
@@ -102,7 +107,7 @@ def _flag(hint: Any, default: Any) -> dict[str, Any]:
             return {**common, "choices": get_args(part)}
     if kind == tuple[str, ...]:
         return {**common, "action": "append", "metavar": _extra(hint).get("metavar", "TEXT")}
-    return {**common, "metavar": _metavar(kind)}
+    return {**common, "metavar": _extra(hint).get("metavar", _metavar(kind))}
 
 
 def _metavar(kind: Any) -> str:
@@ -150,10 +155,47 @@ def convert(struct: type[S], values: Mapping[str, Any], origin: Mapping[str, str
     try:
         return msgspec.convert(prepared, struct, strict=False)
     except msgspec.ValidationError as error:
-        what, _, place = str(error).partition(" - at `$.")
-        name = place.partition("`")[0].partition("[")[0]
+        name = str(error).partition(" - at `$.")[2].partition("`")[0].partition("[")[0]
         source = (origin or {}).get(name, "the command line")
-        raise ConfigError(f"{name} ({source}): {what[0].lower()}{what[1:]}, not {values.get(name)!r}") from None
+        expected = takes(typing.get_type_hints(struct, include_extras=True)[name])
+        raise ConfigError(f"{name} ({source}): expected {expected}, not {values.get(name)!r}") from None
+
+
+def takes(hint: Any) -> str:
+    """What a field takes, in words; of its type and range, or what it says itself (extra: takes)."""
+    said = _extra(hint).get("takes")
+    if said is not None:
+        return str(said)
+    bounds = [
+        words.format(bound)
+        for meta in _metas(hint)
+        for name, words in BOUNDS
+        if (bound := getattr(meta, name)) is not None
+    ]
+    return ", ".join([*_kinds(hint), *bounds])
+
+
+def _metas(hint: Any) -> list[Meta]:
+    """Of the hint, and of what stands inside it."""
+    inner, *own = get_args(hint) if get_origin(hint) is Annotated else (None, *get_args(hint))
+    if get_origin(hint) is Annotated:
+        return [*own, *_metas(inner)]
+    return [meta for part in own for meta in _metas(part)]
+
+
+def _kinds(hint: Any) -> Iterator[str]:
+    origin = get_origin(hint)
+    if origin is Annotated:
+        yield from _kinds(get_args(hint)[0])
+    elif origin is Literal:
+        yield " or ".join(get_args(hint))
+    elif origin is tuple:
+        yield "texts" if get_args(hint)[0] is str else "numbers"
+    elif hint in KINDS:
+        yield KINDS[hint]
+    else:
+        for part in get_args(hint):
+            yield from _kinds(part)
 
 
 def _is_finite(value: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from bins.edges import Edges, OnlineEdges, answered_edges, equal_mass_edges
 from bins.risk import risk
+from llmserve.policy_names import ORDERS, RATE_WAIT_S, TIMEOUT_S, order_of, release_of
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.deadline_queue import DeadlineQueue
 from llmserve.scheduling.dispatch import Dispatch
@@ -21,35 +21,18 @@ from llmserve.scheduling.messages import ServingGroup
 from llmserve.scheduling.model_queues import ModelQueues, Tally
 from llmserve.scheduling.orders import (
     PREEMPTION_FACTOR,
-    Clockwork,
     FixedOrder,
-    Flex,
     MomentOrder,
     Order,
-    arrival,
-    due_at_s,
-    edf,
     fffs,
-    shortest,
-    turn,
 )
 from llmserve.scheduling.planner import Planner
 from llmserve.scheduling.queues import BinQueue, FormedQueue, WindowQueue
 from llmserve.scheduling.rates import Arrivals, GroupRates
-from llmserve.scheduling.release import Deadline, Full, Greedy, Planned, Rate, Release, Table, Timeout, Window
+from llmserve.scheduling.release import Planned, Release
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.scheduling.trust import WINDOW_MIN, Trust
 
-ORDERS: dict[str, Callable[[SchedulingConfig], Order]] = {
-    "fffs": lambda config: FixedOrder(fffs, arrival),
-    "shortest": lambda config: FixedOrder(shortest(config.patience), turn(config.patience)),
-    "edf": lambda config: FixedOrder(edf, due_at_s),
-    "flex": lambda config: Flex(
-        None if config.preemption == "off" else config.preemption_factor, config.preemption == "if-needed"
-    ),
-    "clockwork": lambda config: Clockwork(),
-}
-"""By name."""
 # What serves an engine best depends on how it batches (docs/results/performance.md): a batch that runs to its end wants
 # equals beside each other; slots that refill one by one want the next request, whoever it was queued with.
 BARRIER_DEFAULTS: dict[str, Any] = {"batch_size": 8, "order": "fffs"}
@@ -58,9 +41,8 @@ BINS = 8
 WINDOW_BATCHES = 32
 # Releases that wait for company have no use for batches of one.
 REFILL_WAITING_DEFAULTS: dict[str, Any] = {"batch_size": 32, "order": "shortest"}
+ORDER_PATTERN = rf"^({'|'.join(ORDERS)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 RELEASE_PATTERN = r"^(window|full|static:[1-9]\d*|timeout|greedy|rate-headroom|deadline|table)$"
-TIMEOUT_S = 0.05
-RATE_WAIT_S = 1.0  # BatchMonitor's window
 SEEN_LEAST = 1024  # answers whose lengths plans are made of
 ANSWERS_LEAST = 512  # before edges go by them
 PLANNED = ("rate-headroom", "deadline", "table")  # releases that follow plans
@@ -92,7 +74,10 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             "least cost, or least energy within a latency target, by the profile and the load of the moment. window "
             "is the default for engines that run batches to their end, if neither bins nor their edges are asked for, "
             "and under flex and clockwork (default: window, or greedy where slots refill)",
-            extra={"metavar": "NAME"},
+            extra={
+                "metavar": "NAME",
+                "takes": "window, greedy, timeout, full, static:B, rate-headroom, deadline or table",
+            },
         ),
     ] = None
     window: Annotated[
@@ -107,8 +92,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[float, Meta(ge=0)] | None,
         Meta(
             description="longest wait in a bin under --release timeout. Under rate-headroom and table: longest wait "
-            f"for an engine that is free (default: {TIMEOUT_S} under timeout, {RATE_WAIT_S:g} under rate-headroom, none "
-            "under table)"
+            f"for an engine that is free (default: {TIMEOUT_S} under timeout, {RATE_WAIT_S:g} under rate-headroom, "
+            "none under table)"
         ),
     ] = None
     rate_headroom: Annotated[
@@ -119,12 +104,15 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(gt=1, description="under --release table: plan anew when arrivals have changed by more than this factor"),
     ] = 1.25
     order: Annotated[
-        Literal["fffs", "shortest", "edf", "flex", "clockwork"] | None,
+        Annotated[str, Meta(pattern=ORDER_PATTERN)] | None,
         Meta(
-            description="which batch runs next. Of formed ones: fffs (first formed, first served), shortest (shortest "
+            description="which batch runs next: fffs, shortest, edf, flex, clockwork or one of your own. Of formed "
+            "ones: fffs (first formed, first served), shortest (shortest "
             "predicted first, ageing by --patience), edf (earliest deadline first). Of all that wait: flex (the "
             "largest that can be in time, stopping far smaller ones for it: Shepherd), clockwork (the earliest "
-            "deadline that can be met) (default: fffs, or shortest where slots refill)"
+            "deadline that can be met). MODULE:FUNCTION names an order of your own: the function takes nothing and "
+            "returns it (default: fffs, or shortest where slots refill)",
+            extra={"metavar": "NAME", "takes": "fffs, shortest, edf, flex, clockwork or MODULE:FUNCTION"},
         ),
     ] = None
     preemption: Annotated[
@@ -209,7 +197,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def goes_by_times(self) -> bool:
         """Whether the order goes by what batches take on each engine."""
-        return self.order is not None and isinstance(ORDERS[self.order](self), MomentOrder)
+        return self.order is not None and isinstance(order_of(self), MomentOrder)
 
     @property
     def uses_profiles(self) -> bool:
@@ -251,7 +239,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         other.
         """
         assert self.order is not None, "resolve the configuration first"
-        order = order or ORDERS[self.order](self)
+        order = order or order_of(self)
         self.queues(
             "", scores, lengths, order=order, release=release
         )  # what is wrong is said now, not when the first request comes
@@ -282,9 +270,9 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     ) -> ModelQueues:
         """Fresh ones of a model. The rest is as `scheduler` has it. Raises ValueError likewise."""
         bins = self.bins_count
-        order = order or ORDERS[self.order or "fffs"](self)
+        order = order or order_of(self)
         arrivals = Arrivals(bins)
-        decides = (release or self._release)(arrivals)
+        decides = release(arrivals) if release is not None else release_of(self, arrivals)
         seen = self._seen(decides, scores, lengths)
         return ModelQueues(
             model,
@@ -337,32 +325,6 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     def likely_lengths(self, forecasts: Iterable[Sequence[float]]) -> tuple[float, ...]:
         """A length of each of a sample of forecasts, all levels alike often."""
         return tuple([lengths[index % len(lengths)] for index, lengths in enumerate(forecasts)])
-
-    def _release(self, arrivals: Arrivals) -> Release:
-        assert self.release is not None, "resolve the configuration first"
-        size, (kind, _, static) = self.full_batch, self.release.partition(":")
-        if kind != "window" and self.window is not None:
-            raise ValueError(f"window is of no use under release {self.release}, only under window")
-        if self.window is not None and self.goes_by_times:
-            raise ValueError(f"window is of no use under order {self.order}, which looks among all that wait")
-        if self.window is not None and self.window < size:
-            raise ValueError(f"window: {self.window} requests hold no batch of {size}")
-        limit_s = math.inf if self.batch_wait_s is None else self.batch_wait_s
-        if kind == "static" and int(static) > size:
-            raise ValueError(f"release {self.release}: a batch has {size} requests at most (--batch-size)")
-        releases: dict[str, Callable[[], Release]] = {
-            "window": lambda: Window(size),
-            "full": lambda: Full(size),
-            "static": lambda: Full(int(static)),
-            "timeout": lambda: Timeout(size, TIMEOUT_S if self.batch_wait_s is None else self.batch_wait_s),
-            "greedy": lambda: Greedy(size),
-            "rate-headroom": lambda: Rate(
-                size, arrivals, self.rate_headroom, RATE_WAIT_S if self.batch_wait_s is None else self.batch_wait_s
-            ),
-            "deadline": lambda: Deadline(size),
-            "table": lambda: Table(size, limit_s),
-        }
-        return releases[kind]()
 
 
 def _edges(config: SchedulingConfig, seen: SeenLengths | None, scores: Sequence[float]) -> OnlineEdges:

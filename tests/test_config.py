@@ -43,8 +43,8 @@ def test_several_engines_come_from_repeated_flags_a_toml_list_or_commas(tmp_path
         ("[schedulling]\nbins = 2\n", r"unknown table \[schedulling\]; did you mean scheduling\?"),
         ("bins = 2\n", r"unknown table \[bins\]"),
         ("[scheduling\n", "cannot read the configuration"),
-        ('[scheduling]\nbins = "many"\n', r"bins \(.*llmserve.toml\): expected `int .*not 'many'"),
-        ("[scheduling]\nbins = 0\n", r"bins \(.*llmserve.toml\): expected `int` >= 1, not 0"),
+        ('[scheduling]\nbins = "many"\n', r"bins \(.*llmserve.toml\): expected a whole number, at least 1, not 'many'"),
+        ("[scheduling]\nbins = 0\n", r"bins \(.*llmserve.toml\): expected a whole number, at least 1, not 0"),
         ('[scheduling]\nrelease = "soon"\n', r"release .*not 'soon'"),
     ],
 )
@@ -66,7 +66,9 @@ def test_an_unknown_variable_is_an_error_that_names_the_nearest() -> None:
 
 
 def test_a_wrong_variable_says_where_it_came_from() -> None:
-    with pytest.raises(ConfigError, match=r"port \(the environment\): expected `int` <= 65535, not '70000'"):
+    with pytest.raises(
+        ConfigError, match=r"port \(the environment\): expected a whole number, at least 0, at most 65535, not '70000'"
+    ):
         load_config({}, {"LLMSERVE_PORT": "70000"}, None)
 
 

@@ -14,10 +14,9 @@ import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import Metric
 
@@ -25,7 +24,7 @@ from bins.dispatch import DispatchSolver, Observed, Wish
 from bins.profile import resolve
 from llmserve.cluster.journal import Header, Journal, Step
 from llmserve.cluster.live import LiveCluster
-from llmserve.config import sections
+from llmserve.config import sections, takes
 from llmserve.energy import ModelledEnergy
 from llmserve.metrics import Metrics
 from llmserve.policies import SchedulingConfig
@@ -36,8 +35,6 @@ from llmserve.settings import COMMON, TITLES, Config
 FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
 PROFILE = "p4-googlenet"  # any one that knows its energy
 MADE = "<!-- made by scripts/lab/reference_pages.py: change the code, not this page -->"
-KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
-LIMITS = (("ge", "≥ {:g}"), ("gt", "> {:g}"), ("le", "≤ {:g}"), ("lt", "< {:g}"))
 
 
 # ---- settings -----------------------------------------------------------------------------------------------------
@@ -62,51 +59,18 @@ def settings_page() -> str:
 
 
 def _row(name: str, hint: Any, default: Any) -> str:
-    text = next((meta.description for meta in _metas(hint) if meta.description), "")
+    text = next((meta.description for meta in typing.get_args(hint)[1:] if meta.description), "")
     found = re.search(r" \(default:? ([^()]*)\)$", text)
     if found is not None:
         text, told = text[: found.start()], found[1]
     else:
         told = "none" if default is None or default == () else _value(default)
     shown = f"**{name}**" if name in COMMON else name
-    return f"| {shown} | {_takes(hint)} | {told} | {text} |"
+    return f"| {shown} | {takes(hint)} | {told} | {text} |"
 
 
 def _value(default: Any) -> str:
     return str(default).lower() if isinstance(default, bool) else str(default)
-
-
-def _metas(hint: Any) -> list[Meta]:
-    """Of the hint and of what stands inside it."""
-    if get_origin(hint) is Annotated:
-        inner, *own = get_args(hint)
-        return [*own, *_metas(inner)]
-    return [meta for part in get_args(hint) for meta in _metas(part)]
-
-
-def _takes(hint: Any) -> str:
-    kinds = list(_kinds(hint))
-    limits = [form.format(getattr(meta, name)) for meta in _metas(hint) for name, form in LIMITS if _has(meta, name)]
-    return ", ".join([*kinds, *limits])
-
-
-def _has(meta: Meta, name: str) -> bool:
-    return getattr(meta, name) is not None
-
-
-def _kinds(hint: Any) -> Iterator[str]:
-    origin = get_origin(hint)
-    if origin is Annotated:
-        yield from _kinds(get_args(hint)[0])
-    elif origin is Literal:
-        yield ", ".join([f"`{value}`" for value in get_args(hint)])
-    elif origin is tuple:
-        yield "texts" if get_args(hint)[0] is str else "numbers"
-    elif hint in KINDS:
-        yield KINDS[hint]
-    else:
-        for part in get_args(hint):
-            yield from _kinds(part)
 
 
 # ---- metrics ------------------------------------------------------------------------------------------------------
