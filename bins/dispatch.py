@@ -6,8 +6,8 @@ process (bins/smdp.py) is solved, and the number of least cost is taken. At low 
 in energy at once, for many queues fill more slowly; at high load many win throughput.
 
 Queues that share engines are solved one by one: each finds the engines free after a batch's own time, lengthened by the
-share of time that the others use (`busy_elsewhere`), which is found by solving twice. docs/dispatch.md measures how far
-that is from the joint optimum.
+share of time that the others use (`busy_elsewhere`), which is found by solving twice. docs/results/dispatch.md
+measures how far that is from the joint optimum.
 """
 
 from __future__ import annotations

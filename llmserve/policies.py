@@ -33,8 +33,8 @@ from llmserve.scheduling.release import Planned, Release
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.scheduling.trust import WINDOW_MIN, Trust
 
-# What serves an engine best depends on how it batches (docs/performance.md): a batch that runs to its end wants equals
-# beside each other; slots that refill one by one want the next request, whoever it was queued with.
+# What serves an engine best depends on how it batches (docs/results/performance.md): a batch that runs to its end wants
+# equals beside each other; slots that refill one by one want the next request, whoever it was queued with.
 BARRIER_DEFAULTS: dict[str, Any] = {"batch_size": 8, "order": "fffs"}
 REFILL_DEFAULTS: dict[str, Any] = {"batch_size": 1, "order": "shortest"}
 BINS = 8

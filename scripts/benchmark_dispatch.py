@@ -8,7 +8,7 @@ One engine of a published profile (Llama-3.1-8B on an H100, idle power counted),
     saturated  all requests at once: throughput of table over full
     cost       SMDP-J's basic scenario: no release may cost less than the SMDP's policy
 
-    python scripts/benchmark_dispatch.py --conversation azure_conv.csv.gz --code azure_code.csv.gz --output docs
+    python scripts/benchmark_dispatch.py --conversation azure_conv.csv.gz --code azure_code.csv.gz --output docs/results
 
 The files are CSV with columns arrival_s, input_tokens, output_tokens; the lengths of `load`, `refill` and `saturated`
 are drawn from the conversation's. Energy per token is all that the engine draws, over output tokens.
@@ -391,15 +391,13 @@ def main() -> None:
     parser.add_argument("--code", type=Path, required=True, metavar="FILE", help="trace of a code service, bursty")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at once")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
-    parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="write results/dispatch.json and dispatch.png here"
-    )
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write dispatch.json and dispatch.png here")
     args = parser.parse_args()
     for path in (args.conversation, args.code):
         if not path.is_file():
             parser.error(f"there is no file {path}")
     if args.output:
-        (args.output / "results").mkdir(parents=True, exist_ok=True)
+        args.output.mkdir(parents=True, exist_ok=True)
     rows = measure_all(load_runs(args, {}), args.jobs)
     targets_s = {case: 1.4 * best_greedy(rows, case).latency_s_p95 for case in dict.fromkeys(row.case for row in rows)}
     later = [*load_runs(args, targets_s), *refill_runs(args), *trace_runs(args), *saturated_runs(args), *cost_runs()]
@@ -415,7 +413,7 @@ def main() -> None:
             "goals": goals(rows),
             "costs": cost_rows,
         }
-        path = args.output / "results" / "dispatch.json"
+        path = args.output / "dispatch.json"
         path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
         plot(rows, args.output / "dispatch.png")
 

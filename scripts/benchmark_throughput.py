@@ -1,8 +1,8 @@
 """What bins gain on a real engine that runs batches to completion, and that they cost nothing on one that refills.
 
-    python scripts/benchmark_throughput.py --output docs/results/throughput.json --figure docs/throughput.png
+    python scripts/benchmark_throughput.py --output docs/results/throughput.json --figure docs/results/throughput.png
     python scripts/benchmark_throughput.py --engine http://127.0.0.1:8001 --refill-slots 10 \\
-        --output docs/results/throughput-vllm.json --figure docs/throughput-vllm.png
+        --output docs/results/throughput-vllm.json --figure docs/results/throughput-vllm.png
 
 All requests come at once. One embedded engine serves every arrangement in turn, round after round: no bins; bins by
 the shipped predictor, by risk and by its median; bins by oracle lengths (the demo model answers greedily, so its

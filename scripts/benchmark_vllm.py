@@ -2,8 +2,8 @@
 """What llmserve in front of real vLLM servers costs and gains, beside vLLM alone and vLLM's own priorities.
 
     python scripts/benchmark_vllm.py --vllm-python .venv-vllm/bin/python --router .venv-router/bin/vllm-router \\
-        --trace azure_llm_2023_conv.csv.gz --output docs/results/vllm.json --figures docs/vllm
-    python scripts/benchmark_vllm.py --report --output docs/results/vllm.json --figures docs/vllm
+        --trace azure_llm_2023_conv.csv.gz --output docs/results/vllm.json --figures docs/results/vllm
+    python scripts/benchmark_vllm.py --report --output docs/results/vllm.json --figures docs/results/vllm
 
 The script starts the vLLM servers itself (the demo model, float32, prefix caching off, so that a request costs the same
 each time) and asks them the demo model's held-out prompts. Answers are greedy: each prompt's length is learnt in a
@@ -107,7 +107,7 @@ ROUNDS = {"idle": 1, "barrier": 3, "memory": 3, "kill": 1}  # else ROUNDS_LOAD
 ROUNDS_LOAD = 5
 LOADS = {"poisson-0.7": 0.7, "poisson-0.9": 0.9, "trace": 0.9, "routers": 0.9}  # of capacity
 
-KENDALL_TAU = 0.63  # the trained predictor on people's prompts: docs/prediction.md
+KENDALL_TAU = 0.63  # the trained predictor on people's prompts: docs/results/prediction.md
 SLO_S, SLO_SERVICE_TIMES = 0.5, 5.0
 SLO_BURST_S = 600.0  # nothing waits so long
 CAPACITY_BURSTS = 3

@@ -4,7 +4,7 @@
 scripts/evaluate_predictor.py runs/predictor --data answers.jsonl                  # on what its training held out
 scripts/evaluate_predictor.py runs/predictor --data others.jsonl --part all        # on data it has seen nothing of
 scripts/evaluate_predictor.py runs/predictor --data answers.jsonl --part validation --compare runs/other  # to choose
-scripts/evaluate_predictor.py runs/predictor --data answers.jsonl --compare runs/older --output docs/predictor
+scripts/evaluate_predictor.py runs/predictor --data answers.jsonl --compare runs/older --output runs/figures
 
 For the held-out and the validation part, give the same files as in training: the split is by prompt, and is made again.
 """

@@ -283,7 +283,7 @@ def test_importing_llmserve_loads_neither_torch_nor_transformers() -> None:
 
 
 def test_the_import_rules_hold() -> None:
-    """Who may import whom (README's map). Rooms are named by their first folder or module.
+    """Who may import whom (the map in docs/design.md). Rooms are named by their first folder or module.
 
     What a predictor may know of a request is a noun that all of llmserve speaks; the predictor itself is serve's alone.
     """

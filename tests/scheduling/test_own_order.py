@@ -1,4 +1,4 @@
-"""An order of one's own, as docs/scheduling.md shows it: a file that the setting names, and this test."""
+"""An order of one's own, as docs/guide/as-a-library.md shows it: a file that the setting names, and this test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from llmserve.scheduling.messages import (
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.simulate import Scenario, simulate
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "scheduling.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "as-a-library.md"
 
 
 NAME = "scheduling.longest_waiting:LongestWaiting"
