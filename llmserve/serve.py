@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from llmserve import config as configuration
-from llmserve import herd
+from llmserve import extras, herd
 from llmserve.by_model import PREFIX, by_model
 from llmserve.cluster.assignment import PlannedGroup, assign
 from llmserve.config import Config, EngineConfig
@@ -323,7 +323,6 @@ async def _start_engines(config: Config, stack: AsyncExitStack) -> tuple[list[En
     vllm, slots, gpus = _vllm_processes(config) if engines.has_vllm else ([], None, None)
     embedded = [_embedded_process(config)] if engines.has_embedded else []
     await _start_processes([*embedded, *vllm], stack)
-
     made: list[Engine] = []
     for process in embedded:
         made.append(connect(EngineInfo("embedded", full_batch, True), process.url, restart=process.restart))
@@ -374,6 +373,7 @@ def _embedded_process(config: Config) -> EngineProcess:
         words += ["--batch-size-max", str(config.scheduling.full_batch)]
         return words + (["--model", config.engines.model] if config.engines.model else [])
 
+    extras.need_embedded()
     return EngineProcess("the embedded engine", command, start_s=config.engines.engine_start_s)
 
 

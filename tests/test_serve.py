@@ -300,13 +300,16 @@ def test_the_import_rules_hold() -> None:
         "llmserve.policies": {"bins", "llmserve.request", "llmserve.scheduling"},
         "llmserve.dispatch_config": {"bins", "llmserve.by_model", "llmserve.policies"},
         "llmserve.headers": set(),
-        "llmserve.engines": {"bins", "llmserve.request", "llmserve.errors", "llmserve.headers"},
+        "llmserve.engines": {
+            *("bins", "llmserve.request", "llmserve.errors", "llmserve.extras", "llmserve.headers"),
+        },
         "llmserve.cluster": {
             *("bins", "llmserve.scheduling", "llmserve.engines", "llmserve.request", "llmserve.errors"),
             *("llmserve.policies", "predictor.prompt"),
         },
         "llmserve.simulation": {
             *("bins", "llmserve.policies", "llmserve.request", "llmserve.errors", "llmserve.scheduling"),
+            "llmserve.extras",
         },
         "llmserve.api": {
             *(
@@ -319,8 +322,9 @@ def test_the_import_rules_hold() -> None:
             ),
         },
         "llmserve.errors": set(),
+        "llmserve.extras": {"llmserve.errors"},
         "llmserve.spelling": set(),
-        "llmserve.herd": {"llmserve.errors", "llmserve.spelling"},
+        "llmserve.herd": {"llmserve.errors", "llmserve.extras", "llmserve.spelling"},
         "llmserve.energy": {
             *("bins", "llmserve.cluster", "llmserve.engines", "llmserve.request", "llmserve.scheduling"),
         },
