@@ -25,7 +25,7 @@ class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
     profile: Annotated[
         tuple[str, ...],
         Meta(
-            description="what a batch takes, in seconds and joules: a file of scripts/profile_engine.py, or one of "
+            description="what a batch takes, in seconds and joules: a file of `llmserve profile`, or one of "
             + ", ".join(sorted(PROFILES))
             + "; also for energy in /metrics, and for orders that go by deadlines; with model:ID= before it, of this "
             "model; repeat for several",
@@ -69,8 +69,7 @@ class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
             return {}
         if not self.profile:
             raise ValueError(
-                f"release {scheduling.release} needs --profile, what a batch takes: measure one with "
-                "scripts/profile_engine.py"
+                f"release {scheduling.release} needs --profile, what a batch takes: measure one with `llmserve profile`"
             )
         profiles = self.profiles()
         merges = scheduling.release == "table"

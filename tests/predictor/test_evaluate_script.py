@@ -1,7 +1,6 @@
 """The report on a predictor, and the command that makes it."""
 
 import argparse
-import importlib.util
 import json
 import subprocess
 import sys
@@ -14,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from script_module import load_script
 
+from llmserve import evaluate
 from predictor.dataset import Row, Splits, split_rows
 from predictor.errors import DatasetError
 from predictor.evaluate import BATCH_SIZES, GAIN_BIN_COUNTS
@@ -206,14 +207,9 @@ def test_a_seed_is_a_natural_number_that_every_generator_takes(text: str) -> Non
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script, for which every folder holds a predictor that reads what the prompt states."""
-    spec = importlib.util.spec_from_file_location("evaluate_predictor", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "evaluate_predictor", module)  # its dataclass looks there
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "load_predictor", lambda folder, threads: Reader(0.5 if "noisy" in folder.name else 0))
-    return module
+    load = lambda folder, threads: Reader(0.5 if "noisy" in folder.name else 0)  # noqa: E731
+    monkeypatch.setattr(evaluate, "load_predictor", load)
+    return load_script("evaluate_predictor")
 
 
 @pytest.fixture
