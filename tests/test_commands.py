@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,11 @@ def test_training_says_what_is_wrong_with_the_data_in_one_line(tmp_path: Path, c
 def test_an_evaluation_says_that_the_folder_has_no_predictor(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["evaluate", str(tmp_path), "--data", "a.jsonl", "--seed", "1"]) == 1
     assert "is not a predictor's folder" in capsys.readouterr().err
+
+
+def test_a_profile_of_nobody_is_a_failure_in_one_line(capsys: pytest.CaptureFixture[str]):
+    assert main(["profile", "--engine", "http://127.0.0.1:9", "--busy-power-w", "300"]) == 1
+    assert re.fullmatch(r"llmserve: .*does not answer.*\n", capsys.readouterr().err)
 
 
 def test_an_unknown_flag_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]):
