@@ -27,6 +27,7 @@ from bins.edges import Edges, equal_mass_edges, index_of, optimal_edges
 from bins.profile import PROFILES, StepTimes, resolve
 from llmserve.config import add_flags, convert
 from llmserve.errors import ConfigError
+from llmserve.extras import need_plot
 from llmserve.policies import WINDOW_BATCHES
 from llmserve.simulation import workload
 from llmserve.simulation.scenario import STEP_S
@@ -392,12 +393,10 @@ def _seconds(value: float) -> str:
 def plot(answer: Answer, lengths: workload.Lengths, path: Path) -> None:
     """The lengths and the edges; throughput and latency by the number of bins.
 
-    Raises ConfigError without matplotlib, and on a path that cannot be written or is of no kind of picture.
+    Raises ConfigError on a path that cannot be written or is of no kind of picture.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install '.[plot]'") from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 9), layout="constrained")
     spread, throughput, latencies = figure.subplots(3, 1)
     _draw_edges(spread, answer, lengths)
@@ -456,6 +455,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    need_plot(args.plot)
     given = vars(args)
     question = convert(Question, {name: given[name] for name in Question.__struct_fields__ if name in given})
     answer, lengths = advise(question)

@@ -19,6 +19,7 @@ from llmserve.engines import vllm_process
 from llmserve.engines.engine_process import EngineProcess
 from llmserve.engines.openai_engine import OpenAIEngine, Timeouts
 from llmserve.errors import ConfigError
+from llmserve.extras import need_embedded
 from llmserve.request import EngineInfo
 
 if TYPE_CHECKING:
@@ -71,6 +72,9 @@ class EngineKind:
 
 class Embedded(EngineKind):
     """A small model in a process of its own, on the CPU."""
+
+    def check(self) -> None:
+        need_embedded()
 
     def processes(self) -> list[EngineProcess]:
         return [self._process]

@@ -31,6 +31,7 @@ from bins.service import Array, ServiceTimes
 from bins.smdp import MS_PER_S, Evaluation, Queue
 from llmserve.config import add_flags, convert
 from llmserve.errors import ConfigError
+from llmserve.extras import need_plot
 from llmserve.simulation import workload
 
 BASIC = PROFILES["p4-googlenet"]
@@ -467,12 +468,10 @@ def _totals(answer: Answer) -> list[tuple[str, str]]:
 def plot(queue: Queue, decision: Decision, path: Path) -> None:
     """The policy; and, where the solver tells, how much more it costs to wait, or to serve, than to do the better.
 
-    Raises ConfigError without matplotlib, and on a path that cannot be written or is of no kind of picture.
+    Raises ConfigError on a path that cannot be written or is of no kind of picture.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install '.[plot]'") from error
+    from matplotlib.figure import Figure
+
     panels = 1 if decision.values is None else 2
     figure = Figure(figsize=(7, 3.2 * panels), layout="constrained")
     axes = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
@@ -508,6 +507,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    need_plot(args.plot)
     given = vars(args)
     problem = convert(Problem, {name: given[name] for name in Problem.__struct_fields__ if name in given})
     try:

@@ -23,6 +23,7 @@ from llmserve.engine_kinds import kinds_of
 from llmserve.engines.engine import Engine
 from llmserve.engines.engine_process import EngineProcess
 from llmserve.errors import ConfigError
+from llmserve.extras import need
 from llmserve.settings import Config
 from llmserve.spelling import nearest
 from predictor.errors import PredictorError
@@ -57,6 +58,8 @@ def checked(config: Config) -> Config:
             scheduling.order,
         )
     config = msgspec.structs.replace(config, scheduling=scheduling)
+    if engines.replan_every_s is not None:
+        need("plan", "scipy", why="replan_every_s")
     if engines.plan is not None:
         config = group_plan.with_plan(config)
     for kind in kinds_of(config):

@@ -29,12 +29,6 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)")
 HEADING = re.compile(r"^#{1,6} (.+?)\s*$", re.MULTILINE)
 SCRIPT = re.compile(r"\bscripts/[\w/]+(?:\.py)?\b")
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
-SOON_COMMANDS = {  # until `llmserve` has them, with the flags of these scripts
-    "train": "train_predictor",
-    "evaluate": "evaluate_predictor",
-    "profile": "profile_engine",
-    "bench": "benchmark_throughput",
-}
 
 
 def name_of(page: Path) -> str:
@@ -152,8 +146,6 @@ def known_flags(*command: str) -> frozenset[str]:
         text = output_of("-m", "llmserve", command[1], "--help")
         if "--help-all" in text:
             text = output_of("-m", "llmserve", command[1], "--help-all")
-    elif command[1] in SOON_COMMANDS:
-        text = output_of(f"scripts/{SOON_COMMANDS[command[1]]}.py", "--help")
     else:
         raise AssertionError(f"there is no command llmserve {command[1]}")
     return frozenset(re.findall(r"--[a-z][a-z-]*", text))

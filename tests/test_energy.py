@@ -17,10 +17,10 @@ import pytest
 from fake_nvml import FakeNvml, Gpu
 from front import Front, StartFront, until
 from prometheus_client.parser import text_string_to_metric_families
-from script_module import load_script
 
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
 from bins.profile import PROFILES, Curve, Profile
+from llmserve import bench
 from llmserve.cluster.journal import Header, Journal, Step
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.simulated import SimulatedCluster
@@ -775,9 +775,6 @@ async def test_a_profile_that_is_none_is_said_whatever_the_release(start_front: 
 
 
 # ---- the benchmark's table ------------------------------------------------------------------------------------------
-
-
-bench = load_script("benchmark_throughput")
 
 
 def rows(**joules: list[dict[str, float]]) -> list[dict[str, Any]]:

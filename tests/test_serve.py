@@ -301,13 +301,16 @@ def test_the_import_rules_hold() -> None:
         "llmserve.policy_names": {"llmserve.errors", "llmserve.policies", "llmserve.scheduling"},
         "llmserve.dispatch_config": {"bins", "llmserve.by_model", "llmserve.policies"},
         "llmserve.headers": set(),
-        "llmserve.engines": {"bins", "llmserve.request", "llmserve.errors", "llmserve.headers"},
+        "llmserve.engines": {
+            *("bins", "llmserve.request", "llmserve.errors", "llmserve.extras", "llmserve.headers"),
+        },
         "llmserve.cluster": {
             *("bins", "llmserve.scheduling", "llmserve.engines", "llmserve.request", "llmserve.errors"),
             *("llmserve.policies", "llmserve.settings", "predictor.prompt"),
         },
         "llmserve.simulation": {
             *("bins", "llmserve.policies", "llmserve.request", "llmserve.errors", "llmserve.scheduling"),
+            "llmserve.extras",
         },
         "llmserve.api": {
             *(
@@ -322,6 +325,7 @@ def test_the_import_rules_hold() -> None:
             ),
         },
         "llmserve.errors": set(),
+        "llmserve.extras": {"llmserve.errors"},
         "llmserve.spelling": set(),
         "llmserve.config": {"llmserve.errors", "llmserve.spelling"},
         "llmserve.deadline_settings": {"llmserve.errors"},
@@ -329,7 +333,7 @@ def test_the_import_rules_hold() -> None:
             *("llmserve.config", "llmserve.deadline_settings", "llmserve.dispatch_config", "llmserve.errors"),
             "llmserve.policies",
         },
-        "llmserve.herd": {"llmserve.errors", "llmserve.spelling"},
+        "llmserve.herd": {"llmserve.errors", "llmserve.extras", "llmserve.spelling"},
         "llmserve.energy": {
             *("bins", "llmserve.cluster", "llmserve.engines", "llmserve.request", "llmserve.scheduling"),
         },

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from missing_modules import without
 
 from bins.average_cost import policy_iteration
 from bins.profile import PROFILES, Curve, Profile
@@ -289,8 +290,14 @@ def test_a_plot_that_cannot_be_drawn_is_said_after_what_was_solved(
 
     assert "--plot: cannot draw" in told(tmp_path / "no-such-folder" / "policy.png")
     assert "--plot: cannot draw" in told(tmp_path / "policy.xyz")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "--plot needs matplotlib: pip install '.[plot]'" in told(tmp_path / "policy.png")
+
+
+def test_without_matplotlib_a_plot_is_refused_before_anything_is_solved(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(monkeypatch, "matplotlib")
+    assert main(["solve", "--json", "--plot", "policy.png"]) == 2
+    assert capsys.readouterr() == ("", "llmserve: --plot needs matplotlib: pip install 'llmserve[plot]'\n")
 
 
 def test_a_plot_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

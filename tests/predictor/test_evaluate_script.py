@@ -1,7 +1,6 @@
 """The report on a predictor, and the command that makes it."""
 
 import argparse
-import importlib.util
 import json
 import subprocess
 import sys
@@ -14,7 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from script_module import load_script
 
+from llmserve import evaluate
+from llmserve.__main__ import main as llmserve
 from predictor.dataset import Row, Splits, split_rows
 from predictor.errors import DatasetError
 from predictor.evaluate import BATCH_SIZES, GAIN_BIN_COUNTS
@@ -206,14 +208,9 @@ def test_a_seed_is_a_natural_number_that_every_generator_takes(text: str) -> Non
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script, for which every folder holds a predictor that reads what the prompt states."""
-    spec = importlib.util.spec_from_file_location("evaluate_predictor", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "evaluate_predictor", module)  # its dataclass looks there
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "load_predictor", lambda folder, threads: Reader(0.5 if "noisy" in folder.name else 0))
-    return module
+    load = lambda folder, threads: Reader(0.5 if "noisy" in folder.name else 0)  # noqa: E731
+    monkeypatch.setattr(evaluate, "load_predictor", load)
+    return load_script("evaluate_predictor")
 
 
 @pytest.fixture
@@ -260,6 +257,18 @@ def test_the_split_is_the_one_that_the_predictor_was_trained_with(
     assert str(tmp_path) not in json.dumps(result)
     for name in ("confusion", "calibration", "gains"):
         assert (tmp_path / "out" / "deep" / f"{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.usefixtures("script")
+def test_the_command_evaluates_as_the_script_does_and_keeps_what_it_was_asked(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, out = folder(tmp_path / "one", TRAINED), tmp_path / "out"
+    words = [str(one), "--data", str(data), "--prompt-column", "question", "--output", str(out)]
+    assert llmserve(["evaluate", *words]) == 0
+    assert capsys.readouterr().out.startswith("predictor: one")
+    result = json.loads((out / "metrics.json").read_text())
+    assert result["arguments"] == ["one", "--data", "toy.jsonl", "--prompt-column", "question", "--output", "out"]
 
 
 def test_only_one_models_answers_and_a_limit_of_them(
