@@ -116,6 +116,19 @@ def test_a_validation_report_is_on_the_validation_rows_beside_baselines_fitted_t
     assert not any("they can choose predictors" in note for note in held_out_report(reader, SPLITS).notes)
 
 
+def test_a_predictor_that_ranks_no_better_than_chance_is_marked() -> None:
+    class Backwards(Reader):
+        def predict(self, prompts: Sequence[Prompt], /) -> NDArray[np.float64]:
+            return 1e4 - super().predict(prompts)[:, ::-1]
+
+    (warning,) = held_out_report(Backwards(), SPLITS).warnings
+    assert "does not rank these 175 answers" in warning
+    assert held_out_report(Backwards(), SPLITS).tables().startswith(f"**{warning}**")
+    assert held_out_report(Reader(), SPLITS).warnings == ()
+    # 42 answers: chance alone gives up to 2 sqrt(2 (84 + 5) / (9 * 42 * 41)) = 0.21
+    assert "gives up to 0.21" in held_out_report(Backwards(), SPLITS, answers_max=42).warnings[0]
+
+
 def test_a_transfer_report_is_on_all_rows_in_bins_of_their_own_lengths() -> None:
     class Stranger(Reader):
         training_lengths = (1000, 2000, 3000)
@@ -149,11 +162,13 @@ def test_answers_cut_at_nobody_knows_what_do_not_count_as_complete() -> None:
     assert unknown.metrics["predictor"].calibration_error == pytest.approx(0, abs=0.02)
 
 
-def test_the_tables_are_markdown_with_the_published_line_and_a_mark_on_columns_of_few_answers() -> None:
+def test_the_tables_are_markdown_with_the_published_line_and_no_gain_where_answers_are_few() -> None:
     text = held_out_report(Reader(), SPLITS).tables()
     assert "_Multi-Bin, Table 1_" in text
     assert "| B × bins | 8 × 2 |" in text
-    assert "| 128 × 32\\* |" in text
+    gains = next(line for line in text.splitlines() if line.startswith("| oracle |") and "–" in line[-6:])
+    assert gains.split("|")[2].strip() != "–"
+    assert gains.endswith("| – |"), "175 answers fill no 32 bins of 128"
     tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("|")]
     assert len(tables) == 2
     assert all(len({line.count("|") for line in lines}) == 1 for lines in tables)
