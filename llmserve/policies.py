@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,14 +33,29 @@ from llmserve.scheduling.release import Planned, Release
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.scheduling.trust import WINDOW_MIN, Trust
 
+
+class Defaults(NamedTuple):
+    """Where nothing was chosen."""
+
+    release: str
+    order: str
+    batch_size: int
+
+
 # What serves an engine best depends on how it batches (docs/results/performance.md): a batch that runs to its end wants
 # equals beside each other; slots that refill one by one want the next request, whoever it was queued with.
-BARRIER_DEFAULTS: dict[str, Any] = {"batch_size": 8, "order": "fffs"}
-REFILL_DEFAULTS: dict[str, Any] = {"batch_size": 1, "order": "shortest"}
+BARRIER, REFILL = "engines run batches to their end", "slots refill"
+COMPANY = "slots refill, and the release waits for company"
+MOMENT = "the order is flex, clockwork or one like them"
+DEFAULTS = {
+    BARRIER: Defaults("window", "fffs", 8),
+    REFILL: Defaults("greedy", "shortest", 1),
+    COMPANY: Defaults("greedy", "shortest", 32),
+    MOMENT: Defaults("window", "flex", 8),
+}
+"""By the kind of engine. A barrier engine's release is greedy where bins or their edges are asked for."""
 BINS = 8
 WINDOW_BATCHES = 32
-# Releases that wait for company have no use for batches of one.
-REFILL_WAITING_DEFAULTS: dict[str, Any] = {"batch_size": 32, "order": "shortest"}
 ORDER_PATTERN = rf"^({'|'.join(ORDERS)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 RELEASE_PATTERN = r"^(window|full|static:[1-9]\d*|timeout|greedy|rate-headroom|deadline|table)$"
 SEEN_LEAST = 1024  # answers whose lengths plans are made of
@@ -186,11 +201,12 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         bins = self.bins if self.edges is None or self.bins is not None else len(self.edges) + 1
         asks_for_bins = bins is not None or self.edges_by == "answers"
         late = self.goes_by_times
-        release = self.release or ("window" if late or (barrier and not asks_for_bins) else "greedy")
-        waits = release not in ("greedy", "timeout", "window")
-        kind = BARRIER_DEFAULTS if barrier or late else REFILL_WAITING_DEFAULTS if waits else REFILL_DEFAULTS
-        needs_none = self.order == "clockwork" or (release == "window" and not late)
-        defaults = {**kind, "release": release, "bins": bins or (1 if needs_none else BINS)}
+        waits = self.release not in (None, "greedy", "timeout", "window")
+        defaults = DEFAULTS[MOMENT if late else BARRIER if barrier else COMPANY if waits else REFILL]._asdict()
+        if asks_for_bins and not late:
+            defaults["release"] = "greedy"
+        needs_none = self.order == "clockwork" or (not late and (self.release or defaults["release"]) == "window")
+        defaults["bins"] = bins or (1 if needs_none else BINS)
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return msgspec.structs.replace(self, **unset) if unset else self
 

@@ -27,7 +27,7 @@ from llmserve.cluster.live import LiveCluster
 from llmserve.config import sections, takes
 from llmserve.energy import ModelledEnergy
 from llmserve.metrics import Metrics
-from llmserve.policies import SchedulingConfig
+from llmserve.policies import DEFAULTS, SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import DispatchSolved, EngineReady, RequestArrived, SolveDispatch
 from llmserve.settings import COMMON, TITLES, Config
@@ -50,6 +50,8 @@ def settings_page() -> str:
         "variables over the file. `llmserve serve --help` shows those in bold, `--help-all` shows all, and "
         "`--show-config` prints the value of each and where it came from.",
     ]
+    lines += ["", "| where nothing is chosen, and | release | order | batch size |", "|---|---|---|---|"]
+    lines += [f"| {kind} | {row.release} | {row.order} | {row.batch_size} |" for kind, row in DEFAULTS.items()]
     for name, struct in sections(Config).items():
         lines += ["", f"## [{name}]: {TITLES[name]}", "", "| setting | takes | default | |", "|---|---|---|---|"]
         hints = typing.get_type_hints(struct, include_extras=True)
