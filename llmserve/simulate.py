@@ -41,6 +41,8 @@ from llmserve.simulation.report import BatchRecorder, Recorder, Summary, elapsed
 from llmserve.simulation.scenario import Answers, Scenario, Workload, engine_kinds, engines, prepare
 from llmserve.spelling import nearest
 
+__all__ = ["Scenario", "Summary", "simulate"]  # for scripts: docs/guide/as-a-library.md
+
 PROGRESS_EVERY = 1_000  # arrivals between updates of the progress bar
 QUEUE_REQUESTS_MAX = 10**9  # a queue that refuses nobody
 SECTIONS = (Scenario, SchedulingConfig, DispatchConfig)

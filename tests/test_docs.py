@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import statistics
@@ -243,6 +244,22 @@ def test_the_library_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     for number, block in enumerate(blocks("docs/guide/as-a-library.md", "python")):
         exec(compile(block, f"block {number}", "exec", dont_inherit=True), names)
     assert names["summary"].completed == names["scenario"].requests == 500
+
+
+@pytest.mark.slow
+def test_the_library_pages_scripts_are_typed(tmp_path: Path) -> None:
+    """Each block by itself is what a user might keep; the last goes on with the first one's imports."""
+    parts = blocks("docs/guide/as-a-library.md", "python")
+    files = []
+    for number, block in enumerate(parts):
+        file = tmp_path / f"script_{number}.py"
+        file.write_text(block if number < len(parts) - 1 else f"{parts[0]}\n{block}")
+        files.append(str(file))
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml"), *files]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "MYPYPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_readmes_python_is_python() -> None:
