@@ -37,7 +37,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bins.profile import Observation, Profile, fit
+from bins.fitting import Observation, fit
+from bins.profile import Profile
 from llmserve.cluster import journal
 from llmserve.cluster.observed import observations
 from llmserve.engines.engine import EngineError

@@ -58,7 +58,8 @@ from benchmark_dispatch_live import progress, rounded
 from benchmark_vllm import ENVIRONMENT, MODEL_FOLDER, running
 from profile_engine import whole
 
-from bins.profile import Curve, Profile
+from bins.curve import Curve
+from bins.profile import Profile
 from llmserve.cluster import journal
 from llmserve.cluster.journal import Step
 from llmserve.errors import LLMServeError

@@ -35,7 +35,8 @@ from rich.table import Table
 
 from bins import profile
 from bins.service import ServiceTimes
-from bins.smdp import MS_PER_S, Queue
+from bins.smdp import Queue
+from bins.smdp_model import MS_PER_S
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.policies import SchedulingConfig
 from llmserve.simulate import Scenario, simulate

@@ -20,10 +20,11 @@ from rich.console import Console
 from rich.table import Table as Shown
 
 from bins.average_cost import SemiMarkov, evaluate, policy_iteration
+from bins.curve import Curve
 from bins.dispatch import DispatchPlan, DispatchSolver, Observed, Wish
-from bins.profile import Curve, Profile
+from bins.profile import Profile
 from bins.service import Array, ServiceTimes
-from bins.smdp import MS_PER_S
+from bins.smdp_model import MS_PER_S
 from llmserve.request import Request
 from llmserve.scheduling.queues import BinQueue, QueuedRequest
 from llmserve.scheduling.release import Table

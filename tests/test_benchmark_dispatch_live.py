@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 from script_module import load_script
 
+from bins.curve import Curve
 from bins.dispatch import DispatchPlan, DispatchTable
-from bins.profile import Curve, Profile
+from bins.profile import Profile
 from llmserve.cluster.journal import Header, Step
 from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request

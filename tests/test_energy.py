@@ -18,8 +18,9 @@ from fake_nvml import FakeNvml, Gpu
 from front import Front, StartFront, until
 from prometheus_client.parser import text_string_to_metric_families
 
+from bins.curve import Curve
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
-from bins.profile import PROFILES, Curve, Profile
+from bins.profile import PROFILES, Profile
 from llmserve import bench
 from llmserve.cluster.journal import Header, Journal, Step
 from llmserve.cluster.live import LiveCluster

@@ -17,7 +17,8 @@ from fake_nvml import FakeNvml, Gpu
 from missing_modules import without
 from script_module import load_script
 
-from bins.profile import Observation, Profile
+from bins.fitting import Observation
+from bins.profile import Profile
 from llmserve import profile as profiling
 from llmserve.__main__ import main as llmserve
 from llmserve.engines.fake import FakeEngine

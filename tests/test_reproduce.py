@@ -29,7 +29,8 @@ from reproduction.multibin.worlds import AT_ONCE, Effort, World, rates_up_to, si
 from reproduction.rows import KINDS, Curve, Row, Rows, claim
 from reproduction.smdp.policies import CASE_LOADS, CASE_WEIGHTS, control_limit, exceptions
 
-from bins.profile import PROFILES, Observation
+from bins.fitting import Observation
+from bins.profile import PROFILES
 from llmserve.cluster import journal
 from llmserve.errors import ConfigError
 from llmserve.policies import SchedulingConfig

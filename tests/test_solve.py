@@ -14,10 +14,12 @@ import pytest
 from missing_modules import without
 
 from bins.average_cost import policy_iteration
-from bins.profile import PROFILES, Curve, Profile
+from bins.curve import Curve
+from bins.profile import PROFILES, Profile
 from llmserve.__main__ import main
 from llmserve.errors import ConfigError
-from llmserve.solve import Problem, chart, profile_of, queue_of, runs, solve
+from llmserve.solve import Problem, profile_of, queue_of, solve
+from llmserve.solve_report import chart, runs
 
 ROOT = Path(__file__).resolve().parents[1]
 ISSUE_FLAGS = (

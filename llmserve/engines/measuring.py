@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from bins.profile import Observation
+from bins.fitting import Observation
 from llmserve.engines.event_stream import usage_of
 from llmserve.engines.openai_engine import OpenAIEngine
 from llmserve.engines.power import GpuEnergy

@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from worlds.invariants import check
 
 import predictor
-from bins.profile import Curve, Profile, StepTimes
+from bins.curve import Curve
+from bins.profile import Profile, StepTimes
 from llmserve.cluster import journal
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.engines.fake import FakeEngine, Pace

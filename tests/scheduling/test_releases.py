@@ -8,8 +8,9 @@ import msgspec
 import pytest
 from test_scheduler import arrive, batch, scheduler, step
 
+from bins.curve import Curve
 from bins.dispatch import DispatchPlan, DispatchTable
-from bins.profile import Curve, Profile
+from bins.profile import Profile
 from llmserve.cluster import journal
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError

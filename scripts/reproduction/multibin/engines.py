@@ -24,7 +24,7 @@ import profile_engine
 from benchmark_throughput import BASELINE, Arrangement
 
 import predictor
-from bins.profile import Observation
+from bins.fitting import Observation
 from llmserve.engines.embedded import demo_corpus
 from llmserve.simulation.estimates import estimate
 from reproduction.multibin.table_1 import MEASURED
