@@ -48,6 +48,7 @@ from llmserve.errors import CannotMeasure
 from llmserve.extras import need_plot
 
 IDLE_S = 3.0  # how long the idle power is measured
+FIT_ERROR_MAX = 0.15  # above, plans made by the profile say little
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -141,6 +142,12 @@ def main(args: argparse.Namespace) -> int:
     except (EngineError, ValueError, OSError, aiohttp.ClientError) as error:
         raise CannotMeasure(str(error) or type(error).__name__) from error
     print_table(profile, Console())
+    if profile.step_s.error > FIT_ERROR_MAX:
+        print(
+            f"llmserve profile: the fit misses the measured steps by {profile.step_s.error:.0%}: other work disturbed "
+            "the engine, or too few batches ran. Measure again, with more --rounds.",
+            file=sys.stderr,
+        )
     return 0
 
 

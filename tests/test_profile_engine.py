@@ -294,6 +294,18 @@ def test_a_simulations_journal_gives_its_step_and_prefill_exactly(tmp_path: Path
     assert "batches of a journal" in profile.source
 
 
+def test_a_fit_that_misses_its_measurements_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    journal, path = simulated(tmp_path / "night.jsonl", "--barrier"), tmp_path / "profile.json"
+    flags = ["--journal", str(journal), "--output", str(path)]
+    script.main(flags)
+    assert "Measure again" not in capsys.readouterr().err
+    monkeypatch.setattr(profiling, "FIT_ERROR_MAX", -1.0)
+    script.main(flags)
+    assert "the fit misses the measured steps by 0%" in capsys.readouterr().err
+
+
 def test_a_journal_without_barrier_batches_is_said_so(tmp_path: Path):
     journal = simulated(tmp_path / "refill.jsonl")
     with pytest.raises(SystemExit, match="no batch that a barrier engine ran"):
