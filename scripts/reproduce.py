@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parent / "lab"))
+
 from reproduction.page import About, Section, write_page
 from reproduction.rows import Report, Rows
 from rich.console import Console

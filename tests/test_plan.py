@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from script_module import FOLDER
 
 from llmserve.__main__ import main
 from llmserve.herd import Instance, Model, Plan, Stream
 from llmserve.plan import LINE_EVERY_S, Told
 
+ROOT = Path(__file__).resolve().parents[1]
 MODELS = 6
 
 
@@ -162,8 +162,6 @@ def test_progress_is_told_in_lines_now_and_then(
 
 
 def test_the_script_is_the_command(asked: Path) -> None:
-    command = [sys.executable, str(FOLDER / "plan_herd.py"), "--instance", str(asked), "--json"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, cwd=FOLDER.parent, env={"PYTHONPATH": "."}
-    )
+    command = [sys.executable, "-m", "llmserve", "plan", "--instance", str(asked), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env={"PYTHONPATH": "."})
     assert json.loads(done.stdout)["burst_tolerance"] == 3.0

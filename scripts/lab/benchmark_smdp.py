@@ -1,6 +1,6 @@
 """How fast a bin's decision process is solved: exactly, and by relative value iteration as the paper does.
 
-    python scripts/benchmark_smdp.py --output docs/results/smdp-speed.json
+    python scripts/lab/benchmark_smdp.py --output docs/results/smdp-speed.json
 
 Everything is timed with its set-up: service times, energies, arrivals, equations. The cases take turns within one run,
 and medians are reported, so that a busy machine slows all alike. Both solvers must find the same policy in all states

@@ -1,7 +1,7 @@
 """What the demo model really answers: held-out accuracy, lengths for the length predictor, the documents.
 
-    python scripts/evaluate_demo_model.py                           # accuracy of the shipped model on held-out prompts
-    python scripts/evaluate_demo_model.py --lengths-output lengths.jsonl    # data for the length predictor instead
+    python scripts/lab/evaluate_demo_model.py                        # accuracy of the shipped model on held-out prompts
+    python scripts/lab/evaluate_demo_model.py --lengths-output lengths.jsonl    # data for the length predictor instead
 
 All answers are greedy and batched. `output_tokens` means what OpenAI's `usage.completion_tokens` means: the
 tokens generated for the answer. The end token is not counted.
@@ -22,7 +22,7 @@ from llmserve.engines.embedded.demo_corpus import Example
 from llmserve.engines.embedded.generation import Delta, LanguageModel, Row
 from llmserve.engines.embedded.protocol import Message
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MODEL_DIR = ROOT / "llmserve" / "engines" / "embedded" / "model"
 MODEL_NAME = "llmserve-demo"
 ANSWER_TOKENS_MAX = 480  # a right answer has at most about 420
@@ -163,8 +163,8 @@ def _page(m: dict[str, Any]) -> str:
     return f"""# The demo model
 
 A Llama-architecture model of {m["parameters"] / 1e6:.1f} M parameters ({m["weights_mb"]:.1f} MB), trained from nothing
-by `scripts/train_demo_model.py` on text that `demo_corpus.py` makes up. It counts, recites lists and tables,
-spells, copies and makes a little small talk. It lets `llmserve serve` answer on any CPU without a download, and
+by `scripts/lab/train_demo_model.py` on text that `demo_corpus.py` makes up. It counts, recites lists and
+tables, spells, copies and makes a little small talk. It lets `llmserve serve` answer on any CPU without a download, and
 its answers have a wide spread of lengths that their prompts reveal, which is what llmserve is there to use.
 
 It is not an assistant. It has no numbers above {demo_corpus.NUMBER_MAX}, spells only

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What answers teach a server: forecasts of a stream of requests, each answer's length told before the next is asked.
 
-scripts/benchmark_online.py runs/predictor --data answers.jsonl --part held-out --output docs/results/online.json
+scripts/lab/benchmark_online.py runs/predictor --data answers.jsonl --part held-out --output docs/results/online.json
 
 Rows come in a drawn order, once as they are and once with all lengths multiplied from the middle of the stream on
 (--drift), as when an engine gets another model. The second half is scored: as the predictor says it, recalibrated, with
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 from rich.console import Console

@@ -1,6 +1,6 @@
 """What the scheduler costs: a step in several situations, and simulated requests per second, in processor time.
 
-    python scripts/benchmark_scheduler.py --output docs/results/scheduler.json
+    python scripts/lab/benchmark_scheduler.py --output docs/results/scheduler.json
 
 Situations and scenarios take turns within one run, and medians are reported, so that a busy machine slows all alike.
 """

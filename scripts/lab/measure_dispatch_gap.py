@@ -5,7 +5,7 @@ of the engine (bins/dispatch.py). Two queues small enough are solved jointly her
 lengths at once; the plan's own policy is evaluated exactly in the same joint process, beside greedy (of two waiting
 queues the longer goes first).
 
-    python scripts/measure_dispatch_gap.py [--json FILE]
+    python scripts/lab/measure_dispatch_gap.py [--json FILE]
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ same arrivals, simulated as by
 
 * ad hoc: `greedy`
 * largest batch: `deadline --latency-target-s {DEADLINE_S:g}`
-* rate: as printed, which llmserve does not serve by (scripts/reproduction/batchmonitor/printed_rate.py)
+* rate: as printed, which llmserve does not serve by (scripts/lab/reproduction/batchmonitor/printed_rate.py)
 * rate repaired: `rate-headroom --batch-wait-s {WAIT_S:g}`: head-room of 20 %, batches of one, the rate of the last
   arrivals, and nobody waits longer than that while the engine is free
 * smdp: `table --energy-weight {ENERGY_WEIGHT:g}`: the SMDP's policy, a watt worth {ENERGY_WEIGHT:g} ms

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Which batches serve best: bins of equal mass, bins by answers, or windows; on files of answer lengths.
 
-    python scripts/benchmark_bins.py --lengths chat=trace.csv.gz:output_tokens \\
+    python scripts/lab/benchmark_bins.py --lengths chat=trace.csv.gz:output_tokens \\
         --lengths maths=answers.jsonl.gz:tokens --jobs 2 --output docs/results/bins.json --plot docs/bins.png
 
 Simulates one engine that runs batches to their end, a step a token, with the scheduler that serves. One half of each

@@ -1,9 +1,9 @@
 """Train the demo model: a tiny Llama that counts, lists, spells and copies, from nothing, on a CPU.
 
-    python scripts/train_demo_model.py                              # corpus, tokenizer, model, evaluation, docs
-    python scripts/train_demo_model.py --quick --output /tmp/demo   # the same path in seconds; the model is useless
+    python scripts/lab/train_demo_model.py                              # corpus, tokenizer, model, evaluation, docs
+    python scripts/lab/train_demo_model.py --quick --output /tmp/demo   # the same path in seconds; the model is useless
 
-scripts/evaluate_demo_model.py measures a trained model and writes the lengths of its answers.
+scripts/lab/evaluate_demo_model.py measures a trained model and writes the lengths of its answers.
 """
 
 import argparse
@@ -370,7 +370,7 @@ def make(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     save(model, tokenizer, args.output)
     metrics = {
         "model": MODEL_NAME,
-        "command": "python scripts/train_demo_model.py "
+        "command": "python scripts/lab/train_demo_model.py "
         f"--steps {plan.steps} --minutes {plan.minutes:g} --seed {plan.seed}",
         "date": time.strftime("%Y-%m"),
         "machine": args.machine,

@@ -1,6 +1,6 @@
 """What the front-end costs: llmserve beside a bare FastAPI + aiohttp pass-through, in front of the same fast upstream.
 
-    python scripts/benchmark_frontend.py --output docs/results/frontend.json
+    python scripts/lab/benchmark_frontend.py --output docs/results/frontend.json
 
 Upstream, pass-through and llmserve are processes of their own; a load generator drives each in turn, round after
 round: requests a second at 32 connections, latency at one connection, and forwarded stream chunks a second. Medians

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """How fast an exported length predictor is, and what it costs: loading, memory, single prompts, many at once.
 
-scripts/benchmark_predictor.py runs/predictor --output docs/results/predictor-speed.json
+scripts/lab/benchmark_predictor.py runs/predictor --output docs/results/predictor-speed.json
 
 Prompts are drawn words, 64 tokens each unless told otherwise, none twice. Loading and memory are those of a fresh
 process that imports, loads and predicts once. With both an 8-bit and a 32-bit model in the folder they take turns.
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-sys.path.insert(0, str(ROOT := Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(ROOT := Path(__file__).resolve().parents[2]))
 
 from rich.console import Console
 from rich.table import Table

@@ -9,7 +9,7 @@ from pathlib import Path
 from reproduction.rows import Row
 
 FIGURE = "Table 1"
-MEASURED = Path(__file__).parents[3] / "docs" / "results" / "predictor-people.json"
+MEASURED = Path(__file__).parents[4] / "docs" / "results" / "predictor-people.json"
 ACCURACY, NEAR = "bin accuracy", "accuracy within one bin"
 PUBLISHED = {  # per cent, by number of bins
     ACCURACY: {2: 86.14, 4: 62.97, 8: 42.29},

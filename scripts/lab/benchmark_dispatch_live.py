@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Waiting for company at low load, live: what it costs in latency and saves in energy on the embedded engine.
 
-    python scripts/benchmark_dispatch_live.py --output docs/results/dispatch-live.json --figure docs/dispatch-live.png
+    python scripts/lab/benchmark_dispatch_live.py \\
+        --output docs/results/dispatch-live.json --figure docs/dispatch-live.png
 
 First the embedded engine's profile is measured, with batches of all sizes that go the way that requests will go. From
 it and the lengths of the demo corpus follow the arrival rate of the wanted load, and what an exact solve (bins/smdp.py)
@@ -46,6 +47,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import bench  # noqa: F401  puts scripts/ on the path
 import msgspec
 import numpy as np
 from benchmark_throughput import MODEL, is_ready
@@ -335,8 +337,8 @@ async def measured_profile(args: argparse.Namespace, folder: Path) -> Profile:
     return profile_of(
         batches,
         name=MODEL,
-        origin=f"Measured by scripts/benchmark_dispatch_live.py, {date.today()}: the embedded engine behind llmserve, "
-        f"{len(batches)} batches of the demo corpus",
+        origin=f"Measured by scripts/lab/benchmark_dispatch_live.py, {date.today()}: the embedded engine "
+        f"behind llmserve, {len(batches)} batches of the demo corpus",
         idle_w=args.idle_power_w,
         busy_w=args.busy_power_w,
     )

@@ -12,7 +12,7 @@ from reproduction.rows import Row
 FIGURE = "Table 5"
 SOLVER_S = {200: 0.55, 400: 2.51, 600: 4.28, 800: 8.53, 1_000: 13.26}
 KIND = "usual"
-RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results" / "herd.json"
+RESULTS = Path(__file__).resolve().parents[4] / "docs" / "results" / "herd.json"
 
 
 def rows() -> Iterator[Row]:
@@ -23,7 +23,10 @@ def rows() -> Iterator[Row]:
 
 
 def _measured() -> dict[tuple[int, str], list[float]]:
-    """Seconds under each seed, by number of models and form. Source: scripts/benchmark_herd.py, its usual instances."""
+    """Seconds under each seed, by number of models and form.
+
+    Source: scripts/lab/benchmark_herd.py, its usual instances.
+    """
     try:
         found = json.loads(RESULTS.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,10 +1,11 @@
 #!/usr/bin/env python
 """Deadlines kept: the orders of llmserve beside each other, on engines that serve, and in simulations.
 
-    python scripts/benchmark_deadlines.py fake --output docs/results/deadlines.json --figure docs/deadlines.png
-    python scripts/benchmark_deadlines.py vllm --vllm-python .venv-vllm/bin/python \\
+    python scripts/lab/benchmark_deadlines.py fake \\
+        --output docs/results/deadlines.json --figure docs/deadlines.png
+    python scripts/lab/benchmark_deadlines.py vllm --vllm-python .venv-vllm/bin/python \\
         --output docs/results/deadlines-vllm.json --figure docs/deadlines-vllm.png
-    python scripts/benchmark_deadlines.py load --lengths "AlpacaEval=file:lengths.csv:tokens" \\
+    python scripts/lab/benchmark_deadlines.py load --lengths "AlpacaEval=file:lengths.csv:tokens" \\
         --trace "Azure chat=azure_llm_2023_conv.csv.gz" \\
         --output docs/results/deadlines-load.json --figure docs/deadlines-load.png
 
@@ -53,6 +54,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import bench  # noqa: F401  puts scripts/ on the path
 import numpy as np
 from benchmark_dispatch_live import progress, rounded
 from benchmark_vllm import ENVIRONMENT, MODEL_FOLDER, running

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """What llmserve in front of real vLLM servers costs and gains, beside vLLM alone and vLLM's own priorities.
 
-    python scripts/benchmark_vllm.py --vllm-python .venv-vllm/bin/python --router .venv-router/bin/vllm-router \\
+    python scripts/lab/benchmark_vllm.py --vllm-python .venv-vllm/bin/python --router .venv-router/bin/vllm-router \\
         --trace azure_llm_2023_conv.csv.gz --output docs/results/vllm.json --figures docs/vllm
-    python scripts/benchmark_vllm.py --report --output docs/results/vllm.json --figures docs/vllm
+    python scripts/lab/benchmark_vllm.py --report --output docs/results/vllm.json --figures docs/vllm
 
 The script starts the vLLM servers itself (the demo model, float32, prefix caching off, so that a request costs the same
 each time) and asks them the demo model's held-out prompts. Answers are greedy: each prompt's length is learnt in a

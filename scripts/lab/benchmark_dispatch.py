@@ -8,7 +8,7 @@ One engine of a published profile (Llama-3.1-8B on an H100, idle power counted),
     saturated  all requests at once: throughput of table over full
     cost       SMDP-J's basic scenario: no release may cost less than the SMDP's policy
 
-    python scripts/benchmark_dispatch.py --conversation azure_conv.csv.gz --code azure_code.csv.gz --output docs
+    python scripts/lab/benchmark_dispatch.py --conversation azure_conv.csv.gz --code azure_code.csv.gz --output docs
 
 The files are CSV with columns arrival_s, input_tokens, output_tokens; the lengths of `load`, `refill` and `saturated`
 are drawn from the conversation's. Energy per token is all that the engine draws, over output tokens.

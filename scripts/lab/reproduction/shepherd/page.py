@@ -260,7 +260,7 @@ def planner(rows: Rows) -> str:
     published = ", ".join(f"{seconds:g} s ({models:,})" for models, seconds in table_5.SOLVER_S.items())
     text = (
         f"The paper's solver takes {published} for so many models and workers, in 10 groups. That of llmserve is "
-        "measured by scripts/benchmark_herd.py"
+        "measured by scripts/lab/benchmark_herd.py"
     )
     if rows.of(table_5.FIGURE):
         return text + (
