@@ -1,5 +1,13 @@
 """What the laboratory's benchmarks and reproductions share.
 
+    client     one way to ask a server, at once or each request at its time
+    servers    front-ends, engines and vLLM as children that end with the script
+    progress   what is being done: a bar in a terminal, plain lines without one
+    results    rounds in turn, medians, JSON with a row a line
+    tables     Markdown, and tables for a terminal
+    figures    how figures look
+    arguments  command lines
+
 Importing it puts scripts/ on the path: measuring an engine is a script that users run too.
 """
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import aiohttp
 import benchmark_throughput as throughput
-import benchmark_vllm
 import numpy as np
 import profile_engine
+from bench.servers import vllm
 from benchmark_throughput import BASELINE, Arrangement
 
 import predictor
@@ -138,8 +138,7 @@ async def observe(effort: Effort, report: Report) -> Observed:
         answers[EMBEDDED] = await answer_times(url, effort)
     if effort.vllm_python:
         report("Fig. 5: vLLM's answers, one by one", 0.1)
-        asked = argparse.Namespace(vllm_python=effort.vllm_python)
-        async with benchmark_vllm.vllm_server(asked, VLLM, 1) as server:
+        async with vllm(effort.vllm_python, VLLM, 1, "--scheduling-policy", "priority") as server:
             answers[VLLM] = await answer_times(server.url, effort)
     report("Fig. 7 and 11: starting the servers", 0.15)
     runs, cost = await _all_at_once(effort, report)
