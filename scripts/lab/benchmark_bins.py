@@ -26,6 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench.arguments import numbers, parser_of, whole
+from bench.figures import new_figure, save
+from bench.results import write_rows
+from bench.tables import markdown
 from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
@@ -89,17 +93,17 @@ Rows = Sequence[tuple[Case, Outcome]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--lengths", action="append", default=[], metavar="NAME=FILE:COLUMN", help="CSV or JSON lines; repeatable"
     )
     parser.add_argument(
         "--results", type=Path, metavar="FILE", help="show these, of an earlier --output, and run nothing"
     )
-    parser.add_argument("--batch-sizes", type=_numbers, default=(8, 32, 128), metavar="B,B,...")
+    parser.add_argument("--batch-sizes", type=numbers, default=(8, 32, 128), metavar="B,B,...")
     parser.add_argument("--tau", type=float, default=0.63, help="rank correlation of predictions (default 0.63)")
-    parser.add_argument("--seeds", type=positive_whole_number, default=3)
-    parser.add_argument("--jobs", type=positive_whole_number, default=1)
+    parser.add_argument("--seeds", type=whole(1), default=3)
+    parser.add_argument("--jobs", type=whole(1), default=1)
     parser.add_argument("--output", type=Path, help="JSON of every run")
     parser.add_argument("--plot", type=Path, help="PNG: gains and latencies of batches of 8")
     args = parser.parse_args()
@@ -113,7 +117,7 @@ def main() -> None:
         parser.error(str(error))
     print("\n\n".join(tables(rows)))
     if args.output:
-        save(rows, args.output)
+        write(rows, args.output)
     if args.plot:
         draw(rows, args.plot)
 
@@ -127,18 +131,18 @@ def measure(cases: Sequence[Case], jobs: int) -> Rows:
     return [(case, outcomes[index]) for index, case in enumerate(cases)]
 
 
-def save(rows: Rows, path: Path) -> None:
+def write(rows: Rows, path: Path) -> None:
     """A JSON list, a run a line; a load of null: all at once. Where a file of lengths lay is not told."""
-    lines = []
+    entries = []
     for case, outcome in rows:
         entry = {**asdict(case), "load": None if math.isinf(case.load) else case.load, **asdict(outcome)}
         del entry["place"]
-        lines.append(json.dumps(entry))
-    path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+        entries.append(entry)
+    write_rows(path, entries)
 
 
 def load(path: Path) -> Rows:
-    """Raises ConfigError when the file is none that `save` wrote."""
+    """Raises ConfigError when the file is none that `write` wrote."""
     try:
         return _rows(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -152,17 +156,6 @@ def _rows(entries: Sequence[dict[str, Any]]) -> Rows:
         case = Case(**{**{name: entry[name] for name in Case.__slots__ if name in entry}, "place": "", "load": at})
         rows.append((case, Outcome(**{name: entry[name] for name in Outcome.__slots__})))
     return rows
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(positive_whole_number(part) for part in text.split(","))
-
-
-def positive_whole_number(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
 
 
 def _cases(args: argparse.Namespace) -> Iterable[Case]:
@@ -286,18 +279,14 @@ def _table(title: str, rows: Rows, policies: Sequence[str], cell: Callable[..., 
     for name, size, predictions in dict.fromkeys((case.name, case.batch_size, case.predictions) for case, _ in rows):
         cells = [cell(policy, name=name, batch_size=size, predictions=predictions) for policy in policies]
         lines.append([name, str(size), predictions.partition(":")[0].replace("quantiles", "predicted"), *cells])
-    written = ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines)]
-    return f"**{title}**\n\n" + "\n".join(written)
+    return markdown(head, lines, title=title)
 
 
 def draw(rows: Rows, path: Path) -> None:
     """Batches of FIGURE_BATCH: gains on the left, mean latencies at each load on the right."""
-    from matplotlib.figure import Figure
-
     names = list(dict.fromkeys(case.name for case, _ in rows))
     kinds = list(dict.fromkeys((case.name, case.predictions) for case, _ in rows if case.batch_size == FIGURE_BATCH))
-    figure = Figure(figsize=(11, 6.4), layout="constrained")
-    axes = figure.subplots(2, 2, sharey="col")
+    figure, axes = new_figure(2, 2, width=11, height=6.4, sharey="col")
     shown = ("8 bins, mass", "8 bins, answers", "window of 32 batches")
     colours = dict(zip(shown, ("#9a9a9a", "#0072b2", "#d55e00"), strict=True))
     for row, oracle in enumerate((True, False)):
@@ -316,9 +305,9 @@ def draw(rows: Rows, path: Path) -> None:
         for axis in (left, right):
             axis.set_xticks(range(len(names)), [name.replace(", ", "\n") for name in names], fontsize=8)
             axis.axhline(1.0, color="#333333", linewidth=0.8)
-            axis.spines[["top", "right"]].set_visible(False)
-    axes[0, 0].legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=110)
+            axis.grid(visible=False, axis="x")
+    axes[0, 0].legend()
+    save(figure, path, dpi=110)
 
 
 if __name__ == "__main__":

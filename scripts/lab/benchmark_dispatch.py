@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: the runs are
 
 import msgspec
 import numpy as np
+from bench import tables as shown
+from bench.arguments import parser_of
+from bench.figures import BLUE, GREEN, GREY, ORANGE, new_figure, save
+from bench.progress import counted
+from bench.results import median_of, write_text
 from reproduction.batchmonitor.printed_rate import PrintedScheduling
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from bins import profile
 from bins.service import ServiceTimes
@@ -241,13 +243,11 @@ def capacity_per_s(lengths: Path) -> float:
 def measure_all(runs: Iterable[Run], jobs: int) -> list[Row]:
     """Medians over seeds, in the order of the runs."""
     asked = list(runs)
-    console = Console(stderr=True)
-    with ProcessPoolExecutor(jobs) as pool, Progress(console=console, disable=not console.is_terminal) as progress:
-        rows = []
-        for row in progress.track(pool.map(measure, asked), total=len(asked), description="simulating"):
+    rows = []
+    with ProcessPoolExecutor(jobs) as pool, counted(len(asked)) as done:
+        for row in pool.map(measure, asked):
             rows.append(row)
-            if not console.is_terminal and len(rows) % 20 == 0:
-                print(f"{len(rows)} of {len(asked)} runs", file=sys.stderr, flush=True)
+            done(f"{row.part}, {row.case}, {row.rule}")
     together: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         together.setdefault((row.part, row.case, row.rule), []).append(row)
@@ -256,9 +256,7 @@ def measure_all(runs: Iterable[Run], jobs: int) -> list[Row]:
 
 def median(rows: list[Row]) -> Row:
     names = Row.__struct_fields__[3:]
-    return msgspec.structs.replace(
-        rows[0], **{name: float(np.median([getattr(row, name) for row in rows])) for name in names}
-    )
+    return msgspec.structs.replace(rows[0], **{name: median_of(rows, attrgetter(name)) for name in names})
 
 
 def best_greedy(rows: Iterable[Row], case: str) -> Row:
@@ -316,9 +314,7 @@ COLUMNS = ("case", "rule", "mean (s)", "p50", "p95", "J/token", "batch", "busy",
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    return (
-        row.case,
-        row.rule,
+    values = (
         f"{row.latency_s_mean:.2f}",
         f"{row.latency_s_p50:.2f}",
         f"{row.latency_s_p95:.2f}",
@@ -327,19 +323,16 @@ def cells(row: Row) -> tuple[str, ...]:
         f"{row.utilisation:.2f}",
         f"{row.output_tokens_per_s:.0f}",
     )
+    return row.case, row.rule, *values
 
 
 def show(rows: list[Row], cost_rows: list[dict[str, Any]], markdown: bool) -> None:
     for part in dict.fromkeys(row.part for row in rows if row.part != "cost"):
         chosen = [cells(row) for row in rows if row.part == part]
         if markdown:
-            print(f"\n{part}\n\n| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
-            print("\n".join("| " + " | ".join(row) + " |" for row in chosen))
-            continue
-        table = Table(*COLUMNS, title=part, title_justify="left")
-        for row in chosen:
-            table.add_row(*row)
-        Console().print(table)
+            print(f"\n{part}\n\n{shown.markdown(COLUMNS, chosen)}")
+        else:
+            shown.show(part, COLUMNS, chosen, left=("rule",))
     print("\n" + "\n".join(goals(rows)))
     if cost_rows:
         least = min(cost_rows, key=lambda row: row["cost_ms"] / row["smdp_cost_ms"])
@@ -349,18 +342,13 @@ def show(rows: list[Row], cost_rows: list[dict[str, Any]], markdown: bool) -> No
 
 def plot(rows: list[Row], path: Path) -> None:
     """Energy against the 95th percentile, a panel for each load."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     cases = [f"load {load:g}" for load in LOADS]
-    figure, axes = plt.subplots(1, len(cases), figsize=(4 * len(cases), 4), layout="constrained")
+    figure, (axes,) = new_figure(1, len(cases), width=4 * len(cases), height=4)
     kinds = {
-        "greedy": ("o", "tab:blue"),
-        "timeout": ("^", "tab:green"),
-        "full": ("v", "tab:gray"),
-        "table": ("s", "tab:orange"),
+        "greedy": ("o", BLUE),
+        "timeout": ("^", GREEN),
+        "full": ("v", GREY),
+        "table": ("s", ORANGE),
     }
     for axis, case in zip(axes, cases, strict=True):
         for kind, (marker, colour) in kinds.items():
@@ -379,14 +367,13 @@ def plot(rows: list[Row], path: Path) -> None:
         axis.set_title(case)
         axis.set_xlabel("95th percentile of latency (s)")
         axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
     axes[0].set_ylabel("energy per output token (J)")
     axes[0].legend()
-    figure.savefig(path, dpi=110)
+    save(figure, path, dpi=110)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--conversation", type=Path, required=True, metavar="FILE", help="trace of a chat service")
     parser.add_argument("--code", type=Path, required=True, metavar="FILE", help="trace of a code service, bursty")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at once")
@@ -398,8 +385,6 @@ def main() -> None:
     for path in (args.conversation, args.code):
         if not path.is_file():
             parser.error(f"there is no file {path}")
-    if args.output:
-        (args.output / "results").mkdir(parents=True, exist_ok=True)
     rows = measure_all(load_runs(args, {}), args.jobs)
     targets_s = {case: 1.4 * best_greedy(rows, case).latency_s_p95 for case in dict.fromkeys(row.case for row in rows)}
     later = [*load_runs(args, targets_s), *refill_runs(args), *trace_runs(args), *saturated_runs(args), *cost_runs()]
@@ -415,8 +400,8 @@ def main() -> None:
             "goals": goals(rows),
             "costs": cost_rows,
         }
-        path = args.output / "results" / "dispatch.json"
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+        text = msgspec.json.format(msgspec.json.encode(found), indent=1).decode()
+        write_text(args.output / "results" / "dispatch.json", text)
         plot(rows, args.output / "dispatch.png")
 
 

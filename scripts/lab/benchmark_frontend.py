@@ -11,29 +11,24 @@ the least of the machine), otherwise aiohttp.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
-import os
-import platform
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-import aiohttp
-from rich.console import Console
-from rich.table import Table
-
-from llmserve.engines.engine_process import free_port
+from bench import client
+from bench.arguments import add_results, parser_of
+from bench.progress import say
+from bench.results import machine, write_json
+from bench.servers import fake_engine, front_end, running
+from bench.tables import show
 
 BODY = {"model": "fake", "messages": [{"role": "user", "content": "How long is a piece of string?"}]}
 STREAMS, STREAM_TOKENS = 64, 400
@@ -63,57 +58,28 @@ uvicorn.run(app, port=int(sys.argv[2]), log_level="critical")
 """
 
 
-@contextmanager
-def running(*command: str) -> Iterator[None]:
-    """A child process inside the block; ended with SIGTERM."""
-    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=20)
+@asynccontextmanager
+async def servers(step_s: float) -> AsyncIterator[dict[str, str]]:
+    """Base URLs by name; each has answered once. step_s: the upstream's time for a token; 0 answers at once."""
+    async with fake_engine("fake", "--step-s", str(step_s), "--slots", str(STREAMS)) as upstream:
+
+        def bare(port: int) -> list[str]:
+            return [sys.executable, "-c", BARE, upstream.url, str(port)]
+
+        flags = ("--engine", upstream.url, "--predictor", "none", "--log-level", "error")
+        async with running("pass-through", bare, ready="/ready") as passing, front_end("front-end", *flags) as front:
+            urls = {"upstream itself": upstream.url, "bare pass-through": passing.url, "llmserve": front.url}
+            async with client.session_of() as session:
+                for url in urls.values():
+                    assert (await client.ask(session, url, BODY)).answer
+            yield urls
 
 
-@contextmanager
-def servers(step_s: float) -> Iterator[dict[str, str]]:
-    """Base URLs by name, all ready. step_s: the upstream's time for a token; 0 answers at once."""
-    upstream, bare, front = free_port(), free_port(), free_port()
-    upstream_url = f"http://127.0.0.1:{upstream}"
-    engine = ("-m", "llmserve.engines.fake", "--step-s", str(step_s), "--slots", str(STREAMS), "--port", str(upstream))
-    serve = ("-m", "llmserve", "serve", "--engine", upstream_url, "--predictor", "none", "--log-level", "error")
-    with (
-        running(*engine),
-        running("-c", BARE, upstream_url, str(bare)),
-        running(*serve, "--port", str(front)),
-    ):
-        urls = {
-            "upstream itself": upstream_url,
-            "bare pass-through": f"http://127.0.0.1:{bare}",
-            "llmserve": f"http://127.0.0.1:{front}",
-        }
-        for url in urls.values():
-            asyncio.run(until_ready(url))
-        yield urls
-
-
-async def until_ready(url: str) -> None:
-    """Until POST answers 200; raises TimeoutError after a minute."""
-    async with asyncio.timeout(60), aiohttp.ClientSession() as session:
-        while True:
-            try:
-                async with session.post(f"{url}/v1/chat/completions", json=BODY) as response:
-                    if response.status == 200:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.1)
-
-
-def load(url: str, connections: int, seconds: float) -> tuple[float, float, float]:
+async def load(url: str, connections: int, seconds: float) -> tuple[float, float, float]:
     """(requests a second, median and p99 latency in ms) of non-streaming requests."""
     if shutil.which("wrk"):
-        return load_with_wrk(url, connections, seconds)
-    return asyncio.run(load_with_aiohttp(url, connections, seconds))
+        return await asyncio.to_thread(load_with_wrk, url, connections, seconds)
+    return await load_with_aiohttp(url, connections, seconds)
 
 
 def load_with_wrk(url: str, connections: int, seconds: float) -> tuple[float, float, float]:
@@ -136,17 +102,17 @@ def load_with_wrk(url: str, connections: int, seconds: float) -> tuple[float, fl
 async def load_with_aiohttp(url: str, connections: int, seconds: float) -> tuple[float, float, float]:
     times_ms: list[float] = []
     data = json.dumps(BODY).encode()
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with client.session_of() as session:
         until_s = time.perf_counter() + seconds
 
-        async def client() -> None:
+        async def keep_asking() -> None:
             while (began_s := time.perf_counter()) < until_s:
                 async with session.post(f"{url}/v1/chat/completions", data=data) as response:
                     await response.read()
                     assert response.status == 200
                 times_ms.append((time.perf_counter() - began_s) * 1e3)
 
-        await asyncio.gather(*(client() for _ in range(connections)))
+        await asyncio.gather(*(keep_asking() for _ in range(connections)))
     quantiles = statistics.quantiles(times_ms, n=100)
     return len(times_ms) / seconds, quantiles[49], quantiles[98]
 
@@ -156,68 +122,56 @@ async def stream_events_per_s(url: str) -> float:
     body = {**BODY, "stream": True, "max_tokens": STREAM_TOKENS}
     events = 0
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with client.session_of() as session:
 
-        async def one() -> None:
+        def count(chunk: bytes) -> None:
             nonlocal events
-            async with session.post(f"{url}/v1/chat/completions", json=body) as response:
-                async for chunk in response.content.iter_any():
-                    events += chunk.count(b"data:")
+            events += chunk.count(b"data:")
 
         began_s = time.perf_counter()
-        await asyncio.gather(*(one() for _ in range(STREAMS)))
+        await asyncio.gather(*(client.ask(session, url, body, on_chunk=count) for _ in range(STREAMS)))
         return events / (time.perf_counter() - began_s)
 
 
-def measure(rounds: int, seconds: float) -> dict[str, dict[str, float]]:
+async def measure(rounds: int, seconds: float) -> dict[str, dict[str, float]]:
     samples: dict[str, dict[str, list[float]]] = {}
 
     def add(name: str, **values: float) -> None:
         for key, value in values.items():
             samples.setdefault(name, {}).setdefault(key, []).append(value)
 
-    with servers(step_s=0.0) as urls:
+    async with servers(step_s=0.0) as urls:
         for number, (name, url) in itertools.product(range(rounds), urls.items()):
-            rate_per_s, _, busy_p99_ms = load(url, 32, seconds)
-            _, p50_ms, p99_ms = load(url, 1, seconds)
+            rate_per_s, _, busy_p99_ms = await load(url, 32, seconds)
+            _, p50_ms, p99_ms = await load(url, 1, seconds)
             add(name, requests_per_s_at_32=rate_per_s, latency_ms_p99_at_32=busy_p99_ms)
             add(name, latency_ms_p50_at_1=p50_ms, latency_ms_p99_at_1=p99_ms)
-            print(f"round {number + 1}/{rounds}: {name}: {rate_per_s:,.0f} requests/s", file=sys.stderr)
-    with servers(step_s=0.001) as urls:
+            say(f"round {number + 1}/{rounds}: {name}: {rate_per_s:,.0f} requests/s")
+    async with servers(step_s=0.001) as urls:
         for number, (name, url) in itertools.product(range(rounds), urls.items()):
-            add(name, stream_events_per_s=asyncio.run(stream_events_per_s(url)))
-            print(
-                f"round {number + 1}/{rounds}: {name}: {samples[name]['stream_events_per_s'][-1]:,.0f} events/s",
-                file=sys.stderr,
-            )
+            events_per_s = await stream_events_per_s(url)
+            add(name, stream_events_per_s=events_per_s)
+            say(f"round {number + 1}/{rounds}: {name}: {events_per_s:,.0f} events/s")
     return {name: {key: statistics.median(values) for key, values in row.items()} for name, row in samples.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each load")
-    parser.add_argument("--output", type=Path, help="write the results as JSON")
+    add_results(parser)
     args = parser.parse_args()
-    results = measure(args.rounds, args.seconds)
-    table = Table(title="In front of a trivially fast upstream, one process, predictor off", title_justify="left")
-    table.add_column("")
-    for column in ("requests/s, 32 conn.", "p50 ms, 1 conn.", "p99 ms, 1 conn.", "stream events/s"):
-        table.add_column(column, justify="right")
-    for name, row in results.items():
-        table.add_row(
-            name,
-            f"{row['requests_per_s_at_32']:,.0f}",
-            f"{row['latency_ms_p50_at_1']:.2f}",
-            f"{row['latency_ms_p99_at_1']:.2f}",
-            f"{row['stream_events_per_s']:,.0f}",
-        )
-    Console().print(table)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        generator = "wrk" if shutil.which("wrk") else "aiohttp"
-        machine: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count(), "load": generator}
-        args.output.write_text(json.dumps({**machine, "rounds": args.rounds, "medians": results}, indent=2) + "\n")
+    results = asyncio.run(measure(args.rounds, args.seconds))
+    shapes = {"requests_per_s_at_32": ",.0f", "latency_ms_p50_at_1": ".2f", "latency_ms_p99_at_1": ".2f"}
+    shapes["stream_events_per_s"] = ",.0f"
+    show(
+        "In front of a trivially fast upstream, one process, predictor off",
+        ("", "requests/s, 32 conn.", "p50 ms, 1 conn.", "p99 ms, 1 conn.", "stream events/s"),
+        [[name, *(format(row[key], shape) for key, shape in shapes.items())] for name, row in results.items()],
+    )
+    generator = "wrk" if shutil.which("wrk") else "aiohttp"
+    found = {**machine(), "load": generator, "rounds": args.rounds, "medians": results}
+    write_json(args.output, found, indent=2)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,9 @@ search, and levelling loads. Prints Markdown tables: medians over seeds, of the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -27,6 +25,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from bench.arguments import numbers, parser_of
+from bench.figures import new_figure, save
+from bench.progress import say
+from bench.results import write_rows
+from bench.tables import markdown
 
 from llmserve.herd import TIME_LIMIT_S, Instance, Model, StreamColumns, needs_of, plan, streams_of
 
@@ -75,8 +78,8 @@ class Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=_numbers, default=tuple(TABLE_5_S), metavar="N,N,...", help="models and GPUs")
+    parser = parser_of(__doc__)
+    parser.add_argument("--sizes", type=numbers, default=tuple(TABLE_5_S), metavar="N,N,...", help="models and GPUs")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--time-limit-s", type=float, default=TIME_LIMIT_S)
     parser.add_argument("--results", type=Path, metavar="FILE", help="show these, of an earlier --output; run nothing")
@@ -88,15 +91,9 @@ def main() -> None:
     else:
         rows = list(measure(args.sizes, args.seeds, args.time_limit_s))
     print("\n\n".join(tables(rows)))
-    if args.output:
-        lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
-        args.output.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    write_rows(args.output, map(asdict, rows))
     if args.plot:
         draw(rows, args.plot)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
 
 
 # ---- a run --------------------------------------------------------------------------------------------------------
@@ -114,7 +111,7 @@ def measure(sizes: Sequence[int], seeds: int, time_limit_s: float) -> Iterable[R
             read_s = time.perf_counter() - began_s
             for form in FORMS:
                 yield run(instance, kind, seed, form, read_s, time_limit_s)
-            print(f"{number + 1} of {len(cases)}: {kind}, {size} models, seed {seed}", file=sys.stderr)
+            say(f"{number + 1} of {len(cases)}: {kind}, {size} models, seed {seed}")
 
 
 def run(instance: Instance, kind: str, seed: int, form: str, read_s: float, time_limit_s: float) -> Row:
@@ -185,18 +182,14 @@ def _table(rows: Sequence[Row], kind: str) -> str:
                 f"{max(row.load_max for row in mine):.0%}",
             ]
         lines.append(cells)
-    written = ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines)]
-    return f"**{kind}**\n\n" + "\n".join(written)
+    return markdown(head, lines, title=kind)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Usual instances: seconds on the left, the most loaded groups on the right."""
-    from matplotlib.figure import Figure
-
     usual = [row for row in rows if row.kind == "usual"]
     sizes = sorted({row.models for row in usual})
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    seconds, loads = figure.subplots(1, 2)
+    figure, ((seconds, loads),) = new_figure(1, 2, width=10, height=3.8)
     seconds.plot(list(TABLE_5_S), list(TABLE_5_S.values()), "o--", color="#9a9a9a", label="Table 5")
     for form, colour in zip(FORMS, ("#0072b2", "#d55e00"), strict=True):
         own = {size: [row for row in usual if (row.models, row.form) == (size, form)] for size in sizes}
@@ -207,9 +200,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     seconds.set(xlabel="models, GPUs and thousands of streams", ylabel="seconds to a plan", ylim=(0, None))
     loads.set(xlabel="models, GPUs and thousands of streams", ylabel="load of the most loaded group", ylim=(0, None))
     for axis in (seconds, loads):
-        axis.legend(frameon=False, fontsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+        axis.legend()
+    save(figure, path, dpi=110)
 
 
 if __name__ == "__main__":

@@ -9,17 +9,15 @@ the memory of templates as well, and from earlier answers alone.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from bench.arguments import parser_of
+from bench.results import write_json
+from bench.tables import show
 
 from predictor.dataset import Row, load_rows, split_rows
 from predictor.errors import PredictorError
@@ -38,14 +36,13 @@ def main() -> int:
     except (PredictorError, OSError) as error:
         print(f"benchmark_online: {error}", file=sys.stderr)
         return 1
-    show(result)
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    tell(result)
+    write_json(args.output, result)
     return 0
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("predictor", type=Path, help="a predictor's folder")
     add_data_options(parser)
@@ -102,16 +99,13 @@ def stream(
     return {name: found[name] for name in ("mae_tokens", "kendall_tau", "calibration_error", "pinball_tokens")}
 
 
-def show(result: dict[str, Any]) -> None:
+def tell(result: dict[str, Any]) -> None:
     for name, ways in result["streams"].items():
-        table = Table(title=f"{name} ({result['answers_scored']} answers scored)", title_justify="left")
-        table.add_column("")
-        for column in ("MAE, tokens", "Kendall's tau", "calibration error", "pinball loss, tokens"):
-            table.add_column(column, justify="right")
-        for way, found in ways.items():
-            values = ["-" if value is None else f"{value:g}" for value in found.values()]
-            table.add_row(way, *values)
-        Console().print(table)
+        rows = [
+            [way, *("-" if value is None else f"{value:g}" for value in found.values())] for way, found in ways.items()
+        ]
+        columns = ("", "MAE, tokens", "Kendall's tau", "calibration error", "pinball loss, tokens")
+        show(f"{name} ({result['answers_scored']} answers scored)", columns, rows)
 
 
 if __name__ == "__main__":

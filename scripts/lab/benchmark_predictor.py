@@ -9,7 +9,6 @@ process that imports, loads and predicts once. With both an 8-bit and a 32-bit m
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import subprocess
@@ -18,10 +17,10 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-sys.path.insert(0, str(ROOT := Path(__file__).resolve().parents[2]))
-
-from rich.console import Console
-from rich.table import Table
+from bench import ROOT
+from bench.arguments import parser_of
+from bench.results import write_json
+from bench.tables import show
 
 from predictor.errors import PredictorError
 from predictor.options import positive
@@ -45,14 +44,13 @@ def main() -> int:
     except PredictorError as error:
         print(f"benchmark_predictor: {error}", file=sys.stderr)
         return 1
-    show(result)
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    tell(result)
+    write_json(args.output, result)
     return 0
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("predictor", type=Path, help="a predictor's folder")
     add("--tokens", type=positive, default=64, help="of each prompt (%(default)s)")
@@ -77,14 +75,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "tokens": args.tokens,
         "threads": args.threads,
         "start": starts(args.predictor, args.starts),
-        "models": {
-            name: {
-                "prompt_ms_p50": round(1e3 * statistics.median(times_s), 2),
-                "prompt_ms_p95": round(1e3 * statistics.quantiles(times_s, n=20)[-1], 2),
-                "prompts_per_s": round(at_once[name]),
-            }
-            for name, times_s in one_by_one.items()
-        },
+        "models": {name: speeds(times_s, at_once[name]) for name, times_s in one_by_one.items()},
         "process": await through_the_process(args, prompts),
     }
 
@@ -137,26 +128,27 @@ async def through_the_process(args: argparse.Namespace, prompts: Words) -> dict[
         started_s = time.perf_counter()
         await asyncio.gather(*map(process.predict, prompts.draw(args.prompts)))
         all_s = time.perf_counter() - started_s
+    return speeds(times_s, args.prompts / all_s)
+
+
+def speeds(times_s: list[float], prompts_per_s: float) -> dict[str, float]:
+    """times_s : of prompts one by one.  prompts_per_s : of all at once."""
     return {
         "prompt_ms_p50": round(1e3 * statistics.median(times_s), 2),
         "prompt_ms_p95": round(1e3 * statistics.quantiles(times_s, n=20)[-1], 2),
-        "prompts_per_s": round(args.prompts / all_s),
+        "prompts_per_s": round(prompts_per_s),
     }
 
 
-def show(result: dict[str, Any]) -> None:
+def tell(result: dict[str, Any]) -> None:
     start = result["start"]
-    table = Table(
-        title=f"Prompts of {result['tokens']} tokens, {result['threads']} thread(s)",
+    rows = {**result["models"], "through its process": result["process"]}
+    show(
+        f"Prompts of {result['tokens']} tokens, {result['threads']} thread(s)",
+        ("", "one prompt, ms p50", "p95", "prompts/s, many at once"),
+        [[name, *map(str, row.values())] for name, row in rows.items()],
         caption=f"a fresh process is ready after {start['load_s']} s and takes {start['memory_mib']} MiB",
-        title_justify="left",
     )
-    table.add_column("")
-    for column in ("one prompt, ms p50", "p95", "prompts/s, many at once"):
-        table.add_column(column, justify="right")
-    for name, row in {**result["models"], "through its process": result["process"]}.items():
-        table.add_row(name, *map(str, row.values()))
-    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -7,23 +7,21 @@ Situations and scenarios take turns within one run, and medians are reported, so
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import math
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from bench.arguments import add_results, parser_of
+from bench.progress import say
+from bench.results import write_json
+from bench.tables import show
 
 from bins.profile import StepTimes
 from llmserve.policies import SchedulingConfig
@@ -169,7 +167,7 @@ def measure_steps(engines: int, steps: int, rounds: int) -> list[dict[str, Any]]
         times_us = step_times_us(case, steps, seed=number)
         medians[case.name].append(statistics.median(times_us))
         tails[case.name].append(float(np.percentile(times_us, 99)))
-        print(f"round {number + 1}/{rounds}: {case.name}: {medians[case.name][-1]:.1f} us", file=sys.stderr)
+        say(f"round {number + 1}/{rounds}: {case.name}: {medians[case.name][-1]:.1f} us")
     return [
         {
             "case": case.name,
@@ -190,37 +188,26 @@ def measure_simulator(requests: int, rounds: int) -> list[dict[str, Any]]:
         began_s = time.process_time()
         simulate(msgspec.structs.replace(scenario, requests=requests, seed=number), config)
         rates[name].append(requests / (time.process_time() - began_s))
-        print(f"round {number + 1}/{rounds}: {name}: {rates[name][-1]:,.0f} requests/s", file=sys.stderr)
+        say(f"round {number + 1}/{rounds}: {name}: {rates[name][-1]:,.0f} requests/s")
     return [{"scenario": name, "requests_per_s": round(statistics.median(values))} for name, values in rates.items()]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--engines", type=int, default=100)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--requests", type=int, default=100_000, help="of each simulated run")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="write the results as JSON")
+    add_results(parser)
     args = parser.parse_args()
     steps = measure_steps(args.engines, args.steps, args.rounds)
     simulator = measure_simulator(args.requests, args.rounds)
-    results = {"python": platform.python_version(), "steps": steps, "simulator": simulator}
-    table = Table(title=f"Scheduler.handle, {args.engines} engines where none are named", title_justify="left")
-    for column, justify in (("case", "left"), ("p50 (us)", "right"), ("p99 (us)", "right")):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    for row in steps:
-        table.add_row(row["case"], f"{row['step_us_p50']:.1f}", f"{row['step_us_p99']:.1f}")
-    rates = Table(title="Simulator, one core", title_justify="left")
-    rates.add_column("scenario")
-    rates.add_column("requests/s", justify="right")
-    for row in simulator:
-        rates.add_row(row["scenario"], f"{row['requests_per_s']:,}")
-    console = Console()
-    console.print(table)
-    console.print(rates)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(results, indent=2) + "\n")
+    title = f"Scheduler.handle, {args.engines} engines where none are named"
+    timed = [(row["case"], f"{row['step_us_p50']:.1f}", f"{row['step_us_p99']:.1f}") for row in steps]
+    show(title, ("case", "p50 (us)", "p99 (us)"), timed)
+    rates = [(row["scenario"], f"{row['requests_per_s']:,}") for row in simulator]
+    show("Simulator, one core", ("scenario", "requests/s"), rates)
+    write_json(args.output, {"python": platform.python_version(), "steps": steps, "simulator": simulator}, indent=2)
 
 
 if __name__ == "__main__":

@@ -14,18 +14,16 @@ import os
 # Matrices this small gain nothing from threads, and on a busy machine wait for them: 100 ms where 0.2 are needed.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import argparse
-import json
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from bench.arguments import add_results, parser_of
+from bench.progress import say
+from bench.results import write_json
+from bench.tables import show
 
 from bins.average_cost import Policy, SemiMarkov, relative_value_iteration, stationary
 from bins.profile import PROFILES
@@ -86,38 +84,32 @@ def measure(rounds: int) -> dict[str, float]:
             case()
             times_ms[name].append((time.perf_counter() - began_s) * 1e3)
         latest = ", ".join(f"{name}: {values[-1]:.1f} ms" for name, values in times_ms.items())
-        print(f"round {number + 1}/{rounds}: {latest}", file=sys.stderr)
+        say(f"round {number + 1}/{rounds}: {latest}")
     return {name: statistics.median(values) for name, values in times_ms.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--output", type=Path, help="write the results as JSON")
+    add_results(parser)
     args = parser.parse_args()
     visited = same_policy()
     medians_ms = measure(args.rounds)
     ratio = medians_ms[VALUES] / medians_ms[EXACT]
-    table = Table(title=f"Solved at load {LOAD:g}, energy weight {ENERGY_WEIGHT:g}", title_justify="left")
-    table.add_column("case")
-    table.add_column("median (ms)", justify="right")
-    for name, median_ms in medians_ms.items():
-        table.add_row(name, f"{median_ms:.2f}")
-    table.add_section()
-    table.add_row(f"value iteration / exact, same policy in {visited} visited states", f"{ratio:.0f}x")
-    Console().print(table)
-    if args.output:
-        results = {
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "blas_threads": os.environ["OPENBLAS_NUM_THREADS"],
-            "rounds": args.rounds,
-            "median_ms": {name: round(median_ms, 3) for name, median_ms in medians_ms.items()},
-            "value_iteration_over_exact": round(ratio, 1),
-            "states_visited": visited,
-        }
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(results, indent=2) + "\n")
+    rows = [(name, f"{median_ms:.2f}") for name, median_ms in medians_ms.items()]
+    beside = (f"value iteration / exact, same policy in {visited} visited states", f"{ratio:.0f}x")
+    title = f"Solved at load {LOAD:g}, energy weight {ENERGY_WEIGHT:g}"
+    show(title, ("case", "median (ms)"), [*rows, (), beside])
+    results = {
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "blas_threads": os.environ["OPENBLAS_NUM_THREADS"],
+        "rounds": args.rounds,
+        "median_ms": {name: round(median_ms, 3) for name, median_ms in medians_ms.items()},
+        "value_iteration_over_exact": round(ratio, 1),
+        "states_visited": visited,
+    }
+    write_json(args.output, results, indent=2)
 
 
 if __name__ == "__main__":

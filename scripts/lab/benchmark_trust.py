@@ -15,11 +15,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import random
 import statistics
-import sys
 import time
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
@@ -27,11 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import bench  # noqa: F401  puts scripts/ on the path
-from benchmark_throughput import MODEL, Arrangement, embedded_engine, front_end
+from bench import client
+from bench.arguments import add_results, parser_of
+from bench.figures import new_figure, save
+from bench.progress import say
+from bench.results import machine, write_json
+from benchmark_throughput import Arrangement, embedded_engine, front_end
 
 import predictor
 from llmserve.engines.embedded import demo_corpus
+from llmserve.headers import PREDICTED_HEADER
 
 
 @dataclass
@@ -60,9 +62,7 @@ async def measure(args: argparse.Namespace) -> list[Block]:
         engine = await stack.enter_async_context(embedded_engine(args.batch_size))
         servers = [Arrangement("barrier", args.bins, "oracle"), Arrangement("barrier", 1, "none")]
         binned, single = [await stack.enter_async_context(front_end(engine, server, args)) for server in servers]
-        timeout = aiohttp.ClientTimeout(total=None)
-        connector = aiohttp.TCPConnector(limit=0)
-        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
+        session = await stack.enter_async_context(client.session_of())
         for number, kind in enumerate(kinds):
             these = prompts[number * args.block : (number + 1) * args.block]
             lengths, single_s = await send(session, single, these, None, args.concurrent)
@@ -73,12 +73,10 @@ async def measure(args: argparse.Namespace) -> list[Block]:
             tokens = sum(lengths)
             block = Block(kind, args.block * (number + 1), tokens / binned_s, tokens / single_s, rank, trusted)
             blocks.append(block)
-            print(
+            say(
                 f"block {number + 1}/{len(kinds)}, {kind}: {block.tokens_per_s:,.0f} tokens/s with bins, "
                 f"{block.one_bin_tokens_per_s:,.0f} with one; rank correlation {rank:.2f}, "
-                f"{'bins' if trusted else 'one bin'} in force",
-                file=sys.stderr,
-                flush=True,
+                f"{'bins' if trusted else 'one bin'} in force"
             )
     return blocks
 
@@ -90,13 +88,9 @@ async def send(
     room = asyncio.Semaphore(concurrent)
 
     async def ask(index: int) -> int:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": prompts[index]}], "temperature": 0}
-        headers = {"x-llmserve-predicted-tokens": str(told[index])} if told else {}
-        async with room, session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response:
-            answer = await response.json()
-            assert response.status == 200, answer
-            tokens: int = answer["usage"]["completion_tokens"]
-            return tokens
+        headers = {PREDICTED_HEADER: str(told[index])} if told else {}
+        async with room:
+            return (await client.ask(session, url, client.body_of(prompts[index]), headers)).tokens
 
     began_s = time.perf_counter()
     lengths = await asyncio.gather(*(ask(index) for index in range(len(prompts))))
@@ -105,8 +99,7 @@ async def send(
 
 async def trust(session: aiohttp.ClientSession, url: str) -> tuple[float, bool]:
     """The rank correlation in the server's window, and whether it trusts its predictions."""
-    async with session.get(f"{url}/metrics") as response:
-        lines = (await response.text()).splitlines()
+    lines = (await client.get_text(session, f"{url}/metrics")).splitlines()
     values = dict(line.split(" ") for line in lines if line.startswith("llmserve_prediction_") and "{" not in line)
     return float(values["llmserve_prediction_rank_correlation"]), values["llmserve_prediction_trusted"] == "1.0"
 
@@ -133,10 +126,7 @@ def summary(blocks: list[Block]) -> dict[str, Any]:
 
 
 def draw_figure(blocks: list[Block], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.5, 5.6), layout="constrained", dpi=140)
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    figure, ((top,), (bottom,)) = new_figure(2, 1, width=8.5, height=5.6, sharex=True, height_ratios=[3, 2])
     width = blocks[0].requests
     ends = [block.requests for block in blocks]
     top.step([0, *ends], [b.ratio for b in blocks[:1] + blocks], color="#3b7dd8", lw=2, label="with bins")
@@ -148,7 +138,6 @@ def draw_figure(blocks: list[Block], path: Path) -> None:
     bottom.set_xlabel("requests")
     bottom.set_ylim(-0.25, 1.05)
     for axes in (top, bottom):
-        axes.spines[["top", "right"]].set_visible(False)
         for end, block in zip(ends, blocks, strict=True):
             if block.predictions == "shuffled":
                 axes.axvspan(end - width, end, color="#f3c98b", alpha=0.55, lw=0)
@@ -156,16 +145,15 @@ def draw_figure(blocks: list[Block], path: Path) -> None:
         if not block.trusted:
             bottom.plot([end], [block.rank_correlation], "o", color="#c0392b", ms=7)
     top.plot([], [], color="#f3c98b", lw=8, label="predictions shuffled")
-    top.legend(frameon=False, loc="lower right", ncols=3)
+    top.legend(loc="lower right", ncols=3)
     bottom.plot([], [], "o", color="#c0392b", label="one bin in force")
-    bottom.legend(frameon=False, loc="center left")
+    bottom.legend(loc="center left")
     top.set_title("Predictions that rank nothing cost no throughput, and bins come back by themselves", fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--block", type=int, default=64, help="requests in a block (%(default)s)")
     add("--blocks", type=int, nargs=3, default=[3, 6, 5], help="with right, shuffled and again right predictions")
@@ -173,19 +161,16 @@ def main() -> None:
     add("--bins", type=int, default=4)
     add("--batch-size", type=int, default=8)
     add("--seed", type=int, default=2027, help="draws the prompts")
-    add("--output", type=Path, help="write the results as JSON")
-    add("--figure", type=Path, help="write the results as PNG")
+    add_results(parser, "--figure")
     args = parser.parse_args()
     args.predictor = str(predictor.DEMO)  # for the first edges: every request brings its own prediction
     blocks = asyncio.run(measure(args))
     found = summary(blocks)
     print(json.dumps(found, indent=1))
     if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
         setting = {name: getattr(args, name) for name in ("block", "concurrent", "bins", "batch_size", "seed")}
-        machine = {"python": platform.python_version(), "cores": os.cpu_count()}
-        result = {**setting, **machine, **found, "blocks": [asdict(block) for block in blocks]}
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        result = {**setting, **machine(), **found, "blocks": [asdict(block) for block in blocks]}
+        write_json(args.output, result)
     if args.figure:
         draw_figure(blocks, args.figure)
 

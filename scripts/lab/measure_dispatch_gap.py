@@ -10,14 +10,13 @@ queues the longer goes first).
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table as Shown
+from bench.arguments import parser_of
+from bench.results import write_json
+from bench.tables import show
 
 from bins.average_cost import SemiMarkov, evaluate, policy_iteration
 from bins.dispatch import DispatchPlan, DispatchSolver, Observed, Wish
@@ -168,22 +167,17 @@ def measure() -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
     args = parser.parse_args()
     rows = measure()
-    table = Shown("load", "ms/W", "optimum (ms)", "plan", "greedy")
+    lines = []
     for row in rows:
         gaps = [row[name] / row["optimum_ms"] - 1 for name in ("plan_ms", "greedy_ms")]
-        table.add_row(
-            f"{row['load']:g}",
-            f"{row['energy_weight']:g}",
-            f"{row['optimum_ms']:.1f}",
-            *(f"+{gap:.2%}" for gap in gaps),
-        )
-    Console().print(table)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        cells = (f"{row['load']:g}", f"{row['energy_weight']:g}", f"{row['optimum_ms']:.1f}")
+        lines.append((*cells, *(f"+{gap:.2%}" for gap in gaps)))
+    show(None, ("load", "ms/W", "optimum (ms)", "plan", "greedy"), lines)
+    write_json(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@
     figures    how figures look
     arguments  command lines
 
-Importing it puts scripts/ on the path: measuring an engine is a script that users run too.
+Importing it puts this repository on the path, which is what is measured, and scripts/: measuring an engine is a script
+that users run too.
 """
 
 import sys
@@ -17,5 +18,4 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]  # of the repository
 SCRIPTS = ROOT / "scripts"
 
-if str(SCRIPTS) not in sys.path:
-    sys.path.append(str(SCRIPTS))
+sys.path[1:1] = [path for path in (str(ROOT), str(SCRIPTS)) if path not in sys.path]

@@ -16,7 +16,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], *, title: str =
 
 
 def show(
-    title: str,
+    title: str | None,
     columns: Sequence[str],
     rows: Iterable[Sequence[str]],
     *,
