@@ -30,29 +30,11 @@ from bench.figures import new_figure, save
 from bench.progress import say
 from bench.results import write_rows
 from bench.tables import markdown
+from reproduction.shepherd.models import TABLE_4
+from reproduction.shepherd.table_5 import SOLVER_S
 
 from llmserve.herd import TIME_LIMIT_S, Instance, Model, StreamColumns, needs_of, plan, streams_of
 
-TABLE_4 = {  # alpha, beta, ms
-    "ResNet18": (0.22, 3.74),
-    "ResNet34": (0.38, 5.78),
-    "ResNet50": (0.75, 7.96),
-    "ResNet101": (1.25, 13.57),
-    "ResNet152": (1.77, 18.98),
-    "ResNeSt50": (1.18, 15.39),
-    "ResNeSt101": (1.91, 29.21),
-    "ResNeSt200": (3.35, 45.43),
-    "ResNeSt269": (4.37, 74.20),
-    "DenseNet121": (0.69, 19.96),
-    "DenseNet161": (1.74, 23.10),
-    "DenseNet169": (0.83, 27.47),
-    "DenseNet201": (1.12, 32.33),
-    "GoogLeNet": (0.25, 8.41),
-    "Inception-v3": (0.96, 11.77),
-    "R-CNN": (2.59, 14.90),
-    "BERT": (40.98, 5.67),
-}
-TABLE_5_S = {200: 0.55, 400: 2.51, 600: 4.28, 800: 8.53, 1_000: 13.26}  # solver, by models and by workers
 STREAMS_A_MODEL = 1_000
 GROUPS, GPU_MEMORY_GB = 10, 16.0
 SLOS_S = (0.1, 0.25, 0.5)
@@ -79,7 +61,7 @@ class Row:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--sizes", type=numbers, default=tuple(TABLE_5_S), metavar="N,N,...", help="models and GPUs")
+    parser.add_argument("--sizes", type=numbers, default=tuple(SOLVER_S), metavar="N,N,...", help="models and GPUs")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--time-limit-s", type=float, default=TIME_LIMIT_S)
     parser.add_argument("--results", type=Path, metavar="FILE", help="show these, of an earlier --output; run nothing")
@@ -139,7 +121,8 @@ def make(kind: str, size: int, seed: int) -> Instance:
     load, memory, share = KINDS[kind]
     rng = np.random.default_rng(seed)
     names = [f"{name}-{number}" for number, name in zip(range(size), rng.choice(list(TABLE_4), size), strict=True)]
-    times_ms = np.array([TABLE_4[name.rpartition("-")[0]] for name in names]) * rng.uniform(0.8, 1.2, (size, 2))
+    drawn = [TABLE_4[name.rpartition("-")[0]] for name in names]
+    times_ms = np.array([(model.alpha_ms, model.beta_ms) for model in drawn]) * rng.uniform(0.8, 1.2, (size, 2))
     memory_gb = rng.uniform(0.3, 1.7, size)
     memory_gb *= memory * GROUPS * GPU_MEMORY_GB / memory_gb.sum()
     models = tuple(
@@ -170,7 +153,7 @@ def _table(rows: Sequence[Row], kind: str) -> str:
     lines = []
     for size in sorted({row.models for row in rows if row.kind == kind}):
         own = [row for row in rows if (row.kind, row.models) == (kind, size)]
-        published = f"{TABLE_5_S[size]:.2f}" if size in TABLE_5_S else "-"
+        published = f"{SOLVER_S[size]:.2f}" if size in SOLVER_S else "-"
         read_s = statistics.median(row.read_s for row in own)
         cells = [f"{size * STREAMS_A_MODEL:,}", f"{size:,}", published, f"{read_s:.2f}"]
         for form in FORMS:
@@ -190,7 +173,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     usual = [row for row in rows if row.kind == "usual"]
     sizes = sorted({row.models for row in usual})
     figure, ((seconds, loads),) = new_figure(1, 2, width=10, height=3.8)
-    seconds.plot(list(TABLE_5_S), list(TABLE_5_S.values()), "o--", color="#9a9a9a", label="Table 5")
+    seconds.plot(list(SOLVER_S), list(SOLVER_S.values()), "o--", color="#9a9a9a", label="Table 5")
     for form, colour in zip(FORMS, ("#0072b2", "#d55e00"), strict=True):
         own = {size: [row for row in usual if (row.models, row.form) == (size, form)] for size in sizes}
         medians_s = [statistics.median(row.plan_s for row in own[size]) for size in sizes]

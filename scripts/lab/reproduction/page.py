@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench.tables import markdown
+
 from reproduction.rows import KINDS, Row, Rows
 
 if TYPE_CHECKING:
@@ -87,20 +89,14 @@ def table(rows: Sequence[Row], *, figures: bool = False) -> str:
     if all(row.ok is None for row in rows):
         for name in ("expected", "kind", "deviation", "ok"):
             del columns[name]
-    return _markdown([list(columns), *([cell(row) for cell in columns.values()] for row in rows)])
-
-
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A table, the first line its head."""
-    head, *body = lines
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body))
+    return markdown(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
 
 
 def _summary(rows: Rows) -> str:
     """Each kind of comparison counted apart, and every row that does not agree."""
     counts = [[kind, KINDS[kind], str(all_), str(agree)] for kind, (agree, all_) in rows.counts().items()]
     text = "What is compared, and how much of it agrees within tolerance:\n\n"
-    text += _markdown([["kind", "compared with", "rows", "agree"], *counts])
+    text += markdown(["kind", "compared with", "rows", "agree"], counts)
     if off := [row for row in rows if row.ok is False]:
         text += "\n\nThese do not agree:\n\n" + table(off, figures=True)
     return text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from bench.results import write_rows
 from numpy.typing import ArrayLike
 
 from llmserve.simulation.estimates import estimate
@@ -27,11 +27,6 @@ KINDS: Mapping[Kind, str] = {
 """What a row is compared with. Only the first kind tells whether a paper is reproduced."""
 Report = Callable[[str, float], None]
 """Told what is measured next, and the share of all that is done."""
-
-
-def key_text(key: Iterable[str | float]) -> str:
-    """What a run is for, and its numbers, for who waits for it."""
-    return " ".join(part if isinstance(part, str) else f"{part:g}" for part in key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +190,7 @@ class Rows:
 
     def write(self, path: Path) -> None:
         """A JSON list, a row a line."""
-        lines = [json.dumps(row.record(), ensure_ascii=False) for row in self.rows]
-        path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+        write_rows(path, [row.record() for row in self.rows])
 
 
 def _rounded(value: Any) -> Any:

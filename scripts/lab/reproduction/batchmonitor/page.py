@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 import numpy as np
+from bench.figures import finish, new_figure
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -26,7 +27,7 @@ from reproduction.batchmonitor.measure import (
 )
 from reproduction.page import WIDTH, Section
 from reproduction.rows import Row, Rows
-from reproduction.style import COLOURS, finish, new_figure
+from reproduction.style import COLOURS
 
 TITLE = "BatchMonitor and BatchDispatcher, reproduced"
 

@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import numpy as np
+from bench.figures import finish, log_ticks, new_figure
 from matplotlib.figure import Figure
 
 from reproduction.multibin.engines import (
@@ -30,7 +31,6 @@ from reproduction.multibin.engines import (
 from reproduction.multibin.figures import doubling_bins
 from reproduction.page import Section
 from reproduction.rows import Row, Rows
-from reproduction.style import finish, log_ticks, new_figure
 
 TITLE = "Multi-Bin Batching, reproduced: engines"
 

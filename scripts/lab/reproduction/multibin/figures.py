@@ -9,16 +9,15 @@ import matplotlib
 matplotlib.use("Agg")
 
 import numpy as np
+from bench.figures import finish, log_ticks, new_figure
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from reproduction.multibin import exponential, gsm8k, uniform
 from reproduction.multibin.exponential import EQUAL_MASS, LEMMA_A1
 from reproduction.multibin.uniform import LATENCY, THEOREM, THROUGHPUT
 from reproduction.rows import Row, Rows
-from reproduction.style import finish, new_figure
 
 THEORY = {"color": "#333333", "linewidth": 0.9, "linestyle": "--"}
 RATE = "arrival rate λ (1/s)"
@@ -48,14 +47,6 @@ def draw_points(
     axis.errorbar(x, y, half, color=colour, label=label, linestyle=line, linewidth=1.5, marker="o", markersize=3.5)
 
 
-def log_latency(axis: Axes) -> None:
-    """A logarithmic y-axis with plain numbers at 1, 2 and 5."""
-    axis.set_yscale("log")
-    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.yaxis.set_minor_formatter(NullFormatter())
-
-
 def doubling_bins(axis: Axes, counts: Sequence[float]) -> None:
     """An x-axis of numbers of bins, by doubling."""
     axis.set_xscale("log", base=2)
@@ -80,7 +71,7 @@ def uniform_lengths(rows: Rows) -> Figure:
     served.annotate("$c_{max}$", (rates[0], uniform.C_MAX), xytext=(0, -12), textcoords="offset points")
     served.set(title="Fig. 3: dashed, Theorem 4.2", xlabel=RATE, ylabel="throughput (1/s)", ylim=(0, 13))
     waited.set(title="Fig. 4: dashed, Lemma 5.1", xlabel=RATE, ylabel="mean latency (s)")
-    log_latency(waited)
+    log_ticks(waited, "y")
     served.legend(loc="lower right")
     waited.legend()
     _limits(limits, rows)
@@ -135,7 +126,7 @@ def exponential_lengths(rows: Rows) -> Figure:
     served.plot([], [], color="#777777", linestyle=":", label="equal mass")
     served.set(title="(a) dashed: bound of Corollary A.1.1", xlabel=RATE, ylabel="throughput (1/s)", ylim=(0, 17))
     waited.set(title="(b) dashed: Lemma 5.1, Lemma A.1's edges", xlabel=RATE, ylabel="mean latency (s)")
-    log_latency(waited)
+    log_ticks(waited, "y")
     served.legend(loc="lower right")
     return finish(drawn)
 
@@ -148,7 +139,7 @@ def answers(rows: Rows) -> Figure:
     for bins, colour in colours(counts).items():
         draw_points(waited, rows.of(figure, LATENCY, k=bins), "rate", colour=colour, label=f"k = {bins:g}")
     waited.set(title="latency as traffic increases", xlabel=RATE, ylabel="mean latency (s)")
-    log_latency(waited)
+    log_ticks(waited, "y")
     waited.legend(ncols=2)
     best = [gsm8k.least_latency(rows, int(bins)).measured for bins in counts]
     served = [rows.number(figure, THROUGHPUT, k=bins, rate="at once") for bins in counts]

@@ -19,19 +19,16 @@ import msgspec
 from bins.edges import Edges
 from llmserve.policies import SchedulingConfig
 from llmserve.simulate import Scenario, simulate
-from llmserve.simulation.many import in_processes
 from llmserve.simulation.report import Summary
-from reproduction.rows import Report, Row, key_text
+from reproduction.rows import Report, Row
+from reproduction.simulated import Key, ends_of, run_all
 
 AT_ONCE = math.inf  # as an arrival rate
 ABOVE = 1.05  # times what k bins serve: from there on a rate is taken to saturate them
 BATCHES = 1_000  # of requests in a run: the paper's 128,000 at B = 128 and 200,000 at B = 200
 SEEDS = 10
 WITHIN = 0.01  # of a throughput that theory gives
-REPORTS = 100  # of progress, at most
 
-Key = tuple[str | float, ...]
-"""Names a world: what it is for, and its numbers."""
 T = TypeVar("T")
 
 
@@ -53,7 +50,7 @@ class Effort:
         return cls(seed, jobs, gsm8k, seeds=2, batches=32, ends=True)
 
     def some(self, values: Sequence[T]) -> Sequence[T]:
-        return (values[0], values[-1]) if self.ends else values
+        return ends_of(values) if self.ends else values
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,26 +117,13 @@ def rates_up_to(rates_per_s: Iterable[float], capacity_per_s: float) -> Iterator
 
 
 def simulate_all(worlds: Mapping[Key, World], effort: Effort, report: Report) -> dict[Key, list[Summary]]:
-    """Summaries of each world, one for each of its seeds; the same however many jobs there are."""
-    tasks = [(key, scenario, world.scheduling) for key, world in worlds.items() for scenario in world.runs(effort.seed)]
-    tasks.sort(key=lambda task: -(task[1].requests or 0))  # the longest first, so that the jobs end together
-    summaries: dict[int, Summary] = {}
-    runs = in_processes(_run, tasks, effort.jobs) if effort.jobs > 1 else enumerate(map(_run, tasks))
-    total, done = sum(scenario.requests or 0 for _, scenario, _ in tasks), 0
-    for index, summary in runs:
-        key, scenario, _ = tasks[index]
-        summaries[index] = summary
-        done += scenario.requests or 0
-        if len(summaries) % math.ceil(len(tasks) / REPORTS) == 0:
-            report(f"{len(summaries):,} of {len(tasks):,} runs, the last of {key_text(key)}", done / total)
-    found: dict[Key, list[Summary]] = {key: [] for key in worlds}
-    for index, (key, *_) in enumerate(tasks):
-        found[key].append(summaries[index])
-    return found
+    """Summaries of each world, one for each of its seeds."""
+    tasks = {key: [(run, world.scheduling) for run in world.runs(effort.seed)] for key, world in worlds.items()}
+    return run_all(_run, tasks, lambda task: task[0].requests or 0, effort.jobs, report)
 
 
-def _run(task: tuple[Key, Scenario, SchedulingConfig]) -> Summary:
-    return simulate(task[1], task[2])
+def _run(task: tuple[Scenario, SchedulingConfig]) -> Summary:
+    return simulate(*task)
 
 
 mean_row = partial(Row.mean, tolerance=WITHIN, kind="computed")

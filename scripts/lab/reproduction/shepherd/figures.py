@@ -9,11 +9,11 @@ import matplotlib
 matplotlib.use("Agg")
 
 import numpy as np
+from bench.figures import finish, log_ticks, new_figure
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from reproduction.multibin.figures import log_latency
 from reproduction.rows import Row, Rows
 from reproduction.shepherd import load, micro, scaling, slo
 from reproduction.shepherd.runs import (
@@ -30,7 +30,6 @@ from reproduction.shepherd.runs import (
     WITHOUT_PREEMPTION,
 )
 from reproduction.shepherd.worlds import BURSTY, STABLE
-from reproduction.style import finish, new_figure
 
 STYLES: dict[str, dict[str, object]] = {
     FLEX: {"color": "#d55e00", "marker": "o", "linewidth": 2.2, "zorder": 5},
@@ -150,7 +149,7 @@ def workers(rows: Rows) -> Figure:
         _line(steps, found, **style, linestyle=":", label=f"{policy}, mean")
     steps.axhline(1e6 * scaling.STEP_S_MAX, color="#bbbbbb", linewidth=0.9)
     steps.set(title="a step of one scheduler for all (µs of processor time)", ylim=(5, None))
-    log_latency(steps)
+    log_ticks(steps, "y")
     total.set(title="Fig. 10: goodput (1/s)", ylim=(0, None))
     for limit, colour, marker in (("12", "#d55e00", "o"), ("1", "#0072b2", "^"), ("none", "#555555", "s")):
         for trace, line in ((STABLE, "-"), (BURSTY, ":")):

@@ -15,12 +15,12 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from llmserve.simulation.estimates import estimate
-from llmserve.simulation.many import in_processes
-from reproduction.rows import Case, Report, Row, key_text
+from reproduction.rows import Case, Report, Row
 from reproduction.shepherd import nexus, workloads
 from reproduction.shepherd.models import TABLE_4
 from reproduction.shepherd.runs import BY_PLAN, PLANNED_SHARE, Outcome, run
 from reproduction.shepherd.streams import Arrivals, Traffic, read_traffic
+from reproduction.simulated import Key, ends_of, run_all
 
 STABLE, BURSTY = "MAF-stable", "MAF-bursty"
 GPUS = 12
@@ -28,8 +28,6 @@ SEEDS = 3
 WITHIN = 0.25  # of a published ratio: workloads, and what the baselines do in detail, are not the paper's
 
 Trace = Literal["MAF-stable", "MAF-bursty"]
-Key = tuple[str | float, ...]
-"""Names a world: what it is for, and its numbers."""
 Found = Mapping[Key, Sequence[Mapping[str, Outcome]]]
 """Of each world, for each of its seeds: what each policy came to."""
 T = TypeVar("T")
@@ -58,7 +56,7 @@ class Effort:
         return replace(made, jobs=1, seeds=1, spans=0.1, ends=True)  # processes would take longer than they save
 
     def some(self, values: Sequence[T]) -> Sequence[T]:
-        return (values[0], values[-1]) if self.ends else values
+        return ends_of(values) if self.ends else values
 
     def minute(self, seed: int) -> Traffic:
         """One of the traffic, another for each seed, with a request at least."""
@@ -217,20 +215,7 @@ def together(outcomes: Sequence[Outcome], gpus: int) -> Outcome:
 
 def simulate_all(worlds: Mapping[Key, Sequence[World]], effort: Effort, report: Report) -> Found:
     """The same however many jobs there are, but for what is timed."""
-    tasks = [(key, world) for key, each in worlds.items() for world in each]
-    tasks.sort(key=lambda task: -task[1].requests)  # the longest first, so that the jobs end together
-    whole = [world for _, world in tasks]
-    runs = in_processes(simulate, whole, effort.jobs) if effort.jobs > 1 else enumerate(map(simulate, whole))
-    total, done = sum(world.requests for world in whole), 0.0
-    outcomes: dict[int, dict[str, Outcome]] = {}
-    for index, found in runs:
-        outcomes[index] = found
-        done += whole[index].requests
-        report(f"{len(outcomes)} of {len(tasks)} runs, the last of {key_text(tasks[index][0])}", done / total)
-    found_by: dict[Key, list[tuple[int, Mapping[str, Outcome]]]] = {key: [] for key in worlds}
-    for index, (key, world) in enumerate(tasks):
-        found_by[key].append((world.seed, outcomes[index]))
-    return {key: [found for _, found in sorted(each, key=lambda one: one[0])] for key, each in found_by.items()}
+    return run_all(simulate, worlds, lambda world: world.requests, effort.jobs, report)
 
 
 mean_row = partial(Row.mean, tolerance=WITHIN)

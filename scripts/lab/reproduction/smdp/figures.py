@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import numpy as np
+from bench.figures import finish, log_ticks, new_figure
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
@@ -20,7 +21,7 @@ from reproduction.smdp.latencies import BOUND_MS
 from reproduction.smdp.policies import CASE_LOADS, CASE_WEIGHTS, EIGHT
 from reproduction.smdp.scenarios import DISTRIBUTIONS, STATIC, affine_ms, basic, constant_time, logarithmic_energy
 from reproduction.smdp.truncation import OVERFLOW_COSTS
-from reproduction.style import COLOURS, LABELS, MARKERS, finish, log_ticks, new_figure
+from reproduction.style import COLOURS, LABELS, MARKERS
 
 RESPONSE, POWER, COST = "mean response time W", "mean power P", "average cost g"
 BENCHMARKS = ("greedy", *(f"static {size}" for size in STATIC))
