@@ -17,6 +17,7 @@ are drawn from the conversation's. Energy per token is all that the engine draws
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -98,137 +99,101 @@ def rate_as_printed() -> SchedulingConfig:
 # ---- what is compared -------------------------------------------------------------------------------------------
 
 
-def baselines(bins: Iterable[int]) -> Iterator[tuple[str, SchedulingConfig]]:
+Rule = tuple[str, SchedulingConfig, DispatchConfig]
+"""What tables call it, when batches go, and what a table of sizes is made for."""
+
+
+def ruled(name: str, release: str, bins: int = 1, **more: Any) -> Rule:
+    return name, settings(release, bins, **more), DispatchConfig()
+
+
+def tabled(name: str, dispatch: DispatchConfig) -> Rule:
+    return name, settings("table", 8), dispatch
+
+
+def baselines(bins: Iterable[int]) -> Iterator[Rule]:
     for count in bins:
-        yield f"greedy, {count} bins" if count > 1 else "greedy, 1 bin", settings("greedy", count)
-    yield "timeout 15 s, 1 bin", settings("timeout", 1, batch_wait_s=15.0)
-    yield "timeout 15 s, 4 bins", settings("timeout", 4, batch_wait_s=15.0)
-    yield "full, 8 bins", settings("full", 8)
-    yield "rate as printed, 1 bin", rate_as_printed()
-    yield "rate with head-room, 1 bin", settings("rate-headroom", 1, batch_wait_s=15.0)
+        yield ruled(f"greedy, {count} bins" if count > 1 else "greedy, 1 bin", "greedy", count)
+    yield ruled("timeout 15 s, 1 bin", "timeout", 1, batch_wait_s=15.0)
+    yield ruled("timeout 15 s, 4 bins", "timeout", 4, batch_wait_s=15.0)
+    yield ruled("full, 8 bins", "full", 8)
+    yield "rate as printed, 1 bin", rate_as_printed(), DispatchConfig()
+    yield ruled("rate with head-room, 1 bin", "rate-headroom", 1, batch_wait_s=15.0)
 
 
-def tables(targets_s: Iterable[float], percentile: float = 95.0) -> Iterator[tuple[str, DispatchConfig]]:
+def tables() -> Iterator[Rule]:
     for weight in (0.0, 5.0, 20.0):
-        yield f"table, {weight:g} ms/W", DispatchConfig(energy_weight=weight)
-    for target_s in targets_s:
-        config = DispatchConfig(latency_target_s=round(target_s, 2), latency_target_percentile=percentile)
-        yield f"table, p{percentile:g} within {target_s:.1f} s", config
+        yield tabled(f"table, {weight:g} ms/W", DispatchConfig(energy_weight=weight))
+
+
+def runs_of(part: str, case: str, rules: Iterable[Rule], **scenario: Any) -> Iterator[Run]:
+    """scenario : fields of it besides the part's requests."""
+    common = Scenario(**{"requests": REQUESTS[part], "profile": ENGINE, **scenario})
+    for rule, scheduling, dispatch in rules:
+        yield Run(part=part, case=case, rule=rule, scenario=common, scheduling=scheduling, dispatch=dispatch)
 
 
 def load_runs(args: argparse.Namespace, targets_s: dict[str, float]) -> Iterator[Run]:
     """targets_s: by case, for the table's percentile; empty for the runs that these are taken from."""
-    capacity = capacity_per_s(args.conversation)
-    for load in LOADS:
-        case = f"load {load:g}"
-        for seed in SEEDS:
-            scenario = Scenario(
-                requests=REQUESTS["load"],
-                arrival_rate=load * capacity,
-                lengths=f"file:{args.conversation}:output_tokens",
-                profile=ENGINE,
-                barrier=True,
-                seed=seed,
-            )
-            if not targets_s:
-                for rule, scheduling in baselines((1, 2, 4, 8)):
-                    yield Run(part="load", case=case, rule=rule, scenario=scenario, scheduling=scheduling)
-            else:
-                for rule, dispatch in tables([targets_s[case]]):
-                    yield Run(
-                        part="load",
-                        case=case,
-                        rule=rule.partition(" within")[0] + (" within 1.4 of greedy's" if "within" in rule else ""),
-                        scenario=scenario,
-                        scheduling=settings("table", 8),
-                        dispatch=dispatch,
-                    )
+    capacity, lengths = capacity_per_s(args.conversation), lengths_of(args)
+    for load, seed in itertools.product(LOADS, SEEDS):
+        case, rate = f"load {load:g}", load * capacity
+        rules = list(baselines((1, 2, 4, 8)))
+        if targets_s:
+            target = DispatchConfig(latency_target_s=round(targets_s[case], 2), latency_target_percentile=95.0)
+            rules = [*tables(), tabled("table, p95 within 1.4 of greedy's", target)]
+        yield from runs_of("load", case, rules, arrival_rate=rate, lengths=lengths, barrier=True, seed=seed)
 
 
 def refill_runs(args: argparse.Namespace) -> Iterator[Run]:
-    capacity = capacity_per_s(args.conversation)
-    rules = [
-        ("greedy", settings("greedy"), DispatchConfig()),
-        ("timeout 5 s", settings("timeout", batch_wait_s=5.0), DispatchConfig()),
-        ("full", settings("full"), DispatchConfig()),
-        *((rule, settings("table", 8), dispatch) for rule, dispatch in tables(())),
-        ("table, mean within 3 s", settings("table", 8), DispatchConfig(latency_target_s=3.0)),
+    capacity, lengths = capacity_per_s(args.conversation), lengths_of(args)
+    listed = [
+        ruled("greedy", "greedy"),
+        ruled("timeout 5 s", "timeout", batch_wait_s=5.0),
+        ruled("full", "full"),
+        *tables(),
+        tabled("table, mean within 3 s", DispatchConfig(latency_target_s=3.0)),
     ]
-    for load in REFILL_LOADS:
-        for seed in SEEDS:
-            scenario = Scenario(
-                requests=REQUESTS["refill"],
-                arrival_rate=load * capacity,
-                lengths=f"file:{args.conversation}:output_tokens",
-                profile=ENGINE,
-                slots=BATCH,
-                seed=seed,
-            )
-            for rule, scheduling, dispatch in rules:
-                scheduling = msgspec.structs.replace(scheduling, order="fffs")
-                yield Run(
-                    part="refill",
-                    case=f"load {load:g}",
-                    rule=rule,
-                    scenario=scenario,
-                    scheduling=scheduling,
-                    dispatch=dispatch,
-                )
+    rules = [(name, msgspec.structs.replace(chosen, order="fffs"), dispatch) for name, chosen, dispatch in listed]
+    for load, seed in itertools.product(REFILL_LOADS, SEEDS):
+        rate = load * capacity
+        yield from runs_of(
+            "refill", f"load {load:g}", rules, arrival_rate=rate, lengths=lengths, slots=BATCH, seed=seed
+        )
 
 
 def trace_runs(args: argparse.Namespace) -> Iterator[Run]:
+    target = tabled("table, mean within 8 s", DispatchConfig(latency_target_s=8.0))
     for case, path in (("conversation", args.conversation), ("code", args.code)):
-        scenario = Scenario(requests=REQUESTS["trace"], trace=str(path), profile=ENGINE, barrier=True, seed=SEEDS[0])
-        for rule, scheduling in baselines((1, 2, 8)):
-            yield Run(part="trace", case=case, rule=rule, scenario=scenario, scheduling=scheduling)
-        for rule, dispatch in [*tables(()), ("table, mean within 8 s", DispatchConfig(latency_target_s=8.0))]:
-            yield Run(
-                part="trace",
-                case=case,
-                rule=rule,
-                scenario=scenario,
-                scheduling=settings("table", 8),
-                dispatch=dispatch,
-            )
+        rules = [*baselines((1, 2, 8)), *tables(), target]
+        yield from runs_of("trace", case, rules, trace=str(path), barrier=True, seed=SEEDS[0])
 
 
 def saturated_runs(args: argparse.Namespace) -> Iterator[Run]:
+    table = tabled("table, 20 ms/W", DispatchConfig(energy_weight=20.0))
+    rules = [ruled("full, 8 bins", "full", 8), ruled("greedy, 8 bins", "greedy", 8), table]
     for seed in SEEDS:
-        scenario = Scenario(
-            requests=REQUESTS["saturated"],
-            arrival_rate=np.inf,
-            lengths=f"file:{args.conversation}:output_tokens",
-            profile=ENGINE,
-            barrier=True,
-            seed=seed,
-        )
-        for rule, release in (("full, 8 bins", "full"), ("greedy, 8 bins", "greedy"), ("table, 20 ms/W", "table")):
-            dispatch = DispatchConfig(energy_weight=20.0) if release == "table" else DispatchConfig()
-            yield Run(
-                part="saturated",
-                case="all at once",
-                rule=rule,
-                scenario=scenario,
-                scheduling=settings(release, 8),
-                dispatch=dispatch,
-            )
+        at_once = {"arrival_rate": np.inf, "lengths": lengths_of(args), "barrier": True, "seed": seed}
+        yield from runs_of("saturated", "all at once", rules, **at_once)
 
 
 def cost_runs() -> Iterator[Run]:
     """One token a request: a batch takes what the profile says for its size."""
+    rules = [
+        ruled("greedy", "greedy"),
+        *(ruled(f"static {size}", f"static:{size}") for size in (8, 16, 32)),
+        ruled("timeout 5 ms", "timeout", batch_wait_s=0.005),
+        ruled("timeout 20 ms", "timeout", batch_wait_s=0.02),
+        ("rate as printed", rate_as_printed(), DispatchConfig()),
+        ruled("rate with head-room", "rate-headroom", batch_wait_s=0.02),
+    ]
+    image = {"lengths": "constant:1", "profile": BASIC, "barrier": True, "seed": SEEDS[0]}
     for load in BASIC_LOADS:
-        for rule, scheduling in (
-            ("greedy", settings("greedy")),
-            *((f"static {size}", settings(f"static:{size}")) for size in (8, 16, 32)),
-            ("timeout 5 ms", settings("timeout", batch_wait_s=0.005)),
-            ("timeout 20 ms", settings("timeout", batch_wait_s=0.02)),
-            ("rate as printed", rate_as_printed()),
-            ("rate with head-room", settings("rate-headroom", batch_wait_s=0.02)),
-        ):
-            scenario = Scenario(
-                requests=REQUESTS["cost"], load=load, lengths="constant:1", profile=BASIC, barrier=True, seed=SEEDS[0]
-            )
-            yield Run(part="cost", case=f"load {load:g}", rule=rule, scenario=scenario, scheduling=scheduling)
+        yield from runs_of("cost", f"load {load:g}", rules, load=load, **image)
+
+
+def lengths_of(args: argparse.Namespace) -> str:
+    return f"file:{args.conversation}:output_tokens"
 
 
 def capacity_per_s(lengths: Path) -> float:

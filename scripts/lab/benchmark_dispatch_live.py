@@ -44,7 +44,7 @@ import aiohttp
 import msgspec
 import numpy as np
 from bench import client
-from bench.arguments import add_results, parser_of, positive, whole
+from bench.arguments import add_results, ending_on, parser_of, positive, whole
 from bench.client import MODEL
 from bench.figures import log_ticks, new_figure, save
 from bench.progress import counted, say
@@ -276,10 +276,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.journals or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        try:
+        with ending_on(LLMServeError, ValueError):
             profile = Profile.load(args.profile) if args.profile else asyncio.run(measured_profile(args, folder))
-        except (LLMServeError, ValueError) as error:
-            sys.exit(f"benchmark_dispatch_live: error: {error}")
         load = load_of(profile, corpus_lengths(CORPUS, args.seed), args.load, args.batch_size)
         target_s = args.latency_target_s or 2.0 * load.greedy_s
         title = f"Embedded engine, Poisson at load {load.share:g}: {load.arrival_rate_per_s:.3g} requests/s"

@@ -9,13 +9,12 @@ the memory of templates as well, and from earlier answers alone.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench.arguments import parser_of
+from bench.arguments import ending_on, parser_of
 from bench.results import write_json
 from bench.tables import show
 
@@ -29,16 +28,12 @@ from predictor.predict import LengthPredictor
 WAYS = ("as predicted", "recalibrated", "recalibrated, with memory", "without a predictor")
 
 
-def main() -> int:
+def main() -> None:
     args = parse_args()
-    try:
+    with ending_on(PredictorError, OSError):
         result = measure(args)
-    except (PredictorError, OSError) as error:
-        print(f"benchmark_online: {error}", file=sys.stderr)
-        return 1
     tell(result)
     write_json(args.output, result)
-    return 0
 
 
 def parse_args() -> argparse.Namespace:
@@ -109,4 +104,4 @@ def tell(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bench import ROOT
-from bench.arguments import parser_of
+from bench.arguments import ending_on, parser_of
 from bench.results import write_json
 from bench.tables import show
 
@@ -37,16 +37,12 @@ print(time.perf_counter() - started_s, resource.getrusage(resource.RUSAGE_SELF).
 """
 
 
-def main() -> int:
+def main() -> None:
     args = parse_args()
-    try:
+    with ending_on(PredictorError):
         result = asyncio.run(measure(args))
-    except PredictorError as error:
-        print(f"benchmark_predictor: {error}", file=sys.stderr)
-        return 1
     tell(result)
     write_json(args.output, result)
-    return 0
 
 
 def parse_args() -> argparse.Namespace:
@@ -152,4 +148,4 @@ def tell(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

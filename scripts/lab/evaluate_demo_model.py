@@ -7,9 +7,7 @@ All answers are greedy and batched. `output_tokens` means what OpenAI's `usage.c
 tokens generated for the answer. The end token is not counted.
 """
 
-import argparse
 import json
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -17,24 +15,21 @@ from pathlib import Path
 from statistics import mean, median, pstdev
 from typing import Any
 
+from bench.arguments import parser_of
+from bench.client import MODEL
+from bench.progress import say, shared
+from bench.results import write_text
+from bench.servers import MODEL_FOLDER
+
 from llmserve.engines.embedded import demo_corpus
 from llmserve.engines.embedded.demo_corpus import Example
 from llmserve.engines.embedded.generation import Delta, LanguageModel, Row
 from llmserve.engines.embedded.protocol import Message
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL_DIR = ROOT / "llmserve" / "engines" / "embedded" / "model"
-MODEL_NAME = "llmserve-demo"
 ANSWER_TOKENS_MAX = 480  # a right answer has at most about 420
 
 
 EVALUATION_SEED, LENGTHS_SEED = 1_000_003, 2_000_003  # added to the seed: other draws than training's
-
-
-def say(line: str) -> None:
-    """One line that rewrites itself on a terminal; plain lines in a log."""
-    terminal = sys.stderr.isatty()
-    print(f"\r\x1b[K{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
 
 
 # --- evaluation -------------------------------------------------------------------------------------------
@@ -60,17 +55,14 @@ def answers(
     order = sorted(range(len(examples)), key=lambda row: len(examples[row].answer))
     found: dict[int, Answer] = {}
     began = time.monotonic()
-    for start in range(0, len(order), batch_size):
-        batch = order[start : start + batch_size]
-        rows = [
-            model.row(model.chat_ids([Message("user", examples[row].prompt)]), answer_tokens_max, model.defaults)
-            for row in batch
-        ]
-        for row, answer in zip(batch, _run(model, rows), strict=True):
-            found[row] = answer
-        seconds = time.monotonic() - began
-        tokens = sum(answer.output_tokens for answer in found.values())
-        say(f"answered {len(found)}/{len(order)}  {tokens / seconds:,.0f} tokens/s  {seconds:.0f} s")
+    with shared() as report:
+        for start in range(0, len(order), batch_size):
+            batch = order[start : start + batch_size]
+            asked = [model.chat_ids([Message("user", examples[row].prompt)]) for row in batch]
+            given = _run(model, [model.row(ids, answer_tokens_max, model.defaults) for ids in asked])
+            found |= zip(batch, given, strict=True)
+            tokens_per_s = sum(answer.output_tokens for answer in found.values()) / (time.monotonic() - began)
+            report(f"answered {len(found)}/{len(order)}  {tokens_per_s:,.0f} tokens/s", len(found) / len(order))
     return [found[row] for row in range(len(examples))]
 
 
@@ -152,9 +144,8 @@ def _samples(asked: list[Example], given: list[Answer], lengths: list[int]) -> l
 
 
 def write_docs(metrics: dict[str, Any], docs: Path) -> None:
-    docs.mkdir(parents=True, exist_ok=True)
-    (docs / "demo-model.json").write_text(json.dumps(metrics, indent=1, ensure_ascii=False) + "\n")
-    (docs / "demo-model.md").write_text(_page(metrics))
+    write_text(docs / "demo-model.json", json.dumps(metrics, indent=1, ensure_ascii=False))
+    write_text(docs / "demo-model.md", _page(metrics).rstrip("\n"))
 
 
 def _page(m: dict[str, Any]) -> str:
@@ -227,20 +218,20 @@ def write_lengths(model: LanguageModel, path: Path, prompts: int, seed: int) -> 
         for example, answer in zip(asked, given, strict=True):
             row = {
                 "prompt": example.prompt,
-                "model": MODEL_NAME,
+                "model": MODEL,
                 "output_tokens": answer.output_tokens,
                 "finish_reason": answer.finish_reason,
             }
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    say(f"{path}: {prompts} rows\n")
+    say(f"{path}: {prompts} rows")
 
 
 # --- command line -------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=MODEL_DIR)
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", type=Path, default=MODEL_FOLDER)
     parser.add_argument("--prompts", type=int, help="how many (1500 for accuracy, 12500 for lengths)")
     parser.add_argument("--seed", type=int, default=0, help="draws the prompts")
     parser.add_argument("--threads", type=int, default=1, help="more help only where cores are idle")

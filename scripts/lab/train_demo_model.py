@@ -19,7 +19,12 @@ from tempfile import gettempdir
 from typing import Any
 
 import torch
-from evaluate_demo_model import ANSWER_TOKENS_MAX, MODEL_DIR, MODEL_NAME, ROOT, evaluate, say, table, write_docs
+from bench import ROOT
+from bench.arguments import parser_of
+from bench.client import MODEL
+from bench.progress import say, shared
+from bench.servers import MODEL_FOLDER
+from evaluate_demo_model import ANSWER_TOKENS_MAX, evaluate, table, write_docs
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -275,23 +280,26 @@ def train(
     shown, loss_mean = run.seconds - 60, float("nan")
     stage: Stage | None = None
     model.train()
-    while (progress := max(run.step / plan.steps, run.seconds / 60 / plan.minutes)) < 1:
-        if stage is None or progress >= stage.until:  # a resumed run, too, draws fresh examples
-            stage = next(stage for stage in STAGES if progress < stage.until)
-            data = parts(tokenizer, plan.seed + run.step, plan.tokens_per_part, stage.answer_tokens_max, stage.drills)
-        loss = _step(
-            model, optimizers, [next(data) for _ in range(plan.parts_per_step)], learning_rate(plan, progress), run
-        )
-        run.step, run.seconds = run.step + 1, time.monotonic() - began
-        loss_mean = loss if math.isnan(loss_mean) else 0.95 * loss_mean + 0.05 * loss
-        if run.seconds - shown > 15:
-            shown = run.seconds
-            say(_progress_line(run, loss_mean, progress))
-        if run.seconds - saved > 120:
-            saved = run.seconds
-            _save(checkpoint, model, optimizers, run)
+    with shared() as report:
+        while (progress := max(run.step / plan.steps, run.seconds / 60 / plan.minutes)) < 1:
+            if stage is None or progress >= stage.until:  # a resumed run, too, draws fresh examples
+                stage = next(stage for stage in STAGES if progress < stage.until)
+                data = parts(
+                    tokenizer, plan.seed + run.step, plan.tokens_per_part, stage.answer_tokens_max, stage.drills
+                )
+            loss = _step(
+                model, optimizers, [next(data) for _ in range(plan.parts_per_step)], learning_rate(plan, progress), run
+            )
+            run.step, run.seconds = run.step + 1, time.monotonic() - began
+            loss_mean = loss if math.isnan(loss_mean) else 0.95 * loss_mean + 0.05 * loss
+            if run.seconds - shown > 15:
+                shown = run.seconds
+                report(_progress_line(run, loss_mean, progress), progress)
+            if run.seconds - saved > 120:
+                saved = run.seconds
+                _save(checkpoint, model, optimizers, run)
     _save(checkpoint, model, optimizers, run)
-    say(f"trained {run.step} steps, {run.tokens:,} tokens, {run.seconds / 60:.1f} min, loss {loss_mean:.4f}\n")
+    say(f"trained {run.step} steps, {run.tokens:,} tokens, {run.seconds / 60:.1f} min, loss {loss_mean:.4f}")
     return run
 
 
@@ -369,7 +377,7 @@ def make(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
     run = train(model, tokenizer, plan, args.checkpoint, args.resume)
     save(model, tokenizer, args.output)
     metrics = {
-        "model": MODEL_NAME,
+        "model": MODEL,
         "command": "python scripts/lab/train_demo_model.py "
         f"--steps {plan.steps} --minutes {plan.minutes:g} --seed {plan.seed}",
         "date": time.strftime("%Y-%m"),
@@ -388,19 +396,19 @@ def make(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=math.inf, help="training time; the schedule fits it")
     parser.add_argument("--steps", type=int, default=Plan.steps, help="training steps, unless the time ends first")
     parser.add_argument("--seed", type=int, default=Plan.seed)
     parser.add_argument("--threads", type=int, default=1, help="more help only where cores are idle")
-    parser.add_argument("--output", type=Path, default=MODEL_DIR, help="where the model goes")
+    parser.add_argument("--output", type=Path, default=MODEL_FOLDER, help="where the model goes")
     parser.add_argument("--docs", type=Path, help="where demo-model.{md,json} go (docs/; with --quick, --output)")
     parser.add_argument("--checkpoint", type=Path, default=Path(gettempdir()) / "llmserve-demo-model.pt")
     parser.add_argument("--resume", action="store_true", help="continue from --checkpoint")
     parser.add_argument("--machine", default="2 CPU cores", help="the kind of machine, for the documents")
     parser.add_argument("--quick", action="store_true", help="the whole path in seconds, for tests")
     args = parser.parse_args()
-    if args.quick and args.output == MODEL_DIR:
+    if args.quick and args.output == MODEL_FOLDER:
         parser.error("--quick would overwrite the shipped model: give it another --output")
     args.docs = args.docs or (args.output if args.quick else ROOT / "docs")
     return args

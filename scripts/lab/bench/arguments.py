@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from profile_engine import whole
+
+__all__ = ["add_results", "ending_on", "numbers", "parser_of", "positive", "whole"]
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
@@ -25,13 +31,13 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(whole(1)(part) for part in text.split(","))
 
 
-def whole(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and int(text) >= least):
-            raise argparse.ArgumentTypeError(f"a whole number of at least {least} is needed, not {text!r}")
-        return int(text)
-
-    return number
+@contextmanager
+def ending_on(*errors: type[Exception]) -> Iterator[None]:
+    """Such an error ends the script with what it says."""
+    try:
+        yield
+    except errors as error:
+        sys.exit(f"{Path(sys.argv[0]).stem}: error: {error}")
 
 
 def positive(text: str) -> float:
