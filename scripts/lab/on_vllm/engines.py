@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 from bench.client import get_text
 from bench.progress import say
-from bench.servers import Server, front_end, running, vllm
+from bench.servers import Server, flags_of, front_end, running, vllm
 
 from bins.edges import equal_mass_edges
 from llmserve.engines.embedded import demo_corpus
@@ -47,9 +47,7 @@ class Engines:
 
 
 def llmserve_flags(args: argparse.Namespace, arrangement: Arrangement, engines: Engines) -> list[str]:
-    flags = ["--predictor", "none", "--memory-keys", "0", "--log-level", "warning"]
-    for url in engines.urls:
-        flags += ["--engine", url]
+    flags = ["--predictor", "none", "--memory-keys", "0", "--log-level", "warning", *flags_of("engine", engines.urls)]
     if arrangement.way == "barrier":
         # Without a predictor there are no bins before 256 requests have come, unless their edges are given.
         edges = ",".join(f"{edge:g}" for edge in equal_mass_edges(engines.tokens, arrangement.bins))

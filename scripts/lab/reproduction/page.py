@@ -49,6 +49,16 @@ class Section:
     figure: tuple[str, Callable[[Rows], Figure]] | None = None
 
 
+def rows_of(*figures: str) -> Callable[[Rows], Sequence[Row]]:
+    """Rows of these figures that are no curves."""
+    return lambda rows: [row for figure in figures for row in rows.of(figure) if row.curve is None]
+
+
+def compared_of(*figures: str) -> Callable[[Rows], Sequence[Row]]:
+    """Rows of these figures that are compared with something."""
+    return lambda rows: [row for figure in figures for row in rows.of(figure) if row.ok is not None]
+
+
 def write_page(
     name: str, title: str, opening: str, sections: Iterable[Section], rows: Rows, about: About, folder: Path
 ) -> None:

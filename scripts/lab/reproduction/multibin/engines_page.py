@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import matplotlib
 
 matplotlib.use("Agg")
@@ -29,8 +27,8 @@ from reproduction.multibin.engines import (
     VLLM_PYTHON,
 )
 from reproduction.multibin.figures import doubling_bins
-from reproduction.page import Section
-from reproduction.rows import Row, Rows
+from reproduction.page import Section, rows_of
+from reproduction.rows import Rows
 
 TITLE = "Multi-Bin Batching, reproduced: engines"
 
@@ -53,10 +51,6 @@ def opening(rows: Rows) -> str:
     if any(row.case.get("engine") == VLLM for row in rows.of(LINEAR)):
         return OPENING
     return f"{OPENING}\n\nNot measured here: Fig. 5 of vLLM, for {VLLM_PYTHON} was not set, or the run was a quick one."
-
-
-def _of(name: str) -> Callable[[Rows], Sequence[Row]]:
-    return lambda rows: [row for row in rows.of(name) if row.curve is None]
 
 
 def batching(rows: Rows) -> str:
@@ -150,8 +144,8 @@ def gains_figure(rows: Rows) -> Figure:
 
 
 SECTIONS = (
-    Section("Fig. 1 (a): batching", batching, _of(BATCHING), ("fig1a-batching", batching_figure)),
-    Section("Fig. 5: time against tokens", linear, _of(LINEAR), ("fig5-linear", linear_figure)),
+    Section("Fig. 1 (a): batching", batching, rows_of(BATCHING), ("fig1a-batching", batching_figure)),
+    Section("Fig. 5: time against tokens", linear, rows_of(LINEAR), ("fig5-linear", linear_figure)),
     Section(
         "Fig. 7 and 11: bins, by oracle lengths and by a predictor",
         gains,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from reproduction.multibin import example, exponential, figures, gsm8k, table_1, uniform
 from reproduction.multibin.exponential import EQUAL_MASS, LEMMA_A1
 from reproduction.multibin.uniform import LATENCY, LEMMA, THEOREM, THROUGHPUT
 from reproduction.multibin.worlds import BATCHES
-from reproduction.page import Section
+from reproduction.page import Section, compared_of, rows_of
 from reproduction.rows import Row, Rows
 
 TITLE = "Multi-Bin Batching, reproduced: simulations"
@@ -38,15 +38,6 @@ def opening(rows: Rows) -> str:
     if rows.of(gsm8k.FIGURE):
         return OPENING
     return OPENING + "\n\nFig. 6 is left out: it needs the lengths of answers to GSM8K (`--gsm8k FILE`)."
-
-
-def _compared(*names: str) -> Callable[[Rows], Sequence[Row]]:
-    """Rows of these figures that are compared with something."""
-    return lambda rows: [row for name in names for row in rows.of(name) if row.ok is not None]
-
-
-def _of(*names: str) -> Callable[[Rows], Sequence[Row]]:
-    return lambda rows: [row for name in names for row in rows.of(name)]
 
 
 def _deviation(rows: Sequence[Row]) -> float:
@@ -193,23 +184,23 @@ def sections(*, with_answers: bool) -> Sequence[Section]:
     """with_answers : whether Fig. 6 was simulated."""
     figure_6 = Section("Fig. 6: answers to GSM8K", answers, _answers_table, ("fig6-answers", figures.answers))
     return (
-        Section("Fig. 1 (b): the example", the_example, _of(example.FIGURE)),
+        Section("Fig. 1 (b): the example", the_example, rows_of(example.FIGURE)),
         Section(
             "Fig. 3 and 4: throughput and latency against the arrival rate",
             load,
-            _compared("Fig. 3", "Fig. 4", LEMMA),
+            compared_of("Fig. 3", "Fig. 4", LEMMA),
             ("fig3-fig4-uniform", figures.uniform_lengths),
         ),
-        Section("Theorem 4.2: at saturation", saturation, _of(THEOREM)),
+        Section("Theorem 4.2: at saturation", saturation, rows_of(THEOREM)),
         *((figure_6,) if with_answers else ()),
         Section(
-            "Fig. 8: errors of prediction", prediction_errors, _compared("Fig. 8"), ("fig8-errors", figures.errors)
+            "Fig. 8: errors of prediction", prediction_errors, compared_of("Fig. 8"), ("fig8-errors", figures.errors)
         ),
         Section(
             "Fig. 9: exponential lengths",
             exponential_lengths,
-            _compared(exponential.FIGURE),
+            compared_of(exponential.FIGURE),
             ("fig9-exponential", figures.exponential_lengths),
         ),
-        Section("Table 1 and Fig. 10: the predictor", predictor, _of(table_1.FIGURE)),
+        Section("Table 1 and Fig. 10: the predictor", predictor, rows_of(table_1.FIGURE)),
     )

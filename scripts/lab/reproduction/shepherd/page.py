@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from reproduction.page import Section
+from reproduction.page import Section, rows_of
 from reproduction.rows import Row, Rows
 from reproduction.shepherd import figures, load, micro, scaling, slo, table_5
 from reproduction.shepherd.runs import (
@@ -294,19 +294,18 @@ def _bursts_table(rows: Rows) -> Sequence[Row]:
     return [row for row in rows.of(micro.FIGURE) if row.quantity == micro.IN_TIME or row.ok is not None]
 
 
-def _of(*names: str) -> Callable[[Rows], Sequence[Row]]:
-    return lambda rows: [row for name in names for row in rows.of(name) if row.curve is None]
-
-
 SECTIONS: Sequence[Section] = (
     Section("Fig. 7: goodput and utilisation against load", against_load, _load_table, ("fig7-load", figures.loads)),
     Section(
-        "Readings of Clockwork and Nexus", different_readings, _of(load.READINGS), ("fig7-readings", figures.readings)
+        "Readings of Clockwork and Nexus",
+        different_readings,
+        rows_of(load.READINGS),
+        ("fig7-readings", figures.readings),
     ),
-    Section("Fig. 8: latencies", distributions, _of(load.LATENCIES), ("fig8-latencies", figures.latencies)),
+    Section("Fig. 8: latencies", distributions, rows_of(load.LATENCIES), ("fig8-latencies", figures.latencies)),
     Section("Fig. 9: goodput against the SLO", against_slo, _slo_table, ("fig9-slo", figures.slos)),
     Section("Fig. 10 and 11 (b): up to 400 workers", scale, _scale_table, ("fig10-fig11b-workers", figures.workers)),
     Section("Fig. 11 (a): bursts", bursts, _bursts_table, ("fig11a-bursts", figures.bursts)),
-    Section("Overload: batches as printed", overloaded, _of(micro.OVERLOAD)),
-    Section("Table 5: HERD's solver", planner, _of(table_5.FIGURE)),
+    Section("Overload: batches as printed", overloaded, rows_of(micro.OVERLOAD)),
+    Section("Table 5: HERD's solver", planner, rows_of(table_5.FIGURE)),
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from reproduction.page import Section
+from reproduction.page import Section, rows_of
 from reproduction.rows import Row, Rows
 from reproduction.smdp import figures
 from reproduction.smdp.policies import CASE_LOADS
@@ -32,11 +32,6 @@ How to read the numbers:
 
 def opening(rows: Rows) -> str:
     return OPENING
-
-
-def _of(*names: str) -> Callable[[Rows], Sequence[Row]]:
-    """Rows of these figures that are no curves."""
-    return lambda rows: [row for name in names for row in rows.of(name) if row.curve is None]
 
 
 def table_1(rows: Rows) -> str:
@@ -223,46 +218,49 @@ def _limits_table(rows: Rows) -> Sequence[Row]:
 
 
 SECTIONS = (
-    Section("Table I: percentiles", table_1, _of("Table I")),
-    Section("Table II: the least s_max", table_2, _of("Table II")),
-    Section("Table III: other algorithms", table_3, _of("Table III")),
+    Section("Table I: percentiles", table_1, rows_of("Table I")),
+    Section("Table II: the least s_max", table_2, rows_of("Table II")),
+    Section("Table III: other algorithms", table_3, rows_of("Table III")),
     Section("Fig. 3: policies", figure_3, _limits_table, ("fig3-policies", figures.figure_3)),
-    Section("Fig. 4: average cost", figure_4, _of("Fig. 4"), ("fig4-costs", figures.figure_4)),
-    Section("Fig. 5: latency and energy", figure_5, _of("Fig. 5"), ("fig5-tradeoffs", figures.tradeoffs)),
-    Section("Fig. 6: percentiles and objectives", figure_6, _of("Fig. 6"), ("fig6-latencies", figures.latencies)),
+    Section("Fig. 4: average cost", figure_4, rows_of("Fig. 4"), ("fig4-costs", figures.figure_4)),
+    Section("Fig. 5: latency and energy", figure_5, rows_of("Fig. 5"), ("fig5-tradeoffs", figures.tradeoffs)),
+    Section("Fig. 6: percentiles and objectives", figure_6, rows_of("Fig. 6"), ("fig6-latencies", figures.latencies)),
     Section(
         "Fig. 7: times that do not depend on the size",
         figure_7,
-        _of("Fig. 7"),
+        rows_of("Fig. 7"),
         ("fig7-constant", figures.constant_times),
     ),
     Section(
         "Fig. 8: energy that grows with the logarithm",
         figure_8,
-        _of("Fig. 8"),
+        rows_of("Fig. 8"),
         ("fig8-logarithmic", figures.logarithmic_energies),
     ),
     Section(
         "Fig. 9: distributions of the service time",
         figure_9,
-        _of("Fig. 9"),
+        rows_of("Fig. 9"),
         ("fig9-distributions", figures.distributions),
     ),
-    Section("Single thresholds", single_threshold, _of("Thresholds")),
-    Section("Fig. 10: truncation", figure_10, _of("Fig. 10"), ("fig10-truncation", figures.truncations)),
+    Section("Single thresholds", single_threshold, rows_of("Thresholds")),
+    Section("Fig. 10: truncation", figure_10, rows_of("Fig. 10"), ("fig10-truncation", figures.truncations)),
     Section(
-        "Fig. 11: policies beyond control limits", figure_11, _of("Fig. 11"), ("fig11-policies", figures.figure_11)
+        "Fig. 11: policies beyond control limits",
+        figure_11,
+        rows_of("Fig. 11"),
+        ("fig11-policies", figures.figure_11),
     ),
     Section(
         "SMDP-C, Fig. 4: policies",
         conference_policies,
-        _of("SMDP-C Fig. 4"),
+        rows_of("SMDP-C Fig. 4"),
         ("conference-fig4-policies", figures.conference_policies),
     ),
     Section(
         "SMDP-C, Fig. 5: average cost",
         conference_costs,
-        _of("SMDP-C Fig. 5"),
+        rows_of("SMDP-C Fig. 5"),
         ("conference-fig5-costs", figures.conference_costs),
     ),
 )
