@@ -1,1 +1,1 @@
-"""Numbers to tables: bin edges and, on them, the theory and control of batching. numpy and scipy only."""
+"""Numbers to tables: bin edges and, on them, the theory and control of batching. numpy only."""

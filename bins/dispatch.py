@@ -6,37 +6,31 @@ process (bins/smdp.py) is solved, and the number of least cost is taken. At low 
 in energy at once, for many queues fill more slowly; at high load many win throughput.
 
 Queues that share engines are solved one by one: each finds the engines free after a batch's own time, lengthened by the
-share of time that the others use (`busy_elsewhere`), which is found by solving twice. docs/dispatch.md measures how far
-that is from the joint optimum.
+share of time that the others use (`busy_elsewhere`), which is found by solving twice. docs/results/dispatch.md
+measures how far that is from the joint optimum.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import numpy as np
 
-from bins.average_cost import NotConverged, Policy
+from bins.average_cost import NotConverged
 from bins.profile import Profile
 from bins.refill import RefillEngine
 from bins.service import ServiceTimes
-from bins.smdp import MS_PER_S, Evaluation, Queue, Solution, Unstable
+from bins.several_queues import Choice, least_cost, least_energy, within_percentile
+from bins.smdp import Queue, Solution
+from bins.smdp_model import MS_PER_S, Unstable
 
 PASSES = 3  # over the queues' shares of the engines
 JOINED_MAX = 0.7  # load of an engine whose slots refill up to which requests join it rather than wake another
 LOAD_MAX = 0.95  # above, nothing is gained by waiting: the plan gets out of the way
 STAY = 0.03  # another number of queues must be better by more than this
-CYCLES = 30  # rounds towards a cycle that reproduces itself
-SEARCHES_MAX = 40  # breakpoints of the weight looked at
-SHARE_STEPS = 20  # of a mixture's share towards the target
-NEAR = 1e-3  # relative: a target met so exactly is met
-WEIGHT_MAX = 1e9  # ms/W, for energy alone
-SAMPLES = 10_000  # response times that percentiles are taken of; they are then off by about the next
-SAMPLING_ERROR = 0.02
-PERCENTILE_ROUNDS, PERCENTILE_NEAR = 6, 0.03
 SURE_DEVIATIONS = 3.0  # of the time that the missing requests take to come, before something must be wrong
 LATE = 0.9  # share of batches that have ended by `late_s`
 PARTS = 16  # slices of a bin's longest length
@@ -113,218 +107,6 @@ class DispatchPlan:
     power_w_mean: float | None = None
     target_met: bool = True
     engines: int = 1
-
-
-# ---- several queues, one weight ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Policies of several queues, the last of two mixed where `others` is given.
-
-    response_s_mean is over all requests, power_w_mean of all engines; alone_s is the response time without what queues
-    keep each other waiting, of which their decision processes know nothing.
-    """
-
-    solutions: tuple[Solution, ...]
-    response_s_mean: float
-    power_w_mean: float
-    alone_s: float
-    others: tuple[Solution, ...] = ()
-    share: float = 0.0
-    target_met: bool = True
-
-    def cost_ms(self, energy_weight: float) -> float:
-        """What the decision processes minimise."""
-        return MS_PER_S * self.alone_s + energy_weight * self.power_w_mean
-
-    @property
-    def policies(self) -> tuple[Policy, ...]:
-        return tuple(solution.policy for solution in self.solutions)
-
-
-def least_cost(queues: Sequence[Queue], energy_weight: float, start: Choice | None = None) -> Choice:
-    """Each queue's optimal policy at a weight, ms/W. Raises Unstable, NotConverged."""
-    starts = start.policies if start is not None else (None,) * len(queues)
-    solutions = tuple(queue.solve(energy_weight, policy) for queue, policy in zip(queues, starts, strict=True))
-    return Choice(solutions, *_sums(queues, [solution.evaluation for solution in solutions]))
-
-
-def least_energy(queues: Sequence[Queue], response_s_max: float) -> Choice:
-    """The policies of least power whose mean response time is within the target; the fastest when none is.
-
-    As the weight grows, response time climbs a staircase. The search goes from breakpoint to breakpoint: two
-    neighbouring policies cost the same at one weight, and if nothing better does, they are mixed so that the target is
-    met exactly. Raises Unstable, NotConverged.
-    """
-    fast = least_cost(queues, 0.0)
-    if fast.response_s_mean >= response_s_max:
-        return replace(fast, target_met=False)
-    slow = least_cost(queues, WEIGHT_MAX, fast)
-    if slow.response_s_mean <= response_s_max:
-        return slow
-    for _ in range(SEARCHES_MAX):
-        saved_w = fast.power_w_mean - slow.power_w_mean
-        if saved_w <= 0:
-            return fast
-        weight = MS_PER_S * max(0.0, slow.alone_s - fast.alone_s) / saved_w
-        between = least_cost(queues, weight, fast)
-        saved = fast.cost_ms(weight) - between.cost_ms(weight)
-        if saved <= 1e-9 * fast.cost_ms(weight):
-            break
-        if between.response_s_mean <= response_s_max:
-            fast = between
-        else:
-            slow = between
-    return _mixed(queues, fast, slow, response_s_max)
-
-
-def _mixed(queues: Sequence[Queue], fast: Choice, slow: Choice, response_s_max: float) -> Choice:
-    """Both in turn, so that the mean response time is the target.
-
-    It grows with the share, ever more slowly. The share is sought by false position; an end that stays twice counts
-    half (the Illinois rule), or it would stay for ever.
-    """
-    aim_s = response_s_max * (1.0 - NEAR / 2)
-    shares, beyond_s = [0.0, 1.0], [fast.response_s_mean - aim_s, slow.response_s_mean - aim_s]
-    best, last = fast, -1
-    for _ in range(SHARE_STEPS):
-        share = shares[0] + (shares[1] - shares[0]) * max(0.0, -beyond_s[0]) / (beyond_s[1] - beyond_s[0])
-        pairs = zip(queues, fast.policies, slow.policies, strict=True)
-        choice = Choice(
-            fast.solutions,
-            *_sums(queues, [queue.evaluate(one, other, share) for queue, one, other in pairs]),
-            others=slow.solutions,
-            share=share,
-        )
-        if choice.response_s_mean <= response_s_max:
-            best = choice
-        off_s = choice.response_s_mean - aim_s
-        if abs(off_s) <= NEAR / 2 * response_s_max:
-            break
-        side = int(off_s > 0)
-        shares[side], beyond_s[side] = share, off_s
-        if side == last:
-            beyond_s[1 - side] /= 2
-        last = side
-    return best
-
-
-def _sums(queues: Sequence[Queue], evaluations: Sequence[Evaluation]) -> tuple[float, float, float]:
-    """Mean response time over all requests, power, and the former without what queues keep each other waiting.
-
-    Idle power, which each evaluation has, counts once.
-    """
-    idle_w = queues[0].engines * queues[0].idle_power_w
-    above_idle_w = sum(each.power_w_mean - idle_w for each in evaluations)
-    weights = [queue.response_weight for queue in queues]
-    alone_s = sum(weight * own.response_s_mean for weight, own in zip(weights, evaluations, strict=True))
-    used = sum(each.utilisation for each in evaluations)
-    if used > 1.0 and len(queues) > 1:  # more than there is: they take turns, and are as busy as can be
-        turns_s = _turns_s(queues, evaluations)
-        response_s = sum(
-            weight * max(own.response_s_mean, turn_s)
-            for weight, own, turn_s in zip(weights, evaluations, turns_s, strict=True)
-        )
-        return response_s, idle_w + above_idle_w / used, alone_s
-    kept_s = 0.0
-    for queue, (own, others) in zip(queues, _beside_others(evaluations), strict=True):
-        often, waits_s = _met_busy(queue, own, others)
-        kept_s += queue.response_weight * often * waits_s
-    return alone_s + kept_s, idle_w + above_idle_w, alone_s
-
-
-def _turns_s(queues: Sequence[Queue], evaluations: Sequence[Evaluation]) -> list[float]:
-    """Response time of each queue's requests when batches of all queues follow each other without a pause.
-
-    A cycle lasts as long as a batch of each queue that has one by then: it is found by going round from full batches.
-    A request waits for half a cycle, and then for its own batch.
-    """
-
-    def batch_s(queue: Queue, own: Evaluation, cycle_s: float) -> float:
-        size = max(own.batch_size_mean, queue.arrival_rate_per_s * cycle_s)
-        return float(np.interp(size, queue.service.sizes, queue.service.mean_s))
-
-    pairs = list(zip(queues, evaluations, strict=True))
-    cycle_s = sum(float(queue.service.mean_s[-1]) for queue in queues) / queues[0].engines
-    for _ in range(CYCLES):
-        cycle_s = (
-            sum(
-                min(1.0, queue.arrival_rate_per_s * cycle_s / own.batch_size_mean) * batch_s(queue, own, cycle_s)
-                for queue, own in pairs
-            )
-            / queues[0].engines
-        )
-    return [cycle_s / 2 + batch_s(queue, own, cycle_s) for queue, own in pairs]
-
-
-def _met_busy(queue: Queue, own: Evaluation, others: Sequence[Evaluation]) -> tuple[float, float]:
-    """How often a request comes to a queue at rest while others' batches run, and how long it then waits, seconds.
-
-    The queue's own process knows of others only that its engines come back later from a batch of its own. A request
-    waits for what is left of the batch that runs, and for half of what others bring meanwhile: of two queues that wait,
-    either may go first.
-    """
-    busy = sum(each.utilisation for each in others)
-    if not others or busy <= 0:
-        return 0.0, 0.0
-    left = max(1e-9, 1.0 - own.utilisation)
-    at_rest = max(0.0, 1.0 - own.utilisation * queue.engines * queue.occupied)
-    residual_s = sum(each.utilisation * each.residual_s for each in others) / busy
-    return at_rest * min(1.0, busy / left) ** queue.engines, residual_s / (1.0 - min(1.0, busy) / 2)
-
-
-def _beside_others(evaluations: Sequence[Evaluation]) -> list[tuple[Evaluation, list[Evaluation]]]:
-    """Each with those of the other queues."""
-    return [(own, [*evaluations[:index], *evaluations[index + 1 :]]) for index, own in enumerate(evaluations)]
-
-
-def percentile(queues: Sequence[Queue], choice: Choice, level: float) -> float:
-    """Of all requests' response times, seconds, by sampling the queues' models (always the same draws)."""
-    rng = np.random.default_rng(0)
-    drawn = []
-    pairs = _beside_others([solution.evaluation for solution in choice.solutions])
-    for index, (queue, (own, others)) in enumerate(zip(queues, pairs, strict=True)):
-        count = max(1, round(SAMPLES * queue.response_weight))
-        other = choice.others[index].policy if choice.others else None
-        response_s = queue.draw_responses(choice.solutions[index].policy, count, rng, other, choice.share)
-        often, waits_s = _met_busy(queue, own, others)
-        drawn.append(response_s + (rng.random(count) < often) * rng.exponential(waits_s, count))
-    return float(np.percentile(np.concatenate(drawn), level))
-
-
-def within_percentile(
-    choose: Callable[[float], tuple[Choice, list[Queue]]], target_s: float, level: float
-) -> tuple[Choice, list[Queue]]:
-    """The policies of least power whose percentile of response times is within the target, and their queues.
-
-    choose: the policies of least power for a target of the mean, and their queues. A percentile is a multiple of the
-    mean that changes slowly with it, so the mean is sought for which it is the target. The fastest when none is.
-    """
-    best, queues = choose(0.0)
-    reached_s = percentile(queues, best, level)
-    best = replace(best, target_met=reached_s <= target_s)
-    if not best.target_met:
-        return best, queues
-    bound_s = (1.0 - SAMPLING_ERROR) * target_s
-    aim_s = (1.0 - PERCENTILE_NEAR / 2) * bound_s
-    low, high = (best.response_s_mean, reached_s), None  # mean and percentile, within the target and beyond it
-    for _ in range(PERCENTILE_ROUNDS):
-        if low[1] >= aim_s or (high is not None and high[1] <= low[1]):
-            break  # near enough, or beyond what samples can tell
-        if high is None:
-            mean_s = low[0] * aim_s / low[1]
-        else:
-            mean_s = low[0] + (high[0] - low[0]) * (aim_s - low[1]) / (high[1] - low[1])
-        choice, beside = choose(mean_s)
-        reached_s = percentile(beside, choice, level)
-        if reached_s > bound_s:
-            high = mean_s, reached_s
-            continue
-        low = mean_s, reached_s
-        if choice.power_w_mean < best.power_w_mean:
-            best, queues = choice, beside
-    return best, queues
 
 
 # ---- the plan ---------------------------------------------------------------------------------------------------

@@ -18,130 +18,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, MISSING, asdict, dataclass, fields, replace
 from difflib import get_close_matches
-from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from bins.curve import Curve, Floats, check_number
 from bins.risk import risks
 
 VERSION = 1
 ROUNDING = 1e-9  # relative: the power of a profile modelled at a constant power is that power, to rounding
 
-Floats = NDArray[np.float64]
-CurveKind = Literal["affine", "table"]
 Steps = TypeVar("Steps", float, Floats)
 EnergySource = Literal["measured", "published", "modelled", "unknown"]
 ENERGY_FIELDS = ("step_j", "idle_w", "prefill_j")
-
-
-# ---- a quantity against the batch size ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """A quantity against the number of sequences that run together: positive and non-decreasing from 1 on.
-
-    affine  slope * n + intercept; `error` is its mean absolute relative error, `sizes` and `values` the points that it
-            was fitted to (for figures; () when it was fitted elsewhere)
-    table   `values` at `sizes`, straight lines between them, the first value before them and the last slope after them
-
-    Made by `affine`, `table` or `fit`. Raises ValueError on numbers that give no such curve.
-    """
-
-    kind: CurveKind
-    slope: float = 0.0
-    intercept: float = 0.0
-    error: float = 0.0
-    sizes: tuple[float, ...] = ()
-    values: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("slope", "intercept", "error"):
-            _check_number(getattr(self, name), f"a curve's {name}")
-        for name in ("sizes", "values"):
-            for value in getattr(self, name):
-                _check_number(value, f"a curve's {name}")
-        if len(self.sizes) != len(self.values):
-            raise ValueError(f"a curve needs as many values as sizes, not {len(self.values)} and {len(self.sizes)}")
-        if self.kind == "affine":
-            self._check_affine()
-        elif self.kind == "table":
-            self._check_table()
-        else:
-            raise ValueError(f"a curve's kind is one of {', '.join(get_args(CurveKind))}, not {self.kind!r}")
-
-    def _check_affine(self) -> None:
-        if self.slope < 0:
-            raise ValueError(f"a curve must not fall with the size, but its slope is {self.slope:g}")
-        if self.slope + self.intercept <= 0:
-            raise ValueError(f"a curve must be positive, but is {self.slope + self.intercept:g} at size 1")
-        if self.error < 0:
-            raise ValueError(f"a curve's error must be at least 0, not {self.error:g}")
-
-    def _check_table(self) -> None:
-        if not self.sizes:
-            raise ValueError("a table needs at least one size")
-        if self.sizes[0] <= 0 or any(np.diff(self.sizes) <= 0):
-            raise ValueError(f"a table's sizes must be positive and strictly increasing, not {list(self.sizes)}")
-        if self.values[0] <= 0 or any(np.diff(self.values) < 0):
-            raise ValueError(f"a table's values must be positive and non-decreasing, not {list(self.values)}")
-
-    @classmethod
-    def affine(cls, slope: float, intercept: float, error: float = 0.0) -> Curve:
-        """slope * n + intercept: slope >= 0, and positive at n = 1."""
-        return cls("affine", float(slope), float(intercept), float(error))
-
-    @classmethod
-    def table(cls, sizes: ArrayLike, values: ArrayLike) -> Curve:
-        """sizes : (n,) positive, strictly increasing, n >= 1.  values : (n,) positive, non-decreasing."""
-        return cls("table", sizes=_numbers(sizes), values=_numbers(values))
-
-    @classmethod
-    def fit(cls, sizes: ArrayLike, values: ArrayLike) -> Curve:
-        """The affine curve of least squared relative residuals, slope and intercept at least 0; it keeps the points.
-
-        sizes, values : (n,) positive, in any order, repetitions allowed; at least two different sizes.
-        Relative, because a curve spans decades of sizes and small ones count as much as large ones.
-        """
-        n, y = np.asarray(sizes, dtype=float), np.asarray(values, dtype=float)
-        if n.ndim != 1 or n.shape != y.shape:
-            raise ValueError(f"a fit needs one value for each size, not shapes {n.shape} and {y.shape}")
-        if not (np.isfinite(n).all() and np.isfinite(y).all() and (n > 0).all() and (y > 0).all()):
-            raise ValueError("a fit needs positive finite sizes and values")
-        _check_two_sizes(n)
-        columns = np.column_stack([np.ones_like(n), n])
-        intercept, slope = _non_negative_fit(columns, y)
-        error = _relative_error(columns @ [intercept, slope], y)
-        return cls("affine", slope, intercept, error, _numbers(n), _numbers(y))
-
-    def times(self, factor: float) -> Curve:
-        """This curve in another unit, say joules for seconds at a constant power. factor : > 0."""
-        if not (math.isfinite(factor) and factor > 0):
-            raise ValueError(f"a curve's factor must be positive and finite, not {factor}")
-        values = tuple([factor * value for value in self.values])
-        return Curve(self.kind, factor * self.slope, factor * self.intercept, self.error, self.sizes, values)
-
-    def at(self, sizes: ArrayLike) -> Floats:
-        """The curve at these sizes, in their shape. Raises ValueError on a size below 1."""
-        n = np.asarray(sizes, dtype=float)
-        if not (n >= 1).all():
-            raise ValueError(f"sizes must be at least 1, not {float(np.min(n)):g}")
-        if self.kind == "affine":
-            return np.asarray(self.slope * n + self.intercept)
-        inside = np.interp(n, self.sizes, self.values)
-        return np.asarray(inside + self._last_slope * np.maximum(n - self.sizes[-1], 0.0))
-
-    @property
-    def _last_slope(self) -> float:
-        if len(self.sizes) == 1:
-            return 0.0
-        return (self.values[-1] - self.values[-2]) / (self.sizes[-1] - self.sizes[-2])
 
 
 # ---- how long a batch takes ---------------------------------------------------------------------------------------
@@ -218,7 +112,7 @@ class Profile:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"a profile's {name} must be a text, not {text!r}")
         for name in ("idle_w", "prefill_s", "prefill_j"):
-            _check_number(getattr(self, name), f"a profile's {name}", least=0.0)
+            check_number(getattr(self, name), f"a profile's {name}", least=0.0)
         if self.energy_source not in get_args(EnergySource):
             sources = ", ".join(get_args(EnergySource))
             raise ValueError(f"a profile's energy_source is one of {sources}, not {self.energy_source!r}")
@@ -347,126 +241,6 @@ def _longest_of_sample(sample: ArrayLike, index: int, sizes: NDArray[np.intp]) -
     return np.array([risks(ordered, int(b)) for b in sizes])
 
 
-# ---- fitting ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """One batch that ran.
-
-    size     sequences
-    tokens   steps: output tokens of its longest answer, > 0
-    seconds  from its start to its last end, > 0
-    joules   drawn meanwhile, > 0; None: not measured
-    """
-
-    size: int
-    tokens: float
-    seconds: float
-    joules: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"an observed batch has at least one sequence, not {self.size}")
-        for name in ("tokens", "seconds", "joules"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"an observed batch's {name} must be positive and finite, not {value}")
-
-
-def fit(
-    observations: Iterable[Observation],
-    *,
-    name: str,
-    idle_w: float,
-    source: str,
-    busy_w: float | None = None,
-    slots_max: int | None = None,
-) -> Profile:
-    """The profile that explains observed batches best: least squared relative residuals, no term below 0.
-
-        seconds = prefill_s + tokens * (slope * size + intercept)      and joules likewise, over those that have them
-
-    When all batches had as many tokens, prefill cannot be told from steps and is 0. The curves' errors are the mean
-    absolute relative errors of the batches' seconds and joules; their points are the means over each size.
-    busy_w : watts while running, for when no observation has joules; the energy is then modelled as that times time.
-    Where busy_w is None too the energy is unknown, and idle_w of no use. Raises ValueError when the observations are
-    not of at least two different sizes, or idle_w is above the watts while running.
-    """
-    seen = list(observations)
-    metered = [(batch, batch.joules) for batch in seen if batch.joules is not None]
-    prefill_s, step_s = _fit_batches(seen, [batch.seconds for batch in seen])
-    energy_source: EnergySource = "measured"
-    if metered:
-        prefill_j, step_j = _fit_batches([batch for batch, _ in metered], [joules for _, joules in metered])
-    elif busy_w is not None:
-        prefill_j, step_j = busy_w * prefill_s, step_s.times(busy_w)
-        energy_source = "modelled"
-    else:
-        return Profile.timed(name, step_s, prefill_s=prefill_s, slots_max=slots_max, source=source)
-    return Profile(
-        name,
-        step_s,
-        step_j,
-        idle_w,
-        prefill_s=prefill_s,
-        prefill_j=prefill_j,
-        slots_max=slots_max,
-        source=source,
-        energy_source=energy_source,
-    )
-
-
-def _fit_batches(batches: Sequence[Observation], totals: Sequence[float]) -> tuple[float, Curve]:
-    """(prefill, step) such that totals = prefill + tokens * step(size)."""
-    sizes = np.array([batch.size for batch in batches], dtype=float)
-    tokens = np.array([batch.tokens for batch in batches], dtype=float)
-    y = np.array(totals)
-    _check_two_sizes(sizes)
-    # Prefill comes last: where it cannot be told from steps, it is the term to go without.
-    columns = np.column_stack([tokens, tokens * sizes, np.ones_like(tokens)])
-    terms = _non_negative_fit(columns, y)
-    intercept, slope, prefill = terms
-    error = _relative_error(columns @ terms, y)
-    distinct, group = np.unique(sizes, return_inverse=True)
-    points = np.bincount(group, y - prefill) / np.bincount(group, tokens)
-    return prefill, Curve("affine", slope, intercept, error, _numbers(distinct), _numbers(points))
-
-
-def _non_negative_fit(columns: Floats, y: Floats) -> tuple[float, ...]:
-    """Coefficients >= 0 of the columns, least squared relative residuals from y > 0.
-
-    columns : (n, terms), non-negative, none all zero.  Returns one coefficient for each term.
-    The optimum is the unconstrained fit on some of the terms, so with few terms all choices are tried; among equally
-    good ones the first terms win.
-    """
-    relative = columns / y[:, None]
-    terms = columns.shape[1]
-    best, best_loss = np.zeros(terms), math.inf
-    for count in range(terms, 0, -1):
-        for chosen in combinations(range(terms), count):
-            part = relative[:, chosen]
-            coefficients, _, rank, _ = np.linalg.lstsq(part, np.ones_like(y))
-            if rank < count or (coefficients < 0).any():
-                continue
-            loss = float(np.mean((part @ coefficients - 1) ** 2))
-            if loss < best_loss - 1e-12:  # not by rounding alone
-                best, best_loss = np.zeros(terms), loss
-                best[list(chosen)] = coefficients
-    return _numbers(best)
-
-
-def _relative_error(fitted: Floats, y: Floats) -> float:
-    return float(np.mean(np.abs(fitted / y - 1)))
-
-
-def _check_two_sizes(sizes: Floats) -> None:
-    distinct = np.unique(sizes)
-    if distinct.size < 2:
-        found = "none" if distinct.size == 0 else f"only {distinct[0]:g}"
-        raise ValueError(f"a fit needs at least two different sizes; there is {found}")
-
-
 # ---- reading and checking -----------------------------------------------------------------------------------------
 
 
@@ -524,17 +298,6 @@ def _members(
 def _curve_fields(curve: Curve) -> dict[str, Any]:
     names = ("kind", "sizes", "values") if curve.kind == "table" else [field.name for field in fields(curve)]
     return {name: getattr(curve, name) for name in names}
-
-
-def _check_number(value: object, name: str, least: float = -math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, not {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least:g}, not {value!r}")
-
-
-def _numbers(values: ArrayLike) -> tuple[float, ...]:
-    return tuple(np.asarray(values, dtype=float).ravel().tolist())
 
 
 # ---- published profiles -------------------------------------------------------------------------------------------

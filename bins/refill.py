@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bins.service import Array
-from bins.smdp import MS_PER_S, Unstable
+from bins.smdp_model import MS_PER_S, Unstable
 
 BEYOND = 4  # times the slots: up to so many requests in the engine and before it are followed
 

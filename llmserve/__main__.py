@@ -1,14 +1,16 @@
-"""`llmserve serve | simulate | solve | advise | plan`. Heavy imports happen inside the command that needs them."""
+"""`llmserve COMMAND`. A command's module is imported when the command is asked for, and heavy imports inside it."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import random
 import re
 import sys
 from collections.abc import Sequence
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy  # here, for its libraries must be loaded before they are limited
@@ -27,36 +29,45 @@ PROMPTS_COLUMN = re.compile(r"^(.+\.(?:jsonl|jsonl\.gz|json|parquet)):([^/]+)$")
 FORECASTS_MAX = 10_000  # prompts that a predictor is asked about for a simulation: a random sample of more
 FORECASTS_AT_ONCE = 256
 BROKEN_PIPE = 141  # exit status, as shells have it
+COMMANDS = {  # modules of this package, each with add_arguments and main
+    "serve": "run the front-end, with its own engine or in front of others",
+    "simulate": "run the same scheduler under a virtual clock",
+    "solve": "when a bin should wait and when it should go",
+    "advise": "how many length bins, which edges, what gain, what wait",
+    "plan": "which models share which GPUs, for bursts as large as possible",
+    "profile": "measure what an engine's batches take, in seconds and joules",
+    "train": "train a predictor of answer lengths",
+    "evaluate": "how good a trained predictor is",
+    "bench": "what bins gain in throughput on a real engine",
+}
+USAGE = {"serve": "[options] [-- VLLM_OPTIONS]", "evaluate": "PREDICTOR [options]"}  # else: [options]
 
 
-def parser() -> argparse.ArgumentParser:
-    from llmserve import advise, plan, serve, simulate, solve
-
+def parser(chosen: str | None = None) -> argparse.ArgumentParser:
+    """Of all commands; the chosen one alone has its arguments, for the modules of others need not be loaded."""
     top = argparse.ArgumentParser(
         prog="llmserve",
         description="An OpenAI-compatible front-end that batches prompts by predicted answer length.",
     )
     top.add_argument("--version", action="version", version=f"llmserve {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module, help_ in (
-        ("serve", serve, "run the front-end, with the embedded engine or in front of other servers"),
-        ("simulate", simulate, "run the same scheduler under a virtual clock"),
-        ("solve", solve, "when a bin should wait and when it should go"),
-        ("advise", advise, "how many length bins, which edges, what gain, what wait"),
-        ("plan", plan, "which models share which GPUs, for bursts as large as possible"),
-    ):
+    for name, help_ in COMMANDS.items():
+        if name != chosen:
+            commands.add_parser(name, help=help_)
+            continue
+        module = importlib.import_module(f"llmserve.{name}")
         command = commands.add_parser(
             name,
             help=help_,
             description=module.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            usage=f"llmserve {name} [options]" + (" [-- VLLM_OPTIONS]" if name == "serve" else ""),
+            usage=f"llmserve {name} {USAGE.get(name, '[options]')}",
             allow_abbrev=False,
         )
         module.add_arguments(command)
         flags = [flag for action in command._actions for flag in action.option_strings]
-        command.set_defaults(main=module.main, flags=flags)
-    commands.choices["simulate"].set_defaults(main=partial(simulate.main, read_answers=read_answers))
+        run = partial(module.main, read_answers=read_answers) if name == "simulate" else module.main
+        command.set_defaults(main=run, flags=flags, program="llmserve")
     return top
 
 
@@ -66,7 +77,10 @@ def main(argv: list[str] | None = None) -> int:
     # needs its cores.
     threadpool_limits(1, user_api="blas")
     words, for_engine = _split(sys.argv[1:] if argv is None else argv)
-    args, unknown = parser().parse_known_args(words)
+    # What stands before a command can only be a flag, of which none takes a value.
+    place = next((place for place, word in enumerate(words) if not word.startswith("-")), len(words))
+    args, unknown = parser(*words[place : place + 1]).parse_known_args(words)
+    args.words = words[place + 1 :]
     if for_engine:
         args.engine_args = for_engine
     try:
@@ -86,6 +100,23 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
+def run_script(program: str, command: ModuleType, argv: Sequence[str] | None = None) -> int:
+    """A command under a script's name; returns the exit status. Ends the process with one line on an error of ours.
+
+    argv : None: the command line's.
+    """
+    alone = argparse.ArgumentParser(
+        prog=f"{program}.py", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    command.add_arguments(alone)
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = alone.parse_args(words, argparse.Namespace(program=program, words=words))
+    try:
+        return int(command.main(args))
+    except LLMServeError as error:
+        sys.exit(f"{program}: error: {error}")
+
+
 def read_answers(source: str, folder: str | None) -> Answers:
     """What the simulator serves of a file of prompts; with a trained predictor's folder, what it says of each of them.
 
@@ -93,12 +124,15 @@ def read_answers(source: str, folder: str | None) -> Answers:
     it, and the column of the output tokens.  Raises ConfigError on a file or a folder that cannot be used.
     """
     from llmserve.cluster.prompt_size import CHARACTERS_PER_TOKEN
+    from llmserve.extras import need
     from llmserve.simulation.scenario import Answers
     from predictor.dataset import Columns, load_rows
     from predictor.errors import PredictorError
 
     found = PROMPTS_COLUMN.match(source)
     name, columns = (source, Columns()) if found is None else (found[1], Columns(output_tokens=found[2]))
+    if name.endswith(".parquet"):
+        need("train", "pyarrow", why=f"reading {name}")
     try:
         rows = load_rows([name], columns).rows
         if folder is not None and len(rows) > FORECASTS_MAX:

@@ -1,224 +1,40 @@
-"""One frozen configuration tree: flags over environment over TOML file over defaults.
+"""Settings from flags, over environment, over a TOML file, over defaults.
 
-Each field of a section is a flag (`--batch-size`), a variable (`LLMSERVE_BATCH_SIZE`) and a key of the section's table
-in the file (`[scheduling] batch_size`). Field names are unique across sections. An unknown key is an error that names
-the nearest known one. Types, ranges and help texts stand with the fields.
+A tree of frozen structs says which settings there are: a section for each table of the file. Each field of a section
+is a flag (`--batch-size`), a variable (`LLMSERVE_BATCH_SIZE`) and a key of the table (`[scheduling] batch_size`). Field
+names are unique across sections. An unknown key is an error that names the nearest known one. Types, ranges and help
+texts stand with the fields. This module imports nothing of the server.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import shlex
 import tomllib
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
 
-from llmserve.api.limits import ApiConfig
-from llmserve.cluster.live import LiveConfig
-from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError
-from llmserve.policies import SchedulingConfig
 from llmserve.spelling import nearest
 
 ENVIRONMENT_PREFIX = "LLMSERVE_"
-WORKER = re.compile(r"[\w.-]+", re.ASCII)
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+BOUNDS = (("ge", "at least {:g}"), ("gt", "more than {:g}"), ("le", "at most {:g}"), ("lt", "less than {:g}"))
+Sections = Mapping[str, type[msgspec.Struct]]
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and for whom it listens"""
-
-    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free one")] = 8000
-    api_key_file: Annotated[
-        str | None, Meta(description="file of `name: key` lines; without it no key is asked for")
-    ] = None
-    admin_key_file: Annotated[
-        str | None, Meta(description="file with the key of POST /admin/...; without it there is no /admin")
-    ] = None
-    anonymous: Annotated[bool, Meta(description="listen beyond loopback although no key is asked for")] = False
-    drain_s: Annotated[float, Meta(ge=0, description="how long a stop waits for running requests")] = 30.0
-    journal: Annotated[str | None, Meta(description="file that keeps every scheduling step, as JSON lines")] = None
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="what is logged")] = "info"
-
-
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What runs the requests"""
-
-    engine: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="URL of an OpenAI-compatible server, `vllm` (started here, one for each GPU) or `embedded` (a "
-            "small model on the CPU); repeat for several (default: embedded). Engines with the same WORKER before "
-            "their URLs share a GPU: with --barrier they run one batch at a time between them",
-            extra={"metavar": "[WORKER=]URL"},
-        ),
-    ] = ()
-    model: Annotated[
-        str | None,
-        Meta(description="embedded (default: the demo model), vllm: model folder or hub id; URLs: serve only this one"),
-    ] = None
-    replicas: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="vLLM servers started here (default: as many as the GPUs allow, or 1)"),
-    ] = None
-    slots: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="requests that each refill engine runs at once (default: read from the engine)"),
-    ] = None
-    look_ahead: Annotated[
-        int, Meta(ge=0, description="requests sent to a refill engine beyond its slots, to hide the way there")
-    ] = 2
-    barrier: Annotated[
-        bool, Meta(description="URL and vllm engines run one batch to its end (static batching), without refill")
-    ] = False
-    engine_args: Annotated[
-        tuple[str, ...],
-        Meta(description="arguments for vLLM; on the command line: all that follows `--`", extra={"flag": False}),
-    ] = ()
-    engine_python: Annotated[
-        str | None, Meta(description="interpreter of the environment that vLLM is installed in (default: this one)")
-    ] = None
-    engine_log_folder: Annotated[
-        str | None,
-        Meta(
-            description="folder for what vLLM started here says, vllm-0.log, ... (default: $XDG_STATE_HOME/llmserve/"
-            "PORT, or ~/.local/state/llmserve/PORT)"
-        ),
-    ] = None
-    engine_api_key: Annotated[str | None, Meta(description="bearer key for URL engines; better in the environment")] = (
-        None
-    )
-    plan: Annotated[
-        str | None,
-        Meta(
-            description="file of `llmserve plan`: groups of workers, a scheduler each, and which models and streams "
-            "they serve; the rest is the fallback group's. A group's `workers` names them (WORKER, or an engine's "
-            "HOST:PORT); else it gets as many as its `gpus` of those that serve its models"
-        ),
-    ] = None
-    plan_instance: Annotated[
-        str | None, Meta(description="file of what the plan was made for, to plan anew by; with --replan-every-s")
-    ] = None
-    replan_every_s: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        Meta(
-            description="group workers anew, this often at most, when arrivals are others than were planned for "
-            "(default: never)"
-        ),
-    ] = None
-    group: Annotated[
-        str | None,
-        Meta(
-            description="serve one group of --plan, by itself: its models, on the engines of the workers that the plan "
-            "names for it, or else names for no group; `fallback` has what no group names"
-        ),
-    ] = None
-    engine_connect_s: Annotated[float, Meta(gt=0, description="longest wait for a connection to an engine")] = 5.0
-    engine_idle_s: Annotated[float, Meta(gt=0, description="longest silence of an engine inside an answer")] = 600.0
-    engine_start_s: Annotated[float, Meta(gt=0, description="longest start of an engine started here")] = 600.0
-
-    @property
-    def has_vllm(self) -> bool:
-        return "vllm" in self.engine
-
-    @property
-    def has_embedded(self) -> bool:
-        return not self.engine or "embedded" in self.engine
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        return tuple(url for _, url in self.placed_urls)
-
-    @property
-    def placed_urls(self) -> tuple[tuple[str, str], ...]:
-        """(worker, URL) of each; worker "": it has a GPU, or what else it runs on, for itself."""
-        return tuple(_placed(entry) for entry in self.engine if entry not in ("vllm", "embedded"))
-
-    def check(self) -> None:
-        """Raises ConfigError on settings that contradict each other."""
-        for worker, url in self.placed_urls:
-            if url in ("", "vllm", "embedded"):
-                raise ConfigError(f"engine: a worker is for a URL, not {worker}={url}")
-            if worker == "embedded" and self.has_embedded and not self.barrier:
-                raise ConfigError(
-                    "engine: the worker embedded runs one batch to its end, and the slots of a URL refill: they cannot "
-                    "share it. Give --barrier, or the worker another name"
-                )
-        if len(set(self.engine)) < len(self.engine):
-            raise ConfigError("engine: the same server stands twice")
-        if self.has_vllm and self.model is None:
-            raise ConfigError("engine vllm needs --model FOLDER_OR_HUB_ID")
-        for name in ("replicas", "engine_args", "engine_python", "engine_log_folder"):
-            if getattr(self, name) and not self.has_vllm:
-                raise ConfigError(f"{name}: only for vLLM started here, --engine vllm")
-        self._check_plan()
-
-    def _check_plan(self) -> None:
-        for name in ("plan_instance", "replan_every_s", "group"):
-            if getattr(self, name) and self.plan is None:
-                raise ConfigError(f"{name} is of no use without --plan")
-        if (self.plan_instance is None) != (self.replan_every_s is None):
-            raise ConfigError("replan_every_s and plan_instance are of use only together")
-        if self.group and self.replan_every_s:
-            raise ConfigError("group does not go with replan_every_s")
-
-
-def _placed(entry: str) -> tuple[str, str]:
-    """A worker's name has no character that a URL's scheme ends with, so that a `=` inside a URL is none of ours."""
-    worker, separator, url = entry.partition("=")
-    return (worker, url) if separator and WORKER.fullmatch(worker) else ("", entry)
-
-
-class PredictorConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What predicts answer lengths"""
-
-    predictor: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="folder of a trained length predictor, or `none` (default: the demo predictor with the demo "
-            "model, else none); with none, answers are predicted from earlier ones; with model:ID= before it, for this "
-            "model; repeat for several",
-            extra={"metavar": "[model:ID=]FOLDER"},
-        ),
-    ] = ()
-    predictor_budget_s: Annotated[
-        float, Meta(gt=0, description="longest wait for a prediction; then earlier answers serve instead")
-    ] = 1.0
-    predictor_threads: Annotated[int, Meta(ge=1, description="of the predictor's process, on a CPU")] = 1
-    memory_keys: Annotated[
-        int, Meta(ge=0, description="templates and applications whose recent answer lengths are remembered; 0: none")
-    ] = 10_000
-    record: Annotated[
-        str | None,
-        Meta(
-            description="file to which prompts, parameters and answer lengths are appended, as JSON lines, to train "
-            "a predictor on; never an answer"
-        ),
-    ] = None
-
-
-class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole tree."""
-
-    server: ServerConfig = ServerConfig()
-    engines: EngineConfig = EngineConfig()
-    scheduling: SchedulingConfig = SchedulingConfig()
-    dispatch: DispatchConfig = DispatchConfig()
-    prediction: PredictorConfig = PredictorConfig()
-    limits: ApiConfig = ApiConfig()
-    live: LiveConfig = LiveConfig()
-
-
-def sections() -> dict[str, type[msgspec.Struct]]:
-    return {field.name: field.type for field in msgspec.structs.fields(Config)}
+def sections(tree: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
+    """By name."""
+    return {field.name: field.type for field in msgspec.structs.fields(tree)}
 
 
 # ---- flags --------------------------------------------------------------------------------------------------------
@@ -230,18 +46,41 @@ def add_flags(
     title: str,
     *,
     skip: Collection[str] = (),
+    common: Collection[str] | None = None,
     **defaults: Any,
 ) -> None:
     """A group of flags, one per field but those to skip; absent flags leave no trace.
 
-    defaults: what the help shows instead.
+    common: those that `--help` shows, by the first sentence of their description; HelpAll shows all, whole. None: no
+    flag is hidden.  defaults: what the help shows instead.
     """
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(struct, include_extras=True)
     for field in msgspec.structs.fields(struct):
         default = defaults.get(field.name, field.default)
         if field.name not in skip and _extra(hints[field.name]).get("flag", True):
-            group.add_argument(flag_of(field.name), dest=field.name, **_flag(hints[field.name], default))
+            action = group.add_argument(flag_of(field.name), dest=field.name, **_flag(hints[field.name], default))
+            if common is not None:
+                whole = action.help or ""
+                action.whole_help = whole  # type: ignore[attr-defined]
+                action.help = _first_sentence(whole) if field.name in common else argparse.SUPPRESS
+
+
+class HelpAll(argparse.Action):
+    """Shows every flag with its whole description, and ends the program."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        for action in parser._actions:
+            action.help = getattr(action, "whole_help", action.help)
+        parser.print_help()
+        parser.exit()
+
+
+def _first_sentence(text: str) -> str:
+    """With the default that stands at the end of the text."""
+    first, separator, rest = text.partition(". ")
+    default = re.search(r" \(default[^()]*\)$", rest)
+    return first + (default[0] if separator and default else "")
 
 
 def flag_of(field: str) -> str:
@@ -249,7 +88,9 @@ def flag_of(field: str) -> str:
 
 
 def _extra(hint: Any) -> dict[str, Any]:
-    """What a field says beside its type and range. metavar: of its flag; flag: False when it has none."""
+    """What a field says beside its type and range. metavar: of its flag; flag: False when it has none; takes: which
+    values.
+    """
     metas = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     return {name: value for meta in metas for name, value in (meta.extra or {}).items()}
 
@@ -266,7 +107,7 @@ def _flag(hint: Any, default: Any) -> dict[str, Any]:
             return {**common, "choices": get_args(part)}
     if kind == tuple[str, ...]:
         return {**common, "action": "append", "metavar": _extra(hint).get("metavar", "TEXT")}
-    return {**common, "metavar": _metavar(kind)}
+    return {**common, "metavar": _extra(hint).get("metavar", _metavar(kind))}
 
 
 def _metavar(kind: Any) -> str:
@@ -280,29 +121,30 @@ def _metavar(kind: Any) -> str:
 # ---- loading ------------------------------------------------------------------------------------------------------
 
 
-def load_config(flags: Mapping[str, Any], environment: Mapping[str, str], file: str | None) -> Config:
-    """Merge the three sources and check them. flags: field name -> text (or list, or bool), absent ones left out.
+def load(
+    tree: type[S], flags: Mapping[str, Any], environment: Mapping[str, str], file: str | None
+) -> tuple[S, dict[str, str]]:
+    """Merge the three sources and check them. Also where each setting that was given came from, by its name.
 
+    tree : a struct of sections.  flags : setting -> text (or list, or bool), absent ones left out.
     Raises ConfigError naming the key and where it came from.
     """
-    section_of = {field: name for name, struct in sections().items() for field in struct.__struct_fields__}
-    values: dict[str, dict[str, Any]] = {name: {} for name in sections()}
-    origin: dict[tuple[str, str], str] = {}
+    known = sections(tree)
+    section_of = {field: name for name, struct in known.items() for field in struct.__struct_fields__}
+    values: dict[str, dict[str, Any]] = {name: {} for name in known}
+    origin: dict[str, str] = {}
     for source, pairs in (
-        (file or "", _file_values(file) if file else []),
+        (file or "", _file_values(known, file) if file else []),
         ("the environment", _environment_values(environment, section_of)),
         ("the command line", [(section_of[name], name, value) for name, value in flags.items()]),
     ):
         for section, name, value in pairs:
             values[section][name] = value
-            origin[section, name] = source
-    tree: dict[str, Any] = {name: convert(struct, values[name], name, origin) for name, struct in sections().items()}
-    return Config(**tree)
+            origin[name] = source
+    return tree(**{name: convert(struct, values[name], origin) for name, struct in known.items()}), origin
 
 
-def convert(
-    struct: type[S], values: Mapping[str, Any], section: str, origin: Mapping[tuple[str, str], str] | None = None
-) -> S:
+def convert(struct: type[S], values: Mapping[str, Any], origin: Mapping[str, str] | None = None) -> S:
     """A section from texts or values of the right type. Raises ConfigError."""
     hints = typing.get_type_hints(struct)
     prepared = {name: _split(name, hints[name], value) for name, value in values.items()}
@@ -313,10 +155,47 @@ def convert(
     try:
         return msgspec.convert(prepared, struct, strict=False)
     except msgspec.ValidationError as error:
-        what, _, place = str(error).partition(" - at `$.")
-        name = place.partition("`")[0].partition("[")[0]
-        source = (origin or {}).get((section, name), "the command line")
-        raise ConfigError(f"{name} ({source}): {what[0].lower()}{what[1:]}, not {values.get(name)!r}") from None
+        name = str(error).partition(" - at `$.")[2].partition("`")[0].partition("[")[0]
+        source = (origin or {}).get(name, "the command line")
+        expected = takes(typing.get_type_hints(struct, include_extras=True)[name])
+        raise ConfigError(f"{name} ({source}): expected {expected}, not {values.get(name)!r}") from None
+
+
+def takes(hint: Any) -> str:
+    """What a field takes, in words; of its type and range, or what it says itself (extra: takes)."""
+    said = _extra(hint).get("takes")
+    if said is not None:
+        return str(said)
+    bounds = [
+        words.format(bound)
+        for meta in _metas(hint)
+        for name, words in BOUNDS
+        if (bound := getattr(meta, name)) is not None
+    ]
+    return ", ".join([*_kinds(hint), *bounds])
+
+
+def _metas(hint: Any) -> list[Meta]:
+    """Of the hint, and of what stands inside it."""
+    inner, *own = get_args(hint) if get_origin(hint) is Annotated else (None, *get_args(hint))
+    if get_origin(hint) is Annotated:
+        return [*own, *_metas(inner)]
+    return [meta for part in own for meta in _metas(part)]
+
+
+def _kinds(hint: Any) -> Iterator[str]:
+    origin = get_origin(hint)
+    if origin is Annotated:
+        yield from _kinds(get_args(hint)[0])
+    elif origin is Literal:
+        yield " or ".join(get_args(hint))
+    elif origin is tuple:
+        yield "texts" if get_args(hint)[0] is str else "numbers"
+    elif hint in KINDS:
+        yield KINDS[hint]
+    else:
+        for part in get_args(hint):
+            yield from _kinds(part)
 
 
 def _is_finite(value: Any) -> bool:
@@ -354,12 +233,11 @@ def _environment_values(environment: Mapping[str, str], section_of: Mapping[str,
     return values
 
 
-def _file_values(file: str) -> list[tuple[str, str, Any]]:
+def _file_values(known: Sections, file: str) -> list[tuple[str, str, Any]]:
     try:
         tables = tomllib.loads(Path(file).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read the configuration {file}: {error}") from error
-    known = sections()
     values = []
     for section, table in tables.items():
         if section not in known:
@@ -372,3 +250,27 @@ def _file_values(file: str) -> list[tuple[str, str, Any]]:
                 raise ConfigError(f"{file}: unknown key {name!r} in [{section}]{nearest(name, fields)}")
             values.append((section, name, value))
     return values
+
+
+# ---- showing ------------------------------------------------------------------------------------------------------
+
+SECRETS = ("engine_api_key",)
+
+
+def shown(config: msgspec.Struct, origin: Mapping[str, str]) -> str:
+    """Every setting, its value and where it came from, as a TOML file.
+
+    config : a tree of sections.  origin : of the settings that were given, by name; of all others: a default.
+    """
+    lines = []
+    for section in config.__struct_fields__:
+        lines += ["", f"[{section}]"]
+        for name in (settings := getattr(config, section)).__struct_fields__:
+            value = getattr(settings, name)
+            line = f"# {name} =" if value is None else f"{name} = {_toml('...' if name in SECRETS else value)}"
+            lines.append(f"{line:<47} # {origin.get(name, 'default')}")
+    return "\n".join(lines[1:])
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

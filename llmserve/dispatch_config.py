@@ -25,9 +25,10 @@ class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
     profile: Annotated[
         tuple[str, ...],
         Meta(
-            description="what a batch takes, in seconds and joules: a file of scripts/profile_engine.py, or one of "
+            description="what a batch takes, in seconds and joules: a file of `llmserve profile`, or a built-in one. "
+            "Built in are "
             + ", ".join(sorted(PROFILES))
-            + "; also for energy in /metrics, and for orders that go by deadlines; with model:ID= before it, of this "
+            + ". Energy in /metrics and orders that go by deadlines use it, too. With model:ID= before it, of this "
             "model; repeat for several",
             extra={"metavar": "[model:ID=]PROFILE"},
         ),
@@ -39,8 +40,8 @@ class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
     latency_target_s: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(
-            description="under --release table, instead of a weight: least energy with response times within this; "
-            "under deadline: the deadline of requests without an earlier one"
+            description="under --release table: least energy with mean response times within this. Instead of a "
+            "weight; under deadline: the deadline of requests without an earlier one"
         ),
     ] = None
     latency_target_percentile: Annotated[

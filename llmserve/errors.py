@@ -5,6 +5,7 @@ LLMServeError
 ├── ListenError                 the address or port cannot be listened on (exit status 1)
 ├── EngineStartError            a local engine did not come up (exit status 1)
 ├── JournalError                a journal file cannot be read or does not replay
+├── CannotMeasure               an engine does not do what is asked of it (exit status 1)
 ├── NoPlan                      models cannot be grouped onto GPUs within their limits (exit status 1)
 └── RequestError                answered to a client in OpenAI's error shape
     ├── BadRequest          400
@@ -40,6 +41,10 @@ class EngineStartError(LLMServeError):
 
 class JournalError(LLMServeError):
     """A journal cannot be read, or its replay differs from what it recorded."""
+
+
+class CannotMeasure(LLMServeError):
+    """An engine that is to be measured does not do what is asked of it; the message says what."""
 
 
 class NoPlan(LLMServeError):

@@ -101,7 +101,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def refused(self, reason: str) -> None:
-        """A request that the door turned away before the scheduler heard of it."""
+        """A request that the HTTP entrance turned away before the scheduler heard of it."""
         self._rejected.labels(reason).inc()
 
     def observe(self, step: Step) -> None:

@@ -21,6 +21,7 @@ from rich.status import Status
 from rich.table import Table
 
 from llmserve.errors import ConfigError
+from llmserve.extras import need, need_plot
 from llmserve.herd import TIME_LIMIT_S, Group, Instance, Plan, plan
 
 NAMES_SHOWN = 4  # models of a group, in the table
@@ -137,12 +138,10 @@ def _notes(instance: Instance, found: Plan) -> list[str]:
 def plot(instance: Instance, found: Plan, path: Path) -> None:
     """Groups as bars: their GPUs, how many of them the load fills, what exceeds them; below, burst tolerances.
 
-    Raises ConfigError without matplotlib, and on a path that cannot be written or is of no kind of picture.
+    Raises ConfigError on a path that cannot be written or is of no kind of picture.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install '.[plot]'") from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(max(6.4, 0.45 * len(found.groups) + 2), 6.4), layout="constrained")
     gpus, tolerances = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _draw_gpus(gpus, found)
@@ -216,6 +215,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if not args.time_limit_s > 0:
         raise ConfigError(f"--time-limit-s must be above 0, not {args.time_limit_s:g}")
+    need("plan", "scipy", why="planning")
+    need_plot(args.plot)
     instance = Instance.load(args.instance)
     previous = None if args.previous is None else Plan.load(args.previous)
     with Told() as told:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from bins.edges import Edges, OnlineEdges, answered_edges, equal_mass_edges
 from bins.risk import risk
+from llmserve.policy_names import ORDERS, RATE_WAIT_S, TIMEOUT_S, order_of, release_of
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.deadline_queue import DeadlineQueue
 from llmserve.scheduling.dispatch import Dispatch
@@ -21,46 +21,43 @@ from llmserve.scheduling.messages import ServingGroup
 from llmserve.scheduling.model_queues import ModelQueues, Tally
 from llmserve.scheduling.orders import (
     PREEMPTION_FACTOR,
-    Clockwork,
     FixedOrder,
-    Flex,
     MomentOrder,
     Order,
-    arrival,
-    due_at_s,
-    edf,
     fffs,
-    shortest,
-    turn,
 )
 from llmserve.scheduling.planner import Planner
 from llmserve.scheduling.queues import BinQueue, FormedQueue, WindowQueue
 from llmserve.scheduling.rates import Arrivals, GroupRates
-from llmserve.scheduling.release import Deadline, Full, Greedy, Planned, Rate, Release, Table, Timeout, Window
+from llmserve.scheduling.release import Planned, Release
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.scheduling.trust import WINDOW_MIN, Trust
 
-ORDERS: dict[str, Callable[[SchedulingConfig], Order]] = {
-    "fffs": lambda config: FixedOrder(fffs, arrival),
-    "shortest": lambda config: FixedOrder(shortest(config.patience), turn(config.patience)),
-    "edf": lambda config: FixedOrder(edf, due_at_s),
-    "flex": lambda config: Flex(
-        None if config.preemption == "off" else config.preemption_factor, config.preemption == "if-needed"
-    ),
-    "clockwork": lambda config: Clockwork(),
+
+class Defaults(NamedTuple):
+    """Where nothing was chosen."""
+
+    release: str
+    order: str
+    batch_size: int
+
+
+# What serves an engine best depends on how it batches (docs/results/performance.md): a batch that runs to its end wants
+# equals beside each other; slots that refill one by one want the next request, whoever it was queued with.
+BARRIER, REFILL = "engines run batches to their end", "slots refill"
+COMPANY = "slots refill, and the release waits for company"
+MOMENT = "the order is flex, clockwork or one like them"
+DEFAULTS = {
+    BARRIER: Defaults("window", "fffs", 8),
+    REFILL: Defaults("greedy", "shortest", 1),
+    COMPANY: Defaults("greedy", "shortest", 32),
+    MOMENT: Defaults("window", "flex", 8),
 }
-"""By name."""
-# What serves an engine best depends on how it batches (docs/performance.md): a batch that runs to its end wants equals
-# beside each other; slots that refill one by one want the next request, whoever it was queued with.
-BARRIER_DEFAULTS: dict[str, Any] = {"batch_size": 8, "order": "fffs"}
-REFILL_DEFAULTS: dict[str, Any] = {"batch_size": 1, "order": "shortest"}
+"""By the kind of engine. A barrier engine's release is greedy where bins or their edges are asked for."""
 BINS = 8
 WINDOW_BATCHES = 32
-# Releases that wait for company have no use for batches of one.
-REFILL_WAITING_DEFAULTS: dict[str, Any] = {"batch_size": 32, "order": "shortest"}
+ORDER_PATTERN = rf"^({'|'.join(ORDERS)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 RELEASE_PATTERN = r"^(window|full|static:[1-9]\d*|timeout|greedy|rate-headroom|deadline|table)$"
-TIMEOUT_S = 0.05
-RATE_WAIT_S = 1.0  # BatchMonitor's window
 SEEN_LEAST = 1024  # answers whose lengths plans are made of
 ANSWERS_LEAST = 512  # before edges go by them
 PLANNED = ("rate-headroom", "deadline", "table")  # releases that follow plans
@@ -71,27 +68,31 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     bins: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description=f"length bins (default: {BINS}; 1 under --release window and --order clockwork)"),
+        Meta(description=f"length bins (default: {BINS}, or 1 under --release window and --order clockwork)"),
     ] = None
     batch_size: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="requests in a full batch (default: 8; for engines whose slots refill, 1 under --release "
-            "greedy and timeout, 32 under those that wait for company)"
+            description="requests in a full batch. The default for engines whose slots refill is 1 under --release "
+            "greedy and timeout, and 32 under those that wait for company (default: 8, or 1 where slots refill)"
         ),
     ] = None
     release: Annotated[
         Annotated[str, Meta(pattern=RELEASE_PATTERN)] | None,
         Meta(
-            description="when a bin lets a batch go; any release goes with any order: window (when an engine is free: "
-            "neighbours by length among the first --window that wait, of use where batches run to their end; under "
-            "flex and clockwork whoever can be in time); full; static:B (full, with batches of B); timeout (full, or "
-            "the oldest has waited batch-wait-s); greedy (full, or an engine would idle); rate-headroom (BatchMonitor: "
-            "the least batch that keeps up with arrivals, with head-room and a limit to waiting); deadline (the "
-            "largest batch within the deadline); table (least cost or least energy within a latency target, by the "
-            "profile and the load of the moment) (default: window for engines that run batches to their end, if "
-            "neither bins nor their edges are asked for, and under flex and clockwork; else greedy)",
-            extra={"metavar": "NAME"},
+            description="when a bin lets a batch go: window, greedy, timeout, full, static:B, rate-headroom, deadline "
+            "or table. Any release goes with any order. window: when an engine is free, neighbours by length among the "
+            "first --window that wait, of use where batches run to their end; under flex and clockwork whoever can be "
+            "in time. greedy: full, or an engine would idle. timeout: full, or the oldest has waited batch-wait-s. "
+            "full, or static:B with batches of B. rate-headroom: BatchMonitor's least batch that keeps up with "
+            "arrivals, with head-room and a limit to waiting. deadline: the largest batch within the deadline. table: "
+            "least cost, or least energy within a latency target, by the profile and the load of the moment. window "
+            "is the default for engines that run batches to their end, if neither bins nor their edges are asked for, "
+            "and under flex and clockwork (default: window, or greedy where slots refill)",
+            extra={
+                "metavar": "NAME",
+                "takes": "window, greedy, timeout, full, static:B, rate-headroom, deadline or table",
+            },
         ),
     ] = None
     window: Annotated[
@@ -105,8 +106,9 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     batch_wait_s: Annotated[
         Annotated[float, Meta(ge=0)] | None,
         Meta(
-            description=f"longest wait in a bin under --release timeout (default {TIMEOUT_S}); longest wait for an "
-            f"engine that is free under rate-headroom (default {RATE_WAIT_S:g}) and table (by default there is none)"
+            description="longest wait in a bin under --release timeout. Under rate-headroom and table: longest wait "
+            f"for an engine that is free (default: {TIMEOUT_S} under timeout, {RATE_WAIT_S:g} under rate-headroom, "
+            "none under table)"
         ),
     ] = None
     rate_headroom: Annotated[
@@ -117,12 +119,15 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(gt=1, description="under --release table: plan anew when arrivals have changed by more than this factor"),
     ] = 1.25
     order: Annotated[
-        Literal["fffs", "shortest", "edf", "flex", "clockwork"] | None,
+        Annotated[str, Meta(pattern=ORDER_PATTERN)] | None,
         Meta(
-            description="which batch runs next: of formed ones, fffs (first formed, first served), shortest (shortest "
-            "predicted first, ageing by --patience), edf (earliest deadline first); of all that wait, flex (the "
+            description="which batch runs next: fffs, shortest, edf, flex, clockwork or one of your own. Of formed "
+            "ones: fffs (first formed, first served), shortest (shortest "
+            "predicted first, ageing by --patience), edf (earliest deadline first). Of all that wait: flex (the "
             "largest that can be in time, stopping far smaller ones for it: Shepherd), clockwork (the earliest "
-            "deadline that can be met) (default: fffs, or shortest for engines whose slots refill)"
+            "deadline that can be met). MODULE:FUNCTION names an order of your own: the function takes nothing and "
+            "returns it (default: fffs, or shortest where slots refill)",
+            extra={"metavar": "NAME", "takes": "fffs, shortest, edf, flex, clockwork or MODULE:FUNCTION"},
         ),
     ] = None
     preemption: Annotated[
@@ -196,18 +201,19 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         bins = self.bins if self.edges is None or self.bins is not None else len(self.edges) + 1
         asks_for_bins = bins is not None or self.edges_by == "answers"
         late = self.goes_by_times
-        release = self.release or ("window" if late or (barrier and not asks_for_bins) else "greedy")
-        waits = release not in ("greedy", "timeout", "window")
-        kind = BARRIER_DEFAULTS if barrier or late else REFILL_WAITING_DEFAULTS if waits else REFILL_DEFAULTS
-        needs_none = self.order == "clockwork" or (release == "window" and not late)
-        defaults = {**kind, "release": release, "bins": bins or (1 if needs_none else BINS)}
+        waits = self.release not in (None, "greedy", "timeout", "window")
+        defaults = DEFAULTS[MOMENT if late else BARRIER if barrier else COMPANY if waits else REFILL]._asdict()
+        if asks_for_bins and not late:
+            defaults["release"] = "greedy"
+        needs_none = self.order == "clockwork" or (not late and (self.release or defaults["release"]) == "window")
+        defaults["bins"] = bins or (1 if needs_none else BINS)
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return msgspec.structs.replace(self, **unset) if unset else self
 
     @property
     def goes_by_times(self) -> bool:
         """Whether the order goes by what batches take on each engine."""
-        return self.order is not None and isinstance(ORDERS[self.order](self), MomentOrder)
+        return self.order is not None and isinstance(order_of(self), MomentOrder)
 
     @property
     def uses_profiles(self) -> bool:
@@ -249,7 +255,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         other.
         """
         assert self.order is not None, "resolve the configuration first"
-        order = order or ORDERS[self.order](self)
+        order = order or order_of(self)
         self.queues(
             "", scores, lengths, order=order, release=release
         )  # what is wrong is said now, not when the first request comes
@@ -280,9 +286,9 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     ) -> ModelQueues:
         """Fresh ones of a model. The rest is as `scheduler` has it. Raises ValueError likewise."""
         bins = self.bins_count
-        order = order or ORDERS[self.order or "fffs"](self)
+        order = order or order_of(self)
         arrivals = Arrivals(bins)
-        decides = (release or self._release)(arrivals)
+        decides = release(arrivals) if release is not None else release_of(self, arrivals)
         seen = self._seen(decides, scores, lengths)
         return ModelQueues(
             model,
@@ -335,32 +341,6 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     def likely_lengths(self, forecasts: Iterable[Sequence[float]]) -> tuple[float, ...]:
         """A length of each of a sample of forecasts, all levels alike often."""
         return tuple([lengths[index % len(lengths)] for index, lengths in enumerate(forecasts)])
-
-    def _release(self, arrivals: Arrivals) -> Release:
-        assert self.release is not None, "resolve the configuration first"
-        size, (kind, _, static) = self.full_batch, self.release.partition(":")
-        if kind != "window" and self.window is not None:
-            raise ValueError(f"window is of no use under release {self.release}, only under window")
-        if self.window is not None and self.goes_by_times:
-            raise ValueError(f"window is of no use under order {self.order}, which looks among all that wait")
-        if self.window is not None and self.window < size:
-            raise ValueError(f"window: {self.window} requests hold no batch of {size}")
-        limit_s = math.inf if self.batch_wait_s is None else self.batch_wait_s
-        if kind == "static" and int(static) > size:
-            raise ValueError(f"release {self.release}: a batch has {size} requests at most (--batch-size)")
-        releases: dict[str, Callable[[], Release]] = {
-            "window": lambda: Window(size),
-            "full": lambda: Full(size),
-            "static": lambda: Full(int(static)),
-            "timeout": lambda: Timeout(size, TIMEOUT_S if self.batch_wait_s is None else self.batch_wait_s),
-            "greedy": lambda: Greedy(size),
-            "rate-headroom": lambda: Rate(
-                size, arrivals, self.rate_headroom, RATE_WAIT_S if self.batch_wait_s is None else self.batch_wait_s
-            ),
-            "deadline": lambda: Deadline(size),
-            "table": lambda: Table(size, limit_s),
-        }
-        return releases[kind]()
 
 
 def _edges(config: SchedulingConfig, seen: SeenLengths | None, scores: Sequence[float]) -> OnlineEdges:

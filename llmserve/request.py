@@ -1,7 +1,7 @@
 """The nouns every room speaks.
 
 A `Request` and a `Batch` are what the scheduler sees and the journal keeps: identifiers, lengths, times, never
-a prompt or an answer. A `Call` is what the client really sent; it stays between the door and the engine.
+a prompt or an answer. A `Call` is what the client really sent; it stays between the HTTP entrance and the engine.
 """
 
 from __future__ import annotations

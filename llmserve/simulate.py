@@ -41,6 +41,8 @@ from llmserve.simulation.report import BatchRecorder, Recorder, Summary, elapsed
 from llmserve.simulation.scenario import Answers, Scenario, Workload, engine_kinds, engines, prepare
 from llmserve.spelling import nearest
 
+__all__ = ["Scenario", "Summary", "simulate"]  # for scripts: docs/guide/as-a-library.md
+
 PROGRESS_EVERY = 1_000  # arrivals between updates of the progress bar
 QUEUE_REQUESTS_MAX = 10**9  # a queue that refuses nobody
 SECTIONS = (Scenario, SchedulingConfig, DispatchConfig)
@@ -171,11 +173,11 @@ class Case:
     def of(cls, given: Mapping[str, Any], settings: dict[str, str]) -> Case:
         """given : fields of SECTIONS, as texts or of their types; settings come before them. Raises ConfigError."""
         values = {**given, **settings}
-        scenario = convert(Scenario, _fields(Scenario, values), "scenario")
+        scenario = convert(Scenario, _fields(Scenario, values))
         defaults = {"queue_requests_max": QUEUE_REQUESTS_MAX}
-        asked = convert(SchedulingConfig, {**defaults, **_fields(SchedulingConfig, values)}, "scheduling")
+        asked = convert(SchedulingConfig, {**defaults, **_fields(SchedulingConfig, values)})
         wishes = {name: value for name, value in _fields(DispatchConfig, values).items() if name != "profile"}
-        dispatch = convert(DispatchConfig, wishes, "dispatch")  # its profile is the scenario's
+        dispatch = convert(DispatchConfig, wishes)  # its profile is the scenario's
         return cls(scenario, asked.resolved(scenario.barrier), dispatch, settings=settings)
 
     def seeded(self, seed: int) -> Case:
@@ -292,7 +294,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace, read_answers: ReadAnswers | None = None) -> int:
     """read_answers : how a file of prompts is read; None: it is not."""
     given = {name: value for struct in SECTIONS for name, value in _fields(struct, vars(args)).items()}
-    repetition = convert(Repetition, _fields(Repetition, vars(args)), "several runs")
+    repetition = convert(Repetition, _fields(Repetition, vars(args)))
     cases = [Case.of(given, settings) for settings in swept(repetition.sweep)]
     several = bool(repetition.sweep) or repetition.seeds > 1
     if args.journal is not None and several:

@@ -6,4 +6,4 @@ Importing this package, or `predictor.process`, loads neither torch nor transfor
 from pathlib import Path
 
 DEMO = Path(__file__).parent / "demo"
-"""The predictor that ships with the package; docs/demo-predictor.md says how it was made and how good it is."""
+"""The predictor that ships with the package; docs/results/demo-predictor.md says how it was made and how good it is."""

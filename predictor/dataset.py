@@ -207,7 +207,7 @@ class _BadRecord(Exception):
 def _cannot_count(answer: str) -> int:
     raise DatasetError(
         "the tokens of answer texts must be counted: give the tokenizer of the model that wrote them "
-        "(train_predictor's --answer-tokenizer), or name the column that holds their number"
+        "(--answer-tokenizer), or name the column that holds their number"
     )
 
 

@@ -1,5 +1,6 @@
 """How good a predictor is on answers it was not trained on, next to what needs no predictor: tables, JSON, figures."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -34,6 +35,7 @@ from predictor.prompt import Prompt
 PREDICTOR, OTHER, ORACLE, RANDOM = "predictor", "other", "oracle", "random"
 PUBLISHED = ["_Multi-Bin, Table 1_", "", "", "", "", "_86.1%_", "_63.0%_", "_42.3%_", "_95.9%_", "_79.4%_"]
 NONE = "–"
+DEVIATIONS = 2.0  # of a rank correlation without any relation, which chance hardly ever exceeds
 BASELINES_SEE = "They see the prompt's text, the ridge also which model is asked."
 VALIDATION_IS_SEEN = "Training chose its epoch by these answers: they can choose predictors, not say how good one is."
 GAINS_GO_BY = (
@@ -88,11 +90,27 @@ class Report:
                 for name, difference in self.differences.items()
             },
             "notes": list(self.notes),
+            "warnings": list(self.warnings),
         }
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What keeps the predictor from being of use. Without any relation Kendall's tau of n pairs has mean 0 and
+        variance 2 (2n + 5) / (9n (n - 1)) (Kendall, 1938).
+        """
+        n, tau = self.answers, self.metrics[PREDICTOR].kendall_tau
+        chance = math.sqrt(2 * (2 * n + 5) / (9 * n * (n - 1))) if n > 1 else math.inf
+        if tau >= DEVIATIONS * chance:  # False for nan, where all answers are alike
+            return ()
+        return (
+            f"This predictor does not rank these {n} answers: Kendall's tau is {tau:.2f}, and chance alone gives up to "
+            f"{DEVIATIONS * chance:.2f}. Bins by it gain nothing. Train on more answers, or evaluate on more.",
+        )
 
     def tables(self) -> str:
         """Markdown."""
         parts = [
+            *[f"**{warning}**" for warning in self.warnings],
             f"{self.answers} {self.evaluated} answers, {self.capped} of them cut at their max_tokens.",
             accuracy_table(self.metrics),
             "Throughput with bins over throughput without, endless backlog, batches of B answers:",
@@ -290,14 +308,16 @@ def _shares(exact: Mapping[int, float], near: Mapping[int, float]) -> list[str]:
 
 
 def gains_table(gains: Mapping[str, Gains], answers: int) -> str:
-    """answers : how many were evaluated; columns whose bins hold fewer of them than a batch are marked."""
+    """answers : how many were evaluated; where bins hold fewer of them than a batch, gains would be too large."""
     columns = [(size, count) for size in BATCH_SIZES for count in GAIN_BIN_COUNTS]
-    few = [answers < size * count for size, count in columns]
-    marks = ["\\*" if mark else "" for mark in few]
-    head = ["B × bins", *[f"{size} × {k}{mark}" for (size, k), mark in zip(columns, marks, strict=True)]]
-    lines = [[name, *[f"{found[size][k]:.2f}" for size, k in columns]] for name, found in gains.items()]
-    note = "\n\n\\* Fewer answers in a bin than in a batch: such gains are too large, those of random bins by how much."
-    return markdown([head, *lines]) + (note if any(few) else "")
+    head = ["B × bins", *[f"{size} × {count}" for size, count in columns]]
+    lines = [
+        [name, *[f"{found[size][k]:.2f}" if answers >= size * k else NONE for size, k in columns]]
+        for name, found in gains.items()
+    ]
+    few = any(answers < size * count for size, count in columns)
+    note = f"\n\n{NONE}: too few answers to say, fewer in a bin than in a batch."
+    return markdown([head, *lines]) + (note if few else "")
 
 
 def differences_table(differences: Mapping[str, Difference]) -> str:

@@ -10,7 +10,7 @@
     python scripts/reproduce.py smdp --quick --output-folder /tmp/smdp
 
 Writes results/NAME.json (a row for each number: expected and of what kind, measured, confidence interval),
-reproduce-NAME.md and the figures NAME-*.png into the folder. Nothing here needs a GPU; figures and intervals need
+papers/NAME.md and its figures papers/NAME-*.png into the folder. Nothing here needs a GPU; figures and intervals need
 pip install '.[train]'. multibin-engines also measures vLLM on the CPU, where VLLM_PYTHON names an interpreter with it.
 """
 
@@ -114,7 +114,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("name", nargs="?", choices=list(REPRODUCTIONS), help="what to reproduce; without it, a list")
     parser.add_argument("--output-folder", type=Path, help=f"(default {DOCS})")
-    parser.add_argument("--quick", action="store_true", help="fewer samples and cases, in seconds; not for the default")
+    parser.add_argument("--quick", action="store_true", help="fewer samples and cases, in 10 s to some minutes")
     parser.add_argument("--seed", type=int, default=1, help="at least 0 (default 1)")
     parser.add_argument(
         "--jobs", type=int, help="processes that simulate, for multibin and shepherd (default: one each core)"
@@ -146,6 +146,7 @@ def main(words: Sequence[str] | None = None) -> None:
     folder: Path = args.output_folder or DOCS
     try:
         (folder / "results").mkdir(parents=True, exist_ok=True)
+        (folder / "papers").mkdir(exist_ok=True)
     except OSError as error:
         parser.error(f"--output-folder: cannot make {folder / 'results'}: {error.strerror}")
     begun_s = time.perf_counter()
@@ -163,9 +164,9 @@ def main(words: Sequence[str] | None = None) -> None:
         date=datetime.date.today(),
     )
     rows.write(folder / "results" / f"{args.name}.json")
-    write_page(args.name, chosen.title, chosen.opening(rows), chosen.sections, rows, about, folder)
+    write_page(args.name, chosen.title, chosen.opening(rows), chosen.sections, rows, about, folder / "papers")
     counts = ", ".join(f"{agree} of {compared} {kind}" for kind, (agree, compared) in rows.counts().items())
-    print(f"{folder / f'reproduce-{args.name}.md'}: agree {counts}")
+    print(f"{folder / 'papers' / f'{args.name}.md'}: agree {counts}")
 
 
 def _load(name: str, options: Options) -> Reproduction:

@@ -1,162 +1,17 @@
 #!/usr/bin/env python
-"""Train a length predictor: prompts with the lengths of their answers in, a folder that the server can load out.
+"""Train a length predictor: `llmserve train`."""
 
-scripts/train_predictor.py --data answers.jsonl --output runs/predictor                       # fine-tunes BERT
-scripts/train_predictor.py --data answers.jsonl --output runs/predictor --from-scratch tiny   # no download
-
-Data: flat rows (prompt, output_tokens and, if there are, model, system, ...), the server's own record (llmserve serve
---record), or conversations as LMSYS-Chat-1M, ShareGPT and OpenAI's messages lay them out; of these the answers' tokens
-are counted with --answer-tokenizer.
-"""
-
-import argparse
-import dataclasses
-import json
-import math
 import sys
-import time
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from predictor.dataset import Rows, Splits, load_rows, split_rows
-from predictor.errors import PredictorError
-from predictor.options import (
-    METRICS_FILE,
-    Split,
-    add_data_options,
-    columns,
-    counter,
-    natural,
-    of_models,
-    positive,
-    share,
-    unusable,
-)
-
-OPTIONS = (
-    *("base_model", "from_scratch", "loss", "quantiles", "epochs", "batch_size", "learning_rate", "dropout"),
-    *("precision", "seed", "soup", "max_length_tokens", "pooling", "patience_epochs"),
-)  # of TrainingOptions, by the same names
+from llmserve import train
+from llmserve.__main__ import run_script
 
 
 def main() -> int:
-    args = parse_args()
-    split = Split(args.seed, args.held_out_share, args.validation_share)
-    try:
-        split.check()
-        found = load_rows(args.data, columns(args), counter(args.answer_tokenizer))
-        splits = split_rows(found.rows, split.seed, split.validation_share, split.held_out_share)
-        if args.model:
-            splits = of_models(splits, args.model)
-        print(describe(found, splits), file=sys.stderr, flush=True)
-        report, tables = train_and_evaluate(args, found, splits, split)
-    except (PredictorError, OSError) as error:
-        print(f"train_predictor: {error}", file=sys.stderr)
-        return 1
-    (args.output / METRICS_FILE).write_text(json.dumps(report, indent=1) + "\n")
-    print(tables)
-    return 0
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add_data_options(parser)
-    add("--model", action="append", metavar="NAME", help="only answers of this model; repeatable")
-    start = parser.add_mutually_exclusive_group()
-    start.add_argument("--base-model", metavar="ID_OR_FOLDER", help="encoder to fine-tune (bert-base-uncased)")
-    start.add_argument("--from-scratch", metavar="SIZE", choices=["tiny"], help="a new small BERT: tiny")
-    add("--output", type=Path, required=True, metavar="FOLDER", help="for the predictor, its metrics.json and figures")
-    add("--resume", action="store_true", help="go on from the last checkpoint in the output folder")
-    add("--loss", choices=["quantile", "l1"], help="several quantiles at once (the default), or Multi-Bin's L1")
-    add("--quantiles", type=odd, metavar="N", help="of the quantile loss, an odd number (15)")
-    add("--epochs", type=positive, help="at most; this and the next three have defaults for either kind of training")
-    add("--batch-size", type=positive)
-    add("--learning-rate", type=above_zero)
-    add("--dropout", type=from_zero_to_one, help="of the encoder")
-    add("--precision", choices=["fp32", "bf16", "fp16"], help="of the training's matrix products (fp32)")
-    add("--seed", type=natural, default=0, help="of the split and of the training (%(default)s)")
-    add(
-        "--soup",
-        type=positive,
-        metavar="N",
-        help="trainings whose weights are averaged (1): better, and N times as long",
-    )
-    add("--held-out-share", type=share, default=Split().held_out_share, help="of the prompts (%(default)s)")
-    add("--validation-share", type=share, default=Split().validation_share, help="of the prompts (%(default)s)")
-    add("--max-length-tokens", type=positive, help="longer prompts keep their head and tail")
-    add("--pooling", choices=["mean", "cls"])
-    add("--patience-epochs", type=positive, help="stop when the validation loss has not fallen for so many epochs")
-    add("--threads", type=positive, help="of torch (its own choice: all cores); 1 is fastest on a busy machine")
-    return parser.parse_args()
-
-
-def above_zero(text: str) -> float:
-    if not 0 < (value := number(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"not a number above 0: {text!r}")
-    return value
-
-
-def from_zero_to_one(text: str) -> float:
-    if not 0 <= (value := number(text)) < 1:
-        raise argparse.ArgumentTypeError(f"not in [0, 1): {text!r}")
-    return value
-
-
-def number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def odd(text: str) -> int:
-    if positive(text) % 2 == 0:
-        raise argparse.ArgumentTypeError(f"not odd, and so without a median: {text}")
-    return int(text)
-
-
-def train_and_evaluate(
-    args: argparse.Namespace, found: Rows, splits: Splits, split: Split
-) -> tuple[dict[str, Any], str]:
-    """Train into args.output; how it was done and how good it is, as JSON and as tables."""
-    import torch  # seconds of imports: not for --help, nor for bad data
-
-    from predictor.report import held_out_report, shareable
-    from predictor.train import FINE_TUNING, FROM_SCRATCH, train
-
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
-    options = dataclasses.replace(FROM_SCRATCH if args.from_scratch else FINE_TUNING, **given)
-    started_s = time.monotonic()
-    trained = train(splits, options, args.output, resume=args.resume)
-    if trained is None:  # another process of several reports
-        sys.exit(0)
-    training_s = round(time.monotonic() - started_s)
-    report = held_out_report(trained.predictor, splits)
-    report.figures(args.output)
-    return {
-        **report.as_json(),
-        "split": dataclasses.asdict(split),
-        "models": args.model,
-        "export": trained.export,
-        "training_s": training_s,
-        "parameters": trained.parameters,
-        "options": {name: shareable(value) for name, value in dataclasses.asdict(options).items()},
-        "arguments": [shareable(argument) for argument in sys.argv[1:]],
-        "rows": {"train": len(splits.train), "validation": len(splits.validation), "held_out": len(splits.held_out)},
-        "bad": dict(found.bad),
-        "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers", "onnxruntime", "numpy")},
-    }, report.tables()
-
-
-def describe(found: Rows, splits: Splits) -> str:
-    sides = f"{len(splits.train)} to train, {len(splits.validation)} to validate, {len(splits.held_out)} held out"
-    return "\n".join([f"{len(found.rows)} rows: {sides}", *unusable(found)])
+    return run_script("train_predictor", train)
 
 
 if __name__ == "__main__":

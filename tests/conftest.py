@@ -12,11 +12,10 @@ import hypothesis
 import pytest
 from front import Front, StartFront, until
 
-from llmserve.cluster.live import LiveConfig
-from llmserve.config import Config, EngineConfig, ServerConfig
 from llmserve.engines.fake import FakeEngine
 from llmserve.policies import SchedulingConfig
 from llmserve.serve import serving
+from llmserve.settings import Config, EngineConfig, LiveConfig, ServerConfig
 
 # How long an example takes says little where two workers share a machine with others.
 hypothesis.settings.register_profile("shared machine", deadline=None)

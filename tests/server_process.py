@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -20,11 +20,19 @@ START_S = 300.0
 
 
 class Server:
-    """A `llmserve serve` child and all that it says. environment: variables beside our own."""
+    """A `llmserve serve` child and all that it says.
 
-    def __init__(self, *flags: str, environment: Mapping[str, str] | None = None) -> None:
+    environment: variables beside our own.  program: another installation's llmserve.
+    """
+
+    def __init__(
+        self,
+        *flags: str,
+        environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = (sys.executable, "-m", "llmserve"),
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "llmserve", "serve", "--port", "0", *flags],
+            [*program, "serve", "--port", "0", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

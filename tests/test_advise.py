@@ -1,12 +1,12 @@
 """`llmserve advise`: what it recommends, and that its numbers are those of the theory."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from missing_modules import without
 
 from bins.capacity import batch_time, throughput_max
 from bins.edges import index_of, optimal_edges
@@ -279,12 +279,12 @@ def test_one_length_is_too_few(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "at least two are needed" in capsys.readouterr().err
 
 
-def test_without_matplotlib_the_plot_says_what_to_install(
+def test_without_matplotlib_the_plot_is_refused_before_anything_is_computed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    without(monkeypatch, "matplotlib")
     plot = str(tmp_path / "a.png")
     assert main(["advise", *UNIFORM.split(), "--arrival-rate", "4", "--bins-max", "2", "--plot", plot]) == 2
     said = capsys.readouterr()
-    assert "pip install '.[plot]'" in said.err
-    assert "Recommended" in said.out
+    assert said.err == "llmserve: --plot needs matplotlib: pip install 'llmserve[plot]'\n"
+    assert said.out == ""

@@ -14,8 +14,9 @@ from bench.results import rounded
 from dispatch_journal import FreeWaits, free_waits, plans_of, run_of
 from rich.console import Console
 
+from bins.curve import Curve
 from bins.dispatch import DispatchPlan, DispatchTable
-from bins.profile import Curve, Profile
+from bins.profile import Profile
 from llmserve.cluster.journal import Header, Step
 from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request

@@ -1,13 +1,18 @@
 """Flags over environment over file over defaults; what is unknown names the nearest known."""
 
 import argparse
+import contextlib
+import io
+import re
 from pathlib import Path
 
 import pytest
 
-from llmserve.config import Config, EngineConfig, add_flags, load_config
+from llmserve.__main__ import main
+from llmserve.config import add_flags, flag_of, sections
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError
+from llmserve.settings import COMMON, Config, EngineConfig, load_config
 
 
 def test_nothing_given_is_the_default() -> None:
@@ -38,8 +43,8 @@ def test_several_engines_come_from_repeated_flags_a_toml_list_or_commas(tmp_path
         ("[schedulling]\nbins = 2\n", r"unknown table \[schedulling\]; did you mean scheduling\?"),
         ("bins = 2\n", r"unknown table \[bins\]"),
         ("[scheduling\n", "cannot read the configuration"),
-        ('[scheduling]\nbins = "many"\n', r"bins \(.*llmserve.toml\): expected `int .*not 'many'"),
-        ("[scheduling]\nbins = 0\n", r"bins \(.*llmserve.toml\): expected `int` >= 1, not 0"),
+        ('[scheduling]\nbins = "many"\n', r"bins \(.*llmserve.toml\): expected a whole number, at least 1, not 'many'"),
+        ("[scheduling]\nbins = 0\n", r"bins \(.*llmserve.toml\): expected a whole number, at least 1, not 0"),
         ('[scheduling]\nrelease = "soon"\n', r"release .*not 'soon'"),
     ],
 )
@@ -61,7 +66,9 @@ def test_an_unknown_variable_is_an_error_that_names_the_nearest() -> None:
 
 
 def test_a_wrong_variable_says_where_it_came_from() -> None:
-    with pytest.raises(ConfigError, match=r"port \(the environment\): expected `int` <= 65535, not '70000'"):
+    with pytest.raises(
+        ConfigError, match=r"port \(the environment\): expected a whole number, at least 0, at most 65535, not '70000'"
+    ):
         load_config({}, {"LLMSERVE_PORT": "70000"}, None)
 
 
@@ -141,3 +148,56 @@ def test_flags_are_those_of_a_section_but_for_what_is_skipped_and_say_what_they_
     assert "(default none)" in help_
     assert "--latency-target-s X under --release table" in help_
     assert vars(parser.parse_args(["--latency-target-s", "3"])) == {"latency_target_s": "3"}
+
+
+def help_of(*flags: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit, match="0"):
+        main(["serve", *flags])
+    return out.getvalue()
+
+
+def flags_in(text: str) -> set[str]:
+    return set(re.findall(r"^  (?:-h, )?(--[a-z-]+)", text, re.MULTILINE))
+
+
+def test_the_help_shows_the_common_settings_and_help_all_shows_every_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    common, every = help_of("--help"), help_of("--help-all")
+    assert len(common.splitlines()) <= 90
+    assert len(flags_in(common)) <= 30
+    assert {flag_of(name) for name in COMMON} <= flags_in(common)
+    names = {name for struct in sections(Config).values() for name in struct.__struct_fields__} - {"engine_args"}
+    assert {flag_of(name) for name in names} <= flags_in(every)
+
+
+def test_a_setting_that_the_help_does_not_show_is_a_flag_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--patience", "3", "--show-config"]) == 0
+    assert re.search(r"^patience = 3\.0 +# the command line$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_the_shown_configuration_is_a_file_that_gives_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMSERVE_SLO_MS", "500,model:chat=60000")
+    monkeypatch.setenv("LLMSERVE_ENGINE_API_KEY", "secret")
+    assert main(["serve", "--engine", "http://127.0.0.1:1", "--edges", "10,20.5", "--show-config"]) == 0
+    shown = capsys.readouterr().out
+    assert "secret" not in shown
+    for line in (
+        r'engine = \["http://127.0.0.1:1"\] +# the command line',
+        r"slo_ms = .* +# the environment",
+        r'release = "greedy" +# default for engines whose slots refill',
+        r"port = 8000 +# default",
+        r"# model = +# default",
+    ):
+        assert re.search(f"^{line}$", shown, re.MULTILINE), line
+    monkeypatch.delenv("LLMSERVE_SLO_MS")
+    monkeypatch.delenv("LLMSERVE_ENGINE_API_KEY")
+    file = tmp_path / "shown.toml"
+    file.write_text(shown)
+    assert main(["serve", "--config", str(file), "--show-config"]) == 0
+    again = capsys.readouterr().out
+    assert [line.rpartition("#")[0] for line in again.splitlines()] == [
+        line.rpartition("#")[0] for line in shown.splitlines()
+    ]

@@ -17,14 +17,14 @@ import pytest
 from fake_nvml import FakeNvml, Gpu
 from front import Front, StartFront, until
 from prometheus_client.parser import text_string_to_metric_families
-from script_module import load_script
 
+from bins.curve import Curve
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
-from bins.profile import PROFILES, Curve, Profile
+from bins.profile import PROFILES, Profile
+from llmserve import bench
 from llmserve.cluster.journal import Header, Journal, Step
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.simulated import SimulatedCluster
-from llmserve.config import Config, EngineConfig, ServerConfig
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.energy import EnergyMeter, MeasuredEnergy, ModelledEnergy
 from llmserve.engines.fake import FakeEngine
@@ -49,6 +49,7 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.serve import serving
+from llmserve.settings import Config, EngineConfig, ServerConfig
 from llmserve.simulate import Scenario, simulate
 from llmserve.simulation.engine_model import ProfileEngine
 
@@ -775,9 +776,6 @@ async def test_a_profile_that_is_none_is_said_whatever_the_release(start_front: 
 
 
 # ---- the benchmark's table ------------------------------------------------------------------------------------------
-
-
-bench = load_script("benchmark_throughput")
 
 
 def rows(**joules: list[dict[str, float]]) -> list[dict[str, Any]]:

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from missing_modules import without
 
 from llmserve.__main__ import main
-from llmserve.herd import Instance, Model, Plan, Stream
+from llmserve.errors import ConfigError
+from llmserve.herd import Instance, Model, Plan, Stream, plan
 from llmserve.plan import LINE_EVERY_S, Told
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,8 +104,21 @@ def test_a_picture_that_cannot_be_drawn_is_said_after_the_plan(
     nowhere = tmp_path / "no-such-folder" / "plan.png"
     assert failed(nowhere) == f"llmserve: --plot: cannot write {nowhere}: No such file or directory\n"
     assert "--plot: cannot draw" in failed(tmp_path / "plan.xyz")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "--plot needs matplotlib: pip install '.[plot]'" in failed(tmp_path / "plan.png")
+
+
+@pytest.mark.parametrize(
+    ("missing", "line"),
+    [
+        ("matplotlib", "--plot needs matplotlib: pip install 'llmserve[plot]'"),
+        ("scipy", "planning needs scipy: pip install 'llmserve[plan]'"),
+    ],
+)
+def test_without_its_extra_it_says_what_to_install_before_it_reads_anything(
+    missing: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(monkeypatch, missing)
+    assert main(["plan", "--instance", "nowhere.json", "--plot", "plan.png"]) == 2
+    assert capsys.readouterr() == ("", f"llmserve: {line}\n")
 
 
 def test_an_instance_without_a_plan_is_a_failure(asked: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,17 +151,13 @@ def test_an_unknown_key_of_an_instance_is_named(asked: Path, capsys: pytest.Capt
     assert f"the instance {asked}: unknown key 'gpu_memory'; did you mean gpu_memory_gb?" in capsys.readouterr().err
 
 
-def test_without_a_solver_it_is_said_what_to_install(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The totals fit, and only the integer programme tells that whole models do not."""
+def test_whoever_plans_without_a_solver_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that plans anew, say. The totals fit, and only the integer programme tells that whole models do not."""
     models = tuple(Model(f"m{k}", 9.0, 1.0, 10.0) for k in range(3))
     streams = tuple(Stream("s", model.name, gpus_needed=0.1) for model in models)
-    path = tmp_path / "instance.json"
-    Instance(streams, models, gpus=4, gpu_memory_gb=16.0, group_gpus_max=4, groups=2).save(path)
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    assert main(["plan", "--instance", str(path)]) == 2
-    assert "planning needs scipy: pip install '.[plan]'" in capsys.readouterr().err
+    without(monkeypatch, "scipy")
+    with pytest.raises(ConfigError, match=r"planning needs scipy: pip install 'llmserve\[plan\]'"):
+        plan(Instance(streams, models, gpus=4, gpu_memory_gb=16.0, group_gpus_max=4, groups=2))
 
 
 def test_progress_is_told_in_lines_now_and_then(

@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 from fake_nvml import FakeNvml, Gpu
+from missing_modules import without
 from script_module import load_script
 
+from bins.fitting import Observation
 from bins.profile import Profile
+from llmserve import profile as profiling
 from llmserve.__main__ import main as llmserve
 from llmserve.engines.fake import FakeEngine
 from llmserve.engines.power import GpuEnergy
@@ -79,7 +82,7 @@ async def test_what_nvml_counts_is_the_profiles_energy(tmp_path: Path, monkeypat
     gpu = Gpu(energy_mj=lambda: round(200e3 * time.monotonic()), name="Fake H100")
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpu))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(script, "IDLE_S", 0.2)
+    monkeypatch.setattr(profiling, "IDLE_S", 0.2)
     path = tmp_path / "profile.json"
     async with FakeEngine(step_s=STEP_S) as engine:
         await run("--engine", engine.url, "--sizes", "1,4", "--output-tokens", 16, "--rounds", 1, "--output", path)
@@ -156,7 +159,7 @@ async def test_the_gpus_that_are_counted_are_named_and_several_are_warned_of(
 
 
 def test_an_idle_power_above_the_measured_one_is_taken_as_that_for_idle_engines_draw_no_more():
-    batches = [script.Observation(size, tokens, 0.01 * tokens, 2.0 * tokens) for size in (1, 4) for tokens in (8, 32)]
+    batches = [Observation(size, tokens, 0.01 * tokens, 2.0 * tokens) for size in (1, 4) for tokens in (8, 32)]
     profile = script.profile_of(batches, name="x", origin="Made up", idle_w=203.0)
     assert profile.idle_w == pytest.approx(200.0)
     assert (
@@ -177,9 +180,8 @@ def test_watts_that_make_no_sense_are_refused_before_anything_is_measured(flags:
 
 
 def test_without_matplotlib_a_figure_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
-    with pytest.raises(SystemExit, match=r"error: --plot needs matplotlib, pip install '\.\[plot\]'"):
+    without(monkeypatch, "matplotlib")
+    with pytest.raises(SystemExit, match=r"error: --plot needs matplotlib: pip install 'llmserve\[plot\]'"):
         script.main(["--engine", "http://127.0.0.1:9", "--plot", "profile.png"])
 
 

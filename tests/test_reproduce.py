@@ -29,7 +29,8 @@ from reproduction.multibin.worlds import AT_ONCE, Effort, World, rates_up_to, si
 from reproduction.rows import KINDS, Curve, Row, Rows, claim
 from reproduction.smdp.policies import CASE_LOADS, CASE_WEIGHTS, control_limit, exceptions
 
-from bins.profile import PROFILES, Observation
+from bins.fitting import Observation
+from bins.profile import PROFILES
 from llmserve.cluster import journal
 from llmserve.errors import ConfigError
 from llmserve.policies import SchedulingConfig
@@ -117,16 +118,16 @@ def test_no_two_rows_say_the_same(written: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", list(reproduce.REPRODUCTIONS))
 def test_a_page_says_how_it_was_made_and_shows_every_figure(written: Path, name: str) -> None:
-    text = (written / f"reproduce-{name}.md").read_text()
+    text = (written / "papers" / f"{name}.md").read_text()
     options = shlex.join(["--quick", "--output-folder", str(written), *OPTIONS.get(name, ())])
     assert f"    python scripts/reproduce.py {name} {options}\n" in text
     assert "seed 1" in text
     others = [other for other in reproduce.REPRODUCTIONS if other.startswith(f"{name}-")]
-    found = sorted(path.name for path in written.glob(f"{name}-*.png"))
+    found = sorted(path.name for path in (written / "papers").glob(f"{name}-*.png"))
     figures = [file for file in found if not any(file.startswith(f"{other}-") for other in others)]
     assert figures
     assert all(f"({figure})" in text for figure in figures)
-    assert all((written / figure).stat().st_size > 5_000 for figure in figures)
+    assert all((written / "papers" / figure).stat().st_size > 5_000 for figure in figures)
 
 
 def test_without_a_name_the_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +141,7 @@ def test_without_a_name_the_names_are_listed(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("name", list(reproduce.REPRODUCTIONS))
 def test_a_page_counts_each_kind_of_comparison_apart(written: Path, name: str) -> None:
-    text = (written / f"reproduce-{name}.md").read_text()
+    text = (written / "papers" / f"{name}.md").read_text()
     found = [each for each in records(written, name) if each["kind"] is not None]
     assert found
     for kind in {each["kind"] for each in found}:

@@ -15,12 +15,12 @@ from worlds.invariants import check
 
 from llmserve import herd
 from llmserve.cluster import journal
-from llmserve.config import Config, EngineConfig, ServerConfig
 from llmserve.engines.fake import FakeEngine, Pace
 from llmserve.errors import ConfigError
 from llmserve.herd import Group, Instance, Model, Plan, Stream
 from llmserve.scheduling.messages import PlanChanged, RequestArrived, RequestEnded, ServingGroup
 from llmserve.serve import serving
+from llmserve.settings import Config, EngineConfig, ServerConfig
 
 M_AND_N = {"n": Pace(0.005)}
 

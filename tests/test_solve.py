@@ -11,12 +11,15 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from missing_modules import without
 
 from bins.average_cost import policy_iteration
-from bins.profile import PROFILES, Curve, Profile
+from bins.curve import Curve
+from bins.profile import PROFILES, Profile
 from llmserve.__main__ import main
 from llmserve.errors import ConfigError
-from llmserve.solve import Problem, chart, profile_of, queue_of, runs, solve
+from llmserve.solve import Problem, profile_of, queue_of, solve
+from llmserve.solve_report import chart, runs
 
 ROOT = Path(__file__).resolve().parents[1]
 ISSUE_FLAGS = (
@@ -289,8 +292,14 @@ def test_a_plot_that_cannot_be_drawn_is_said_after_what_was_solved(
 
     assert "--plot: cannot draw" in told(tmp_path / "no-such-folder" / "policy.png")
     assert "--plot: cannot draw" in told(tmp_path / "policy.xyz")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "--plot needs matplotlib: pip install '.[plot]'" in told(tmp_path / "policy.png")
+
+
+def test_without_matplotlib_a_plot_is_refused_before_anything_is_solved(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(monkeypatch, "matplotlib")
+    assert main(["solve", "--json", "--plot", "policy.png"]) == 2
+    assert capsys.readouterr() == ("", "llmserve: --plot needs matplotlib: pip install 'llmserve[plot]'\n")
 
 
 def test_a_plot_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -326,8 +335,8 @@ def test_a_plot_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("--energy-mj 2,10", "energy_mj needs latency_ms"),
         ("--service samples:LENGTHS", "needs profile, or latency_ms and energy_mj"),
         ("--service samples:LENGTHS --latency-ms 2,10", "latency_ms needs energy_mj"),
-        ("--batch-max 4097", "batch_max (the command line): expected `int` <= 4096"),
-        ("--solver rvi --s-max 5001", "s_max (the command line): expected `int` <= 5000"),
+        ("--batch-max 4097", "batch_max (the command line): expected a whole number, at least 1, at most 4096"),
+        ("--solver rvi --s-max 5001", "s_max (the command line): expected a whole number, at least 1, at most 5000"),
         ("--solver rvi --s-max 5000", "s_max 5000 with batch_max 32: the transitions of 5002 states and 33 actions"),
         ("--service gaussian", "'gaussian' is not one of deterministic | erlang2"),
         ("--service samples:/nowhere.txt --profile h100-llama-3.1-8b", "no lengths file '/nowhere.txt'"),

@@ -1,1 +1,1 @@
-"""The door: HTTP in, HTTP out. FastAPI and pydantic live only here."""
+"""HTTP in, HTTP out. FastAPI and pydantic live only here."""

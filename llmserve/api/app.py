@@ -20,16 +20,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llmserve.api.admin import AdminOffice
+from llmserve.api.admin import AdminEndpoints
 from llmserve.api.answers import error_response, json_response
-from llmserve.api.limits import ApiConfig, Deadlines, Doorkeeper
+from llmserve.api.limits import KeyLimits
 from llmserve.api.parse import BODIES, parse_call
-from llmserve.cluster.exchange import Exchange, Head, Receipt
+from llmserve.cluster.in_flight import Head, InFlightCall, Receipt
 from llmserve.cluster.live import LiveCluster
+from llmserve.deadline_settings import Deadlines
 from llmserve.errors import BadRequest, MethodNotAllowed, ModelNotFound, NotFound, RequestError, Unavailable
 from llmserve.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
 from llmserve.metrics import Metrics
 from llmserve.request import Call
+from llmserve.settings import ApiConfig
 
 log = logging.getLogger("llmserve")
 
@@ -37,34 +39,34 @@ log = logging.getLogger("llmserve")
 def create_app(
     cluster: LiveCluster,
     metrics: Metrics,
-    doorkeeper: Doorkeeper,
+    key_limits: KeyLimits,
     config: ApiConfig,
-    admin: Doorkeeper | None = None,
+    admin: KeyLimits | None = None,
 ) -> ASGIApp:
     """FastAPI serves everything but the completions themselves.
 
-    Those go straight to the door: routing and middlewares would cost more than all of scheduling does
+    Those go straight to the endpoint: routing and middlewares would cost more than all of scheduling does
     (scripts/lab/benchmark_frontend.py). admin: whose keys open /admin; None: it stays shut.
     """
-    door = _Door(cluster, metrics, doorkeeper, config)
+    endpoints = _Endpoints(cluster, metrics, key_limits, config)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_route("/v1/models", door.list_models, methods=["GET"])
-    app.add_route("/v1/models/{model_id:path}", door.retrieve_model, methods=["GET"])
-    app.add_route("/health", door.health, methods=["GET"])
-    app.add_route("/ready", door.ready, methods=["GET"])
-    app.add_route("/metrics", door.metrics_text, methods=["GET"])
-    office = AdminOffice(cluster.fleet, admin)
+    app.add_route("/v1/models", endpoints.list_models, methods=["GET"])
+    app.add_route("/v1/models/{model_id:path}", endpoints.retrieve_model, methods=["GET"])
+    app.add_route("/health", endpoints.health, methods=["GET"])
+    app.add_route("/ready", endpoints.ready, methods=["GET"])
+    app.add_route("/metrics", endpoints.metrics_text, methods=["GET"])
+    office = AdminEndpoints(cluster.fleet, admin)
     app.add_route("/admin/engines", office.list_engines, methods=["GET"])
-    app.add_route("/admin/engines/{name:path}/{order}", office.give_order, methods=["POST"])
+    app.add_route("/admin/engines/{name:path}/{order}", office.engine_action, methods=["POST"])
     for path in BODIES:
-        app.add_route(path, door.wrong_method, methods=["GET", "PUT", "PATCH", "DELETE"])
-    app.add_exception_handler(RequestError, door.on_error)
-    app.add_exception_handler(HTTPException, door.on_http_exception)
-    app.add_exception_handler(Exception, door.on_error)
+        app.add_route(path, endpoints.wrong_method, methods=["GET", "PUT", "PATCH", "DELETE"])
+    app.add_exception_handler(RequestError, endpoints.on_error)
+    app.add_exception_handler(HTTPException, endpoints.on_http_exception)
+    app.add_exception_handler(Exception, endpoints.on_error)
 
     async def entrance(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in BODIES:
-            await door.complete(scope, receive, send)
+            await endpoints.complete(scope, receive, send)
         else:
             await app(scope, receive, send)
 
@@ -86,13 +88,13 @@ def receipt_headers(receipt: Receipt, call: Call) -> list[tuple[bytes, bytes]]:
     return headers
 
 
-class _Door:
+class _Endpoints:
     """The endpoints."""
 
-    def __init__(self, cluster: LiveCluster, metrics: Metrics, doorkeeper: Doorkeeper, config: ApiConfig) -> None:
+    def __init__(self, cluster: LiveCluster, metrics: Metrics, key_limits: KeyLimits, config: ApiConfig) -> None:
         self._cluster = cluster
         self._metrics = metrics
-        self._doorkeeper = doorkeeper
+        self._key_limits = key_limits
         self._config = config
         self._deadlines = Deadlines(config.slo_ms)
 
@@ -102,8 +104,8 @@ class _Door:
         """An ASGI application: every answer, errors included, is sent here."""
         request = Request(scope, receive)
         try:
-            name = self._doorkeeper.admit(request.headers.get("authorization"))
-            self._doorkeeper.enter(name)
+            name = self._key_limits.authenticate(request.headers.get("authorization"))
+            self._key_limits.acquire(name)
         except RequestError as error:
             await self._refuse(request, error, send)
             return
@@ -116,7 +118,7 @@ class _Door:
         except Exception as error:
             await self._refuse(request, error, send)
         finally:
-            self._doorkeeper.leave(name)
+            self._key_limits.release(name)
 
     async def _read_call(self, request: Request, receive: Receive, key: str) -> Call:
         """key: the name of the client's."""
@@ -166,11 +168,11 @@ class _Door:
     # ---- models ----
 
     async def list_models(self, request: Request) -> Response:
-        self._doorkeeper.admit(request.headers.get("authorization"))
+        self._key_limits.authenticate(request.headers.get("authorization"))
         return json_response({"object": "list", "data": [self._model(id_) for id_ in sorted(self._cluster.models)]})
 
     async def retrieve_model(self, request: Request) -> Response:
-        self._doorkeeper.admit(request.headers.get("authorization"))
+        self._key_limits.authenticate(request.headers.get("authorization"))
         id_ = request.path_params["model_id"]
         if id_ not in self._cluster.models:
             raise _model_not_found(id_, list(self._cluster.models))
@@ -227,47 +229,47 @@ class _Completion:
     def __init__(self, cluster: LiveCluster, call: Call) -> None:
         self._cluster = cluster
         self._call = call
-        self._exchange: Exchange | None = None
+        self._in_flight: InFlightCall | None = None
 
     async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.ensure_future(self._watch(receive))
         try:
-            exchange = await self._cluster.submit(self._call, self._keep)
-            await self._answer(exchange, scope, receive, send)
+            in_flight = await self._cluster.submit(self._call, self._keep)
+            await self._answer(in_flight, scope, receive, send)
         finally:
             watcher.cancel()
-            if self._exchange is not None:
-                self._cluster.release(self._exchange)
+            if self._in_flight is not None:
+                self._cluster.release(self._in_flight)
 
-    def _keep(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+    def _keep(self, in_flight: InFlightCall) -> None:
+        self._in_flight = in_flight
 
     async def _watch(self, receive: Receive) -> None:
         """Until the client leaves: then its request must not cost an engine anything more."""
         while (await receive())["type"] != "http.disconnect":
             pass
-        if self._exchange is not None:
-            self._cluster.cancel(self._exchange)
-            self._exchange.fail(ClientGone("the client has left"))
+        if self._in_flight is not None:
+            self._cluster.cancel(self._in_flight)
+            self._in_flight.fail(ClientGone("the client has left"))
 
-    async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, in_flight: InFlightCall, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            head = await exchange.head()
+            head = await in_flight.head()
         except ClientGone:
             return
         except RequestError as error:
             response = error_response(error)
-            if exchange.receipt is not None:
-                response.raw_headers += receipt_headers(exchange.receipt, exchange.call)
+            if in_flight.receipt is not None:
+                response.raw_headers += receipt_headers(in_flight.receipt, in_flight.call)
             await response(scope, receive, send)
             return
         if head.body is not None:
-            await _send_start(send, exchange.call, head, len(head.body))
+            await _send_start(send, in_flight.call, head, len(head.body))
             await send({"type": "http.response.body", "body": head.body})
             return
-        await _send_start(send, exchange.call, head, None)
+        await _send_start(send, in_flight.call, head, None)
         try:
-            async for chunk in exchange.chunks():
+            async for chunk in in_flight.chunks():
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except ClientGone:
             return

@@ -5,76 +5,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
-
-import msgspec
-from msgspec import Meta
 
 from llmserve.errors import ConfigError, RateLimited, Unauthorized
-
-SLO_MS_MAX = 86_400_000.0  # a day
-
-
-class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The door's limits."""
-
-    body_bytes_max: Annotated[int, Meta(ge=1, description="largest request body, bytes")] = 4 << 20
-    prompt_chars_max: Annotated[int, Meta(ge=1, description="longest prompt, characters")] = 1_000_000
-    concurrent_max: Annotated[int, Meta(ge=0, description="requests in progress per API key; 0: no limit")] = 0
-    requests_per_minute_max: Annotated[int, Meta(ge=0, description="requests a minute per API key; 0: no limit")] = 0
-    slo_ms: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="deadline of requests that bring none, milliseconds: `MS`, `model:ID=MS`, `stream:NAME=MS` or "
-            "`key:NAME=MS`, the key's before the stream's before the model's before the plain one; repeat for several",
-            extra={"metavar": "[model:ID=|stream:NAME=|key:NAME=]MS"},
-        ),
-    ] = ()
-
-    def __post_init__(self) -> None:
-        Deadlines(self.slo_ms)
-
-
-class Deadlines:
-    """Within what time an answer is wanted when its request does not say, by its key, stream or model, or for all.
-
-    texts: of ApiConfig.slo_ms. Raises ConfigError on one that is none of its forms, or stands twice.
-    """
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._slos_s: dict[tuple[str, str], float] = {}
-        for text in texts:
-            whose, separator, ms = text.rpartition("=")
-            kind, colon, name = whose.strip().partition(":")
-            if separator and not (kind in ("model", "stream", "key") and colon and name):
-                raise ConfigError(f"slo_ms: {text!r} is not `MS`, `model:ID=MS`, `stream:NAME=MS` or `key:NAME=MS`")
-            if (kind, name) in self._slos_s:
-                raise ConfigError(f"slo_ms: {text!r} stands beside another for the same")
-            self._slos_s[kind, name] = _milliseconds(ms, text) * 1e-3
-
-    @property
-    def keys(self) -> set[str]:
-        """Names of keys that have a deadline of their own."""
-        return {name for kind, name in self._slos_s if kind == "key"}
-
-    def slo_s(self, key: str, stream: str, model: str) -> float | None:
-        """key: the name of the client's key. None: whenever."""
-        if not self._slos_s:
-            return None
-        by = (("key", key), ("stream", stream), ("model", model), ("", ""))
-        return next((self._slos_s[whose] for whose in by if whose in self._slos_s), None)
-
-
-def _milliseconds(text: str, whole: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= SLO_MS_MAX:
-        raise ConfigError(f"slo_ms: {whole!r} does not end with milliseconds, at most {SLO_MS_MAX:.0f}")
-    return value
 
 
 def read_keys(path: Path) -> dict[str, str]:
@@ -104,7 +38,7 @@ def read_keys(path: Path) -> dict[str, str]:
     return keys
 
 
-class Doorkeeper:
+class KeyLimits:
     """Checks keys in constant time and keeps each key's limits; 0 means no limit.
 
     concurrent_max           calls of one key in progress at once
@@ -126,7 +60,7 @@ class Doorkeeper:
         self._in_progress: dict[str, int] = {}
         self._buckets: dict[str, tuple[float, float]] = {}  # name -> (calls left, when)
 
-    def admit(self, authorization: str | None) -> str:
+    def authenticate(self, authorization: str | None) -> str:
         """The key's name ("" when no keys are asked for). Raises Unauthorized."""
         if not self._names:
             return ""
@@ -140,8 +74,8 @@ class Doorkeeper:
             raise Unauthorized("the API key is wrong")
         return found[0]
 
-    def enter(self, name: str) -> None:
-        """Count a call in; every `enter` that returns needs one `leave`. Raises RateLimited."""
+    def acquire(self, name: str) -> None:
+        """Count a call in; every `acquire` that returns needs one `release`. Raises RateLimited."""
         running = self._in_progress.get(name, 0)
         if self._concurrent_max and running >= self._concurrent_max:
             raise RateLimited(
@@ -153,7 +87,7 @@ class Doorkeeper:
             self._take(name)
         self._in_progress[name] = running + 1
 
-    def leave(self, name: str) -> None:
+    def release(self, name: str) -> None:
         left = self._in_progress[name] - 1
         if left:
             self._in_progress[name] = left

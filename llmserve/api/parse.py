@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
 
-from llmserve.api.limits import SLO_MS_MAX
+from llmserve.deadline_settings import SLO_MS_MAX
 from llmserve.errors import BadRequest
 from llmserve.headers import PREDICTED_HEADER, SLO_HEADER, STREAM_CHARS_MAX, STREAM_HEADER
 from llmserve.request import Call

@@ -1,1 +1,1 @@
-"""The desk: bodies that drive the scheduler through time, and the journal of what it said."""
+"""The handle: bodies that drive the scheduler through time, and the journal of what it said."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from llmserve.cluster.exchange import Exchange
+from llmserve.cluster.in_flight import InFlightCall
 from llmserve.cluster.record import LengthRecord
 from llmserve.engines.engine import ServedModel
 from predictor.prompt import Prompt
@@ -49,12 +49,14 @@ class AnswerLengths:
         """Forecasts made without the predictor, by reason."""
         return self._forecaster.fallbacks if self._forecaster is not None else {}
 
-    async def predict(self, exchange: Exchange, model: ServedModel | None) -> tuple[float | None, tuple[float, ...]]:
+    async def predict(
+        self, in_flight: InFlightCall, model: ServedModel | None
+    ) -> tuple[float | None, tuple[float, ...]]:
         """Predicted output tokens, the median and equally likely ones, bounded by what client and model allow.
 
         None and () when there is nothing to go by; only the median when the client brought it.
         """
-        call = exchange.call
+        call = in_flight.call
         most = call.output_tokens_max or (model.context_tokens if model is not None else None)
         if call.predicted_tokens is not None:
             return min(call.predicted_tokens, most or math.inf), ()
@@ -62,20 +64,20 @@ class AnswerLengths:
             return None, ()
         least = call.output_tokens_min
         forecast: Forecast = await self._forecaster.forecast(call.prompt, least=least, most=most)
-        exchange.forecast = forecast
+        in_flight.forecast = forecast
         return forecast.median, tuple([round(length, 1) for length in forecast.lengths])
 
-    def learn(self, exchange: Exchange, output_tokens: float) -> None:
+    def learn(self, in_flight: InFlightCall, output_tokens: float) -> None:
         """From the length of a completed answer.
 
         One that the client forced to be so long (min_tokens, ignore_eos) says nothing about the others.
         """
-        call, most = exchange.call, exchange.call.output_tokens_max
+        call, most = in_flight.call, in_flight.call.output_tokens_max
         if call.output_tokens_min is not None and output_tokens <= call.output_tokens_min:
             return
-        capped = exchange.cut or (most is not None and output_tokens >= most)
-        if self._forecaster is not None and exchange.forecast is not None:
-            self._forecaster.observe(exchange.forecast, output_tokens, capped=capped)
+        capped = in_flight.cut or (most is not None and output_tokens >= most)
+        if self._forecaster is not None and in_flight.forecast is not None:
+            self._forecaster.observe(in_flight.forecast, output_tokens, capped=capped)
         if self._record is not None and call.choices == 1:
             self._record.write(call, round(output_tokens), capped=capped)
 

@@ -1,6 +1,6 @@
-"""Calls that engines run now: each has a task, the pump, that reads its answer and hands it over.
+"""Calls that engines run now: each has a task that reads its answer and forwards it.
 
-A pump reads its engine's answer to the end, so that an engine's slot is free when the engine is done, not when the
+That task reads its engine's answer to the end, so that an engine's slot is free when the engine is done, not when the
 client has read everything. Tokens never enter the scheduler.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Literal, Protocol
 
-from llmserve.cluster.exchange import ClientStalled, Exchange, Head, Receipt
-from llmserve.cluster.fleet import Desk
+from llmserve.cluster.fleet import EngineHandle
+from llmserve.cluster.in_flight import ClientStalled, Head, InFlightCall, Receipt
 from llmserve.cluster.prompt_size import PromptTokensByModel
 from llmserve.engines.engine import Answer, EngineError
 from llmserve.engines.event_stream import UsageFilter, usage_of, was_cut
@@ -27,11 +27,11 @@ log = logging.getLogger("llmserve")
 class Suspect(Protocol):
     """Looks what is wrong with an engine at which a request of this model failed."""
 
-    async def __call__(self, desk: Desk, model: str, *, unreachable: bool) -> None: ...
+    async def __call__(self, handle: EngineHandle, model: str, *, unreachable: bool) -> None: ...
 
 
 class RunningCalls:
-    """Starts, stops and abandons pumps.
+    """Starts, stops and abandons these tasks.
 
     suspect        is asked about an engine that fails
     prompt_tokens  learns from engines' counts
@@ -44,8 +44,8 @@ class RunningCalls:
         *,
         suspect: Suspect,
         prompt_tokens: PromptTokensByModel,
-        began: Callable[[Exchange], None],
-        ended: Callable[[Exchange, RequestEnded], None],
+        began: Callable[[InFlightCall], None],
+        ended: Callable[[InFlightCall, RequestEnded], None],
     ) -> None:
         self._suspect = suspect
         self._prompt_tokens = prompt_tokens
@@ -53,142 +53,144 @@ class RunningCalls:
         self._ended = ended
         self._closed = False
 
-    def start(self, desk: Desk, exchange: Exchange, batch: Batch, now_s: float) -> None:
-        exchange.receipt = Receipt(
-            request_id=exchange.request.id,
+    def start(self, handle: EngineHandle, in_flight: InFlightCall, batch: Batch, now_s: float) -> None:
+        in_flight.receipt = Receipt(
+            request_id=in_flight.request.id,
             bin=batch.bin,
             batch=batch.id,
-            engine=desk.name,
-            queue_ms=(now_s - exchange.arrived_at_s) * 1e3,
-            predicted_tokens=exchange.request.predicted_tokens,
+            engine=handle.name,
+            queue_ms=(now_s - in_flight.arrived_at_s) * 1e3,
+            predicted_tokens=in_flight.request.predicted_tokens,
         )
-        exchange.stopping = False
-        desk.add(exchange)
-        task = asyncio.create_task(self._pump(desk, exchange, batch))
-        exchange.task = task
-        # Not the pump's own `finally`: a task cancelled before its first step never enters its `try`.
-        task.add_done_callback(partial(self._done, desk, exchange))
+        in_flight.stopping = False
+        handle.add(in_flight)
+        task = asyncio.create_task(self._forward(handle, in_flight, batch))
+        in_flight.task = task
+        # Not the task's own `finally`: a task cancelled before its first step never enters its `try`.
+        task.add_done_callback(partial(self._done, handle, in_flight))
 
-    def stop_for_others(self, exchange: Exchange) -> None:
+    def stop_for_others(self, in_flight: InFlightCall) -> None:
         """It may be started again."""
-        exchange.stopping = True
-        self.stop(exchange)
+        in_flight.stopping = True
+        self.stop(in_flight)
 
-    def stop(self, exchange: Exchange) -> None:
-        """Its engine is told by the closing of its connection. A pump that has just ended has ended all the same."""
-        assert exchange.task is not None, "a running request has a pump"
-        exchange.task.cancel()
+    def stop(self, in_flight: InFlightCall) -> None:
+        """Its engine is told by the closing of its connection. A task that has just ended has ended all the same."""
+        assert in_flight.task is not None, "a running request has a task"
+        in_flight.task.cancel()
 
-    def abandon(self, desk: Desk) -> list[Exchange]:
+    def abandon(self, handle: EngineHandle) -> list[InFlightCall]:
         """The engine is gone. Returns the calls that it ran: of their ends nothing is said.
 
         A call whose answer is complete has ended: it is not lost with its engine.
         """
-        for exchange in list(desk.running.values()):
-            if exchange.task is not None and exchange.task.done():
-                self._done(desk, exchange, exchange.task)
-        lost = list(desk.running.values())
-        for exchange in lost:
-            desk.remove(exchange)
-            task, exchange.task = exchange.task, None
+        for in_flight in list(handle.running.values()):
+            if in_flight.task is not None and in_flight.task.done():
+                self._done(handle, in_flight, in_flight.task)
+        lost = list(handle.running.values())
+        for in_flight in lost:
+            handle.remove(in_flight)
+            task, in_flight.task = in_flight.task, None
             if task is not None:
                 task.cancel()
         return lost
 
-    async def close(self, exchanges: Collection[Exchange]) -> None:
+    async def close(self, in_flight_calls: Collection[InFlightCall]) -> None:
         """Stop these calls, and say nothing of their ends."""
         self._closed = True
-        alive = [exchange.task for exchange in exchanges if exchange.task is not None and not exchange.task.done()]
+        alive = [
+            in_flight.task for in_flight in in_flight_calls if in_flight.task is not None and not in_flight.task.done()
+        ]
         for task in alive:
             task.cancel()
         await asyncio.gather(*alive, return_exceptions=True)
 
-    # ---- the pump ---------------------------------------------------------------------------------------------
+    # ---- forwarding -----------------------------------------------------------------------------------------
 
-    async def _pump(self, desk: Desk, exchange: Exchange, batch: Batch) -> RequestEnded:
+    async def _forward(self, handle: EngineHandle, in_flight: InFlightCall, batch: Batch) -> RequestEnded:
         """Read one answer to its end; say how it ended."""
-        name, request_id = desk.name, exchange.request.id
+        name, request_id = handle.name, in_flight.request.id
         try:
-            async with desk.engine.open(exchange.call, batch) as answer:
+            async with handle.engine.open(in_flight.call, batch) as answer:
                 if answer.fault:
-                    exchange.refused = self._head(exchange, answer, await answer.read())
+                    in_flight.refused = self._head(in_flight, answer, await answer.read())
                     return RequestEnded(name, request_id, "failed", fault=True, retryable=True)
-                if exchange.call.stream and answer.status == 200:
-                    tokens = await self._pump_stream(exchange, answer)
+                if in_flight.call.stream and answer.status == 200:
+                    tokens = await self._forward_stream(in_flight, answer)
                 else:
                     body = await answer.read()
                     usage = usage_of(body)
                     tokens = usage.completion_tokens or 0
-                    self._learn_prompt(exchange.call, usage.prompt_tokens)
-                    exchange.cut = was_cut(body)
-                    self._begin(exchange, self._head(exchange, answer, body))
+                    self._learn_prompt(in_flight.call, usage.prompt_tokens)
+                    in_flight.cut = was_cut(body)
+                    self._begin(in_flight, self._head(in_flight, answer, body))
             outcome: Literal["completed", "failed"] = "completed" if answer.status < 400 else "failed"
-            return RequestEnded(name, request_id, outcome, tokens / exchange.call.choices)
+            return RequestEnded(name, request_id, outcome, tokens / in_flight.call.choices)
         except EngineError as error:
-            log.log(logging.WARNING if desk.up else logging.DEBUG, "%s", error)
-            await self._suspect(desk, exchange.request.model, unreachable=error.unreachable)
-            if exchange.answered:
-                exchange.fail(EngineFailed(str(error)))
-            return RequestEnded(name, request_id, "failed", fault=True, retryable=not exchange.answered)
+            log.log(logging.WARNING if handle.up else logging.DEBUG, "%s", error)
+            await self._suspect(handle, in_flight.request.model, unreachable=error.unreachable)
+            if in_flight.answered:
+                in_flight.fail(EngineFailed(str(error)))
+            return RequestEnded(name, request_id, "failed", fault=True, retryable=not in_flight.answered)
         except ClientStalled:
-            exchange.fail(BadRequest("the answer was not read", code="client_stalled"))
+            in_flight.fail(BadRequest("the answer was not read", code="client_stalled"))
             return RequestEnded(name, request_id, "cancelled")
 
-    async def _pump_stream(self, exchange: Exchange, answer: Answer) -> int:
+    async def _forward_stream(self, in_flight: InFlightCall, answer: Answer) -> int:
         """Begins the answer with its first bytes, so that until then it can still run elsewhere."""
-        usage = UsageFilter(strip=exchange.call.usage_added, choices=exchange.call.choices)
+        usage = UsageFilter(strip=in_flight.call.usage_added, choices=in_flight.call.choices)
         try:
             async for chunk in answer.chunks():
                 data = usage.feed(chunk)
                 if data:
-                    if not exchange.answered:
-                        self._begin(exchange, self._head(exchange, answer, None))
-                    await exchange.feed(data)
+                    if not in_flight.answered:
+                        self._begin(in_flight, self._head(in_flight, answer, None))
+                    await in_flight.feed(data)
         except EngineError:
-            if exchange.answered and (held := usage.release()):
-                await exchange.feed(held)
+            if in_flight.answered and (held := usage.release()):
+                await in_flight.feed(held)
             raise
-        if not exchange.answered:
-            self._begin(exchange, self._head(exchange, answer, None))
+        if not in_flight.answered:
+            self._begin(in_flight, self._head(in_flight, answer, None))
         if rest := usage.flush():
-            await exchange.feed(rest)
-        exchange.close()
-        exchange.cut = usage.cut
-        self._learn_prompt(exchange.call, usage.prompt_tokens)
+            await in_flight.feed(rest)
+        in_flight.close()
+        in_flight.cut = usage.cut
+        self._learn_prompt(in_flight.call, usage.prompt_tokens)
         return usage.output_tokens
 
-    def _begin(self, exchange: Exchange, head: Head) -> None:
-        exchange.begin(head)
-        self._began(exchange)
+    def _begin(self, in_flight: InFlightCall, head: Head) -> None:
+        in_flight.begin(head)
+        self._began(in_flight)
 
     def _learn_prompt(self, call: Call, tokens: int | None) -> None:
         """From the engine's count. Prompts of token ids have no characters to compare it with."""
         if tokens and call.prompt.text:
             self._prompt_tokens.observe(call, tokens)
 
-    def _head(self, exchange: Exchange, answer: Answer, body: bytes | None) -> Head:
-        assert exchange.receipt is not None
-        return Head(answer.status, answer.content_type, answer.retry_after, exchange.receipt, body)
+    def _head(self, in_flight: InFlightCall, answer: Answer, body: bytes | None) -> Head:
+        assert in_flight.receipt is not None
+        return Head(answer.status, answer.content_type, answer.retry_after, in_flight.receipt, body)
 
     # ---- its end ----------------------------------------------------------------------------------------------
 
-    def _done(self, desk: Desk, exchange: Exchange, task: asyncio.Task[RequestEnded]) -> None:
-        if exchange.task is not task or self._closed:
+    def _done(self, handle: EngineHandle, in_flight: InFlightCall, task: asyncio.Task[RequestEnded]) -> None:
+        if in_flight.task is not task or self._closed:
             return  # abandoned: its engine was lost, and the scheduler has already dealt with the request
-        exchange.task = None
-        desk.remove(exchange)
-        self._ended(exchange, self._how_it_ended(desk.name, exchange, task))
+        in_flight.task = None
+        handle.remove(in_flight)
+        self._ended(in_flight, self._how_it_ended(handle.name, in_flight, task))
 
-    def _how_it_ended(self, engine: str, exchange: Exchange, task: asyncio.Task[RequestEnded]) -> RequestEnded:
+    def _how_it_ended(self, engine: str, in_flight: InFlightCall, task: asyncio.Task[RequestEnded]) -> RequestEnded:
         if task.cancelled():
-            if exchange.stopping and not exchange.gone:
-                exchange.put_off += 1
+            if in_flight.stopping and not in_flight.gone:
+                in_flight.put_off += 1
             else:
-                exchange.fail(EngineFailed("the request was aborted"))
-            return RequestEnded(engine, exchange.request.id, "cancelled")
+                in_flight.fail(EngineFailed("the request was aborted"))
+            return RequestEnded(engine, in_flight.request.id, "cancelled")
         error = task.exception()
         if error is None:
             return task.result()
-        log.error("serving request %d failed", exchange.request.id, exc_info=error)
-        exchange.fail(EngineFailed("the front-end failed while serving this request"))
-        return RequestEnded(engine, exchange.request.id, "failed")
+        log.error("serving request %d failed", in_flight.request.id, exc_info=error)
+        in_flight.fail(EngineFailed("the front-end failed while serving this request"))
+        return RequestEnded(engine, in_flight.request.id, "failed")

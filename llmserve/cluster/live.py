@@ -1,7 +1,7 @@
 """The live body: asyncio, real engines and the monotonic clock drive the scheduler.
 
-Each client call is an `Exchange`. When the scheduler starts a call, a task of its own (calls.py) reads the engine's
-answer. A call that is preempted loses its task and stays an exchange: the scheduler starts it again, or says that it is
+Each client call is an `InFlightCall`. When the scheduler starts a call, a task of its own (calls.py) reads the engine's
+answer. A call that is preempted loses its task and stays in flight: the scheduler starts it again, or says that it is
 too late.
 """
 
@@ -13,16 +13,13 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Annotated
-
-from msgspec import Meta
 
 from bins.dispatch import DispatchSolver
 from bins.profile import Profile
 from llmserve.cluster.answer_lengths import AnswerLengths, Forecaster
 from llmserve.cluster.calls import RunningCalls
-from llmserve.cluster.exchange import Exchange
-from llmserve.cluster.fleet import Desk, Fleet, FleetConfig
+from llmserve.cluster.fleet import EngineHandle, Fleet
+from llmserve.cluster.in_flight import InFlightCall
 from llmserve.cluster.journal import Journal
 from llmserve.cluster.known_models import Listed
 from llmserve.cluster.prompt_size import PromptTokensByModel, prefix_hashes
@@ -52,19 +49,9 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.settings import LiveConfig
 
 log = logging.getLogger("llmserve")
-
-
-class LiveConfig(FleetConfig, frozen=True, kw_only=True):
-    """The live body's limits."""
-
-    buffer_bytes_max: Annotated[
-        int, Meta(ge=1, description="bytes kept for a client that reads slowly, before its engine is slowed down")
-    ] = 8 << 20
-    client_stall_s: Annotated[
-        float, Meta(gt=0, description="how long such a client may keep its engine waiting before it is cut off")
-    ] = 60.0
 
 
 class LiveCluster:
@@ -101,7 +88,7 @@ class LiveCluster:
             suspect=self.fleet.suspect, prompt_tokens=self._prompt_tokens, began=self._began, ended=self._ended
         )
         self._secret = secrets.token_bytes(16)  # of the prefixes' hashes
-        self._exchanges: dict[int, Exchange] = {}
+        self._in_flight: dict[int, InFlightCall] = {}
         self._next_id = 0
         self._solvers = solvers
         self._solving: set[asyncio.Task[None]] = set()  # at most one a model: the scheduler waits for each plan
@@ -109,15 +96,15 @@ class LiveCluster:
         self._timer_at_s: float | None = None
         self._empty = asyncio.Event()
         self._empty.set()
-        self._open: set[Exchange] = set()  # calls whose clients have not been given everything yet
+        self._open: set[InFlightCall] = set()  # calls whose clients have not been given everything yet
         self._draining = False
         self._closed = False
 
-    # ---- for the door -----------------------------------------------------------------------------------------
+    # ---- for the HTTP entrance -----------------------------------------------------------------------------------
 
     @property
     def engines_ready(self) -> dict[str, bool]:
-        return {name: desk.ready for name, desk in sorted(self.fleet.desks.items())}
+        return {name: handle.ready for name, handle in sorted(self.fleet.handles.items())}
 
     @property
     def models(self) -> Listed:
@@ -136,32 +123,32 @@ class LiveCluster:
     def now_s(self) -> float:
         return self._clock() - self._started_at
 
-    async def submit(self, call: Call, on_exchange: Callable[[Exchange], None]) -> Exchange:
-        """Predict and queue a call. on_exchange gets the exchange at once, so that it can be cancelled meanwhile."""
+    async def submit(self, call: Call, on_submit: Callable[[InFlightCall], None]) -> InFlightCall:
+        """Predict and queue a call. on_submit gets the call at once, so that it can be cancelled meanwhile."""
         self._next_id += 1
-        exchange = Exchange(
+        in_flight = InFlightCall(
             call,
             self._next_id,
             buffer_bytes_max=self._config.buffer_bytes_max,
             client_stall_s=self._config.client_stall_s,
         )
-        self._open.add(exchange)
+        self._open.add(in_flight)
         self._empty.clear()
-        on_exchange(exchange)
+        on_submit(in_flight)
         arrived_at_s = self.now_s()
-        self._exchanges[exchange.request.id] = exchange
+        self._in_flight[in_flight.request.id] = in_flight
         try:
-            predicted, quantiles = await self._lengths.predict(exchange, self.models.get(call.model))
+            predicted, quantiles = await self._lengths.predict(in_flight, self.models.get(call.model))
         except BaseException:
-            self._forget(exchange)
+            self._forget(in_flight)
             raise
-        if exchange.gone:  # it left while its length was being predicted
-            exchange.fail(EngineFailed("the client has left"))
-            self._forget(exchange)
-            return exchange
+        if in_flight.gone:  # it left while its length was being predicted
+            in_flight.fail(EngineFailed("the client has left"))
+            self._forget(in_flight)
+            return in_flight
         deadline_s = arrived_at_s + call.slo_s if call.slo_s is not None else None
-        exchange.request = Request(
-            exchange.request.id,
+        in_flight.request = Request(
+            in_flight.request.id,
             predicted,
             deadline_s,
             quantiles,
@@ -171,23 +158,23 @@ class LiveCluster:
             call.model,
             call.stream_name,
         )
-        exchange.arrived_at_s = arrived_at_s
-        self._step(RequestArrived(exchange.request))
-        return exchange
+        in_flight.arrived_at_s = arrived_at_s
+        self._step(RequestArrived(in_flight.request))
+        return in_flight
 
-    def release(self, exchange: Exchange) -> None:
-        """The door is done with it: its client has everything, or has left."""
-        self.cancel(exchange)
-        self._open.discard(exchange)
-        self._forget(exchange)
+    def release(self, in_flight: InFlightCall) -> None:
+        """The HTTP entrance is done with it: its client has everything, or has left."""
+        self.cancel(in_flight)
+        self._open.discard(in_flight)
+        self._forget(in_flight)
 
-    def cancel(self, exchange: Exchange) -> None:
+    def cancel(self, in_flight: InFlightCall) -> None:
         """Its client has left: out of the queue, or aborted on its engine. Harmless when its answer is complete."""
-        if exchange.complete:
+        if in_flight.complete:
             return
-        exchange.leave()
-        if exchange.request.id in self.scheduler.requests:
-            self._step(RequestCancelled(exchange.request.id))
+        in_flight.leave()
+        if in_flight.request.id in self.scheduler.requests:
+            self._step(RequestCancelled(in_flight.request.id))
 
     def tell(self, event: Event) -> None:
         """What becomes known neither by calls nor by engines: other groups."""
@@ -209,7 +196,7 @@ class LiveCluster:
         if isinstance(action, StartBatch):
             self._start(action, now_s)
         elif isinstance(action, AbortRequest):
-            self._calls.stop(self._exchanges[action.request_id])
+            self._calls.stop(self._in_flight[action.request_id])
         elif isinstance(action, PreemptBatch):
             self._preempt(action)
         elif isinstance(action, FailRequest):
@@ -258,53 +245,53 @@ class LiveCluster:
         self._step(TimerFired())
 
     def _start(self, action: StartBatch, now_s: float) -> None:
-        desk = self.fleet.desks[action.engine]
+        handle = self.fleet.handles[action.engine]
         for request in action.batch.requests:
-            self._calls.start(desk, self._exchanges[request.id], action.batch, now_s)
+            self._calls.start(handle, self._in_flight[request.id], action.batch, now_s)
 
     def _preempt(self, action: PreemptBatch) -> None:
         for request_id in action.request_ids:
-            self._calls.stop_for_others(self._exchanges[request_id])
+            self._calls.stop_for_others(self._in_flight[request_id])
         log.debug("batch %d makes room on %s", action.batch_id, action.engine)
 
     def _fail(self, action: FailRequest) -> None:
-        exchange = self._exchanges[action.request_id]
-        if action.reason == "engine_failed" and exchange.refused is not None and not exchange.answered:
-            exchange.begin(exchange.refused)
+        in_flight = self._in_flight[action.request_id]
+        if action.reason == "engine_failed" and in_flight.refused is not None and not in_flight.answered:
+            in_flight.begin(in_flight.refused)
         else:
-            exchange.fail(_error_of(action.reason, action.retry_after_s, put_off=exchange.put_off > 0))
-        self._forget(exchange)
+            in_flight.fail(_error_of(action.reason, action.retry_after_s, put_off=in_flight.put_off > 0))
+        self._forget(in_flight)
 
-    def _forget(self, exchange: Exchange) -> None:
+    def _forget(self, in_flight: InFlightCall) -> None:
         """Drop what is over on both sides: the scheduler's (queue, engine) and, for the drain, the client's."""
-        if exchange.request.id not in self.scheduler.requests:
-            self._exchanges.pop(exchange.request.id, None)
-        if not self._exchanges and not self._open:
+        if in_flight.request.id not in self.scheduler.requests:
+            self._in_flight.pop(in_flight.request.id, None)
+        if not self._in_flight and not self._open:
             self._empty.set()
 
     # ---- how requests that run go on and end --------------------------------------------------------------------
 
-    def _began(self, exchange: Exchange) -> None:
+    def _began(self, in_flight: InFlightCall) -> None:
         """From now on it cannot be preempted, and the scheduler knows before it says more."""
         if self.scheduler.preempts:
-            self._step(AnswerBegan(exchange.request.id))
+            self._step(AnswerBegan(in_flight.request.id))
 
-    def _ended(self, exchange: Exchange, ended: RequestEnded) -> None:
+    def _ended(self, in_flight: InFlightCall, ended: RequestEnded) -> None:
         if ended.outcome == "completed" and ended.output_tokens > 0:
             try:
-                self._lengths.learn(exchange, ended.output_tokens)
+                self._lengths.learn(in_flight, ended.output_tokens)
             except Exception:  # whatever is wrong with learning, the request has ended
                 log.exception("nothing was learnt from request %d", ended.request_id)
         self._step(ended)
-        self._forget(exchange)
+        self._forget(in_flight)
 
-    def _lose(self, desk: Desk) -> None:
+    def _lose(self, handle: EngineHandle) -> None:
         """Its engine is gone with all it ran."""
-        lost = self._calls.abandon(desk)
-        answered = tuple(sorted(exchange.request.id for exchange in lost if exchange.answered))
-        self._step(EngineLost(desk.name, answered, planned=desk.restart is not None))
-        for exchange in lost:
-            self._forget(exchange)
+        lost = self._calls.abandon(handle)
+        answered = tuple(sorted(in_flight.request.id for in_flight in lost if in_flight.answered))
+        self._step(EngineLost(handle.name, answered, planned=handle.restart is not None))
+        for in_flight in lost:
+            self._forget(in_flight)
 
     # ---- beginning and end ----------------------------------------------------------------------------------------
 
@@ -330,9 +317,9 @@ class LiveCluster:
             self._timer.cancel()
         for solving in self._solving:
             solving.cancel()
-        await self._calls.close(self._exchanges.values())
-        for exchange in self._open:
-            exchange.fail(_error_of("draining", None))
+        await self._calls.close(self._in_flight.values())
+        for in_flight in self._open:
+            in_flight.fail(_error_of("draining", None))
         await self.fleet.close()
         self.journal.close()
         self._lengths.close()

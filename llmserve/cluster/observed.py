@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bins.profile import Observation
+from bins.fitting import Observation
 from llmserve.cluster.journal import Step
 from llmserve.request import Batch
 from llmserve.scheduling.messages import (

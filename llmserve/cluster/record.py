@@ -68,6 +68,6 @@ class LengthRecord:
 def _sampling(body: bytes) -> dict[str, Any]:
     try:
         fields = msgspec.json.decode(body)
-    except msgspec.MsgspecError:  # numbers such as 1e999, which the door lets pass
+    except msgspec.MsgspecError:  # numbers such as 1e999, which the HTTP entrance lets pass
         return {}
     return {name: fields[name] for name in SAMPLING if isinstance(fields.get(name), int | float)}

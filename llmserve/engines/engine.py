@@ -1,4 +1,4 @@
-"""What the desk needs of an engine. A seam three methods wide."""
+"""What the handle needs of an engine. A seam three methods wide."""
 
 from __future__ import annotations
 
@@ -37,13 +37,15 @@ class ServedModel(msgspec.Struct, frozen=True):
 class Health:
     """What a probe found.
 
-    slots       requests that it runs at once, where that is read from the engine; else None
-    tokens_max  tokens that its KV cache holds, where it tells
+    slots        requests that it runs at once, where that is read from the engine; else None
+    tokens_max   tokens that its KV cache holds, where it tells
+    slots_found  these are all the slots there are, as far as looks at it tell
     """
 
     models: tuple[ServedModel, ...]
     slots: int | None = None
     tokens_max: int | None = None
+    slots_found: bool = True
 
 
 class Answer(Protocol):

@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -31,6 +30,7 @@ from aiohttp import web
 
 from bins.profile import batch_s
 from llmserve.engines.embedded.batching import BatchQueue, Seat, seat_of
+from llmserve.engines.fake_answer import FakeAnswer, events, whole_body, whole_stream
 
 FaultMode = Literal["ok", "hang", "500", "close_mid_stream", "slow"]
 
@@ -224,8 +224,8 @@ class FakeEngine:
         answer = self._answer(body, chat=request.path == "/v1/chat/completions")
         return await (self._stream(request, answer, seat) if body.stream else self._whole(request, answer, seat))
 
-    def _answer(self, body: _Body, *, chat: bool) -> _Answer:
-        return _Answer(
+    def _answer(self, body: _Body, *, chat: bool) -> FakeAnswer:
+        return FakeAnswer(
             body.model or self.model,
             chat,
             body.max_completion_tokens or body.max_tokens or self._output_tokens,
@@ -234,7 +234,7 @@ class FakeEngine:
             "length" if body.max_completion_tokens or body.max_tokens else "stop",
         )
 
-    async def _whole(self, request: web.BaseRequest, answer: _Answer, seat: Seat | None) -> web.StreamResponse:
+    async def _whole(self, request: web.BaseRequest, answer: FakeAnswer, seat: Seat | None) -> web.StreamResponse:
         if not self._is_instant(answer.model):
             fault = self.fault
             async with self._turn(seat) as began:
@@ -242,14 +242,14 @@ class FakeEngine:
                     if due is None:
                         _cut(request)
                         return web.Response()
-        return web.Response(body=_whole_body(answer), content_type="application/json")
+        return web.Response(body=whole_body(answer), content_type="application/json")
 
-    async def _stream(self, request: web.BaseRequest, answer: _Answer, seat: Seat | None) -> web.StreamResponse:
+    async def _stream(self, request: web.BaseRequest, answer: FakeAnswer, seat: Seat | None) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        opening, token, closing = _events(answer)
+        opening, token, closing = events(answer)
         if self._is_instant(answer.model):
             await response.prepare(request)
-            await response.write(_whole_stream(answer))
+            await response.write(whole_stream(answer))
             return response
         fault = self.fault
         async with self._turn(seat) as began:
@@ -268,7 +268,9 @@ class FakeEngine:
         """Whether answers need neither time nor a slot."""
         return self._paces[model] == Pace(0.0) and not self._barrier and self.fault.mode == "ok"
 
-    async def _steps(self, began: _Began, answer: _Answer, fault: Fault, stride: int = 1) -> AsyncIterator[int | None]:
+    async def _steps(
+        self, began: _Began, answer: FakeAnswer, fault: Fault, stride: int = 1
+    ) -> AsyncIterator[int | None]:
         """Waits until `stride` more tokens are due, yields how many are; None where a fault cuts the answer off.
 
         Times are counted from the start, so that a late timer delays one token and not all that follow.
@@ -337,58 +339,6 @@ class FakeEngine:
                     turn.began.set_result(began)
             for turn in batch:
                 await turn.ended.wait()
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What an answer's bytes depend on. Answers that are alike share them, id included."""
-
-    model: str
-    chat: bool
-    tokens: int
-    prompt_tokens: int
-    include_usage: bool
-    finish_reason: str
-
-    @property
-    def usage(self) -> dict[str, int]:
-        total = self.prompt_tokens + self.tokens
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.tokens, "total_tokens": total}
-
-    def head(self, kind: str) -> dict[str, object]:
-        kind = f"chat.completion{kind}" if self.chat else "text_completion"
-        return {"id": "chatcmpl-fake" if self.chat else "cmpl-fake", "object": kind, "created": 0, "model": self.model}
-
-
-@lru_cache(4096)
-def _whole_body(answer: _Answer) -> bytes:
-    text = "tok " * answer.tokens
-    content = {"message": {"role": "assistant", "content": text}} if answer.chat else {"text": text}
-    choice = {"index": 0, **content, "logprobs": None, "finish_reason": answer.finish_reason}
-    return msgspec.json.encode({**answer.head(""), "choices": [choice], "usage": answer.usage})
-
-
-@lru_cache(1024)
-def _whole_stream(answer: _Answer) -> bytes:
-    opening, token, closing = _events(answer)
-    return opening + token * answer.tokens + closing
-
-
-@lru_cache(4096)
-def _events(answer: _Answer) -> tuple[bytes, bytes, bytes]:
-    """The event that opens a stream, the one of a token, and those that close it."""
-
-    def event(fields: dict[str, object]) -> bytes:
-        return b"data: " + msgspec.json.encode({**answer.head(".chunk"), **fields}) + b"\n\n"
-
-    def choice(content: dict[str, object], finish_reason: str | None) -> bytes:
-        return event({"choices": [{"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}]})
-
-    opening = choice({"delta": {"role": "assistant", "content": ""}}, None) if answer.chat else b""
-    token = choice({"delta": {"content": "tok "}} if answer.chat else {"text": "tok "}, None)
-    closing = choice({"delta": {}} if answer.chat else {"text": ""}, answer.finish_reason)
-    usage = event({"choices": [], "usage": answer.usage}) if answer.include_usage else b""
-    return opening, token, closing + usage + b"data: [DONE]\n\n"
 
 
 def _make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:

@@ -147,7 +147,9 @@ class OpenAIEngine:
             self._tokens_max = load.tokens_max
             if self._slots is not None:
                 self._slots.observe(load)
-        return Health(served, self._slots.slots if self._slots is not None else None, self._tokens_max)
+        if self._slots is None:
+            return Health(served, None, self._tokens_max)
+        return Health(served, self._slots.slots, self._tokens_max, self._slots.found)
 
     async def _load(self) -> Load | None:
         """None where there are no metrics of vLLM's, or none for once: an engine is not less well for that."""

@@ -12,7 +12,8 @@ CACHE_TOKENS = re.compile(r'\bkv_cache_size_tokens="(\d+)"')
 BLOCKS = re.compile(r'\bnum_gpu_blocks="(\d+)"')  # what older versions tell instead
 BLOCK_SIZE = re.compile(r'\bblock_size="(\d+)"')
 
-GROWTH = 1.25  # of the number of slots, when all of them are in use and nothing waits
+FIRST_GROWTH = 2.0  # of the number of slots, when all of them are in use and nothing waits
+GROWTH = 1.25  # likewise, once they were found to be all that there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +51,14 @@ class SlotsLearner:
     While more wait inside the engine than were sent to wait there, what runs is what fits; while all slots are in use
     and nothing waits, there may be more. One look can fall between a request's arrival and its first step: two in a
     row must agree that something waits.
+
+    slots  to begin with; few, for what is sent too early waits inside the engine, first come first served
+    found  more waited inside than was sent to wait there: until then there may be far more slots
     """
 
     def __init__(self, slots: int, look_ahead: int) -> None:
         self.slots = slots
+        self.found = False
         self._look_ahead = look_ahead
         self._before: Load | None = None
 
@@ -61,7 +66,7 @@ class SlotsLearner:
         """The number of slots to use from now on."""
         before, self._before = self._before, load
         if before is not None and min(before.waiting, load.waiting) > self._look_ahead:
-            self.slots = max(1, before.running, load.running)
+            self.slots, self.found = max(1, before.running, load.running), True
         elif load.waiting == 0 and load.running >= self.slots:
-            self.slots = int(self.slots * GROWTH) + 1
+            self.slots = int(self.slots * (GROWTH if self.found else FIRST_GROWTH)) + 1
         return self.slots

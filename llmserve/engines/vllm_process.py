@@ -16,6 +16,7 @@ from pathlib import Path
 
 from llmserve.engines.engine_process import EngineProcess, free_ports
 from llmserve.errors import ConfigError
+from llmserve.extras import install
 
 OURS = ("--model", "--host", "--port", "--uds", "--api-key", "--ssl-keyfile", "--ssl-certfile")
 DATA_PARALLEL = ("--data-parallel-size", "-dp")
@@ -182,6 +183,6 @@ def check_python(python: str) -> None:
         raise ConfigError(f"engine_python: {python} cannot be run: {error}") from error
     if asked.returncode != 0:
         raise ConfigError(
-            f"there is no vLLM for {python}: install llmserve with its extra, pip install '.[vllm]', or name the "
-            "Python of an environment that has it with --engine-python"
+            f"there is no vLLM for {python}: {install('vllm')}, or name the Python of an environment that has it with "
+            "--engine-python"
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from llmserve.errors import ConfigError
+from llmserve.extras import need
 from llmserve.herd.instance import Bools, Floats, Ints
 from llmserve.herd.task import Grouping, Task
 
@@ -122,8 +122,7 @@ class _Programme:
 
 def scipy_optimize() -> Any:
     """Its solvers. Raises ConfigError without it: it is a dependency of planning only."""
-    try:
-        import scipy.optimize
-    except ImportError as error:
-        raise ConfigError("planning needs scipy: pip install '.[plan]'") from error
+    need("plan", "scipy", why="planning")
+    import scipy.optimize
+
     return scipy.optimize

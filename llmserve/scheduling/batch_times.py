@@ -63,7 +63,7 @@ class Timetable:
         alone_s = min([prefill_s + tokens * step_s for prefill_s, step_s in lines], default=0.0)
         return min(queued.deadline_s, queued.deadline_s - alone_s + SURELY_LATE_S)
 
-    def look_again(self) -> None:
+    def invalidate(self) -> None:
         """After a change of who serves what, and how fast."""
         self._alone.clear()
 

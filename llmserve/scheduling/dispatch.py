@@ -52,11 +52,11 @@ class Dispatch:
                     self._start(group, engine, queues, batch, size, now_s)
                 if choice.look_again_at_s is not None:
                     dues_s.append(choice.look_again_at_s)
-            if group.grown:
+            if group.arrived_in:
                 self._make_room(group, now_s)
             if group.timed:
                 dues_s += self._dues_s(group, choice)
-        group.grown.clear()
+        group.arrived_in.clear()
         # What its release would let go by now, an order of the moment may have no use for.
         least_s = now_s if self.moment else -math.inf
         return [at_s for at_s in dues_s if at_s is not None and at_s > least_s] if dues_s else []
@@ -101,7 +101,7 @@ class Dispatch:
     def _victims(self, group: Group, order: MomentOrder, now_s: float) -> list[Running]:
         """Batches that could make room for what waits, those first that the order would rather stop."""
         batches = group.pool.batches
-        waiting = max([queues.waiting for queues in group.grown.values()])
+        waiting = max([queues.waiting for queues in group.arrived_in.values()])
         sizes = [size for size in batches if order.may_stop(size, waiting, self.forming.batch_size)]
         engines = [engine for size in sizes for engine in batches[size].values() if can_stop(engine, now_s)]
         found = [self._running(group, engine) for engine in engines]
@@ -124,7 +124,7 @@ class Dispatch:
             if engine.ready and engine.circuit.closed:
                 beside = running if engine is stopped else None
                 best = choice.best_of(
-                    engine, group.grown.values(), engine.info.slots, best=best, running=beside, at_least=least
+                    engine, group.arrived_in.values(), engine.info.slots, best=best, running=beside, at_least=least
                 )
         if best is None or not order.stops(best[1], running, now_s):
             return False

@@ -208,10 +208,10 @@ class RequestBook:
         queues = self.queues_of(queued)
         return self._times.late_at_s(queued, queues.engines, queues.tokens(queued.bin).least, now_s)
 
-    def look_again(self) -> None:
+    def invalidate(self) -> None:
         """After a change of who serves what, and how fast."""
         if self._times is not None:
-            self._times.look_again()
+            self._times.invalidate()
 
     def touch(self, group: Group) -> None:
         self.touched[group.name] = group
@@ -229,7 +229,7 @@ class RequestBook:
         if queued.request.deadline_s is not None:
             self.deadlines.watch(queued, self.now_s)
         if self._preempts:
-            group.grown[queues.model] = queues
+            group.arrived_in[queues.model] = queues
 
     def end(self, runs: Sequence[Run]) -> None:
         """Of one batch, so of one group and model."""
@@ -276,7 +276,7 @@ class RequestBook:
         was_proven = self.now_s < engine.proven_until_s(model)
         changed = engine.took(model, together, output_tokens, self.now_s - run.started_at_s, self.now_s)
         if changed or not was_proven:
-            self.look_again()
+            self.invalidate()
         queues = self._groups.group_of(engine).queues.get(model)
         if was_proven or queues is None or self._times is None:
             return
@@ -434,7 +434,7 @@ class EngineBook:
 
     def _circuits_changed(self, group: Group) -> None:
         self._book.touch(group)
-        self._book.look_again()
+        self._book.invalidate()
         group.see_engines(self._book.now_s)
 
     def changed(self, groups: Iterable[Group]) -> None:

@@ -276,7 +276,7 @@ class Group:
     present     requests that wait or run
     pool        the engines
     rate        at which requests end
-    grown       queues to which requests have come since the last dispatch
+    arrived_in  queues to which requests have come since the last dispatch
     without_engine  queues of the models for which no engine works
     wake_at_s   when it is to be looked at at the latest; None: not before something happens
     """
@@ -288,7 +288,7 @@ class Group:
         self.present = 0
         self.pool = EnginePool()
         self.rate = CompletionRate()
-        self.grown: dict[str, ModelQueues] = {}
+        self.arrived_in: dict[str, ModelQueues] = {}
         self.without_engine: list[ModelQueues] = []
         self.planned: list[ModelQueues] = []  # those whose release follows plans
         self.timed: list[ModelQueues] = []  # those whose release may let more go by time alone
@@ -352,7 +352,7 @@ class Group:
     @property
     def heeds_arrivals(self) -> bool:
         """Whether one more request that waits may change more than its queue; else all engines are busy."""
-        return bool(self.pool.free or self.pool.paused or self.timed or self.grown or self.without_engine)
+        return bool(self.pool.free or self.pool.paused or self.timed or self.arrived_in or self.without_engine)
 
     def hopeless(self, now_s: float, wait_s: float) -> Iterator[ModelQueues]:
         """Those that have waited so long for an engine that works."""

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmserve.errors import ConfigError
+from llmserve.extras import need_plot
 from llmserve.simulation.engine_model import StepEngine
 from llmserve.simulation.estimates import Estimate, Repeated
 from llmserve.simulation.report import BatchRecorder, Start
@@ -44,10 +45,7 @@ class Story:
 
 def check(folder: Path) -> None:
     """Raises ConfigError without matplotlib, or when the folder cannot be made."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install '.[plot]'") from error
+    need_plot(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

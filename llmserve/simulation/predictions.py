@@ -166,7 +166,7 @@ def _mistaken(
 def read_confusion(place: str) -> NDArray[np.float64]:
     """T of FILE[:K], counts or shares: rows are real bins and columns predicted ones, each row's sum becomes 1.
 
-    JSON: the matrix, or an evaluation of scripts/evaluate_predictor.py, whose `confusion` has a matrix for each K. CSV:
+    JSON: the matrix, or an evaluation of `llmserve evaluate`, whose `confusion` has a matrix for each K. CSV:
     the matrix. Raises ConfigError naming the file.
     """
     name, _, wanted = place.rpartition(":") if place.rpartition(":")[2].isdigit() else (place, "", "")

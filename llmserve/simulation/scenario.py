@@ -83,7 +83,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Meta(
             description="instead of lengths: file of prompts and their answers' lengths, such as serve's --record "
-            "writes (FILE[:COLUMN], what scripts/train_predictor.py takes as --data; COLUMN: the output tokens); each "
+            "writes (FILE[:COLUMN], what llmserve train takes as --data; COLUMN: the output tokens); each "
             "request is one of its rows, drawn at random"
         ),
     ] = None

@@ -2,13 +2,13 @@
 """Which batches serve best: bins of equal mass, bins by answers, or windows; on files of answer lengths.
 
     python scripts/lab/benchmark_bins.py --lengths chat=trace.csv.gz:output_tokens \\
-        --lengths maths=answers.jsonl.gz:tokens --jobs 2 --output docs/results/bins.json --plot docs/bins.png
+        --lengths maths=answers.jsonl.gz:tokens --jobs 2 --output docs/results/bins.json --plot docs/results/bins.png
 
 Simulates one engine that runs batches to their end, a step a token, with the scheduler that serves. One half of each
 file's rows (by --seeds random halves) gives the first edges, the other half is served: all at once, which tells the
 throughput, and as they come at random, at loads that one bin could bear (below 1) and could not (above). Lengths are
-known ("oracle"), or predicted as roughly as people's prompts let a trained predictor do (docs/prediction.md): quantiles
-whose medians have a rank correlation (Kendall's tau) of --tau with the lengths.
+known ("oracle"), or predicted as roughly as people's prompts let a trained predictor do (docs/results/prediction.md):
+quantiles whose medians have a rank correlation (Kendall's tau) of --tau with the lengths.
 
 Prints Markdown tables: gains in throughput over one bin; mean latency and its 99th percentile over that of as many
 bins of equal mass.

@@ -2,12 +2,12 @@
 """Deadlines kept: the orders of llmserve beside each other, on engines that serve, and in simulations.
 
     python scripts/lab/benchmark_deadlines.py fake \\
-        --output docs/results/deadlines.json --figure docs/deadlines.png
+        --output docs/results/deadlines.json --figure docs/results/deadlines.png
     python scripts/lab/benchmark_deadlines.py vllm --vllm-python .venv-vllm/bin/python \\
-        --output docs/results/deadlines-vllm.json --figure docs/deadlines-vllm.png
+        --output docs/results/deadlines-vllm.json --figure docs/results/deadlines-vllm.png
     python scripts/lab/benchmark_deadlines.py load --lengths "AlpacaEval=file:lengths.csv:tokens" \\
         --trace "Azure chat=azure_llm_2023_conv.csv.gz" \\
-        --output docs/results/deadlines-load.json --figure docs/deadlines-load.png
+        --output docs/results/deadlines-load.json --figure docs/results/deadlines-load.png
 
 fake, vllm: two streams with deadlines of their own, each of another model, share GPUs that run one batch at a time; in
 the middle the quick one comes in a burst. Every order is a `llmserve serve` of its own that is asked over HTTP; all get

@@ -8,7 +8,8 @@ One engine of a published profile (Llama-3.1-8B on an H100, idle power counted),
     saturated  all requests at once: throughput of table over full
     cost       SMDP-J's basic scenario: no release may cost less than the SMDP's policy
 
-    python scripts/lab/benchmark_dispatch.py --conversation azure_conv.csv.gz --code azure_code.csv.gz --output docs
+    python scripts/lab/benchmark_dispatch.py --conversation azure_conv.csv.gz --code azure_code.csv.gz \\
+        --output docs/results
 
 The files are CSV with columns arrival_s, input_tokens, output_tokens; the lengths of `load`, `refill` and `saturated`
 are drawn from the conversation's. Energy per token is all that the engine draws, over output tokens.
@@ -38,7 +39,8 @@ from reproduction.batchmonitor.printed_rate import PrintedScheduling
 
 from bins import profile
 from bins.service import ServiceTimes
-from bins.smdp import MS_PER_S, Queue
+from bins.smdp import Queue
+from bins.smdp_model import MS_PER_S
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.policies import SchedulingConfig
 from llmserve.simulate import Scenario, simulate
@@ -343,9 +345,7 @@ def main() -> None:
     parser.add_argument("--code", type=Path, required=True, metavar="FILE", help="trace of a code service, bursty")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at once")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
-    parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="write results/dispatch.json and dispatch.png here"
-    )
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write dispatch.json and dispatch.png here")
     args = parser.parse_args()
     for path in (args.conversation, args.code):
         if not path.is_file():
@@ -366,7 +366,7 @@ def main() -> None:
             "costs": cost_rows,
         }
         text = msgspec.json.format(msgspec.json.encode(found), indent=1).decode()
-        write_text(args.output / "results" / "dispatch.json", text)
+        write_text(args.output / "dispatch.json", text)
         plot(rows, args.output / "dispatch.png")
 
 

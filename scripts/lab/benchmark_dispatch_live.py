@@ -2,7 +2,7 @@
 """Waiting for company at low load, live: what it costs in latency and saves in energy on the embedded engine.
 
     python scripts/lab/benchmark_dispatch_live.py \\
-        --output docs/results/dispatch-live.json --figure docs/dispatch-live.png
+        --output docs/results/dispatch-live.json --figure docs/results/dispatch-live.png
 
 First the embedded engine's profile is measured, with batches of all sizes that go the way that requests will go. From
 it and the lengths of the demo corpus follow the arrival rate of the wanted load, and what an exact solve (bins/smdp.py)
@@ -184,7 +184,7 @@ async def measure(args: argparse.Namespace, profile: Profile, load: Load, target
     """The releases in turn, round after round."""
     profile.save(folder / "profile.json")
     common = ["--batch-size", str(args.batch_size), "--profile", str(folder / "profile.json")]
-    # At low load one bin answers sooner than many (docs/dispatch.md); table finds that out for itself.
+    # At low load one bin answers sooner than many (docs/results/dispatch.md); table finds that out for itself.
     flags = {release: [*common, "--bins", "1"] for release in RELEASES}
     flags["table"] = [*common, "--latency-target-s", f"{target_s:.4g}"]
     runs = []

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long HERD takes to plan, beside Shepherd's Table 5: up to 1,000,000 streams of 1,000 models on 1,000 GPUs.
 
-    python scripts/lab/benchmark_herd.py --seeds 3 --output docs/results/herd.json --plot docs/herd.png
+    python scripts/lab/benchmark_herd.py --seeds 3 --output docs/results/herd.json --plot docs/results/herd.png
 
 The paper tells streams, models, workers and groups (10), and no more. Here a model has alpha and beta of one of Table
 4's, each within 20 %; models' popularities are lognormal (sigma 1), and so are the rates of a model's 1,000 streams;

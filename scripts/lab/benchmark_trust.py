@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What wrong predictions cost, and that right ones win their bins back: shuffled predictions through the live server.
 
-    python scripts/lab/benchmark_trust.py --output docs/results/trust.json --figure docs/trust.png
+    python scripts/lab/benchmark_trust.py --output docs/results/trust.json --figure docs/results/trust.png
 
 One embedded engine, two servers in front of it: one with bins, one with a single bin. The same requests go to both in
 turn, block after block, so many at a time. Each brings its prediction along: its answer's real length (the demo model

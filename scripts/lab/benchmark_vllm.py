@@ -2,8 +2,8 @@
 """What llmserve in front of real vLLM servers costs and gains, beside vLLM alone and vLLM's own priorities.
 
     python scripts/lab/benchmark_vllm.py --vllm-python .venv-vllm/bin/python --router .venv-router/bin/vllm-router \\
-        --trace azure_llm_2023_conv.csv.gz --output docs/results/vllm.json --figures docs/vllm
-    python scripts/lab/benchmark_vllm.py --report --output docs/results/vllm.json --figures docs/vllm
+        --trace azure_llm_2023_conv.csv.gz --output docs/results/vllm.json --figures docs/results/vllm
+    python scripts/lab/benchmark_vllm.py --report --output docs/results/vllm.json --figures docs/results/vllm
 
 The script starts the vLLM servers itself (the demo model, float32, prefix caching off, so that a request costs the same
 each time) and asks them the demo model's held-out prompts. Answers are greedy: each prompt's length is learnt in a
@@ -75,7 +75,7 @@ from on_vllm.parts import (
 )
 from on_vllm.report import print_report
 
-from llmserve.config import EngineConfig
+from llmserve.settings import EngineConfig
 
 SERVERS = {"routers": 2, "kill": 2}  # else 1
 MEASURES = {"idle": idle, "trace": trace, "kill": kill}  # else at_once_or_poisson

@@ -19,10 +19,11 @@ from bench.results import write_json
 from bench.tables import show
 
 from bins.average_cost import SemiMarkov, evaluate, policy_iteration
+from bins.curve import Curve
 from bins.dispatch import DispatchPlan, DispatchSolver, Observed, Wish
-from bins.profile import Curve, Profile
+from bins.profile import Profile
 from bins.service import Array, ServiceTimes
-from bins.smdp import MS_PER_S
+from bins.smdp_model import MS_PER_S
 from llmserve.request import Request
 from llmserve.scheduling.queues import BinQueue, QueuedRequest
 from llmserve.scheduling.release import Table

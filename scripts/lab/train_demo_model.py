@@ -402,7 +402,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=Plan.seed)
     parser.add_argument("--threads", type=int, default=1, help="more help only where cores are idle")
     parser.add_argument("--output", type=Path, default=MODEL_FOLDER, help="where the model goes")
-    parser.add_argument("--docs", type=Path, help="where demo-model.{md,json} go (docs/; with --quick, --output)")
+    parser.add_argument("--docs", type=Path, help="for demo-model.{md,json} (docs/results; with --quick, --output)")
     parser.add_argument("--checkpoint", type=Path, default=Path(gettempdir()) / "llmserve-demo-model.pt")
     parser.add_argument("--resume", action="store_true", help="continue from --checkpoint")
     parser.add_argument("--machine", default="2 CPU cores", help="the kind of machine, for the documents")
@@ -410,7 +410,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick and args.output == MODEL_FOLDER:
         parser.error("--quick would overwrite the shipped model: give it another --output")
-    args.docs = args.docs or (args.output if args.quick else ROOT / "docs")
+    args.docs = args.docs or (args.output if args.quick else ROOT / "docs" / "results")
     return args
 
 

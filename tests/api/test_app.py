@@ -13,11 +13,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from front import Front, StartFront, until
 
-from llmserve.api.limits import ApiConfig
-from llmserve.config import Config, ServerConfig
 from llmserve.engines.fake import FakeEngine, Fault
 from llmserve.errors import ConfigError
 from llmserve.serve import serving
+from llmserve.settings import ApiConfig, Config, ServerConfig
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 

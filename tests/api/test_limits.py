@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from llmserve.api.limits import ApiConfig, Deadlines, Doorkeeper, read_keys
+from llmserve.api.limits import KeyLimits, read_keys
+from llmserve.deadline_settings import Deadlines
 from llmserve.errors import ConfigError, RateLimited, Unauthorized
+from llmserve.settings import ApiConfig
 
 
 def test_keys_are_read_with_or_without_names(tmp_path: Path) -> None:
@@ -30,44 +32,44 @@ def test_a_missing_key_file_is_an_error() -> None:
 
 
 def test_a_right_key_is_admitted_by_its_name() -> None:
-    doorkeeper = Doorkeeper({"alice": "sk-1", "bob": "sk-2"})
-    assert doorkeeper.admit("Bearer sk-2") == "bob"
-    assert doorkeeper.admit("bearer sk-1") == "alice"
+    key_limits = KeyLimits({"alice": "sk-1", "bob": "sk-2"})
+    assert key_limits.authenticate("Bearer sk-2") == "bob"
+    assert key_limits.authenticate("bearer sk-1") == "alice"
 
 
 @pytest.mark.parametrize("header", [None, "", "sk-1", "Basic sk-1", "Bearer ", "Bearer sk-3", "Bearer sk-1x"])
 def test_a_missing_or_wrong_key_is_unauthorized(header: str | None) -> None:
     with pytest.raises(Unauthorized):
-        Doorkeeper({"alice": "sk-1"}).admit(header)
+        KeyLimits({"alice": "sk-1"}).authenticate(header)
 
 
 def test_without_keys_everyone_is_admitted() -> None:
-    assert Doorkeeper({}).admit(None) == ""
+    assert KeyLimits({}).authenticate(None) == ""
 
 
 def test_one_key_may_have_only_so_many_requests_in_progress() -> None:
-    doorkeeper = Doorkeeper({}, concurrent_max=2)
-    doorkeeper.enter("alice")
-    doorkeeper.enter("alice")
+    key_limits = KeyLimits({}, concurrent_max=2)
+    key_limits.acquire("alice")
+    key_limits.acquire("alice")
     with pytest.raises(RateLimited, match="2 requests in progress"):
-        doorkeeper.enter("alice")
-    doorkeeper.enter("bob")
-    doorkeeper.leave("alice")
-    doorkeeper.enter("alice")
+        key_limits.acquire("alice")
+    key_limits.acquire("bob")
+    key_limits.release("alice")
+    key_limits.acquire("alice")
 
 
 def test_one_key_may_ask_only_so_often_a_minute_and_learns_when_to_come_back() -> None:
     now_s = [0.0]
-    doorkeeper = Doorkeeper({}, requests_per_minute_max=30, clock=lambda: now_s[0])
+    key_limits = KeyLimits({}, requests_per_minute_max=30, clock=lambda: now_s[0])
     for _ in range(30):
-        doorkeeper.enter("alice")
+        key_limits.acquire("alice")
     with pytest.raises(RateLimited) as refusal:
-        doorkeeper.enter("alice")
+        key_limits.acquire("alice")
     assert refusal.value.retry_after_s == pytest.approx(2.0)
     now_s[0] = 2.0
-    doorkeeper.enter("alice")
+    key_limits.acquire("alice")
     with pytest.raises(RateLimited):
-        doorkeeper.enter("alice")
+        key_limits.acquire("alice")
 
 
 # ---- deadlines for requests that bring none ----

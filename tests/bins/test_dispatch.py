@@ -9,21 +9,14 @@ import numpy as np
 import pytest
 from scipy.stats import lognorm
 
-from bins.dispatch import (
-    Choice,
-    DispatchPlan,
-    DispatchSolver,
-    Observed,
-    Wish,
-    least_cost,
-    least_energy,
-    percentile,
-    within_percentile,
-)
-from bins.profile import PROFILES, Curve, Profile
+from bins.curve import Curve
+from bins.dispatch import DispatchPlan, DispatchSolver, Observed, Wish
+from bins.profile import PROFILES, Profile
 from bins.refill import RefillEngine
 from bins.service import ServiceTimes
-from bins.smdp import Queue, Unstable
+from bins.several_queues import Choice, least_cost, least_energy, percentile, within_percentile
+from bins.smdp import Queue
+from bins.smdp_model import Unstable
 from llmserve.scheduling.messages import DispatchSolved, SolveDispatch
 
 H100 = PROFILES["h100-llama-3.1-8b"]

@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
-from bins.profile import PROFILES, Curve, Observation, Profile, StepTimes, fit, longest_tokens, resolve
+from bins.curve import Curve
+from bins.fitting import Observation, fit
+from bins.profile import PROFILES, Profile, StepTimes, longest_tokens, resolve
 
 H100 = PROFILES["h100-llama-3.1-8b"]
 P4 = PROFILES["p4-googlenet"]

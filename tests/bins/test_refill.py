@@ -8,7 +8,7 @@ from scipy.stats import t as student
 
 from bins.refill import RefillEngine
 from bins.service import Array
-from bins.smdp import Unstable
+from bins.smdp_model import Unstable
 
 H100_S, H100_J = (0.0790e-3, 6.54e-3), (0.0665, 3.162)  # a step of n sequences: slope n + intercept
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.stats import t as student
 
-import bins.smdp
+import bins.smdp_model
 from bins.average_cost import (
     NotConverged,
     SemiMarkov,
@@ -23,7 +23,8 @@ from bins.average_cost import (
     stationary,
 )
 from bins.service import Array, ServiceTimes
-from bins.smdp import Queue, Unstable
+from bins.smdp import Queue
+from bins.smdp_model import Unstable
 
 KINDS = ("deterministic", "erlang", "exponential", "hyperexponential")
 SQUARED_COV = dict(zip(KINDS, (0.0, 0.5, 1.0, 2.0), strict=True))
@@ -528,7 +529,7 @@ def test_what_cannot_be_solved_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     for load in (1.0, 1.5):
         with pytest.raises(Unstable, match="more than batches of 32 can serve"):
             basic(load).solve(1.0)
-    monkeypatch.setattr(bins.smdp, "ITERATIONS_MAX", 1)
+    monkeypatch.setattr(bins.smdp_model, "ITERATIONS_MAX", 1)
     with pytest.raises(NotConverged, match="after 1 iterations") as raised:
         queue.solve(1.0)
     assert raised.value.last.policy[-1] == 32

@@ -21,16 +21,15 @@ from aiohttp.test_utils import TestServer
 from front import Front, StartFront, until
 from worlds.invariants import check
 
-from llmserve.api.limits import ApiConfig
 from llmserve.cluster.journal import Header, Journal
-from llmserve.cluster.live import LiveCluster, LiveConfig
-from llmserve.config import ServerConfig
+from llmserve.cluster.live import LiveCluster
 from llmserve.engines.engine_process import EngineProcess
 from llmserve.engines.fake import FakeEngine, Fault, Pace
 from llmserve.engines.openai_engine import OpenAIEngine
 from llmserve.policies import SchedulingConfig
 from llmserve.request import Call, EngineInfo
 from llmserve.scheduling.messages import EngineLost, RequestEnded
+from llmserve.settings import ApiConfig, LiveConfig, ServerConfig
 from predictor.prompt import Prompt
 
 
@@ -68,7 +67,7 @@ async def ask(front: Front, *, stream: bool, **fields: Any) -> str:
 
 
 def state(front: Front, name: str) -> str:
-    return front.cluster.fleet.desks[name].state
+    return front.cluster.fleet.handles[name].state
 
 
 def name_of(url: str) -> str:
@@ -115,7 +114,7 @@ async def test_a_frozen_engine_is_given_up_and_its_requests_run_elsewhere(start_
         live = LiveConfig(probe_every_s=0.05, probes_failed_max=2)
         front = await start_front(good.url, frozen.url, slots=4, live=live)
         requests = [asyncio.ensure_future(ask(front, stream=False, max_tokens=20)) for _ in range(16)]
-        await until(lambda: len(front.cluster.fleet.desks[name_of(frozen.url)].running) == 4)
+        await until(lambda: len(front.cluster.fleet.handles[name_of(frozen.url)].running) == 4)
         assert frozen.pid is not None
         os.killpg(frozen.pid, signal.SIGSTOP)
         try:
@@ -207,10 +206,10 @@ async def test_only_the_admin_key_opens_the_office(start_front: StartFront, tmp_
         assert (await order(front, name, "drain", key=None))[0] == 401
         assert (await order(front, name, "drain", key="guess"))[0] == 401
         assert (await order(front, "nobody", "drain"))[0] == 404
-        desk = front.cluster.fleet.desks[name]
-        desk.up = False
+        handle = front.cluster.fleet.handles[name]
+        handle.up = False
         assert (await order(front, name, "drain"))[0] == 400, "it is down, and would be used when it is back"
-        desk.up = True
+        handle.up = True
         assert (await order(front, name, "explode"))[0] == 404
         assert (await order(front, name, "restart"))[0] == 400, "it was not started here"
         assert state(front, name) == "ready"
@@ -239,7 +238,7 @@ async def test_a_rolling_restart_under_load_loses_nothing(start_front: StartFron
             name, before = name_of(process.url), sum(ends.values())
             await until(lambda before=before: sum(ends.values()) > before + 20)  # type: ignore[misc]
             await order(front, name, "drain")
-            await until(lambda name=name: not front.cluster.fleet.desks[name].running)  # type: ignore[misc]
+            await until(lambda name=name: not front.cluster.fleet.handles[name].running)  # type: ignore[misc]
             await process.restart()
             await until(lambda name=name: front.cluster.engines_ready[name])  # type: ignore[misc]
         before = sum(ends.values())
@@ -270,17 +269,17 @@ async def test_an_engine_started_here_is_restarted_on_order_once_it_is_empty() -
     async with engine_process("--step-s", "0.01") as process:
         engine = OpenAIEngine(EngineInfo("mine", 8, False), process.url, restart=process.restart)
         async with cluster_of(engine) as cluster:
-            exchange = await cluster.submit(call(), lambda exchange: None)
-            (desk,) = cluster.fleet.desks.values()
+            in_flight = await cluster.submit(call(), lambda in_flight: None)
+            (handle,) = cluster.fleet.handles.values()
             first_pid = process.pid
-            cluster.fleet.begin_restart(desk)
-            cluster.fleet.begin_restart(desk)  # once is enough
-            assert (desk.state, desk.ready) == ("restarting", False)
-            assert (await exchange.head()).status == 200
+            cluster.fleet.begin_restart(handle)
+            cluster.fleet.begin_restart(handle)  # once is enough
+            assert (handle.state, handle.ready) == ("restarting", False)
+            assert (await in_flight.head()).status == 200
             await until(lambda: cluster.engines_ready["mine"])
             assert process.pid != first_pid
-            exchange = await cluster.submit(call(), lambda exchange: None)
-            assert (await exchange.head()).status == 200
+            in_flight = await cluster.submit(call(), lambda in_flight: None)
+            assert (await in_flight.head()).status == 200
 
 
 async def test_an_engine_that_is_healthy_but_lets_nobody_in_is_said_to_once(
@@ -293,10 +292,10 @@ async def test_an_engine_that_is_healthy_but_lets_nobody_in_is_said_to_once(
     app.router.add_route("*", "/{path:.*}", refuse)
     async with TestServer(app) as engine:
         front = await start_front(str(engine.make_url("")), wait=False)
-        (desk,) = front.cluster.fleet.desks.values()
-        await until(lambda: desk.trouble != "")
+        (handle,) = front.cluster.fleet.handles.values()
+        await until(lambda: handle.trouble != "")
         await asyncio.sleep(0.3)
-        assert not desk.up
+        assert not handle.up
     said = [record.message for record in caplog.records if "/v1/models says 401" in record.message]
     assert len(said) == 1
 
@@ -304,25 +303,25 @@ async def test_an_engine_that_is_healthy_but_lets_nobody_in_is_said_to_once(
 async def test_metrics_that_fail_for_once_change_nothing(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0.01, slots=3, tokens_max=5_000) as engine:
         front = await start_front(engine, slots=None)
-        (desk,) = front.cluster.fleet.desks.values()
+        (handle,) = front.cluster.fleet.handles.values()
         requests = [asyncio.ensure_future(ask(front, stream=False, max_tokens=60)) for _ in range(20)]
-        await until(lambda: desk.info.slots == 3)
+        await until(lambda: handle.info.slots == 3)
 
         async def broken(request: web.BaseRequest) -> web.Response:
             return web.Response(status=500)
 
         engine._routes["GET", "/metrics"] = broken
         probes = []
-        probe = desk.engine.probe
+        probe = handle.engine.probe
 
         async def counted() -> Any:
             probes.append(await probe())
             return probes[-1]
 
-        desk.engine.probe = counted  # type: ignore[method-assign]
+        handle.engine.probe = counted  # type: ignore[method-assign]
         await until(lambda: len(probes) >= 3)
-        assert desk.up
-        assert (desk.info.slots, desk.info.tokens_max) == (3, 5_000)
+        assert handle.up
+        assert (handle.info.slots, handle.info.tokens_max) == (3, 5_000)
         await asyncio.gather(*requests)
 
 
@@ -332,11 +331,22 @@ async def test_metrics_that_fail_for_once_change_nothing(start_front: StartFront
 async def test_slots_that_nobody_told_are_read_from_the_engine(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0.01, slots=3) as engine:
         front = await start_front(engine, slots=None)
-        (desk,) = front.cluster.fleet.desks.values()
-        assert desk.info.slots == 256
+        (handle,) = front.cluster.fleet.handles.values()
+        assert handle.info.slots == 8
         requests = [asyncio.ensure_future(ask(front, stream=False, max_tokens=100)) for _ in range(30)]
-        await until(lambda: desk.info.slots == 3)
+        await until(lambda: handle.info.slots == 3)
         assert Counter(await asyncio.gather(*requests)) == {"done": 30}
+
+
+async def test_an_engine_of_many_slots_is_soon_given_as_much_as_it_takes(start_front: StartFront) -> None:
+    """It is looked at again as soon as its slots are all in use, however seldom it is looked at otherwise."""
+    async with FakeEngine(step_s=0.01, slots=40) as engine:
+        front = await start_front(engine, slots=None, live=LiveConfig(probe_every_s=60.0))
+        (handle,) = front.cluster.fleet.handles.values()
+        requests = [asyncio.ensure_future(ask(front, stream=False, max_tokens=200)) for _ in range(90)]
+        await until(lambda: engine.running_max == 40)
+        await until(lambda: handle.info.slots == 40)
+        assert Counter(await asyncio.gather(*requests)) == {"done": 90}
 
 
 async def test_the_engines_memory_bounds_what_is_sent_there(start_front: StartFront) -> None:
@@ -391,7 +401,7 @@ async def test_after_thousands_of_disconnects_at_any_moment_nothing_is_left(star
         await until(lambda: not front.cluster.scheduler.requests)
         await until(lambda: first.running == second.running == 0)
         check(front.cluster.scheduler)
-        assert not front.cluster._exchanges
+        assert not front.cluster._in_flight
         assert not front.cluster._open
-        assert [len(desk.running) for desk in front.cluster.fleet.desks.values()] == [0, 0]
+        assert [len(handle.running) for handle in front.cluster.fleet.handles.values()] == [0, 0]
         assert [state.total_tokens for state in front.cluster.scheduler.engines.values()] == [0, 0]

@@ -7,7 +7,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from llmserve.cluster.fleet import Fleet, FleetConfig
+from llmserve.cluster.fleet import Fleet
 from llmserve.cluster.journal import Header, Journal
 from llmserve.cluster.known_models import KnownModels, Listed
 from llmserve.cluster.live import LiveCluster
@@ -16,6 +16,7 @@ from llmserve.engines.openai_engine import OpenAIEngine
 from llmserve.metrics import Metrics
 from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo
+from llmserve.settings import LiveConfig
 
 
 def listed(**contexts_tokens: int | None) -> Listed:
@@ -116,9 +117,9 @@ def lists(kind: str, count: int) -> Health:
 
 def to_hear_of(fleet: Fleet, count: int) -> int:
     """Operations of a probe that finds so many models on the first engine, all others than before."""
-    for desk in fleet.desks.values():
-        fleet._found(desk, lists("old", count))
-    first, *_ = fleet.desks.values()
+    for handle in fleet.handles.values():
+        fleet._found(handle, lists("old", count))
+    first, *_ = fleet.handles.values()
     return operations(partial(fleet._found, first, lists("new", count)))
 
 
@@ -128,7 +129,7 @@ def watched(engines: int) -> Fleet:
     def hear(_: object) -> None:
         pass
 
-    return Fleet([Lists(f"gpu{number}") for number in range(engines)], FleetConfig(), tell=hear, lose=hear)
+    return Fleet([Lists(f"gpu{number}") for number in range(engines)], LiveConfig(), tell=hear, lose=hear)
 
 
 def test_to_hear_of_four_times_as_many_new_models_takes_four_times_as_long() -> None:

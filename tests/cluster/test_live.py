@@ -16,14 +16,14 @@ from front import Front, StartFront, until
 
 from llmserve.cluster import journal
 from llmserve.cluster.journal import Header, Journal, Step
-from llmserve.cluster.live import LiveCluster, LiveConfig
-from llmserve.config import ServerConfig
+from llmserve.cluster.live import LiveCluster
 from llmserve.engines.engine import EngineError
 from llmserve.engines.fake import FakeEngine, Fault
 from llmserve.engines.openai_engine import OpenAIEngine
 from llmserve.policies import SchedulingConfig
 from llmserve.request import Call, EngineInfo
 from llmserve.scheduling.messages import RequestArrived, RequestEnded, StartBatch, TimerFired
+from llmserve.settings import LiveConfig, ServerConfig
 from predictor.forecaster import Forecaster
 from predictor.online import OnlineLearner
 from predictor.prompt import Prompt
@@ -90,8 +90,8 @@ class Table:
 async def submit(cluster: LiveCluster, prompt: str, **fields: Any) -> Any:
     body = json.dumps({"model": "fake", "messages": [], "max_tokens": 4}).encode()
     call = Call("/v1/chat/completions", body, Prompt(prompt, "fake"), stream=False, **fields)
-    exchange = await cluster.submit(call, lambda exchange: None)
-    return await exchange.head()
+    in_flight = await cluster.submit(call, lambda in_flight: None)
+    return await in_flight.head()
 
 
 async def test_predictions_choose_the_bin_and_a_bad_predictor_costs_its_budget_at_most(tmp_path: Path) -> None:
@@ -117,12 +117,12 @@ async def test_whoever_stops_waiting_for_an_answer_can_still_cancel_it(start_fro
     async with FakeEngine(step_s=0.05) as engine:
         front = await start_front(engine)
         call = Call("/v1/chat/completions", b'{"max_tokens": 900}', Prompt("", "fake"), stream=False)
-        exchange = await front.cluster.submit(call, lambda exchange: None)
-        waiting = asyncio.ensure_future(exchange.head())
+        in_flight = await front.cluster.submit(call, lambda in_flight: None)
+        waiting = asyncio.ensure_future(in_flight.head())
         await until(lambda: engine.running == 1)
         waiting.cancel()
         await asyncio.wait([waiting])
-        front.cluster.release(exchange)
+        front.cluster.release(in_flight)
         await until(lambda: engine.running == 0 and not front.cluster.scheduler.requests)
 
 
@@ -132,10 +132,10 @@ async def test_whoever_stops_waiting_for_an_answer_can_still_cancel_it(start_fro
 async def test_a_missed_health_probe_costs_no_stream(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0.01) as engine:
         front = await start_front(engine)
-        (desk,) = front.cluster.fleet.desks.values()
+        (handle,) = front.cluster.fleet.handles.values()
         streaming = asyncio.ensure_future(stream(front, max_tokens=60))
         await until(lambda: engine.running == 1)
-        probe, misses = desk.engine.probe, 0
+        probe, misses = handle.engine.probe, 0
 
         async def miss_twice() -> Any:
             nonlocal misses
@@ -144,10 +144,10 @@ async def test_a_missed_health_probe_costs_no_stream(start_front: StartFront) ->
                 raise EngineError("too busy to say how it is")
             return await probe()
 
-        desk.engine.probe = miss_twice  # type: ignore[method-assign]
+        handle.engine.probe = miss_twice  # type: ignore[method-assign]
         assert (await streaming)[-1] == "[DONE]"
         await until(lambda: misses > 2)
-        assert front.cluster.engines_ready == {desk.engine.info.name: True}
+        assert front.cluster.engines_ready == {handle.engine.info.name: True}
 
 
 async def test_an_engine_that_talks_nonsense_about_tokens_leaks_no_slot(start_front: StartFront) -> None:

@@ -45,7 +45,6 @@ from numpy.typing import NDArray
 from llmserve.cluster import journal
 from llmserve.cluster.journal import Header, Journal, Step
 from llmserve.cluster.simulated import EngineModel, SimulatedCluster
-from llmserve.config import Config, EngineConfig, ServerConfig
 from llmserve.engines.fake import FakeEngine
 from llmserve.policies import SchedulingConfig
 from llmserve.request import Batch, EngineInfo, Request
@@ -62,6 +61,7 @@ from llmserve.scheduling.messages import (
 )
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.serve import serving
+from llmserve.settings import Config, EngineConfig, ServerConfig
 from llmserve.simulation.engine_model import TimedEngine
 
 pytestmark = pytest.mark.slow

@@ -18,10 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from worlds.invariants import check
 
 import predictor
-from bins.profile import Curve, Profile, StepTimes
-from llmserve.api.limits import ApiConfig
+from bins.curve import Curve
+from bins.profile import Profile, StepTimes
 from llmserve.cluster import journal
-from llmserve.config import PredictorConfig, ServerConfig
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.engines.fake import FakeEngine, Pace
 from llmserve.errors import ConfigError
@@ -37,6 +36,7 @@ from llmserve.scheduling.messages import (
     RequestEnded,
     StartBatch,
 )
+from llmserve.settings import ApiConfig, PredictorConfig, ServerConfig
 
 FLEX = {"order": "flex", "batch_size": 8}
 TIGHT = {"x-llmserve-slo-ms": "5000"}  # tight enough to count, loose enough for a busy machine
@@ -165,16 +165,16 @@ async def test_an_engine_that_lists_nothing_to_serve_gets_no_requests(start_fron
     app.router.add_route("*", "/v1/{path:.*}", answer)
     async with TestServer(app) as empty, FakeEngine(step_s=0, model="small") as other:
         front = await start_front(other, str(empty.make_url("")), wait=False)
-        desk = front.cluster.fleet.desks[empty.make_url("").authority]
-        await until(lambda: other.url.removeprefix("http://") in front.cluster.scheduler.engines and desk.up)
-        assert (desk.state, desk.ready) == ("without a model", False)
+        handle = front.cluster.fleet.handles[empty.make_url("").authority]
+        await until(lambda: other.url.removeprefix("http://") in front.cluster.scheduler.engines and handle.up)
+        assert (handle.state, handle.ready) == ("without a model", False)
         assert await statuses(front, "small", 5, max_tokens=2) == {200: 5}
         assert len(other.bodies) == 5
         models.append("large")
-        await until(lambda: desk.ready)
+        await until(lambda: handle.ready)
         assert (await ask(front, "large"))[0] == 200
         models.clear()
-        await until(lambda: not desk.ready)
+        await until(lambda: not handle.ready)
         assert (await ask(front, "large"))[0] == 404
 
 
@@ -206,7 +206,7 @@ async def test_the_scheduler_is_told_each_engines_models_worker_and_speeds_again
         front = await start_front(f"gpu-0={engine.url}", slots=None, dispatch=DispatchConfig(profile=profiles))
         (ready,) = events(front, EngineReady)
         assert (ready.engine.models, ready.engine.worker) == (("small",), "gpu-0")
-        assert (ready.engine.slots, len(ready.engine.speeds[""].step_s)) == (256, 256), "a guess so far"
+        assert (ready.engine.slots, len(ready.engine.speeds[""].step_s)) == (8, 8), "a guess so far"
         requests = asyncio.ensure_future(statuses(front, "small", 20, max_tokens=20))
         await until(lambda: events(front, EngineReady)[-1].engine.slots == 2)  # that is seen when they are full
         learnt = events(front, EngineReady)[-1].engine
@@ -388,7 +388,7 @@ async def test_a_preempted_request_is_started_again_and_ends_once(shared_gpu: tu
     assert journal.replay(front.cluster.journal.header, front.cluster.journal.steps) == list(
         front.cluster.journal.steps
     )
-    assert not front.cluster._exchanges
+    assert not front.cluster._in_flight
 
 
 async def test_a_stream_of_which_nobody_has_seen_a_byte_may_be_preempted_too(
@@ -473,7 +473,7 @@ async def test_a_client_that_leaves_after_its_preemption_costs_no_engine_any_mor
     await until(lambda: not front.cluster.scheduler.requests and engine.running == 0)
     assert events(front, RequestCancelled) == [RequestCancelled(1)]
     assert sum(json.loads(body)["model"] == "large" for body in engine.bodies) == 1
-    assert not front.cluster._exchanges
+    assert not front.cluster._in_flight
     assert not front.cluster._open
 
 

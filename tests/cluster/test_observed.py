@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from bins.profile import Observation
+from bins.fitting import Observation
 from llmserve.cluster.journal import Step
 from llmserve.cluster.observed import observations
 from llmserve.request import Batch, EngineInfo, Request

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from front import Front, StartFront, until
 
-from bins.profile import Curve, Profile
+from bins.curve import Curve
+from bins.profile import Profile
 from llmserve.cluster.journal import Header, Step
 from llmserve.cluster.simulated import SimulatedCluster
 from llmserve.dispatch_config import DispatchConfig

@@ -8,10 +8,10 @@ import pytest
 from front import StartFront
 
 from llmserve.cluster.record import LengthRecord
-from llmserve.config import PredictorConfig
 from llmserve.engines.fake import FakeEngine
 from llmserve.errors import JournalError
 from llmserve.request import Call
+from llmserve.settings import PredictorConfig
 from predictor.dataset import load_rows
 from predictor.prompt import Prompt
 

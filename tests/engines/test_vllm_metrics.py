@@ -36,7 +36,7 @@ def test_what_is_not_told_is_not_made_up() -> None:
 def test_the_number_of_slots_is_found_from_above_and_from_below() -> None:
     """An engine of unknown size is kept as full as the guess allows; looks at it come now and then."""
     rng = random.Random(2)
-    for slots, guess in ((8, 256), (1_000, 256), (256, 256), (1, 64)):
+    for slots, guess in ((8, 256), (1_000, 256), (1_000, 8), (4, 8), (256, 256), (1, 64)):
         learner = SlotsLearner(guess, look_ahead=1)
         for _ in range(40):
             held = learner.slots + 1
@@ -45,6 +45,17 @@ def test_the_number_of_slots_is_found_from_above_and_from_below() -> None:
                 learner.observe(Load(0, 0, None))
         assert slots <= learner.slots <= slots + 1 or (slots, guess) == (256, 256)
         assert learner.slots <= 1.3 * slots + 1
+
+
+def test_few_slots_double_until_something_waits() -> None:
+    learner = SlotsLearner(8, look_ahead=2)
+    seen = []
+    for _ in range(8):
+        held = learner.slots + 2
+        seen.append(learner.observe(Load(min(held, 100), max(0, held - 100), None)))
+    assert seen[:4] == [17, 35, 71, 143]
+    assert not SlotsLearner(8, 2).found
+    assert (seen[5:], learner.found) == ([100] * 3, True)
 
 
 def test_one_look_between_arrival_and_first_step_changes_nothing() -> None:

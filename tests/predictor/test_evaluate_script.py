@@ -1,7 +1,6 @@
 """The report on a predictor, and the command that makes it."""
 
 import argparse
-import importlib.util
 import json
 import subprocess
 import sys
@@ -14,7 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from script_module import load_script
 
+from llmserve import evaluate
+from llmserve.__main__ import main as llmserve
 from predictor.dataset import Row, Splits, split_rows
 from predictor.errors import DatasetError
 from predictor.evaluate import BATCH_SIZES, GAIN_BIN_COUNTS
@@ -114,6 +116,19 @@ def test_a_validation_report_is_on_the_validation_rows_beside_baselines_fitted_t
     assert not any("they can choose predictors" in note for note in held_out_report(reader, SPLITS).notes)
 
 
+def test_a_predictor_that_ranks_no_better_than_chance_is_marked() -> None:
+    class Backwards(Reader):
+        def predict(self, prompts: Sequence[Prompt], /) -> NDArray[np.float64]:
+            return 1e4 - super().predict(prompts)[:, ::-1]
+
+    (warning,) = held_out_report(Backwards(), SPLITS).warnings
+    assert "does not rank these 175 answers" in warning
+    assert held_out_report(Backwards(), SPLITS).tables().startswith(f"**{warning}**")
+    assert held_out_report(Reader(), SPLITS).warnings == ()
+    # 42 answers: chance alone gives up to 2 sqrt(2 (84 + 5) / (9 * 42 * 41)) = 0.21
+    assert "gives up to 0.21" in held_out_report(Backwards(), SPLITS, answers_max=42).warnings[0]
+
+
 def test_a_transfer_report_is_on_all_rows_in_bins_of_their_own_lengths() -> None:
     class Stranger(Reader):
         training_lengths = (1000, 2000, 3000)
@@ -147,11 +162,13 @@ def test_answers_cut_at_nobody_knows_what_do_not_count_as_complete() -> None:
     assert unknown.metrics["predictor"].calibration_error == pytest.approx(0, abs=0.02)
 
 
-def test_the_tables_are_markdown_with_the_published_line_and_a_mark_on_columns_of_few_answers() -> None:
+def test_the_tables_are_markdown_with_the_published_line_and_no_gain_where_answers_are_few() -> None:
     text = held_out_report(Reader(), SPLITS).tables()
     assert "_Multi-Bin, Table 1_" in text
     assert "| B × bins | 8 × 2 |" in text
-    assert "| 128 × 32\\* |" in text
+    gains = next(line for line in text.splitlines() if line.startswith("| oracle |") and "–" in line[-6:])
+    assert gains.split("|")[2].strip() != "–"
+    assert gains.endswith("| – |"), "175 answers fill no 32 bins of 128"
     tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("|")]
     assert len(tables) == 2
     assert all(len({line.count("|") for line in lines}) == 1 for lines in tables)
@@ -206,14 +223,9 @@ def test_a_seed_is_a_natural_number_that_every_generator_takes(text: str) -> Non
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script, for which every folder holds a predictor that reads what the prompt states."""
-    spec = importlib.util.spec_from_file_location("evaluate_predictor", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "evaluate_predictor", module)  # its dataclass looks there
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "load_predictor", lambda folder, threads: Reader(0.5 if "noisy" in folder.name else 0))
-    return module
+    load = lambda folder, threads: Reader(0.5 if "noisy" in folder.name else 0)  # noqa: E731
+    monkeypatch.setattr(evaluate, "load_predictor", load)
+    return load_script("evaluate_predictor")
 
 
 @pytest.fixture
@@ -260,6 +272,18 @@ def test_the_split_is_the_one_that_the_predictor_was_trained_with(
     assert str(tmp_path) not in json.dumps(result)
     for name in ("confusion", "calibration", "gains"):
         assert (tmp_path / "out" / "deep" / f"{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.usefixtures("script")
+def test_the_command_evaluates_as_the_script_does_and_keeps_what_it_was_asked(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, out = folder(tmp_path / "one", TRAINED), tmp_path / "out"
+    words = [str(one), "--data", str(data), "--prompt-column", "question", "--output", str(out)]
+    assert llmserve(["evaluate", *words]) == 0
+    assert capsys.readouterr().out.startswith("predictor: one")
+    result = json.loads((out / "metrics.json").read_text())
+    assert result["arguments"] == ["one", "--data", "toy.jsonl", "--prompt-column", "question", "--output", "out"]
 
 
 def test_only_one_models_answers_and_a_limit_of_them(

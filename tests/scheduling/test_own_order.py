@@ -1,15 +1,17 @@
-"""An order of one's own, as docs/scheduling.md shows it: a file, a line that names it, and this test."""
+"""An order of one's own, as docs/guide/as-a-library.md shows it: a file that the setting names, and this test."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from scheduling import longest_waiting
-from scheduling.longest_waiting import LongestWaiting
 from worlds.invariants import check
 
-from llmserve.policies import ORDERS, SchedulingConfig
+from llmserve.__main__ import main
+from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
@@ -24,16 +26,14 @@ from llmserve.scheduling.messages import (
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.simulate import Scenario, simulate
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "scheduling.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "as-a-library.md"
 
 
-@pytest.fixture(autouse=True)
-def named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ORDERS, "longest-waiting", lambda config: LongestWaiting())
+NAME = "scheduling.longest_waiting:LongestWaiting"
 
 
 def config(**values: object) -> SchedulingConfig:
-    return SchedulingConfig(order="longest-waiting", **values)  # type: ignore[arg-type]
+    return SchedulingConfig(order=NAME, **values)  # type: ignore[arg-type]
 
 
 def step(made: Scheduler, event: Event, now_s: float) -> list[Action]:
@@ -87,3 +87,27 @@ def test_the_page_shows_the_very_file() -> None:
     source = Path(longest_waiting.__file__).read_text()
     assert len(source.splitlines()) <= 40
     assert source.strip() in PAGE.read_text()
+
+
+def test_the_command_line_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["simulate", "--requests", "200", "--arrival-rate", "2", "--barrier", "--json", "--order"]
+    assert main([*asked, NAME]) == 0
+    own = msgspec.json.decode(capsys.readouterr().out)
+    assert main([*asked, "shortest"]) == 0
+    assert own["completed"] == 200
+    assert own["latency_s_mean"] != msgspec.json.decode(capsys.readouterr().out)["latency_s_mean"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere:order", "order nowhere:order: ModuleNotFoundError: No module named 'nowhere'"),
+        ("scheduling.longest_waiting:Shortest", "AttributeError: .* has no attribute 'Shortest'"),
+        ("pathlib:Path", "order pathlib:Path: Path\\(\\) gives a PosixPath, no FixedOrder or MomentOrder"),
+        ("soon", "order .the command line.: expected fffs, shortest, .* or MODULE:FUNCTION, not 'soon'"),
+    ],
+)
+def test_a_name_of_no_order_is_an_error(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["simulate", "--requests", "10"], ["serve", "--port", "0"]):
+        assert main([*command, "--order", name]) == 2
+        assert re.search(message, capsys.readouterr().err)

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from test_scheduler import arrive, batch, scheduler, step
 
+from bins.curve import Curve
 from bins.dispatch import DispatchPlan, DispatchTable
-from bins.profile import Curve, Profile
+from bins.profile import Profile
 from llmserve.cluster import journal
-from llmserve.config import load_config
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError
 from llmserve.policies import SchedulingConfig
@@ -28,6 +28,7 @@ from llmserve.scheduling.queues import BinQueue, QueuedRequest
 from llmserve.scheduling.rates import Arrivals
 from llmserve.scheduling.release import Rate, Table
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.settings import load_config
 from llmserve.simulate import Scenario, simulate
 from llmserve.simulation.report import Summary
 
@@ -523,15 +524,15 @@ def test_static_batches_larger_than_the_largest_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"rate_headroom": "1.5"}, "rate_headroom .*<= 1.0, not '1.5'"),
-        ({"rate_headroom": "0"}, "rate_headroom .*> 0.0, not '0'"),
-        ({"rate_factor": "1"}, "rate_factor .*> 1.0, not '1'"),
-        ({"batch_wait_s": "-1"}, "batch_wait_s .*>= 0.0, not '-1'"),
-        ({"energy_weight": "-1"}, "energy_weight .*>= 0.0, not '-1'"),
+        ({"rate_headroom": "1.5"}, "rate_headroom .*at most 1, not '1.5'"),
+        ({"rate_headroom": "0"}, "rate_headroom .*more than 0, at most 1, not '0'"),
+        ({"rate_factor": "1"}, "rate_factor .*more than 1, not '1'"),
+        ({"batch_wait_s": "-1"}, "batch_wait_s .*at least 0, not '-1'"),
+        ({"energy_weight": "-1"}, "energy_weight .*at least 0, not '-1'"),
         ({"energy_weight": "nan"}, "energy_weight: a finite number is needed"),
-        ({"latency_target_s": "0"}, "latency_target_s .*> 0.0, not '0'"),
-        ({"latency_target_percentile": "100"}, "latency_target_percentile .*< 100.0, not '100'"),
-        ({"latency_target_percentile": "5"}, "latency_target_percentile .*>= 50.0, not '5'"),
+        ({"latency_target_s": "0"}, "latency_target_s .*more than 0, not '0'"),
+        ({"latency_target_percentile": "100"}, "latency_target_percentile .*less than 100, not '100'"),
+        ({"latency_target_percentile": "5"}, "latency_target_percentile .*at least 50, less than 100, not '5'"),
     ],
 )
 def test_a_setting_out_of_its_range_is_an_error_that_names_it(flags: dict[str, str], message: str) -> None:

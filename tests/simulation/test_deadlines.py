@@ -213,9 +213,12 @@ def test_a_comparison_is_drawn_with_shares_only_where_all_cases_have_deadlines()
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--slo-s 0", "slo_s (the command line): expected `float` > 0.0, not '0'"),
+        ("--slo-s 0", "slo_s (the command line): expected numbers, more than 0, not '0'"),
         ("--slo-s 1,inf", "slo_s: a finite number is needed, not '1,inf'"),
-        ("--order flex --preemption-factor 1", "preemption_factor (the command line): expected `float` > 1.0, not '1'"),
+        (
+            "--order flex --preemption-factor 1",
+            "preemption_factor (the command line): expected a number, more than 1, not '1'",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_said_in_one_line(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from worlds.invariants import check
 
-from bins.profile import Curve, Profile
+from bins.curve import Curve
+from bins.profile import Profile
 from llmserve.cluster.simulated import SimulatedCluster
 from llmserve.policies import SchedulingConfig
 from llmserve.request import Batch, EngineInfo, Request

@@ -143,7 +143,7 @@ def test_of_an_evaluation_in_several_numbers_of_bins_one_is_named(tmp_path: Path
 
 
 def test_the_demo_predictors_own_evaluation_is_one(tmp_path: Path) -> None:
-    path = Path(__file__).parents[2] / "docs" / "demo-predictor.json"
+    path = Path(__file__).parents[2] / "docs" / "results" / "demo-predictor.json"
     mistakes = read_confusion(f"{path}:8")
     assert mistakes.shape == (8, 8)
     assert mistakes.sum(axis=1) == pytest.approx(1.0)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from missing_modules import without
 
 from llmserve.__main__ import main
 from llmserve.policies import SchedulingConfig
@@ -114,9 +115,9 @@ def test_settings_that_are_no_numbers_stand_side_by_side(capsys: pytest.CaptureF
 def test_without_matplotlib_a_plot_is_refused_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    without(monkeypatch, "matplotlib")
     assert main(["simulate", "--requests", "100000000", "--plot", str(tmp_path / "folder")]) == 2
-    assert capsys.readouterr().err == "llmserve: --plot needs matplotlib: pip install '.[plot]'\n"
+    assert capsys.readouterr().err == "llmserve: --plot needs matplotlib: pip install 'llmserve[plot]'\n"
     assert not (tmp_path / "folder").exists()
 
 

@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from bins.profile import Curve, Profile
+from bins.curve import Curve
+from bins.profile import Profile
 from llmserve.__main__ import main, read_answers
 from llmserve.cluster import journal
 from llmserve.dispatch_config import DispatchConfig

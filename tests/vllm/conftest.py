@@ -16,8 +16,8 @@ import pytest
 from front import StartFront
 from vllm_on_cpu import ARGS, MODEL, SETTINGS
 
-from llmserve.cluster.live import LiveConfig
 from llmserve.engines.engine_process import LEASH, free_port
+from llmserve.settings import LiveConfig
 
 SLOTS = 4
 START_S = 240

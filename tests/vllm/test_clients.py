@@ -14,8 +14,8 @@ import pytest
 from front import Front, StartFront
 from vllm_on_cpu import MODEL
 
-from llmserve.api.limits import ApiConfig
 from llmserve.scheduling.messages import RequestArrived
+from llmserve.settings import ApiConfig
 
 pytestmark = pytest.mark.vllm
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import pytest
 from worlds.run import Violation, judge
 
-from llmserve.policies import ORDERS
+from llmserve.policy_names import ORDERS
 from llmserve.request import Request
 from llmserve.scheduling.batch_times import BatchTimes, Timetable
 from llmserve.scheduling.choices import FixedChoice, MomentChoice

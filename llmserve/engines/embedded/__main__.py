@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmserve.errors import ConfigError
+from llmserve.extras import need_embedded
+
 if TYPE_CHECKING:  # torch takes seconds to import: a wrong flag or a taken port is told before
     from llmserve.engines.embedded.generation import LanguageModel
 
@@ -24,13 +27,14 @@ def main() -> None:
     for number in _STOP_SIGNALS:  # until the server listens, there is nothing to finish
         signal.signal(number, lambda *_: sys.exit(0))
     try:
+        need_embedded()
         _check_model(arguments.model)
         # Bound before the model is loaded, so that a taken port is told at once; not listening, so that
         # nobody is answered before the model is there.
         sock = _bound_socket(arguments.host, arguments.port)
         model = _loaded_model(arguments)
         asyncio.run(_serve(model, arguments, sock))
-    except _StartError as error:
+    except (_StartError, ConfigError) as error:
         sys.exit(f"llmserve.engines.embedded: error: {error}")
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from bench.client import session_of
 from bench.servers import fake_engine, vllm
 
-from bins.profile import Curve, Profile
+from bins.curve import Curve
+from bins.profile import Profile
 from deadlines.serving import Engines, ask
 from deadlines.traffic import Setting, Stream
 

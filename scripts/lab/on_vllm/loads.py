@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import kendalltau
 
-KENDALL_TAU = 0.63  # the trained predictor on people's prompts: docs/prediction.md
+KENDALL_TAU = 0.63  # the trained predictor on people's prompts: docs/results/prediction.md
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -62,7 +62,7 @@ def compared_of(*figures: str) -> Callable[[Rows], Sequence[Row]]:
 def write_page(
     name: str, title: str, opening: str, sections: Iterable[Section], rows: Rows, about: About, folder: Path
 ) -> None:
-    """folder/reproduce-NAME.md and its figures, folder/NAME-*.png."""
+    """folder/NAME.md and its figures, folder/NAME-*.png."""
     parts = [f"# {title}", opening, about.text(), _summary(rows)]
     for section in sections:
         parts += [f"## {section.title}", textwrap.fill(section.text(rows), WIDTH, break_long_words=False)]
@@ -73,7 +73,7 @@ def write_page(
             file = f"{name}-{stem}.png"
             draw(rows).savefig(folder / file, dpi=DPI)
             parts.append(f"![{section.title}]({file})")
-    (folder / f"reproduce-{name}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    (folder / f"{name}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 def table(rows: Sequence[Row], *, figures: bool = False) -> str:

@@ -24,7 +24,7 @@ from bench.servers import vllm
 from benchmark_throughput import BASELINE, Arrangement
 
 import predictor
-from bins.profile import Observation
+from bins.fitting import Observation
 from llmserve.engines.embedded import demo_corpus
 from llmserve.simulation.estimates import estimate
 from reproduction.multibin.table_1 import MEASURED
@@ -235,7 +235,7 @@ def gain_rows(effort: Effort, runs: dict[str, list[throughput.Run]], cost: np.po
 
 
 def people_rows() -> Iterator[Row]:
-    """What the lengths of large models' answers to people imply, as measured for docs/prediction.md."""
+    """What the lengths of large models' answers to people imply, as measured for docs/results/prediction.md."""
     gains = json.loads(MEASURED.read_text(encoding="utf-8"))["gains"]
     for figure, name in ((ORACLE, "oracle"), (PREDICTED, "predictor, bins by median")):
         for bins, gain in gains[name][str(BATCH)].items():

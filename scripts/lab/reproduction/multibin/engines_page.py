@@ -34,7 +34,7 @@ TITLE = "Multi-Bin Batching, reproduced: engines"
 
 OPENING = f"""\
 Figures 1 (a), 5, 7 and 11 of "Multi-Bin Batching for Increasing LLM Inference Throughput" (Guldogan, Kunde, Lee,
-Pedarsani) on a real engine; its simulations are in [reproduce-multibin.md](reproduce-multibin.md). The paper has
+Pedarsani) on a real engine; its simulations are in [multibin.md](multibin.md). The paper has
 Phi-3.5-mini (Fig. 1, 5, 7) and Vicuna-13B (Fig. 11) on an A100. Here it is llmserve's embedded engine with the demo
 model, on the CPU, which runs static batches as the paper's does, and vLLM on the CPU for Fig. 5 where {VLLM_PYTHON}
 names an interpreter that has it.
@@ -89,8 +89,8 @@ def gains(rows: Rows) -> str:
         "for its predictor. The demo model's lengths are spread more widely than a chat model's, hence larger gains, "
         "and its prompts tell them, hence the small loss by predicting. Nearer to the paper are people's prompts to "
         "large models: of these the table has what the lengths, and this project's predictor, imply with an endless "
-        "backlog ([prediction.md](prediction.md)). Where bins are many and requests few, the last and partial batches "
-        "of all bins weigh: a gain then stops growing."
+        "backlog ([prediction.md](../results/prediction.md)). Where bins are many and requests few, the last and "
+        "partial batches of all bins weigh: a gain then stops growing."
     )
 
 

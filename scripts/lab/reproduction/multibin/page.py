@@ -17,7 +17,7 @@ OPENING = """\
 "Multi-Bin Batching for Increasing LLM Inference Throughput" (Guldogan, Kunde, Lee, Pedarsani): requests go into k bins
 by their lengths, a bin that holds B of them forms a batch, and a batch takes as long as its longest request. This page
 has the paper's simulations; its figures on a real engine (1 (a), 5, 7 and 11) are in
-[reproduce-multibin-engines.md](reproduce-multibin-engines.md).
+[multibin-engines.md](multibin-engines.md).
 
 How to read the numbers:
 
@@ -170,8 +170,9 @@ def predictor(rows: Rows) -> str:
     )
     return (
         f"The predictor of this project puts {accuracy} into the right bin, on held-out prompts of people: measured "
-        "for [prediction.md](prediction.md), where the confusion matrices of Fig. 10 are too, and read from its "
-        "results. The paper's predictor was trained on some 120,000 prompts of LMSYS-Chat-1M: the numbers stand beside "
+        "for [prediction.md](../results/prediction.md), where the confusion matrices of Fig. 10 are too, and read "
+        "from its results. "
+        "The paper's predictor was trained on some 120,000 prompts of LMSYS-Chat-1M: the numbers stand beside "
         "each other, and are not compared."
     )
 

@@ -1,4 +1,4 @@
-"""Table 1 and Fig. 10: what this project's predictor does, as docs/prediction.md has measured it."""
+"""Table 1 and Fig. 10: what this project's predictor does, as docs/results/prediction.md has measured it."""
 
 from __future__ import annotations
 

@@ -264,8 +264,8 @@ def planner(rows: Rows) -> str:
     )
     if rows.of(table_5.FIGURE):
         return text + (
-            ", on made-up instances of these sizes, for [herd.md](herd.md); its medians are read from there. The "
-            "machines and instances are others than the paper's, and nothing is compared."
+            ", on made-up instances of these sizes, for [herd.md](../results/herd.md); its medians are read from there."
+            " The machines and instances are others than the paper's, and nothing is compared."
         )
     return text + "."
 

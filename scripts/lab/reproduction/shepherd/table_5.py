@@ -1,4 +1,4 @@
-"""Table 5: how long HERD's solver takes, beside what docs/herd.md measured, where that has been."""
+"""Table 5: how long HERD's solver takes, beside what docs/results/herd.md measured, where that has been."""
 
 from __future__ import annotations
 

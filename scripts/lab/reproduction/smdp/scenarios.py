@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bins.service import ServiceTimes
-from bins.smdp import Evaluation, Queue, Unstable
+from bins.smdp import Evaluation, Queue
+from bins.smdp_model import Unstable
 
 Array = NDArray[np.float64]
 

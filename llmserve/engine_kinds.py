@@ -1,0 +1,197 @@
+"""Where engines come from: the embedded one, vLLM started here, or servers that run already.
+
+A kind of engine checks its settings, says which processes are to be started, and connects to its engines once these
+run. Another kind is one class here and one entry of KINDS.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from llmserve.engines import vllm_process
+from llmserve.engines.engine_process import EngineProcess
+from llmserve.engines.openai_engine import OpenAIEngine, Timeouts
+from llmserve.errors import ConfigError
+from llmserve.extras import need_embedded
+from llmserve.request import EngineInfo
+
+if TYPE_CHECKING:
+    from llmserve.settings import Config
+
+log = logging.getLogger("llmserve")
+
+SLOTS_FIRST = 8  # until looks at the engine tell, when nobody has said
+
+
+class EngineKind:
+    """gpus : that its processes were given, as CUDA_VISIBLE_DEVICES names them; None: they see all that we see."""
+
+    gpus: str | None = None
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.settings = config.engines
+
+    def check(self) -> None:
+        """Raises ConfigError on what can be known to fail before anything is started."""
+
+    def processes(self) -> list[EngineProcess]:
+        """To be started; the same ones at every call."""
+        return []
+
+    def connect(self) -> list[OpenAIEngine]:
+        """Its engines; its processes run."""
+        raise NotImplementedError
+
+    def _connected(
+        self, info: EngineInfo, url: str, process: EngineProcess | None = None, *, learns_slots: bool = False
+    ) -> OpenAIEngine:
+        settings = self.settings
+        return OpenAIEngine(
+            info,
+            url,
+            timeouts=Timeouts(connect_s=settings.engine_connect_s, idle_s=settings.engine_idle_s),
+            api_key=settings.engine_api_key,
+            restart=process.restart if process is not None else None,
+            learns_slots=learns_slots,
+        )
+
+    def _info(self, name: str, slots: int | None, worker: str = "") -> EngineInfo:
+        """slots : None: not known yet."""
+        if self.settings.barrier:
+            return EngineInfo(name, self.config.scheduling.full_batch, True, worker=worker)
+        return EngineInfo(name, slots or SLOTS_FIRST, False, look_ahead=self.settings.look_ahead, worker=worker)
+
+
+class Embedded(EngineKind):
+    """A small model in a process of its own, on the CPU."""
+
+    def check(self) -> None:
+        need_embedded()
+
+    def processes(self) -> list[EngineProcess]:
+        return [self._process]
+
+    @cached_property
+    def _process(self) -> EngineProcess:
+        def command(port: int) -> list[str]:
+            words = [sys.executable, "-m", "llmserve.engines.embedded", "--host", "127.0.0.1", "--port", str(port)]
+            words += ["--batch-size-max", str(self.config.scheduling.full_batch)]
+            return words + (["--model", self.settings.model] if self.settings.model else [])
+
+        return EngineProcess("the embedded engine", command, start_s=self.settings.engine_start_s)
+
+    def connect(self) -> list[OpenAIEngine]:
+        info = EngineInfo("embedded", self.config.scheduling.full_batch, True)
+        return [self._connected(info, self._process.url, self._process)]
+
+
+class Vllm(EngineKind):
+    """vLLM servers that are started here, one for each GPU or group of GPUs."""
+
+    def check(self) -> None:
+        if self.settings.model is None:
+            raise ConfigError("engine vllm needs --model FOLDER_OR_HUB_ID")
+        vllm_process.check_model(self.settings.model)
+
+    def processes(self) -> list[EngineProcess]:
+        return self._processes
+
+    @cached_property
+    def _processes(self) -> list[EngineProcess]:
+        settings = self.settings
+        assert settings.model is not None, "checked"
+        python = settings.engine_python or sys.executable
+        replicas = vllm_process.plan(
+            settings.model,
+            python=python,
+            slots=self._slots_of_each,
+            args=settings.engine_args,
+            count=settings.replicas,
+            gpus=vllm_process.visible_gpus(os.environ),
+        )
+        vllm_process.check_python(python)
+        # Two front-ends on one machine listen on different ports.
+        folder = _log_folder(settings.engine_log_folder, str(self.config.server.port))
+        log.info("starting vLLM: %s; what it says goes to %s", ", ".join(replica.name for replica in replicas), folder)
+        given = [replica.environment.get("CUDA_VISIBLE_DEVICES") for replica in replicas]
+        self.gpus = ",".join(filter(None, given)) if all(given) else None
+        return vllm_process.processes(replicas, start_s=settings.engine_start_s, log_folder=folder)
+
+    @cached_property
+    def _slots_of_each(self) -> int | None:
+        """None: only vLLM knows them."""
+        return vllm_process.slots_of(self.settings.slots, self.settings.engine_args)
+
+    def connect(self) -> list[OpenAIEngine]:
+        slots = self._slots_of_each
+        if slots is not None:
+            slots *= vllm_process.ranks_of(self.settings.engine_args)
+        learns = not self.settings.barrier and slots is None
+        return [
+            self._connected(self._info(process.name, slots), process.url, process, learns_slots=learns)
+            for process in self._processes
+        ]
+
+
+class Servers(EngineKind):
+    """OpenAI-compatible servers that run already, by URL."""
+
+    def check(self) -> None:
+        names = [engine_name(url) for url in self.settings.urls]
+        if len(set(names)) < len(names):
+            raise ConfigError("engine: the same server stands twice")
+
+    def connect(self) -> list[OpenAIEngine]:
+        slots = self.settings.slots
+        learns = not self.settings.barrier and slots is None
+        return [
+            self._connected(self._info(engine_name(url), slots, worker), url, learns_slots=learns)
+            for worker, url in self.settings.placed_urls
+        ]
+
+
+KINDS: dict[str, type[EngineKind]] = {"embedded": Embedded, "vllm": Vllm, "URL": Servers}
+"""By what --engine calls them."""
+
+
+def kinds_of(config: Config) -> list[EngineKind]:
+    """Those that are asked for."""
+    engines = config.engines
+    asked = {"embedded": engines.has_embedded, "vllm": engines.has_vllm, "URL": bool(engines.urls)}
+    return [kind(config) for name, kind in KINDS.items() if asked[name]]
+
+
+def engine_name(url: str) -> str:
+    """Host, port and path of the URL: it is shown to clients. Raises ConfigError when it is not a plain http URL."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if parts.scheme not in ("http", "https") or not parts.hostname or not url.isascii() or parts.query:
+        raise ConfigError(f"engine {url!r} is not a URL such as http://127.0.0.1:8001, nor WORKER=URL")
+    if parts.username is not None:
+        raise ConfigError("engine: give credentials with --engine-api-key, not inside the URL")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{host}:{port or (443 if parts.scheme == 'https' else 80)}{parts.path.rstrip('/').removesuffix('/v1')}"
+
+
+def _log_folder(chosen: str | None, name: str) -> Path:
+    """Made if need be: `name` in our folder for logs, unless one was chosen. Raises ConfigError when it cannot be."""
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    folder = Path(chosen or f"{state}/llmserve/{name}")
+    try:
+        folder = folder.expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except (OSError, RuntimeError) as error:  # RuntimeError: nobody's home
+        raise ConfigError(f"engine_log_folder: nothing can be written to {folder}: {error}") from error

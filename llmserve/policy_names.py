@@ -1,0 +1,102 @@
+"""Releases and orders by name; MODULE:FUNCTION names an order of one's own."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmserve.errors import ConfigError
+from llmserve.scheduling.orders import (
+    Clockwork,
+    FixedOrder,
+    Flex,
+    MomentOrder,
+    Order,
+    arrival,
+    due_at_s,
+    edf,
+    fffs,
+    shortest,
+    turn,
+)
+from llmserve.scheduling.rates import Arrivals
+from llmserve.scheduling.release import Deadline, Full, Greedy, Rate, Release, Table, Timeout, Window
+
+if TYPE_CHECKING:
+    from llmserve.policies import SchedulingConfig
+
+TIMEOUT_S = 0.05
+RATE_WAIT_S = 1.0  # BatchMonitor's window
+ORDERS: dict[str, Callable[[SchedulingConfig], Order]] = {
+    "fffs": lambda config: FixedOrder(fffs, arrival),
+    "shortest": lambda config: FixedOrder(shortest(config.patience), turn(config.patience)),
+    "edf": lambda config: FixedOrder(edf, due_at_s),
+    "flex": lambda config: Flex(
+        None if config.preemption == "off" else config.preemption_factor, config.preemption == "if-needed"
+    ),
+    "clockwork": lambda config: Clockwork(),
+}
+"""By name."""
+
+
+def order_of(config: SchedulingConfig) -> Order:
+    """By the name in a resolved configuration: one of ORDERS, or an order of one's own, MODULE:FUNCTION.
+
+    Raises ConfigError when there is no such order.
+    """
+    assert config.order is not None, "resolve the configuration first"
+    make = ORDERS.get(config.order)
+    return make(config) if make is not None else own_order(config.order)
+
+
+def own_order(name: str) -> Order:
+    """name : MODULE:FUNCTION; the function takes nothing and returns an order, as a class of one does. Modules in the
+    present folder are found, too.
+
+    Raises ConfigError when the module cannot be imported, or has no such function.
+    """
+    module, _, function = name.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        order = getattr(importlib.import_module(module), function)()
+    except Exception as error:  # whatever the module raises
+        raise ConfigError(f"order {name}: {type(error).__name__}: {error}") from error
+    if not isinstance(order, FixedOrder | MomentOrder):
+        raise ConfigError(f"order {name}: {function}() gives a {type(order).__name__}, no FixedOrder or MomentOrder")
+    return order
+
+
+def release_of(config: SchedulingConfig, arrivals: Arrivals) -> Release:
+    """The one that a resolved configuration names, for a model of these arrivals.
+
+    Raises ValueError on settings that the release has no use for, or that contradict it.
+    """
+    assert config.release is not None, "resolve the configuration first"
+    size, (kind, _, static) = config.full_batch, config.release.partition(":")
+    if kind != "window" and config.window is not None:
+        raise ValueError(f"window is of no use under release {config.release}, only under window")
+    if config.window is not None and config.goes_by_times:
+        raise ValueError(f"window is of no use under order {config.order}, which looks among all that wait")
+    if config.window is not None and config.window < size:
+        raise ValueError(f"window: {config.window} requests hold no batch of {size}")
+    limit_s = math.inf if config.batch_wait_s is None else config.batch_wait_s
+    if kind == "static" and int(static) > size:
+        raise ValueError(f"release {config.release}: a batch has {size} requests at most (--batch-size)")
+    releases: dict[str, Callable[[], Release]] = {
+        "window": lambda: Window(size),
+        "full": lambda: Full(size),
+        "static": lambda: Full(int(static)),
+        "timeout": lambda: Timeout(size, TIMEOUT_S if config.batch_wait_s is None else config.batch_wait_s),
+        "greedy": lambda: Greedy(size),
+        "rate-headroom": lambda: Rate(
+            size, arrivals, config.rate_headroom, RATE_WAIT_S if config.batch_wait_s is None else config.batch_wait_s
+        ),
+        "deadline": lambda: Deadline(size),
+        "table": lambda: Table(size, limit_s),
+    }
+    return releases[kind]()

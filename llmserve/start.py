@@ -1,0 +1,204 @@
+"""What a server is made of, started: engines, predictors, and the cluster on top of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+
+import predictor
+from llmserve import group_plan
+from llmserve.by_model import PREFIX, by_model
+from llmserve.cluster.assignment import assign
+from llmserve.cluster.journal import Header, Journal
+from llmserve.cluster.live import LiveCluster
+from llmserve.cluster.record import LengthRecord
+from llmserve.cluster.regroup import Regrouper
+from llmserve.engine_kinds import kinds_of
+from llmserve.engines.engine import Engine
+from llmserve.engines.engine_process import EngineProcess
+from llmserve.errors import ConfigError
+from llmserve.extras import need
+from llmserve.settings import Config
+from llmserve.spelling import nearest
+from predictor.errors import PredictorError
+from predictor.forecaster import Forecaster, ForecasterByModel
+from predictor.online import OnlineLearner
+from predictor.process import PredictorProcess
+
+log = logging.getLogger("llmserve")
+
+
+def checked(config: Config) -> Config:
+    """With the defaults that depend on the engines. What makes no sense is said before anything slow is started.
+
+    Raises ConfigError.
+    """
+    engines = config.engines
+    engines.check()
+    scheduling = config.scheduling.resolved(barrier=config.barrier)
+    if engines.barrier and engines.slots is not None and engines.slots < scheduling.full_batch:
+        raise ConfigError(f"slots: {engines.slots} of them cannot run a batch of {scheduling.full_batch} at once")
+    try:
+        scheduling.scheduler()
+        config.dispatch.solvers(scheduling, barrier=config.barrier)
+        config.dispatch.profiles()
+        by_model("predictor", config.prediction.predictor)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if scheduling.goes_by_times and not config.dispatch.profile:
+        log.warning(
+            "order %s without --profile: how long batches take is not known, so requests are given up only when their "
+            "deadlines have passed",
+            scheduling.order,
+        )
+    config = msgspec.structs.replace(config, scheduling=scheduling)
+    if engines.replan_every_s is not None:
+        need("plan", "scipy", why="replan_every_s")
+    if engines.plan is not None:
+        config = group_plan.with_plan(config)
+    for kind in kinds_of(config):
+        kind.check()
+    return config
+
+
+async def start_cluster(config: Config, stack: AsyncExitStack) -> tuple[LiveCluster, str | None]:
+    """Engines and predictors up (all at once: each loads for seconds), then the cluster on top of them.
+
+    Also the GPUs that were given to engines started here, see EngineKind.
+    """
+    async with _at_once() as group:
+        engines_task = group.create_task(_start_engines(config, stack))
+        predictors_task = group.create_task(_start_predictors(config, stack))
+    (engines, gpus), predictors = engines_task.result(), predictors_task.result()
+    forecasts = predictors[""].forecasts if "" in predictors else ()
+    planned = group_plan.planned_groups(config)
+    groups = assign(planned, {}, {})
+    header = Header(
+        config.scheduling,
+        config.scheduling.scores(forecasts),
+        config.scheduling.likely_lengths(forecasts),
+        groups=groups,
+        replan=group_plan.replan_when(config),
+    )
+    cluster = LiveCluster(
+        header.scheduler(),
+        engines,
+        Journal(header, path=Path(config.server.journal) if config.server.journal else None),
+        forecaster=_forecaster(config, predictors),
+        record=LengthRecord(Path(config.prediction.record)) if config.prediction.record else None,
+        config=config.live,
+        wanted=group_plan.wanted_models(config),
+        solvers=config.dispatch.solvers(config.scheduling, barrier=config.barrier),
+        profiles=config.dispatch.profiles(),
+    )
+    stack.push_async_callback(cluster.close)
+    if groups:
+        regrouper = Regrouper(cluster, planned, groups, group_plan.replanner(config))
+        stack.push_async_callback(regrouper.close)
+        regrouper.start()
+    return cluster, gpus
+
+
+@contextlib.asynccontextmanager
+async def _at_once() -> AsyncIterator[asyncio.TaskGroup]:
+    """A group of tasks of which the first that fails ends the others; its exception is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+# ---- engines --------------------------------------------------------------------------------------------------------
+
+
+async def _start_engines(config: Config, stack: AsyncExitStack) -> tuple[list[Engine], str | None]:
+    """Engines that are started here are up when this returns; engines that are URLs may be down.
+
+    Also the GPUs that ours were given, see EngineKind.
+    """
+    kinds = kinds_of(config)
+    await _start_processes([process for kind in kinds for process in kind.processes()], stack)
+    engines: list[Engine] = [engine for kind in kinds for engine in kind.connect()]
+    for engine in engines:
+        stack.push_async_callback(engine.close)
+    return engines, next((kind.gpus for kind in kinds if kind.gpus is not None), None)
+
+
+async def _start_processes(processes: list[EngineProcess], stack: AsyncExitStack) -> None:
+    """All at once, and all are stopped at once. The first that fails ends the others. Raises EngineStartError."""
+
+    async def stop() -> None:
+        await asyncio.gather(*(process.stop() for process in processes))
+
+    stack.push_async_callback(stop)
+    async with _at_once() as group:
+        for process in processes:
+            group.create_task(process.start())
+
+
+async def warn_of_unserved(config: Config, cluster: LiveCluster) -> None:
+    """Warn of settings for models that no engine serves, once all engines have told what they do serve."""
+    if config.engines.group is not None:  # the others are its neighbours' models
+        return
+    while not all(cluster.engines_ready.values()):  # noqa: ASYNC110 (nothing tells of it)
+        await asyncio.sleep(0.2)
+    slos_ms = [text for text in config.limits.slo_ms if text.startswith(PREFIX)]
+    for setting, texts in (
+        ("profile", config.dispatch.profile),
+        ("predictor", config.prediction.predictor),
+        ("slo_ms", slos_ms),
+    ):
+        for model in sorted(set(by_model(setting, texts)) - {""} - set(cluster.models)):
+            log.warning("%s: no engine serves a model %s%s", setting, model, nearest(model, cluster.models))
+
+
+# ---- predictions ----------------------------------------------------------------------------------------------------
+
+
+def _forecaster(config: Config, predictors: Mapping[str, PredictorProcess]) -> Forecaster | ForecasterByModel:
+    """predictors : by model. A model that was given its own, or `none`, learns from its own answers alone."""
+
+    def forecaster(model: str) -> Forecaster:
+        learner = OnlineLearner(keys_max=config.prediction.memory_keys)
+        return Forecaster(predictors.get(model), learner, budget_s=config.prediction.predictor_budget_s)
+
+    apart = set(by_model("predictor", config.prediction.predictor)) - {""}
+    if not apart:
+        return forecaster("")
+    return ForecasterByModel({model: forecaster(model) for model in sorted(apart)}, others=forecaster(""))
+
+
+async def _start_predictors(config: Config, stack: AsyncExitStack) -> dict[str, PredictorProcess]:
+    """By model; "": for every other model."""
+    async with _at_once() as group:
+        tasks = {
+            model: group.create_task(_start_predictor(folder, config, stack))
+            for model, folder in _predictor_folders(config).items()
+        }
+    return {model: task.result() for model, task in tasks.items()}
+
+
+async def _start_predictor(folder: Path, config: Config, stack: AsyncExitStack) -> PredictorProcess:
+    process = PredictorProcess(folder, threads=config.prediction.predictor_threads)
+    stack.push_async_callback(process.close)
+    try:
+        await process.start()
+    except PredictorError as error:
+        raise ConfigError(f"predictor: {error}") from error
+    return process
+
+
+def _predictor_folders(config: Config) -> dict[str, Path]:
+    """By model; "": for every other model. Those that were told `none` are not among them."""
+    chosen = by_model("predictor", config.prediction.predictor)
+    folders = {model: Path(folder) for model, folder in chosen.items() if folder != "none"}
+    if "" not in chosen and config.engines.engine in ((), ("embedded",)) and not config.engines.model:
+        folders[""] = predictor.DEMO  # which knows the demo model's answers only
+    return folders

@@ -1,0 +1,158 @@
+"""The pages of all settings and all metrics, from the code: docs/reference/settings.md and metrics.md.
+
+    python scripts/lab/reference_pages.py           write them
+    python scripts/lab/reference_pages.py --check   exit status 1 when they are not what the code says
+
+tests/test_reference_pages.py compares them, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from prometheus_client import Counter, Histogram
+from prometheus_client.core import Metric
+
+from bins.dispatch import DispatchSolver, Observed, Wish
+from bins.profile import resolve
+from llmserve.cluster.journal import Header, Journal, Step
+from llmserve.cluster.live import LiveCluster
+from llmserve.config import sections, takes
+from llmserve.energy import ModelledEnergy
+from llmserve.metrics import Metrics
+from llmserve.policies import DEFAULTS, SchedulingConfig
+from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.messages import DispatchSolved, EngineReady, RequestArrived, SolveDispatch
+from llmserve.settings import COMMON, TITLES, Config
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
+PROFILE = "p4-googlenet"  # any one that knows its energy
+MADE = "<!-- made by scripts/lab/reference_pages.py: change the code, not this page -->"
+
+
+# ---- settings -----------------------------------------------------------------------------------------------------
+
+
+def settings_page() -> str:
+    lines = [
+        "# Settings",
+        MADE,
+        "",
+        "Each setting of `llmserve serve` is a flag (`--batch-size`), an environment variable (`LLMSERVE_BATCH_SIZE`) "
+        "and a key of the TOML file that `--config` names (`[scheduling] batch_size`). Flags win over variables, and "
+        "variables over the file. `llmserve serve --help` shows those in bold, `--help-all` shows all, and "
+        "`--show-config` prints the value of each and where it came from.",
+    ]
+    lines += ["", "| where nothing is chosen, and | release | order | batch size |", "|---|---|---|---|"]
+    lines += [f"| {kind} | {row.release} | {row.order} | {row.batch_size} |" for kind, row in DEFAULTS.items()]
+    for name, struct in sections(Config).items():
+        lines += ["", f"## [{name}]: {TITLES[name]}", "", "| setting | takes | default | |", "|---|---|---|---|"]
+        hints = typing.get_type_hints(struct, include_extras=True)
+        for field in msgspec.structs.fields(struct):
+            lines.append(_row(field.name, hints[field.name], field.default))
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, hint: Any, default: Any) -> str:
+    text = next((meta.description for meta in typing.get_args(hint)[1:] if meta.description), "")
+    found = re.search(r" \(default:? ([^()]*)\)$", text)
+    if found is not None:
+        text, told = text[: found.start()], found[1]
+    else:
+        told = "none" if default is None or default == () else _value(default)
+    shown = f"**{name}**" if name in COMMON else name
+    return f"| {shown} | {takes(hint)} | {told} | {text} |"
+
+
+def _value(default: Any) -> str:
+    return str(default).lower() if isinstance(default, bool) else str(default)
+
+
+# ---- metrics ------------------------------------------------------------------------------------------------------
+
+
+def metrics_page() -> str:
+    lines = [
+        "# Metrics",
+        MADE,
+        "",
+        "`GET /metrics` tells these in Prometheus's text format. Counters end in `_total`; a histogram has `_bucket`, "
+        "`_sum` and `_count`. Where several models are served, what is told of bins has the label `model`, too. "
+        "Energy is told where it can be measured or modelled (`profile`), plans where the release follows them.",
+        "",
+        "| metric | kind | labels | |",
+        "|---|---|---|---|",
+    ]
+    for name, kind, labels, text in sorted(_metrics()):
+        lines.append(f"| `{name}` | {kind} | {', '.join(labels)} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+def _metrics() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
+    """(name, kind, labels, help) of all that a server may tell."""
+    metrics = _server_metrics()
+    labels_of = {
+        member._name: member._labelnames
+        for owner in (metrics, metrics._streams)
+        for member in vars(owner).values()
+        if isinstance(member, Counter | Histogram)
+    }
+    for family in metrics.registry.collect():
+        labels = labels_of.get(family.name, getattr(family, "_labelnames", ()))
+        yield _full_name(family), family.type, tuple(labels), family.documentation
+
+
+def _full_name(family: Metric) -> str:
+    return f"{family.name}_total" if family.type == "counter" else family.name
+
+
+def _server_metrics() -> Metrics:
+    """Of a server that has seen everything which brings a metric: a plan, energy, a request."""
+    scheduling = SchedulingConfig(release="table").resolved(barrier=True)
+    header = Header(scheduling)
+    profile = resolve(PROFILE)
+    info = EngineInfo("engine", scheduling.full_batch, True)
+    cluster = LiveCluster(header.scheduler(), [], Journal(header), clock=lambda: 0.0)
+    metrics = Metrics(cluster, scheduling.full_batch, [ModelledEnergy({"": profile})])
+    cluster.scheduler.handle(EngineReady(info), 0.0)
+    cluster.scheduler.handle(RequestArrived(Request(0, 100.0)), 0.0)
+    observed = Observed(rates_per_s=(1.0,), lengths=((100.0,) * 64,), engines=1, slots=scheduling.full_batch, queues=0)
+    solver = DispatchSolver(profile, scheduling.full_batch, Wish(0.0, 1.0, None), barrier=True, merges=True)
+    metrics.observe(Step(0.0, DispatchSolved(solver.solve(observed)), [SolveDispatch(observed)]))
+    return metrics
+
+
+# ---- the command --------------------------------------------------------------------------------------------------
+
+
+def pages() -> dict[str, str]:
+    """By file name."""
+    return {"settings.md": settings_page(), "metrics.md": metrics_page()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    args = parser.parse_args()
+    stale = [name for name, text in pages().items() if not _is(FOLDER / name, text)]
+    for name in stale:
+        print(f"{FOLDER / name} {'is not what the code says' if args.check else 'is written'}")
+        if not args.check:
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            (FOLDER / name).write_text(pages()[name])
+    return 1 if stale and args.check else 0
+
+
+def _is(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text() == text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

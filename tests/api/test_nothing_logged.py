@@ -1,0 +1,46 @@
+"""SECURITY.md's promise: no prompt and no key in the log, the journal or /metrics, whatever goes wrong."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from front import StartFront
+
+from llmserve.engines.fake import FakeEngine, Fault
+from llmserve.settings import ServerConfig
+
+SECRETS = ("marzipan", "sk-right-key", "sk-wrong-key")
+
+
+@pytest.mark.parametrize("fault", [Fault(), Fault("500"), Fault("close_mid_stream", after_tokens=1)])
+async def test_no_prompt_and_no_key_is_written_anywhere(
+    fault: Fault, start_front: StartFront, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, journal = tmp_path / "keys", tmp_path / "journal.jsonl"
+    keys.write_text("me: sk-right-key\n")
+    caplog.set_level(logging.DEBUG, logger="llmserve")
+    messages = [{"role": "user", "content": "Tell me of marzipan"}]
+    async with FakeEngine(slots=1, step_s=0.001) as engine:
+        front = await start_front(engine, server=ServerConfig(port=0, api_key_file=str(keys), journal=str(journal)))
+        engine.fault = fault
+        for key, fields, streamed in (
+            ("sk-right-key", {}, False),
+            ("sk-right-key", {}, True),
+            ("sk-wrong-key", {}, False),
+            ("sk-right-key", {"max_tokens": "marzipan"}, False),
+            ("sk-right-key", {"model": "another"}, False),
+        ):
+            headers = {"authorization": f"Bearer {key}"}
+            async with front.post(headers=headers, **{"messages": messages, "stream": streamed, **fields}) as answer:
+                await answer.read()
+        async with front.session.get(f"{front.url}/metrics") as answer:
+            metrics = await answer.text()
+        front.cluster.journal.close()
+        bodies = b"".join(engine.bodies)
+    assert b"marzipan" in bodies, "the engine was asked"
+    steps = journal.read_text()
+    assert "RequestArrived" in steps, "the file is whole"
+    written = caplog.text + metrics + steps
+    assert [secret for secret in SECRETS if secret in written] == []

@@ -1,0 +1,190 @@
+"""The files of deploy/: what they start is a command line that the server takes, and a stop leaves time to drain."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from llmserve import __version__
+from llmserve.__main__ import parser
+from llmserve.config import sections
+from llmserve.settings import Config, EngineConfig, load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+DEPLOY = ROOT / "deploy"
+CHART = DEPLOY / "helm" / "llmserve"
+APP = (ROOT / "llmserve" / "api" / "app.py").read_text()
+
+
+def taken(words: list[str]) -> Config:
+    """The configuration of a `llmserve serve` with these words. Raises where one of them is not known."""
+    args, unknown = parser("serve").parse_known_args(["serve", *words])
+    assert unknown == []
+    fields = {name for struct in sections(Config).values() for name in struct.__struct_fields__}
+    flags = {name: value for name, value in vars(args).items() if name in fields}
+    return load_config(flags, {}, None)
+
+
+def instructions(name: str) -> list[str]:
+    """Of the Dockerfile, what follows each instruction of this name; lines that go on are one."""
+    text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
+    return [line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith(f"{name} ")]
+
+
+def image_words() -> list[str]:
+    """What the image gives `llmserve serve` before anybody's own flags."""
+    (entry,) = instructions("ENTRYPOINT")
+    program, command, *words = json.loads(entry)
+    assert (program, command) == ("llmserve", "serve")
+    return words
+
+
+def compose() -> dict[str, Any]:
+    parsed: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    return parsed
+
+
+def rendered(name: str) -> Any:
+    """A template as YAML, with both sides of each condition and `x` for each value."""
+    text = (CHART / "templates" / name).read_text()
+    lines = [line for line in text.splitlines() if not re.fullmatch(r"\s*\{\{-.*\}\}", line)]
+    return yaml.safe_load(re.sub(r"\{\{.*?\}\}", "x", "\n".join(lines)))
+
+
+def unit() -> dict[str, str]:
+    lines = (DEPLOY / "llmserve.service").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+
+
+# ---- Docker -------------------------------------------------------------------------------------------------------
+
+
+def test_the_image_refuses_to_serve_anyone_until_it_is_told_to():
+    served = taken(image_words()).server
+    assert (served.host, served.port, served.anonymous, served.api_key_file) == ("0.0.0.0", 8000, False, None)
+
+
+def test_what_the_image_copies_is_there_and_is_let_through():
+    passed = {line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().split() if line.startswith("!")}
+    copied = {source for line in instructions("COPY") if "--from" not in line for source in line.split()[:-1]}
+    assert copied == passed
+    assert all((ROOT / source).exists() for source in copied)
+
+
+def test_the_image_runs_as_nobody_special_and_is_stopped_with_a_signal_that_drains():
+    assert instructions("USER") == ["10001:10001"]
+    assert instructions("STOPSIGNAL") == ["SIGTERM"]
+
+
+def test_the_images_health_check_is_a_program_that_python_reads():
+    (check,) = instructions("HEALTHCHECK")
+    program = json.loads(check[check.index("[") :])[2]
+    compile(program, "the health check", "exec")
+    assert "/health" in program
+    assert 'add_route("/health"' in APP
+
+
+def test_compose_starts_the_front_end_before_the_engine():
+    services = compose()["services"]
+    front, engine = services["llmserve"], services["vllm"]
+    configured = taken([*image_words(), *front["command"]])
+    port = engine["command"][engine["command"].index("--port") + 1]
+    assert configured.engines.engine == (f"http://vllm:{port}",)
+    assert configured.server.api_key_file == f"/run/secrets/{front['secrets'][0]}"
+    assert float(front["stop_grace_period"].removesuffix("s")) > configured.server.drain_s
+    build = front["build"]
+    assert (DEPLOY / build["context"] / build["dockerfile"]).samefile(DEPLOY / "Dockerfile")
+    assert front["image"] == f"llmserve:{__version__}"
+
+
+# ---- systemd ------------------------------------------------------------------------------------------------------
+
+
+def test_the_unit_starts_a_command_that_the_server_takes():
+    program, command, *words = shlex.split(unit()["ExecStart"])
+    assert (Path(program).name, command) == ("llmserve", "serve")
+    assert taken(words).server.api_key_file == "%d/keys"
+    assert words[words.index("--config") + 1] == "/etc/llmserve/llmserve.toml"
+
+
+def test_the_units_settings_are_settings_and_its_stop_leaves_time_to_drain():
+    settings = load_config({}, {}, str(DEPLOY / "llmserve.toml"))
+    assert float(unit()["TimeoutStopSec"]) > settings.server.drain_s
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not on this machine")
+def test_systemd_finds_no_fault_with_the_unit(tmp_path: Path):
+    text = (DEPLOY / "llmserve.service").read_text()
+    (tmp_path / "llmserve.service").write_text(text.replace("/opt/llmserve/bin/llmserve", sys.executable))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(tmp_path / "llmserve.service")], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+# ---- Helm ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_chart_is_of_this_version():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
+
+
+def test_every_value_that_a_template_names_has_a_default():
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    for path in (CHART / "templates").iterdir():
+        text = path.read_text()
+        assert text.count("{{") == text.count("}}")
+        for name in re.findall(r"\.Values\.([\w.]+)", text):
+            value = values
+            for part in name.split("."):
+                assert part in value, f"{path.name}: {name}"
+                value = value[part]
+
+
+def test_every_piece_that_a_template_includes_is_defined():
+    defined = set(re.findall(r'define "([\w.]+)"', (CHART / "templates" / "_names.tpl").read_text()))
+    for path in (CHART / "templates").iterdir():
+        assert set(re.findall(r'include "([\w.]+)"', path.read_text())) <= defined
+
+
+def test_the_charts_flags_are_flags_of_the_server():
+    container = rendered("deployment.yaml")["spec"]["template"]["spec"]["containers"][0]
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    words: list[str] = container["args"]
+    words[words.index("--drain-s") + 1] = str(values["drainSeconds"])
+    assert words.pop() == "x", "one of .Values.args"
+    configured = taken([*image_words(), *words])
+    assert configured.server.drain_s == values["drainSeconds"]
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert configured.server.api_key_file is not None
+    assert str(Path(configured.server.api_key_file).parent) in mounts
+    variables = {entry["name"].removeprefix("LLMSERVE_").lower() for entry in container["env"]}
+    assert variables <= set(EngineConfig.__struct_fields__)
+
+
+def test_the_charts_pod_is_asked_for_what_there_is_and_drains():
+    pod = rendered("deployment.yaml")["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    assert pod["enableServiceLinks"] is False, "the Service's own variables would be taken for settings"
+    assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
+    assert container["livenessProbe"]["httpGet"]["path"] == "/health"
+    assert 'add_route("/ready"' in APP
+    assert container["ports"][0]["containerPort"] == taken(image_words()).server.port
+    text = (CHART / "templates" / "deployment.yaml").read_text()
+    assert "terminationGracePeriodSeconds: {{ add .Values.drainSeconds .Values.preStopSeconds 10 }}" in text
+
+
+def test_the_charts_service_leads_to_the_pod():
+    service, deployment = rendered("service.yaml")["spec"], rendered("deployment.yaml")["spec"]
+    ports = {port["name"] for port in deployment["template"]["spec"]["containers"][0]["ports"]}
+    assert {port["targetPort"] for port in service["ports"]} <= ports
