@@ -52,7 +52,6 @@ from bench.results import made_on, rounded, write_json
 from bench.servers import MODEL_FOLDER, Server, front_end
 from bench.tables import show
 from dispatch_journal import LATE_S, Planned, Run, run_of
-from profile_engine import power, profile_of
 from rich.console import Console
 from tokenizers import Tokenizer
 
@@ -63,6 +62,7 @@ from llmserve.cluster import journal
 from llmserve.cluster.observed import observations
 from llmserve.engines.embedded import demo_corpus
 from llmserve.errors import LLMServeError
+from llmserve.profile import power, profile_of
 from llmserve.simulation.workload import poisson_arrivals
 
 RELEASES = ("full", "greedy", "table")

@@ -29,9 +29,9 @@ from bench.arguments import add_results, parser_of
 from bench.figures import new_figure, save
 from bench.progress import say
 from bench.results import machine, write_json
-from benchmark_throughput import Arrangement, embedded_engine, front_end
 
 import predictor
+from llmserve.bench import Arrangement, embedded_engine, front_end
 from llmserve.engines.embedded import demo_corpus
 from llmserve.headers import PREDICTED_HEADER
 

@@ -8,14 +8,13 @@
     figures    how figures look
     arguments  command lines
 
-Importing it puts this repository on the path, which is what is measured, and scripts/: measuring an engine is a script
-that users run too.
+Importing it puts this repository, which is what is measured, on the path.
 """
 
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]  # of the repository
-SCRIPTS = ROOT / "scripts"
 
-sys.path[1:1] = [path for path in (str(ROOT), str(SCRIPTS)) if path not in sys.path]
+if str(ROOT) not in sys.path:
+    sys.path.insert(1, str(ROOT))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from profile_engine import whole
+from llmserve.profile import whole
 
 __all__ = ["add_results", "ending_on", "numbers", "parser_of", "positive", "whole"]
 

@@ -1,8 +1,8 @@
 """Fig. 1 (a), 5, 7 and 11: what a real engine does.
 
 Here it is llmserve's embedded engine, a small model on the CPU that runs static batches; Fig. 5 is also of vLLM where
-the variable VLLM_PYTHON names an interpreter that has it. The measuring is that of scripts/profile_engine.py and
-scripts/benchmark_throughput.py.
+the variable VLLM_PYTHON names an interpreter that has it. The measuring is that of `llmserve profile` and
+`llmserve bench`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import aiohttp
-import benchmark_throughput as throughput
 import numpy as np
-import profile_engine
 from bench.servers import vllm
-from benchmark_throughput import BASELINE, Arrangement
 
 import predictor
 from bins.fitting import Observation
+from llmserve import bench as throughput
+from llmserve.bench import BASELINE, Arrangement, Run
+from llmserve.engines import measuring
 from llmserve.engines.embedded import demo_corpus
 from llmserve.simulation.estimates import estimate
 from reproduction.multibin.table_1 import MEASURED
@@ -109,7 +109,7 @@ class Observed:
 
     batches: list[Observation]
     answers: dict[str, list[Observation]]
-    runs: dict[str, list[throughput.Run]]
+    runs: dict[str, list[Run]]
     cost: np.poly1d
 
 
@@ -132,8 +132,8 @@ async def observe(effort: Effort, report: Report) -> Observed:
     answers: dict[str, list[Observation]] = {}
     report("Fig. 1 (a): batches of the embedded engine", 0.0)
     async with throughput.embedded_engine(max(effort.sizes)) as url:
-        plan = profile_engine.Plan(effort.sizes, effort.tokens, effort.rounds, effort.seed)
-        measured = await profile_engine.measure(url, None, plan, None, idle_s=0, on_batch=lambda *_: None)
+        plan = measuring.Plan(effort.sizes, effort.tokens, effort.rounds, effort.seed)
+        measured = await measuring.measure(url, None, plan, None, idle_s=0, on_batch=lambda *_: None)
         report("Fig. 5: its answers, one by one", 0.05)
         answers[EMBEDDED] = await answer_times(url, effort)
     if effort.vllm_python:
@@ -149,23 +149,23 @@ async def answer_times(url: str, effort: Effort) -> list[Observation]:
     """Answers one after the other, in an order drawn anew for each repeat, after one that does not count."""
     lengths = np.linspace(TOKENS_MAX / effort.answers, TOKENS_MAX, effort.answers).round().astype(int).tolist()
     rng = random.Random(effort.seed)
-    timeout = aiohttp.ClientTimeout(total=profile_engine.ANSWER_S_MAX)
+    timeout = aiohttp.ClientTimeout(total=measuring.ANSWER_S_MAX)
     async with aiohttp.ClientSession(timeout=timeout) as session:
-        client = profile_engine.Client(session, url, await profile_engine.first_model(url), effort.seed)
+        client = measuring.Client(session, url, await measuring.first_model(url), effort.seed)
         await client.learn(min(lengths))
         await client.batch(1, max(lengths))
         return [
-            await profile_engine.observe(client, None, 1, length)
+            await measuring.observe(client, None, 1, length)
             for _ in range(effort.repeats)
             for length in rng.sample(lengths, len(lengths))
         ]
 
 
-async def _all_at_once(effort: Effort, report: Report) -> tuple[dict[str, list[throughput.Run]], np.poly1d]:
+async def _all_at_once(effort: Effort, report: Report) -> tuple[dict[str, list[Run]], np.poly1d]:
     """Fig. 7 and 11: every arrangement in turn, pass after pass, before one engine."""
     prompts = [example.prompt for example in demo_corpus.examples(effort.requests, seed=effort.seed, held_out=True)]
     asked = argparse.Namespace(batch_size=BATCH, predictor=str(predictor.DEMO))
-    found: dict[str, list[throughput.Run]] = {arrangement.name: [] for arrangement in effort.arrangements}
+    found: dict[str, list[Run]] = {arrangement.name: [] for arrangement in effort.arrangements}
     async with AsyncExitStack() as stack:
         engine_url = await stack.enter_async_context(throughput.embedded_engine(BATCH))
         urls = [
@@ -215,7 +215,7 @@ def line_rows(engine: str, answers: Sequence[Observation]) -> list[Row]:
     ]
 
 
-def gain_rows(effort: Effort, runs: dict[str, list[throughput.Run]], cost: np.poly1d) -> list[Row]:
+def gain_rows(effort: Effort, runs: dict[str, list[Run]], cost: np.poly1d) -> list[Row]:
     """Fig. 7 and 11, each gain beside the one that the seen lengths imply."""
     results = {result["arrangement"]: result for result in throughput.rows(runs, cost)}
     rows = [Row(ORACLE, {"k": 1}, RATE, "1/s", results[BASELINE.name]["tokens_per_s"])]
