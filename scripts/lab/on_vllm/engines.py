@@ -72,9 +72,9 @@ async def front(args: argparse.Namespace, arrangement: Arrangement, engines: Eng
         words += ["--prometheus-port", str(free_port()), "--log-level", "warning"]
         return [*words, "--worker-urls", *engines.urls]
 
-    routed = arrangement.way in ROUTER_POLICIES
-    name = arrangement.name
-    async with running(name, router, ready="/health") if routed else front_end(name, *flags) as server:
+    way = arrangement.way
+    routed = way in ROUTER_POLICIES
+    async with running(way, router, ready="/health") if routed else front_end(way, *flags) as server:
         yield server.url
 
 
