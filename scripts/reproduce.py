@@ -22,16 +22,17 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parent / "lab"))
+
+from bench.arguments import parser_of
+from bench.progress import shared
 from reproduction.page import About, Section, write_page
 from reproduction.rows import Report, Rows
-from rich.console import Console
-from rich.progress import Progress
 
 from llmserve.errors import ConfigError
 
@@ -110,7 +111,7 @@ REPRODUCTIONS: dict[str, tuple[str, Callable[[Options], Reproduction]]] = {
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("name", nargs="?", choices=list(REPRODUCTIONS), help="what to reproduce; without it, a list")
     parser.add_argument("--output-folder", type=Path, help=f"(default {DOCS})")
     parser.add_argument("--quick", action="store_true", help="fewer samples and cases, in 10 s to some minutes")
@@ -150,7 +151,7 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error(f"--output-folder: cannot make {folder / 'results'}: {error.strerror}")
     begun_s = time.perf_counter()
     try:
-        with progress() as report:
+        with shared() as report:
             rows = chosen.measure(args.seed, args.quick, report)
     except ConfigError as error:
         parser.error(str(error))
@@ -186,19 +187,6 @@ def _command(args: argparse.Namespace) -> str:
     words += ["--gsm8k", args.gsm8k.name] if args.gsm8k is not None else []  # where it lies concerns nobody else
     words += ["--trace", args.trace.name] if args.trace is not None else []
     return shlex.join(words)
-
-
-@contextmanager
-def progress() -> Iterator[Report]:
-    """A bar in a terminal, a line for each part without one."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        begun_s = time.perf_counter()
-        yield lambda part, share: print(f"{time.perf_counter() - begun_s:6.0f} s  {part}", file=sys.stderr, flush=True)
-        return
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda part, share: bar.update(task, description=part, completed=share)
 
 
 if __name__ == "__main__":

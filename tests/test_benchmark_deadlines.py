@@ -5,13 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import benchmark_deadlines
 import numpy as np
 import pytest
-from script_module import load_script
+from bench.results import rounded, with_rows
+from deadlines import simulated
+from deadlines.engines import Timed, profile_of, timed_engines
+from deadlines.ledger import WARM_UP, Answer, check, ledger_of
+from deadlines.runs import Count
+from deadlines.runs import run_of as run_from
+from deadlines.serving import Engines, measure
+from deadlines.tables import live_from, live_result, live_tables
+from deadlines.traffic import Asked, Setting, Stream, draw
 
 from llmserve.cluster.journal import Header, Step
 from llmserve.policies import SchedulingConfig
@@ -26,18 +35,16 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 
-bench = load_script("benchmark_deadlines")
-
-IMAGES = bench.Stream("images", "classifier", slo_s=0.5, rate_per_s=10.0, tokens=(1, 1), burst_per_s=90.0)
-CHATS = bench.Stream("chats", "chat", slo_s=4.0, rate_per_s=2.0, tokens=(30, 70))
-SETTING = bench.Setting((IMAGES, CHATS), seconds=100.0, burst_s=(40.0, 60.0), batch_size=8)
+IMAGES = Stream("images", "classifier", slo_s=0.5, rate_per_s=10.0, tokens=(1, 1), burst_per_s=90.0)
+CHATS = Stream("chats", "chat", slo_s=4.0, rate_per_s=2.0, tokens=(30, 70))
+SETTING = Setting((IMAGES, CHATS), seconds=100.0, burst_s=(40.0, 60.0), batch_size=8)
 
 
 # ---- what is asked ------------------------------------------------------------------------------------------------
 
 
 def test_streams_come_at_their_rates_and_the_burst_comes_besides() -> None:
-    asked = bench.draw(SETTING, seed=1)
+    asked = draw(SETTING, seed=1)
     assert [each.at_s for each in asked] == sorted(each.at_s for each in asked)
     counts = Counter((each.stream.name, SETTING.in_burst(each.at_s)) for each in asked)
     for (name, in_burst), expected in {
@@ -53,8 +60,8 @@ def test_streams_come_at_their_rates_and_the_burst_comes_besides() -> None:
 
 
 def test_a_seed_fixes_what_is_asked_and_another_draws_others() -> None:
-    assert bench.draw(SETTING, 7) == bench.draw(SETTING, 7)
-    assert bench.draw(SETTING, 7) != bench.draw(SETTING, 8)
+    assert draw(SETTING, 7) == draw(SETTING, 7)
+    assert draw(SETTING, 7) != draw(SETTING, 8)
 
 
 # ---- a journal without a server -----------------------------------------------------------------------------------
@@ -94,11 +101,11 @@ BATCHES = {1: "3", 2: "2", 3: "2", 4: "2", 5: "2"}  # in which each ended
 
 
 def answer(stream: Any, at_s: float, latency_s: float, status: int = 200, batch: str = "") -> Any:
-    return bench.Answer(bench.Asked(at_s, stream, 1), status, latency_s, batch)
+    return Answer(Asked(at_s, stream, 1), status, latency_s, batch)
 
 
 def batches_of(steps: list[Step]) -> dict[int, str]:
-    ledger = bench.ledger_of(steps)
+    ledger = ledger_of(steps)
     return {id_: str(course.batch) for id_, course in ledger.courses.items() if course.batch is not None}
 
 
@@ -110,7 +117,7 @@ def answers_of(steps: list[Step]) -> list[Any]:
 
 
 def test_a_preempted_request_has_one_end_and_two_batches() -> None:
-    ledger = bench.ledger_of(played(*PREEMPTED))
+    ledger = ledger_of(played(*PREEMPTED))
     chat = ledger.courses[1]
     assert (chat.preempted, chat.ends) == (1, ["in time"])
     assert [course.ends for course in ledger.courses.values()] == [["in time"]] * 5
@@ -125,31 +132,31 @@ def test_a_preempted_request_has_one_end_and_two_batches() -> None:
 
 def test_a_preempted_request_that_ends_before_it_is_stopped_has_ended() -> None:
     ended_itself = [(at_s, event) for at_s, event in PREEMPTED[:5]]
-    ledger = bench.ledger_of(played(*ended_itself, *end(2.0, CHATS, 1), *end(2.25, IMAGES, 2, 3, 4, 5)))
+    ledger = ledger_of(played(*ended_itself, *end(2.0, CHATS, 1), *end(2.25, IMAGES, 2, 3, 4, 5)))
     assert (ledger.courses[1].preempted, ledger.courses[1].ends) == (1, ["in time"])
 
 
 def test_a_preempted_request_that_is_refused_has_run_in_a_batch_as_its_client_is_told() -> None:
     stopped = [*come(1.0, CHATS, 1), *come(4.5, IMAGES, 2, 3, 4, 5), *end(4.5, CHATS, 1, outcome="cancelled")]
     steps = played(*stopped, (5.01, TimerFired()), *end(5.02, IMAGES, 2, 3, 4, 5))
-    ledger = bench.ledger_of(steps)
+    ledger = ledger_of(steps)
     chat = ledger.courses[1]
     assert (chat.preempted, chat.ends, chat.batch) == (1, ["504"], ledger.batches[0].id)
     images = [answer(IMAGES, 4.5, 0.5, batch=str(ledger.batches[1].id))] * 4
-    bench.check([answer(CHATS, 1.0, 4.0, 504, str(chat.batch)), *images], ledger)
+    check([answer(CHATS, 1.0, 4.0, 504, str(chat.batch)), *images], ledger)
 
 
 def test_a_request_whose_deadline_passes_is_refused_and_one_that_ends_after_it_is_late() -> None:
     steps = played(*come(1.0, CHATS, 1), *come(1.5, IMAGES, 2), (2.1, TimerFired()), *end(6.0, CHATS, 1), order="fffs")
     assert FailRequest(2, "deadline_exceeded") in steps[-2].actions
-    ledger = bench.ledger_of(steps)
+    ledger = ledger_of(steps)
     assert {id_: course.ends for id_, course in ledger.courses.items()} == {1: ["late"], 2: ["504"]}
     assert ledger.courses[2].batch is None
 
 
 def test_the_warm_up_is_not_counted() -> None:
-    warm = RequestArrived(Request(9, model="chat", stream=bench.WARM_UP))
-    ledger = bench.ledger_of(played((0.1, warm), *end(0.9, CHATS, 9), *PREEMPTED))
+    warm = RequestArrived(Request(9, model="chat", stream=WARM_UP))
+    ledger = ledger_of(played((0.1, warm), *end(0.9, CHATS, 9), *PREEMPTED))
     assert sorted(ledger.courses) == [1, 2, 3, 4, 5]
     assert len(ledger.batches) == 3
 
@@ -159,20 +166,20 @@ def test_the_warm_up_is_not_counted() -> None:
 
 def test_client_and_journal_that_agree_are_accepted() -> None:
     steps = played(*PREEMPTED)
-    bench.check(answers_of(steps), bench.ledger_of(steps))
+    check(answers_of(steps), ledger_of(steps))
 
 
 def test_a_request_that_never_ended_is_found() -> None:
     steps = played(*PREEMPTED[:-1])
     with pytest.raises(AssertionError, match=r"did not end exactly once.*\{1: \[\]\}"):
-        bench.check([], bench.ledger_of(steps))
+        check([], ledger_of(steps))
 
 
 def test_a_request_that_ended_twice_is_found() -> None:
     steps = played(*PREEMPTED)
     twice = Step(4.5, TimerFired(), (FailRequest(1, "deadline_exceeded"),))
     with pytest.raises(AssertionError, match=r"\{1: \['in time', '504'\]\}"):
-        bench.check(answers_of(steps), bench.ledger_of([*steps, twice]))
+        check(answers_of(steps), ledger_of([*steps, twice]))
 
 
 @pytest.mark.parametrize("change", [{"status": 504, "batch": ""}, {"batch": "77"}])
@@ -180,15 +187,15 @@ def test_a_client_that_saw_something_else_is_found(change: dict[str, Any]) -> No
     steps = played(*PREEMPTED)
     first, *others = answers_of(steps)
     with pytest.raises(AssertionError, match=r"client: .*journal: "):
-        bench.check([replace(first, **change), *others], bench.ledger_of(steps))
+        check([replace(first, **change), *others], ledger_of(steps))
 
 
 def test_a_gpu_that_runs_two_batches_at_a_time_is_found() -> None:
     steps = played(*PREEMPTED)
-    ledger = bench.ledger_of(steps)
+    ledger = ledger_of(steps)
     ledger.batches[1].began_s -= 0.1
     with pytest.raises(AssertionError, match="gpu0 ran two batches"):
-        bench.check(answers_of(steps), ledger)
+        check(answers_of(steps), ledger)
 
 
 @pytest.mark.parametrize(
@@ -210,12 +217,12 @@ def run_of(policy: str = "flex", number: int = 1) -> Any:
     steps = played(*PREEMPTED)
     assert any(isinstance(action, PreemptBatch) for step in steps for action in step.actions)
     setting = replace(SETTING, seconds=5.0, burst_s=(2.0, 3.0))
-    return bench.run_of(policy, number, setting, answers_of(steps), bench.ledger_of(steps))
+    return run_from(policy, number, setting, answers_of(steps), ledger_of(steps))
 
 
 def test_a_run_counts_its_streams_what_was_preempted_and_what_that_cost() -> None:
     run = run_of()
-    assert run.counts["images"] == bench.Count(
+    assert run.counts["images"] == Count(
         {"in time": 4, "late": 0, "504": 0}, {"in time": 4, "late": 0, "504": 0}, 0.25, 0.25
     )
     assert run.counts["chats"].burst == {"in time": 0, "late": 0, "504": 0}
@@ -230,8 +237,8 @@ def test_a_run_counts_its_streams_what_was_preempted_and_what_that_cost() -> Non
 
 
 def test_shares_are_of_all_of_a_stream_and_of_the_burst() -> None:
-    images = bench.Count({"in time": 6, "late": 1, "504": 3}, {"in time": 1, "late": 1, "504": 2}, 0.1, 0.2)
-    chats = bench.Count({"in time": 0, "late": 0, "504": 10}, {"in time": 0, "late": 0, "504": 0}, None, None)
+    images = Count({"in time": 6, "late": 1, "504": 3}, {"in time": 1, "late": 1, "504": 2}, 0.1, 0.2)
+    chats = Count({"in time": 0, "late": 0, "504": 10}, {"in time": 0, "late": 0, "504": 0}, None, None)
     run = replace(run_of(), counts={"images": images, "chats": chats})
     assert run.share() == 0.3
     assert (run.share("images"), run.share("images", "burst"), run.share("images", "steady")) == (0.6, 0.25, 5 / 6)
@@ -240,7 +247,7 @@ def test_shares_are_of_all_of_a_stream_and_of_the_burst() -> None:
 
 def test_late_answers_are_missed_deadlines_and_engine_time_for_nothing() -> None:
     steps = played(*come(1.0, CHATS, 1), *end(6.0, CHATS, 1))
-    run = bench.run_of("fffs", 1, SETTING, [answer(CHATS, 1.0, 5.0, batch="1")], bench.ledger_of(steps))
+    run = run_from("fffs", 1, SETTING, [answer(CHATS, 1.0, 5.0, batch="1")], ledger_of(steps))
     assert (run.too_late_s, run.stopped_s) == (5.0, 0.0)
     assert run.missed == [("chats", 5.0)]
     assert run.counts["chats"].latency_s_p50 is None
@@ -251,14 +258,14 @@ def test_late_answers_are_missed_deadlines_and_engine_time_for_nothing() -> None
 
 def test_batch_times_of_two_lengths_give_prefill_and_steps() -> None:
     took_s = {(size, tokens): 0.1 + tokens * (0.01 + 0.001 * size) for size in (1, 2, 4, 8) for tokens in (8, 200)}
-    profile = bench.profile_of("m", took_s)
+    profile = profile_of("m", took_s)
     assert profile.prefill_s == pytest.approx(0.1)
     assert profile.step_s.at([1, 2, 3, 8]) == pytest.approx([0.011, 0.012, 0.013, 0.018])
 
 
 def test_a_larger_batch_that_was_faster_by_chance_is_taken_to_be_as_fast() -> None:
     took_s = {(1, 10): 1.0, (1, 20): 2.0, (2, 10): 0.9, (2, 20): 1.8}
-    assert bench.profile_of("m", took_s).step_s.at([1, 2]) == pytest.approx([0.1, 0.1])
+    assert profile_of("m", took_s).step_s.at([1, 2]) == pytest.approx([0.1, 0.1])
 
 
 # ---- what is shown ------------------------------------------------------------------------------------------------
@@ -266,14 +273,14 @@ def test_a_larger_batch_that_was_faster_by_chance_is_taken_to_be_as_fast() -> No
 
 def some_result() -> Any:
     runs = [run_of(policy, number) for policy in ("fffs", "flex, no preemption", "flex") for number in (1, 2)]
-    engines = bench.Engines("some engines", [], {"chat": bench.profile_of("chat", {(1, 1): 1.0, (1, 2): 2.0})})
+    engines = Engines("some engines", [], {"chat": profile_of("chat", {(1, 1): 1.0, (1, 2): 2.0})})
     setting = replace(SETTING, seconds=5.0, burst_s=(2.0, 3.0))
-    return runs, setting, json.loads(bench.written(bench.rounded(bench.live_result(engines, setting, 1, runs))))
+    return runs, setting, json.loads(with_rows(rounded(live_result(engines, setting, 1, runs)), "runs"))
 
 
 def test_a_result_that_was_written_is_read_again() -> None:
     runs, setting, result = some_result()
-    what, setting_read, read = bench.live_from(result)
+    what, setting_read, read = live_from(result)
     assert (what, setting_read) == ("some engines", setting)
     assert [(run.policy, run.round, run.counts, run.preempted) for run in read] == [
         (run.policy, run.round, run.counts, run.preempted) for run in runs
@@ -283,7 +290,7 @@ def test_a_result_that_was_written_is_read_again() -> None:
 
 def test_the_tables_have_a_row_for_each_policy() -> None:
     runs, setting, _ = some_result()
-    shares, costs = bench.live_tables(setting, runs)
+    shares, costs = live_tables(setting, runs)
     row = "| flex | 100.0 % | 100.0 % | 100.0 % | 100.0 % | 100.0 % | 1.0 | 0.25 / 0.25 | 3.00 / 3.00 |"
     assert shares.splitlines()[-1] == row
     assert costs.splitlines()[-1] == "| flex | 2 | 2 | 2 | 0 | 0 | 1.0 | 0.0 | 3.0 |", "counts of both rounds"
@@ -295,8 +302,9 @@ def test_an_earlier_result_is_shown_and_drawn_and_nothing_runs(
 ) -> None:
     _, _, result = some_result()
     (tmp_path / "old.json").write_text(json.dumps(result))
-    bench.main(["fake", "--results", str(tmp_path / "old.json"), "--figure", str(tmp_path / "new" / "figure.png")])
-    assert (tmp_path / "new" / "figure.png").read_bytes().startswith(b"\x89PNG")
+    figure = tmp_path / "new" / "figure.png"
+    benchmark_deadlines.main(["fake", "--results", str(tmp_path / "old.json"), "--figure", str(figure)])
+    assert figure.read_bytes().startswith(b"\x89PNG")
     assert "| flex, no preemption |" in capsys.readouterr().out
 
 
@@ -312,7 +320,7 @@ def test_settings_that_make_no_sense_are_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        bench.main(arguments)
+        benchmark_deadlines.main(arguments)
     assert message in capsys.readouterr().err
 
 
@@ -320,20 +328,21 @@ def test_settings_that_make_no_sense_are_refused(
 
 
 def test_simulated_loads_have_a_cell_for_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "SIMULATED", {name: bench.SIMULATED[name] for name in ("edf", "flex")})
-    monkeypatch.setattr(bench, "LOADS", {"batches to their end": (0.1, 3.0), "slots that refill": (0.1, 3.0)})
-    cells = bench.simulated({"lognormal": {}}, requests=400, seeds=2, jobs=1)
+    monkeypatch.setattr(simulated, "SIMULATED", {name: simulated.SIMULATED[name] for name in ("edf", "flex")})
+    monkeypatch.setattr(simulated, "LOADS", {"batches to their end": (0.1, 3.0), "slots that refill": (0.1, 3.0)})
+    cells = simulated.simulated({"lognormal": {}}, requests=400, seeds=2, jobs=1)
     of = {(cell.kind, cell.policy, cell.load): cell for cell in cells}
     assert len(of) == len(cells) == 2 * 2 * 2 + 2 * 2, "shares of clients that stream, where batches run to their end"
     for (kind, policy, load), cell in of.items():
-        low = of[kind, policy, bench.LOADS[kind][0]]
+        low = of[kind, policy, simulated.LOADS[kind][0]]
         assert 0 < cell.in_time <= low.in_time <= 1, f"{kind}, {policy}: no more in time at load {load} than at 0.1"
     barrier = [of["batches to their end", policy, 3.0] for policy in ("flex", "edf")]
     assert barrier[0].in_time > barrier[1].in_time, "what FLEX is for"
-    tables = bench.load_tables(cells)
+    tables = simulated.load_tables(cells)
     assert [len(table.splitlines()) for table in tables] == [2 + 2 + 4, 2 + 2 + 2]
-    bench.load_figure(cells).savefig(tmp_path / "load.png")
-    written = json.loads(bench.written(bench.rounded({"seeds": 2, "cells": [bench.asdict(cell) for cell in cells]})))
+    simulated.load_figure(cells).savefig(tmp_path / "load.png")
+    result = rounded({"seeds": 2, "cells": [asdict(cell) for cell in cells]})
+    written = json.loads(with_rows(result, "cells"))
     assert np.isclose([cell["in_time"] for cell in written["cells"]], [cell.in_time for cell in cells], 1e-4).all()
 
 
@@ -342,18 +351,18 @@ def test_simulated_loads_have_a_cell_for_every_case(tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 def test_a_tiny_benchmark_on_timed_engines_ends_every_request_once_as_clients_and_journals_say(tmp_path: Path) -> None:
-    timed = {"classifier": bench.Timed(0.0, 0.01, 0.0005), "chat": bench.Timed(0.3, 0.001, 0.0)}
+    timed = {"classifier": Timed(0.0, 0.01, 0.0005), "chat": Timed(0.3, 0.001, 0.0)}
     images = replace(IMAGES, rate_per_s=5.0, burst_per_s=60.0)
     chats = replace(CHATS, rate_per_s=4.0, tokens=(10, 20))
-    setting = bench.Setting((images, chats), seconds=2.0, burst_s=(0.5, 1.5), batch_size=8)
+    setting = Setting((images, chats), seconds=2.0, burst_s=(0.5, 1.5), batch_size=8)
 
     async def measured() -> list[Any]:
-        async with bench.timed_engines(setting, timed) as engines:
-            found: list[Any] = await bench.measure(setting, engines, ["fffs", "flex"], 1, 5, tmp_path)
+        async with timed_engines(setting, timed) as engines:
+            found: list[Any] = await measure(setting, engines, ["fffs", "flex"], 1, 5, tmp_path)
             return found
 
     runs = asyncio.run(measured())
-    asked = Counter(each.stream.name for each in bench.draw(setting, 6))
+    asked = Counter(each.stream.name for each in draw(setting, 6))
     for run in runs:
         assert {name: sum(count.ends.values()) for name, count in run.counts.items()} == asked
         assert run.goodput_per_s(setting) > 0

@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import benchmark_dispatch_live as live
 import pytest
+from bench.results import rounded
+from dispatch_journal import FreeWaits, free_waits, plans_of, run_of
 from rich.console import Console
-from script_module import load_script
 
 from bins.curve import Curve
 from bins.dispatch import DispatchPlan, DispatchTable
@@ -37,9 +39,6 @@ PROFILE = Profile(
     source="steps of 0.09 + 0.01 b seconds at 20 W",
     energy_source="modelled",
 )
-
-
-bench = load_script("benchmark_dispatch_live")
 
 
 # ---- a journal without a server -----------------------------------------------------------------------------------
@@ -78,30 +77,34 @@ def plan(*waits_s: float, least: int = 3, response_s: float | None = 1.0) -> Dis
 
 def test_the_load_is_a_share_of_what_full_batches_serve() -> None:
     """Lengths all alike: a batch of 8 takes 100 steps of 0.17 s, so that load 0.2 is 0.2 x 8 / 17 requests a second."""
-    load = bench.load_of(PROFILE, [100.0], 0.2, batch_size=8)
+    load = live.load_of(PROFILE, [100.0], 0.2, batch_size=8)
     assert load.arrival_rate_per_s == pytest.approx(0.2 * 8 / 17)
 
 
 def test_prefill_is_part_of_a_batch() -> None:
-    load = bench.load_of(replace(PROFILE, prefill_s=3.0), [100.0], 0.2, batch_size=8)
+    load = live.load_of(replace(PROFILE, prefill_s=3.0), [100.0], 0.2, batch_size=8)
     assert load.arrival_rate_per_s == pytest.approx(0.2 * 8 / 20)
 
 
 def test_without_batches_greedy_takes_what_an_m_d_1_queue_takes() -> None:
     """Pollaczek and Khinchine: service + load x service / (2 (1 - load)), 10 s each."""
-    load = bench.load_of(PROFILE, [100.0], 0.5, batch_size=1)
+    load = live.load_of(PROFILE, [100.0], 0.5, batch_size=1)
     assert load.greedy_s == pytest.approx(10 + 0.5 * 10 / (2 * 0.5))
 
 
 def test_the_lengths_are_those_of_the_right_answers() -> None:
-    lengths = bench.corpus_lengths(200, seed=1)
-    assert lengths == bench.corpus_lengths(200, seed=1)
+    lengths = live.corpus_lengths(200, seed=1)
+    assert lengths == live.corpus_lengths(200, seed=1)
     assert all(length == int(length) and 1 <= length <= 400 for length in lengths)
     assert 50 < sum(lengths) / len(lengths) < 120, "lognormal around a median of 65, cut at 400"
 
 
 def test_a_seed_fixes_prompts_and_times_and_another_draws_others() -> None:
-    one, same, other = bench.draw(20, 0.5, 3), bench.draw(20, 0.5, 3), bench.draw(20, 0.5, 4)
+    one, same, other = (
+        live.draw(20, 0.5, 3),
+        live.draw(20, 0.5, 3),
+        live.draw(20, 0.5, 4),
+    )
     assert one == same
     assert one.prompts != other.prompts
     assert one.at_s != other.at_s
@@ -115,7 +118,7 @@ def test_a_seed_fixes_prompts_and_times_and_another_draws_others() -> None:
 def test_a_timer_in_time_lets_nobody_wait_beyond_the_bound() -> None:
     head = header("table")
     steps = played(head, (0.0, DispatchSolved(plan(2.0))), *come(10.0, 1), (12.001, TimerFired()))
-    waits = bench.free_waits(head, steps)
+    waits = free_waits(head, steps)
     assert waits.longest_s == pytest.approx(2.001)
     assert waits.bound_s_max == 2.0
     assert waits.late_s_max == pytest.approx(0.001)
@@ -125,7 +128,7 @@ def test_a_timer_in_time_lets_nobody_wait_beyond_the_bound() -> None:
 def test_a_late_timer_is_a_violation() -> None:
     head = header("table")
     steps = played(head, (0.0, DispatchSolved(plan(2.0))), *come(10.0, 1), *come(11.0, 2), (13.0, TimerFired()))
-    waits = bench.free_waits(head, steps)
+    waits = free_waits(head, steps)
     assert waits.late_s_max == pytest.approx(1.0)
     assert waits.violations == 1, "the second request has waited 2 s only"
 
@@ -133,7 +136,7 @@ def test_a_late_timer_is_a_violation() -> None:
 def test_a_bin_that_goes_early_has_spare_time() -> None:
     head = header("table")
     steps = played(head, (0.0, DispatchSolved(plan(2.0))), *come(10.0, 1, 2), *come(10.5, 3))
-    waits = bench.free_waits(head, steps)
+    waits = free_waits(head, steps)
     assert (waits.longest_s, waits.late_s_max, waits.violations) == (0.5, -1.5, 0)
 
 
@@ -141,14 +144,14 @@ def test_time_while_a_batch_runs_is_no_free_wait() -> None:
     head = header("table")
     first = [*come(1.0, 1, 2, 3), *come(2.0, 4)]  # three go at once; the fourth waits for 10 s on a busy engine
     steps = played(head, (0.0, DispatchSolved(plan(60.0))), *first, *end(12.0, 1, 2, 3), *come(13.0, 5, 6))
-    assert bench.free_waits(head, steps).longest_s == 1.0
+    assert free_waits(head, steps).longest_s == 1.0
 
 
 def test_whose_bound_has_passed_when_the_engine_becomes_free_is_not_late() -> None:
     head = header("table")
     first = [*come(1.0, 1, 2, 3), *come(2.0, 4)]
     steps = played(head, (0.0, DispatchSolved(plan(2.0))), *first, *end(12.0, 1, 2, 3))
-    waits = bench.free_waits(head, steps)
+    waits = free_waits(head, steps)
     assert (waits.longest_s, waits.violations) == (0.0, 0)
 
 
@@ -157,7 +160,7 @@ def test_the_bound_is_that_of_the_queue_and_of_the_plan_in_force() -> None:
     two = (0.0, DispatchSolved(plan(1.0, 50.0)))
     later = (13.0, DispatchSolved(plan(1.0, 9.0)))  # by which request 1 has 6 s left
     long = (10.0, RequestArrived(Request(1, predicted_tokens=500.0)))
-    waits = bench.free_waits(head, played(head, two, long, later, (19.001, TimerFired())))
+    waits = free_waits(head, played(head, two, long, later, (19.001, TimerFired())))
     assert waits.bound_s_max == 50.0
     assert waits.late_s_max == pytest.approx(0.001)
     assert waits.longest_s == pytest.approx(9.001)
@@ -166,8 +169,8 @@ def test_the_bound_is_that_of_the_queue_and_of_the_plan_in_force() -> None:
 def test_greedy_lets_nobody_wait_for_a_free_engine_and_full_has_no_bound() -> None:
     arrivals = [*come(1.0, 1), *come(2.0, 2), (9.0, DrainRequested())]
     greedy, full = header("greedy"), header("full")
-    assert bench.free_waits(greedy, played(greedy, *arrivals)) == bench.FreeWaits(0.0, None, None, 0)
-    assert bench.free_waits(full, played(full, *arrivals)) == bench.FreeWaits(8.0, None, None, 0)
+    assert free_waits(greedy, played(greedy, *arrivals)) == FreeWaits(0.0, None, None, 0)
+    assert free_waits(full, played(full, *arrivals)) == FreeWaits(8.0, None, None, 0)
 
 
 def test_a_journal_that_its_scheduler_would_not_have_written_is_refused() -> None:
@@ -175,7 +178,7 @@ def test_a_journal_that_its_scheduler_would_not_have_written_is_refused() -> Non
     steps = played(head, *come(1.0, 1))
     steps[-1] = Step(1.0, steps[-1].event, ())
     with pytest.raises(AssertionError, match=r"at 1\.0 s the scheduler says"):
-        bench.free_waits(head, steps)
+        free_waits(head, steps)
 
 
 # ---- a run --------------------------------------------------------------------------------------------------------
@@ -185,7 +188,7 @@ def test_a_journal_that_its_scheduler_would_not_have_written_is_refused() -> Non
 def run() -> Callable[..., Any]:
     def of(release: str, *events: tuple[float, Event], number: int = 1) -> Any:
         head = header(release)
-        return bench.run_of(head, played(head, *events), PROFILE, release=release, number=number, client_s=[1.0, 3.0])
+        return run_of(head, played(head, *events), PROFILE, release=release, number=number, client_s=[1.0, 3.0])
 
     return of
 
@@ -233,13 +236,13 @@ def test_a_mixture_waits_as_its_other_policy_does() -> None:
     table = replace(plan(9.0, least=1).tables[0], other=(0, 0, 0, 3, 4))
     mixed = replace(plan(9.0), tables=(table,), share=0.25)
     steps = played(header("table"), (1.0, DispatchSolved(mixed)))
-    assert [(each.least, each.share) for each in bench.plans_of(steps)] == [([3], 0.25)]
+    assert [(each.least, each.share) for each in plans_of(steps)] == [([3], 0.25)]
 
 
 def test_queues_in_force_are_told_once_for_each_change() -> None:
     plans = [DispatchSolved(plan(*[1.0] * count)) for count in (1, 1, 2, 1)]
     steps = played(header("table", bins=2), *[(float(at_s), event) for at_s, event in enumerate(plans)])
-    assert bench.queues_over_time(bench.plans_of(steps)) == "1, 2, 1"
+    assert live.queues_over_time(plans_of(steps)) == "1, 2, 1"
 
 
 # ---- what is shown ------------------------------------------------------------------------------------------------
@@ -252,13 +255,13 @@ def some_runs(run: Callable[..., Any]) -> list[Any]:
     waited = [solved, *come(1.0, 1), (3.0, TimerFired()), *end(4.0, 1)]
     drained = [*come(1.0, 1), (9.0, DrainRequested()), *end(10.0, 1)]
     journals = {"full": drained, "greedy": events, "table": waited}
-    return [run(release, *journals[release], number=number) for number in (1, 2) for release in bench.RELEASES]
+    return [run(release, *journals[release], number=number) for number in (1, 2) for release in live.RELEASES]
 
 
 def test_the_tables_show_every_run_and_the_bounds_of_those_with_plans(run: Callable[..., Any]) -> None:
     console = Console(width=120)
     with console.capture() as captured:
-        bench.print_tables(some_runs(run), "Some load", 4.0, console)
+        live.print_tables(some_runs(run), "Some load", 4.0, console)
     lines = captured.get().splitlines()
     assert sum(" greedy " in line for line in lines) == 2
     assert sum(" 9.00  9.00  9.00 " in line for line in lines) == 2, "full: until it was told to stop"
@@ -268,13 +271,16 @@ def test_the_tables_show_every_run_and_the_bounds_of_those_with_plans(run: Calla
 
 def test_the_figure_is_drawn_and_everything_is_json(run: Callable[..., Any], tmp_path: Path) -> None:
     runs = some_runs(run)
-    bench.draw_figure(runs, 4.0, "Some load", tmp_path / "new" / "figure.png")
+    live.draw_figure(runs, 4.0, "Some load", tmp_path / "new" / "figure.png")
     assert (tmp_path / "new" / "figure.png").read_bytes().startswith(b"\x89PNG")
-    load = bench.load_of(PROFILE, [100.0], 0.2, batch_size=8)
-    result = bench.result_of(bench.parser().parse_args([]), PROFILE, load, 4.0, runs)
-    back = json.loads(json.dumps(bench.rounded(result)))
+    load = live.load_of(PROFILE, [100.0], 0.2, batch_size=8)
+    result = live.result_of(live.parser().parse_args([]), PROFILE, load, 4.0, runs)
+    back = json.loads(json.dumps(rounded(result)))
     assert back["arrival_rate_per_s"] == 0.0941176
-    assert [each["release"] for each in back["runs"]] == [*bench.RELEASES, *bench.RELEASES]
+    assert [each["release"] for each in back["runs"]] == [
+        *live.RELEASES,
+        *live.RELEASES,
+    ]
     assert back["runs"][2]["waits"] == {"longest_s": 2.0, "bound_s_max": 2.0, "late_s_max": 0.0, "violations": 0}
     assert back["runs"][2]["plans"][0]["wait_s_max"] == [2.0]
 
@@ -293,10 +299,10 @@ def test_settings_that_make_no_sense_are_refused(
     flag: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        bench.parser().parse_args([flag, value])
+        live.parser().parse_args([flag, value])
     assert message in capsys.readouterr().err
 
 
 def test_a_profile_that_cannot_be_read_is_told_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="cannot read the profile"):
-        bench.main(["--profile", str(tmp_path / "none.json")])
+        live.main(["--profile", str(tmp_path / "none.json")])

@@ -10,16 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import benchmark_vllm
 import numpy as np
 import psutil
 import pytest
+from bench import client, servers
+from on_vllm import arrangements, killed, loads, passes, report
 from scipy.stats import kendalltau
-from script_module import load_script
 
 from llmserve.engines.fake import FakeEngine, Fault
 
-bench = load_script("benchmark_vllm")
-SERVICE = bench.ServiceTime(start_s=0.01, token_s=0.002)
+SERVICE = loads.ServiceTime(start_s=0.01, token_s=0.002)
 
 
 def some_tokens(count: int = 600) -> np.ndarray:
@@ -28,7 +29,7 @@ def some_tokens(count: int = 600) -> np.ndarray:
 
 def some_load(tokens: list[int]) -> Any:
     told = {"oracle": np.array(tokens), "random": np.array(tokens[::-1])}
-    return bench.Load([f"prompt {n}" for n in tokens], np.array(tokens), np.zeros(len(tokens)), told)
+    return loads.Load([f"prompt {n}" for n in tokens], np.array(tokens), np.zeros(len(tokens)), told)
 
 
 # ---- what is drawn ------------------------------------------------------------------------------------------------
@@ -36,9 +37,9 @@ def some_load(tokens: list[int]) -> Any:
 
 def test_predictions_rank_as_well_as_the_trained_predictor():
     tokens = some_tokens()
-    told = bench.predictions(tokens, np.random.default_rng(1))
+    told = loads.predictions(tokens, np.random.default_rng(1))
     assert (told["oracle"] == tokens).all()
-    assert kendalltau(told["predicted"], tokens).statistic == pytest.approx(bench.KENDALL_TAU, abs=0.03)
+    assert kendalltau(told["predicted"], tokens).statistic == pytest.approx(loads.KENDALL_TAU, abs=0.03)
     assert told["predicted"].min() >= 1
     assert abs(kendalltau(told["random"], tokens).statistic) < 0.1
     assert sorted(told["random"]) == sorted(tokens)
@@ -46,11 +47,11 @@ def test_predictions_rank_as_well_as_the_trained_predictor():
 
 def test_a_smaller_error_for_a_better_rank_correlation():
     tokens = some_tokens()
-    assert bench.error_sigma(tokens, 0.9) < bench.error_sigma(tokens, 0.6) < bench.error_sigma(tokens, 0.3)
+    assert loads.error_sigma(tokens, 0.9) < loads.error_sigma(tokens, 0.6) < loads.error_sigma(tokens, 0.3)
 
 
 def test_poisson_arrivals_bring_exactly_the_wanted_load():
-    arrivals_s = bench.poisson_arrivals_s(4000, 20.0, np.random.default_rng(2))
+    arrivals_s = loads.poisson_arrivals_s(4000, 20.0, np.random.default_rng(2))
     gaps_s = np.diff(arrivals_s)
     assert arrivals_s.size == 4000
     assert 0 <= arrivals_s[0] <= arrivals_s[-1] <= 200
@@ -60,7 +61,7 @@ def test_poisson_arrivals_bring_exactly_the_wanted_load():
 
 def test_a_traces_lengths_find_the_nearest_prompts_and_use_all_that_are_equally_near():
     tokens = np.array([5, 100, 9, 100, 480])
-    chosen = bench.nearest_indices(np.array([6.0, 8.0, 1000.0, *[90.0] * 40]), tokens, np.random.default_rng(3))
+    chosen = loads.nearest_indices(np.array([6.0, 8.0, 1000.0, *[90.0] * 40]), tokens, np.random.default_rng(3))
     assert list(chosen[:3]) == [0, 2, 4]
     assert set(chosen[3:]) == {1, 3}
 
@@ -68,21 +69,21 @@ def test_a_traces_lengths_find_the_nearest_prompts_and_use_all_that_are_equally_
 def test_a_trace_is_read_in_the_order_of_arrival(tmp_path: Path):
     file = tmp_path / "trace.csv"
     file.write_text("arrival_s,input_tokens,output_tokens\n2.5,1,30\n0.5,1,10\n")
-    arrivals_s, tokens = bench.read_trace(file)
+    arrivals_s, tokens = loads.read_trace(file)
     assert list(arrivals_s) == [0.5, 2.5]
     assert list(tokens) == [10, 30]
 
 
 def test_the_service_time_is_found_again():
     tokens = [2, 20, 100, 400]
-    found = bench.ServiceTime.fitted(tokens, list(SERVICE(np.array(tokens))))
+    found = loads.ServiceTime.fitted(tokens, list(SERVICE(np.array(tokens))))
     assert found.start_s == pytest.approx(SERVICE.start_s)
     assert found.token_s == pytest.approx(SERVICE.token_s)
 
 
 def test_shares_have_about_the_same_number_of_tokens():
     tokens = some_tokens()
-    placed = np.array(bench.shares(tokens, 2))
+    placed = np.array(passes.shares(tokens, 2))
     first, second = (tokens[placed == server].sum() for server in (0, 1))
     assert abs(first - second) <= tokens.max()
 
@@ -92,7 +93,7 @@ def test_shares_have_about_the_same_number_of_tokens():
 
 def asked(way: str, predictions: str | None, *, burst: bool = False) -> list[tuple[dict[str, Any], dict[str, str]]]:
     load = some_load([10, 300])
-    questions = bench.questions_of(bench.Arrangement(way, predictions), load, SERVICE, burst=burst)
+    questions = passes.questions_of(arrangements.Arrangement(way, predictions), load, SERVICE, burst=burst)
     return [(json.loads(question.body), dict(question.headers)) for question in questions]
 
 
@@ -110,15 +111,15 @@ def test_only_edf_is_told_deadlines_and_those_of_a_burst_come_from_the_predictio
     deadlines_ms = [float(headers["x-llmserve-slo-ms"]) for _, headers in asked("edf", "random")]
     assert deadlines_ms == pytest.approx([500 + 5 * 30, 500 + 5 * 610])
     short, long = (float(headers["x-llmserve-slo-ms"]) for _, headers in asked("edf", "random", burst=True))
-    assert short > long > 1e3 * bench.SLO_BURST_S
+    assert short > long > 1e3 * passes.SLO_BURST_S
     assert not any("x-llmserve-slo-ms" in headers for _, headers in asked("shortest", "oracle"))
 
 
 async def ask(engine: FakeEngine, **body: Any) -> Any:
     fields = {"model": engine.model, "messages": [{"role": "user", "content": "Hi"}], "stream": True}
     fields |= {"stream_options": {"include_usage": True}, "max_tokens": 8}
-    question = bench.Question(json.dumps(fields | body).encode(), {"content-type": "application/json"})
-    return (await bench.send([engine.url], [question]))[0]
+    question = passes.Question(json.dumps(fields | body).encode(), {"content-type": "application/json"})
+    return (await passes.send([engine.url], [question]))[0]
 
 
 async def test_an_answer_is_timed_from_its_first_token_to_its_last():
@@ -141,9 +142,9 @@ async def test_what_is_not_a_whole_answer_is_a_failure():
 
 async def test_latency_counts_from_the_arrival():
     async with FakeEngine(slots=1, step_s=0.01, output_tokens=10) as engine:
-        question = bench.Question(json.dumps({"stream": True, "stream_options": {"include_usage": True}}).encode(), {})
+        question = passes.Question(json.dumps({"stream": True, "stream_options": {"include_usage": True}}).encode(), {})
         late = replace(question, arrival_s=0.05)
-        _, second = await bench.send([engine.url] * 2, [question, late])
+        _, second = await passes.send([engine.url] * 2, [question, late])
     assert second.arrival_s == 0.05
     assert second.latency_s >= 0.2 - 0.05  # it waited for the only slot
 
@@ -152,7 +153,7 @@ async def test_a_server_stays_in_the_session_and_ends_with_its_context():
     def command(port: int) -> list[str]:
         return [sys.executable, "-m", "llmserve.engines.fake", "--port", str(port)]
 
-    async with bench.running("the engine", command, ready="/health") as server:
+    async with servers.running("the engine", command, ready="/health") as server:
         pid = server.process.pid
         assert os.getsid(pid) == os.getsid(0)
         assert os.getpgid(pid) == pid
@@ -163,7 +164,7 @@ async def test_a_server_stays_in_the_session_and_ends_with_its_context():
 
 async def test_a_server_that_does_not_start_is_quoted():
     with pytest.raises(RuntimeError, match="no such thing"):
-        async with bench.running("it", lambda _: [sys.executable, "-c", "exit('no such thing')"], ready="/health"):
+        async with servers.running("it", lambda _: [sys.executable, "-c", "exit('no such thing')"], ready="/health"):
             pass
 
 
@@ -173,12 +174,12 @@ async def test_a_server_that_does_not_start_is_quoted():
 def test_a_pass_is_summed_up():
     load = some_load([10, 100, 100, 400])
     outcomes = [
-        bench.Outcome(0.0, 0.1, 0.2, 10),
-        bench.Outcome(1.0, 0.1, 3.0, 101),
-        bench.Outcome(1.0, math.nan, 0.5, 0, "504 deadline_exceeded"),
-        bench.Outcome(2.0, math.nan, 0.5, 0, "502 engine_failed"),
+        passes.Outcome(0.0, 0.1, 0.2, 10),
+        passes.Outcome(1.0, 0.1, 3.0, 101),
+        passes.Outcome(1.0, math.nan, 0.5, 0, "504 deadline_exceeded"),
+        passes.Outcome(2.0, math.nan, 0.5, 0, "502 engine_failed"),
     ]
-    found = bench.summary(outcomes, load, SERVICE)
+    found = passes.summary(outcomes, load, SERVICE)
     assert found["tokens_per_s"] == pytest.approx(111 / 4.0)
     assert found["latency_s_mean"] == pytest.approx(1.6)
     assert found["slowdown_mean"] == pytest.approx((0.2 / 0.03 + 3.0 / 0.21) / 2)
@@ -189,30 +190,30 @@ def test_a_pass_is_summed_up():
 def test_throughput_while_requests_wait_leaves_out_how_slots_run_empty():
     began_s, ended_s = np.array([0.0, 1.0, 1.5]), np.array([1.0, 1.5, 3.5])
     # Ten tokens a second until 1.5 s, when the last one gets its slot; nothing of its own answer counts.
-    assert bench.saturated_tokens_per_s(began_s, ended_s, np.array([10, 5, 20])) == pytest.approx(10)
+    assert passes.saturated_tokens_per_s(began_s, ended_s, np.array([10, 5, 20])) == pytest.approx(10)
     # The longest one started first: half of it has come when the last one gets its slot.
-    assert bench.saturated_tokens_per_s(np.array([0.0, 1.0]), np.array([2.0, 1.5]), np.array([20, 5])) == 10
+    assert passes.saturated_tokens_per_s(np.array([0.0, 1.0]), np.array([2.0, 1.5]), np.array([20, 5])) == 10
 
 
 def test_a_pass_without_answers_says_why():
     with pytest.raises(RuntimeError, match="503 no_engine"):
-        bench.summary([bench.Outcome(0.0, math.nan, 0.1, 0, "503 no_engine")], some_load([5]), SERVICE)
+        passes.summary([passes.Outcome(0.0, math.nan, 0.1, 0, "503 no_engine")], some_load([5]), SERVICE)
 
 
 def shown(latency_s: float, **others: float) -> dict[str, float]:
-    numbers = dict.fromkeys(bench.RATIOS, 1.0) | {"latency_s_mean": latency_s}
+    numbers = dict.fromkeys(passes.RATIOS, 1.0) | {"latency_s_mean": latency_s}
     return numbers | others
 
 
 def test_ratios_are_taken_within_a_round():
-    direct, shortest = bench.DIRECT, bench.Arrangement("shortest", "predicted")
-    priority = bench.Arrangement("priority", "predicted")
+    direct, shortest = arrangements.DIRECT, arrangements.Arrangement("shortest", "predicted")
+    priority = arrangements.Arrangement("priority", "predicted")
     rounds = {  # the machine is ten times as slow in the last round
         direct.name: [shown(1.0), shown(2.0), shown(20.0)],
         priority.name: [shown(0.5), shown(1.0), shown(10.0)],
         shortest.name: [shown(0.6), shown(0.8), shown(14.0)],
     }
-    first, _, last = bench.rows([direct, priority, shortest], rounds)
+    first, _, last = passes.rows([direct, priority, shortest], rounds)
     assert first["ratios"] == {}
     assert last["latency_s_mean"] == 0.8
     assert last["ratios"]["direct"]["latency_s_mean"] == pytest.approx(0.6)  # not 0.8 / 2
@@ -220,13 +221,15 @@ def test_ratios_are_taken_within_a_round():
 
 
 def test_predictions_are_compared_with_vllms_priorities_by_the_same_predictions():
-    names = [arrangement.name for arrangement in bench.arrangements_of("burst", bench.ORDERS)]
+    names = [arrangement.name for arrangement in arrangements.arrangements_of("burst", arrangements.ORDERS)]
     assert len(names) == len(set(names)) == 11
-    for kind in bench.KINDS:
-        baselines = bench.baselines_of(bench.Arrangement("edf", kind), names)
+    for kind in arrangements.KINDS:
+        baselines = arrangements.baselines_of(arrangements.Arrangement("edf", kind), names)
         assert baselines == {"direct": "vLLM directly", "priority": f"vLLM by priority, {kind}"}
-    routers = [arrangement.name for arrangement in bench.arrangements_of("routers", bench.ORDERS)]
-    assert set(bench.baselines_of(bench.Arrangement("fffs"), routers)) == set(bench.ROUTER_POLICIES)
+    routers = [arrangement.name for arrangement in arrangements.arrangements_of("routers", arrangements.ORDERS)]
+    assert set(arrangements.baselines_of(arrangements.Arrangement("fffs"), routers)) == set(
+        arrangements.ROUTER_POLICIES
+    )
 
 
 def events(*contents: str, end: str = "data: [DONE]\n\n") -> bytes:
@@ -256,22 +259,22 @@ ERROR = 'data: {"error":{"message":"gone","type":"server_error","code":"engine_f
     ],
 )
 def test_a_streamed_reply_is_judged(status: int, body: bytes, kind: str, code: str):
-    verdict = bench.judge(bench.Reply(status, body), stream=True)
+    verdict = killed.judge(client.Reply(status, body), stream=True)
     assert (verdict.kind, verdict.code) == (kind, code)
 
 
 def test_a_whole_reply_is_judged():
     answer = b'{"choices":[{"message":{"content":"ab"},"finish_reason":"stop"}]}'
-    assert bench.judge(bench.Reply(200, answer), stream=False) == bench.Verdict("answer", text="ab")
-    assert bench.judge(bench.Reply(0, answer[:20]), stream=False).kind == "lost"
-    assert bench.judge(bench.Reply(0, b""), stream=False).kind == "lost"
+    assert killed.judge(client.Reply(200, answer), stream=False) == killed.Verdict("answer", text="ab")
+    assert killed.judge(client.Reply(0, answer[:20]), stream=False).kind == "lost"
+    assert killed.judge(client.Reply(0, b""), stream=False).kind == "lost"
 
 
 # ---- what is concluded --------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_met_before_it_is_measured():
-    assert {goal.met for goal in bench.goals({})} == {None}
+    assert {goal.met for goal in report.goals({})} == {None}
 
 
 def test_the_burst_is_as_good_as_its_worst_order():
@@ -289,7 +292,7 @@ def test_the_burst_is_as_good_as_its_worst_order():
             ("llmserve shortest, random", "shortest", "random", 0.97),
         )
     ]
-    waiting, to_the_end = bench.goals({"burst": {"rows": rows}})[:2]
+    waiting, to_the_end = report.goals({"burst": {"rows": rows}})[:2]
     assert "llmserve shortest, random" in waiting.what
     assert waiting.value == 0.97
     assert waiting.met is False
@@ -298,15 +301,15 @@ def test_the_burst_is_as_good_as_its_worst_order():
 
 def test_every_killed_request_must_be_accounted_for():
     killed = {"requests": 500, "answer": 490, "error": 9, "lost": 1, "twice": 0}
-    goals = [goal for goal in bench.goals({"kill": killed}) if goal.what.startswith("kill")]
+    goals = [goal for goal in report.goals({"kill": killed}) if goal.what.startswith("kill")]
     assert [goal.met for goal in goals] == [False, False, True]
 
 
 def test_a_part_replaces_its_own_section_only(tmp_path: Path):
     file = tmp_path / "folder" / "results.json"
-    bench.write(file, "kill", {"answer": 1})
-    bench.write(file, "idle", {"added_latency_ms": 2.0})
-    bench.write(file, "kill", {"answer": 3})
+    benchmark_vllm.write(file, "kill", {"answer": 1})
+    benchmark_vllm.write(file, "idle", {"added_latency_ms": 2.0})
+    benchmark_vllm.write(file, "kill", {"answer": 3})
     results = json.loads(file.read_text())
     assert list(results) == ["idle", "kill"]
     assert results == {"idle": {"added_latency_ms": 2.0}, "kill": {"answer": 3}}

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from missing_modules import without
-from script_module import FOLDER
 
 from llmserve.__main__ import main
 from llmserve.errors import ConfigError
 from llmserve.herd import Instance, Model, Plan, Stream, plan
 from llmserve.plan import LINE_EVERY_S, Told
 
+ROOT = Path(__file__).resolve().parents[1]
 MODELS = 6
 
 
@@ -173,8 +173,6 @@ def test_progress_is_told_in_lines_now_and_then(
 
 
 def test_the_script_is_the_command(asked: Path) -> None:
-    command = [sys.executable, str(FOLDER / "plan_herd.py"), "--instance", str(asked), "--json"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, cwd=FOLDER.parent, env={"PYTHONPATH": "."}
-    )
+    command = [sys.executable, "-m", "llmserve", "plan", "--instance", str(asked), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env={"PYTHONPATH": "."})
     assert json.loads(done.stdout)["burst_tolerance"] == 3.0

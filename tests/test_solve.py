@@ -71,8 +71,8 @@ def test_the_defaults_are_the_published_scenario_and_its_profile(capsys: pytest.
             assert answer[name] == pytest.approx(answers[0][name], rel=1e-12)
 
 
-def test_the_script_is_the_command() -> None:
-    command = [sys.executable, "scripts/solve_dispatch.py", *ISSUE_FLAGS.split(), "--json"]
+def test_the_command_runs_as_a_process() -> None:
+    command = [sys.executable, "-m", "llmserve", "solve", *ISSUE_FLAGS.split(), "--json"]
     done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["average_cost"] == pytest.approx(66.1374, rel=2e-4)
 

@@ -46,7 +46,7 @@ def create_app(
     """FastAPI serves everything but the completions themselves.
 
     Those go straight to the endpoint: routing and middlewares would cost more than all of scheduling does
-    (scripts/benchmark_frontend.py). admin: whose keys open /admin; None: it stays shut.
+    (scripts/lab/benchmark_frontend.py). admin: whose keys open /admin; None: it stays shut.
     """
     endpoints = _Endpoints(cluster, metrics, key_limits, config)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)

@@ -180,7 +180,8 @@ class Rate(Planned):
     """BatchMonitor and BatchDispatcher: batches of the least size whose throughput exceeds the arrival rate.
 
     Source: BatchMonitor, Algorithm 1, repaired: the throughput must exceed rate / headroom, a size may be 1, the rate
-    is that of the last arrivals, and no request waits beyond `wait_s`. As printed: scripts/reproduction/batchmonitor.
+    is that of the last arrivals, and no request waits beyond `wait_s`. As printed:
+    scripts/lab/reproduction/batchmonitor.
     """
 
     arrivals: Arrivals

@@ -1,0 +1,374 @@
+"""What waiting costs and saves: releases compared in simulation, by the very scheduler that serves.
+
+One engine of a published profile (Llama-3.1-8B on an H100, idle power counted), batches of up to 32, lengths known.
+
+    load       barrier engine, Poisson arrivals at shares of its throughput without padding
+    refill     the same on an engine whose slots refill
+    trace      barrier engine, arrivals and lengths as recorded (--conversation, --code), whose bursts no table expects
+    saturated  all requests at once: throughput of table over full
+    cost       SMDP-J's basic scenario: no release may cost less than the SMDP's policy
+
+    python scripts/lab/benchmark_dispatch.py --conversation azure_conv.csv.gz --code azure_code.csv.gz \\
+        --output docs/results
+
+The files are CSV with columns arrival_s, input_tokens, output_tokens; the lengths of `load`, `refill` and `saturated`
+are drawn from the conversation's. Energy per token is all that the engine draws, over output tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy: the runs are the threads
+
+import msgspec
+import numpy as np
+from bench import tables as shown
+from bench.arguments import parser_of
+from bench.figures import BLUE, GREEN, GREY, ORANGE, new_figure, save
+from bench.progress import counted
+from bench.results import median_of, write_text
+from reproduction.batchmonitor.printed_rate import PrintedScheduling
+
+from bins import profile
+from bins.service import ServiceTimes
+from bins.smdp import Queue
+from bins.smdp_model import MS_PER_S
+from llmserve.dispatch_config import DispatchConfig
+from llmserve.policies import SchedulingConfig
+from llmserve.simulate import Scenario, simulate
+from llmserve.simulation.workload import read_lengths
+
+ENGINE, BASIC = "h100-llama-3.1-8b", "p4-googlenet"
+BATCH = 32
+LOADS = (0.1, 0.3, 0.6)
+REFILL_LOADS = (0.02, 0.1, 0.3)
+BASIC_LOADS = (0.1, 0.3, 0.5, 0.7, 0.9)
+BASIC_WEIGHTS = (0.0, 0.5, 1.0, 2.0, 5.0, 15.0)
+SEEDS = (1, 2, 3)
+REQUESTS = {"load": 8_000, "refill": 8_000, "trace": 6_000, "saturated": 4_000, "cost": 40_000}
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One simulation. rule: what tables call it; part and case: where it stands in them."""
+
+    part: str
+    case: str
+    rule: str
+    scenario: Scenario
+    scheduling: SchedulingConfig
+    dispatch: DispatchConfig = DispatchConfig()
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """Medians over the seeds of one part, case and rule. In part cost a token is an image."""
+
+    part: str
+    case: str
+    rule: str
+    latency_s_mean: float
+    latency_s_p50: float
+    latency_s_p95: float
+    waiting_s_p99: float
+    power_w_mean: float
+    energy_j_per_token: float
+    output_tokens_per_s: float
+    batch_size_mean: float
+    utilisation: float
+
+
+def measure(run: Run) -> Row:
+    summary = simulate(run.scenario, run.scheduling, dispatch=run.dispatch)
+    values = {name: getattr(summary, name) for name in Row.__struct_fields__[3:]}
+    return Row(part=run.part, case=run.case, rule=run.rule, **values)
+
+
+def settings(release: str, bins: int = 1, **more: Any) -> SchedulingConfig:
+    return SchedulingConfig(bins=bins, batch_size=BATCH, release=release, queue_requests_max=10**9, **more)
+
+
+def rate_as_printed() -> SchedulingConfig:
+    return PrintedScheduling(bins=1, batch_size=BATCH, queue_requests_max=10**9)
+
+
+# ---- what is compared -------------------------------------------------------------------------------------------
+
+
+Rule = tuple[str, SchedulingConfig, DispatchConfig]
+"""What tables call it, when batches go, and what a table of sizes is made for."""
+
+
+def ruled(name: str, release: str, bins: int = 1, **more: Any) -> Rule:
+    return name, settings(release, bins, **more), DispatchConfig()
+
+
+def tabled(name: str, dispatch: DispatchConfig) -> Rule:
+    return name, settings("table", 8), dispatch
+
+
+def baselines(bins: Iterable[int]) -> Iterator[Rule]:
+    for count in bins:
+        yield ruled(f"greedy, {count} bins" if count > 1 else "greedy, 1 bin", "greedy", count)
+    yield ruled("timeout 15 s, 1 bin", "timeout", 1, batch_wait_s=15.0)
+    yield ruled("timeout 15 s, 4 bins", "timeout", 4, batch_wait_s=15.0)
+    yield ruled("full, 8 bins", "full", 8)
+    yield "rate as printed, 1 bin", rate_as_printed(), DispatchConfig()
+    yield ruled("rate with head-room, 1 bin", "rate-headroom", 1, batch_wait_s=15.0)
+
+
+def tables() -> Iterator[Rule]:
+    for weight in (0.0, 5.0, 20.0):
+        yield tabled(f"table, {weight:g} ms/W", DispatchConfig(energy_weight=weight))
+
+
+def runs_of(part: str, case: str, rules: Iterable[Rule], **scenario: Any) -> Iterator[Run]:
+    """scenario : fields of it besides the part's requests."""
+    common = Scenario(**{"requests": REQUESTS[part], "profile": ENGINE, **scenario})
+    for rule, scheduling, dispatch in rules:
+        yield Run(part=part, case=case, rule=rule, scenario=common, scheduling=scheduling, dispatch=dispatch)
+
+
+def load_runs(args: argparse.Namespace, targets_s: dict[str, float]) -> Iterator[Run]:
+    """targets_s: by case, for the table's percentile; empty for the runs that these are taken from."""
+    capacity, lengths = capacity_per_s(args.conversation), lengths_of(args)
+    for load, seed in itertools.product(LOADS, SEEDS):
+        case, rate = f"load {load:g}", load * capacity
+        rules = list(baselines((1, 2, 4, 8)))
+        if targets_s:
+            target = DispatchConfig(latency_target_s=round(targets_s[case], 2), latency_target_percentile=95.0)
+            rules = [*tables(), tabled("table, p95 within 1.4 of greedy's", target)]
+        yield from runs_of("load", case, rules, arrival_rate=rate, lengths=lengths, barrier=True, seed=seed)
+
+
+def refill_runs(args: argparse.Namespace) -> Iterator[Run]:
+    capacity, lengths = capacity_per_s(args.conversation), lengths_of(args)
+    listed = [
+        ruled("greedy", "greedy"),
+        ruled("timeout 5 s", "timeout", batch_wait_s=5.0),
+        ruled("full", "full"),
+        *tables(),
+        tabled("table, mean within 3 s", DispatchConfig(latency_target_s=3.0)),
+    ]
+    rules = [(name, msgspec.structs.replace(chosen, order="fffs"), dispatch) for name, chosen, dispatch in listed]
+    for load, seed in itertools.product(REFILL_LOADS, SEEDS):
+        rate = load * capacity
+        yield from runs_of(
+            "refill", f"load {load:g}", rules, arrival_rate=rate, lengths=lengths, slots=BATCH, seed=seed
+        )
+
+
+def trace_runs(args: argparse.Namespace) -> Iterator[Run]:
+    target = tabled("table, mean within 8 s", DispatchConfig(latency_target_s=8.0))
+    for case, path in (("conversation", args.conversation), ("code", args.code)):
+        rules = [*baselines((1, 2, 8)), *tables(), target]
+        yield from runs_of("trace", case, rules, trace=str(path), barrier=True, seed=SEEDS[0])
+
+
+def saturated_runs(args: argparse.Namespace) -> Iterator[Run]:
+    table = tabled("table, 20 ms/W", DispatchConfig(energy_weight=20.0))
+    rules = [ruled("full, 8 bins", "full", 8), ruled("greedy, 8 bins", "greedy", 8), table]
+    for seed in SEEDS:
+        at_once = {"arrival_rate": np.inf, "lengths": lengths_of(args), "barrier": True, "seed": seed}
+        yield from runs_of("saturated", "all at once", rules, **at_once)
+
+
+def cost_runs() -> Iterator[Run]:
+    """One token a request: a batch takes what the profile says for its size."""
+    rules = [
+        ruled("greedy", "greedy"),
+        *(ruled(f"static {size}", f"static:{size}") for size in (8, 16, 32)),
+        ruled("timeout 5 ms", "timeout", batch_wait_s=0.005),
+        ruled("timeout 20 ms", "timeout", batch_wait_s=0.02),
+        ("rate as printed", rate_as_printed(), DispatchConfig()),
+        ruled("rate with head-room", "rate-headroom", batch_wait_s=0.02),
+    ]
+    image = {"lengths": "constant:1", "profile": BASIC, "barrier": True, "seed": SEEDS[0]}
+    for load in BASIC_LOADS:
+        yield from runs_of("cost", f"load {load:g}", rules, load=load, **image)
+
+
+def lengths_of(args: argparse.Namespace) -> str:
+    return f"file:{args.conversation}:output_tokens"
+
+
+def capacity_per_s(lengths: Path) -> float:
+    """Requests a second of full batches if none had to wait for its longest answer."""
+    tokens = float(read_lengths(f"{lengths}:output_tokens").mean())
+    return BATCH / (tokens * float(profile.resolve(ENGINE).step_s.at([BATCH])[0]))
+
+
+# ---- running ----------------------------------------------------------------------------------------------------
+
+
+def measure_all(runs: Iterable[Run], jobs: int) -> list[Row]:
+    """Medians over seeds, in the order of the runs."""
+    asked = list(runs)
+    rows = []
+    with ProcessPoolExecutor(jobs) as pool, counted(len(asked)) as done:
+        for row in pool.map(measure, asked):
+            rows.append(row)
+            done(f"{row.part}, {row.case}, {row.rule}")
+    together: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        together.setdefault((row.part, row.case, row.rule), []).append(row)
+    return [median(same) for same in together.values()]
+
+
+def median(rows: list[Row]) -> Row:
+    names = Row.__struct_fields__[3:]
+    return msgspec.structs.replace(rows[0], **{name: median_of(rows, attrgetter(name)) for name in names})
+
+
+def best_greedy(rows: Iterable[Row], case: str) -> Row:
+    """The greedy of least mean latency."""
+    return min(
+        (row for row in rows if row.case == case and row.rule.startswith("greedy")), key=lambda row: row.latency_s_mean
+    )
+
+
+def goals(rows: list[Row]) -> list[str]:
+    """What the table saves beside the greedy of least mean latency, in words."""
+    found = []
+    for case in dict.fromkeys(row.case for row in rows if row.part == "load"):
+        greedy = best_greedy([row for row in rows if row.part == "load"], case)
+        for row in rows:
+            if row.part == "load" and row.case == case and row.rule.startswith("table"):
+                found.append(
+                    f"{case}: {row.rule}: {1 - row.energy_j_per_token / greedy.energy_j_per_token:.1%} less energy per "
+                    f"token than {greedy.rule}, mean latency {row.latency_s_mean / greedy.latency_s_mean:.2f}, 95th "
+                    f"percentile {row.latency_s_p95 / greedy.latency_s_p95:.2f} of its"
+                )
+    at_once = {row.rule: row.output_tokens_per_s for row in rows if row.part == "saturated"}
+    full = at_once.pop("full, 8 bins")
+    found += [f"all at once: {rule}: throughput {rate / full:.3f} of full's" for rule, rate in at_once.items()]
+    return found
+
+
+def costs(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """The basic scenario's average costs, ms: of each rule as simulated, and of the SMDP's policy, exactly."""
+    basic, sizes = profile.resolve(BASIC), np.arange(1, BATCH + 1)
+    service = ServiceTimes.deterministic(basic.step_s.at(sizes))
+    found = []
+    for load in BASIC_LOADS:
+        queue = Queue(load * BATCH / float(service.mean_s[-1]), service, basic.step_j.at(sizes))
+        for weight in BASIC_WEIGHTS:
+            optimum = queue.solve(weight).average_cost
+            for row in rows:
+                if row.part == "cost" and row.case == f"load {load:g}":
+                    cost = MS_PER_S * row.latency_s_mean + weight * row.power_w_mean
+                    found.append(
+                        {
+                            "load": load,
+                            "energy_weight": weight,
+                            "rule": row.rule,
+                            "cost_ms": cost,
+                            "smdp_cost_ms": optimum,
+                        }
+                    )
+    return found
+
+
+# ---- showing ----------------------------------------------------------------------------------------------------
+
+COLUMNS = ("case", "rule", "mean (s)", "p50", "p95", "J/token", "batch", "busy", "tokens/s")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    values = (
+        f"{row.latency_s_mean:.2f}",
+        f"{row.latency_s_p50:.2f}",
+        f"{row.latency_s_p95:.2f}",
+        f"{row.energy_j_per_token:.3f}",
+        f"{row.batch_size_mean:.1f}",
+        f"{row.utilisation:.2f}",
+        f"{row.output_tokens_per_s:.0f}",
+    )
+    return row.case, row.rule, *values
+
+
+def show(rows: list[Row], cost_rows: list[dict[str, Any]], markdown: bool) -> None:
+    for part in dict.fromkeys(row.part for row in rows if row.part != "cost"):
+        chosen = [cells(row) for row in rows if row.part == part]
+        if markdown:
+            print(f"\n{part}\n\n{shown.markdown(COLUMNS, chosen)}")
+        else:
+            shown.show(part, COLUMNS, chosen, left=("rule",))
+    print("\n" + "\n".join(goals(rows)))
+    if cost_rows:
+        least = min(cost_rows, key=lambda row: row["cost_ms"] / row["smdp_cost_ms"])
+        ratio = least["cost_ms"] / least["smdp_cost_ms"]
+        print(f"\ncost: the least of {len(cost_rows)} simulated costs is {ratio:.4f} of the SMDP's: {least['rule']}")
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Energy against the 95th percentile, a panel for each load."""
+    cases = [f"load {load:g}" for load in LOADS]
+    figure, (axes,) = new_figure(1, len(cases), width=4 * len(cases), height=4)
+    kinds = {
+        "greedy": ("o", BLUE),
+        "timeout": ("^", GREEN),
+        "full": ("v", GREY),
+        "table": ("s", ORANGE),
+    }
+    for axis, case in zip(axes, cases, strict=True):
+        for kind, (marker, colour) in kinds.items():
+            chosen = [row for row in rows if row.part == "load" and row.case == case and row.rule.startswith(kind)]
+            axis.plot(
+                [row.latency_s_p95 for row in chosen],
+                [row.energy_j_per_token for row in chosen],
+                marker,
+                color=colour,
+                label=kind,
+            )
+        axis.set_xscale("log")
+        axis.set_xticks([5, 10, 20, 50, 100, 200, 500], labels=["5", "10", "20", "50", "100", "200", "500"])
+        axis.minorticks_off()
+        axis.set_xlim(5, 600)
+        axis.set_title(case)
+        axis.set_xlabel("95th percentile of latency (s)")
+        axis.set_ylim(bottom=0)
+    axes[0].set_ylabel("energy per output token (J)")
+    axes[0].legend()
+    save(figure, path, dpi=110)
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--conversation", type=Path, required=True, metavar="FILE", help="trace of a chat service")
+    parser.add_argument("--code", type=Path, required=True, metavar="FILE", help="trace of a code service, bursty")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="runs at once")
+    parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write dispatch.json and dispatch.png here")
+    args = parser.parse_args()
+    for path in (args.conversation, args.code):
+        if not path.is_file():
+            parser.error(f"there is no file {path}")
+    rows = measure_all(load_runs(args, {}), args.jobs)
+    targets_s = {case: 1.4 * best_greedy(rows, case).latency_s_p95 for case in dict.fromkeys(row.case for row in rows)}
+    later = [*load_runs(args, targets_s), *refill_runs(args), *trace_runs(args), *saturated_runs(args), *cost_runs()]
+    rows = sorted(rows + measure_all(later, args.jobs), key=lambda row: (row.part, row.case))
+    cost_rows = costs(rows)
+    show(rows, cost_rows, args.markdown)
+    if args.output:
+        found = {
+            "seeds": SEEDS,
+            "requests": REQUESTS,
+            "engine": ENGINE,
+            "rows": rows,
+            "goals": goals(rows),
+            "costs": cost_rows,
+        }
+        text = msgspec.json.format(msgspec.json.encode(found), indent=1).decode()
+        write_text(args.output / "dispatch.json", text)
+        plot(rows, args.output / "dispatch.png")
+
+
+if __name__ == "__main__":
+    main()

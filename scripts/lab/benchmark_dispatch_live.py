@@ -1,0 +1,333 @@
+#!/usr/bin/env python
+"""Waiting for company at low load, live: what it costs in latency and saves in energy on the embedded engine.
+
+    python scripts/lab/benchmark_dispatch_live.py \\
+        --output docs/results/dispatch-live.json --figure docs/results/dispatch-live.png
+
+First the embedded engine's profile is measured, with batches of all sizes that go the way that requests will go. From
+it and the lengths of the demo corpus follow the arrival rate of the wanted load, and what an exact solve (bins/smdp.py)
+expects of `greedy`; the latency target is twice that. Then three servers take turns, each a fresh `llmserve serve` with
+its own engine and the demo predictor: `--release full`, `greedy`, and `table` with the target. In one round all get the
+same held-out prompts at the same Poisson times; every round draws others. One mean gap after the last arrival a server
+is told to stop, and lets go of what still waits in its bins: what `full` would keep for ever ends there.
+
+Everything but the client's own latency is read from the servers' journals:
+
+- joules are modelled: --busy-power-w while a batch runs, --idle-power-w between, from the first arrival to the last
+  end. No power is measured on a CPU here: read ratios, not joules. "Above idle" is the part that batching can change:
+  what the batches take beyond idle power, each for as long as the profile says, whatever else the machine did.
+- a free wait is the time that a request spent in its bin while no batch ran. The journal is replayed for it, so each
+  request counts in the queue where it really waited, against the bound of the plan in force (`wait_s_max`). Whoever
+  still waits more than LATE_S after it, while the engine is free, is a violation.
+- pace is the batches' real time over what the profile expects, at the median: 1 when the machine was as busy as while
+  it was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+from bench import client
+from bench.arguments import add_results, ending_on, parser_of, positive, whole
+from bench.client import MODEL
+from bench.figures import log_ticks, new_figure, save
+from bench.progress import counted, say
+from bench.results import made_on, rounded, write_json
+from bench.servers import MODEL_FOLDER, Server, front_end
+from bench.tables import show
+from dispatch_journal import LATE_S, Planned, Run, run_of
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from bins.profile import Profile
+from bins.service import ServiceTimes
+from bins.smdp import Queue
+from llmserve.cluster import journal
+from llmserve.cluster.observed import observations
+from llmserve.engines.embedded import demo_corpus
+from llmserve.errors import LLMServeError
+from llmserve.profile import power, profile_of
+from llmserve.simulation.workload import poisson_arrivals
+
+RELEASES = ("full", "greedy", "table")
+CORPUS = 2_000  # answers that the load is computed from
+PROFILE_ROUNDS = 4  # batches of each size
+DRAIN_S = 120  # for what still waits at the end
+OnAnswer = Callable[[str], None]
+"""Called for each answer with what is being served."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """share: of what full batches of one queue can serve.  greedy_s: exact mean response time of `greedy` there."""
+
+    share: float
+    arrival_rate_per_s: float
+    greedy_s: float
+
+
+def load_of(profile: Profile, lengths: Sequence[float], share: float, batch_size: int) -> Load:
+    """lengths : output tokens, a sample of what will be answered."""
+    sizes = np.arange(1, batch_size + 1)
+    service = ServiceTimes.longest_of(lengths, profile.step_s.at(sizes), prefill_s=profile.prefill_s)
+    rate_per_s = share * batch_size / float(service.mean_s[-1])
+    queue = Queue(rate_per_s, service, profile.energy_j([lengths], sizes)[0], profile.idle_w)
+    return Load(share, rate_per_s, queue.evaluate(queue.greedy()).response_s_mean)
+
+
+def corpus_lengths(count: int, seed: int) -> list[float]:
+    """Output tokens of held-out answers: every prompt of the corpus has one right answer."""
+    tokenizer = Tokenizer.from_file(str(MODEL_FOLDER / "tokenizer.json"))
+    answers = [example.answer for example in demo_corpus.examples(count, seed=seed, held_out=True)]
+    encoded = tokenizer.encode_batch(answers, add_special_tokens=False)
+    return [float(len(tokens.ids)) for tokens in encoded]
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """prompts and at_s: when each is sent.  gap_s: the mean time between two."""
+
+    prompts: list[str]
+    at_s: list[float]
+    gap_s: float
+
+
+def draw(count: int, rate_per_s: float, seed: int) -> Arrivals:
+    examples = demo_corpus.examples(count, seed=seed, held_out=True)
+    at_s = poisson_arrivals(rate_per_s, count, np.random.default_rng(seed))
+    return Arrivals([example.prompt for example in examples], at_s.tolist(), 1.0 / rate_per_s)
+
+
+async def measured_profile(args: argparse.Namespace, folder: Path) -> Profile:
+    """Of the embedded engine behind a server, from bursts of every size, in random order."""
+    sizes = [*range(1, args.batch_size + 1)] * PROFILE_ROUNDS
+    random.Random(args.seed).shuffle(sizes)
+    prompts = iter([example.prompt for example in demo_corpus.examples(sum(sizes), seed=args.seed, held_out=True)])
+    path = folder / "profile.jsonl"
+    flags = ["--bins", "1", "--batch-wait-s", "0.2", "--batch-size", str(args.batch_size), "--journal", str(path)]
+    async with serving("timeout", flags) as server, client.session_of() as session:
+        with counted(sum(sizes)) as on_answer:
+            for size in sizes:
+                burst = list(itertools.islice(prompts, size))
+                await asyncio.gather(*[answered(session, server.url, prompt) for prompt in burst])
+                for _ in burst:
+                    on_answer("profile")
+    batches = observations(journal.read(path)[1])
+    return profile_of(
+        batches,
+        name=MODEL,
+        origin=f"Measured by scripts/lab/benchmark_dispatch_live.py, {date.today()}: the embedded engine "
+        f"behind llmserve, {len(batches)} batches of the demo corpus",
+        idle_w=args.idle_power_w,
+        busy_w=args.busy_power_w,
+    )
+
+
+async def serve(
+    release: str, number: int, arrivals: Arrivals, profile: Profile, flags: list[str], folder: Path, on_answer: OnAnswer
+) -> Run:
+    """A server of its own for one run, and what its journal tells."""
+    path = folder / f"{release}-{number}.jsonl"
+    async with serving(release, [*flags, "--journal", str(path)]) as server:
+        client_s = await send(server, arrivals, lambda: on_answer(f"round {number}, {release}"))
+    header, steps = journal.read(path)
+    return run_of(header, steps, profile, release=release, number=number, client_s=client_s)
+
+
+def serving(release: str, flags: Sequence[str]) -> AbstractAsyncContextManager[Server]:
+    """`llmserve serve` with the embedded engine and the demo predictor."""
+    return front_end(release, "--release", release, "--drain-s", str(DRAIN_S), *flags)
+
+
+async def send(server: Server, arrivals: Arrivals, on_answer: Callable[[], None]) -> list[float]:
+    """Every prompt at its time, then SIGTERM, so that bins let go. Seconds from when each was due to its whole answer.
+
+    Raises an ExceptionGroup when a request gets anything but an answer.
+    """
+    async with client.session_of() as session:
+
+        async def send_at(index: int, due_s: float) -> float:
+            if index == len(arrivals.prompts):
+                server.process.send_signal(signal.SIGTERM)  # its leash passes it on
+                return 0.0
+            await answered(session, server.url, arrivals.prompts[index])
+            on_answer()
+            return time.perf_counter() - due_s
+
+        *latencies_s, _ = await client.at_their_times([*arrivals.at_s, arrivals.at_s[-1] + arrivals.gap_s], send_at)
+    return latencies_s
+
+
+async def answered(session: aiohttp.ClientSession, url: str, prompt: str) -> None:
+    """Raises AssertionError when it gets anything but an answer."""
+    reply = await client.ask(session, url, client.body_of(prompt))
+    assert reply.answer, reply
+
+
+async def measure(args: argparse.Namespace, profile: Profile, load: Load, target_s: float, folder: Path) -> list[Run]:
+    """The releases in turn, round after round."""
+    profile.save(folder / "profile.json")
+    common = ["--batch-size", str(args.batch_size), "--profile", str(folder / "profile.json")]
+    # At low load one bin answers sooner than many (docs/results/dispatch.md); table finds that out for itself.
+    flags = {release: [*common, "--bins", "1"] for release in RELEASES}
+    flags["table"] = [*common, "--latency-target-s", f"{target_s:.4g}"]
+    runs = []
+    with counted(args.rounds * len(RELEASES) * args.requests) as on_answer:
+        for number in range(1, args.rounds + 1):
+            arrivals = draw(args.requests, load.arrival_rate_per_s, args.seed + number)
+            for release in RELEASES:
+                runs.append(await serve(release, number, arrivals, profile, flags[release], folder, on_answer))
+    return runs
+
+
+def print_tables(runs: Sequence[Run], title: str, target_s: float, console: Console) -> None:
+    """What each run came to; what the runs that followed plans did about target and bounds. Times in seconds."""
+    every, planned = [], []
+    for run in runs:
+        one, waits = run.summary, run.waits
+        latency = (one.latency_s_mean, one.latency_s_p50, one.latency_s_p95)
+        waiting = (one.waiting_s_mean, one.waiting_s_p50, one.waiting_s_p95)
+        spreads = [" ".join(f"{value:5.2f}" for value in values) for values in (latency, waiting)]
+        energies = (f"{one.energy_j_per_token:.4f}", f"{run.above_idle_j_per_token:.4f}")
+        counts = (str(run.batches), f"{one.batch_size_mean:.2f}")
+        every.append((str(run.round), run.release, *spreads, *counts, *energies, f"{run.pace:.2f}"))
+        if run.plans:
+            times = map(_seconds, (one.latency_s_mean, run.planned_s_mean))
+            free = map(_seconds, (waits.longest_s, waits.bound_s_max, waits.late_s_max))
+            plans = (str(len(run.plans)), queues_over_time(run.plans))
+            planned.append((str(run.round), *times, *plans, *free, str(waits.violations)))
+    columns = ("round", "release", "latency: mean, p50, p95", "waiting: mean, p50, p95", "batches", "size")
+    show(title, (*columns, "J/token", "above idle", "pace"), every, left=("release",), console=console)
+    columns = ("round", "mean", "since planned", "plans", "queues", "longest free wait", "bound", "late", "violations")
+    show(f"table, whose target is {target_s:.2f} s", columns, planned, console=console)
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def queues_over_time(plans: Sequence[Planned]) -> str:
+    """Numbers of queues in force, one after the other: "8, 1"."""
+    return ", ".join(str(queues) for queues, _ in itertools.groupby(plan.queues for plan in plans))
+
+
+def draw_figure(runs: Sequence[Run], target_s: float, title: str, path: Path) -> None:
+    """Mean latency against energy per token, all of it and what is above idle: a point for each run."""
+    figure, (panels,) = new_figure(1, 2, width=9, height=4.2)
+    labels = ("J per output token, idle counted", "J per output token above idle, at the profile's pace")
+    energies: tuple[Callable[[Run], float], ...] = (energy_j_per_token, lambda run: run.above_idle_j_per_token)
+    for axes, label, energy in zip(panels, labels, energies, strict=True):
+        for release, color in zip(RELEASES, ("#8c8c8c", "#3b7dd8", "#2a9d5c"), strict=True):
+            these = [run for run in runs if run.release == release]
+            points = [(run.summary.latency_s_mean, energy(run)) for run in these]
+            axes.plot(*zip(*points, strict=True), "o", color=color, ms=8, label=release)
+            for run, point in zip(these, points, strict=True):
+                axes.annotate(str(run.round), point, xytext=(7, 4), textcoords="offset points", fontsize=8)
+        axes.axvline(target_s, color="#c0392b", lw=1.2, ls="--", label=f"target of table, {target_s:.2g} s")
+        log_ticks(axes)
+        axes.set(xlabel="mean latency (s)", ylabel=label, ylim=(0, 1.2 * max(map(energy, runs))))
+    panels[0].legend(loc="lower right")
+    figure.suptitle(f"{title} (numbers: rounds; joules modelled)", fontsize=10)
+    save(figure, path)
+
+
+def energy_j_per_token(run: Run) -> float:
+    assert run.summary.energy_j_per_token is not None, "it was given the energy"
+    return run.summary.energy_j_per_token
+
+
+def result_of(args: argparse.Namespace, profile: Profile, load: Load, target_s: float, runs: Sequence[Run]) -> Any:
+    """All of it, for JSON."""
+    setting = {name: getattr(args, name) for name in ("requests", "rounds", "seed", "batch_size")}
+    return {
+        **made_on(),
+        **setting,
+        "load": load.share,
+        "arrival_rate_per_s": load.arrival_rate_per_s,
+        "greedy_s_mean_expected": load.greedy_s,
+        "latency_target_s": target_s,
+        "late_s": LATE_S,
+        "profile": asdict(profile),
+        "runs": [
+            {**asdict(run), "summary": msgspec.structs.asdict(run.summary), "queues": queues_over_time(run.plans)}
+            for run in runs
+        ],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.journals or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        with ending_on(LLMServeError, ValueError):
+            profile = Profile.load(args.profile) if args.profile else asyncio.run(measured_profile(args, folder))
+        load = load_of(profile, corpus_lengths(CORPUS, args.seed), args.load, args.batch_size)
+        target_s = args.latency_target_s or 2.0 * load.greedy_s
+        title = f"Embedded engine, Poisson at load {load.share:g}: {load.arrival_rate_per_s:.3g} requests/s"
+        say_setting(profile, load, target_s, title)
+        runs = asyncio.run(measure(args, profile, load, target_s, folder))
+    print_tables(runs, title, target_s, Console(width=None if sys.stdout.isatty() else 120))
+    write_json(args.output, rounded(result_of(args, profile, load, target_s, runs)))
+    if args.figure:
+        draw_figure(runs, target_s, title, args.figure)
+    if any(run.waits.violations for run in runs):
+        sys.exit("a request waited beyond its bound")
+
+
+def say_setting(profile: Profile, load: Load, target_s: float, title: str) -> None:
+    step_s = profile.step_s
+    say(
+        f"{title}; a batch takes {1e3 * profile.prefill_s:.3g} ms, and {1e3 * step_s.slope:.3g} b + "
+        f"{1e3 * step_s.intercept:.3g} ms a step (error {step_s.error:.0%}); greedy is expected to take "
+        f"{load.greedy_s:.2f} s, the target is {target_s:.2f} s"
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--requests", type=whole(16), default=80, help="of each run (%(default)s)")
+    add("--rounds", type=whole(1), default=2, help="in each of which every release has a run (%(default)s)")
+    add("--load", type=load_share, default=0.2, metavar="RHO", help="share of what full batches serve (%(default)s)")
+    add("--batch-size", type=whole(2), default=8, help="requests in a full batch (%(default)s)")
+    add(
+        "--latency-target-s",
+        type=positive,
+        metavar="S",
+        help="of table, for the mean (default: twice greedy's, solved)",
+    )
+    add("--profile", metavar="FILE", help="of the embedded engine (default: it is measured first)")
+    add("--busy-power-w", type=power, default=20.0, metavar="W", help="assumed of a measured profile (%(default)s)")
+    add("--idle-power-w", type=power, default=8.0, metavar="W", help="while no batch runs, likewise (%(default)s)")
+    add("--seed", type=int, default=2026, help="draws prompts and arrivals (%(default)s)")
+    add("--journals", type=Path, metavar="FOLDER", help="keep the servers' journals and the profile there")
+    add_results(parser, "--figure")
+    return parser
+
+
+def load_share(text: str) -> float:
+    value = positive(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"a load below 1 is needed, not {text!r}: no queue is stable above")
+    return value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+#!/usr/bin/env python
+"""What answers teach a server: forecasts of a stream of requests, each answer's length told before the next is asked.
+
+scripts/lab/benchmark_online.py runs/predictor --data answers.jsonl --part held-out --output docs/results/online.json
+
+Rows come in a drawn order, once as they are and once with all lengths multiplied from the middle of the stream on
+(--drift), as when an engine gets another model. The second half is scored: as the predictor says it, recalibrated, with
+the memory of templates as well, and from earlier answers alone.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench.arguments import ending_on, parser_of
+from bench.results import write_json
+from bench.tables import show
+
+from predictor.dataset import Row, load_rows, split_rows
+from predictor.errors import PredictorError
+from predictor.evaluate import evaluate
+from predictor.online import OnlineLearner
+from predictor.options import Split, add_data_options, columns, counter, share
+from predictor.predict import LengthPredictor
+
+WAYS = ("as predicted", "recalibrated", "recalibrated, with memory", "without a predictor")
+
+
+def main() -> None:
+    args = parse_args()
+    with ending_on(PredictorError, OSError):
+        result = measure(args)
+    tell(result)
+    write_json(args.output, result)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("predictor", type=Path, help="a predictor's folder")
+    add_data_options(parser)
+    add("--part", choices=["held-out", "all"], default="all", help="held-out: of the data that it was trained on")
+    add("--model", metavar="NAME", help="only answers of this model")
+    add("--held-out-share", type=share, default=Split().held_out_share, help="as in training (%(default)s)")
+    add("--validation-share", type=share, default=Split().validation_share, help="as in training (%(default)s)")
+    add("--drift", type=float, default=2.0, help="factor on the lengths of the second half (%(default)s)")
+    add("--seed", type=int, default=0, help="of the split, as in training, and of the order")
+    add("--output", type=Path, metavar="FILE", help="JSON")
+    return parser.parse_args()
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    predictor = LengthPredictor.load(args.predictor)
+    rows = load_rows(args.data, columns(args), counter(args.answer_tokenizer)).rows
+    if args.part == "held-out":
+        rows = split_rows(rows, args.seed, args.validation_share, args.held_out_share).held_out
+    rows = [row for row in rows if args.model in (None, row.prompt.model)]
+    if len(rows) < 100:
+        raise PredictorError(f"{len(rows)} rows are too few to learn from")
+    rows = [rows[i] for i in np.random.default_rng(args.seed).permutation(len(rows))]
+    raw = predictor.predict([row.prompt for row in rows]).tolist()
+    factors = {"steady": 1.0, f"lengths x {args.drift:g} from the middle on": args.drift}
+    return {
+        "answers_scored": len(rows) - len(rows) // 2,
+        "streams": {
+            name: {way: stream(way, rows, raw, factor, predictor.training_lengths) for way in WAYS}
+            for name, factor in factors.items()
+        },
+    }
+
+
+def stream(
+    way: str, rows: Sequence[Row], raw: Sequence[Sequence[float]], factor: float, training_lengths: Sequence[int]
+) -> dict[str, Any]:
+    """Metrics of the second half."""
+    learner = OnlineLearner() if way.endswith(("memory", "without a predictor")) else OnlineLearner(keys_max=0)
+    middle = len(rows) // 2
+    said, came = [], []
+    for place, (row, predicted) in enumerate(zip(rows, raw, strict=True)):
+        length = row.output_tokens * (factor if place >= middle else 1.0)
+        if way == "as predicted":
+            lengths: Sequence[float] = predicted
+        else:
+            forecast = learner.forecast(row.prompt, None if way == "without a predictor" else predicted)
+            learner.observe(forecast, length, row.capped)
+            lengths = forecast.lengths
+        if place >= middle:
+            said.append(lengths)
+            came.append(length)
+    metrics = evaluate(said, came, training_lengths)
+    found = metrics.as_json()
+    return {name: found[name] for name in ("mae_tokens", "kendall_tau", "calibration_error", "pinball_tokens")}
+
+
+def tell(result: dict[str, Any]) -> None:
+    for name, ways in result["streams"].items():
+        rows = [
+            [way, *("-" if value is None else f"{value:g}" for value in found.values())] for way, found in ways.items()
+        ]
+        columns = ("", "MAE, tokens", "Kendall's tau", "calibration error", "pinball loss, tokens")
+        show(f"{name} ({result['answers_scored']} answers scored)", columns, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Parts of benchmark_deadlines.py: deadlines kept, live and simulated."""

@@ -1,0 +1,122 @@
+"""Orders in turn, each a server of its own before the same engines, asked over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+from bench import client
+from bench.client import Reply
+from bench.progress import counted
+from bench.results import in_turn
+from bench.servers import flags_of, front_end
+
+from bins.profile import Profile
+from deadlines.ledger import WARM_UP, Answer, ledger_of
+from deadlines.runs import Run, run_of
+from deadlines.traffic import Asked, Setting, draw
+from llmserve.cluster import journal
+from llmserve.headers import STREAM_HEADER
+from llmserve.scheduling.model_queues import ANSWERS_BETWEEN
+
+POLICIES = {  # and their flags
+    "fffs": ["--order", "fffs"],
+    "edf": ["--order", "edf"],
+    "clockwork": ["--order", "clockwork"],
+    "flex, no preemption": ["--order", "flex", "--preemption", "off"],
+    "flex, preemption if needed": ["--order", "flex", "--preemption", "if-needed"],
+    "flex": ["--order", "flex"],
+}
+DRAIN_S = 30.0
+
+
+@dataclass(frozen=True)
+class Engines:
+    """That are up. placed : WORKER=URL of each.  profiles : of each model.  what : they are, for people."""
+
+    what: str
+    placed: list[str]
+    profiles: dict[str, Profile]
+
+
+async def measure(
+    setting: Setting, engines: Engines, policies: Sequence[str], rounds: int, seed: int, folder: Path
+) -> list[Run]:
+    """Every policy in each round, each round beginning with another. folder : for journals and profiles."""
+    for model, profile in engines.profiles.items():
+        profile.save(folder / f"{model}.json")
+    asked = {number: draw(setting, seed + number) for number in range(1, rounds + 1)}
+    runs = []
+    with counted(len(policies) * sum(map(len, asked.values()))) as on_answer:
+        for number in range(1, rounds + 1):
+            for policy in in_turn(policies, number - 1):
+                path = folder / f"{policy.replace(' ', '-').replace(',', '')}-{number}.jsonl"
+                flags = [*serve_flags(setting, engines, folder), "--journal", str(path), *POLICIES[policy]]
+                async with serving(policy, flags, engines.profiles) as url:
+                    await warm_up(url, setting)
+                    said = f"round {number}, {policy}"
+                    answers = await ask_all(url, asked[number], lambda said=said: on_answer(said))
+                runs.append(run_of(policy, number, setting, answers, ledger_of(journal.read(path)[1])))
+    return runs
+
+
+def serve_flags(setting: Setting, engines: Engines, folder: Path) -> list[str]:
+    flags = ["--barrier", "--batch-size", str(setting.batch_size), "--drain-s", str(DRAIN_S)]
+    # How long answers are plays no part here: the answers of a model are nearly alike.
+    flags += ["--bins", "1", "--predictor", "none", "--memory-keys", "0", "--log-level", "warning"]
+    flags += flags_of("engine", engines.placed)
+    for model in engines.profiles:
+        flags += ["--profile", f"model:{model}={folder / model}.json"]
+    for stream in setting.streams:
+        flags += ["--slo-ms", f"stream:{stream.name}={1e3 * stream.slo_s:g}"]
+    return flags
+
+
+@asynccontextmanager
+async def serving(name: str, flags: Sequence[str], models: Iterable[str]) -> AsyncIterator[str]:
+    """The URL of a `llmserve serve` of its own, once it serves all these models."""
+    async with front_end(name, *flags) as server:
+        async with client.session_of() as session, asyncio.timeout(60):
+            while not set(models) <= await listed(session, server.url):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        yield server.url
+
+
+async def listed(session: aiohttp.ClientSession, url: str) -> set[str]:
+    return {model["id"] for model in json.loads(await client.get_text(session, f"{url}/v1/models"))["data"]}
+
+
+async def warm_up(url: str, setting: Setting) -> None:
+    """So many answers of each model that batch times are expected from them. Raises AssertionError when one fails."""
+    rng = np.random.default_rng(0)
+    async with client.session_of() as session:
+        for stream in setting.streams:
+            lengths = rng.integers(*stream.tokens, ANSWERS_BETWEEN, endpoint=True).tolist()
+            ended = await asyncio.gather(*[ask(session, url, stream.model, tokens, WARM_UP) for tokens in lengths])
+            assert all(reply.status == 200 for reply in ended), ended
+
+
+async def ask_all(url: str, asked: Sequence[Asked], on_answer: Callable[[], None]) -> list[Answer]:
+    """Every request at its time."""
+    async with client.session_of() as session:
+
+        async def ask_in_time(index: int, due_s: float) -> Answer:
+            each = asked[index]
+            reply = await ask(session, url, each.stream.model, each.tokens, each.stream.name)
+            on_answer()
+            return Answer(each, reply.status, time.perf_counter() - due_s, reply.batch)
+
+        return await client.at_their_times([each.at_s for each in asked], ask_in_time)
+
+
+async def ask(session: aiohttp.ClientSession, url: str, model: str, tokens: int, stream: str = "") -> Reply:
+    """An answer of exactly so many tokens."""
+    body = client.body_of("Count from 1 to 20.", model=model, max_tokens=tokens, ignore_eos=True)
+    return await client.ask(session, url, body, {STREAM_HEADER: stream} if stream else {})

@@ -1,0 +1,248 @@
+"""What the demo model really answers: held-out accuracy, lengths for the length predictor, the documents.
+
+    python scripts/lab/evaluate_demo_model.py                        # accuracy of the shipped model on held-out prompts
+    python scripts/lab/evaluate_demo_model.py --lengths-output lengths.jsonl    # data for the length predictor instead
+
+All answers are greedy and batched. `output_tokens` means what OpenAI's `usage.completion_tokens` means: the
+tokens generated for the answer. The end token is not counted.
+"""
+
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median, pstdev
+from typing import Any
+
+from bench.arguments import parser_of
+from bench.client import MODEL
+from bench.progress import say, shared
+from bench.results import write_text
+from bench.servers import MODEL_FOLDER
+
+from llmserve.engines.embedded import demo_corpus
+from llmserve.engines.embedded.demo_corpus import Example
+from llmserve.engines.embedded.generation import Delta, LanguageModel, Row
+from llmserve.engines.embedded.protocol import Message
+
+ANSWER_TOKENS_MAX = 480  # a right answer has at most about 420
+
+
+EVALUATION_SEED, LENGTHS_SEED = 1_000_003, 2_000_003  # added to the seed: other draws than training's
+
+
+# --- evaluation -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    output_tokens: int  # without the end token
+    finish_reason: str  # "stop" (the model ended it) or "length"
+
+
+def answers(
+    model: LanguageModel,
+    examples: list[Example],
+    batch_size: int = 32,
+    answer_tokens_max: int = ANSWER_TOKENS_MAX,
+) -> list[Answer]:
+    """The model's greedy answers as the embedded engine gives them, in the order of `examples`.
+
+    Batches hold answers of like expected length: little is computed for answers that are already over.
+    """
+    order = sorted(range(len(examples)), key=lambda row: len(examples[row].answer))
+    found: dict[int, Answer] = {}
+    began = time.monotonic()
+    with shared() as report:
+        for start in range(0, len(order), batch_size):
+            batch = order[start : start + batch_size]
+            asked = [model.chat_ids([Message("user", examples[row].prompt)]) for row in batch]
+            given = _run(model, [model.row(ids, answer_tokens_max, model.defaults) for ids in asked])
+            found |= zip(batch, given, strict=True)
+            tokens_per_s = sum(answer.output_tokens for answer in found.values()) / (time.monotonic() - began)
+            report(f"answered {len(found)}/{len(order)}  {tokens_per_s:,.0f} tokens/s", len(found) / len(order))
+    return [found[row] for row in range(len(examples))]
+
+
+def _run(model: LanguageModel, rows: list[Row]) -> list[Answer]:
+    texts = ["" for _ in rows]
+    reasons = ["" for _ in rows]
+
+    def emit(deltas: list[Delta | None]) -> None:
+        for index, delta in enumerate(deltas):
+            if delta is not None:
+                texts[index] += delta.text
+                reasons[index] = delta.finish_reason or ""
+
+    model.run(rows, emit)
+    return [Answer(text, row.output_tokens, reason) for text, row, reason in zip(texts, rows, reasons, strict=True)]
+
+
+def evaluate(
+    model: LanguageModel,
+    prompts: int,
+    seed: int,
+    answer_tokens_max: int = ANSWER_TOKENS_MAX,
+) -> dict[str, Any]:
+    """Exact-match accuracy on held-out prompts, and the lengths of the right answers to them."""
+    asked = demo_corpus.examples(prompts, seed + EVALUATION_SEED, held_out=True)
+    began = time.monotonic()
+    given = answers(model, asked, answer_tokens_max=answer_tokens_max)
+    seconds = time.monotonic() - began
+    right = [answer.text == example.answer for answer, example in zip(given, asked, strict=True)]
+    prompts_of = Counter(example.family for example in asked)
+    right_of = Counter(example.family for example, ok in zip(asked, right, strict=True) if ok)
+    lengths = [len(model.text_ids(e.answer)) for e in asked]
+    lengths_of = {f: [n for n, e in zip(lengths, asked, strict=True) if e.family == f] for f in prompts_of}
+    return {
+        "held_out_prompts": len(asked),
+        "exact": round(mean(right), 4),
+        "families": {
+            family: {
+                "prompts": prompts_of[family],
+                "exact": round(right_of[family] / prompts_of[family], 4),
+                "output_tokens": _spread(lengths_of[family]),
+            }
+            for family in sorted(prompts_of)
+        },
+        "output_tokens": _spread(lengths),
+        "generated_tokens_per_s": round(sum(answer.output_tokens for answer in given) / seconds),
+        "failures": _failures(asked, given, right),
+        "samples": _samples(asked, given, lengths),
+    }
+
+
+def _spread(lengths: list[int]) -> dict[str, float]:
+    ordered = sorted(lengths)
+    return {
+        "min": ordered[0],
+        "median": median(ordered),
+        "mean": round(mean(ordered), 1),
+        "p95": ordered[int(0.95 * (len(ordered) - 1))],
+        "max": ordered[-1],
+        "coefficient_of_variation": round(pstdev(ordered) / mean(ordered), 2),
+    }
+
+
+def _failures(asked: list[Example], given: list[Answer], right: list[bool]) -> list[dict[str, str]]:
+    wrong = [(e, a) for e, a, ok in zip(asked, given, right, strict=True) if not ok]
+    return [{"prompt": e.prompt, "expected": e.answer[:200], "answered": a.text[:200]} for e, a in wrong[:12]]
+
+
+def _samples(asked: list[Example], given: list[Answer], lengths: list[int]) -> list[dict[str, str]]:
+    """One short prompt per family with what the model really answered, right or wrong."""
+    shown: dict[str, dict[str, str]] = {}
+    for example, answer, length in zip(asked, given, lengths, strict=True):
+        if 8 < length < 60:
+            shown.setdefault(example.family, {"prompt": example.prompt, "answered": answer.text})
+    return [shown[family] for family in sorted(shown)]
+
+
+# --- documents and lengths -------------------------------------------------------------------------------------
+
+
+def write_docs(metrics: dict[str, Any], docs: Path) -> None:
+    write_text(docs / "demo-model.json", json.dumps(metrics, indent=1, ensure_ascii=False))
+    write_text(docs / "demo-model.md", _page(metrics).rstrip("\n"))
+
+
+def _page(m: dict[str, Any]) -> str:
+    samples = "\n\n".join(f"> {s['prompt']}\n\n```\n{s['answered']}\n```" for s in m["samples"])
+    failures = "\n".join(f"* `{f['prompt']}` -> `{f['answered'][:80]!r}`" for f in m["failures"][:5])
+    return f"""# The demo model
+
+A Llama-architecture model of {m["parameters"] / 1e6:.1f} M parameters ({m["weights_mb"]:.1f} MB), trained from nothing
+by `scripts/lab/train_demo_model.py` on text that `demo_corpus.py` makes up. It counts, recites lists and
+tables, spells, copies and makes a little small talk. It lets `llmserve serve` answer on any CPU without a download, and
+its answers have a wide spread of lengths that their prompts reveal, which is what llmserve is there to use.
+
+It is not an assistant. It has no numbers above {demo_corpus.NUMBER_MAX}, spells only
+{len(demo_corpus.SPELLABLE)} words, knows the times tables of 2 to 10, and was never asked anything outside
+these families: to other questions it gives some fluent answer that is wrong. Answers are greedy by default.
+A number up to {demo_corpus.NUMBER_MAX} is one token, and so is a letter.
+
+## Made by
+
+    {m["command"]}
+
+{m["date"]}, {m["machine"]} shared with other work, {m["training"]["minutes"]:.0f} minutes of training:
+{m["training"]["steps"]} steps, {m["training"]["tokens"] / 1e6:.1f} M tokens. A run that ends by the clock
+takes as many steps as the machine manages, so another run differs a little.
+
+## Exact answers on held-out prompts
+
+Prompts that training never saw (a tenth of all, chosen by hash), greedy, the whole answer right to the last
+token. The same task may have been seen in other words.
+
+{table(m)}
+
+Lengths are of the right answers, without the end token; their coefficient of variation is
+{m["output_tokens"]["coefficient_of_variation"]}.
+
+## Answers
+
+{samples}
+
+## Failures
+
+{failures or "None among the held-out prompts."}
+"""
+
+
+def table(m: dict[str, Any]) -> str:
+    """Accuracy and lengths per family, as Markdown."""
+    together = {"exact": m["exact"], "prompts": m["held_out_prompts"], "output_tokens": m["output_tokens"]}
+    rows = [_row(family, values) for family, values in [*m["families"].items(), ("**all**", together)]]
+    head = ["| family | prompts | exact | tokens, median | mean | p95 | max |", "|---|---|---|---|---|---|---|"]
+    return "\n".join(head + rows)
+
+
+def _row(family: str, v: dict[str, Any]) -> str:
+    lengths = v["output_tokens"]
+    return (
+        f"| {family} | {v['prompts']} | {100 * v['exact']:.1f} % | {lengths['median']:.0f} | {lengths['mean']:.0f} "
+        f"| {lengths['p95']} | {lengths['max']} |"
+    )
+
+
+def write_lengths(model: LanguageModel, path: Path, prompts: int, seed: int) -> None:
+    """JSONL rows for the length predictor: prompts and how many tokens the model answers with.
+
+    Of the training split only, so that benchmarks can use held-out prompts that neither model has seen.
+    """
+    asked = demo_corpus.examples(prompts, seed + LENGTHS_SEED, held_out=False)
+    given = answers(model, asked)
+    with path.open("w") as file:
+        for example, answer in zip(asked, given, strict=True):
+            row = {
+                "prompt": example.prompt,
+                "model": MODEL,
+                "output_tokens": answer.output_tokens,
+                "finish_reason": answer.finish_reason,
+            }
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    say(f"{path}: {prompts} rows")
+
+
+# --- command line -------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", type=Path, default=MODEL_FOLDER)
+    parser.add_argument("--prompts", type=int, help="how many (1500 for accuracy, 12500 for lengths)")
+    parser.add_argument("--seed", type=int, default=0, help="draws the prompts")
+    parser.add_argument("--threads", type=int, default=1, help="more help only where cores are idle")
+    parser.add_argument("--lengths-output", type=Path, help="write (prompt, model, output_tokens, finish_reason) rows")
+    args = parser.parse_args()
+    model = LanguageModel.load(str(args.model), threads=args.threads)
+    if args.lengths_output:
+        write_lengths(model, args.lengths_output, args.prompts or 12_500, args.seed)
+    else:
+        print(table(evaluate(model, args.prompts or 1500, args.seed)))
+
+
+if __name__ == "__main__":
+    main()

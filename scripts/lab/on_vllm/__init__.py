@@ -1,0 +1,1 @@
+"""Parts of benchmark_vllm.py: llmserve in front of real vLLM servers."""

@@ -1,0 +1,171 @@
+"""vLLM servers that are up and known, and what stands in front of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+from bench.client import get_text
+from bench.progress import say
+from bench.servers import Server, flags_of, front_end, running, vllm
+
+from bins.edges import equal_mass_edges
+from llmserve.engines.embedded import demo_corpus
+from llmserve.engines.engine_process import free_port
+from on_vllm.arrangements import ROUTER_POLICIES, Arrangement
+from on_vllm.loads import Ints, Load, ServiceTime
+from on_vllm.passes import all_at_once, ask, send, session_of, shares, summary
+
+MEMORY_SLOTS = 16
+SMALL_CACHE = ["--num-gpu-blocks-override", "40", "--block-size", "32"]  # 1,280 tokens; one answer may need 1,024
+CAPACITY_BURSTS = 3
+
+
+@dataclass(frozen=True)
+class Engines:
+    """vLLM servers that are up, and what they do. tokens : of the answer to each prompt."""
+
+    servers: list[Server]
+    slots: int
+    prompts: list[str]
+    tokens: Ints
+    service: ServiceTime
+    requests_per_s: float
+    vllm: str
+
+    @property
+    def urls(self) -> list[str]:
+        return [server.url for server in self.servers]
+
+
+def llmserve_flags(args: argparse.Namespace, arrangement: Arrangement, engines: Engines) -> list[str]:
+    flags = ["--predictor", "none", "--memory-keys", "0", "--log-level", "warning", *flags_of("engine", engines.urls)]
+    if arrangement.way == "barrier":
+        # Without a predictor there are no bins before 256 requests have come, unless their edges are given.
+        edges = ",".join(f"{edge:g}" for edge in equal_mass_edges(engines.tokens, arrangement.bins))
+        flags += ["--barrier", "--batch-size", str(engines.slots), "--bins", str(arrangement.bins)]
+        return [*flags, *(["--edges", edges] if edges else [])]
+    flags += ["--slots", str(engines.slots), "--order", arrangement.way]
+    flags += [] if arrangement.bound else ["--no-memory-bound"]
+    return flags if args.look_ahead is None else [*flags, "--look-ahead", str(args.look_ahead)]
+
+
+@asynccontextmanager
+async def front(args: argparse.Namespace, arrangement: Arrangement, engines: Engines) -> AsyncIterator[str]:
+    """The URL to which the arrangement's requests go; what answers there lives as long as the context."""
+    if arrangement.way in ("direct", "priority"):
+        yield engines.urls[0]
+        return
+
+    flags = llmserve_flags(args, arrangement, engines)
+
+    def router(port: int) -> list[str]:
+        words = [args.router, "--host", "127.0.0.1", "--port", str(port), "--policy", arrangement.way]
+        words += ["--prometheus-port", str(free_port()), "--log-level", "warning"]
+        return [*words, "--worker-urls", *engines.urls]
+
+    way = arrangement.way
+    routed = way in ROUTER_POLICIES
+    async with running(way, router, ready="/health") if routed else front_end(way, *flags) as server:
+        yield server.url
+
+
+async def capacity_per_s(engines: Engines, load: Load) -> float:
+    """Requests of such a load that the engines do in a second: bursts, sent directly, an equal share to each.
+
+    The best of them: whatever else happens on a machine only ever makes it slower.
+    """
+    placed = shares(load.tokens, len(engines.urls))
+    rates = []
+    for _ in range(CAPACITY_BURSTS):
+        outcomes = await send([engines.urls[place] for place in placed], all_at_once(load.prompts))
+        rates.append(summary(outcomes, load, engines.service)["tokens_per_s_saturated"])
+    return max(rates) / float(load.tokens.mean())
+
+
+@contextmanager
+def kept_off_the_first_core(apart: bool) -> Iterator[None]:
+    """We, and all that we start from here on, leave the first core to an engine, as if it were its GPU."""
+    cores = os.sched_getaffinity(0)
+    if apart:
+        os.sched_setaffinity(0, cores - {min(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def move_engine_to_the_first_core(server: Server, core: int) -> None:
+    """The thread of the server's engine core that computes; its API server stays with the others."""
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    (engine_core,) = [process for process in processes if process.name().startswith("VLLM::EngineC")]
+    os.sched_setaffinity(engine_core.pid, {core})  # the process's number is that of its first thread, which steps
+
+
+# ---- getting to know the engines ----------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def started(args: argparse.Namespace, count: int, requests: int, *, small: bool) -> AsyncIterator[Engines]:
+    """`count` vLLM servers, the lengths of `requests` answers and what lengths take there. small: of little memory."""
+    slots = MEMORY_SLOTS if small else args.slots if count == 1 else args.slots_each
+    cores = os.sched_getaffinity(0)
+    apart = count < (os.cpu_count() or 1)
+    async with AsyncExitStack() as stack:
+        say(f"starting {count} vLLM server{'s' * (count > 1)}")
+        stack.enter_context(kept_off_the_first_core(apart))
+        servers = []
+        for index in range(count):
+            servers.append(
+                await stack.enter_async_context(
+                    vllm(
+                        args.vllm_python,
+                        f"vLLM {index}",
+                        slots,
+                        "--scheduling-policy",
+                        "priority",
+                        *(SMALL_CACHE if small else ()),
+                    )
+                )
+            )
+        if apart:
+            move_engine_to_the_first_core(servers[0], min(cores))
+        urls = [server.url for server in servers]
+        prompts = [drawn.prompt for drawn in demo_corpus.examples(requests, seed=args.seed, held_out=True)]
+        placed = [urls[index % count] for index in range(requests)]
+        await send(placed[:64], all_at_once(prompts[:64]))  # the first answers of a fresh server are slow
+        outcomes = await send(placed, all_at_once(prompts))
+        for outcome in outcomes:
+            if outcome.failure:
+                raise RuntimeError(f"vLLM itself failed: {outcome.failure}")
+        tokens = np.array([outcome.tokens for outcome in outcomes])
+        rate = len(outcomes) / max(outcome.latency_s for outcome in outcomes)
+        service = await fit_service_time(urls[0], prompts, tokens)
+        async with session_of() as session:
+            version = json.loads(await get_text(session, f"{urls[0]}/version"))["version"]
+        say(
+            f"{requests} prompts, {tokens.mean():.0f} tokens in the mean, {tokens.max()} at most; {rate:.1f} requests/s"
+        )
+        say(f"service time: {1e3 * service.start_s:.1f} ms + {1e3 * service.token_s:.2f} ms a token")
+        yield Engines(servers, slots, prompts, tokens, service, rate, version)
+
+
+async def fit_service_time(url: str, prompts: list[str], tokens: Ints, count: int = 16) -> ServiceTime:
+    """From prompts spread evenly over the lengths, each asked three times, one at a time."""
+    chosen = np.argsort(tokens, kind="stable")[np.linspace(0, tokens.size - 1, min(count, tokens.size)).astype(int)]
+    seconds: dict[int, list[float]] = {int(index): [] for index in chosen}
+    async with session_of() as session:
+        for _ in range(3):
+            for index, these in seconds.items():
+                question = all_at_once([prompts[index]])[0]
+                these.append((await ask(session, url, question, time.perf_counter())).latency_s)
+    medians = [statistics.median(these) for these in seconds.values()]
+    return ServiceTime.fitted([int(tokens[index]) for index in seconds], medians)

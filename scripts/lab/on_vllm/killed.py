@@ -1,0 +1,100 @@
+"""One of two servers is killed: what becomes of each request."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bench import client
+from bench.client import Reply
+from bench.progress import say
+
+from on_vllm.arrangements import arrangements_of
+from on_vllm.engines import Engines, front
+from on_vllm.parts import requests_of
+from on_vllm.passes import code_of, session_of, streamed
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """kind : "answer", "error" (a clear one), "lost" (neither), or "twice" (more than one answer or error)."""
+
+    kind: str
+    code: str = ""
+    text: str = ""
+
+
+def judge(reply: Reply, *, stream: bool) -> Verdict:
+    """What a client has to make of a reply to a request with one choice."""
+    if reply.status not in (0, 200):
+        code = code_of(reply.body)
+        return Verdict("error", f"{reply.status} {code}") if code != "unclear" else Verdict("lost", "an unclear error")
+    try:
+        events = list(_events(reply.body)) if stream else [json.loads(reply.body)]
+    except ValueError:
+        return Verdict("lost", "cut off")
+    choices = [choice for event in events for choice in event.get("choices", ())]
+    errors = [event for event in events if "error" in event]
+    finishes = sum(choice.get("finish_reason") is not None for choice in choices)
+    text = "".join((choice.get("delta") or choice.get("message") or {}).get("content") or "" for choice in choices)
+    if finishes + len(errors) > 1:
+        return Verdict("twice", text=text)
+    if errors:
+        return Verdict("error", f"event {code_of(json.dumps(errors[0]).encode())}", text)
+    if not finishes or (stream and not reply.body.rstrip().endswith(b"data: [DONE]")):
+        return Verdict("lost", "cut off", text)
+    return Verdict("answer", text=text)
+
+
+def _events(body: bytes) -> Iterator[dict[str, Any]]:
+    """The JSON of a stream's events. Raises ValueError where one is cut off."""
+    for line in body.splitlines():
+        if line.startswith(b"data: ") and line != b"data: [DONE]":
+            yield json.loads(line[6:])
+
+
+async def kill(args: argparse.Namespace, part: str, engines: Engines) -> dict[str, Any]:
+    """Every second request streams. The victim and all its processes die at once and stay dead."""
+    count = requests_of(args, part)
+    prompts = engines.prompts[:count]
+    arrangement = arrangements_of(part, args.orders)[1]
+    done = 0
+    half_done = asyncio.Event()
+    async with session_of() as session, front(args, arrangement, engines) as url:
+
+        async def asked_of(place: str, index: int, *, stream: bool) -> Verdict:
+            body = streamed(prompts[index]) if stream else client.body_of(prompts[index])
+            return judge(await client.ask(session, place, body), stream=stream)
+
+        async def verdict(index: int) -> Verdict:
+            nonlocal done
+            found = await asked_of(url, index, stream=bool(index % 2))
+            done += 1
+            if 2 * done >= count:
+                half_done.set()
+            return found
+
+        expected = await asyncio.gather(
+            *(asked_of(engines.urls[index % 2], index, stream=False) for index in range(count))
+        )
+        asked = asyncio.gather(*(verdict(index) for index in range(count)))
+        await half_done.wait()
+        engines.servers[0].kill()
+        answered_before = done
+        await engines.servers[0].process.wait()
+        verdicts = await asked
+    kinds = Counter(verdict.kind for verdict in verdicts)
+    found: dict[str, Any] = {kind: kinds[kind] for kind in ("answer", "error", "lost", "twice")}
+    found["answered_before_the_kill"] = answered_before
+    found["errors"] = dict(Counter(verdict.code for verdict in verdicts if verdict.kind in ("error", "lost")))
+    found["other_text"] = sum(
+        verdict.kind == "answer" and verdict.text != other.text
+        for verdict, other in zip(verdicts, expected, strict=True)
+    )
+    say(f"kill: {found}")
+    return found

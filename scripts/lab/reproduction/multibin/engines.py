@@ -1,0 +1,252 @@
+"""Fig. 1 (a), 5, 7 and 11: what a real engine does.
+
+Here it is llmserve's embedded engine, a small model on the CPU that runs static batches; Fig. 5 is also of vLLM where
+the variable VLLM_PYTHON names an interpreter that has it. The measuring is that of `llmserve profile` and
+`llmserve bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import aiohttp
+import numpy as np
+from bench.servers import vllm
+
+import predictor
+from bins.fitting import Observation
+from llmserve import bench as throughput
+from llmserve.bench import BASELINE, Arrangement, Run
+from llmserve.engines import measuring
+from llmserve.engines.embedded import demo_corpus
+from llmserve.simulation.estimates import estimate
+from reproduction.multibin.table_1 import MEASURED
+from reproduction.rows import Curve, Report, Row, Rows, claim
+
+BATCHING, LINEAR, ORACLE, PREDICTED = "Fig. 1 (a)", "Fig. 5", "Fig. 7", "Fig. 11"
+EMBEDDED, VLLM = "embedded", "vLLM, CPU"
+VLLM_PYTHON = "VLLM_PYTHON"
+BATCH = 8  # of Fig. 7 and 11
+PUBLISHED = {ORACLE: {4: 1.45, 32: 1.70}, PREDICTED: {4: 1.08}}  # gains, by number of bins
+MODELS = {ORACLE: "Phi-3.5-mini, A100", PREDICTED: "Vicuna-13B, A100"}
+HOW = {ORACLE: "oracle", PREDICTED: "median"}
+TOKENS_MAX = 480  # of an answer in Fig. 5
+LINEAR_FROM = 0.99  # least R² that is called linear
+IMPLIED_WITHIN = 0.1
+RATE, RATE_OVER_ONE = "output tokens a second", "output tokens a second over those of batches of one"
+SLOPE, BESIDES, R_SQUARED = "time of a token", "time besides", "R²"
+GAIN, IMPLIED = "gain over one bin, all at once", "gain implied by the lengths"
+WARM_UP = 16  # requests
+STARTED = 0.2  # share of all when Fig. 7 begins
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """sizes, tokens, rounds : of Fig. 1 (a).  answers, repeats : different lengths of Fig. 5, and how often each.
+    requests, passes, oracle, predicted : of Fig. 7 and 11, the last two numbers of bins.  cost_rounds : of measuring
+    what a batch takes, from which the lengths' own gain follows.
+    """
+
+    seed: int
+    sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    tokens: int = 128
+    rounds: int = 2
+    answers: int = 20
+    repeats: int = 1
+    requests: int = 160
+    passes: int = 1
+    cost_rounds: int = 2
+    oracle: tuple[int, ...] = (4, 8, 16, 32)
+    predicted: tuple[int, ...] = (4, 8)
+    vllm_python: str | None = None
+
+    @property
+    def arrangements(self) -> list[Arrangement]:
+        return [
+            BASELINE,
+            *(_arrangement(ORACLE, bins) for bins in self.oracle),
+            *(_arrangement(PREDICTED, bins) for bins in self.predicted),
+        ]
+
+    @classmethod
+    def full(cls, seed: int) -> Effort:
+        return cls(seed, vllm_python=os.environ.get(VLLM_PYTHON))
+
+    @classmethod
+    def quick(cls, seed: int) -> Effort:
+        """Without vLLM, which takes half a minute to start."""
+        return cls(
+            seed,
+            sizes=(1, 8),
+            tokens=16,
+            rounds=2,
+            answers=6,
+            repeats=1,
+            requests=24,
+            passes=1,
+            cost_rounds=1,
+            oracle=(2, 4),
+            predicted=(4,),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What the engines did.
+
+    batches  full ones, of Fig. 1 (a)
+    answers  one at a time, of Fig. 5, by engine
+    runs     of Fig. 7 and 11: of each arrangement one in each pass
+    cost     seconds of a full batch by its tokens, on the engine alone
+    """
+
+    batches: list[Observation]
+    answers: dict[str, list[Observation]]
+    runs: dict[str, list[Run]]
+    cost: np.poly1d
+
+
+def measure(seed: int, quick: bool, report: Report) -> Rows:
+    """Every row."""
+    effort = Effort.quick(seed) if quick else Effort.full(seed)
+    observed = asyncio.run(observe(effort, report))
+    rows = Rows(batching_rows(effort, observed.batches))
+    for engine, answers in observed.answers.items():
+        rows.extend(line_rows(engine, answers))
+    rows.extend(gain_rows(effort, observed.runs, observed.cost))
+    rows.extend(people_rows())
+    return rows
+
+
+# ---- what the engines are asked to do ---------------------------------------------------------------------------
+
+
+async def observe(effort: Effort, report: Report) -> Observed:
+    answers: dict[str, list[Observation]] = {}
+    report("Fig. 1 (a): batches of the embedded engine", 0.0)
+    async with throughput.embedded_engine(max(effort.sizes)) as url:
+        plan = measuring.Plan(effort.sizes, effort.tokens, effort.rounds, effort.seed)
+        measured = await measuring.measure(url, None, plan, None, idle_s=0, on_batch=lambda *_: None)
+        report("Fig. 5: its answers, one by one", 0.05)
+        answers[EMBEDDED] = await answer_times(url, effort)
+    if effort.vllm_python:
+        report("Fig. 5: vLLM's answers, one by one", 0.1)
+        async with vllm(effort.vllm_python, VLLM, 1, "--scheduling-policy", "priority") as server:
+            answers[VLLM] = await answer_times(server.url, effort)
+    report("Fig. 7 and 11: starting the servers", 0.15)
+    runs, cost = await _all_at_once(effort, report)
+    return Observed(measured.batches, answers, runs, cost)
+
+
+async def answer_times(url: str, effort: Effort) -> list[Observation]:
+    """Answers one after the other, in an order drawn anew for each repeat, after one that does not count."""
+    lengths = np.linspace(TOKENS_MAX / effort.answers, TOKENS_MAX, effort.answers).round().astype(int).tolist()
+    rng = random.Random(effort.seed)
+    timeout = aiohttp.ClientTimeout(total=measuring.ANSWER_S_MAX)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        client = measuring.Client(session, url, await measuring.first_model(url), effort.seed)
+        await client.learn(min(lengths))
+        await client.batch(1, max(lengths))
+        return [
+            await measuring.observe(client, None, 1, length)
+            for _ in range(effort.repeats)
+            for length in rng.sample(lengths, len(lengths))
+        ]
+
+
+async def _all_at_once(effort: Effort, report: Report) -> tuple[dict[str, list[Run]], np.poly1d]:
+    """Fig. 7 and 11: every arrangement in turn, pass after pass, before one engine."""
+    prompts = [example.prompt for example in demo_corpus.examples(effort.requests, seed=effort.seed, held_out=True)]
+    asked = argparse.Namespace(batch_size=BATCH, predictor=str(predictor.DEMO))
+    found: dict[str, list[Run]] = {arrangement.name: [] for arrangement in effort.arrangements}
+    async with AsyncExitStack() as stack:
+        engine_url = await stack.enter_async_context(throughput.embedded_engine(BATCH))
+        urls = [
+            await stack.enter_async_context(throughput.front_end(engine_url, arrangement, asked))
+            for arrangement in effort.arrangements
+        ]
+        await throughput.run(urls[0], prompts[:WARM_UP], None)
+        cost = await throughput.batch_cost(engine_url, BATCH, effort.cost_rounds)
+        turns = effort.passes * list(zip(effort.arrangements, urls, strict=True))
+        lengths: list[int] | None = None
+        for number, (arrangement, url) in enumerate(turns):
+            report(f"Fig. 7 and 11: {arrangement.name}", STARTED + (1 - STARTED) * number / len(turns))
+            done = await throughput.run(url, prompts, lengths if arrangement.lengths == HOW[ORACLE] else None)
+            lengths = lengths or done.lengths
+            found[arrangement.name].append(done)
+    return found, cost
+
+
+# ---- what comes of it -------------------------------------------------------------------------------------------
+
+
+def batching_rows(effort: Effort, batches: Iterable[Observation]) -> list[Row]:
+    """Fig. 1 (a): tokens a second by the size of the batch, of the longer ones of the plan."""
+    whole = [batch for batch in batches if batch.tokens == effort.tokens]
+    rows = []
+    for size in effort.sizes:
+        found = estimate([size * batch.tokens / batch.seconds for batch in whole if batch.size == size])
+        rows.append(Row(BATCHING, {"batch": size}, RATE, "1/s", found.mean, low=found.low, high=found.high))
+    times = (rows[-1].measured or 0.0) / (rows[0].measured or 1.0)
+    rows.append(Row(BATCHING, rows[-1].case, RATE_OVER_ONE, "1", times))
+    return [*rows, claim(BATCHING, {}, "batch serving improves the throughput", times > 1)]
+
+
+def line_rows(engine: str, answers: Sequence[Observation]) -> list[Row]:
+    """Fig. 5: the points, and the straight line through them."""
+    points = sorted((answer.tokens, answer.seconds) for answer in answers)
+    tokens, seconds = np.array(points).T
+    slope_s, besides_s = np.polyfit(tokens, seconds, 1)
+    share = float(np.corrcoef(tokens, seconds)[0, 1] ** 2)
+    case = {"engine": engine}
+    return [
+        Row(LINEAR, case, "time of an answer", "s", None, curve=Curve.of("tokens", tokens, seconds)),
+        Row(LINEAR, case, SLOPE, "ms", 1e3 * float(slope_s)),
+        Row(LINEAR, case, BESIDES, "ms", 1e3 * float(besides_s)),
+        Row(LINEAR, case, R_SQUARED, "1", share),
+        claim(LINEAR, case, "the time is linear in the tokens", share >= LINEAR_FROM, f"R² of {LINEAR_FROM:g} or more"),
+    ]
+
+
+def gain_rows(effort: Effort, runs: dict[str, list[Run]], cost: np.poly1d) -> list[Row]:
+    """Fig. 7 and 11, each gain beside the one that the seen lengths imply."""
+    results = {result["arrangement"]: result for result in throughput.rows(runs, cost)}
+    rows = [Row(ORACLE, {"k": 1}, RATE, "1/s", results[BASELINE.name]["tokens_per_s"])]
+    gains: dict[str, list[float]] = {ORACLE: [], PREDICTED: []}
+    for figure, bins in [
+        *((ORACLE, bins) for bins in effort.oracle),
+        *((PREDICTED, bins) for bins in effort.predicted),
+    ]:
+        result = results[_arrangement(figure, bins).name]
+        gain, implied, note = result["gain"], result["gain_implied"], _published(figure, bins)
+        gains[figure].append(gain)
+        rows.append(Row(figure, {"k": bins}, GAIN, "1", gain, implied, IMPLIED_WITHIN, note=note, kind="derived"))
+    rising = gains[ORACLE] == sorted(gains[ORACLE])
+    rows.append(claim(ORACLE, {}, "throughput increases with the number of bins", rising))
+    rows.append(claim(PREDICTED, {}, "bins by a predictor improve the throughput", min(gains[PREDICTED]) > 1))
+    return rows
+
+
+def people_rows() -> Iterator[Row]:
+    """What the lengths of large models' answers to people imply, as measured for docs/results/prediction.md."""
+    gains = json.loads(MEASURED.read_text(encoding="utf-8"))["gains"]
+    for figure, name in ((ORACLE, "oracle"), (PREDICTED, "predictor, bins by median")):
+        for bins, gain in gains[name][str(BATCH)].items():
+            note = _published(figure, int(bins))
+            yield Row(figure, {"prompts": "people's", "k": int(bins)}, IMPLIED, "1", gain, note=note)
+
+
+def _arrangement(figure: str, bins: int) -> Arrangement:
+    return Arrangement("barrier", bins, HOW[figure])
+
+
+def _published(figure: str, bins: int) -> str:
+    gain = PUBLISHED[figure].get(bins)
+    return "" if gain is None else f"the paper: {gain:g} ({MODELS[figure]})"

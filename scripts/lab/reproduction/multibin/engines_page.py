@@ -1,0 +1,155 @@
+"""The page of Multi-Bin's figures on a real engine, drawn and told from the rows."""
+
+from __future__ import annotations
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import numpy as np
+from bench.figures import finish, log_ticks, new_figure
+from matplotlib.figure import Figure
+
+from reproduction.multibin.engines import (
+    BATCHING,
+    BESIDES,
+    GAIN,
+    IMPLIED,
+    LINEAR,
+    ORACLE,
+    PREDICTED,
+    PUBLISHED,
+    R_SQUARED,
+    RATE,
+    RATE_OVER_ONE,
+    SLOPE,
+    VLLM,
+    VLLM_PYTHON,
+)
+from reproduction.multibin.figures import doubling_bins
+from reproduction.page import Section, rows_of
+from reproduction.rows import Rows
+
+TITLE = "Multi-Bin Batching, reproduced: engines"
+
+OPENING = f"""\
+Figures 1 (a), 5, 7 and 11 of "Multi-Bin Batching for Increasing LLM Inference Throughput" (Guldogan, Kunde, Lee,
+Pedarsani) on a real engine; its simulations are in [multibin.md](multibin.md). The paper has
+Phi-3.5-mini (Fig. 1, 5, 7) and Vicuna-13B (Fig. 11) on an A100. Here it is llmserve's embedded engine with the demo
+model, on the CPU, which runs static batches as the paper's does, and vLLM on the CPU for Fig. 5 where {VLLM_PYTHON}
+names an interpreter that has it.
+
+How to read the numbers:
+
+* Seconds and tokens a second are this machine's. What can be compared is shapes and ratios.
+* A gain depends on how the lengths are spread and on how well prompts tell them, and both are other ones here. So each
+  measured gain stands beside the one that the seen lengths imply ("derived"): a batch takes what its longest answer
+  takes on the engine alone. "ok" is within 10 % of it. The paper's gain is in the notes."""
+
+
+def opening(rows: Rows) -> str:
+    if any(row.case.get("engine") == VLLM for row in rows.of(LINEAR)):
+        return OPENING
+    return f"{OPENING}\n\nNot measured here: Fig. 5 of vLLM, for {VLLM_PYTHON} was not set, or the run was a quick one."
+
+
+def batching(rows: Rows) -> str:
+    times = rows.of(BATCHING, RATE_OVER_ONE)[0]
+    return (
+        "Full batches of answers of one length, so that nothing is padded: what batching itself gains. Batches of "
+        f"{times.case['batch']:g} make {times.measured:.1f} times the tokens a second of batches of one."
+    )
+
+
+def linear(rows: Rows) -> str:
+    texts = []
+    for row in rows.of(LINEAR, R_SQUARED):
+        engine = str(row.case["engine"])
+        token_ms, besides_ms = (rows.number(LINEAR, quantity, engine=engine) for quantity in (SLOPE, BESIDES))
+        texts.append(f"{engine}: {token_ms:.2f} ms a token and {besides_ms:.1f} ms besides, R² = {row.measured:.4f}")
+    return (
+        "Answers of fixed lengths, one at a time, in random order; the line is a least-squares fit. "
+        f"{'; '.join(texts)}. The paper shows the same picture without numbers. A step takes a little longer the "
+        "longer the context is, which bends the line and can make the time besides negative."
+    )
+
+
+def gains(rows: Rows) -> str:
+    measured = {
+        figure: ", ".join(f"{row.measured:.2f} (k = {row.case['k']:g})" for row in rows.of(figure, GAIN))
+        for figure in (ORACLE, PREDICTED)
+    }
+    return (
+        "Held-out prompts of the demo model come at once, each arrangement in turn; static batches of 8, and where no "
+        "bin has so many left, what one has goes (release `greedy`). Oracle lengths are those of the first answers, "
+        "for the demo model answers greedily; the predictor is the demo model's, and bins go by its median. Gains with "
+        "oracle lengths: "
+        f"{measured[ORACLE]}; with the predictor: {measured[PREDICTED]}. The paper has {PUBLISHED[ORACLE][4]:g} with 4 "
+        f"bins and about {PUBLISHED[ORACLE][32]:g} with 32 for known lengths, and {PUBLISHED[PREDICTED][4]:g} with 4 "
+        "for its predictor. The demo model's lengths are spread more widely than a chat model's, hence larger gains, "
+        "and its prompts tell them, hence the small loss by predicting. Nearer to the paper are people's prompts to "
+        "large models: of these the table has what the lengths, and this project's predictor, imply with an endless "
+        "backlog ([prediction.md](../results/prediction.md)). Where bins are many and requests few, the last and "
+        "partial batches of all bins weigh: a gain then stops growing."
+    )
+
+
+def batching_figure(rows: Rows) -> Figure:
+    drawn, ((axis,),) = new_figure(1, 1, width=6, height=4)
+    found = rows.of(BATCHING, RATE)
+    sizes = [float(row.case["batch"]) for row in found]
+    rates = np.array([row.measured for row in found], float)
+    error = np.array([row.high or 0.0 for row in found]) - rates
+    axis.errorbar(sizes, rates, error, color="#0072b2", marker="o", markersize=4)
+    axis.set(xlabel="batch size", ylabel="output tokens a second", ylim=(0, None))
+    log_ticks(axis)
+    return finish(drawn)
+
+
+def linear_figure(rows: Rows) -> Figure:
+    found = rows.of(LINEAR, "time of an answer")
+    drawn, (panels,) = new_figure(1, len(found), width=6 * len(found), height=4)
+    for axis, row in zip(panels, found, strict=True):
+        assert row.curve is not None
+        engine = str(row.case["engine"])
+        tokens = np.array(row.curve.at)
+        token_ms, besides_ms = (rows.number(LINEAR, quantity, engine=engine) for quantity in (SLOPE, BESIDES))
+        axis.plot(tokens, row.curve.values, "o", color="#0072b2", markersize=3.5, label="measured")
+        label = f"{token_ms:.3g} ms a token, R² = {rows.number(LINEAR, R_SQUARED, engine=engine):.4f}"
+        axis.plot(tokens, (token_ms * tokens + besides_ms) / 1e3, color="#d55e00", linewidth=1.3, label=label)
+        axis.set(title=engine, xlabel="output tokens", ylabel="time (s)", xlim=(0, None), ylim=(0, None))
+        axis.legend(loc="upper left")
+    return finish(drawn)
+
+
+def gains_figure(rows: Rows) -> Figure:
+    """Fig. 7 and 11: a panel each; measured, implied by the same lengths, implied by people's, published."""
+    drawn, (panels,) = new_figure(1, 2, width=12, height=4.4)
+    for axis, figure, title in zip(
+        panels, (ORACLE, PREDICTED), ("Fig. 7: oracle lengths", "Fig. 11: with a predictor"), strict=True
+    ):
+        ours, people = rows.of(figure, GAIN), rows.of(figure, IMPLIED)
+        at = [float(row.case["k"]) for row in ours]
+        axis.plot(at, [row.measured for row in ours], "o-", color="#0072b2", label="measured, embedded engine")
+        axis.plot(at, [row.expected for row in ours], "k_", markersize=16, label="implied by its lengths")
+        x = [float(row.case["k"]) for row in people]
+        axis.plot(x, [row.measured for row in people], ":", color="#555555", label="implied by people's prompts")
+        paper = PUBLISHED[figure]
+        axis.plot(list(paper), list(paper.values()), "D", color="#d55e00", label="the paper, A100")
+        axis.axhline(1.0, color="#bbbbbb", linewidth=0.9)
+        axis.set(title=title, ylabel="throughput over one bin")
+        doubling_bins(axis, sorted({*at, *x}))
+        axis.legend()
+    return finish(drawn)
+
+
+SECTIONS = (
+    Section("Fig. 1 (a): batching", batching, rows_of(BATCHING), ("fig1a-batching", batching_figure)),
+    Section("Fig. 5: time against tokens", linear, rows_of(LINEAR), ("fig5-linear", linear_figure)),
+    Section(
+        "Fig. 7 and 11: bins, by oracle lengths and by a predictor",
+        gains,
+        lambda rows: [*rows.of(ORACLE), *rows.of(PREDICTED)],
+        ("fig7-fig11-gains", gains_figure),
+    ),
+)

@@ -1,0 +1,148 @@
+"""A page of Markdown from rows: each table beside the published one, each figure with what it shows."""
+
+from __future__ import annotations
+
+import datetime
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.tables import markdown
+
+from reproduction.rows import KINDS, Row, Rows
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DPI = 110
+WIDTH = 120  # of lines of prose
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """How a page was made."""
+
+    command: str
+    machine: str
+    seed: int
+    seconds: float
+    quick: bool
+    date: datetime.date
+
+    def text(self) -> str:
+        quick = " A quick run: fewer samples and cases than the page is meant to have." if self.quick else ""
+        return (
+            f"    {self.command}\n\n"
+            f"Measured on {self.date.isoformat()} on {self.machine}, seed {self.seed}, in {self.seconds:.0f} s.{quick}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Part of a page. text : what it shows, from the rows.  tables : of these rows.  figure : file stem and drawing."""
+
+    title: str
+    text: Callable[[Rows], str]
+    tables: Callable[[Rows], Sequence[Row]] = lambda rows: ()
+    figure: tuple[str, Callable[[Rows], Figure]] | None = None
+
+
+def rows_of(*figures: str) -> Callable[[Rows], Sequence[Row]]:
+    """Rows of these figures that are no curves."""
+    return lambda rows: [row for figure in figures for row in rows.of(figure) if row.curve is None]
+
+
+def compared_of(*figures: str) -> Callable[[Rows], Sequence[Row]]:
+    """Rows of these figures that are compared with something."""
+    return lambda rows: [row for figure in figures for row in rows.of(figure) if row.ok is not None]
+
+
+def write_page(
+    name: str, title: str, opening: str, sections: Iterable[Section], rows: Rows, about: About, folder: Path
+) -> None:
+    """folder/NAME.md and its figures, folder/NAME-*.png."""
+    parts = [f"# {title}", opening, about.text(), _summary(rows)]
+    for section in sections:
+        parts += [f"## {section.title}", textwrap.fill(section.text(rows), WIDTH, break_long_words=False)]
+        if listed := section.tables(rows):
+            parts.append(table(listed))
+        if section.figure is not None:
+            stem, draw = section.figure
+            file = f"{name}-{stem}.png"
+            draw(rows).savefig(folder / file, dpi=DPI)
+            parts.append(f"![{section.title}]({file})")
+    (folder / f"{name}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def table(rows: Sequence[Row], *, figures: bool = False) -> str:
+    """Measured beside expected, with the deviation in per cent; "ok" says whether it is within tolerance.
+
+    figures: with a first column that names the figure or table of the paper.
+    """
+    columns: dict[str, Callable[[Row], str]] = {
+        "figure": lambda row: row.figure,
+        "case": lambda row: row.case_text,
+        "quantity": _quantity,
+        "expected": _expected,
+        "kind": lambda row: row.kind if row.ok is not None else "",
+        "measured": _measured,
+        "deviation": _deviation,
+        "ok": _ok,
+        "note": lambda row: row.note,
+    }
+    if not figures:
+        del columns["figure"]
+    if not any(row.note for row in rows):
+        del columns["note"]
+    if all(row.ok is None for row in rows):
+        for name in ("expected", "kind", "deviation", "ok"):
+            del columns[name]
+    return markdown(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
+
+
+def _summary(rows: Rows) -> str:
+    """Each kind of comparison counted apart, and every row that does not agree."""
+    counts = [[kind, KINDS[kind], str(all_), str(agree)] for kind, (agree, all_) in rows.counts().items()]
+    text = "What is compared, and how much of it agrees within tolerance:\n\n"
+    text += markdown(["kind", "compared with", "rows", "agree"], counts)
+    if off := [row for row in rows if row.ok is False]:
+        text += "\n\nThese do not agree:\n\n" + table(off, figures=True)
+    return text
+
+
+def _quantity(row: Row) -> str:
+    return row.quantity if row.unit in ("", "1", "holds: 1") else f"{row.quantity} ({row.unit})"
+
+
+def _expected(row: Row) -> str:
+    return "said" if row.unit == "holds: 1" and row.expected is not None else _number(row.expected)
+
+
+def _measured(row: Row) -> str:
+    if row.unit == "holds: 1":
+        return "holds" if row.measured else "does not hold"
+    text = _number(row.measured)
+    return text if row.low is None else f"{text} [{_number(row.low)}, {_number(row.high)}]"
+
+
+def _deviation(row: Row) -> str:
+    if row.deviation is None or row.unit == "holds: 1":
+        return ""
+    percent = 100 * row.deviation
+    if percent == 0:
+        return "0"
+    return f"{percent:+.2g} %" if abs(percent) < 100 else f"{percent:+.0f} %"
+
+
+def _ok(row: Row) -> str:
+    return {None: "", True: "yes", False: "**no**"}[row.ok]
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    if value != 0 and not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.3g}"
+    return f"{value:,.6g}"
