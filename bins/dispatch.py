@@ -38,7 +38,7 @@ ERROR_MAX = 1e-5  # relative: rates and lengths are not known better
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Objective:
     """What the operator wants of it.
 
     energy_weight      ms of mean response time that one watt is worth
@@ -96,7 +96,7 @@ class DispatchPlan:
     """queue_of: of each bin, the queue its requests wait in.  share: of decisions that follow `other`.
 
     response_s_mean, power_w_mean are what the model expects, None where it expects nothing (no rates, or overload);
-    target_met: whether it expects the wish to come true.  engines: that it was made for.
+    target_met: whether it expects to meet the objective.  engines: that it was made for.
     """
 
     queue_of: tuple[int, ...]
@@ -120,9 +120,11 @@ class DispatchSolver:
     merges      whether it may merge bins into fewer queues, and wait at all; otherwise plans hold service times only
     """
 
-    def __init__(self, profile: Profile, batch_size: int, wish: Wish, *, barrier: bool, merges: bool = True) -> None:
+    def __init__(
+        self, profile: Profile, batch_size: int, objective: Objective, *, barrier: bool, merges: bool = True
+    ) -> None:
         self.profile = profile
-        self.wish = wish
+        self.objective = objective
         self._barrier = barrier
         self._merges = merges
         if profile.slots_max is not None and batch_size > profile.slots_max:
@@ -132,7 +134,7 @@ class DispatchSolver:
         self._step_s, self._step_j = profile.step_s.at(sizes), profile.step_j.at(sizes)
         self.solve = lru_cache(maxsize=256)(self._solve)
         self._at_pace = lru_cache(maxsize=8)(
-            lambda pace: DispatchSolver(profile.at_pace(pace), batch_size, wish, barrier=barrier, merges=merges)
+            lambda pace: DispatchSolver(profile.at_pace(pace), batch_size, objective, barrier=barrier, merges=merges)
         )
 
     def _solve(self, observed: Observed) -> DispatchPlan:
@@ -157,7 +159,7 @@ class DispatchSolver:
 
     def plan_of(self, observed: Observed, count: int) -> DispatchPlan:
         """The plan with so many queues. Raises Unstable, NotConverged."""
-        target_s, level = self.wish.latency_target_s, self.wish.percentile
+        target_s, level = self.objective.latency_target_s, self.objective.percentile
         if target_s is not None and level is not None:
             choice, queues = within_percentile(partial(self._choose, observed, count), target_s, level)
         else:
@@ -167,7 +169,7 @@ class DispatchSolver:
             queue_of=_queue_of(len(observed.rates_per_s), count),
             tables=tuple([self._table(*each) for each in zip(queues, choice.solutions, others, strict=True)]),
             share=choice.share,
-            latency_target_s=self.wish.latency_target_s,
+            latency_target_s=self.objective.latency_target_s,
             response_s_mean=choice.response_s_mean,
             power_w_mean=choice.power_w_mean,
             target_met=choice.target_met,
@@ -182,8 +184,10 @@ class DispatchSolver:
             assert plan.response_s_mean is not None, "a solved plan expects something"
             assert plan.power_w_mean is not None, "a solved plan expects something"
             stays = 1.0 - STAY if count == in_force else 1.0
-            if self.wish.latency_target_s is None:
-                return False, stays * (MS_PER_S * plan.response_s_mean + self.wish.energy_weight * plan.power_w_mean)
+            if self.objective.latency_target_s is None:
+                return False, stays * (
+                    MS_PER_S * plan.response_s_mean + self.objective.energy_weight * plan.power_w_mean
+                )
             return not plan.target_met, stays * (plan.power_w_mean if plan.target_met else plan.response_s_mean)
 
         return min(plans, key=lambda count: (*rank(count), count))
@@ -203,7 +207,7 @@ class DispatchSolver:
             elsewhere = [min(sum(busy) - own, 1.0 - load / LOAD_MAX) for own, load in zip(busy, loads, strict=True)]
             shared = [queue.beside(share) for queue, share in zip(queues, elsewhere, strict=True)]
             if response_s_max is None:
-                choice = least_cost(shared, self.wish.energy_weight, choice)
+                choice = least_cost(shared, self.objective.energy_weight, choice)
             else:
                 choice = least_energy(shared, response_s_max)
             used = [solution.evaluation.utilisation for solution in choice.solutions]
@@ -264,7 +268,7 @@ class DispatchSolver:
         for members in _members(bins, count):
             service = self._service(_merged(observed, members))
             tables.append(DispatchTable(actions, (), (), tuple(service.mean_s.tolist()), _late_s(service), 0.0))
-        target_s = self.wish.latency_target_s
+        target_s = self.objective.latency_target_s
         return DispatchPlan(
             queue_of=_queue_of(bins, count),
             tables=tuple(tables),
@@ -291,7 +295,9 @@ class DispatchSolver:
             if engine.load <= JOINED_MAX:
                 break
         try:
-            least, response_s, power_w, met = engine.best(self.wish.energy_weight, self.wish.latency_target_s, most)
+            least, response_s, power_w, met = engine.best(
+                self.objective.energy_weight, self.objective.latency_target_s, most
+            )
         except Unstable:
             return self.greedy(observed)
         actions = tuple(count if count >= least else 0 for count in range(int(self._sizes[-1]) + 1))
@@ -300,7 +306,7 @@ class DispatchSolver:
         return DispatchPlan(
             queue_of=(0,) * bins,
             tables=(table,),
-            latency_target_s=self.wish.latency_target_s,
+            latency_target_s=self.objective.latency_target_s,
             response_s_mean=response_s,
             power_w_mean=used * power_w + (observed.engines - used) * self.profile.idle_w,
             target_met=met,

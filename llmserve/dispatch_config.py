@@ -7,12 +7,12 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from bins.dispatch import DispatchSolver, Wish
+from bins.dispatch import DispatchSolver, Objective
 from bins.profile import PROFILES, Profile, resolve
 from llmserve.by_model import by_model
 from llmserve.policies import PLANNED, SchedulingConfig
 
-WISHES = {  # what may be asked of plans, and the releases under which it is of use
+OBJECTIVES = {  # what may be asked of plans, and the releases under which it is of use
     "energy_weight": ("table",),
     "latency_target_s": ("table", "deadline"),
     "latency_target_percentile": ("table",),
@@ -78,15 +78,15 @@ class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
         if merges:
             for profile in profiles.values():
                 self._check_energy(profile)
-        wish = Wish(self.energy_weight, self.latency_target_s, self.latency_target_percentile)
+        objective = Objective(self.energy_weight, self.latency_target_s, self.latency_target_percentile)
         return {
-            model: DispatchSolver(profile, scheduling.full_batch, wish, barrier=barrier, merges=merges)
+            model: DispatchSolver(profile, scheduling.full_batch, objective, barrier=barrier, merges=merges)
             for model, profile in profiles.items()
         }
 
     def _check(self, release: str, barrier: bool) -> None:
         """Raises ValueError."""
-        for name, users in WISHES.items():
+        for name, users in OBJECTIVES.items():
             if getattr(self, name) and release not in users:
                 raise ValueError(f"{name} is of no use under release {release}, only under {' and '.join(users)}")
         if self.latency_target_s is not None and self.energy_weight:

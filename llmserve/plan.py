@@ -32,7 +32,7 @@ FULL, OVERLOADED, LOADED, SPARE = 1.0 + 1e-5, "#d55e00", "#0072b2", "#d0dce6"
 # ---- how far it has come ------------------------------------------------------------------------------------------
 
 
-class Told:
+class SearchProgress:
     """Shows on stderr what a search has found, while the block lasts: one line that changes, or lines now and then."""
 
     def __init__(self) -> None:
@@ -219,8 +219,10 @@ def main(args: argparse.Namespace) -> int:
     need_plot(args.plot)
     instance = Instance.load(args.instance)
     previous = None if args.previous is None else Plan.load(args.previous)
-    with Told() as told:
-        found = plan(instance, as_printed=args.as_printed, time_limit_s=args.time_limit_s, previous=previous, told=told)
+    with SearchProgress() as progress:
+        found = plan(
+            instance, as_printed=args.as_printed, time_limit_s=args.time_limit_s, previous=previous, on_found=progress
+        )
     if args.json:
         print(msgspec.json.encode(found).decode())
     else:

@@ -36,7 +36,7 @@ from llmserve.simulation import figures, workload
 from llmserve.simulation.estimates import Repeated, print_comparison, print_intervals
 from llmserve.simulation.many import in_processes
 from llmserve.simulation.predictions import TRAINED
-from llmserve.simulation.progress import Told
+from llmserve.simulation.progress import RunsProgress
 from llmserve.simulation.report import BatchRecorder, Recorder, Summary, elapsed, print_table, summarise
 from llmserve.simulation.scenario import Answers, Scenario, Workload, engine_kinds, engines, prepare
 from llmserve.spelling import nearest
@@ -176,8 +176,8 @@ class Case:
         scenario = convert(Scenario, _fields(Scenario, values))
         defaults = {"queue_requests_max": QUEUE_REQUESTS_MAX}
         asked = convert(SchedulingConfig, {**defaults, **_fields(SchedulingConfig, values)})
-        wishes = {name: value for name, value in _fields(DispatchConfig, values).items() if name != "profile"}
-        dispatch = convert(DispatchConfig, wishes)  # its profile is the scenario's
+        wanted = {name: value for name, value in _fields(DispatchConfig, values).items() if name != "profile"}
+        dispatch = convert(DispatchConfig, wanted)  # its profile is the scenario's
         return cls(scenario, asked.resolved(scenario.barrier), dispatch, settings=settings)
 
     def seeded(self, seed: int) -> Case:
@@ -202,17 +202,17 @@ def _fields(struct: type[msgspec.Struct], values: Mapping[str, Any]) -> dict[str
     return {name: value for name, value in values.items() if name in struct.__struct_fields__}
 
 
-def run_cases(cases: Sequence[Case], seeds: int, jobs: int, told: Told) -> list[Repeated]:
+def run_cases(cases: Sequence[Case], seeds: int, jobs: int, progress: RunsProgress) -> list[Repeated]:
     """Each case under its own seed and the next ones, `seeds` in all. jobs : processes; 1: none but this one.
 
     Raises ConfigError on a case that makes no sense.
     """
     tasks = [case.seeded(case.scenario.seed + number) for case in cases for number in range(seeds)]
     found: dict[int, Summary] = {}
-    with closing(in_processes(_run_alone, tasks, jobs) if jobs > 1 else _one_by_one(tasks, told)) as ran:
+    with closing(in_processes(_run_alone, tasks, jobs) if jobs > 1 else _one_by_one(tasks, progress)) as ran:
         for index, summary in ran:
             found[index] = summary
-            told.ended()
+            progress.ended()
     results = []
     for case, first in zip(cases, range(0, len(tasks), seeds), strict=True):
         mine = range(first, first + seeds)
@@ -225,14 +225,14 @@ def _run_alone(case: Case) -> Summary:
     return case.run(case.prepare())
 
 
-def _one_by_one(tasks: Sequence[Case], told: Told) -> Generator[tuple[int, Summary], None, None]:
+def _one_by_one(tasks: Sequence[Case], progress: RunsProgress) -> Generator[tuple[int, Summary], None, None]:
     for index, case in enumerate(tasks):
         work = case.prepare()
-        yield index, case.run(work, on_arrival=_counts(told, work))
+        yield index, case.run(work, on_arrival=_counts(progress, work))
 
 
-def _counts(told: Told, work: Workload) -> Callable[[int], None]:
-    return lambda count: told.arrived(count, len(work))
+def _counts(progress: RunsProgress, work: Workload) -> Callable[[int], None]:
+    return lambda count: progress.arrived(count, len(work))
 
 
 def swept(texts: Sequence[str]) -> list[dict[str, str]]:
@@ -333,8 +333,8 @@ def _with_answers(cases: Sequence[Case], read_answers: ReadAnswers | None) -> li
 def _run_one(case: Case, args: argparse.Namespace) -> None:
     work = case.prepare()
     recorder = Recorder(len(work)) if args.plot is None else BatchRecorder(len(work))
-    with Told(1) as told:
-        summary = case.run(work, recorder=recorder, journal_path=args.journal, on_arrival=_counts(told, work))
+    with RunsProgress(1) as progress:
+        summary = case.run(work, recorder=recorder, journal_path=args.journal, on_arrival=_counts(progress, work))
     if args.json:
         print(msgspec.json.encode(summary).decode())
     else:
@@ -344,8 +344,8 @@ def _run_one(case: Case, args: argparse.Namespace) -> None:
 
 
 def _run_several(cases: Sequence[Case], repetition: Repetition, args: argparse.Namespace) -> None:
-    with Told(len(cases) * repetition.seeds) as told:
-        found = run_cases(cases, repetition.seeds, repetition.jobs, told)
+    with RunsProgress(len(cases) * repetition.seeds) as progress:
+        found = run_cases(cases, repetition.seeds, repetition.jobs, progress)
     compared = bool(repetition.sweep)
     if args.json:
         print(msgspec.json.encode(found if compared else found[0]).decode())

@@ -13,7 +13,7 @@ from missing_modules import without
 from llmserve.__main__ import main
 from llmserve.errors import ConfigError
 from llmserve.herd import Instance, Model, Plan, Stream, plan
-from llmserve.plan import LINE_EVERY_S, Told
+from llmserve.plan import LINE_EVERY_S, SearchProgress
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = 6
@@ -165,7 +165,7 @@ def test_progress_is_told_in_lines_now_and_then(
 ) -> None:
     clock = iter([0.0, 1.0, LINE_EVERY_S + 1, LINE_EVERY_S + 2])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    with Told() as progress:
+    with SearchProgress() as progress:
         progress(None, 9.0)
         progress(None, 8.0)
         progress(5.0, 8.0)

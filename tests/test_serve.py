@@ -54,7 +54,7 @@ def test_a_person_chats_and_a_signal_ends_it_with_status_0_and_no_process_left(
     long_ = server.chat("Count from 1 to 180.", max_tokens=1000)[1]
     assert float(short["x-llmserve-predicted-tokens"]) < float(long_["x-llmserve-predicted-tokens"])
     assert int(long_["x-llmserve-predicted-tokens"]) > 100
-    assert len(server.children) == 3, "the engine, its leash, and the predictor"
+    assert len(server.children) == 3, "the engine, its supervisor, and the predictor"
     assert server.stop(number) == 0
     assert gone(server.children)
 
@@ -161,7 +161,7 @@ def test_a_signal_while_engines_start_ends_them_and_is_status_0(
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
         said = process.communicate(timeout=40)[1]
-    assert len(children) == 4, "two leashes and two engines"
+    assert len(children) == 4, "two supervisors and two engines"
     assert process.returncode == 0
     assert "Traceback" not in said
     assert gone(children)

@@ -163,9 +163,13 @@ def test_a_profile_without_energy_is_of_use_for_times_only(tmp_path: Path, lengt
     answer = solve(problem)[2]
     assert answer.power_w_mean is None
     assert answer.average_cost == answer.response_ms_mean
-    for wish in ({"energy_weight": 1.0}, {"energy_weight": None}, {"energy_weight": None, "latency_target_ms": 1e5}):
+    for objective in (
+        {"energy_weight": 1.0},
+        {"energy_weight": None},
+        {"energy_weight": None, "latency_target_ms": 1e5},
+    ):
         with pytest.raises(ConfigError, match="profile box has no energy"):
-            solve(msgspec.structs.replace(problem, **wish))
+            solve(msgspec.structs.replace(problem, **objective))
 
 
 # ---- a latency target ----

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import aiohttp
 
-from llmserve.engines import leash
+from llmserve.engines import supervisor
 from llmserve.errors import EngineStartError
 
 log = logging.getLogger("llmserve")
@@ -35,7 +35,7 @@ STABLE_S = 60.0  # a process that has lived this long is restarted without a lon
 STOP_S = 10.0  # between asking it to stop and killing it
 
 # Alone, isolated and without site-packages, so that it starts in a few milliseconds wherever we are started from.
-LEASH = (sys.executable, "-I", "-S", leash.__file__)
+SUPERVISOR = (sys.executable, "-I", "-S", supervisor.__file__)
 
 PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|errno 98\b", re.IGNORECASE)
 EXCEPTION = re.compile(r"(?:^|[\s\]])(?:\w+\.)*\w*(?:Error|Exception): .")
@@ -59,9 +59,10 @@ class EngineProcess:
     """Runs `command(port)` on a free loopback port.
 
     `start()` returns when GET /health answers 200; afterwards a process that ends is started again on the same port,
-    after a pause that doubles. It is on a leash: all of it ends when we end, even when we are killed. The leash makes a
-    process group of it, so that Ctrl-C in a terminal reaches only us; not a session, among which Linux shares its
-    processors first (sched_autogroup): an engine that spins while it waits would leave us hardly any of its core.
+    after a pause that doubles. It runs under a supervisor: all of it ends when we end, even when we are killed. The
+    supervisor makes a process group of it, so that Ctrl-C in a terminal reaches only us; not a session, among which
+    Linux shares its processors first (sched_autogroup): an engine that spins while it waits would leave us hardly any
+    of its core.
 
     port         the first to try; any free one when not given
     environment  variables beside our own
@@ -97,7 +98,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the leash, which leads the process's group."""
+        """Of the supervisor, which leads the process's group."""
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
@@ -170,7 +171,7 @@ class EngineProcess:
             return
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGTERM)  # the leash passes it on to the command alone
+                self._process.send_signal(signal.SIGTERM)  # the supervisor passes it on to the command alone
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended(0.02), STOP_S)
         self._kill_group()
@@ -186,7 +187,7 @@ class EngineProcess:
             await asyncio.sleep(look_every_s)
 
     def _kill_group(self) -> None:
-        """What may have outlived its leash, or must not outlive it."""
+        """What may have outlived its supervisor, or must not outlive it."""
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -195,9 +196,9 @@ class EngineProcess:
         self._lines.clear()
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *LEASH,
+                *SUPERVISOR,
                 *self._command(self.port),
-                stdin=asyncio.subprocess.PIPE,  # the leash: it holds as long as we have this end open
+                stdin=asyncio.subprocess.PIPE,  # the supervisor: it holds as long as we have this end open
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env=self._environment,
@@ -288,7 +289,9 @@ class EngineProcess:
     def _ending(self) -> str:
         assert self._process is not None
         status = self._process.returncode or 0
-        number = -status if status < 0 else status - 128  # of the leash, or of the command as the leash tells it
+        number = (
+            -status if status < 0 else status - 128
+        )  # of the supervisor, or of the command as the supervisor tells it
         with contextlib.suppress(ValueError):
             return f"was ended by {signal.Signals(number).name}"
         return f"ended with status {status}"

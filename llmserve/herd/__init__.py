@@ -38,7 +38,7 @@ from llmserve.herd.planning import (
     plan,
     replan,
 )
-from llmserve.herd.search import Told
+from llmserve.herd.search import OnFound
 from llmserve.herd.task import affinity_sets, divergence, goodputs_per_s, needs_of
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "Instance",
     "Model",
     "NoPlan",
+    "OnFound",
     "Plan",
     "PlannedModel",
     "PlannedStream",
@@ -55,7 +56,6 @@ __all__ = [
     "Stream",
     "StreamColumns",
     "Streams",
-    "Told",
     "affinity_sets",
     "divergence",
     "goodputs_per_s",

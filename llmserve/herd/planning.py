@@ -43,7 +43,7 @@ from llmserve.herd.instance import (
 )
 from llmserve.herd.milp import FREED, WHOLE_SIZE, decide, scipy_optimize
 from llmserve.herd.packing import levelled, with_spare
-from llmserve.herd.search import Search, Told, why_not
+from llmserve.herd.search import OnFound, Search, why_not
 from llmserve.herd.task import Grouping, Task, by_model, needs_of, task_of
 
 TIME_LIMIT_S = 10.0
@@ -156,12 +156,12 @@ def plan(
     as_printed: bool = False,
     time_limit_s: float = TIME_LIMIT_S,
     previous: Plan | None = None,
-    told: Told | None = None,
+    on_found: OnFound | None = None,
 ) -> Plan:
     """The plan of largest least burst tolerance; with its gap, if the time does not suffice to prove it.
 
     previous : a plan whose groups' names go on, and its models stay where they are wherever that is as good (`replan`).
-    told : is called when something was found.
+    on_found : is called when something was found.
 
     GPUs that the optimum leaves over go, one by one, to the group of least burst tolerance. Unless as_printed, among
     equal optima one is looked for that levels the groups' loads.
@@ -174,7 +174,7 @@ def plan(
     needs = needs_of(instance, streams)
     need = by_model(instance, streams, needs)
     task, order = task_of(instance, need, as_printed)
-    search = Search(task, began_s + SEARCHING * time_limit_s, told)
+    search = Search(task, began_s + SEARCHING * time_limit_s, on_found)
     found = search.run()
     if found is None:
         raise NoPlan(why_not(instance, need, as_printed, search))
@@ -205,7 +205,7 @@ def replan(
     previous: Plan,
     *,
     time_limit_s: float = TIME_LIMIT_S,
-    told: Told | None = None,
+    on_found: OnFound | None = None,
 ) -> Plan:
     """A plan for other rates, in the form (as printed or not) of the previous one.
 
@@ -218,7 +218,9 @@ def replan(
     Raises ConfigError on a rate below 0 or of an unknown model, and NoPlan.
     """
     changed = with_rates(instance, rates_per_s)
-    return plan(changed, as_printed=previous.as_printed, time_limit_s=time_limit_s, previous=previous, told=told)
+    return plan(
+        changed, as_printed=previous.as_printed, time_limit_s=time_limit_s, previous=previous, on_found=on_found
+    )
 
 
 def _in_words(instance: Instance, streams: Streams, needs: Floats, grouping: Grouping, names: Sequence[str]) -> Plan:

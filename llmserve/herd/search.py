@@ -31,7 +31,7 @@ from llmserve.herd.packing import in_turn, packed
 from llmserve.herd.relaxation import Relaxation
 from llmserve.herd.task import Grouping, Task, task_of, tolerances_of
 
-Told = Callable[[float | None, float], None]
+OnFound = Callable[[float | None, float], None]
 """(burst tolerance that was found, one that nothing can exceed): how far a search has come; None: none yet."""
 
 REFINING, REFINING_S = 0.8, 2.0  # of the time that is left, in all; and seconds at once
@@ -54,11 +54,11 @@ class Found:
 class Search:
     """For the largest tolerance of a task that a grouping has, until a time (time.perf_counter)."""
 
-    def __init__(self, task: Task, until_s: float, told: Told | None = None) -> None:
+    def __init__(self, task: Task, until_s: float, on_found: OnFound | None = None) -> None:
         self.task, self.until_s = task, until_s
         self.proven = False  # that there is none, or that what was found is the best
         self._tolerances = tolerances_of(task)  # indexed by all of the below
-        self._told = told
+        self._on_found = on_found
         self._best: Grouping | None = None
         self._found = -1  # largest known to be feasible
         self._most = self._tolerances.size - 1  # all above are known to be not
@@ -155,9 +155,9 @@ class Search:
         self._tell()
 
     def _tell(self) -> None:
-        if self._told is not None and self._most >= 0:  # below, there is no plan
+        if self._on_found is not None and self._most >= 0:  # below, there is no plan
             found = None if self._best is None else float(self._tolerances[self._found])
-            self._told(found, float(self._tolerances[self._most]))
+            self._on_found(found, float(self._tolerances[self._most]))
 
 
 def last_where(holds: Callable[[int], bool], high: int) -> int:

@@ -13,7 +13,7 @@ ARRIVALS_A_LINE = 250_000  # of a lone run, without a terminal
 LINES = 20  # of several runs, about, without a terminal
 
 
-class Told:
+class RunsProgress:
     """Shows it while the block lasts. runs : that there will be, one after another or beside each other."""
 
     def __init__(self, runs: int) -> None:

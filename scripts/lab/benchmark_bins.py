@@ -40,7 +40,7 @@ from llmserve.simulation import workload
 from llmserve.simulation.files import records
 from llmserve.simulation.many import in_processes
 from llmserve.simulation.predictions import predict
-from llmserve.simulation.progress import Told
+from llmserve.simulation.progress import RunsProgress
 from llmserve.simulation.scenario import STEP_S, Scenario, Workload
 
 Lengths = NDArray[np.float64]
@@ -124,7 +124,7 @@ def main() -> None:
 
 def measure(cases: Sequence[Case], jobs: int) -> Rows:
     outcomes: dict[int, Outcome] = {}
-    with Told(len(cases)) as told:
+    with RunsProgress(len(cases)) as told:
         for index, outcome in in_processes(serve, cases, jobs):
             outcomes[index] = outcome
             told.ended()

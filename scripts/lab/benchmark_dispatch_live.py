@@ -164,7 +164,7 @@ async def send(server: Server, arrivals: Arrivals, on_answer: Callable[[], None]
 
         async def send_at(index: int, due_s: float) -> float:
             if index == len(arrivals.prompts):
-                server.process.send_signal(signal.SIGTERM)  # its leash passes it on
+                server.process.send_signal(signal.SIGTERM)  # its supervisor passes it on
                 return 0.0
             await answered(session, server.url, arrivals.prompts[index])
             on_answer()

@@ -20,7 +20,7 @@ from bench.tables import show
 
 from bins.average_cost import SemiMarkov, evaluate, policy_iteration
 from bins.curve import Curve
-from bins.dispatch import DispatchPlan, DispatchSolver, Observed, Wish
+from bins.dispatch import DispatchPlan, DispatchSolver, Objective, Observed
 from bins.profile import Profile
 from bins.service import Array, ServiceTimes
 from bins.smdp_model import MS_PER_S
@@ -151,7 +151,7 @@ def measure() -> list[dict[str, float]]:
             rates = [load / sum(full_s)] * 2
             both = joint(rates, weight)
             lengths = (tuple(SHORT), tuple(LONG))
-            solver = DispatchSolver(PROFILE, BATCH, Wish(energy_weight=weight), barrier=True)
+            solver = DispatchSolver(PROFILE, BATCH, Objective(energy_weight=weight), barrier=True)
             plan = solver.plan_of(Observed(tuple(rates), lengths, engines=1, slots=BATCH, queues=2), 2)
             start = both.policy(greedy())
             optimum = policy_iteration(both.model, start)

@@ -20,7 +20,7 @@ import msgspec
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import Metric
 
-from bins.dispatch import DispatchSolver, Observed, Wish
+from bins.dispatch import DispatchSolver, Objective, Observed
 from bins.profile import resolve
 from llmserve.cluster.journal import Header, Journal, Step
 from llmserve.cluster.live import LiveCluster
@@ -124,7 +124,7 @@ def _server_metrics() -> Metrics:
     cluster.scheduler.handle(EngineReady(info), 0.0)
     cluster.scheduler.handle(RequestArrived(Request(0, 100.0)), 0.0)
     observed = Observed(rates_per_s=(1.0,), lengths=((100.0,) * 64,), engines=1, slots=scheduling.full_batch, queues=0)
-    solver = DispatchSolver(profile, scheduling.full_batch, Wish(0.0, 1.0, None), barrier=True, merges=True)
+    solver = DispatchSolver(profile, scheduling.full_batch, Objective(0.0, 1.0, None), barrier=True, merges=True)
     metrics.observe(Step(0.0, DispatchSolved(solver.solve(observed)), [SolveDispatch(observed)]))
     return metrics
 

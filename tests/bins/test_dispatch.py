@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import lognorm
 
 from bins.curve import Curve
-from bins.dispatch import DispatchPlan, DispatchSolver, Observed, Wish
+from bins.dispatch import DispatchPlan, DispatchSolver, Objective, Observed
 from bins.profile import PROFILES, Profile
 from bins.refill import RefillEngine
 from bins.service import ServiceTimes
@@ -41,8 +41,8 @@ def observed(load: float, bins: int = 8, *, batch_size: int = BATCH, engines: in
     return Observed(rates, lengths(bins), engines, 32, queues)
 
 
-def solver(wish: Wish | None = None, batch_size: int = BATCH, *, barrier: bool = True) -> DispatchSolver:
-    return DispatchSolver(H100, batch_size, wish or Wish(), barrier=barrier)
+def solver(objective: Objective | None = None, batch_size: int = BATCH, *, barrier: bool = True) -> DispatchSolver:
+    return DispatchSolver(H100, batch_size, objective or Objective(), barrier=barrier)
 
 
 def thresholds(plan: DispatchPlan) -> list[int]:
@@ -63,12 +63,12 @@ def one_queue(load: float, batch_size: int = 16, bins: int = 1) -> Queue:
 @pytest.mark.parametrize("energy_weight", [0.0, 10.0])
 def test_the_number_of_queues_follows_the_load(energy_weight: float) -> None:
     """Many fill too slowly when few come; when many come, one wastes too much of each batch to keep up."""
-    weighing = solver(Wish(energy_weight=energy_weight))
+    weighing = solver(Objective(energy_weight=energy_weight))
     assert [len(weighing.solve(observed(load)).tables) for load in (0.05, 0.1, 0.2, 0.5, 0.7)] == [1, 1, 2, 4, 8]
 
 
 def test_the_number_of_queues_is_the_cheapest_of_1_2_4_and_all() -> None:
-    weighing = solver(Wish(energy_weight=10.0))
+    weighing = solver(Objective(energy_weight=10.0))
     for load in (0.05, 0.2):
         costs = {}
         for count in (1, 2, 4, 8):
@@ -81,13 +81,13 @@ def test_the_number_of_queues_is_the_cheapest_of_1_2_4_and_all() -> None:
 
 def test_the_number_in_force_stays_while_no_other_is_better_by_3_per_cent() -> None:
     """At this load one queue costs 2.4 % less than two, and two 9 % less than four."""
-    weighing = solver(Wish(energy_weight=10.0))
+    weighing = solver(Objective(energy_weight=10.0))
     in_force = {queues: len(weighing.solve(observed(0.12, queues=queues)).tables) for queues in (0, 1, 2, 4)}
     assert in_force == {0: 1, 1: 1, 2: 2, 4: 2}
 
 
 def test_from_the_number_in_force_a_plan_moves_to_its_neighbours_only() -> None:
-    weighing = solver(Wish(energy_weight=10.0))
+    weighing = solver(Objective(energy_weight=10.0))
     assert len(weighing.solve(observed(0.05, queues=8)).tables) == 4
     assert len(weighing.solve(observed(0.05, queues=0)).tables) == 1
 
@@ -109,7 +109,7 @@ def test_one_queue_is_planned_as_it_is_solved() -> None:
     for load, weight in ((0.05, 0.0), (0.1, 10.0), (0.3, 3.0)):
         queue = one_queue(load)
         solution = queue.solve(weight)
-        plan = solver(Wish(energy_weight=weight), 16).solve(observed(load, 1, batch_size=16))
+        plan = solver(Objective(energy_weight=weight), 16).solve(observed(load, 1, batch_size=16))
         (table,) = plan.tables
         assert table.actions == tuple(solution.policy[:17].tolist())
         assert plan.response_s_mean == pytest.approx(solution.evaluation.response_s_mean, rel=1e-4)
@@ -119,7 +119,7 @@ def test_one_queue_is_planned_as_it_is_solved() -> None:
 
 
 def test_serving_is_of_advantage_where_the_table_serves() -> None:
-    (table,) = solver(Wish(energy_weight=10.0), 16).solve(observed(0.3, 1, batch_size=16)).tables
+    (table,) = solver(Objective(energy_weight=10.0), 16).solve(observed(0.3, 1, batch_size=16)).tables
     assert len(table.advantage) == 16
     for waiting in range(1, 16):
         assert (table.advantage[waiting] >= 0) == (table.actions[waiting] > 0), waiting
@@ -128,7 +128,7 @@ def test_serving_is_of_advantage_where_the_table_serves() -> None:
 
 def test_what_is_waited_for_comes_within_the_bound_all_but_surely() -> None:
     """Three deviations of the time that as many arrivals take."""
-    plan = solver(Wish(energy_weight=20.0), 16).solve(observed(0.1, 2, batch_size=16, queues=2))
+    plan = solver(Objective(energy_weight=20.0), 16).solve(observed(0.1, 2, batch_size=16, queues=2))
     for table, least in zip(plan.tables, thresholds(plan), strict=True):
         assert least > 1
         own_rate = rate_per_s(0.1, 16) / len(plan.tables)
@@ -137,7 +137,7 @@ def test_what_is_waited_for_comes_within_the_bound_all_but_surely() -> None:
 
 def test_energy_that_counts_more_makes_more_wait() -> None:
     found = [
-        thresholds(solver(Wish(energy_weight=weight), 16).plan_of(observed(0.1, 2, batch_size=16), 1))
+        thresholds(solver(Objective(energy_weight=weight), 16).plan_of(observed(0.1, 2, batch_size=16), 1))
         for weight in (0.0, 5.0, 20.0)
     ]
     assert found == sorted(found)
@@ -146,8 +146,8 @@ def test_energy_that_counts_more_makes_more_wait() -> None:
 
 def test_a_bin_that_nothing_comes_to_has_a_table_too() -> None:
     rates = (0.0, rate_per_s(0.1, 8))
-    plan = solver(Wish(energy_weight=5.0), 8).plan_of(Observed(rates, lengths(2), 1, 8, 0), 2)
-    alone = solver(Wish(energy_weight=5.0), 8).plan_of(Observed(rates[1:], lengths(2)[1:], 1, 8, 0), 1)
+    plan = solver(Objective(energy_weight=5.0), 8).plan_of(Observed(rates, lengths(2), 1, 8, 0), 2)
+    alone = solver(Objective(energy_weight=5.0), 8).plan_of(Observed(rates[1:], lengths(2)[1:], 1, 8, 0), 1)
     assert len(plan.tables) == 2
     assert plan.tables[1].actions == alone.tables[0].actions
     assert plan.response_s_mean == pytest.approx(alone.response_s_mean, rel=0.02)
@@ -160,14 +160,16 @@ def serves_all(plan: DispatchPlan, batch_size: int = BATCH) -> bool:
     return all(table.actions == tuple(range(batch_size + 1)) and table.wait_s_max == 0.0 for table in plan.tables)
 
 
-@pytest.mark.parametrize("wish", [Wish(), Wish(energy_weight=50.0), Wish(0.0, 5.0), Wish(0.0, 5.0, 95.0)])
+@pytest.mark.parametrize(
+    "objective", [Objective(), Objective(energy_weight=50.0), Objective(0.0, 5.0), Objective(0.0, 5.0, 95.0)]
+)
 @pytest.mark.parametrize("load", [0.0, 1.2, 50.0])
-def test_in_overload_and_while_no_rate_is_known_nothing_waits(wish: Wish, load: float) -> None:
-    plan = solver(wish).solve(observed(load))
+def test_in_overload_and_while_no_rate_is_known_nothing_waits(objective: Objective, load: float) -> None:
+    plan = solver(objective).solve(observed(load))
     assert serves_all(plan)
     assert len(plan.tables) == 8, "as many queues as bins, for most throughput"
     assert (plan.response_s_mean, plan.power_w_mean) == (None, None)
-    assert plan.latency_target_s == wish.latency_target_s
+    assert plan.latency_target_s == objective.latency_target_s
 
 
 def test_service_times_are_told_even_when_nothing_is_solved() -> None:
@@ -178,7 +180,7 @@ def test_service_times_are_told_even_when_nothing_is_solved() -> None:
 
 
 def test_a_solver_that_may_not_merge_holds_service_times_only() -> None:
-    plan = DispatchSolver(H100, 8, Wish(energy_weight=50.0), barrier=True, merges=False).solve(
+    plan = DispatchSolver(H100, 8, Objective(energy_weight=50.0), barrier=True, merges=False).solve(
         observed(0.1, 4, batch_size=8)
     )
     assert serves_all(plan, 8)
@@ -265,9 +267,9 @@ def test_a_target_that_nobody_meets_gives_the_fastest_and_says_so() -> None:
     choice = least_energy([queue], 0.5 * fastest.response_s_mean)
     assert not choice.target_met
     assert choice.policies[0].tolist() == fastest.policies[0].tolist()
-    plan = solver(Wish(latency_target_s=0.01), 8).solve(observed(0.1, 2, batch_size=8))
+    plan = solver(Objective(latency_target_s=0.01), 8).solve(observed(0.1, 2, batch_size=8))
     assert not plan.target_met
-    speedy = solver(Wish(), 8).solve(observed(0.1, 2, batch_size=8))
+    speedy = solver(Objective(), 8).solve(observed(0.1, 2, batch_size=8))
     assert plan.response_s_mean == pytest.approx(speedy.response_s_mean)
 
 
@@ -280,7 +282,7 @@ def test_a_target_that_even_the_thriftiest_policy_meets_costs_nothing_more() -> 
 
 
 def test_a_plan_within_a_target_draws_less_than_the_fastest_and_says_what_it_expects() -> None:
-    plan = solver(Wish(latency_target_s=8.0)).solve(observed(0.1))
+    plan = solver(Objective(latency_target_s=8.0)).solve(observed(0.1))
     fastest = solver().solve(observed(0.1))
     assert plan.target_met
     assert plan.latency_target_s == 8.0
@@ -332,9 +334,9 @@ def test_a_percentile_hardly_above_the_fastest_is_met(times: float) -> None:
 
 
 def test_a_plan_for_a_percentile_leaves_a_margin_between_it_and_the_mean() -> None:
-    wish = Wish(latency_target_s=12.0, percentile=95.0)
-    plan = solver(wish, 8).solve(observed(0.1, 2, batch_size=8))
-    of_mean = solver(Wish(latency_target_s=12.0), 8).solve(observed(0.1, 2, batch_size=8))
+    objective = Objective(latency_target_s=12.0, percentile=95.0)
+    plan = solver(objective, 8).solve(observed(0.1, 2, batch_size=8))
+    of_mean = solver(Objective(latency_target_s=12.0), 8).solve(observed(0.1, 2, batch_size=8))
     assert plan.target_met
     assert plan.response_s_mean is not None
     assert of_mean.response_s_mean is not None
@@ -369,7 +371,7 @@ def test_engines_that_share_their_load_serve_it_sooner_and_draw_in_proportion() 
 
 def test_a_refill_engine_has_one_queue_and_the_best_threshold() -> None:
     seen = observed(0.1, 4, batch_size=16)
-    plan = solver(Wish(energy_weight=10.0), 16, barrier=False).solve(seen)
+    plan = solver(Objective(energy_weight=10.0), 16, barrier=False).solve(seen)
     sizes = np.arange(1, 17)
     engine = RefillEngine(
         sum(seen.rates_per_s), float(np.mean(seen.lengths)), H100.step_s.at(sizes), H100.step_j.at(sizes), H100.idle_w
@@ -386,7 +388,8 @@ def test_what_one_refill_engine_can_carry_leaves_the_others_idle() -> None:
     """Who comes joins the engine that runs."""
     seen = observed(0.05, 1, batch_size=16)
     one, three = (
-        solver(Wish(energy_weight=10.0), 16, barrier=False).solve(replace(seen, engines=engines)) for engines in (1, 3)
+        solver(Objective(energy_weight=10.0), 16, barrier=False).solve(replace(seen, engines=engines))
+        for engines in (1, 3)
     )
     assert thresholds(one) == thresholds(three)
     assert three.response_s_mean == one.response_s_mean
@@ -396,8 +399,8 @@ def test_what_one_refill_engine_can_carry_leaves_the_others_idle() -> None:
 
 def test_what_one_refill_engine_cannot_carry_is_shared() -> None:
     seen = observed(1.5, 1, batch_size=16)
-    whole = solver(Wish(energy_weight=10.0), 16, barrier=False).solve(replace(seen, engines=2, slots=16))
-    half = solver(Wish(energy_weight=10.0), 16, barrier=False).solve(
+    whole = solver(Objective(energy_weight=10.0), 16, barrier=False).solve(replace(seen, engines=2, slots=16))
+    half = solver(Objective(energy_weight=10.0), 16, barrier=False).solve(
         replace(seen, slots=16, rates_per_s=tuple(rate / 2 for rate in seen.rates_per_s))
     )
     assert whole.response_s_mean == pytest.approx(half.response_s_mean)
@@ -406,27 +409,31 @@ def test_what_one_refill_engine_cannot_carry_is_shared() -> None:
 
 
 def test_refill_engines_in_overload_let_nothing_wait() -> None:
-    assert serves_all(solver(Wish(energy_weight=10.0), 16, barrier=False).solve(observed(9.0, 4, batch_size=16)), 16)
+    assert serves_all(
+        solver(Objective(energy_weight=10.0), 16, barrier=False).solve(observed(9.0, 4, batch_size=16)), 16
+    )
 
 
 # ---- plans travel in the journal ----
 
 
-@pytest.mark.parametrize("wish", [Wish(), Wish(energy_weight=10.0), Wish(latency_target_s=5.0)])
+@pytest.mark.parametrize("objective", [Objective(), Objective(energy_weight=10.0), Objective(latency_target_s=5.0)])
 @pytest.mark.parametrize("load", [0.0, 0.1, 1.2])
-def test_questions_and_plans_come_back_from_json_as_they_were(wish: Wish, load: float) -> None:
+def test_questions_and_plans_come_back_from_json_as_they_were(objective: Objective, load: float) -> None:
     question = SolveDispatch(observed(load, 2, batch_size=8))
-    answer = DispatchSolved(solver(wish, 8).solve(question.observed))
+    answer = DispatchSolved(solver(objective, 8).solve(question.observed))
     for message in (question, answer):
         assert msgspec.json.decode(msgspec.json.encode(message), type=type(message)) == message
-    if wish.latency_target_s and load == 0.1:
+    if objective.latency_target_s and load == 0.1:
         assert answer.plan.share > 0, "a mixture is among them"
 
 
-@pytest.mark.parametrize("wish", [Wish(energy_weight=10.0), Wish(latency_target_s=5.0), Wish(0.0, 9.0, 90.0)])
-def test_the_same_question_has_the_same_answer(wish: Wish) -> None:
+@pytest.mark.parametrize(
+    "objective", [Objective(energy_weight=10.0), Objective(latency_target_s=5.0), Objective(0.0, 9.0, 90.0)]
+)
+def test_the_same_question_has_the_same_answer(objective: Objective) -> None:
     seen = observed(0.1, 2, batch_size=8)
-    assert solver(wish, 8).solve(seen) == solver(wish, 8).solve(seen)
+    assert solver(objective, 8).solve(seen) == solver(objective, 8).solve(seen)
 
 
 def test_a_question_asked_twice_is_solved_once() -> None:
@@ -447,7 +454,7 @@ def test_prefill_counts_once_for_a_batch() -> None:
         energy_source="modelled",
     )
     rate = 1e-6
-    plan = DispatchSolver(profile, 4, Wish(), barrier=True).plan_of(Observed((rate,), ((100.0,),), 1, 4, 0), 1)
+    plan = DispatchSolver(profile, 4, Objective(), barrier=True).plan_of(Observed((rate,), ((100.0,),), 1, 4, 0), 1)
     assert plan.tables[0].service_s == pytest.approx((3.0,) * 4)
     assert plan.response_s_mean == pytest.approx(3.0, rel=1e-5)
     assert plan.power_w_mean == pytest.approx(50.0 + rate * (100.0 + 300.0 - 50.0 * 3.0), rel=1e-9)

@@ -50,7 +50,7 @@ def engine(script: str, *words: str, **options: Any) -> EngineProcess:
 
 
 def server_of(process: EngineProcess) -> psutil.Process:
-    """The command itself, which hangs on the leash."""
+    """The command itself, which runs under the supervisor."""
     (child,) = psutil.Process(process.pid).children()
     return child
 
@@ -77,8 +77,8 @@ def test_a_worker_that_ignores_its_signal_goes_with_its_leader_and_holds_nothing
     async def run() -> list[psutil.Process]:
         process = engine(SERVER, "worker")
         await process.start()
-        leash = psutil.Process(process.pid)
-        family = [leash, *leash.children(recursive=True)]
+        supervisor = psutil.Process(process.pid)
+        family = [supervisor, *supervisor.children(recursive=True)]
         await process.stop()
         return family
 
@@ -244,9 +244,9 @@ async def test_a_stop_during_a_restart_leaves_nothing_running(started: Callable[
         engine(f"import os, time\nif os.path.exists({str(flag)!r}): time.sleep(600)\n{SERVER}", start_s=60)
     )
     flag.touch()
-    leash = process.pid
+    supervisor = process.pid
     restarting = asyncio.ensure_future(process.restart())
-    await until(lambda: process.pid != leash)
+    await until(lambda: process.pid != supervisor)
     second = psutil.Process(process.pid)
     await process.stop()
     with pytest.raises(EngineStartError, match="is being stopped"):

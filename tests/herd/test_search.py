@@ -30,7 +30,7 @@ def test_what_was_found_in_time_is_returned_with_its_gap(monkeypatch: pytest.Mon
     monkeypatch.setattr(search, "decide", lambda *given, **named: (None, False))
     asked = msgspec.structs.replace(table_5(120, seed=0), group_gpus_max=120)
     told: list[tuple[float | None, float]] = []
-    found = plan(asked, time_limit_s=1e6, told=lambda best, bound: told.append((best, bound)))
+    found = plan(asked, time_limit_s=1e6, on_found=lambda best, bound: told.append((best, bound)))
     check(asked, found)
     assert 0.0 < found.gap < 0.15
     assert told[-1][1] == pytest.approx(found.bound)
@@ -64,6 +64,6 @@ def test_no_bound_is_told_where_there_turns_out_to_be_no_plan() -> None:
     """Any two of these models exceed a GPU's memory, all three fill less than two: only HiGHS sees that none fits."""
     told: list[tuple[float | None, float]] = []
     with pytest.raises(NoPlan, match="no grouping of whole models keeps all limits"):
-        plan(instance([0.1] * 3, [9.0] * 3), told=lambda best, bound: told.append((best, bound)))
+        plan(instance([0.1] * 3, [9.0] * 3), on_found=lambda best, bound: told.append((best, bound)))
     assert {best for best, _ in told} == {None}
     assert [bound for _, bound in told] == sorted((bound for _, bound in told), reverse=True)

@@ -623,7 +623,7 @@ def test_other_releases_need_no_plans(release: str) -> None:
 
 # ---- whole runs ----
 
-WISHES = {
+OBJECTIVES = {
     "rate-headroom": DispatchConfig(),
     "deadline": DispatchConfig(latency_target_s=20.0),
     "table": DispatchConfig(latency_target_s=8.0),
@@ -639,7 +639,7 @@ def run(release: str, path: Path | None = None, **values: object) -> int:
     scheduling = SchedulingConfig(
         release=release, bins=4, batch_size=16, queue_requests_max=10**9, edges_refit_every=50
     )
-    summary = simulate(scenario, scheduling, dispatch=WISHES.get(release), journal_path=path)
+    summary = simulate(scenario, scheduling, dispatch=OBJECTIVES.get(release), journal_path=path)
     return summary.completed
 
 
@@ -659,7 +659,7 @@ def test_nobody_is_left_behind_though_nobody_comes_any_more(release: str) -> Non
     assert run(release) == 600
 
 
-def at_low_load(release: str, bins: int, **wish: float) -> Summary:
+def at_low_load(release: str, bins: int, **objective: float) -> Summary:
     """4,000 requests at 5 % of what full batches of 32 equals serve."""
     scenario = Scenario(
         requests=4_000,
@@ -670,7 +670,7 @@ def at_low_load(release: str, bins: int, **wish: float) -> Summary:
         seed=1,
     )
     scheduling = SchedulingConfig(release=release, bins=bins, batch_size=32, queue_requests_max=10**9)
-    return simulate(scenario, scheduling, dispatch=DispatchConfig(**wish))  # type: ignore[arg-type]
+    return simulate(scenario, scheduling, dispatch=DispatchConfig(**objective))  # type: ignore[arg-type]
 
 
 def test_at_low_load_bins_cost_a_table_nothing() -> None:

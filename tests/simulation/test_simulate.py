@@ -19,7 +19,7 @@ from llmserve.policies import SchedulingConfig
 from llmserve.scheduling.messages import RequestArrived, StartBatch
 from llmserve.simulate import Case, Scenario, prepare, run, run_cases, simulate
 from llmserve.simulation.engine_model import Costs
-from llmserve.simulation.progress import Told
+from llmserve.simulation.progress import RunsProgress
 from llmserve.simulation.report import Recorder
 from llmserve.simulation.scenario import Answers, engines
 from predictor.prompt import Prompt
@@ -74,7 +74,7 @@ def test_slots_that_serve_one_by_one_are_queues_of_known_waiting(lengths: str, s
     """The theory's mean waiting lies in the 95 % confidence interval of six runs, at half of what the slots serve."""
     scenario = Scenario(requests=6_000, arrival_rate=0.5 * servers, lengths=lengths, step_s=1.0, slots=servers, seed=1)
     config = scheduling(bins=1, batch_size=1, release="greedy", order="fffs").resolved(barrier=False)
-    with Told(6) as told:
+    with RunsProgress(6) as told:
         (found,) = run_cases([Case(scenario, config, DispatchConfig())], 6, 1, told)
     waiting = found.estimates["waiting_s_mean"]
     assert waiting.low is not None

@@ -16,7 +16,7 @@ import pytest
 from front import StartFront
 from vllm_on_cpu import ARGS, MODEL, SETTINGS
 
-from llmserve.engines.engine_process import LEASH, free_port
+from llmserve.engines.engine_process import SUPERVISOR, free_port
 from llmserve.settings import LiveConfig
 
 SLOTS = 4
@@ -48,7 +48,7 @@ def vllm_url(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     log = tmp_path_factory.mktemp("vllm") / "log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*LEASH, *command], stdin=subprocess.PIPE, stdout=out, stderr=out, env={**os.environ, **SETTINGS}
+            [*SUPERVISOR, *command], stdin=subprocess.PIPE, stdout=out, stderr=out, env={**os.environ, **SETTINGS}
         )
     try:
         _await_healthy(process, port, log)

@@ -23,8 +23,8 @@ def flags(vllm_python: str, tmp_path: Path) -> list[str]:
 
 def vllm_of(server: Server) -> list[psutil.Process]:
     """vLLM's processes, first its API server."""
-    (leash,) = psutil.Process(server.process.pid).children()
-    return leash.children(recursive=True)
+    (supervisor,) = psutil.Process(server.process.pid).children()
+    return supervisor.children(recursive=True)
 
 
 def test_vllm_answers_comes_back_when_killed_and_ends_with_a_killed_front_end(flags: list[str], tmp_path: Path) -> None:

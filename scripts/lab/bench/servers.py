@@ -19,7 +19,7 @@ import aiohttp
 
 from bench.client import MODEL
 from llmserve.engines import embedded
-from llmserve.engines.engine_process import LEASH, free_port
+from llmserve.engines.engine_process import SUPERVISOR, free_port
 
 MODEL_FOLDER = Path(embedded.__file__).with_name("model")
 # vLLM's engine core and its worker wait for each other by spinning. As two processes they would leave two cores hardly
@@ -83,7 +83,7 @@ async def running(
     port = free_port()
     with tempfile.TemporaryFile() as said:
         process = await asyncio.create_subprocess_exec(
-            *LEASH,
+            *SUPERVISOR,
             *command(port),
             stdin=asyncio.subprocess.PIPE,
             stdout=said,

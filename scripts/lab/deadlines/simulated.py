@@ -11,7 +11,7 @@ from bench.tables import markdown
 
 from llmserve.simulate import Case, run_cases
 from llmserve.simulation.estimates import Repeated
-from llmserve.simulation.progress import Told
+from llmserve.simulation.progress import RunsProgress
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,7 +73,7 @@ def simulated(workloads: Mapping[str, Mapping[str, Any]], requests: int, seeds: 
                     common = {"engines": 2, "requests": requests, "predictions": PREDICTIONS, "slo_s": SLOS_S}
                     keys.append((name, kind, policy, load))
                     cases.append(Case.of({**common, **given, **engine, **order, "load": load}, {}))
-    with Told(len(cases) * seeds) as told:
+    with RunsProgress(len(cases) * seeds) as told:
         found = run_cases(cases, seeds, jobs, told)
     return [cell_of(key, repeated) for key, repeated in zip(keys, found, strict=True)]
 

@@ -1,4 +1,4 @@
-"""The leash: what is started on it ends with whoever holds it, and leaves nothing behind."""
+"""The supervisor: what is started on it ends with whoever holds it, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from llmserve.engines.engine_process import LEASH
+from llmserve.engines.engine_process import SUPERVISOR
 
 # Starts a worker in its own process group, tells its process id, and does as it is told.
 LEADER = """
@@ -22,14 +22,14 @@ exec(sys.argv[2])
 SLEEP = "import time; time.sleep(600)"
 DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
 
-# Holds two leashes, as a front-end with two engines does, tells all process ids, and waits to be killed.
+# Holds two supervisors, as a front-end with two engines does, tells all process ids, and waits to be killed.
 HOLDER = """
 import asyncio, sys
-LEADER, SLEEP, LEASH = sys.argv[1], sys.argv[2], sys.argv[3:]
+LEADER, SLEEP, SUPERVISOR = sys.argv[1], sys.argv[2], sys.argv[3:]
 async def main():
     for _ in range(2):
         process = await asyncio.create_subprocess_exec(
-            *LEASH, sys.executable, "-c", LEADER, SLEEP, SLEEP,
+            *SUPERVISOR, sys.executable, "-c", LEADER, SLEEP, SLEEP,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True)
         print(process.pid, int(await process.stdout.readline()), flush=True)
         globals()[f"kept{process.pid}"] = process
@@ -38,17 +38,17 @@ EVENT_LOOP
 """
 EVENT_LOOPS = {"asyncio": "asyncio.run(main())", "uvloop": "import uvloop; uvloop.run(main())"}
 
-Leashed = Callable[..., subprocess.Popen[str]]
+Supervised = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def leashed() -> Iterator[Leashed]:
-    """`leashed(word, ...)` runs a command on a leash that the test holds."""
+def supervised() -> Iterator[Supervised]:
+    """`supervised(word, ...)` runs a command on a supervisor that the test holds."""
     held: list[subprocess.Popen[str]] = []
 
     def start(*command: str) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
-        held.append(subprocess.Popen([*LEASH, *command], stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+        held.append(subprocess.Popen([*SUPERVISOR, *command], stdin=pipe, stdout=pipe, stderr=pipe, text=True))
         return held[-1]
 
     yield start
@@ -71,19 +71,19 @@ def gone(*pids: int) -> bool:
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 128 + 9),
     ],
 )
-def test_the_leash_ends_as_its_command_does(leashed: Leashed, script: str, status: int) -> None:
-    assert leashed(sys.executable, "-c", script).wait(timeout=20) == status
+def test_the_supervisor_ends_as_its_command_does(supervised: Supervised, script: str, status: int) -> None:
+    assert supervised(sys.executable, "-c", script).wait(timeout=20) == status
 
 
-def test_a_command_that_cannot_be_run_is_one_line_and_status_127(leashed: Leashed) -> None:
-    said = leashed("/nowhere/python")
+def test_a_command_that_cannot_be_run_is_one_line_and_status_127(supervised: Supervised) -> None:
+    said = supervised("/nowhere/python")
     assert said.wait(timeout=20) == 127
     assert said.stderr is not None
     assert said.stderr.read() == "cannot run /nowhere/python: No such file or directory\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_reaches_the_command_once(leashed: Leashed, number: signal.Signals) -> None:
+def test_a_signal_reaches_the_command_once(supervised: Supervised, number: signal.Signals) -> None:
     script = (
         "import signal, time; seen = []\n"
         f"signal.signal({int(number)}, lambda *_: seen.append(1))\n"
@@ -91,7 +91,7 @@ def test_a_signal_reaches_the_command_once(leashed: Leashed, number: signal.Sign
         "while not seen: time.sleep(0.01)\n"
         "time.sleep(0.2); raise SystemExit(40 + len(seen))"
     )
-    process = leashed(sys.executable, "-c", script)
+    process = supervised(sys.executable, "-c", script)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
@@ -99,18 +99,18 @@ def test_a_signal_reaches_the_command_once(leashed: Leashed, number: signal.Sign
 
 
 @pytest.mark.parametrize("ending", ["pass", "import os; os.kill(os.getpid(), signal.SIGKILL)"])
-def test_what_a_command_leaves_of_its_group_ends_with_it(leashed: Leashed, ending: str) -> None:
-    process = leashed(sys.executable, "-c", LEADER, SLEEP, ending)
+def test_what_a_command_leaves_of_its_group_ends_with_it(supervised: Supervised, ending: str) -> None:
+    process = supervised(sys.executable, "-c", LEADER, SLEEP, ending)
     assert process.stdout is not None
     worker = int(process.stdout.readline())
     assert process.wait(timeout=20) in (0, 128 + 9)
     assert gone(worker)
 
 
-def test_a_command_and_a_worker_that_ignore_their_signals_are_killed_when_the_leash_is_let_go(
-    leashed: Leashed,
+def test_a_command_and_a_worker_that_ignore_their_signals_are_killed_when_the_supervisor_is_let_go(
+    supervised: Supervised,
 ) -> None:
-    process = leashed(sys.executable, "-c", LEADER, DEAF, DEAF)
+    process = supervised(sys.executable, "-c", LEADER, DEAF, DEAF)
     assert process.stdin is not None
     assert process.stdout is not None
     worker = int(process.stdout.readline())
@@ -122,9 +122,9 @@ def test_a_command_and_a_worker_that_ignore_their_signals_are_killed_when_the_le
 
 @pytest.mark.parametrize("loop", EVENT_LOOPS)
 def test_when_the_holder_of_two_leashes_is_killed_everything_on_both_ends(loop: str) -> None:
-    """Neither leash may keep the other's end open."""
+    """Neither supervisor may keep the other's end open."""
     script = HOLDER.replace("EVENT_LOOP", EVENT_LOOPS[loop])
-    command = [sys.executable, "-c", script, LEADER, SLEEP, *LEASH]
+    command = [sys.executable, "-c", script, LEADER, SLEEP, *SUPERVISOR]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         pids = [int(word) for _ in range(2) for word in holder.stdout.readline().split()]

@@ -1,4 +1,4 @@
-"""`python -m llmserve.engines.leash COMMAND...`: run a command that ends with whoever started it, however that ended.
+"""`python -m llmserve.engines.supervisor COMMAND...`: run a command that ends with its parent, however that ended.
 
 Whoever starts it holds the other end of its standard input and writes nothing. When that end is closed, which the
 kernel does even for a process that was killed, the command and all of its process group get SIGTERM, and SIGKILL after
