@@ -31,7 +31,7 @@ sys.path.append(str(Path(__file__).resolve().parent / "lab"))
 
 from bench.arguments import parser_of
 from bench.progress import shared
-from reproduction.page import About, Section, write_page
+from reproduction.page import About, Section, redraw, write_page
 from reproduction.rows import Report, Rows
 
 from llmserve.errors import ConfigError
@@ -115,6 +115,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("name", nargs="?", choices=list(REPRODUCTIONS), help="what to reproduce; without it, a list")
     parser.add_argument("--output-folder", type=Path, help=f"(default {DOCS})")
     parser.add_argument("--quick", action="store_true", help="fewer samples and cases, in 10 s to some minutes")
+    parser.add_argument("--redraw", action="store_true", help="draw the figures anew, of the numbers that were kept")
     parser.add_argument("--seed", type=int, default=1, help="at least 0 (default 1)")
     parser.add_argument(
         "--jobs", type=int, help="processes that simulate, for multibin and shepherd (default: one each core)"
@@ -149,6 +150,12 @@ def main(words: Sequence[str] | None = None) -> None:
         (folder / "papers").mkdir(exist_ok=True)
     except OSError as error:
         parser.error(f"--output-folder: cannot make {folder / 'results'}: {error.strerror}")
+    if args.redraw:
+        drawn = redraw(
+            args.name, chosen.sections, Rows.read(folder / "results" / f"{args.name}.json"), folder / "papers"
+        )
+        print(f"{folder / 'papers'}: {', '.join(drawn)}")
+        return
     begun_s = time.perf_counter()
     try:
         with shared() as report:

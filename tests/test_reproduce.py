@@ -468,3 +468,10 @@ def test_a_gain_stands_beside_the_one_that_its_batches_imply() -> None:
     assert gain.measured == gain.expected
     assert gain.measured > 1.5
     assert rows.one(engines.PREDICTED, engines.GAIN, k=4).note == "the paper: 1.08 (Vicuna-13B, A100)"
+
+
+@pytest.mark.parametrize("name", ["smdp", "batchmonitor", "multibin", "multibin-engines", "shepherd"])
+def test_kept_rows_are_read_as_they_were_written(name: str, tmp_path: Path) -> None:
+    kept = Path(__file__).resolve().parents[1] / "docs" / "results" / f"{name}.json"
+    Rows.read(kept).write(tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text()) == json.loads(kept.read_text())

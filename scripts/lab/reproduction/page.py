@@ -69,11 +69,19 @@ def write_page(
         if listed := section.tables(rows):
             parts.append(table(listed))
         if section.figure is not None:
-            stem, draw = section.figure
-            file = f"{name}-{stem}.png"
-            draw(rows).savefig(folder / file, dpi=DPI)
-            parts.append(f"![{section.title}]({file})")
+            parts.append(f"![{section.title}]({_draw(name, section.figure, rows, folder)})")
     (folder / f"{name}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def redraw(name: str, sections: Iterable[Section], rows: Rows, folder: Path) -> list[str]:
+    """The figures alone, of rows that were kept. Returns the files' names."""
+    return [_draw(name, section.figure, rows, folder) for section in sections if section.figure is not None]
+
+
+def _draw(name: str, figure: tuple[str, Callable[[Rows], Figure]], rows: Rows, folder: Path) -> str:
+    stem, draw = figure
+    draw(rows).savefig(folder / f"{name}-{stem}.png", dpi=DPI)
+    return f"{name}-{stem}.png"
 
 
 def table(rows: Sequence[Row], *, figures: bool = False) -> str:

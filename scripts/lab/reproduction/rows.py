@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +111,19 @@ class Row:
             f"{name}={value if isinstance(value, str) else f'{value:g}'}" for name, value in self.case.items()
         )
 
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Row:
+        """As `record` wrote it, but for digits that it rounded."""
+        pairs = [part.partition("=") for part in re.split(r", (?=\w+=)", record["case"]) if part]
+        names = ("figure", "quantity", "unit", "measured", "expected", "tolerance", "low", "high", "note")
+        curve = record.get("curve")
+        return cls(
+            case={name: _number_or_text(value) for name, _, value in pairs},
+            kind=record["kind"] or "published",
+            curve=None if curve is None else Curve.of(curve["along"], curve["at"], curve["values"]),
+            **{name: record[name] for name in names},
+        )
+
     def record(self) -> dict[str, Any]:
         names = ("measured", "low", "high", "note", "expected", "tolerance", "ok")
         whole = {
@@ -188,9 +203,21 @@ class Rows:
             raise LookupError(f"{quantity!r} in {figure!r} for {case} is a number, not a curve")
         return curve
 
+    @classmethod
+    def read(cls, path: Path) -> Rows:
+        """What `write` wrote. Raises OSError, or ValueError when the file is none of it."""
+        return cls([Row.of_record(record) for record in json.loads(path.read_text())])
+
     def write(self, path: Path) -> None:
         """A JSON list, a row a line."""
         write_rows(path, [row.record() for row in self.rows])
+
+
+def _number_or_text(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _rounded(value: Any) -> Any:
