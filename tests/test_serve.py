@@ -282,6 +282,16 @@ def test_importing_llmserve_loads_neither_torch_nor_transformers() -> None:
     assert done.stdout == "[]\n"
 
 
+def test_commands_that_serve_nothing_load_no_server() -> None:
+    script = (
+        "import sys, llmserve.solve, llmserve.advise, llmserve.plan, llmserve.simulate\n"
+        "server = ('llmserve.api', 'llmserve.cluster.live', 'llmserve.cluster.fleet', 'llmserve.settings', 'aiohttp')\n"
+        "print([name for name in server if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
 def test_the_import_rules_hold() -> None:
     """Who may import whom (the map in docs/design.md). Rooms are named by their first folder or module.
 
