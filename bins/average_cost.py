@@ -30,7 +30,7 @@ TIE = (
 class NotConverged(ArithmeticError):
     """An iteration reached its cap. `last` is where it stood."""
 
-    def __init__(self, message: str, last: Solution) -> None:
+    def __init__(self, message: str, last: IteratedSolution) -> None:
         super().__init__(message)
         self.last = last
 
@@ -68,7 +68,7 @@ class SemiMarkov:
 
 
 @dataclass(frozen=True)
-class Solution:
+class IteratedSolution:
     """policy : (states,) action of each state.  values : (states,) relative values.  span : of the last iteration."""
 
     policy: Policy
@@ -109,7 +109,7 @@ def relative_value_iteration(
     iterations_max: int = 10_000,
     step: float | None = None,
     reference: int = 0,
-) -> Solution:
+) -> IteratedSolution:
     """A policy whose average cost is within epsilon of the least. Source: SMDP-J, Algorithm 1 (Puterman, 8.5.5).
 
     It ends when the span of two iterations' difference is below epsilon, and raises NotConverged, with the policy
@@ -129,7 +129,7 @@ def relative_value_iteration(
         values = renewed
         if np.ptp(change) < epsilon:
             break
-    solution = Solution(
+    solution = IteratedSolution(
         policy=np.argmin(action_values, axis=0),
         average_cost=float(change.max() + change.min()) / 2,
         values=values * step,
@@ -228,17 +228,17 @@ def relative_values(model: SemiMarkov, policy: Policy, reference: int = 0) -> tu
     return average_cost, values
 
 
-def policy_iteration(model: SemiMarkov, policy: Policy, *, iterations_max: int = 100) -> Solution:
+def policy_iteration(model: SemiMarkov, policy: Policy, *, iterations_max: int = 100) -> IteratedSolution:
     """The optimal policy, from any start. Raises NotConverged after iterations_max, NotUnichain.
 
     Source: Puterman (1994), 8.6 and 11.4.4. Ties keep the present action.
     """
     states = np.arange(model.cost.shape[1])
-    solution: Solution | None = None
+    solution: IteratedSolution | None = None
     for iterations in range(1, iterations_max + 1):
         average_cost, values = relative_values(model, policy)
         action_values = model.cost - average_cost * model.sojourn + model.transition @ values
-        solution = Solution(policy, average_cost, values, iterations)
+        solution = IteratedSolution(policy, average_cost, values, iterations)
         best = np.argmin(action_values, axis=0)
         present = action_values[policy, states]
         better = action_values[best, states] < present - TIE * (1.0 + np.abs(present))

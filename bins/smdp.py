@@ -31,7 +31,7 @@ from numpy.typing import ArrayLike
 
 from bins.average_cost import Policy, SemiMarkov
 from bins.service import Array, ServiceTimes
-from bins.smdp_model import MS_PER_S, TIE, TINY, Model, Unstable, responses, truncated
+from bins.smdp_model import MS_PER_S, TIE, TINY, QueueModel, Unstable, responses, truncated
 
 STATES_MAX = 1 << 13  # of the part of the queue that is not a parabola
 
@@ -98,7 +98,7 @@ class Queue:
     busy_elsewhere: float = 0.0
     response_weight: float = 1.0
     error_max: float = 1e-9
-    _models: dict[tuple[int, int], Model] = field(default_factory=dict, repr=False, compare=False)
+    _models: dict[tuple[int, int], QueueModel] = field(default_factory=dict, repr=False, compare=False)
     _solved: dict[float, Solution] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -232,10 +232,10 @@ class Queue:
         throughput = self.service.sizes / self.service.mean_s
         return int(self.service.sizes[np.flatnonzero(throughput >= (1 - TIE) * throughput.max())[-1]])
 
-    def _model(self, tail: int, states: int) -> Model:
+    def _model(self, tail: int, states: int) -> QueueModel:
         key = (tail, states)
         if key not in self._models:
-            self._models[key] = Model(self, tail, states)
+            self._models[key] = QueueModel(self, tail, states)
         return self._models[key]
 
     def _evaluation(self, averages: Array) -> Evaluation:

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from bins.average_cost import IteratedSolution as IteratedSolution
 from bins.average_cost import NotConverged, Policy, SemiMarkov
-from bins.average_cost import Solution as IteratedSolution
 from bins.service import Array
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Unstable(ValueError):
     """More requests arrive than batches of the largest size can serve, so that no policy bounds the queue."""
 
 
-class Model:
+class QueueModel:
     """The equations of e over states 0 .. N, beyond which batches of `tail` go. Costs are (OBJECTIVES, ...)."""
 
     def __init__(self, queue: Queue, tail: int, states: int) -> None:

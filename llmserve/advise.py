@@ -72,7 +72,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         return self.lengths, self.arrival_rate
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class BinsRow(msgspec.Struct, frozen=True, kw_only=True):
     """What a number of bins comes to, with optimal edges unless it says equal mass.
 
     edges                 interior edges, tokens, fitted to all lengths
@@ -97,7 +97,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     utilisation: float
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """What was found, as --json prints it.
 
     rows                  of 1, 2, ... bins
@@ -113,7 +113,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     prefill_s: float
     engines: int
-    rows: list[Row]
+    rows: list[BinsRow]
     bins: int
     edges: Edges
     reason: str
@@ -123,14 +123,14 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     window_gain: float
 
     @property
-    def recommended(self) -> Row:
+    def recommended(self) -> BinsRow:
         return self.rows[self.bins - 1]
 
 
 # ---- the answer ---------------------------------------------------------------------------------------------------
 
 
-def advise(question: Question) -> tuple[Answer, workload.Lengths]:
+def advise(question: Question) -> tuple[Advice, workload.Lengths]:
     """The answer and the lengths it rests on. Raises ConfigError on a question that makes no sense."""
     text, rate_per_s = question.check()
     rng = np.random.default_rng(question.seed)
@@ -144,7 +144,7 @@ def advise(question: Question) -> tuple[Answer, workload.Lengths]:
     size, window = question.batch_size, WINDOW_BATCHES * question.batch_size
     window_s = times.batch_s(_judged_window(lengths, window, size, rng), size)
     length_mean = float(lengths.mean())
-    answer = Answer(
+    answer = Advice(
         lengths=lengths.size,
         length_mean=length_mean,
         batch_size=size,
@@ -191,11 +191,11 @@ def _times(question: Question) -> tuple[float, float]:
     return float(profile.step_s.at(question.batch_size)), profile.prefill_s
 
 
-def _rows(question: Question, lengths: workload.Lengths, rate_per_s: float, times: StepTimes) -> list[Row]:
+def _rows(question: Question, lengths: workload.Lengths, rate_per_s: float, times: StepTimes) -> list[BinsRow]:
     """Of 1, 2, ..., bins_max bins, or as many as the lengths can be cut into."""
     size, engines = question.batch_size, question.engines
     optimal = partial(optimal_edges, batch_size=size)
-    rows: list[Row] = []
+    rows: list[BinsRow] = []
     for bins in range(1, question.bins_max + 1):
         edges = optimal(lengths, bins)
         if len(edges) + 1 < bins:
@@ -205,7 +205,7 @@ def _rows(question: Question, lengths: workload.Lengths, rate_per_s: float, time
         one_bin_s = rows[0].batch_s if rows else batch_s
         rarest = float(np.bincount(index_of(edges, lengths)).min()) / lengths.size
         rows.append(
-            Row(
+            BinsRow(
                 bins=bins,
                 edges=edges,
                 throughput_per_s=engines * size / batch_s,
@@ -247,7 +247,7 @@ def _halves(lengths: workload.Lengths) -> tuple[workload.Lengths, workload.Lengt
 # ---- the recommendation -------------------------------------------------------------------------------------------
 
 
-def recommend(rows: Sequence[Row], question: Question, rate_per_s: float) -> tuple[Row, str]:
+def recommend(rows: Sequence[BinsRow], question: Question, rate_per_s: float) -> tuple[BinsRow, str]:
     """One of the rows, and why. rows : of 1, 2, ... bins.
 
     Throughput that arrivals do not need is of no use: of those that keep up with room to spare, the least latency, or
@@ -270,7 +270,7 @@ def recommend(rows: Sequence[Row], question: Question, rate_per_s: float) -> tup
     return max(within, key=_throughput), f"{those}, the most throughput with a latency within {target_s:g} s"
 
 
-def _most(rows: Sequence[Row], question: Question, rate_per_s: float) -> tuple[Row, str]:
+def _most(rows: Sequence[BinsRow], question: Question, rate_per_s: float) -> tuple[BinsRow, str]:
     """Where engines are too busy whatever the bins."""
     enough = ENOUGH * max(map(_throughput, rows))
     found = next(row for row in rows if row.throughput_per_s >= enough)
@@ -283,7 +283,7 @@ def _most(rows: Sequence[Row], question: Question, rate_per_s: float) -> tuple[R
     return found, f"{state}, so the most throughput, {found.throughput_per_s:.3g} requests/s; {needed} engines would do"
 
 
-def _throughput(row: Row) -> float:
+def _throughput(row: BinsRow) -> float:
     return row.throughput_per_s
 
 

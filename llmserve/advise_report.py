@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from llmserve.advise import Answer, Question, Row, is_file
+from llmserve.advise import Advice, BinsRow, Question, is_file
 from llmserve.errors import ConfigError
 from llmserve.simulation import workload
 
@@ -28,7 +28,7 @@ REFILL_NOTE = (
 OPTIMAL_COLOUR, EQUAL_MASS_COLOUR = "#d55e00", "#0072b2"
 
 
-def print_answer(question: Question, answer: Answer, console: Console) -> None:
+def print_answer(question: Question, answer: Advice, console: Console) -> None:
     bins = "1 bin, that is none" if answer.bins == 1 else f"{answer.bins} bins"
     edges = ", ".join([f"{edge:.6g}" for edge in answer.edges])
     console.print(_title(answer), highlight=False, soft_wrap=True)
@@ -45,7 +45,7 @@ def print_answer(question: Question, answer: Answer, console: Console) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _title(answer: Answer) -> str:
+def _title(answer: Advice) -> str:
     engines = f"{answer.engines} engine{'s' if answer.engines > 1 else ''}"
     steps = f"steps of {answer.step_s * 1e3:.4g} ms" + (f" after {answer.prefill_s:.4g} s" if answer.prefill_s else "")
     return (
@@ -54,7 +54,7 @@ def _title(answer: Answer) -> str:
     )
 
 
-def _trial(question: Question, answer: Answer, release: Sequence[str]) -> str:
+def _trial(question: Question, answer: Advice, release: Sequence[str]) -> str:
     """The command that simulates a release, with all that the theory leaves out."""
     text = question.lengths or ""
     lengths = f"file:{text.removeprefix('file:')}" if is_file(text) else text
@@ -64,19 +64,19 @@ def _trial(question: Question, answer: Answer, release: Sequence[str]) -> str:
     return shlex.join(["llmserve", "simulate", *engines, *release, *load])
 
 
-def _bins_flags(answer: Answer) -> list[str]:
+def _bins_flags(answer: Advice) -> list[str]:
     edges = ["--edges", ",".join([f"{edge:.6g}" for edge in answer.edges])] if answer.edges else []
     return ["--release", "full", "--bins", f"{answer.bins}", *edges, "--edges-refit-every", "0"]
 
 
-def _few_note(answer: Answer) -> str:
+def _few_note(answer: Advice) -> str:
     return (
         f"With {answer.lengths:,} lengths the figures are rough: where the longest are missing, throughput is told too "
         f"high. Batches of {answer.batch_size} want {FEW * answer.batch_size:,} lengths or more."
     )
 
 
-def _window_note(answer: Answer, trial: str) -> str:
+def _window_note(answer: Advice, trial: str) -> str:
     return (
         f"--release window, the default with --barrier, needs no bins: an engine that is free takes neighbours by "
         f"length among the first {answer.window:,} that wait, and waits for none. While so many do wait it serves "
@@ -85,7 +85,7 @@ def _window_note(answer: Answer, trial: str) -> str:
     )
 
 
-def _table(answer: Answer) -> Table:
+def _table(answer: Advice) -> Table:
     most = f"{answer.throughput_per_s_max:.4g} requests/s"
     table = Table(caption=f"gains are over one bin; the limit, without any padding: {most}")
     headings = ("bins", "equal\nmass", "optimal", "req/s", "fill\n(s)", "rarest\nbin (s)", "latency\n(s)", "busy")
@@ -97,7 +97,7 @@ def _table(answer: Answer) -> Table:
     return table
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: BinsRow) -> list[str]:
     keeps_up = row.utilisation < 1
     return [
         f"{row.bins}",
@@ -115,7 +115,7 @@ def _seconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def plot(answer: Answer, lengths: workload.Lengths, path: Path) -> None:
+def plot(answer: Advice, lengths: workload.Lengths, path: Path) -> None:
     """The lengths and the edges; throughput and latency by the number of bins.
 
     Raises ConfigError on a path that cannot be written or is of no kind of picture.
@@ -135,14 +135,14 @@ def plot(answer: Answer, lengths: workload.Lengths, path: Path) -> None:
         raise ConfigError(f"--plot: cannot draw {path}: {error}") from error
 
 
-def _draw_edges(axis: Any, answer: Answer, lengths: workload.Lengths) -> None:
+def _draw_edges(axis: Any, answer: Advice, lengths: workload.Lengths) -> None:
     axis.hist(lengths[lengths <= np.quantile(lengths, DRAWN_SHARE)], bins=60, color="0.75")
     for edge in answer.edges:
         axis.axvline(edge, color=OPTIMAL_COLOUR, linewidth=1)
     axis.set(xlabel="output tokens", ylabel="requests", title=f"edges of {answer.bins} bins")
 
 
-def _draw_throughput(axis: Any, answer: Answer) -> None:
+def _draw_throughput(axis: Any, answer: Advice) -> None:
     rows, best = answer.rows, answer.recommended
     bins = [row.bins for row in rows]
     axis.plot(bins, [row.throughput_per_s for row in rows], ".-", color=OPTIMAL_COLOUR, label="optimal edges")
@@ -159,7 +159,7 @@ def _draw_throughput(axis: Any, answer: Answer) -> None:
     axis.legend(fontsize=8, framealpha=1, loc="lower right", ncols=2)
 
 
-def _draw_latency(axis: Any, answer: Answer) -> None:
+def _draw_latency(axis: Any, answer: Advice) -> None:
     rows, best = answer.rows, answer.recommended
     parts = [row.batch_s for row in rows], [row.forming_s for row in rows]
     labels, colours = ["the batch runs", "the batch fills"], ["#d9d9d9", "#a6bddb"]

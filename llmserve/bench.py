@@ -87,7 +87,7 @@ BASELINE = Arrangement("barrier", 1, "none")
 
 
 @dataclass
-class Run:
+class BenchRun:
     """One pass over all prompts. lengths and batches by prompt; seconds from the first request to the last answer.
 
     joules  of the engine meanwhile, by source
@@ -158,7 +158,7 @@ async def is_ready(session: aiohttp.ClientSession, url: str) -> bool:
         return response.status == 200
 
 
-async def run(url: str, prompts: list[str], oracle: list[int] | None) -> Run:
+async def run(url: str, prompts: list[str], oracle: list[int] | None) -> BenchRun:
     """Send every prompt at once; oracle: lengths to send along as the client's own predictions."""
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
@@ -180,7 +180,7 @@ async def run(url: str, prompts: list[str], oracle: list[int] | None) -> Run:
         after_j = await joules(session, url)
     lengths, batches, latencies_s = zip(*results, strict=True)
     taken_j = {source: after_j[source] - before_j[source] for source in before_j}
-    return Run(seconds, list(lengths), list(batches), list(latencies_s), taken_j)
+    return BenchRun(seconds, list(lengths), list(batches), list(latencies_s), taken_j)
 
 
 async def joules(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
@@ -217,14 +217,14 @@ async def batch_cost(engine_url: str, batch_size: int, rounds: int = 5) -> np.po
     return np.poly1d(np.polyfit(lengths, medians, deg=2))
 
 
-async def measure(args: argparse.Namespace) -> tuple[dict[str, list[Run]], np.poly1d]:
+async def measure(args: argparse.Namespace) -> tuple[dict[str, list[BenchRun]], np.poly1d]:
     prompts = [example.prompt for example in demo_corpus.examples(args.requests, seed=args.seed, held_out=True)]
     arrangements = [BASELINE]
     arrangements += [Arrangement("barrier", bins, how) for bins in args.bins for how in ("risk", "median", "oracle")]
     arrangements += [Arrangement("window", 1, how) for how in ("risk", "oracle")]
     if args.engine:
         arrangements += [Arrangement("direct", 1, "none"), Arrangement("refill", max(args.bins), "risk")]
-    runs: dict[str, list[Run]] = {arrangement.name: [] for arrangement in arrangements}
+    runs: dict[str, list[BenchRun]] = {arrangement.name: [] for arrangement in arrangements}
     async with AsyncExitStack() as stack:
         engine_url = args.engine or await stack.enter_async_context(embedded_engine(args.batch_size))
         flags = ["--profile", args.profile] if args.profile else []
@@ -247,7 +247,7 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, list[Run]], np.po
     return runs, cost
 
 
-def rows(runs: dict[str, list[Run]], cost: np.poly1d) -> list[dict[str, Any]]:
+def rows(runs: dict[str, list[BenchRun]], cost: np.poly1d) -> list[dict[str, Any]]:
     """Medians; gains over "no bins" round by round, so that a machine that slows down slows both sides."""
     plain = runs[BASELINE.name]
     return [
@@ -266,7 +266,7 @@ def rows(runs: dict[str, list[Run]], cost: np.poly1d) -> list[dict[str, Any]]:
     ]
 
 
-def _energy(these: list[Run]) -> dict[str, Any]:
+def _energy(these: list[BenchRun]) -> dict[str, Any]:
     """Medians over the rounds, by the best source that all of them have; None where there is none."""
     source = next((source for source in ENERGY_SOURCES if all(source in done.joules for done in these)), None)
     by_token = by_request = None
@@ -276,12 +276,12 @@ def _energy(these: list[Run]) -> dict[str, Any]:
     return {"joules_per_token": by_token, "joules_per_request": by_request, "energy_source": source}
 
 
-def _implied(name: str, these: list[Run], plain: list[Run], cost: np.poly1d) -> float | None:
+def _implied(name: str, these: list[BenchRun], plain: list[BenchRun], cost: np.poly1d) -> float | None:
     """None where there is no barrier: then an arrangement's batches imply nothing."""
     if name.startswith(("engine", "refill")):
         return None
 
-    def seconds(done: Run) -> float:
+    def seconds(done: BenchRun) -> float:
         return float(sum(cost(length) for length in done.longest))
 
     return round(statistics.median(seconds(b) / seconds(a) for a, b in zip(these, plain, strict=True)), 3)

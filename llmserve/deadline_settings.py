@@ -9,7 +9,7 @@ from llmserve.errors import ConfigError
 SLO_MS_MAX = 86_400_000.0  # a day
 
 
-class Deadlines:
+class DefaultDeadlines:
     """Within what time an answer is wanted when its request does not say, by its key, stream or model, or for all.
 
     texts: of ApiConfig.slo_ms. Raises ConfigError on one that is none of its forms, or stands twice.

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from llmserve.errors import ConfigError
 from llmserve.extras import need, need_plot
-from llmserve.herd import TIME_LIMIT_S, Group, Instance, Plan, plan
+from llmserve.herd import TIME_LIMIT_S, HerdGroup, Instance, Plan, plan
 
 NAMES_SHOWN = 4  # models of a group, in the table
 LINE_EVERY_S = 2.0  # of progress, without a terminal
@@ -105,7 +105,7 @@ def _table(instance: Instance, found: Plan) -> Table:
     return table
 
 
-def _names(group: Group) -> str:
+def _names(group: HerdGroup) -> str:
     more = len(group.models) - NAMES_SHOWN
     return ", ".join(group.models[:NAMES_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
 

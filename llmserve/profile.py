@@ -42,7 +42,7 @@ from bins.profile import Profile
 from llmserve.cluster import journal
 from llmserve.cluster.observed import observations
 from llmserve.engines.engine import EngineError
-from llmserve.engines.measuring import OnBatch, Plan, measure
+from llmserve.engines.measuring import MeasuringPlan, OnBatch, measure
 from llmserve.engines.power import GpuEnergy
 from llmserve.errors import CannotMeasure
 from llmserve.extras import need_plot
@@ -163,7 +163,7 @@ def from_journal(args: argparse.Namespace) -> Profile:
 
 
 def from_engine(args: argparse.Namespace) -> Profile:
-    plan = Plan(args.sizes, args.output_tokens, args.rounds, args.seed)
+    plan = MeasuringPlan(args.sizes, args.output_tokens, args.rounds, args.seed)
     energy = GpuEnergy.open() if urlsplit(args.engine).hostname in LOCAL_HOSTS else None
     check_powers(args, energy)
     idle_s = IDLE_S if args.idle_power_w is None else 0.0

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmserve import config as configuration
-from llmserve.deadline_settings import Deadlines
+from llmserve.deadline_settings import DefaultDeadlines
 from llmserve.errors import ConfigError
 from llmserve.settings import COMMON, TITLES, Config
 
@@ -128,7 +128,7 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
     keys = read_keys(Path(config.server.api_key_file)) if config.server.api_key_file else {}
     admin_keys = read_keys(Path(config.server.admin_key_file)) if config.server.admin_key_file else {}
     check_host(config.server.host, may_serve_anyone=bool(keys) or config.server.anonymous)
-    if unknown := Deadlines(config.limits.slo_ms).keys - set(keys):
+    if unknown := DefaultDeadlines(config.limits.slo_ms).keys - set(keys):
         raise ConfigError(f"slo_ms: no key of --api-key-file is called {', '.join(sorted(unknown))}")
     config = checked(config)
     async with AsyncExitStack() as stack:

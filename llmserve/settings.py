@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from llmserve.config import load, shown
-from llmserve.deadline_settings import Deadlines
+from llmserve.deadline_settings import DefaultDeadlines
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError
 from llmserve.policies import SchedulingConfig
@@ -208,7 +208,7 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
 
     def __post_init__(self) -> None:
-        Deadlines(self.slo_ms)
+        DefaultDeadlines(self.slo_ms)
 
 
 class LiveConfig(msgspec.Struct, frozen=True, kw_only=True):

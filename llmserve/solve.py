@@ -154,7 +154,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         return 1.0 if self.energy_weight is None else self.energy_weight
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SolveReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What was found, as --json prints it.
 
     policy           (states,) requests to serve by how many wait, 0: wait; with more, as the last
@@ -282,7 +282,7 @@ def _lengths(service: str) -> Array | None:
 # ---- the solution -----------------------------------------------------------------------------------------------
 
 
-def solve(problem: Problem, *, percentiles: bool = False) -> tuple[Queue, Decision, Answer]:
+def solve(problem: Problem, *, percentiles: bool = False) -> tuple[Queue, Decision, SolveReport]:
     """The queue, what to do in it, and what that comes to.
 
     Raises ConfigError on a problem that makes no sense, NotConverged when value iteration reaches its cap.
@@ -298,7 +298,7 @@ def solve(problem: Problem, *, percentiles: bool = False) -> tuple[Queue, Decisi
         raise ConfigError(str(error)) from error
     solve_ms = (time.perf_counter() - began_s) * 1e3
     found, weighs = decision.evaluation, problem.latency_target_ms is None
-    answer = Answer(
+    answer = SolveReport(
         policy=decision.policy.tolist(),
         average_cost=found.cost_ms(problem.weight) if weighs else None,
         response_ms_mean=found.response_s_mean * MS_PER_S,

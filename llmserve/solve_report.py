@@ -10,7 +10,7 @@ from rich.table import Table
 
 from bins.smdp import Queue
 from llmserve.errors import ConfigError
-from llmserve.solve import LEVELS, Answer, Decision, Problem
+from llmserve.solve import LEVELS, Decision, Problem, SolveReport
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 CHART_ROWS, CHART_MARGIN, AXIS_STEP = 4, 6, 8
@@ -59,7 +59,7 @@ def _told(policy: list[int]) -> int:
     return min(policy.index(policy[-1]) + AXIS_STEP + 1, len(policy))
 
 
-def print_answer(problem: Problem, answer: Answer, console: Console) -> None:
+def print_answer(problem: Problem, answer: SolveReport, console: Console) -> None:
     console.print(_title(problem, answer), highlight=False)
     policies = [("", answer.policy)]
     if answer.other_policy is not None and answer.share is not None:
@@ -82,7 +82,7 @@ def print_answer(problem: Problem, answer: Answer, console: Console) -> None:
     console.print(totals)
 
 
-def _title(problem: Problem, answer: Answer) -> str:
+def _title(problem: Problem, answer: SolveReport) -> str:
     rate, weight = f"{answer.arrival_rate_per_s:,.6g} requests/s", f"energy weight {problem.weight:g} ms/W"
     if problem.latency_target_ms is not None:
         level = problem.latency_target_percentile
@@ -97,7 +97,7 @@ def _title(problem: Problem, answer: Answer) -> str:
     return f"{batches}, load {answer.load:.4g} ({rate}), {weight}, solver {answer.solver}"
 
 
-def _totals(answer: Answer) -> list[tuple[str, str]]:
+def _totals(answer: SolveReport) -> list[tuple[str, str]]:
     """What is not known has no row."""
     rows = [
         ("average cost (ms)", answer.average_cost, ".4f"),

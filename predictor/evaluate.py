@@ -38,7 +38,7 @@ COMPARED_BINS, COMPARED_GAIN_BINS, COMPARED_BATCH_SIZE = 4, 8, 8
 
 
 @dataclass(frozen=True, slots=True)
-class Metrics:
+class Scores:
     """mae_tokens : mean absolute error of the point prediction. A capped answer, of which is known only that it would
     have been at least as long, has none where the prediction is longer.
     kendall_tau : tau-b in [-1, 1]; nan when a side is constant.
@@ -103,7 +103,7 @@ def evaluate(
     *,
     capped: ArrayLike | None = None,
     ceilings: ArrayLike | None = None,
-) -> Metrics:
+) -> Scores:
     """How good the predictions are.
 
     quantiles : (answers, Q) ascending, or (answers,), tokens.  actual : (answers,) output tokens, in the same order;
@@ -121,7 +121,7 @@ def evaluate(
     misses = {count: np.abs(bins_of(point, e) - bins_of(truth, e)) for count, e in edges.items()}
     shares = coverage(q, truth) if q.shape[1] > 1 else None
     likely = {count: _likely_shares(q, truth, e) for count, e in edges.items()} if q.shape[1] > 1 else None
-    return Metrics(
+    return Scores(
         mae_tokens=float(np.mean(absolute_errors(point, truth, capped))),
         kendall_tau=float(kendalltau(point, truth).statistic),
         bin_accuracy={count: float(np.mean(miss == 0)) for count, miss in misses.items()},

@@ -20,7 +20,7 @@ from predictor.evaluate import (
     Array,
     Difference,
     Gains,
-    Metrics,
+    Scores,
     as_served,
     compare,
     confusion,
@@ -44,7 +44,7 @@ GAINS_GO_BY = (
 )
 
 
-class Predictor(Protocol):
+class QuantilePredictor(Protocol):
     """What is evaluated: predictor.predict.LengthPredictor, or what behaves like one."""
 
     @property
@@ -67,7 +67,7 @@ class Report:
     evaluated: str
     answers: int
     capped: int
-    metrics: dict[str, Metrics]
+    metrics: dict[str, Scores]
     gains: dict[str, Gains]
     confusions: dict[int, NDArray[np.intp]]
     edges: dict[int, list[float]]
@@ -139,10 +139,10 @@ class Report:
 
 
 def held_out_report(
-    predictor: Predictor,
+    predictor: QuantilePredictor,
     splits: Splits,
     *,
-    other: Predictor | None = None,
+    other: QuantilePredictor | None = None,
     answers_max: int | None = None,
     seed: int = 0,
 ) -> Report:
@@ -155,10 +155,10 @@ def held_out_report(
 
 
 def validation_report(
-    predictor: Predictor,
+    predictor: QuantilePredictor,
     splits: Splits,
     *,
-    other: Predictor | None = None,
+    other: QuantilePredictor | None = None,
     answers_max: int | None = None,
     seed: int = 0,
 ) -> Report:
@@ -169,8 +169,8 @@ def validation_report(
 
 def _split_report(
     evaluated: str,
-    predictor: Predictor,
-    other: Predictor | None,
+    predictor: QuantilePredictor,
+    other: QuantilePredictor | None,
     rows: Sequence[Row],
     training: Sequence[Row],
     notes: tuple[str, ...] = (),
@@ -184,10 +184,10 @@ def _split_report(
 
 
 def transfer_report(
-    predictor: Predictor,
+    predictor: QuantilePredictor,
     rows: Sequence[Row],
     *,
-    other: Predictor | None = None,
+    other: QuantilePredictor | None = None,
     answers_max: int | None = None,
     seed: int = 0,
 ) -> Report:
@@ -210,8 +210,8 @@ def transfer_report(
 
 def _report(
     evaluated: str,
-    predictor: Predictor,
-    other: Predictor | None,
+    predictor: QuantilePredictor,
+    other: QuantilePredictor | None,
     rows: Sequence[Row],
     points: Mapping[str, Array],
     lengths: Sequence[int],
@@ -250,7 +250,7 @@ def _ceiling(row: Row) -> int | None:
     return row.output_tokens if row.capped and row.output_tokens_max is None else row.output_tokens_max
 
 
-def _all_gains(quantiles: Mapping[str, Array], metrics: Mapping[str, Metrics], actual: Array) -> dict[str, Gains]:
+def _all_gains(quantiles: Mapping[str, Array], metrics: Mapping[str, Scores], actual: Array) -> dict[str, Gains]:
     gains = {ORACLE: gains_of(lambda k, _: equal_mass_bins(actual, k), actual)}
     for name, predicted in quantiles.items():
         if predicted.shape[1] > 1:  # the risk of a point prediction is the prediction
@@ -280,7 +280,7 @@ def _sample(rows: Sequence[Row], size_max: int | None, seed: int) -> list[Row]:
 # --- tables -----------------------------------------------------------------------------------------------------
 
 
-def accuracy_table(metrics: Mapping[str, Metrics]) -> str:
+def accuracy_table(metrics: Mapping[str, Scores]) -> str:
     """Within one of two bins is everything, and so left out. The last line is what the paper reports.
 
     Of predicted distributions there are two lines: bins by the median, as a point prediction's, and the likeliest bin

@@ -6,11 +6,6 @@ from collections.abc import Sequence
 
 from llmserve import profile
 from llmserve.__main__ import run_script
-from llmserve.engines.measuring import ANSWER_S_MAX, Client, Plan, first_model, measure, observe
-from llmserve.profile import power, profile_of, whole
-
-__all__ = ["ANSWER_S_MAX", "Client", "Plan", "first_model", "measure", "observe", "power", "profile_of", "whole"]
-# Other scripts take these from here.
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from missing_modules import without
 from bins.capacity import batch_time, throughput_max
 from bins.edges import index_of, optimal_edges
 from llmserve.__main__ import main
-from llmserve.advise import Question, Row, advise, recommend
+from llmserve.advise import BinsRow, Question, advise, recommend
 
 UNIFORM = "--lengths uniform:1,20 --batch-size 128 --step-s 1"
 LOGNORMAL = "--lengths lognormal:5.2,0.8 --batch-size 8 --step-s 0.01"
@@ -31,8 +31,8 @@ def found(capsys: pytest.CaptureFixture[str], flags: str) -> dict[str, Any]:
     return answer
 
 
-def row(bins: int, throughput_per_s: float, latency_s: float, rate_per_s: float) -> Row:
-    return Row(
+def row(bins: int, throughput_per_s: float, latency_s: float, rate_per_s: float) -> BinsRow:
+    return BinsRow(
         bins=bins,
         edges=tuple(range(1, bins)),
         throughput_per_s=throughput_per_s,
@@ -47,7 +47,7 @@ def row(bins: int, throughput_per_s: float, latency_s: float, rate_per_s: float)
     )
 
 
-def rows(rate_per_s: float) -> list[Row]:
+def rows(rate_per_s: float) -> list[BinsRow]:
     """Latency falls, then rises; throughput rises."""
     return [
         row(1, 5, 9, rate_per_s),

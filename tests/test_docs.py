@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from llmserve.deadline_settings import Deadlines
+from llmserve.deadline_settings import DefaultDeadlines
 from llmserve.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -234,7 +234,7 @@ def test_the_settings_file_is_accepted_as_it_stands(tmp_path: Path) -> None:
     file.write_text(text)
     config = load_config({}, {}, str(file))
     assert config.scheduling.order == "edf"
-    assert not Deadlines(config.limits.slo_ms).keys, "keys are refused where no key file names them"
+    assert not DefaultDeadlines(config.limits.slo_ms).keys, "keys are refused where no key file names them"
 
 
 @pytest.mark.filterwarnings("error")

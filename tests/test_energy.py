@@ -781,7 +781,8 @@ async def test_a_profile_that_is_none_is_said_whatever_the_release(start_front: 
 def rows(**joules: list[dict[str, float]]) -> list[dict[str, Any]]:
     """Of arrangements by name; each run answers two prompts with 10 and 30 tokens."""
     runs = {
-        name: [bench.Run(1.0, [10, 30], ["a", "a"], [0.5, 1.0], each) for each in of] for name, of in joules.items()
+        name: [bench.BenchRun(1.0, [10, 30], ["a", "a"], [0.5, 1.0], each) for each in of]
+        for name, of in joules.items()
     }
     runs[bench.BASELINE.name] = runs.pop("plain")
     return bench.rows(runs, np.poly1d([0.01, 0.0]))

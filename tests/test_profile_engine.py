@@ -21,6 +21,7 @@ from bins.fitting import Observation
 from bins.profile import Profile
 from llmserve import profile as profiling
 from llmserve.__main__ import main as llmserve
+from llmserve.engines import measuring
 from llmserve.engines.fake import FakeEngine
 from llmserve.engines.power import GpuEnergy
 
@@ -42,7 +43,7 @@ async def run(*argv: object) -> None:
 
 
 def plan(**changes: Any) -> Any:
-    return script.Plan(**{"sizes": (1, 4), "output_tokens": 8, "rounds": 1, "seed": 0, **changes})
+    return measuring.MeasuringPlan(**{"sizes": (1, 4), "output_tokens": 8, "rounds": 1, "seed": 0, **changes})
 
 
 # ---- an engine ----------------------------------------------------------------------------------------------------
@@ -99,7 +100,7 @@ async def test_a_gpu_without_a_counter_is_sampled_while_batches_run():
     async with FakeEngine(step_s=STEP_S) as engine:
         energy = GpuEnergy(FakeNvml(Gpu(power_mw=lambda: 400_000 if engine.running else 100_000)))
         wanted = plan(output_tokens=100)
-        measured = await script.measure(engine.url, None, wanted, energy, idle_s=0.2, on_batch=lambda *_: None)
+        measured = await measuring.measure(engine.url, None, wanted, energy, idle_s=0.2, on_batch=lambda *_: None)
     assert measured.idle_w == pytest.approx(100, rel=1e-6)
     long = [batch for batch in measured.batches if batch.tokens == 100]
     assert len(long) == 2
@@ -160,7 +161,7 @@ async def test_the_gpus_that_are_counted_are_named_and_several_are_warned_of(
 
 def test_an_idle_power_above_the_measured_one_is_taken_as_that_for_idle_engines_draw_no_more():
     batches = [Observation(size, tokens, 0.01 * tokens, 2.0 * tokens) for size in (1, 4) for tokens in (8, 32)]
-    profile = script.profile_of(batches, name="x", origin="Made up", idle_w=203.0)
+    profile = profiling.profile_of(batches, name="x", origin="Made up", idle_w=203.0)
     assert profile.idle_w == pytest.approx(200.0)
     assert (
         profile.source == "Made up. Energy measured by NVML. Idle power 203 W, taken as 200 W, the least while running."
@@ -214,7 +215,7 @@ async def picky_engine(*, counts: bool = True, status: int = 400) -> AsyncIterat
 
 async def test_where_lengths_cannot_be_forced_the_true_ones_count():
     async with picky_engine() as (url, bodies):
-        measured = await script.measure(url, "m", plan(), None, idle_s=0, on_batch=lambda *_: None)
+        measured = await measuring.measure(url, "m", plan(), None, idle_s=0, on_batch=lambda *_: None)
     # One answer of one token to learn, then four to warm up, then batches of 1 and 4 with lengths up to 2 and 8.
     assert [body["max_tokens"] for body in bodies[:5]] == [2, 8, 8, 8, 8]
     asked = plan().batches()

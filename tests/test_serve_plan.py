@@ -15,14 +15,14 @@ from worlds.invariants import check
 
 from llmserve import herd
 from llmserve.cluster import journal
-from llmserve.engines.fake import FakeEngine, Pace
+from llmserve.engines.fake import FakeEngine, FakePace
 from llmserve.errors import ConfigError
-from llmserve.herd import Group, Instance, Model, Plan, Stream
+from llmserve.herd import HerdGroup, Instance, Model, Plan, Stream
 from llmserve.scheduling.messages import PlanChanged, RequestArrived, RequestEnded, ServingGroup
 from llmserve.serve import serving
 from llmserve.settings import Config, EngineConfig, ServerConfig
 
-M_AND_N = {"n": Pace(0.005)}
+M_AND_N = {"n": FakePace(0.005)}
 
 
 @asynccontextmanager
@@ -37,7 +37,7 @@ async def engines(count: int, slots: int = 1, **fields: Any) -> AsyncIterator[li
         ]
 
 
-def saved(folder: Path, *groups: Group) -> str:
+def saved(folder: Path, *groups: HerdGroup) -> str:
     Plan(groups).save(folder / "plan.json")
     return str(folder / "plan.json")
 
@@ -76,8 +76,8 @@ async def test_requests_go_to_the_group_of_their_model_or_stream_and_the_rest_to
 ) -> None:
     plan = saved(
         tmp_path,
-        Group("left", 1, ("m",), workers=("w0",)),
-        Group("right", 1, ("n",), streams=(("chat", "m"),), workers=("w1",)),
+        HerdGroup("left", 1, ("m",), workers=("w0",)),
+        HerdGroup("right", 1, ("n",), streams=(("chat", "m"),), workers=("w1",)),
     )
     async with engines(2) as (first, second), FakeEngine(step_s=0.005, model="k") as third:
         front = await start_front(engines=placed((first, second, third), plan=plan))
@@ -92,7 +92,7 @@ async def test_requests_go_to_the_group_of_their_model_or_stream_and_the_rest_to
 async def test_workers_that_a_plan_does_not_name_are_assigned_by_the_models_they_turn_out_to_serve(
     start_front: StartFront, tmp_path: Path
 ) -> None:
-    plan = saved(tmp_path, Group("left", 1, ("m",)), Group("right", 2, ("n",)))
+    plan = saved(tmp_path, HerdGroup("left", 1, ("m",)), HerdGroup("right", 2, ("n",)))
     async with (
         FakeEngine(step_s=0.005, model="n") as first,
         FakeEngine(step_s=0.005, model="m") as second,
@@ -108,7 +108,7 @@ async def test_workers_that_a_plan_does_not_name_are_assigned_by_the_models_they
 async def test_a_plan_that_changes_while_requests_run_and_wait_loses_none_and_runs_none_twice(
     start_front: StartFront, tmp_path: Path
 ) -> None:
-    left, right = Group("left", 1, ("m",), workers=("w0",)), Group("right", 1, ("n",), workers=("w1",))
+    left, right = HerdGroup("left", 1, ("m",), workers=("w0",)), HerdGroup("right", 1, ("n",), workers=("w1",))
     swapped = (ServingGroup("left", ("w1",), ("m",)), ServingGroup("right", ("w0",), ("n",)))
     merged = (ServingGroup("all", ("w0", "w1"), ("m", "n")),)
     async with engines(2, slots=2) as fakes:
@@ -182,7 +182,7 @@ async def test_settings_of_plans_that_contradict_each_other_are_said(fields: dic
 
 
 async def test_a_group_that_the_plan_does_not_have_is_said_with_the_nearest(tmp_path: Path) -> None:
-    plan = saved(tmp_path, Group("left", 1, ("m",)))
+    plan = saved(tmp_path, HerdGroup("left", 1, ("m",)))
     engine = EngineConfig(engine=("http://127.0.0.1:9",), plan=plan, group="lift")
     with pytest.raises(ConfigError, match="no group 'lift'; did you mean left"):
         async with serving(Config(server=ServerConfig(port=0), engines=engine)):
@@ -190,7 +190,7 @@ async def test_a_group_that_the_plan_does_not_have_is_said_with_the_nearest(tmp_
 
 
 async def test_a_worker_that_no_engine_is_on_is_said_with_the_nearest(tmp_path: Path) -> None:
-    plan = saved(tmp_path, Group("left", 1, ("m",), workers=("gpu0", "gpu7")))
+    plan = saved(tmp_path, HerdGroup("left", 1, ("m",), workers=("gpu0", "gpu7")))
     urls = ("gpu0=http://127.0.0.1:9", "gpu1=http://127.0.0.1:10")
     with pytest.raises(ConfigError, match="plan: group left has no engine on its worker gpu7; did you mean gpu"):
         async with serving(Config(server=ServerConfig(port=0), engines=EngineConfig(engine=urls, plan=plan))):
@@ -203,7 +203,7 @@ async def test_a_worker_that_no_engine_is_on_is_said_with_the_nearest(tmp_path: 
 async def test_one_groups_server_has_the_engines_of_the_workers_that_the_plan_names_for_it(
     start_front: StartFront, tmp_path: Path
 ) -> None:
-    plan = saved(tmp_path, Group("left", 1, ("m",), workers=("w1",)))
+    plan = saved(tmp_path, HerdGroup("left", 1, ("m",), workers=("w1",)))
     async with engines(2) as fakes:
         front = await start_front(engines=placed(fakes, plan=plan, group="left"))
         assert list(front.cluster.engines_ready) == [name_of(fakes[1])]
@@ -221,8 +221,8 @@ async def test_one_groups_server_has_the_engines_of_the_workers_that_the_plan_na
 async def test_one_groups_server_has_no_engine_of_a_worker_that_another_group_names(
     start_front: StartFront, tmp_path: Path, group: str, workers: tuple[int, ...]
 ) -> None:
-    named = Group("left", 1, ("m",), workers=("w0",)), Group("fallback", 1, ("n",), workers=("w1",))
-    plan = saved(tmp_path, *named, Group("right", 1, ("n2",)))
+    named = HerdGroup("left", 1, ("m",), workers=("w0",)), HerdGroup("fallback", 1, ("n",), workers=("w1",))
+    plan = saved(tmp_path, *named, HerdGroup("right", 1, ("n2",)))
     async with engines(4) as fakes:
         front = await start_front(engines=placed(fakes, plan=plan, group=group), wait=False)
         assert set(front.cluster.engines_ready) == {name_of(fakes[number]) for number in workers}
@@ -231,7 +231,7 @@ async def test_one_groups_server_has_no_engine_of_a_worker_that_another_group_na
 async def test_the_fallback_groups_server_has_the_workers_and_models_that_no_group_names(
     start_front: StartFront, tmp_path: Path
 ) -> None:
-    plan = saved(tmp_path, Group("left", 1, ("m",), streams=(("chat", "n"),), workers=("w0",)))
+    plan = saved(tmp_path, HerdGroup("left", 1, ("m",), streams=(("chat", "n"),), workers=("w0",)))
     async with engines(2) as (first, second):
         front = await start_front(engines=placed((first, second), plan=plan, group="fallback"))
         assert await ask(front, "n") == (200, name_of(second))
@@ -242,9 +242,9 @@ async def test_the_fallback_groups_server_has_the_workers_and_models_that_no_gro
 async def test_models_of_other_groups_are_404_whatever_the_engines_serve(
     start_front: StartFront, tmp_path: Path
 ) -> None:
-    left = Group("left", 1, ("m",), streams=(("chat", "k"),), workers=("w0",))
-    plan = saved(tmp_path, left, Group("right", 1, ("n",), workers=("w1",)))
-    async with engines(2, others={"n": Pace(0.005), "k": Pace(0.005)}) as (first, second):
+    left = HerdGroup("left", 1, ("m",), streams=(("chat", "k"),), workers=("w0",))
+    plan = saved(tmp_path, left, HerdGroup("right", 1, ("n",), workers=("w1",)))
+    async with engines(2, others={"n": FakePace(0.005), "k": FakePace(0.005)}) as (first, second):
         front = await start_front(engines=placed((first, second), plan=plan, group="left"))
         assert sorted(front.cluster.models) == ["k", "m"]
         assert await ask(front, "m") == (200, name_of(first))
@@ -257,7 +257,7 @@ async def test_models_of_other_groups_are_404_whatever_the_engines_serve(
 async def test_one_groups_server_is_told_streams_deadlines_and_lengths_by_whoever_stands_before_it(
     tmp_path: Path, start_front: StartFront
 ) -> None:
-    plan = saved(tmp_path, Group("left", 1, ("m",), workers=("w0",)))
+    plan = saved(tmp_path, HerdGroup("left", 1, ("m",), workers=("w0",)))
     async with engines(1, slots=2) as fakes:
         front = await start_front(engines=placed(fakes, 2, plan=plan, group="left"))
         headers = {"x-llmserve-slo-ms": "30000", "x-llmserve-predicted-tokens": "1", "x-llmserve-stream": "mail"}
@@ -279,7 +279,9 @@ async def test_one_groups_server_is_told_streams_deadlines_and_lengths_by_whoeve
 
 
 async def test_a_group_without_an_engine_here_is_said(tmp_path: Path) -> None:
-    plan = saved(tmp_path, Group("left", 1, ("m",), workers=("w1",)), Group("right", 1, ("n",), workers=("w0",)))
+    plan = saved(
+        tmp_path, HerdGroup("left", 1, ("m",), workers=("w1",)), HerdGroup("right", 1, ("n",), workers=("w0",))
+    )
     for group, message in (
         ("left", "group left: none of the engines is on its workers, w1"),
         ("fallback", "group fallback: none of the engines is on a worker that no other group names"),

@@ -26,7 +26,7 @@ from llmserve.api.limits import KeyLimits
 from llmserve.api.parse import BODIES, parse_call
 from llmserve.cluster.in_flight import Head, InFlightCall, Receipt
 from llmserve.cluster.live import LiveCluster
-from llmserve.deadline_settings import Deadlines
+from llmserve.deadline_settings import DefaultDeadlines
 from llmserve.errors import BadRequest, MethodNotAllowed, ModelNotFound, NotFound, RequestError, Unavailable
 from llmserve.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
 from llmserve.metrics import Metrics
@@ -96,7 +96,7 @@ class _Endpoints:
         self._metrics = metrics
         self._key_limits = key_limits
         self._config = config
-        self._deadlines = Deadlines(config.slo_ms)
+        self._deadlines = DefaultDeadlines(config.slo_ms)
 
     # ---- completions ----
 

@@ -28,20 +28,20 @@ NotNegative = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
-class _Open(BaseModel):
+class _AnyFields(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
-class StreamOptions(_Open):
+class StreamOptions(_AnyFields):
     include_usage: StrictBool | None = None
 
 
-class Message(_Open):
+class Message(_AnyFields):
     role: StrictStr
     content: StrictStr | Several[dict[str, Any]] | None = None
 
 
-class Body(_Open):
+class Body(_AnyFields):
     """What chat and plain completions share; fields not named here go to the engine unseen."""
 
     model: StrictStr

@@ -12,7 +12,7 @@ from llmserve.engines.engine import ServedModel
 from predictor.prompt import Prompt
 
 
-class Forecast(Protocol):
+class LengthForecast(Protocol):
     """Equally likely output lengths, tokens, ascending; () when nothing is known. The middle one is the median."""
 
     @property
@@ -22,7 +22,7 @@ class Forecast(Protocol):
     def median(self) -> float | None: ...
 
 
-class Forecaster(Protocol):
+class LengthForecaster(Protocol):
     """Says how long answers will be, in bounded time, and is told how long they became."""
 
     @property
@@ -40,7 +40,7 @@ class AnswerLengths:
     record      None: nothing is recorded
     """
 
-    def __init__(self, forecaster: Forecaster | None, record: LengthRecord | None) -> None:
+    def __init__(self, forecaster: LengthForecaster | None, record: LengthRecord | None) -> None:
         self._forecaster = forecaster
         self._record = record
 
@@ -63,7 +63,7 @@ class AnswerLengths:
         if self._forecaster is None:
             return None, ()
         least = call.output_tokens_min
-        forecast: Forecast = await self._forecaster.forecast(call.prompt, least=least, most=most)
+        forecast: LengthForecast = await self._forecaster.forecast(call.prompt, least=least, most=most)
         in_flight.forecast = forecast
         return forecast.median, tuple([round(length, 1) for length in forecast.lengths])
 

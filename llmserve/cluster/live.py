@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from bins.dispatch import DispatchSolver
 from bins.profile import Profile
-from llmserve.cluster.answer_lengths import AnswerLengths, Forecaster
+from llmserve.cluster.answer_lengths import AnswerLengths, LengthForecaster
 from llmserve.cluster.calls import RunningCalls
 from llmserve.cluster.fleet import EngineHandle, Fleet
 from llmserve.cluster.in_flight import InFlightCall
@@ -68,7 +68,7 @@ class LiveCluster:
         engines: list[Engine],
         journal: Journal,
         *,
-        forecaster: Forecaster | None = None,
+        forecaster: LengthForecaster | None = None,
         record: LengthRecord | None = None,
         config: LiveConfig | None = None,
         wanted: Callable[[str], bool] = lambda model: True,

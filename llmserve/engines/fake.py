@@ -54,7 +54,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class FakePace:
     """Seconds: an answer of L tokens in a batch of b takes prefill_s + L (step_s + row_s b)."""
 
     step_s: float = 0.01
@@ -110,7 +110,7 @@ class FakeEngine:
         row_s: float = 0.0,
         barrier: bool = False,
         model: str = "fake",
-        others: Mapping[str, Pace] = MappingProxyType({}),
+        others: Mapping[str, FakePace] = MappingProxyType({}),
         output_tokens: int = 16,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -127,7 +127,7 @@ class FakeEngine:
         self._slots = asyncio.Semaphore(slots)
         self._barrier = barrier
         self._queue: BatchQueue[_Turn] = BatchQueue(gather_s)
-        self._paces = {model: Pace(step_s, prefill_s, row_s), **others}
+        self._paces = {model: FakePace(step_s, prefill_s, row_s), **others}
         if not barrier and any(pace.row_s for pace in self._paces.values()):
             raise ValueError("row_s: only a barrier engine has batches of a size")
         self._output_tokens = output_tokens
@@ -266,7 +266,7 @@ class FakeEngine:
 
     def _is_instant(self, model: str) -> bool:
         """Whether answers need neither time nor a slot."""
-        return self._paces[model] == Pace(0.0) and not self._barrier and self.fault.mode == "ok"
+        return self._paces[model] == FakePace(0.0) and not self._barrier and self.fault.mode == "ok"
 
     async def _steps(
         self, began: _Began, answer: FakeAnswer, fault: Fault, stride: int = 1
@@ -405,12 +405,12 @@ def main() -> None:
         sys.exit(f"llmserve.engines.fake: error: {error}")
 
 
-def _other(text: str) -> tuple[str, Pace]:
+def _other(text: str) -> tuple[str, FakePace]:
     name, separator, seconds = text.rpartition("=")
     if not (separator and name):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=STEP_S[,PREFILL_S[,ROW_S]]")
     try:
-        return name, Pace(*[float(part) for part in seconds.split(",")])
+        return name, FakePace(*[float(part) for part in seconds.split(",")])
     except (TypeError, ValueError):
         raise argparse.ArgumentTypeError(f"{text!r} does not end with one to three numbers of seconds") from None
 

@@ -96,7 +96,7 @@ class Client:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeasuringPlan:
     """Which batches run: in every round each size with each length, shuffled."""
 
     sizes: Sequence[int]
@@ -125,7 +125,7 @@ class Measured:
 
 
 async def measure(
-    url: str, model: str | None, plan: Plan, energy: GpuEnergy | None, *, idle_s: float, on_batch: OnBatch
+    url: str, model: str | None, plan: MeasuringPlan, energy: GpuEnergy | None, *, idle_s: float, on_batch: OnBatch
 ) -> Measured:
     """Run a plan's batches, after a largest one that does not count.
 

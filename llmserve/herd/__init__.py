@@ -31,7 +31,7 @@ from llmserve.herd.instance import Instance, Model, Rates, Stream, StreamColumns
 from llmserve.herd.planning import (
     STREAMS_TOLD_MAX,
     TIME_LIMIT_S,
-    Group,
+    HerdGroup,
     Plan,
     PlannedModel,
     PlannedStream,
@@ -44,7 +44,7 @@ from llmserve.herd.task import affinity_sets, divergence, goodputs_per_s, needs_
 __all__ = [
     "STREAMS_TOLD_MAX",
     "TIME_LIMIT_S",
-    "Group",
+    "HerdGroup",
     "Instance",
     "Model",
     "NoPlan",

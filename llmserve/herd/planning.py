@@ -55,7 +55,7 @@ STREAMS_TOLD_MAX = 1_000  # with more, a plan names models only: it stays small,
 # ---- a plan -------------------------------------------------------------------------------------------------------
 
 
-class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class HerdGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """GPUs with a scheduler of their own, each holding all of the group's models.
 
     streams          (stream, model) pairs served here although another group has the model; `plan` makes none
@@ -107,7 +107,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     moves            models that were in another group of the previous plan; None: there was none
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[HerdGroup, ...]
     models: tuple[PlannedModel, ...] = ()
     streams: tuple[PlannedStream, ...] = ()
     burst_tolerance: float | None = None
@@ -144,7 +144,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         write_json(path, self, "plan")
 
 
-PARTS: Parts = {"groups[": Group, "models[": PlannedModel, "streams[": PlannedStream}
+PARTS: Parts = {"groups[": HerdGroup, "models[": PlannedModel, "streams[": PlannedStream}
 
 
 # ---- from an instance to its plan ---------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def _in_words(instance: Instance, streams: Streams, needs: Floats, grouping: Gro
     for number in np.unique(grouping.group).tolist():
         members, gpus = np.flatnonzero(grouping.group == number), int(grouping.sizes[number])
         groups.append(
-            Group(
+            HerdGroup(
                 name=names[number],
                 gpus=gpus,
                 models=tuple(instance.models[k].name for k in members),

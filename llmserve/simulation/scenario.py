@@ -317,7 +317,7 @@ def _scores(
 
 
 @dataclass(frozen=True, slots=True)
-class EngineKind:
+class SimulatedKind:
     """Engines that are alike.
 
     slots    of a barrier engine, its largest batch
@@ -331,24 +331,24 @@ class EngineKind:
     name: str | None
 
 
-def engine_kinds(scenario: Scenario, scheduling: SchedulingConfig) -> list[EngineKind]:
+def engine_kinds(scenario: Scenario, scheduling: SchedulingConfig) -> list[SimulatedKind]:
     """scheduling : resolved. Raises ConfigError on a profile that cannot be read."""
     slots = scenario.sequences_max(scheduling)
     try:
         if not scenario.engine:
             profile = None if scenario.profile is None else resolve(scenario.profile)
-            return [EngineKind(scenario.engines, slots, profile, scenario.profile)]
+            return [SimulatedKind(scenario.engines, slots, profile, scenario.profile)]
         return [_kind(text, slots, scenario) for text in scenario.engine]
     except ValueError as error:
         raise ConfigError(f"{'engine' if scenario.engine else 'profile'}: {error}") from error
 
 
-def _kind(text: str, slots: int, scenario: Scenario) -> EngineKind:
+def _kind(text: str, slots: int, scenario: Scenario) -> SimulatedKind:
     """Engines as asked for. Raises ValueError when the text is none of KIND, or names no profile."""
     match = KIND.match(text)
     if match is None:
         raise ValueError(f"{text!r} is not [COUNTx]PROFILE[:SLOTS]")
-    return EngineKind(int(match[1] or 1), _own_slots(match[3], slots, scenario), resolve(match[2]), match[2])
+    return SimulatedKind(int(match[1] or 1), _own_slots(match[3], slots, scenario), resolve(match[2]), match[2])
 
 
 def _own_slots(asked: str | None, slots: int, scenario: Scenario) -> int:

@@ -23,8 +23,8 @@ from bench.servers import MODEL_FOLDER
 
 from llmserve.engines.embedded import demo_corpus
 from llmserve.engines.embedded.demo_corpus import Example
-from llmserve.engines.embedded.generation import Delta, LanguageModel, Row
-from llmserve.engines.embedded.protocol import Message
+from llmserve.engines.embedded.generation import DecodingRow, Delta, LanguageModel
+from llmserve.engines.embedded.protocol import ChatMessage
 
 ANSWER_TOKENS_MAX = 480  # a right answer has at most about 420
 
@@ -58,7 +58,7 @@ def answers(
     with shared() as report:
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
-            asked = [model.chat_ids([Message("user", examples[row].prompt)]) for row in batch]
+            asked = [model.chat_ids([ChatMessage("user", examples[row].prompt)]) for row in batch]
             given = _run(model, [model.row(ids, answer_tokens_max, model.defaults) for ids in asked])
             found |= zip(batch, given, strict=True)
             tokens_per_s = sum(answer.output_tokens for answer in found.values()) / (time.monotonic() - began)
@@ -66,7 +66,7 @@ def answers(
     return [found[row] for row in range(len(examples))]
 
 
-def _run(model: LanguageModel, rows: list[Row]) -> list[Answer]:
+def _run(model: LanguageModel, rows: list[DecodingRow]) -> list[Answer]:
     texts = ["" for _ in rows]
     reasons = ["" for _ in rows]
 

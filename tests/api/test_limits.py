@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from llmserve.api.limits import KeyLimits, read_keys
-from llmserve.deadline_settings import Deadlines
+from llmserve.deadline_settings import DefaultDeadlines
 from llmserve.errors import ConfigError, RateLimited, Unauthorized
 from llmserve.settings import ApiConfig
 
@@ -76,7 +76,7 @@ def test_one_key_may_ask_only_so_often_a_minute_and_learns_when_to_come_back() -
 
 
 def test_a_keys_deadline_goes_before_a_streams_that_before_a_models_and_that_before_the_plain_one() -> None:
-    deadlines = Deadlines(("5000", "model:org/a:8b=2e3", "stream:chat=1000", "key:batch=60000"))
+    deadlines = DefaultDeadlines(("5000", "model:org/a:8b=2e3", "stream:chat=1000", "key:batch=60000"))
     assert deadlines.slo_s("batch", "chat", "org/a:8b") == 60
     assert deadlines.slo_s("alice", "chat", "org/a:8b") == 1
     assert deadlines.slo_s("alice", "alice", "org/a:8b") == 2
@@ -84,8 +84,8 @@ def test_a_keys_deadline_goes_before_a_streams_that_before_a_models_and_that_bef
 
 
 def test_without_a_fitting_deadline_there_is_none() -> None:
-    assert Deadlines(()).slo_s("", "", "m") is None
-    assert Deadlines(("key:batch=1", "stream:chat=1", "model:a=1")).slo_s("", "", "b") is None
+    assert DefaultDeadlines(()).slo_s("", "", "m") is None
+    assert DefaultDeadlines(("key:batch=1", "stream:chat=1", "model:a=1")).slo_s("", "", "b") is None
 
 
 @pytest.mark.parametrize(

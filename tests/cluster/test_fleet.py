@@ -24,7 +24,7 @@ from worlds.invariants import check
 from llmserve.cluster.journal import Header, Journal
 from llmserve.cluster.live import LiveCluster
 from llmserve.engines.engine_process import EngineProcess
-from llmserve.engines.fake import FakeEngine, Fault, Pace
+from llmserve.engines.fake import FakeEngine, FakePace, Fault
 from llmserve.engines.openai_engine import OpenAIEngine
 from llmserve.policies import SchedulingConfig
 from llmserve.request import Call, EngineInfo
@@ -142,7 +142,7 @@ async def test_an_engine_that_only_fails_is_left_alone_until_it_works_again(star
 
 
 async def test_bad_requests_open_no_circuit(start_front: StartFront) -> None:
-    async with FakeEngine(step_s=0, model="other", others={"fake": Pace(0.0)}) as engine:
+    async with FakeEngine(step_s=0, model="other", others={"fake": FakePace(0.0)}) as engine:
         front = await start_front(engine, scheduling={"circuit_faults_max": 1}, live=LiveConfig(probe_every_s=60))
         del engine._paces["fake"]  # which nobody hears of before the next probe
         ends = [await ask(front, stream=False, max_tokens=3) for _ in range(10)]

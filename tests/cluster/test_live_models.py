@@ -22,7 +22,7 @@ from bins.curve import Curve
 from bins.profile import Profile, StepTimes
 from llmserve.cluster import journal
 from llmserve.dispatch_config import DispatchConfig
-from llmserve.engines.fake import FakeEngine, Pace
+from llmserve.engines.fake import FakeEngine, FakePace
 from llmserve.errors import ConfigError
 from llmserve.request import Request
 from llmserve.scheduling.messages import (
@@ -94,7 +94,7 @@ async def test_each_model_is_answered_by_the_engines_that_serve_it(start_front: 
     async with (
         FakeEngine(step_s=0.01, model="small", slots=2) as first,
         FakeEngine(step_s=0.01, model="large", slots=2) as second,
-        FakeEngine(step_s=0.01, model="small", others={"large": Pace(0.01)}, slots=2) as both,
+        FakeEngine(step_s=0.01, model="small", others={"large": FakePace(0.01)}, slots=2) as both,
     ):
         front = await start_front(first, second, both, slots=2)
         assert await listed(front) == ["large", "small"]
@@ -210,7 +210,7 @@ async def test_the_scheduler_is_told_each_engines_models_worker_and_speeds_again
         requests = asyncio.ensure_future(statuses(front, "small", 20, max_tokens=20))
         await until(lambda: events(front, EngineReady)[-1].engine.slots == 2)  # that is seen when they are full
         learnt = events(front, EngineReady)[-1].engine
-        engine._paces["large"] = Pace(0.0)
+        engine._paces["large"] = FakePace(0.0)
         await until(lambda: events(front, EngineReady)[-1].engine.models != ("small",))
         last = events(front, EngineReady)[-1].engine
         assert await requests == {200: 20}
@@ -294,7 +294,7 @@ async def test_a_stream_name_that_no_label_should_carry_is_400(start_front: Star
 
 
 async def test_metrics_tell_models_and_streams_apart(start_front: StartFront) -> None:
-    async with FakeEngine(step_s=0.005, model="small", others={"large": Pace(0.005)}) as engine:
+    async with FakeEngine(step_s=0.005, model="small", others={"large": FakePace(0.005)}) as engine:
         front = await start_front(engine)
         for _ in range(3):
             await ask(front, "small", max_tokens=4, headers={"x-llmserve-stream": "chat", **TIGHT})
@@ -317,11 +317,11 @@ async def test_metrics_tell_models_and_streams_apart(start_front: StartFront) ->
 # ---- preemption ----
 
 
-SMALL, LARGE = Pace(0.02, prefill_s=0.05), Pace(0.02, prefill_s=2.0)
+SMALL, LARGE = FakePace(0.02, prefill_s=0.05), FakePace(0.02, prefill_s=2.0)
 HURRY = {"x-llmserve-slo-ms": "1000"}  # too short to wait until a large one has ended
 
 
-def speeds(folder: Path, **paces: Pace) -> DispatchConfig:
+def speeds(folder: Path, **paces: FakePace) -> DispatchConfig:
     """Profiles of models that are as fast as they are made to be."""
     for model, pace in paces.items():
         profile = Profile.timed(
@@ -408,7 +408,7 @@ async def test_a_stream_of_which_nobody_has_seen_a_byte_may_be_preempted_too(
 
 async def test_a_stream_that_has_begun_is_not_preempted(shared_gpu: tuple[Front, FakeEngine]) -> None:
     front, engine = shared_gpu
-    engine._paces["large"] = Pace(0.02)  # which begins sooner than anybody was told
+    engine._paces["large"] = FakePace(0.02)  # which begins sooner than anybody was told
     response = await front.post(model="large", max_tokens=100, stream=True).__aenter__()
     assert await response.content.readany()
     assert await burst(front) == {504: 8}
@@ -478,7 +478,7 @@ async def test_a_client_that_leaves_after_its_preemption_costs_no_engine_any_mor
 
 
 async def test_under_bursts_every_request_ends_exactly_once(start_front: StartFront, tmp_path: Path) -> None:
-    large_, small_ = Pace(0.01, prefill_s=0.3), Pace(0.01)
+    large_, small_ = FakePace(0.01, prefill_s=0.3), FakePace(0.01)
     dispatch = speeds(tmp_path, large=large_, small=small_)
     async with (
         FakeEngine(step_s=0.01, model="small", others={"large": large_}, slots=8, barrier=True) as first,
@@ -537,7 +537,9 @@ async def test_each_model_is_planned_for_by_its_own_profile(start_front: StartFr
     for model, step_s in (("small", 0.001), ("large", 0.02)):
         Profile.timed(model, Curve.affine(0.0, step_s), source="Made up.").save(tmp_path / f"{model}.json")
     profiles = tuple([f"model:{model}={tmp_path}/{model}.json" for model in ("small", "large")])
-    async with FakeEngine(step_s=0.001, model="small", others={"large": Pace(0.02)}, slots=4, barrier=True) as engine:
+    async with FakeEngine(
+        step_s=0.001, model="small", others={"large": FakePace(0.02)}, slots=4, barrier=True
+    ) as engine:
         front = await start_front(
             engine,
             barrier=True,
@@ -556,7 +558,7 @@ async def test_each_model_is_planned_for_by_its_own_profile(start_front: StartFr
 
 
 async def test_a_model_may_have_a_predictor_of_its_own(start_front: StartFront) -> None:
-    async with FakeEngine(step_s=0, model="small", others={"large": Pace(0.0)}) as engine:
+    async with FakeEngine(step_s=0, model="small", others={"large": FakePace(0.0)}) as engine:
         chosen = PredictorConfig(predictor=("none", f"model:large={predictor.DEMO}"))
         front = await start_front(engine, prediction=chosen)
         for model in ("small", "large", "large"):

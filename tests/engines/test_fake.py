@@ -11,7 +11,7 @@ import aiohttp
 import openai
 import pytest
 
-from llmserve.engines.fake import FakeEngine, Fault, Pace
+from llmserve.engines.fake import FakeEngine, FakePace, Fault
 
 LIMIT_S = 60.0
 
@@ -79,7 +79,7 @@ async def test_an_answer_takes_a_step_for_each_token(session):
 
 
 async def test_several_models_have_paces_of_their_own(session):
-    async with FakeEngine(step_s=0.1, others={"quick": Pace(0.01, prefill_s=0.02)}) as engine:
+    async with FakeEngine(step_s=0.1, others={"quick": FakePace(0.01, prefill_s=0.02)}) as engine:
         async with session.get(engine.url + "/v1/models") as response:
             assert [model["id"] for model in (await response.json())["data"]] == ["fake", "quick"]
         started_s = asyncio.get_running_loop().time()

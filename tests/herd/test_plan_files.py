@@ -12,7 +12,7 @@ import pytest
 from instances import instance, served, table_5, without_time
 
 from llmserve.errors import ConfigError
-from llmserve.herd import Group, Instance, Model, Plan, StreamColumns, plan
+from llmserve.herd import HerdGroup, Instance, Model, Plan, StreamColumns, plan
 
 
 def test_an_instance_and_its_plan_come_back_from_their_files(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_plan_written_by_hand_needs_groups_only(tmp_path: Path) -> None:
     ]
     path.write_text(json.dumps({"groups": groups}))
     found = Plan.load(path)
-    assert found.groups[1] == Group("b", 2, (), (("x", "n"),))
+    assert found.groups[1] == HerdGroup("b", 2, (), (("x", "n"),))
     assert [found.group_of(*pair) for pair in (("x", "n"), ("y", "n"), ("x", "m"), ("x", "o"))] == ["b", "a", "a", None]
 
 

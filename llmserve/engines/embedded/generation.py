@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from llmserve.engines.embedded.protocol import Message
+from llmserve.engines.embedded.protocol import ChatMessage
 from llmserve.engines.embedded.sampling import Sampler, Sampling
 from llmserve.engines.embedded.text import TextStream
 
@@ -37,7 +37,7 @@ class Delta(NamedTuple):
     finish_reason: str | None
 
 
-class Row:
+class DecodingRow:
     """One request of a batch. The worker thread calls `accept`; any thread may set `gone`."""
 
     def __init__(
@@ -112,7 +112,7 @@ class LanguageModel:
         torch.set_num_threads(threads or (1 if small else os.cpu_count() or 1))
         return cls(tokenizer, model)
 
-    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+    def chat_ids(self, messages: Sequence[ChatMessage]) -> list[int]:
         """A conversation as the model was trained to read it; raises PromptError."""
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
@@ -132,14 +132,14 @@ class LanguageModel:
         sampling: Sampling,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
-    ) -> Row:
+    ) -> DecodingRow:
         """A request as a row; the prompt must be shorter than the context.
 
         max_tokens None: the generation configuration's max_new_tokens, else as many as fit.
         """
         room = self.context_tokens - len(prompt_ids)
         assert 0 < len(prompt_ids) < self.context_tokens
-        return Row(
+        return DecodingRow(
             prompt_ids,
             min(max_tokens or self._max_new_tokens or room, room),
             sampling,
@@ -147,7 +147,7 @@ class LanguageModel:
             TextStream(self._decode, stop, prompt_ids),
         )
 
-    def run(self, rows: Sequence[Row], emit: Callable[[list[Delta | None]], None]) -> None:
+    def run(self, rows: Sequence[DecodingRow], emit: Callable[[list[Delta | None]], None]) -> None:
         """Runs a static batch until no row is live, telling after each step what it brought to each row.
 
         A row that has ended stays in the tensors to the end of the batch, as padding.
@@ -179,7 +179,7 @@ class LanguageModel:
 class _PaddedBatch:
     """The tensors of one batch: prompts padded on the left, so that all rows write to the same column."""
 
-    def __init__(self, model: Any, rows: Sequence[Row]) -> None:
+    def __init__(self, model: Any, rows: Sequence[DecodingRow]) -> None:
         self._model = model
         self._columns = max(len(row.prompt_ids) for row in rows)
         total = self._columns + max(row.max_tokens for row in rows)

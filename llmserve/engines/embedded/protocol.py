@@ -57,7 +57,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ChatMessage:
     """One turn of a conversation."""
 
     role: str
@@ -68,11 +68,11 @@ class Message:
 class Conversation:
     """A prompt for the model's chat template; at least one message."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CompletionCall:
     """A valid request. `prompt` is a conversation, a text or token ids; max_tokens None: as many as fit."""
 
     prompt: Conversation | str | tuple[int, ...]
@@ -85,7 +85,7 @@ class Call:
     include_usage: bool
 
 
-def parse_call(raw: bytes, defaults: Sampling, *, chat: bool) -> Call:
+def parse_call(raw: bytes, defaults: Sampling, *, chat: bool) -> CompletionCall:
     """Checks a body and fills in the model's defaults. Raises BadRequest, naming the field."""
     fields = _Fields(_object(raw))
     fields.refuse_unsupported()
@@ -96,7 +96,7 @@ def parse_call(raw: bytes, defaults: Sampling, *, chat: bool) -> Call:
     options = fields.mapping("stream_options")
     if options is not None and not stream:
         raise BadRequest("stream_options is only allowed with stream", param="stream_options")
-    return Call(
+    return CompletionCall(
         prompt=_conversation(fields.get("messages")) if chat else _prompt(fields.get("prompt")),
         model=fields.text("model"),
         max_tokens=max_tokens,
@@ -224,7 +224,7 @@ def _conversation(value: Any) -> Conversation:
     return Conversation(tuple(_message(item, f"messages[{index}]") for index, item in enumerate(value)))
 
 
-def _message(item: Any, param: str) -> Message:
+def _message(item: Any, param: str) -> ChatMessage:
     if not isinstance(item, dict):
         raise BadRequest(f"{param} must be an object", param=param)
     role = item.get("role")
@@ -232,7 +232,7 @@ def _message(item: Any, param: str) -> Message:
         role = "system"
     if role not in ("system", "user", "assistant"):
         raise BadRequest(f"{param}.role must be system, user or assistant", param=f"{param}.role")
-    return Message(role, _content(item.get("content"), f"{param}.content"))
+    return ChatMessage(role, _content(item.get("content"), f"{param}.content"))
 
 
 def _content(value: Any, param: str) -> str:
@@ -256,7 +256,7 @@ def _encodable(text: str, param: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """Token counts; the end-of-sequence token is not counted."""
 
     prompt_tokens: int
@@ -282,7 +282,7 @@ class Writer:
         prefix = "chatcmpl" if chat else "cmpl"
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def body(self, text: str, finish_reason: str, usage: Usage) -> bytes:
+    def body(self, text: str, finish_reason: str, usage: TokenUsage) -> bytes:
         """The whole answer."""
         content: dict[str, Any] = {"text": text}
         if self._chat:
@@ -300,7 +300,7 @@ class Writer:
         """An event with a piece of the answer."""
         return self._choice({"delta": {"content": text}} if self._chat else {"text": text}, None)
 
-    def closing(self, finish_reason: str, usage: Usage) -> bytes:
+    def closing(self, finish_reason: str, usage: TokenUsage) -> bytes:
         """The last events: why it ended, how many tokens if the client asked, and that it is over."""
         events = self._choice({"delta": {}} if self._chat else {"text": ""}, finish_reason)
         if self._include_usage:

@@ -16,8 +16,8 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
 
 from llmserve.engines.embedded.batching import BatchQueue, Seat, seat_of
-from llmserve.engines.embedded.generation import Delta, LanguageModel, PromptError, Row
-from llmserve.engines.embedded.protocol import Call, Conversation, Usage, Writer, parse_call
+from llmserve.engines.embedded.generation import DecodingRow, Delta, LanguageModel, PromptError
+from llmserve.engines.embedded.protocol import CompletionCall, Conversation, TokenUsage, Writer, parse_call
 from llmserve.errors import BadRequest, ModelNotFound, NotFound, RateLimited, RequestError, Unavailable
 
 log = logging.getLogger("llmserve.embedded")
@@ -28,7 +28,7 @@ _BODY_BYTES_MAX = 16 << 20
 class Reply:
     """One request on its way: its row for the worker, and the deltas for its client."""
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: DecodingRow) -> None:
         self.row = row
         self._inbox: asyncio.Queue[Delta | RequestError] = asyncio.Queue()
 
@@ -48,11 +48,11 @@ class Reply:
                 return Delta(text, news.finish_reason)
 
     @property
-    def usage(self) -> Usage:
-        return Usage(len(self.row.prompt_ids), self.row.output_tokens)
+    def usage(self) -> TokenUsage:
+        return TokenUsage(len(self.row.prompt_ids), self.row.output_tokens)
 
 
-class Metrics:
+class EmbeddedMetrics:
     """Counters of one engine, in a registry of their own."""
 
     def __init__(self, waiting: Callable[[], int]) -> None:
@@ -98,7 +98,7 @@ class EmbeddedEngine:
         self._worker = ThreadPoolExecutor(1, "model")
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
         self._task: asyncio.Task[None] | None = None
-        self.metrics = Metrics(lambda: len(self._queue))
+        self.metrics = EmbeddedMetrics(lambda: len(self._queue))
 
     def start(self) -> None:
         """Begins to take batches."""
@@ -122,7 +122,7 @@ class EmbeddedEngine:
         self._worker.shutdown()
         self._tokenizing.shutdown()
 
-    async def submit(self, body: Awaitable[bytes], seat: Seat | None, *, chat: bool) -> tuple[Call, Reply]:
+    async def submit(self, body: Awaitable[bytes], seat: Seat | None, *, chat: bool) -> tuple[CompletionCall, Reply]:
         """Reads a request and seats it in its batch; raises RequestError, and then nobody waits for it."""
         try:
             call = parse_call(await body, self.model.defaults, chat=chat)
@@ -161,7 +161,7 @@ class EmbeddedEngine:
         except ValueError as error:
             raise BadRequest(str(error)) from None
 
-    async def _row(self, call: Call) -> Row:
+    async def _row(self, call: CompletionCall) -> DecodingRow:
         prompt_ids = await self._prompt_ids(call)
         limit = self.model.context_tokens
         param = "messages" if isinstance(call.prompt, Conversation) else "prompt"
@@ -176,7 +176,7 @@ class EmbeddedEngine:
             )
         return self.model.row(prompt_ids, call.max_tokens, call.sampling, call.stop, call.ignore_eos)
 
-    async def _prompt_ids(self, call: Call) -> list[int]:
+    async def _prompt_ids(self, call: CompletionCall) -> list[int]:
         tokenize = partial(asyncio.get_running_loop().run_in_executor, self._tokenizing)
         match call.prompt:
             case str() as text:

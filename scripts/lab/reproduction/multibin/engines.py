@@ -23,7 +23,7 @@ from bench.servers import vllm
 import predictor
 from bins.fitting import Observation
 from llmserve import bench as throughput
-from llmserve.bench import BASELINE, Arrangement, Run
+from llmserve.bench import BASELINE, Arrangement, BenchRun
 from llmserve.engines import measuring
 from llmserve.engines.embedded import demo_corpus
 from llmserve.simulation.estimates import estimate
@@ -109,7 +109,7 @@ class Observed:
 
     batches: list[Observation]
     answers: dict[str, list[Observation]]
-    runs: dict[str, list[Run]]
+    runs: dict[str, list[BenchRun]]
     cost: np.poly1d
 
 
@@ -132,7 +132,7 @@ async def observe(effort: Effort, report: Report) -> Observed:
     answers: dict[str, list[Observation]] = {}
     report("Fig. 1 (a): batches of the embedded engine", 0.0)
     async with throughput.embedded_engine(max(effort.sizes)) as url:
-        plan = measuring.Plan(effort.sizes, effort.tokens, effort.rounds, effort.seed)
+        plan = measuring.MeasuringPlan(effort.sizes, effort.tokens, effort.rounds, effort.seed)
         measured = await measuring.measure(url, None, plan, None, idle_s=0, on_batch=lambda *_: None)
         report("Fig. 5: its answers, one by one", 0.05)
         answers[EMBEDDED] = await answer_times(url, effort)
@@ -161,11 +161,11 @@ async def answer_times(url: str, effort: Effort) -> list[Observation]:
         ]
 
 
-async def _all_at_once(effort: Effort, report: Report) -> tuple[dict[str, list[Run]], np.poly1d]:
+async def _all_at_once(effort: Effort, report: Report) -> tuple[dict[str, list[BenchRun]], np.poly1d]:
     """Fig. 7 and 11: every arrangement in turn, pass after pass, before one engine."""
     prompts = [example.prompt for example in demo_corpus.examples(effort.requests, seed=effort.seed, held_out=True)]
     asked = argparse.Namespace(batch_size=BATCH, predictor=str(predictor.DEMO))
-    found: dict[str, list[Run]] = {arrangement.name: [] for arrangement in effort.arrangements}
+    found: dict[str, list[BenchRun]] = {arrangement.name: [] for arrangement in effort.arrangements}
     async with AsyncExitStack() as stack:
         engine_url = await stack.enter_async_context(throughput.embedded_engine(BATCH))
         urls = [
@@ -215,7 +215,7 @@ def line_rows(engine: str, answers: Sequence[Observation]) -> list[Row]:
     ]
 
 
-def gain_rows(effort: Effort, runs: dict[str, list[Run]], cost: np.poly1d) -> list[Row]:
+def gain_rows(effort: Effort, runs: dict[str, list[BenchRun]], cost: np.poly1d) -> list[Row]:
     """Fig. 7 and 11, each gain beside the one that the seen lengths imply."""
     results = {result["arrangement"]: result for result in throughput.rows(runs, cost)}
     rows = [Row(ORACLE, {"k": 1}, RATE, "1/s", results[BASELINE.name]["tokens_per_s"])]

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bins.average_cost import (
+    IteratedSolution,
     NotConverged,
     Policy,
     SemiMarkov,
-    Solution,
     evaluate,
     policy_iteration,
     relative_value_iteration,
@@ -59,7 +59,7 @@ def converged(overflow_cost: float, states_max: int) -> Truncation:
     return Truncation.of(model, policy_iteration(model, greedy).policy)
 
 
-def capped(model: SemiMarkov) -> Solution:
+def capped(model: SemiMarkov) -> IteratedSolution:
     """Relative value iteration as the paper runs it: until the cap, if need be."""
     try:
         return relative_value_iteration(model, epsilon=EPSILON, iterations_max=ITERATIONS_MAX)
@@ -139,10 +139,10 @@ def table_2(effort: Effort) -> Iterator[Row]:
             yield Row("Table II", {"c_o": "100 for 0"}, f"{name} saved", "%", saved, share, 2e-3, kind="derived")
 
 
-def _least_acceptable(overflow_cost: float, guess: int) -> tuple[Solution, Truncation, int]:
+def _least_acceptable(overflow_cost: float, guess: int) -> tuple[IteratedSolution, Truncation, int]:
     """The least acceptable s_max near a guess: it is, and one less is not."""
 
-    def attempt(states_max: int) -> tuple[Solution, Truncation, int]:
+    def attempt(states_max: int) -> tuple[IteratedSolution, Truncation, int]:
         model = truncated(overflow_cost, states_max)
         solution = capped(model)
         return solution, Truncation.of(model, solution.policy), states_max
