@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import msgspec
-from worlds.faults import Closed, Fault, Lost, Mishap, Pace, Ready
+from worlds.faults import Closed, Fault, Lost, Pace, Ready, RequestFault
 
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
 from bins.profile import StepTimes
@@ -29,10 +29,10 @@ from llmserve.scheduling.trust import WINDOW_MIN
 
 RELEASES = ("full", "static:1", "static", "timeout", "greedy", "window", "rate-headroom", "deadline", "table")
 ORDERS = ("fffs", "fffs", "fffs", "shortest", "edf", "flex", "flex", "clockwork")
-BEFALL_ENGINES = ("deaths", "hangs", "paces", "closures", "changes")
+ENGINE_FAULTS = ("deaths", "hangs", "paces", "closures", "changes")
 KINDS = (
-    *BEFALL_ENGINES,
-    *("mishaps", "stale news", "leaving", "late aborts", "late timers", "slow plans", "early drain"),
+    *ENGINE_FAULTS,
+    *("request faults", "stale news", "leaving", "late aborts", "late timers", "slow plans", "early drain"),
 )
 TIMES_STAND = {"deaths", "closures", "changes", "leaving", "late aborts", "early drain"}  # kinds that slow nothing
 LENGTHS = ("constant", "lognormal", "heavy", "ties", "tiny")
@@ -49,9 +49,9 @@ STREAMS = ("", "chat", "mail")
 
 @dataclass(frozen=True, slots=True)
 class Odds:
-    """Of a mishap: of each start, that one befalls it; of each kind; share of them that come at once."""
+    """Of a request_fault: of each start, that one is injected; of each kind; share of them that come at once."""
 
-    mishap: float
+    request_fault: float
     kinds: tuple[str, ...]
     at_once: float
 
@@ -70,7 +70,7 @@ class EngineLife:
     stale_s: float | None
 
     def batch_s(self, size: int, tokens: float) -> float:
-        """Seconds of a batch of so many, the longest of them of so many tokens, if nothing befalls it."""
+        """Seconds of a batch of so many, the longest of them of so many tokens, if no fault is injected."""
         return self.prefill_s + tokens * (self.step_s + self.step_s_more * (size - 1))
 
 
@@ -503,12 +503,12 @@ def _life(
     horizon_s: float,
     tick_s: float,
 ) -> EngineLife:
-    faults = _faults(rng, [kind for kind in BEFALL_ENGINES if kind in kinds], unit_s, horizon_s)
+    faults = _faults(rng, [kind for kind in ENGINE_FAULTS if kind in kinds], unit_s, horizon_s)
     return EngineLife(
         info,
         *costs,
         faults=tuple([(on_clock(at_s, tick_s), fault) for at_s, fault in faults]),
-        odds=_odds(rng) if "mishaps" in kinds else Odds(0.0, (), 0.0),
+        odds=_odds(rng) if "request faults" in kinds else Odds(0.0, (), 0.0),
         one_by_one=info.barrier and rng.random() < 0.3,
         stale_s=rng.choice([0.0, 1.0]) * unit_s if "stale news" in kinds else None,
     )
@@ -551,25 +551,25 @@ def _episode(rng: random.Random, kind: str, now_s: float, unit_s: float) -> list
 def _odds(rng: random.Random) -> Odds:
     kinds = ("refused", "broken", "bad request", "early", "stalled")
     return Odds(
-        mishap=rng.choice([0.1, 0.5, 1.0]),
+        request_fault=rng.choice([0.1, 0.5, 1.0]),
         kinds=tuple(rng.sample(kinds, rng.randint(1, len(kinds)))),
         at_once=rng.choice([0.0, 0.5, 1.0]),
     )
 
 
-def draw_mishap(rng: random.Random, odds: Odds, unit_s: float) -> Mishap | None:
-    """What befalls a request that starts."""
-    if rng.random() >= odds.mishap:
+def draw_request_fault(rng: random.Random, odds: Odds, unit_s: float) -> RequestFault | None:
+    """The fault that is injected into a request that starts."""
+    if rng.random() >= odds.request_fault:
         return None
     after_s = 0.0 if rng.random() < odds.at_once else rng.expovariate(1 / unit_s)
     kind = rng.choice(odds.kinds)
     if kind == "early":
-        return Mishap(after_s, "completed", rng.choice([0.0, 1.0, 3.0]))
+        return RequestFault(after_s, "completed", rng.choice([0.0, 1.0, 3.0]))
     if kind == "stalled":  # the client does not read
-        return Mishap(after_s, "cancelled")
+        return RequestFault(after_s, "cancelled")
     if kind == "bad request":
-        return Mishap(after_s, "failed")
-    return Mishap(after_s, "failed", fault=True, retryable=kind == "refused")
+        return RequestFault(after_s, "failed")
+    return RequestFault(after_s, "failed", fault=True, retryable=kind == "refused")
 
 
 def _drain_at_s(rng: random.Random, kinds: frozenset[str], horizon_s: float, tick_s: float) -> float | None:

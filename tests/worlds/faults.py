@@ -1,13 +1,13 @@
 """Simulated engines to which things happen: they die and come back, hang, slow down, close, change, fail requests.
 
-A fault befalls an engine at a time that is known beforehand. What has a length is made of two:
+A fault is injected into an engine at a time that is known beforehand. What has a length is made of two:
 
     dies and comes back     Lost, Ready
     hangs until given up    Pace(0), Lost (what watches it declares it lost), Ready
     slow for a while        Pace(1/8), Pace(1)
     drained and resumed     Closed, Ready
 
-A mishap befalls one request, some time after it starts: it fails, or its answer ends before its time.
+A request fault is injected into one request, some time after it starts: it fails, or its answer ends before its time.
 
 An engine that slows down has a clock of its own, which goes slower than the world's:
 
@@ -64,7 +64,7 @@ Fault = Lost | Ready | Closed | Pace
 
 
 @dataclass(frozen=True, slots=True)
-class Mishap:
+class RequestFault:
     """How a request ends before its time, `after_s` (>= 0) after its start. The rest as in RequestEnded."""
 
     after_s: float
@@ -75,11 +75,11 @@ class Mishap:
 
 
 class FaultyEngine:
-    """An engine model with faults and mishaps.
+    """An engine model with faults and request faults.
 
     make         a fresh engine model, at its beginning and after each loss
-    faults       (time_s, fault), in any order; between a loss and `Ready` nothing else befalls it
-    mishap       of a request that starts, None when nothing befalls it; called once for each start, in order
+    faults       (time_s, fault), in any order; between a loss and `Ready` no other fault is injected
+    request_fault  of a request that starts, None when none is injected; called once for each start, in order
     chance       which clients have seen bytes when the engine is lost
     tick_s       its clock: whatever ends does so at the next multiple of this; 0: exactly
     one_by_one   of a barrier engine: tell each request's end, not the batch's
@@ -91,7 +91,7 @@ class FaultyEngine:
         make: Callable[[], StepEngine],
         faults: Iterable[tuple[float, Fault]] = (),
         *,
-        mishap: Callable[[int], Mishap | None] = lambda request_id: None,
+        request_fault: Callable[[int], RequestFault | None] = lambda request_id: None,
         chance: Chance = lambda: 1.0,
         tick_s: float = 0.0,
         one_by_one: bool = False,
@@ -101,7 +101,7 @@ class FaultyEngine:
         self._engine = make()
         self.info: EngineInfo = self._engine.info
         self._state: Literal["up", "closed", "lost"] = "up"
-        self._mishap = mishap
+        self._request_fault = request_fault
         self._chance = chance
         self._tick_s = tick_s
         self._one_by_one = one_by_one
@@ -114,7 +114,7 @@ class FaultyEngine:
         self._serial = 0
         self._due: list[tuple[float, int, Callable[[], Event | None]]] = []  # heap
         for at_s, fault in faults:
-            self._later(at_s, partial(self._befall, fault))
+            self._later(at_s, partial(self._inject, fault))
 
     # ---- what the cluster asks for ----
 
@@ -129,9 +129,11 @@ class FaultyEngine:
         for request in batch.requests:
             self._starts += 1
             self._runs[request.id] = self._starts
-            mishap = self._mishap(request.id)
-            if mishap is not None:
-                self._later(now_s + mishap.after_s, partial(self._happen, mishap, request.id, self._starts))
+            request_fault = self._request_fault(request.id)
+            if request_fault is not None:
+                self._later(
+                    now_s + request_fault.after_s, partial(self._happen, request_fault, request.id, self._starts)
+                )
 
     def abort(self, request_id: int, now_s: float) -> None:
         self._now_s = now_s
@@ -146,9 +148,9 @@ class FaultyEngine:
         assert own_end_s is not None, "nothing ends"
         return self._tell(self._engine.end(own_end_s))
 
-    # ---- faults and mishaps ----
+    # ---- faults and request faults ----
 
-    def _befall(self, fault: Fault) -> Event | None:
+    def _inject(self, fault: Fault) -> Event | None:
         if isinstance(fault, Ready):
             return self._come_up(fault)
         if self._state == "lost":
@@ -186,12 +188,19 @@ class FaultyEngine:
         """An end that was under way when the engine was lost. Of a request that runs here again nothing is told."""
         return None if request_id in self._runs else RequestEnded(self.info.name, request_id, "completed", 1.0)
 
-    def _happen(self, mishap: Mishap, request_id: int, start: int) -> Event | None:
+    def _happen(self, request_fault: RequestFault, request_id: int, start: int) -> Event | None:
         if self._runs.get(request_id) != start:
             return None  # it has ended
         self._let_go(request_id)
         name = self.info.name
-        return RequestEnded(name, request_id, mishap.outcome, mishap.output_tokens, mishap.fault, mishap.retryable)
+        return RequestEnded(
+            name,
+            request_id,
+            request_fault.outcome,
+            request_fault.output_tokens,
+            request_fault.fault,
+            request_fault.retryable,
+        )
 
     # ---- ends ----
 
@@ -206,8 +215,8 @@ class FaultyEngine:
                 del self._runs[request_id]
             return event
         for request_id, tokens in event.output_tokens.items():
-            mishap = Mishap(0.0, "completed", tokens)
-            self._later(self._now_s, partial(self._happen, mishap, request_id, self._runs[request_id]))
+            request_fault = RequestFault(0.0, "completed", tokens)
+            self._later(self._now_s, partial(self._happen, request_fault, request_id, self._runs[request_id]))
         return None
 
     def _let_go(self, request_id: int) -> None:

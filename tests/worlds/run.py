@@ -9,7 +9,7 @@ from functools import partial
 
 import msgspec
 from worlds.account import Account, Times
-from worlds.drawing import PROFILE, Arrival, ChancePlans, EngineLife, Leaving, World, draw, draw_mishap, on_clock
+from worlds.drawing import PROFILE, Arrival, ChancePlans, EngineLife, Leaving, World, draw, draw_request_fault, on_clock
 from worlds.faults import FaultyEngine
 from worlds.story import tell_story
 
@@ -226,7 +226,7 @@ def _what_happens(event: Event, actions: Sequence[Action]) -> Iterator[tuple[str
 
 
 def _engine(world: World, life: EngineLife) -> EngineModel:
-    """The plain model where nothing befalls it: so that this one is judged, too."""
+    """The plain model where no fault is injected: so that this one is judged, too."""
     lengths = {arrival.request.id: arrival.tokens for arrival in world.arrivals}
     make = partial(StepEngine, life.info, lengths, _costs(life))
     if world.untroubled and not life.one_by_one:
@@ -235,7 +235,7 @@ def _engine(world: World, life: EngineLife) -> EngineModel:
     return FaultyEngine(
         make,
         life.faults,
-        mishap=lambda request_id: draw_mishap(rng, life.odds, world.unit_s),
+        request_fault=lambda request_id: draw_request_fault(rng, life.odds, world.unit_s),
         chance=rng.random,
         tick_s=world.tick_s,
         one_by_one=life.one_by_one,

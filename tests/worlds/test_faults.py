@@ -1,7 +1,7 @@
 """Engines to which things happen: times and events worked out by hand. A token takes a second."""
 
 import pytest
-from worlds.faults import Closed, Fault, FaultyEngine, Lost, Mishap, Pace, Ready
+from worlds.faults import Closed, Fault, FaultyEngine, Lost, Pace, Ready, RequestFault
 
 from llmserve.cluster.simulated import Delays, SimulatedCluster
 from llmserve.policies import SchedulingConfig
@@ -90,9 +90,9 @@ def test_a_closed_engine_finishes_what_it_has() -> None:
     assert happenings(faulty) == [(1.0, EngineClosed("e")), (2.0, ended(1, 2.0))]
 
 
-def test_a_mishap_befalls_the_start_that_it_was_drawn_for() -> None:
-    mishaps = {0: Mishap(1.0, "failed", fault=True, retryable=True), 1: Mishap(9.0, "failed")}
-    faulty = engine(mishap=mishaps.get)
+def test_a_request_fault_is_injected_into_the_start_that_it_was_drawn_for() -> None:
+    drawn = {0: RequestFault(1.0, "failed", fault=True, retryable=True), 1: RequestFault(9.0, "failed")}
+    faulty = engine(request_fault=drawn.get)
     faulty.start(batch(0, 1), 0.0)
     assert happenings(faulty) == [
         (1.0, RequestEnded("e", 0, "failed", 0.0, fault=True, retryable=True)),
@@ -101,7 +101,7 @@ def test_a_mishap_befalls_the_start_that_it_was_drawn_for() -> None:
 
 
 def test_an_early_end_leaves_the_rest_of_its_batch_running() -> None:
-    faulty = engine(info=EngineInfo("e", 2, True), mishap={2: Mishap(3.0, "completed", 3.0)}.get)
+    faulty = engine(info=EngineInfo("e", 2, True), request_fault={2: RequestFault(3.0, "completed", 3.0)}.get)
     faulty.start(batch(0, 2), 0.0)
     assert happenings(faulty) == [(3.0, ended(2, 3.0)), (4.0, BatchEnded("e", 1, {0: 4.0}))]
 
