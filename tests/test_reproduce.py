@@ -73,10 +73,10 @@ async def made_up(effort: engines.Effort, report: object) -> engines.Observed:
     return engines.Observed(batches, {engines.EMBEDDED: answers, engines.VLLM: answers}, runs, np.poly1d([0.01, 0.0]))
 
 
-def run_of(lengths: list[int], size: int = 8) -> engines.throughput.Run:
+def run_of(lengths: list[int], size: int = 8) -> engines.throughput.BenchRun:
     """Batches of neighbours in the list; a batch takes 10 ms for each token of its longest answer."""
     batches = [str(place // size) for place in range(len(lengths))]
-    made = engines.throughput.Run(1.0, lengths, batches, [1.0] * len(lengths))
+    made = engines.throughput.BenchRun(1.0, lengths, batches, [1.0] * len(lengths))
     return dataclasses.replace(made, seconds=0.01 * sum(made.longest))
 
 
