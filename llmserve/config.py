@@ -146,7 +146,7 @@ def load(
 
 def convert(struct: type[S], values: Mapping[str, Any], origin: Mapping[str, str] | None = None) -> S:
     """A section from texts or values of the right type. Raises ConfigError."""
-    hints = typing.get_type_hints(struct)
+    hints = typing.get_type_hints(struct, include_extras=True)
     prepared = {name: _split(name, hints[name], value) for name, value in values.items()}
     for name, value in prepared.items():
         # Infinity and NaN would not survive in a journal; only an arrival rate has a use for one of them.
@@ -156,8 +156,9 @@ def convert(struct: type[S], values: Mapping[str, Any], origin: Mapping[str, str
         return msgspec.convert(prepared, struct, strict=False)
     except msgspec.ValidationError as error:
         name = str(error).partition(" - at `$.")[2].partition("`")[0].partition("[")[0]
-        source = (origin or {}).get(name, "the command line")
-        expected = takes(typing.get_type_hints(struct, include_extras=True)[name])
+        if name not in hints:  # it is of the section, not of one setting
+            raise ConfigError(str(error)) from None
+        source, expected = (origin or {}).get(name, "the command line"), takes(hints[name])
         raise ConfigError(f"{name} ({source}): expected {expected}, not {values.get(name)!r}") from None
 
 
@@ -209,8 +210,7 @@ def _is_finite(value: Any) -> bool:
 
 def _split(name: str, kind: Any, value: Any) -> Any:
     """Texts for a tuple are comma-separated; a program's arguments are written as for a shell."""
-    is_tuple = any(get_origin(part) is tuple for part in (kind, *get_args(kind)))
-    if not is_tuple or not isinstance(value, str):
+    if not _is_tuple(kind) or not isinstance(value, str):
         return value
     if name != "engine_args":
         return [part.strip() for part in value.split(",") if part.strip()]
@@ -218,6 +218,11 @@ def _split(name: str, kind: Any, value: Any) -> Any:
         return shlex.split(value)
     except ValueError as error:
         raise ConfigError(f"{name}: {error}, in {value!r}") from error
+
+
+def _is_tuple(kind: Any) -> bool:
+    """It is one, or one is among what it may be."""
+    return get_origin(kind) is tuple or any(_is_tuple(part) for part in get_args(kind))
 
 
 def _environment_values(environment: Mapping[str, str], section_of: Mapping[str, str]) -> list[tuple[str, str, str]]:

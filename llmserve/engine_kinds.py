@@ -23,7 +23,7 @@ from llmserve.extras import need_embedded
 from llmserve.request import EngineInfo
 
 if TYPE_CHECKING:
-    from llmserve.settings import Config
+    from llmserve.settings import Config, EngineConfig
 
 log = logging.getLogger("llmserve")
 
@@ -39,8 +39,12 @@ class EngineKind:
         self.config = config
         self.settings = config.engines
 
+    @staticmethod
+    def is_asked_for(settings: EngineConfig) -> bool:
+        raise NotImplementedError
+
     def check(self) -> None:
-        """Raises ConfigError on what can be known to fail before anything is started."""
+        """Raises ConfigError on what can be known to fail before anything is started, where the settings agree."""
 
     def processes(self) -> list[EngineProcess]:
         """To be started; the same ones at every call."""
@@ -73,6 +77,10 @@ class EngineKind:
 class Embedded(EngineKind):
     """A small model in a process of its own, on the CPU."""
 
+    @staticmethod
+    def is_asked_for(settings: EngineConfig) -> bool:
+        return settings.has_embedded
+
     def check(self) -> None:
         need_embedded()
 
@@ -96,9 +104,12 @@ class Embedded(EngineKind):
 class Vllm(EngineKind):
     """vLLM servers that are started here, one for each GPU or group of GPUs."""
 
+    @staticmethod
+    def is_asked_for(settings: EngineConfig) -> bool:
+        return settings.has_vllm
+
     def check(self) -> None:
-        if self.settings.model is None:
-            raise ConfigError("engine vllm needs --model FOLDER_OR_HUB_ID")
+        assert self.settings.model is not None, "checked"
         vllm_process.check_model(self.settings.model)
 
     def processes(self) -> list[EngineProcess]:
@@ -144,6 +155,10 @@ class Vllm(EngineKind):
 class Servers(EngineKind):
     """OpenAI-compatible servers that run already, by URL."""
 
+    @staticmethod
+    def is_asked_for(settings: EngineConfig) -> bool:
+        return bool(settings.urls)
+
     def check(self) -> None:
         names = [engine_name(url) for url in self.settings.urls]
         if len(set(names)) < len(names):
@@ -164,9 +179,7 @@ KINDS: dict[str, type[EngineKind]] = {"embedded": Embedded, "vllm": Vllm, "URL":
 
 def kinds_of(config: Config) -> list[EngineKind]:
     """Those that are asked for."""
-    engines = config.engines
-    asked = {"embedded": engines.has_embedded, "vllm": engines.has_vllm, "URL": bool(engines.urls)}
-    return [kind(config) for name, kind in KINDS.items() if asked[name]]
+    return [kind(config) for kind in KINDS.values() if kind.is_asked_for(config.engines)]
 
 
 def engine_name(url: str) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from llmserve.config import load, shown
+from llmserve.config import shown
 from llmserve.deadline_settings import DefaultDeadlines
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError
@@ -274,8 +274,3 @@ COMMON = {
     *("slo_ms", "concurrent_max", "requests_per_minute_max"),
 }
 """Settings that `serve --help` shows."""
-
-
-def load_config(flags: Mapping[str, Any], environment: Mapping[str, str], file: str | None) -> Config:
-    """See config.load."""
-    return load(Config, flags, environment, file)[0]

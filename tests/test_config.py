@@ -6,13 +6,15 @@ import io
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
+from configured import load_config
 
 from llmserve.__main__ import main
-from llmserve.config import add_flags, flag_of, sections
+from llmserve.config import add_flags, convert, flag_of, sections
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError
-from llmserve.settings import COMMON, Config, EngineConfig, load_config
+from llmserve.settings import COMMON, Config, EngineConfig
 
 
 def test_nothing_given_is_the_default() -> None:
@@ -201,3 +203,16 @@ def test_the_shown_configuration_is_a_file_that_gives_the_same(
     assert [line.rpartition("#")[0] for line in again.splitlines()] == [
         line.rpartition("#")[0] for line in shown.splitlines()
     ]
+
+
+def test_what_a_section_refuses_as_a_whole_is_said_in_its_own_words() -> None:
+    class Pair(msgspec.Struct):
+        low: int = 0
+        high: int = 1
+
+        def __post_init__(self) -> None:
+            if self.low > self.high:
+                raise ValueError("low is above high")
+
+    with pytest.raises(ConfigError, match="low is above high"):
+        convert(Pair, {"low": "2"})

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import yaml
+from configured import load_config
 
 from llmserve import __version__
 from llmserve.__main__ import parser
 from llmserve.config import sections
-from llmserve.settings import Config, EngineConfig, load_config
+from llmserve.settings import Config, EngineConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configured import load_config
 
 from llmserve.deadline_settings import DefaultDeadlines
-from llmserve.settings import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import logging
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -272,24 +273,24 @@ async def test_an_order_that_goes_by_batch_times_says_that_it_needs_a_profile(
             assert ("order flex without --profile" in caplog.text) == (not profile)
 
 
-def test_importing_llmserve_loads_neither_torch_nor_transformers() -> None:
-    script = (
-        "import sys, llmserve.__main__, llmserve.serve, llmserve.api.app, llmserve.cluster.live\n"
-        "import predictor.process, predictor.forecaster\n"
-        "print([name for name in ('torch', 'transformers', 'onnxruntime', 'vllm', 'ray') if name in sys.modules])"
-    )
+def loaded(imported: Sequence[str], looked_for: Sequence[str]) -> list[str]:
+    """Of the modules that are looked for those that come along when others are imported in a fresh interpreter."""
+    script = f"import sys, {', '.join(imported)}\nprint([name for name in {looked_for} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    found: list[str] = ast.literal_eval(done.stdout)
+    return found
+
+
+def test_importing_llmserve_loads_neither_torch_nor_transformers() -> None:
+    modules = ["llmserve.__main__", "llmserve.serve", "llmserve.api.app", "llmserve.cluster.live"]
+    modules += ["predictor.process", "predictor.forecaster"]
+    assert loaded(modules, ["torch", "transformers", "onnxruntime", "vllm", "ray"]) == []
 
 
 def test_commands_that_serve_nothing_load_no_server() -> None:
-    script = (
-        "import sys, llmserve.solve, llmserve.advise, llmserve.plan, llmserve.simulate\n"
-        "server = ('llmserve.api', 'llmserve.cluster.live', 'llmserve.cluster.fleet', 'llmserve.settings', 'aiohttp')\n"
-        "print([name for name in server if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    server = ["llmserve.api", "llmserve.cluster.live", "llmserve.cluster.fleet", "llmserve.settings", "aiohttp"]
+    assert loaded([f"llmserve.{command}" for command in ("solve", "advise", "plan", "simulate")], server) == []
+    assert loaded(["llmserve.serve"], server) == ["llmserve.settings"], "a name that is loaded is found"
 
 
 def test_the_import_rules_hold() -> None:
@@ -297,8 +298,6 @@ def test_the_import_rules_hold() -> None:
 
     What a predictor may know of a request is a noun that all of llmserve speaks; the predictor itself is serve's alone.
     """
-    import ast
-
     root = Path(__file__).parents[1]
     allowed = {
         "bins": set(),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from configured import load_config
 from test_scheduler import arrive, batch, scheduler, step
 
 from bins.curve import Curve
@@ -28,7 +29,6 @@ from llmserve.scheduling.queues import BinQueue, QueuedRequest
 from llmserve.scheduling.rates import Arrivals
 from llmserve.scheduling.release import Rate, Table
 from llmserve.scheduling.scheduler import Scheduler
-from llmserve.settings import load_config
 from llmserve.simulate import Scenario, simulate
 from llmserve.simulation.report import Summary
 
