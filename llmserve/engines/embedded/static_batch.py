@@ -114,6 +114,13 @@ class StaticDecoder:
             step = self._steps[rows, read] = _StaticStep(self, rows, read)
         return step
 
+    def randomise(self) -> None:
+        """Fill the cache with random numbers, as a measurement of steps needs it: zeros may be computed faster."""
+        for layer in self._layers:
+            for room in (layer.keys, layer.values):
+                if room is not None:
+                    room.normal_()
+
     def captured(self, step: Step) -> Step:
         return self._capture(step)
 
@@ -173,6 +180,10 @@ class StaticBatch:
     def prefill(self) -> torch.Tensor:
         """Logits (rows, vocabulary) after the prompts."""
         return self._decoder.prefill(self._prompts, self._start)[: self._asked]
+
+    def go_to(self, column: int) -> None:
+        """Write the next token there, whatever was written before: the cost of a step depends on its column alone."""
+        self._column = column
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits (rows, vocabulary) after one more token in each row. They stand until the next step."""
