@@ -22,6 +22,8 @@ from llmserve.engines.embedded.text import TextStream, WholeText
 # Below this size a step's matrices are so small that a second thread costs more than it brings.
 _ONE_THREAD_PARAMETERS_MAX = 30_000_000
 
+_WARM_COLUMNS = 2048  # of prompt and answer: steps of batches up to there are captured before the first
+
 
 class ModelLoadError(Exception):
     """The model cannot be loaded; the message fits on one line."""
@@ -196,7 +198,10 @@ class LanguageModel:
         return self._static.batch([row.prompt_ids for row in rows], max(row.max_tokens for row in rows))
 
     def warm_up(self, rows: int) -> None:
-        """Pays the first batch's one-time costs before a client has to."""
+        """Pays the first batches' one-time costs before a client has to. rows : of the largest batch."""
+        if self._static is not None:
+            with torch.inference_mode():
+                self._static.capture_all(rows, min(self.context_tokens, _WARM_COLUMNS))
         self.run([self.row([0], 4, Sampling(seed=0), ignore_eos=True) for _ in range(rows)], lambda _: None)
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:

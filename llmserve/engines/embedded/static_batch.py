@@ -114,6 +114,20 @@ class StaticDecoder:
             step = self._steps[rows, read] = _StaticStep(self, rows, read)
         return step
 
+    def capture_all(self, rows_max: int, columns_max: int) -> None:
+        """Capture every step of batches up to this size whose prompt and answer have up to so many columns.
+
+        Else a step is captured in the middle of the first batch that needs it, which then takes longer.
+        """
+        rows = 1 << (rows_max - 1).bit_length()
+        while rows:  # the largest first: it makes room for the others
+            batch = self.batch([[0]] * rows, columns_max - 1)
+            ids = batch.prefill().argmax(dim=-1)
+            for column in range(COLUMNS_STEP - 1, _rounded(columns_max), COLUMNS_STEP):
+                batch.go_to(column)
+                batch.step(ids)
+            rows //= 2
+
     def randomise(self) -> None:
         """Fill the cache with random numbers, as a measurement of steps needs it: zeros may be computed faster."""
         for layer in self._layers:

@@ -37,7 +37,7 @@ CONTINUOUS = "transformers' continuous batching"
 def steps(plan: Plan, machine: Machine, costs: Results) -> list[Step]:
     """costs : of the part profile, from which the forecasts follow."""
     measured = [
-        Step(_name(size, bins, predictions), 60.0, partial(_measure, plan, machine, costs, size, bins, predictions))
+        Step(_name(size, bins, predictions), 20 + size / 2, partial(_measure, plan, machine, costs, size, bins, predictions))
         for size in plan.batch_sizes
         for predictions, arrangements in ((ORACLE, (1, *plan.bins, WINDOW)), ("predicted", (*plan.bins, WINDOW)))
         for bins in arrangements
@@ -74,21 +74,17 @@ def scheduling_of(size: int, bins: int) -> SchedulingConfig:
 
 async def _measure(plan: Plan, machine: Machine, costs: Results, size: int, bins: int, predictions: str) -> Any:
     """The same requests, with the same predictions, before the engine and in the simulator."""
-    url = await machine.engine(plan.shape, max(plan.batch_sizes))
-    profile = profile_part.profile(costs, plan.shape, machine.name)
-    path = costs.path.with_name(f".{profile.name}.json")
+    profile = profile_part.profile(costs, plan.shape)
+    path = machine.scratch / "profile.json"
     profile.save(path)
-    try:
-        scenario, scheduling = scenario_of(plan, size, predictions, str(path)), scheduling_of(size, bins)
-        work = prepare(scenario, scheduling)
-        forecast = run(scenario, scheduling, work)
-    finally:
-        path.unlink()
+    scenario, scheduling = scenario_of(plan, size, predictions, str(path)), scheduling_of(size, bins)
+    work = prepare(scenario, scheduling)
+    forecast = run(scenario, scheduling, work)
     tokens = [math.ceil(length) for length in work.trace.output_tokens]
     assert work.predictions is not None
     edges = equal_mass_edges(work.scores, bins) if bins > 1 else ()  # with which the simulated scheduler begins
+    url = await machine.engine(plan.shape, max(plan.batch_sizes), max(tokens))
     async with _front(url, size, bins, edges) as server:
-        await _all_at_once(server.url, plan.shape, [max(tokens)] * size, [max(tokens)] * size)  # captures every step
         began_s, before_j = time.perf_counter(), machine.energy.energy_j(time.monotonic())
         answered = await _all_at_once(server.url, plan.shape, tokens, work.predictions.medians.tolist())
         seconds = time.perf_counter() - began_s

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import signal
 import time
@@ -23,7 +22,8 @@ from gpu.plans import Plan
 from gpu.steps import Results, Step
 from llmserve.cluster import journal
 from llmserve.dispatch_config import DispatchConfig
-from llmserve.headers import BATCH_HEADER, BATCH_SIZE_HEADER, PREDICTED_HEADER
+from llmserve.engines.measuring import sampling
+from llmserve.headers import PREDICTED_HEADER
 from llmserve.policies import SchedulingConfig
 from llmserve.scheduling.messages import DispatchSolved
 from llmserve.simulate import Scenario, prepare, run
@@ -39,7 +39,7 @@ DRAIN_S = 120.0
 def steps(plan: Plan, machine: Machine, costs: Results, results: Results) -> list[Step]:
     """greedy comes first at each load: the latency target of table follows from what it took."""
     return [
-        Step(_name(release, load), 250.0, partial(_measure, plan, machine, costs, results, release, load))
+        Step(_name(release, load), 120.0, partial(_measure, plan, machine, costs, results, release, load))
         for load in plan.loads
         for release in RELEASES
     ]
@@ -50,7 +50,7 @@ def _name(release: str, load: float) -> str:
 
 
 async def _measure(plan: Plan, machine: Machine, costs: Results, results: Results, release: str, load: float) -> Any:
-    profile = profile_part.profile(costs, plan.shape, machine.name)
+    profile = profile_part.profile(costs, plan.shape)
     path = machine.scratch / "profile.json"
     profile.save(path)
     target_s = None
@@ -66,13 +66,12 @@ async def _measure(plan: Plan, machine: Machine, costs: Results, results: Result
     dispatch = DispatchConfig(latency_target_s=target_s, latency_target_percentile=PERCENTILE if target_s else None)
     work = prepare(scenario, scheduling)
     forecast = run(scenario, scheduling, work, dispatch=dispatch)
-    url = await machine.engine(plan.shape, plan.energy_batch)
+    url = await machine.engine(plan.shape, plan.energy_batch, max(work.trace.output_tokens))
     flags = ["--engine", url, "--barrier", "--batch-size", str(plan.energy_batch), "--bins", "1", "--release", release]
     flags += ["--predictor", "none", "--memory-keys", "0", "--profile", str(path), "--drain-s", str(DRAIN_S)]
     if target_s is not None:
         flags += ["--latency-target-s", f"{target_s:.6g}", "--latency-target-percentile", f"{PERCENTILE:g}"]
     journal_path = machine.scratch / f"{release}-{load:g}.jsonl"
-    await _warm_up(url, plan, work.trace)
     async with front_end(f"{release} at load {load:g}", *flags, "--journal", str(journal_path)) as server:
         measured = await _serve(server, machine, plan, work.trace)
     plans = [step.event.plan for step in journal.read(journal_path)[1] if isinstance(step.event, DispatchSolved)]
@@ -82,15 +81,6 @@ async def _measure(plan: Plan, machine: Machine, costs: Results, results: Result
         **{"forecast_joules_per_token": forecast.energy_j_per_token, "forecast_latency_s_p95": forecast.latency_s_p95},
         **{"plan_power_w": known[-1].power_w_mean if known else None, "plans": len(plans)},
     }
-
-
-async def _warm_up(url: str, plan: Plan, trace: Trace) -> None:
-    """Batches of every size that will run, as long as the longest answer, so that no step is captured later."""
-    body = client.body_of(prompt_for(math.ceil(max(trace.output_tokens))), model=plan.shape)
-    async with client.session_of() as session:
-        for size in range(1, plan.energy_batch + 1):
-            together = {BATCH_HEADER: f"warm-{size}", BATCH_SIZE_HEADER: str(size)}
-            await asyncio.gather(*[client.ask(session, url, body, headers=together) for _ in range(size)])
 
 
 async def _serve(server: Server, machine: Machine, plan: Plan, trace: Trace) -> dict[str, float]:
@@ -114,12 +104,9 @@ async def _serve(server: Server, machine: Machine, plan: Plan, trace: Trace) -> 
             ended_s = time.perf_counter()
             return ended_s - due_s, machine.energy.energy_j(time.monotonic())
 
-        sampling = asyncio.create_task(_sample(machine))
-        before_j, began_s = machine.energy.energy_j(time.monotonic()), time.perf_counter()
-        try:
+        async with sampling(machine.energy):
+            before_j, began_s = machine.energy.energy_j(time.monotonic()), time.perf_counter()
             answered = (await client.at_their_times([*at_s, at_s[-1] + gap_s], send))[:-1]
-        finally:
-            sampling.cancel()
     seconds = time.perf_counter() - began_s
     latencies_s, joules = np.array(answered).T
     drawn_j = float(joules.max()) - before_j
@@ -127,12 +114,6 @@ async def _serve(server: Server, machine: Machine, plan: Plan, trace: Trace) -> 
         **{"seconds": seconds, "joules": drawn_j, "joules_per_token": drawn_j / sum(tokens)},
         **{"latency_s_mean": float(latencies_s.mean()), "latency_s_p95": float(np.percentile(latencies_s, PERCENTILE))},
     }
-
-
-async def _sample(machine: Machine) -> None:
-    while True:
-        machine.energy.sample(time.monotonic())
-        await asyncio.sleep(0.05)
 
 
 # ---- what comes of it ---------------------------------------------------------------------------------------------

@@ -19,10 +19,12 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--batch-size-max", type=int, default=8)
+    parser.add_argument("--columns", type=int, required=True, help="of the longest prompt with its answer")
     parser.add_argument("--port", type=int, required=True)
     args = parser.parse_args()
     model = load(args.shape, args.device)
-    model.warm_up(1)
+    model.context_tokens = args.columns
+    model.warm_up(args.batch_size_max)
     engine = EmbeddedEngine(model, args.shape, batch_size_max=args.batch_size_max, queue_max=QUEUE_MAX)
     asyncio.run(_serve(engine, args.port))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from typing import Any
 from bench import ROOT
 from bench.servers import module, running
 
+from gpu.models import PROMPT_WORDS
 from llmserve.engines.power import GpuEnergy, Handle
 
 LAB = Path(__file__).parents[1]
@@ -62,23 +64,27 @@ class Machine:
         self.scratch = scratch
         self.energy = energy
         self._stack = AsyncExitStack()
-        self._engine: tuple[str, int] | None = None
+        self._engine: tuple[str, int, int] | None = None
         self._url = ""
 
     @property
     def name(self) -> str:
         return ", ".join(self.energy.names)
 
-    async def engine(self, shape: str, batch_size_max: int) -> str:
-        """The URL of an engine of this shape. It runs until another one is asked for: only one uses the GPU."""
-        if self._engine != (shape, batch_size_max):
+    async def engine(self, shape: str, batch_size_max: int, tokens_max: float) -> str:
+        """The URL of an engine of this shape, ready for answers of up to so many tokens.
+
+        It runs until another one is asked for: only one uses the GPU.
+        """
+        wanted = (shape, batch_size_max, PROMPT_WORDS + math.ceil(tokens_max) + 1)
+        if self._engine != wanted:
             await self.stop_engine()
             words = ("--shape", shape, "--device", self.device, "--batch-size-max", str(batch_size_max))
-            command = module("gpu.engine", *words)
+            command = module("gpu.engine", *words, "--columns", str(wanted[2]))
             server = await self._stack.enter_async_context(
                 running(f"the engine with {shape}", command, ready="/health", environment=ENVIRONMENT)
             )
-            self._engine, self._url = (shape, batch_size_max), server.url
+            self._engine, self._url = wanted, server.url
         return self._url
 
     async def stop_engine(self) -> None:

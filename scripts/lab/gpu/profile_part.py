@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ async def _step_times(plan: Plan, machine: Machine, shape: str) -> Any:
 
 async def _batches(plan: Plan, machine: Machine, shape: str) -> Any:
     """As `llmserve profile` measures an engine, with the joules of the GPU's counter."""
-    url = await machine.engine(shape, max(*plan.rows, *LINE_BATCHES))
+    url = await machine.engine(shape, max(*plan.rows, *LINE_BATCHES), max(plan.tokens, plan.tokens_max))
     measured = await measuring.measure(
         url,
         shape,
@@ -65,7 +64,7 @@ async def _batches(plan: Plan, machine: Machine, shape: str) -> Any:
 
 async def _line(plan: Plan, machine: Machine, shape: str) -> Any:
     """Fig. 5: batches of answers of one length each, in an order drawn anew."""
-    url = await machine.engine(shape, max(*plan.rows, *LINE_BATCHES))
+    url = await machine.engine(shape, max(*plan.rows, *LINE_BATCHES), max(plan.tokens, plan.tokens_max))
     lengths = np.linspace(plan.tokens_max / plan.answers, plan.tokens_max, plan.answers).astype(int).tolist()
     rng = random.Random(plan.seed)
     timeout = aiohttp.ClientTimeout(total=measuring.ANSWER_S_MAX)
@@ -74,7 +73,6 @@ async def _line(plan: Plan, machine: Machine, shape: str) -> Any:
         await client.learn(min(lengths))
         batches = []
         for size in LINE_BATCHES:
-            await client.batch(size, plan.tokens_max)  # captures what its steps need
             for length in rng.sample(lengths, len(lengths)):
                 batches.append(await measuring.observe(client, machine.energy, size, length))
     return [{"size": size, **_straight(batches, size)} for size in LINE_BATCHES]
@@ -91,15 +89,16 @@ def _straight(batches: Sequence[Observation], size: int) -> dict[str, Any]:
 # ---- what comes of it ---------------------------------------------------------------------------------------------
 
 
-def profile(results: Results, shape: str, device: str) -> Profile:
+def profile(results: Results, shape: str) -> Profile:
     """Fitted to the batches of one model. Raises LookupError where they were not measured."""
     name = f"{shape}: {BATCHES}"
     if name not in results.steps:
         raise LookupError(f"{results.path} has no {name!r}: run the part profile first")
     measured = results.steps[name]
     batches = [Observation(**batch) for batch in measured["batches"]]
+    run = results.runs[-1]
     origin = (
-        f"Measured by scripts/lab/gpu/campaign.py, {date.today()}: {shape} of random weights on {device}, "
+        f"Measured by scripts/lab/gpu/campaign.py, {run['date']}: {shape} of random weights on {run['device']}, "
         f"{len(batches)} batches of {min(batch.size for batch in batches)} to {max(batch.size for batch in batches)} "
         "sequences, prompts of a few tokens"
     )

@@ -45,6 +45,18 @@ class Results:
                 raise BadOutput(f"{self.path} is of other settings ({earlier['setting']}): give another --output")
             self._content = earlier
 
+    @classmethod
+    def read(cls, folder: Path, part: str) -> Results:
+        """As they stand; of a part that was not measured there are none."""
+        path = folder / f"{part}.json"
+        setting = json.loads(path.read_text(encoding="utf-8"))["setting"] if path.exists() else {}
+        return cls(folder, part, setting)
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        """When, on which device, and by which command."""
+        return list(self._content["runs"])
+
     @property
     def steps(self) -> dict[str, Any]:
         """What was measured, by the step's name."""
@@ -56,7 +68,9 @@ class Results:
         return dict(self._content["failed"])
 
     def begin(self, command: str, device: str) -> None:
-        self._content["runs"].append({**made_on(), "device": device, "command": command})
+        run = {**made_on(), "device": device, "command": command}
+        if run not in self._content["runs"]:
+            self._content["runs"].append(run)
 
     def put(self, step: str, value: Any) -> None:
         self._content["steps"][step] = rounded(value)
