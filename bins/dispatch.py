@@ -326,7 +326,7 @@ def _sure_s(count: int, rate_per_s: float) -> float:
 
 
 def _counts(bins: int, in_force: int) -> list[int]:
-    """Numbers of queues to try: of 1, 2, 4, ... and `bins`, in_force and its neighbours; all if in_force is not listed."""
+    """Numbers of queues to try, of 1, 2, 4, ... and `bins`: in_force and its neighbours; all if in_force is none."""
     counts = [*(1 << power for power in range((bins - 1).bit_length())), bins]
     if in_force not in counts:
         return counts

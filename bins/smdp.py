@@ -15,8 +15,8 @@ d = B - lambda l > 0, the relative values there are a parabola,
 
     h(s) = q2 s^2 + q1 s + const,   q2 = u / (2 d),   q1 = (v - g l + q2 E[(K - B)^2]) / d,   c(s, B) = u s + v,
 
-up to terms that do not grow. Policy iteration works on e(s) = h(s) - (q2 s^2 + q1 s), taken as zero beyond N. So it
-needs no truncation cost: N grows until the states beyond N are visited too seldom to change g.
+up to terms that do not grow. Policy iteration works on e(s) = h(s) - (q2 s^2 + q1 s), taken as zero beyond N. So no
+tolerance has to be chosen: N grows until the states beyond N are visited too seldom to matter to g.
 
 Energy counts above idle: a batch is charged zeta(b) - P_idle l(b), and P_idle is added once.
 """

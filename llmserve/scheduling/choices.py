@@ -71,7 +71,7 @@ class FixedChoice:
             self._rechecks_s[model] = min(later_s)
         self._blocked |= {engine.info.name for engine in free}
 
-    # ---- which batch ----
+    # ---- choice of a batch ----
 
     def _startable(self) -> list[ModelQueues]:
         """Queues with waiting requests that some free engine, which is not blocked, serves."""
@@ -98,14 +98,14 @@ class FixedChoice:
                 best, key, number = (queues, batch), batch.key, batch.id
         return best, unformed
 
-    def _form_older(self, unformed: Sequence[ModelQueues], next_: FormedBatch) -> bool:
+    def _form_older(self, unformed: Sequence[ModelQueues], next_batch: FormedBatch) -> bool:
         """Form batches of bins whose oldest request is older than the next batch, where the release allows. Without
         this, a model that always fills its batches would starve the others. True if a batch was formed.
         """
         formed = False
         for queues in unformed:
             for queue in queues.bins:
-                if queue.requests and queue.oldest_at_s < next_.formed_at_s:
+                if queue.requests and queue.oldest_at_s < next_batch.formed_at_s:
                     size = self._forming.size(queues, queue, self._now_s, self.idle(queues))
                     if size:
                         self._forming.push(queues, queue, size, self._now_s)
@@ -131,7 +131,7 @@ class FixedChoice:
         self._set_aside = frozenset()  # with more formed requests, these batches may use look-ahead places
         return True
 
-    # ---- which engine ----
+    # ---- choice of an engine ----
 
     def idle(self, queues: ModelQueues) -> bool | None:
         """Whether all engines on which a newly formed batch could start are idle; None: no such engine, or an earlier

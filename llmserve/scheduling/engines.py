@@ -378,8 +378,8 @@ def _need(queued: QueuedRequest, ran_s: float, seconds_per_token: float) -> tupl
     """(tokens held now, choices, steps to go) of one request; see the module."""
     request, expected = queued.request, queued.expected_tokens
     generated = ran_s / seconds_per_token
-    held = request.prompt_tokens + request.choices * (generated + BLOCK_TOKENS)
-    return held, request.choices, remaining_tokens(request.quantiles, expected, generated)
+    tokens_now = request.prompt_tokens + request.choices * (generated + BLOCK_TOKENS)
+    return tokens_now, request.choices, remaining_tokens(request.quantiles, expected, generated)
 
 
 def remaining_tokens(quantiles: tuple[float, ...], expected: float, generated: float) -> float:

@@ -158,7 +158,7 @@ class Groups:
         return group
 
     def drop_empty(self) -> None:
-        """Remove groups that are no longer in the plan and have no request and no engine left."""
+        """Remove groups that are no longer in the plan and have no request and no ready engine left."""
         if len(self.by_name) == len(self.layout.names):
             return
         leaving = {worker.group for worker in self._workers.values()}

@@ -133,7 +133,7 @@ class Scheduler:
         """The model's entry in `models`; new queues are made when there is none."""
         return self.groups.queues_of(model) or self.groups.own(Request(-1, model=model)).queues_of(model, self._now_s)
 
-    # ---- the one entrance -------------------------------------------------------------------------------------
+    # ---- entry point ------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Take one event. Return the actions to carry out now, in order."""
