@@ -99,7 +99,7 @@ class Dispatch:
                 return
 
     def _victims(self, group: Group, order: MomentOrder, now_s: float) -> list[Running]:
-        """Running batches that could be stopped, in the order's order of preference."""
+        """Running batches that could be stopped, by the order's `victim_key`."""
         batches = group.pool.batches
         waiting = max([queues.waiting for queues in group.arrived_in.values()])
         sizes = [size for size in batches if order.may_stop(size, waiting, self.forming.batch_size)]

@@ -251,9 +251,9 @@ class Flex(MomentOrder):
     shorter bins: more bins make batches shorter, never smaller. Algorithm 2 as printed makes some requests of its
     batches late; the batches here are truly feasible (scheduling/deadline_queue.py).
 
-    preemption_factor : None: nothing is preempted.  only_if_needed : do not preempt either where the waiting requests
-    would still be in time after the running batch. At low load this saves nearly all preemptions and loses nothing; a
-    burst whose requests arrive one by one is detected a little later.
+    preemption_factor : None: no preemption.  only_if_needed : preempt only if waiting requests would be late after the
+    running batch. At low load this saves nearly all preemptions and loses nothing; a burst whose requests arrive one
+    by one is detected a little later.
     """
 
     preemption_factor: float | None = PREEMPTION_FACTOR
