@@ -63,10 +63,7 @@ class ServiceTimes:
 
     @classmethod
     def hyperexponential(cls, mean_s: ArrayLike, batch_min: int = 1) -> ServiceTimes:
-        """Exponential with half the mean (probability 2/3) or twice the mean: squared coefficient of variation 2.
-
-        Source: SMDP-J, Section VII-C.
-        """
+        """Exponential with half (probability 2/3) or twice the mean (SMDP-J, Section VII-C): variance 2 mean^2."""
         mean = np.atleast_1d(np.asarray(mean_s, dtype=float))
         return cls(_sizes(mean, batch_min), mean[:, None] * [0.5, 2.0], np.array([2.0, 1.0]) / 3.0, 1.0)
 

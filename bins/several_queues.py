@@ -25,9 +25,8 @@ PERCENTILE_ROUNDS, PERCENTILE_NEAR = 6, 0.03
 class Choice:
     """Policies of several queues; a mixture of `solutions` and `others` if `others` is not empty.
 
-    response_s_mean  mean over all requests, seconds
+    response_s_mean  mean over all requests; alone_s : without waits for other queues' batches, which no process models
     power_w_mean     mean of all engines together
-    alone_s          mean response time without the waits for other queues' batches, which the decision processes ignore
     share            share of decisions that follow `others`
     """
 
@@ -202,11 +201,10 @@ def percentile(queues: Sequence[Queue], choice: Choice, level: float) -> float:
 def within_percentile(
     choose: Callable[[float], tuple[Choice, list[Queue]]], target_s: float, level: float
 ) -> tuple[Choice, list[Queue]]:
-    """The policies of least power whose percentile of response times is within the target, and their queues; the
-    fastest policies if none meet the target.
+    """The policies of least power whose percentile of response times is within the target, and their queues.
 
-    choose: returns the policies of least power for a target of the mean, and their queues. The ratio of percentile and
-    mean changes slowly with the mean, so the search is for the target of the mean that yields the target percentile.
+    choose: the policies of least power for a target of the mean, and their queues. The ratio of percentile and mean
+    changes slowly, so the mean is sought that yields the target percentile. If none does, the fastest policies.
     """
     best, queues = choose(0.0)
     reached_s = percentile(queues, best, level)

@@ -204,10 +204,7 @@ class Queue:
         return np.where(states >= batch_size, batch_size, 0)
 
     def threshold(self, least: int) -> Policy:
-        """Wait for `least` requests, then serve all that fit into a batch: a Q-policy, or control limit.
-
-        Source: SMDP-J, eq. 31.
-        """
+        """Wait for `least` requests, then serve all that fit: a Q-policy, or control limit (SMDP-J, eq. 31)."""
         policy = self.greedy()
         policy[:least] = 0
         return policy

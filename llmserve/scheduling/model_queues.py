@@ -23,10 +23,7 @@ ANSWERS_BETWEEN = 64  # answers between two updates of the bins' lengths; fewer 
 
 
 class Tally:
-    """Counts the waiting requests of a group; ModelQueues updates the counts.
-
-    waiting : requests.  queues : of the models that have waiting requests, by model.
-    """
+    """Waiting requests of a group, counted by ModelQueues. waiting : number.  queues : not empty ones, by model."""
 
     __slots__ = ("queues", "waiting")
 
@@ -145,9 +142,7 @@ class ModelQueues:
         return queued, queue
 
     def take_back(self, requests: Collection[QueuedRequest]) -> list[BinQueue]:
-        """Put requests that ran, or waited in another group, into these bins by their old arrival times. Returns these
-        bins.
-        """
+        """Put requests that ran, or waited elsewhere, into their bins by arrival time. Returns these bins."""
         by_bin: dict[int, list[QueuedRequest]] = {}
         for queued in requests:
             queued.group = self.group

@@ -291,8 +291,7 @@ Turn = tuple[float, int]
 
 
 class FormedQueue:
-    """A model's formed batches by the order's key, fixed as they form; by their numbers where the order has no fixed
-    key.
+    """A model's formed batches by the key that the order gives them as they form; without such a key, by number.
 
     Push and pop cost O(log batches), removal of a request O(1).  returned : batches that an engine failed or lost; they
     are few, and kept apart, for each may have to wait for another engine.

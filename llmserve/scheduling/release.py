@@ -292,11 +292,9 @@ def _if_finite(limit_s: float) -> float | None:
 
 
 def _coin(queue: BinQueue) -> float:
-    """A pseudo-random number in [0, 1) for each state of a queue: the same when asked again, so that a replay decides
-    alike.
+    """A number in [0, 1) for each state of a queue; the same state gives the same number, so that replays agree.
 
-    Uses SplitMix64 instead of a regular pattern: each number decides when the next is drawn, and a pattern would bias
-    the shares.
+    Pseudo-random (SplitMix64): each number decides when the next is drawn, so a regular pattern would bias the shares.
     """
     word = queue.changes * 0x9E3779B97F4A7C15 & WORD
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & WORD

@@ -2,8 +2,7 @@
 
 Bins help when their score (risk or median) ranks answers correctly; its scale does not matter. So trust goes by
 Spearman's rank correlation r of the score with real lengths. Without any relation, r has mean 0 and standard deviation
-1/sqrt(n - 1): below LOST standard deviations the ranking counts as useless and one bin serves; from FOUND on, bins come
-back.
+1/sqrt(n - 1): below LOST standard deviations one bin serves, for the ranking is useless; from FOUND on, bins return.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ class Accuracy:
 class Trust:
     """Decides from answers whether bins by prediction are worth having (`trusted`).
 
-    window : number of last answers to judge by, >= WINDOW_MIN. `trusted` starts as True, and the first check comes when
-    the window is half full.
+    window : last answers to judge by, >= WINDOW_MIN. `trusted` starts as True; the first check needs half a window.
     """
 
     def __init__(self, window: int) -> None:
