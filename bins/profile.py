@@ -301,48 +301,21 @@ def _curve_fields(curve: Curve) -> dict[str, Any]:
     return {name: getattr(curve, name) for name in names}
 
 
-# ---- published profiles -------------------------------------------------------------------------------------------
+# ---- shipped profiles -------------------------------------------------------------------------------------------
 
 PROFILES: Mapping[str, Profile] = {
-    profile.name: profile
-    for profile in (
-        Profile(
-            name="h100-llama-3.1-8b",
-            step_s=Curve.affine(0.0790e-3, 6.54e-3, error=0.017),
-            step_j=Curve.affine(0.0665, 3.162, error=0.019),
-            idle_w=90.0,
-            source=(
-                "ML.ENERGY benchmark, Llama-3.1-8B-Instruct in bfloat16 on one H100, lm-arena-chat, batches of 8 to "
-                "690: affine fits of the median inter-token latency (error 1.7 %) and of the energy of a step "
-                "(error 1.9 %). Prefill is not in it: a batch begins with its first token, at no time and no energy. "
-                "It publishes no idle power: 90 W is assumed, as idle H100s draw 70 to 120 W."
-            ),
-            energy_source="published",
-        ),
-        Profile(
-            name="p4-googlenet",
-            step_s=Curve.affine(0.3051e-3, 1.0524e-3),
-            step_j=Curve.affine(19.899e-3, 19.603e-3),
-            idle_w=0.0,
-            source=(
-                "SMDP-based dynamic batching, the basic scenario: GoogLeNet on a Tesla P4, one step (an inference) for "
-                "each request, deterministic. The paper does not count idle power."
-            ),
-            energy_source="published",
-            slots_max=32,
-        ),
-    )
+    path.stem: Profile.load(path) for path in sorted(Path(__file__).with_name("profiles").glob("*.json"))
 }
-"""By name."""
+"""By name: the files of bins/profiles, whose names are the profiles' own."""
 
 
 def resolve(name_or_path: str | Path) -> Profile:
-    """A published profile by its name, else a saved profile by its path. Raises ValueError for neither."""
+    """A shipped profile by its name, else a saved profile by its path. Raises ValueError for neither."""
     name = str(name_or_path)
     if name in PROFILES:
         return PROFILES[name]
     if Path(name).exists():
         return Profile.load(name)
     near = get_close_matches(name, PROFILES, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"published profiles are {', '.join(PROFILES)}"
-    raise ValueError(f"{name!r} is neither a published profile nor a file; {hint}")
+    hint = f"did you mean {' or '.join(near)}?" if near else f"shipped profiles are {', '.join(PROFILES)}"
+    raise ValueError(f"{name!r} is neither a shipped profile nor a file; {hint}")

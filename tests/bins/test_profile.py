@@ -277,7 +277,7 @@ def test_a_published_profile_is_found_by_its_name():
 def test_a_name_that_is_nearly_published_is_answered_with_the_right_one():
     with pytest.raises(ValueError, match=r"'h100-llama' is neither .* did you mean h100-llama-3\.1-8b\?"):
         resolve("h100-llama")
-    with pytest.raises(ValueError, match=r"published profiles are h100-llama-3\.1-8b, p4-googlenet"):
+    with pytest.raises(ValueError, match=r"shipped profiles are h100-llama-3\.1-8b, p4-googlenet"):
         resolve("/nowhere/x.json")
 
 

@@ -40,7 +40,12 @@ def test_answers_are_those_of_a_growing_cache(name: str) -> None:
 def test_batches_of_other_sizes_follow_in_the_same_memory() -> None:
     growing = LanguageModel(Numbers(), network_of("llama"), static=False)
     fixed = LanguageModel(Numbers(), network_of("llama"), static=True)
-    for prompts, tokens in ((PROMPTS, [4, 4, 30]), (PROMPTS[:1], [50]), (PROMPTS * 3, [12] * 9), (PROMPTS[1:], [20, 3])):
+    for prompts, tokens in (
+        (PROMPTS, [4, 4, 30]),
+        (PROMPTS[:1], [50]),
+        (PROMPTS * 3, [12] * 9),
+        (PROMPTS[1:], [20, 3]),
+    ):
         assert answers(fixed, prompts, tokens) == answers(growing, prompts, tokens)
 
 

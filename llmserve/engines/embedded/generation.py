@@ -182,7 +182,7 @@ class LanguageModel:
             while True:
                 ids = sampler.choose(logits)
                 tokens = _read(ids)
-                # A GPU runs the next step while the host delivers this one. Where all answers end now, it was for nothing.
+                # A GPU runs the next step while the host delivers this step's tokens.
                 ahead = self._static is not None and any(row.may_go_on for row in rows)
                 if ahead:
                     logits = batch.step(ids)

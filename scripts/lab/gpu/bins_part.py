@@ -1,4 +1,4 @@
-"""Throughput of batches that run to their end: measured gains of bins and windows beside what the simulator foretold."""
+"""Throughput of batches that run to their end: gains of bins and windows, measured and foretold by the simulator."""
 
 from __future__ import annotations
 
@@ -37,13 +37,18 @@ CONTINUOUS = "transformers' continuous batching"
 def steps(plan: Plan, machine: Machine, costs: Results) -> list[Step]:
     """costs : of the part profile, from which the forecasts follow."""
     measured = [
-        Step(_name(size, bins, predictions), 20 + size / 2, partial(_measure, plan, machine, costs, size, bins, predictions))
+        Step(
+            _name(size, bins, predictions),
+            20 + size / 2,
+            partial(_measure, plan, machine, costs, size, bins, predictions),
+        )
         for size in plan.batch_sizes
         for predictions, arrangements in ((ORACLE, (1, *plan.bins, WINDOW)), ("predicted", (*plan.bins, WINDOW)))
         for bins in arrangements
     ]
     refill = [
-        Step(f"{CONTINUOUS}, {size} slots", 120.0, partial(_continuous, plan, machine, size)) for size in plan.batch_sizes
+        Step(f"{CONTINUOUS}, {size} slots", 120.0, partial(_continuous, plan, machine, size))
+        for size in plan.batch_sizes
     ]
     return [*measured, *refill]
 
@@ -92,7 +97,10 @@ async def _measure(plan: Plan, machine: Machine, costs: Results, size: int, bins
     return {
         **{"batch_size": size, "bins": bins, "predictions": predictions, "requests": len(tokens)},
         **{"seconds": seconds, "tokens_per_s": sum(answered) / seconds, "joules_per_token": joules / sum(answered)},
-        **{"forecast_tokens_per_s": forecast.output_tokens_per_s, "forecast_joules_per_token": forecast.energy_j_per_token},
+        **{
+            "forecast_tokens_per_s": forecast.output_tokens_per_s,
+            "forecast_joules_per_token": forecast.energy_j_per_token,
+        },
     }
 
 
@@ -166,12 +174,18 @@ def draw(results: Results, path: Path, plan: Plan) -> None:
             color = BLUE if predictions == ORACLE else ORANGE
             mine = [row for row in group if row["batch_size"] == size]
             line = [row for row in mine if row["bins"] != WINDOW]
-            axes.plot([row["bins"] for row in line], [row["gain"] for row in line], "o-", ms=4, color=color, label=predictions)
+            axes.plot(
+                [row["bins"] for row in line], [row["gain"] for row in line], "o-", ms=4, color=color, label=predictions
+            )
             axes.plot([row["bins"] for row in line], [row["forecast"] for row in line], ":", color=color)
             for row in [row for row in mine if row["bins"] == WINDOW]:
                 axes.axhline(row["gain"], color=color, lw=1, ls="--")
         log_ticks(axes)
-        axes.set(title=f"batches of {size}", xlabel="bins (dashed: a window)", ylabel="throughput over one bin's (dotted: foretold)")
+        axes.set(
+            title=f"batches of {size}",
+            xlabel="bins (dashed: a window)",
+            ylabel="throughput over one bin's (dotted: foretold)",
+        )
         axes.legend()
     save(figure, path)
 

@@ -11,11 +11,13 @@
     energy     joules for each token at low load, by release
     predictor  an exported length predictor on the GPU
 
-Each part writes DIR/PART.json after each step and DIR/PART.png at its end. The same command again does the steps that are
-missing, as many as fit into --minutes; it says what is left. A step that fails does not keep the others from theirs.
+Each part writes DIR/PART.json after each step and DIR/PART.png at its end. The same command again runs the steps that
+have no result yet, as many as fit into --minutes, and says which steps are left. A step that fails does not stop the
+others.
 
---tiny rehearses all of it on a CPU within three minutes: a very small model, no captured graphs, and a pretended counter
-of energy. scripts/lab/gpu/run sets up a machine without network from a folder of wheels, see scripts/lab/gpu/wheels.
+--tiny rehearses all parts on a CPU within three minutes: a very small model, no captured graphs, and a pretended
+counter of energy. scripts/lab/gpu/run prepares a machine without network, from the wheels that scripts/lab/gpu/wheels
+fetches.
 """
 
 from __future__ import annotations

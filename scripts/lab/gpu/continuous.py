@@ -41,7 +41,11 @@ def main() -> None:
         seconds = time.perf_counter() - began_s
     finally:
         manager.stop(block=True)
-    print(json.dumps({"slots": args.slots, "requests": len(lengths), "seconds": seconds, "tokens_per_s": tokens / seconds}))
+    print(
+        json.dumps(
+            {"slots": args.slots, "requests": len(lengths), "seconds": seconds, "tokens_per_s": tokens / seconds}
+        )
+    )
 
 
 def _answered(manager: Any, lengths: list[int]) -> int:

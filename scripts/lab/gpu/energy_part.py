@@ -1,4 +1,4 @@
-"""Joules for each token at low load: releases that wait for company beside one that does not, by the GPU's own counter."""
+"""Joules for each token at low load, by the GPU's counter: releases that wait for a larger batch beside greedy."""
 
 from __future__ import annotations
 

@@ -31,7 +31,9 @@ class OnnxOnTorch:
         if unknown:
             raise NotImplementedError(f"{path} has operators that are not known here: {', '.join(sorted(unknown))}")
         self._device = device
-        self._constants = {weights.name: self._constant(numpy_helper.to_array(weights)) for weights in graph.initializer}
+        self._constants = {
+            weights.name: self._constant(numpy_helper.to_array(weights)) for weights in graph.initializer
+        }
         self._output = graph.output[0].name
         self._nodes: list[tuple[str, list[str], str, Attributes]] = []
         for node in graph.node:
@@ -60,9 +62,7 @@ class OnnxOnTorch:
         free = [operand for place, operand in enumerate(operands) if place not in host]
         if all(operand.device.type == "cpu" for operand in free):
             return operands
-        return [
-            operand.cpu() if place in host else operand.to(self._device) for place, operand in enumerate(operands)
-        ]
+        return [operand.cpu() if place in host else operand.to(self._device) for place, operand in enumerate(operands)]
 
 
 def _slice(_: Attributes, data: Tensor, starts: Tensor, ends: Tensor, axes: Tensor, steps: Tensor) -> Tensor:

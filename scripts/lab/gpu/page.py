@@ -3,8 +3,8 @@
 
     python scripts/lab/gpu/page.py
 
-Reads docs/results/h200/*.json. Writes docs/results/h200.md, and bins/profiles/h200-*.json: the profiles that `simulate`,
-`solve` and `serve` take by name. What was not measured has no table.
+Reads docs/results/h200/*.json. Writes docs/results/h200.md, and bins/profiles/h200-*.json, the profiles that
+`simulate`, `solve` and `serve` take by name. A part that was not measured has no table.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ RESULTS, PAGE, PROFILES = ROOT / "docs/results/h200", ROOT / "docs/results/h200.
 PARTS = {"profile": profile_part, "bins": bins_part, "energy": energy_part, "predictor": predictor_part}
 HEAD = """# On an H200
 
-What one NVIDIA H200 shows, measured by `scripts/lab/gpu/campaign.py`. Made by `python scripts/lab/gpu/page.py`; do not edit.
-The models are Llamas of real shape with random weights: they cost what real ones cost, and every answer has the length
-that its prompt asks for. The engine is the embedded one: a static cache, and a captured CUDA graph for each step.
+Measurements on one NVIDIA H200, made by `scripts/lab/gpu/campaign.py`; `python scripts/lab/gpu/page.py` writes this
+page from docs/results/h200. The models are Llamas of real shape with random weights: a step costs what a step of the
+real model costs, and each answer has the length that its prompt asks for. The embedded engine runs them, with a static
+cache and a captured CUDA graph for each step.
 """
-NOTHING = "Nothing of this was measured yet."
+NOTHING = "Not measured yet."
 
 
 def main() -> None:
@@ -75,24 +76,25 @@ def _runs(results: Results) -> str:
 def _costs(results: Results) -> Iterator[str]:
     for shape in FULL.shapes:
         if (timed := results.steps.get(f"{shape}: {profile_part.STEPS}")) is not None:
-            yield f"{shape}: ms of a step, and the share of its time that reading weights and cache once would take at " + (
-                f"{timed['data_sheet_bytes_per_s'] / 1e12:g} TB/s (a copy on the device moved "
-                f"{timed['copy_bytes_per_s'] / 1e12:.2f} TB/s)."
+            sheet, copied = (timed[f"{name}_bytes_per_s"] / 1e12 for name in ("data_sheet", "copy"))
+            yield (
+                f"{shape}: milliseconds of a step. In brackets: the share of that time which reading weights and cache "
+                f"once takes at the data sheet's {sheet:g} TB/s. A copy on the device moved {copied:.2f} TB/s."
             )
             yield _steps_table(timed["steps"])
         if (measured := results.steps.get(f"{shape}: {profile_part.BATCHES}")) is not None:
             profile = profile_part.profile(results, shape)
             step_s, step_j = profile.step_s, profile.step_j
             yield (
-                f"{shape}, fitted: a step takes {1e3 * step_s.slope:.4g} b + {1e3 * step_s.intercept:.4g} ms (error "
-                f"{step_s.error:.1%}) and {step_j.slope:.4g} b + {step_j.intercept:.4g} J (error {step_j.error:.1%}), a "
-                f"batch's prefill {1e3 * profile.prefill_s:.4g} ms; idle, the GPU draws {measured['idle_w']:.4g} W. "
-                f"The profile is `{profile.name}`."
+                f"The profile `{profile.name}`: a step of b sequences takes {1e3 * step_s.slope:.4g} b + "
+                f"{1e3 * step_s.intercept:.4g} ms (error {step_s.error:.1%}) and {step_j.slope:.4g} b + "
+                f"{step_j.intercept:.4g} J (error {step_j.error:.1%}). A prefill takes "
+                f"{1e3 * profile.prefill_s:.4g} ms. The idle GPU draws {measured['idle_w']:.4g} W."
             )
         for line in results.steps.get(f"{shape}: {profile_part.LINE}", ()):
             yield (
-                f"{shape}, batches of {line['size']}: time is linear in the longest answer with R² {line['r_squared']:.4f} "
-                f"({1e3 * line['token_s']:.4g} ms a token; Multi-Bin, Fig. 5)."
+                f"{shape}, batches of {line['size']}: time is linear in the longest answer with R² "
+                f"{line['r_squared']:.4f}, {1e3 * line['token_s']:.4g} ms a token (Multi-Bin, Fig. 5)."
             )
 
 
@@ -139,7 +141,11 @@ def _energy(results: Results) -> Iterator[str]:
     lines = [
         [
             *(f"{row['load']:g}", row["release"], f"{row['joules_per_token']:.3f}", f"{row['saved']:.0%}"),
-            *(f"{row['forecast_saved']:.0%}", f"{row['goal']:.0%}" if row["goal"] else "", f"{row['latency_s_p95']:.2f}"),
+            *(
+                f"{row['forecast_saved']:.0%}",
+                f"{row['goal']:.0%}" if row["goal"] else "",
+                f"{row['latency_s_p95']:.2f}",
+            ),
         ]
         for row in rows
     ]

@@ -36,7 +36,11 @@ def draw(results: Results, path: Path, plan: Plan) -> None:
     figure, (panels,) = new_figure(1, 2, width=9, height=3.0)
     measured = rows(results)
     for axes, name, scale, label in zip(
-        panels, ("alone_s", "prompts_per_s"), (1e3, 1.0), ("ms for one prompt", "prompts a second, many at once"), strict=True
+        panels,
+        ("alone_s", "prompts_per_s"),
+        (1e3, 1.0),
+        ("ms for one prompt", "prompts a second, many at once"),
+        strict=True,
     ):
         axes.barh(list(measured), [scale * row[name] for row in measured.values()], color=BLUE)
         axes.set(xlabel=label)

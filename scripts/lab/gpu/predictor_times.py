@@ -18,7 +18,27 @@ from gpu.onnx_on_torch import OnnxOnTorch
 from predictor.predict import GPU, MODEL_FILE, LengthPredictor
 from predictor.prompt import Prompt
 
-WORDS = "a prompt asks the model for a story about ships and stars or for code that sorts numbers quickly".split()
+WORDS = [
+    "a",
+    "prompt",
+    "asks",
+    "the",
+    "model",
+    "for",
+    "a",
+    "story",
+    "about",
+    "ships",
+    "and",
+    "stars",
+    "or",
+    "for",
+    "code",
+    "that",
+    "sorts",
+    "numbers",
+    "quickly",
+]
 PROMPT_WORDS = 40
 BATCH = 64
 

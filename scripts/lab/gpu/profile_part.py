@@ -124,7 +124,9 @@ def draw(results: Results, path: Path, plan: Plan) -> None:
 
 
 def _draw_steps(axes: Any, timed: Sequence[dict[str, float]], shape: str) -> None:
-    for context, color in zip(sorted({step["context"] for step in timed}), (BLUE, ORANGE, "#009e73", GREY), strict=False):
+    for context, color in zip(
+        sorted({step["context"] for step in timed}), (BLUE, ORANGE, "#009e73", GREY), strict=False
+    ):
         mine = sorted((step["rows"], step["step_s"], step["floor_s"]) for step in timed if step["context"] == context)
         rows, step_s, floor_s = np.array(mine).T
         axes.plot(rows, 1e3 * step_s, "o-", ms=4, color=color, label=f"context {context:g}")
@@ -136,7 +138,9 @@ def _draw_steps(axes: Any, timed: Sequence[dict[str, float]], shape: str) -> Non
 
 def _draw_power(axes: Any, measured: dict[str, Any]) -> None:
     batches = [batch for batch in measured["batches"] if batch["joules"]]
-    axes.plot([batch["size"] for batch in batches], [batch["joules"] / batch["seconds"] for batch in batches], "o", ms=4)
+    axes.plot(
+        [batch["size"] for batch in batches], [batch["joules"] / batch["seconds"] for batch in batches], "o", ms=4
+    )
     axes.axhline(measured["idle_w"], color=GREY, ls="--", label="idle")
     log_ticks(axes)
     axes.set(xlabel="sequences in a batch", ylabel="watts", ylim=0)

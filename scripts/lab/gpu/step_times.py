@@ -1,4 +1,4 @@
-"""`python -m gpu.step_times`: seconds of a step and of a prefill by rows and context, beside the least that memory allows."""
+"""`python -m gpu.step_times`: seconds of a prefill, and of a step by rows and context beside the floor of memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     shape = SHAPES[args.shape]
-    result = {"copy_bytes_per_s": _copy_bytes_per_s(args.device), "data_sheet_bytes_per_s": H200_BYTES_PER_S, "steps": []}
+    result = {
+        "copy_bytes_per_s": _copy_bytes_per_s(args.device),
+        "data_sheet_bytes_per_s": H200_BYTES_PER_S,
+        "steps": [],
+    }
     for fused in (False, True):
         model = random_llama(args.shape, args.device, fused=fused)
         with torch.inference_mode():

@@ -17,7 +17,7 @@ from bench.results import made_on, rounded, write_json
 
 @dataclass(frozen=True)
 class Step:
-    """Something to measure. about_s : seconds that it takes at most, about.  measure : gives what goes into the JSON."""
+    """Something to measure. about_s : seconds that it may take.  measure : returns what goes into the JSON."""
 
     name: str
     about_s: float
@@ -101,7 +101,7 @@ class Clock:
 
 
 async def run_steps(steps: Sequence[Step], results: Results, clock: Clock) -> None:
-    """Those that are missing, in order, as long as there is time. One that fails does not keep the others from theirs."""
+    """Run the steps that have no result, in order, while there is time. A step that fails does not stop the others."""
     missing = [step for step in steps if step.name not in results.steps]
     for number, step in enumerate(missing, start=1):
         what = f"{results.part}, {number} of {len(missing)}: {step.name}"
