@@ -29,9 +29,9 @@ from bench.arguments import add_results, parser_of
 from bench.figures import new_figure, save
 from bench.progress import say
 from bench.results import machine, write_json
+from bench.servers import batching_front_end, embedded_engine
 
-import predictor
-from llmserve.bench import Arrangement, embedded_engine, front_end
+from llmserve.bench import Arrangement
 from llmserve.engines.embedded import demo_corpus
 from llmserve.headers import PREDICTED_HEADER
 
@@ -60,8 +60,10 @@ async def measure(args: argparse.Namespace) -> list[Block]:
     blocks = []
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(embedded_engine(args.batch_size))
-        servers = [Arrangement("barrier", args.bins, "oracle"), Arrangement("barrier", 1, "none")]
-        binned, single = [await stack.enter_async_context(front_end(engine, server, args)) for server in servers]
+        binned, single = [
+            (await stack.enter_async_context(batching_front_end(engine.url, arrangement, args.batch_size))).url
+            for arrangement in (Arrangement("barrier", args.bins, "oracle"), Arrangement("barrier", 1, "none"))
+        ]
         session = await stack.enter_async_context(client.session_of())
         for number, kind in enumerate(kinds):
             these = prompts[number * args.block : (number + 1) * args.block]
@@ -163,7 +165,6 @@ def main() -> None:
     add("--seed", type=int, default=2027, help="draws the prompts")
     add_results(parser, "--figure")
     args = parser.parse_args()
-    args.predictor = str(predictor.DEMO)  # for the first edges: every request brings its own prediction
     blocks = asyncio.run(measure(args))
     found = summary(blocks)
     print(json.dumps(found, indent=1))

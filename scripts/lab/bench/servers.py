@@ -17,7 +17,9 @@ from typing import IO
 
 import aiohttp
 
+import predictor
 from bench.client import MODEL
+from llmserve.bench import Arrangement
 from llmserve.engines import embedded
 from llmserve.engines.engine_process import SUPERVISOR, free_port
 
@@ -111,6 +113,23 @@ def module(name: str, *words: str) -> Command:
 def front_end(name: str, *flags: str) -> AbstractAsyncContextManager[Server]:
     """`llmserve serve` with these flags, ready."""
     return running(f"llmserve, {name}", module("llmserve", "serve", *flags), ready="/ready")
+
+
+def embedded_engine(batch_size: int) -> AbstractAsyncContextManager[Server]:
+    """The embedded engine: it runs static batches of at most `batch_size` requests."""
+    command = module("llmserve.engines.embedded", "--batch-size-max", str(batch_size))
+    return running("the embedded engine", command, ready="/health")
+
+
+def batching_front_end(
+    engine_url: str, arrangement: Arrangement, batch_size: int
+) -> AbstractAsyncContextManager[Server]:
+    """`llmserve serve` that forms the arrangement's batches for this engine. The first bin edges come from the training
+    lengths of the demo predictor, even where clients send oracle lengths.
+    """
+    chosen = "none" if arrangement.lengths == "none" else str(predictor.DEMO)
+    flags = ["--engine", engine_url, "--barrier", "--batch-size", str(batch_size), "--predictor", chosen]
+    return front_end(arrangement.name, *flags, *arrangement.flags)
 
 
 def fake_engine(model: str, *flags: str) -> AbstractAsyncContextManager[Server]:
