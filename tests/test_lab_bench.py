@@ -105,9 +105,9 @@ def test_results_are_json_with_a_row_a_line(tmp_path: Path) -> None:
 
 def test_an_error_that_is_expected_ends_a_script_with_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["scripts/lab/some.py"])
-    with pytest.raises(SystemExit, match="some: error: no such file"), arguments.ending_on(ValueError):
+    with pytest.raises(SystemExit, match="some: error: no such file"), arguments.exit_on(ValueError):
         raise ValueError("no such file")
-    with pytest.raises(KeyError), arguments.ending_on(ValueError):
+    with pytest.raises(KeyError), arguments.exit_on(ValueError):
         raise KeyError("another")
 
 

@@ -46,7 +46,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from bench.arguments import add_results, ending_on, parser_of, whole
+from bench.arguments import add_results, exit_on, parser_of, whole
 from bench.figures import save
 from bench.results import rounded, with_rows, write_text
 from deadlines.engines import FAKE, VLLM, timed_engines, vllm_engines
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     if args.part == "vllm" and not (args.vllm_python or args.results):
         parser().error("vllm needs --vllm-python, the interpreter of an environment with vLLM in it")
-    with ending_on(LLMServeError, OSError, ValueError):
+    with exit_on(LLMServeError, OSError, ValueError):
         result = json.loads(args.results.read_text()) if args.results else asyncio.run(measured_part(args))
     result = json.loads(json.dumps(rounded(result)))
     write_text(args.output, with_rows(result, "cells" if args.part == "load" else "runs"))

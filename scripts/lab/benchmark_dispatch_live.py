@@ -44,11 +44,11 @@ import aiohttp
 import msgspec
 import numpy as np
 from bench import client
-from bench.arguments import add_results, ending_on, parser_of, positive, whole
+from bench.arguments import add_results, exit_on, parser_of, positive, whole
 from bench.client import MODEL
 from bench.figures import log_ticks, new_figure, save
-from bench.progress import counted, say
-from bench.results import made_on, rounded, write_json
+from bench.progress import counted, log
+from bench.results import day_and_machine, rounded, write_json
 from bench.servers import MODEL_FOLDER, Server, front_end
 from bench.tables import show
 from dispatch_journal import LATE_S, Planned, Run, run_of
@@ -256,7 +256,7 @@ def result_of(args: argparse.Namespace, profile: Profile, load: Load, target_s: 
     """All of it, for JSON."""
     setting = {name: getattr(args, name) for name in ("requests", "rounds", "seed", "batch_size")}
     return {
-        **made_on(),
+        **day_and_machine(),
         **setting,
         "load": load.share,
         "arrival_rate_per_s": load.arrival_rate_per_s,
@@ -276,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.journals or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        with ending_on(LLMServeError, ValueError):
+        with exit_on(LLMServeError, ValueError):
             profile = Profile.load(args.profile) if args.profile else asyncio.run(measured_profile(args, folder))
         load = load_of(profile, corpus_lengths(CORPUS, args.seed), args.load, args.batch_size)
         target_s = args.latency_target_s or 2.0 * load.greedy_s
@@ -293,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def say_setting(profile: Profile, load: Load, target_s: float, title: str) -> None:
     step_s = profile.step_s
-    say(
+    log(
         f"{title}; a batch takes {1e3 * profile.prefill_s:.3g} ms, and {1e3 * step_s.slope:.3g} b + "
         f"{1e3 * step_s.intercept:.3g} ms a step (error {step_s.error:.0%}); greedy is expected to take "
         f"{load.greedy_s:.2f} s, the target is {target_s:.2f} s"

@@ -25,7 +25,7 @@ from contextlib import asynccontextmanager
 
 from bench import client
 from bench.arguments import add_results, parser_of
-from bench.progress import say
+from bench.progress import log
 from bench.results import machine, write_json
 from bench.servers import fake_engine, front_end, running
 from bench.tables import show
@@ -146,12 +146,12 @@ async def measure(rounds: int, seconds: float) -> dict[str, dict[str, float]]:
             _, p50_ms, p99_ms = await load(url, 1, seconds)
             add(name, requests_per_s_at_32=rate_per_s, latency_ms_p99_at_32=busy_p99_ms)
             add(name, latency_ms_p50_at_1=p50_ms, latency_ms_p99_at_1=p99_ms)
-            say(f"round {number + 1}/{rounds}: {name}: {rate_per_s:,.0f} requests/s")
+            log(f"round {number + 1}/{rounds}: {name}: {rate_per_s:,.0f} requests/s")
     async with servers(step_s=0.001) as urls:
         for number, (name, url) in itertools.product(range(rounds), urls.items()):
             events_per_s = await stream_events_per_s(url)
             add(name, stream_events_per_s=events_per_s)
-            say(f"round {number + 1}/{rounds}: {name}: {events_per_s:,.0f} events/s")
+            log(f"round {number + 1}/{rounds}: {name}: {events_per_s:,.0f} events/s")
     return {name: {key: statistics.median(values) for key, values in row.items()} for name, row in samples.items()}
 
 

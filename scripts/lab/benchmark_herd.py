@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 from bench.arguments import numbers, parser_of
 from bench.figures import new_figure, save
-from bench.progress import say
+from bench.progress import log
 from bench.results import write_rows
 from bench.tables import markdown
 from reproduction.shepherd.models import TABLE_4
@@ -93,7 +93,7 @@ def measure(sizes: Sequence[int], seeds: int, time_limit_s: float) -> Iterable[R
             read_s = time.perf_counter() - began_s
             for form in FORMS:
                 yield run(instance, kind, seed, form, read_s, time_limit_s)
-            say(f"{number + 1} of {len(cases)}: {kind}, {size} models, seed {seed}")
+            log(f"{number + 1} of {len(cases)}: {kind}, {size} models, seed {seed}")
 
 
 def run(instance: Instance, kind: str, seed: int, form: str, read_s: float, time_limit_s: float) -> Row:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench.arguments import ending_on, parser_of
+from bench.arguments import exit_on, parser_of
 from bench.results import write_json
 from bench.tables import show
 
@@ -30,7 +30,7 @@ WAYS = ("as predicted", "recalibrated", "recalibrated, with memory", "without a 
 
 def main() -> None:
     args = parse_args()
-    with ending_on(PredictorError, OSError):
+    with exit_on(PredictorError, OSError):
         result = measure(args)
     tell(result)
     write_json(args.output, result)

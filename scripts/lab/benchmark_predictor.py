@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bench import ROOT
-from bench.arguments import ending_on, parser_of
+from bench.arguments import exit_on, parser_of
 from bench.results import write_json
 from bench.tables import show
 
@@ -39,7 +39,7 @@ print(time.perf_counter() - started_s, resource.getrusage(resource.RUSAGE_SELF).
 
 def main() -> None:
     args = parse_args()
-    with ending_on(PredictorError):
+    with exit_on(PredictorError):
         result = asyncio.run(measure(args))
     tell(result)
     write_json(args.output, result)

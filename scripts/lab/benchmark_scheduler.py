@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from bench.arguments import add_results, parser_of
-from bench.progress import say
+from bench.progress import log
 from bench.results import write_json
 from bench.tables import show
 
@@ -167,7 +167,7 @@ def measure_steps(engines: int, steps: int, rounds: int) -> list[dict[str, Any]]
         times_us = step_times_us(case, steps, seed=number)
         medians[case.name].append(statistics.median(times_us))
         tails[case.name].append(float(np.percentile(times_us, 99)))
-        say(f"round {number + 1}/{rounds}: {case.name}: {medians[case.name][-1]:.1f} us")
+        log(f"round {number + 1}/{rounds}: {case.name}: {medians[case.name][-1]:.1f} us")
     return [
         {
             "case": case.name,
@@ -188,7 +188,7 @@ def measure_simulator(requests: int, rounds: int) -> list[dict[str, Any]]:
         began_s = time.process_time()
         simulate(msgspec.structs.replace(scenario, requests=requests, seed=number), config)
         rates[name].append(requests / (time.process_time() - began_s))
-        say(f"round {number + 1}/{rounds}: {name}: {rates[name][-1]:,.0f} requests/s")
+        log(f"round {number + 1}/{rounds}: {name}: {rates[name][-1]:,.0f} requests/s")
     return [{"scenario": name, "requests_per_s": round(statistics.median(values))} for name, values in rates.items()]
 
 

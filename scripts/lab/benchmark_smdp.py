@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import numpy as np
 from bench.arguments import add_results, parser_of
-from bench.progress import say
+from bench.progress import log
 from bench.results import write_json
 from bench.tables import show
 
@@ -84,7 +84,7 @@ def measure(rounds: int) -> dict[str, float]:
             case()
             times_ms[name].append((time.perf_counter() - began_s) * 1e3)
         latest = ", ".join(f"{name}: {values[-1]:.1f} ms" for name, values in times_ms.items())
-        say(f"round {number + 1}/{rounds}: {latest}")
+        log(f"round {number + 1}/{rounds}: {latest}")
     return {name: statistics.median(values) for name, values in times_ms.items()}
 
 

@@ -6,7 +6,7 @@
 One embedded engine, two servers in front of it: one with bins, one with a single bin. The same requests go to both in
 turn, block after block, so many at a time. Each brings its prediction along: its answer's real length (the demo model
 answers greedily, so it is known once it has answered), or, in the blocks between, the length of some other answer.
-The server is told nothing of this; its first edges come from the shipped predictor. After each block its metrics say
+The server is told nothing of this; its first edges come from the shipped predictor. After each block its metrics log
 whether it still trusts its predictions.
 """
 
@@ -27,7 +27,7 @@ import aiohttp
 from bench import client
 from bench.arguments import add_results, parser_of
 from bench.figures import new_figure, save
-from bench.progress import say
+from bench.progress import log
 from bench.results import machine, write_json
 from bench.servers import batching_front_end, embedded_engine
 
@@ -75,7 +75,7 @@ async def measure(args: argparse.Namespace) -> list[Block]:
             tokens = sum(lengths)
             block = Block(kind, args.block * (number + 1), tokens / binned_s, tokens / single_s, rank, trusted)
             blocks.append(block)
-            say(
+            log(
                 f"block {number + 1}/{len(kinds)}, {kind}: {block.tokens_per_s:,.0f} tokens/s with bins, "
                 f"{block.one_bin_tokens_per_s:,.0f} with one; rank correlation {rank:.2f}, "
                 f"{'bins' if trusted else 'one bin'} in force"

@@ -55,7 +55,7 @@ from typing import Any
 
 import uvloop
 from bench.arguments import parser_of
-from bench.progress import say
+from bench.progress import log
 from bench.results import machine, write_json
 from on_vllm.arrangements import ORDERS, PARTS, arrangements_of
 from on_vllm.engines import Engines, started
@@ -96,7 +96,7 @@ def runnable(args: argparse.Namespace) -> list[str]:
     parts = [part for part in PARTS if part in args.parts]
     for part, needed, what in (("trace", args.trace, "--trace FILE"), ("routers", args.router, "--router PATH")):
         if part in parts and not needed:
-            say(f"{part} is skipped: it needs {what}")
+            log(f"{part} is skipped: it needs {what}")
             parts.remove(part)
     return parts
 
@@ -112,12 +112,12 @@ async def measure(args: argparse.Namespace) -> None:
         async with started(args, count, requests, small=small) as engines:
             if not told:
                 for part in parts:
-                    say(f"{part}: about {estimate_s(args, part, engines.requests_per_s) / 60:.1f} min")
+                    log(f"{part}: about {estimate_s(args, part, engines.requests_per_s) / 60:.1f} min")
                 told = True
             for part in these:
                 began_s = time.monotonic()
                 found = await MEASURES.get(part, at_once_or_poisson)(args, part, engines)
-                say(f"{part} took {(time.monotonic() - began_s) / 60:.1f} min")
+                log(f"{part} took {(time.monotonic() - began_s) / 60:.1f} min")
                 write(args.output, part, about(args, part, engines) | found)
 
 

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 import msgspec
-from bench.results import made_on, median_of
+from bench.results import day_and_machine, median_of
 from bench.tables import markdown
 
 from deadlines.ledger import ENDS
@@ -55,7 +55,7 @@ def live_result(engines: Engines, setting: Setting, seed: int, runs: Sequence[Ru
         if run["round"] > 1:
             run["bars"], run["missed"] = [], []
     return {
-        **made_on(),
+        **day_and_machine(),
         "engines": engines.what,
         "seed": seed,
         "setting": asdict(setting),

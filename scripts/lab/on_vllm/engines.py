@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import psutil
 from bench.client import get_text
-from bench.progress import say
+from bench.progress import log
 from bench.servers import Server, flags_of, front_end, running, vllm
 
 from bins.edges import equal_mass_edges
@@ -120,7 +120,7 @@ async def started(args: argparse.Namespace, count: int, requests: int, *, small:
     cores = os.sched_getaffinity(0)
     apart = count < (os.cpu_count() or 1)
     async with AsyncExitStack() as stack:
-        say(f"starting {count} vLLM server{'s' * (count > 1)}")
+        log(f"starting {count} vLLM server{'s' * (count > 1)}")
         stack.enter_context(kept_off_the_first_core(apart))
         servers = []
         for index in range(count):
@@ -151,10 +151,10 @@ async def started(args: argparse.Namespace, count: int, requests: int, *, small:
         service = await fit_service_time(urls[0], prompts, tokens)
         async with session_of() as session:
             version = json.loads(await get_text(session, f"{urls[0]}/version"))["version"]
-        say(
+        log(
             f"{requests} prompts, {tokens.mean():.0f} tokens in the mean, {tokens.max()} at most; {rate:.1f} requests/s"
         )
-        say(f"service time: {1e3 * service.start_s:.1f} ms + {1e3 * service.token_s:.2f} ms a token")
+        log(f"service time: {1e3 * service.start_s:.1f} ms + {1e3 * service.token_s:.2f} ms a token")
         yield Engines(servers, slots, prompts, tokens, service, rate, version)
 
 

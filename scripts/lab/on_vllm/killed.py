@@ -12,7 +12,7 @@ from typing import Any
 
 from bench import client
 from bench.client import Reply
-from bench.progress import say
+from bench.progress import log
 
 from on_vllm.arrangements import arrangements_of
 from on_vllm.engines import Engines, front
@@ -96,5 +96,5 @@ async def kill(args: argparse.Namespace, part: str, engines: Engines) -> dict[st
         verdict.kind == "answer" and verdict.text != other.text
         for verdict, other in zip(verdicts, expected, strict=True)
     )
-    say(f"kill: {found}")
+    log(f"kill: {found}")
     return found

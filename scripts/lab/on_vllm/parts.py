@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from bench import client
 from bench.client import get_text
-from bench.progress import say
+from bench.progress import log
 from bench.results import in_turn
 
 from on_vllm.arrangements import DIRECT, PARTS, Arrangement, arrangements_of
@@ -83,7 +83,7 @@ async def take_turns(
             capacity = await capacity_per_s(engines, load)
             these.capacity_per_s.append(capacity)
             load = timed(load, capacity, rng)
-            say(f"{part} round {number + 1}/{count}: vLLM's capacity is {capacity:.2f} requests/s")
+            log(f"{part} round {number + 1}/{count}: vLLM's capacity is {capacity:.2f} requests/s")
         these.taus.append(load.taus)
         these.mean_tokens.append(float(load.tokens.mean()))
         for arrangement in in_turn(these.arrangements, number):
@@ -91,7 +91,7 @@ async def take_turns(
             outcomes = await one_pass(args, arrangement, engines, load, burst=timed is None)
             found = summary(outcomes, load, engines.service) | {"preemptions": await preemptions(engines) - before}
             these.shown.setdefault(arrangement.name, []).append(found)
-            say(f"{part} round {number + 1}/{count}: {arrangement.name}: {in_words(found)}")
+            log(f"{part} round {number + 1}/{count}: {arrangement.name}: {in_words(found)}")
     return these.section()
 
 
@@ -201,5 +201,5 @@ async def idle(args: argparse.Namespace, part: str, engines: Engines) -> dict[st
     direct, llmserve = found["rows"]
     found["added_latency_ms"] = round(llmserve["latency_ms_p50"] - direct["latency_ms_p50"], 3)
     found["added_first_token_ms"] = round(llmserve["first_token_ms_p50"] - direct["first_token_ms_p50"], 3)
-    say(f"idle: {found['added_latency_ms']:.2f} ms added, {found['added_first_token_ms']:.2f} ms to the first token")
+    log(f"idle: {found['added_latency_ms']:.2f} ms added, {found['added_first_token_ms']:.2f} ms to the first token")
     return found
