@@ -211,7 +211,11 @@ def tables(rows: Sequence[Row]) -> list[str]:
     title = "Mean latency, and its 99th percentile, over that of 8 bins of equal mass: load"
     return [
         _table("Gain in throughput over one bin, all at once", rows, gains, gain),
-        *(_table(f"{title} {load:g}", rows, slower, partial(latency, load)) for load in LOADS if select(rows, load=load)),
+        *(
+            _table(f"{title} {load:g}", rows, slower, partial(latency, load))
+            for load in LOADS
+            if select(rows, load=load)
+        ),
     ]
 
 

@@ -12,7 +12,7 @@ One engine of a published profile (Llama-3.1-8B on an H100, idle power counted),
         --output docs/results
 
 The files are CSV with columns arrival_s, input_tokens, output_tokens. `load`, `refill` and `saturated` draw their
-lengths from the conversation trace. Energy per token is the energy of the engine, idle time included, over output tokens.
+lengths from the conversation trace. Energy per token is all energy of the engine, also while idle, over output tokens.
 """
 
 from __future__ import annotations
@@ -232,7 +232,9 @@ def goals(rows: list[Row]) -> list[str]:
             )
     at_once = {row["rule"]: row["output_tokens_per_s"] for row in select(rows, part="saturated")}
     full = at_once.pop("full, 8 bins")
-    return sentences + [f"all at once: {rule}: throughput {rate / full:.3f} of full's" for rule, rate in at_once.items()]
+    return sentences + [
+        f"all at once: {rule}: throughput {rate / full:.3f} of full's" for rule, rate in at_once.items()
+    ]
 
 
 def costs(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -4,8 +4,8 @@
 scripts/lab/benchmark_online.py runs/predictor --data answers.jsonl --part held-out --output docs/results/online.json
 
 Rows come in a random order. They come once unchanged, and once with all lengths of the second half multiplied by
---drift, as when an engine gets another model. Forecasts of the second half are scored: the predictor's own, recalibrated
-ones, recalibrated ones with the memory of templates, and those from earlier answers alone.
+--drift, as when an engine gets another model. The script scores four kinds of forecasts of the second half: as
+predicted, recalibrated, recalibrated with the memory of templates, and from earlier answers alone.
 """
 
 import argparse

@@ -153,7 +153,13 @@ def main() -> None:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--block", type=int, default=64, help="requests in a block (%(default)s)")
-    add("--blocks", type=int, nargs=3, default=[3, 6, 5], help="blocks with right, shuffled, and again right predictions")
+    add(
+        "--blocks",
+        type=int,
+        nargs=3,
+        default=[3, 6, 5],
+        help="blocks with right, shuffled, and again right predictions",
+    )
     add("--concurrent", type=int, default=64, help="requests at a time (%(default)s)")
     add("--bins", type=int, default=4)
     add("--batch-size", type=int, default=8)

@@ -25,9 +25,9 @@ from llmserve.engines.engine_process import SUPERVISOR, free_port
 
 MODEL_FOLDER = Path(embedded.__file__).with_name("model")
 # vLLM's engine core and its worker wait for each other by spinning. Two such processes would leave hardly any time of
-# two cores to vLLM's API server and to the front-end: a request then waits half a second for its first step. One process
-# with one thread leaves the second core to all others, as a GPU would. Where there are more cores than servers, an engine
-# gets a core of its own, because every other process that runs there would halt the engine's steps.
+# two cores to vLLM's API server and to the front-end: a request then waits half a second for its first step. One
+# process with one thread leaves the second core to all others, as a GPU would. Where there are more cores than servers,
+# an engine gets a core of its own, because every other process that runs there would halt the engine's steps.
 VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
@@ -61,7 +61,7 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     async def until_ready(self, path: str) -> None:
-        """Wait until GET `path` answers 200. Raises RuntimeError with the end of the server's output if it never does."""
+        """Wait until GET `path` answers 200. Raises RuntimeError with the last output if it never does."""
         until_s = time.monotonic() + START_S
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
             while self.process.returncode is None and time.monotonic() < until_s:
@@ -80,7 +80,7 @@ async def running(
 ) -> AsyncIterator[Server]:
     """Run command(port) as a server until the context ends or this script is killed.
 
-    ready : path that answers 200 once the server is ready. Unlike an EngineProcess, a server that ends is not restarted.
+    ready : path that answers 200 once the server is ready. Unlike an EngineProcess, the server is never restarted.
     """
     port = free_port()
     with tempfile.TemporaryFile() as output:
