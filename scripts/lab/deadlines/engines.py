@@ -79,8 +79,8 @@ PROBE_ROUNDS = 3
 
 @asynccontextmanager
 async def vllm_engines(setting: Setting, python: str) -> AsyncIterator[Engines]:
-    """Two vLLM servers, which serve the demo model under two names. Both are one worker, because they share the cores of
-    this machine, as two models share a GPU.
+    """Two vLLM servers, which serve the demo model under two names. They are one worker, because they share this
+    machine's cores, as two models share a GPU.
     """
     placed, profiles = [], {}
     async with AsyncExitStack() as stack:
