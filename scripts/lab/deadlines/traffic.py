@@ -35,9 +35,6 @@ class Setting:
     def in_burst(self, at_s: float) -> bool:
         return self.burst_s[0] <= at_s < self.burst_s[1]
 
-    def stream(self, name: str) -> Stream:
-        return next(stream for stream in self.streams if stream.name == name)
-
 
 @dataclass(frozen=True)
 class Arrival:
