@@ -132,7 +132,7 @@ async def test_an_answer_is_timed_from_its_first_token_to_its_last():
     assert outcome.latency_s >= max(0.16, outcome.first_s)
 
 
-async def test_what_is_not_a_whole_answer_is_a_failure():
+async def test_an_incomplete_answer_is_a_failure():
     async with FakeEngine(step_s=0.001) as engine:
         assert (await ask(engine, model="other")).failure == "404 model_not_found"
         engine.fault = Fault("500")
@@ -147,7 +147,7 @@ async def test_latency_counts_from_the_arrival():
         late = replace(question, arrival_s=0.05)
         _, second = await passes.send([engine.url] * 2, [question, late])
     assert second.arrival_s == 0.05
-    assert second.latency_s >= 0.2 - 0.05  # it waited for the only slot
+    assert second.latency_s >= 0.2 - 0.05  # the request waited for the only slot
 
 
 async def test_a_server_stays_in_the_session_and_ends_with_its_context():
@@ -172,7 +172,7 @@ async def test_a_server_that_does_not_start_is_quoted():
 # ---- counts -------------------------------------------------------------------------------------------------------
 
 
-def test_a_pass_is_summed_up():
+def test_a_pass_has_its_numbers():
     load = some_load([10, 100, 100, 400])
     outcomes = [
         passes.Outcome(0.0, 0.1, 0.2, 10),
@@ -188,7 +188,7 @@ def test_a_pass_is_summed_up():
     assert (numbers["dropped"], numbers["failed"], numbers["other_length"]) == (1, 1, 1)
 
 
-def test_throughput_while_requests_wait_leaves_out_how_slots_run_empty():
+def test_throughput_while_requests_wait_leaves_out_the_time_of_empty_slots():
     began_s, ended_s = np.array([0.0, 1.0, 1.5]), np.array([1.0, 1.5, 3.5])
     # Ten tokens a second until 1.5 s, when the last request gets its slot; none of its own tokens count.
     assert passes.saturated_tokens_per_s(began_s, ended_s, np.array([10, 5, 20])) == pytest.approx(10)
@@ -196,7 +196,7 @@ def test_throughput_while_requests_wait_leaves_out_how_slots_run_empty():
     assert passes.saturated_tokens_per_s(np.array([0.0, 1.0]), np.array([2.0, 1.5]), np.array([20, 5])) == 10
 
 
-def test_a_pass_without_answers_says_why():
+def test_a_pass_without_answers_names_the_first_failure():
     with pytest.raises(RuntimeError, match="503 no_engine"):
         passes.summary([passes.Outcome(0.0, math.nan, 0.1, 0, "503 no_engine")], some_load([5]), SERVICE)
 
@@ -279,7 +279,7 @@ def test_no_goal_is_met_before_it_is_measured():
     assert {goal.met for goal in report.goals({})} == {None}
 
 
-def test_the_burst_is_as_good_as_its_worst_order():
+def test_the_worst_order_counts_in_the_burst():
     rows = [
         Row(
             {"arrangement": name, "way": way, "predictions": kind, "bins": 1},

@@ -46,7 +46,7 @@ def basic(batch_max: int) -> Queue:
 
 
 def empirical() -> Queue:
-    """An H100 whose batches of up to 32 last as their longest answer."""
+    """An H100 whose batches of up to 32 last as long as their longest answer."""
     profile, sizes = PROFILES["h100-llama-3.1-8b"], np.arange(1, 33)
     service = ServiceTimes.longest_of(LENGTHS, profile.step_s.at(sizes))
     energy_j = service.mean_s * profile.power_w(sizes)

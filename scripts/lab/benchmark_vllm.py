@@ -93,7 +93,7 @@ def estimate_s(args: argparse.Namespace, part: str, requests_per_s: float) -> fl
 
 
 def runnable(args: argparse.Namespace) -> list[str]:
-    """The parts of --parts whose flags are set, in their order."""
+    """The parts of --parts whose required flags are set, in their order."""
     parts = [part for part in PARTS if part in args.parts]
     for part, value, flag in (("trace", args.trace, "--trace FILE"), ("routers", args.router, "--router PATH")):
         if part in parts and not value:

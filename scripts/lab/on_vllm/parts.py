@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,7 @@ from bench import client
 from bench.client import get_text
 from bench.progress import log
 from bench.results import in_turn
-from bench.rows import Row, group
+from bench.rows import Row, group, median
 
 from on_vllm.arrangements import DIRECT, PARTS, Arrangement, arrangements_of
 from on_vllm.engines import Engines, capacity_per_s, front
@@ -40,31 +38,6 @@ def rounds_of(args: argparse.Namespace, part: str) -> int:
     return int(args.rounds or ROUNDS.get(part, ROUNDS_LOAD))
 
 
-@dataclass
-class Rounds:
-    """The rounds of a part so far: a row for each pass, and properties of the load of each round."""
-
-    arrangements: list[Arrangement]
-    passes: list[Row] = field(default_factory=list)
-    taus: list[dict[str, float]] = field(default_factory=list)
-    mean_tokens: list[float] = field(default_factory=list)
-    capacity_per_s: list[float] = field(default_factory=list)
-
-    def section(self) -> dict[str, Any]:
-        taus = {kind: statistics.median(taus[kind] for taus in self.taus) for kind in self.taus[0]}
-        section: dict[str, Any] = {
-            "mean_tokens": round(statistics.median(self.mean_tokens), 1),
-            "kendall_tau": {kind: round(tau, 3) for kind, tau in taus.items()},
-            "rows": [{**row.record, "ratios": row.ratios} for row in rows(self.arrangements, self.passes)],
-            "passes": {
-                name: [row.numbers for row in own] for (name,), own in group(self.passes, "arrangement").items()
-            },
-        }
-        if self.capacity_per_s:
-            section["capacity_requests_per_s"] = round(statistics.median(self.capacity_per_s), 2)
-        return section
-
-
 async def take_turns(
     args: argparse.Namespace,
     part: str,
@@ -77,25 +50,30 @@ async def take_turns(
     make   returns the load of a round
     timed  sets the arrivals of a load, from the requests per second of the engines; None: all requests come at once
     """
-    rounds = Rounds(arrangements_of(part, args.orders))
-    count = rounds_of(args, part)
+    arrangements, count = arrangements_of(part, args.orders), rounds_of(args, part)
+    loads, passes = [], []  # rows of the rounds and of the passes
     for number in range(count):
         rng = np.random.default_rng([args.seed, PARTS.index(part), number])
-        load = make(rng)
+        load, capacity = make(rng), None
         if timed is not None:
             capacity = await capacity_per_s(engines, load)
-            rounds.capacity_per_s.append(capacity)
             load = timed(load, capacity, rng)
             log(f"{part} round {number + 1}/{count}: vLLM's capacity is {capacity:.2f} requests/s")
-        rounds.taus.append(load.taus)
-        rounds.mean_tokens.append(float(load.tokens.mean()))
-        for arrangement in in_turn(rounds.arrangements, number):
+        numbers = {"mean_tokens": float(load.tokens.mean()), "capacity": capacity, **load.taus}
+        loads.append(Row({"round": number}, numbers))
+        for arrangement in in_turn(arrangements, number):
             before = await preemptions(engines)
             outcomes = await one_pass(args, arrangement, engines, load, burst=timed is None)
             numbers = summary(outcomes, load, engines.service) | {"preemptions": await preemptions(engines) - before}
-            rounds.passes.append(Row({"arrangement": arrangement.name, "round": number}, numbers))
+            passes.append(Row({"arrangement": arrangement.name, "round": number}, numbers))
             log(f"{part} round {number + 1}/{count}: {arrangement.name}: {in_words(numbers)}")
-    return rounds.section()
+    section = {
+        "mean_tokens": round(median(loads, "mean_tokens"), 1),
+        "kendall_tau": {kind: round(median(loads, kind), 3) for kind in load.taus},
+        "rows": [{**row.record, "ratios": row.ratios} for row in rows(arrangements, passes)],
+        "passes": {name: [row.numbers for row in own] for (name,), own in group(passes, "arrangement").items()},
+    }
+    return section if timed is None else section | {"capacity_requests_per_s": round(median(loads, "capacity"), 2)}
 
 
 async def preemptions(engines: Engines) -> float:

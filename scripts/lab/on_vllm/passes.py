@@ -155,7 +155,7 @@ def summary(outcomes: Sequence[Outcome], load: Load, service: ServiceTime) -> di
     """
     answered = [(index, outcome) for index, outcome in enumerate(outcomes) if outcome.failure is None]
     if not answered:
-        raise RuntimeError(f"no request was answered; the first says: {outcomes[0].failure}")
+        raise RuntimeError(f"no request was answered; the first failure: {outcomes[0].failure}")
     tokens = np.array([outcome.tokens for _, outcome in answered])
     first_s = np.array([outcome.first_s for _, outcome in answered])
     latency_s = np.array([outcome.latency_s for _, outcome in answered])
