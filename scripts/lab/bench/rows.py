@@ -71,7 +71,7 @@ def values(rows: Iterable[Row], name: str) -> list[Any]:
 
 
 def median(rows: Iterable[Row], name: str) -> float:
-    return statistics.median(values(rows, name))
+    return float(statistics.median(values(rows, name)))
 
 
 def medians(rows: Sequence[Row], over: str) -> list[Row]:
@@ -86,7 +86,7 @@ def medians(rows: Sequence[Row], over: str) -> list[Row]:
 def ratio(rows: Iterable[Row], references: Iterable[Row], name: str, over: str) -> float:
     """Median of a number over the reference's with the same round or seed: a slow machine slows both sides."""
     reference = {row[over]: row[name] for row in references}
-    return statistics.median(row[name] / reference[row[over]] for row in rows)
+    return float(statistics.median(row[name] / reference[row[over]] for row in rows))
 
 
 def in_rounds(

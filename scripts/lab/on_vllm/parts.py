@@ -59,8 +59,8 @@ async def take_turns(
             capacity = await capacity_per_s(engines, load)
             load = timed(load, capacity, rng)
             log(f"{part} round {number + 1}/{count}: vLLM's capacity is {capacity:.2f} requests/s")
-        numbers = {"mean_tokens": float(load.tokens.mean()), "capacity": capacity, **load.taus}
-        loads.append(Row({"round": number}, numbers))
+        mean_tokens = float(load.tokens.mean())
+        loads.append(Row({"round": number}, {"mean_tokens": mean_tokens, "capacity": capacity, **load.taus}))
         for arrangement in in_turn(arrangements, number):
             before = await preemptions(engines)
             outcomes = await one_pass(args, arrangement, engines, load, burst=timed is None)
