@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from llmserve.engines.embedded.fusing import fuse
 from llmserve.engines.embedded.protocol import ChatMessage
 from llmserve.engines.embedded.sampling import Sampler, Sampling
 from llmserve.engines.embedded.static_batch import StaticBatch, StaticDecoder
@@ -126,6 +127,8 @@ class LanguageModel:
         model.eval().requires_grad_(False)
         small = sum(p.numel() for p in model.parameters()) <= _ONE_THREAD_PARAMETERS_MAX
         torch.set_num_threads(threads or (1 if small else os.cpu_count() or 1))
+        if device != "cpu":
+            fuse(model)
         try:
             return cls(tokenizer, model)
         except ValueError as error:

@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from bench import client
 from bench.figures import BLUE, GREY, ORANGE, log_ticks, new_figure, save
+from bench.rows import Row, select, values
 from bench.servers import Server, front_end
 
 from bins.edges import equal_mass_edges
@@ -29,7 +29,8 @@ from llmserve.simulate import Scenario, prepare, run
 SETTING = ("shape", "batch_sizes", "bins", "batches", "lengths", "sigma", "seed")
 ORACLE = "oracle"
 WINDOW = 0  # in place of a number of bins
-PUBLISHED = {(ORACLE, 4): 1.45, (ORACLE, 32): 1.70, ("predicted", 4): 1.08}  # Multi-Bin, Fig. 7 and 11, batches of 8
+PREDICTED = "predicted"
+PUBLISHED = {(ORACLE, 4): 1.45, (ORACLE, 32): 1.70, (PREDICTED, 4): 1.08}  # Multi-Bin, Fig. 7 and 11, batches of 8
 WITHIN = 0.05  # of the forecast
 CONTINUOUS = "transformers' continuous batching"
 
@@ -43,7 +44,7 @@ def steps(plan: Plan, machine: Machine, costs: Results) -> list[Step]:
             partial(_measure, plan, machine, costs, size, bins, predictions),
         )
         for size in plan.batch_sizes
-        for predictions, arrangements in ((ORACLE, (1, *plan.bins, WINDOW)), ("predicted", (*plan.bins, WINDOW)))
+        for predictions, arrangements in ((ORACLE, (1, *plan.bins, WINDOW)), (PREDICTED, (*plan.bins, WINDOW)))
         for bins in arrangements
     ]
     refill = [
@@ -146,50 +147,45 @@ async def _continuous(plan: Plan, machine: Machine, size: int) -> Any:
 # ---- what comes of it ---------------------------------------------------------------------------------------------
 
 
-def gains(results: Results) -> list[dict[str, Any]]:
+def gains(results: Results) -> list[Row]:
     """Throughput over one bin's: measured, foretold, and the paper's where it says one."""
-    rows = [step for step in results.steps.values() if "bins" in step]
-    plain = {row["batch_size"]: row for row in rows if row["bins"] == 1}
+    case = ("batch_size", "bins", "predictions")
+    rows = [Row.of_record(step, case) for step in results.steps.values() if "bins" in step]
     return [
-        {
-            **{name: row[name] for name in ("batch_size", "bins", "predictions", "tokens_per_s")},
-            "gain": row["tokens_per_s"] / base["tokens_per_s"],
-            "forecast": row["forecast_tokens_per_s"] / base["forecast_tokens_per_s"],
-            "published": PUBLISHED.get((row["predictions"], row["bins"])) if row["batch_size"] == 8 else None,
-        }
+        Row(
+            row.case,
+            {
+                "tokens_per_s": row["tokens_per_s"],
+                "gain": row["tokens_per_s"] / base["tokens_per_s"],
+                "forecast": row["forecast_tokens_per_s"] / base["forecast_tokens_per_s"],
+                "published": PUBLISHED.get((row["predictions"], row["bins"])) if row["batch_size"] == 8 else None,
+            },
+        )
         for row in rows
-        if (base := plain.get(row["batch_size"])) is not None
+        for base in select(rows, batch_size=row["batch_size"], bins=1)
     ]
 
 
 def draw(results: Results, path: Path, plan: Plan) -> None:
     """For each size of batch: gains by number of bins, measured and foretold."""
     rows = gains(results)
-    sizes = sorted({row["batch_size"] for row in rows}) or list(plan.batch_sizes)
-    figure, (panels,) = new_figure(1, len(sizes), width=1.2 + 3.4 * len(sizes), height=3.6)
-    for axes, size in zip(panels, sizes, strict=True):
+    figure, (panels,) = new_figure(1, len(plan.batch_sizes), width=1.2 + 3.4 * len(plan.batch_sizes), height=3.6)
+    for axes, size in zip(panels, plan.batch_sizes, strict=True):
         axes.axhline(1.0, color=GREY, lw=0.8)
-        ordered = sorted(rows, key=lambda row: (row["predictions"], row["bins"]))
-        for predictions, group in groupby(ordered, key=lambda row: row["predictions"]):
-            color = BLUE if predictions == ORACLE else ORANGE
-            mine = [row for row in group if row["batch_size"] == size]
-            line = [row for row in mine if row["bins"] != WINDOW]
-            axes.plot(
-                [row["bins"] for row in line], [row["gain"] for row in line], "o-", ms=4, color=color, label=predictions
-            )
-            axes.plot([row["bins"] for row in line], [row["forecast"] for row in line], ":", color=color)
-            for row in [row for row in mine if row["bins"] == WINDOW]:
+        for predictions, color in ((ORACLE, BLUE), (PREDICTED, ORANGE)):
+            of_bins = [row for row in select(rows, batch_size=size, predictions=predictions) if row["bins"] != WINDOW]
+            counts = values(of_bins, "bins")
+            axes.plot(counts, values(of_bins, "gain"), "o-", ms=4, color=color, label=predictions)
+            axes.plot(counts, values(of_bins, "forecast"), ":", color=color)
+            for row in select(rows, batch_size=size, predictions=predictions, bins=WINDOW):
                 axes.axhline(row["gain"], color=color, lw=1, ls="--")
         log_ticks(axes)
-        axes.set(
-            title=f"batches of {size}",
-            xlabel="bins (dashed: a window)",
-            ylabel="throughput over one bin's (dotted: foretold)",
-        )
+        axes.set(title=f"batches of {size}", xlabel="bins (dashed: a window)", ylabel="gain over one bin")
         axes.legend()
+    panels[0].set_ylabel("gain over one bin (dotted: foretold)")
     save(figure, path)
 
 
-def unforetold(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those whose measured gain is further from the forecast than WITHIN."""
+def unforetold(rows: Sequence[Row]) -> list[Row]:
+    """The rows whose measured gain is further from the forecast than WITHIN."""
     return [row for row in rows if abs(row["gain"] / row["forecast"] - 1) > WITHIN]

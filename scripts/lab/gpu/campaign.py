@@ -33,8 +33,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.arguments import ending_on, parser_of, positive
-from bench.progress import say
+from bench.arguments import exit_on, parser_of, positive
+from bench.progress import log
 
 from gpu import bins_part, energy_part, predictor_part, profile_part
 from gpu.machine import Machine, machine
@@ -51,7 +51,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a burst of requests is as many connections, twice
     plan = changed(TINY if args.tiny else FULL, vars(args))
     args.output.mkdir(parents=True, exist_ok=True)
-    with ending_on(BadOutput):
+    with exit_on(BadOutput):
         results = {name: Results(args.output, name, plan.setting(*part.SETTING)) for name, part in PARTS.items()}
     failed = asyncio.run(_run(args, plan, results))
     sys.exit(1 if failed else 0)
@@ -72,7 +72,7 @@ async def _run(args: argparse.Namespace, plan: Plan, results: dict[str, Results]
             counts.append(f"{name}: {len(steps) - len(missing)} of {len(steps)} steps are done")
             counts += [f"    left: {step}" for step in missing]
     for line in counts:
-        say(line)
+        log(line)
     return any(results[name].failed for name in args.parts)
 
 
@@ -91,7 +91,7 @@ def _draw(name: str, plan: Plan, results: Results) -> None:
         PARTS[name].draw(results, results.path.with_suffix(".png"), plan)
     except Exception:  # the numbers are what must come home
         traceback.print_exc(file=sys.stderr)
-        say(f"{name}: its figure could not be drawn")
+        log(f"{name}: its figure could not be drawn")
 
 
 def _arguments() -> argparse.Namespace:

@@ -11,8 +11,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from bench.progress import say
-from bench.results import made_on, rounded, write_json
+from bench.progress import log
+from bench.results import day_and_machine, rounded, write_json
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Results:
         return dict(self._content["failed"])
 
     def begin(self, command: str, device: str) -> None:
-        run = {**made_on(), "device": device, "command": command}
+        run = {**day_and_machine(), "device": device, "command": command}
         if run not in self._content["runs"]:
             self._content["runs"].append(run)
 
@@ -106,16 +106,16 @@ async def run_steps(steps: Sequence[Step], results: Results, clock: Clock) -> No
     for number, step in enumerate(missing, start=1):
         what = f"{results.part}, {number} of {len(missing)}: {step.name}"
         if step.about_s > clock.left_s:
-            say(f"{what}: left for the next run, it takes some {step.about_s:.0f} s")
+            log(f"{what}: left for the next run, it takes some {step.about_s:.0f} s")
             continue
         began_s = monotonic()
         try:
             results.put(step.name, await step.measure())
-            say(f"{what}: {monotonic() - began_s:.1f} s")
+            log(f"{what}: {monotonic() - began_s:.1f} s")
         except Exception as error:  # whatever a machine that nobody has seen yet may do
             traceback.print_exc(file=sys.stderr)
             results.fail(step.name, error)
-            say(f"{what}: failed")
+            log(f"{what}: failed")
 
 
 def left(steps: Sequence[Step], results: Results) -> Iterator[str]:
