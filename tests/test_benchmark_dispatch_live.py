@@ -270,11 +270,13 @@ def test_the_tables_show_every_run_and_the_bounds_of_runs_with_plans(run: Callab
 
 def test_the_figure_is_drawn_and_everything_is_json(run: Callable[..., Any], tmp_path: Path) -> None:
     runs = some_runs(run)
-    live.draw_figure(runs, 4.0, "Some load", tmp_path / "new" / "figure.png")
-    assert (tmp_path / "new" / "figure.png").read_bytes().startswith(b"\x89PNG")
     load = live.load_of(PROFILE, [100.0], 0.2, batch_size=8)
     result = live.result_of(live.parser().parse_args([]), PROFILE, load, 4.0, runs)
-    back = json.loads(json.dumps(rounded(result)))
+    (tmp_path / "earlier.json").write_text(json.dumps(rounded(result)))
+    figure = tmp_path / "new" / "figure.png"
+    live.main(["--results", str(tmp_path / "earlier.json"), "--figure", str(figure)])
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    back = json.loads((tmp_path / "earlier.json").read_text())
     assert back["arrival_rate_per_s"] == 0.0941176
     assert [record["release"] for record in back["runs"]] == [*live.RELEASES, *live.RELEASES]
     assert back["runs"][2]["waits"] == {"longest_s": 2.0, "bound_s_max": 2.0, "late_s_max": 0.0, "violations": 0}

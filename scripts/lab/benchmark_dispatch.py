@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -313,26 +314,40 @@ def plot(rows: list[Row], path: Path) -> None:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--conversation", type=Path, required=True, metavar="FILE", help="trace of a chat service")
-    parser.add_argument("--code", type=Path, required=True, metavar="FILE", help="trace of a code service, bursty")
+    parser.add_argument("--conversation", type=Path, metavar="FILE", help="trace of a chat service")
+    parser.add_argument("--code", type=Path, metavar="FILE", help="trace of a code service, bursty")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="show and draw an earlier --output; nothing runs")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="processes")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="write dispatch.json and dispatch.png here")
     args = parser.parse_args()
-    for path in (args.conversation, args.code):
-        if not path.is_file():
-            parser.error(f"there is no file {path}")
-    rows = measure_all(load_runs(args, {}), args.jobs)
-    targets_s = {case: 1.4 * best_greedy(rows, case)["latency_s_p95"] for case in dict.fromkeys(values(rows, "case"))}
-    later = [*load_runs(args, targets_s), *refill_runs(args), *trace_runs(args), *saturated_runs(args), *cost_runs()]
-    rows = sorted(rows + measure_all(later, args.jobs), key=lambda row: (row["part"], row["case"]))
-    cost_rows = costs(rows)
+    if args.results:
+        records = json.loads(args.results.read_text(encoding="utf-8"))
+        rows, cost_rows = (
+            [Row.of_record(record, ("part", "case", "rule")) for record in records["rows"]],
+            records["costs"],
+        )
+    else:
+        rows = measured(parser, args)
+        cost_rows = costs(rows)
     show(rows, cost_rows, args.markdown)
-    if args.output:
+    if args.output and not args.results:
         setting = {"seeds": SEEDS, "requests": REQUESTS, "engine": ENGINE}
         result = {**setting, "rows": [row.record for row in rows], "goals": goals(rows), "costs": cost_rows}
         write_json(args.output / "dispatch.json", result)
+    if args.output:
         plot(rows, args.output / "dispatch.png")
+
+
+def measured(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Row]:
+    """All rows; the latency targets of `table` follow from what greedy took."""
+    for path in (args.conversation, args.code):
+        if path is None or not path.is_file():
+            parser.error(f"there is no file {path}" if path else "--conversation and --code are needed")
+    rows = measure_all(load_runs(args, {}), args.jobs)
+    targets_s = {case: 1.4 * best_greedy(rows, case)["latency_s_p95"] for case in dict.fromkeys(values(rows, "case"))}
+    later = [*load_runs(args, targets_s), *refill_runs(args), *trace_runs(args), *saturated_runs(args), *cost_runs()]
+    return sorted(rows + measure_all(later, args.jobs), key=lambda row: (row["part"], row["case"]))
 
 
 if __name__ == "__main__":

@@ -29,12 +29,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
 import random
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -47,7 +48,7 @@ import numpy as np
 from bench import client
 from bench.arguments import add_results, exit_on, parser_of, positive, whole
 from bench.client import MODEL
-from bench.figures import log_ticks, new_figure, save
+from bench.figures import BLUE, GREEN, GREY, ORANGE, log_ticks, new_figure, save
 from bench.progress import counted, log
 from bench.results import day_and_machine, rounded, write_json
 from bench.servers import MODEL_FOLDER, Server, front_end
@@ -228,29 +229,25 @@ def queues_over_time(plans: Sequence[Planned]) -> str:
     return ", ".join(str(queues) for queues, _ in itertools.groupby(plan.queues for plan in plans))
 
 
-def draw_figure(runs: Sequence[Run], target_s: float, title: str, path: Path) -> None:
+def draw_figure(runs: Sequence[Mapping[str, Any]], target_s: float, title: str, path: Path) -> None:
     """Mean latency against energy per token, on the left all energy, on the right above idle: a point for each run."""
     figure, (panels,) = new_figure(1, 2, width=9, height=4.2)
-    labels = ("J per output token, idle counted", "J per output token above idle, at the profile's pace")
-    energies: tuple[Callable[[Run], float], ...] = (energy_j_per_token, lambda run: run.above_idle_j_per_token)
-    for axes, label, energy in zip(panels, labels, energies, strict=True):
-        for release, color in zip(RELEASES, ("#8c8c8c", "#3b7dd8", "#2a9d5c"), strict=True):
-            own = [run for run in runs if run.release == release]
-            points = [(run.summary.latency_s_mean, energy(run)) for run in own]
+    labels = ("J per output token, idle counted", "J per output token above idle")
+    energies = [[run["summary"]["energy_j_per_token"] for run in runs], [run["above_idle_j_per_token"] for run in runs]]
+    for axes, label, joules in zip(panels, labels, energies, strict=True):
+        for release, color in zip(RELEASES, (GREY, BLUE, GREEN), strict=True):
+            points = [
+                (run["summary"]["latency_s_mean"], energy_j)
+                for run, energy_j in zip(runs, joules, strict=True)
+                if run["release"] == release
+            ]
             axes.plot(*zip(*points, strict=True), "o", color=color, ms=8, label=release)
-            for run, point in zip(own, points, strict=True):
-                axes.annotate(str(run.round), point, xytext=(7, 4), textcoords="offset points", fontsize=8)
-        axes.axvline(target_s, color="#c0392b", lw=1.2, ls="--", label=f"target of table, {target_s:.2g} s")
+        axes.axvline(target_s, color=ORANGE, lw=1.2, ls="--", label=f"target of table, {target_s:.2g} s")
         log_ticks(axes)
-        axes.set(xlabel="mean latency (s)", ylabel=label, ylim=(0, 1.2 * max(map(energy, runs))))
+        axes.set(xlabel="mean latency (s)", ylabel=label, ylim=(0, 1.2 * max(joules)))
     panels[0].legend(loc="lower right")
-    figure.suptitle(f"{title} (numbers: rounds; joules modelled)", fontsize=10)
+    figure.suptitle(f"{title} (a point for each round; joules modelled)", fontsize=10)
     save(figure, path)
-
-
-def energy_j_per_token(run: Run) -> float:
-    assert run.summary.energy_j_per_token is not None, "run_of computes the energy"
-    return run.summary.energy_j_per_token
 
 
 def result_of(args: argparse.Namespace, profile: Profile, load: Load, target_s: float, runs: Sequence[Run]) -> Any:
@@ -274,6 +271,24 @@ def result_of(args: argparse.Namespace, profile: Profile, load: Load, target_s: 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
+    if args.results:
+        result = json.loads(args.results.read_text(encoding="utf-8"))
+    else:
+        result = measured(args)
+        write_json(args.output, result)
+    if args.figure:
+        title = title_of(result["load"], result["arrival_rate_per_s"])
+        draw_figure(result["runs"], result["latency_target_s"], title, args.figure)
+    if any(run["waits"]["violations"] for run in result["runs"]):
+        sys.exit("a request waited beyond its bound")
+
+
+def title_of(load: float, arrival_rate_per_s: float) -> str:
+    return f"Embedded engine, Poisson at load {load:g}: {arrival_rate_per_s:.3g} requests/s"
+
+
+def measured(args: argparse.Namespace) -> Any:
+    """Run every release, and print the tables. Return the setting and all runs, as JSON has them."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.journals or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -281,15 +296,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             profile = Profile.load(args.profile) if args.profile else asyncio.run(measured_profile(args, folder))
         load = load_of(profile, corpus_lengths(CORPUS, args.seed), args.load, args.batch_size)
         target_s = args.latency_target_s or 2.0 * load.greedy_s
-        title = f"Embedded engine, Poisson at load {load.share:g}: {load.arrival_rate_per_s:.3g} requests/s"
+        title = title_of(load.share, load.arrival_rate_per_s)
         log_setting(profile, load, target_s, title)
         runs = asyncio.run(measure(args, profile, load, target_s, folder))
     print_tables(runs, title, target_s, Console(width=None if sys.stdout.isatty() else 120))
-    write_json(args.output, rounded(result_of(args, profile, load, target_s, runs)))
-    if args.figure:
-        draw_figure(runs, target_s, title, args.figure)
-    if any(run.waits.violations for run in runs):
-        sys.exit("a request waited beyond its bound")
+    return rounded(result_of(args, profile, load, target_s, runs))
 
 
 def log_setting(profile: Profile, load: Load, target_s: float, title: str) -> None:
@@ -320,6 +331,7 @@ def parser() -> argparse.ArgumentParser:
     add("--idle-power-w", type=power, default=8.0, metavar="W", help="the same while no batch runs (%(default)s)")
     add("--seed", type=int, default=2026, help="draws prompts and arrivals (%(default)s)")
     add("--journals", type=Path, metavar="FOLDER", help="keep the servers' journals and the profile there")
+    add("--results", type=Path, metavar="FILE", help="draw an earlier --output; nothing runs")
     add_results(parser, "--figure")
     return parser
 

@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 from bench import client
 from bench.arguments import add_results, parser_of
-from bench.figures import new_figure, save
+from bench.figures import BLUE, ORANGE, YELLOW, new_figure, save
 from bench.progress import log
 from bench.results import machine, write_json
 from bench.rows import Row, median, select, values
@@ -126,7 +126,7 @@ def draw_figure(blocks: list[Row], path: Path) -> None:
     figure, ((top,), (bottom,)) = new_figure(2, 1, width=8.5, height=5.6, sharex=True, height_ratios=[3, 2])
     width = blocks[0]["requests"]
     ends, ratios = values(blocks, "requests"), [throughput_ratio(block) for block in blocks]
-    top.step([0, *ends], [ratios[0], *ratios], color="#3b7dd8", lw=2, label="with bins")
+    top.step([0, *ends], [ratios[0], *ratios], color=BLUE, lw=2, label="with bins")
     top.axhline(1, color="#555555", lw=1.5, ls="--", label="one bin")
     top.set_ylabel("throughput, ratio to one bin")
     top.set_ylim(0, 1.15 * max(ratios))
@@ -137,15 +137,15 @@ def draw_figure(blocks: list[Row], path: Path) -> None:
     for axes in (top, bottom):
         for end, block in zip(ends, blocks, strict=True):
             if block["predictions"] == "shuffled":
-                axes.axvspan(end - width, end, color="#f3c98b", alpha=0.55, lw=0)
+                axes.axvspan(end - width, end, color=YELLOW, alpha=0.3, lw=0)
     for end, block in zip(ends, blocks, strict=True):
         if not block["trusted"]:
-            bottom.plot([end], [block["rank_correlation"]], "o", color="#c0392b", ms=7)
-    top.plot([], [], color="#f3c98b", lw=8, label="predictions shuffled")
+            bottom.plot([end], [block["rank_correlation"]], "o", color=ORANGE, ms=7)
+    top.plot([], [], color=YELLOW, lw=8, label="predictions shuffled")
     top.legend(loc="lower right", ncols=3)
-    bottom.plot([], [], "o", color="#c0392b", label="one bin in force")
+    bottom.plot([], [], "o", color=ORANGE, label="one bin in force")
     bottom.legend(loc="center left")
-    top.set_title("Predictions that rank nothing cost no throughput, and bins come back by themselves", fontsize=11)
+    top.set_title("Shuffled predictions: llmserve detects them, goes on with one bin, and returns to bins", fontsize=11)
     save(figure, path)
 
 
@@ -164,9 +164,14 @@ def main() -> None:
     add("--bins", type=int, default=4)
     add("--batch-size", type=int, default=8)
     add("--seed", type=int, default=2027, help="draws the prompts")
+    add("--results", type=Path, metavar="FILE", help="draw an earlier --output; nothing runs")
     add_results(parser, "--figure")
     args = parser.parse_args()
-    blocks = asyncio.run(measure(args))
+    if args.results:
+        records = json.loads(args.results.read_text(encoding="utf-8"))["blocks"]
+        blocks = [Row.of_record(record, ("predictions", "requests")) for record in records]
+    else:
+        blocks = asyncio.run(measure(args))
     totals = summary(blocks)
     print(json.dumps(totals, indent=1))
     if args.output:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DPI = 130
-GREY, BLUE, ORANGE, GREEN = "#8c8c8c", "#0072b2", "#d55e00", "#009e73"
+GREY, BLUE, ORANGE, GREEN = "#8c8c8c", "#0072b2", "#d55e00", "#009e73"  # Okabe and Ito's, as are the next
+SKY, YELLOW, PINK = "#56b4e9", "#e69f00", "#cc79a7"
 
 
 def new_figure(rows: int, columns: int, *, width: float, height: float, **subplots: Any) -> tuple[Figure, NDArray[Any]]:

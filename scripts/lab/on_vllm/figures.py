@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.figures import new_figure, save
+from bench.figures import BLUE, GREEN, GREY, ORANGE, SKY, YELLOW, new_figure, save
 
 COLORS = {
-    "direct": "#8c8c8c", "priority": "#d98a3d", "fffs": "#9dbfe8", "shortest": "#2f6fc4", "edf": "#2a9d5c",
-    "round_robin": "#8c8c8c", "power_of_two": "#b5a642",
+    "direct": GREY, "priority": ORANGE, "fffs": SKY, "shortest": BLUE, "edf": GREEN,
+    "round_robin": GREY, "power_of_two": YELLOW,
 }  # fmt: skip
 SIZE = {"fontsize": 9}
 WIDTH = 9.0  # inches: reads well at 900 pixels
