@@ -13,11 +13,11 @@ from typing import Any, TextIO
 from llmserve.errors import ConfigError
 
 UNREADABLE = (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error)
-"""What a file may turn out to be while it is read."""
+"""Errors of reading a file."""
 
 
 def open_text(name: str, what: str) -> TextIO:
-    """A text file, plain or (.gz) compressed. Raises ConfigError, which calls it `what`, when it cannot be opened."""
+    """Open a text file, plain or compressed (.gz). what : the kind of file, for messages. Raises ConfigError."""
     path = Path(name)
     if not path.is_file():
         raise ConfigError(f"there is no {what} {name!r}")
@@ -28,16 +28,16 @@ def open_text(name: str, what: str) -> TextIO:
 
 
 def _open(path: Path) -> TextIO:
-    encoding = "utf-8-sig"  # a byte order mark, as spreadsheets write it, is no part of a column's name
+    encoding = "utf-8-sig"  # drops the byte order mark that spreadsheets write
     if path.suffix == ".gz":
         return gzip.open(path, "rt", encoding=encoding, newline="")
     return path.open(encoding=encoding, newline="")
 
 
 def records(name: str, what: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """(line, fields) of each record of a CSV file with a header, or of JSON lines (.jsonl); either may be .gz.
+    """(line, fields) of each record of a CSV file with a header, or of JSON lines (.jsonl), plain or compressed (.gz).
 
-    Raises ConfigError naming the file, and the line that is not a record.
+    what : the kind of file, for messages.  Raises ConfigError naming the file, and the line that is not a record.
     """
     line = 0
     with open_text(name, what) as file:
@@ -61,7 +61,7 @@ def records(name: str, what: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 
 def is_number(cell: str) -> bool:
-    """Whether it is the text of one; infinity and NaN are."""
+    """Whether the text is a number; infinity and NaN are numbers."""
     try:
         float(cell)
     except ValueError:
