@@ -170,11 +170,11 @@ class PredictorProcess:
         """Serve with the child; when it dies, fail the waiting calls and start another child, until cancelled."""
         try:
             while True:
-                self._go_down(await self._serve(child))
+                self._mark_down(await self._serve(child))
                 log.warning("%s; restarting the process", self._down)
                 child = await self._relaunch()
         finally:
-            self._go_down("the predictor process was closed")
+            self._mark_down("the predictor process was closed")
             await child.end()
 
     async def _serve(self, child: "_Child") -> str:
@@ -215,7 +215,7 @@ class PredictorProcess:
             if len(self._cache) > self.cache_max:
                 self._cache.popitem(last=False)
 
-    def _go_down(self, reason: str) -> None:
+    def _mark_down(self, reason: str) -> None:
         """Note that there is no child: waiting calls, and calls before the next child is up, fail for this reason."""
         self._child, self._down = None, reason
         for waiting in [*(waiting for _, waiting in self._in_flight), *self._waiting.values()]:

@@ -36,9 +36,9 @@ PREDICTOR, OTHER, ORACLE, RANDOM = "predictor", "other", "oracle", "random"
 PUBLISHED = ["_Multi-Bin, Table 1_", "", "", "", "", "_86.1%_", "_63.0%_", "_42.3%_", "_95.9%_", "_79.4%_"]
 NONE = "–"
 DEVIATIONS = 2.0  # standard deviations of a rank correlation by chance, which chance rarely exceeds
-BASELINES_SEE = "The baselines get the prompt's text; the ridge also gets the requested model."
-VALIDATION_IS_SEEN = "Training chose its epoch by these answers: use them to choose a predictor, not to measure it."
-GAINS_GO_BY = (
+BASELINES_NOTE = "The baselines get the prompt's text; the ridge also gets the requested model."
+VALIDATION_NOTE = "Training chose its epoch by these answers: use them to choose a predictor, not to measure it."
+GAINS_NOTE = (
     "Bins of gains are equal-mass over their scores: the median, the risk (bins/risk.py), or, for the oracle, the real "
     "length."
 )
@@ -164,7 +164,7 @@ def validation_report(
 ) -> Report:
     """A report on the validation rows, for the choice of a predictor; the held-out rows then judge the chosen one."""
     rows = _sample(splits.validation, answers_max, seed)
-    return _split_report("validation", predictor, other, rows, splits.train, (VALIDATION_IS_SEEN,))
+    return _split_report("validation", predictor, other, rows, splits.train, (VALIDATION_NOTE,))
 
 
 def _split_report(
@@ -176,8 +176,8 @@ def _split_report(
     notes: tuple[str, ...] = (),
 ) -> Report:
     notes = (
-        f"Baselines are fitted to the training rows of the same data. {BASELINES_SEE}",
-        f"Bins of accuracies are equal-mass over the predictor's training lengths. {GAINS_GO_BY}",
+        f"Baselines are fitted to the training rows of the same data. {BASELINES_NOTE}",
+        f"Bins of accuracies are equal-mass over the predictor's training lengths. {GAINS_NOTE}",
         *notes,
     )
     return _report(evaluated, predictor, other, rows, baselines(training, rows), predictor.training_lengths, notes)
@@ -200,8 +200,8 @@ def transfer_report(
     rows = _sample(rows, answers_max, seed)
     notes = (
         "Baselines are fitted to rows of other prompts of the same data, in 5 folds: unlike the predictor they know "
-        f"this data. {BASELINES_SEE}",
-        f"Bins of accuracies are equal-mass over the lengths of these answers. {GAINS_GO_BY}",
+        f"this data. {BASELINES_NOTE}",
+        f"Bins of accuracies are equal-mass over the lengths of these answers. {GAINS_NOTE}",
     )
     return _report(
         "unseen", predictor, other, rows, out_of_fold_baselines(rows), [r.output_tokens for r in rows], notes

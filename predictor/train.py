@@ -135,13 +135,13 @@ def train(splits: Splits, options: TrainingOptions, output: Path, resume: bool =
             model, encoding, data, replace(options, seed=options.seed + number), checkpoints / str(number)
         )
         members.append(_train_member(trainer, checkpoints / f"{number}.safetensors"))
-    _take_the_best(trainer, members)
+    _load_best_weights(trainer, members)
     if not trainer.is_world_process_zero():
         return None
     trained = LengthModel(model.config)  # a copy without the wrappers of mixed precision
     trained.load_state_dict({name: weight.float().cpu() for name, weight in model.state_dict().items()})
     export(trained, tokenizer, encoding, length_sample(splits.train), output)
-    chosen = _at_best_precision(output, splits.validation)
+    chosen = _quantize_if_accurate(output, splits.validation)
     add_forecasts(output, LengthPredictor.load(output), splits.validation)
     shutil.rmtree(checkpoints)
     return Trained(LengthPredictor.load(output), model.num_parameters(), chosen)
@@ -180,7 +180,7 @@ def _train_member(trainer: Trainer, file: Path) -> Weights:
     return weights
 
 
-def _take_the_best(trainer: Trainer, members: Sequence[Weights]) -> None:
+def _load_best_weights(trainer: Trainer, members: Sequence[Weights]) -> None:
     """Load the weights of least validation loss, of one member or averaged, into the trainer's model."""
     average = {name: torch.stack([weights[name] for weights in members]).mean(dim=0) for name in members[0]}
     candidates = [average, *members] if len(members) > 1 else [average]
@@ -194,7 +194,7 @@ def _take_the_best(trainer: Trainer, members: Sequence[Weights]) -> None:
         print(f"validation loss {losses[0]:.4f} averaged, {alone} alone", file=sys.stderr, flush=True)
 
 
-def _at_best_precision(folder: Path, rows: Sequence[Row]) -> dict[str, Any]:
+def _quantize_if_accurate(folder: Path, rows: Sequence[Row]) -> dict[str, Any]:
     """Add the 8-bit model unless it loses too much accuracy; return the accuracies and the bits for CPUs."""
     quantize(folder)
     full, quantized = (_accuracy(LengthPredictor.load(folder, bits=bits), rows) for bits in (32, 8))

@@ -151,14 +151,14 @@ def check(instance: Instance) -> None:
             )
 
 
-def no_duplicates(names: Sequence[Named], what: str) -> None:
-    """Raises ConfigError naming the first duplicate. what : the kind of the names, for the message."""
+def no_duplicates(names: Sequence[Named], label: str) -> None:
+    """Raises ConfigError naming the first duplicate. label : the kind of the names, for the message."""
     if len(set(names)) == len(names):
         return
     earlier: set[Named] = set()
     for name in names:
         if name in earlier:
-            raise ConfigError(f"{what} {_quoted(name)} is there twice")
+            raise ConfigError(f"{label} {_quoted(name)} is there twice")
         earlier.add(name)
 
 
@@ -171,33 +171,33 @@ def _quoted(name: Named) -> str:
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-def read_json(path: str | Path, kind: type[S], parts: Parts, what: str) -> S:
-    """The object of this kind in a file. what : the kind of file, for messages.
+def read_json(path: str | Path, kind: type[S], parts: Parts, label: str) -> S:
+    """The object of this kind in a file. label : the kind of file, for messages.
 
     Raises ConfigError naming the error's place in the file, and for an unknown key the nearest valid key.
     """
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=kind)
     except OSError as error:
-        raise ConfigError(f"cannot read the {what} {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the {label} {path}: {error.strerror}") from error
     except msgspec.ValidationError as error:
         wrong, _, place = str(error).partition(" - at `$")
         place = place.rstrip("`").removeprefix(".")
         if (unknown := re.fullmatch(r"Object contains unknown field `(.+)`", wrong)) is not None:
             owner = next((part for begin, part in parts.items() if place.startswith(begin)), kind)
             wrong = f"unknown key {unknown[1]!r}{nearest(unknown[1], owner.__struct_fields__)}"
-        where = f"the {what} {path}: {place + ': ' if place else ''}"
+        where = f"the {label} {path}: {place + ': ' if place else ''}"
         raise ConfigError(f"{where}{wrong[0].lower()}{wrong[1:]}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the {what} {path} is not JSON: {error}") from error
+        raise ConfigError(f"the {label} {path} is not JSON: {error}") from error
 
 
-def write_json(path: str | Path, value: msgspec.Struct, what: str) -> None:
-    """Write the value as indented JSON. what : the kind of file, for messages. Raises ConfigError."""
+def write_json(path: str | Path, value: msgspec.Struct, label: str) -> None:
+    """Write the value as indented JSON. label : the kind of file, for messages. Raises ConfigError."""
     try:
         Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(value, enc_hook=_listed)) + b"\n")
     except OSError as error:
-        raise ConfigError(f"cannot write the {what} {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot write the {label} {path}: {error.strerror}") from error
 
 
 def _listed(value: Any) -> Any:

@@ -26,18 +26,18 @@ INFEASIBLE = 2  # scipy's status
 
 
 def decide(
-    task: Task, tolerance: float, time_limit_s: float, kept: Bools | None = None, fixed: Ints | None = None
+    task: Task, tolerance: float, time_limit_s: float, preferred: Bools | None = None, fixed: Ints | None = None
 ) -> tuple[Grouping | None, bool]:
     """(a grouping of this tolerance or None, whether HiGHS has proven that there is none).
 
     fixed : (models,) group of each model, -1 where HiGHS chooses the group; then there is no proof.
-    kept : (models, groups) preferred groups; the grouping then has as many models in preferred groups as possible.
+    preferred : (models, groups) preferred groups; the grouping then has as many models in preferred groups as possible.
 
-    Without `fixed` and `kept` all groups are alike. Their sizes must then fall, which excludes equivalent groupings.
+    Without `fixed` and `preferred` all groups are alike. Their sizes must then fall, to exclude equivalent groupings.
     """
     scipy = scipy_optimize()
-    programme = _Programme(task, tolerance, task.groups if kept is None else kept.shape[1])
-    programme.add_all(in_order=kept is None and fixed is None)
+    programme = _Programme(task, tolerance, task.groups if preferred is None else preferred.shape[1])
+    programme.add_all(in_order=preferred is None and fixed is None)
     rows, low, high = programme.rows()
     lower, upper = np.zeros(programme.variables), np.ones(programme.variables)
     upper[programme.size] = task.size_max
@@ -46,8 +46,8 @@ def decide(
         upper[programme.x[placed]] = 0.0
         lower[programme.x[placed, fixed[placed]]] = upper[programme.x[placed, fixed[placed]]] = 1.0
     cost = np.zeros(programme.variables)
-    if kept is not None:
-        cost[programme.x] = -1.0 * kept
+    if preferred is not None:
+        cost[programme.x] = -1.0 * preferred
     result = scipy.milp(
         cost,
         integrality=np.ones(programme.variables),

@@ -273,14 +273,14 @@ def _with_few_moves(
     index = {model: number for number, group in enumerate(previous.groups) for model in group.models}
     before = np.array([index.get(model, -1) for model in models])
     names = _group_names([group.name for group in previous.groups], task.groups)
-    kept = before[:, None] == np.arange(len(names))
-    candidates = [_renamed(grouping, kept)]
+    preferred = before[:, None] == np.arange(len(names))
+    candidates = [_renamed(grouping, preferred)]
     stayed = _stayed(task, tolerance, before, len(names))
     if stayed is not None:
         candidates = [stayed]
     elif search.left_s > 0:
-        fixed = None if kept.size <= WHOLE_SIZE else _some_freed(before)
-        decided, _ = decide(task, tolerance, min(search.left_s, MOVES_S), kept, fixed)
+        fixed = None if preferred.size <= WHOLE_SIZE else _some_freed(before)
+        decided, _ = decide(task, tolerance, min(search.left_s, MOVES_S), preferred, fixed)
         candidates += [] if decided is None else [decided]
     moves = [int(np.count_nonzero((before >= 0) & (candidate.group != before))) for candidate in candidates]
     best = int(np.argmin(moves))
@@ -297,14 +297,14 @@ def _stayed(task: Task, tolerance: float, before: Ints, groups: int) -> Grouping
     return None if sizes is None else Grouping(before, sizes)
 
 
-def _renamed(grouping: Grouping, kept: Bools) -> Grouping:
+def _renamed(grouping: Grouping, preferred: Bools) -> Grouping:
     """The same groups, numbered so that the most models keep the number of their group."""
-    shared = np.zeros((grouping.sizes.size, kept.shape[1]))
-    np.add.at(shared, grouping.group, kept)
+    shared = np.zeros((grouping.sizes.size, preferred.shape[1]))
+    np.add.at(shared, grouping.group, preferred)
     old, new = scipy_optimize().linear_sum_assignment(-shared)
     numbers = np.empty(grouping.sizes.size, dtype=np.int64)
     numbers[old] = new
-    sizes = np.zeros(kept.shape[1], dtype=np.int64)
+    sizes = np.zeros(preferred.shape[1], dtype=np.int64)
     sizes[numbers] = grouping.sizes
     return Grouping(numbers[grouping.group], sizes)
 

@@ -266,10 +266,10 @@ def _draw_bars(axes: Axes, bars: _Bars, ranks: Floats) -> None:
     from matplotlib.collections import PolyCollection
     from matplotlib.colors import to_rgba
 
-    def boxes(left: Floats, right: Floats, **look: Any) -> None:
+    def boxes(left: Floats, right: Floats, **style: Any) -> None:
         low, high = bars.row + 0.04, bars.row + 0.96
         corners = np.stack([left, low, right, low, right, high, left, high], axis=1).reshape(-1, 4, 2)
-        axes.add_collection(PolyCollection(list(corners), linewidths=0, **look))
+        axes.add_collection(PolyCollection(list(corners), linewidths=0, **style))
 
     colours = _colours(ranks)
     colours[bars.stopped == 1] = to_rgba(STOPPED)

@@ -16,15 +16,15 @@ UNREADABLE = (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error)
 """Errors of reading a file."""
 
 
-def open_text(name: str, what: str) -> TextIO:
-    """Open a text file, plain or compressed (.gz). what : the kind of file, for messages. Raises ConfigError."""
+def open_text(name: str, label: str) -> TextIO:
+    """Open a text file, plain or compressed (.gz). label : the kind of file, for messages. Raises ConfigError."""
     path = Path(name)
     if not path.is_file():
-        raise ConfigError(f"there is no {what} {name!r}")
+        raise ConfigError(f"there is no {label} {name!r}")
     try:
         return _open(path)
     except OSError as error:
-        raise ConfigError(f"cannot read the {what} {name!r}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the {label} {name!r}: {error.strerror}") from error
 
 
 def _open(path: Path) -> TextIO:
@@ -34,13 +34,13 @@ def _open(path: Path) -> TextIO:
     return path.open(encoding=encoding, newline="")
 
 
-def records(name: str, what: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def records(name: str, label: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """(line, fields) of each record of a CSV file with a header, or of JSON lines (.jsonl), plain or compressed (.gz).
 
-    what : the kind of file, for messages.  Raises ConfigError naming the file, and the line that is not a record.
+    label : the kind of file, for messages.  Raises ConfigError naming the file, and the line that is not a record.
     """
     line = 0
-    with open_text(name, what) as file:
+    with open_text(name, label) as file:
         try:
             if not name.removesuffix(".gz").endswith(".jsonl"):
                 reader = csv.DictReader(file)
@@ -52,12 +52,12 @@ def records(name: str, what: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
                     continue
                 record = json.loads(text)
                 if not isinstance(record, dict):
-                    raise ConfigError(f"the {what} {name!r}, line {line}: not a JSON object")
+                    raise ConfigError(f"the {label} {name!r}, line {line}: not a JSON object")
                 yield line, record
         except json.JSONDecodeError as error:
-            raise ConfigError(f"the {what} {name!r}, line {line}: {error}") from error
+            raise ConfigError(f"the {label} {name!r}, line {line}: {error}") from error
         except UNREADABLE as error:
-            raise ConfigError(f"cannot read the {what} {name!r}: {error}") from error
+            raise ConfigError(f"cannot read the {label} {name!r}: {error}") from error
 
 
 def is_number(cell: str) -> bool:

@@ -79,7 +79,7 @@ def predict(
     if text == "none":
         return None
     if kind in ("lognormal", "quantiles"):
-        return _scattered(_sigma(text, rest), lengths, rng, known=kind == "quantiles")
+        return _scattered(_sigma(text, rest), lengths, rng, with_quantiles=kind == "quantiles")
     if kind == "residuals" and rest:
         return Predictions(_resampled(lengths, *read_residuals(rest), rng))
     if kind == "neighbour":
@@ -94,10 +94,10 @@ def predict(
 # ---- errors of a known distribution -----------------------------------------------------------------------------
 
 
-def _scattered(sigma: float, lengths: Lengths, rng: np.random.Generator, *, known: bool) -> Predictions:
-    """Medians with a lognormal error. known : also quantiles at LEVELS, of the median times such an error."""
+def _scattered(sigma: float, lengths: Lengths, rng: np.random.Generator, *, with_quantiles: bool) -> Predictions:
+    """Medians with a lognormal error. with_quantiles : also quantiles at LEVELS, of the median times such an error."""
     medians = lengths * rng.lognormal(0.0, sigma, lengths.size)
-    if not known:
+    if not with_quantiles:
         return Predictions(medians)
     probit = NormalDist().inv_cdf
     spread = np.array([math.exp(sigma * probit(level)) for level in LEVELS])
