@@ -770,7 +770,7 @@ async def test_the_gpus_here_are_not_those_of_an_engine_elsewhere(
 
 async def test_a_profile_that_is_none_is_said_whatever_the_release(start_front: StartFront) -> None:
     with pytest.raises(
-        ConfigError, match=r"'h100' is neither a published profile nor a file; published ones are h100-llama"
+        ConfigError, match=r"'h100' is neither a published profile nor a file; published profiles are h100-llama"
     ):
         await start_front("http://127.0.0.1:9", wait=False, dispatch=DispatchConfig(profile=("h100",)))
 

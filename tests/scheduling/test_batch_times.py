@@ -88,7 +88,7 @@ def test_bins_have_their_own_lengths() -> None:
 def paced(pace: float) -> EngineState:
     """That takes so many seconds for each second that it was told to take."""
     made = engine(every=SPEED)
-    made.took("m", 1, 10.0, pace * 10.5, 0.0)
+    made.record_batch("m", 1, 10.0, pace * 10.5, 0.0)
     return made
 
 
@@ -103,10 +103,10 @@ def test_times_follow_lengths_and_speeds_that_have_become_others() -> None:
     made, known, times = queues(10.0), engine(every=SPEED), Timetable(4)
     before = times_of(times, known, made)
     assert times_of(times, known, made) is before
-    known.know(EngineInfo("gpu0", 4, True, speeds={"": StepTimes(0.0, SPEED.step_s)}))
+    known.update(EngineInfo("gpu0", 4, True, speeds={"": StepTimes(0.0, SPEED.step_s)}))
     assert times_of(times, known, made).expected[0] == 10.0
     for request_id in range(1_100):
-        made.see_answer(QueuedRequest(Request(request_id), 0, 0.0), 20.0, 1.0)
+        made.record_answer(QueuedRequest(Request(request_id), 0, 0.0), 20.0, 1.0)
     assert times_of(times, known, made).expected[0] == 20.0
 
 
@@ -114,7 +114,7 @@ def test_the_first_answers_are_known_at_once() -> None:
     """Else an engine would be thought to take no time for the length of 64 answers."""
     made, known, times = queues(), engine(every=SPEED), Timetable(4)
     assert times_of(times, known, made).expected[0] == 0.5
-    made.see_answer(QueuedRequest(Request(0), 0, 0.0), 20.0, 1.0)
+    made.record_answer(QueuedRequest(Request(0), 0, 0.0), 20.0, 1.0)
     assert times_of(times, known, made).expected[0] == 20.5
 
 
@@ -124,7 +124,7 @@ def test_when_predictions_are_found_to_say_nothing_the_one_bin_has_the_lengths_o
     answers = 0
     while made.trust.trusted:
         score, tokens = (10.0, 100.0) if answers % 2 else (100.0, 10.0)  # the wrong way round
-        made.see_answer(QueuedRequest(Request(answers, score), 0, 0.0, score), tokens, 1.0)
+        made.record_answer(QueuedRequest(Request(answers, score), 0, 0.0, score), tokens, 1.0)
         made.tokens(0)
         answers += 1
     assert made.tokens(0).longest[0] == pytest.approx(55.0, abs=1.0)
@@ -159,38 +159,38 @@ def test_as_far_as_is_known_a_request_takes_no_time_on_an_engine_that_has_shown_
 def test_the_first_answers_count_alike_and_later_ones_a_thirty_second() -> None:
     made = engine(every=SPEED)
     assert made.pace("m") == 1.0
-    assert made.took("m", 2, 10.0, 31.0, 0.0)  # told: 15.5
+    assert made.record_batch("m", 2, 10.0, 31.0, 0.0)  # told: 15.5
     assert made.pace("m") == 2.0
-    made.took("m", 2, 10.0, 15.5, 1.0)
+    made.record_batch("m", 2, 10.0, 15.5, 1.0)
     assert made.pace("m") == 1.5
     for _ in range(PACE_MEMORY - 2):
-        made.took("m", 2, 10.0, 1.5 * 15.5, 2.0)
+        made.record_batch("m", 2, 10.0, 1.5 * 15.5, 2.0)
     assert made.pace("m") == pytest.approx(1.5)
-    made.took("m", 2, 10.0, 4.7 * 15.5, 3.0)
+    made.record_batch("m", 2, 10.0, 4.7 * 15.5, 3.0)
     assert made.pace("m") == pytest.approx(1.5 + 3.2 / PACE_MEMORY)
     for _ in range(500):
-        made.took("m", 2, 10.0, 31.0, 4.0)
+        made.record_batch("m", 2, 10.0, 31.0, 4.0)
     assert made.pace("m") == pytest.approx(2.0, rel=1e-5)
 
 
 def test_what_takes_as_long_as_told_leaves_the_pace_as_it_is() -> None:
     made = engine(every=SPEED)
-    made.took("m", 2, 10.0, 15.5 * (1 + 1e-9), 0.0)
+    made.record_batch("m", 2, 10.0, 15.5 * (1 + 1e-9), 0.0)
     assert made.pace("m") == 1.0
     assert made.proven_until_s("m") == PROVEN_S
 
 
 def test_what_tells_nothing_of_speed_leaves_the_pace_as_it_is() -> None:
     made = engine(other=SPEED)
-    assert not made.took("m", 2, 10.0, 99.0, 0.0)
-    assert not made.took("other", 2, 0.0, 99.0, 0.0)
+    assert not made.record_batch("m", 2, 10.0, 99.0, 0.0)
+    assert not made.record_batch("other", 2, 0.0, 99.0, 0.0)
     assert made.pace("m") == made.pace("other") == 1.0
     assert made.proven_until_s("other") < 0
 
 
 def test_each_model_has_a_pace_of_its_own() -> None:
     made = engine(m=SPEED, n=SPEED)
-    made.took("m", 1, 10.0, 21.0, 0.0)
+    made.record_batch("m", 1, 10.0, 21.0, 0.0)
     assert (made.pace("m"), made.pace("n")) == (2.0, 1.0)
 
 

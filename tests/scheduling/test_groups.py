@@ -451,10 +451,10 @@ def test_chance_alone_asks_for_no_plan() -> None:
     for window, count in enumerate([4, 8, 1, 7, 2, 6, 9], start=1):
         for _ in range(count):
             rates.observe("s", "m")
-        assert rates.look(float(window)) is None
+        assert rates.end_window(float(window)) is None
     for _ in range(40):
         rates.observe("s", "m")
-    assert rates.look(8.0) == (("s", "m", 40.0),)
+    assert rates.end_window(8.0) == (("s", "m", 40.0),)
 
 
 def test_streams_beyond_the_limit_are_counted_by_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,7 +463,7 @@ def test_streams_beyond_the_limit_are_counted_by_their_model(monkeypatch: pytest
     for stream in ("a", "b", "c", "d"):
         for _ in range(20):
             rates.observe(stream, "m")
-    assert rates.look(1.0) == (("", "m", 40.0), ("a", "m", 20.0), ("b", "m", 20.0))
+    assert rates.end_window(1.0) == (("", "m", 40.0), ("a", "m", 20.0), ("b", "m", 20.0))
 
 
 # ---- laws ----

@@ -71,15 +71,15 @@ def _check_nothing_waits_in_vain(scheduler: Scheduler, group: Group) -> None:
 
 def _check_formed(choice: FixedChoice, group: Group, scheduler: Scheduler) -> None:
     """By turn, over all models: what is dispatched next by one is blocked by what comes before it of another."""
-    while first := choice._first(choice._open())[0]:
+    while first := choice._first(choice._startable())[0]:
         queues, batch = first
         engine = choice.engine_for(queues, batch, choice._blocked)
         assert engine is None, f"batch {batch.id} waits while an engine is free"
         if choice.waits_for_another_engine(queues, batch):
-            choice._aside |= {batch}
+            choice._set_aside |= {batch}
         else:  # it waits for room, and all others for it
             choice._block(queues.model)
-    for queues in choice._open():
+    for queues in choice._startable():
         idle = choice.idle(queues)
         for queue in queues.bins if idle is not None else ():
             size = scheduler._dispatch.forming.size(queues, queue, scheduler._now_s, idle)
@@ -89,7 +89,7 @@ def _check_formed(choice: FixedChoice, group: Group, scheduler: Scheduler) -> No
 def _check_idle(choice: MomentChoice, group: Group) -> None:
     for name in group.pool.free:
         engines = choice._sharing(name)
-        if any(engine.look_again_at_s is not None for engine in engines):
+        if any(engine.recheck_at_s is not None for engine in engines):
             continue
         for by_least in (False, True) if engines else ():
             found = choice._pick(engines, by_least=by_least) or choice._trial(engines)

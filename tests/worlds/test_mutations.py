@@ -241,13 +241,13 @@ def stale_news_is_believed(patch: Patch) -> None:
 
 
 def memory_stays_on_account(patch: Patch) -> None:
-    let_go = EngineState.let_go
+    remove = EngineState.remove
 
     def keep(self: EngineState, runs: Collection[Run]) -> None:
-        let_go(self, runs)
+        remove(self, runs)
         self.total_tokens += len(self.running) == 1
 
-    patch.setattr(EngineState, "let_go", keep)
+    patch.setattr(EngineState, "remove", keep)
 
 
 def an_engine_that_fails_is_used_on(patch: Patch) -> None:
@@ -317,22 +317,22 @@ def what_waits_for_memory_is_overtaken_by_other_models(patch: Patch) -> None:
         self.__dict__.setdefault("waits", set()).add(model)
 
     def others(self: FixedChoice) -> list[ModelQueues]:
-        return [queues for queues in open_(self) if queues.model not in self.__dict__.get("waits", ())]
+        return [queues for queues in startable(self) if queues.model not in self.__dict__.get("waits", ())]
 
-    open_ = FixedChoice._open
+    startable = FixedChoice._startable
     patch.setattr(FixedChoice, "_block", block)
-    patch.setattr(FixedChoice, "_open", others)
+    patch.setattr(FixedChoice, "_startable", others)
 
 
 def the_model_of_which_most_waits_goes_first(patch: Patch) -> None:
     def first(
-        self: FixedChoice, open_: Sequence[ModelQueues]
+        self: FixedChoice, startable: Sequence[ModelQueues]
     ) -> tuple[tuple[ModelQueues, FormedBatch | None] | None, Sequence[ModelQueues]]:
-        with_some = [queues for queues in open_ if queues.formed.first(self._aside) is not None]
+        with_some = [queues for queues in startable if queues.formed.first(self._set_aside) is not None]
         if not with_some:
-            return None, open_
+            return None, startable
         most = max(with_some, key=lambda queues: queues.waiting)
-        return (most, most.formed.first(self._aside)), ()
+        return (most, most.formed.first(self._set_aside)), ()
 
     patch.setattr(FixedChoice, "_first", first)
 
@@ -403,14 +403,14 @@ def deadlines_of_requests_that_move_are_forgotten(patch: Patch) -> None:
 
 
 def a_worker_that_has_moved_is_never_looked_at(patch: Patch) -> None:
-    know = EnginePool.know
+    update = EnginePool.update
 
     def overlook(self: EnginePool, engine: EngineState, now_s: float) -> None:
-        know(self, engine, now_s)
+        update(self, engine, now_s)
         if now_s > 0 and engine.ready:
             self.free.pop(engine.info.name, None)
 
-    patch.setattr(EnginePool, "know", overlook)
+    patch.setattr(EnginePool, "update", overlook)
 
 
 def only_the_group_that_something_happened_to_is_looked_at(patch: Patch) -> None:
