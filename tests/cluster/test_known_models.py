@@ -118,9 +118,9 @@ def lists(kind: str, count: int) -> Health:
 def to_hear_of(fleet: Fleet, count: int) -> int:
     """Operations of a probe that finds so many models on the first engine, all others than before."""
     for handle in fleet.handles.values():
-        fleet._found(handle, lists("old", count))
+        fleet._update(handle, lists("old", count))
     first, *_ = fleet.handles.values()
-    return operations(partial(fleet._found, first, lists("new", count)))
+    return operations(partial(fleet._update, first, lists("new", count)))
 
 
 def watched(engines: int) -> Fleet:
@@ -129,7 +129,7 @@ def watched(engines: int) -> Fleet:
     def hear(_: object) -> None:
         pass
 
-    return Fleet([Lists(f"gpu{number}") for number in range(engines)], LiveConfig(), tell=hear, lose=hear)
+    return Fleet([Lists(f"gpu{number}") for number in range(engines)], LiveConfig(), notify=hear, on_lost=hear)
 
 
 def test_to_hear_of_four_times_as_many_new_models_takes_four_times_as_long() -> None:

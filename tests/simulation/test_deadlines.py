@@ -126,7 +126,7 @@ def test_pictures_tell_what_was_stopped_from_what_was_answered(tmp_path: Path) -
     assert timeline is not None
     assert waiting is not None
     assert timeline.axes[0].get_title(loc="left").startswith("flex: answers grow in 97% of the time")
-    assert "stopped for others" in [text.get_text() for text in timeline.legends[0].get_texts()]
+    assert "preempted" in [text.get_text() for text in timeline.legends[0].get_texts()]
     company = waiting.axes[0].containers[0]
     assert [bar.get_height() for bar in company] == [0.0, 3.0]  # of the long one: until it began for good
 
