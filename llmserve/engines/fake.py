@@ -216,10 +216,10 @@ class FakeEngine:
             if self.fault.mode == "500":
                 raise _Refused(500, "the engine was told to fail", "internal_error")
         except _Refused as error:
-            self._queue.excuse(seat)
+            self._queue.cancel_seat(seat)
             return error.response()
         except (msgspec.MsgspecError, ValueError) as error:
-            self._queue.excuse(seat)
+            self._queue.cancel_seat(seat)
             return _Refused(400, str(error)).response()
         answer = self._answer(body, chat=request.path == "/v1/chat/completions")
         return await (self._stream(request, answer, seat) if body.stream else self._whole(request, answer, seat))
