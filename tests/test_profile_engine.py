@@ -230,7 +230,7 @@ async def test_where_lengths_cannot_be_forced_the_true_ones_count():
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ({"counts": False}, "the engine tells no usage.completion_tokens"),
+        ({"counts": False}, "the engine neither returns usage.completion_tokens"),
         ({"status": 404}, "the engine answers 404: .*unknown field min_tokens"),
         ({"status": 500}, "the engine answers 500"),
     ],

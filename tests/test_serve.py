@@ -145,7 +145,7 @@ def test_when_one_replica_cannot_start_the_others_end_too(vllm_flags: list[str],
     status, said = failed_start("--port", "0", *vllm_flags, "--model", "one-of-two-fails")
     assert status == 1
     assert "ended with status 1\n    torch.OutOfMemoryError: CUDA out of memory" in said
-    assert f"(all of it is in {tmp_path}/llmserve/0/vllm-" in said
+    assert f"(the full log is {tmp_path}/llmserve/0/vllm-" in said
     assert "Traceback" not in said
 
 
@@ -217,7 +217,7 @@ def test_a_process_that_is_wrongly_configured_ends_with_status_2_and_one_line(fl
         (["--engine", "http://a:80", "--engine", "http://a/v1"], "stands twice"),
         (["--engine", "vllm"], "engine vllm needs --model"),
         (["--engine", "vllm", "--model", "/nowhere/model"], "there is no model folder /nowhere/model"),
-        (["--engine", "vllm", "--model", "m", "--", "--port", "1"], "--port is not for vLLM's arguments"),
+        (["--engine", "vllm", "--model", "m", "--", "--port", "1"], "--port is not allowed among vLLM's arguments"),
         (["--engine", "vllm", "--model", "m", "--engine-python", "/nowhere"], "/nowhere cannot be run"),
         (
             ["--engine", "vllm", "--model", "m", "--engine-python", "true", "--engine-log-folder", "/dev/null/logs"],
