@@ -89,7 +89,7 @@ class Body(_AnyFields):
         raise AssertionError("each kind of body has its own prompt")
 
     def opening(self) -> str:
-        """Return the first OPENING_CHARS of the prompt, in the order of the engine's template (to find equal prefixes)."""
+        """Return the first OPENING_CHARS of the prompt, in the order of the engine's template, to compare prefixes."""
         raise AssertionError("each kind of body has its own prompt")
 
 
