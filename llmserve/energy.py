@@ -108,7 +108,7 @@ class ModelledEnergy:
     source = "modelled"
 
     def __init__(self, profiles: Mapping[str, Profile]) -> None:
-        """Raises ValueError on a profile whose energy is unknown."""
+        """Raise ValueError on a profile without energy."""
         for profile in profiles.values():
             if not profile.energy_known:
                 raise ValueError(f"the profile {profile.name} has no energy")

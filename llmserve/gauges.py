@@ -163,7 +163,7 @@ class DispatchGauges:
 
     def _rates(self) -> Iterator[Metric]:
         """Yield the arrival rates. All rates of a model are 0 until they have been measured."""
-        rates = {model: sum(now.rates_per_s) for model, now in self.observed.items() if any(now.rates_per_s)}
+        rates = {model: sum(rates.rates_per_s) for model, rates in self.observed.items() if any(rates.rates_per_s)}
         if rates:
             yield self._gauge(
                 "llmserve_arrival_rate_per_second",
