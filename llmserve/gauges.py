@@ -163,7 +163,9 @@ class DispatchGauges:
 
     def _rates(self) -> Iterator[Metric]:
         """Yield the arrival rates. All rates of a model are 0 until they have been measured."""
-        rates = {model: sum(rates.rates_per_s) for model, rates in self.observed.items() if any(rates.rates_per_s)}
+        rates = {
+            model: sum(arrivals.rates_per_s) for model, arrivals in self.observed.items() if any(arrivals.rates_per_s)
+        }
         if rates:
             yield self._gauge(
                 "llmserve_arrival_rate_per_second",
