@@ -22,5 +22,5 @@ def test_what_only_begins_like_a_models_setting_is_an_error_that_shows_it(text: 
 
 @pytest.mark.parametrize("texts", [("a", "b"), ("model:m=a", "model:m=b")])
 def test_two_for_the_same_are_an_error(texts: tuple[str, str]) -> None:
-    with pytest.raises(ValueError, match=f"{texts[1]}' stands beside another for the same"):
+    with pytest.raises(ValueError, match=f"{texts[1]}' is a second value for the same"):
         by_model("profile", texts)

@@ -265,7 +265,7 @@ def test_where_slots_refill_who_is_in_prefill_runs_and_takes_nothing_else():
 
 
 def test_a_profile_that_tells_no_energy_models_none():
-    with pytest.raises(ValueError, match="the profile timed tells no energy"):
+    with pytest.raises(ValueError, match="the profile timed has no energy"):
         ModelledEnergy({"": timed()})
 
 
@@ -738,7 +738,7 @@ async def test_a_profile_without_energy_serves_and_tells_no_joules(
         told = await scrape(front, "llmserve_energy", "llmserve_dispatch")
     assert "llmserve_dispatch_plans_total" in told
     assert not [name for name in told if "energy" in name or "power" in name]
-    assert "the profile timed tells no energy" in caplog.text
+    assert "the profile timed has no energy" in caplog.text
 
 
 def test_a_simulation_with_a_profile_without_energy_reports_none(tmp_path: Path) -> None:

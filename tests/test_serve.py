@@ -145,7 +145,7 @@ def test_when_one_replica_cannot_start_the_others_end_too(vllm_flags: list[str],
     status, said = failed_start("--port", "0", *vllm_flags, "--model", "one-of-two-fails")
     assert status == 1
     assert "ended with status 1\n    torch.OutOfMemoryError: CUDA out of memory" in said
-    assert f"(all of it is in {tmp_path}/llmserve/0/vllm-" in said
+    assert f"(the full log is {tmp_path}/llmserve/0/vllm-" in said
     assert "Traceback" not in said
 
 
@@ -213,11 +213,11 @@ def test_a_process_that_is_wrongly_configured_ends_with_status_2_and_one_line(fl
     ("flags", "message"),
     [
         (["--engine", "localhost:8001"], "is not a URL"),
-        (["--engine", "http://a", "--engine", "http://a"], "stands twice"),
-        (["--engine", "http://a:80", "--engine", "http://a/v1"], "stands twice"),
+        (["--engine", "http://a", "--engine", "http://a"], "is given twice"),
+        (["--engine", "http://a:80", "--engine", "http://a/v1"], "is given twice"),
         (["--engine", "vllm"], "engine vllm needs --model"),
         (["--engine", "vllm", "--model", "/nowhere/model"], "there is no model folder /nowhere/model"),
-        (["--engine", "vllm", "--model", "m", "--", "--port", "1"], "--port is not for vLLM's arguments"),
+        (["--engine", "vllm", "--model", "m", "--", "--port", "1"], "--port is not allowed among vLLM's arguments"),
         (["--engine", "vllm", "--model", "m", "--engine-python", "/nowhere"], "/nowhere cannot be run"),
         (
             ["--engine", "vllm", "--model", "m", "--engine-python", "true", "--engine-log-folder", "/dev/null/logs"],
@@ -228,9 +228,9 @@ def test_a_process_that_is_wrongly_configured_ends_with_status_2_and_one_line(fl
         (["--admin-key-file", "/nowhere"], "cannot read the API keys"),
         (["--predictor", "none", "--predictor", "model:m=/nowhere"], "/nowhere"),
         (["--predictor", "model:m"], "predictor: 'model:m' is not `model:ID=VALUE`"),
-        (["--profile", "p4-googlenet", "--profile", "h100-llama-3.1-8b"], "stands beside another for the same"),
-        (["--engine", "gpu0=embedded"], "a worker is for a URL"),
-        (["--engine", "gpu0=http://a", "--engine", "gpu1=http://a"], "stands twice"),
+        (["--profile", "p4-googlenet", "--profile", "h100-llama-3.1-8b"], "is a second value for the same"),
+        (["--engine", "gpu0=embedded"], "only a URL can have a worker"),
+        (["--engine", "gpu0=http://a", "--engine", "gpu1=http://a"], "is given twice"),
         (["--slo-ms", "streem:a=5"], "stream:NAME=MS"),
         (["--bins", "3", "--edges", "9,5", "--engine", "http://127.0.0.1:9"], "strictly increasing"),
         (["--host", "0.0.0.0"], "--api-key-file"),

@@ -296,7 +296,7 @@ async def test_an_engine_that_is_healthy_but_lets_nobody_in_is_said_to_once(
         await until(lambda: handle.trouble != "")
         await asyncio.sleep(0.3)
         assert not handle.up
-    said = [record.message for record in caplog.records if "/v1/models says 401" in record.message]
+    said = [record.message for record in caplog.records if "/v1/models answers 401" in record.message]
     assert len(said) == 1
 
 

@@ -58,11 +58,11 @@ def test_a_member_that_leaves_is_no_longer_waited_for():
 
 def test_a_refused_member_is_not_waited_for_whether_it_is_first_or_last():
     waiting = batches()
-    waiting.excuse(Seat("x", 2), now_s=0.0)
+    waiting.cancel_seat(Seat("x", 2), now_s=0.0)
     waiting.add("a", Seat("x", 2), now_s=0.0)
     assert waiting.take(0.0) == ["a"]
     waiting.add("b", Seat("y", 2), now_s=0.0)
-    waiting.excuse(Seat("y", 2), now_s=0.0)
+    waiting.cancel_seat(Seat("y", 2), now_s=0.0)
     assert waiting.take(0.0) == ["b"]
 
 

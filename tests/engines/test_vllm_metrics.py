@@ -54,8 +54,8 @@ def test_few_slots_double_until_something_waits() -> None:
         held = learner.slots + 2
         seen.append(learner.observe(Load(min(held, 100), max(0, held - 100), None)))
     assert seen[:4] == [17, 35, 71, 143]
-    assert not SlotsLearner(8, 2).found
-    assert (seen[5:], learner.found) == ([100] * 3, True)
+    assert not SlotsLearner(8, 2).limit_reached
+    assert (seen[5:], learner.limit_reached) == ([100] * 3, True)
 
 
 def test_one_look_between_arrival_and_first_step_changes_nothing() -> None:

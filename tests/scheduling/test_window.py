@@ -237,10 +237,10 @@ def test_windows_hold_32_batches_unless_told_otherwise() -> None:
 
 def test_only_window_has_windows() -> None:
     assert type(scheduler(release="greedy").queues("").bins[0]) is BinQueue
-    with pytest.raises(ValueError, match="window is of no use under release greedy"):
+    with pytest.raises(ValueError, match="window has no effect under release greedy"):
         scheduler(release="greedy", window=5)
 
 
 def test_a_window_that_holds_no_batch_is_an_error() -> None:
-    with pytest.raises(ValueError, match="window: 7 requests hold no batch of 8"):
+    with pytest.raises(ValueError, match="window: 7 requests are fewer than a batch of 8"):
         scheduler(release="window", batch_size=8, window=7)
