@@ -6,7 +6,7 @@ COLOURS = {
     "static 8": "#009e73",
     "static 16": "#cc79a7",
     "static 32": "#555555",
-    "ad hoc": "#0072b2",  # is greedy
+    "ad hoc": "#0072b2",  # the greedy policy
     "largest batch": "#555555",
     "rate": "#e69f00",
     "rate repaired": "#f5d58a",
