@@ -172,7 +172,7 @@ class Rows:
         self.rows.extend(rows)
 
     def of(self, figure: str, quantity: str | None = None, **case: float | str) -> list[Row]:
-        """Return the rows of a figure whose quantity is `quantity`, if given, and whose case has the values of `case`."""
+        """Return the rows of a figure with this quantity, if given, and with these values in their case."""
         return [
             row
             for row in self.rows

@@ -1,4 +1,4 @@
-"""Every row of Shepherd."""
+"""Measure all rows of Shepherd."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from reproduction.shepherd.worlds import Effort, simulate_all
 
 
 def measure(seed: int, quick: bool, report: Report, *, jobs: int = 1, trace: Path | None = None) -> Rows:
-    """jobs : processes.  trace : of calls to functions; without it made-up ones take its place.
+    """jobs : processes.  trace : file of function calls; None: synthetic traffic.
 
-    Raises ConfigError on a trace that cannot be used.
+    Raises ConfigError if the trace cannot be read.
     """
     effort = Effort.of(seed, jobs, trace, quick=quick)
     rows = Rows()
