@@ -1,4 +1,4 @@
-"""Every row of Multi-Bin that is simulated, and those of its predictor."""
+"""Measure the simulated rows of Multi-Bin, and the rows of its predictor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reproduction.rows import Report, Row, Rows
 
 
 def measure(seed: int, quick: bool, report: Report, *, jobs: int = 1, gsm8k_file: Path | None = None) -> Rows:
-    """jobs : processes.  gsm8k_file : of answers to GSM8K; without it there is no Fig. 6."""
+    """jobs : processes.  gsm8k_file : answers to GSM8K; None: no Fig. 6"""
     effort = Effort.quick(seed, jobs, gsm8k_file) if quick else Effort(seed, jobs, gsm8k_file)
     rows = Rows()
     with tempfile.TemporaryDirectory() as folder:
