@@ -153,32 +153,32 @@ def _page(m: dict[str, Any]) -> str:
     failures = "\n".join(f"* `{f['prompt']}` -> `{f['answered'][:80]!r}`" for f in m["failures"][:5])
     return f"""# The demo model
 
-A Llama-architecture model of {m["parameters"] / 1e6:.1f} M parameters ({m["weights_mb"]:.1f} MB), trained from nothing
-by `scripts/lab/train_demo_model.py` on text that `demo_corpus.py` makes up. It counts, recites lists and
-tables, spells, copies and makes a little small talk. It lets `llmserve serve` answer on any CPU without a download, and
-its answers have a wide spread of lengths that their prompts reveal, which is what llmserve is there to use.
+A Llama-architecture model of {m["parameters"] / 1e6:.1f} M parameters ({m["weights_mb"]:.1f} MB), trained from scratch
+by `scripts/lab/train_demo_model.py` on synthetic text from `demo_corpus.py`. The model counts, recites lists and
+tables, spells, copies and makes a little small talk. With it, `llmserve serve` answers on any CPU without a download.
+Its answers have a wide spread of lengths, which the prompts reveal, so that llmserve can use predictions of length.
 
-It is not an assistant. It has no numbers above {demo_corpus.NUMBER_MAX}, spells only
-{len(demo_corpus.SPELLABLE)} words, knows the times tables of 2 to 10, and was never asked anything outside
-these families: to other questions it gives some fluent answer that is wrong. Answers are greedy by default.
-A number up to {demo_corpus.NUMBER_MAX} is one token, and so is a letter.
+The model is not an assistant. It has no numbers above {demo_corpus.NUMBER_MAX}, spells only
+{len(demo_corpus.SPELLABLE)} words, knows the times tables of 2 to 10, and was trained only on these families of
+questions: to other questions it gives fluent but wrong answers. Answers are greedy by default. A number up to
+{demo_corpus.NUMBER_MAX} is one token, and so is a letter.
 
-## Made by
+## Training
 
     {m["command"]}
 
 {m["date"]}, {m["machine"]} shared with other work, {m["training"]["minutes"]:.0f} minutes of training:
-{m["training"]["steps"]} steps, {m["training"]["tokens"] / 1e6:.1f} M tokens. A run that ends by the clock
-takes as many steps as the machine manages, so another run differs a little.
+{m["training"]["steps"]} steps, {m["training"]["tokens"] / 1e6:.1f} M tokens. With a limit of time, the number of
+steps depends on the machine, so that another run differs slightly.
 
 ## Exact answers on held-out prompts
 
-Prompts that training never saw (a tenth of all, chosen by hash), greedy, the whole answer right to the last
-token. The same task may have been seen in other words.
+The held-out prompts are a tenth of all prompts, chosen by hash, and are not in the training data; the same task may be
+there in other words. Decoding is greedy. An answer is exact if every token is right.
 
 {table(m)}
 
-Lengths are of the right answers, without the end token; their coefficient of variation is
+Lengths are those of the right answers, without the end token; their coefficient of variation is
 {m["output_tokens"]["coefficient_of_variation"]}.
 
 ## Answers
