@@ -344,7 +344,7 @@ def test_a_run_counts_what_is_answered_in_time_and_how_long_the_gpu_works() -> N
     assert found.latencies_s[-1] == pytest.approx(2 * 3.96e-3)  # the second waited for the first
     assert found.utilisation == pytest.approx(2 * 3.96 / 10)  # when the last has come
     assert found.wasted_share == 0.0
-    assert found.offered == found.kept == 2  # the last is due after the end of the run
+    assert found.offered == found.offered_in_time == 2  # the last is due after the end of the run
 
 
 def test_what_is_late_is_wasted() -> None:

@@ -181,7 +181,7 @@ class Rows:
             and all(row.case.get(name) == value for name, value in case.items())
         ]
 
-    def one(self, figure: str, quantity: str, **case: float | str) -> Row:
+    def only(self, figure: str, quantity: str, **case: float | str) -> Row:
         """Return the only row that matches. Raises LookupError if another number of rows matches."""
         matches = self.of(figure, quantity, **case)
         if len(matches) != 1:
@@ -198,13 +198,13 @@ class Rows:
         return {kind: (sum(bool(row.ok) for row in rows), len(rows)) for kind, rows in by_kind.items() if rows}
 
     def number(self, figure: str, quantity: str, **case: float | str) -> float:
-        measured = self.one(figure, quantity, **case).measured
+        measured = self.only(figure, quantity, **case).measured
         if measured is None:
             raise LookupError(f"{quantity!r} in {figure!r} for {case} is a curve")
         return measured
 
     def curve(self, figure: str, quantity: str, **case: float | str) -> Curve:
-        curve = self.one(figure, quantity, **case).curve
+        curve = self.only(figure, quantity, **case).curve
         if curve is None:
             raise LookupError(f"{quantity!r} in {figure!r} for {case} is a number, not a curve")
         return curve

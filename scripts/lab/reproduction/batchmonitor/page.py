@@ -159,7 +159,7 @@ def _bars(axis: Axes, rows: Rows, quantity: str) -> None:
     models = _models(rows)
     width = 0.8 / len(RULES)
     for place, rule in enumerate(RULES):
-        by_model = [rows.one(FIGURE, quantity, model=model, rule=rule) for model in models]
+        by_model = [rows.only(FIGURE, quantity, model=model, rule=rule) for model in models]
         at = np.arange(len(models)) + (place - (len(RULES) - 1) / 2) * width
         heights = np.array([row.measured for row in by_model], float)
         error = heights - np.array([row.low for row in by_model], float)

@@ -90,28 +90,28 @@ def _rates(effort: Effort, bins: int) -> Iterator[float]:
     return rates_up_to(effort.some(RATES_PER_S), throughput_exponential(bins, BATCH, MEAN))
 
 
-def rows(found: Mapping[Key, list[Summary]], effort: Effort) -> Iterator[Row]:
+def rows(summaries: Mapping[Key, list[Summary]], effort: Effort) -> Iterator[Row]:
     measured = Rows()
     for name, bins in cases(effort):
-        measured.extend(_of(found, effort, name, bins))
+        measured.extend(_of(summaries, effort, name, bins))
     measured.extend(_beside_equal_mass(measured, effort))
     yield from measured
     yield from _statements(measured, effort)
 
 
-def _of(found: Mapping[Key, list[Summary]], effort: Effort, name: str, bins: int) -> Iterator[Row]:
+def _of(summaries: Mapping[Key, list[Summary]], effort: Effort, name: str, bins: int) -> Iterator[Row]:
     """Latencies at the lowest rate are compared with theory, and throughputs at the highest rate.
 
     The throughput is that of the busy server, because the server waits for the first full batches.
     """
     rates_per_s = list(_rates(effort, bins))
     for rate_per_s in rates_per_s:
-        runs = found[FIGURE, name, bins, rate_per_s]
+        runs = summaries[FIGURE, name, bins, rate_per_s]
         case = {"edges": name, "k": bins, "rate": rate_per_s}
         yield throughput_row(FIGURE, case, runs)
         low = rate_per_s == RATES_PER_S[0] and bins <= LEMMA_BINS_MAX
         yield latency_row(FIGURE, case, runs, lemma(bins, rate_per_s, name) if low else None)
-    busy = [run.throughput_per_s / run.utilisation for run in found[FIGURE, name, bins, rates_per_s[-1]]]
+    busy = [run.throughput_per_s / run.utilisation for run in summaries[FIGURE, name, bins, rates_per_s[-1]]]
     yield mean_row(FIGURE, {"edges": name, "k": bins}, BUSY, "1/s", busy, expected=BATCH / batch_s(name, bins))
 
 
@@ -125,7 +125,7 @@ def _beside_equal_mass(measured: Rows, effort: Effort) -> Iterator[Row]:
 def _statements(measured: Rows, effort: Effort) -> Iterator[Row]:
     """Corollary A.1.1, and statements of the text about Fig. 9, for either kind of edges."""
     for bins in effort.some(BINS):
-        row = measured.one(FIGURE, BUSY, edges=LEMMA_A1, k=bins)
+        row = measured.only(FIGURE, BUSY, edges=LEMMA_A1, k=bins)
         text = f"{BUSY} is at least B μ / L_k (Corollary A.1.1)"
         note = f"{row.measured:.4g} and {bound(bins):.4g} /s"
         yield claim(FIGURE, {"edges": LEMMA_A1, "k": bins}, text, (row.high or 0.0) >= bound(bins), note)

@@ -77,14 +77,14 @@ def capacity(lengths: NDArray[np.float64], bins: int) -> float:
     return ENGINES * throughput(lengths, equal_mass_edges(lengths, bins), BATCH) / STEP_S
 
 
-def rows(found: Mapping[Key, list[Summary]], lengths: NDArray[np.float64], effort: Effort) -> Iterator[Row]:
+def rows(summaries: Mapping[Key, list[Summary]], lengths: NDArray[np.float64], effort: Effort) -> Iterator[Row]:
     quantiles = np.percentile(lengths, (50, 95))
     spread = {"mean": lengths.mean(), "median": quantiles[0], "95th percentile": quantiles[1], "longest": lengths.max()}
     for name, value in spread.items():
         yield Row(FIGURE, {"answers": f"{lengths.size:,}"}, f"length, {name}", "tokens", float(value))
     measured = Rows()
     for bins in effort.some(BINS):
-        measured.extend(_of(found, lengths, effort, bins))
+        measured.extend(_of(summaries, lengths, effort, bins))
     yield from measured
     yield from _gains(measured, effort)
     yield from _statements(measured, effort)
@@ -94,15 +94,17 @@ def _rates(effort: Effort, lengths: NDArray[np.float64], bins: int) -> Iterator[
     return rates_up_to(effort.some(RATES_PER_S), capacity(lengths, bins))
 
 
-def _of(found: Mapping[Key, list[Summary]], lengths: NDArray[np.float64], effort: Effort, bins: int) -> Iterator[Row]:
+def _of(
+    summaries: Mapping[Key, list[Summary]], lengths: NDArray[np.float64], effort: Effort, bins: int
+) -> Iterator[Row]:
     """Latencies at the lowest rate, and the throughput with all requests at once, are compared with theory."""
     served = capacity(lengths, bins)
     batch_s = BATCH * ENGINES / served
     for rate_per_s in _rates(effort, lengths, bins):
         expected_s = latency(bins, BATCH, rate_per_s, batch_s) if rate_per_s == RATES_PER_S[0] else None
-        yield latency_row(FIGURE, {"k": bins, "rate": rate_per_s}, found[FIGURE, bins, rate_per_s], expected_s)
+        yield latency_row(FIGURE, {"k": bins, "rate": rate_per_s}, summaries[FIGURE, bins, rate_per_s], expected_s)
     at_once = {"k": bins, "rate": "at once"}
-    yield throughput_row(FIGURE, at_once, found[FIGURE, bins, AT_ONCE], served, kind="derived")
+    yield throughput_row(FIGURE, at_once, summaries[FIGURE, bins, AT_ONCE], served, kind="derived")
 
 
 def _gains(measured: Rows, effort: Effort) -> Iterator[Row]:

@@ -25,10 +25,10 @@ def _rows(effort: Effort, folder: Path, report: Report) -> Iterator[Row]:
     worlds = uniform.worlds(effort) | exponential.worlds(effort)
     if lengths is not None:
         worlds |= gsm8k.worlds(effort, lengths, folder)
-    found = simulate_all(worlds, effort, report)
+    summaries = simulate_all(worlds, effort, report)
     yield from example.rows(folder)
-    yield from uniform.rows(found, effort)
-    yield from exponential.rows(found, effort)
+    yield from uniform.rows(summaries, effort)
+    yield from exponential.rows(summaries, effort)
     if lengths is not None:
-        yield from gsm8k.rows(found, lengths, effort)
+        yield from gsm8k.rows(summaries, lengths, effort)
     yield from table_1.rows()

@@ -106,43 +106,43 @@ def _world(effort: Effort, bins: int, rate_per_s: float, seeds: int | None = Non
 # ---- rows -------------------------------------------------------------------------------------------------------
 
 
-def rows(found: Mapping[Key, list[Summary]], effort: Effort) -> Iterator[Row]:
+def rows(summaries: Mapping[Key, list[Summary]], effort: Effort) -> Iterator[Row]:
     note = f"{BATCH} / {(LOW + HIGH) / 2:g}"
     yield Row("Fig. 3", {}, "c_max", "1/s", C_MAX, C_MAX_PRINTED, C_MAX_ROUNDING / C_MAX_PRINTED, note=note)
     measured = Rows()
-    measured.extend(_against_rates(found, effort))
-    measured.extend(_against_theory(found, effort))
-    measured.extend(_with_errors(found, effort))
+    measured.extend(_against_rates(summaries, effort))
+    measured.extend(_against_theory(summaries, effort))
+    measured.extend(_with_errors(summaries, effort))
     yield from measured
     yield from _statements(measured, effort)
 
 
-def _against_rates(found: Mapping[Key, list[Summary]], effort: Effort) -> Iterator[Row]:
+def _against_rates(summaries: Mapping[Key, list[Summary]], effort: Effort) -> Iterator[Row]:
     """Fig. 3 and 4. Throughputs above capacity and latencies at the lowest rate are compared with theory."""
     for bins in effort.some(BINS):
         for rate_per_s in rates_up_to(effort.some(RATES_PER_S), capacity(bins)):
-            runs, case = found["Fig. 3 and 4", bins, rate_per_s], {"k": bins, "rate": rate_per_s}
+            runs, case = summaries["Fig. 3 and 4", bins, rate_per_s], {"k": bins, "rate": rate_per_s}
             above = rate_per_s >= ABOVE * capacity(bins)
             yield throughput_row("Fig. 3", case, runs, capacity(bins) if above else None)
             yield latency_row("Fig. 4", case, runs, lemma(bins, rate_per_s) if rate_per_s == RATES_PER_S[0] else None)
 
 
-def _against_theory(found: Mapping[Key, list[Summary]], effort: Effort) -> Iterator[Row]:
+def _against_theory(summaries: Mapping[Key, list[Summary]], effort: Effort) -> Iterator[Row]:
     for bins in effort.some(SATURATED_BINS):
-        yield throughput_row(THEOREM, {"k": bins}, found[THEOREM, bins], capacity(bins), note="all at once")
+        yield throughput_row(THEOREM, {"k": bins}, summaries[THEOREM, bins], capacity(bins), note="all at once")
     for bins in effort.some(FLUSHED_BINS):
-        yield throughput_row(THEOREM, {"k": bins, "last batches": "flushed"}, found["flushed", bins])
+        yield throughput_row(THEOREM, {"k": bins, "last batches": "flushed"}, summaries["flushed", bins])
     rate_per_s = MANY_ENGINES_RATE_PER_S
     for bins in effort.some(BINS):
         case = {"k": bins, "rate": rate_per_s, "engines": MANY_ENGINES}
-        yield latency_row(LEMMA, case, found[LEMMA, bins], lemma(bins, rate_per_s))
+        yield latency_row(LEMMA, case, summaries[LEMMA, bins], lemma(bins, rate_per_s))
 
 
-def _with_errors(found: Mapping[Key, list[Summary]], effort: Effort) -> Iterator[Row]:
+def _with_errors(summaries: Mapping[Key, list[Summary]], effort: Effort) -> Iterator[Row]:
     """Fig. 8. The paper prints no numbers; the expected numbers are derived from its model of errors."""
     for bins in effort.some(ERROR_BINS):
         for error in effort.some(ERRORS):
-            runs = found["Fig. 8", bins, error] if error else found[THEOREM, bins]
+            runs = summaries["Fig. 8", bins, error] if error else summaries[THEOREM, bins]
             exact = throughput_with_errors(bins, error)
             yield throughput_row("Fig. 8", {"k": bins, "p_e": error}, runs, exact, kind="derived")
 

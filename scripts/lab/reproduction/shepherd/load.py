@@ -25,9 +25,9 @@ from reproduction.shepherd.worlds import (
     BURSTY,
     STABLE,
     Effort,
-    Found,
     Key,
     Outcomes,
+    Results,
     World,
     mean,
     mean_of,
@@ -89,30 +89,30 @@ def all_per_s(rates_per_s: Sequence[float]) -> float:
     return max(rate_per_s for rate_per_s in rates_per_s if rate_per_s <= ALL_PER_S)
 
 
-def rows(found: Found, effort: Effort) -> Iterator[Row]:
+def rows(results: Results, effort: Effort) -> Iterator[Row]:
     for trace in (STABLE, BURSTY):
         for rate_per_s in rates(effort):
-            outcomes = found[FIGURE, trace, rate_per_s]
+            outcomes = results[FIGURE, trace, rate_per_s]
             for policy in outcomes[0]:
                 case = {"trace": trace, "rate": rate_per_s, "policy": policy}
                 for quantity, unit, name in QUANTITIES:
                     yield mean_row(FIGURE, case, quantity, unit, values(outcomes, policy, name))
-        yield from _ratios(found, trace, effort)
-        yield from _statements(found, trace, effort)
-    yield from _latencies(found, effort)
+        yield from _ratios(results, trace, effort)
+        yield from _statements(results, trace, effort)
+    yield from _latencies(results, effort)
 
 
 def goodputs(outcomes: Outcomes, policy: str) -> list[float]:
     return values(outcomes, policy, "goodput_per_s")
 
 
-def _ratios(found: Found, trace: str, effort: Effort) -> Iterator[Row]:
+def _ratios(results: Results, trace: str, effort: Effort) -> Iterator[Row]:
     """FLEX's goodput over every other policy's at high loads. The published ratios are for the highest load."""
     highest = rates(effort)[-1]
     for rate_per_s in rates(effort):
         if rate_per_s < all_per_s(rates(effort)):
             continue
-        outcomes = found[FIGURE, trace, rate_per_s]
+        outcomes = results[FIGURE, trace, rate_per_s]
         for policy in outcomes[0]:
             if policy == FLEX or not sum(goodputs(outcomes, policy)):
                 continue
@@ -128,9 +128,9 @@ def _ratios(found: Found, trace: str, effort: Effort) -> Iterator[Row]:
             )
 
 
-def _statements(found: Found, trace: str, effort: Effort) -> Iterator[Row]:
+def _statements(results: Results, trace: str, effort: Effort) -> Iterator[Row]:
     """Statements of the text about the figure."""
-    loads = [found[FIGURE, trace, rate_per_s] for rate_per_s in rates(effort)]
+    loads = [results[FIGURE, trace, rate_per_s] for rate_per_s in rates(effort)]
     case = {"trace": trace}
     for policy in (FLEX, CLOCKWORK, NEXUS):
         share = mean_of(loads[0], policy, "share_in_time")
@@ -150,11 +150,11 @@ def _statements(found: Found, trace: str, effort: Effort) -> Iterator[Row]:
     yield claim(FIGURE, case, text, rising, ", ".join(f"{goodput:,.0f}" for goodput in means) + " requests/s")
 
 
-def _latencies(found: Found, effort: Effort) -> Iterator[Row]:
+def _latencies(results: Results, effort: Effort) -> Iterator[Row]:
     near: dict[str, float] = {}
     for load, rate_per_s in (("low", LOW_PER_S), ("high", rates(effort)[-1])):
         for policy in (FLEX, CLOCKWORK, RELEASED, NEXUS):
-            latencies_s = [by_policy[policy].latencies_s for by_policy in found[FIGURE, STABLE, rate_per_s]]
+            latencies_s = [by_policy[policy].latencies_s for by_policy in results[FIGURE, STABLE, rate_per_s]]
             case = {"load": load, "policy": policy}
             quantiles_s = [mean([run_s[place] for run_s in latencies_s]) for place in range(len(SHARES))]
             yield Row.of_curve(LATENCIES, case, LATENCY, "s", "share of requests", SHARES, quantiles_s)

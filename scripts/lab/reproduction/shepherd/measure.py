@@ -24,8 +24,8 @@ def measure(seed: int, quick: bool, report: Report, *, jobs: int = 1, trace: Pat
 def _rows(effort: Effort, report: Report) -> Iterator[Row]:
     report("bursts and overload", 0.0)
     yield from micro.rows(effort)
-    found = simulate_all(load.worlds(effort) | slo.worlds(effort) | scaling.worlds(effort), effort, report)
-    yield from load.rows(found, effort)
-    yield from slo.rows(found, effort)
-    yield from scaling.rows(found, effort)
+    results = simulate_all(load.worlds(effort) | slo.worlds(effort) | scaling.worlds(effort), effort, report)
+    yield from load.rows(results, effort)
+    yield from slo.rows(results, effort)
+    yield from scaling.rows(results, effort)
     yield from table_5.rows()

@@ -89,7 +89,7 @@ def _nexus(plans: Sequence[Plan]) -> Nexus:
 class Outcome:
     """Results of a run. The counted interval is from from_s to until_s.
 
-    offered        requests that came and were due in the interval; kept: of these, answered in time
+    offered        requests that came and were due in the interval; offered_in_time: of these, in time
     in_time        requests that were answered in the interval, in time
     by_model       in_time by model
     late           requests that were answered in the interval, too late
@@ -103,7 +103,7 @@ class Outcome:
     """
 
     offered: int
-    kept: int
+    offered_in_time: int
     in_time: int
     by_model: dict[str, int]
     late: int
@@ -127,7 +127,7 @@ class Outcome:
 
     @property
     def share_in_time(self) -> float:
-        return self.kept / self.offered if self.offered else 0.0
+        return self.offered_in_time / self.offered if self.offered else 0.0
 
     @property
     def request_s(self) -> float:
@@ -263,7 +263,7 @@ def _outcome(
     counts = np.bincount(arrivals.model[in_time], minlength=len(arrivals.streams.models)).tolist()
     return Outcome(
         offered=int(due.sum()),
-        kept=int((due & answered_in_time).sum()),
+        offered_in_time=int((due & answered_in_time).sum()),
         in_time=int(in_time.sum()),
         by_model=dict(zip(arrivals.streams.models, counts, strict=True)),
         late=int((counted & ~in_time).sum()),

@@ -12,7 +12,7 @@ from reproduction.rows import Row, claim
 from reproduction.shepherd.load import COUNTED_FROM_S, SPAN_S_MIN
 from reproduction.shepherd.runs import CLOCKWORK, FLEX
 from reproduction.shepherd.workloads import SLO_S
-from reproduction.shepherd.worlds import BURSTY, GPUS, STABLE, Effort, Found, Key, Outcomes, Trace, World, mean_of
+from reproduction.shepherd.worlds import BURSTY, GPUS, STABLE, Effort, Key, Outcomes, Results, Trace, World, mean_of
 
 FIGURE, LIMITS, STEPS = "Fig. 10", "Fig. 11 (b)", "Fig. 10, the scheduler"
 WORKERS = (12, 48, 96, 200, 400)
@@ -64,18 +64,18 @@ def _worlds(
     ]
 
 
-def rows(found: Found, effort: Effort) -> Iterator[Row]:
+def rows(results: Results, effort: Effort) -> Iterator[Row]:
     for trace in (STABLE, BURSTY):
-        yield from _groups(found, trace, effort)
-    yield from _steps(found, effort)
-    yield from _limits(found, effort)
+        yield from _groups(results, trace, effort)
+    yield from _steps(results, effort)
+    yield from _limits(results, effort)
 
 
-def _groups(found: Found, trace: str, effort: Effort) -> Iterator[Row]:
-    reference_per_s = _goodput_per_s(found[FIGURE, trace, GPUS], GPUS) / GPUS
+def _groups(results: Results, trace: str, effort: Effort) -> Iterator[Row]:
+    reference_per_s = _goodput_per_s(results[FIGURE, trace, GPUS], GPUS) / GPUS
     for workers in _counts(effort):
         case = {"trace": trace, "workers": workers}
-        outcomes = found[FIGURE, trace, workers]
+        outcomes = results[FIGURE, trace, workers]
         goodput = _goodput_per_s(outcomes, workers)
         yield Row(FIGURE, case, GOODPUT, "1/s", goodput)
         note = f"{100 * mean_of(outcomes, FLEX, 'share_in_time'):.1f} % of the requests are in time"
@@ -83,10 +83,10 @@ def _groups(found: Found, trace: str, effort: Effort) -> Iterator[Row]:
         yield Row(FIGURE, case, LINEARITY, "1", ratio, 1.0, LINEAR_WITHIN, note=note)
 
 
-def _steps(found: Found, effort: Effort) -> Iterator[Row]:
+def _steps(results: Results, effort: Effort) -> Iterator[Row]:
     """Step times in a group of 12, and of one scheduler for all workers."""
     for workers in _central(effort):
-        outcomes = found[STEPS, STABLE, workers]
+        outcomes = results[STEPS, STABLE, workers]
         for policy in (FLEX, CLOCKWORK):
             case = {"workers": workers, "policy": policy}
             yield Row(STEPS, case, MEDIAN, "µs", 1e6 * mean_of(outcomes, policy, "step_s_median"))
@@ -94,7 +94,7 @@ def _steps(found: Found, effort: Effort) -> Iterator[Row]:
             yield Row(STEPS, case, CAPACITY, "1/s", 1.0 / mean_of(outcomes, policy, "request_s"))
             yield Row(STEPS, case, SUSTAINED, "1/s", _sustained_per_s(outcomes, policy, workers))
     for name in ("median", "mean"):
-        step_s = mean_of(found[STEPS, STABLE, GPUS], FLEX, f"step_s_{name}")
+        step_s = mean_of(results[STEPS, STABLE, GPUS], FLEX, f"step_s_{name}")
         text = f"in a group of {GPUS} a step takes less than {1e6 * STEP_S_MAX:.0f} µs ({name})"
         yield claim(STEPS, {"workers": GPUS}, text, step_s < STEP_S_MAX, f"{1e6 * step_s:.0f} µs; the issue's figure")
 
@@ -110,21 +110,21 @@ def _sustained_per_s(outcomes: Outcomes, policy: str, workers: int) -> float:
     return share * mean_of(outcomes, policy, "goodput_per_s")
 
 
-def _limits(found: Found, effort: Effort) -> Iterator[Row]:
+def _limits(results: Results, effort: Effort) -> Iterator[Row]:
     """Goodput with at most 1 or 12 workers in a group, and without a limit."""
     last = _counts(effort)[-1]
     for trace in (STABLE, BURSTY):
         for workers in _counts(effort):
-            alone, grouped = (_goodput_per_s(found[figure, trace, workers], workers) for figure in (LIMITS, FIGURE))
+            alone, grouped = (_goodput_per_s(results[figure, trace, workers], workers) for figure in (LIMITS, FIGURE))
             for limit, goodput in (("1", alone), ("12", grouped)):
                 yield Row(LIMITS, {"trace": trace, "limit": limit, "workers": workers}, GOODPUT, "1/s", goodput)
         case = {"trace": trace, "workers": last}
         note = "published of workloads whose rates are not printed"
         yield Row(LIMITS, case, OVER_ALONE, "1", grouped / alone, 1.7, 0.25, note=note)
     for workers in _central(effort):
-        central = _sustained_per_s(found[STEPS, STABLE, workers], FLEX, workers)
+        central = _sustained_per_s(results[STEPS, STABLE, workers], FLEX, workers)
         yield Row(LIMITS, {"trace": STABLE, "limit": "none", "workers": workers}, GOODPUT, "1/s", central)
-    ratio = _goodput_per_s(found[FIGURE, STABLE, last], last) / central  # of the most workers of one scheduler
+    ratio = _goodput_per_s(results[FIGURE, STABLE, last], last) / central  # of the most workers of one scheduler
     note = f"of one scheduler: as much as its core decides on for {workers} workers, and it is less for more"
     case = {"trace": STABLE, "workers": last}
     yield Row(LIMITS, case, "groups of 12 over one scheduler for all", "1", ratio, 2.5, 0.25, note=note)

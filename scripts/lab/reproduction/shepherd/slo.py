@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from reproduction.rows import Row, claim
 from reproduction.shepherd.load import COUNTED_FROM_S, GOODPUT, SPAN_S_MIN, goodputs
 from reproduction.shepherd.runs import CLOCKWORK, FLEX, NEXUS, PLANNED_SHARE, RELEASED, WITHOUT_PREEMPTION
-from reproduction.shepherd.worlds import BURSTY, STABLE, Effort, Found, Key, World, mean, mean_of, mean_row, ratio_row
+from reproduction.shepherd.worlds import BURSTY, STABLE, Effort, Key, Results, World, mean, mean_of, mean_row, ratio_row
 
 FIGURE = "Fig. 9"
 RATE_PER_S = 3_000.0
@@ -36,10 +36,10 @@ def _span_s(slo_s: float, effort: Effort) -> float:
     return max(SPAN_S_MIN, COUNTED_FROM_S + 2 * slo_s, effort.spans * SPAN_S)
 
 
-def rows(found: Found, effort: Effort) -> Iterator[Row]:
+def rows(results: Results, effort: Effort) -> Iterator[Row]:
     slos_s = effort.some(SLOS_S)
     for trace in (STABLE, BURSTY):
-        by_slo = {slo_s: found[FIGURE, trace, slo_s] for slo_s in slos_s}
+        by_slo = {slo_s: results[FIGURE, trace, slo_s] for slo_s in slos_s}
         for slo_s, outcomes in by_slo.items():
             for policy in POLICIES:
                 case = {"trace": trace, "slo_s": slo_s, "policy": policy}

@@ -30,7 +30,7 @@ WITHIN = 0.25  # tolerance of a published ratio: workloads and details of the ba
 Trace = Literal["MAF-stable", "MAF-bursty"]
 Outcomes = Sequence[Mapping[str, Outcome]]
 """The outcome of each policy, for each seed of a world."""
-Found = Mapping[Key, Outcomes]
+Results = Mapping[Key, Outcomes]
 T = TypeVar("T")
 
 
@@ -203,7 +203,18 @@ def together(outcomes: Sequence[Outcome], gpus: int) -> Outcome:
     """Add up the outcomes of independent groups. Latencies are those of the first group."""
     if len(outcomes) == 1:
         return outcomes[0]
-    names = ("offered", "kept", "in_time", "late", "busy_s", "wasted_s", "batches", "preemptions", "started", "arrived")
+    names = (
+        "offered",
+        "offered_in_time",
+        "in_time",
+        "late",
+        "busy_s",
+        "wasted_s",
+        "batches",
+        "preemptions",
+        "started",
+        "arrived",
+    )
     sums = {name: sum(getattr(outcome, name) for outcome in outcomes) for name in (*names, "steps")}
     return replace(
         outcomes[0],
@@ -219,7 +230,7 @@ def together(outcomes: Sequence[Outcome], gpus: int) -> Outcome:
 # ---- all worlds -------------------------------------------------------------------------------------------------
 
 
-def simulate_all(worlds: Mapping[Key, Sequence[World]], effort: Effort, report: Report) -> Found:
+def simulate_all(worlds: Mapping[Key, Sequence[World]], effort: Effort, report: Report) -> Results:
     """Return outcomes by ascending seed. Except for times, they are the same for any number of jobs."""
     by_seed = {key: sorted(with_key, key=lambda world: world.seed) for key, with_key in worlds.items()}
     return run_all(simulate, by_seed, lambda world: world.requests, effort.jobs, report)

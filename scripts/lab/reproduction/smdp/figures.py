@@ -183,12 +183,12 @@ def _variation(
 
 def constant_times(rows: Rows) -> Figure:
     labels = {"title": "(a) throughput of batches", "ylabel": "b / l(b) (requests/ms)"}
-    return _variation(rows, "Fig. 7", "constant", constant_time(), lambda each: SIZES / each.service_ms, **labels)
+    return _variation(rows, "Fig. 7", "constant", constant_time(), lambda server: SIZES / server.service_ms, **labels)
 
 
 def logarithmic_energies(rows: Rows) -> Figure:
     labels = {"title": "(a) energy of batches", "ylabel": "ζ(b) (mJ)"}
-    return _variation(rows, "Fig. 8", "105 log b + 60", logarithmic_energy(), lambda each: each.energy_mj, **labels)
+    return _variation(rows, "Fig. 8", "105 log b + 60", logarithmic_energy(), lambda server: server.energy_mj, **labels)
 
 
 def latencies(rows: Rows) -> Figure:

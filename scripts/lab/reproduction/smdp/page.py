@@ -120,7 +120,7 @@ def figure_5(rows: Rows) -> str:
 
 def figure_6(rows: Rows) -> str:
     best = next(row for row in rows.of("Fig. 6", "least power with 95 % within 10 ms"))
-    crossing = rows.one("Fig. 6", "the tail is lighter than static 8's", w2=1.6)
+    crossing = rows.only("Fig. 6", "the tail is lighter than static 8's", w2=1.6)
     return (
         "Response times at ρ = 0.7; a dotted line in (b) and (c) marks the objective. Of the measured weights, "
         f"{str(best.case['policy']).split('=')[1]} is the largest with 95 % of the responses within 10 ms, at "
@@ -142,7 +142,7 @@ def figure_7(rows: Rows) -> str:
 
 
 def figure_8(rows: Rows) -> str:
-    falls = rows.one("Fig. 8", "greedy draws less at rho 0.8 than at 0.6", energy="logarithmic")
+    falls = rows.only("Fig. 8", "greedy draws less at rho 0.8 than at 0.6", energy="logarithmic")
     gain = {
         name: rows.number("Fig. 8", "requests per joule at b = 32 over b = 8", energy=name)
         for name in ("logarithmic", "basic")
