@@ -11,11 +11,5 @@ COLOURS = {
     "rate": "#e69f00",
     "rate repaired": "#f5d58a",
 }
-LABELS = {
-    "smdp": "SMDP",
-    "greedy": "greedy",
-    "static 8": "static 8",
-    "static 16": "static 16",
-    "static 32": "static 32",
-}
 MARKERS = {"smdp": "o", "greedy": "^", "static 8": "s", "static 16": "D", "static 32": "v"}
+LABELS = {name: name for name in MARKERS} | {"smdp": "SMDP"}

@@ -84,19 +84,7 @@ class Effort:
     @classmethod
     def quick(cls, seed: int) -> Effort:
         """Without vLLM, which takes half a minute to start."""
-        return cls(
-            seed,
-            sizes=(1, 8),
-            tokens=16,
-            rounds=2,
-            answers=6,
-            repeats=1,
-            requests=24,
-            passes=1,
-            cost_rounds=1,
-            oracle=(2, 4),
-            predicted=(4,),
-        )
+        return cls(seed, (1, 8), tokens=16, answers=6, requests=24, cost_rounds=1, oracle=(2, 4), predicted=(4,))
 
 
 @dataclass(frozen=True, slots=True)

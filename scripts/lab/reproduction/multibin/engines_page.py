@@ -131,7 +131,7 @@ def gains_figure(rows: Rows) -> Figure:
         embedded, people = rows.of(figure, GAIN), rows.of(figure, IMPLIED)
         at = [float(row.case["k"]) for row in embedded]
         axis.plot(at, [row.measured for row in embedded], "o-", color="#0072b2", label="measured, embedded engine")
-        axis.plot(at, [row.expected for row in embedded], "k_", markersize=16, label="implied by its lengths")
+        axis.plot(at, [row.expected for row in embedded], "k_", markersize=16, label="implied by the same lengths")
         x = [float(row.case["k"]) for row in people]
         axis.plot(x, [row.measured for row in people], ":", color="#555555", label="implied by people's prompts")
         paper = PUBLISHED[figure]

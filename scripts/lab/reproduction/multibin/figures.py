@@ -61,7 +61,7 @@ def uniform_lengths(rows: Rows) -> Figure:
     counts = counts_of(rows.of("Fig. 4", LATENCY))
     rates = sorted({float(row.case["rate"]) for row in rows.of("Fig. 4", LATENCY)})
     dense = np.linspace(rates[0], rates[-1], 200)
-    served.plot(dense, np.minimum(dense, uniform.C_MAX), color="#bbbbbb", linewidth=0.9, label="all that arrives")
+    served.plot(dense, np.minimum(dense, uniform.C_MAX), color="#bbbbbb", linewidth=0.9, label="arrival rate")
     for bins, colour in colours(counts).items():
         label = f"k = {bins:g}"
         draw_points(served, rows.of("Fig. 3", THROUGHPUT, k=bins), "rate", colour=colour, label=label)
@@ -115,7 +115,7 @@ def exponential_lengths(rows: Rows) -> Figure:
     drawn, ((served, waited),) = new_figure(1, 2, width=13, height=5)
     rates = sorted({float(row.case["rate"]) for row in rows.of(figure, LATENCY)})
     dense = np.linspace(rates[0], rates[-1], 200)
-    served.plot(dense, dense, color="#bbbbbb", linewidth=0.9, label="all that arrives")
+    served.plot(dense, dense, color="#bbbbbb", linewidth=0.9, label="arrival rate")
     for bins, colour in colours(counts_of(rows.of(figure, LATENCY))).items():
         for name, line in ((LEMMA_A1, "-"), (EQUAL_MASS, ":")):
             for axis, quantity in ((served, THROUGHPUT), (waited, LATENCY)):

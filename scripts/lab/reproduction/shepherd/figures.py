@@ -84,7 +84,7 @@ def _rates_axis(axis: Axes, values: Sequence[float]) -> None:
     axis.set_xscale("log")
     axis.set_xticks(values, [f"{value / 1e3:g}k" for value in values])
     axis.xaxis.set_minor_formatter(NullFormatter())
-    axis.set_xlabel("requests/s that arrive")
+    axis.set_xlabel("arrival rate (1/s)")
 
 
 def loads(rows: Rows) -> Figure:
@@ -94,7 +94,7 @@ def loads(rows: Rows) -> Figure:
         goodput, busy = panels[:, column]
         goodputs = rows.of(load.FIGURE, load.GOODPUT, trace=trace)
         rates = sorted({float(row.case["rate"]) for row in goodputs})
-        goodput.plot(rates, rates, color="#cccccc", linewidth=0.9, label="all that arrives")
+        goodput.plot(rates, rates, color="#cccccc", linewidth=0.9, label="arrival rate")
         for policy in SYSTEMS:  # the figure `readings` has the other readings
             _points(goodput, rows.of(load.FIGURE, load.GOODPUT, trace=trace, policy=policy), "rate", policy)
             _points(busy, rows.of(load.FIGURE, load.UTILISATION, trace=trace, policy=policy), "rate", policy)
@@ -157,11 +157,11 @@ def workers(rows: Rows) -> Figure:
         _line(total, goodputs, color=colour, marker=marker, label=f"groups of 12, {trace}")
     counts = [float(row.case["workers"]) for row in rows.of(scaling.FIGURE, scaling.GOODPUT, trace=STABLE)]
     offered = [scaling.RATE_PER_WORKER_PER_S * count for count in counts]
-    total.plot(counts, offered, color="#cccccc", linewidth=0.9, label="all that arrives")
+    total.plot(counts, offered, color="#cccccc", linewidth=0.9, label="arrival rate")
     for policy in (FLEX, CLOCKWORK):
         style = {"color": STYLES[policy]["color"], "marker": STYLES[policy]["marker"]}
         sustained = rows.of(scaling.STEPS, scaling.SUSTAINED, policy=policy)
-        _line(total, sustained, **style, linestyle=":", label=f"one scheduler, {policy}: what its core decides on")
+        _line(total, sustained, **style, linestyle=":", label=f"one scheduler, {policy}: limit of its core")
         _line(steps, rows.of(scaling.STEPS, scaling.MEDIAN, policy=policy), **style, label=f"{policy}, median")
         means = rows.of(scaling.STEPS, scaling.MEAN, policy=policy)
         _line(steps, means, **style, linestyle=":", label=f"{policy}, mean")
@@ -211,7 +211,7 @@ def readings(rows: Rows) -> Figure:
         _bars(axis, ratios, lengths, texts, [1.04 * length for length in lengths])
         axis.set(
             title=f"{trace}, {rate_per_s:,.0f} requests/s",
-            xlabel="FLEX's goodput over its",
+            xlabel="FLEX's goodput over the policy's",
             xscale="log",
             xlim=(0.9, 80),
         )
