@@ -120,7 +120,7 @@ class Row:
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Row:
         """Return the row that `record` wrote, with rounded numbers."""
-        pairs = [part.partition("=") for part in re.split(r", (?=\w+=)", record["case"]) if part]
+        pairs = [part.partition("=") for part in re.split(r", (?=[\w ]+=)", record["case"]) if part]
         names = ("figure", "quantity", "unit", "measured", "expected", "tolerance", "low", "high", "note")
         curve = record.get("curve")
         return cls(

@@ -169,7 +169,7 @@ def workers(rows: Rows) -> Figure:
     steps.set(title="a step of one scheduler for all (µs of processor time)", ylim=(5, None))
     log_ticks(steps, "y")
     total.set(title="Fig. 10: goodput (1/s)", ylim=(0, None))
-    for limit, colour, marker in (("12", "#d55e00", "o"), ("1", "#0072b2", "^"), ("none", "#555555", "s")):
+    for limit, colour, marker in ((12, "#d55e00", "o"), (1, "#0072b2", "^"), ("none", "#555555", "s")):
         for trace, line in ((STABLE, "-"), (BURSTY, ":")):
             label = f"{'no limit: one scheduler' if limit == 'none' else f'limit {limit}'}, {trace}"
             if goodputs := rows.of(scaling.LIMITS, scaling.GOODPUT, limit=limit, trace=trace):

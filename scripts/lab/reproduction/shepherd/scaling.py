@@ -116,7 +116,7 @@ def _limits(results: Results, effort: Effort) -> Iterator[Row]:
     for trace in (STABLE, BURSTY):
         for workers in _counts(effort):
             alone, grouped = (_goodput_per_s(results[figure, trace, workers], workers) for figure in (LIMITS, FIGURE))
-            for limit, goodput in (("1", alone), ("12", grouped)):
+            for limit, goodput in ((ALONE, alone), (GPUS, grouped)):
                 yield Row(LIMITS, {"trace": trace, "limit": limit, "workers": workers}, GOODPUT, "1/s", goodput)
         case = {"trace": trace, "workers": last}
         note = "published of workloads whose rates are not printed"
