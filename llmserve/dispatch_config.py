@@ -71,7 +71,7 @@ class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not self.profile:
             raise ValueError(
                 f"release {scheduling.release} needs --profile, the duration of batches: measure a profile with "
-                "scripts/profile_engine.py"
+                "llmserve profile"
             )
         profiles = self.profiles()
         merges = scheduling.release == "table"

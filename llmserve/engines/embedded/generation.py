@@ -99,7 +99,7 @@ class LanguageModel:
     """
 
     def __init__(self, tokenizer: Any, model: Any, *, static: bool | None = None) -> None:
-        """static : whether batches have tensors of fixed size (default: on a GPU). Raises ValueError where they cannot."""
+        """static : use tensors of fixed size (default: on a GPU). Raises ValueError if the model does not allow it."""
         self._tokenizer = tokenizer
         self._model = model
         on_gpu = next(model.parameters()).device.type != "cpu"
