@@ -87,19 +87,19 @@ def total(observed: Observed) -> float:
 
 
 def test_the_first_engine_is_reason_to_ask_once_and_nothing_is_known_yet() -> None:
-    made = fresh()
-    assert made.handle(TimerFired(), 0.0) == []
-    (action,) = made.handle(EngineReady(GPU0), 1.0)
+    scheduler = fresh()
+    assert scheduler.handle(TimerFired(), 0.0) == []
+    (action,) = scheduler.handle(EngineReady(GPU0), 1.0)
     assert isinstance(action, SolveDispatch)
     observed = action.observed
     assert (observed.rates_per_s, observed.engines, observed.queues) == ((0.0, 0.0), 1, 0)
     assert len(observed.lengths) == BINS
-    assert made.handle(TimerFired(), 2.0) == []
+    assert scheduler.handle(TimerFired(), 2.0) == []
 
 
 def test_a_release_that_follows_no_plan_asks_for_none() -> None:
-    made = fresh(release="greedy")
-    assert made.handle(EngineReady(GPU0), 0.0) == []
+    scheduler = fresh(release="greedy")
+    assert scheduler.handle(EngineReady(GPU0), 0.0) == []
 
 
 def test_a_rate_is_told_when_a_few_have_come_and_then_no_more_while_it_stays() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from configured import load_config
-from test_scheduler import arrive, batch, scheduler, step
+from test_scheduler import arrive, batch, new_scheduler, step
 
 from bins.curve import Curve
 from bins.dispatch import DispatchPlan, DispatchTable
@@ -68,10 +68,10 @@ def following(a_plan: DispatchPlan | None, *engines: EngineInfo, **config: objec
     bins = 1 if a_plan is None else len(a_plan.queue_of)
     edges = tuple([10.0 * index for index in range(1, bins)])
     values: dict[str, object] = {"bins": bins, "edges": edges, "batch_size": SIZES, "release": "table", **config}
-    made = scheduler(*(engines or (BARRIER,)), edges_refit_every=0, **values)
+    scheduler = new_scheduler(*(engines or (BARRIER,)), edges_refit_every=0, **values)
     if a_plan is not None:
-        step(made, DispatchSolved(a_plan))
-    return made
+        step(scheduler, DispatchSolved(a_plan))
+    return scheduler
 
 
 def started(actions: list[Action]) -> list[list[int]]:
@@ -79,71 +79,71 @@ def started(actions: list[Action]) -> list[list[int]]:
     return [[request.id for request in action.batch.requests] for action in actions if isinstance(action, StartBatch)]
 
 
-def waiting(made: Scheduler) -> list[list[int]]:
-    return [[queued.request.id for queued in queue] for queue in made.queues("").bins]
+def waiting(scheduler: Scheduler) -> list[list[int]]:
+    return [[queued.request.id for queued in queue] for queue in scheduler.queues("").bins]
 
 
-def end(made: Scheduler, batch_id: int, *ids: int, now_s: float) -> list[Action]:
-    return step(made, BatchEnded("gpu0", batch_id, dict.fromkeys(ids, 5.0)), now_s)
+def end(scheduler: Scheduler, batch_id: int, *ids: int, now_s: float) -> list[Action]:
+    return step(scheduler, BatchEnded("gpu0", batch_id, dict.fromkeys(ids, 5.0)), now_s)
 
 
 # ---- table: how many by how many wait ----
 
 
 def test_a_table_waits_below_its_threshold_beside_an_idle_engine_and_serves_at_it() -> None:
-    made = following(plan(table(from_(3))))
-    assert arrive(made, 1, 2) == []
-    assert arrive(made, 3) == [StartBatch("gpu0", batch(1, 1, 2, 3))]
+    scheduler = following(plan(table(from_(3))))
+    assert arrive(scheduler, 1, 2) == []
+    assert arrive(scheduler, 3) == [StartBatch("gpu0", batch(1, 1, 2, 3))]
 
 
 def test_a_table_may_serve_fewer_than_wait() -> None:
-    made = following(plan(table((0, 0, 0, 2, 4))))
-    assert started(arrive(made, 1, 2, 3)) == [[1, 2]]
-    assert waiting(made) == [[3]]
+    scheduler = following(plan(table((0, 0, 0, 2, 4))))
+    assert started(arrive(scheduler, 1, 2, 3)) == [[1, 2]]
+    assert waiting(scheduler) == [[3]]
 
 
 def test_a_full_bin_goes_whatever_the_plan_says() -> None:
-    made = following(plan(table(NEVER)))
-    assert arrive(made, 1, 2, 3) == []
-    assert started(arrive(made, 4)) == [[1, 2, 3, 4]]
+    scheduler = following(plan(table(NEVER)))
+    assert arrive(scheduler, 1, 2, 3) == []
+    assert started(arrive(scheduler, 4)) == [[1, 2, 3, 4]]
 
 
 def test_more_than_a_full_batch_are_served_as_the_last_entry_says() -> None:
-    made = following(plan(table((0, 1, 2))), batch_size=4)  # entries for up to two
-    assert started(arrive(made, 1)) == [[1]]
-    arrive(made, 2, 3, 4)
-    assert started(end(made, 1, 1, now_s=1.0)) == [[2, 3]]
+    scheduler = following(plan(table((0, 1, 2))), batch_size=4)  # entries for up to two
+    assert started(arrive(scheduler, 1)) == [[1]]
+    arrive(scheduler, 2, 3, 4)
+    assert started(end(scheduler, 1, 1, now_s=1.0)) == [[2, 3]]
 
 
 def test_an_engine_that_becomes_free_asks_again() -> None:
-    made = following(plan(table(from_(2))))
-    arrive(made, 1, 2)
-    assert arrive(made, 3, 4, 5) == []
-    assert started(end(made, 1, 1, 2, now_s=1.0)) == [[3, 4, 5]]
+    scheduler = following(plan(table(from_(2))))
+    arrive(scheduler, 1, 2)
+    assert arrive(scheduler, 3, 4, 5) == []
+    assert started(end(scheduler, 1, 1, 2, now_s=1.0)) == [[3, 4, 5]]
 
 
 def test_an_engine_that_becomes_free_finds_too_few_and_waits() -> None:
-    made = following(plan(table(from_(3))))
-    arrive(made, 1, 2, 3, 4)
-    assert started(end(made, 1, 1, 2, 3, now_s=1.0)) == []
-    assert started(arrive(made, 5, now_s=1.0)) == []
-    assert started(arrive(made, 6, now_s=1.0)) == [[4, 5, 6]]
+    scheduler = following(plan(table(from_(3))))
+    arrive(scheduler, 1, 2, 3, 4)
+    assert started(end(scheduler, 1, 1, 2, 3, now_s=1.0)) == []
+    assert started(arrive(scheduler, 5, now_s=1.0)) == []
+    assert started(arrive(scheduler, 6, now_s=1.0)) == [[4, 5, 6]]
 
 
 def test_without_a_plan_every_release_is_greedy() -> None:
     for release in PLANNED:
-        made = following(None, release=release, batch_wait_s=9.0)
-        assert started(arrive(made, 1)) == [[1]], release
-        assert started(arrive(made, 2, 3)) == [], release
-        assert len(made.queues("").formed) == 0, f"{release}: nothing forms while no engine is free"
-        assert made.wake_at_s is None
-        assert started(end(made, 1, 1, now_s=1.0)) == [[2, 3]], release
+        scheduler = following(None, release=release, batch_wait_s=9.0)
+        assert started(arrive(scheduler, 1)) == [[1]], release
+        assert started(arrive(scheduler, 2, 3)) == [], release
+        assert len(scheduler.queues("").formed) == 0, f"{release}: nothing forms while no engine is free"
+        assert scheduler.wake_at_s is None
+        assert started(end(scheduler, 1, 1, now_s=1.0)) == [[2, 3]], release
 
 
 def test_a_new_plan_is_asked_at_once() -> None:
-    made = following(plan(table(from_(4))))
-    arrive(made, 1, 2)
-    assert started(step(made, DispatchSolved(plan(table(from_(2)))), 1.0)) == [[1, 2]]
+    scheduler = following(plan(table(from_(4))))
+    arrive(scheduler, 1, 2)
+    assert started(step(scheduler, DispatchSolved(plan(table(from_(2)))), 1.0)) == [[1, 2]]
 
 
 # ---- table: bounds of the wait ----
@@ -151,96 +151,96 @@ def test_a_new_plan_is_asked_at_once() -> None:
 
 @pytest.mark.parametrize(("batch_wait_s", "bound_s"), [(None, 6.0), (2.0, 2.0), (9.0, 6.0)])
 def test_no_request_waits_beyond_the_plans_bound_or_the_operators(batch_wait_s: float | None, bound_s: float) -> None:
-    made = following(plan(table(wait_s_max=6.0)), batch_wait_s=batch_wait_s)
-    assert arrive(made, 1, now_s=1.0) == []
-    assert arrive(made, 2, now_s=1.5) == []
-    assert made.wake_at_s == 1.0 + bound_s
-    assert step(made, TimerFired(), 0.9 + bound_s) == []
-    assert started(step(made, TimerFired(), 1.0 + bound_s)) == [[1, 2]]
-    assert made.wake_at_s is None
+    scheduler = following(plan(table(wait_s_max=6.0)), batch_wait_s=batch_wait_s)
+    assert arrive(scheduler, 1, now_s=1.0) == []
+    assert arrive(scheduler, 2, now_s=1.5) == []
+    assert scheduler.wake_at_s == 1.0 + bound_s
+    assert step(scheduler, TimerFired(), 0.9 + bound_s) == []
+    assert started(step(scheduler, TimerFired(), 1.0 + bound_s)) == [[1, 2]]
+    assert scheduler.wake_at_s is None
 
 
 def test_the_bound_is_one_of_waiting_for_an_engine_that_is_free() -> None:
     """While none is, there is nothing to wake up for; when one is, who has waited too long goes at once."""
-    made = following(plan(table(wait_s_max=6.0)))
-    arrive(made, 1, 2, 3, 4)
-    arrive(made, 5, now_s=1.0)
-    assert made.wake_at_s is None
-    assert step(made, TimerFired(), 50.0) == []
-    assert waiting(made) == [[5]]
-    assert started(end(made, 1, 1, 2, 3, 4, now_s=60.0)) == [[5]]
+    scheduler = following(plan(table(wait_s_max=6.0)))
+    arrive(scheduler, 1, 2, 3, 4)
+    arrive(scheduler, 5, now_s=1.0)
+    assert scheduler.wake_at_s is None
+    assert step(scheduler, TimerFired(), 50.0) == []
+    assert waiting(scheduler) == [[5]]
+    assert started(end(scheduler, 1, 1, 2, 3, 4, now_s=60.0)) == [[5]]
 
 
 @pytest.mark.parametrize("release", ["table", "deadline"])
 def test_no_deadline_is_missed_for_company(release: str) -> None:
     """A batch of one takes 1 s, of two 2 s: due at 10, it must start at 9, and with company at 8."""
-    made = following(plan(table()), release=release)
-    assert arrive(made, Request(1, None, 10.0)) == []
-    assert made.wake_at_s == 9.0
-    assert arrive(made, 2) == []
-    assert made.wake_at_s == 8.0
-    assert step(made, TimerFired(), 7.9) == []
-    assert started(step(made, TimerFired(), 8.0)) == [[1, 2]]
+    scheduler = following(plan(table()), release=release)
+    assert arrive(scheduler, Request(1, None, 10.0)) == []
+    assert scheduler.wake_at_s == 9.0
+    assert arrive(scheduler, 2) == []
+    assert scheduler.wake_at_s == 8.0
+    assert step(scheduler, TimerFired(), 7.9) == []
+    assert started(step(scheduler, TimerFired(), 8.0)) == [[1, 2]]
 
 
 def test_the_earliest_deadline_in_a_bin_counts_and_one_that_has_left_does_not() -> None:
-    made = following(plan(table()))
-    arrive(made, Request(1, None, 50.0), Request(2, None, 10.0))
-    assert made.wake_at_s == 8.0
-    made = following(plan(table()))
-    arrive(made, Request(1, None, 5.5), Request(2), Request(3), Request(4))  # full: they go
-    arrive(made, Request(5, None, 50.0), now_s=1.0)
-    end(made, 1, 1, 2, 3, 4, now_s=5.0)
-    assert made.wake_at_s == 49.0
+    scheduler = following(plan(table()))
+    arrive(scheduler, Request(1, None, 50.0), Request(2, None, 10.0))
+    assert scheduler.wake_at_s == 8.0
+    scheduler = following(plan(table()))
+    arrive(scheduler, Request(1, None, 5.5), Request(2), Request(3), Request(4))  # full: they go
+    arrive(scheduler, Request(5, None, 50.0), now_s=1.0)
+    end(scheduler, 1, 1, 2, 3, 4, now_s=5.0)
+    assert scheduler.wake_at_s == 49.0
 
 
 def test_what_is_late_already_goes_at_once() -> None:
-    made = following(plan(table()))
-    assert started(arrive(made, Request(1, None, 0.5))) == [[1]]
+    scheduler = following(plan(table()))
+    assert started(arrive(scheduler, Request(1, None, 0.5))) == [[1]]
 
 
 @pytest.mark.parametrize("release", PLANNED)
 def test_no_timer_fires_for_ever(release: str) -> None:
     """An engine is busy, and who waits has waited beyond every bound: only the engine's end is worth waking up for."""
     late = table(wait_s_max=0.5)
-    made = following(plan(late, late, latency_target_s=0.5), release=release, batch_wait_s=0.5)
-    arrive(made, *[Request(id_, 5.0) for id_ in range(1, 5)])
+    scheduler = following(plan(late, late, latency_target_s=0.5), release=release, batch_wait_s=0.5)
+    arrive(scheduler, *[Request(id_, 5.0) for id_ in range(1, 5)])
     for id_ in range(5, 8):
-        arrive(made, Request(id_, 5.0), Request(10 + id_, 15.0, 40.0), now_s=0.1 * id_)
+        arrive(scheduler, Request(id_, 5.0), Request(10 + id_, 15.0, 40.0), now_s=0.1 * id_)
     fired = 0
-    while (wake_at_s := made.wake_at_s) is not None and wake_at_s < 40.0:
+    while (wake_at_s := scheduler.wake_at_s) is not None and wake_at_s < 40.0:
         fired += 1
-        step(made, TimerFired(), wake_at_s)
-        assert made.wake_at_s is None or made.wake_at_s > wake_at_s
+        step(scheduler, TimerFired(), wake_at_s)
+        assert scheduler.wake_at_s is None or scheduler.wake_at_s > wake_at_s
     assert fired < 5
-    assert made.wake_at_s == 40.0, "the deadline of those in the second bin"
-    assert len(made.requests) == 10
+    assert scheduler.wake_at_s == 40.0, "the deadline of those in the second bin"
+    assert len(scheduler.requests) == 10
 
 
 # ---- table: slots that refill ----
 
 
 def test_slots_beside_what_runs_are_taken_at_once_while_an_idle_engine_waits_for_company() -> None:
-    made = following(plan(table(from_(3))), REFILL)
-    assert arrive(made, 1, 2) == []
-    assert started(arrive(made, 3)) == [[1, 2, 3]]
-    assert started(arrive(made, 4, now_s=1.0)) == [[4]]
+    scheduler = following(plan(table(from_(3))), REFILL)
+    assert arrive(scheduler, 1, 2) == []
+    assert started(arrive(scheduler, 3)) == [[1, 2, 3]]
+    assert started(arrive(scheduler, 4, now_s=1.0)) == [[4]]
     for id_ in (1, 2, 3, 4):
-        assert step(made, RequestEnded("gpu0", id_, "completed", 5.0), 2.0) == []
-    assert arrive(made, 5, now_s=3.0) == []
+        assert step(scheduler, RequestEnded("gpu0", id_, "completed", 5.0), 2.0) == []
+    assert arrive(scheduler, 5, now_s=3.0) == []
 
 
 def test_slots_that_run_out_let_nobody_join() -> None:
-    made = following(plan(table(from_(1))), EngineInfo("gpu0", slots=2, barrier=False))
-    assert started(arrive(made, 1, 2)) == [[1], [2]]
-    assert arrive(made, 3, 4) == []
-    assert started(step(made, RequestEnded("gpu0", 1, "completed", 5.0), 1.0)) == [[3]]
+    scheduler = following(plan(table(from_(1))), EngineInfo("gpu0", slots=2, barrier=False))
+    assert started(arrive(scheduler, 1, 2)) == [[1], [2]]
+    assert arrive(scheduler, 3, 4) == []
+    assert started(step(scheduler, RequestEnded("gpu0", 1, "completed", 5.0), 1.0)) == [[3]]
 
 
 def test_company_on_one_engine_is_joined_rather_than_another_engine_woken() -> None:
-    made = following(plan(table(from_(3))), REFILL, msgspec.structs.replace(REFILL, name="gpu1"))
-    (first,) = {action.engine for action in arrive(made, 1, 2, 3) if isinstance(action, StartBatch)}
-    (then,) = {action.engine for action in arrive(made, 4, now_s=1.0) if isinstance(action, StartBatch)}
+    scheduler = following(plan(table(from_(3))), REFILL, msgspec.structs.replace(REFILL, name="gpu1"))
+    (first,) = {action.engine for action in arrive(scheduler, 1, 2, 3) if isinstance(action, StartBatch)}
+    (then,) = {action.engine for action in arrive(scheduler, 4, now_s=1.0) if isinstance(action, StartBatch)}
     assert then == first, "an engine with as much room stays idle"
 
 
@@ -249,22 +249,22 @@ def test_company_on_one_engine_is_joined_rather_than_another_engine_woken() -> N
 
 def of_two_bins(first: DispatchTable, second: DispatchTable, **config: object) -> list[list[int]]:
     """Request 3 came to the first bin a second before request 4 to the second; now the engine becomes free."""
-    made = following(None, bins=2, edges=(10.0,), **config)
-    arrive(made, 1)  # nothing is known yet: it goes at once
-    step(made, DispatchSolved(plan(first, second)))
-    arrive(made, Request(3, 5.0), now_s=1.0)
-    arrive(made, Request(4, 15.0), now_s=2.0)
-    return started(end(made, 1, 1, now_s=3.0))
+    scheduler = following(None, bins=2, edges=(10.0,), **config)
+    arrive(scheduler, 1)  # nothing is known yet: it goes at once
+    step(scheduler, DispatchSolved(plan(first, second)))
+    arrive(scheduler, Request(3, 5.0), now_s=1.0)
+    arrive(scheduler, Request(4, 15.0), now_s=2.0)
+    return started(end(scheduler, 1, 1, now_s=3.0))
 
 
 def test_of_two_bins_that_waited_too_long_the_older_goes_first() -> None:
     """Whatever their places: or the last bins would starve while nothing is planned to wait."""
-    made = following(None, bins=2, edges=(10.0,))
-    arrive(made, 1)
-    step(made, DispatchSolved(plan(table(from_(1), wait_s_max=0.0), table(from_(1), wait_s_max=0.0))))
-    arrive(made, Request(3, 15.0), now_s=1.0)
-    arrive(made, Request(4, 5.0), now_s=2.0)
-    assert started(end(made, 1, 1, now_s=3.0)) == [[3]]
+    scheduler = following(None, bins=2, edges=(10.0,))
+    arrive(scheduler, 1)
+    step(scheduler, DispatchSolved(plan(table(from_(1), wait_s_max=0.0), table(from_(1), wait_s_max=0.0))))
+    arrive(scheduler, Request(3, 15.0), now_s=1.0)
+    arrive(scheduler, Request(4, 5.0), now_s=2.0)
+    assert started(end(scheduler, 1, 1, now_s=3.0)) == [[3]]
 
 
 def test_of_two_bins_the_one_of_larger_advantage_goes_first() -> None:
@@ -292,11 +292,11 @@ def test_a_bin_that_would_rather_wait_leaves_the_engine_to_another() -> None:
 
 def test_when_full_batches_wait_the_first_formed_goes_and_the_table_is_moot() -> None:
     urgent = table(from_(1), advantage=(0.0, 1e9))
-    made = following(plan(table(), urgent))
-    arrive(made, *[Request(id_, 5.0) for id_ in range(4)])
-    arrive(made, Request(10, 15.0), now_s=1.0)
-    arrive(made, *[Request(id_, 5.0) for id_ in range(4, 8)], now_s=2.0)
-    assert started(end(made, 1, 0, 1, 2, 3, now_s=3.0)) == [[4, 5, 6, 7]]
+    scheduler = following(plan(table(), urgent))
+    arrive(scheduler, *[Request(id_, 5.0) for id_ in range(4)])
+    arrive(scheduler, Request(10, 15.0), now_s=1.0)
+    arrive(scheduler, *[Request(id_, 5.0) for id_ in range(4, 8)], now_s=2.0)
+    assert started(end(scheduler, 1, 0, 1, 2, 3, now_s=3.0)) == [[4, 5, 6, 7]]
 
 
 # ---- table: a mixture of two policies ----
@@ -341,44 +341,44 @@ ONE = plan(table(), bins=4)
 
 
 def test_merging_four_bins_into_one_and_back_keeps_everybody_in_order_of_arrival() -> None:
-    made = following(FOUR, batch_size=8)
+    scheduler = following(FOUR, batch_size=8)
     for now_s, (id_, tokens) in enumerate([(1, 35.0), (2, 5.0), (3, 36.0), (4, 15.0), (5, 6.0)]):
-        arrive(made, Request(id_, tokens), now_s=float(now_s))
-    assert waiting(made) == [[2, 5], [4], [], [1, 3]]
-    step(made, DispatchSolved(ONE), 5.0)
-    assert waiting(made) == [[1, 2, 3, 4, 5], [], [], []]
-    arrive(made, Request(6, 25.0), now_s=6.0)
-    assert waiting(made) == [[1, 2, 3, 4, 5, 6], [], [], []]
-    step(made, DispatchSolved(FOUR), 7.0)
-    assert waiting(made) == [[2, 5], [4], [6], [1, 3]]
+        arrive(scheduler, Request(id_, tokens), now_s=float(now_s))
+    assert waiting(scheduler) == [[2, 5], [4], [], [1, 3]]
+    step(scheduler, DispatchSolved(ONE), 5.0)
+    assert waiting(scheduler) == [[1, 2, 3, 4, 5], [], [], []]
+    arrive(scheduler, Request(6, 25.0), now_s=6.0)
+    assert waiting(scheduler) == [[1, 2, 3, 4, 5, 6], [], [], []]
+    step(scheduler, DispatchSolved(FOUR), 7.0)
+    assert waiting(scheduler) == [[2, 5], [4], [6], [1, 3]]
 
 
 def test_bins_that_make_a_full_batch_together_go_when_they_are_merged() -> None:
-    made = following(FOUR)
-    arrive(made, *[Request(id_, tokens) for id_, tokens in ((1, 35.0), (2, 5.0), (3, 25.0), (4, 15.0), (5, 6.0))])
-    assert started(step(made, DispatchSolved(ONE), 1.0)) == [[1, 2, 3, 4]]
-    assert waiting(made) == [[5], [], [], []]
+    scheduler = following(FOUR)
+    arrive(scheduler, *[Request(id_, tokens) for id_, tokens in ((1, 35.0), (2, 5.0), (3, 25.0), (4, 15.0), (5, 6.0))])
+    assert started(step(scheduler, DispatchSolved(ONE), 1.0)) == [[1, 2, 3, 4]]
+    assert waiting(scheduler) == [[5], [], [], []]
 
 
 def test_neighbouring_bins_wait_in_one_queue() -> None:
-    made = following(plan(table(from_(2)), table(from_(2)), bins=4))
-    assert arrive(made, Request(1, 5.0), Request(2, 25.0)) == []
-    assert arrive(made, Request(3, 35.0)) == [
+    scheduler = following(plan(table(from_(2)), table(from_(2)), bins=4))
+    assert arrive(scheduler, Request(1, 5.0), Request(2, 25.0)) == []
+    assert arrive(scheduler, Request(3, 35.0)) == [
         StartBatch("gpu0", Batch(1, 1, (Request(2, 25.0), Request(3, 35.0)), 0.0, 2))
     ]
 
 
 def test_predictions_that_are_not_trusted_leave_one_queue() -> None:
-    made = following(FOUR)
-    made.queues("").trust.trusted = False
-    arrive(made, Request(1, 35.0), Request(2, 5.0))
-    assert waiting(made) == [[1, 2], [], [], []]
-    step(made, DispatchSolved(plan(table())), 1.0)  # made for one bin
-    made.queues("").trust.trusted = True
-    arrive(made, Request(3, 35.0), now_s=2.0)
-    assert waiting(made) == [[1, 2, 3], [], [], []], "until a plan for all bins comes"
-    step(made, DispatchSolved(FOUR), 3.0)
-    assert waiting(made) == [[2], [], [], [1, 3]]
+    scheduler = following(FOUR)
+    scheduler.queues("").trust.trusted = False
+    arrive(scheduler, Request(1, 35.0), Request(2, 5.0))
+    assert waiting(scheduler) == [[1, 2], [], [], []]
+    step(scheduler, DispatchSolved(plan(table())), 1.0)  # made for one bin
+    scheduler.queues("").trust.trusted = True
+    arrive(scheduler, Request(3, 35.0), now_s=2.0)
+    assert waiting(scheduler) == [[1, 2, 3], [], [], []], "until a plan for all bins comes"
+    step(scheduler, DispatchSolved(FOUR), 3.0)
+    assert waiting(scheduler) == [[2], [], [], [1, 3]]
 
 
 # ---- rate with head-room ----
@@ -403,22 +403,22 @@ def test_head_room_asks_for_more_throughput_than_arrivals() -> None:
 
 
 def test_with_head_room_a_lone_request_goes_at_once() -> None:
-    made = following(plan(table()), release="rate-headroom")
-    assert started(arrive(made, 1)) == [[1]]
-    end(made, 1, 1, now_s=100.0)
-    assert started(arrive(made, 2, now_s=100.0)) == [[2]], "one in a hundred seconds"
+    scheduler = following(plan(table()), release="rate-headroom")
+    assert started(arrive(scheduler, 1)) == [[1]]
+    end(scheduler, 1, 1, now_s=100.0)
+    assert started(arrive(scheduler, 2, now_s=100.0)) == [[2]], "one in a hundred seconds"
 
 
 def hurried(**config: object) -> Scheduler:
     """Four a second have come, in batches that take a second: only full batches keep up. 5 and 6 wait at 1.5 s."""
-    made = following(plan(table(service_s=(1.0,) * 4)), release="rate-headroom", **config)
+    scheduler = following(plan(table(service_s=(1.0,) * 4)), release="rate-headroom", **config)
     for id_ in range(1, 7):
-        arrive(made, id_, now_s=0.25 * id_)
-    end(made, 1, 1, now_s=1.5)  # the first went alone, for no rate was known
-    running = list(made.engines["gpu0"].running)
+        arrive(scheduler, id_, now_s=0.25 * id_)
+    end(scheduler, 1, 1, now_s=1.5)  # the first went alone, for no rate was known
+    running = list(scheduler.engines["gpu0"].running)
     if running:
-        end(made, 2, *running, now_s=1.5)
-    return made
+        end(scheduler, 2, *running, now_s=1.5)
+    return scheduler
 
 
 @pytest.mark.parametrize(("batch_wait_s", "bound_s"), [(0.4, 0.4), (None, 1.0)])
@@ -426,84 +426,84 @@ def test_with_head_room_no_request_waits_beyond_batch_wait_s_for_an_engine_that_
     batch_wait_s: float | None, bound_s: float
 ) -> None:
     """By default no longer than BatchMonitor's window."""
-    made = hurried(batch_wait_s=batch_wait_s)
-    assert waiting(made) == [[6]]
-    assert made.wake_at_s == 1.5 + bound_s
-    assert step(made, TimerFired(), 1.4 + bound_s) == []
-    assert started(step(made, TimerFired(), 1.5 + bound_s)) == [[6]]
+    scheduler = hurried(batch_wait_s=batch_wait_s)
+    assert waiting(scheduler) == [[6]]
+    assert scheduler.wake_at_s == 1.5 + bound_s
+    assert step(scheduler, TimerFired(), 1.4 + bound_s) == []
+    assert started(step(scheduler, TimerFired(), 1.5 + bound_s)) == [[6]]
 
 
 def test_with_head_room_no_deadline_is_missed_for_company() -> None:
-    made = hurried()
-    arrive(made, Request(7, None, 2.75), now_s=1.6)
-    assert made.wake_at_s == 1.75
-    assert started(step(made, TimerFired(), 1.75)) == [[6, 7]]
+    scheduler = hurried()
+    arrive(scheduler, Request(7, None, 2.75), now_s=1.6)
+    assert scheduler.wake_at_s == 1.75
+    assert started(step(scheduler, TimerFired(), 1.75)) == [[6, 7]]
 
 
 def test_with_head_room_a_silence_lets_the_last_of_a_burst_go() -> None:
     """A lone one keeps up when fewer than 0.8 come in a second; the estimate falls so far in about as long a silence
     as the arrivals that it remembers took at that rate.
     """
-    made = hurried(batch_wait_s=60.0)
-    assert waiting(made) == [[6]]
-    wake_at_s = made.wake_at_s
+    scheduler = hurried(batch_wait_s=60.0)
+    assert waiting(scheduler) == [[6]]
+    wake_at_s = scheduler.wake_at_s
     assert wake_at_s is not None
     assert wake_at_s == pytest.approx(1.5 + 6 / 0.8 - 5 * 0.25, rel=0.02)  # five gaps, which fade a little
-    assert step(made, TimerFired(), wake_at_s - 0.01) == []
-    assert started(step(made, TimerFired(), wake_at_s)) == [[6]]
+    assert step(scheduler, TimerFired(), wake_at_s - 0.01) == []
+    assert started(step(scheduler, TimerFired(), wake_at_s)) == [[6]]
 
 
 # ---- the largest batch within the deadline ----
 
 
 def test_a_batch_goes_when_its_oldest_would_miss_the_target_by_waiting_longer() -> None:
-    made = following(plan(table(), latency_target_s=10.0), release="deadline")
-    assert arrive(made, 1) == []
-    assert made.wake_at_s == 9.0
-    assert arrive(made, 2, now_s=1.0) == []
-    assert made.wake_at_s == 8.0, "a batch of two takes longer"
-    assert step(made, TimerFired(), 7.9) == []
-    assert started(step(made, TimerFired(), 8.0)) == [[1, 2]]
+    scheduler = following(plan(table(), latency_target_s=10.0), release="deadline")
+    assert arrive(scheduler, 1) == []
+    assert scheduler.wake_at_s == 9.0
+    assert arrive(scheduler, 2, now_s=1.0) == []
+    assert scheduler.wake_at_s == 8.0, "a batch of two takes longer"
+    assert step(scheduler, TimerFired(), 7.9) == []
+    assert started(step(scheduler, TimerFired(), 8.0)) == [[1, 2]]
 
 
 def test_a_requests_own_deadline_is_kept_where_it_is_earlier_than_the_target() -> None:
-    made = following(plan(table(), latency_target_s=10.0), release="deadline")
-    arrive(made, Request(1, None, 5.0))
-    assert made.wake_at_s == 4.0
-    assert started(step(made, TimerFired(), 4.0)) == [[1]]
+    scheduler = following(plan(table(), latency_target_s=10.0), release="deadline")
+    arrive(scheduler, Request(1, None, 5.0))
+    assert scheduler.wake_at_s == 4.0
+    assert started(step(scheduler, TimerFired(), 4.0)) == [[1]]
 
 
 def test_company_that_would_make_the_oldest_late_sends_all_off() -> None:
-    made = following(plan(table(), latency_target_s=3.0), release="deadline")
-    assert arrive(made, 1) == []
-    assert started(arrive(made, 2, now_s=1.5)) == [[1, 2]], "two take 2 s: 1 has been late for that since 1.0"
+    scheduler = following(plan(table(), latency_target_s=3.0), release="deadline")
+    assert arrive(scheduler, 1) == []
+    assert started(arrive(scheduler, 2, now_s=1.5)) == [[1, 2]], "two take 2 s: 1 has been late for that since 1.0"
 
 
 def test_without_any_deadline_the_largest_batch_is_a_full_one() -> None:
-    made = following(plan(table()), release="deadline")
-    assert arrive(made, 1, 2, 3) == []
-    assert made.wake_at_s is None
-    assert started(arrive(made, 4)) == [[1, 2, 3, 4]]
+    scheduler = following(plan(table()), release="deadline")
+    assert arrive(scheduler, 1, 2, 3) == []
+    assert scheduler.wake_at_s is None
+    assert started(arrive(scheduler, 4)) == [[1, 2, 3, 4]]
 
 
 def test_what_is_late_forms_no_small_batches_while_the_engine_is_busy() -> None:
-    made = following(plan(table(), latency_target_s=0.5), release="deadline")
-    assert started(arrive(made, 1)) == [[1]]
+    scheduler = following(plan(table(), latency_target_s=0.5), release="deadline")
+    assert started(arrive(scheduler, 1)) == [[1]]
     for id_ in (2, 3, 4):
-        assert arrive(made, id_, now_s=float(id_)) == []
-    assert started(end(made, 1, 1, now_s=5.0)) == [[2, 3, 4]]
+        assert arrive(scheduler, id_, now_s=float(id_)) == []
+    assert started(end(scheduler, 1, 1, now_s=5.0)) == [[2, 3, 4]]
 
 
 # ---- static ----
 
 
 def test_static_lets_batches_of_its_size_go_and_no_others() -> None:
-    made = scheduler(BARRIER, release="static:2", batch_size=8)
-    assert arrive(made, 1) == []
-    assert started(arrive(made, 2)) == [[1, 2]]
-    arrive(made, 3, 4, 5, 6, 7)
-    assert started(end(made, 1, 1, 2, now_s=1.0)) == [[3, 4]]
-    assert waiting(made) == [[7]]
+    scheduler = new_scheduler(BARRIER, release="static:2", batch_size=8)
+    assert arrive(scheduler, 1) == []
+    assert started(arrive(scheduler, 2)) == [[1, 2]]
+    arrive(scheduler, 3, 4, 5, 6, 7)
+    assert started(end(scheduler, 1, 1, 2, now_s=1.0)) == [[3, 4]]
+    assert waiting(scheduler) == [[7]]
 
 
 # ---- what makes no sense ----

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_scheduler import arrive, scheduler, step
+from test_scheduler import arrive, new_scheduler, step
 
 from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
@@ -20,9 +20,9 @@ BARRIER = EngineInfo("gpu0", slots=8, barrier=True)
 
 def queued(request_id: int, tokens: float, deadline_s: float | None = None) -> QueuedRequest:
     """It arrived at as many seconds as its id."""
-    made = QueuedRequest(Request(request_id, tokens, deadline_s), 0, float(request_id), tokens)
-    made.sort_length = tokens
-    return made
+    request = QueuedRequest(Request(request_id, tokens, deadline_s), 0, float(request_id), tokens)
+    request.sort_length = tokens
+    return request
 
 
 def queue_of(*lengths: float, window: int = 100) -> WindowQueue:
@@ -145,7 +145,7 @@ def test_nobody_in_the_window_is_passed_over_more_often_than_it_holds_and_nobody
 
 
 def windowed(*engines: EngineInfo, **config: object) -> Scheduler:
-    return scheduler(*engines, **{"release": "window", **config})
+    return new_scheduler(*engines, **{"release": "window", **config})
 
 
 def started(actions: list[Action]) -> list[list[int]]:
@@ -153,43 +153,43 @@ def started(actions: list[Action]) -> list[list[int]]:
     return [[request.id for request in action.batch.requests] for action in actions if isinstance(action, StartBatch)]
 
 
-def end(made: Scheduler, batch_id: int, *request_ids: int, now_s: float = 1.0) -> list[Action]:
-    return step(made, BatchEnded("gpu0", batch_id, dict.fromkeys(request_ids, 5.0)), now_s)
+def end(scheduler: Scheduler, batch_id: int, *request_ids: int, now_s: float = 1.0) -> list[Action]:
+    return step(scheduler, BatchEnded("gpu0", batch_id, dict.fromkeys(request_ids, 5.0)), now_s)
 
 
 def test_no_batch_is_formed_before_an_engine_is_free_for_it() -> None:
-    made = windowed(BARRIER)
-    assert started(arrive(made, Request(1, 50.0))) == [[1]]
-    assert arrive(made, Request(2, 10.0), Request(3, 90.0), Request(4, 11.0), Request(5, 80.0)) == []
-    assert not made.queues("").formed
-    assert started(end(made, 1, 1)) == [[2, 4]]
-    assert started(end(made, 2, 2, 4)) == [[5, 3]]
+    scheduler = windowed(BARRIER)
+    assert started(arrive(scheduler, Request(1, 50.0))) == [[1]]
+    assert arrive(scheduler, Request(2, 10.0), Request(3, 90.0), Request(4, 11.0), Request(5, 80.0)) == []
+    assert not scheduler.queues("").formed
+    assert started(end(scheduler, 1, 1)) == [[2, 4]]
+    assert started(end(scheduler, 2, 2, 4)) == [[5, 3]]
 
 
 def test_an_idle_engine_takes_what_there_is() -> None:
-    made = windowed(BARRIER, EngineInfo("gpu1", slots=8, barrier=True))
-    assert started(arrive(made, 1, 2, 3)) == [[1], [2]]
+    scheduler = windowed(BARRIER, EngineInfo("gpu1", slots=8, barrier=True))
+    assert started(arrive(scheduler, 1, 2, 3)) == [[1], [2]]
 
 
 def test_under_another_order_the_first_is_another() -> None:
-    made = windowed(BARRIER, order="edf")
-    arrive(made, Request(1, 50.0), Request(2, 10.0, 90.0), Request(3, 400.0, 30.0), Request(4, 11.0, 90.0))
-    arrive(made, Request(5, 390.0))
-    assert started(end(made, 1, 1)) == [[5, 3]]
+    scheduler = windowed(BARRIER, order="edf")
+    arrive(scheduler, Request(1, 50.0), Request(2, 10.0, 90.0), Request(3, 400.0, 30.0), Request(4, 11.0, 90.0))
+    arrive(scheduler, Request(5, 390.0))
+    assert started(end(scheduler, 1, 1)) == [[5, 3]]
 
 
 def test_who_has_left_is_in_no_batch() -> None:
-    made = windowed(BARRIER)
-    arrive(made, Request(1, 50.0), Request(2, 10.0), Request(3, 90.0), Request(4, 11.0))
-    step(made, RequestCancelled(4))
-    assert started(end(made, 1, 1)) == [[2, 3]]
+    scheduler = windowed(BARRIER)
+    arrive(scheduler, Request(1, 50.0), Request(2, 10.0), Request(3, 90.0), Request(4, 11.0))
+    step(scheduler, RequestCancelled(4))
+    assert started(end(scheduler, 1, 1)) == [[2, 3]]
 
 
 def test_while_predictions_rank_nothing_it_is_first_come_first_served() -> None:
-    made = windowed(BARRIER)
-    made.queues("").trust.trusted = False
-    arrive(made, Request(1, 50.0), Request(2, 10.0), Request(3, 90.0), Request(4, 11.0))
-    assert started(end(made, 1, 1)) == [[2, 3]]
+    scheduler = windowed(BARRIER)
+    scheduler.queues("").trust.trusted = False
+    arrive(scheduler, Request(1, 50.0), Request(2, 10.0), Request(3, 90.0), Request(4, 11.0))
+    assert started(end(scheduler, 1, 1)) == [[2, 3]]
 
 
 def test_when_predictions_rank_answers_again_those_that_wait_find_their_like() -> None:
@@ -198,18 +198,18 @@ def test_when_predictions_rank_answers_again_those_that_wait_find_their_like() -
             self.trusted = True
             return True
 
-    made = windowed(BARRIER)
-    made.queues("").trust = Again(32)
-    made.queues("").trust.trusted = False
-    arrive(made, Request(1, 50.0), Request(2, 10.0), Request(3, 90.0), Request(4, 11.0))
-    assert started(end(made, 1, 1)) == [[2, 4]]
+    scheduler = windowed(BARRIER)
+    scheduler.queues("").trust = Again(32)
+    scheduler.queues("").trust.trusted = False
+    arrive(scheduler, Request(1, 50.0), Request(2, 10.0), Request(3, 90.0), Request(4, 11.0))
+    assert started(end(scheduler, 1, 1)) == [[2, 4]]
 
 
 def test_one_without_a_prediction_is_taken_for_a_mean_answer() -> None:
-    made = windowed(BARRIER)
-    arrive(made, Request(1, 300.0))
-    arrive(made, Request(2), Request(3, 9000.0), Request(4, made.queues("").service.tokens_mean + 1))
-    assert started(end(made, 1, 1)) == [[2, 4]]
+    scheduler = windowed(BARRIER)
+    arrive(scheduler, Request(1, 300.0))
+    arrive(scheduler, Request(2), Request(3, 9000.0), Request(4, scheduler.queues("").service.tokens_mean + 1))
+    assert started(end(scheduler, 1, 1)) == [[2, 4]]
 
 
 # ---- how it is chosen ----
@@ -217,8 +217,8 @@ def test_one_without_a_prediction_is_taken_for_a_mean_answer() -> None:
 
 def test_engines_that_run_batches_to_their_end_have_windows_unless_bins_are_asked_for() -> None:
     def resolved(barrier: bool, **config: object) -> tuple[str | None, int | None]:
-        made = SchedulingConfig(**config).resolved(barrier)  # type: ignore[arg-type]
-        return made.release, made.bins
+        settled = SchedulingConfig(**config).resolved(barrier)  # type: ignore[arg-type]
+        return settled.release, settled.bins
 
     assert resolved(True) == ("window", 1)
     assert resolved(True, bins=4) == ("greedy", 4)
@@ -230,17 +230,17 @@ def test_engines_that_run_batches_to_their_end_have_windows_unless_bins_are_aske
 
 
 def test_windows_hold_32_batches_unless_told_otherwise() -> None:
-    made = windowed(batch_size=3).queues("").bins[0]
-    assert isinstance(made, WindowQueue)
-    assert made.window == 96
+    queue = windowed(batch_size=3).queues("").bins[0]
+    assert isinstance(queue, WindowQueue)
+    assert queue.window == 96
 
 
 def test_only_window_has_windows() -> None:
-    assert type(scheduler(release="greedy").queues("").bins[0]) is BinQueue
+    assert type(new_scheduler(release="greedy").queues("").bins[0]) is BinQueue
     with pytest.raises(ValueError, match="window is of no use under release greedy"):
-        scheduler(release="greedy", window=5)
+        new_scheduler(release="greedy", window=5)
 
 
 def test_a_window_that_holds_no_batch_is_an_error() -> None:
     with pytest.raises(ValueError, match="window: 7 requests hold no batch of 8"):
-        scheduler(release="window", batch_size=8, window=7)
+        new_scheduler(release="window", batch_size=8, window=7)

@@ -10,24 +10,24 @@ from llmserve.scheduling.scheduler import Scheduler
 SMALL, LARGE, LARGER = 0.0, 60.0, 90.0  # prompts, tokens; an answer of 4 takes 20 more
 
 
-def scheduler(*engines: EngineInfo, **values: object) -> Scheduler:
+def new_scheduler(*engines: EngineInfo, **values: object) -> Scheduler:
     config = SchedulingConfig(**{"bins": 1, "batch_size": 1, "order": "fffs", **values})  # type: ignore[arg-type]
-    made = config.resolved(barrier=False).scheduler()
+    scheduler = config.resolved(barrier=False).scheduler()
     for engine in engines:
-        made.handle(EngineReady(engine), 0.0)
-    return made
+        scheduler.handle(EngineReady(engine), 0.0)
+    return scheduler
 
 
 def engine(name: str, slots: int, look_ahead: int = 0, tokens_max: int | None = 100) -> EngineInfo:
     return EngineInfo(name, slots, False, look_ahead, tokens_max)
 
 
-def arrive(made: Scheduler, request_id: int, prompt_tokens: float = SMALL) -> list[tuple[str, int]]:
-    return starts(made.handle(RequestArrived(Request(request_id, 4.0, prompt_tokens=prompt_tokens)), 0.0))
+def arrive(scheduler: Scheduler, request_id: int, prompt_tokens: float = SMALL) -> list[tuple[str, int]]:
+    return starts(scheduler.handle(RequestArrived(Request(request_id, 4.0, prompt_tokens=prompt_tokens)), 0.0))
 
 
-def fails(made: Scheduler, name: str, request_id: int) -> list[tuple[str, int]]:
-    return starts(made.handle(RequestEnded(name, request_id, "failed", fault=True, retryable=True), 0.0))
+def fails(scheduler: Scheduler, name: str, request_id: int) -> list[tuple[str, int]]:
+    return starts(scheduler.handle(RequestEnded(name, request_id, "failed", fault=True, retryable=True), 0.0))
 
 
 def starts(actions: list[Action]) -> list[tuple[str, int]]:
@@ -41,17 +41,17 @@ def starts(actions: list[Action]) -> list[tuple[str, int]]:
 
 def test_what_does_not_fit_beside_others_starts_on_an_idle_engine_also_where_plans_would_rather_join() -> None:
     """Before: it waited for the memory of the busy engine, and all behind it, while the other one stood idle."""
-    made = scheduler(engine("a", 2), engine("b", 2), release="table")
-    assert arrive(made, 0, LARGE) == [("a", 0)]
-    assert arrive(made, 1, LARGE) == [("b", 1)]
+    scheduler = new_scheduler(engine("a", 2), engine("b", 2), release="table")
+    assert arrive(scheduler, 0, LARGE) == [("a", 0)]
+    assert arrive(scheduler, 1, LARGE) == [("b", 1)]
 
 
 def test_a_batch_set_aside_counts_among_those_for_which_places_to_look_ahead_are_given_out() -> None:
     """Before: 4 waited here although more wait than there are other engines. 0 may not go back to a, b is full."""
-    made = scheduler(engine("a", 1, 1, None), engine("b", 1, 1, None), release="greedy")
-    assert [arrive(made, number) for number in range(5)] == [[("a", 0)], [("b", 1)], [], [("a", 2)], [("b", 3)]]
-    assert fails(made, "a", 0) == [("a", 4)]
-    check(made)
+    scheduler = new_scheduler(engine("a", 1, 1, None), engine("b", 1, 1, None), release="greedy")
+    assert [arrive(scheduler, number) for number in range(5)] == [[("a", 0)], [("b", 1)], [], [("a", 2)], [("b", 3)]]
+    assert fails(scheduler, "a", 0) == [("a", 4)]
+    check(scheduler)
 
 
 def test_a_bin_is_not_due_behind_a_batch_that_waits_for_memory() -> None:
@@ -59,13 +59,13 @@ def test_a_bin_is_not_due_behind_a_batch_that_waits_for_memory() -> None:
 
     0 came back and waits for b; 4 waits for memory on a; 6 waits in its bin, whose time is over.
     """
-    made = scheduler(engine("a", 3), engine("b", 1), release="timeout", batch_wait_s=0.5, batch_size=2)
-    told = [arrive(made, number, LARGER if number in (4, 5) else SMALL) for number in range(7)]
+    scheduler = new_scheduler(engine("a", 3), engine("b", 1), release="timeout", batch_wait_s=0.5, batch_size=2)
+    told = [arrive(scheduler, number, LARGER if number in (4, 5) else SMALL) for number in range(7)]
     assert told == [[], [("a", 0), ("a", 1)], [], [("a", 2), ("b", 3)], [], [], []]
-    assert fails(made, "a", 0) == []
-    made.handle(TimerFired(), 0.75)
-    assert made.wake_at_s is not None
-    assert made.wake_at_s > 0.75
+    assert fails(scheduler, "a", 0) == []
+    scheduler.handle(TimerFired(), 0.75)
+    assert scheduler.wake_at_s is not None
+    assert scheduler.wake_at_s > 0.75
 
 
 def test_an_engine_that_is_not_asked_is_not_looked_at_again() -> None:
@@ -73,15 +73,15 @@ def test_an_engine_that_is_not_asked_is_not_looked_at_again() -> None:
 
     4 was refused by a; then 0, which came back from a, is refused by b: only that is worth another look.
     """
-    made = scheduler(engine("a", 2), engine("b", 2), release="greedy")
-    told = [arrive(made, number, prompt) for number, prompt in enumerate([LARGE, 10.0, SMALL, 10.0, LARGER])]
+    scheduler = new_scheduler(engine("a", 2), engine("b", 2), release="greedy")
+    told = [arrive(scheduler, number, prompt) for number, prompt in enumerate([LARGE, 10.0, SMALL, 10.0, LARGER])]
     assert told == [[("a", 0)], [("b", 1)], [("a", 2)], [("b", 3)], []]
-    assert fails(made, "a", 0) == []
-    assert made.wake_at_s == 0.1
-    made.handle(RequestEnded("b", 3, "completed", 2.5), 0.05)
-    made.handle(TimerFired(), 0.1)
-    assert made.wake_at_s is not None
-    assert made.wake_at_s > 0.1
+    assert fails(scheduler, "a", 0) == []
+    assert scheduler.wake_at_s == 0.1
+    scheduler.handle(RequestEnded("b", 3, "completed", 2.5), 0.05)
+    scheduler.handle(TimerFired(), 0.1)
+    assert scheduler.wake_at_s is not None
+    assert scheduler.wake_at_s > 0.1
 
 
 def test_a_bin_is_not_due_behind_another_models_batch_that_waits_for_memory() -> None:
@@ -89,13 +89,13 @@ def test_a_bin_is_not_due_behind_another_models_batch_that_waits_for_memory() ->
 
     1 of b waits for memory, and nothing overtakes it; 2 of a waits in its bin, whose time is over.
     """
-    made = scheduler(engine("e", 3), release="timeout", batch_wait_s=0.5, batch_size=2)
+    scheduler = new_scheduler(engine("e", 3), release="timeout", batch_wait_s=0.5, batch_size=2)
     told = [
-        starts(made.handle(RequestArrived(Request(number, 4.0, prompt_tokens=prompt, model=model)), 0.0))
+        starts(scheduler.handle(RequestArrived(Request(number, 4.0, prompt_tokens=prompt, model=model)), 0.0))
         for number, (model, prompt) in enumerate([("b", LARGE), ("b", LARGE), ("a", SMALL)])
     ]
     assert told == [[], [("e", 0)], []]
-    made.handle(TimerFired(), 0.5)
-    assert made.wake_at_s is not None
-    assert made.wake_at_s > 0.5
-    assert starts(made.handle(RequestEnded("e", 0, "completed", 4.0), 0.55)) == [("e", 1), ("e", 2)]
+    scheduler.handle(TimerFired(), 0.5)
+    assert scheduler.wake_at_s is not None
+    assert scheduler.wake_at_s > 0.5
+    assert starts(scheduler.handle(RequestEnded("e", 0, "completed", 4.0), 0.55)) == [("e", 1), ("e", 2)]
