@@ -184,8 +184,8 @@ def test_the_shown_configuration_is_a_file_that_gives_the_same(
     monkeypatch.setenv("LLMSERVE_SLO_MS", "500,model:chat=60000")
     monkeypatch.setenv("LLMSERVE_ENGINE_API_KEY", "secret")
     assert main(["serve", "--engine", "http://127.0.0.1:1", "--edges", "10,20.5", "--show-config"]) == 0
-    shown = capsys.readouterr().out
-    assert "secret" not in shown
+    output = capsys.readouterr().out
+    assert "secret" not in output
     for line in (
         r'engine = \["http://127.0.0.1:1"\] +# the command line',
         r"slo_ms = .* +# the environment",
@@ -193,15 +193,15 @@ def test_the_shown_configuration_is_a_file_that_gives_the_same(
         r"port = 8000 +# default",
         r"# model = +# default",
     ):
-        assert re.search(f"^{line}$", shown, re.MULTILINE), line
+        assert re.search(f"^{line}$", output, re.MULTILINE), line
     monkeypatch.delenv("LLMSERVE_SLO_MS")
     monkeypatch.delenv("LLMSERVE_ENGINE_API_KEY")
     file = tmp_path / "shown.toml"
-    file.write_text(shown)
+    file.write_text(output)
     assert main(["serve", "--config", str(file), "--show-config"]) == 0
-    again = capsys.readouterr().out
-    assert [line.rpartition("#")[0] for line in again.splitlines()] == [
-        line.rpartition("#")[0] for line in shown.splitlines()
+    second_output = capsys.readouterr().out
+    assert [line.rpartition("#")[0] for line in second_output.splitlines()] == [
+        line.rpartition("#")[0] for line in output.splitlines()
     ]
 
 

@@ -40,11 +40,11 @@ def count_in_steps(prompt: str) -> str:
     step = int(re.findall(r"(?:by|of|add|every) (\d+)", prompt, re.IGNORECASE)[0])
     bounds = integers(prompt)
     bounds.remove(step)
-    found = [min(bounds)]
-    while found[-1] < max(bounds):
-        found.append(found[-1] + step)
-    assert found[-1] == max(bounds)
-    return ", ".join(map(str, found))
+    terms = [min(bounds)]
+    while terms[-1] < max(bounds):
+        terms.append(terms[-1] + step)
+    assert terms[-1] == max(bounds)
+    return ", ".join(map(str, terms))
 
 
 def multiples(prompt: str) -> str:
@@ -196,8 +196,8 @@ def test_tokenizer_takes_any_text_and_one_token_per_number(shipped: Any) -> None
 
 
 def test_shipped_model_answers_held_out_prompts(shipped: Any) -> None:
-    asked = [e for e in demo_corpus.examples(120, seed=5, held_out=True) if len(e.answer) < 120][:24]
-    right = [ask(shipped, user(example.prompt)) == example.answer for example in asked]
+    examples = [e for e in demo_corpus.examples(120, seed=5, held_out=True) if len(e.answer) < 120][:24]
+    right = [ask(shipped, user(example.prompt)) == example.answer for example in examples]
     assert sum(right) >= 22  # at least 90 %: the model is measured on more prompts in docs/results/demo-model.md
 
 
@@ -222,8 +222,8 @@ def test_shipped_model_says_what_it_is(shipped: Any) -> None:
 
 def test_earlier_turns_and_a_system_prompt_do_not_disturb(shipped: Any) -> None:
     system = {"role": "system", "content": "You are a helpful assistant."}
-    earlier = [user("Hello!"), {"role": "assistant", "content": "Hello! What shall I count, spell or copy?"}]
-    assert ask(shipped, system, *earlier, user("Count from 8 to 12.")) == "8, 9, 10, 11, 12"
+    turns = [user("Hello!"), {"role": "assistant", "content": "Hello! What shall I count, spell or copy?"}]
+    assert ask(shipped, system, *turns, user("Count from 8 to 12.")) == "8, 9, 10, 11, 12"
 
 
 def test_published_accuracy_meets_the_promise() -> None:

@@ -49,12 +49,12 @@ def prose(text: str) -> str:
 
 def anchors(text: str) -> set[str]:
     """Of the headings, as GitHub makes them."""
-    found: dict[str, int] = {}
+    last_number: dict[str, int] = {}
     for heading in HEADING.findall(FENCED.sub("", text)):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
         slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
-        found[slug] = found.get(slug, -1) + 1
-    return {f"{slug}-{n}" if n else slug for slug, most in found.items() for n in range(most + 1)}
+        last_number[slug] = last_number.get(slug, -1) + 1
+    return {f"{slug}-{n}" if n else slug for slug, last in last_number.items() for n in range(last + 1)}
 
 
 def broken_links(page: Path, text: str) -> list[str]:
@@ -94,8 +94,8 @@ def test_every_page_and_picture_is_reached_from_the_readme() -> None:
         reached |= fresh
         ahead += [path for path in fresh if path.suffix == ".md"]
     kinds = (".md", ".png", ".svg")
-    there = {path for path in (ROOT / "docs").rglob("*") if path.suffix in kinds}
-    assert sorted(name_of(path) for path in there - reached) == []
+    existing = {path for path in (ROOT / "docs").rglob("*") if path.suffix in kinds}
+    assert sorted(name_of(path) for path in existing - reached) == []
 
 
 # ---- length -----------------------------------------------------------------------------------------------------
@@ -166,8 +166,8 @@ def unknown_flags(words: list[str]) -> list[str]:
             path = script_path(words[1])
             assert path.is_file(), words[1]
             command = ("python", path.relative_to(ROOT).as_posix())
-    known = known_flags(*command)
-    return [flag for word in words if word.startswith("--") and (flag := word.partition("=")[0]) not in known]
+    flags = known_flags(*command)
+    return [flag for word in words if word.startswith("--") and (flag := word.partition("=")[0]) not in flags]
 
 
 @pytest.mark.slow
@@ -222,7 +222,11 @@ def test_the_guides_policy_is_printed() -> None:
 def test_the_guides_instance_is_planned_as_shown(tmp_path: Path) -> None:
     instance, _ = blocks("docs/guide/models-and-deadlines.md", "json")
     (tmp_path / "instance.json").write_text(instance)
-    (block,) = [each for each in blocks("docs/guide/models-and-deadlines.md", "") if each.startswith("$ llmserve plan")]
+    (block,) = [
+        candidate
+        for candidate in blocks("docs/guide/models-and-deadlines.md", "")
+        if candidate.startswith("$ llmserve plan")
+    ]
     expected = block.partition("\n")[2]
     words = ["--instance", str(tmp_path / "instance.json"), "--output", str(tmp_path / "plan.json")]
     assert shown(output_of("-m", "llmserve", "plan", *words)) == shown(expected)
@@ -275,8 +279,8 @@ def results(name: str) -> Any:
     return json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())
 
 
-def row_of(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
-    (row,) = [row for row in rows if wanted.items() <= row.items()]
+def row_of(rows: list[dict[str, Any]], **cells: Any) -> dict[str, Any]:
+    (row,) = [row for row in rows if cells.items() <= row.items()]
     return row
 
 
@@ -304,7 +308,7 @@ def waiting(quantity: str, case: str = "load 0.1") -> float:
     """Of `table` with a target, over the best greedy."""
     rows = results("dispatch")["rows"]
     rule = "table, p95 within 1.4 of greedy's"
-    table, greedy = (row_of(rows, part="load", case=case, rule=each)[quantity] for each in (rule, "greedy, 2 bins"))
+    table, greedy = (row_of(rows, part="load", case=case, rule=name)[quantity] for name in (rule, "greedy, 2 bins"))
     return float(table / greedy)
 
 
@@ -362,49 +366,49 @@ WORDS_OF_NUMBERS = re.compile(r"\bp\d\d\b|\b8 bins\b|`[^`]*`")  # that are no re
 
 def table_rows(text: str) -> list[list[str]]:
     """Of the tables of a text, without their heads: cells."""
-    found: list[list[str]] = []
+    rows: list[list[str]] = []
     lines = text.splitlines()
     for number, line in enumerate(lines):
         is_head = number + 1 < len(lines) and lines[number + 1].startswith("|---")
         if line.startswith("|") and not line.startswith("|---") and not is_head:
-            found.append([cell.strip() for cell in line.strip("|").split("|")])
-    return found
+            rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
 
 
-def wrong_numbers(said: list[str], claim: tuple[Callable[[], float], ...]) -> list[tuple[str, float]]:
+def wrong_numbers(written: list[str], claim: tuple[Callable[[], float], ...]) -> list[tuple[str, float]]:
     """Numbers, as they are written, that are not what was measured, rounded like them."""
-    assert len(said) == len(claim), said
-    measured = [each() for each in claim]
+    assert len(written) == len(claim), written
+    measured = [value_of() for value_of in claim]
 
     def as_written(text: str, value: float) -> str:
         return f"{value:,.{len(text.partition('.')[2])}f}"
 
-    return [(text, value) for text, value in zip(said, measured, strict=True) if as_written(text, value) != text]
+    return [(text, value) for text, value in zip(written, measured, strict=True) if as_written(text, value) != text]
 
 
 def section(text: str, start: str) -> str:
     """From a line that begins so to the next heading."""
-    found = re.search(rf"^{re.escape(start)}.*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    assert found, start
-    return found[0]
+    match = re.search(rf"^{re.escape(start)}.*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert match, start
+    return match[0]
 
 
 @pytest.mark.parametrize(("start", "claims"), [("| arrangement", BURST), ("## Measured", MEASURED)])
 def test_every_measured_number_of_the_readme_is_that_of_the_results(start: str, claims: Claims) -> None:
     rows = table_rows(section(README.read_text(), start))
     assert [row[0] for row in rows] == list(claims)
-    for what, *cells in rows:
+    for label, *cells in rows:
         pages = LINK.findall(cells[-1])
         numbers = NUMBER.findall(WORDS_OF_NUMBERS.sub("", " ".join(cells[:-1] if pages else cells)))
-        assert wrong_numbers(numbers, claims[what]) == [], what
+        assert wrong_numbers(numbers, claims[label]) == [], label
         assert pages or start == "| arrangement", "each row of figures names its page"
 
 
 @pytest.mark.parametrize("pattern", SENTENCES, ids=["routers", "people's prompts"])
 def test_the_limits_are_as_large_as_measured(pattern: str) -> None:
-    found = re.search(pattern, README.read_text())
-    assert found, pattern
-    assert wrong_numbers(list(found.groups()), SENTENCES[pattern]) == []
+    match = re.search(pattern, README.read_text())
+    assert match, pattern
+    assert wrong_numbers(list(match.groups()), SENTENCES[pattern]) == []
 
 
 def test_a_wrong_number_is_seen() -> None:

@@ -94,9 +94,9 @@ def broke_off(request_id: int, engine: str = "a") -> RequestEnded:
 def modelled(*steps: tuple[float, Event | StartBatch], of: Profile | None = None) -> ModelledEnergy:
     """After these, in order. A start comes with a timer's firing."""
     energy = ModelledEnergy({"": of or profile()})
-    for now_s, what in steps:
-        is_start = isinstance(what, StartBatch)
-        energy.observe(Step(now_s, TimerFired() if is_start else what, (what,) if is_start else ()))
+    for now_s, event in steps:
+        is_start = isinstance(event, StartBatch)
+        energy.observe(Step(now_s, TimerFired() if is_start else event, (event,) if is_start else ()))
     return energy
 
 
@@ -157,15 +157,15 @@ def start_of(model: str, *ids: int, engine: str = "a", batch: int = 1) -> StartB
 
 def account(*steps: tuple[float, Event | StartBatch]) -> ModelledEnergy:
     energy = ModelledEnergy(of_two())
-    for now_s, what in steps:
-        is_start = isinstance(what, StartBatch)
-        energy.observe(Step(now_s, TimerFired() if is_start else what, (what,) if is_start else ()))
+    for now_s, event in steps:
+        is_start = isinstance(event, StartBatch)
+        energy.observe(Step(now_s, TimerFired() if is_start else event, (event,) if is_start else ()))
     return energy
 
 
 def test_each_model_draws_what_its_profile_says_and_several_in_proportion_to_their_sequences():
-    both = EngineReady(EngineInfo("a", 4, False, models=("m", "k")))
-    energy = account((0.0, both), (1.0, start_of("m", 1)), (2.0, start_of("k", 2, 3, 4)), (5.0, ended(1)))
+    ready = EngineReady(EngineInfo("a", 4, False, models=("m", "k")))
+    energy = account((0.0, ready), (1.0, start_of("m", 1)), (2.0, start_of("k", 2, 3, 4)), (5.0, ended(1)))
     together_w = (1 * 300 + 3 * 410) / 4
     assert energy.joules(5.0) == pytest.approx(90 + 150 + 3 * together_w)
     assert energy.joules(6.0) == pytest.approx(90 + 150 + 3 * together_w + 310)
@@ -239,8 +239,8 @@ def test_a_static_batch_takes_its_prefills_joules_once_and_step_power_from_its_e
     assert energy.joules(4.0) == IDLE_W + 340.0 + power_w(4)
     energy = modelled(*steps, of=profile(**PREFILL))
     assert energy.joules(10.0) == 3 * IDLE_W + 340.0 + 5 * power_w(4)
-    said = profile(**PREFILL).energy_j([[500]], [4])[0, 0]  # 500 steps of 10 ms after the prefill
-    assert energy.joules(10.0) == pytest.approx(3 * IDLE_W + said)
+    answer_j = profile(**PREFILL).energy_j([[500]], [4])[0, 0]  # 500 steps of 10 ms after the prefill
+    assert energy.joules(10.0) == pytest.approx(3 * IDLE_W + answer_j)
 
 
 @pytest.mark.parametrize("end", [RequestEnded("a", 1, "cancelled"), EngineLost("a")], ids=["aborted", "lost"])
@@ -411,22 +411,22 @@ async def test_whoever_asks_for_joules_does_not_wait_for_the_gpus():
     answers = threading.Event()
     gpu = Gpu(energy_mj=0)
     energy = MeasuredEnergy(GpuEnergy(FakeNvml(gpu)), of_all_work=True)
-    asked: list[int] = []
+    threads: list[int] = []
 
     def slow_mj() -> int:
-        asked.append(threading.get_ident())
+        threads.append(threading.get_ident())
         answers.wait(30)
         return 2_000
 
     gpu.energy_mj = slow_mj
     scraped = Scraped(energy)
     async with energy.sampling(lambda: 1.0):
-        await until(lambda: bool(asked))
+        await until(lambda: bool(threads))
         assert scraped.samples("llmserve_energy") == {"llmserve_energy_joules_total{nvml}": 0.0}
         assert not answers.is_set()
         answers.set()
         await until(lambda: energy.joules(1.0) == 2.0)
-    assert threading.get_ident() not in asked
+    assert threading.get_ident() not in threads
 
 
 async def test_power_is_sampled_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,10 +481,10 @@ class Scraped:
 
 def samples(text: str, *prefixes: str) -> dict[str, float]:
     """Of the exposition, those whose names begin so; a source in braces."""
-    found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    all_samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return {
         sample.name + (f"{{{sample.labels['source']}}}" if "source" in sample.labels else ""): sample.value
-        for sample in found
+        for sample in all_samples
         if sample.name.startswith(prefixes)
     }
 
@@ -611,18 +611,20 @@ async def test_a_live_batch_takes_its_power_for_as_long_as_it_runs(start_front: 
             dispatch=DispatchConfig(profile=(profile_file,)),
         )
         first_s = time.monotonic()
-        before = await scrape(front, "llmserve_energy")
+        metrics_before = await scrape(front, "llmserve_energy")
         began_s = time.monotonic()
         await asyncio.gather(*(complete(front, max_tokens=tokens) for tokens in (60, 5, 20, 40)))
         await until(lambda: not front.cluster.scheduler.requests)
         waited_s = time.monotonic() - began_s
-        after = await scrape(front, "llmserve_energy")
+        metrics_after = await scrape(front, "llmserve_energy")
         scraped_s = time.monotonic() - first_s
-    assert sorted(before) == [total]
+    assert sorted(metrics_before) == [total]
     most_j = waited_s * power_w(4) + (scraped_s - waited_s) * IDLE_W
-    assert 60 * 0.01 * power_w(4) <= after[total] - before[total] <= most_j
-    assert after["llmserve_energy_joules_per_request{modelled}"] * 4 == pytest.approx(after[total])
-    assert after["llmserve_energy_joules_per_output_token{modelled}"] * 125 == pytest.approx(after[total])
+    assert 60 * 0.01 * power_w(4) <= metrics_after[total] - metrics_before[total] <= most_j
+    assert metrics_after["llmserve_energy_joules_per_request{modelled}"] * 4 == pytest.approx(metrics_after[total])
+    assert metrics_after["llmserve_energy_joules_per_output_token{modelled}"] * 125 == pytest.approx(
+        metrics_after[total]
+    )
 
 
 async def test_a_server_whose_release_follows_a_plan_tells_it(start_front: StartFront, profile_file: str) -> None:
@@ -636,17 +638,17 @@ async def test_a_server_whose_release_follows_a_plan_tells_it(start_front: Start
         for _ in range(12):
             await complete(front, max_tokens=5)
         await until(lambda: any(isinstance(step.event, DispatchSolved) for step in front.cluster.journal.steps))
-        told = await scrape(front, *PLANNED)
-    assert told["llmserve_dispatch_plans_total"] >= 1
-    assert told["llmserve_dispatch_queues"] in (1.0, 2.0)
+        metrics = await scrape(front, *PLANNED)
+    assert metrics["llmserve_dispatch_plans_total"] >= 1
+    assert metrics["llmserve_dispatch_queues"] in (1.0, 2.0)
 
 
 async def scrape_until(front: Front, name: str, value: float) -> dict[str, float]:
     """What is told of energy, once this is told: a reading of the GPUs takes a while to come round."""
     async with asyncio.timeout(30):
-        while (told := await scrape(front, "llmserve_energy")).get(name) != value:  # noqa: ASYNC110
+        while (metrics := await scrape(front, "llmserve_energy")).get(name) != value:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    return told
+    return metrics
 
 
 async def test_the_gpus_of_this_machine_are_measured_while_the_server_runs(
@@ -660,10 +662,10 @@ async def test_the_gpus_of_this_machine_are_measured_while_the_server_runs(
         gpu.energy_mj = 12_000
         await complete(front, max_tokens=4)
         await until(lambda: not front.cluster.scheduler.requests)
-        told = await scrape_until(front, "llmserve_energy_joules_total{nvml}", 12.0)
-    assert told["llmserve_energy_joules_per_output_token{nvml}"] == 3.0
-    assert told["llmserve_energy_joules_per_request{nvml}"] == 12.0
-    assert told["llmserve_energy_joules_total{modelled}"] > 0
+        metrics = await scrape_until(front, "llmserve_energy_joules_total{nvml}", 12.0)
+    assert metrics["llmserve_energy_joules_per_output_token{nvml}"] == 3.0
+    assert metrics["llmserve_energy_joules_per_request{nvml}"] == 12.0
+    assert metrics["llmserve_energy_joules_total{modelled}"] > 0
 
 
 async def test_beside_an_engine_elsewhere_the_joules_of_this_machine_are_told_and_not_shared(
@@ -677,8 +679,8 @@ async def test_beside_an_engine_elsewhere_the_joules_of_this_machine_are_told_an
         await until(lambda: any(front.cluster.engines_ready.values()))
         await complete(front, max_tokens=4)
         gpu.energy_mj = 12_000
-        told = await scrape_until(front, "llmserve_energy_joules_total{nvml}", 12.0)
-    assert told == {"llmserve_energy_joules_total{nvml}": 12.0}
+        metrics = await scrape_until(front, "llmserve_energy_joules_total{nvml}", 12.0)
+    assert metrics == {"llmserve_energy_joules_total{nvml}": 12.0}
 
 
 # Takes the place of an interpreter that has vLLM; asked with -c whether it has, it says yes.
@@ -718,8 +720,8 @@ async def test_only_the_gpus_that_engines_may_use_are_counted(
         front = await start_front(engines=engines)
         for gpu, drawn_j in zip(gpus, (1, 10, 100, 1000), strict=True):
             gpu.energy_mj = 1_000 * drawn_j
-        told = await scrape_until(front, "llmserve_energy_joules_total{nvml}", joules)
-    assert told == {"llmserve_energy_joules_total{nvml}": joules}
+        metrics = await scrape_until(front, "llmserve_energy_joules_total{nvml}", joules)
+    assert metrics == {"llmserve_energy_joules_total{nvml}": joules}
 
 
 async def test_a_profile_without_energy_serves_and_tells_no_joules(
@@ -735,9 +737,9 @@ async def test_a_profile_without_energy_serves_and_tells_no_joules(
         )
         for _ in range(3):
             await complete(front, max_tokens=5)
-        told = await scrape(front, "llmserve_energy", "llmserve_dispatch")
-    assert "llmserve_dispatch_plans_total" in told
-    assert not [name for name in told if "energy" in name or "power" in name]
+        metrics = await scrape(front, "llmserve_energy", "llmserve_dispatch")
+    assert "llmserve_dispatch_plans_total" in metrics
+    assert not [name for name in metrics if "energy" in name or "power" in name]
     assert "the profile timed tells no energy" in caplog.text
 
 
@@ -781,7 +783,7 @@ async def test_a_profile_that_is_none_is_said_whatever_the_release(start_front: 
 def rows(**joules: list[dict[str, float]]) -> list[dict[str, Any]]:
     """Of arrangements by name; each run answers two prompts with 10 and 30 tokens."""
     runs = {
-        name: [bench.BenchRun(1.0, [10, 30], ["a", "a"], [0.5, 1.0], each) for each in of]
+        name: [bench.BenchRun(1.0, [10, 30], ["a", "a"], [0.5, 1.0], joules_of_run) for joules_of_run in of]
         for name, of in joules.items()
     }
     runs[bench.BASELINE.name] = runs.pop("plain")
@@ -802,9 +804,9 @@ def test_the_table_names_the_source_and_is_blank_where_there_is_none(capsys: pyt
     results = rows(plain=[{"modelled": 80.0}], direct=[{}])
     assert [row["energy_source"] for row in results] == [None, "modelled"]
     bench.print_table(results, "a title")
-    said = capsys.readouterr().out
-    assert "joules: modelled" in said
-    assert "None" not in said
+    output = capsys.readouterr().out
+    assert "joules: modelled" in output
+    assert "None" not in output
     bench.print_table(rows(plain=[{}]), "a title")
     assert "joules" not in capsys.readouterr().out
 

@@ -99,8 +99,8 @@ async def test_a_gpu_without_a_counter_is_sampled_while_batches_run():
     """Power that is 400 W while the engine runs something and 100 W else; a sample every 50 ms finds it."""
     async with FakeEngine(step_s=STEP_S) as engine:
         energy = GpuEnergy(FakeNvml(Gpu(power_mw=lambda: 400_000 if engine.running else 100_000)))
-        wanted = plan(output_tokens=100)
-        measured = await measuring.measure(engine.url, None, wanted, energy, idle_s=0.2, on_batch=lambda *_: None)
+        measurement = plan(output_tokens=100)
+        measured = await measuring.measure(engine.url, None, measurement, energy, idle_s=0.2, on_batch=lambda *_: None)
     assert measured.idle_w == pytest.approx(100, rel=1e-6)
     long = [batch for batch in measured.batches if batch.tokens == 100]
     assert len(long) == 2
@@ -120,8 +120,8 @@ async def test_without_a_gpu_and_without_watts_the_profile_has_times_only_and_th
     assert profile.energy_source == "unknown"
     assert profile.source.endswith("1 round. Energy is not known.")
     printed = capsys.readouterr()
-    said = "profile_engine: energy is not known: no GPU can be measured here, and --busy-power-w is not given."
-    assert printed.err.startswith(said), "before anything is measured"
+    message = "profile_engine: energy is not known: no GPU can be measured here, and --busy-power-w is not given."
+    assert printed.err.startswith(message), "before anything is measured"
     assert "step (ms)" in printed.out
     assert "step (J)" not in printed.out
     assert "power (W)" not in printed.out
@@ -150,13 +150,13 @@ async def test_the_gpus_that_are_counted_are_named_and_several_are_warned_of(
     flags = ["--sizes", "1,2", "--output-tokens", 8, "--rounds", 1, "--idle-power-w", 9]
     async with FakeEngine(step_s=0.001) as engine:
         await run("--engine", engine.url, *flags, "--output", tmp_path / "profile.json")
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     if len(names) == 1:
-        assert "energy is measured on the GPU H100\n" in said
-        assert "warning" not in said
+        assert "energy is measured on the GPU H100\n" in output
+        assert "warning" not in output
     else:
-        assert "energy is measured on 2 GPUs H100, P4\n" in said
-        assert "warning: all of them are counted; if the engine uses only some, name those in CUDA_VISIBLE" in said
+        assert "energy is measured on 2 GPUs H100, P4\n" in output
+        assert "warning: all of them are counted; if the engine uses only some, name those in CUDA_VISIBLE" in output
 
 
 def test_an_idle_power_above_the_measured_one_is_taken_as_that_for_idle_engines_draw_no_more():
@@ -218,11 +218,11 @@ async def test_where_lengths_cannot_be_forced_the_true_ones_count():
         measured = await measuring.measure(url, "m", plan(), None, idle_s=0, on_batch=lambda *_: None)
     # One answer of one token to learn, then four to warm up, then batches of 1 and 4 with lengths up to 2 and 8.
     assert [body["max_tokens"] for body in bodies[:5]] == [2, 8, 8, 8, 8]
-    asked = plan().batches()
-    assert [batch.size for batch in measured.batches] == [size for size, _ in asked]
+    batches = plan().batches()
+    assert [batch.size for batch in measured.batches] == [size for size, _ in batches]
     answered, longest = 5, []
-    for size, most in asked:
-        longest.append(min(answered + size, most))
+    for size, tokens_max in batches:
+        longest.append(min(answered + size, tokens_max))
         answered += size
     assert [batch.tokens for batch in measured.batches] == longest
 

@@ -142,11 +142,11 @@ def test_replicas_are_started_beside_a_server_that_runs_already(
 
 
 def test_when_one_replica_cannot_start_the_others_end_too(vllm_flags: list[str], tmp_path: Path) -> None:
-    status, said = failed_start("--port", "0", *vllm_flags, "--model", "one-of-two-fails")
+    status, error = failed_start("--port", "0", *vllm_flags, "--model", "one-of-two-fails")
     assert status == 1
-    assert "ended with status 1\n    torch.OutOfMemoryError: CUDA out of memory" in said
-    assert f"(all of it is in {tmp_path}/llmserve/0/vllm-" in said
-    assert "Traceback" not in said
+    assert "ended with status 1\n    torch.OutOfMemoryError: CUDA out of memory" in error
+    assert f"(all of it is in {tmp_path}/llmserve/0/vllm-" in error
+    assert "Traceback" not in error
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -161,18 +161,18 @@ def test_a_signal_while_engines_start_ends_them_and_is_status_0(
             time.sleep(0.02)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
-        said = process.communicate(timeout=40)[1]
+        error = process.communicate(timeout=40)[1]
     assert len(children) == 4, "two supervisors and two engines"
     assert process.returncode == 0
-    assert "Traceback" not in said
+    assert "Traceback" not in error
     assert gone(children)
 
 
 def test_a_model_folder_that_is_not_there_is_said_with_the_engines_own_words() -> None:
-    status, said = failed_start("--port", "0", "--model", "/nowhere/model", HF_HUB_OFFLINE="1")
+    status, error = failed_start("--port", "0", "--model", "/nowhere/model", HF_HUB_OFFLINE="1")
     assert status == 1
-    assert "/nowhere/model" in said
-    assert "Traceback" not in said
+    assert "/nowhere/model" in error
+    assert "Traceback" not in error
 
 
 @pytest.fixture
@@ -182,31 +182,31 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[
     What it logs is said too: pytest's handlers give way to the one that a process has.
     """
     loggers = [logging.getLogger(name) for name in ("", "asyncio", "uvicorn")]
-    before = [(logger.level, logger.handlers) for logger in loggers]
+    settings_before = [(logger.level, logger.handlers) for logger in loggers]
 
     def refused(*flags: str) -> tuple[int, str]:
         logging.getLogger().handlers = []
         return main(["serve", *flags]), capsys.readouterr().err
 
     yield refused
-    for logger, (level, handlers) in zip(loggers, before, strict=True):
+    for logger, (level, handlers) in zip(loggers, settings_before, strict=True):
         logger.setLevel(level)
         logger.handlers = handlers
 
 
 def test_a_port_in_use_is_said_before_anything_is_loaded(refusal: Callable[..., tuple[int, str]]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        status, said = refusal("--port", str(taken.getsockname()[1]))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        status, error = refusal("--port", str(listener.getsockname()[1]))
     assert status == 1
-    assert "Address already in use" in said
-    assert said.count("\n") == 1
+    assert "Address already in use" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("flags", [["--batch-sise", "4"], ["--predictor", "/nowhere"]])
 def test_a_process_that_is_wrongly_configured_ends_with_status_2_and_one_line(flags: list[str]) -> None:
-    status, said = failed_start("--port", "0", *flags)
-    assert (status, said.count("\n")) == (2, 1), said
-    assert ("/nowhere" if "/nowhere" in flags else "did you mean --batch-size?") in said
+    status, error = failed_start("--port", "0", *flags)
+    assert (status, error.count("\n")) == (2, 1), error
+    assert ("/nowhere" if "/nowhere" in flags else "did you mean --batch-size?") in error
 
 
 @pytest.mark.parametrize(
@@ -241,9 +241,9 @@ def test_a_wrong_configuration_is_status_2_and_one_line(
     refusal: Callable[..., tuple[int, str]], flags: list[str], message: str
 ) -> None:
     port = [] if "--port" in flags else ["--port", "0"]
-    status, said = refusal(*port, *flags)
-    assert (status, said.count("\n")) == (2, 1), said
-    assert message in said
+    status, error = refusal(*port, *flags)
+    assert (status, error.count("\n")) == (2, 1), error
+    assert message in error
 
 
 async def test_settings_for_models_that_no_engine_serves_are_said(
@@ -257,8 +257,8 @@ async def test_settings_for_models_that_no_engine_serves_are_said(
     async with FakeEngine(model="chat") as fake:
         await start_front(fake, **settings)
         await until(lambda: "no engine serves" in caplog.text)
-    said = [record.message for record in caplog.records if "no engine serves" in record.message]
-    assert said == ["profile: no engine serves a model chta; did you mean chat?"]
+    messages = [record.message for record in caplog.records if "no engine serves" in record.message]
+    assert messages == ["profile: no engine serves a model chta; did you mean chat?"]
 
 
 async def test_an_order_that_goes_by_batch_times_says_that_it_needs_a_profile(
@@ -277,8 +277,8 @@ def loaded(imported: Sequence[str], looked_for: Sequence[str]) -> list[str]:
     """Of the modules that are looked for those that come along when others are imported in a fresh interpreter."""
     script = f"import sys, {', '.join(imported)}\nprint([name for name in {looked_for} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    found: list[str] = ast.literal_eval(done.stdout)
-    return found
+    loaded: list[str] = ast.literal_eval(done.stdout)
+    return loaded
 
 
 def test_importing_llmserve_loads_neither_torch_nor_transformers() -> None:
@@ -368,5 +368,5 @@ def test_the_import_rules_hold() -> None:
                     else []
                 )
                 for name in names:
-                    ours = room(name) if name.split(".")[0] in ("llmserve", "bins", "predictor") else owner
-                    assert ours in may | {owner}, f"{file.relative_to(root)} imports {name}"
+                    imported = room(name) if name.split(".")[0] in ("llmserve", "bins", "predictor") else owner
+                    assert imported in may | {owner}, f"{file.relative_to(root)} imports {name}"

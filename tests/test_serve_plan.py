@@ -115,8 +115,8 @@ async def test_a_plan_that_changes_while_requests_run_and_wait_loses_none_and_ru
         front = await start_front(engines=placed(fakes, 2, plan=saved(tmp_path, left, right)))
         asking = [asyncio.ensure_future(ask(front, "mn"[number % 2], max_tokens=8)) for number in range(90)]
 
-        def over(least: int) -> bool:
-            return sum(task.done() for task in asking) >= least
+        def over(count: int) -> bool:
+            return sum(task.done() for task in asking) >= count
 
         for ended, groups in zip((10, 20, 30, 40, 50), (swapped, merged, swapped, (), merged), strict=True):
             await until(partial(over, ended))

@@ -46,8 +46,8 @@ def pip(python: Path, *words: str) -> None:
     """Skips the test where no index can be reached; fails it where pip fails otherwise."""
     command = [str(python), "-m", "pip", "--disable-pip-version-check", "--retries", "1", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=540, env={**os.environ, **CLEAN})
-    if done.returncode and (found := NO_CONNECTION.search(done.stdout + done.stderr)):
-        pytest.skip(f"pip reaches no index: {found[0]}")
+    if done.returncode and (match := NO_CONNECTION.search(done.stdout + done.stderr)):
+        pytest.skip(f"pip reaches no index: {match[0]}")
     assert done.returncode == 0, done.stderr
 
 
@@ -90,10 +90,10 @@ def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(installed: 
         if path.is_file() and "__pycache__" not in path.parts
     }
     with zipfile.ZipFile(installed.wheel) as wheel:
-        held = {name for name in wheel.namelist() if not name.startswith(f"llmserve-{__version__}.dist-info/")}
-    assert held == files
-    assert {f"{package}/py.typed" for package in PACKAGES} < held
-    assert {"llmserve/engines/embedded/model/model.safetensors", "predictor/demo/predictor.json"} < held
+        packaged = {name for name in wheel.namelist() if not name.startswith(f"llmserve-{__version__}.dist-info/")}
+    assert packaged == files
+    assert {f"{package}/py.typed" for package in PACKAGES} < packaged
+    assert {"llmserve/engines/embedded/model/model.safetensors", "predictor/demo/predictor.json"} < packaged
 
 
 def test_the_environment_has_no_extra(installed: Installed):

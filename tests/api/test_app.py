@@ -138,26 +138,26 @@ async def test_every_answer_has_its_receipt(start_front: StartFront) -> None:
 async def test_the_clients_own_request_id_comes_back_and_nothing_but_naming_and_tracing_reaches_the_engine(
     start_front: StartFront,
 ) -> None:
-    seen: list[Any] = []
+    headers_seen: list[Any] = []
 
     async def answer(request: web.Request) -> web.Response:
         if request.path == "/v1/models":
             return web.json_response({"data": [{"id": "fake"}]})
-        seen.append(request.headers)
+        headers_seen.append(request.headers)
         return web.json_response({"choices": [], "usage": {"completion_tokens": 1}})
 
     app = web.Application()
     app.router.add_route("*", "/v1/{path:.*}", answer)
-    ours = {"X-Request-Id": "job-7", "traceparent": "00-4bf9-00f0-01", "tracestate": "a=b"}
+    tracing = {"X-Request-Id": "job-7", "traceparent": "00-4bf9-00f0-01", "tracestate": "a=b"}
     async with TestServer(app) as engine:
         front = await start_front(str(engine.make_url("")))
-        async with front.post(headers={**ours, "authorization": "Bearer sk-1", "x-other": "1"}) as response:
+        async with front.post(headers={**tracing, "authorization": "Bearer sk-1", "x-other": "1"}) as response:
             assert response.headers["x-request-id"] == "job-7"
         async with front.post(headers={"x-request-id": "x" * 257}) as response:
             assert response.headers["x-request-id"] == "llmserve-2"
-    assert {name: seen[0][name] for name in ours} == ours
-    assert not {"authorization", "x-other"} & {name.lower() for name in seen[0]}
-    assert "x-request-id" not in seen[1]
+    assert {name: headers_seen[0][name] for name in tracing} == tracing
+    assert not {"authorization", "x-other"} & {name.lower() for name in headers_seen[0]}
+    assert "x-request-id" not in headers_seen[1]
 
 
 async def test_an_error_after_an_engine_began_has_its_receipt(start_front: StartFront) -> None:

@@ -42,8 +42,8 @@ def test_usage_in_every_event_is_not_asked_for_by_our_wish_for_usage() -> None:
     """vLLM heeds this option only beside include_usage."""
     call = parse(stream=True, stream_options={"continuous_usage_stats": True})
     assert json.loads(call.body)["stream_options"] == {"include_usage": True}
-    asked = {"include_usage": True, "continuous_usage_stats": True}
-    assert json.loads(parse(stream=True, stream_options=asked).body)["stream_options"] == asked
+    stream_options = {"include_usage": True, "continuous_usage_stats": True}
+    assert json.loads(parse(stream=True, stream_options=stream_options).body)["stream_options"] == stream_options
 
 
 def test_numbers_beyond_64_bits_are_kept_beside_our_wish_for_usage() -> None:
@@ -120,7 +120,7 @@ def test_what_is_not_a_json_object_is_refused(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "least", "most", "stops"),
+    ("fields", "tokens_min", "tokens_max", "stops"),
     [
         ({"min_tokens": 5, "max_tokens": 9, "stop": "END"}, 5, 9, ("END",)),
         ({"ignore_eos": True, "max_tokens": 9, "stop": ["a", "b"]}, 9, 9, ("a", "b")),
@@ -128,10 +128,10 @@ def test_what_is_not_a_json_object_is_refused(data: bytes) -> None:
     ],
 )
 def test_limits_and_stop_rules_bound_the_prediction(
-    fields: dict[str, Any], least: int | None, most: int | None, stops: tuple[str, ...]
+    fields: dict[str, Any], tokens_min: int | None, tokens_max: int | None, stops: tuple[str, ...]
 ) -> None:
     call = parse(**fields)
-    assert (call.output_tokens_min, call.output_tokens_max, call.prompt.stop) == (least, most, stops)
+    assert (call.output_tokens_min, call.output_tokens_max, call.prompt.stop) == (tokens_min, tokens_max, stops)
 
 
 def test_a_client_may_bring_its_own_prediction() -> None:
@@ -184,9 +184,9 @@ def test_a_deadline_that_is_no_time_is_refused(slo_ms: str) -> None:
 
 
 def test_only_the_headers_that_name_and_trace_a_request_go_to_the_engine() -> None:
-    ours = {"x-request-id": "abc-1", "traceparent": "00-4bf9-00f0-01", "tracestate": "a=b,c=d"}
-    call = parse(headers={**ours, "authorization": "Bearer sk-1", "cookie": "a=b", "x-other": "1"})
-    assert dict(call.headers) == ours
+    own_headers = {"x-request-id": "abc-1", "traceparent": "00-4bf9-00f0-01", "tracestate": "a=b,c=d"}
+    call = parse(headers={**own_headers, "authorization": "Bearer sk-1", "cookie": "a=b", "x-other": "1"})
+    assert dict(call.headers) == own_headers
 
 
 @pytest.mark.parametrize("value", ["", "x" * 257, "a\x00b", "a\tb", "a\x7f", "caf\xe9"])

@@ -44,9 +44,9 @@ def least_cost_by_linear_programme(model: SemiMarkov) -> float:
     balance = np.eye(states)[state].T - model.transition[action, state].T  # (states, pairs)
     equalities = np.vstack([balance, model.sojourn[action, state]])
     right = np.concatenate([np.zeros(states), [1.0]])
-    found = linprog(model.cost[action, state], A_eq=equalities, b_eq=right, method="highs")
-    assert found.success, found.message
-    return float(found.fun)
+    optimum = linprog(model.cost[action, state], A_eq=equalities, b_eq=right, method="highs")
+    assert optimum.success, optimum.message
+    return float(optimum.fun)
 
 
 # ---- three ways to the same policy ----
@@ -85,8 +85,8 @@ def test_policy_iteration_ends_at_the_same_cost_from_every_start(seed: int) -> N
     model = random_model(seed)
     rng = np.random.default_rng(seed)
     start = np.array([rng.choice(np.flatnonzero(np.isfinite(column))) for column in model.cost.T])
-    found = policy_iteration(model, start)
-    assert found.average_cost == pytest.approx(policy_iteration(model, first_policy(model)).average_cost, rel=1e-12)
+    solution = policy_iteration(model, start)
+    assert solution.average_cost == pytest.approx(policy_iteration(model, first_policy(model)).average_cost, rel=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
@@ -103,11 +103,11 @@ def test_the_optimality_equation_holds(seed: int, states: int, actions: int) -> 
 def test_value_iteration_is_within_epsilon_of_the_least_cost(epsilon: float) -> None:
     for seed in SEEDS:
         model = random_model(seed)
-        least = policy_iteration(model, first_policy(model)).average_cost
-        found = relative_value_iteration(model, epsilon=epsilon)
-        assert found.span < epsilon
-        assert least <= evaluate(model, found.policy) + 1e-12 < least + epsilon
-        assert abs(found.average_cost - least) <= epsilon / 2 + 1e-12
+        least_cost = policy_iteration(model, first_policy(model)).average_cost
+        solution = relative_value_iteration(model, epsilon=epsilon)
+        assert solution.span < epsilon
+        assert least_cost <= evaluate(model, solution.policy) + 1e-12 < least_cost + epsilon
+        assert abs(solution.average_cost - least_cost) <= epsilon / 2 + 1e-12
 
 
 def test_value_iteration_that_reaches_its_cap_raises_and_carries_the_last_policy() -> None:
@@ -225,14 +225,14 @@ def test_two_recurrent_classes_are_an_error_whatever_the_rounding(seed: int) -> 
     rng = np.random.default_rng(seed)
     transition = two_classes(rng)
     model = SemiMarkov(rng.random((1, 7)), 1.0 + rng.random((1, 7)), transition[None])
-    for asked in (
+    for call in (
         lambda: stationary(transition),
         lambda: evaluate(model, first_policy(model)),
         lambda: relative_values(model, first_policy(model)),
         lambda: policy_iteration(model, first_policy(model)),
     ):
         with pytest.raises(NotUnichain):
-            asked()
+            call()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -52,15 +52,15 @@ def test_most_throughput_is_the_batch_size_over_the_mean() -> None:
 def test_a_fine_uniform_sample_in_equal_mass_bins_takes_the_time_of_theorem_4_2() -> None:
     fine = np.linspace(1, 20, 40_001)
     for bins, size in product((1, 2, 5, 8), (1, 8, 128)):
-        found = batch_time(fine, equal_mass_edges(fine, bins), size)
-        assert found == pytest.approx(batch_time_uniform(bins, size, 1, 20), rel=2e-4)
+        time_s = batch_time(fine, equal_mass_edges(fine, bins), size)
+        assert time_s == pytest.approx(batch_time_uniform(bins, size, 1, 20), rel=2e-4)
 
 
 @pytest.mark.parametrize("gap", [0.2, 0.5, 1.0, 2.0, 5.0])
 def test_bins_needed_are_the_fewest_within_the_gap(gap: float) -> None:
     """Theorem 4.3 against the search that it answers."""
-    wanted = throughput_max(128, 10.5) - gap
-    fewest = next(bins for bins in range(1, 1000) if throughput_uniform(bins, 128, 1, 20) >= wanted)
+    target_per_s = throughput_max(128, 10.5) - gap
+    fewest = next(bins for bins in range(1, 1000) if throughput_uniform(bins, 128, 1, 20) >= target_per_s)
     assert bins_needed_uniform(128, 1, 20, gap) == fewest
 
 
@@ -115,9 +115,9 @@ def test_exponential_batch_time_is_that_of_drawn_batches(bins: int) -> None:
 def test_lemma_a1_is_within_two_hundredths_of_a_percent_and_equal_mass_loses_a_quarter(bins: int) -> None:
     """mu = 0.1, B = 200: against the best edges of a fine sample, and against equal mass on it (24 to 30 %)."""
     fine = -10.0 * np.log1p(-(np.arange(400_000) + 0.5) / 400_000)
-    least = batch_time(fine, optimal_edges(fine, bins, 200, parts=1024), 200)
+    least_s = batch_time(fine, optimal_edges(fine, bins, 200, parts=1024), 200)
     lemma = batch_time(fine, exponential_edges(200, bins, 10.0), 200)
-    assert lemma <= 1.0002 * least
+    assert lemma <= 1.0002 * least_s
     loss = 1 - lemma / batch_time(fine, equal_mass_edges(fine, bins), 200)
     assert 0.24 <= loss <= 0.30
     assert batch_time_exponential(bins, 200, 10.0) == pytest.approx(lemma, rel=2e-3)  # the sample has no long tail
@@ -125,9 +125,9 @@ def test_lemma_a1_is_within_two_hundredths_of_a_percent_and_equal_mass_loses_a_q
 
 @given(st.integers(1, 64), st.integers(2, 2000))
 def test_the_bound_for_exponential_lengths_holds_and_throughput_grows_with_the_bins(bins: int, size: int) -> None:
-    found = throughput_exponential(bins, size, 10.0)
-    assert throughput_exponential_bound(bins, size, 10.0) <= found * (1 + 1e-12)
-    assert found < throughput_exponential(bins + 1, size, 10.0) < throughput_max(size, 10.0)
+    per_s = throughput_exponential(bins, size, 10.0)
+    assert throughput_exponential_bound(bins, size, 10.0) <= per_s * (1 + 1e-12)
+    assert per_s < throughput_exponential(bins + 1, size, 10.0) < throughput_max(size, 10.0)
 
 
 def test_batches_of_one_exponential_request_take_its_mean() -> None:
@@ -149,26 +149,26 @@ def test_two_lengths_by_hand() -> None:
 def test_batch_time_is_the_mean_over_every_batch_that_could_be(lengths: list[int], size: int, cuts: set[int]) -> None:
     edges = [cut + 0.5 for cut in sorted(cuts)]
     in_bins = index_of(edges, lengths)
-    wanted = 0.0
-    for each in np.unique(in_bins):
-        part = np.array(lengths)[in_bins == each]
-        wanted += part.size / len(lengths) * np.mean([max(batch) for batch in product(part, repeat=size)])
-    assert batch_time(lengths, edges, size) == pytest.approx(wanted, rel=1e-12)
+    expected = 0.0
+    for bin_index in np.unique(in_bins):
+        part = np.array(lengths)[in_bins == bin_index]
+        expected += part.size / len(lengths) * np.mean([max(batch) for batch in product(part, repeat=size)])
+    assert batch_time(lengths, edges, size) == pytest.approx(expected, rel=1e-12)
 
 
 @given(LENGTHS, st.integers(1, 200), st.floats(1.5, 39.5))
 def test_batches_take_no_less_than_the_mean_and_one_more_edge_never_slows_them(
     lengths: list[int], size: int, edge: float
 ) -> None:
-    one, two = batch_time(lengths, (), size), batch_time(lengths, (edge,), size)
-    assert np.mean(lengths) * (1 - 1e-12) <= two <= one * (1 + 1e-12)
+    without_edge, with_edge = batch_time(lengths, (), size), batch_time(lengths, (edge,), size)
+    assert np.mean(lengths) * (1 - 1e-12) <= with_edge <= without_edge * (1 + 1e-12)
 
 
 def test_a_window_of_one_batch_is_no_bins_and_a_wider_one_is_faster() -> None:
     lengths = lognormal(20_000, 1)
-    found = [batch_time_window(lengths, width, 8, np.random.default_rng(2)) for width in (8, 64, 256)]
-    assert found[0] == pytest.approx(batch_time(lengths, (), 8), rel=0.02)
-    assert found[0] > found[1] > found[2] > lengths.mean()
+    times_s = [batch_time_window(lengths, width, 8, np.random.default_rng(2)) for width in (8, 64, 256)]
+    assert times_s[0] == pytest.approx(batch_time(lengths, (), 8), rel=0.02)
+    assert times_s[0] > times_s[1] > times_s[2] > lengths.mean()
 
 
 def test_sorting_the_backlog_gives_the_published_gain() -> None:
@@ -180,10 +180,10 @@ def test_sorting_the_backlog_gives_the_published_gain() -> None:
 
 
 def test_sorting_changes_nothing_where_lengths_are_equal_or_batches_single() -> None:
-    found = batch_time_window([3.0], 4, 2, np.random.default_rng(0), windows=5)
-    assert found == 3.0
-    found = batch_time_window([2.0, 4.0], 2, 1, np.random.default_rng(0), windows=50_000)
-    assert found == pytest.approx(3.0, abs=0.02)
+    time_s = batch_time_window([3.0], 4, 2, np.random.default_rng(0), windows=5)
+    assert time_s == 3.0
+    time_s = batch_time_window([2.0, 4.0], 2, 1, np.random.default_rng(0), windows=50_000)
+    assert time_s == pytest.approx(3.0, abs=0.02)
 
 
 # ---- latency ----
@@ -196,15 +196,15 @@ def test_lemma_5_1_is_the_latency_with_engines_enough_whatever_the_edges(edges: 
     arrived_s = np.cumsum(rng.exponential(1 / rate_per_s, count))
     lengths = rng.uniform(1, 20, count)
     latencies_s = []
-    for each in range(len(edges) + 1):
-        here = np.flatnonzero(index_of(edges, lengths) == each)
-        batches = here[: here.size // size * size].reshape(-1, size)
+    for bin_index in range(len(edges) + 1):
+        members = np.flatnonzero(index_of(edges, lengths) == bin_index)
+        batches = members[: members.size // size * size].reshape(-1, size)
         ended_s = arrived_s[batches].max(axis=1) + lengths[batches].max(axis=1)
         latencies_s.append((ended_s[:, None] - arrived_s[batches]).ravel())
     time_s = batch_time(lengths, edges, size)
-    wanted = latency(len(edges) + 1, size, rate_per_s, time_s)
-    assert wanted == pytest.approx(np.concatenate(latencies_s).mean(), rel=0.02)
-    assert wanted - time_s == pytest.approx(forming_s(len(edges) + 1, size, rate_per_s))
+    expected_s = latency(len(edges) + 1, size, rate_per_s, time_s)
+    assert expected_s == pytest.approx(np.concatenate(latencies_s).mean(), rel=0.02)
+    assert expected_s - time_s == pytest.approx(forming_s(len(edges) + 1, size, rate_per_s))
 
 
 def test_lemma_5_1_as_printed() -> None:
@@ -230,12 +230,12 @@ def test_best_bins_has_the_most_throughput_within_the_target() -> None:
         time_s = step_s * batch_time(lengths, optimal_edges(lengths, bins, 8), 8)
         tried.append((latency(bins, 8, rate_per_s, time_s), 8 / time_s, bins))
     for target_s in (7.0, 8.0, 10.0):
-        found = best_bins(lengths, 8, rate_per_s, latency_target_s=target_s, bins_max=12, step_s=step_s)
-        assert found is not None
-        assert found.bins == max((each for each in tried if each[0] <= target_s), key=lambda each: each[1])[2]
-        assert found.latency_s <= target_s
-        assert found.edges == optimal_edges(lengths, found.bins, 8)
-        assert found.throughput_per_s == pytest.approx(8 / found.batch_time_s)
+        best = best_bins(lengths, 8, rate_per_s, latency_target_s=target_s, bins_max=12, step_s=step_s)
+        assert best is not None
+        assert best.bins == max((option for option in tried if option[0] <= target_s), key=lambda option: option[1])[2]
+        assert best.latency_s <= target_s
+        assert best.edges == optimal_edges(lengths, best.bins, 8)
+        assert best.throughput_per_s == pytest.approx(8 / best.batch_time_s)
 
 
 def test_there_are_no_best_bins_within_a_target_that_none_meets() -> None:
@@ -245,9 +245,9 @@ def test_there_are_no_best_bins_within_a_target_that_none_meets() -> None:
 
 def test_best_bins_uses_the_edges_it_is_given_and_never_more_than_lengths_tell_apart() -> None:
     lengths = [1.0, 1.0, 5.0, 5.0]
-    found = best_bins(lengths, 2, 100.0, latency_target_s=100.0, edges=equal_mass_edges)
-    assert found is not None
-    assert (found.bins, found.edges, found.batch_time_s) == (2, (3.0,), 3.0)
+    best = best_bins(lengths, 2, 100.0, latency_target_s=100.0, edges=equal_mass_edges)
+    assert best is not None
+    assert (best.bins, best.edges, best.batch_time_s) == (2, (3.0,), 3.0)
 
 
 # ---- errors ----

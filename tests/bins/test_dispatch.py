@@ -24,11 +24,11 @@ TOKENS_MEAN, SIGMA = 211.0, 0.55  # about Azure's conversations
 BATCH = 32
 
 
-def lengths(bins: int, each: int = 32) -> tuple[tuple[float, ...], ...]:
+def lengths(bins: int, per_bin: int = 32) -> tuple[tuple[float, ...], ...]:
     """Lognormal lengths in bins of equal mass."""
-    levels = (np.arange(bins * each) + 0.5) / (bins * each)
+    levels = (np.arange(bins * per_bin) + 0.5) / (bins * per_bin)
     values = lognorm(s=SIGMA, scale=TOKENS_MEAN * np.exp(-(SIGMA**2) / 2)).ppf(levels).round(1)
-    return tuple([tuple(part.tolist()) for part in values.reshape(bins, each)])
+    return tuple([tuple(part.tolist()) for part in values.reshape(bins, per_bin)])
 
 
 def rate_per_s(load: float, batch_size: int = BATCH) -> float:
@@ -53,7 +53,7 @@ def one_queue(load: float, batch_size: int = 16, bins: int = 1) -> Queue:
     """All lengths in one queue, made by hand."""
     sizes = np.arange(1, batch_size + 1)
     step_s, step_j = H100.step_s.at(sizes), H100.step_j.at(sizes)
-    service = ServiceTimes.longest_of([length for each in lengths(bins) for length in each], step_s, parts=16)
+    service = ServiceTimes.longest_of([length for part in lengths(bins) for length in part], step_s, parts=16)
     return Queue(rate_per_s(load, batch_size), service, service.mean_s * step_j / step_s, H100.idle_w)
 
 
@@ -129,19 +129,19 @@ def test_serving_is_of_advantage_where_the_table_serves() -> None:
 def test_what_is_waited_for_comes_within_the_bound_all_but_surely() -> None:
     """Three deviations of the time that as many arrivals take."""
     plan = solver(Objective(energy_weight=20.0), 16).solve(observed(0.1, 2, batch_size=16, queues=2))
-    for table, least in zip(plan.tables, thresholds(plan), strict=True):
-        assert least > 1
+    for table, threshold in zip(plan.tables, thresholds(plan), strict=True):
+        assert threshold > 1
         own_rate = rate_per_s(0.1, 16) / len(plan.tables)
-        assert table.wait_s_max == pytest.approx((least + 3 * np.sqrt(least)) / own_rate)
+        assert table.wait_s_max == pytest.approx((threshold + 3 * np.sqrt(threshold)) / own_rate)
 
 
 def test_energy_that_counts_more_makes_more_wait() -> None:
-    found = [
+    by_weight = [
         thresholds(solver(Objective(energy_weight=weight), 16).plan_of(observed(0.1, 2, batch_size=16), 1))
         for weight in (0.0, 5.0, 20.0)
     ]
-    assert found == sorted(found)
-    assert found[0] < found[1] < found[2]
+    assert by_weight == sorted(by_weight)
+    assert by_weight[0] < by_weight[1] < by_weight[2]
 
 
 def test_a_bin_that_nothing_comes_to_has_a_table_too() -> None:
@@ -370,38 +370,42 @@ def test_engines_that_share_their_load_serve_it_sooner_and_draw_in_proportion() 
 
 
 def test_a_refill_engine_has_one_queue_and_the_best_threshold() -> None:
-    seen = observed(0.1, 4, batch_size=16)
-    plan = solver(Objective(energy_weight=10.0), 16, barrier=False).solve(seen)
+    observation = observed(0.1, 4, batch_size=16)
+    plan = solver(Objective(energy_weight=10.0), 16, barrier=False).solve(observation)
     sizes = np.arange(1, 17)
     engine = RefillEngine(
-        sum(seen.rates_per_s), float(np.mean(seen.lengths)), H100.step_s.at(sizes), H100.step_j.at(sizes), H100.idle_w
+        sum(observation.rates_per_s),
+        float(np.mean(observation.lengths)),
+        H100.step_s.at(sizes),
+        H100.step_j.at(sizes),
+        H100.idle_w,
     )
-    least, response_s, power_w, _ = engine.best(10.0)
+    threshold, response_s, power_w, _ = engine.best(10.0)
     assert plan.queue_of == (0, 0, 0, 0)
-    assert thresholds(plan) == [least]
-    assert least > 1
+    assert thresholds(plan) == [threshold]
+    assert threshold > 1
     assert (plan.response_s_mean, plan.power_w_mean) == pytest.approx((response_s, power_w))
-    assert plan.tables[0].actions == tuple([count if count >= least else 0 for count in range(17)])
+    assert plan.tables[0].actions == tuple([count if count >= threshold else 0 for count in range(17)])
 
 
 def test_what_one_refill_engine_can_carry_leaves_the_others_idle() -> None:
     """Who comes joins the engine that runs."""
-    seen = observed(0.05, 1, batch_size=16)
-    one, three = (
-        solver(Objective(energy_weight=10.0), 16, barrier=False).solve(replace(seen, engines=engines))
+    observation = observed(0.05, 1, batch_size=16)
+    single, three = (
+        solver(Objective(energy_weight=10.0), 16, barrier=False).solve(replace(observation, engines=engines))
         for engines in (1, 3)
     )
-    assert thresholds(one) == thresholds(three)
-    assert three.response_s_mean == one.response_s_mean
-    assert one.power_w_mean is not None
-    assert three.power_w_mean == pytest.approx(one.power_w_mean + 2 * H100.idle_w)
+    assert thresholds(single) == thresholds(three)
+    assert three.response_s_mean == single.response_s_mean
+    assert single.power_w_mean is not None
+    assert three.power_w_mean == pytest.approx(single.power_w_mean + 2 * H100.idle_w)
 
 
 def test_what_one_refill_engine_cannot_carry_is_shared() -> None:
-    seen = observed(1.5, 1, batch_size=16)
-    whole = solver(Objective(energy_weight=10.0), 16, barrier=False).solve(replace(seen, engines=2, slots=16))
+    observation = observed(1.5, 1, batch_size=16)
+    whole = solver(Objective(energy_weight=10.0), 16, barrier=False).solve(replace(observation, engines=2, slots=16))
     half = solver(Objective(energy_weight=10.0), 16, barrier=False).solve(
-        replace(seen, slots=16, rates_per_s=tuple(rate / 2 for rate in seen.rates_per_s))
+        replace(observation, slots=16, rates_per_s=tuple(rate / 2 for rate in observation.rates_per_s))
     )
     assert whole.response_s_mean == pytest.approx(half.response_s_mean)
     assert half.power_w_mean is not None
@@ -432,13 +436,15 @@ def test_questions_and_plans_come_back_from_json_as_they_were(objective: Objecti
     "objective", [Objective(energy_weight=10.0), Objective(latency_target_s=5.0), Objective(0.0, 9.0, 90.0)]
 )
 def test_the_same_question_has_the_same_answer(objective: Objective) -> None:
-    seen = observed(0.1, 2, batch_size=8)
-    assert solver(objective, 8).solve(seen) == solver(objective, 8).solve(seen)
+    observation = observed(0.1, 2, batch_size=8)
+    assert solver(objective, 8).solve(observation) == solver(objective, 8).solve(observation)
 
 
 def test_a_question_asked_twice_is_solved_once() -> None:
-    one = solver(batch_size=8)
-    assert one.solve(observed(0.1, 2, batch_size=8)) is one.solve(observed(0.1, 2, batch_size=8))
+    dispatch_solver = solver(batch_size=8)
+    assert dispatch_solver.solve(observed(0.1, 2, batch_size=8)) is dispatch_solver.solve(
+        observed(0.1, 2, batch_size=8)
+    )
 
 
 def test_prefill_counts_once_for_a_batch() -> None:

@@ -63,8 +63,8 @@ def test_every_bin_is_filled_and_each_edge_is_the_nearest_to_its_quantile(length
     largest_tie = np.unique(lengths, return_counts=True)[1].max()
     if bins <= distinct and largest_tie * bins <= len(lengths):
         below = np.cumsum(counts)[:-1]
-        wanted = np.arange(1, bins) / bins * len(lengths)
-        assert np.all(np.abs(below - wanted) <= largest_tie / 2 + 1e-9)
+        expected = np.arange(1, bins) / bins * len(lengths)
+        assert np.all(np.abs(below - expected) <= largest_tie / 2 + 1e-9)
 
 
 @given(st.integers(2, 16), st.integers(0, 2**32 - 1))
@@ -163,8 +163,8 @@ def test_gains_over_equal_mass_are_those_published_here(size: int, gains: tuple[
 def test_more_bins_than_are_useful_do_no_harm_to_lengths_not_seen(size: int) -> None:
     rng = np.random.default_rng(4)
     fitted, judge = rng.lognormal(5.2, 0.8, 1000), rng.lognormal(5.2, 0.8, 50_000)
-    found = [batch_time(judge, optimal_edges(fitted, bins, size), size) for bins in (8, 32, 128, 400)]
-    assert np.all(np.diff(found) < 0)
+    times_s = [batch_time(judge, optimal_edges(fitted, bins, size), size) for bins in (8, 32, 128, 400)]
+    assert np.all(np.diff(times_s) < 0)
     assert len(optimal_edges(fitted[:200], 2000, size)) == 199
 
 
@@ -227,30 +227,32 @@ def time_of(scores: np.ndarray, lengths: np.ndarray, edges: tuple[float, ...], s
 @pytest.mark.parametrize("bins", [2, 4])
 def test_where_scores_are_lengths_edges_by_answers_are_the_optimal_ones(bins: int, size: int) -> None:
     scores, lengths = answered(4096, 0.0, seed=1)
-    _, others = answered(40_000, 0.0, seed=2)
-    optimal = batch_time(others, optimal_edges(lengths, bins, size), size)
-    assert batch_time(others, answered_edges(scores, lengths, bins, size), size) == pytest.approx(optimal, rel=0.01)
+    _, other_lengths = answered(40_000, 0.0, seed=2)
+    optimal = batch_time(other_lengths, optimal_edges(lengths, bins, size), size)
+    assert batch_time(other_lengths, answered_edges(scores, lengths, bins, size), size) == pytest.approx(
+        optimal, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("sigma", [0.3, 0.5, 0.7])
 @pytest.mark.parametrize("size", [8, 32, 128])
 def test_edges_by_answers_lose_nothing_to_equal_mass_where_those_by_scores_would(size: int, sigma: float) -> None:
     scores, lengths = answered(4096, sigma, seed=3)
-    others = answered(60_000, sigma, seed=4)
+    other_lengths = answered(60_000, sigma, seed=4)
     for bins in (2, 8):
-        equal = time_of(*others, equal_mass_edges(scores, bins), size)
-        assert time_of(*others, answered_edges(scores, lengths, bins, size), size) < 1.01 * equal
+        equal = time_of(*other_lengths, equal_mass_edges(scores, bins), size)
+        assert time_of(*other_lengths, answered_edges(scores, lengths, bins, size), size) < 1.01 * equal
     if (size, sigma) == (128, 0.7):
-        assert time_of(*others, optimal_edges(scores, 2, size), size) > 1.1 * time_of(
-            *others, equal_mass_edges(scores, 2), size
+        assert time_of(*other_lengths, optimal_edges(scores, 2, size), size) > 1.1 * time_of(
+            *other_lengths, equal_mass_edges(scores, 2), size
         )
 
 
 def test_edges_by_answers_gain_where_scores_tell_enough() -> None:
     scores, lengths = answered(4096, 0.3, seed=5)
-    others = answered(60_000, 0.3, seed=6)
-    equal = time_of(*others, equal_mass_edges(scores, 2), 32)
-    assert time_of(*others, answered_edges(scores, lengths, 2, 32), 32) < equal / 1.08
+    other_lengths = answered(60_000, 0.3, seed=6)
+    equal = time_of(*other_lengths, equal_mass_edges(scores, 2), 32)
+    assert time_of(*other_lengths, answered_edges(scores, lengths, 2, 32), 32) < equal / 1.08
 
 
 def test_edges_by_answers_of_scores_that_tell_nothing_are_of_equal_mass() -> None:
@@ -267,9 +269,9 @@ def test_edges_by_answers_that_are_the_best_of_all_cuts() -> None:
         scores = rng.integers(1, 10, 60).astype(float)
         lengths = scores * rng.integers(1, 3, 60)
         cuts = (np.unique(scores)[1:] + np.unique(scores)[:-1]) / 2
-        least = min(time_of(scores, lengths, pair, 4) for pair in combinations(cuts.tolist(), 2))
+        least_s = min(time_of(scores, lengths, pair, 4) for pair in combinations(cuts.tolist(), 2))
         edges = answered_edges(scores, lengths, 3, 4, gain_min=0.0)
-        assert time_of(scores, lengths, edges, 4) == pytest.approx(least)
+        assert time_of(scores, lengths, edges, 4) == pytest.approx(least_s)
 
 
 def test_scores_without_their_answers_are_an_error() -> None:

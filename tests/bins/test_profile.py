@@ -108,8 +108,8 @@ def test_a_fit_is_the_non_negative_least_squares_optimum(points: list[tuple[floa
     columns = np.column_stack([sizes, np.ones_like(sizes)]) / values[:, None]
     _, residual = nnls(columns, np.ones_like(values))
     curve = Curve.fit(sizes, values)
-    ours = np.linalg.norm(columns @ [curve.slope, curve.intercept] - 1)
-    assert ours == pytest.approx(residual, rel=1e-6, abs=1e-6)
+    own_error = np.linalg.norm(columns @ [curve.slope, curve.intercept] - 1)
+    assert own_error == pytest.approx(residual, rel=1e-6, abs=1e-6)
 
 
 # ---- what a batch costs -------------------------------------------------------------------------------------------
@@ -151,23 +151,23 @@ def test_the_longest_of_uniform_lengths_is_that_of_the_theory():
 
 
 def test_a_batch_takes_its_longest_answer_times_the_step_after_the_prefill():
-    it = profile(prefill_s=0.5, prefill_j=7.0)
+    engine_profile = profile(prefill_s=0.5, prefill_j=7.0)
     lengths = [[100], [10, 30]]  # the second bin's longest of two: 30 three times in four
-    assert it.latency_s(lengths, [1, 2]) == pytest.approx(
+    assert engine_profile.latency_s(lengths, [1, 2]) == pytest.approx(
         np.array([[0.5 + 100 * 0.010, 0.5 + 100 * 0.011], [0.5 + 20 * 0.010, 0.5 + 25 * 0.011]]), rel=1e-12
     )
-    assert it.energy_j(lengths, [1, 2]) == pytest.approx(
+    assert engine_profile.energy_j(lengths, [1, 2]) == pytest.approx(
         np.array([[7 + 100 * 1.0, 7 + 100 * 1.1], [7 + 20 * 1.0, 7 + 25 * 1.1]]), rel=1e-12
     )
-    assert it.power_w([1, 2]) == pytest.approx([1.0 / 0.010, 1.1 / 0.011])
+    assert engine_profile.power_w([1, 2]) == pytest.approx([1.0 / 0.010, 1.1 / 0.011])
 
 
 def test_relative_energy_is_a_watt_while_anything_runs_prefill_included():
-    it = timed()
-    assert not it.energy_known
-    assert it.power_w([1, 4, 8]).tolist() == [1.0, 1.0, 1.0]
-    assert it.idle_w == 0.0
-    assert it.energy_j([[10, 30]], [1, 4]) == pytest.approx(it.latency_s([[10, 30]], [1, 4]))
+    engine_profile = timed()
+    assert not engine_profile.energy_known
+    assert engine_profile.power_w([1, 4, 8]).tolist() == [1.0, 1.0, 1.0]
+    assert engine_profile.idle_w == 0.0
+    assert engine_profile.energy_j([[10, 30]], [1, 4]) == pytest.approx(engine_profile.latency_s([[10, 30]], [1, 4]))
 
 
 WAVES = {"step_s": Curve.table([1, 4, 8], [0.01, 0.04, 0.041]), "step_j": Curve.table([0.5, 2, 8], [1.0, 1.0, 2.0])}
@@ -177,9 +177,11 @@ WAVES = {"step_s": Curve.table([1, 4, 8], [0.01, 0.04, 0.041]), "step_j": Curve.
 @pytest.mark.parametrize("curves", [WAVES, {}, {"step_j": Curve.affine(0.1, 0.0)}, {"step_j": Curve.affine(0.0, 1.0)}])
 def test_the_least_power_is_that_of_some_size_that_is_known(curves: dict[str, Curve], slots_max: int | None):
     """Beside a fine grid; without a largest size, up to the last point of a curve: beyond, nobody has measured."""
-    it = profile(**curves, slots_max=slots_max, idle_w=0.0)
+    engine_profile = profile(**curves, slots_max=slots_max, idle_w=0.0)
     last = slots_max or (8 if curves is WAVES else 1)
-    assert it.power_w_min == pytest.approx(it.power_w(np.arange(1000, 1000 * last + 1) / 1000).min(), rel=1e-12)
+    assert engine_profile.power_w_min == pytest.approx(
+        engine_profile.power_w(np.arange(1000, 1000 * last + 1) / 1000).min(), rel=1e-12
+    )
 
 
 def test_nothing_draws_more_by_doing_nothing():
@@ -327,68 +329,68 @@ def test_a_file_that_is_no_profile_is_said_so(tmp_path: Path):
 # ---- fits ---------------------------------------------------------------------------------------------------------
 
 
-def batches_of(known: Profile, *, noise: float = 0.0, joules: bool = True) -> list[Observation]:
+def batches_of(true_profile: Profile, *, noise: float = 0.0, joules: bool = True) -> list[Observation]:
     """What would be observed of a known engine; noise: standard deviation of the relative errors."""
     rng = np.random.default_rng(1)
-    found = []
+    observations = []
     for size, tokens in product((1, 2, 4, 8, 16, 32), (16, 64, 256)):
-        seconds = known.latency_s([[tokens]], [size])[0, 0] * (1 + noise * rng.standard_normal())
-        energy = known.energy_j([[tokens]], [size])[0, 0] * (1 + noise * rng.standard_normal())
-        found.append(Observation(size, tokens, seconds, energy if joules else None))
-    return found
+        seconds = true_profile.latency_s([[tokens]], [size])[0, 0] * (1 + noise * rng.standard_normal())
+        energy = true_profile.energy_j([[tokens]], [size])[0, 0] * (1 + noise * rng.standard_normal())
+        observations.append(Observation(size, tokens, seconds, energy if joules else None))
+    return observations
 
 
 def test_a_fit_finds_the_engine_that_was_observed():
-    known = profile(prefill_s=0.04, prefill_j=6.0)
-    found = fit(batches_of(known), name="found", idle_w=50.0, source="Made up.", slots_max=64)
-    assert (found.prefill_s, found.prefill_j) == pytest.approx((0.04, 6.0), rel=1e-9)
-    assert (found.step_s.slope, found.step_s.intercept) == pytest.approx((1e-3, 9e-3), rel=1e-9)
-    assert (found.step_j.slope, found.step_j.intercept) == pytest.approx((0.1, 0.9), rel=1e-9)
-    assert (found.step_s.error, found.step_j.error) == pytest.approx((0.0, 0.0), abs=1e-9)
-    assert found.step_s.values == pytest.approx(known.step_s.at(found.step_s.sizes), rel=1e-9)
-    assert (found.energy_source, found.slots_max, found.idle_w) == ("measured", 64, 50.0)
+    true_profile = profile(prefill_s=0.04, prefill_j=6.0)
+    fitted = fit(batches_of(true_profile), name="found", idle_w=50.0, source="Made up.", slots_max=64)
+    assert (fitted.prefill_s, fitted.prefill_j) == pytest.approx((0.04, 6.0), rel=1e-9)
+    assert (fitted.step_s.slope, fitted.step_s.intercept) == pytest.approx((1e-3, 9e-3), rel=1e-9)
+    assert (fitted.step_j.slope, fitted.step_j.intercept) == pytest.approx((0.1, 0.9), rel=1e-9)
+    assert (fitted.step_s.error, fitted.step_j.error) == pytest.approx((0.0, 0.0), abs=1e-9)
+    assert fitted.step_s.values == pytest.approx(true_profile.step_s.at(fitted.step_s.sizes), rel=1e-9)
+    assert (fitted.energy_source, fitted.slots_max, fitted.idle_w) == ("measured", 64, 50.0)
 
 
 def test_a_fits_error_is_that_of_its_predictions():
     """A relative noise of 3 % has a mean absolute value of 0.03 sqrt(2 / pi) = 2.4 %, less what the fit follows."""
     batches = batches_of(profile(prefill_s=0.04), noise=0.03)
-    found = fit(batches, name="found", idle_w=0.0, source="Made up.")
-    misses = [found.latency_s([[batch.tokens]], [batch.size])[0, 0] / batch.seconds - 1 for batch in batches]
-    assert found.step_s.error == pytest.approx(np.mean(np.abs(misses)), rel=1e-9)
-    assert 0.01 < found.step_s.error < 0.03
+    fitted = fit(batches, name="found", idle_w=0.0, source="Made up.")
+    misses = [fitted.latency_s([[batch.tokens]], [batch.size])[0, 0] / batch.seconds - 1 for batch in batches]
+    assert fitted.step_s.error == pytest.approx(np.mean(np.abs(misses)), rel=1e-9)
+    assert 0.01 < fitted.step_s.error < 0.03
 
 
 def test_without_joules_energy_is_the_assumed_power_times_the_time():
     batches = batches_of(profile(prefill_s=0.04), joules=False)
-    found = fit(batches, name="found", idle_w=50.0, source="Made up.", busy_w=300.0)
-    assert found.energy_source == "modelled"
-    assert found.prefill_j == pytest.approx(300 * 0.04)
-    assert found.power_w([1, 8, 32]) == pytest.approx([300.0] * 3)
+    fitted = fit(batches, name="found", idle_w=50.0, source="Made up.", busy_w=300.0)
+    assert fitted.energy_source == "modelled"
+    assert fitted.prefill_j == pytest.approx(300 * 0.04)
+    assert fitted.power_w([1, 8, 32]) == pytest.approx([300.0] * 3)
 
 
 def test_without_joules_and_without_a_power_the_fit_has_times_only():
     batches = batches_of(profile(prefill_s=0.04), joules=False)
-    found = fit(batches, name="found", idle_w=50.0, source="Made up.", slots_max=32)
-    assert found.step_s.at([1, 8]) == pytest.approx([0.010, 0.017])
-    assert found == Profile.timed("found", found.step_s, prefill_s=found.prefill_s, slots_max=32, source="Made up.")
-    assert found.energy_source == "unknown"
+    fitted = fit(batches, name="found", idle_w=50.0, source="Made up.", slots_max=32)
+    assert fitted.step_s.at([1, 8]) == pytest.approx([0.010, 0.017])
+    assert fitted == Profile.timed("found", fitted.step_s, prefill_s=fitted.prefill_s, slots_max=32, source="Made up.")
+    assert fitted.energy_source == "unknown"
 
 
 def test_with_one_length_there_is_no_telling_prefill_from_steps_and_it_is_left_out():
     batches = [Observation(size, 50, 0.2 + 50 * (0.001 * size + 0.009)) for size in (1, 8)]
-    found = fit(batches, name="found", idle_w=0.0, source="Made up.", busy_w=1.0)
-    assert found.prefill_s == 0.0
-    assert found.latency_s([[50]], [1, 8])[0] == pytest.approx([batch.seconds for batch in batches])
+    fitted = fit(batches, name="found", idle_w=0.0, source="Made up.", busy_w=1.0)
+    assert fitted.prefill_s == 0.0
+    assert fitted.latency_s([[50]], [1, 8])[0] == pytest.approx([batch.seconds for batch in batches])
 
 
 def test_terms_that_would_be_negative_are_dropped_and_the_others_fitted_again():
     """Seconds that grow faster than their tokens would ask for a prefill below 0."""
     batches = [Observation(size, tokens, 0.01 * tokens**1.3) for size in (1, 4) for tokens in (10, 20, 40)]
-    found = fit(batches, name="found", idle_w=0.0, source="Made up.", busy_w=1.0)
-    assert found.prefill_s == 0.0
+    fitted = fit(batches, name="found", idle_w=0.0, source="Made up.", busy_w=1.0)
+    assert fitted.prefill_s == 0.0
     tokens, seconds = np.array([(batch.tokens, batch.seconds) for batch in batches]).T
     alone = (tokens / seconds).sum() / ((tokens / seconds) ** 2).sum()  # least squares of one term
-    assert found.step_s.at(1) == pytest.approx(alone, rel=1e-9)
+    assert fitted.step_s.at(1) == pytest.approx(alone, rel=1e-9)
 
 
 def test_a_fit_of_one_size_is_refused():

@@ -79,24 +79,24 @@ def test_a_larger_threshold_draws_less_power_and_takes_longer(rate_per_s: float)
 def test_the_best_threshold_costs_least_at_its_weight_and_grows_with_it() -> None:
     engine = h100(1.0)
     response_s, power_w = engine.thresholds()
-    found = []
+    best_thresholds = []
     for weight in (0.0, 2.0, 10.0, 50.0, 1e6):
-        least, own_s, own_w, met = engine.best(weight)
-        assert (own_s, own_w, met) == (response_s[least - 1], power_w[least - 1], True)
+        threshold, own_s, own_w, met = engine.best(weight)
+        assert (own_s, own_w, met) == (response_s[threshold - 1], power_w[threshold - 1], True)
         assert 1e3 * own_s + weight * own_w == pytest.approx((1e3 * response_s + weight * power_w).min())
-        found.append(least)
-    assert found == sorted(found)
-    assert (found[0], found[-1]) == (1, 16)
-    assert len(set(found)) > 3
+        best_thresholds.append(threshold)
+    assert best_thresholds == sorted(best_thresholds)
+    assert (best_thresholds[0], best_thresholds[-1]) == (1, 16)
+    assert len(set(best_thresholds)) > 3
 
 
 def test_within_a_target_the_threshold_of_least_power_is_taken() -> None:
     engine = h100(1.0)
     response_s, _ = engine.thresholds()
-    for least in (1, 5, 16):
-        found, own_s, _, met = engine.best(0.0, float(response_s[least - 1]) * (1 + 1e-9))
-        assert (found, met) == (least, True)
-        assert own_s == response_s[least - 1]
+    for threshold in (1, 5, 16):
+        best_threshold, own_s, _, met = engine.best(0.0, float(response_s[threshold - 1]) * (1 + 1e-9))
+        assert (best_threshold, met) == (threshold, True)
+        assert own_s == response_s[threshold - 1]
 
 
 def test_a_target_that_no_threshold_meets_gives_the_fastest_and_says_so() -> None:
@@ -119,23 +119,27 @@ def simulated(engine: RefillEngine, threshold: int, arrivals: int, rng: np.rando
     who are there, in slots or before them, are counted over time (Little).
     """
     rate, slots = engine.arrival_rate_per_s, engine.step_s.size
-    there, running, come = 0, False, 0
-    held, elapsed_s, energy_j = 0.0, 0.0, 0.0
+    present, running, arrived = 0, False, 0
+    present_s, elapsed_s, energy_j = 0.0, 0.0, 0.0
     exponential = rng.exponential(size=3 * arrivals).tolist()
     coins = rng.random(3 * arrivals).tolist()
-    while come < arrivals:
-        n = min(there, slots) if running else 0
+    while arrived < arrivals:
+        n = min(present, slots) if running else 0
         ends_per_s = n / (engine.tokens_mean * engine.step_s[n - 1]) if n else 0.0
         power_w = engine.step_j[n - 1] / engine.step_s[n - 1] if n else engine.idle_power_w
         stays_s = exponential.pop() / (rate + ends_per_s)
-        held, elapsed_s, energy_j = held + there * stays_s, elapsed_s + stays_s, energy_j + power_w * stays_s
+        present_s, elapsed_s, energy_j = (
+            present_s + present * stays_s,
+            elapsed_s + stays_s,
+            energy_j + power_w * stays_s,
+        )
         if coins.pop() * (rate + ends_per_s) < rate:
-            there, come = there + 1, come + 1
-            running = running or there >= threshold
+            present, arrived = present + 1, arrived + 1
+            running = running or present >= threshold
         else:
-            there -= 1
-            running = there > 0
-    return held / come, energy_j / elapsed_s
+            present -= 1
+            running = present > 0
+    return present_s / arrived, energy_j / elapsed_s
 
 
 @pytest.mark.parametrize(("rate_per_s", "threshold"), [(0.5, 1), (1.5, 4), (4.5, 3)])

@@ -20,8 +20,8 @@ LENGTHS = np.random.default_rng(0).lognormal(5.0, 0.8, 300)
 
 
 def of_kind(kind: str, mean_s: Array = MEAN_S) -> ServiceTimes:
-    made: Callable[[Array], ServiceTimes] = getattr(ServiceTimes, kind)
-    return made(mean_s)
+    construct: Callable[[Array], ServiceTimes] = getattr(ServiceTimes, kind)
+    return construct(mean_s)
 
 
 def of_lengths(parts: int = 32) -> ServiceTimes:
@@ -129,11 +129,11 @@ def test_more_parts_come_nearer_to_the_second_moment_from_below() -> None:
     ordered, n, size = np.sort(LENGTHS), LENGTHS.size, 8
     i = np.arange(1, n + 1)
     exact = float(ordered**2 @ ((i / n) ** size - ((i - 1) / n) ** size))
-    found = [float(np.mean(longest_slices(LENGTHS, [size], parts) ** 2)) for parts in (1, 8, 32, 512)]
-    assert found == sorted(found)
-    assert found[-1] <= exact * (1 + 1e-12)
-    assert found[2] == pytest.approx(exact, rel=0.01)
-    assert found[3] == pytest.approx(exact, rel=0.001)
+    second_moments = [float(np.mean(longest_slices(LENGTHS, [size], parts) ** 2)) for parts in (1, 8, 32, 512)]
+    assert second_moments == sorted(second_moments)
+    assert second_moments[-1] <= exact * (1 + 1e-12)
+    assert second_moments[2] == pytest.approx(exact, rel=0.01)
+    assert second_moments[3] == pytest.approx(exact, rel=0.001)
 
 
 @settings(max_examples=60, deadline=None)
@@ -164,16 +164,16 @@ def test_draws_have_the_moments(service: ServiceTimes) -> None:
 
 def test_drawing_leaves_the_service_as_it_was() -> None:
     service = of_kind("exponential")
-    before = service.parts_s.copy()
+    parts_s_before = service.parts_s.copy()
     service.draw(3, 100, np.random.default_rng(0))
-    assert (service.parts_s == before).all()
+    assert (service.parts_s == parts_s_before).all()
 
 
 # ---- what makes no sense ----
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("construct", "message"),
     [
         (lambda: ServiceTimes.deterministic([0.1, 0.0]), "positive and finite"),
         (lambda: ServiceTimes.exponential([0.1, np.inf]), "positive and finite"),
@@ -187,6 +187,6 @@ def test_drawing_leaves_the_service_as_it_was() -> None:
         (lambda: ServiceTimes.longest_of([5.0, np.inf], [0.1]), "lengths must be positive"),
     ],
 )
-def test_what_makes_no_sense_is_an_error(made: Callable[[], ServiceTimes], message: str) -> None:
+def test_what_makes_no_sense_is_an_error(construct: Callable[[], ServiceTimes], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        made()
+        construct()

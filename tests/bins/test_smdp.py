@@ -36,8 +36,8 @@ ENERGY_J = (19.899 * SIZES + 19.603) * 1e-3
 
 def basic(load: float, kind: str = "deterministic", batch_max: int = 32, **options: float) -> Queue:
     latency_s = LATENCY_S[:batch_max]
-    made: Callable[[Array], ServiceTimes] = getattr(ServiceTimes, kind)
-    return Queue(load * batch_max / latency_s[-1], made(latency_s), ENERGY_J[:batch_max], **options)  # type: ignore[arg-type]
+    construct: Callable[[Array], ServiceTimes] = getattr(ServiceTimes, kind)
+    return Queue(load * batch_max / latency_s[-1], construct(latency_s), ENERGY_J[:batch_max], **options)  # type: ignore[arg-type]
 
 
 def singles(rate_per_s: float, service: ServiceTimes, **options: float) -> Queue:
@@ -94,12 +94,12 @@ def test_least_acceptable_truncations_of_table_ii(overflow_cost: float, states_m
     """Delta < 1e-3 at the printed s_max and not at one less, with the printed g and about the printed iterations."""
     queue = basic(0.9)
     iterations = {89: 1847, 78: 1635, 70: 1483}[states_max]
-    for least, acceptable in ((states_max, True), (states_max - 1, False)):
-        model = queue.truncated(1.0, states_max=least, overflow_cost=overflow_cost)
-        found = relative_value_iteration(model, epsilon=0.01)
-        assert (overflow_cost_of(model, found.policy) < 1e-3) is acceptable
-        assert evaluate(model, found.policy) == pytest.approx(66.1374, rel=1e-4)
-        assert found.iterations == pytest.approx(iterations, rel=0.02)
+    for states, acceptable in ((states_max, True), (states_max - 1, False)):
+        model = queue.truncated(1.0, states_max=states, overflow_cost=overflow_cost)
+        solution = relative_value_iteration(model, epsilon=0.01)
+        assert (overflow_cost_of(model, solution.policy) < 1e-3) is acceptable
+        assert evaluate(model, solution.policy) == pytest.approx(66.1374, rel=1e-4)
+        assert solution.iterations == pytest.approx(iterations, rel=0.02)
 
 
 @pytest.mark.parametrize(("overflow_cost", "states_max"), [(10.0, 150), (0.0, 177)])
@@ -107,12 +107,12 @@ def test_truncations_whose_overflow_is_cheap_need_more_states(overflow_cost: flo
     """With fewer it is cheapest to overflow for ever, at s_max / lambda + c_o < 66.137 ms. The 161 and 192 of the table
     are where its ten thousand iterations ended."""
     queue = basic(0.9)
-    for least, acceptable in ((states_max, True), (states_max - 1, False)):
-        model = queue.truncated(1.0, states_max=least, overflow_cost=overflow_cost)
-        found = policy_iteration(model, np.minimum(np.arange(least + 2), 32))
-        assert (overflow_cost_of(model, found.policy) < 1e-3) is acceptable
-        assert found.policy[-1] == (32 if acceptable else 0)
-        forever_ms = 1e3 * least / queue.arrival_rate_per_s + overflow_cost
+    for states, acceptable in ((states_max, True), (states_max - 1, False)):
+        model = queue.truncated(1.0, states_max=states, overflow_cost=overflow_cost)
+        solution = policy_iteration(model, np.minimum(np.arange(states + 2), 32))
+        assert (overflow_cost_of(model, solution.policy) < 1e-3) is acceptable
+        assert solution.policy[-1] == (32 if acceptable else 0)
+        forever_ms = 1e3 * states / queue.arrival_rate_per_s + overflow_cost
         assert (forever_ms > 66.137) == acceptable
     with pytest.raises(NotConverged, match="after 1000 iterations"):
         relative_value_iteration(model, epsilon=0.01, iterations_max=1_000)
@@ -165,19 +165,19 @@ def test_single_requests_wait_as_pollaczek_and_khinchine_say(kind: str, load: fl
     mean_s = 0.02
     service: ServiceTimes = getattr(ServiceTimes, kind)([mean_s])
     queue = singles(load / mean_s, service)
-    found = queue.evaluate(queue.greedy())
+    evaluation = queue.evaluate(queue.greedy())
     waiting_s = load * mean_s * (1 + SQUARED_COV[kind]) / (2 * (1 - load))
-    assert found.response_s_mean == pytest.approx(mean_s + waiting_s, rel=1e-8)
-    assert found.power_w_mean == pytest.approx(0.05 * load / mean_s, rel=1e-8)
-    assert found.utilisation == pytest.approx(load, rel=1e-8)
-    assert found.batch_size_mean == pytest.approx(1.0, rel=1e-8)
+    assert evaluation.response_s_mean == pytest.approx(mean_s + waiting_s, rel=1e-8)
+    assert evaluation.power_w_mean == pytest.approx(0.05 * load / mean_s, rel=1e-8)
+    assert evaluation.utilisation == pytest.approx(load, rel=1e-8)
+    assert evaluation.batch_size_mean == pytest.approx(1.0, rel=1e-8)
 
 
 def test_a_lone_request_takes_its_own_time_and_energy() -> None:
     queue = basic(1e-6)
-    found = queue.evaluate(queue.greedy())
-    assert found.response_s_mean == pytest.approx(LATENCY_S[0], rel=1e-5)
-    assert found.power_w_mean == pytest.approx(queue.arrival_rate_per_s * ENERGY_J[0], rel=1e-5)
+    evaluation = queue.evaluate(queue.greedy())
+    assert evaluation.response_s_mean == pytest.approx(LATENCY_S[0], rel=1e-5)
+    assert evaluation.power_w_mean == pytest.approx(queue.arrival_rate_per_s * ENERGY_J[0], rel=1e-5)
 
 
 def test_unlimited_batches_of_constant_time_leave_who_waits_half_of_it_and_more() -> None:
@@ -185,8 +185,8 @@ def test_unlimited_batches_of_constant_time_leave_who_waits_half_of_it_and_more(
     time l; the others wait for what is left of the batch that runs, again l, and take another."""
     mean_s, rate_per_s = 0.05, 40.0
     queue = Queue(rate_per_s, ServiceTimes.exponential(np.full(64, mean_s)), np.ones(64))
-    found = queue.evaluate(queue.greedy())
-    assert found.response_s_mean == pytest.approx(mean_s * (1 + found.utilisation), rel=1e-6)
+    evaluation = queue.evaluate(queue.greedy())
+    assert evaluation.response_s_mean == pytest.approx(mean_s * (1 + evaluation.utilisation), rel=1e-6)
 
 
 def test_idle_power_is_drawn_while_nothing_runs() -> None:
@@ -208,13 +208,13 @@ def test_two_engines_free_the_queue_after_half_a_batch_and_answers_take_all_of_i
     mean_s, rate_per_s = 0.02, 70.0
     service: ServiceTimes = getattr(ServiceTimes, kind)([mean_s])
     queue = singles(rate_per_s, service, engines=2, idle_power_w=3.0)
-    found = queue.evaluate(queue.greedy())
+    evaluation = queue.evaluate(queue.greedy())
     load = rate_per_s * mean_s / 2
     waiting_s = load * mean_s / 2 * (1 + SQUARED_COV[kind]) / (2 * (1 - load))
     assert queue.load == pytest.approx(load)
-    assert found.response_s_mean == pytest.approx(mean_s + waiting_s, rel=1e-8)
-    assert found.utilisation == pytest.approx(load, rel=1e-8)
-    assert found.power_w_mean == pytest.approx(0.05 * rate_per_s + 2 * 3.0 * (1 - load), rel=1e-8)
+    assert evaluation.response_s_mean == pytest.approx(mean_s + waiting_s, rel=1e-8)
+    assert evaluation.utilisation == pytest.approx(load, rel=1e-8)
+    assert evaluation.power_w_mean == pytest.approx(0.05 * rate_per_s + 2 * 3.0 * (1 - load), rel=1e-8)
 
 
 def test_an_engine_that_is_half_elsewhere_is_free_again_after_twice_the_time() -> None:
@@ -257,8 +257,8 @@ def test_no_greedy_static_or_threshold_policy_is_better(kind: str, load: float) 
         solution = queue.solve(energy_weight)
         least = min(evaluation.cost_ms(energy_weight) for evaluation in evaluations)
         assert solution.average_cost <= least * (1 + 1e-9)
-        again = queue.evaluate(solution.policy)
-        assert again.cost_ms(energy_weight) == pytest.approx(solution.average_cost, rel=1e-8)
+        evaluated = queue.evaluate(solution.policy)
+        assert evaluated.cost_ms(energy_weight) == pytest.approx(solution.average_cost, rel=1e-8)
         assert solution.evaluation.cost_ms(energy_weight) == pytest.approx(solution.average_cost, rel=1e-12)
 
 
@@ -266,7 +266,7 @@ def test_no_greedy_static_or_threshold_policy_is_better(kind: str, load: float) 
 def test_variable_times_make_full_batches_of_all_that_wait_a_bad_rule(kind: str, least_loss: float) -> None:
     """rho = 0.7, response time alone: the best threshold is so much worse than to send less than all that wait."""
     queue = basic(0.7, kind)
-    best = min(queue.evaluate(queue.threshold(least)).cost_ms(0.0) for least in range(1, 17))
+    best = min(queue.evaluate(queue.threshold(threshold)).cost_ms(0.0) for threshold in range(1, 17))
     assert best > (1 + least_loss) * queue.solve(0.0).average_cost
 
 
@@ -276,12 +276,12 @@ def test_the_solution_is_that_of_value_iteration_on_a_long_truncated_model(kind:
     queue = basic(load, kind, batch_max=8, idle_power_w=5.0)
     exact = queue.solve(1.0)
     model = queue.truncated(1.0, states_max=200, overflow_cost=100.0)
-    found = relative_value_iteration(model, epsilon=1e-6, iterations_max=100_000)
-    assert evaluate(model, found.policy) == pytest.approx(exact.average_cost, rel=1e-6)
-    visited = np.flatnonzero(stationary(model.under(found.policy)[2])[:200] > 1e-7)
+    solution = relative_value_iteration(model, epsilon=1e-6, iterations_max=100_000)
+    assert evaluate(model, solution.policy) == pytest.approx(exact.average_cost, rel=1e-6)
+    visited = np.flatnonzero(stationary(model.under(solution.policy)[2])[:200] > 1e-7)
     assert visited.size > 8
     expected = exact.policy[np.minimum(visited, exact.policy.size - 1)]  # actions 0, 1, ..., 8 are their own indices
-    assert found.policy[visited].tolist() == expected.tolist()
+    assert solution.policy[visited].tolist() == expected.tolist()
 
 
 def free_states(queue: Queue, policy: NDArray[np.intp]) -> int:
@@ -299,9 +299,9 @@ def queues(draw: st.DrawFn) -> tuple[Queue, float]:
     latency_s = 1e-3 * (draw(st.floats(0.1, 5.0)) + np.cumsum(draw(rises)))
     energy_j = 1e-2 * (draw(st.floats(0.1, 5.0)) + np.cumsum(draw(rises)))
     kind = draw(st.sampled_from(KINDS))
-    made: Callable[..., ServiceTimes] = getattr(ServiceTimes, kind)
+    construct: Callable[..., ServiceTimes] = getattr(ServiceTimes, kind)
     rate_per_s = draw(st.floats(0.02, 0.8)) * (batch_min + sizes - 1) / latency_s[-1]
-    return Queue(rate_per_s, made(latency_s, batch_min), energy_j), draw(st.floats(0.0, 20.0))
+    return Queue(rate_per_s, construct(latency_s, batch_min), energy_j), draw(st.floats(0.0, 20.0))
 
 
 @settings(max_examples=60, deadline=None)
@@ -406,7 +406,10 @@ def test_a_mixture_is_between_its_policies_and_at_its_ends_is_them() -> None:
     assert at_one.response_s_mean == pytest.approx(slow.evaluation.response_s_mean, rel=1e-9)
     assert at_one.power_w_mean == pytest.approx(slow.evaluation.power_w_mean, rel=1e-9)
     mixed = [queue.evaluate(fast.policy, slow.policy, share) for share in np.linspace(0, 1, 6)]
-    responses_s, powers_w = [each.response_s_mean for each in mixed], [each.power_w_mean for each in mixed]
+    responses_s, powers_w = (
+        [evaluation.response_s_mean for evaluation in mixed],
+        [evaluation.power_w_mean for evaluation in mixed],
+    )
     assert (np.diff(responses_s) > 0).all()
     assert (np.diff(powers_w) < 0).all()
 
@@ -424,10 +427,10 @@ def test_at_a_breakpoint_both_steps_and_all_their_mixtures_cost_the_same() -> No
     saved_w = fast.evaluation.power_w_mean - slow.evaluation.power_w_mean
     breakpoint = 1e3 * (slow.evaluation.response_s_mean - fast.evaluation.response_s_mean) / saved_w
     assert breakpoint == pytest.approx(1.503, abs=1e-3)
-    least = queue.solve(breakpoint).average_cost
+    least_cost = queue.solve(breakpoint).average_cost
     for share in (0.0, 0.3, 0.7, 1.0):
         mixed = queue.evaluate(fast.policy, slow.policy, share)
-        assert mixed.cost_ms(breakpoint) == pytest.approx(least, rel=1e-8)
+        assert mixed.cost_ms(breakpoint) == pytest.approx(least_cost, rel=1e-8)
 
 
 # ---- draws ----

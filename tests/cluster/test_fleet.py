@@ -172,9 +172,9 @@ def office(tmp_path: Path) -> dict[str, Any]:
     return {"server": ServerConfig(port=0, admin_key_file=str(keys))}
 
 
-async def order(front: Front, name: str, what: str, key: str | None = "let-me-in") -> tuple[int, Any]:
+async def order(front: Front, name: str, command: str, key: str | None = "let-me-in") -> tuple[int, Any]:
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with front.session.post(f"{front.url}/admin/engines/{name}/{what}", headers=headers) as response:
+    async with front.session.post(f"{front.url}/admin/engines/{name}/{command}", headers=headers) as response:
         return response.status, await response.json()
 
 
@@ -186,8 +186,8 @@ async def test_a_drained_engine_finishes_what_it_has_and_gets_no_more_until_it_i
         name = name_of(first.url)
         requests = [asyncio.ensure_future(ask(front, stream=True, max_tokens=40)) for _ in range(8)]
         await until(lambda: first.running == second.running == 2)
-        status, said = await order(front, name, "drain")
-        assert (status, said["state"], said["running"]) == (200, "draining", 2)
+        status, reply = await order(front, name, "drain")
+        assert (status, reply["state"], reply["running"]) == (200, "draining", 2)
         served = len(first.bodies)
         assert Counter(await asyncio.gather(*requests)) == {"done": 8}
         assert len(first.bodies) == served, "a drained engine was given a request"
@@ -235,14 +235,14 @@ async def test_a_rolling_restart_under_load_loses_nothing(start_front: StartFron
 
         clients = [asyncio.ensure_future(keep_asking(number)) for number in range(12)]
         for process in (first, second):
-            name, before = name_of(process.url), sum(ends.values())
-            await until(lambda before=before: sum(ends.values()) > before + 20)  # type: ignore[misc]
+            name, ended_before = name_of(process.url), sum(ends.values())
+            await until(lambda ended_before=ended_before: sum(ends.values()) > ended_before + 20)  # type: ignore[misc]
             await order(front, name, "drain")
             await until(lambda name=name: not front.cluster.fleet.handles[name].running)  # type: ignore[misc]
             await process.restart()
             await until(lambda name=name: front.cluster.engines_ready[name])  # type: ignore[misc]
-        before = sum(ends.values())
-        await until(lambda: sum(ends.values()) > before + 20)
+        ended_before = sum(ends.values())
+        await until(lambda: sum(ends.values()) > ended_before + 20)
         stop.set()
         await asyncio.gather(*clients)
     assert set(ends) == {"done"}, ends
@@ -296,8 +296,8 @@ async def test_an_engine_that_is_healthy_but_lets_nobody_in_is_said_to_once(
         await until(lambda: handle.trouble != "")
         await asyncio.sleep(0.3)
         assert not handle.up
-    said = [record.message for record in caplog.records if "/v1/models says 401" in record.message]
-    assert len(said) == 1
+    messages = [record.message for record in caplog.records if "/v1/models says 401" in record.message]
+    assert len(messages) == 1
 
 
 async def test_metrics_that_fail_for_once_change_nothing(start_front: StartFront) -> None:

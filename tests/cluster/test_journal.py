@@ -97,18 +97,21 @@ class ToldOtherwise:
 
 def test_a_replay_learns_paces_and_makes_room_as_the_first_time(tmp_path: Path) -> None:
     """An engine that is slower than told, and bursts that stop what runs: told from the file, all is decided alike."""
-    told = EngineInfo("e", 8, True, speeds={"a": StepTimes(0.1, (0.1,) * 8), "b": StepTimes(0.1, (0.2,) * 8)})
+    declared = EngineInfo("e", 8, True, speeds={"a": StepTimes(0.1, (0.1,) * 8), "b": StepTimes(0.1, (0.2,) * 8)})
     slower = EngineInfo("e", 8, True, speeds={"a": StepTimes(0.1, (0.13,) * 8), "b": StepTimes(0.1, (0.27,) * 8)})
     header = Header(SchedulingConfig(order="flex", batch_size=8, preemption_factor=2.0).resolved(barrier=True))
     arrivals = [
-        (0.37 * number, Request(4 * number + each, float(each + 1), 0.37 * number + 9.0, model="ab"[number % 3 == 0]))
+        (
+            0.37 * number,
+            Request(4 * number + offset, float(offset + 1), 0.37 * number + 9.0, model="ab"[number % 3 == 0]),
+        )
         for number in range(120)
-        for each in range(1 + 3 * (number % 3 == 0))
+        for offset in range(1 + 3 * (number % 3 == 0))
     ]
     scheduler = header.scheduler()
     lengths = [1.0 + number % 5 for number in range(480)]
     with Journal(header, path=tmp_path / "j") as book:
-        engine = ToldOtherwise(SimulatedWorker(slower, lengths), told)
+        engine = ToldOtherwise(SimulatedWorker(slower, lengths), declared)
         SimulatedCluster(scheduler, [engine], journal=book).run(iter(arrivals))  # type: ignore[list-item]
     assert scheduler.engines["e"].pace("a") > 1.1
     read, steps = journal.read(tmp_path / "j")

@@ -24,30 +24,30 @@ def listed(**contexts_tokens: int | None) -> Listed:
 
 
 def test_a_model_is_known_while_an_engine_lists_it() -> None:
-    known = KnownModels()
-    known.change({}, listed(a=None, b=None))
-    known.change({}, listed(b=None))
-    known.change(listed(a=None, b=None), listed(c=None))
-    assert list(known.by_id) == ["b", "c"]
-    assert [known.engines_of(model) for model in "abc"] == [0, 1, 1]
+    known_models = KnownModels()
+    known_models.change({}, listed(a=None, b=None))
+    known_models.change({}, listed(b=None))
+    known_models.change(listed(a=None, b=None), listed(c=None))
+    assert list(known_models.by_id) == ["b", "c"]
+    assert [known_models.engines_of(model) for model in "abc"] == [0, 1, 1]
 
 
 def test_of_several_sizes_of_context_the_least_is_told_as_long_as_an_engine_has_it() -> None:
-    known = KnownModels()
+    known_models = KnownModels()
     for tokens in (None, 8192, 4096):
-        known.change({}, listed(m=tokens))
-    assert known.by_id["m"].context_tokens == 4096
-    known.change(listed(m=4096), listed(m=2048))
-    assert known.by_id["m"].context_tokens == 2048
-    known.change(listed(m=2048), {})
-    assert known.by_id["m"].context_tokens == 8192
-    known.change(listed(m=8192), {})
-    assert known.by_id["m"].context_tokens is None
+        known_models.change({}, listed(m=tokens))
+    assert known_models.by_id["m"].context_tokens == 4096
+    known_models.change(listed(m=4096), listed(m=2048))
+    assert known_models.by_id["m"].context_tokens == 2048
+    known_models.change(listed(m=2048), {})
+    assert known_models.by_id["m"].context_tokens == 8192
+    known_models.change(listed(m=8192), {})
+    assert known_models.by_id["m"].context_tokens is None
 
 
 def from_scratch(lists: Iterable[Listed]) -> dict[str, tuple[int | None, int]]:
     """Of each model the least context and the number of engines."""
-    everywhere = [model for one in lists for model in one.values()]
+    everywhere = [model for listing in lists for model in listing.values()]
     return {
         id_: (
             min(
@@ -61,15 +61,15 @@ def from_scratch(lists: Iterable[Listed]) -> dict[str, tuple[int | None, int]]:
 
 def test_after_any_changes_what_is_known_is_what_the_lists_say() -> None:
     rng = random.Random(1)
-    known, lists = KnownModels(), [listed() for _ in range(5)]
+    known_models, lists = KnownModels(), [listed() for _ in range(5)]
     for _ in range(500):
         engine = rng.randrange(5)
-        after = listed(**{id_: rng.choice([None, 1024, 2048]) for id_ in "abcdef" if rng.random() < 0.4})
-        known.change(lists[engine], after)
-        lists[engine] = after
-        assert {id_: (model.context_tokens, known.engines_of(id_)) for id_, model in known.by_id.items()} == (
-            from_scratch(lists)
-        )
+        new_list = listed(**{id_: rng.choice([None, 1024, 2048]) for id_ in "abcdef" if rng.random() < 0.4})
+        known_models.change(lists[engine], new_list)
+        lists[engine] = new_list
+        assert {
+            id_: (model.context_tokens, known_models.engines_of(id_)) for id_, model in known_models.by_id.items()
+        } == (from_scratch(lists))
 
 
 # ---- how long it takes ----
@@ -95,12 +95,12 @@ def operations(work: Callable[[], object]) -> int:
         frame.f_trace_opcodes = True
         return trace
 
-    before = sys.gettrace()
+    previous_trace = sys.gettrace()
     sys.settrace(trace)
     try:
         work()
     finally:
-        sys.settrace(before)
+        sys.settrace(previous_trace)
     return count
 
 

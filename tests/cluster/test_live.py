@@ -341,22 +341,22 @@ async def test_a_journal_that_cannot_be_written_stops_nothing(start_front: Start
 
 def test_a_listener_that_fails_stops_nothing() -> None:
     journal_ = Journal(Header(SchedulingConfig().resolved(barrier=True)))
-    seen: list[float] = []
+    times_s: list[float] = []
 
     def fail(step: Step) -> None:
         raise RuntimeError("only a listener")
 
     journal_.listen(fail)
-    journal_.listen(lambda step: seen.append(step.now_s))
+    journal_.listen(lambda step: times_s.append(step.now_s))
     journal_.append(1.0, TimerFired(), [])
-    assert seen == [1.0]
+    assert times_s == [1.0]
 
 
 def test_a_journal_keeps_only_its_last_steps_in_memory() -> None:
-    kept = Journal(Header(SchedulingConfig().resolved(barrier=True)), steps_max=3)
+    journal_ = Journal(Header(SchedulingConfig().resolved(barrier=True)), steps_max=3)
     for now_s in range(5):
-        kept.append(float(now_s), TimerFired(), [])
-    assert [step.now_s for step in kept.steps] == [2.0, 3.0, 4.0]
+        journal_.append(float(now_s), TimerFired(), [])
+    assert [step.now_s for step in journal_.steps] == [2.0, 3.0, 4.0]
 
 
 async def scraped(front: Front) -> dict[str, float]:
@@ -386,13 +386,13 @@ async def test_predictions_that_rank_nothing_are_given_up_said_and_taken_up_agai
         assert (await scraped(front))["trusted"] == 0.0
         for tokens in range(1, 65):
             await ask(tokens)
-        after = await scraped(front)
-    assert after["trusted"] == 1.0
-    assert after["window_answers"] == 32
-    assert after["rank_correlation"] == pytest.approx(1.0)
-    assert after["bin_accuracy"] == after["near_bin_accuracy"] == 1.0
-    said = [record.getMessage() for record in caplog.records if "rank answers" in record.getMessage()]
-    assert [text.rpartition(": ")[2] for text in said] == ["one bin, first come first served", "bins are back"]
+        metrics = await scraped(front)
+    assert metrics["trusted"] == 1.0
+    assert metrics["window_answers"] == 32
+    assert metrics["rank_correlation"] == pytest.approx(1.0)
+    assert metrics["bin_accuracy"] == metrics["near_bin_accuracy"] == 1.0
+    messages = [record.getMessage() for record in caplog.records if "rank answers" in record.getMessage()]
+    assert [text.rpartition(": ")[2] for text in messages] == ["one bin, first come first served", "bins are back"]
 
 
 async def test_answers_teach_the_forecast_of_their_kind(start_front: StartFront) -> None:

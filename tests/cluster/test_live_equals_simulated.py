@@ -137,7 +137,7 @@ def draw_asks(count: int, rng: np.random.Generator, slo_share: float = 0.0) -> l
     tokens = rng.integers(TOKENS[0], TOKENS[1] + 1, count)
     predicted = tokens * rng.uniform(0.5, 1.0, count)
     slos = [SLO_S if hurried else None for hurried in rng.random(count) < slo_share]
-    return [Ask(*each) for each in zip(tokens.tolist(), predicted.tolist(), slos, strict=True)]
+    return [Ask(*fields) for fields in zip(tokens.tolist(), predicted.tolist(), slos, strict=True)]
 
 
 def draw_arrivals(count: int, rng: np.random.Generator) -> list[float]:
@@ -330,7 +330,7 @@ def times_of(steps: Iterable[Step], barrier: bool) -> Times:
                 ids = [request.id for request in action.batch.requests]
                 started |= dict.fromkeys(ids, step.now_s)
                 together |= {id_: ids if barrier else [id_] for id_ in ids}
-    done = {id_: max(ended[other] for other in together[id_]) for id_ in ended}
+    done = {id_: max(ended[member] for member in together[id_]) for id_ in ended}
     return Times(arrived, started, ended, done)
 
 
@@ -493,15 +493,15 @@ def test_told_the_timing_of_the_live_run_the_simulated_body_writes_its_journal(l
     assert first_difference(steps[ENGINES:], live.steps[ENGINES:]) is None
 
 
-def first_difference(steps: list[Step], others: list[Step]) -> tuple[Step | None, Step | None] | None:
+def first_difference(steps: list[Step], other_steps: list[Step]) -> tuple[Step | None, Step | None] | None:
     """None: there is none."""
-    return next((pair for pair in zip_longest(steps, others) if pair[0] != pair[1]), None)
+    return next((pair for pair in zip_longest(steps, other_steps) if pair[0] != pair[1]), None)
 
 
 def test_the_simulation_foretells_the_live_run(live: Live) -> None:
-    low, high = foretold(live)
-    for name, least, is_, most in zip(Figures._fields, low, measured(live), high, strict=True):
-        assert least <= is_ <= most, f"{name} is {is_:.4f}, foretold were {least:.4f} to {most:.4f}"
+    low_values, high_values = foretold(live)
+    for name, lowest, is_, highest in zip(Figures._fields, low_values, measured(live), high_values, strict=True):
+        assert lowest <= is_ <= highest, f"{name} is {is_:.4f}, foretold were {lowest:.4f} to {highest:.4f}"
 
 
 def test_the_simulation_of_an_engine_less_does_not_foretell_it(live: Live) -> None:

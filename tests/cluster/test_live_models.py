@@ -298,8 +298,8 @@ async def test_metrics_tell_models_and_streams_apart(start_front: StartFront) ->
         front = await start_front(engine)
         for _ in range(3):
             await ask(front, "small", max_tokens=4, headers={"x-llmserve-stream": "chat", **TIGHT})
-        late = {"x-llmserve-slo-ms": "20"}  # it starts at once, and ends too late
-        await ask(front, "large", max_tokens=40, headers=late)
+        short_deadline = {"x-llmserve-slo-ms": "20"}  # it starts at once, and ends too late
+        await ask(front, "large", max_tokens=40, headers=short_deadline)
         await until(lambda: not front.cluster.scheduler.requests)
         requests, deadlines = "llmserve_stream_requests_total", "llmserve_deadlines_total"
         tokens, bins = "llmserve_stream_output_tokens_total", "llmserve_bin_requests"

@@ -54,12 +54,14 @@ def simulated(header: Header, steps: Iterable[Step], engine: EngineInfo, streami
     arrivals = [(step.now_s, step.event.request) for step in steps if isinstance(step.event, RequestArrived)]
     lengths = {request.id: _tokens(request) for _, request in arrivals}
     model = TimedEngine(engine, lengths, step_s=STEP_S, prefill_s=PREFILL_S, streaming=streaming)
-    seen: list[Step] = []
+    simulated_steps: list[Step] = []
     cluster = SimulatedCluster(
-        header.scheduler(), [model], on_step=lambda now_s, event, made: seen.append(Step(now_s, event, tuple(made)))
+        header.scheduler(),
+        [model],
+        on_step=lambda now_s, event, actions: simulated_steps.append(Step(now_s, event, tuple(actions))),
     )
     cluster.run(iter(arrivals), flush=False)
-    return seen
+    return simulated_steps
 
 
 def _tokens(request: Request) -> float:
@@ -90,7 +92,7 @@ async def test_both_bodies_stop_the_same_answers(
     assert stopped(steps) == ([] if streams and answered else [(long_id,)])
     assert statuses == ({504} if streams and answered else {200})
     (info,) = [step.event.engine for step in steps if isinstance(step.event, EngineReady)]
-    again = simulated(front.cluster.journal.header, steps, info, {long_id} if streams else set())
-    assert stopped(again) == stopped(steps)
-    began = [step.now_s for step in again if step.event == AnswerBegan(long_id)]
+    simulated_steps = simulated(front.cluster.journal.header, steps, info, {long_id} if streams else set())
+    assert stopped(simulated_steps) == stopped(steps)
+    began = [step.now_s for step in simulated_steps if step.event == AnswerBegan(long_id)]
     assert len(began) == streams, "the simulated body says it of streams alone: a whole answer begins as it ends"

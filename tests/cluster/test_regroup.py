@@ -29,13 +29,13 @@ class Cluster:
         await asyncio.sleep(0.05)  # the plan is made in a thread
 
 
-def regrouped(replan: Callable[[Rates], Planned], *told: Rates) -> list[Event]:
+def regrouped(replan: Callable[[Rates], Planned], *reports: Rates) -> list[Event]:
     """What a cluster is told when such rates come one after the other."""
 
     async def run() -> list[Event]:
         cluster = Cluster()
         regrouper = Regrouper(cluster, (LEFT,), (ServingGroup("left", ("w",), ("m",)),), replan)  # type: ignore[arg-type]
-        for rates in told:
+        for rates in reports:
             await cluster.rates_are(*rates)
         await regrouper.close()
         return cluster.told
@@ -44,8 +44,8 @@ def regrouped(replan: Callable[[Rates], Planned], *told: Rates) -> list[Event]:
 
 
 def test_other_rates_get_other_groups() -> None:
-    told = regrouped(lambda rates: (RIGHT,), (("", "n", 1.0),))
-    assert told == [PlanChanged((ServingGroup("right", ("w",), ("n",)),))]
+    events = regrouped(lambda rates: (RIGHT,), (("", "n", 1.0),))
+    assert events == [PlanChanged((ServingGroup("right", ("w",), ("n",)),))]
 
 
 def test_a_plan_that_cannot_be_made_leaves_the_groups_and_the_next_one_is_made() -> None:
@@ -54,13 +54,13 @@ def test_a_plan_that_cannot_be_made_leaves_the_groups_and_the_next_one_is_made()
             raise RuntimeError("no plan")
         return (RIGHT,)
 
-    told = regrouped(replan, (("", "m", 1.0),), (("", "n", 1.0),))
-    assert told == [PlanChanged((ServingGroup("right", ("w",), ("n",)),))]
+    events = regrouped(replan, (("", "m", 1.0),), (("", "n", 1.0),))
+    assert events == [PlanChanged((ServingGroup("right", ("w",), ("n",)),))]
 
 
 def test_a_plan_whose_groups_contradict_each_other_is_told_to_nobody_and_the_next_one_is_made() -> None:
     def replan(rates: Rates) -> Planned:
         return (LEFT, RIGHT) if rates[0][1] == "m" else (RIGHT,)
 
-    told = regrouped(replan, (("", "m", 1.0),), (("", "n", 1.0),))
-    assert told == [PlanChanged((ServingGroup("right", ("w",), ("n",)),))]
+    events = regrouped(replan, (("", "m", 1.0),), (("", "n", 1.0),))
+    assert events == [PlanChanged((ServingGroup("right", ("w",), ("n",)),))]

@@ -216,10 +216,10 @@ async def test_a_stream_brings_the_same_text_as_a_whole_answer(server: Server):
 
 
 async def test_a_completion_streams_too(server: Server):
-    whole = await server.client.completions.create(model="tiny", prompt="Hello", max_tokens=9)
+    unstreamed = await server.client.completions.create(model="tiny", prompt="Hello", max_tokens=9)
     stream = await server.client.completions.create(model="tiny", prompt="Hello", max_tokens=9, stream=True)
     chunks = [chunk async for chunk in stream]
-    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert "".join(chunk.choices[0].text for chunk in chunks) == unstreamed.choices[0].text
     assert all(chunk.usage is None for chunk in chunks)
 
 
@@ -252,7 +252,7 @@ async def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(server: Serve
     text, _, _ = await server.answer(max_tokens=30)
     for length in (1, 4, 9):  # longer than a token: it spans several
         stop = text[7 : 7 + length]
-        before = text.partition(stop)[0]
+        expected_text = text.partition(stop)[0]
         request = {"max_tokens": 30, "stop": ["never there", stop], "stream": stream}
         if not stream:
             stopped, finish_reason, tokens = await server.answer(**request)
@@ -260,7 +260,7 @@ async def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(server: Serve
         else:
             async with server.post(**request) as response:
                 stopped, finish_reason = joined(await response.text())
-        assert (stopped, finish_reason) == (before, "stop")
+        assert (stopped, finish_reason) == (expected_text, "stop")
 
 
 def joined(events: str) -> tuple[str, str]:
@@ -316,7 +316,7 @@ async def test_half_a_character_in_a_prompt_is_a_400(server: Server):
 
 
 async def test_fields_that_ask_for_nothing_are_ignored(server: Server):
-    nothing = {
+    neutral_fields = {
         "n": 1,
         "user": "me",
         "tools": [],
@@ -325,7 +325,7 @@ async def test_fields_that_ask_for_nothing_are_ignored(server: Server):
         "store": False,
     }
     plain = await server.answer(max_tokens=5)
-    assert await server.answer(max_tokens=5, metadata={"a": "b"}, temperature=None, **nothing) == plain
+    assert await server.answer(max_tokens=5, metadata={"a": "b"}, temperature=None, **neutral_fields) == plain
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b"", b"[" * 100_000])
@@ -380,12 +380,12 @@ async def test_batches_run_one_at_a_time_in_the_order_in_which_they_were_formed(
     await server.until_running()
     half = asyncio.create_task(server.answer(batch="late", size=2, max_tokens=2))
     await server.until_waiting(1)
-    others = [asyncio.create_task(server.answer(batch="early", size=3, max_tokens=2)) for _ in range(3)]
+    early = [asyncio.create_task(server.answer(batch="early", size=3, max_tokens=2)) for _ in range(3)]
     await server.until_waiting(4)
-    rest = asyncio.create_task(server.answer(batch="late", size=2, max_tokens=2))
+    other_half = asyncio.create_task(server.answer(batch="late", size=2, max_tokens=2))
     await server.until_waiting(5)
     server.model.open()
-    await asyncio.gather(first, half, *others, rest)
+    await asyncio.gather(first, half, *early, other_half)
     assert server.model.batches == [1, 3, 2]
     assert server.model.running_max == 1
 
@@ -429,13 +429,13 @@ async def test_a_queued_request_whose_client_leaves_never_runs(server: Server):
     server.model.gate()
     first = asyncio.create_task(server.answer(max_tokens=2, ignore_eos=True))
     await server.until_running()
-    gone = asyncio.create_task(server.answer(max_tokens=2))
-    gone_too = asyncio.create_task(server.answer(batch="x", size=2, max_tokens=2))
+    cancelled = asyncio.create_task(server.answer(max_tokens=2))
+    cancelled_too = asyncio.create_task(server.answer(batch="x", size=2, max_tokens=2))
     await server.until_waiting(2)
     stays = asyncio.create_task(server.answer(batch="x", size=2, max_tokens=2))
     await server.until_waiting(3)
-    gone.cancel()
-    gone_too.cancel()
+    cancelled.cancel()
+    cancelled_too.cancel()
     await server.until_waiting(1)
     server.model.open()
     await asyncio.gather(first, stays)

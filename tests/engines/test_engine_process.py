@@ -105,10 +105,10 @@ async def test_a_cause_that_stands_long_before_the_last_lines_is_quoted_too() ->
     )
     with pytest.raises(EngineStartError) as failure:
         await engine(script).start()
-    said = str(failure.value).splitlines()
-    assert "RuntimeError: Cannot find any model weights" in said[1]
-    assert said[-1] == "      File line 99"
-    assert len(said) < 20
+    lines = str(failure.value).splitlines()
+    assert "RuntimeError: Cannot find any model weights" in lines[1]
+    assert lines[-1] == "      File line 99"
+    assert len(lines) < 20
 
 
 async def test_an_engine_that_never_gets_healthy_is_ended_in_time() -> None:
@@ -165,8 +165,8 @@ async def test_a_slow_start_says_every_now_and_then_what_it_last_heard(
 
 
 async def test_a_port_that_somebody_else_takes_first_is_replaced(started: Callable[..., Any]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         process = await started(engine(SERVER, port=port))
         assert process.port != port
         assert process.url.endswith(f":{process.port}")

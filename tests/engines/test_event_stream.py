@@ -47,8 +47,8 @@ def test_an_unfinished_event_goes_out_at_the_end() -> None:
 
 
 def test_the_counts_of_a_whole_answer_are_read_from_its_usage() -> None:
-    told = usage_of(b'{"choices":[{"x":1}],"usage":{"completion_tokens":12,"prompt_tokens":3,"total_tokens":15}}')
-    assert told == Usage(prompt_tokens=3, completion_tokens=12)
+    usage = usage_of(b'{"choices":[{"x":1}],"usage":{"completion_tokens":12,"prompt_tokens":3,"total_tokens":15}}')
+    assert usage == Usage(prompt_tokens=3, completion_tokens=12)
     assert usage_of(b'{"choices":[]}') == usage_of(b"not json") == Usage(None, None)
 
 

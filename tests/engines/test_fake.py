@@ -232,8 +232,8 @@ def test_the_process_says_where_it_listens_and_ends_with_status_0():
         try:
             line = engine.stdout.readline()
             assert "ready at http://127.0.0.1:" in line
-            taken = [*command, "--port", line.rsplit(":", 1)[1].strip()]
-            ended = subprocess.run(taken, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+            same_port = [*command, "--port", line.rsplit(":", 1)[1].strip()]
+            ended = subprocess.run(same_port, capture_output=True, text=True, timeout=LIMIT_S, check=False)
             assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1)
             engine.send_signal(signal.SIGTERM)
             assert engine.wait(LIMIT_S) == 0

@@ -44,15 +44,15 @@ Supervised = Callable[..., subprocess.Popen[str]]
 @pytest.fixture
 def supervised() -> Iterator[Supervised]:
     """`supervised(word, ...)` runs a command on a supervisor that the test holds."""
-    held: list[subprocess.Popen[str]] = []
+    processes: list[subprocess.Popen[str]] = []
 
     def start(*command: str) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
-        held.append(subprocess.Popen([*SUPERVISOR, *command], stdin=pipe, stdout=pipe, stderr=pipe, text=True))
-        return held[-1]
+        processes.append(subprocess.Popen([*SUPERVISOR, *command], stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+        return processes[-1]
 
     yield start
-    for process in held:
+    for process in processes:
         with process:  # closes its pipes, which lets go
             pass
 
@@ -76,10 +76,10 @@ def test_the_supervisor_ends_as_its_command_does(supervised: Supervised, script:
 
 
 def test_a_command_that_cannot_be_run_is_one_line_and_status_127(supervised: Supervised) -> None:
-    said = supervised("/nowhere/python")
-    assert said.wait(timeout=20) == 127
-    assert said.stderr is not None
-    assert said.stderr.read() == "cannot run /nowhere/python: No such file or directory\n"
+    process = supervised("/nowhere/python")
+    assert process.wait(timeout=20) == 127
+    assert process.stderr is not None
+    assert process.stderr.read() == "cannot run /nowhere/python: No such file or directory\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

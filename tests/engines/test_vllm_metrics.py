@@ -39,8 +39,8 @@ def test_the_number_of_slots_is_found_from_above_and_from_below() -> None:
     for slots, guess in ((8, 256), (1_000, 256), (1_000, 8), (4, 8), (256, 256), (1, 64)):
         learner = SlotsLearner(guess, look_ahead=1)
         for _ in range(40):
-            held = learner.slots + 1
-            learner.observe(Load(min(held, slots), max(0, held - slots), None))
+            in_flight = learner.slots + 1
+            learner.observe(Load(min(in_flight, slots), max(0, in_flight - slots), None))
             if rng.random() < 0.3:  # nothing to do for a while says nothing
                 learner.observe(Load(0, 0, None))
         assert slots <= learner.slots <= slots + 1 or (slots, guess) == (256, 256)
@@ -49,13 +49,13 @@ def test_the_number_of_slots_is_found_from_above_and_from_below() -> None:
 
 def test_few_slots_double_until_something_waits() -> None:
     learner = SlotsLearner(8, look_ahead=2)
-    seen = []
+    estimates = []
     for _ in range(8):
-        held = learner.slots + 2
-        seen.append(learner.observe(Load(min(held, 100), max(0, held - 100), None)))
-    assert seen[:4] == [17, 35, 71, 143]
+        in_flight = learner.slots + 2
+        estimates.append(learner.observe(Load(min(in_flight, 100), max(0, in_flight - 100), None)))
+    assert estimates[:4] == [17, 35, 71, 143]
     assert not SlotsLearner(8, 2).found
-    assert (seen[5:], learner.found) == ([100] * 3, True)
+    assert (estimates[5:], learner.found) == ([100] * 3, True)
 
 
 def test_one_look_between_arrival_and_first_step_changes_nothing() -> None:

@@ -134,9 +134,9 @@ def test_what_cannot_be_is_refused(gpus: str, count: int | None, args: str, mess
 
 
 def test_replicas_get_different_ports_and_logs(tmp_path: Path) -> None:
-    made = processes(planned(count=3), start_s=1, log_folder=tmp_path)
-    assert [process.name for process in made] == ["vllm-0", "vllm-1", "vllm-2"]
-    assert len({process.port for process in made}) == 3
+    replicas = processes(planned(count=3), start_s=1, log_folder=tmp_path)
+    assert [process.name for process in replicas] == ["vllm-0", "vllm-1", "vllm-2"]
+    assert len({process.port for process in replicas}) == 3
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from llmserve.herd import Instance, Model, NoPlan, plan
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("problem", "message"),
     [
         (instance([3.0, 2.5]), "the load needs 5.5 GPUs, 1.5 more than the 4 there are"),
         (instance([2.5], group_gpus_max=2), "one model's load needs 2.5 GPUs, and a group has at most 2: 0.5 too few"),
@@ -20,9 +20,9 @@ from llmserve.herd import Instance, Model, NoPlan, plan
         (instance([1.1] * 3, gpus=4, group_gpus_max=2, groups=3), "6 GPUs would do"),
     ],
 )
-def test_where_there_is_no_plan_it_is_said_why_and_by_how_much(asked: Instance, message: str) -> None:
+def test_where_there_is_no_plan_it_is_said_why_and_by_how_much(problem: Instance, message: str) -> None:
     with pytest.raises(NoPlan) as caught:
-        plan(asked)
+        plan(problem)
     assert message in str(caught.value)
 
 

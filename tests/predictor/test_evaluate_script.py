@@ -155,8 +155,8 @@ def test_predictions_end_at_the_ceilings_and_cut_answers_are_counted() -> None:
 def test_answers_cut_at_nobody_knows_what_do_not_count_as_complete() -> None:
     """All were cut at half of what they would have been; quantiles that go beyond that are no error."""
     cut = [replace(row, output_tokens=max(1, row.output_tokens // 2), capped=True) for row in SPLITS.held_out]
-    known = [replace(row, output_tokens_max=row.output_tokens) for row in cut]
-    unknown, by_max_tokens = (held_out_report(Reader(), replace(SPLITS, held_out=rows)) for rows in (cut, known))
+    with_limits = [replace(row, output_tokens_max=row.output_tokens) for row in cut]
+    unknown, by_max_tokens = (held_out_report(Reader(), replace(SPLITS, held_out=rows)) for rows in (cut, with_limits))
     assert unknown.metrics["predictor"] == by_max_tokens.metrics["predictor"]
     assert unknown.metrics["predictor"].pinball_tokens < 1
     assert unknown.metrics["predictor"].calibration_error == pytest.approx(0, abs=0.02)
@@ -258,9 +258,9 @@ def test_the_split_is_the_one_that_the_predictor_was_trained_with(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    one, noisy = folder(tmp_path / "one", TRAINED), folder(tmp_path / "noisy", {})
+    model_folder, noisy = folder(tmp_path / "one", TRAINED), folder(tmp_path / "noisy", {})
     options = ["--data", data, "--prompt-column", "question", "--output", tmp_path / "out" / "deep", "--compare", noisy]
-    assert run(script, monkeypatch, one, *options) == 0
+    assert run(script, monkeypatch, model_folder, *options) == 0
     text = capsys.readouterr().out
     assert text.startswith("predictor: one, other: noisy")
     assert "Not usable: 1 x not a JSON object." in text
@@ -278,8 +278,8 @@ def test_the_split_is_the_one_that_the_predictor_was_trained_with(
 def test_the_command_evaluates_as_the_script_does_and_keeps_what_it_was_asked(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, out = folder(tmp_path / "one", TRAINED), tmp_path / "out"
-    words = [str(one), "--data", str(data), "--prompt-column", "question", "--output", str(out)]
+    model_folder, out = folder(tmp_path / "one", TRAINED), tmp_path / "out"
+    words = [str(model_folder), "--data", str(data), "--prompt-column", "question", "--output", str(out)]
     assert llmserve(["evaluate", *words]) == 0
     assert capsys.readouterr().out.startswith("predictor: one")
     result = json.loads((out / "metrics.json").read_text())
@@ -289,27 +289,27 @@ def test_the_command_evaluates_as_the_script_does_and_keeps_what_it_was_asked(
 def test_only_one_models_answers_and_a_limit_of_them(
     script: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = folder(tmp_path / "one", {})
-    options = [one, "--data", data, "--prompt-column", "question", "--part", "all"]
+    model_folder = folder(tmp_path / "one", {})
+    options = [model_folder, "--data", data, "--prompt-column", "question", "--part", "all"]
     assert run(script, monkeypatch, *options, "--model", "doll") == 0
     assert "200 unseen answers" in capsys.readouterr().out
     assert run(script, monkeypatch, *options, "--limit", 40) == 0
     assert "40 unseen answers" in capsys.readouterr().out
     assert run(script, monkeypatch, *options, "--model", "absent") == 1
     assert capsys.readouterr().err == "evaluate_predictor: no row is of the model 'absent'\n"
-    assert run(script, monkeypatch, one, "--seed", 0, *options[1:5], "--model", "doll") == 0
+    assert run(script, monkeypatch, model_folder, "--seed", 0, *options[1:5], "--model", "doll") == 0
     assert "held-out answers" in capsys.readouterr().out
 
 
 def test_the_validation_part_is_that_of_the_predictors_split(
     script: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = folder(tmp_path / "one", TRAINED)
+    model_folder = folder(tmp_path / "one", TRAINED)
     options = ["--data", data, "--prompt-column", "question", "--part", "validation"]
-    assert run(script, monkeypatch, one, *options, "--compare", one) == 0
-    said = capsys.readouterr().out
-    assert f"{len(split_rows(toy_rows(), seed=4, held_out_share=0.3).validation)} validation answers" in said
-    assert "| gain at B=8, 8 bins by risk | +0.000 |" in said
+    assert run(script, monkeypatch, model_folder, *options, "--compare", model_folder) == 0
+    output = capsys.readouterr().out
+    assert f"{len(split_rows(toy_rows(), seed=4, held_out_share=0.3).validation)} validation answers" in output
+    assert "| gain at B=8, 8 bins by risk | +0.000 |" in output
     assert run(script, monkeypatch, folder(tmp_path / "untold", {}), *options) == 1
     assert "give --seed" in capsys.readouterr().err
 
@@ -317,7 +317,7 @@ def test_the_validation_part_is_that_of_the_predictors_split(
 def test_all_of_a_few_prompts_are_evaluated_without_a_split(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data, one = tmp_path / "few.jsonl", folder(tmp_path / "one", TRAINED)
+    data, model_folder = tmp_path / "few.jsonl", folder(tmp_path / "one", TRAINED)
     lines = [
         {"prompt": f"{i + 1} {word}", "model": model, "output_tokens": i + 1}
         for i, word in enumerate(WORDS[:6])
@@ -325,11 +325,11 @@ def test_all_of_a_few_prompts_are_evaluated_without_a_split(
     ]
     data.write_text("\n".join(map(json.dumps, lines)))
     options = ["--data", data, "--part", "all", "--model", "doll"]
-    assert run(script, monkeypatch, one, *options, "--output", tmp_path / "out") == 0
+    assert run(script, monkeypatch, model_folder, *options, "--output", tmp_path / "out") == 0
     assert "6 unseen answers" in capsys.readouterr().out
     result = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert (result["split"], result["seed"]) == (None, 4)
-    assert run(script, monkeypatch, one, *options, "--limit", 4) == 1
+    assert run(script, monkeypatch, model_folder, *options, "--limit", 4) == 1
     assert capsys.readouterr().err == "evaluate_predictor: too few different prompts for 5 folds\n"
 
 
@@ -340,8 +340,8 @@ def test_a_predictor_of_one_models_rows_knows_its_data_again(
     rows = {name: len(getattr(dolls, name)) for name in ("train", "validation", "held_out")}
     options = ["--data", data, "--prompt-column", "question"]
     for number, (models, warned) in enumerate([(["doll"], False), (["toy"], True), (["absent"], True), (None, True)]):
-        one = folder(tmp_path / f"{number}", {**TRAINED, "rows": rows, "models": models})
-        assert run(script, monkeypatch, one, *options) == 0
+        model_folder = folder(tmp_path / f"{number}", {**TRAINED, "rows": rows, "models": models})
+        assert run(script, monkeypatch, model_folder, *options) == 0
         assert ("was trained with other data" in capsys.readouterr().out) is warned
     assert run(script, monkeypatch, folder(tmp_path / "bad", {**TRAINED, "models": "doll"}), *options) == 1
     assert "has no good list of models: 'doll'" in capsys.readouterr().err
@@ -350,8 +350,8 @@ def test_a_predictor_of_one_models_rows_knows_its_data_again(
 def test_other_data_than_in_training_is_said(
     script: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = folder(tmp_path / "one", {**TRAINED, "rows": {"train": 7}})
-    assert run(script, monkeypatch, one, "--data", data, "--prompt-column", "question") == 0
+    model_folder = folder(tmp_path / "one", {**TRAINED, "rows": {"train": 7}})
+    assert run(script, monkeypatch, model_folder, "--data", data, "--prompt-column", "question") == 0
     assert "**one was trained with other data: it may have seen some of these answers.**" in capsys.readouterr().out
 
 
@@ -400,10 +400,10 @@ def test_bad_data_is_one_clear_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(script, monkeypatch, tmp_path, "--seed", 0, "--data", data, *options) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("evaluate_predictor: ")
-    assert complaint in said
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("evaluate_predictor: ")
+    assert complaint in error
+    assert error.count("\n") == 1
 
 
 def test_an_output_that_cannot_be_written_is_one_clear_line(
@@ -417,7 +417,10 @@ def test_an_output_that_cannot_be_written_is_one_clear_line(
 def test_a_predictors_own_metrics_are_not_overwritten(
     script: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = folder(tmp_path / "one", TRAINED)
-    assert run(script, monkeypatch, one, "--data", data, "--prompt-column", "question", "--output", one) == 1
+    model_folder = folder(tmp_path / "one", TRAINED)
+    assert (
+        run(script, monkeypatch, model_folder, "--data", data, "--prompt-column", "question", "--output", model_folder)
+        == 1
+    )
     assert "give another --output" in capsys.readouterr().err
-    assert json.loads((one / "metrics.json").read_text()) == TRAINED
+    assert json.loads((model_folder / "metrics.json").read_text()) == TRAINED

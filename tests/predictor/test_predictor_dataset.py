@@ -68,9 +68,9 @@ def row(prompt: str, output_tokens: int = 1) -> Row:
 
 
 def test_jsonl_gives_rows(tmp_path: Path) -> None:
-    found = load_rows([write_jsonl(tmp_path / "a.jsonl", RECORDS)])
-    assert found.rows == ROWS
-    assert not found.bad
+    dataset = load_rows([write_jsonl(tmp_path / "a.jsonl", RECORDS)])
+    assert dataset.rows == ROWS
+    assert not dataset.bad
 
 
 def test_compressed_jsonl_gives_the_same_rows(tmp_path: Path) -> None:
@@ -85,11 +85,12 @@ def test_a_json_array_gives_the_same_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [('{"prompt": "a"}', "expected one array"), ("[{", "cannot read"), ("[" * 200_000, "cannot read")]
+    ("text", "message"),
+    [('{"prompt": "a"}', "expected one array"), ("[{", "cannot read"), ("[" * 200_000, "cannot read")],
 )
-def test_a_json_file_that_is_no_array_is_named(text: str, says: str, tmp_path: Path) -> None:
+def test_a_json_file_that_is_no_array_is_named(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(DatasetError, match=rf"(?=.*a\.json)(?=.*{says})"):
+    with pytest.raises(DatasetError, match=rf"(?=.*a\.json)(?=.*{message})"):
         load_rows([tmp_path / "a.json"])
 
 
@@ -143,9 +144,9 @@ def test_bad_rows_are_counted_by_reason_and_the_others_kept(tmp_path: Path) -> N
     ]
     path = write_jsonl(tmp_path / "a.jsonl", [*bad, *RECORDS])
     path.write_bytes(path.read_bytes() + b'{"prompt": "cut off\n\xff\xfe\n\n')
-    found = load_rows([path])
-    assert found.rows == ROWS
-    assert found.bad == {
+    dataset = load_rows([path])
+    assert dataset.rows == ROWS
+    assert dataset.bad == {
         "not a JSON object": 3,
         "no text in 'prompt'": 1,
         "empty text in 'prompt'": 1,
@@ -157,24 +158,24 @@ def test_bad_rows_are_counted_by_reason_and_the_others_kept(tmp_path: Path) -> N
 def test_a_line_nested_without_end_is_a_bad_row(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
     path.write_text(path.read_text() + "[" * 200_000)
-    found = load_rows([path])
-    assert found.rows == ROWS
-    assert found.bad == {"not a JSON object": 1}
+    dataset = load_rows([path])
+    assert dataset.rows == ROWS
+    assert dataset.bad == {"not a JSON object": 1}
 
 
 @pytest.mark.parametrize("output_tokens", [10**400 - 1, 10_000_001, 1e8])
 def test_a_length_that_no_answer_has_is_a_bad_row(output_tokens: float, tmp_path: Path) -> None:
     records = [{"prompt": "a", "output_tokens": output_tokens}, {"prompt": "b", "output_tokens": 10_000_000}]
-    found = load_rows([write_jsonl(tmp_path / "a.jsonl", records)])
-    assert found.rows == [row("b", 10_000_000)]
-    assert found.bad == {"not a plausible number in 'output_tokens': above 10000000": 1}
+    dataset = load_rows([write_jsonl(tmp_path / "a.jsonl", records)])
+    assert dataset.rows == [row("b", 10_000_000)]
+    assert dataset.bad == {"not a plausible number in 'output_tokens': above 10000000": 1}
 
 
 def test_other_numbers_may_be_as_large_as_no_limit_is_written(tmp_path: Path) -> None:
     records = [{"prompt": "a", "output_tokens": 4, "max_tokens": number} for number in (2**63 - 1, 2**63)]
-    found = load_rows([write_jsonl(tmp_path / "a.jsonl", records)])
-    assert [each.output_tokens_max for each in found.rows] == [2**63 - 1]
-    assert found.bad == {f"not a plausible number in 'max_tokens': above {2**63 - 1}": 1}
+    dataset = load_rows([write_jsonl(tmp_path / "a.jsonl", records)])
+    assert [row.output_tokens_max for row in dataset.rows] == [2**63 - 1]
+    assert dataset.bad == {f"not a plausible number in 'max_tokens': above {2**63 - 1}": 1}
 
 
 def test_half_a_surrogate_pair_becomes_a_question_mark_wherever_it_stands(tmp_path: Path) -> None:
@@ -182,8 +183,8 @@ def test_half_a_surrogate_pair_becomes_a_question_mark_wherever_it_stands(tmp_pa
     flat = {"prompt": half, "response": half, "model": half, "system": half, "stop": [half]}
     turns = [{"from": "human", "value": half}, {"from": "gpt", "value": half}]
     path = write_jsonl(tmp_path / "a.jsonl", [flat, {"conversations": turns}])
-    found = load_rows([path], answer_tokens=lambda text: len(text.encode()))
-    assert found.rows == [
+    dataset = load_rows([path], answer_tokens=lambda text: len(text.encode()))
+    assert dataset.rows == [
         Row(Prompt("a?b", "a?b", system="a?b", stop=("a?b",)), 3),
         Row(Prompt("a?b"), 3, group="a?b"),
     ]
@@ -260,8 +261,8 @@ def test_an_answer_is_capped_when_it_says_so_or_has_reached_its_maximum(
     output_tokens: int, max_tokens: int | None, finish_reason: str | None, capped: bool, tmp_path: Path
 ) -> None:
     record = {"prompt": "a", "output_tokens": output_tokens, "max_tokens": max_tokens, "finish_reason": finish_reason}
-    found = load_rows([write_jsonl(tmp_path / "a.jsonl", [record])])
-    assert found.rows == [Row(Prompt("a"), output_tokens, capped, max_tokens)]
+    dataset = load_rows([write_jsonl(tmp_path / "a.jsonl", [record])])
+    assert dataset.rows == [Row(Prompt("a"), output_tokens, capped, max_tokens)]
 
 
 def test_a_response_is_counted_where_its_length_is_missing(tmp_path: Path) -> None:
@@ -271,9 +272,9 @@ def test_a_response_is_counted_where_its_length_is_missing(tmp_path: Path) -> No
         {"prompt": "c", "response": " "},
         {"prompt": "d", "response": 5},
     ]
-    found = load_rows([write_jsonl(tmp_path / "a.jsonl", records)], answer_tokens=words)
-    assert found.rows == [row("a", 3), row("b", 8)]
-    assert found.bad == {"empty text in 'response'": 1, "no number in 'output_tokens'": 1}
+    dataset = load_rows([write_jsonl(tmp_path / "a.jsonl", records)], answer_tokens=words)
+    assert dataset.rows == [row("a", 3), row("b", 8)]
+    assert dataset.bad == {"empty text in 'response'": 1, "no number in 'output_tokens'": 1}
 
 
 def test_an_answer_without_a_single_known_token_counts_as_one(tmp_path: Path) -> None:
@@ -291,10 +292,10 @@ def test_bad_values_of_optional_columns_are_counted_by_column(tmp_path: Path) ->
         {"stop": {"secret": 1}},
         {"stop": ["secret", 1]},
     ]
-    records = [{"prompt": "a", "output_tokens": 4, **each} for each in bad]
-    found = load_rows([write_jsonl(tmp_path / "a.jsonl", [*records, *RECORDS])])
-    assert found.rows == ROWS
-    assert found.bad == {
+    records = [{"prompt": "a", "output_tokens": 4, **fields} for fields in bad]
+    dataset = load_rows([write_jsonl(tmp_path / "a.jsonl", [*records, *RECORDS])])
+    assert dataset.rows == ROWS
+    assert dataset.bad == {
         "no text in 'system'": 1,
         "not a whole number above -1 in 'history_characters'": 1,
         "no number in 'history_characters'": 1,
@@ -390,8 +391,8 @@ def test_the_group_is_normalised_and_passes_over_turns_without_text(tmp_path: Pa
     record = conversation(
         ("user", " "), ("user", "What  IS\nit"), ("assistant", "x"), ("user", "why"), ("assistant", "y")
     )
-    found = load_rows([write_jsonl(tmp_path / "a.jsonl", [record])], answer_tokens=words)
-    assert [each.group for each in found.rows] == ["what is it", "what is it"]
+    dataset = load_rows([write_jsonl(tmp_path / "a.jsonl", [record])], answer_tokens=words)
+    assert [row.group for row in dataset.rows] == ["what is it", "what is it"]
 
 
 def test_bad_conversations_are_counted_by_reason_and_the_others_kept(tmp_path: Path) -> None:
@@ -406,9 +407,9 @@ def test_bad_conversations_are_counted_by_reason_and_the_others_kept(tmp_path: P
         {"messages": [{"role": "user", "content": "secret"}, {"role": "assistant", "content": None}]},  # calls a tool
         {"messages": [{"content": "secret"}, {"content": "secret"}]},
     ]
-    found = load_rows([write_jsonl(tmp_path / "a.jsonl", [*bad, SHAREGPT])], answer_tokens=words)
-    assert found.rows == SHAREGPT_ROWS
-    assert found.bad == {
+    dataset = load_rows([write_jsonl(tmp_path / "a.jsonl", [*bad, SHAREGPT])], answer_tokens=words)
+    assert dataset.rows == SHAREGPT_ROWS
+    assert dataset.bad == {
         "no list in 'messages'": 1,
         "no answered user turn in 'conversation'": 1,
         "no answered user turn in 'messages'": 5,

@@ -230,7 +230,7 @@ def test_what_may_turn_out_long_makes_a_difference_by_risk_and_none_by_median() 
     rng = np.random.default_rng(0)
     wild = rng.random(2000) < 0.5
     actual = np.where(wild & (rng.random(2000) < 0.2), 200, 10)
-    knowing = np.array([[10, 10, 10, 10, 200 if each else 10] for each in wild])
+    knowing = np.array([[10, 10, 10, 10, 200 if is_wild else 10] for is_wild in wild])
     differences = compare(knowing, np.full((2000, 5), 10), actual, actual, resamples=50)
     assert differences["gain at B=8, 8 bins by median"] == Difference(0, 0, 0)
     by_risk = differences["gain at B=8, 8 bins by risk"]
@@ -262,8 +262,8 @@ def test_the_ridge_knows_lengths_by_words_and_by_the_model() -> None:
         for task, length in (("greet", 10), ("essay", 400))
         for model, factor in (("terse", 1), ("chatty", 2))
     ]
-    asked = [("greet number 9", "terse"), ("greet number 9", "chatty"), ("essay number 9", "terse"), ("?", "new")]
-    predicted = baselines(training, [row(text, 1, model) for text, model in asked])["TF-IDF ridge"]
+    questions = [("greet number 9", "terse"), ("greet number 9", "chatty"), ("essay number 9", "terse"), ("?", "new")]
+    predicted = baselines(training, [row(text, 1, model) for text, model in questions])["TF-IDF ridge"]
     assert predicted[:3] == pytest.approx([10, 20, 400], rel=0.25)
     assert 10 <= predicted[3] <= 800  # nothing is known of it: within what was seen
 
@@ -277,10 +277,12 @@ def test_out_of_fold_a_prompt_is_predicted_from_other_prompts_only() -> None:
     tasks = ["greet", "count", "spell", "sing to us", "write an essay on the many uses of iron and of steel today"]
     rows = [row(text, 10 * (i + 1)) for i, text in enumerate(tasks) for _ in range(3)]
     rows.append(row(f"{tasks[4].upper()}!", 50))
-    found = out_of_fold_baselines(rows)
-    others = [10] * 3 + [20] * 3 + [30] * 3 + [40] * 3
-    assert found["TF-IDF ridge"][-4:] == pytest.approx([np.exp(np.mean(np.log(others)))] * 4)  # 4 prompts: their mean
-    assert found["constant"].tolist() == [30] * 16
+    predictions = out_of_fold_baselines(rows)
+    other_lengths = [10] * 3 + [20] * 3 + [30] * 3 + [40] * 3
+    assert predictions["TF-IDF ridge"][-4:] == pytest.approx(
+        [np.exp(np.mean(np.log(other_lengths)))] * 4
+    )  # 4 prompts: their mean
+    assert predictions["constant"].tolist() == [30] * 16
     with pytest.raises(DatasetError, match="too few different prompts"):
         out_of_fold_baselines(rows[:12])
 

@@ -40,13 +40,13 @@ def test_a_request_has_keys_from_its_model_to_its_whole_text():
     ],
 )
 def test_requests_share_the_keys_that_they_agree_on(other, shared):
-    mine, theirs = keys_of(Prompt(LONG, "m", "s")), keys_of(other)
-    assert [a == b for a, b in zip(mine, theirs, strict=True)] == [True] * shared + [False] * (5 - shared)
+    own_keys, other_keys = keys_of(Prompt(LONG, "m", "s")), keys_of(other)
+    assert [a == b for a, b in zip(own_keys, other_keys, strict=True)] == [True] * shared + [False] * (5 - shared)
 
 
 def test_different_stop_strings_are_different_applications_of_one_kind():
-    one, two = keys_of(Prompt("a", "m", stop=("X",))), keys_of(Prompt("a", "m", stop=("X", "Y")))
-    assert [a == b for a, b in zip(one, two, strict=True)] == [True, False, False]
+    first, second = keys_of(Prompt("a", "m", stop=("X",))), keys_of(Prompt("a", "m", stop=("X", "Y")))
+    assert [a == b for a, b in zip(first, second, strict=True)] == [True, False, False]
 
 
 def test_a_text_of_half_a_surrogate_pair_has_keys_too():
@@ -93,10 +93,10 @@ def test_a_finer_key_is_opened_once_its_coarser_one_was_seen():
 
 
 def test_what_was_not_used_for_longest_goes_first():
-    kept = RecentlyUsed[str, list[int]](2, list)
+    recent = RecentlyUsed[str, list[int]](2, list)
     for key in ("a", "b", "a", "c"):
-        kept.used(key).append(1)
-    assert (kept.get("a"), kept.get("b"), kept.get("c"), len(kept)) == ([1, 1], None, [1], 2)
+        recent.used(key).append(1)
+    assert (recent.get("a"), recent.get("b"), recent.get("c"), len(recent)) == ([1, 1], None, [1], 2)
 
 
 def test_a_memory_of_no_keys_still_knows_the_models_recent_lengths():

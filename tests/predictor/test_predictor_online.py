@@ -199,10 +199,10 @@ def test_thousands_of_different_prompts_are_held_in_bounded_memory():
     tracemalloc.start()
     for i in range(5_000):
         serve(learner, Prompt(f"{i} {'x' * 200}", f"model {i % 300}", f"system {i % 5000}"), None, 1 + i % 100)
-    held, _ = tracemalloc.get_traced_memory()
+    memory_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(learner.memory) == 200
-    assert held < 200 * 2000 + 128 * 10_000  # bytes: 2 kB a key, 10 kB a model
+    assert memory_bytes < 200 * 2000 + 128 * 10_000  # bytes: 2 kB a key, 10 kB a model
 
 
 def test_bad_limits_are_refused():
@@ -247,11 +247,11 @@ worlds = st.lists(
 def test_forecasts_are_ascending_finite_and_of_a_token_at_least_whatever_happens(world):
     learner = OnlineLearner(keys_max=5, lengths_per_key=9, window=9, models_max=1)
     waiting = []
-    for who, raw, length, capped, answers_now in world:
-        forecast = learner.forecast(Prompt("x" * 40 * who, "m", "s" * (who % 2)), raw)
+    for number, raw, length, capped, answers_now in world:
+        forecast = learner.forecast(Prompt("x" * 40 * number, "m", "s" * (number % 2)), raw)
         assert len(forecast.lengths) == (LEVELS if forecast.source else 0)
         assert list(forecast.lengths) == sorted(forecast.lengths)
-        assert all(1 <= each < math.inf for each in forecast.lengths)
+        assert all(1 <= tokens < math.inf for tokens in forecast.lengths)
         waiting.append((forecast, length, capped))
         while answers_now and waiting:
             learner.observe(*waiting.pop())

@@ -339,9 +339,9 @@ def test_the_parent_never_imports_torch_and_takes_its_child_along_when_it_is_kil
         cwd=ROOT, stdout=subprocess.PIPE, timeout=120, check=False,
     )  # fmt: skip
     assert parent.returncode == -signal.SIGKILL
-    seen = json.loads(parent.stdout)
-    assert seen["heavy"] == []
+    report = json.loads(parent.stdout)
+    assert report["heavy"] == []
     deadline_s = time.monotonic() + 10
-    while psutil.pid_exists(seen["child"]) and psutil.Process(seen["child"]).status() != psutil.STATUS_ZOMBIE:
+    while psutil.pid_exists(report["child"]) and psutil.Process(report["child"]).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline_s, "the child outlives its parent"
         time.sleep(0.05)

@@ -34,9 +34,9 @@ def test_nothing_is_known_of_answers_that_were_all_capped():
 def test_the_median_of_a_capped_sample_is_that_of_the_uncapped_one():
     rng = np.random.default_rng(1)
     values, caps = rng.normal(size=20_000), rng.normal(0.5, size=20_000)
-    seen = np.minimum(values, caps)
-    assert float(sample_quantiles(seen, values > caps, np.array(0.5))) == pytest.approx(0, abs=0.03)
-    assert np.median(seen) < -0.2  # what leaving out the flags would make of it
+    observed = np.minimum(values, caps)
+    assert float(sample_quantiles(observed, values > caps, np.array(0.5))) == pytest.approx(0, abs=0.03)
+    assert np.median(observed) < -0.2  # what leaving out the flags would make of it
 
 
 def test_any_number_of_quantiles_becomes_fifteen_on_the_same_line():

@@ -65,18 +65,20 @@ def test_a_predictor_that_is_far_too_short_keeps_its_ranking_however_its_widths_
     widths = np.random.default_rng(1).uniform(0.2, 2.0, (1500, 1))
     predicted = right[:, 7:8] - 1.8 + widths * NORMAL  # a sixth of the real lengths; widths mean nothing
     corrected = corrected_in_turn(actual, predicted)
-    late = slice(WINDOW, None)
-    before, after = (spearmanr(logs[late, 7], actual[late]).statistic for logs in (predicted, corrected))
-    assert after > before - 0.01
-    assert abs(np.median(actual[late] - corrected[late, 7])) < 0.1
+    after_window = slice(WINDOW, None)
+    rank_before, rank_after = (
+        spearmanr(logs[after_window, 7], actual[after_window]).statistic for logs in (predicted, corrected)
+    )
+    assert rank_after > rank_before - 0.01
+    assert abs(np.median(actual[after_window] - corrected[after_window, 7])) < 0.1
 
 
 def test_a_calibrated_predictor_is_not_harmed():
     actual, predicted = world(4000)
     corrected = corrected_in_turn(actual, predicted)
-    before = np.mean([crps(tuple(q), y, False) for q, y in zip(predicted, actual, strict=True)])
-    after = np.mean([crps(tuple(q), y, False) for q, y in zip(corrected, actual, strict=True)])
-    assert after < 1.005 * before
+    crps_before = np.mean([crps(tuple(q), y, False) for q, y in zip(predicted, actual, strict=True)])
+    crps_after = np.mean([crps(tuple(q), y, False) for q, y in zip(corrected, actual, strict=True)])
+    assert crps_after < 1.005 * crps_before
 
 
 def test_a_drift_is_followed_within_a_window():

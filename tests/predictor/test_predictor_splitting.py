@@ -37,7 +37,7 @@ def together(rows: list[Row], seeds: int = 60) -> bool:
     """Whether the rows are on one side whatever the seed; by chance, two are with 0.66 ** 60."""
     for seed in range(seeds):
         splits = split_rows([*rows, *map(row, FILLER)], seed)
-        if len({side(splits, each.prompt.text, each.group) for each in rows}) > 1:
+        if len({side(splits, entry.prompt.text, entry.group) for entry in rows}) > 1:
             return False
     return True
 
@@ -71,7 +71,7 @@ def sentences(count: int, words: int, seed: int = 0) -> list[str]:
 def test_a_prompt_falls_on_one_side_whatever_its_case_and_spacing() -> None:
     rows = [row(f"{prefix} {i}") for i in range(300) for prefix in ("Count to", "count  TO")]
     splits = split_rows(rows, seed=0)
-    sides = [{r.prompt.text.split()[-1] for r in each} for each in (splits.train, splits.validation, splits.held_out)]
+    sides = [{r.prompt.text.split()[-1] for r in part} for part in (splits.train, splits.validation, splits.held_out)]
     assert sum(map(len, sides)) == 300
     assert set.union(*sides) == {str(i) for i in range(300)}
 
@@ -79,15 +79,20 @@ def test_a_prompt_falls_on_one_side_whatever_its_case_and_spacing() -> None:
 def test_a_prompts_side_depends_on_the_seed_but_not_on_the_other_rows() -> None:
     rows = [row(f"prompt {i}") for i in range(500)]
     splits = split_rows(rows, seed=1)
-    again = split_rows([*rows[::-1], row("one more")], seed=1)
-    assert set(splits.held_out) <= set(again.held_out) <= {*splits.held_out, row("one more")}
+    second_split = split_rows([*rows[::-1], row("one more")], seed=1)
+    assert set(splits.held_out) <= set(second_split.held_out) <= {*splits.held_out, row("one more")}
     assert set(split_rows(rows, seed=2).held_out) != set(splits.held_out)
 
 
 def test_the_sides_of_prompts_without_near_duplicates_stay_what_they_have_always_been() -> None:
     splits = split_rows([row(f"Count to {i}") for i in range(30)], seed=0)
-    assert [each.prompt.text for each in splits.held_out] == ["Count to 3", "Count to 5", "Count to 17", "Count to 20"]
-    assert [each.prompt.text for each in splits.validation] == ["Count to 4", "Count to 27"]
+    assert [entry.prompt.text for entry in splits.held_out] == [
+        "Count to 3",
+        "Count to 5",
+        "Count to 17",
+        "Count to 20",
+    ]
+    assert [entry.prompt.text for entry in splits.validation] == ["Count to 4", "Count to 27"]
 
 
 def test_the_sides_have_the_shares_that_were_asked_for() -> None:
@@ -211,8 +216,8 @@ def test_near_duplicates_agree_with_brute_force() -> None:
             words[rng.randrange(25)] = "changed"
     texts = sorted(set(texts))
     near = near_pairs(texts)
-    found = {(texts[min(pair)], texts[max(pair)]) for pair in near_duplicates(texts).tolist()}
-    assert found <= near
+    pairs = {(texts[min(pair)], texts[max(pair)]) for pair in near_duplicates(texts).tolist()}
+    assert pairs <= near
     assert len(near) > 100
     cluster = representatives(texts)
     assert all(cluster[a] == cluster[b] for a, b in near)
@@ -228,7 +233,7 @@ def test_no_two_sides_share_a_near_duplicate() -> None:
     for seed in range(20):
         splits = split_rows(map(row, texts), seed)
         sides = (splits.train, splits.validation, splits.held_out)
-        number = {each.prompt.text: i for i, rows in enumerate(sides) for each in rows}
+        number = {entry.prompt.text: i for i, rows in enumerate(sides) for entry in rows}
         assert len(number) == len(set(texts))
         assert all(number[a] == number[b] for a, b in near)
 
@@ -272,17 +277,17 @@ def test_neither_the_order_of_the_rows_nor_their_copies_matter() -> None:
     splits = split_rows(rows, seed=0)
     for seed in range(3):
         shuffled = random.Random(seed).sample(rows, len(rows))
-        again = split_rows([*shuffled, *shuffled[:50]], seed=0)
-        assert set(again.train) == set(splits.train)
-        assert set(again.validation) == set(splits.validation)
-        assert set(again.held_out) == set(splits.held_out)
+        second_split = split_rows([*shuffled, *shuffled[:50]], seed=0)
+        assert set(second_split.train) == set(splits.train)
+        assert set(second_split.validation) == set(splits.validation)
+        assert set(second_split.held_out) == set(splits.held_out)
 
 
 def test_a_new_prompt_moves_only_what_it_is_near_to() -> None:
     texts = sentences(300, 20)
     splits = split_rows(map(row, texts), seed=0)
-    again = split_rows(map(row, [*texts, f"a {texts[0]}"]), seed=0)
-    moved = [text for text in texts if side(splits, text) != side(again, text)]
+    second_split = split_rows(map(row, [*texts, f"a {texts[0]}"]), seed=0)
+    moved = [text for text in texts if side(splits, text) != side(second_split, text)]
     assert set(moved) <= {texts[0]}
 
 

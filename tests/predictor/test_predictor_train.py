@@ -84,11 +84,11 @@ def test_the_script_trains_a_predictor_that_beats_the_baselines(
     columns = ["--prompt-column", "question", "--length-column", "tokens"]
     monkeypatch.setattr(sys, "argv", [*command, *options, *columns, "--threads", "1"])
     status = load_script("train_predictor").main()
-    said = capsys.readouterr()
-    assert status == 0, said.err
-    assert "Not usable: 1 x not a JSON object." in said.err
-    assert "epoch 8/8: validation loss" in said.err
-    assert "| predictor |" in said.out
+    output = capsys.readouterr()
+    assert status == 0, output.err
+    assert "Not usable: 1 x not a JSON object." in output.err
+    assert "epoch 8/8: validation loss" in output.err
+    assert "| predictor |" in output.out
 
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     held_out = metrics["metrics"]
@@ -219,11 +219,11 @@ def test_nothing_to_resume_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_predictor_and_another_seed_another(tmp_path: Path) -> None:
     quick = replace(QUICK, epochs=1)
-    once, again, other = (
+    first, same_seed, other_seed = (
         predictor_of(train(toy_splits(), replace(quick, seed=seed), tmp_path / str(i))).predict(SEVEN).tolist()
         for i, seed in enumerate([1, 1, 2])
     )
-    assert once == again != other
+    assert first == same_seed != other_seed
 
 
 @pytest.fixture
@@ -310,10 +310,10 @@ def test_ceilings_that_differ_from_answer_to_answer_bias_no_quantile() -> None:
     rng = np.random.default_rng(0)
     lengths, ceilings = rng.lognormal(np.log(200), 1, 20_000), np.tile([100.0, 2000.0], 10_000)
     model = LengthModel(LengthConfig(encoder=TINY.to_diff_dict(), quantiles=3, length_unit=1.0)).eval()
-    seen, ceiling = (torch.tensor(x).unsqueeze(1) for x in (np.minimum(lengths, ceilings), ceilings))
+    observed, ceiling = (torch.tensor(x).unsqueeze(1) for x in (np.minimum(lengths, ceilings), ceilings))
 
     def loss(guess: float) -> float:
-        return float(model._pinball(torch.minimum(torch.full((len(seen), 3), guess), ceiling), seen))
+        return float(model._pinball(torch.minimum(torch.full((len(observed), 3), guess), ceiling), observed))
 
     guesses = np.geomspace(50, 800, 120)
     model.levels[:] = 0.5  # three times the median
@@ -324,17 +324,17 @@ def test_the_pinball_loss_is_least_at_the_quantiles() -> None:
     config = LengthConfig(encoder=TINY.to_diff_dict(), quantiles=5, length_unit=100.0)
     model = LengthModel(config).eval()
     lengths = np.random.default_rng(0).lognormal(4, 1, 4001)
-    seen = torch.tensor(lengths / 100.0).unsqueeze(1)
+    observed = torch.tensor(lengths / 100.0).unsqueeze(1)
     best = torch.tensor(np.quantile(lengths, model.levels.numpy()) / 100.0)
 
     def loss(guess: torch.Tensor) -> float:
-        return float(model._pinball(guess.expand(len(lengths), -1), seen))
+        return float(model._pinball(guess.expand(len(lengths), -1), observed))
 
     for i in range(5):
         for factor in (0.8, 1.25):
-            other = best.clone()
-            other[i] *= factor
-            assert loss(other) > loss(best)
+            shifted = best.clone()
+            shifted[i] *= factor
+            assert loss(shifted) > loss(best)
 
 
 def test_quantiles_never_cross_whatever_the_weights() -> None:
@@ -364,8 +364,10 @@ def test_training_leaves_the_numbers_where_they_were() -> None:
     fix_number_embeddings(embeddings, tokenizer)
     optimizer = torch.optim.SGD(embeddings.parameters(), lr=1.0)
     embeddings.weight.sum().backward()
-    before = embeddings.weight.detach().clone()
+    weights_before = embeddings.weight.detach().clone()
     optimizer.step()
     rows = torch.tensor([tokenizer.token_to_id(number) for number in NUMBERS])
     assert torch.allclose(embeddings.weight[rows], SCALE * number_features(torch.arange(1001), 96))
-    assert not torch.allclose(embeddings.weight[tokenizer.token_to_id("[UNK]")], before[tokenizer.token_to_id("[UNK]")])
+    assert not torch.allclose(
+        embeddings.weight[tokenizer.token_to_id("[UNK]")], weights_before[tokenizer.token_to_id("[UNK]")]
+    )

@@ -51,7 +51,9 @@ def test_an_only_engine_is_always_sent_a_little_ahead() -> None:
 
 
 def test_with_several_engines_some_are_kept_for_the_slots_that_become_free_elsewhere() -> None:
-    scheduler = new_scheduler(engine("a", 1, look_ahead=2), engine("b", 1, look_ahead=2), batch_size=1, release="greedy")
+    scheduler = new_scheduler(
+        engine("a", 1, look_ahead=2), engine("b", 1, look_ahead=2), batch_size=1, release="greedy"
+    )
     assert len(placed(arrive(scheduler, 1, 2))) == 2
     assert placed(arrive(scheduler, 3)) == []
     assert placed(arrive(scheduler, 4)) == [(3, "a")]
@@ -59,7 +61,9 @@ def test_with_several_engines_some_are_kept_for_the_slots_that_become_free_elsew
 
 
 def test_a_free_slot_elsewhere_is_always_taken_before_a_place_behind_another() -> None:
-    scheduler = new_scheduler(engine("a", look_ahead=2), engine("b", look_ahead=2), batch_size=1, order="fffs", release="greedy")
+    scheduler = new_scheduler(
+        engine("a", look_ahead=2), engine("b", look_ahead=2), batch_size=1, order="fffs", release="greedy"
+    )
     starts = placed(arrive(scheduler, *range(20)))
     assert sorted(name for _, name in starts[:4]) == ["a", "a", "b", "b"]
     assert len(starts) == 8  # with two places at each to look ahead
@@ -69,7 +73,7 @@ def test_a_free_slot_elsewhere_is_always_taken_before_a_place_behind_another() -
         request_id = rng.choice(sorted(running))
         name = running.pop(request_id)
         running.update(placed(step(scheduler, RequestEnded(name, request_id, "completed", 1.0))))
-        loads = [sum(other == name for other in running.values()) for name in ("a", "b")]
+        loads = [sum(engine_name == name for engine_name in running.values()) for name in ("a", "b")]
         assert not scheduler.waiting or min(loads) >= 2, "a slot is free while requests wait"
 
 
@@ -111,8 +115,8 @@ def test_what_will_have_ended_by_then_makes_room() -> None:
 def test_answers_that_outgrow_their_predictions_count_as_what_they_have_become() -> None:
     scheduler = one_by_one("fffs", engine(slots=8, tokens_max=1_000))
     arrive(scheduler, Request(0, 10.0), Request(1, 10.0))
-    other = Request(2, 450.0)
-    assert placed(arrive(scheduler, other, now_s=8.0)) == [], "400 tokens each by now, whatever was said of them"
+    newcomer = Request(2, 450.0)
+    assert placed(arrive(scheduler, newcomer, now_s=8.0)) == [], "400 tokens each by now, whatever was said of them"
     assert placed(step(scheduler, RequestEnded("gpu0", 0, "completed", 400.0), 8.0)) == [(2, "gpu0")]
 
 
@@ -274,9 +278,9 @@ def test_after_100_000_random_disconnects_every_counter_is_zero() -> None:
         queue_requests_max=200,
     )
     alive: dict[int, str | None] = {}  # request -> its engine, None while it waits
-    left = aborted = ended = 0
+    cancelled = aborted = ended = 0
     now_s, next_id = 0.0, 0
-    while left < 100_000:
+    while cancelled < 100_000:
         now_s += rng.expovariate(1_000.0)
         choice = rng.random()
         if choice < 0.5 or not alive:
@@ -289,7 +293,7 @@ def test_after_100_000_random_disconnects_every_counter_is_zero() -> None:
             request_id = next(iter(alive)) if rng.random() < 0.5 else rng.choice(list(alive))
             name = alive.pop(request_id)
             if choice < 0.97:
-                left += 1
+                cancelled += 1
                 actions = scheduler.handle(RequestCancelled(request_id), now_s)
                 if name is not None:
                     aborted += 1
@@ -301,7 +305,7 @@ def test_after_100_000_random_disconnects_every_counter_is_zero() -> None:
                 alive[request_id] = None
                 continue
         alive.update(placed(actions))
-    assert min(aborted, left - aborted, ended) > 1_000, "all kinds of ends were tried"
+    assert min(aborted, cancelled - aborted, ended) > 1_000, "all kinds of ends were tried"
     for request_id, name in list(alive.items()):
         scheduler.handle(RequestCancelled(request_id), now_s)
         if name is not None:
@@ -311,7 +315,9 @@ def test_after_100_000_random_disconnects_every_counter_is_zero() -> None:
             scheduler.handle(RequestEnded(name, request_id, "cancelled"), now_s)
     check(scheduler)
     assert (len(scheduler.requests), scheduler.waiting, len(scheduler.queues("").formed)) == (0, 0, 0)
-    assert [(len(state.running), state.total_tokens, state.room) for state in scheduler.engines.values()] == [(0, 0, 4)] * 3
+    assert [(len(state.running), state.total_tokens, state.room) for state in scheduler.engines.values()] == [
+        (0, 0, 4)
+    ] * 3
 
 
 def test_an_engine_with_fewer_slots_than_it_runs_gets_nothing_until_there_is_room() -> None:

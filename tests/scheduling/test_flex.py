@@ -51,8 +51,8 @@ def line(alpha_s: float, beta_s: float = 0.0, sizes: int = SIZES) -> StepTimes:
 
 
 def gpu(name: str = "gpu0", *, speed: StepTimes | None = None, slots: int = SIZES, **values: object) -> EngineInfo:
-    told = {"speeds": {"": line(1.0) if speed is None else speed}, **values}
-    return EngineInfo(name, slots, barrier=told.pop("barrier", True), **told)  # type: ignore[arg-type]
+    fields = {"speeds": {"": line(1.0) if speed is None else speed}, **values}
+    return EngineInfo(name, slots, barrier=fields.pop("barrier", True), **fields)  # type: ignore[arg-type]
 
 
 def new_scheduler(*engines: EngineInfo, lengths: Sequence[float] = (1.0,), **config: object) -> Scheduler:
@@ -89,7 +89,9 @@ def ends(scheduler: Scheduler, engine: str, *ids: int, now_s: float) -> list[Act
 
 def stops(scheduler: Scheduler, engine: str, *ids: int, now_s: float) -> list[Action]:
     """The engine lets go of these, as it was told to."""
-    return [action for each in ids for action in step(scheduler, RequestEnded(engine, each, "cancelled"), now_s)]
+    return [
+        action for request_id in ids for action in step(scheduler, RequestEnded(engine, request_id, "cancelled"), now_s)
+    ]
 
 
 def starts(actions: Sequence[Action]) -> Starts:
@@ -263,7 +265,9 @@ def test_a_first_byte_of_an_earlier_run_protects_no_later_one() -> None:
     scheduler = new_scheduler()
     arrive(scheduler, due(0))
     step(scheduler, AnswerBegan(0))
-    step(scheduler, RequestEnded("gpu0", 0, "failed", fault=True, retryable=True), 1.0)  # it was another's byte after all
+    step(
+        scheduler, RequestEnded("gpu0", 0, "failed", fault=True, retryable=True), 1.0
+    )  # it was another's byte after all
     assert preempted(arrive(scheduler, *several(9, model="b", first=1), now_s=1.0)) == [("gpu0", (0,))]
 
 
@@ -417,8 +421,10 @@ def test_engines_of_one_gpu_run_one_batch_between_them_and_make_room_for_each_ot
 
 def two_on_one_gpu(**config: object) -> Scheduler:
     """Engine a of model a and b of model b; 0 of a runs."""
-    told = {"preemption": "off", **config}
-    scheduler = new_scheduler(gpu("a", models=("a",), worker="gpu0"), gpu("b", models=("b",), worker="gpu0"), **told)
+    settings = {"preemption": "off", **config}
+    scheduler = new_scheduler(
+        gpu("a", models=("a",), worker="gpu0"), gpu("b", models=("b",), worker="gpu0"), **settings
+    )
     assert starts(arrive(scheduler, due(0, 99.0, "a"))) == [("a", [0])]
     return scheduler
 

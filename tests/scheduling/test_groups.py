@@ -280,14 +280,19 @@ def test_those_whom_a_batch_was_stopped_for_move_when_they_cannot_run_there_afte
     arrive(scheduler, m(1, predicted_tokens=1.0))
     waiting = [n(number, predicted_tokens=1.0, deadline_s=0.45) for number in range(2, 6)]
     assert arrive(scheduler, *waiting) == [PreemptBatch("a", 1, (1,))]
-    assert step(scheduler, PlanChanged((ServingGroup("left", ("a",), ("m",)), ServingGroup("right", ("b",), ("n",))))) == []
+    assert (
+        step(scheduler, PlanChanged((ServingGroup("left", ("a",), ("m",)), ServingGroup("right", ("b",), ("n",)))))
+        == []
+    )
     assert [home(scheduler, request.id) for request in waiting] == ["left"] * 4
     actions = step(scheduler, RequestEnded("a", 1, "cancelled"), 0.2)  # two are in time on each engine, four on none
     assert [name for _, name in placed(actions)] == ["a", "a", "b", "b"]
 
 
 def test_a_worker_that_changes_groups_keeps_its_circuit() -> None:
-    scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b", models=("m",)), circuit_faults_max=1, circuit_pause_s=5.0)
+    scheduler = grouped(
+        (LEFT, RIGHT), engine("a"), engine("b", models=("m",)), circuit_faults_max=1, circuit_pause_s=5.0
+    )
     arrive(scheduler, m(1))
     step(scheduler, RequestEnded("a", 1, "failed", fault=True))
     step(scheduler, PlanChanged(SWAPPED), 1.0)
@@ -392,15 +397,15 @@ def test_groups_that_share_a_model_ask_for_its_dispatch_plans_one_after_the_othe
 
 def test_no_dispatch_plan_is_asked_for_by_an_engine_that_is_yet_to_come() -> None:
     scheduler = grouped((LEFT, RIGHT), release="deadline", batch_size=1)
-    asked = step(scheduler, EngineReady(engine("a", models=("m", "n"))))
-    assert [action.model for action in asked if isinstance(action, SolveDispatch)] == ["m", "n"]
+    actions = step(scheduler, EngineReady(engine("a", models=("m", "n"))))
+    assert [action.model for action in actions if isinstance(action, SolveDispatch)] == ["m", "n"]
     plan = DispatchPlan(queue_of=(0,), tables=(DispatchTable((0, 1), (), (), (1.0,), (1.0,), 10.0),))
     for model in ("m", "n"):
         step(scheduler, DispatchSolved(plan, model))
     assert placed(arrive(scheduler, m(1))) == [(1, "a")]
     assert step(scheduler, PlanChanged((ServingGroup("right", ("a",), ("m", "n")),))) == []
-    asked = step(scheduler, ended("a", 1))
-    assert [action.observed.slots for action in asked if isinstance(action, SolveDispatch)] == [1, 1]
+    actions = step(scheduler, ended("a", 1))
+    assert [action.observed.slots for action in actions if isinstance(action, SolveDispatch)] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -546,7 +551,7 @@ class AnyPlans(RuleBasedStateMachine):
         config = msgspec.structs.replace(config, order=policy[0], release=policy[1])
         self.header = Header(config, groups=plan or (LEFT,), replan=Replan(1.0))
         scheduler = self.header.scheduler()
-        self.made = scheduler
+        self.scheduler = scheduler
         self.now_s = 0.0
         self.steps: list[Step] = []
         self.alive: dict[int, str | None] = {}  # the engine that it runs on; None: it waits
@@ -564,7 +569,7 @@ class AnyPlans(RuleBasedStateMachine):
     # ---- the world's account ----
 
     def tell(self, event: Event) -> None:
-        actions = self.made.handle(event, self.now_s)
+        actions = self.scheduler.handle(event, self.now_s)
         self.steps.append(Step(self.now_s, event, tuple(actions)))
         for action in actions:
             if isinstance(action, StartBatch):
@@ -603,11 +608,11 @@ class AnyPlans(RuleBasedStateMachine):
     def one_ends(self, data: st.DataObject, how: str) -> None:
         request_id = data.draw(st.sampled_from(self.running()))
         engine_name = self.alive[request_id]
-        queued = self.made.requests[request_id]
+        queued = self.scheduler.requests[request_id]
         assert queued.run is not None
         retryable = request_id not in self.began
-        again = (how == "fault" and retryable) or (how == "cancelled" and queued.run.stopping)
-        if again and not queued.cancelled:
+        waits_again = (how == "fault" and retryable) or (how == "cancelled" and queued.run.stopping)
+        if waits_again and not queued.cancelled:
             self.alive[request_id] = None
         else:
             del self.alive[request_id]
@@ -641,11 +646,11 @@ class AnyPlans(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.engines)))
         self.up.discard(name)
         answered = []
-        for request_id in [id_ for id_, where in self.alive.items() if where == name]:
+        for request_id in [id_ for id_, engine_name in self.alive.items() if engine_name == name]:
             self.alive[request_id] = None
             if request_id in self.began:
                 answered.append(request_id)
-            if self.made.requests[request_id].cancelled:
+            if self.scheduler.requests[request_id].cancelled:
                 del self.alive[request_id]
         self.tell(EngineLost(name, tuple(answered)))
 
@@ -656,28 +661,28 @@ class AnyPlans(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 1.0, 10.0]))
     def time_passes(self, seconds: float) -> None:
         until_s = self.now_s + seconds
-        while (wake_at_s := self.made.wake_at_s) is not None and wake_at_s <= until_s:
+        while (wake_at_s := self.scheduler.wake_at_s) is not None and wake_at_s <= until_s:
             self.now_s = max(self.now_s, wake_at_s)
             self.tell(TimerFired())
         self.now_s = until_s
 
     def running(self) -> list[int]:
-        return sorted(id_ for id_, where in self.alive.items() if where is not None)
+        return sorted(id_ for id_, engine_name in self.alive.items() if engine_name is not None)
 
     # ---- laws ----
 
     @invariant()
     def each_is_where_the_world_knows_it(self) -> None:
-        check(self.made)
-        assert set(self.made.requests) == set(self.alive), "somebody was lost, or told of twice"
-        for request_id, where in self.alive.items():
-            queued = self.made.requests[request_id]
+        check(self.scheduler)
+        assert set(self.scheduler.requests) == set(self.alive), "somebody was lost, or told of twice"
+        for request_id, engine_name in self.alive.items():
+            queued = self.scheduler.requests[request_id]
             runs_on = None if queued.run is None else queued.run.engine
-            assert runs_on == where, f"{request_id} runs on {where}, by its own account on {runs_on}"
+            assert runs_on == engine_name, f"{request_id} runs on {engine_name}, by its own account on {runs_on}"
             assert queued.arrived_at_s == self.arrived[request_id]
 
     def teardown(self) -> None:
-        if not hasattr(self, "made"):
+        if not hasattr(self, "scheduler"):
             return
         for name in self.engines:
             self.come_up(name)
@@ -686,7 +691,9 @@ class AnyPlans(RuleBasedStateMachine):
             self.time_passes(100.0)
             for request_id in self.running():
                 self.tell(RequestEnded(self.alive.pop(request_id) or "", request_id, "completed", 5.0))
-        assert all(not self.served(self.made.requests[id_].request.model) for id_ in self.alive), "somebody is stuck"
+        assert all(not self.served(self.scheduler.requests[id_].request.model) for id_ in self.alive), (
+            "somebody is stuck"
+        )
         assert replay(self.header, self.steps) == self.steps
 
     def served(self, model: str) -> bool:

@@ -30,7 +30,7 @@ def test_the_peak_is_that_of_a_step_by_step_account() -> None:
             (rng.randrange(50), rng.choice([1, 1, 2]), rng.randrange(1, 40)) for _ in range(rng.randrange(1, 9))
         ]
         account = [
-            sum(held + choices * step for held, choices, steps in requests if steps >= step)
+            sum(held_tokens + choices * step for held_tokens, choices, steps in requests if steps >= step)
             for step in range(1, 1 + max(steps for *_, steps in requests))
         ]
         assert peak_tokens(requests) == max(account)

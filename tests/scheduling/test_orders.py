@@ -87,7 +87,13 @@ def test_predictions_that_rank_nothing_leave_first_come_first_served() -> None:
 def test_shortest_orders_whole_batches_too() -> None:
     scheduler = new_scheduler(EngineInfo("gpu0", 2, True), order="shortest", bins=2, edges=(100.0,))
     arrive(
-        scheduler, Request(0, 1.0), Request(1, 1.0), Request(2, 500.0), Request(3, 400.0), Request(4, 9.0), Request(5, 9.0)
+        scheduler,
+        Request(0, 1.0),
+        Request(1, 1.0),
+        Request(2, 500.0),
+        Request(3, 400.0),
+        Request(4, 9.0),
+        Request(5, 9.0),
     )
     actions: list[Action] = []
     for request_id in (0, 1):

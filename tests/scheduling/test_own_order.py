@@ -90,10 +90,10 @@ def test_the_page_shows_the_very_file() -> None:
 
 
 def test_the_command_line_names_it(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["simulate", "--requests", "200", "--arrival-rate", "2", "--barrier", "--json", "--order"]
-    assert main([*asked, NAME]) == 0
+    command = ["simulate", "--requests", "200", "--arrival-rate", "2", "--barrier", "--json", "--order"]
+    assert main([*command, NAME]) == 0
     own = msgspec.json.decode(capsys.readouterr().out)
-    assert main([*asked, "shortest"]) == 0
+    assert main([*command, "shortest"]) == 0
     assert own["completed"] == 200
     assert own["latency_s_mean"] != msgspec.json.decode(capsys.readouterr().out)["latency_s_mean"]
 

@@ -45,19 +45,19 @@ def wait_on(bins: int = BINS, queues: int = 1, response_s_mean: float | None = 1
 class Body:
     """Brings a scheduler arrivals, answers each question with the same plan at once, and remembers the questions."""
 
-    def __init__(self, made: Scheduler, answer: DispatchPlan | None) -> None:
-        self.made, self.answer = made, answer
-        self.asked: list[Observed] = []
+    def __init__(self, scheduler: Scheduler, answer: DispatchPlan | None) -> None:
+        self.scheduler, self.answer = scheduler, answer
+        self.questions: list[Observed] = []
         self.now_s, self.ids = 0.0, 0
         self.tell(EngineReady(GPU0))
 
     def tell(self, event: object) -> None:
-        self.listen(step(self.made, event, self.now_s))  # type: ignore[arg-type]
+        self.listen(step(self.scheduler, event, self.now_s))  # type: ignore[arg-type]
 
     def listen(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, SolveDispatch):
-                self.asked.append(action.observed)
+                self.questions.append(action.observed)
                 if self.answer is not None:
                     self.tell(DispatchSolved(self.answer))
 
@@ -69,14 +69,14 @@ class Body:
             self.now_s += gap_s
             self.tell(RequestArrived(Request(self.ids, tokens[self.ids % len(tokens)])))
             self.ids += 1
-            for request_id, run in list(self.made.engines["gpu0"].running.items()):
+            for request_id, run in list(self.scheduler.engines["gpu0"].running.items()):
                 answer = longer * (run.queued.request.predicted_tokens or 0.0)
                 self.tell(RequestEnded("gpu0", request_id, "completed", answer))
 
     def new(self) -> list[Observed]:
         """Questions since this was last asked."""
-        asked, self.asked = self.asked, []
-        return asked
+        questions, self.questions = self.questions, []
+        return questions
 
 
 def total(observed: Observed) -> float:
@@ -124,13 +124,13 @@ def test_a_plan_is_asked_for_again_when_the_rate_has_moved_by_more_than_the_fact
     body.arrivals(600, 0.1 / 1.15)
     assert body.new() == [], "15 % more are no reason"
     body.arrivals(600, 0.1 / 1.5)
-    asked = body.new()
-    assert asked
-    assert 15.0 / 1.25 < total(asked[-1]) < 15.0 * 1.25
+    questions = body.new()
+    assert questions
+    assert 15.0 / 1.25 < total(questions[-1]) < 15.0 * 1.25
     body.arrivals(900, 0.1)
-    asked = body.new()
-    assert asked, "nor is less than before the same"
-    assert 10.0 / 1.25 < total(asked[-1]) < 10.0 * 1.25
+    questions = body.new()
+    assert questions, "nor is less than before the same"
+    assert 10.0 / 1.25 < total(questions[-1]) < 10.0 * 1.25
 
 
 def test_a_larger_factor_asks_less_often() -> None:
@@ -138,7 +138,7 @@ def test_a_larger_factor_asks_less_often() -> None:
         body = Body(fresh(rate_factor=rate_factor), wait_on())
         for speed in range(1, 21):
             body.arrivals(150, 0.5 / speed)
-        return len(body.asked)
+        return len(body.questions)
 
     assert questions(3.0) < questions(1.5) < questions(1.1)
 
@@ -163,7 +163,7 @@ def test_rates_are_told_on_a_grid_so_that_the_same_load_is_the_same_question() -
     for gap_s in (0.1, 0.1 * 1.01, 0.1 / 1.01):
         body = Body(fresh(), wait_on())
         body.arrivals(60, gap_s, tokens=(5.0, 15.0))
-        (_, observed) = body.asked
+        (_, observed) = body.questions
         steps = math.log(total(observed), RATE_GRID)
         assert steps == pytest.approx(round(steps), abs=1e-9)
         assert total(observed) == pytest.approx(RATE_GRID**47)  # 9.9
@@ -173,15 +173,15 @@ def test_rates_are_told_on_a_grid_so_that_the_same_load_is_the_same_question() -
 def test_rates_of_however_many_bins_sum_to_the_rate_of_all(bins: int) -> None:
     body = Body(fresh(bins=bins), wait_on(bins=bins))
     body.arrivals(60, 0.1)
-    assert len(body.asked[-1].rates_per_s) == bins
-    assert total(body.asked[-1]) == pytest.approx(10.0, rel=0.03)
+    assert len(body.questions[-1].rates_per_s) == bins
+    assert total(body.questions[-1]) == pytest.approx(10.0, rel=0.03)
 
 
 def test_bins_have_their_shares_of_the_rate() -> None:
     body = Body(fresh(), wait_on())
     body.arrivals(3_000, 0.1, tokens=(5.0, 5.0, 5.0, 15.0))
     body.arrivals(40, 0.001, tokens=(5.0, 5.0, 5.0, 15.0))  # a jump, to be asked again
-    short, long_ = body.asked[-1].rates_per_s
+    short, long_ = body.questions[-1].rates_per_s
     assert short / long_ == pytest.approx(3.0, rel=0.15)
 
 
@@ -191,13 +191,13 @@ def test_bins_have_their_shares_of_the_rate() -> None:
 def test_after_so_many_answers_a_plan_is_made_for_the_lengths_as_they_have_become() -> None:
     body = Body(fresh(), wait_on())
     body.arrivals(40, 0.1, tokens=(5.0, 15.0))
-    before = body.new()[-1]
+    previous = body.new()[-1]
     body.arrivals(ANSWERS_BETWEEN, 0.1, tokens=(5.0, 15.0), longer=10.0)
     assert body.new() == [], "arrivals are looked at before their own answers"
     body.arrivals(1, 0.1, tokens=(5.0, 15.0), longer=10.0)
     (observed,) = body.new()
     assert observed.lengths == ((50.0,) * LEVELS, (150.0,) * LEVELS)
-    assert observed.rates_per_s == pytest.approx(before.rates_per_s, rel=0.15)
+    assert observed.rates_per_s == pytest.approx(previous.rates_per_s, rel=0.15)
     body.arrivals(ANSWERS_BETWEEN - 8, 0.1, tokens=(5.0, 15.0), longer=20.0)
     assert body.new() == []
 
@@ -231,13 +231,13 @@ def test_predictions_that_are_not_trusted_leave_one_bin_to_plan_for_and_come_bac
     body = Body(fresh(), wait_on())
     body.arrivals(40, 0.1, tokens=(5.0, 15.0))
     body.new()
-    body.made.queues("").trust.trusted = False
+    body.scheduler.queues("").trust.trusted = False
     body.answer = wait_on(bins=1)
     body.arrivals(1, 0.1)
     (observed,) = body.new()
     assert len(observed.rates_per_s) == len(observed.lengths) == 1
     assert observed.rates_per_s[0] == pytest.approx(10.0, rel=0.03)
-    body.made.queues("").trust.trusted = True
+    body.scheduler.queues("").trust.trusted = True
     body.arrivals(1, 0.1)
     assert [len(observed.rates_per_s) for observed in body.new()] == [BINS]
 

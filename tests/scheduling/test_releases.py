@@ -39,9 +39,9 @@ SIZES = 4  # largest batch
 NEVER = (0,) * (SIZES + 1)
 
 
-def from_(least: int, sizes: int = SIZES) -> tuple[int, ...]:
+def from_(threshold: int, sizes: int = SIZES) -> tuple[int, ...]:
     """Wait for so many, then serve all."""
-    return tuple([waiting if waiting >= least else 0 for waiting in range(sizes + 1)])
+    return tuple([waiting if waiting >= threshold else 0 for waiting in range(sizes + 1)])
 
 
 def table(
@@ -202,8 +202,8 @@ def test_what_is_late_already_goes_at_once() -> None:
 @pytest.mark.parametrize("release", PLANNED)
 def test_no_timer_fires_for_ever(release: str) -> None:
     """An engine is busy, and who waits has waited beyond every bound: only the engine's end is worth waking up for."""
-    late = table(wait_s_max=0.5)
-    scheduler = following(plan(late, late, latency_target_s=0.5), release=release, batch_wait_s=0.5)
+    impatient = table(wait_s_max=0.5)
+    scheduler = following(plan(impatient, impatient, latency_target_s=0.5), release=release, batch_wait_s=0.5)
     arrive(scheduler, *[Request(id_, 5.0) for id_ in range(1, 5)])
     for id_ in range(5, 8):
         arrive(scheduler, Request(id_, 5.0), Request(10 + id_, 15.0, 40.0), now_s=0.1 * id_)
@@ -240,8 +240,8 @@ def test_slots_that_run_out_let_nobody_join() -> None:
 def test_company_on_one_engine_is_joined_rather_than_another_engine_woken() -> None:
     scheduler = following(plan(table(from_(3))), REFILL, msgspec.structs.replace(REFILL, name="gpu1"))
     (first,) = {action.engine for action in arrive(scheduler, 1, 2, 3) if isinstance(action, StartBatch)}
-    (then,) = {action.engine for action in arrive(scheduler, 4, now_s=1.0) if isinstance(action, StartBatch)}
-    assert then == first, "an engine with as much room stays idle"
+    (second,) = {action.engine for action in arrive(scheduler, 4, now_s=1.0) if isinstance(action, StartBatch)}
+    assert second == first, "an engine with as much room stays idle"
 
 
 # ---- table: which of several bins ----
@@ -302,10 +302,10 @@ def test_when_full_batches_wait_the_first_formed_goes_and_the_table_is_moot() ->
 # ---- table: a mixture of two policies ----
 
 
-def share_that_waits(share: float, least: int, more: int, cycles: int = 3_000) -> float:
+def share_that_waits(share: float, smaller: int, larger: int, cycles: int = 3_000) -> float:
     """Of decisions with `least` requests, as an idle engine takes them: those in which `more` are waited for."""
     release = Table(16)
-    mixed = table(from_(least, 16), other=from_(more, 16), service_s=(1.0,) * 16)
+    mixed = table(from_(smaller, 16), other=from_(larger, 16), service_s=(1.0,) * 16)
     release.plan = plan(mixed, share=share)
     queue, waited, id_ = BinQueue(0), 0, 0
     for _ in range(cycles):
@@ -315,18 +315,18 @@ def share_that_waits(share: float, least: int, more: int, cycles: int = 3_000) -
             queue.append(QueuedRequest(Request(id_), 0, 0.0))
             size = release.size(queue, 0.0, idle=True)
             assert release.size(queue, 0.0, idle=True) == size, "asked twice, it decides alike"
-            waited += len(queue) == least and not size
+            waited += len(queue) == smaller and not size
         queue.take(size)
     return waited / cycles
 
 
-@pytest.mark.parametrize(("least", "more"), [(1, 2), (5, 6), (12, 13), (3, 9)])
+@pytest.mark.parametrize(("smaller", "larger"), [(1, 2), (5, 6), (12, 13), (3, 9)])
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.7])
 def test_the_mixture_decides_by_its_share_however_a_decision_moves_the_next(
-    share: float, least: int, more: int
+    share: float, smaller: int, larger: int
 ) -> None:
     """Whoever waits is asked again later: a pattern in the draws would make some shares all or nothing."""
-    assert share_that_waits(share, least, more) == pytest.approx(share, abs=0.03)  # 3.6 standard errors
+    assert share_that_waits(share, smaller, larger) == pytest.approx(share, abs=0.03)  # 3.6 standard errors
 
 
 def test_a_share_of_nothing_or_of_all_is_the_one_policy_or_the_other() -> None:
@@ -675,9 +675,9 @@ def at_low_load(release: str, bins: int, **objective: float) -> Summary:
 
 def test_at_low_load_bins_cost_a_table_nothing() -> None:
     """Greedy in eight bins takes half as long again as in one; a plan merges them."""
-    one, eight = at_low_load("greedy", 1), at_low_load("greedy", 8)
-    assert eight.latency_s_mean > 1.4 * one.latency_s_mean
-    assert at_low_load("table", 8).latency_s_mean < 1.02 * one.latency_s_mean
+    alone, eight = at_low_load("greedy", 1), at_low_load("greedy", 8)
+    assert eight.latency_s_mean > 1.4 * alone.latency_s_mean
+    assert at_low_load("table", 8).latency_s_mean < 1.02 * alone.latency_s_mean
 
 
 def test_a_latency_target_is_met_for_much_less_energy() -> None:

@@ -340,11 +340,14 @@ def test_edges_follow_the_predictions_that_arrive() -> None:
 
 def test_bins_go_by_risk_so_a_rare_long_answer_keeps_out_of_the_short_ones_batch() -> None:
     sure, unsure = (90.0, 100.0, 110.0), (10.0, 50.0, 3000.0)
-    by = {how: new_scheduler(BARRIER, bins=2, edges=(500.0,), bins_by=how, batch_size=8) for how in ("risk", "median")}
-    for scheduler in by.values():
+    schedulers = {
+        bins_by: new_scheduler(BARRIER, bins=2, edges=(500.0,), bins_by=bins_by, batch_size=8)
+        for bins_by in ("risk", "median")
+    }
+    for scheduler in schedulers.values():
         arrive(scheduler, Request(1, 100.0, quantiles=sure), Request(2, 50.0, quantiles=unsure))
-    assert [len(queue) for queue in by["risk"].queues("").bins] == [1, 1]
-    assert [len(queue) for queue in by["median"].queues("").bins] == [2, 0]
+    assert [len(queue) for queue in schedulers["risk"].queues("").bins] == [1, 1]
+    assert [len(queue) for queue in schedulers["median"].queues("").bins] == [2, 0]
 
 
 def feed(scheduler: Scheduler, pairs: list[tuple[float, float]], first_id: int) -> list[ReportTrust]:
@@ -373,8 +376,8 @@ def test_predictions_that_rank_no_answers_leave_one_bin_until_they_rank_again() 
     assert isinstance(started, StartBatch)
     assert started.batch.bin == 0, "91 tokens belong into bin 1, but one bin serves"
     step(scheduler, RequestEnded("gpu0", 200, "completed", 1.0))
-    (found,) = feed(scheduler, RIGHT, first_id=300)
-    assert found.trusted
+    (report,) = feed(scheduler, RIGHT, first_id=300)
+    assert report.trusted
     (started,) = arrive(scheduler, Request(400, 91.0))
     assert isinstance(started, StartBatch)
     assert started.batch.bin == 1
@@ -387,8 +390,8 @@ def test_whoever_waits_in_a_bin_moves_to_the_first_one_when_trust_is_lost() -> N
     for first in range(0, 16, 2):  # all real lengths are alike: nothing can rank them
         arrive(scheduler, Request(first, 1.0), Request(first + 1, 2.0))
         step(scheduler, RequestEnded("gpu0", first, "completed", 7.0))
-        said = step(scheduler, RequestEnded("gpu0", first + 1, "completed", 7.0))
-    assert said == [ReportTrust(False, None)]
+        actions = step(scheduler, RequestEnded("gpu0", first + 1, "completed", 7.0))
+    assert actions == [ReportTrust(False, None)]
     assert [[queued.request.id for queued in queue] for queue in scheduler.queues("").bins] == [[90], []]
     assert arrive(scheduler, Request(91, 1.0)) == [
         StartBatch("gpu0", Batch(9, 0, (Request(90, 99.0), Request(91, 1.0)), 0.0, 2))
@@ -420,7 +423,9 @@ def test_what_bins_go_by_is_what_is_trusted() -> None:
 
 def test_edges_follow_how_long_answers_became_and_not_what_was_predicted() -> None:
     """Of scores 1 to 40 only those above 30 tell of long answers: there is the cut, not in the middle."""
-    scheduler = new_scheduler(BARRIER, bins=2, release="greedy", edges_by="answers", edges_refit_every=64, edges_window=1024)
+    scheduler = new_scheduler(
+        BARRIER, bins=2, release="greedy", edges_by="answers", edges_refit_every=64, edges_window=1024
+    )
     lengths = {}
     now_s = 0.0
     for request_id in range(1, 1101):

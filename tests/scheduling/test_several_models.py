@@ -49,7 +49,7 @@ def step(scheduler: Scheduler, event: Event, now_s: float = 0.0) -> list[Action]
 
 
 def arrive(scheduler: Scheduler, model: str, *ids: int, now_s: float = 0.0, prompt_tokens: float = 0.0) -> list[Action]:
-    requests = [Request(each, 4.0, prompt_tokens=prompt_tokens, model=model) for each in ids]
+    requests = [Request(request_id, 4.0, prompt_tokens=prompt_tokens, model=model) for request_id in ids]
     return [action for request in requests for action in step(scheduler, RequestArrived(request), now_s)]
 
 
@@ -268,8 +268,8 @@ def test_who_moves_after_a_try_has_one_less_left() -> None:
     assert groups(scheduler) == {0: "here"}
     assert starts(step(scheduler, EngineReady(barrier("gpu1")), 2.0)) == [("gpu1", [0])]
     assert groups(scheduler) == {0: "there"}
-    again = step(scheduler, RequestEnded("gpu1", 0, "failed", fault=True, retryable=True), 3.0)
-    assert failed(again) == [(0, "engine_failed")]
+    actions = step(scheduler, RequestEnded("gpu1", 0, "failed", fault=True, retryable=True), 3.0)
+    assert failed(actions) == [(0, "engine_failed")]
 
 
 def test_what_runs_stays_where_it_is() -> None:
@@ -293,8 +293,10 @@ def test_who_moves_has_its_deadline_watched_there() -> None:
 
 def test_who_moves_takes_its_place_by_arrival() -> None:
     """0 has waited since 0 s, longer than 10 has."""
-    told = {"release": "timeout", "batch_wait_s": 5.0, "batch_size": 4}
-    scheduler = new_scheduler(barrier("gpu0"), barrier("gpu1", slots=4), plan=plan("a", "", streams=(("s", "a"),)), **told)
+    settings = {"release": "timeout", "batch_wait_s": 5.0, "batch_size": 4}
+    scheduler = new_scheduler(
+        barrier("gpu0"), barrier("gpu1", slots=4), plan=plan("a", "", streams=(("s", "a"),)), **settings
+    )
     arrive(scheduler, "a", 0)
     step(scheduler, RequestArrived(Request(10, 4.0, model="a", stream="s")), 3.0)
     assert groups(scheduler) == {0: "here", 10: "there"}
@@ -305,8 +307,8 @@ def test_who_moves_takes_its_place_by_arrival() -> None:
 
 
 def test_a_batch_that_room_is_made_for_does_not_move() -> None:
-    told = {"order": "flex", "release": "window", "batch_size": 8}
-    scheduler = new_scheduler(barrier("gpu0", slots=8), barrier("gpu1", slots=8), plan=plan("abc", ""), **told)
+    settings = {"order": "flex", "release": "window", "batch_size": 8}
+    scheduler = new_scheduler(barrier("gpu0", slots=8), barrier("gpu1", slots=8), plan=plan("abc", ""), **settings)
     arrive(scheduler, "a", 0)
     arrive(scheduler, "b", 1, 2, 3, 4)  # 0 is told to make room
     arrive(scheduler, "c", 5)

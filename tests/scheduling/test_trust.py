@@ -10,7 +10,7 @@ from llmserve.request import Request
 from llmserve.scheduling.trust import Trust, spearman
 
 
-def told(predicted: list[float], actual: list[float], window: int = 64) -> tuple[Trust, list[int]]:
+def observed(predicted: list[float], actual: list[float], window: int = 64) -> tuple[Trust, list[int]]:
     """A judge that has seen these, and after which of them it changed its mind."""
     trust = Trust(window)
     pairs = enumerate(zip(predicted, actual, strict=True))
@@ -31,17 +31,17 @@ def test_spearman_is_scipys_ties_and_all() -> None:
 
 def test_right_predictions_are_never_distrusted_however_wrong_their_scale() -> None:
     lengths = noise(2000, 0)
-    assert told([x**0.3 / 50 for x in lengths], lengths)[1] == []
+    assert observed([x**0.3 / 50 for x in lengths], lengths)[1] == []
 
 
 def test_weak_but_real_predictions_are_kept() -> None:
     lengths, other = noise(2000, 0), noise(2000, 1)
     blurred = [x**0.8 * y for x, y in zip(lengths, other, strict=True)]
-    assert told(blurred, lengths, window=256)[1] == []
+    assert observed(blurred, lengths, window=256)[1] == []
 
 
 def test_shuffled_predictions_are_distrusted_within_a_window_and_stay_so() -> None:
-    trust, changes = told(noise(2000, 0), noise(2000, 1), window=256)
+    trust, changes = observed(noise(2000, 0), noise(2000, 1), window=256)
     assert len(changes) == 1
     assert changes[0] < 256
     assert not trust.trusted
@@ -49,22 +49,22 @@ def test_shuffled_predictions_are_distrusted_within_a_window_and_stay_so() -> No
 
 def test_right_predictions_win_trust_back_by_themselves() -> None:
     first, lengths = noise(600, 0), noise(1200, 1)
-    trust, changes = told(first + lengths[600:], lengths, window=256)
+    trust, changes = observed(first + lengths[600:], lengths, window=256)
     assert len(changes) == 2
     assert changes[1] < 600 + 256
     assert trust.trusted
 
 
 def test_answers_of_one_length_need_one_bin() -> None:
-    assert not told(noise(64, 0), [512.0] * 64)[0].trusted
+    assert not observed(noise(64, 0), [512.0] * 64)[0].trusted
 
 
 def test_accuracy_over_the_window() -> None:
     lengths = [float(x) for x in range(1, 65)]
-    accuracy = told(lengths, lengths)[0].accuracy(bins=4)
+    accuracy = observed(lengths, lengths)[0].accuracy(bins=4)
     assert (accuracy.answers, accuracy.rank_correlation) == (64, pytest.approx(1.0))
     assert (accuracy.bin_accuracy, accuracy.near_accuracy) == (1.0, 1.0)
-    reverse = told(lengths, lengths[::-1])[0].accuracy(bins=4)
+    reverse = observed(lengths, lengths[::-1])[0].accuracy(bins=4)
     assert (reverse.bin_accuracy, reverse.near_accuracy) == (0.0, 0.5)
 
 

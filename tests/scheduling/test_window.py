@@ -34,7 +34,7 @@ def queue_of(*lengths: float, window: int = 100) -> WindowQueue:
 
 
 def ids(requests: list[QueuedRequest]) -> list[int]:
-    return sorted(each.request.id for each in requests)
+    return sorted(entry.request.id for entry in requests)
 
 
 # ---- which of those that wait make a batch ----
@@ -66,7 +66,7 @@ def test_those_beyond_the_window_are_not_looked_at() -> None:
 
 def test_all_can_be_taken_at_once_beyond_the_window_too() -> None:
     queue = queue_of(5, 1, 3, 2, 4, window=2)
-    assert [each.request.id for each in queue.take_all()] == [0, 1, 2, 3, 4]
+    assert [entry.request.id for entry in queue.take_all()] == [0, 1, 2, 3, 4]
     assert len(queue) == 0
     queue.append(queued(9, 7.0))
     assert ids(queue.take(1)) == [9]
@@ -74,8 +74,8 @@ def test_all_can_be_taken_at_once_beyond_the_window_too() -> None:
 
 def test_one_whose_turn_is_earlier_takes_the_place_of_the_last_in_the_window() -> None:
     queue = WindowQueue(0, 2, due_at_s)
-    for each in (queued(0, 10, 50.0), queued(1, 500, 60.0), queued(2, 20, 40.0)):
-        queue.append(each)
+    for entry in (queued(0, 10, 50.0), queued(1, 500, 60.0), queued(2, 20, 40.0)):
+        queue.append(entry)
     assert ids(queue.take(2)) == [0, 2]
 
 
@@ -105,13 +105,13 @@ def test_the_row_is_the_best_of_all_rows_that_hold_the_first(lengths: list[float
     count = min(count, window, len(lengths))
     row = sorted((tokens, request_id) for request_id, tokens in enumerate(lengths[:window]))
     rows = [row[start : start + count] for start in range(len(row) - count + 1)]
-    taken = [(each.sort_length, each.request.id) for each in queue_of(*lengths, window=window).take(count)]
+    batch = [(entry.sort_length, entry.request.id) for entry in queue_of(*lengths, window=window).take(count)]
 
     def waste(row: list[tuple[float, int]]) -> float:
         return sum(row[-1][0] - tokens for tokens, _ in row)
 
-    assert taken in rows
-    assert waste(taken) == min(waste(row) for row in rows if (lengths[0], 0) in row)
+    assert batch in rows
+    assert waste(batch) == min(waste(row) for row in rows if (lengths[0], 0) in row)
 
 
 @given(st.data())
@@ -121,22 +121,22 @@ def test_nobody_in_the_window_is_passed_over_more_often_than_it_holds_and_nobody
     queue = WindowQueue(0, window, arrival)
     waiting: dict[int, QueuedRequest] = {}
     passed_over: dict[int, int] = {}
-    for what in data.draw(st.lists(st.sampled_from(["come", "come", "come", "take", "leave"]), max_size=60)):
-        if what == "come":
+    for move in data.draw(st.lists(st.sampled_from(["come", "come", "come", "take", "leave"]), max_size=60)):
+        if move == "come":
             new = queued(len(passed_over), data.draw(st.sampled_from([1.0, 5.0, 5.5, 90.0])))
             waiting[new.request.id], passed_over[new.request.id] = new, 0
             queue.append(new)
-        elif what == "leave" and waiting:
+        elif move == "leave" and waiting:
             queue.remove(waiting.pop(data.draw(st.sampled_from(sorted(waiting)))))
-        elif what == "take" and len(queue) >= size:
+        elif move == "take" and len(queue) >= size:
             first = sorted(waiting)[:window]
-            taken = ids(queue.take(size))
-            assert taken[0] == first[0]
-            for request_id in taken:
+            batch = ids(queue.take(size))
+            assert batch[0] == first[0]
+            for request_id in batch:
                 del waiting[request_id]
-            for request_id in set(first) - set(taken):
+            for request_id in set(first) - set(batch):
                 passed_over[request_id] += 1
-        assert [each.request.id for each in queue] == sorted(waiting)
+        assert [entry.request.id for entry in queue] == sorted(waiting)
         assert max(passed_over.values(), default=0) < window
     assert ids(queue.take_all()) == sorted(waiting)
 

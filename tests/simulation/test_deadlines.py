@@ -33,9 +33,9 @@ class Told:
         scenario = Scenario(trace=str(path), step_s=1.0, barrier=True, streaming=streaming)
         self.scheduling = SchedulingConfig(**{"bins": 1, "batch_size": 1, **config}).resolved(barrier=True)
         work = prepare(scenario, self.scheduling)
-        known = tuple([tokens for _, tokens, _ in requests] * ENOUGH)  # so that each bin has seen its own lengths
+        lengths = tuple([tokens for _, tokens, _ in requests] * ENOUGH)  # so that each bin has seen its own lengths
         deadlines_s = np.array([deadline_s for _, _, deadline_s in requests])
-        work = replace(work, scores=known, lengths=known, deadlines_s=deadlines_s)
+        work = replace(work, scores=lengths, lengths=lengths, deadlines_s=deadlines_s)
         self.recorder = BatchRecorder(len(work))
         self.summary: Summary = run(scenario, self.scheduling, work, recorder=self.recorder)
         self.story = Story(
@@ -110,13 +110,15 @@ def test_a_scheduler_that_does_not_preempt_is_not_told_when_answers_begin(tmp_pa
 
 def test_who_streams_is_drawn_at_random_and_changes_nothing_else() -> None:
     config = SchedulingConfig().resolved(barrier=False)
-    none, some = (prepare(Scenario(requests=4_000, slo_s=(8.0, 30.0), streaming=s), config) for s in (0.0, 0.25))
-    assert not none.streaming
-    assert abs(len(some.streaming) - 1_000) < 4 * np.sqrt(4_000 * 0.25 * 0.75)  # four standard deviations
-    assert none.deadlines_s is not None
-    assert some.deadlines_s is not None
-    assert none.deadlines_s.tolist() == some.deadlines_s.tolist()
-    assert none.trace.output_tokens.tolist() == some.trace.output_tokens.tolist()
+    no_streams, some_streams = (
+        prepare(Scenario(requests=4_000, slo_s=(8.0, 30.0), streaming=s), config) for s in (0.0, 0.25)
+    )
+    assert not no_streams.streaming
+    assert abs(len(some_streams.streaming) - 1_000) < 4 * np.sqrt(4_000 * 0.25 * 0.75)  # four standard deviations
+    assert no_streams.deadlines_s is not None
+    assert some_streams.deadlines_s is not None
+    assert no_streams.deadlines_s.tolist() == some_streams.deadlines_s.tolist()
+    assert no_streams.trace.output_tokens.tolist() == some_streams.trace.output_tokens.tolist()
 
 
 def test_pictures_tell_what_was_stopped_from_what_was_answered(tmp_path: Path) -> None:
@@ -174,13 +176,13 @@ def test_under_overload_flex_is_in_time_more_often_than_edf_and_fffs() -> None:
 
 def test_a_table_and_json_tell_who_was_in_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*OVERLOAD, "--order", "flex", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert 0.8 < found["in_time_share"] < 1
+    result = json.loads(capsys.readouterr().out)
+    assert 0.8 < result["in_time_share"] < 1
     assert main([*OVERLOAD, "--order", "flex"]) == 0
     rows = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in _rows(capsys)}
-    assert rows["in time"] == f"{found['in_time_share']:.1%}"
-    assert rows["in time/s"] == f"{found['goodput_per_s']:.4f}"
-    assert rows["preempted"] == f"{found['preempted']:,}"
+    assert rows["in time"] == f"{result['in_time_share']:.1%}"
+    assert rows["in time/s"] == f"{result['goodput_per_s']:.4f}"
+    assert rows["preempted"] == f"{result['preempted']:,}"
 
 
 def test_a_sweep_has_a_column_of_who_was_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,8 +204,8 @@ def test_a_comparison_is_drawn_with_shares_only_where_all_cases_have_deadlines()
     from llmserve.simulation.estimates import Estimate, Repeated
 
     def case(*names: str) -> Repeated:
-        known = ("throughput_per_s", "latency_s_mean", "latency_s_p95", *names)
-        return Repeated((1,), {name: Estimate(0.5) for name in known}, (), {"load": "1"})
+        metrics = ("throughput_per_s", "latency_s_mean", "latency_s_p95", *names)
+        return Repeated((1,), {name: Estimate(0.5) for name in metrics}, (), {"load": "1"})
 
     dated, undated = case("in_time_share"), case()
     assert [axes.get_title() for axes in comparison_figure([dated]).axes][2:] == ["Answered in time, share of requests"]

@@ -166,23 +166,23 @@ def test_virtual_steps_give_what_small_ticks_of_time_give(
 
 def _tick(arrivals_s: list[int], lengths: list[float], slots: int, prefill_s: float) -> dict[int, float]:
     """request id -> its end."""
-    left = dict(enumerate(lengths))
-    prefill = dict.fromkeys(left, prefill_s * 60)
+    steps_left = dict(enumerate(lengths))
+    prefill = dict.fromkeys(steps_left, prefill_s * 60)
     inside: list[int] = []
     ends: dict[int, float] = {}
     tick = 0
-    while left:
-        waiting = [id_ for id_ in left if id_ not in inside and arrivals_s[id_] * 60 <= tick]
+    while steps_left:
+        waiting = [id_ for id_ in steps_left if id_ not in inside and arrivals_s[id_] * 60 <= tick]
         inside += waiting[: slots - len(inside)]
         running = [id_ for id_ in inside if prefill[id_] <= 0]
         for id_ in inside:
             prefill[id_] -= 1
         tick += 1
         for id_ in running:
-            left[id_] -= 1 / (60 * (len(running) + 1))
-            if left[id_] <= 1e-9:
+            steps_left[id_] -= 1 / (60 * (len(running) + 1))
+            if steps_left[id_] <= 1e-9:
                 ends[id_] = tick / 60
-                del left[id_]
+                del steps_left[id_]
                 inside.remove(id_)
     return ends
 
@@ -229,8 +229,8 @@ def test_a_batch_takes_the_joules_that_its_profile_says(size: int) -> None:
     engine = barrier(lengths, prefill_s=1.5, prefill_j=20.0)
     engine.start(batch(*range(size)), 0.0)
     run_out(engine)
-    said = profile(prefill_s=1.5, prefill_j=20.0).energy_j([[max(lengths)]], [size])[0, 0]
-    assert engine.busy_j == pytest.approx(said)
+    expected_j = profile(prefill_s=1.5, prefill_j=20.0).energy_j([[max(lengths)]], [size])[0, 0]
+    assert engine.busy_j == pytest.approx(expected_j)
 
 
 @pytest.mark.parametrize("is_barrier", [False, True])
@@ -277,10 +277,10 @@ def test_a_batch_that_is_aborted_whole_leaves_its_engine_free(prefill_s: float) 
 
 def happenings(engine: StepEngine) -> list[tuple[float, Event]]:
     """(time_s, event) of everything that still happens."""
-    seen = []
+    events = []
     while (at_s := engine.next_end_s) is not None:
-        seen.append((at_s, engine.end(at_s)))
-    return seen
+        events.append((at_s, engine.end(at_s)))
+    return events
 
 
 def test_a_batch_answers_those_who_stream_after_its_prefill_and_its_first_step() -> None:

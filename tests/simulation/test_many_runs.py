@@ -40,10 +40,10 @@ def test_the_quantile_is_students(degrees: int, level: float) -> None:
 
 def test_an_interval_is_students_around_the_mean() -> None:
     """Of 1, 2, 3: 4.3027 times the standard error, 1 / sqrt(3)."""
-    found = estimate([1.0, 2.0, 3.0])
-    assert found.mean == 2.0
-    assert found.half_width == pytest.approx(4.3027 / np.sqrt(3), rel=1e-4)
-    assert found.low == pytest.approx(2.0 - found.half_width)
+    interval = estimate([1.0, 2.0, 3.0])
+    assert interval.mean == 2.0
+    assert interval.half_width == pytest.approx(4.3027 / np.sqrt(3), rel=1e-4)
+    assert interval.low == pytest.approx(2.0 - interval.half_width)
     assert estimate([7.0]) == Estimate(7.0, None, None), "of one run there is no interval"
 
 
@@ -52,14 +52,14 @@ def test_an_interval_is_students_around_the_mean() -> None:
     [(4.33123, 0.2441, "4.331 ± 0.24"), (242.31, 112.4, "242.3 ± 112"), (31_104.9, 20.4, "31,105 ± 20")],
 )
 def test_an_interval_is_written_in_plain_numbers(mean: float, half_width: float, text: str) -> None:
-    found = Estimate(mean, mean - half_width, mean + half_width)
-    assert Repeated((1, 2), {"latency_s_mean": found}, ()).cell("latency_s_mean", ".3f") == text
+    interval = Estimate(mean, mean - half_width, mean + half_width)
+    assert Repeated((1, 2), {"latency_s_mean": interval}, ()).cell("latency_s_mean", ".3f") == text
 
 
 def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
     rng = np.random.default_rng(0)
-    found = [estimate(values) for values in rng.normal(3.0, 2.0, (2_000, 5)).tolist()]
-    covered = np.mean([one.low < 3.0 < one.high for one in found])  # type: ignore[operator]
+    intervals = [estimate(values) for values in rng.normal(3.0, 2.0, (2_000, 5)).tolist()]
+    covered = np.mean([interval.low < 3.0 < interval.high for interval in intervals])  # type: ignore[operator]
     assert covered == pytest.approx(0.95, abs=4 * np.sqrt(0.95 * 0.05 / 2_000))
 
 
@@ -85,10 +85,10 @@ def test_two_processes_find_what_one_finds(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_table_of_several_seeds_has_intervals(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND.split(), "--seeds", "3"]) == 0
-    said = capsys.readouterr()
-    assert "3 seeds: means and 95 % confidence intervals" in " ".join(said.out.split())
-    assert "±" in said.out
-    assert said.err.splitlines() == [f"{number} of 3 runs are done" for number in (1, 2, 3)]
+    output = capsys.readouterr()
+    assert "3 seeds: means and 95 % confidence intervals" in " ".join(output.out.split())
+    assert "±" in output.out
+    assert output.err.splitlines() == [f"{number} of 3 runs are done" for number in (1, 2, 3)]
 
 
 # ---- comparisons ----
@@ -149,11 +149,11 @@ def test_results_come_with_the_index_of_their_task() -> None:
 
 
 def test_what_a_task_raises_is_raised_and_leaves_no_process() -> None:
-    before = psutil.Process().children()
+    children_before = psutil.Process().children()
     with pytest.raises(ConfigError, match="gaussian"):
         list(in_processes(_fails, [1, 2, 3], 2))
-    left = [child for child in psutil.Process().children() if child not in before]
-    assert all("resource_tracker" in " ".join(child.cmdline()) for child in left)
+    children_left = [child for child in psutil.Process().children() if child not in children_before]
+    assert all("resource_tracker" in " ".join(child.cmdline()) for child in children_left)
 
 
 def _fails(number: int) -> int:
@@ -166,10 +166,10 @@ def test_a_process_that_dies_is_an_error_and_not_a_wait_for_ever() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "said"),
+    ("number", "status", "message"),
     [(signal.SIGINT, 130, "llmserve: interrupted\n"), (signal.SIGKILL, -signal.SIGKILL, None)],
 )
-def test_an_interrupted_command_leaves_no_process(number: signal.Signals, status: int, said: str | None) -> None:
+def test_an_interrupted_command_leaves_no_process(number: signal.Signals, status: int, message: str | None) -> None:
     """Ctrl-C is said in one line; and workers do not outlive a parent that was killed."""
     flags = ["simulate", "--requests", "500000", "--arrival-rate", "inf", "--seeds", "4", "--jobs", "2"]
     command = [sys.executable, "-m", "llmserve", *flags]
@@ -181,7 +181,7 @@ def test_an_interrupted_command_leaves_no_process(number: signal.Signals, status
         error = process.communicate(timeout=30)[1]
     assert len(children) == 2
     assert process.returncode == status
-    assert said is None or error == said
+    assert message is None or error == message
     assert gone(children)
 
 

@@ -69,9 +69,9 @@ def test_each_neighbour_of_the_right_bin_is_hit_with_the_papers_probability() ->
         [0, 0, 0.1, 0.9],
     ]
     edges = equal_mass_edges(LENGTHS, 4)
-    found = shares(index_of(edges, LENGTHS), index_of(edges, medians("neighbour:4,0.1")), 4)
-    assert found == pytest.approx(neighbour_mistakes(4, 0.1), abs=4 * np.sqrt(0.25 / 10_000))
-    assert found[neighbour_mistakes(4, 0.1) == 0].max() == 0
+    measured = shares(index_of(edges, LENGTHS), index_of(edges, medians("neighbour:4,0.1")), 4)
+    assert measured == pytest.approx(neighbour_mistakes(4, 0.1), abs=4 * np.sqrt(0.25 / 10_000))
+    assert measured[neighbour_mistakes(4, 0.1) == 0].max() == 0
 
 
 @pytest.mark.parametrize("text", ["neighbour:4,0", "neighbour:1,0.5", "lognormal:0", "oracle"])
@@ -101,9 +101,9 @@ def test_the_schedulers_bins_see_exactly_the_papers_mistakes(edges: tuple[float,
     for start in recorder.starts:
         bins[list(start.request_ids)] = start.bin
     real = index_of(config.scheduler(work.scores, work.lengths).queues("").edges.edges, work.trace.output_tokens)
-    found = shares(real, bins, 4)
-    assert found == pytest.approx(neighbour_mistakes(4, 0.1), abs=4 * np.sqrt(0.25 / 4_000))
-    assert found[neighbour_mistakes(4, 0.1) == 0].max() == 0
+    measured = shares(real, bins, 4)
+    assert measured == pytest.approx(neighbour_mistakes(4, 0.1), abs=4 * np.sqrt(0.25 / 4_000))
+    assert measured[neighbour_mistakes(4, 0.1) == 0].max() == 0
     if edges is None:
         assert np.bincount(real) / real.size == pytest.approx(0.25, abs=0.03)
 
@@ -123,13 +123,13 @@ COUNTS = [[80, 20, 0], [10, 80, 10], [30, 30, 60]]
 def test_bins_are_confused_as_an_evaluation_says(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_text(text)
-    wanted = np.array([[0.8, 0.2, 0], [0.1, 0.8, 0.1], [0.25, 0.25, 0.5]])
-    assert read_confusion(str(path)) == pytest.approx(wanted)
+    expected = np.array([[0.8, 0.2, 0], [0.1, 0.8, 0.1], [0.25, 0.25, 0.5]])
+    assert read_confusion(str(path)) == pytest.approx(expected)
     edges = equal_mass_edges(LENGTHS, 3)
     predicted = medians(f"confusion:{path}")
-    found = shares(index_of(edges, LENGTHS), index_of(edges, predicted), 3)
-    assert found == pytest.approx(wanted, abs=4 * np.sqrt(0.25 / 13_000))
-    assert found[0, 2] == 0
+    measured = shares(index_of(edges, LENGTHS), index_of(edges, predicted), 3)
+    assert measured == pytest.approx(expected, abs=4 * np.sqrt(0.25 / 13_000))
+    assert measured[0, 2] == 0
 
 
 def test_of_an_evaluation_in_several_numbers_of_bins_one_is_named(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ def story(tmp_path: Path, trace: str, label: str = "1 bin", **values: object) ->
 
 def test_a_timeline_says_what_share_of_the_slots_time_goes_into_answers(tmp_path: Path) -> None:
     """Batches of lengths 2 and 4, and 6 and 6: 18 of 20 slot-seconds."""
-    found = story(tmp_path, "0,0,2\n0,0,4\n0,0,6\n0,0,6\n")
-    figure = timeline_figure([found])
+    run_story = story(tmp_path, "0,0,2\n0,0,4\n0,0,6\n0,0,6\n")
+    figure = timeline_figure([run_story])
     assert figure is not None
     assert figure.axes[0].get_title(loc="left") == "1 bin: answers grow in 90% of the time that slots are taken"
     assert figure.axes[0].get_xlim() == (0.0, 10.0)

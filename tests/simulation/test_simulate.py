@@ -74,14 +74,14 @@ def test_slots_that_serve_one_by_one_are_queues_of_known_waiting(lengths: str, s
     """The theory's mean waiting lies in the 95 % confidence interval of six runs, at half of what the slots serve."""
     scenario = Scenario(requests=6_000, arrival_rate=0.5 * servers, lengths=lengths, step_s=1.0, slots=servers, seed=1)
     config = scheduling(bins=1, batch_size=1, release="greedy", order="fffs").resolved(barrier=False)
-    with RunsProgress(6) as told:
-        (found,) = run_cases([Case(scenario, config, DispatchConfig())], 6, 1, told)
-    waiting = found.estimates["waiting_s_mean"]
+    with RunsProgress(6) as progress:
+        (repeated,) = run_cases([Case(scenario, config, DispatchConfig())], 6, 1, progress)
+    waiting = repeated.estimates["waiting_s_mean"]
     assert waiting.low is not None
     assert waiting.high is not None
     assert waiting.low <= waiting_s <= waiting.high
     assert waiting.half_width < 0.2 * waiting_s
-    assert found.estimates["utilisation"].mean == pytest.approx(0.5, rel=0.02)
+    assert repeated.estimates["utilisation"].mean == pytest.approx(0.5, rel=0.02)
 
 
 LITTLE = {
@@ -123,10 +123,10 @@ def test_requests_that_are_refused_or_dropped_are_present_until_they_leave(
     work = prepare(scenario, config)
     recorder = Recorder(len(work))
     summary = run(scenario, config, work, recorder=recorder)
-    gone = {id_: left_s for id_, left_s in recorder.left_s.items() if np.isnan(recorder.ended_s[id_])}
-    assert len(gone) == 1_500 - summary.completed > 0
+    unanswered = {id_: left_s for id_, left_s in recorder.left_s.items() if np.isnan(recorder.ended_s[id_])}
+    assert len(unanswered) == 1_500 - summary.completed > 0
     last_s = np.nanmax(recorder.ended_s)
-    stayed_s = sum(max(0.0, min(left_s, last_s) - recorder.arrived_s[id_]) for id_, left_s in gone.items())
+    stayed_s = sum(max(0.0, min(left_s, last_s) - recorder.arrived_s[id_]) for id_, left_s in unanswered.items())
     present_s = summary.latency_s_mean * summary.completed + stayed_s
     assert summary.in_system_mean * summary.elapsed_s == pytest.approx(present_s, rel=1e-9)
 
@@ -449,8 +449,8 @@ def test_engines_are_counted_and_have_slots_of_their_own(profiles: tuple[str, st
     fast, slow = profiles
     scenario = Scenario(engine=(f"2x{fast}:3", slow), slots=5, load=1.0, lengths="constant:4")
     config = scheduling(bins=1).resolved(barrier=False)
-    made = engines(scenario, config, [])
-    assert [(engine.info.name, engine.info.slots, engine.costs.step_s[1]) for engine in made] == [
+    built = engines(scenario, config, [])
+    assert [(engine.info.name, engine.info.slots, engine.costs.step_s[1]) for engine in built] == [
         ("engine0", 3, 1.0),
         ("engine1", 3, 1.0),
         ("engine2", 5, 2.0),
@@ -500,10 +500,10 @@ def test_a_trained_predictor_says_how_long_the_answers_of_prompts_will_be(prompt
     from predictor.predict import LengthPredictor
 
     answers = read_answers(prompts, str(predictor.DEMO))
-    said = LengthPredictor.load(predictor.DEMO).predict(
+    expected = LengthPredictor.load(predictor.DEMO).predict(
         [Prompt("Count from 3 to 9.", "llmserve-demo"), Prompt("Count from 1 to 150.", "llmserve-demo")]
     )
-    assert answers.forecasts == pytest.approx(said.astype(float))
+    assert answers.forecasts == pytest.approx(expected.astype(float))
     scenario = Scenario(requests=50, prompts=prompts, predictions=f"predictor:{predictor.DEMO}")
     work = prepare(scenario, scheduling(batch_size=8).resolved(barrier=True), answers)
     assert work.predictions is not None
@@ -512,8 +512,8 @@ def test_a_trained_predictor_says_how_long_the_answers_of_prompts_will_be(prompt
         work.trace.output_tokens, work.predictions.medians, work.predictions.quantiles, strict=True
     ):
         row = 0 if tokens == 13 else 1
-        assert quantiles == pytest.approx(said[row])
-        assert median == pytest.approx(np.median(said[row]))
+        assert quantiles == pytest.approx(expected[row])
+        assert median == pytest.approx(np.median(expected[row]))
     assert len(set(work.scores)) == 2, "bins go by the risk of what is predicted"
 
 
@@ -618,8 +618,8 @@ def test_the_command_has_the_defaults_of_the_server_for_each_kind_of_engine(
         ("--release full", "--release full --batch-size 32", "batches of 32, release full, order shortest, 1 refill"),
     ):
         outs = []
-        for each in (flags, same):
-            assert main([*command.split(), *each.split()]) == 0
+        for options in (flags, same):
+            assert main([*command.split(), *options.split()]) == 0
             outs.append(" ".join(capsys.readouterr().out.split()))
         assert outs[0] == outs[1]
         assert title in outs[0]
@@ -704,7 +704,7 @@ def test_what_makes_no_sense_leaves_an_earlier_journal_alone(tmp_path: Path) -> 
 
 def test_first_edges_go_by_the_risk_of_predicted_quantiles() -> None:
     lengths = {"lengths": "lognormal:5,0.5", "requests": 10}
-    known = prepare(Scenario(predictions="quantiles:0.8", **lengths), scheduling(batch_size=8))  # type: ignore[arg-type]
+    by_risk = prepare(Scenario(predictions="quantiles:0.8", **lengths), scheduling(batch_size=8))  # type: ignore[arg-type]
     oracle = prepare(Scenario(**lengths), scheduling(batch_size=8))  # type: ignore[arg-type]
     longest_of_8 = np.exp(0.8 * 1.4236)  # about, of its median: the expected largest of 8 normals is 1.4236
-    assert np.median(known.scores) > 0.9 * longest_of_8 * np.median(oracle.scores)
+    assert np.median(by_risk.scores) > 0.9 * longest_of_8 * np.median(oracle.scores)

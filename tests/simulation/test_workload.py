@@ -154,8 +154,10 @@ def test_bursts_have_their_mean_rate_and_their_index_of_dispersion(
 
 
 def test_bursts_are_written_with_their_mean_rate_ratio_and_sojourns() -> None:
-    asked = draw_arrivals("mmpp:10,2,8", 3.0, 1_000, np.random.default_rng(4))
-    assert asked.tolist() == bursty_arrivals(Bursts.of(3.0, 10.0, 2.0, 8.0), 1_000, np.random.default_rng(4)).tolist()
+    arrivals_s = draw_arrivals("mmpp:10,2,8", 3.0, 1_000, np.random.default_rng(4))
+    assert (
+        arrivals_s.tolist() == bursty_arrivals(Bursts.of(3.0, 10.0, 2.0, 8.0), 1_000, np.random.default_rng(4)).tolist()
+    )
     alike = draw_arrivals("mmpp:10,2", 3.0, 1_000, np.random.default_rng(4))
     assert alike.tolist() == draw_arrivals("mmpp:10,2,2", 3.0, 1_000, np.random.default_rng(4)).tolist()
 

@@ -52,17 +52,19 @@ def test_vllm_answers_comes_back_when_killed_and_ends_with_a_killed_front_end(fl
 
 def test_a_model_without_weights_ends_the_start_with_vllms_own_words(flags: list[str], tmp_path: Path) -> None:
     model = shutil.copytree(MODEL, tmp_path / "hollow", ignore=shutil.ignore_patterns("*.safetensors"))
-    status, said = failed_start(*flags, "--port", "0", "--model", str(model), "--", *ARGS, within_s=START_S, **SETTINGS)
+    status, error = failed_start(
+        *flags, "--port", "0", "--model", str(model), "--", *ARGS, within_s=START_S, **SETTINGS
+    )
     assert status == 1
-    assert "vllm-0 ended with status 1" in said
-    assert "Cannot find any model weights" in said, "which stands long before vLLM's last lines"
-    assert str(tmp_path / "logs" / "vllm-0.log") in said
-    assert "llmserve/serve.py" not in said, "no traceback of ours"
+    assert "vllm-0 ended with status 1" in error
+    assert "Cannot find any model weights" in error, "which stands long before vLLM's last lines"
+    assert str(tmp_path / "logs" / "vllm-0.log") in error
+    assert "llmserve/serve.py" not in error, "no traceback of ours"
 
 
 def test_an_argument_that_vllm_does_not_know_ends_the_start(flags: list[str]) -> None:
     """Of all replicas, as test_serve.py shows with stand-ins."""
     model = ["--model", str(MODEL)]
-    status, said = failed_start(*flags, "--port", "0", *model, "--", "--no-such-thing", within_s=START_S, **SETTINGS)
+    status, error = failed_start(*flags, "--port", "0", *model, "--", "--no-such-thing", within_s=START_S, **SETTINGS)
     assert status == 1
-    assert "unrecognized arguments: --no-such-thing" in said
+    assert "unrecognized arguments: --no-such-thing" in error

@@ -48,14 +48,14 @@ class Case:
     streams: tuple[bool, ...] = (False, True)
 
 
-def chat(name: str, shows: bytes = rb"[34]", /, **rest: Any) -> Case:
-    known = {key: rest.pop(key) for key in ("status", "streams") if key in rest}
-    return Case(name, CHAT, {"messages": [{"role": "user", "content": COUNT}], **rest}, shows, **known)
+def chat(name: str, shows: bytes = rb"[34]", /, **fields: Any) -> Case:
+    expectations = {key: fields.pop(key) for key in ("status", "streams") if key in fields}
+    return Case(name, CHAT, {"messages": [{"role": "user", "content": COUNT}], **fields}, shows, **expectations)
 
 
-def completion(name: str, shows: bytes = rb"[34]", /, **rest: Any) -> Case:
-    known = {key: rest.pop(key) for key in ("status", "streams") if key in rest}
-    return Case(name, COMPLETIONS, {"prompt": TEMPLATED, **rest}, shows, **known)
+def completion(name: str, shows: bytes = rb"[34]", /, **fields: Any) -> Case:
+    expectations = {key: fields.pop(key) for key in ("status", "streams") if key in fields}
+    return Case(name, COMPLETIONS, {"prompt": TEMPLATED, **fields}, shows, **expectations)
 
 
 def words(count: int) -> list[dict[str, str]]:
@@ -176,7 +176,7 @@ def text_apart(stream: bytes) -> tuple[bytes, list[bytes]]:
     """A long stream's texts, joined, and all that is around them, where repeated once."""
     text = re.compile(rb'(?<="content":")(?:[^"\\]|\\.)*|(?<="text":")(?:[^"\\]|\\.)*')
     around = [text.sub(b"", event) for event in stream.split(b"\n\n")]
-    changed = [event for event, before in zip(around, [None, *around], strict=False) if event != before]
+    changed = [event for event, previous in zip(around, [None, *around], strict=False) if event != previous]
     return b"".join(text.findall(stream)), changed
 
 

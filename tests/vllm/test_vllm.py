@@ -54,10 +54,10 @@ async def test_the_demo_model_answers_alike_on_vllm_and_on_its_own_engine(
     async def answers(url: str) -> list[str | None]:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as asking:
             ask = asking.chat.completions
-            made = await asyncio.gather(
+            answers = await asyncio.gather(
                 *(ask.create(model="llmserve-demo", messages=[{"role": "user", "content": p}]) for p in prompts)
             )
-        return [answer.choices[0].message.content for answer in made]
+        return [answer.choices[0].message.content for answer in answers]
 
     front = await start_front(vllm_url, slots=4)
     async with serving(Config(server=ServerConfig(port=0))) as (cluster, url):

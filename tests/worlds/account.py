@@ -251,12 +251,12 @@ class Account:
         self._models[request.model] = None
         self._see_who_helps()
         full = len(self._waiting) >= self._config.queue_requests_max
-        late = request.deadline_s is not None and request.deadline_s <= self._now_s
+        expired = request.deadline_s is not None and request.deadline_s <= self._now_s
         reasons = [
             (self._draining, "draining"),
             (not up, "no_engine"),
             (full, "queue_full"),
-            (late, "deadline_exceeded"),
+            (expired, "deadline_exceeded"),
         ]
         expected = next((reason for applies, reason in reasons if applies), None)
         self._alive[request.id] = self._waiting[request.id] = Life(request, self._now_s)
@@ -445,8 +445,8 @@ class Account:
         for request in batch.requests:
             self._start_request(request, engine, batch)
         engine.worker.kept = False
-        most = info.slots + (0 if info.barrier else info.look_ahead)
-        assert len(engine.running) <= most, f"{info.name} was given more than it takes"  # (2)
+        requests_max = info.slots + (0 if info.barrier else info.look_ahead)
+        assert len(engine.running) <= requests_max, f"{info.name} was given more than it takes"  # (2)
 
     def _start_request(self, request: Request, engine: Engine, batch: Batch) -> None:
         life = self._waiting.pop(request.id, None)
@@ -477,8 +477,12 @@ class Account:
         """Elsewhere than in its group only while no engine there serves its model; or where room was made for it."""
         own, group = self._plan.of_request(request), engine.worker.group
         if own != group and not engine.worker.kept:
-            there = [other for other in self._members(own, request.model) if other.up and self._stays(other.worker)]
-            assert not there, f"request {request.id} of {own} was started in {group}"
+            candidates = [
+                candidate
+                for candidate in self._members(own, request.model)
+                if candidate.up and self._stays(candidate.worker)
+            ]
+            assert not candidates, f"request {request.id} of {own} was started in {group}"
 
     def _members(self, group: str, model: str) -> list[Engine]:
         """Engines that serve the model, and belong to the group or are about to."""
@@ -491,8 +495,8 @@ class Account:
         a batch of another model formed is next after that at the latest, if nothing but an engine is wanted for it.
         """
         release, info, group = self._config.release or "", engine.info, engine.worker.group
-        here = {id_: life for id_, life in self._waiting.items() if info.serves(life.request.model)}
-        first = {id_: life for id_, life in here.items() if self._is_new_in(group, life)}
+        servable = {id_: life for id_, life in self._waiting.items() if info.serves(life.request.model)}
+        first = {id_: life for id_, life in servable.items() if self._is_new_in(group, life)}
         alone = release == "static:1" or (self._config.full_batch == 1 and release != "window")
         if alone and not self._grouped:
             assert next(iter(first)) == batch.requests[0].id, f"request {next(iter(first))} was overtaken"
@@ -500,11 +504,13 @@ class Account:
         for model in sorted({life.request.model for life in first.values()}):
             was_passed = batch.formed_at_s > self._passed_s.get((group, model), math.inf)
             assert not was_passed, f"requests of {model!r} are passed over by {batch.model!r} again and again"
-        others = {life.request.model for life in here.values() if not self._is_new_in(group, life)} | {batch.model}
+        other_models = {life.request.model for life in servable.values() if not self._is_new_in(group, life)} | {
+            batch.model
+        }
         oldest = {life.request.model: life for life in reversed(first.values())}
         for model, life in oldest.items():
             goes = life.arrived_at_s < batch.formed_at_s and self._due_s(life, info) <= self._now_s
-            if model not in others and engine.has_room and goes:
+            if model not in other_models and engine.has_room and goes:
                 self._passed_s.setdefault((group, model), self._now_s)
 
     def _is_new_in(self, group: str, life: Life) -> bool:
@@ -515,9 +521,9 @@ class Account:
         lives = [life for life in self._waiting.values() if not life.tries and engine.info.serves(life.request.model)]
         undated = [life for life in lives if life.request.deadline_s is None]
         old = any(life.arrived_at_s + UNDATED_S <= self._now_s for life in undated)
-        again = any(self._waiting[request.id].tries for request in batch.requests if request.id in self._waiting)
+        retried = any(self._waiting[request.id].tries for request in batch.requests if request.id in self._waiting)
         makes_room = engine.worker.kept or any(worker.stopping for worker in self._workers.values())
-        if old or again or makes_room or self._config.release != "window":
+        if old or retried or makes_room or self._config.release != "window":
             return  # others form batches before it is known who can be in time
         rows: dict[str, list[float]] = {}
         for life in lives:
@@ -539,15 +545,15 @@ class Account:
         lives = [self._waiting.get(request.id) for request in batch.requests]
         assert None not in lives, f"batch {batch.id} holds a request that does not wait"
         first = [life for life in lives if life is not None and life.tries == 0]
-        before = self._formed.get(batch.id)
-        if before is None:
+        previous = self._formed.get(batch.id)
+        if previous is None:
             last = self._last_formed[batch.model]
             in_order = self._config.order != "fffs" or self._grouped or batch.id > last
             assert in_order, f"batch {batch.id} was overtaken"
             self._last_formed[batch.model] = max(last, batch.id)
             self._assert_released(worker, batch)
-            before = batch.bin, batch.size, 0
-        index, size, started = before
+            previous = batch.bin, batch.size, 0
+        index, size, started = previous
         assert self._direct or index == batch.bin, f"batch {batch.id} has two bins"
         assert batch.size <= size, f"batch {batch.id} has grown"  # what comes back of it is a smaller one
         assert started + len(first) <= size, f"batch {batch.id} has more requests than it was formed of"
@@ -581,8 +587,8 @@ class Account:
     def _see_what_was_made_room_for(self, worker: Worker, batch: Batch) -> None:
         """Where nothing happened meanwhile, it is as much larger as it was to be."""
         if worker.stopped is not None and self._config.release == "window":  # others may form them into several batches
-            least = self._config.preemption_factor * worker.stopped
-            assert len(batch.requests) >= least, f"{worker.stopped} made room for only {len(batch.requests)}"
+            requests_min = self._config.preemption_factor * worker.stopped
+            assert len(batch.requests) >= requests_min, f"{worker.stopped} made room for only {len(batch.requests)}"
             worker.stopped = None
 
     def _fail(self, action: FailRequest, event: Event, helpless_since_s: dict[str, float]) -> None:
@@ -689,8 +695,8 @@ class Account:
         config = self._config
         if self._direct and not self._could_start(life.request, engine):
             return math.inf
-        came_back = life.tries and not self._grouped  # one that has moved since waits for company again
-        if self._draining or came_back or config.release in NEVER_IDLE:
+        retries = life.tries and not self._grouped  # one that has moved since waits for company again
+        if self._draining or retries or config.release in NEVER_IDLE:
             return self._now_s
         if config.release == "timeout":
             return life.arrived_at_s + (TIMEOUT_S if config.batch_wait_s is None else config.batch_wait_s)

@@ -28,14 +28,14 @@ def digest(seed: int) -> str:
         run(draw(seed), steps)
     except Exception:  # whatever the scheduler raises is a finding
         broken = "!"
-    said = [(step.now_s, step.actions) for step in steps if step.actions]
-    return hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:DIGITS] + broken
+    acted = [(step.now_s, step.actions) for step in steps if step.actions]
+    return hashlib.sha256(msgspec.json.encode(acted)).hexdigest()[:DIGITS] + broken
 
 
 def recorded() -> dict[int, str]:
     """By seed."""
     lines = [line.split() for line in FILE.read_text().splitlines()]
-    return {int(seed): known for seed, known in lines}
+    return {int(seed): digest_ for seed, digest_ in lines}
 
 
 def write(digests: dict[int, str]) -> None:

@@ -160,20 +160,20 @@ def draw(seed: int) -> World:
     rng = random.Random(seed)
     kinds = _kinds(rng)
     order = rng.choice(ORDERS)
-    known = _goes_by_times(order) and rng.random() < 0.5  # how long everything takes
-    tick_s = 0.0 if known or rng.random() < 0.7 else rng.choice([1 / 64, 1 / 8, 1.0])
+    times_known = _goes_by_times(order) and rng.random() < 0.5  # how long everything takes
+    tick_s = 0.0 if times_known or rng.random() < 0.7 else rng.choice([1 / 64, 1 / 8, 1.0])
     models = rng.choice([("",), ("",), ("a",), ("a", "b"), ("a", "b"), ("a", "b", "c")])
-    tokens = _lengths(rng, _count(rng), "constant" if known else rng.choice(LENGTHS))
+    tokens = _lengths(rng, _count(rng), "constant" if times_known else rng.choice(LENGTHS))
     infos, costs = _engines(rng, sum(tokens) / len(tokens), direct=_goes_by_times(order))
-    infos = [_speeds(rng, info, costs, models, known=known) for info in _shared(rng, infos, models)]
+    infos = [_speeds(rng, info, costs, models, times_known=times_known) for info in _shared(rng, infos, models)]
     mean_s = sum(tokens) / len(tokens) * costs[0] + costs[2]
     unit_s = max(mean_s, UNIT_LEAST_S)
     slots = sum(info.slots for info in infos)
     arrivals = _arrivals(rng, tokens, models, slots / unit_s, unit_s, tick_s, dated=_goes_by_times(order))
     horizon_s = arrivals[-1].at_s + rng.choice([0.0, 2.0, 20.0]) * unit_s
-    config = _config(rng, unit_s, infos, order, known=known)
-    scores, lengths = _sample(rng, tokens, least=1 if known else 0)
-    if known:
+    config = _config(rng, unit_s, infos, order, times_known=times_known)
+    scores, lengths = _sample(rng, tokens, scores_min=1 if times_known else 0)
+    if times_known:
         kinds &= TIMES_STAND
     grouping = None
     if seed % GROUPED_EVERY == GROUPED_EVERY - 1:
@@ -190,7 +190,7 @@ def draw(seed: int) -> World:
         engines=tuple([_life(rng, info, costs, kinds, unit_s, horizon_s, tick_s) for info in infos]),
         arrivals=arrivals,
         leavings=_leavings(rng, len(arrivals), unit_s) if "leaving" in kinds else {},
-        tokens=tokens[0] if known else None,
+        tokens=tokens[0] if times_known else None,
         begins=_begins(rng, len(arrivals), unit_s),
         drain_at_s=_drain_at_s(rng, kinds, horizon_s, tick_s),
         timers_late_s=rng.choice([0.01, 1.0]) * unit_s if "late timers" in kinds else 0.0,
@@ -249,7 +249,7 @@ def _arrivals(
     patience_s = rng.choice([1.5, 3.0, 3.0, 20.0] if dated else [0.5, 3.0, 20.0, 5_000.0]) * unit_s
     models = [*models, *models[:1] * rng.choice([0, 0, 5])]  # one may be asked for more than others
     with_quantiles, prompts, prefixes = rng.choice([0.0, 0.5, 1.0]), rng.random() < 0.5, rng.random() < 0.5
-    found = []
+    arrivals = []
     for number, (at_s, length, median) in enumerate(zip(times_s, tokens, predicted, strict=True)):
         slo_s = rng.choice([0.0, 0.1, 1.0, 1.0, 1.0]) * patience_s if rng.random() < share else None
         request = Request(
@@ -262,8 +262,8 @@ def _arrivals(
             prefixes=(number % 2, 10 + number % 5) if prefixes else (),
             model=rng.choice(models),
         )
-        found.append(Arrival(at_s, request, length, rng.random() < first))
-    return tuple(found)
+        arrivals.append(Arrival(at_s, request, length, rng.random() < first))
+    return tuple(arrivals)
 
 
 def _times(rng: random.Random, count: int, capacity_per_s: float) -> list[float]:
@@ -283,17 +283,17 @@ def _times(rng: random.Random, count: int, capacity_per_s: float) -> list[float]
 def _predictions(rng: random.Random, tokens: Sequence[float]) -> list[float | None]:
     """Medians; the predictor may change its ways in between."""
     parts = sorted([0, len(tokens), *[rng.randrange(len(tokens) + 1) for _ in range(rng.choice([0, 0, 1, 2]))]])
-    found: list[float | None] = []
+    predicted: list[float | None] = []
     for start, stop in itertools.pairwise(parts):
-        found += _predict(rng, rng.choice(PREDICTORS), tokens[start:stop])
-    return found
+        predicted += _predict(rng, rng.choice(PREDICTORS), tokens[start:stop])
+    return predicted
 
 
-def _predict(rng: random.Random, how: str, tokens: Sequence[float]) -> list[float | None]:
-    if how == "reversed":
-        most, least = max(tokens, default=1.0), min(tokens, default=1.0)
-        return [most + least - length for length in tokens]
-    if how == "swapped":
+def _predict(rng: random.Random, predictor: str, tokens: Sequence[float]) -> list[float | None]:
+    if predictor == "reversed":
+        longest, shortest = max(tokens, default=1.0), min(tokens, default=1.0)
+        return [longest + shortest - length for length in tokens]
+    if predictor == "swapped":
         return rng.sample(tokens, len(tokens))
     draws: dict[str, Callable[[float], float | None]] = {
         "oracle": lambda length: length,
@@ -302,24 +302,26 @@ def _predict(rng: random.Random, how: str, tokens: Sequence[float]) -> list[floa
         "constant": lambda length: 100.0,
         "garbage": lambda length: rng.choice([None, 1e-6, 1.0, 2.0**31, 10.0 ** rng.uniform(-3.0, 9.0)]),
     }
-    return [draws[how](length) for length in tokens]
+    return [draws[predictor](length) for length in tokens]
 
 
 def _quantiles(median: float) -> tuple[float, ...]:
     return (0.25 * median, 0.75 * median, median, 1.5 * median, 4.0 * median)
 
 
-def _sample(rng: random.Random, tokens: Sequence[float], *, least: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _sample(
+    rng: random.Random, tokens: Sequence[float], *, scores_min: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """What the first edges are made of, at least so many, and how long the answers of these were."""
-    scores = tuple(rng.choices(tokens, k=max(least, rng.choice([0, 0, 1, 20, 20, 600]))))
+    scores = tuple(rng.choices(tokens, k=max(scores_min, rng.choice([0, 0, 1, 20, 20, 600]))))
     return scores, tuple(rng.choices(tokens, k=len(scores))) if rng.random() < 0.5 else ()
 
 
 def _leavings(rng: random.Random, count: int, unit_s: float) -> dict[int, Leaving]:
     share = rng.choice([0.1, 0.5])
-    after: tuple[Literal["arrival", "start", "end"], ...] = ("arrival", "arrival", "start", "start", "end")
+    moments: tuple[Literal["arrival", "start", "end"], ...] = ("arrival", "arrival", "start", "start", "end")
     return {
-        number: Leaving(rng.choice(after), rng.choice([0.0, rng.expovariate(1.0)]) * unit_s)
+        number: Leaving(rng.choice(moments), rng.choice([0.0, rng.expovariate(1.0)]) * unit_s)
         for number in range(count)
         if rng.random() < share
     }
@@ -343,8 +345,8 @@ def _grouping(
 ) -> tuple[Grouping, tuple[Arrival, ...]]:
     """The groups, and the arrivals with streams."""
     streams = STREAMS[: rng.randint(1, len(STREAMS))]
-    requests = [msgspec.structs.replace(each.request, stream=rng.choice(streams)) for each in arrivals]
-    found = [replace(each, request=request) for each, request in zip(arrivals, requests, strict=True)]
+    requests = [msgspec.structs.replace(arrival.request, stream=rng.choice(streams)) for arrival in arrivals]
+    with_streams = [replace(arrival, request=request) for arrival, request in zip(arrivals, requests, strict=True)]
     horizon_s = arrivals[-1].at_s + 10.0 * unit_s
     times_s = sorted([on_clock(rng.random() * horizon_s, tick_s) for _ in range(rng.choice([0, 1, 2, 6]))])
     every_s = rng.choice([1.0, 5.0, 30.0]) * unit_s
@@ -354,7 +356,7 @@ def _grouping(
         answers=tuple([_groups(rng, infos, models, streams) for _ in range(4)]),
         answers_late_s=rng.choice([0.0, 3.0]) * unit_s,
     )
-    return grouping, tuple(found)
+    return grouping, tuple(with_streams)
 
 
 def _groups(
@@ -365,9 +367,9 @@ def _groups(
     workers = sorted({info.worker or info.name for info in infos})
     pairs = [(stream, model) for stream in streams[1:] for model in models]
 
-    def shared_out(things: Sequence[T], share: float) -> dict[str, tuple[T, ...]]:
-        owner = {thing: rng.choice(names) for thing in things if rng.random() < share}
-        return {name: tuple([thing for thing in things if owner.get(thing) == name]) for name in names}
+    def shared_out(items: Sequence[T], share: float) -> dict[str, tuple[T, ...]]:
+        owner = {item: rng.choice(names) for item in items if rng.random() < share}
+        return {name: tuple([item for item in items if owner.get(item) == name]) for name in names}
 
     of_workers, of_models, of_pairs = shared_out(workers, 0.9), shared_out(models, 0.9), shared_out(pairs, 0.3)
     return tuple([ServingGroup(name, of_workers[name], of_models[name], of_pairs[name]) for name in names])
@@ -381,7 +383,7 @@ def _goes_by_times(order: str) -> bool:
 
 
 def _config(
-    rng: random.Random, unit_s: float, infos: Sequence[EngineInfo], order: str, *, known: bool
+    rng: random.Random, unit_s: float, infos: Sequence[EngineInfo], order: str, *, times_known: bool
 ) -> SchedulingConfig:
     direct = _goes_by_times(order)
     bins, batch_size = rng.randint(1, 4), rng.choice([2, 4, 8, 12]) if direct else rng.randint(1, 6)
@@ -473,24 +475,24 @@ def _engines(
 def _shared(rng: random.Random, infos: Sequence[EngineInfo], models: Sequence[str]) -> list[EngineInfo]:
     """Some serve some of the models only; some barrier engines share a GPU."""
     all_serve_all, workers = rng.random() < 0.4, rng.random() < 0.4
-    found = []
+    restricted = []
     for number, info in enumerate(infos):
         serves = () if all_serve_all or rng.random() < 0.3 else tuple(rng.sample(models, rng.randint(1, len(models))))
         worker = f"w{number // 2}" if workers and info.barrier else ""
-        found.append(msgspec.structs.replace(info, models=serves, worker=worker))
-    return found
+        restricted.append(msgspec.structs.replace(info, models=serves, worker=worker))
+    return restricted
 
 
 def _speeds(
-    rng: random.Random, info: EngineInfo, costs: tuple[float, float, float], models: Sequence[str], *, known: bool
+    rng: random.Random, info: EngineInfo, costs: tuple[float, float, float], models: Sequence[str], *, times_known: bool
 ) -> EngineInfo:
     """The engine told how fast it is: rightly, wrongly, of some models only, or not at all."""
     step_s, step_s_more, prefill_s = costs
-    off = 1.0 if known else rng.choice([0.0, 0.5, 1.0, 1.0, 2.0])
+    off = 1.0 if times_known else rng.choice([0.0, 0.5, 1.0, 1.0, 2.0])
     if not off:
         return info
-    speed = StepTimes(off * prefill_s, tuple([off * (step_s + step_s_more * more) for more in range(SPEED_SIZES)]))
-    whose = [""] if known or rng.random() < 0.7 else rng.sample(models, rng.randint(1, len(models)))
+    speed = StepTimes(off * prefill_s, tuple([off * (step_s + step_s_more * others) for others in range(SPEED_SIZES)]))
+    whose = [""] if times_known or rng.random() < 0.7 else rng.sample(models, rng.randint(1, len(models)))
     return msgspec.structs.replace(info, speeds=dict.fromkeys(whose, speed))
 
 
@@ -519,14 +521,14 @@ def _faults(rng: random.Random, kinds: Sequence[str], unit_s: float, horizon_s: 
     if not kinds or rng.random() < 0.2:
         return []
     gap_s = rng.choice([1.0, 5.0, 30.0]) * unit_s
-    most = rng.choice([1, 4, 30])
-    found: list[tuple[float, Fault]] = []
+    episodes_left = rng.choice([1, 4, 30])
+    faults: list[tuple[float, Fault]] = []
     now_s = rng.choice([0.0, rng.expovariate(1 / gap_s)])
-    while now_s <= horizon_s and most > 0:
-        found += _episode(rng, rng.choice(kinds), now_s, unit_s)
-        now_s = found[-1][0] + rng.expovariate(1 / gap_s)
-        most -= 1
-    return found
+    while now_s <= horizon_s and episodes_left > 0:
+        faults += _episode(rng, rng.choice(kinds), now_s, unit_s)
+        now_s = faults[-1][0] + rng.expovariate(1 / gap_s)
+        episodes_left -= 1
+    return faults
 
 
 def _episode(rng: random.Random, kind: str, now_s: float, unit_s: float) -> list[tuple[float, Fault]]:

@@ -37,17 +37,17 @@ def _check_workers(groups: Groups) -> None:
         for engine in worker.engines:
             pools = [group.name for group in groups if engine.info.name in group.pool.engines]
             assert pools == [belongs], f"{engine.info.name} is in the pools of {pools}"
-    left = {worker.group for worker in workers.values()} | groups.layout.names
+    existing = {worker.group for worker in workers.values()} | groups.layout.names
     for group in groups:
-        assert group.name in left or not group.empty, f"{group.name} is over"
+        assert group.name in existing or not group.empty, f"{group.name} is over"
 
 
 def _check_counts(group: Group, requests: dict[int, QueuedRequest]) -> None:
     for model, queues in group.queues.items():
         waiting = sum([len(queue) for queue in queues.bins]) + len(queues.formed)
         assert queues.waiting == waiting, f"{model!r} has {waiting} waiting requests, not {queues.waiting}"
-        here = [queued for queued in requests.values() if queued.group == group.name and queued.request.model == model]
-        assert queues.present == len(here), f"{model!r} has {len(here)} requests, not {queues.present}"
+        own = [queued for queued in requests.values() if queued.group == group.name and queued.request.model == model]
+        assert queues.present == len(own), f"{model!r} has {len(own)} requests, not {queues.present}"
     assert group.tally.waiting == sum([queues.waiting for queues in group.queues.values()]), "waiting is miscounted"
     waits = {model for model, queues in group.queues.items() if queues.waiting}
     assert set(group.tally.queues) == waits, f"{set(group.tally.queues) ^ waits} wait, or do not"
@@ -92,31 +92,31 @@ def _check_idle(choice: MomentChoice, group: Group) -> None:
         if any(engine.look_again_at_s is not None for engine in engines):
             continue
         for by_least in (False, True) if engines else ():
-            found = choice._pick(engines, by_least=by_least) or choice._trial(engines)
-            assert found is None, f"{name} is idle while {found.count if found else 0} could be in time"
+            in_time = choice._pick(engines, by_least=by_least) or choice._trial(engines)
+            assert in_time is None, f"{name} is idle while {in_time.count if in_time else 0} could be in time"
 
 
 def _check_places(requests: dict[int, QueuedRequest], groups: Groups) -> None:
     """Each request is in exactly one place, and its own account of that is right."""
     reserved = [engine.worker.reserved[1] for engine in groups.engines.values() if engine.worker.reserved is not None]
-    found: list[int] = []
+    placed: list[int] = []
     for group in groups:
         for queues in group.queues.values():
             for queued in [queued for queue in queues.bins for queued in queue]:
                 assert queued.formed is None, f"request {queued.request.id} is in a bin and in a batch"
-                found.append(queued.request.id)
+                placed.append(queued.request.id)
             for batch in queues.formed.batches():
-                found += batch.requests
+                placed += batch.requests
                 assert all(queued.formed is batch for queued in batch.requests.values()), f"batch {batch.id} is unknown"
-    found += {request_id: None for batch in reserved for request_id in batch.requests}
-    waiting = set(found)
+    placed += {request_id: None for batch in reserved for request_id in batch.requests}
+    waiting = set(placed)
     for name, engine in groups.engines.items():
         for request_id, run in engine.running.items():
             assert run.queued.run is run, f"request {request_id} does not know of its run"
             assert run.engine == name, f"request {request_id} believes to run on {run.engine}, not on {name}"
-            found.append(request_id)
-    assert len(found) == len(set(found)), "a request is in two places"
-    assert set(found) == set(requests), "a request is in no place, or one that is over in some"
+            placed.append(request_id)
+    assert len(placed) == len(set(placed)), "a request is in two places"
+    assert set(placed) == set(requests), "a request is in no place, or one that is over in some"
     for request_id, queued in requests.items():
         assert (queued.run is None) == (request_id in waiting), f"request {request_id} is not where it believes to be"
         group = groups.by_name[queued.group]
@@ -129,7 +129,7 @@ def _check_places(requests: dict[int, QueuedRequest], groups: Groups) -> None:
 def _check_engine(engine: EngineState) -> None:
     info, name = engine.info, engine.info.name
     if info.barrier:
-        batches = {run.batch_id for each in engine.worker.engines for run in each.running.values()}
+        batches = {run.batch_id for peer in engine.worker.engines for run in peer.running.values()}
         assert len(batches) <= 1, f"the barrier worker of {name} runs batches {batches}"
     totals = sum([run.queued.total_tokens for run in engine.running.values()])
     assert engine.total_tokens == totals, f"{name} has {engine.total_tokens} tokens on account, not {totals}"

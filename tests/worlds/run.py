@@ -117,8 +117,8 @@ def run(world: World, steps: list[Step]) -> Account:
     for at_s, groups in world.grouping.plans[1:] if world.grouping else ():
         cluster.tell(PlanChanged(groups), at_s)
     cluster.run(_others(world.arrivals), flush=False)
-    left = [step.event.request_id for step in steps if _is_left_over(step, world, clients)]
-    assert not left or world.drain_at_s is None, f"requests {left} would wait for ever"
+    leftover = [step.event.request_id for step in steps if _is_left_over(step, world, clients)]
+    assert not leftover or world.drain_at_s is None, f"requests {leftover} would wait for ever"
     return account
 
 
@@ -166,11 +166,11 @@ class Clients:
         self.left: set[int] = set()
 
     def see(self, cluster: SimulatedCluster, event: Event, actions: Sequence[Action]) -> None:
-        for after, request_id in _what_happens(event, actions):
-            self._leave(cluster, after, request_id)
-            if after == "start" and request_id in self._begins:
+        for moment, request_id in _what_happens(event, actions):
+            self._leave(cluster, moment, request_id)
+            if moment == "start" and request_id in self._begins:
                 self._begin_at_s[request_id] = cluster.now_s + self._begins[request_id]
-            elif after in ("end", "stop"):
+            elif moment in ("end", "stop"):
                 self._begin_at_s.pop(request_id, None)
         if isinstance(event, EngineLost):
             running = {id_ for engine in cluster.scheduler.engines.values() for id_ in engine.running}
@@ -180,9 +180,9 @@ class Clients:
             del self._begin_at_s[request_id]
             cluster.tell(AnswerBegan(request_id), cluster.now_s)
 
-    def _leave(self, cluster: SimulatedCluster, after: str, request_id: int) -> None:
+    def _leave(self, cluster: SimulatedCluster, moment: str, request_id: int) -> None:
         leaving = self._leavings.get(request_id)
-        if leaving is not None and leaving.after == after:
+        if leaving is not None and leaving.after == moment:
             self.left.add(request_id)
             cluster.tell(RequestCancelled(request_id), on_clock(cluster.now_s + leaving.seconds, self._tick_s))
 

@@ -92,9 +92,9 @@ def _action(action: Action) -> str:
 
 
 def _details(request: Request) -> str:
-    known = f" for {request.model}" if request.model else ""
-    known += "" if request.predicted_tokens is None else f", {request.predicted_tokens:g} tokens predicted"
-    return known if request.deadline_s is None else f"{known}, due at {request.deadline_s:g} s"
+    details = f" for {request.model}" if request.model else ""
+    details += "" if request.predicted_tokens is None else f", {request.predicted_tokens:g} tokens predicted"
+    return details if request.deadline_s is None else f"{details}, due at {request.deadline_s:g} s"
 
 
 def _kind(engine: EngineInfo) -> str:
@@ -106,4 +106,4 @@ def _kind(engine: EngineInfo) -> str:
 
 
 def _list(ids: Iterable[object]) -> str:
-    return " ".join(str(each) for each in ids)
+    return " ".join(str(id_) for id_ in ids)

@@ -33,12 +33,12 @@ def batch(*request_ids: int) -> Batch:
 
 def happenings(faulty: FaultyEngine) -> list[tuple[float, Event]]:
     """All that is still to come and told."""
-    told = []
+    events = []
     while (at_s := faulty.next_end_s) is not None:
         event = faulty.end(at_s)
         if event is not None:
-            told.append((at_s, event))
-    return told
+            events.append((at_s, event))
+    return events
 
 
 def ended(request_id: int, tokens: float) -> RequestEnded:
@@ -129,9 +129,9 @@ def test_a_coarse_clock_lets_ends_coincide() -> None:
 def test_a_lost_engine_may_still_tell_of_what_it_ran_but_not_of_what_it_runs() -> None:
     faulty = engine((1.0, Lost()), (1.0, Ready()), stale_s=1.0)
     faulty.start(batch(0, 1), 0.0)
-    told = [faulty.end(1.0), faulty.end(1.0)]
+    events = [faulty.end(1.0), faulty.end(1.0)]
     faulty.start(batch(0), 1.0)
-    assert told == [EngineLost("e"), EngineReady(INFO)]
+    assert events == [EngineLost("e"), EngineReady(INFO)]
     assert happenings(faulty) == [(2.0, ended(1, 1.0)), (5.0, ended(0, 4.0))]
 
 

@@ -60,8 +60,8 @@ def test_a_bin_is_not_due_behind_a_batch_that_waits_for_memory() -> None:
     0 came back and waits for b; 4 waits for memory on a; 6 waits in its bin, whose time is over.
     """
     scheduler = new_scheduler(engine("a", 3), engine("b", 1), release="timeout", batch_wait_s=0.5, batch_size=2)
-    told = [arrive(scheduler, number, LARGER if number in (4, 5) else SMALL) for number in range(7)]
-    assert told == [[], [("a", 0), ("a", 1)], [], [("a", 2), ("b", 3)], [], [], []]
+    started = [arrive(scheduler, number, LARGER if number in (4, 5) else SMALL) for number in range(7)]
+    assert started == [[], [("a", 0), ("a", 1)], [], [("a", 2), ("b", 3)], [], [], []]
     assert fails(scheduler, "a", 0) == []
     scheduler.handle(TimerFired(), 0.75)
     assert scheduler.wake_at_s is not None
@@ -74,8 +74,8 @@ def test_an_engine_that_is_not_asked_is_not_looked_at_again() -> None:
     4 was refused by a; then 0, which came back from a, is refused by b: only that is worth another look.
     """
     scheduler = new_scheduler(engine("a", 2), engine("b", 2), release="greedy")
-    told = [arrive(scheduler, number, prompt) for number, prompt in enumerate([LARGE, 10.0, SMALL, 10.0, LARGER])]
-    assert told == [[("a", 0)], [("b", 1)], [("a", 2)], [("b", 3)], []]
+    started = [arrive(scheduler, number, prompt) for number, prompt in enumerate([LARGE, 10.0, SMALL, 10.0, LARGER])]
+    assert started == [[("a", 0)], [("b", 1)], [("a", 2)], [("b", 3)], []]
     assert fails(scheduler, "a", 0) == []
     assert scheduler.wake_at_s == 0.1
     scheduler.handle(RequestEnded("b", 3, "completed", 2.5), 0.05)
@@ -90,11 +90,11 @@ def test_a_bin_is_not_due_behind_another_models_batch_that_waits_for_memory() ->
     1 of b waits for memory, and nothing overtakes it; 2 of a waits in its bin, whose time is over.
     """
     scheduler = new_scheduler(engine("e", 3), release="timeout", batch_wait_s=0.5, batch_size=2)
-    told = [
+    started = [
         starts(scheduler.handle(RequestArrived(Request(number, 4.0, prompt_tokens=prompt, model=model)), 0.0))
         for number, (model, prompt) in enumerate([("b", LARGE), ("b", LARGE), ("a", SMALL)])
     ]
-    assert told == [[], [("e", 0)], []]
+    assert started == [[], [("e", 0)], []]
     scheduler.handle(TimerFired(), 0.5)
     assert scheduler.wake_at_s is not None
     assert scheduler.wake_at_s > 0.5

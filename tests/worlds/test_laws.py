@@ -181,7 +181,7 @@ class World(RuleBasedStateMachine):
             running = self.running[action.engine]
             for request in action.batch.requests:
                 assert self.outcomes[request.id] == 0, "an ended request was started"
-                assert not any(request.id in others for others in self.running.values()), "a request runs twice"
+                assert not any(request.id in engine_ids for engine_ids in self.running.values()), "a request runs twice"
                 assert request.id not in self.gone, "a request whose client has gone was started"
                 assert request.deadline_s is None or request.deadline_s > self.now_s, "a late request was started"
                 assert request.model == action.batch.model, "a batch is of two models"
@@ -189,8 +189,8 @@ class World(RuleBasedStateMachine):
                 self.tries[request.id] += 1
                 self.began.discard(request.id)
                 self.stopping.discard(request.id)
-            most = engine.slots + (0 if engine.barrier else engine.look_ahead)
-            assert len(running) <= most, "an engine was given more than it takes"
+            requests_max = engine.slots + (0 if engine.barrier else engine.look_ahead)
+            assert len(running) <= requests_max, "an engine was given more than it takes"
             firsts = self.first_starts.setdefault(action.batch.model, [])
             if action.batch.id not in firsts:
                 firsts.append(action.batch.id)
@@ -311,9 +311,11 @@ class World(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.arrived)))
         name = data.draw(st.sampled_from([engine.name for engine in self.engines]))
         if request_id not in self.running[name]:
-            before = len(self.steps)
+            steps_before = len(self.steps)
             self.tell(RequestEnded(name, request_id, "failed", fault=True, retryable=retryable))
-            assert not any(isinstance(action, FailRequest) for step in self.steps[before:] for action in step.actions)
+            assert not any(
+                isinstance(action, FailRequest) for step in self.steps[steps_before:] for action in step.actions
+            )
 
     @precondition(lambda self: any(engine.barrier and self.running[engine.name] for engine in self.engines))
     @rule(data=st.data())

@@ -82,9 +82,9 @@ def deadlines_of_requests_that_come_back_are_forgotten(patch: Patch) -> None:
     run_again = RequestBook.run_again
 
     def forget(self: RequestBook, runs: list[Run], reason: str, avoid: str) -> None:
-        before = list(self.deadlines._heap)
+        heap_before = list(self.deadlines._heap)
         run_again(self, runs, reason, avoid)  # type: ignore[arg-type]
-        self.deadlines._heap = before
+        self.deadlines._heap = heap_before
 
     patch.setattr(RequestBook, "run_again", forget)
 
@@ -331,8 +331,8 @@ def the_model_of_which_most_waits_goes_first(patch: Patch) -> None:
         with_some = [queues for queues in open_ if queues.formed.first(self._aside) is not None]
         if not with_some:
             return None, open_
-        most = max(with_some, key=lambda queues: queues.waiting)
-        return (most, most.formed.first(self._aside)), ()
+        fullest = max(with_some, key=lambda queues: queues.waiting)
+        return (fullest, fullest.formed.first(self._aside)), ()
 
     patch.setattr(FixedChoice, "_first", first)
 
@@ -352,10 +352,10 @@ def the_latest_deadline_that_can_be_met_goes_first(patch: Patch) -> None:
 
 def who_leaves_is_counted_on(patch: Patch) -> None:
     def leave(self: ModelQueues, queued: QueuedRequest) -> None:
-        left(self, queued)
+        original_leave(self, queued)
         self._tally.waiting += 1
 
-    left = ModelQueues.leave
+    original_leave = ModelQueues.leave
     patch.setattr(ModelQueues, "leave", leave)
 
 
@@ -394,9 +394,9 @@ def deadlines_of_requests_that_move_are_forgotten(patch: Patch) -> None:
 
     def forget(self: RequestBook, candidates: Iterable[QueuedRequest]) -> None:
         waiting = list(candidates)
-        before = {queued.request.id: queued.group for queued in waiting}
+        group_before = {queued.request.id: queued.group for queued in waiting}
         place_again(self, waiting)
-        moved = {queued.request.id for queued in waiting if queued.group != before[queued.request.id]}
+        moved = {queued.request.id for queued in waiting if queued.group != group_before[queued.request.id]}
         self.deadlines._heap = [entry for entry in self.deadlines._heap if entry[1] not in moved]
 
     patch.setattr(RequestBook, "place_again", forget)
@@ -426,9 +426,9 @@ def only_the_group_that_something_happened_to_is_looked_at(patch: Patch) -> None
 def groups_that_share_a_model_ask_for_plans_at_once(patch: Patch) -> None:
     def ask(self: Scheduler, group: Group, queues: ModelQueues) -> None:
         if queues.slots and (observed := queues.wants_plan(self._now_s)) is not None:
-            wanted = SolveDispatch(observed, queues.model)
-            self._solving.setdefault(queues.model, deque()).append((group, wanted))
-            self._actions.append(wanted)
+            question = SolveDispatch(observed, queues.model)
+            self._solving.setdefault(queues.model, deque()).append((group, question))
+            self._actions.append(question)
 
     patch.setattr(Scheduler, "_ask_for_plan", ask)
 

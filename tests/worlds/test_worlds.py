@@ -27,11 +27,11 @@ def test_worlds_keep_the_laws(first_seed: int) -> None:
 @pytest.mark.parametrize("first_seed", range(0, digests.WORLDS, 1_000))
 def test_the_scheduler_does_what_it_did(first_seed: int) -> None:
     """In a quarter of the worlds; `scripts/worlds --digests check` tries all."""
-    known = digests.recorded()
-    assert len(known) == digests.WORLDS
+    recorded = digests.recorded()
+    assert len(recorded) == digests.WORLDS
     seeds = range(first_seed, first_seed + 250)
-    others = [seed for seed in seeds if digests.digest(seed) != known[seed]]
-    assert not others, "python scripts/worlds --digests write, if that was wanted"
+    changed = [seed for seed in seeds if digests.digest(seed) != recorded[seed]]
+    assert not changed, "python scripts/worlds --digests write, if that was wanted"
 
 
 def test_a_seed_draws_one_world_and_other_seeds_others() -> None:
