@@ -1,4 +1,4 @@
-"""The largest batch that can be in time: by bisection as by trying all."""
+"""The largest batch that can be in time: bisection gives the same as trying all subsets."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ def queued(request_id: int, deadline_s: float | None, arrived_at_s: float = 0.0)
 
 
 def queue_of(*deadlines_s: float | None) -> DeadlineQueue:
-    """Requests 0, 1, ... with these deadlines."""
+    """A queue of requests 0, 1, ... with these deadlines."""
     queue = DeadlineQueue(0)
     for request_id, deadline_s in enumerate(deadlines_s):
         queue.append(queued(request_id, deadline_s))
@@ -42,7 +42,7 @@ def in_time(batch: Sequence[float], now_s: float, batch_s: Sequence[float]) -> b
 
 
 def largest_of_all(deadlines_s: Sequence[float], now_s: float, batch_s: Sequence[float], size_max: int) -> int:
-    """By the definition: of all subsets that are in time, the size of the largest."""
+    """By definition: the size of the largest subset that is in time."""
     for size in range(min(size_max, len(deadlines_s)), 0, -1):
         if any(in_time(batch, now_s, batch_s) for batch in itertools.combinations(deadlines_s, size)):
             return size
@@ -50,25 +50,25 @@ def largest_of_all(deadlines_s: Sequence[float], now_s: float, batch_s: Sequence
 
 
 def random_times(rng: random.Random, sizes: int) -> list[float]:
-    """Non-decreasing, quarters of a second, so that sums are exact and deadlines are met to the very moment."""
+    """Non-decreasing quarters of a second, so that sums are exact and deadlines can be met exactly."""
     return sorted([rng.randint(0, 16) / 4 for _ in range(sizes)])
 
 
 # ---- the largest feasible batch ----
 
 
-def test_a_batch_is_as_large_as_leaves_all_of_it_in_time() -> None:
+def test_a_batch_is_as_large_as_its_deadlines_allow() -> None:
     assert largest_feasible([queue_of(3.0, 3.0, 3.0, 3.0)], 0.0, LINEAR_S, 6) == 3
 
 
-def test_those_in_a_hurry_are_left_out_where_that_makes_the_batch_larger() -> None:
-    """Alone the first could be in time; the four others could not, had it gone first."""
+def test_urgent_requests_are_left_out_if_the_batch_becomes_larger() -> None:
+    """The first could be in time alone, but then the four others could not."""
     queue = queue_of(1.0, 4.0, 4.0, 4.0, 4.0)
     assert largest_feasible([queue], 0.0, LINEAR_S, 6) == 4
     assert ids(queue.take_at(queue.first_at(LINEAR_S[3]), 4)) == [1, 2, 3, 4]
 
 
-def test_what_ends_at_its_deadline_is_in_time_and_what_ends_after_it_is_not() -> None:
+def test_a_request_that_ends_exactly_at_its_deadline_is_in_time() -> None:
     assert largest_feasible([queue_of(2.5)], 1.5, LINEAR_S, 6) == 1
     assert largest_feasible([queue_of(2.5)], 1.5 + 1e-6, LINEAR_S, 6) == 0
 
@@ -88,13 +88,13 @@ def test_a_batch_is_no_larger_than_an_engine_takes() -> None:
     assert largest_feasible([queue_of()], 0.0, LINEAR_S, 6) == 0
 
 
-def test_others_that_would_run_again_count() -> None:
+def test_preempted_requests_that_would_run_again_count() -> None:
     assert largest_feasible([queue_of(3.0)], 0.0, LINEAR_S, 6, running=[2.0, 3.0, 3.0]) == 3
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_largest_batch_is_that_of_brute_force(seed: int) -> None:
-    """On 1,000 random queues in all: with ties, without deadlines, in several bins, with others that run."""
+    """On 1,000 random queues in all: with ties, without deadlines, in several bins, with running requests."""
     rng = random.Random(seed)
     sizes: set[int] = set()
     for _ in range(QUEUES // 10):
@@ -113,7 +113,7 @@ def _deadline(rng: random.Random) -> float | None:
 
 
 def test_a_batch_by_its_earliest_deadline_is_that_of_brute_force() -> None:
-    """Clockwork's: the earliest deadline that can be met, and as many with it as leave it in time."""
+    """Clockwork: the earliest deadline that can be met, and as many further requests as stay in time with it."""
     rng = random.Random(1)
     for _ in range(QUEUES):
         batch_s, now_s, size_max = random_times(rng, 8), rng.randint(0, 8) / 4, rng.randint(1, 8)
@@ -135,7 +135,7 @@ def test_a_batch_by_its_earliest_deadline_is_that_of_brute_force() -> None:
 # ---- the queue ----
 
 
-def test_the_earliest_deadline_is_first_and_those_without_one_are_last_in_order_of_arrival() -> None:
+def test_the_earliest_deadline_is_first_and_undated_requests_are_last_in_order_of_arrival() -> None:
     queue = queue_of(None, 5.0, None, 2.0, 5.0)
     assert by_deadline(queue) == [3, 1, 4, 0, 2]
     assert queue.earliest_deadline_s == 2.0
@@ -145,7 +145,7 @@ def test_the_earliest_deadline_is_first_and_those_without_one_are_last_in_order_
     assert oldest.request.id == 0
 
 
-def test_an_empty_queue_has_no_deadline_and_nobody_without_one() -> None:
+def test_an_empty_queue_has_no_deadline_and_no_undated_request() -> None:
     assert queue_of().earliest_deadline_s == math.inf
     assert queue_of().oldest_undated() is None
     assert queue_of(3.0).oldest_undated() is None
@@ -162,7 +162,7 @@ def test_requests_are_taken_from_the_middle_and_from_both_ends() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["come", "come", "leave", "take", "all"]), st.integers(0, 40)), max_size=60))
 @settings(max_examples=200, deadline=None)
-def test_whoever_comes_and_goes_the_queue_stays_in_order(moves: list[tuple[str, int]]) -> None:
+def test_the_queue_stays_in_order_under_any_changes(moves: list[tuple[str, int]]) -> None:
     queue, waiting, changes = DeadlineQueue(0), {}, 0
     for number, (move, value) in enumerate(moves):
         if move == "come":

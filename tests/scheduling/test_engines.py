@@ -1,4 +1,4 @@
-"""What an engine is given: its slots, a little ahead, what its memory holds, and nothing while it fails."""
+"""What an engine is given: requests for its slots, look-ahead and memory, and none while its circuit is open."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from llmserve.scheduling.messages import (
 
 
 def placed(actions: list[Action]) -> list[tuple[int, str]]:
-    """(request, engine) of all that started."""
+    """(request, engine) of all started requests."""
     return [
         (request.id, action.engine)
         for action in actions
@@ -43,14 +43,14 @@ def engine(name: str = "gpu0", slots: int = 2, **fields: object) -> EngineInfo:
 # ---- look-ahead ----
 
 
-def test_an_only_engine_is_always_sent_a_little_ahead() -> None:
+def test_a_single_engine_always_gets_its_look_ahead() -> None:
     scheduler = one_by_one("fffs", engine(look_ahead=1))
     assert placed(arrive(scheduler, 1, 2, 3)) == [(1, "gpu0"), (2, "gpu0"), (3, "gpu0")]
     assert placed(arrive(scheduler, 4)) == []
     assert placed(step(scheduler, RequestEnded("gpu0", 1, "completed", 1.0))) == [(4, "gpu0")]
 
 
-def test_with_several_engines_some_are_kept_for_the_slots_that_become_free_elsewhere() -> None:
+def test_with_several_engines_some_requests_wait_for_slots_of_other_engines() -> None:
     scheduler = new_scheduler(
         engine("a", 1, look_ahead=2), engine("b", 1, look_ahead=2), batch_size=1, release="greedy"
     )
@@ -60,13 +60,13 @@ def test_with_several_engines_some_are_kept_for_the_slots_that_become_free_elsew
     assert placed(step(scheduler, RequestEnded("b", 2, "completed", 1.0))) == [(4, "b")]
 
 
-def test_a_free_slot_elsewhere_is_always_taken_before_a_place_behind_another() -> None:
+def test_a_free_slot_is_always_taken_before_a_look_ahead_place() -> None:
     scheduler = new_scheduler(
         engine("a", look_ahead=2), engine("b", look_ahead=2), batch_size=1, order="fffs", release="greedy"
     )
     starts = placed(arrive(scheduler, *range(20)))
     assert sorted(name for _, name in starts[:4]) == ["a", "a", "b", "b"]
-    assert len(starts) == 8  # with two places at each to look ahead
+    assert len(starts) == 8  # with two look-ahead places on each
     rng = random.Random(3)
     running = dict(starts)
     while running:
@@ -80,15 +80,15 @@ def test_a_free_slot_elsewhere_is_always_taken_before_a_place_behind_another() -
 # ---- memory ----
 
 
-def test_a_request_that_the_cache_would_have_to_evict_waits_in_front() -> None:
+def test_a_request_that_would_overfill_the_cache_waits_first_in_the_queue() -> None:
     scheduler = one_by_one("fffs", engine(slots=8, tokens_max=1_000))
     big = [Request(number, 300.0, prompt_tokens=100.0) for number in range(3)]  # and 16 for a block's rounding
     assert [id_ for id_, _ in placed(arrive(scheduler, *big))] == [0, 1]
-    assert placed(arrive(scheduler, Request(3, 5.0))) == [], "nothing overtakes what waits for room"
+    assert placed(arrive(scheduler, Request(3, 5.0))) == [], "nothing overtakes a request that waits for memory"
     assert [id_ for id_, _ in placed(step(scheduler, RequestEnded("gpu0", 0, "completed", 300.0), 6.0))] == [2, 3]
 
 
-def test_a_large_request_that_failed_once_is_not_overtaken_while_it_waits_for_room() -> None:
+def test_a_large_request_that_failed_once_is_not_overtaken_while_it_waits_for_memory() -> None:
     scheduler = one_by_one("fffs", engine(slots=8, tokens_max=1_000))
     arrive(scheduler, Request(0, 600.0), Request(1, 350.0))
     assert placed(fail(scheduler, "gpu0", 0, 0.0)) == [(0, "gpu0")]
@@ -97,18 +97,18 @@ def test_a_large_request_that_failed_once_is_not_overtaken_while_it_waits_for_ro
     assert placed(arrive(scheduler, Request(3, 1.0))) == []
 
 
-def test_what_will_have_ended_by_then_makes_room() -> None:
-    """900 tokens at their ends, but the one that is nearly done gives its own back before the other has grown."""
+def test_memory_of_requests_that_end_earlier_counts_as_free() -> None:
+    """All ends need 900 tokens, but the nearly finished request frees its tokens before the other has grown."""
     scheduler = one_by_one("fffs", engine(slots=8, tokens_max=900))
     arrive(scheduler, Request(0, 400.0, prompt_tokens=100.0))
     assert placed(arrive(scheduler, Request(1, 400.0, prompt_tokens=10.0))) == []
     now_s, started = 0.0, []
-    while not started and now_s < 8.0:  # at 8 s all 400 tokens of the first one are out, and given back
+    while not started and now_s < 8.0:  # at 8 s all 400 tokens of the first one are generated and freed
         assert scheduler.wake_at_s is not None
         now_s = scheduler.wake_at_s
         started = placed(step(scheduler, TimerFired(), now_s))
     assert started == [(1, "gpu0")]
-    # At 0.9 s it has 45 of them. Both grow by 355 more until it ends: 161 + 26 + 2 * 355 = 897, blocks included.
+    # At 0.9 s the first has 45 tokens. Both grow by 355 more until it ends: 161 + 26 + 2 * 355 = 897, blocks included.
     assert 0.8 < now_s < 1.0
 
 
@@ -116,17 +116,17 @@ def test_answers_that_outgrow_their_predictions_count_as_what_they_have_become()
     scheduler = one_by_one("fffs", engine(slots=8, tokens_max=1_000))
     arrive(scheduler, Request(0, 10.0), Request(1, 10.0))
     newcomer = Request(2, 450.0)
-    assert placed(arrive(scheduler, newcomer, now_s=8.0)) == [], "400 tokens each by now, whatever was said of them"
+    assert placed(arrive(scheduler, newcomer, now_s=8.0)) == [], "400 tokens each by now, whatever was predicted"
     assert placed(step(scheduler, RequestEnded("gpu0", 0, "completed", 400.0), 8.0)) == [(2, "gpu0")]
 
 
-def test_what_fits_nowhere_runs_alone() -> None:
+def test_a_request_that_fits_nowhere_runs_alone() -> None:
     scheduler = one_by_one("fffs", engine(slots=8, tokens_max=100))
     assert placed(arrive(scheduler, Request(0, 5_000.0), Request(1, 5.0))) == [(0, "gpu0")]
     assert placed(step(scheduler, RequestEnded("gpu0", 0, "completed", 90.0), 1.0)) == [(1, "gpu0")]
 
 
-def test_memory_is_looked_for_at_every_engine() -> None:
+def test_every_engine_is_tried_for_memory() -> None:
     small, large = engine("a", slots=4, tokens_max=200), engine("b", slots=2, tokens_max=10_000)
     scheduler = new_scheduler(small, large, batch_size=1, order="fffs", release="greedy")
     assert placed(arrive(scheduler, Request(0, 150.0), Request(1, 150.0))) == [(0, "a"), (1, "b")]
@@ -144,7 +144,7 @@ def test_among_free_slots_the_engine_that_served_the_prefix_is_preferred() -> No
     assert placed(arrive(scheduler, Request(4, prefixes=(2, 3)))) == [(4, "b")]
 
 
-def test_a_prefix_that_all_share_does_not_fill_one_engine_while_another_is_idle() -> None:
+def test_a_common_prefix_does_not_fill_one_engine_beside_an_idle_one() -> None:
     scheduler = new_scheduler(engine("a", 8), engine("b", 8), batch_size=1, order="fffs", release="greedy")
     names = [name for _, name in placed(arrive(scheduler, *(Request(number, prefixes=(1,)) for number in range(16))))]
     for count in range(1, 17):
@@ -161,7 +161,7 @@ def test_affinity_never_makes_a_request_wait_for_its_engine() -> None:
 # ---- closing ----
 
 
-def test_a_closed_engine_finishes_what_it_has_and_gets_no_more() -> None:
+def test_a_closed_engine_finishes_its_requests_and_gets_no_more() -> None:
     scheduler = new_scheduler(engine("a"), engine("b"), batch_size=1, order="fffs", release="greedy")
     arrive(scheduler, 0, 1, 2, 3, 4)
     assert placed(step(scheduler, EngineClosed("a"))) == []
@@ -169,17 +169,17 @@ def test_a_closed_engine_finishes_what_it_has_and_gets_no_more() -> None:
     assert placed(step(scheduler, RequestEnded("b", 1, "completed", 3.0))) == [(4, "b")]
     assert placed(arrive(scheduler, 5)) == []
     assert placed(step(scheduler, EngineReady(engine("a")))) == [(5, "a")]
-    assert len(scheduler.engines["a"].running) == 2, "what it ran before is still counted"
+    assert len(scheduler.engines["a"].running) == 2, "its earlier requests still count"
 
 
-def test_a_closed_engine_may_still_be_lost_with_what_it_runs() -> None:
+def test_a_closed_engine_may_still_be_lost_with_its_requests() -> None:
     scheduler = new_scheduler(engine("a"), engine("b"), batch_size=1, order="fffs", release="greedy")
     arrive(scheduler, 0, 1)
     step(scheduler, EngineClosed("a"))
     assert placed(step(scheduler, EngineLost("a"))) == [(0, "b")]
 
 
-def test_when_the_only_engine_is_closed_newcomers_are_refused() -> None:
+def test_when_the_only_engine_is_closed_new_requests_are_refused() -> None:
     scheduler = one_by_one("fffs")
     step(scheduler, EngineClosed("gpu0"))
     assert arrive(scheduler, 1) == [FailRequest(1, "no_engine", None)]
@@ -192,7 +192,7 @@ def fail(scheduler: object, name: str, request_id: int, now_s: float) -> list[Ac
     return step(scheduler, RequestEnded(name, request_id, "failed", fault=True, retryable=True), now_s)  # type: ignore[arg-type]
 
 
-def test_an_engine_that_fails_request_after_request_gets_none_for_a_while_then_one() -> None:
+def test_after_repeated_failures_an_engine_pauses_then_gets_one_request() -> None:
     scheduler = one_by_one("fffs", engine(slots=4), circuit_faults_max=2, retries_max=9)
     arrive(scheduler, 0, 1, 2)
     assert placed(fail(scheduler, "gpu0", 0, 1.0)) == [(0, "gpu0")]
@@ -200,13 +200,13 @@ def test_an_engine_that_fails_request_after_request_gets_none_for_a_while_then_o
     assert placed(arrive(scheduler, 3, now_s=1.5)) == []
     assert scheduler.wake_at_s == 2.0
     assert placed(step(scheduler, TimerFired(), 2.0)) == [(1, "gpu0")], "one request is on trial, the first in turn"
-    assert placed(step(scheduler, RequestEnded("gpu0", 2, "completed", 5.0), 2.2)) == [], "it was sent before"
+    assert placed(step(scheduler, RequestEnded("gpu0", 2, "completed", 5.0), 2.2)) == [], "2 was sent earlier"
     ended = step(scheduler, RequestEnded("gpu0", 1, "completed", 5.0), 2.5)
     assert ended[0] == ReportCircuit("gpu0", None)
     assert placed(ended) == [(3, "gpu0")]
 
 
-def test_a_request_that_fails_wherever_it_runs_opens_no_circuit_by_its_retries() -> None:
+def test_retries_of_a_request_that_always_fails_open_no_circuit() -> None:
     scheduler = one_by_one("fffs", engine(slots=4), circuit_faults_max=2, retries_max=5)
     arrive(scheduler, 0)
     for _ in range(5):
@@ -215,16 +215,16 @@ def test_a_request_that_fails_wherever_it_runs_opens_no_circuit_by_its_retries()
     assert scheduler.engines["gpu0"].circuit.closed
 
 
-def test_while_every_engine_fails_nobody_waits_longer_than_for_an_engine() -> None:
+def test_while_every_engine_fails_requests_wait_at_most_engine_wait_s() -> None:
     scheduler = one_by_one("fffs", engine(slots=4), circuit_faults_max=1, retries_max=0, engine_wait_s=5.0)
     arrive(scheduler, 0, 1)
     actions = fail(scheduler, "gpu0", 0, 0.0)
     assert actions == [ReportCircuit("gpu0", 1.0), FailRequest(0, "engine_failed", None)]
     arrive(scheduler, 2, 3, now_s=0.5)
-    assert placed(step(scheduler, TimerFired(), 1.0)) == [(2, "gpu0")]  # on trial, and it hangs
+    assert placed(step(scheduler, TimerFired(), 1.0)) == [(2, "gpu0")]  # the trial request hangs
     assert scheduler.wake_at_s == 5.0
     assert step(scheduler, TimerFired(), 5.0) == [FailRequest(3, "no_engine", None)]
-    assert arrive(scheduler, 4, now_s=6.0) == [], "newcomers wait for the outcome of the trial"
+    assert arrive(scheduler, 4, now_s=6.0) == [], "new requests wait for the outcome of the trial"
     assert scheduler.wake_at_s == 10.0
 
 
@@ -249,7 +249,7 @@ def test_while_one_engine_fails_the_others_serve() -> None:
     assert placed(step(scheduler, RequestEnded("b", 0, "completed", 3.0), 0.3)) == [(2, "b")]
 
 
-def test_what_clients_ask_wrongly_never_opens_a_circuit() -> None:
+def test_clients_errors_never_open_a_circuit() -> None:
     scheduler = one_by_one("fffs", circuit_faults_max=1)
     for request_id in range(50):
         arrive(scheduler, request_id)
@@ -257,7 +257,7 @@ def test_what_clients_ask_wrongly_never_opens_a_circuit() -> None:
     assert scheduler.engines["gpu0"].circuit.closed
 
 
-def test_an_engine_that_comes_back_begins_with_a_closed_circuit() -> None:
+def test_an_engine_that_comes_back_starts_with_a_closed_circuit() -> None:
     scheduler = one_by_one("fffs", circuit_faults_max=1)
     arrive(scheduler, 0)
     fail(scheduler, "gpu0", 0, 0.0)
@@ -277,7 +277,7 @@ def test_after_100_000_random_disconnects_every_counter_is_zero() -> None:
         release="greedy",
         queue_requests_max=200,
     )
-    alive: dict[int, str | None] = {}  # request -> its engine, None while it waits
+    alive: dict[int, str | None] = {}  # request -> its engine; None: waiting
     cancelled = aborted = ended = 0
     now_s, next_id = 0.0, 0
     while cancelled < 100_000:
@@ -305,7 +305,7 @@ def test_after_100_000_random_disconnects_every_counter_is_zero() -> None:
                 alive[request_id] = None
                 continue
         alive.update(placed(actions))
-    assert min(aborted, cancelled - aborted, ended) > 1_000, "all kinds of ends were tried"
+    assert min(aborted, cancelled - aborted, ended) > 1_000, "too few ends of some kind"
     for request_id, name in list(alive.items()):
         scheduler.handle(RequestCancelled(request_id), now_s)
         if name is not None:
@@ -320,7 +320,7 @@ def test_after_100_000_random_disconnects_every_counter_is_zero() -> None:
     ] * 3
 
 
-def test_an_engine_with_fewer_slots_than_it_runs_gets_nothing_until_there_is_room() -> None:
+def test_an_engine_with_fewer_slots_than_requests_gets_none_until_a_slot_is_free() -> None:
     scheduler = one_by_one("fffs", engine(slots=4))
     arrive(scheduler, 0, 1, 2, 3, 4)
     assert placed(step(scheduler, EngineReady(msgspec.structs.replace(engine(), slots=2)))) == []

@@ -1,4 +1,4 @@
-"""Serving groups: whose request goes where, and what becomes of it when the plan changes."""
+"""Serving groups: which group gets a request, and where it goes when the plan changes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def engine(name: str, slots: int = 1, **fields: object) -> EngineInfo:
 def grouped(
     plan: tuple[ServingGroup, ...], *engines: EngineInfo, replan: Replan | None = None, **config: object
 ) -> Scheduler:
-    """One request after the other, of a token each, unless told otherwise; these engines are up."""
+    """By default, batches of one request of one token; these engines are up."""
     values = {"bins": 1, "batch_size": 1, "release": "greedy", "order": "fffs", **config}
     scheduler = Header(SchedulingConfig(**values), (1.0,) * 64, groups=plan, replan=replan).scheduler()  # type: ignore[arg-type]
     for info in engines:
@@ -84,7 +84,7 @@ def ended(engine_name: str, request_id: int) -> RequestEnded:
 
 
 def placed(actions: list[Action]) -> list[tuple[int, str]]:
-    """(request, engine) of all that started."""
+    """(request, engine) of all started requests."""
     return [
         (request.id, action.engine)
         for action in actions
@@ -97,7 +97,7 @@ def home(scheduler: Scheduler, request_id: int) -> str:
     return scheduler.requests[request_id].group
 
 
-# ---- whose request ----
+# ---- the group of a request ----
 
 
 def test_a_request_goes_to_the_group_of_its_model_although_another_has_a_free_engine() -> None:
@@ -108,25 +108,25 @@ def test_a_request_goes_to_the_group_of_its_model_although_another_has_a_free_en
     assert placed(step(scheduler, ended("a", 1))) == [(2, "a")]
 
 
-def test_a_stream_named_by_a_group_goes_there_although_another_has_its_model() -> None:
+def test_a_groups_own_stream_goes_there_although_another_group_has_its_model() -> None:
     right = ServingGroup("right", ("b",), ("n",), streams=(("chat", "m"),))
     scheduler = grouped((LEFT, right), engine("a"), engine("b"))
     assert placed(arrive(scheduler, m(1, stream="chat"), m(2, stream="mail"))) == [(1, "b"), (2, "a")]
 
 
-def test_what_no_group_names_is_the_fallback_groups() -> None:
+def test_unplanned_models_belong_to_the_fallback_group() -> None:
     scheduler = grouped((LEFT, RIGHT), engine("a", models=("m",)), engine("c", models=("k",)))
     assert placed(arrive(scheduler, Request(1, model="k"))) == [(1, "c")]
     assert home(scheduler, 1) == FALLBACK
 
 
-def test_a_group_that_no_engine_serves_sends_its_requests_to_the_least_loaded_that_one_does() -> None:
+def test_a_group_that_no_engine_serves_sends_its_requests_to_the_least_loaded_served_group() -> None:
     third = ServingGroup("third", ("c",), ("k",))
     scheduler = grouped((LEFT, RIGHT, third), engine("b"), engine("c", 2))
     assert placed(arrive(scheduler, n(1))) == [(1, "b")]
     assert placed(arrive(scheduler, m(2), m(3))) == [(2, "c"), (3, "c")]
     arrive(scheduler, m(4))
-    assert home(scheduler, 4) == "right", "with a request for each slot everywhere the name decides"
+    assert home(scheduler, 4) == "right", "at equal load the name decides"
 
 
 def test_an_engine_of_another_group_that_does_not_serve_the_model_is_no_help() -> None:
@@ -135,7 +135,7 @@ def test_an_engine_of_another_group_that_does_not_serve_the_model_is_no_help() -
     assert not scheduler.requests
 
 
-def test_who_waits_for_an_engine_that_goes_away_goes_where_another_serves_and_comes_back_with_it() -> None:
+def test_waiting_requests_move_when_their_engine_is_lost_and_return_with_it() -> None:
     scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
     arrive(scheduler, m(1), n(2), m(3), m(4))
     step(scheduler, EngineClosed("a"))
@@ -145,7 +145,7 @@ def test_who_waits_for_an_engine_that_goes_away_goes_where_another_serves_and_co
     assert [home(scheduler, id_) for id_ in (1, 3, 4)] == ["left", "right", "left"]
 
 
-def test_a_lost_engines_requests_run_again_where_an_engine_is() -> None:
+def test_a_lost_engines_requests_run_again_in_a_group_with_an_engine() -> None:
     scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
     arrive(scheduler, m(1), m(2))
     assert placed(step(scheduler, EngineLost("a"))) == [(1, "b")]
@@ -164,7 +164,7 @@ def test_each_group_holds_its_own_queue_to_its_limit() -> None:
     assert placed(arrive(scheduler, n(4))) == [(4, "b")]
 
 
-def test_one_cancelled_is_found_in_its_group() -> None:
+def test_a_cancelled_request_is_found_in_its_group() -> None:
     scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
     arrive(scheduler, m(1), m(2))
     assert step(scheduler, RequestCancelled(1)) == [AbortRequest("a", 1)]
@@ -173,14 +173,14 @@ def test_one_cancelled_is_found_in_its_group() -> None:
     assert sorted(scheduler.requests) == [1]
 
 
-def test_draining_reaches_every_group_and_those_made_later() -> None:
+def test_draining_reaches_every_group_and_groups_of_later_plans() -> None:
     scheduler = grouped((LEFT,), engine("a"), engine("b"))
     step(scheduler, DrainRequested())
     step(scheduler, PlanChanged((LEFT, RIGHT)))
     assert arrive(scheduler, m(1), n(2)) == [FailRequest(1, "draining", None), FailRequest(2, "draining", None)]
 
 
-def test_the_earliest_group_wakes_all_and_only_those_whose_time_has_come() -> None:
+def test_the_timer_is_the_earliest_of_all_groups_and_releases_only_due_ones() -> None:
     scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
     arrive(scheduler, m(1), m(2, deadline_s=3.0), n(3), n(4, deadline_s=2.0))
     assert scheduler.wake_at_s == 2.0
@@ -190,7 +190,7 @@ def test_the_earliest_group_wakes_all_and_only_those_whose_time_has_come() -> No
     assert scheduler.wake_at_s is None
 
 
-def test_the_earliest_of_many_deadlines_wakes_and_of_no_request_that_is_over() -> None:
+def test_the_timer_is_the_earliest_deadline_of_the_present_requests() -> None:
     scheduler = grouped((LEFT,), engine("a"))
     arrive(scheduler, m(0))
     for number in range(1, 1_000):
@@ -205,7 +205,7 @@ def test_the_earliest_of_many_deadlines_wakes_and_of_no_request_that_is_over() -
 # ---- plans ----
 
 
-def test_a_worker_joins_its_new_group_when_what_it_ran_has_ended() -> None:
+def test_a_worker_joins_its_new_group_when_its_running_requests_have_ended() -> None:
     scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
     arrive(scheduler, m(1), n(2), m(3), n(4))
     assert step(scheduler, PlanChanged(SWAPPED), 1.0) == []
@@ -220,7 +220,7 @@ def test_an_idle_worker_joins_at_once() -> None:
     assert placed(step(scheduler, PlanChanged((ServingGroup("right", ("a", "b"), ("m", "n")),)))) == [(2, "a")]
 
 
-def test_while_every_worker_moves_those_who_come_wait() -> None:
+def test_while_every_worker_moves_new_requests_wait() -> None:
     scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
     arrive(scheduler, m(1), n(2))
     step(scheduler, PlanChanged(SWAPPED))
@@ -229,7 +229,7 @@ def test_while_every_worker_moves_those_who_come_wait() -> None:
     assert placed(step(scheduler, ended("b", 2))) == [(3, "b")]
 
 
-def test_who_waits_moves_with_arrival_time_deadline_and_retries() -> None:
+def test_waiting_requests_move_with_arrival_time_deadline_and_retries() -> None:
     scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"), retries_max=1)
     arrive(scheduler, m(1), n(2), now_s=1.0)
     arrive(scheduler, m(3, deadline_s=9.0), now_s=2.0)
@@ -244,7 +244,7 @@ def test_who_waits_moves_with_arrival_time_deadline_and_retries() -> None:
     assert step(scheduler, TimerFired(), 9.0) == [FailRequest(3, "deadline_exceeded")]
 
 
-def test_what_arrived_first_runs_first_wherever_it_waited() -> None:
+def test_the_first_to_arrive_runs_first_in_whichever_group_it_waited() -> None:
     scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
     arrive(scheduler, m(1), n(2), m(3), n(4), m(5))
     step(scheduler, PlanChanged((ServingGroup("all", ("a",), ("m", "n")),)), 1.0)
@@ -253,7 +253,7 @@ def test_what_arrived_first_runs_first_wherever_it_waited() -> None:
     assert placed(step(scheduler, ended("a", 4), 4.0)) == [(5, "a")]
 
 
-def test_what_fails_after_the_plan_has_changed_runs_again_in_its_new_group() -> None:
+def test_a_request_that_fails_after_a_new_plan_runs_again_in_its_new_group() -> None:
     scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
     arrive(scheduler, m(1))
     step(scheduler, PlanChanged((ServingGroup("right", ("b",), ("m", "n")),)), 1.0)
@@ -262,16 +262,16 @@ def test_what_fails_after_the_plan_has_changed_runs_again_in_its_new_group() -> 
     assert home(scheduler, 1) == "right"
 
 
-def test_what_fails_where_its_model_no_longer_is_runs_again_in_its_new_group_although_the_worker_stays() -> None:
+def test_a_request_that_fails_on_a_staying_worker_runs_again_in_its_new_group() -> None:
     scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"), circuit_faults_max=1)
     arrive(scheduler, m(1))
     step(scheduler, PlanChanged((ServingGroup("left", ("a",), ()), ServingGroup("right", ("b",), ("m", "n")))), 1.0)
-    assert home(scheduler, 1) == "left", "what runs ends where it is"
-    fault = RequestEnded("a", 1, "failed", fault=True, retryable=True)  # after which it gets nothing for a while
+    assert home(scheduler, 1) == "left", "a running request ends in its old group"
+    fault = RequestEnded("a", 1, "failed", fault=True, retryable=True)  # opens the circuit of a
     assert placed(step(scheduler, fault, 2.0)) == [(1, "b")]
 
 
-def test_those_whom_a_batch_was_stopped_for_move_when_they_cannot_run_there_after_all() -> None:
+def test_requests_that_caused_a_preemption_move_if_they_cannot_run_there() -> None:
     """They wait for the engine that is being emptied for them, and for no other, until it is empty."""
     speeds = {"": StepTimes(0.0, (0.1, 0.2, 0.3, 0.4))}
     barrier = [engine(name, 4, barrier=True, speeds=speeds) for name in ("a", "b")]
@@ -302,32 +302,32 @@ def test_a_worker_that_changes_groups_keeps_its_circuit() -> None:
     assert placed(step(scheduler, TimerFired(), 5.0)) == [(2, "a")]
 
 
-def test_those_that_are_late_fail_whichever_groups_event_comes() -> None:
+def test_late_requests_fail_at_an_event_of_any_group() -> None:
     scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
     arrive(scheduler, m(1), m(2, deadline_s=3.0), n(3))
     assert step(scheduler, ended("b", 3), 3.0) == [FailRequest(2, "deadline_exceeded")]
 
 
-def test_who_waited_behind_those_that_moved_is_next() -> None:
+def test_the_request_behind_those_that_moved_is_next() -> None:
     scheduler = grouped((ServingGroup("left", ("a",), ("m", "n")), ServingGroup("right", ("b",), ())), engine("b"))
     step(scheduler, EngineReady(engine("a", 8, tokens_max=1_000)))
     arrive(scheduler, m(1, predicted_tokens=600.0), m(2, predicted_tokens=600.0))
-    assert placed(arrive(scheduler, n(3, predicted_tokens=10.0))) == [], "nothing overtakes what waits for room"
+    assert placed(arrive(scheduler, n(3, predicted_tokens=10.0))) == [], "nothing overtakes a wait for memory"
     plan = (ServingGroup("left", ("a",), ("n",)), ServingGroup("right", ("b",), ("m",)))
     assert sorted(placed(step(scheduler, PlanChanged(plan), 1.0))) == [(2, "b"), (3, "a")]
 
 
-def test_a_worker_that_joins_a_group_starts_none_of_those_that_leave_it() -> None:
+def test_a_worker_that_joins_a_group_starts_no_request_that_leaves_it() -> None:
     left = ServingGroup("left", ("a", "c"), ("m", "k"))
     scheduler = grouped((left, RIGHT), engine("a"), engine("b"), engine("c"))
-    arrive(scheduler, m(1), n(2), m(3), n(4))  # on a, b and c; the last one waits for b
+    arrive(scheduler, m(1), n(2), m(3), n(4))  # on a, b and c; the last request waits for b
     step(scheduler, ended("a", 1))
     left, right = ServingGroup("left", ("b", "c"), ("n",)), ServingGroup("right", ("a",), ("m", "k"))
     assert placed(step(scheduler, PlanChanged((left, right)))) == []
     assert home(scheduler, 4) == "left"
 
 
-def test_a_group_that_is_no_longer_there_is_kept_until_it_is_empty() -> None:
+def test_a_group_that_is_no_longer_planned_is_kept_until_it_is_empty() -> None:
     scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
     arrive(scheduler, m(1))
     step(scheduler, PlanChanged((RIGHT,)))
@@ -347,7 +347,7 @@ def test_the_engines_of_one_worker_move_together() -> None:
     assert sorted(scheduler.groups.by_name) == [FALLBACK, "right"]
 
 
-def test_a_plan_that_is_taken_back_leaves_a_worker_where_it_is() -> None:
+def test_a_plan_that_is_reverted_leaves_a_worker_where_it_is() -> None:
     scheduler = grouped((LEFT, RIGHT), engine("a", 2), engine("b"))
     arrive(scheduler, m(1))
     step(scheduler, PlanChanged(SWAPPED), 1.0)
@@ -365,7 +365,7 @@ def test_a_moving_worker_that_is_lost_loses_nothing_and_comes_back_in_its_new_gr
     assert placed(arrive(scheduler, n(3), now_s=4.0)) == [(3, "a")]
 
 
-def test_stale_news_of_a_request_that_runs_elsewhere_changes_nothing() -> None:
+def test_a_stale_end_of_a_request_that_runs_elsewhere_changes_nothing() -> None:
     scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
     arrive(scheduler, m(1))
     assert placed(step(scheduler, EngineLost("a"))) == [(1, "b")]
@@ -373,7 +373,7 @@ def test_stale_news_of_a_request_that_runs_elsewhere_changes_nothing() -> None:
     assert sorted(scheduler.requests) == [1]
 
 
-def test_a_plan_of_unknown_workers_leaves_nobody_without_an_engine() -> None:
+def test_a_plan_of_unknown_workers_leaves_no_request_without_an_engine() -> None:
     scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
     arrive(scheduler, m(1), m(2))
     step(scheduler, PlanChanged((ServingGroup("left", ("x", "y"), ("m", "n")),)))
@@ -395,7 +395,7 @@ def test_groups_that_share_a_model_ask_for_its_dispatch_plans_one_after_the_othe
     assert step(scheduler, DispatchSolved(plan, "m")) == []
 
 
-def test_no_dispatch_plan_is_asked_for_by_an_engine_that_is_yet_to_come() -> None:
+def test_an_engine_that_has_yet_to_join_requests_no_dispatch_plan() -> None:
     scheduler = grouped((LEFT, RIGHT), release="deadline", batch_size=1)
     actions = step(scheduler, EngineReady(engine("a", models=("m", "n"))))
     assert [action.model for action in actions if isinstance(action, SolveDispatch)] == ["m", "n"]
@@ -425,7 +425,7 @@ def test_a_plan_that_contradicts_itself_is_refused(group: ServingGroup, message:
 # ---- rates ----
 
 
-def test_groups_are_planned_anew_when_arrivals_are_others_than_planned() -> None:
+def test_groups_are_planned_again_when_arrival_rates_differ_from_the_plan() -> None:
     replan = Replan(10.0, planned=(("", "m", 3.0), ("", "n", 3.0)))
     scheduler = grouped((LEFT, RIGHT), engine("a", 100), engine("b", 100), replan=replan)
     for number in range(30):
@@ -437,10 +437,10 @@ def test_groups_are_planned_anew_when_arrivals_are_others_than_planned() -> None
     assert step(scheduler, TimerFired(), 20.0) == [PlanGroups((("", "m", 6.0),))]
     for number in range(60):
         arrive(scheduler, m(300 + number), now_s=20 + number / 6)
-    assert step(scheduler, TimerFired(), 30.0) == [], "as last asked for"
+    assert step(scheduler, TimerFired(), 30.0) == [], "as last requested"
 
 
-def test_a_silence_wakes_nobody_and_asks_for_nothing() -> None:
+def test_without_arrivals_no_timer_is_set_and_no_plan_requested() -> None:
     scheduler = grouped((LEFT,), engine("a", 100), replan=Replan(10.0, planned=(("", "m", 3.0),)))
     assert scheduler.wake_at_s is None
     arrive(scheduler, m(1), now_s=5.0)
@@ -451,7 +451,7 @@ def test_a_silence_wakes_nobody_and_asks_for_nothing() -> None:
     assert scheduler.wake_at_s == 100.0
 
 
-def test_chance_alone_asks_for_no_plan() -> None:
+def test_random_fluctuations_request_no_plan() -> None:
     rates = GroupRates(Replan(1.0, planned=(("s", "m", 4.0),)))
     for window, count in enumerate([4, 8, 1, 7, 2, 6, 9], start=1):
         for _ in range(count):
@@ -489,7 +489,7 @@ STREAMS = ("", "chat")
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[ServingGroup, ...]:
-    """Any plan, wise or not: up to three groups, some of unknown workers or of no models."""
+    """Any plan, wise or not: up to three groups, some of unknown workers or without models."""
     names = draw(st.lists(st.sampled_from(["g0", "g1", "g2", FALLBACK]), unique=True, max_size=3))
     if not names:
         return ()
@@ -509,7 +509,7 @@ def plans(draw: st.DrawFn) -> tuple[ServingGroup, ...]:
 
 
 class AnyPlans(RuleBasedStateMachine):
-    """The outside world: what each engine runs, and who has ended, by what it was told."""
+    """The outside world: which requests each engine runs, and which have ended, by the scheduler's messages."""
 
     @initialize(
         plan=plans(),
@@ -554,7 +554,7 @@ class AnyPlans(RuleBasedStateMachine):
         self.scheduler = scheduler
         self.now_s = 0.0
         self.steps: list[Step] = []
-        self.alive: dict[int, str | None] = {}  # the engine that it runs on; None: it waits
+        self.alive: dict[int, str | None] = {}  # request -> engine that runs it; None: waiting
         self.began: set[int] = set()
         self.arrived: dict[int, float] = {}
         self.count = 0
@@ -566,16 +566,16 @@ class AnyPlans(RuleBasedStateMachine):
         for name in self.engines:
             self.come_up(name)
 
-    # ---- the world's account ----
+    # ---- the world's record ----
 
     def tell(self, event: Event) -> None:
         actions = self.scheduler.handle(event, self.now_s)
         self.steps.append(Step(self.now_s, event, tuple(actions)))
         for action in actions:
             if isinstance(action, StartBatch):
-                assert action.engine in self.up, "nothing starts on an engine that takes nothing"
+                assert action.engine in self.up, "work starts on an engine that is not up"
                 for request in action.batch.requests:
-                    assert self.alive[request.id] is None, f"{request.id} is started twice, or is over"
+                    assert self.alive[request.id] is None, f"{request.id} is started twice, or after its end"
                     assert self.engines[action.engine].serves(request.model)
                     self.alive[request.id] = action.engine
             elif isinstance(action, FailRequest):
@@ -589,7 +589,7 @@ class AnyPlans(RuleBasedStateMachine):
         self.tell(EngineReady(self.engines[name]))
 
     @rule(model=st.sampled_from(MODELS), stream=st.sampled_from(STREAMS), slo_s=st.sampled_from([None, 0.5, 5.0]))
-    def someone_arrives(self, model: str, stream: str, slo_s: float | None) -> None:
+    def a_request_arrives(self, model: str, stream: str, slo_s: float | None) -> None:
         self.count += 1
         self.alive[self.count] = None
         self.arrived[self.count] = self.now_s
@@ -605,7 +605,7 @@ class AnyPlans(RuleBasedStateMachine):
         data=st.data(),
         how=st.sampled_from(["completed", "completed", "completed", "failed", "fault", "fault", "cancelled"]),
     )
-    def one_ends(self, data: st.DataObject, how: str) -> None:
+    def a_request_ends(self, data: st.DataObject, how: str) -> None:
         request_id = data.draw(st.sampled_from(self.running()))
         engine_name = self.alive[request_id]
         queued = self.scheduler.requests[request_id]
@@ -672,13 +672,13 @@ class AnyPlans(RuleBasedStateMachine):
     # ---- laws ----
 
     @invariant()
-    def each_is_where_the_world_knows_it(self) -> None:
+    def each_request_is_where_the_world_records_it(self) -> None:
         check(self.scheduler)
-        assert set(self.scheduler.requests) == set(self.alive), "somebody was lost, or told of twice"
+        assert set(self.scheduler.requests) == set(self.alive), "a request was lost, or ended twice"
         for request_id, engine_name in self.alive.items():
             queued = self.scheduler.requests[request_id]
             runs_on = None if queued.run is None else queued.run.engine
-            assert runs_on == engine_name, f"{request_id} runs on {engine_name}, by its own account on {runs_on}"
+            assert runs_on == engine_name, f"{request_id} runs on {engine_name}, by its own record on {runs_on}"
             assert queued.arrived_at_s == self.arrived[request_id]
 
     def teardown(self) -> None:
@@ -692,7 +692,7 @@ class AnyPlans(RuleBasedStateMachine):
             for request_id in self.running():
                 self.tell(RequestEnded(self.alive.pop(request_id) or "", request_id, "completed", 5.0))
         assert all(not self.served(self.scheduler.requests[id_].request.model) for id_ in self.alive), (
-            "somebody is stuck"
+            "requests are stuck"
         )
         assert replay(self.header, self.steps) == self.steps
 

@@ -19,7 +19,7 @@ def one_by_one(order: str, engine: EngineInfo = ONE, **config: object) -> Schedu
 
 
 def run_dry(scheduler: Scheduler, running: int, now_s: float) -> list[int]:
-    """End requests at `now_s` one after the other; the ids in the order in which they started."""
+    """End requests at `now_s` one after the other; return the ids in the order of their starts."""
     started = [running]
     while scheduler.requests:
         actions = step(scheduler, RequestEnded("gpu0", started[-1], "completed"), now_s)
@@ -29,21 +29,21 @@ def run_dry(scheduler: Scheduler, running: int, now_s: float) -> list[int]:
     return started
 
 
-def test_what_arrives_together_goes_shortest_first() -> None:
+def test_requests_that_arrive_together_go_shortest_first() -> None:
     scheduler = one_by_one("shortest")
     arrive(scheduler, Request(0, 1.0), Request(1, 300.0), Request(2, 20.0), Request(3, 100.0), Request(4, 20.0))
     assert run_dry(scheduler, 0, 1.0) == [0, 2, 4, 3, 1]
 
 
-def test_the_mean_of_the_quantiles_is_what_counts_as_long() -> None:
+def test_the_mean_of_the_quantiles_is_the_length_that_counts() -> None:
     scheduler = one_by_one("shortest")
     gamble = Request(1, 10.0, quantiles=(5.0, 10.0, 3_000.0))
     arrive(scheduler, Request(0, 1.0), gamble, Request(2, 50.0))
     assert run_dry(scheduler, 0, 1.0) == [0, 2, 1]
 
 
-def test_nothing_is_overtaken_by_what_arrives_later_than_patience_times_its_service() -> None:
-    """Random arrivals: whoever starts before an earlier one arrived less than `patience` of its services after it."""
+def test_no_request_is_overtaken_by_one_that_arrives_too_much_later() -> None:
+    """Random arrivals: a request that overtakes another arrived less than `patience` of its service times after it."""
     rng = random.Random(8)
     for patience in (0.0, 2.0, 12.0):
         scheduler = one_by_one("shortest", patience=patience, queue_requests_max=1_000)
@@ -65,7 +65,7 @@ def test_nothing_is_overtaken_by_what_arrives_later_than_patience_times_its_serv
         assert (overtaken > 0) == (patience > 0)
 
 
-def test_what_nothing_predicts_is_taken_to_be_as_long_as_the_mean_answer() -> None:
+def test_a_request_without_a_prediction_counts_as_long_as_the_mean_answer() -> None:
     scheduler = one_by_one("shortest")
     arrive(scheduler, Request(0), Request(1, 10_000.0), Request(2), Request(3, 5.0))
     assert run_dry(scheduler, 0, 1.0) == [0, 3, 2, 1]
@@ -74,7 +74,7 @@ def test_what_nothing_predicts_is_taken_to_be_as_long_as_the_mean_answer() -> No
 def test_predictions_that_rank_nothing_leave_first_come_first_served() -> None:
     scheduler = one_by_one("shortest", trust_window=32)
     rng = random.Random(1)
-    for request_id in range(64):  # all as long as each other, whatever was said of them
+    for request_id in range(64):  # all of the same length, whatever was predicted
         arrive(scheduler, Request(request_id, rng.uniform(1, 500)))
         step(scheduler, RequestEnded("gpu0", request_id, "completed", rng.uniform(1, 500)))
     assert not scheduler.queues("").trust.trusted
@@ -103,20 +103,20 @@ def test_shortest_orders_whole_batches_too() -> None:
     ] == [[4, 5]]
 
 
-def test_the_earliest_deadline_goes_first_and_what_has_none_when_it_has_waited_a_minute() -> None:
+def test_the_earliest_deadline_goes_first_and_undated_requests_after_a_minute() -> None:
     scheduler = one_by_one("edf")
     arrive(scheduler, Request(0), Request(1), Request(2, deadline_s=90.0), Request(3, deadline_s=30.0))
     assert run_dry(scheduler, 0, 1.0) == [0, 3, 1, 2]
 
 
-def test_a_late_request_is_dropped_before_it_costs_an_engine_anything() -> None:
+def test_a_late_request_is_dropped_before_it_runs() -> None:
     scheduler = one_by_one("edf")
     arrive(scheduler, Request(0), Request(1, deadline_s=5.0), Request(2, deadline_s=50.0))
     assert step(scheduler, TimerFired(), 6.0) == [FailRequest(1, "deadline_exceeded", None)]
     assert run_dry(scheduler, 0, 6.0) == [0, 2]
 
 
-def test_a_batch_of_several_is_taken_in_parts_in_its_own_order() -> None:
+def test_a_batch_of_several_is_taken_in_parts_in_the_order_of_its_requests() -> None:
     scheduler = new_scheduler(REFILL, order="fffs", release="full")
     arrive(scheduler, 1, 2, 3, 4)
     (action,) = step(scheduler, RequestEnded("gpu0", 2, "completed", 5.0), 1.0)

@@ -1,4 +1,4 @@
-"""When a new plan is asked for, and what it is made for: events in, SolveDispatch out."""
+"""When the scheduler requests a new plan, and for which load: events in, SolveDispatch out."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ BINS, BATCH = 2, 4
 
 
 def fresh(bins: int = BINS, **config: object) -> Scheduler:
-    """No engine is up yet; edges at 10, 20, ... tokens."""
+    """A scheduler without engines; edges at 10, 20, ... tokens."""
     edges = tuple([10.0 * index for index in range(1, bins)])
     values: dict[str, object] = {"bins": bins, "edges": edges, "batch_size": BATCH, "release": "table", **config}
     return SchedulingConfig(**values, edges_refit_every=0, queue_requests_max=10**6, order="fffs").scheduler()  # type: ignore[arg-type]
 
 
 def wait_on(bins: int = BINS, queues: int = 1, response_s_mean: float | None = 1.0) -> DispatchPlan:
-    """A plan in which only full batches go."""
+    """A plan that releases only full batches."""
     return plan(*[table(NEVER)] * queues, bins=bins, response_s_mean=response_s_mean)  # type: ignore[arg-type]
 
 
 class Body:
-    """Brings a scheduler arrivals, answers each question with the same plan at once, and remembers the questions."""
+    """Feeds a scheduler arrivals, answers each question with the same plan at once, and records the questions."""
 
     def __init__(self, scheduler: Scheduler, answer: DispatchPlan | None) -> None:
         self.scheduler, self.answer = scheduler, answer
@@ -62,8 +62,9 @@ class Body:
                     self.tell(DispatchSolved(self.answer))
 
     def arrivals(self, count: int, gap_s: float, tokens: tuple[float, ...] = (5.0,), *, longer: float = 0.0) -> None:
-        """As many, so far apart, of these predicted lengths in turn. longer: how many times as long answers are; 0:
-        they tell nothing. Whatever starts ends at once.
+        """`count` arrivals, `gap_s` apart, with these predicted lengths in turn. Started requests end at once.
+
+        longer : ratio of real to predicted lengths; 0: answers have no length
         """
         for _ in range(count):
             self.now_s += gap_s
@@ -74,7 +75,7 @@ class Body:
                 self.tell(RequestEnded("gpu0", request_id, "completed", answer))
 
     def new(self) -> list[Observed]:
-        """Questions since this was last asked."""
+        """Questions since the last call."""
         questions, self.questions = self.questions, []
         return questions
 
@@ -86,7 +87,7 @@ def total(observed: Observed) -> float:
 # ---- the first plan ----
 
 
-def test_the_first_engine_is_reason_to_ask_once_and_nothing_is_known_yet() -> None:
+def test_the_first_engine_causes_one_question_with_unknown_rates() -> None:
     scheduler = fresh()
     assert scheduler.handle(TimerFired(), 0.0) == []
     (action,) = scheduler.handle(EngineReady(GPU0), 1.0)
@@ -97,12 +98,12 @@ def test_the_first_engine_is_reason_to_ask_once_and_nothing_is_known_yet() -> No
     assert scheduler.handle(TimerFired(), 2.0) == []
 
 
-def test_a_release_that_follows_no_plan_asks_for_none() -> None:
+def test_a_release_that_follows_no_plan_requests_none() -> None:
     scheduler = fresh(release="greedy")
     assert scheduler.handle(EngineReady(GPU0), 0.0) == []
 
 
-def test_a_rate_is_told_when_a_few_have_come_and_then_no_more_while_it_stays() -> None:
+def test_a_rate_is_reported_after_a_few_arrivals_and_not_again_while_it_stays() -> None:
     body = Body(fresh(), wait_on())
     body.new()
     body.arrivals(ARRIVALS_LEAST - 1, 0.1)
@@ -117,19 +118,19 @@ def test_a_rate_is_told_when_a_few_have_come_and_then_no_more_while_it_stays() -
 # ---- the rate ----
 
 
-def test_a_plan_is_asked_for_again_when_the_rate_has_moved_by_more_than_the_factor() -> None:
+def test_a_plan_is_requested_again_when_the_rate_has_moved_by_more_than_the_factor() -> None:
     body = Body(fresh(rate_factor=1.25), wait_on())
     body.arrivals(200, 0.1)
     body.new()
     body.arrivals(600, 0.1 / 1.15)
-    assert body.new() == [], "15 % more are no reason"
+    assert body.new() == [], "15 % more arrivals cause no question"
     body.arrivals(600, 0.1 / 1.5)
     questions = body.new()
     assert questions
     assert 15.0 / 1.25 < total(questions[-1]) < 15.0 * 1.25
     body.arrivals(900, 0.1)
     questions = body.new()
-    assert questions, "nor is less than before the same"
+    assert questions, "a lower rate causes a question, too"
     assert 10.0 / 1.25 < total(questions[-1]) < 10.0 * 1.25
 
 
@@ -144,8 +145,8 @@ def test_a_larger_factor_asks_less_often() -> None:
 
 
 @pytest.mark.parametrize("factor", [10.0, 0.03])
-def test_a_jump_is_reason_to_ask_within_twenty_arrivals_and_all_numbers_of_queues_are_open_then(factor: float) -> None:
-    """However large the factor is by which a rate may move of itself."""
+def test_a_jump_causes_a_question_within_twenty_arrivals_with_all_queue_counts_open(factor: float) -> None:
+    """Also where a rate may move by a large factor without a new question."""
     body = Body(fresh(bins=4, rate_factor=1e6), wait_on(bins=4, queues=2))
     body.arrivals(200, 0.1)
     body.new()
@@ -155,11 +156,11 @@ def test_a_jump_is_reason_to_ask_within_twenty_arrivals_and_all_numbers_of_queue
     assert abs(math.log(total(observed) / 10.0)) > 1.0
     body.tell(EngineReady(GPU1))
     (observed,) = body.new()
-    assert observed.queues == 2, "a jump is told once"
+    assert observed.queues == 2, "a jump is reported once"
     assert total(observed) == pytest.approx(10.0 * factor, rel=0.5)
 
 
-def test_rates_are_told_on_a_grid_so_that_the_same_load_is_the_same_question() -> None:
+def test_rates_are_reported_on_a_grid_so_that_the_same_load_is_the_same_question() -> None:
     for gap_s in (0.1, 0.1 * 1.01, 0.1 / 1.01):
         body = Body(fresh(), wait_on())
         body.arrivals(60, gap_s, tokens=(5.0, 15.0))
@@ -180,7 +181,7 @@ def test_rates_of_however_many_bins_sum_to_the_rate_of_all(bins: int) -> None:
 def test_bins_have_their_shares_of_the_rate() -> None:
     body = Body(fresh(), wait_on())
     body.arrivals(3_000, 0.1, tokens=(5.0, 5.0, 5.0, 15.0))
-    body.arrivals(40, 0.001, tokens=(5.0, 5.0, 5.0, 15.0))  # a jump, to be asked again
+    body.arrivals(40, 0.001, tokens=(5.0, 5.0, 5.0, 15.0))  # a jump causes a new question
     short, long_ = body.questions[-1].rates_per_s
     assert short / long_ == pytest.approx(3.0, rel=0.15)
 
@@ -188,12 +189,12 @@ def test_bins_have_their_shares_of_the_rate() -> None:
 # ---- lengths ----
 
 
-def test_after_so_many_answers_a_plan_is_made_for_the_lengths_as_they_have_become() -> None:
+def test_after_enough_answers_a_plan_is_requested_for_the_new_lengths() -> None:
     body = Body(fresh(), wait_on())
     body.arrivals(40, 0.1, tokens=(5.0, 15.0))
     previous = body.new()[-1]
     body.arrivals(ANSWERS_BETWEEN, 0.1, tokens=(5.0, 15.0), longer=10.0)
-    assert body.new() == [], "arrivals are looked at before their own answers"
+    assert body.new() == [], "the planner sees an arrival before its answer"
     body.arrivals(1, 0.1, tokens=(5.0, 15.0), longer=10.0)
     (observed,) = body.new()
     assert observed.lengths == ((50.0,) * LEVELS, (150.0,) * LEVELS)
@@ -205,7 +206,7 @@ def test_after_so_many_answers_a_plan_is_made_for_the_lengths_as_they_have_becom
 # ---- engines and trust ----
 
 
-def test_engines_that_come_and_go_are_reason_to_ask() -> None:
+def test_lost_and_new_engines_cause_questions() -> None:
     body = Body(fresh(), wait_on())
     assert body.new()[-1].engines == 1
     body.tell(EngineReady(GPU1))
@@ -217,7 +218,7 @@ def test_engines_that_come_and_go_are_reason_to_ask() -> None:
     assert [observed.engines for observed in body.new()] == [2, 1]
 
 
-def test_without_any_engine_nothing_is_asked() -> None:
+def test_without_any_engine_no_plan_is_requested() -> None:
     body = Body(fresh(), wait_on())
     body.new()
     body.tell(EngineLost("gpu0"))
@@ -227,7 +228,7 @@ def test_without_any_engine_nothing_is_asked() -> None:
     assert body.new() == [], "as many as before"
 
 
-def test_predictions_that_are_not_trusted_leave_one_bin_to_plan_for_and_come_back_with_trust() -> None:
+def test_without_trust_plans_are_for_one_bin_until_trust_is_back() -> None:
     body = Body(fresh(), wait_on())
     body.arrivals(40, 0.1, tokens=(5.0, 15.0))
     body.new()
@@ -245,7 +246,7 @@ def test_predictions_that_are_not_trusted_leave_one_bin_to_plan_for_and_come_bac
 # ---- one at a time ----
 
 
-def test_while_a_plan_is_being_made_no_other_is_asked_for_and_then_the_world_is_looked_at_again() -> None:
+def test_while_a_plan_is_solved_no_other_is_requested_and_then_the_load_is_checked_again() -> None:
     body = Body(fresh(rate_factor=1.1), None)
     assert len(body.new()) == 1
     body.arrivals(50, 0.1)
@@ -257,7 +258,7 @@ def test_while_a_plan_is_being_made_no_other_is_asked_for_and_then_the_world_is_
     assert (observed.engines, total(observed)) == (2, pytest.approx(100.0, rel=0.5))
 
 
-def test_the_number_of_queues_in_force_is_told_of_a_plan_for_a_known_load_only() -> None:
+def test_the_number_of_queues_in_force_is_reported_only_for_a_plan_for_a_known_load() -> None:
     for response_s_mean, queues in ((1.0, 2), (None, 0)):
         body = Body(fresh(bins=4), wait_on(bins=4, queues=2, response_s_mean=response_s_mean))
         body.arrivals(40, 0.1)
@@ -266,8 +267,8 @@ def test_the_number_of_queues_in_force_is_told_of_a_plan_for_a_known_load_only()
         assert [observed.queues for observed in body.new()] == [queues]
 
 
-def test_all_at_once_is_no_rate() -> None:
-    """Nothing can be divided by no time; what comes then is asked about as soon as time passes."""
+def test_simultaneous_arrivals_have_no_rate() -> None:
+    """A rate needs a time span: these arrivals are reported as soon as time passes."""
     body = Body(fresh(), wait_on())
     body.new()
     body.arrivals(100, 0.0)

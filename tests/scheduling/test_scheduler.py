@@ -1,4 +1,4 @@
-"""The scheduler's contract: given events, expect actions."""
+"""The scheduler's contract: events in, actions out."""
 
 import math
 import random
@@ -32,7 +32,7 @@ REFILL = EngineInfo("gpu0", slots=2, barrier=False)
 
 
 def new_scheduler(*engines: EngineInfo, **config: object) -> Scheduler:
-    """Batches of 2, one bin, released when full, unless told otherwise."""
+    """By default, batches of 2 from one bin, released when full."""
     values = {"bins": 1, "batch_size": 2, "release": "full", "order": "fffs", **config}
     scheduler = SchedulingConfig(**values).scheduler()  # type: ignore[arg-type]
     for engine in engines:
@@ -81,7 +81,7 @@ def test_a_request_without_prediction_waits_in_the_first_bin() -> None:
     assert len(scheduler.queues("").bins[0]) == 1
 
 
-def test_timeout_releases_what_has_waited_long_enough() -> None:
+def test_timeout_releases_requests_that_have_waited_long_enough() -> None:
     scheduler = new_scheduler(BARRIER, release="timeout", batch_wait_s=5.0)
     assert arrive(scheduler, 1, now_s=1.0) == []
     assert scheduler.wake_at_s == 6.0
@@ -90,7 +90,7 @@ def test_timeout_releases_what_has_waited_long_enough() -> None:
     assert scheduler.wake_at_s is None
 
 
-def test_a_due_release_goes_with_any_event_not_only_with_the_timer() -> None:
+def test_a_due_release_happens_at_any_event_not_only_at_the_timer() -> None:
     scheduler = new_scheduler(BARRIER, release="timeout", batch_wait_s=5.0, bins=2, edges=(100.0,))
     arrive(scheduler, Request(1, 1.0))
     actions = arrive(scheduler, Request(2, 200.0), now_s=7.0)
@@ -139,7 +139,7 @@ def test_a_refill_engine_refills_each_slot_from_the_next_batch_in_order() -> Non
     assert step(scheduler, RequestEnded("gpu0", 1, "completed", 9), 2.0) == [StartBatch("gpu0", batch(2, 4, size=2))]
 
 
-def test_the_engine_with_the_most_room_is_taken_first() -> None:
+def test_the_engine_with_the_most_free_slots_is_used_first() -> None:
     small, large = EngineInfo("a", 2, False), EngineInfo("b", 4, False)
     scheduler = new_scheduler(small, large)
     assert arrive(scheduler, 1, 2) == [StartBatch("b", batch(1, 1, 2))]
@@ -179,7 +179,7 @@ def test_a_batch_whose_every_client_has_left_is_never_started() -> None:
     assert not scheduler.requests
 
 
-def test_a_running_request_is_aborted_and_keeps_its_slot_until_the_engine_lets_go() -> None:
+def test_a_running_request_is_aborted_and_keeps_its_slot_until_the_engine_ends_it() -> None:
     scheduler = new_scheduler(REFILL)
     arrive(scheduler, 1, 2, 3, 4)
     assert step(scheduler, RequestCancelled(1)) == [AbortRequest("gpu0", 1)]
@@ -187,14 +187,14 @@ def test_a_running_request_is_aborted_and_keeps_its_slot_until_the_engine_lets_g
     assert step(scheduler, RequestEnded("gpu0", 1, "cancelled")) == [StartBatch("gpu0", batch(2, 3, size=2))]
 
 
-def test_news_of_a_client_that_left_after_its_answer_changes_nothing() -> None:
+def test_a_cancellation_after_the_answer_changes_nothing() -> None:
     scheduler = new_scheduler(BARRIER)
     arrive(scheduler, 1, 2)
     step(scheduler, BatchEnded("gpu0", 1, {1: 1.0, 2: 1.0}))
     assert step(scheduler, RequestCancelled(1)) == []
 
 
-# ---- engines that fail ----
+# ---- failing engines ----
 
 
 def test_a_lost_engine_loses_no_request_and_its_batch_runs_elsewhere_as_one() -> None:
@@ -252,7 +252,7 @@ def test_a_stale_end_from_a_lost_engine_is_ignored() -> None:
     assert sorted(scheduler.requests) == [1, 2]
 
 
-def test_without_any_engine_requests_are_refused_and_those_that_wait_fail_after_engine_wait_s() -> None:
+def test_without_any_engine_requests_are_refused_and_waiting_ones_fail_after_engine_wait_s() -> None:
     scheduler = new_scheduler(BARRIER, engine_wait_s=30.0)
     arrive(scheduler, 1)
     step(scheduler, EngineLost("gpu0"), 10.0)
@@ -273,7 +273,7 @@ def test_a_full_queue_refuses_with_the_time_it_will_take_to_drain() -> None:
     arrive(scheduler, 1, 2)
     step(scheduler, RequestEnded("gpu0", 1, "completed", 1), 1.0)
     arrive(scheduler, 3, 4, now_s=1.0)
-    step(scheduler, RequestEnded("gpu0", 2, "completed", 1), 2.0)  # 3 and 4 start; one request a second has ended
+    step(scheduler, RequestEnded("gpu0", 2, "completed", 1), 2.0)  # 3 and 4 start; one request per second has ended
     arrive(scheduler, 5, 6, now_s=2.0)
     assert arrive(scheduler, 7, now_s=2.0) == [FailRequest(7, "queue_full", retry_after_s=2.0)]
 
@@ -288,7 +288,7 @@ def test_a_deadline_that_passes_in_the_queue_costs_no_engine() -> None:
     assert actions == [FailRequest(3, "deadline_exceeded"), StartBatch("gpu0", batch(2, 4, size=2))]
 
 
-def test_deadlines_of_requests_that_are_over_are_not_kept() -> None:
+def test_deadlines_of_ended_requests_are_not_kept() -> None:
     scheduler = new_scheduler(REFILL, release="greedy")
     for request_id in range(500):
         arrive(scheduler, Request(request_id, None, 1e6))
@@ -315,7 +315,7 @@ def test_a_deadline_already_passed_is_refused_at_once() -> None:
     assert arrive(scheduler, Request(1, None, 8.0), now_s=9.0) == [FailRequest(1, "deadline_exceeded")]
 
 
-def test_a_drain_lets_every_bin_go_and_refuses_newcomers() -> None:
+def test_a_drain_releases_every_bin_and_refuses_new_requests() -> None:
     scheduler = new_scheduler(BARRIER)
     arrive(scheduler, 1)
     assert step(scheduler, DrainRequested()) == [StartBatch("gpu0", batch(1, 1))]
@@ -338,7 +338,7 @@ def test_edges_follow_the_predictions_that_arrive() -> None:
     assert scheduler.queues("").edges.edges == (15.0,)
 
 
-def test_bins_go_by_risk_so_a_rare_long_answer_keeps_out_of_the_short_ones_batch() -> None:
+def test_bins_by_risk_keep_possibly_long_answers_out_of_short_batches() -> None:
     sure, unsure = (90.0, 100.0, 110.0), (10.0, 50.0, 3000.0)
     schedulers = {
         bins_by: new_scheduler(BARRIER, bins=2, edges=(500.0,), bins_by=bins_by, batch_size=8)
@@ -351,7 +351,7 @@ def test_bins_go_by_risk_so_a_rare_long_answer_keeps_out_of_the_short_ones_batch
 
 
 def feed(scheduler: Scheduler, pairs: list[tuple[float, float]], first_id: int) -> list[ReportTrust]:
-    """Requests with (predicted, real) lengths, each of which has ended before the next arrives."""
+    """Requests with (predicted, real) lengths; each ends before the next arrives."""
     actions: list[Action] = []
     for request_id, (predicted, real) in enumerate(pairs, first_id):
         arrive(scheduler, Request(request_id, predicted))
@@ -374,7 +374,7 @@ def test_predictions_that_rank_no_answers_leave_one_bin_until_they_rank_again() 
     assert lost.rank_correlation < 2 / math.sqrt(31)
     (started,) = arrive(scheduler, Request(200, 91.0))
     assert isinstance(started, StartBatch)
-    assert started.batch.bin == 0, "91 tokens belong into bin 1, but one bin serves"
+    assert started.batch.bin == 0, "91 tokens belong into bin 1, but there is one bin now"
     step(scheduler, RequestEnded("gpu0", 200, "completed", 1.0))
     (report,) = feed(scheduler, RIGHT, first_id=300)
     assert report.trusted
@@ -383,11 +383,11 @@ def test_predictions_that_rank_no_answers_leave_one_bin_until_they_rank_again() 
     assert started.batch.bin == 1
 
 
-def test_whoever_waits_in_a_bin_moves_to_the_first_one_when_trust_is_lost() -> None:
+def test_waiting_requests_move_to_the_first_bin_when_trust_is_lost() -> None:
     scheduler = new_scheduler(REFILL, release="full", bins=2, batch_size=2, edges=(50.0,), edges_refit_every=0)
     scheduler.queues("").trust = Trust(32)
     arrive(scheduler, Request(90, 99.0))  # alone in bin 1
-    for first in range(0, 16, 2):  # all real lengths are alike: nothing can rank them
+    for first in range(0, 16, 2):  # all real lengths are equal: no prediction can rank them
         arrive(scheduler, Request(first, 1.0), Request(first + 1, 2.0))
         step(scheduler, RequestEnded("gpu0", first, "completed", 7.0))
         actions = step(scheduler, RequestEnded("gpu0", first + 1, "completed", 7.0))
@@ -398,7 +398,7 @@ def test_whoever_waits_in_a_bin_moves_to_the_first_one_when_trust_is_lost() -> N
     ]
 
 
-def test_answers_without_a_prediction_say_nothing_about_predictions() -> None:
+def test_answers_without_a_prediction_do_not_change_trust() -> None:
     scheduler = new_scheduler(REFILL, release="greedy")
     for request_id in range(40):
         arrive(scheduler, request_id)
@@ -406,7 +406,7 @@ def test_answers_without_a_prediction_say_nothing_about_predictions() -> None:
     assert scheduler.queues("").trust.accuracy(4).answers == 0
 
 
-def test_what_bins_go_by_is_what_is_trusted() -> None:
+def test_the_score_that_bins_use_is_the_score_that_is_judged() -> None:
     scheduler = new_scheduler(REFILL, release="greedy", bins=2, batch_size=4, edges=(50.0,), edges_refit_every=0)
     scheduler.queues("").trust = Trust(32)
     sure, unsure = (20.0, 21.0, 22.0), (20.0, 21.0, 900.0)  # one median, two risks
@@ -421,8 +421,8 @@ def test_what_bins_go_by_is_what_is_trusted() -> None:
 # ---- edges by answers ----
 
 
-def test_edges_follow_how_long_answers_became_and_not_what_was_predicted() -> None:
-    """Of scores 1 to 40 only those above 30 tell of long answers: there is the cut, not in the middle."""
+def test_edges_follow_real_answer_lengths_and_not_predictions() -> None:
+    """Of scores 1 to 40 only those above 30 belong to long answers: the edge is there, not in the middle."""
     scheduler = new_scheduler(
         BARRIER, bins=2, release="greedy", edges_by="answers", edges_refit_every=64, edges_window=1024
     )

@@ -1,4 +1,4 @@
-"""Whether predictions say anything about the answers."""
+"""Whether predictions rank the answers."""
 
 import math
 
@@ -11,7 +11,7 @@ from llmserve.scheduling.trust import Trust, spearman
 
 
 def observed(predicted: list[float], actual: list[float], window: int = 64) -> tuple[Trust, list[int]]:
-    """A judge that has seen these, and after which of them it changed its mind."""
+    """A judge that has observed these pairs, and the indices at which its verdict changed."""
     trust = Trust(window)
     pairs = enumerate(zip(predicted, actual, strict=True))
     return trust, [i for i, (guess, truth) in pairs if trust.observe(Request(i, guess), guess, truth)]
@@ -21,7 +21,7 @@ def noise(n: int, seed: int) -> list[float]:
     return [float(x) for x in np.random.default_rng(seed).lognormal(4, 1, n)]
 
 
-def test_spearman_is_scipys_ties_and_all() -> None:
+def test_spearman_equals_scipys_with_ties() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         x, y = rng.integers(0, 6, (2, 40)).astype(float)
@@ -29,7 +29,7 @@ def test_spearman_is_scipys_ties_and_all() -> None:
     assert math.isnan(spearman(np.ones(9), np.arange(9.0)))
 
 
-def test_right_predictions_are_never_distrusted_however_wrong_their_scale() -> None:
+def test_right_predictions_are_never_distrusted_whatever_their_scale() -> None:
     lengths = noise(2000, 0)
     assert observed([x**0.3 / 50 for x in lengths], lengths)[1] == []
 
@@ -47,7 +47,7 @@ def test_shuffled_predictions_are_distrusted_within_a_window_and_stay_so() -> No
     assert not trust.trusted
 
 
-def test_right_predictions_win_trust_back_by_themselves() -> None:
+def test_right_predictions_regain_trust_by_themselves() -> None:
     first, lengths = noise(600, 0), noise(1200, 1)
     trust, changes = observed(first + lengths[600:], lengths, window=256)
     assert len(changes) == 2
@@ -79,7 +79,7 @@ def test_calibration_is_the_share_of_answers_below_each_quantile() -> None:
     assert trust.accuracy(2).calibration_error == pytest.approx(0.5 - 0.03, abs=0.011)
 
 
-def test_answers_that_all_ran_into_their_limit_are_no_sign_of_bad_calibration() -> None:
+def test_answers_cut_at_their_limit_do_not_count_as_bad_calibration() -> None:
     trust = Trust(64)
     for i in range(64):
         trust.observe(Request(i, 64.0, quantiles=(64.0,) * 5), 64.0, 64.0)

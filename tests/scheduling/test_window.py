@@ -1,4 +1,4 @@
-"""Batches of neighbours by length, with no edges between them."""
+"""Batches of requests with similar lengths, without edges."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ BARRIER = EngineInfo("gpu0", slots=8, barrier=True)
 
 
 def queued(request_id: int, tokens: float, deadline_s: float | None = None) -> QueuedRequest:
-    """It arrived at as many seconds as its id."""
+    """A request that arrived at as many seconds as its id."""
     request = QueuedRequest(Request(request_id, tokens, deadline_s), 0, float(request_id), tokens)
     request.sort_length = tokens
     return request
 
 
 def queue_of(*lengths: float, window: int = 100) -> WindowQueue:
-    """Requests of ids 0, 1, ... and these lengths, in order of arrival."""
+    """Requests 0, 1, ... with these lengths, in order of arrival."""
     queue = WindowQueue(0, window, arrival)
     for request_id, tokens in enumerate(lengths):
         queue.append(queued(request_id, tokens))
@@ -37,34 +37,34 @@ def ids(requests: list[QueuedRequest]) -> list[int]:
     return sorted(entry.request.id for entry in requests)
 
 
-# ---- which of those that wait make a batch ----
+# ---- which requests form a batch ----
 
 
-def test_the_first_to_come_goes_with_those_most_like_it() -> None:
+def test_the_first_request_goes_with_those_of_the_most_similar_lengths() -> None:
     assert ids(queue_of(100, 500, 90, 480, 110).take(3)) == [0, 2, 4]
 
 
-def test_it_goes_though_others_are_more_alike() -> None:
+def test_the_first_request_goes_although_others_are_more_similar() -> None:
     assert ids(queue_of(300, 10, 10, 10, 400, 400).take(2)) in ([0, 4], [0, 5])
 
 
-def test_of_rows_that_hold_it_the_one_that_wastes_least_goes() -> None:
-    """With 200: 100, 200 wastes 100 slots; 200, 290 wastes 90."""
+def test_of_batches_with_the_first_request_the_one_that_wastes_least_goes() -> None:
+    """With 200: batch 100, 200 wastes 100 slots; batch 200, 290 wastes 90."""
     assert ids(queue_of(200, 100, 290).take(2)) == [0, 2]
 
 
-def test_where_nothing_tells_them_apart_they_go_in_order_of_arrival() -> None:
+def test_requests_of_equal_length_go_in_order_of_arrival() -> None:
     queue = queue_of(*[0.0] * 6)
     assert [ids(queue.take(2)) for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_those_beyond_the_window_are_not_looked_at() -> None:
+def test_requests_beyond_the_window_are_not_considered() -> None:
     queue = queue_of(100, 900, 500, 100, window=3)
     assert ids(queue.take(2)) == [0, 2]
     assert ids(queue.take(2)) == [1, 3]
 
 
-def test_all_can_be_taken_at_once_beyond_the_window_too() -> None:
+def test_all_requests_can_be_taken_at_once_also_beyond_the_window() -> None:
     queue = queue_of(5, 1, 3, 2, 4, window=2)
     assert [entry.request.id for entry in queue.take_all()] == [0, 1, 2, 3, 4]
     assert len(queue) == 0
@@ -72,21 +72,21 @@ def test_all_can_be_taken_at_once_beyond_the_window_too() -> None:
     assert ids(queue.take(1)) == [9]
 
 
-def test_one_whose_turn_is_earlier_takes_the_place_of_the_last_in_the_window() -> None:
+def test_an_earlier_request_displaces_the_last_in_the_window() -> None:
     queue = WindowQueue(0, 2, due_at_s)
     for entry in (queued(0, 10, 50.0), queued(1, 500, 60.0), queued(2, 20, 40.0)):
         queue.append(entry)
     assert ids(queue.take(2)) == [0, 2]
 
 
-def test_who_leaves_makes_room_in_the_window() -> None:
+def test_a_cancelled_request_frees_its_place_in_the_window() -> None:
     queue = queue_of(100, 900, 500, 101, window=3)
     queue.remove(next(each for each in queue if each.request.id == 1))
     assert ids(queue.take(2)) == [0, 3]
     assert len(queue) == 1
 
 
-def test_who_left_beyond_the_window_leaves_nothing_behind() -> None:
+def test_a_request_cancelled_beyond_the_window_leaves_no_trace() -> None:
     queue = queue_of(5, 6, window=2)
     for request_id in range(2, 1_000):
         beyond = queued(request_id, 7.0)
@@ -101,7 +101,9 @@ def test_who_left_beyond_the_window_leaves_nothing_behind() -> None:
     st.integers(1, 5),
     st.integers(1, 12),
 )
-def test_the_row_is_the_best_of_all_rows_that_hold_the_first(lengths: list[float], count: int, window: int) -> None:
+def test_the_batch_is_the_best_of_all_that_hold_the_first_request(
+    lengths: list[float], count: int, window: int
+) -> None:
     count = min(count, window, len(lengths))
     row = sorted((tokens, request_id) for request_id, tokens in enumerate(lengths[:window]))
     rows = [row[start : start + count] for start in range(len(row) - count + 1)]
@@ -115,7 +117,7 @@ def test_the_row_is_the_best_of_all_rows_that_hold_the_first(lengths: list[float
 
 
 @given(st.data())
-def test_nobody_in_the_window_is_passed_over_more_often_than_it_holds_and_nobody_is_lost(data: st.DataObject) -> None:
+def test_no_request_in_the_window_is_passed_over_too_often_or_lost(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 3))
     window = size + data.draw(st.integers(0, 6))
     queue = WindowQueue(0, window, arrival)
@@ -141,7 +143,7 @@ def test_nobody_in_the_window_is_passed_over_more_often_than_it_holds_and_nobody
     assert ids(queue.take_all()) == sorted(waiting)
 
 
-# ---- when ----
+# ---- when batches form ----
 
 
 def windowed(*engines: EngineInfo, **config: object) -> Scheduler:
@@ -166,33 +168,33 @@ def test_no_batch_is_formed_before_an_engine_is_free_for_it() -> None:
     assert started(end(scheduler, 2, 2, 4)) == [[5, 3]]
 
 
-def test_an_idle_engine_takes_what_there_is() -> None:
+def test_an_idle_engine_takes_a_partial_batch() -> None:
     scheduler = windowed(BARRIER, EngineInfo("gpu1", slots=8, barrier=True))
     assert started(arrive(scheduler, 1, 2, 3)) == [[1], [2]]
 
 
-def test_under_another_order_the_first_is_another() -> None:
+def test_the_order_decides_which_request_is_first() -> None:
     scheduler = windowed(BARRIER, order="edf")
     arrive(scheduler, Request(1, 50.0), Request(2, 10.0, 90.0), Request(3, 400.0, 30.0), Request(4, 11.0, 90.0))
     arrive(scheduler, Request(5, 390.0))
     assert started(end(scheduler, 1, 1)) == [[5, 3]]
 
 
-def test_who_has_left_is_in_no_batch() -> None:
+def test_a_cancelled_request_is_in_no_batch() -> None:
     scheduler = windowed(BARRIER)
     arrive(scheduler, Request(1, 50.0), Request(2, 10.0), Request(3, 90.0), Request(4, 11.0))
     step(scheduler, RequestCancelled(4))
     assert started(end(scheduler, 1, 1)) == [[2, 3]]
 
 
-def test_while_predictions_rank_nothing_it_is_first_come_first_served() -> None:
+def test_without_trust_batches_are_first_come_first_served() -> None:
     scheduler = windowed(BARRIER)
     scheduler.queues("").trust.trusted = False
     arrive(scheduler, Request(1, 50.0), Request(2, 10.0), Request(3, 90.0), Request(4, 11.0))
     assert started(end(scheduler, 1, 1)) == [[2, 3]]
 
 
-def test_when_predictions_rank_answers_again_those_that_wait_find_their_like() -> None:
+def test_when_trust_is_back_waiting_requests_are_batched_by_length() -> None:
     class Again(Trust):
         def observe(self, request: Request, score: float, output_tokens: float) -> bool:
             self.trusted = True
@@ -205,17 +207,17 @@ def test_when_predictions_rank_answers_again_those_that_wait_find_their_like() -
     assert started(end(scheduler, 1, 1)) == [[2, 4]]
 
 
-def test_one_without_a_prediction_is_taken_for_a_mean_answer() -> None:
+def test_a_request_without_a_prediction_counts_as_a_mean_answer() -> None:
     scheduler = windowed(BARRIER)
     arrive(scheduler, Request(1, 300.0))
     arrive(scheduler, Request(2), Request(3, 9000.0), Request(4, scheduler.queues("").service.tokens_mean + 1))
     assert started(end(scheduler, 1, 1)) == [[2, 4]]
 
 
-# ---- how it is chosen ----
+# ---- when the window is chosen ----
 
 
-def test_engines_that_run_batches_to_their_end_have_windows_unless_bins_are_asked_for() -> None:
+def test_barrier_engines_use_windows_unless_bins_are_set() -> None:
     def resolved(barrier: bool, **config: object) -> tuple[str | None, int | None]:
         settled = SchedulingConfig(**config).resolved(barrier)  # type: ignore[arg-type]
         return settled.release, settled.bins
@@ -229,13 +231,13 @@ def test_engines_that_run_batches_to_their_end_have_windows_unless_bins_are_aske
     assert resolved(False) == ("greedy", 8)
 
 
-def test_windows_hold_32_batches_unless_told_otherwise() -> None:
+def test_windows_hold_32_batches_by_default() -> None:
     queue = windowed(batch_size=3).queues("").bins[0]
     assert isinstance(queue, WindowQueue)
     assert queue.window == 96
 
 
-def test_only_window_has_windows() -> None:
+def test_only_the_window_release_has_windows() -> None:
     assert type(new_scheduler(release="greedy").queues("").bins[0]) is BinQueue
     with pytest.raises(ValueError, match="window is of no use under release greedy"):
         new_scheduler(release="greedy", window=5)

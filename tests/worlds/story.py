@@ -1,4 +1,4 @@
-"""Steps of a journal, in words."""
+"""Prints the steps of a journal in words."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from llmserve.scheduling.messages import (
 
 
 def tell_story(steps: Sequence[Step]) -> str:
-    """A line for each event, and one for each action that it led to."""
+    """Return one line for each event and one for each resulting action."""
     lines = []
     for step in steps:
         lines.append(f"{step.now_s:12.6f} s  {_event(step.event)}")

@@ -1,4 +1,4 @@
-"""What worlds have found, worked out by hand, so that it stays found when worlds are drawn otherwise."""
+"""Bugs that random worlds found, worked out by hand, so that other draws of worlds do not lose them."""
 
 from worlds.invariants import check
 
@@ -7,7 +7,7 @@ from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import Action, EngineReady, RequestArrived, RequestEnded, StartBatch, TimerFired
 from llmserve.scheduling.scheduler import Scheduler
 
-SMALL, LARGE, LARGER = 0.0, 60.0, 90.0  # prompts, tokens; an answer of 4 takes 20 more
+SMALL, LARGE, LARGER = 0.0, 60.0, 90.0  # prompt tokens; an answer of 4 takes 20 more
 
 
 def new_scheduler(*engines: EngineInfo, **values: object) -> Scheduler:
@@ -39,15 +39,15 @@ def starts(actions: list[Action]) -> list[tuple[str, int]]:
     ]
 
 
-def test_what_does_not_fit_beside_others_starts_on_an_idle_engine_also_where_plans_would_rather_join() -> None:
-    """Before: it waited for the memory of the busy engine, and all behind it, while the other one stood idle."""
+def test_a_request_too_large_for_a_busy_engine_starts_on_an_idle_one_even_if_plans_prefer_joining() -> None:
+    """Before: the request waited for memory of the busy engine and blocked the queue beside an idle engine."""
     scheduler = new_scheduler(engine("a", 2), engine("b", 2), release="table")
     assert arrive(scheduler, 0, LARGE) == [("a", 0)]
     assert arrive(scheduler, 1, LARGE) == [("b", 1)]
 
 
-def test_a_batch_set_aside_counts_among_those_for_which_places_to_look_ahead_are_given_out() -> None:
-    """Before: 4 waited here although more wait than there are other engines. 0 may not go back to a, b is full."""
+def test_a_batch_set_aside_counts_when_look_ahead_places_are_shared() -> None:
+    """Before: 4 waited although more requests waited than other engines existed. 0 may not return to a; b is full."""
     scheduler = new_scheduler(engine("a", 1, 1, None), engine("b", 1, 1, None), release="greedy")
     assert [arrive(scheduler, number) for number in range(5)] == [[("a", 0)], [("b", 1)], [], [("a", 2)], [("b", 3)]]
     assert fails(scheduler, "a", 0) == [("a", 4)]
@@ -55,9 +55,9 @@ def test_a_batch_set_aside_counts_among_those_for_which_places_to_look_ahead_are
 
 
 def test_a_bin_is_not_due_behind_a_batch_that_waits_for_memory() -> None:
-    """Before: the timer fired for ever.
+    """Before: the timer fired endlessly.
 
-    0 came back and waits for b; 4 waits for memory on a; 6 waits in its bin, whose time is over.
+    0 came back and waits for b. 4 waits for memory on a. 6 waits in its bin, whose timeout is over.
     """
     scheduler = new_scheduler(engine("a", 3), engine("b", 1), release="timeout", batch_wait_s=0.5, batch_size=2)
     started = [arrive(scheduler, number, LARGER if number in (4, 5) else SMALL) for number in range(7)]
@@ -68,10 +68,10 @@ def test_a_bin_is_not_due_behind_a_batch_that_waits_for_memory() -> None:
     assert scheduler.wake_at_s > 0.75
 
 
-def test_an_engine_that_is_not_asked_is_not_looked_at_again() -> None:
-    """Before: the timer fired for ever.
+def test_an_engine_that_was_not_tried_sets_no_timer() -> None:
+    """Before: the timer fired endlessly.
 
-    4 was refused by a; then 0, which came back from a, is refused by b: only that is worth another look.
+    a refused 4. Then b refuses 0, which came back from a: only this refusal sets a timer.
     """
     scheduler = new_scheduler(engine("a", 2), engine("b", 2), release="greedy")
     started = [arrive(scheduler, number, prompt) for number, prompt in enumerate([LARGE, 10.0, SMALL, 10.0, LARGER])]
@@ -85,9 +85,9 @@ def test_an_engine_that_is_not_asked_is_not_looked_at_again() -> None:
 
 
 def test_a_bin_is_not_due_behind_another_models_batch_that_waits_for_memory() -> None:
-    """Before: the timer fired for ever.
+    """Before: the timer fired endlessly.
 
-    1 of b waits for memory, and nothing overtakes it; 2 of a waits in its bin, whose time is over.
+    1 of b waits for memory, and nothing overtakes it; 2 of a waits in its bin, whose timeout is over.
     """
     scheduler = new_scheduler(engine("e", 3), release="timeout", batch_wait_s=0.5, batch_size=2)
     started = [
