@@ -1,4 +1,4 @@
-"""Which worker serves which group."""
+"""Assignment of workers to groups."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ def workers_of(
     return {group.name: group.workers for group in assign(planned, workers, previous or {})}
 
 
-def test_each_group_gets_as_many_workers_as_it_asks_for_by_name() -> None:
+def test_each_group_gets_as_many_workers_as_planned_in_order_of_name() -> None:
     planned = [PlannedGroup("left", 2, ("m",)), PlannedGroup("right", 1, ("n",))]
     assert workers_of(planned, dict.fromkeys("dcba", ANY)) == {"left": ("a", "b"), "right": ("c",)}
 
 
-def test_a_group_that_names_its_workers_gets_these_be_they_known_or_not() -> None:
+def test_a_group_that_names_its_workers_gets_these_whether_known_or_not() -> None:
     planned = [PlannedGroup("left", 2, ("m",)), PlannedGroup("right", 5, ("n",), workers=("a", "x"))]
     assert workers_of(planned, {"a": ANY, "b": ANY}) == {"left": ("b",), "right": ("a", "x")}
 
 
-def test_a_worker_is_of_use_only_to_a_group_whose_models_it_serves() -> None:
+def test_a_worker_is_assigned_only_to_a_group_whose_models_it_serves() -> None:
     planned = [PlannedGroup("left", 1, ("m",)), PlannedGroup("right", 1, ("n",))]
     assert workers_of(planned, {"a": ("n",), "b": ("m",), "c": ("k",)}) == {"left": ("b",), "right": ("a",)}
 
 
-def test_one_that_serves_all_models_comes_before_one_that_serves_some() -> None:
+def test_a_worker_of_all_models_is_preferred_to_a_worker_of_some() -> None:
     planned = [PlannedGroup("left", 1, ("m", "n"))]
     assert workers_of(planned, {"a": ("m",), "b": ("m", "n")}) == {"left": ("b",)}
     assert workers_of(planned, {"a": ("m",), "b": ("k",)}) == {"left": ("a",)}
 
 
-def test_a_group_leaves_the_only_worker_of_another_to_that_one() -> None:
+def test_a_group_leaves_the_only_worker_of_another_group_to_that_group() -> None:
     planned = [PlannedGroup("left", 1, ("m",)), PlannedGroup("right", 1, ("n",))]
     assert workers_of(planned, {"a": ("m", "n"), "b": ("m",)}) == {"left": ("b",), "right": ("a",)}
 
@@ -57,7 +57,7 @@ def test_streams_that_a_group_serves_without_their_model_count_among_its_models(
     assert workers_of(planned, {"a": ("n",), "b": ("m",)}) == {"left": ("b",)}
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_workers_are_reported() -> None:
     planned = [PlannedGroup("left", 3, ("m",)), PlannedGroup("right", 2, ("n",), workers=("a", "x"))]
     workers = {"a": ANY, "b": ("m",)}
     groups = assign(planned, workers, {})
@@ -73,7 +73,7 @@ def test_what_is_missing_is_said() -> None:
     requested=st.lists(st.tuples(st.sampled_from("mnk"), st.integers(1, 3)), min_size=1, max_size=3),
     previous=st.lists(st.integers(0, 3), min_size=5, max_size=5),
 )
-def test_as_many_are_assigned_as_by_trying_everything(
+def test_as_many_workers_are_assigned_as_by_brute_force(
     served: list[set[str]], requested: list[tuple[str, int]], previous: list[int]
 ) -> None:
     planned = [PlannedGroup(f"g{index}", gpus, (model,)) for index, (model, gpus) in enumerate(requested)]

@@ -1,4 +1,4 @@
-"""Which models are known when engines list others than before, and how long it takes to hear of that."""
+"""Known models when engines change their lists, and the cost of such a change."""
 
 import random
 import sys
@@ -32,7 +32,7 @@ def test_a_model_is_known_while_an_engine_lists_it() -> None:
     assert [known_models.engines_of(model) for model in "abc"] == [0, 1, 1]
 
 
-def test_of_several_sizes_of_context_the_least_is_told_as_long_as_an_engine_has_it() -> None:
+def test_the_smallest_context_is_reported_while_an_engine_has_it() -> None:
     known_models = KnownModels()
     for tokens in (None, 8192, 4096):
         known_models.change({}, listed(m=tokens))
@@ -46,7 +46,7 @@ def test_of_several_sizes_of_context_the_least_is_told_as_long_as_an_engine_has_
 
 
 def from_scratch(lists: Iterable[Listed]) -> dict[str, tuple[int | None, int]]:
-    """Of each model the least context and the number of engines."""
+    """The smallest context and the number of engines of each model."""
     everywhere = [model for listing in lists for model in listing.values()]
     return {
         id_: (
@@ -59,7 +59,7 @@ def from_scratch(lists: Iterable[Listed]) -> dict[str, tuple[int | None, int]]:
     }
 
 
-def test_after_any_changes_what_is_known_is_what_the_lists_say() -> None:
+def test_after_any_changes_the_known_models_are_those_of_the_lists() -> None:
     rng = random.Random(1)
     known_models, lists = KnownModels(), [listed() for _ in range(5)]
     for _ in range(500):
@@ -72,11 +72,11 @@ def test_after_any_changes_what_is_known_is_what_the_lists_say() -> None:
         } == (from_scratch(lists))
 
 
-# ---- how long it takes ----
+# ---- how long a change takes ----
 
 
 class Name(str):
-    """Whoever hashes or compares it, in a dict or a tuple, runs Python, so that it is counted."""
+    """A str whose hashes and comparisons run Python code, so that they are counted."""
 
     def __eq__(self, other: object) -> bool:
         return str.__eq__(self, other)  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ class Name(str):
 
 
 def operations(work: Callable[[], object]) -> int:
-    """Bytecodes that are run: the same each time, however busy the machine is."""
+    """The number of executed bytecodes, which does not depend on the machine's load."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -105,7 +105,7 @@ def operations(work: Callable[[], object]) -> int:
 
 
 class Lists(OpenAIEngine):
-    """An engine of which the test says what it lists."""
+    """An engine whose list of models is set by the test."""
 
     def __init__(self, name: str) -> None:
         self.info = EngineInfo(name, 8, False)
@@ -115,8 +115,8 @@ def lists(kind: str, count: int) -> Health:
     return Health(tuple([ServedModel(Name(f"{kind}-{number}"), 4096) for number in range(count)]))
 
 
-def to_hear_of(fleet: Fleet, count: int) -> int:
-    """Operations of a probe that finds so many models on the first engine, all others than before."""
+def probe_operations(fleet: Fleet, count: int) -> int:
+    """Operations of a probe that finds `count` new models on the first engine."""
     for handle in fleet.handles.values():
         fleet._found(handle, lists("old", count))
     first, *_ = fleet.handles.values()
@@ -124,27 +124,27 @@ def to_hear_of(fleet: Fleet, count: int) -> int:
 
 
 def watched(engines: int) -> Fleet:
-    """A fleet alone: nobody hears what it tells."""
+    """A fleet whose messages are dropped."""
 
-    def hear(_: object) -> None:
+    def drop(_: object) -> None:
         pass
 
-    return Fleet([Lists(f"gpu{number}") for number in range(engines)], LiveConfig(), tell=hear, lose=hear)
+    return Fleet([Lists(f"gpu{number}") for number in range(engines)], LiveConfig(), tell=drop, lose=drop)
 
 
-def test_to_hear_of_four_times_as_many_new_models_takes_four_times_as_long() -> None:
-    assert to_hear_of(watched(1), 1_000) < 5 * to_hear_of(watched(1), 250)
+def test_four_times_as_many_new_models_take_four_times_as_long() -> None:
+    assert probe_operations(watched(1), 1_000) < 5 * probe_operations(watched(1), 250)
 
 
-def test_to_hear_of_one_engines_models_takes_as_long_however_many_other_engines_there_are() -> None:
-    assert to_hear_of(watched(20), 100) < 1.5 * to_hear_of(watched(2), 100)
+def test_the_time_for_one_engines_models_does_not_depend_on_other_engines() -> None:
+    assert probe_operations(watched(20), 100) < 1.5 * probe_operations(watched(2), 100)
 
 
-def test_the_whole_server_hears_of_four_times_as_many_new_models_in_four_times_as_long() -> None:
-    def taken(count: int) -> int:
+def test_the_whole_server_takes_four_times_as_long_for_four_times_as_many_new_models() -> None:
+    def operations_for(count: int) -> int:
         header = Header(SchedulingConfig().resolved(barrier=False))
         cluster = LiveCluster(header.scheduler(), [Lists("gpu0")], Journal(header))
         Metrics(cluster, 8)
-        return to_hear_of(cluster.fleet, count)
+        return probe_operations(cluster.fleet, count)
 
-    assert taken(1_000) < 5 * taken(250)
+    assert operations_for(1_000) < 5 * operations_for(250)

@@ -1,4 +1,4 @@
-"""Instances to plan, the limits that every plan keeps, and brute force over all groupings."""
+"""Instances to plan, the limits that every plan must keep, and brute force over all groupings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROUNDING = 1e-6
 
 
 def instance(needs: list[float], memory_gb: list[float] | None = None, **limits: object) -> Instance:
-    """A stream a model, each of which needs so many GPUs."""
+    """One stream per model; stream k needs needs[k] GPUs."""
     sizes = memory_gb or [1.0] * len(needs)
     return Instance(
         streams=tuple(Stream(f"s{k}", f"m{k}", gpus_needed=need) for k, need in enumerate(needs)),
@@ -32,7 +32,7 @@ def served(rates: list[float], **limits: object) -> Instance:
 
 
 def drawn(seed: int, models: int) -> Instance:
-    """Tight ones: of many, a good part has no plan."""
+    """Tight instances: a good part of them has no plan."""
     rng = np.random.default_rng(seed)
     gpus, groups = int(rng.integers(2, 11)), int(rng.integers(1, 4))
     needs = rng.lognormal(0.0, 1.0, models)
@@ -51,7 +51,7 @@ def drawn(seed: int, models: int) -> Instance:
 
 
 def table_5(models: int, seed: int, groups: int = 10) -> Instance:
-    """As scripts/lab/benchmark_herd.py makes them, with a stream a model."""
+    """As scripts/lab/benchmark_herd.py draws them, with one stream per model."""
     rng = np.random.default_rng(seed)
     needs, memory = rng.lognormal(0.0, 1.0, models), rng.uniform(0.3, 1.7, models)
     names = [f"m{k}" for k in range(models)]
@@ -70,14 +70,14 @@ def without_time(solution: Plan) -> Plan:
 
 
 def check(problem: Instance, solution: Plan) -> None:
-    """Every limit of the instance, from the plan's own words."""
+    """Assert every limit of the instance on the plan's own figures."""
     streams = streams_of(problem)
     needs = np.bincount(streams.model, needs_of(problem, streams), len(problem.models))
     need = {model.name: needs[k] for k, model in enumerate(problem.models)}
     memory_gb = {model.name: model.memory_gb for model in problem.models}
     kind = dict(zip(memory_gb, affinity_sets(problem.models, problem.affinity_max).tolist(), strict=True))
     assert sorted(model for group in solution.groups for model in group.models) == sorted(memory_gb), (
-        "each in one group"
+        "each model must be in one group"
     )
     assert len(solution.groups) <= problem.groups
     assert sum(group.gpus for group in solution.groups) <= problem.gpus
@@ -96,7 +96,7 @@ def check(problem: Instance, solution: Plan) -> None:
 
 
 def best(problem: Instance, as_printed: bool) -> float | None:
-    """The largest least burst tolerance of all groupings and all sizes; None: there is none. A stream a model."""
+    """The largest least burst tolerance over all groupings and sizes; None: no plan. One stream per model."""
     needs = [stream.gpus_needed or 0.0 for stream in problem.streams if isinstance(stream, Stream)]
     best_tolerance: float | None = None
     for group in partitions(len(needs), problem.groups):
@@ -113,7 +113,7 @@ def best(problem: Instance, as_printed: bool) -> float | None:
 
 
 def partitions(count: int, groups: int) -> Iterator[list[int]]:
-    """Of so many models into at most so many groups, each once."""
+    """All partitions of `count` models into at most `groups` groups, each once."""
     for group in product(range(groups), repeat=count):
         if all(number <= max(group[:at], default=-1) + 1 for at, number in enumerate(group)):
             yield list(group)

@@ -1,4 +1,4 @@
-"""Models whose batches take alike: the paper's A between any two of a set."""
+"""Models with similar batch times: the paper's A between any two models of a set."""
 
 from __future__ import annotations
 

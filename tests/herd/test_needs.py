@@ -1,4 +1,4 @@
-"""What a GPU's goodput is, and what streams need of it: one by one, and as columns by the million."""
+"""A GPU's goodput, and the GPUs that streams need: as single streams, and as columns by the million."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmserve.herd import Instance, Model, Plan, Stream, StreamColumns, goodputs
 
 
 def test_a_gpus_goodput_is_that_of_the_largest_batch_that_ends_within_the_slo() -> None:
-    """ResNet18 of Table 4: 0.22 b + 3.74 ms. In 8.14 ms a batch of 20 ends; in 1 s one of 128, no larger is allowed."""
+    """ResNet18 of Table 4: 0.22 b + 3.74 ms. A batch of 20 ends in 8.14 ms; in 1 s one of 128, the largest allowed."""
     model = Model("RN18", 0.1, 0.22, 3.74)
     streams = tuple(Stream(f"{slo_s}", "RN18", rate_per_s=100.0, slo_s=slo_s) for slo_s in (0.00396, 0.00814, 1.0))
     problem = Instance(streams, (model,), 4, 16.0, 4, 1)
@@ -29,7 +29,7 @@ def test_a_measured_goodput_needs_no_slo() -> None:
     assert plan(problem).models[0].gpus_needed == 1.5
 
 
-def test_columns_and_streams_one_by_one_are_the_same_instance() -> None:
+def test_columns_and_single_streams_are_the_same_instance() -> None:
     problem = served([10.0, 8.0, 3.0])
     assert isinstance(problem.streams, tuple)
     columns = StreamColumns(

@@ -20,13 +20,13 @@ from llmserve.herd import Instance, Model, NoPlan, plan
         (instance([1.1] * 3, gpus=4, group_gpus_max=2, groups=3), "6 GPUs would do"),
     ],
 )
-def test_where_there_is_no_plan_it_is_said_why_and_by_how_much(problem: Instance, message: str) -> None:
+def test_without_a_plan_the_error_says_why_and_by_how_much(problem: Instance, message: str) -> None:
     with pytest.raises(NoPlan) as caught:
         plan(problem)
     assert message in str(caught.value)
 
 
-def test_too_many_affinity_sets_are_said() -> None:
+def test_too_many_affinity_sets_are_an_error() -> None:
     models = tuple(Model(f"m{k}", 1.0, 4.0**k, 1.0) for k in range(3))
     with pytest.raises(NoPlan, match="the models fall into 3 affinity sets, each needs a group of its own"):
         plan(Instance((), models, 4, 16.0, 4, 2, affinity_max=1.5))

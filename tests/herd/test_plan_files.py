@@ -1,4 +1,4 @@
-"""Instances and plans as files, and what is said of those that make no sense."""
+"""Instances and plans as files, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmserve.errors import ConfigError
 from llmserve.herd import HerdGroup, Instance, Model, Plan, StreamColumns, plan
 
 
-def test_an_instance_and_its_plan_come_back_from_their_files(tmp_path: Path) -> None:
+def test_an_instance_and_its_plan_are_loaded_as_they_were_saved(tmp_path: Path) -> None:
     problem = served([10.0, 8.0])
     problem.save(tmp_path / "instance.json")
     assert Instance.load(tmp_path / "instance.json") == problem
@@ -31,7 +31,7 @@ def test_columns_of_arrays_are_saved_as_lists(tmp_path: Path) -> None:
     assert without_time(plan(loaded)) == without_time(plan(problem))
 
 
-def test_a_plan_written_by_hand_needs_groups_only(tmp_path: Path) -> None:
+def test_a_plan_written_by_hand_needs_only_groups(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     groups = [
         {"name": "a", "gpus": 1, "models": ["m", "n"]},
@@ -73,9 +73,7 @@ def test_a_plan_written_by_hand_needs_groups_only(tmp_path: Path) -> None:
         ("streams", {"name": ["a"], "model": ["m0"], "rate": [1]}, "unknown key 'rate'; did you mean rate_per_s?"),
     ],
 )  # fmt: skip
-def test_an_instance_that_makes_no_sense_is_refused_by_name(
-    tmp_path: Path, path: str, value: object, message: str
-) -> None:
+def test_an_invalid_instance_is_refused_by_name(tmp_path: Path, path: str, value: object, message: str) -> None:
     document = {
         "streams": [{"name": f"s{k}", "model": f"m{k}", "rate_per_s": 5.0, "slo_s": 0.1} for k in range(2)],
         "models": [{"name": f"m{k}", "memory_gb": 4.0, "alpha_ms": 1.0, "beta_ms": 10.0} for k in range(2)],
@@ -93,7 +91,7 @@ def test_an_instance_that_makes_no_sense_is_refused_by_name(
     assert message in str(caught.value)
 
 
-def test_numbers_are_checked_in_instances_made_in_python_too() -> None:
+def test_numbers_are_checked_in_instances_built_in_python_too() -> None:
     for changes, message in (
         ({"gpus": 0}, "gpus must be a finite number of at least 1, not 0"),
         ({"gpu_memory_gb": math.nan}, "gpu_memory_gb must be a finite number above 0, not nan"),
@@ -116,7 +114,7 @@ def test_numbers_are_checked_in_instances_made_in_python_too() -> None:
         ('{"groups": [], "version": 2}', "version: invalid enum value 2"),
     ],
 )
-def test_a_plan_that_cannot_be_used_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+def test_an_unusable_plan_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -124,7 +122,7 @@ def test_a_plan_that_cannot_be_used_is_refused_by_name(tmp_path: Path, text: str
     assert message in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the plan .*nowhere\.json: No such file"):
         Plan.load(tmp_path / "nowhere.json")
     with pytest.raises(ConfigError, match=r"cannot write the plan .*: No such file"):

@@ -1,4 +1,4 @@
-"""Plans for other rates: as good as without a previous plan, and with few moves."""
+"""Plans for new rates: as good as without a previous plan, and with few moves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmserve.errors import ConfigError
 from llmserve.herd import Instance, Model, Rates, Stream, plan, planning, replan, streams_of, with_rates
 
 
-def test_nothing_moves_while_the_previous_groups_are_as_good_as_any() -> None:
+def test_nothing_moves_while_the_previous_groups_are_optimal() -> None:
     problem = served([10.0, 8.0, 6.0, 4.0], gpus=8)
     previous = plan(problem)
     replanned = replan(problem, {("s0", "m0"): 11.0}, previous)
@@ -22,7 +22,7 @@ def test_nothing_moves_while_the_previous_groups_are_as_good_as_any() -> None:
     assert [(group.name, group.models) for group in replanned.groups] == [(g.name, g.models) for g in previous.groups]
 
 
-def test_few_models_move_when_they_must_and_none_of_the_tolerance_is_given_up() -> None:
+def test_few_models_move_if_necessary_and_the_tolerance_stays_optimal() -> None:
     for seed in range(6):
         rng = np.random.default_rng(seed)
         problem = served(rng.uniform(1.0, 9.0, 7).tolist(), gpus=9, group_gpus_max=4, groups=4)
@@ -39,7 +39,7 @@ def test_few_models_move_when_they_must_and_none_of_the_tolerance_is_given_up() 
 
 
 def test_of_very_many_models_only_some_may_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """m0 comes to need all of a group of 4: of all models at most 2 may be placed anew by HiGHS."""
+    """m0 needs a whole group of 4 after the change; HiGHS may place at most 2 of all models again."""
     monkeypatch.setattr(planning, "WHOLE_SIZE", 0)
     monkeypatch.setattr(planning, "FREED", 2)
     freed = planning._some_freed(np.array([0, 1, -1, 1, 0]))
@@ -68,8 +68,8 @@ def test_an_unknown_stream_counts_with_the_tightest_slo_of_its_model() -> None:
     assert (changed.names[-1], changed.rate_per_s[-1], changed.slo_s[-1]) == ("new", 7.0, 0.1)
 
 
-def test_a_stream_that_said_its_gpus_counts_with_that_slo_too_once_its_rate_is_observed() -> None:
-    """In 0.1 s a GPU ends a batch of 90: 7 requests/s need 7 x 0.1 / 90 of it, whatever was said before."""
+def test_a_stream_with_declared_gpus_counts_by_its_observed_rate() -> None:
+    """A GPU ends a batch of 90 in 0.1 s: 7 requests/s need 7 x 0.1 / 90 GPUs, whatever was declared."""
     streams = (Stream("chat", "m", rate_per_s=1.0, slo_s=0.1), Stream("mail", "m", gpus_needed=0.5))
     problem = Instance(streams, (Model("m", 1.0, 1.0, 10.0),), 4, 16.0, 4, 1)
     replanned = replan(problem, {("mail", "m"): 7.0}, plan(problem))
@@ -84,7 +84,7 @@ def test_a_stream_that_said_its_gpus_counts_with_that_slo_too_once_its_rate_is_o
         ({"m0": math.inf}, "rates_per_s: 'm0': a finite number"),
     ],
 )
-def test_rates_that_make_no_sense_are_said(rates: Rates, message: str) -> None:
+def test_invalid_rates_are_an_error(rates: Rates, message: str) -> None:
     problem = served([10.0, 8.0])
     with pytest.raises(ConfigError, match=message):
         replan(problem, rates, plan(problem))

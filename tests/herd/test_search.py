@@ -1,4 +1,4 @@
-"""The parts of the search: the relaxation's bound, models that are placed anew, and what is told meanwhile."""
+"""Parts of the search: the relaxation's bound, models that are placed again, and progress reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmserve.herd.relaxation import Relaxation
 from llmserve.herd.task import task_of
 
 
-def test_the_relaxation_never_asks_for_more_gpus_than_there_need_to_be() -> None:
+def test_the_relaxation_never_needs_more_gpus_than_necessary() -> None:
     for seed in range(60):
         problem = drawn(seed, models=5)
         needs = [stream.gpus_needed or 0.0 for stream in problem.streams if isinstance(stream, Stream)]
@@ -25,8 +25,8 @@ def test_the_relaxation_never_asks_for_more_gpus_than_there_need_to_be() -> None
                 assert Relaxation.of(task, tolerance).gpus <= problem.gpus
 
 
-def test_what_was_found_in_time_is_returned_with_its_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group may have all GPUs, and memory is tight: bound and greedy packing do not meet, and HiGHS has no time."""
+def test_the_best_plan_within_the_time_limit_is_returned_with_its_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group may have all GPUs, and memory is tight: bound and greedy packing differ, and HiGHS has no time."""
     monkeypatch.setattr(search, "decide", lambda *args, **named: (None, False))
     problem = msgspec.structs.replace(table_5(120, seed=0), group_gpus_max=120)
     reports: list[tuple[float | None, float]] = []
@@ -37,8 +37,8 @@ def test_what_was_found_in_time_is_returned_with_its_gap(monkeypatch: pytest.Mon
     assert [best for best, _ in reports if best] == sorted(best for best, _ in reports if best)
 
 
-def test_some_models_can_be_placed_anew_where_all_are_too_many() -> None:
-    """The greedy packing of 120 models at somewhat more than it reaches takes too many GPUs; with 100 moved it fits."""
+def test_some_models_can_be_placed_again_where_all_are_too_many() -> None:
+    """The greedy packing of 120 models needs too many GPUs for a slightly higher tolerance; moving 100 models helps."""
     problem = msgspec.structs.replace(table_5(120, seed=1), group_gpus_max=120)
     task, _ = task_of(problem, needs_of(problem, streams_of(problem)), as_printed=False)
     of = search.Search(task, time.perf_counter() + 1e6)
@@ -55,13 +55,13 @@ def test_some_models_can_be_placed_anew_where_all_are_too_many() -> None:
     assert (grouping.group[fixed >= 0] == fixed[fixed >= 0]).all()
 
 
-def test_time_that_has_run_out_before_anything_was_found_is_said() -> None:
+def test_a_time_limit_without_a_plan_is_an_error() -> None:
     with pytest.raises(NoPlan, match="a longer time limit may find one"):
         plan(table_5(50, seed=0), time_limit_s=-time.perf_counter())
 
 
-def test_no_bound_is_told_where_there_turns_out_to_be_no_plan() -> None:
-    """Any two of these models exceed a GPU's memory, all three fill less than two: only HiGHS sees that none fits."""
+def test_no_tolerance_is_reported_where_no_plan_exists() -> None:
+    """Any two of these models exceed a GPU's memory, all three fill less than two: only HiGHS proves that none fits."""
     reports: list[tuple[float | None, float]] = []
     with pytest.raises(NoPlan, match="no grouping of whole models keeps all limits"):
         plan(instance([0.1] * 3, [9.0] * 3), on_found=lambda best, bound: reports.append((best, bound)))
