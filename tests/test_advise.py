@@ -1,4 +1,4 @@
-"""`llmserve advise`: what it recommends, and that its numbers are those of the theory."""
+"""`llmserve advise`: its recommendation, and that its numbers agree with the theory."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def row(bins: int, throughput_per_s: float, latency_s: float, rate_per_s: float)
 
 
 def rows(rate_per_s: float) -> list[BinsRow]:
-    """Latency falls, then rises; throughput rises."""
+    """Latency falls, then rises; throughput rises with the bins."""
     return [
         row(1, 5, 9, rate_per_s),
         row(2, 8, 7, rate_per_s),
@@ -101,10 +101,10 @@ def test_a_file_s_lengths_are_each_used_once_and_edges_are_fitted_to_all(
         assert third["forming_s_rarest"] == pytest.approx(7 / (2 * 4 * share))
 
 
-def test_gains_are_nearer_to_the_true_ones_than_edges_judged_by_their_own_lengths_would_have_it(
+def test_reported_gains_are_nearer_to_the_true_ones_than_gains_on_the_fitted_lengths(
     tmp_path: Path,
 ) -> None:
-    """500 lengths, 8 bins, batches of 32, ten times: what is told, what the edges are worth, what they seem worth."""
+    """500 lengths, 8 bins, batches of 32, ten times: the reported gain, the true one, that on the fitted lengths."""
     fresh_lengths = np.random.default_rng(99).lognormal(5.2, 0.8, 100_000)
     reported, true, seeming = [], [], []
     for seed in range(10):
@@ -118,10 +118,10 @@ def test_gains_are_nearer_to_the_true_ones_than_edges_judged_by_their_own_length
     assert abs(np.mean(reported) - np.mean(true)) < abs(np.mean(seeming) - np.mean(true)) / 2
 
 
-def test_three_lengths_reach_no_more_than_the_limit_without_padding_and_are_said_to_be_few(
+def test_three_lengths_reach_no_more_than_the_limit_without_padding_and_cause_a_warning(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Their halves are of two and of one: that one must not count for as much as the two."""
+    """Their halves have two lengths and one: the one length must not count as much as the two."""
     path = tmp_path / "three.csv"
     path.write_text("1\n2\n6\n")
     for seed in range(6):
@@ -132,10 +132,8 @@ def test_three_lengths_reach_no_more_than_the_limit_without_padding_and_are_said
     assert "With 3 lengths the figures are rough" in capsys.readouterr().out
 
 
-def test_windows_are_judged_by_the_same_halves_as_one_bin_is(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """Each half is one length, so nothing is to be gained; a window over both would have a batch of both, and lose."""
+def test_windows_are_judged_on_the_same_halves_as_one_bin(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Each half has one length, so that there is no gain; a window over both halves would mix lengths, and lose."""
     path = tmp_path / "two.csv"
     path.write_text("1\n1000\n")
     answer = advice(capsys, f"--lengths {path} --arrival-rate 4")
@@ -147,7 +145,7 @@ def test_a_profile_gives_the_time_of_steps(capsys: pytest.CaptureFixture[str]) -
     answer = advice(capsys, "--lengths constant:100 --batch-size 32 --arrival-rate 4 --profile h100-llama-3.1-8b")
     step_s = 6.54e-3 + 32 * 0.0790e-3
     assert answer["step_s"] == pytest.approx(step_s)
-    assert [row["bins"] for row in answer["rows"]] == [1]  # all lengths are one
+    assert [row["bins"] for row in answer["rows"]] == [1]  # all lengths are equal
     assert answer["rows"][0]["batch_s"] == pytest.approx(100 * step_s)
     assert answer["throughput_per_s_max"] == pytest.approx(throughput_max(32, 100 * step_s))
 
@@ -190,10 +188,10 @@ def test_at_low_load_one_bin_is_recommended_and_at_a_higher_one_more(capsys: pyt
     assert many["edges"] == many["rows"][many["bins"] - 1]["edges"]
 
 
-# ---- what a person sees ----
+# ---- printed output ----
 
 
-def test_the_table_fits_a_terminal_and_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_fits_a_terminal_and_gives_a_recommendation(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", *LOGNORMAL.split(), "--arrival-rate", "4", "--bins-max", "9"]) == 0
     output = capsys.readouterr().out
     table = [line for line in output.splitlines() if line.startswith("│")]
@@ -205,7 +203,7 @@ def test_the_table_fits_a_terminal_and_says_what_to_do(capsys: pytest.CaptureFix
     assert "continuous batching" in output
 
 
-def test_the_command_it_names_runs_and_reaches_the_throughput_it_told(
+def test_the_suggested_command_runs_and_reaches_the_reported_throughput(
     capsys: pytest.CaptureFixture[str], lengths_file: Path
 ) -> None:
     flags = ["--lengths", str(lengths_file), "--arrival-rate", "10", "--bins-max", "4"]
@@ -218,7 +216,7 @@ def test_the_command_it_names_runs_and_reaches_the_throughput_it_told(
     assert measured == pytest.approx(promised, rel=0.03)
 
 
-def test_the_command_for_windows_runs_and_serves_no_less_than_was_told(
+def test_the_command_for_windows_runs_and_reaches_at_least_the_reported_throughput(
     capsys: pytest.CaptureFixture[str], lengths_file: Path
 ) -> None:
     flags = ["--lengths", str(lengths_file), "--arrival-rate", "10", "--bins-max", "2"]
@@ -230,7 +228,7 @@ def test_the_command_for_windows_runs_and_serves_no_less_than_was_told(
     assert 0.97 < measured / advice(capsys, " ".join(flags))["window_throughput_per_s"] < 1.06
 
 
-def test_it_draws_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_figure_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for bins_max in (1, 6):
         path = tmp_path / f"{bins_max}.png"
         assert (
@@ -263,7 +261,7 @@ def test_it_draws_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
         ("--lengths uniform:1,20 --arrival-rate 4 --plot a.nothing", "--plot: cannot draw a.nothing"),
     ],
 )
-def test_a_question_without_sense_is_status_2_and_one_line(
+def test_an_invalid_question_is_status_2_and_one_line(
     capsys: pytest.CaptureFixture[str], flags: str, message: str
 ) -> None:
     assert main(["advise", *flags.split()]) == 2

@@ -33,7 +33,7 @@ def output(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_a_table_tells_the_groups(problem: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_the_groups(problem: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--instance", str(problem)]) == 0
     out = output(capsys)
     assert "6 streams of 6 models on 6 GPUs of 16 GB, at most 2 groups of 4" in out
@@ -51,7 +51,7 @@ def test_overloaded_groups_of_printed_plans_are_marked(problem: Path, capsys: py
     assert "Overloaded (!): 1 of 1 groups, group-1 to 1.50 times its capacity." in out
 
 
-def test_one_of_a_kind_is_told_as_one(problem: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_uses_singular_and_plural(problem: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = Model("m", 2.0, 1.0, 10.0, goodput_per_s=10.0)
     Instance(
         (Stream("s", "m", rate_per_s=5.0),), (model,), gpus=2, gpu_memory_gb=16.0, group_gpus_max=1, groups=1
@@ -73,7 +73,7 @@ def test_json_is_the_plan_that_output_writes(problem: Path, tmp_path: Path, caps
     assert solution.group_of("s0", "another") is None
 
 
-def test_a_previous_plan_says_who_should_stay(
+def test_a_previous_plan_keeps_models_in_their_groups(
     problem: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     groups = [("odd", ["m1", "m3", "m5"]), ("even", ["m0", "m2", "m4"])]
@@ -88,13 +88,13 @@ def test_a_previous_plan_says_who_should_stay(
 
 
 @pytest.mark.parametrize("form", [[], ["--as-printed"]])
-def test_a_picture_is_drawn(problem: Path, tmp_path: Path, form: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_figure_is_drawn(problem: Path, tmp_path: Path, form: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.png"
     assert main(["plan", "--instance", str(problem), "--plot", str(path), *form]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_that_cannot_be_drawn_is_said_after_the_plan(
+def test_a_failure_to_draw_is_reported_after_the_plan(
     problem: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failed(path: Path) -> str:
@@ -115,7 +115,7 @@ def test_a_picture_that_cannot_be_drawn_is_said_after_the_plan(
         ("scipy", "planning needs scipy: pip install 'llmserve[plan]'"),
     ],
 )
-def test_without_its_extra_it_says_what_to_install_before_it_reads_anything(
+def test_without_its_extra_the_command_fails_before_it_reads_anything(
     missing: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without(monkeypatch, missing)
@@ -138,7 +138,7 @@ def test_an_instance_without_a_plan_is_a_failure(problem: Path, capsys: pytest.C
         (["--out", "plan.json"], "unknown argument --out; did you mean --output?"),
     ],
 )
-def test_what_makes_no_sense_is_said_in_one_line(
+def test_invalid_flags_are_an_error_of_one_line(
     problem: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "--instance", str(problem), *flags]) == 2
@@ -153,8 +153,8 @@ def test_an_unknown_key_of_an_instance_is_named(problem: Path, capsys: pytest.Ca
     assert f"the instance {problem}: unknown key 'gpu_memory'; did you mean gpu_memory_gb?" in capsys.readouterr().err
 
 
-def test_whoever_plans_without_a_solver_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that plans anew, say. The totals fit, and only the integer programme tells that whole models do not."""
+def test_planning_without_a_solver_names_the_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a server that plans again. The totals fit; only the integer programme shows that whole models do not."""
     models = tuple(Model(f"m{k}", 9.0, 1.0, 10.0) for k in range(3))
     streams = tuple(Stream("s", model.name, gpus_needed=0.1) for model in models)
     without(monkeypatch, "scipy")
@@ -162,7 +162,7 @@ def test_whoever_plans_without_a_solver_is_told_what_to_install(monkeypatch: pyt
         plan(Instance(streams, models, gpus=4, gpu_memory_gb=16.0, group_gpus_max=4, groups=2))
 
 
-def test_progress_is_told_in_lines_now_and_then(
+def test_progress_is_printed_in_lines_from_time_to_time(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([0.0, 1.0, LINE_EVERY_S + 1, LINE_EVERY_S + 2])

@@ -217,7 +217,7 @@ def test_two_engines_free_the_queue_after_half_a_batch_and_answers_take_all_of_i
     assert evaluation.power_w_mean == pytest.approx(0.05 * rate_per_s + 2 * 3.0 * (1 - load), rel=1e-8)
 
 
-def test_an_engine_that_is_shared_by_two_queues_is_free_again_after_twice_the_time() -> None:
+def test_an_engine_that_is_half_busy_elsewhere_is_free_again_after_twice_the_time() -> None:
     mean_s, rate_per_s = 0.02, 20.0
     queue = singles(rate_per_s, ServiceTimes.deterministic([mean_s]), busy_elsewhere=0.5)
     load = rate_per_s * 2 * mean_s
@@ -464,7 +464,7 @@ def test_draws_of_the_longest_answer_and_of_two_engines_have_the_exact_mean() ->
     assert within_batch_means(drawn_s, queue.evaluate(policy).response_s_mean)
 
 
-def test_every_request_of_a_draw_is_answered_even_the_last_incomplete_batch() -> None:
+def test_every_request_of_a_draw_is_answered_even_in_a_last_incomplete_batch() -> None:
     queue = basic(0.5)
     for count in (1, 3, 8, 33, 1_001):
         for policy in (queue.static(8), np.array([0] * 40 + [32])):

@@ -127,7 +127,9 @@ def test_open_counts_the_given_gpus_whatever_the_environment_says(monkeypatch: p
 @pytest.mark.parametrize(
     "nvml", [None, FakeNvml(driver=False), FakeNvml(), FakeNvml(Gpu())], ids=["package", "driver", "gpu", "reading"]
 )
-def test_without_driver_or_library_there_is_nothing_to_open(nvml: FakeNvml | None, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_gpu_that_can_be_read_there_is_nothing_to_open(
+    nvml: FakeNvml | None, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)  # None makes the import fail
     assert GpuEnergy.open() is None

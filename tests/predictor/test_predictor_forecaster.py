@@ -1,4 +1,4 @@
-"""The trained predictor under a limit of time, and what earlier answers say instead."""
+"""The trained predictor with a time limit, and forecasts from earlier answers instead."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from predictor.prompt import Prompt
 
 
 class Predictor:
-    """Says what it is told to, after a while; an exception is raised."""
+    """Returns the given answer after a delay; an exception is raised instead."""
 
     def __init__(self, answer: tuple[float, ...] | Exception, after_s: float = 0.0) -> None:
         self.answer, self.after_s = answer, after_s
@@ -27,7 +27,7 @@ def new_forecaster(predictor: Predictor | None, budget_s: float = 5.0) -> Foreca
     return Forecaster(predictor, OnlineLearner(), budget_s=budget_s)
 
 
-async def test_a_forecast_is_the_predictors_while_nothing_else_is_known() -> None:
+async def test_a_forecast_is_the_predictors_before_any_answer() -> None:
     forecast = await new_forecaster(Predictor((10.0, 20.0, 70.0))).forecast(Prompt("hello"))
     assert forecast.source == "predictor"
     assert len(forecast.lengths) == LEVELS
@@ -48,13 +48,13 @@ async def test_a_slow_predictor_costs_its_budget_and_is_counted() -> None:
     assert dict(forecaster.fallbacks) == {"slow": 1}
 
 
-async def test_a_failing_predictor_leaves_what_was_seen(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failing_predictor_leaves_forecasts_from_earlier_answers(caplog: pytest.LogCaptureFixture) -> None:
     forecaster = new_forecaster(Predictor(RuntimeError("out of order")))
     for _ in range(10):
         forecaster.observe(await forecaster.forecast(Prompt("hello")), 33.0)
     assert (await forecaster.forecast(Prompt("hello"))).median == pytest.approx(33.0, rel=0.05)
     assert forecaster.fallbacks["failed"] == 11
-    assert caplog.text.count("out of order") == 1, "said once"
+    assert caplog.text.count("out of order") == 1, "logged once"
 
 
 async def test_without_a_predictor_templates_are_learnt_from_their_answers() -> None:
@@ -69,7 +69,7 @@ async def test_without_a_predictor_templates_are_learnt_from_their_answers() -> 
     assert not forecaster.fallbacks
 
 
-async def test_a_client_that_leaves_while_its_length_is_predicted_is_no_failure() -> None:
+async def test_a_client_that_leaves_while_its_length_is_predicted_is_not_counted_as_a_failure() -> None:
     forecaster = new_forecaster(Predictor((10.0,), after_s=60))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.02):
@@ -77,7 +77,7 @@ async def test_a_client_that_leaves_while_its_length_is_predicted_is_no_failure(
     assert not forecaster.fallbacks
 
 
-async def test_models_with_a_forecaster_of_their_own_learn_from_their_own_answers_alone() -> None:
+async def test_models_with_their_own_forecaster_learn_only_from_their_own_answers() -> None:
     by_model = ForecasterByModel(
         {"large": new_forecaster(Predictor((500.0,)))}, others=new_forecaster(Predictor(RuntimeError("out of order")))
     )

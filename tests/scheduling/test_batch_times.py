@@ -180,7 +180,7 @@ def test_answers_as_fast_as_declared_leave_the_pace_unchanged() -> None:
     assert gpu.proven_until_s("m") == PROVEN_S
 
 
-def test_answers_without_a_declared_speed_leave_the_pace_unchanged() -> None:
+def test_answers_that_show_no_speed_leave_the_pace_unchanged() -> None:
     gpu = engine(other=SPEED)
     assert not gpu.took("m", 2, 10.0, 99.0, 0.0)
     assert not gpu.took("other", 2, 0.0, 99.0, 0.0)
