@@ -84,15 +84,15 @@ class Server:
         self.process.stdout.close()
 
 
-def gone(processes: list[psutil.Process], within_s: float = 10.0) -> bool:
+def all_ended(processes: list[psutil.Process], within_s: float = 10.0) -> bool:
     """Whether the processes have ended, including unreaped zombies."""
     until_s = time.monotonic() + within_s
-    while any(_lives(process) for process in processes) and time.monotonic() < until_s:
+    while any(_is_alive(process) for process in processes) and time.monotonic() < until_s:
         time.sleep(0.02)
-    return not any(_lives(process) for process in processes)
+    return not any(_is_alive(process) for process in processes)
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

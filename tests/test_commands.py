@@ -21,7 +21,7 @@ TRAIN = "pip install 'llmserve[train]'"
 EMBEDDED = "pip install 'llmserve[embedded]', or name a server with --engine URL"
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def error_line(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """The one line that a refused command prints."""
     assert main(list(words)) == 2
     out, error = capsys.readouterr()
@@ -87,7 +87,7 @@ def test_profiling_without_an_engine_is_a_failure_in_one_line(capsys: pytest.Cap
 
 
 def test_an_unknown_flag_is_an_error_with_the_nearest_flag(capsys: pytest.CaptureFixture[str]):
-    error = said(capsys, "evaluate", "folder", "--data", "a.jsonl", "--comparison", "other")
+    error = error_line(capsys, "evaluate", "folder", "--data", "a.jsonl", "--comparison", "other")
     assert error == "llmserve: unknown argument --comparison; did you mean --compare?\n"
 
 
@@ -107,7 +107,7 @@ def test_training_without_its_extra_ends_before_the_data_are_read(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     without(monkeypatch, module)
-    error = said(capsys, "train", "--data", "absent.jsonl", "--output", "nowhere")
+    error = error_line(capsys, "train", "--data", "absent.jsonl", "--output", "nowhere")
     assert error == f"llmserve: training needs {module}: {TRAIN}\n"
     monkeypatch.setattr(sys, "argv", ["train_predictor.py", "--data", "absent.jsonl", "--output", "nowhere"])
     with pytest.raises(SystemExit, match=f"train_predictor: error: training needs {module}"):
@@ -118,7 +118,7 @@ def test_an_evaluation_without_its_extra_ends_before_anything_is_read(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     without(monkeypatch, "sklearn")
-    error = said(capsys, "evaluate", "nowhere", "--data", "absent.jsonl")
+    error = error_line(capsys, "evaluate", "nowhere", "--data", "absent.jsonl")
     assert error == f"llmserve: evaluating a predictor needs sklearn: {TRAIN}\n"
 
 
@@ -135,7 +135,7 @@ def test_without_its_extra_the_embedded_engine_is_refused_at_once(
 ):
     without(monkeypatch, module)
     port = ("--port", "0") if command[0] == "serve" and "--port" not in command else ()
-    assert said(capsys, *command, *port) == f"llmserve: the embedded engine needs {module}: {EMBEDDED}\n"
+    assert error_line(capsys, *command, *port) == f"llmserve: the embedded engine needs {module}: {EMBEDDED}\n"
 
 
 def test_the_embedded_engine_alone_is_refused_too(monkeypatch: pytest.MonkeyPatch):
@@ -150,7 +150,7 @@ def test_the_benchmarks_figure_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     without(monkeypatch, "matplotlib")
-    error = said(capsys, "bench", "--engine", "http://127.0.0.1:9", "--figure", "figure.png")
+    error = error_line(capsys, "bench", "--engine", "http://127.0.0.1:9", "--figure", "figure.png")
     assert error == "llmserve: --figure needs matplotlib: pip install 'llmserve[plot]'\n"
 
 
@@ -158,7 +158,7 @@ def test_a_profiles_figure_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     without(monkeypatch, "matplotlib")
-    error = said(capsys, "profile", "--engine", "http://127.0.0.1:9", "--plot", "profile.png")
+    error = error_line(capsys, "profile", "--engine", "http://127.0.0.1:9", "--plot", "profile.png")
     assert error == "llmserve: --plot needs matplotlib: pip install 'llmserve[plot]'\n"
 
 
@@ -166,5 +166,5 @@ def test_prompts_in_parquet_are_refused_without_a_reader(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     without(monkeypatch, "pyarrow")
-    error = said(capsys, "simulate", "--prompts", "prompts.parquet")
+    error = error_line(capsys, "simulate", "--prompts", "prompts.parquet")
     assert error == f"llmserve: reading prompts.parquet needs pyarrow: {TRAIN}\n"

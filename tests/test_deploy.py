@@ -26,7 +26,7 @@ CHART = DEPLOY / "helm" / "llmserve"
 APP = (ROOT / "llmserve" / "api" / "app.py").read_text()
 
 
-def taken(words: list[str]) -> Config:
+def parsed(words: list[str]) -> Config:
     """The configuration of `llmserve serve` with these arguments. Raises on an unknown argument."""
     args, unknown = parser("serve").parse_known_args(["serve", *words])
     assert unknown == []
@@ -70,7 +70,7 @@ def unit() -> dict[str, str]:
 
 
 def test_the_image_refuses_to_serve_without_keys_or_consent():
-    served = taken(image_words()).server
+    served = parsed(image_words()).server
     assert (served.host, served.port, served.anonymous, served.api_key_file) == ("0.0.0.0", 8000, False, None)
 
 
@@ -97,7 +97,7 @@ def test_the_images_health_check_is_a_program_that_python_reads():
 def test_compose_starts_the_front_end_before_the_engine():
     services = compose()["services"]
     front, engine = services["llmserve"], services["vllm"]
-    configured = taken([*image_words(), *front["command"]])
+    configured = parsed([*image_words(), *front["command"]])
     port = engine["command"][engine["command"].index("--port") + 1]
     assert configured.engines.engine == (f"http://vllm:{port}",)
     assert configured.server.api_key_file == f"/run/secrets/{front['secrets'][0]}"
@@ -113,7 +113,7 @@ def test_compose_starts_the_front_end_before_the_engine():
 def test_the_unit_starts_a_command_that_the_server_accepts():
     program, command, *words = shlex.split(unit()["ExecStart"])
     assert (Path(program).name, command) == ("llmserve", "serve")
-    assert taken(words).server.api_key_file == "%d/keys"
+    assert parsed(words).server.api_key_file == "%d/keys"
     assert words[words.index("--config") + 1] == "/etc/llmserve/llmserve.toml"
 
 
@@ -164,7 +164,7 @@ def test_the_charts_flags_are_flags_of_the_server():
     words: list[str] = container["args"]
     words[words.index("--drain-s") + 1] = str(values["drainSeconds"])
     assert words.pop() == "x", "one of .Values.args"
-    configured = taken([*image_words(), *words])
+    configured = parsed([*image_words(), *words])
     assert configured.server.drain_s == values["drainSeconds"]
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert configured.server.api_key_file is not None
@@ -180,7 +180,7 @@ def test_the_charts_pod_is_probed_at_existing_paths_and_drains():
     assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
     assert container["livenessProbe"]["httpGet"]["path"] == "/health"
     assert 'add_route("/ready"' in APP
-    assert container["ports"][0]["containerPort"] == taken(image_words()).server.port
+    assert container["ports"][0]["containerPort"] == parsed(image_words()).server.port
     text = (CHART / "templates" / "deployment.yaml").read_text()
     assert "terminationGracePeriodSeconds: {{ add .Values.drainSeconds .Values.preStopSeconds 10 }}" in text
 

@@ -1,4 +1,4 @@
-"""The documentation is right: links lead to pages, commands exist, and measured numbers are those of the JSON."""
+"""The documentation is right: links lead to pages, commands exist, and measured numbers match the JSON."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def blocks(page: str, language: str) -> list[str]:
     return [block for kind, block in FENCED.findall((ROOT / page).read_text()) if kind == language]
 
 
-def shown(text: str) -> str:
+def normalised(text: str) -> str:
     """The text without line breaks and without times, which differ."""
     text = re.sub(r"Planned in [\d.]+ s|solved in \(ms\) +│ +[\d.]+", "", text)
     return " ".join(re.sub(r"[━─]+", "-", text).split())
@@ -210,13 +210,13 @@ def shown(text: str) -> str:
 def test_the_readmes_simulation_prints_what_the_guide_shows() -> None:
     (words,) = [words for words in commands(README.read_text()) if words[:2] == ["llmserve", "simulate"]]
     (expected,) = [block for block in blocks("docs/guide/simulating.md", "") if "latency (s)" in block]
-    assert shown(output_of("-m", *words)) == shown(expected)
+    assert normalised(output_of("-m", *words)) == normalised(expected)
 
 
 def test_the_guides_policy_is_as_printed() -> None:
     (block,) = [block for block in blocks("docs/guide/energy.md", "") if block.startswith("$ llmserve solve")]
     command, _, expected = block.partition("\n")
-    assert shown(output_of("-m", *shlex.split(command)[1:])) == shown(expected)
+    assert normalised(output_of("-m", *shlex.split(command)[1:])) == normalised(expected)
 
 
 def test_the_guides_instance_is_planned_as_shown(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_the_guides_instance_is_planned_as_shown(tmp_path: Path) -> None:
     ]
     expected = block.partition("\n")[2]
     words = ["--instance", str(tmp_path / "instance.json"), "--output", str(tmp_path / "plan.json")]
-    assert shown(output_of("-m", "llmserve", "plan", *words)) == shown(expected)
+    assert normalised(output_of("-m", "llmserve", "plan", *words)) == normalised(expected)
 
 
 def test_the_settings_file_is_accepted_as_it_stands(tmp_path: Path) -> None:

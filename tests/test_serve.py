@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from front import StartFront, until
-from server_process import Server, failed_start, gone
+from server_process import Server, all_ended, failed_start
 from tiny_llama import save_tiny_llama
 
 from llmserve.__main__ import main
@@ -57,7 +57,7 @@ def test_a_user_chats_and_a_signal_ends_all_processes_with_status_0(
     assert int(long_["x-llmserve-predicted-tokens"]) > 100
     assert len(server.children) == 3, "the engine, its supervisor, and the predictor"
     assert server.stop(number) == 0
-    assert gone(server.children)
+    assert all_ended(server.children)
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_any_model_folder_is_served_instead(start_server: Callable[..., Server],
 def test_when_the_front_end_is_killed_its_processes_end_too(start_server: Callable[..., Server]) -> None:
     server = start_server()
     server.process.kill()
-    assert gone(server.children)
+    assert all_ended(server.children)
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_replicas_are_started_beside_a_running_server(
     assert headers["x-llmserve-engine"] in engines
     assert [file.name for file in sorted((tmp_path / "llmserve" / "0").iterdir())] == ["vllm-0.log", "vllm-1.log"]
     assert server.stop() == 0
-    assert gone(server.children)
+    assert all_ended(server.children)
 
 
 def test_when_one_replica_cannot_start_the_others_end_too(vllm_flags: list[str], tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_signal_while_engines_start_ends_them_and_is_status_0(
     assert len(children) == 4, "two supervisors and two engines"
     assert process.returncode == 0
     assert "Traceback" not in error
-    assert gone(children)
+    assert all_ended(children)
 
 
 def test_the_error_of_a_missing_model_folder_quotes_the_engine() -> None:
@@ -274,7 +274,7 @@ async def test_an_order_by_batch_times_reports_a_missing_profile(
 
 
 def loaded(imported: Sequence[str], looked_for: Sequence[str]) -> list[str]:
-    """Those of the modules `looked_for` that are loaded when others are imported in a fresh interpreter."""
+    """The modules among `looked_for` that a fresh interpreter loads when it imports `imported`."""
     script = f"import sys, {', '.join(imported)}\nprint([name for name in {looked_for} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     loaded: list[str] = ast.literal_eval(done.stdout)

@@ -38,7 +38,7 @@ def lengths_file(tmp_path: Path) -> Path:
     return path
 
 
-def found(capsys: pytest.CaptureFixture[str], flags: str) -> dict[str, Any]:
+def solved(capsys: pytest.CaptureFixture[str], flags: str) -> dict[str, Any]:
     assert main(["solve", *flags.split(), "--json"]) == 0
     answer: dict[str, Any] = json.loads(capsys.readouterr().out)
     return answer
@@ -49,8 +49,8 @@ def found(capsys: pytest.CaptureFixture[str], flags: str) -> dict[str, Any]:
 
 def test_the_published_scenario_has_its_average_cost(capsys: pytest.CaptureFixture[str]) -> None:
     """SMDP-J, Table II: 66.137 to 66.138, computed with coefficients that the paper prints rounded."""
-    assert found(capsys, f"{ISSUE_FLAGS}")["average_cost"] == pytest.approx(66.1374, rel=2e-4)
-    answer = found(capsys, f"{UNROUNDED} --load 0.9 --energy-weight 1")
+    assert solved(capsys, f"{ISSUE_FLAGS}")["average_cost"] == pytest.approx(66.1374, rel=2e-4)
+    answer = solved(capsys, f"{UNROUNDED} --load 0.9 --energy-weight 1")
     assert answer["average_cost"] == pytest.approx(66.1374, rel=2e-5)
     assert answer["average_cost"] == pytest.approx(answer["response_ms_mean"] + answer["power_w_mean"], rel=1e-12)
     assert answer["policy"][:34] == [0] * 7 + [*range(7, 33), 32]
@@ -64,7 +64,7 @@ def test_the_published_scenario_has_its_average_cost(capsys: pytest.CaptureFixtu
 
 
 def test_the_defaults_are_the_published_scenario_and_its_profile(capsys: pytest.CaptureFixture[str]) -> None:
-    answers = [found(capsys, flags) for flags in (ISSUE_FLAGS, "", "--profile p4-googlenet")]
+    answers = [solved(capsys, flags) for flags in (ISSUE_FLAGS, "", "--profile p4-googlenet")]
     for answer in answers[1:]:
         assert answer["policy"] == answers[0]["policy"]
         for name in ("average_cost", "response_ms_mean", "power_w_mean", "arrival_rate_per_s"):
@@ -80,8 +80,8 @@ def test_the_command_runs_as_a_process() -> None:
 def test_value_iteration_finds_the_same_policy_in_the_published_number_of_iterations(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    exact = found(capsys, UNROUNDED)
-    by_values = found(capsys, f"{UNROUNDED} --solver rvi --s-max 70 --overflow-cost 100 --epsilon 0.01")
+    exact = solved(capsys, UNROUNDED)
+    by_values = solved(capsys, f"{UNROUNDED} --solver rvi --s-max 70 --overflow-cost 100 --epsilon 0.01")
     assert by_values["policy"] == exact["policy"][:71]
     assert by_values["average_cost"] == pytest.approx(exact["average_cost"], rel=1e-9)
     assert by_values["iterations"] == pytest.approx(1483, rel=0.01)
@@ -89,23 +89,23 @@ def test_value_iteration_finds_the_same_policy_in_the_published_number_of_iterat
 
 
 def test_percentiles_are_those_of_table_i(capsys: pytest.CaptureFixture[str]) -> None:
-    answer = found(capsys, f"{UNROUNDED} --load 0.7 --energy-weight 1.6 --percentiles --seed 3")
+    answer = solved(capsys, f"{UNROUNDED} --load 0.7 --energy-weight 1.6 --percentiles --seed 3")
     percentiles_ms = [answer[f"response_ms_p{level}"] for level in (50, 90, 95)]
     assert percentiles_ms == pytest.approx([6.83, 9.23, 9.96], rel=0.015)
     assert answer["response_ms_p99"] > percentiles_ms[-1]
-    assert answer == {**found(capsys, f"{UNROUNDED} --load 0.7 --energy-weight 1.6 --percentiles --seed 3"),
+    assert answer == {**solved(capsys, f"{UNROUNDED} --load 0.7 --energy-weight 1.6 --percentiles --seed 3"),
                       "solve_ms": answer["solve_ms"]}  # fmt: skip
 
 
 def test_the_load_and_the_arrival_rate_are_equivalent(capsys: pytest.CaptureFixture[str]) -> None:
-    by_load = found(capsys, "--load 0.5")
-    by_rate = found(capsys, f"--arrival-rate-per-s {by_load['arrival_rate_per_s']!r}")
+    by_load = solved(capsys, "--load 0.5")
+    by_rate = solved(capsys, f"--arrival-rate-per-s {by_load['arrival_rate_per_s']!r}")
     assert by_rate["policy"] == by_load["policy"]
     assert by_rate["load"] == pytest.approx(0.5)
 
 
 def test_idle_power_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    without, with_idle = (found(capsys, f"--load 0.3 --energy-weight 0 --idle-power-w {idle_w}") for idle_w in (0, 20))
+    without, with_idle = (solved(capsys, f"--load 0.3 --energy-weight 0 --idle-power-w {idle_w}") for idle_w in (0, 20))
     added_w = 20 * (1 - without["utilisation"])
     assert with_idle["power_w_mean"] == pytest.approx(without["power_w_mean"] + added_w)
 
@@ -121,7 +121,7 @@ def test_the_average_cost_is_that_of_a_queue_truncated_beyond_its_reach(service:
 
 def test_more_variable_times_cost_more(capsys: pytest.CaptureFixture[str]) -> None:
     services = ("deterministic", "erlang2", "exponential", "hyperexponential")
-    costs = [found(capsys, f"--load 0.5 --service {service}")["average_cost"] for service in services]
+    costs = [solved(capsys, f"--load 0.5 --service {service}")["average_cost"] for service in services]
     assert costs == sorted(costs)
     assert costs[-1] > 1.05 * costs[0]
 
@@ -178,8 +178,8 @@ def test_a_profile_without_energy_gives_only_times(tmp_path: Path, lengths_file:
 def test_a_latency_target_is_met_with_a_mixture_of_two_steps(capsys: pytest.CaptureFixture[str]) -> None:
     """rho = 0.3: a mixture of the steps at 4.88 ms (wait for 5) and at 5.72 ms (wait for 6), with less energy."""
     flags = f"{UNROUNDED} --load 0.3"
-    below = found(capsys, f"{flags} --energy-weight 1.2")
-    answer = found(capsys, f"{flags} --latency-target-ms 5")
+    below = solved(capsys, f"{flags} --energy-weight 1.2")
+    answer = solved(capsys, f"{flags} --latency-target-ms 5")
     assert answer["target_met"] is True
     assert 4.99 < answer["response_ms_mean"] <= 5.0
     assert answer["power_w_mean"] < below["power_w_mean"]
@@ -190,8 +190,8 @@ def test_a_latency_target_is_met_with_a_mixture_of_two_steps(capsys: pytest.Capt
 
 
 def test_an_unreachable_target_gives_the_fastest_policy_and_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    answer = found(capsys, "--load 0.3 --latency-target-ms 1")
-    fastest = found(capsys, "--load 0.3 --energy-weight 0")
+    answer = solved(capsys, "--load 0.3 --latency-target-ms 1")
+    fastest = solved(capsys, "--load 0.3 --energy-weight 0")
     assert answer["target_met"] is False
     assert answer["response_ms_mean"] == pytest.approx(fastest["response_ms_mean"])
     assert main(["solve", "--load", "0.3", "--latency-target-ms", "1"]) == 0
@@ -202,10 +202,10 @@ def test_an_unreachable_target_gives_the_fastest_policy_and_is_reported(capsys: 
 
 def test_a_target_can_be_for_a_percentile(capsys: pytest.CaptureFixture[str]) -> None:
     """The target is met with no more slack than the search's samples cause."""
-    answer = found(capsys, "--load 0.3 --latency-target-ms 8 --latency-target-percentile 95 --percentiles")
+    answer = solved(capsys, "--load 0.3 --latency-target-ms 8 --latency-target-percentile 95 --percentiles")
     assert answer["target_met"] is True
     assert 0.94 * 8.0 < answer["response_ms_p95"] <= 8.0
-    assert answer["power_w_mean"] < found(capsys, "--load 0.3 --energy-weight 0")["power_w_mean"]
+    assert answer["power_w_mean"] < solved(capsys, "--load 0.3 --energy-weight 0")["power_w_mean"]
 
 
 # ---- printed output ----
@@ -287,15 +287,15 @@ def test_the_title_names_the_source_of_times_and_energies(capsys: pytest.Capture
 def test_a_failure_to_draw_is_reported_after_the_solution(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def told(path: Path) -> str:
+    def error_of(path: Path) -> str:
         assert main(["solve", "--json", "--plot", str(path)]) == 2
         out, error = capsys.readouterr()
         assert json.loads(out)["average_cost"] == pytest.approx(66.1374, rel=2e-4)
         assert error.count("\n") == 1
         return error
 
-    assert "--plot: cannot draw" in told(tmp_path / "no-such-folder" / "policy.png")
-    assert "--plot: cannot draw" in told(tmp_path / "policy.xyz")
+    assert "--plot: cannot draw" in error_of(tmp_path / "no-such-folder" / "policy.png")
+    assert "--plot: cannot draw" in error_of(tmp_path / "policy.xyz")
 
 
 def test_without_matplotlib_a_plot_is_refused_before_anything_is_solved(

@@ -142,7 +142,7 @@ async def test_a_failure_names_the_log(tmp_path: Path) -> None:
     assert file.read_text() == "no\n"
 
 
-async def test_a_log_that_grows_too_large_begins_anew(
+async def test_a_log_that_grows_too_large_starts_again(
     started: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_process, "LOG_BYTES_MAX", 1000)

@@ -24,14 +24,14 @@ def instance(needs: list[float], memory_gb: list[float] | None = None, **limits:
     )
 
 
-def served(rates: list[float], **limits: object) -> Instance:
+def instance_of_rates(rates: list[float], **limits: object) -> Instance:
     base = instance([0.0] * len(rates), [6.0] * len(rates), **limits)
     models = tuple(msgspec.structs.replace(model, goodput_per_s=10.0) for model in base.models)
     streams = tuple(Stream(f"s{k}", f"m{k}", rate_per_s=rate) for k, rate in enumerate(rates))
     return msgspec.structs.replace(base, models=models, streams=streams)
 
 
-def drawn(seed: int, models: int) -> Instance:
+def random_instance(seed: int, models: int) -> Instance:
     """Tight instances: a good part of them has no plan."""
     rng = np.random.default_rng(seed)
     gpus, groups = int(rng.integers(2, 11)), int(rng.integers(1, 4))

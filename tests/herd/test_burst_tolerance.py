@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from instances import best, check, drawn, instance, table_5
+from instances import best, check, instance, random_instance, table_5
 
 from llmserve.herd import Instance, Model, NoPlan, Stream, plan
 
@@ -45,7 +45,7 @@ def test_the_printed_form_promises_more_than_the_load_permits() -> None:
     assert plan(problem).burst_tolerance == pytest.approx(1.0)
 
 
-def test_a_burst_tolerance_is_a_groups_gpus_over_what_the_stream_needs() -> None:
+def test_a_burst_tolerance_is_a_groups_gpus_over_the_streams_need() -> None:
     """A model's tolerance is at most that of each of its streams."""
     streams = (
         Stream("a", "m", gpus_needed=0.5),
@@ -83,7 +83,7 @@ def test_without_any_load_there_is_a_plan_and_no_burst_tolerance() -> None:
 def test_the_least_burst_tolerance_is_that_of_brute_force(part: int, as_printed: bool) -> None:
     planned = 0
     for seed in range(25 * part, 25 * (part + 1)):
-        problem = drawn(seed, models=2 + seed % 5)
+        problem = random_instance(seed, models=2 + seed % 5)
         expected = best(problem, as_printed)
         if expected is None:
             with pytest.raises(NoPlan, match="there is no plan"):

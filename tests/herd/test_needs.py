@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from instances import instance, served, without_time
+from instances import instance, instance_of_rates, without_time
 
 from llmserve.herd import Instance, Model, Plan, Stream, StreamColumns, goodputs_per_s, plan, streams_of
 
@@ -30,7 +30,7 @@ def test_a_measured_goodput_needs_no_slo() -> None:
 
 
 def test_columns_and_single_streams_are_the_same_instance() -> None:
-    problem = served([10.0, 8.0, 3.0])
+    problem = instance_of_rates([10.0, 8.0, 3.0])
     assert isinstance(problem.streams, tuple)
     columns = StreamColumns(
         np.array([stream.name for stream in problem.streams]),

@@ -9,14 +9,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from instances import instance, served, table_5, without_time
+from instances import instance, instance_of_rates, table_5, without_time
 
 from llmserve.errors import ConfigError
 from llmserve.herd import HerdGroup, Instance, Model, Plan, StreamColumns, plan
 
 
 def test_an_instance_and_its_plan_are_loaded_as_they_were_saved(tmp_path: Path) -> None:
-    problem = served([10.0, 8.0])
+    problem = instance_of_rates([10.0, 8.0])
     problem.save(tmp_path / "instance.json")
     assert Instance.load(tmp_path / "instance.json") == problem
     solution = plan(problem)

@@ -7,14 +7,14 @@ import math
 import msgspec
 import numpy as np
 import pytest
-from instances import check, instance, served
+from instances import check, instance, instance_of_rates
 
 from llmserve.errors import ConfigError
 from llmserve.herd import Instance, Model, Rates, Stream, plan, planning, replan, streams_of, with_rates
 
 
 def test_nothing_moves_while_the_previous_groups_are_optimal() -> None:
-    problem = served([10.0, 8.0, 6.0, 4.0], gpus=8)
+    problem = instance_of_rates([10.0, 8.0, 6.0, 4.0], gpus=8)
     previous = plan(problem)
     replanned = replan(problem, {("s0", "m0"): 11.0}, previous)
     assert replanned.moves == 0
@@ -25,7 +25,7 @@ def test_nothing_moves_while_the_previous_groups_are_optimal() -> None:
 def test_few_models_move_if_necessary_and_the_tolerance_stays_optimal() -> None:
     for seed in range(6):
         rng = np.random.default_rng(seed)
-        problem = served(rng.uniform(1.0, 9.0, 7).tolist(), gpus=9, group_gpus_max=4, groups=4)
+        problem = instance_of_rates(rng.uniform(1.0, 9.0, 7).tolist(), gpus=9, group_gpus_max=4, groups=4)
         rates = {f"m{k}": float(rate) for k, rate in enumerate(rng.uniform(1.0, 9.0, 7))}
         previous = plan(problem)
         changed = with_rates(problem, rates)
@@ -45,7 +45,7 @@ def test_of_very_many_models_only_some_may_move(monkeypatch: pytest.MonkeyPatch)
     freed = planning._some_freed(np.array([0, 1, -1, 1, 0]))
     assert freed[2] == -1
     assert np.count_nonzero(freed < 0) == 3
-    problem = served([10.0, 9.0, 9.0, 8.0], gpus=7, groups=3)
+    problem = instance_of_rates([10.0, 9.0, 9.0, 8.0], gpus=7, groups=3)
     previous = plan(problem)
     replanned = replan(problem, {"m0": 39.0}, previous)
     check(with_rates(problem, {"m0": 39.0}), replanned)
@@ -53,7 +53,7 @@ def test_of_very_many_models_only_some_may_move(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_rate_by_model_changes_its_streams_in_proportion() -> None:
-    problem = served([10.0, 8.0])
+    problem = instance_of_rates([10.0, 8.0])
     problem = msgspec.structs.replace(problem, streams=(*problem.streams, Stream("more", "m0", rate_per_s=30.0)))
     changed = streams_of(with_rates(problem, {"m0": 20.0}))
     assert changed.rate_per_s.tolist() == [5.0, 8.0, 15.0]
@@ -85,7 +85,7 @@ def test_a_stream_with_declared_gpus_counts_by_its_observed_rate() -> None:
     ],
 )
 def test_invalid_rates_are_an_error(rates: Rates, message: str) -> None:
-    problem = served([10.0, 8.0])
+    problem = instance_of_rates([10.0, 8.0])
     with pytest.raises(ConfigError, match=message):
         replan(problem, rates, plan(problem))
 

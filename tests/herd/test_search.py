@@ -7,7 +7,7 @@ import time
 import msgspec
 import numpy as np
 import pytest
-from instances import best, check, drawn, instance, table_5
+from instances import best, check, instance, random_instance, table_5
 
 from llmserve.herd import NoPlan, Stream, milp, needs_of, plan, search, streams_of
 from llmserve.herd.relaxation import Relaxation
@@ -16,7 +16,7 @@ from llmserve.herd.task import task_of
 
 def test_the_relaxation_never_needs_more_gpus_than_necessary() -> None:
     for seed in range(60):
-        problem = drawn(seed, models=5)
+        problem = random_instance(seed, models=5)
         needs = [stream.gpus_needed or 0.0 for stream in problem.streams if isinstance(stream, Stream)]
         for as_printed in (False, True):
             tolerance = best(problem, as_printed)

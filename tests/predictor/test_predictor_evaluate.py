@@ -290,7 +290,7 @@ def test_out_of_fold_a_prompt_is_predicted_from_other_prompts_only() -> None:
 # --- figures ----------------------------------------------------------------------------------------------------
 
 
-def drawn(path: Path) -> None:
+def assert_drawn(path: Path) -> None:
     """Assert that the file is a picture of some size that is not all white."""
     pixels = imread(path)[..., :3]
     assert min(pixels.shape[:2]) > 500
@@ -308,7 +308,7 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
     calibration_figure(tmp_path / "calibration.png", {"one": metrics.coverage, "other": midpoints(9)}, "calibration")
     gains_figure(tmp_path / "gains.png", {"oracle": metrics.gains, "random": metrics.gains}, "gains")
     for name in ("confusion", "calibration", "gains"):
-        drawn(tmp_path / f"{name}.png")
+        assert_drawn(tmp_path / f"{name}.png")
 
 
 def test_a_confusion_of_collapsed_bins_is_drawn(tmp_path: Path) -> None:

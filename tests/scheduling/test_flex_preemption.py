@@ -208,7 +208,7 @@ def test_preemption_if_needed_stops_nothing_for_requests_that_can_wait() -> None
 # ---- engines that are lost during a preemption ----
 
 
-def kept_for_b(scheduler: Scheduler) -> None:
+def reserve_gpu0_for_b(scheduler: Scheduler) -> None:
     """gpu1 runs 90 of model z to its end; on gpu0 request 0 of model a shall make room for four requests of model b."""
     assert starts(arrive(scheduler, due(0, model="a"), due(90, model="z"))) == [("gpu0", [0]), ("gpu1", [90])]
     step(scheduler, AnswerBegan(90))
@@ -217,7 +217,7 @@ def kept_for_b(scheduler: Scheduler) -> None:
 
 def test_a_batch_whose_engine_is_lost_before_it_starts_runs_elsewhere() -> None:
     scheduler = new_scheduler(gpu("gpu0"), gpu("gpu1"))
-    kept_for_b(scheduler)
+    reserve_gpu0_for_b(scheduler)
     assert starts(step(scheduler, EngineLost("gpu0"), 1.0)) == []
     actions = ends(scheduler, "gpu1", 90, now_s=1.0)  # the requests of the lost engine have waited longest
     assert starts(actions) == [("gpu1", [0])]
@@ -226,7 +226,7 @@ def test_a_batch_whose_engine_is_lost_before_it_starts_runs_elsewhere() -> None:
 
 def test_a_batch_whose_engine_closes_before_it_starts_runs_elsewhere() -> None:
     scheduler = new_scheduler(gpu("gpu0"), gpu("gpu1"))
-    kept_for_b(scheduler)
+    reserve_gpu0_for_b(scheduler)
     assert step(scheduler, EngineClosed("gpu0"), 0.1) == []
     assert starts(stops(scheduler, "gpu0", 0, now_s=0.2)) == []
     assert starts(ends(scheduler, "gpu1", 90, now_s=1.0)) == [("gpu1", [1, 2, 3, 4])]
@@ -234,7 +234,7 @@ def test_a_batch_whose_engine_closes_before_it_starts_runs_elsewhere() -> None:
 
 def test_an_engine_that_is_ready_again_is_no_longer_kept() -> None:
     scheduler = new_scheduler(gpu("gpu0"), gpu("gpu1"))
-    kept_for_b(scheduler)
+    reserve_gpu0_for_b(scheduler)
     step(scheduler, EngineLost("gpu0"), 0.1)
     assert starts(step(scheduler, EngineReady(gpu("gpu0")), 0.2)) != []
 
@@ -306,10 +306,10 @@ def test_a_shorter_answer_that_joins_makes_a_batch_larger() -> None:
     """Bins of answers of 1 and 9 tokens: two long and one short preempt nothing; a second short one suffices."""
     scheduler = new_scheduler(lengths=[1.0] * 32 + [9.0] * 32, bins=2, edges=(5.0,), edges_refit_every=0)
 
-    def of(request_id: int, tokens: float) -> Request:
+    def answer(request_id: int, tokens: float) -> Request:
         return Request(request_id, tokens, 999.0, model="b")
 
     arrive(scheduler, due(0, 999.0, "a"))
-    assert preempted(arrive(scheduler, of(1, 9.0), of(2, 9.0), of(3, 1.0))) == []
-    assert preempted(arrive(scheduler, of(4, 1.0))) == [("gpu0", (0,))]
+    assert preempted(arrive(scheduler, answer(1, 9.0), answer(2, 9.0), answer(3, 1.0))) == []
+    assert preempted(arrive(scheduler, answer(4, 1.0))) == [("gpu0", (0,))]
     assert starts(stops(scheduler, "gpu0", 0, now_s=0.5)) == [("gpu0", [1, 2, 3, 4])]

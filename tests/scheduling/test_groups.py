@@ -88,7 +88,7 @@ def placed(actions: list[Action]) -> list[tuple[int, str]]:
     ]
 
 
-def home(scheduler: Scheduler, request_id: int) -> str:
+def group_of(scheduler: Scheduler, request_id: int) -> str:
     return scheduler.requests[request_id].group
 
 
@@ -112,7 +112,7 @@ def test_a_groups_own_stream_goes_there_although_another_group_has_its_model() -
 def test_unplanned_models_belong_to_the_fallback_group() -> None:
     scheduler = grouped((LEFT, RIGHT), engine("a", models=("m",)), engine("c", models=("k",)))
     assert placed(arrive(scheduler, Request(1, model="k"))) == [(1, "c")]
-    assert home(scheduler, 1) == FALLBACK
+    assert group_of(scheduler, 1) == FALLBACK
 
 
 def test_a_group_that_no_engine_serves_sends_its_requests_to_the_least_loaded_served_group() -> None:
@@ -121,7 +121,7 @@ def test_a_group_that_no_engine_serves_sends_its_requests_to_the_least_loaded_se
     assert placed(arrive(scheduler, n(1))) == [(1, "b")]
     assert placed(arrive(scheduler, m(2), m(3))) == [(2, "c"), (3, "c")]
     arrive(scheduler, m(4))
-    assert home(scheduler, 4) == "right", "at equal load the name decides"
+    assert group_of(scheduler, 4) == "right", "at equal load the name decides"
 
 
 def test_an_engine_of_another_group_that_does_not_serve_the_model_is_no_help() -> None:
@@ -134,10 +134,10 @@ def test_waiting_requests_move_when_their_engine_is_lost_and_return_with_it() ->
     scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
     arrive(scheduler, m(1), n(2), m(3), m(4))
     step(scheduler, EngineClosed("a"))
-    assert [home(scheduler, id_) for id_ in (1, 3, 4)] == ["left", "right", "right"]
+    assert [group_of(scheduler, id_) for id_ in (1, 3, 4)] == ["left", "right", "right"]
     assert placed(step(scheduler, ended("b", 2))) == [(3, "b")]
     step(scheduler, EngineReady(engine("a")))
-    assert [home(scheduler, id_) for id_ in (1, 3, 4)] == ["left", "right", "left"]
+    assert [group_of(scheduler, id_) for id_ in (1, 3, 4)] == ["left", "right", "left"]
 
 
 def test_a_lost_engines_requests_run_again_in_a_group_with_an_engine() -> None:
@@ -233,7 +233,7 @@ def test_waiting_requests_move_with_arrival_time_deadline_and_retries() -> None:
     step(scheduler, EngineClosed("a"), 3.0)
     step(scheduler, PlanChanged((ServingGroup("right", ("a", "b"), ("m", "n")),)), 4.0)
     assert step(scheduler, fault, 5.0) == [FailRequest(1, "engine_failed", None)]
-    assert home(scheduler, 3) == "right"
+    assert group_of(scheduler, 3) == "right"
     assert scheduler.requests[3].arrived_at_s == 2.0
     assert scheduler.wake_at_s == 9.0
     assert step(scheduler, TimerFired(), 9.0) == [FailRequest(3, "deadline_exceeded")]
@@ -254,14 +254,14 @@ def test_a_request_that_fails_after_a_new_plan_runs_again_in_its_new_group() -> 
     step(scheduler, PlanChanged((ServingGroup("right", ("b",), ("m", "n")),)), 1.0)
     failed = RequestEnded("a", 1, "failed", fault=True, retryable=True)
     assert placed(step(scheduler, failed, 2.0)) == [(1, "b")]
-    assert home(scheduler, 1) == "right"
+    assert group_of(scheduler, 1) == "right"
 
 
 def test_a_request_that_fails_on_a_staying_worker_runs_again_in_its_new_group() -> None:
     scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"), circuit_faults_max=1)
     arrive(scheduler, m(1))
     step(scheduler, PlanChanged((ServingGroup("left", ("a",), ()), ServingGroup("right", ("b",), ("m", "n")))), 1.0)
-    assert home(scheduler, 1) == "left", "a running request ends in its old group"
+    assert group_of(scheduler, 1) == "left", "a running request ends in its old group"
     fault = RequestEnded("a", 1, "failed", fault=True, retryable=True)  # opens the circuit of a
     assert placed(step(scheduler, fault, 2.0)) == [(1, "b")]
 
@@ -279,7 +279,7 @@ def test_requests_that_caused_a_preemption_move_if_they_cannot_run_there() -> No
         step(scheduler, PlanChanged((ServingGroup("left", ("a",), ("m",)), ServingGroup("right", ("b",), ("n",)))))
         == []
     )
-    assert [home(scheduler, request.id) for request in waiting] == ["left"] * 4
+    assert [group_of(scheduler, request.id) for request in waiting] == ["left"] * 4
     actions = step(scheduler, RequestEnded("a", 1, "cancelled"), 0.2)  # two are in time on each engine, four on none
     assert [name for _, name in placed(actions)] == ["a", "a", "b", "b"]
 
@@ -292,7 +292,7 @@ def test_a_worker_that_changes_groups_keeps_its_circuit() -> None:
     step(scheduler, RequestEnded("a", 1, "failed", fault=True))
     step(scheduler, PlanChanged(SWAPPED), 1.0)
     assert arrive(scheduler, n(2), now_s=1.0) == []
-    assert home(scheduler, 2) == "right"
+    assert group_of(scheduler, 2) == "right"
     assert scheduler.wake_at_s == 5.0
     assert placed(step(scheduler, TimerFired(), 5.0)) == [(2, "a")]
 
@@ -319,7 +319,7 @@ def test_a_worker_that_joins_a_group_starts_no_request_that_leaves_it() -> None:
     step(scheduler, ended("a", 1))
     left, right = ServingGroup("left", ("b", "c"), ("n",)), ServingGroup("right", ("a",), ("m", "k"))
     assert placed(step(scheduler, PlanChanged((left, right)))) == []
-    assert home(scheduler, 4) == "left"
+    assert group_of(scheduler, 4) == "left"
 
 
 def test_a_group_that_is_no_longer_planned_is_kept_until_it_is_empty() -> None:
@@ -337,7 +337,7 @@ def test_the_engines_of_one_worker_move_together() -> None:
     scheduler = grouped(first, *pair)
     assert placed(arrive(scheduler, m(1), n(2))) == [(1, "m")]
     step(scheduler, PlanChanged((ServingGroup("right", ("gpu0",), ("m", "n")),)), 1.0)
-    assert home(scheduler, 2) == "right"
+    assert group_of(scheduler, 2) == "right"
     assert placed(step(scheduler, BatchEnded("m", 1, {1: 5.0}), 2.0)) == [(2, "n")]
     assert sorted(scheduler.groups.by_name) == [FALLBACK, "right"]
 
@@ -372,7 +372,7 @@ def test_a_plan_of_unknown_workers_leaves_no_request_without_an_engine() -> None
     scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
     arrive(scheduler, m(1), m(2))
     step(scheduler, PlanChanged((ServingGroup("left", ("x", "y"), ("m", "n")),)))
-    assert home(scheduler, 2) == FALLBACK
+    assert group_of(scheduler, 2) == FALLBACK
     assert placed(arrive(scheduler, n(3))) == []
     assert placed(step(scheduler, ended("a", 1))) == [(3, "a")]
 

@@ -1,4 +1,4 @@
-"""What running requests will need of an engine's KV cache."""
+"""The KV cache that running requests will need."""
 
 import random
 

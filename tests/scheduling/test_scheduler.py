@@ -422,7 +422,7 @@ def test_the_score_that_bins_use_is_the_score_that_is_judged() -> None:
 
 
 def test_edges_follow_real_answer_lengths_and_not_predictions() -> None:
-    """Of scores 1 to 40 only those above 30 belong to long answers: the edge is there, not in the middle."""
+    """Of scores 1 to 40 only scores above 30 belong to long answers: the edge is at 30, not in the middle."""
     scheduler = new_scheduler(
         BARRIER, bins=2, release="greedy", edges_by="answers", edges_refit_every=64, edges_window=1024
     )

@@ -81,7 +81,7 @@ def test_an_earlier_request_displaces_the_last_in_the_window() -> None:
 
 def test_a_cancelled_request_frees_its_place_in_the_window() -> None:
     queue = queue_of(100, 900, 500, 101, window=3)
-    queue.remove(next(each for each in queue if each.request.id == 1))
+    queue.remove(next(entry for entry in queue if entry.request.id == 1))
     assert ids(queue.take(2)) == [0, 3]
     assert len(queue) == 1
 

@@ -270,7 +270,7 @@ def test_a_batch_whose_requests_are_all_aborted_leaves_its_engine_free(prefill_s
 # ---- first bytes ----
 
 
-def happenings(engine: StepEngine) -> list[tuple[float, Event]]:
+def remaining_events(engine: StepEngine) -> list[tuple[float, Event]]:
     """(time_s, event) of all remaining events."""
     events = []
     while (at_s := engine.next_end_s) is not None:
@@ -281,7 +281,7 @@ def happenings(engine: StepEngine) -> list[tuple[float, Event]]:
 def test_streams_of_a_batch_begin_after_its_prefill_and_first_step() -> None:
     engine = TimedEngine(EngineInfo("e", 4, True), [5.0, 8.0, 3.0], step_s=0.5, prefill_s=1.0, streaming={0, 2})
     engine.start(batch(0, 1, 2), 0.0)
-    assert happenings(engine) == [
+    assert remaining_events(engine) == [
         (1.5, AnswerBegan(0)),
         (1.5, AnswerBegan(2)),
         (5.0, BatchEnded("e", 1, {0: 5.0, 1: 8.0, 2: 3.0})),
@@ -293,7 +293,7 @@ def test_in_slots_each_stream_begins_after_its_own_first_step_at_the_shared_spee
     engine = StepEngine(EngineInfo("e", 2, False), [2.0, 2.0], Costs([0.0, 2.0, 3.0], [0.0] * 3), streaming={0, 1})
     engine.start(batch(0), 0.0)
     engine.start(batch(1), 1.0)
-    assert happenings(engine) == [
+    assert remaining_events(engine) == [
         (2.5, AnswerBegan(0)),
         (4.0, AnswerBegan(1)),
         (5.5, RequestEnded("e", 0, "completed", 2.0)),
@@ -304,14 +304,14 @@ def test_in_slots_each_stream_begins_after_its_own_first_step_at_the_shared_spee
 def test_an_answer_shorter_than_a_token_begins_as_it_ends() -> None:
     engine = TimedEngine(EngineInfo("e", 1, False), [0.5], step_s=1.0, streaming={0})
     engine.start(batch(0), 0.0)
-    assert happenings(engine) == [(0.5, AnswerBegan(0)), (0.5, RequestEnded("e", 0, "completed", 0.5))]
+    assert remaining_events(engine) == [(0.5, AnswerBegan(0)), (0.5, RequestEnded("e", 0, "completed", 0.5))]
 
 
 def test_an_aborted_request_has_no_first_byte() -> None:
     engine = TimedEngine(EngineInfo("e", 2, True), [5.0, 8.0], step_s=1.0, streaming={0, 1})
     engine.start(batch(0, 1), 0.0)
     engine.abort(0, 0.5)
-    assert happenings(engine) == [(1.0, AnswerBegan(1)), (8.0, BatchEnded("e", 1, {1: 8.0}))]
+    assert remaining_events(engine) == [(1.0, AnswerBegan(1)), (8.0, BatchEnded("e", 1, {1: 8.0}))]
 
 
 @pytest.mark.parametrize("is_barrier", [False, True])
@@ -322,7 +322,7 @@ def test_constant_steps_do_not_depend_on_other_requests_and_have_no_known_energy
     assert engine.energy_j(10.0) is None
 
 
-def asked(*prompt_tokens: float) -> Batch:
+def batch_of_prompts(*prompt_tokens: float) -> Batch:
     """Requests 0, 1, ... with prompts of these sizes."""
     requests = tuple([Request(id_, prompt_tokens=tokens) for id_, tokens in enumerate(prompt_tokens)])
     return Batch(1, 0, requests, 0.0, len(requests))
@@ -330,21 +330,21 @@ def asked(*prompt_tokens: float) -> Batch:
 
 def test_a_static_batch_prefills_its_prompts_in_turn() -> None:
     engine = TimedEngine(EngineInfo("e", 2, True), [5.0, 8.0], step_s=0.5, prefill_s=1.0, prefill_s_per_token=0.1)
-    engine.start(asked(20, 30), 0.0)
+    engine.start(batch_of_prompts(20, 30), 0.0)
     assert run_out(engine) == [(1 + 50 * 0.1 + 8 * 0.5, 1)]
     assert engine.costs.batch_s([8.0], 2, prompt_tokens_mean=25) == pytest.approx(10.0)
 
 
 def test_a_short_prompt_that_comes_later_may_be_prefilled_earlier() -> None:
     engine = TimedEngine(EngineInfo("e", 3, False), [5.0, 5.0, 5.0], step_s=1.0, prefill_s_per_token=0.1)
-    engine.start(asked(40, 10, 0), 2.0)
+    engine.start(batch_of_prompts(40, 10, 0), 2.0)
     assert run_out(engine) == [(7.0, 2), (8.0, 1), (11.0, 0)]
     assert engine.costs.alone_s([5.0, 5.0], [40, 10]).tolist() == [9.0, 6.0]
 
 
 def test_an_aborted_prefill_does_not_delay_the_others() -> None:
     engine = TimedEngine(EngineInfo("e", 2, False), [5.0, 5.0, 5.0], step_s=1.0, prefill_s_per_token=0.1)
-    engine.start(asked(40, 10, 20), 0.0)
+    engine.start(batch_of_prompts(40, 10, 20), 0.0)
     engine.abort(1, 0.5)
     assert run_out(engine) == [(0.5 + 2.0 + 5.0, 2), (9.0, 0)]
 

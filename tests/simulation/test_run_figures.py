@@ -58,8 +58,8 @@ def test_waiting_is_split_into_forming_a_batch_and_waiting_for_an_engine(tmp_pat
     """The first request waits 1 s for its batch; the second two come together at 2 s and wait 3 s for the engine."""
     figure = waiting_figure(story(tmp_path, "0,0,4\n1,0,4\n2,0,6\n2,0,6\n"))
     assert figure is not None
-    company, engine = (bars[0].get_height() for bars in figure.axes[0].containers)
-    assert (company, engine) == ((1 + 0 + 0 + 0) / 4, (0 + 0 + 3 + 3) / 4)
+    forming, engine = (bars[0].get_height() for bars in figure.axes[0].containers)
+    assert (forming, engine) == ((1 + 0 + 0 + 0) / 4, (0 + 0 + 3 + 3) / 4)
 
 
 def test_the_latency_figure_names_percentiles(tmp_path: Path) -> None:

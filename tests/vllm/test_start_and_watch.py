@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from server_process import Server, failed_start, gone
+from server_process import Server, all_ended, failed_start
 from vllm_on_cpu import ARGS, MODEL, SETTINGS
 
 pytestmark = pytest.mark.vllm
@@ -40,12 +40,12 @@ def test_vllm_answers_comes_back_when_killed_and_ends_with_a_killed_front_end(fl
         first[0].kill()
         answer = server.chat_when_up("Count from 3 to 9.", within_s=START_S, model="model")
         assert answer["choices"][0]["message"]["content"] == "3, 4, 5, 6, 7, 8, 9"
-        assert gone(first), "its engine core must end with it"
+        assert all_ended(first), "its engine core must end with it"
 
         second = vllm_of(server)
         assert len(second) == len(first)
         server.process.kill()
-        assert gone([*second, *server.children], within_s=20)
+        assert all_ended([*second, *server.children], within_s=20)
     finally:
         server.close()
 

@@ -44,7 +44,7 @@ TIMES_STAND = {
 LENGTHS = ("constant", "lognormal", "heavy", "ties", "tiny")
 PREDICTORS = ("oracle", "noisy", "none", "constant", "reversed", "swapped", "garbage")
 PROFILE = "h100-llama-3.1-8b"  # profile of the solver where a real solver makes plans
-SPEED_SIZES = 12  # largest batch whose time is declared; engines have no more slots
+SPEED_SIZES = 12  # largest declared batch; engines have no more slots
 T = TypeVar("T", str, tuple[str, str])
 
 UNIT_LEAST_S = 1 / 16  # used where requests take no time

@@ -9,7 +9,7 @@ A fault is injected into an engine at a time that is fixed beforehand. A fault t
 
 A request fault is injected into one request, some time after it starts: it fails, or its answer ends early.
 
-An engine that slows down has a clock of its own, which is slower than the world's:
+An engine that slows down has its own clock, which is slower than the world's:
 
     own time = own_from_s + pace * (time - from_s)          pace is constant from from_s on
 """

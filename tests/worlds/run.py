@@ -11,7 +11,7 @@ import msgspec
 from worlds.account import Account, Times
 from worlds.drawing import PROFILE, Arrival, ChancePlans, EngineLife, Leaving, World, draw, draw_request_fault, on_clock
 from worlds.faults import FaultyEngine
-from worlds.story import tell_story
+from worlds.story import story_of
 
 from bins.dispatch import DispatchSolver
 from llmserve.cluster.journal import Header, Step, replay
@@ -49,7 +49,7 @@ class Violation(AssertionError):
         self.law = law
         self.steps = steps
         super().__init__(
-            f"world {world.seed}: {law}\n{world.title}\n{tell_story(steps[-12:])}\nreplay: {replay_line(world.seed)}"
+            f"world {world.seed}: {law}\n{world.title}\n{story_of(steps[-12:])}\nreplay: {replay_line(world.seed)}"
         )
 
 
@@ -166,7 +166,7 @@ class Clients:
         self.left: set[int] = set()
 
     def see(self, cluster: SimulatedCluster, event: Event, actions: Sequence[Action]) -> None:
-        for moment, request_id in _what_happens(event, actions):
+        for moment, request_id in _moments(event, actions):
             self._leave(cluster, moment, request_id)
             if moment == "start" and request_id in self._begins:
                 self._begin_at_s[request_id] = cluster.now_s + self._begins[request_id]
@@ -205,7 +205,7 @@ class Planners:
                     cluster.tell(PlanChanged(groups), at_s)
 
 
-def _what_happens(event: Event, actions: Sequence[Action]) -> Iterator[tuple[str, int]]:
+def _moments(event: Event, actions: Sequence[Action]) -> Iterator[tuple[str, int]]:
     """Yield (kind of event, request id), in order."""
     if isinstance(event, RequestArrived):
         yield "arrival", event.request.id

@@ -32,7 +32,7 @@ from llmserve.scheduling.messages import (
 )
 
 
-def tell_story(steps: Sequence[Step]) -> str:
+def story_of(steps: Sequence[Step]) -> str:
     """Return one line for each event and one for each resulting action."""
     lines = []
     for step in steps:

@@ -31,7 +31,7 @@ def batch(*request_ids: int) -> Batch:
     return Batch(1, 0, tuple([Request(request_id) for request_id in request_ids]), 0.0, len(request_ids))
 
 
-def happenings(faulty: FaultyEngine) -> list[tuple[float, Event]]:
+def remaining_events(faulty: FaultyEngine) -> list[tuple[float, Event]]:
     """All events that the engine still reports."""
     events = []
     while (at_s := faulty.next_end_s) is not None:
@@ -48,14 +48,14 @@ def ended(request_id: int, tokens: float) -> RequestEnded:
 def test_without_faults_the_engine_behaves_as_its_model() -> None:
     faulty = engine()
     faulty.start(batch(0, 1), 3.0)
-    assert happenings(faulty) == [(5.0, ended(1, 2.0)), (7.0, ended(0, 4.0))]
+    assert remaining_events(faulty) == [(5.0, ended(1, 2.0)), (7.0, ended(0, 4.0))]
 
 
 def test_a_slower_engine_ends_later_by_the_lost_time() -> None:
     """Two of four tokens at full speed, then one in four seconds, then the last at full speed."""
     faulty = engine((2.0, Pace(1 / 4)), (6.0, Pace(1.0)))
     faulty.start(batch(0), 0.0)
-    assert happenings(faulty) == [(7.0, ended(0, 4.0))]
+    assert remaining_events(faulty) == [(7.0, ended(0, 4.0))]
 
 
 def test_a_hanging_engine_ends_nothing_until_it_goes_on() -> None:
@@ -63,38 +63,38 @@ def test_a_hanging_engine_ends_nothing_until_it_goes_on() -> None:
     faulty.start(batch(0), 0.0)
     assert faulty.end(1.0) is None  # the pace changes without an event
     faulty.start(batch(1), 5.0)
-    assert happenings(faulty) == [(13.0, ended(1, 2.0)), (14.0, ended(0, 4.0))]
+    assert remaining_events(faulty) == [(13.0, ended(1, 2.0)), (14.0, ended(0, 4.0))]
 
 
 def test_a_lost_engine_forgets_its_requests_and_comes_back_at_full_speed() -> None:
     faulty = engine((1.0, Pace(0.0)), (3.0, Lost()), (4.0, Closed()), (5.0, Ready(slots=7)))
     faulty.start(batch(0, 1), 0.0)
-    assert happenings(faulty) == [
+    assert remaining_events(faulty) == [
         (3.0, EngineLost("e")),
         (5.0, EngineReady(EngineInfo("e", 7, False))),
     ]
     faulty.start(batch(0), 6.0)
-    assert happenings(faulty) == [(10.0, ended(0, 4.0))]
+    assert remaining_events(faulty) == [(10.0, ended(0, 4.0))]
 
 
 def test_the_given_share_of_clients_has_seen_bytes() -> None:
     chances = iter([0.9, 0.1])
     faulty = engine((1.0, Lost(answered=0.5)), chance=lambda: next(chances))
     faulty.start(batch(0, 2), 0.0)
-    assert happenings(faulty) == [(1.0, EngineLost("e", answered=(2,)))]
+    assert remaining_events(faulty) == [(1.0, EngineLost("e", answered=(2,)))]
 
 
 def test_a_closed_engine_finishes_its_requests() -> None:
     faulty = engine((1.0, Closed()), (1.5, Closed()))
     faulty.start(batch(1), 0.0)
-    assert happenings(faulty) == [(1.0, EngineClosed("e")), (2.0, ended(1, 2.0))]
+    assert remaining_events(faulty) == [(1.0, EngineClosed("e")), (2.0, ended(1, 2.0))]
 
 
 def test_a_request_fault_is_injected_into_its_own_start() -> None:
     drawn = {0: RequestFault(1.0, "failed", fault=True, retryable=True), 1: RequestFault(9.0, "failed")}
     faulty = engine(request_fault=drawn.get)
     faulty.start(batch(0, 1), 0.0)
-    assert happenings(faulty) == [
+    assert remaining_events(faulty) == [
         (1.0, RequestEnded("e", 0, "failed", 0.0, fault=True, retryable=True)),
         (2.0, ended(1, 2.0)),
     ]
@@ -103,18 +103,18 @@ def test_a_request_fault_is_injected_into_its_own_start() -> None:
 def test_an_early_end_leaves_the_rest_of_its_batch_running() -> None:
     faulty = engine(info=EngineInfo("e", 2, True), request_fault={2: RequestFault(3.0, "completed", 3.0)}.get)
     faulty.start(batch(0, 2), 0.0)
-    assert happenings(faulty) == [(3.0, ended(2, 3.0)), (4.0, BatchEnded("e", 1, {0: 4.0}))]
+    assert remaining_events(faulty) == [(3.0, ended(2, 3.0)), (4.0, BatchEnded("e", 1, {0: 4.0}))]
 
 
 def test_a_batch_may_be_reported_one_by_one() -> None:
     faulty = engine(info=EngineInfo("e", 2, True), one_by_one=True)
     faulty.start(batch(0, 1), 0.0)
-    assert happenings(faulty) == [(4.0, ended(0, 4.0)), (4.0, ended(1, 2.0))]
+    assert remaining_events(faulty) == [(4.0, ended(0, 4.0)), (4.0, ended(1, 2.0))]
 
 
 def test_an_aborted_request_is_dropped_even_by_a_hanging_engine() -> None:
     faulty = engine((0.0, Pace(0.0)))
-    assert happenings(faulty) == []
+    assert remaining_events(faulty) == []
     faulty.start(batch(0), 1.0)
     faulty.abort(0, 2.0)
     assert faulty.next_end_s is None
@@ -123,7 +123,7 @@ def test_an_aborted_request_is_dropped_even_by_a_hanging_engine() -> None:
 def test_a_coarse_clock_lets_ends_coincide() -> None:
     faulty = engine(tick_s=4.0)
     faulty.start(batch(1, 3), 0.0)
-    assert happenings(faulty) == [(4.0, ended(3, 1.5)), (4.0, ended(1, 2.0))]
+    assert remaining_events(faulty) == [(4.0, ended(3, 1.5)), (4.0, ended(1, 2.0))]
 
 
 def test_a_lost_engine_may_report_old_ends_but_none_of_running_requests() -> None:
@@ -132,7 +132,7 @@ def test_a_lost_engine_may_report_old_ends_but_none_of_running_requests() -> Non
     events = [faulty.end(1.0), faulty.end(1.0)]
     faulty.start(batch(0), 1.0)
     assert events == [EngineLost("e"), EngineReady(INFO)]
-    assert happenings(faulty) == [(2.0, ended(1, 1.0)), (5.0, ended(0, 4.0))]
+    assert remaining_events(faulty) == [(2.0, ended(1, 1.0)), (5.0, ended(0, 4.0))]
 
 
 # ---- in the simulated body ----
