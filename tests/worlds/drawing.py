@@ -151,7 +151,7 @@ class World:
 
     @property
     def foreseen(self) -> bool:
-        """Whether the scheduler knows throughout how long each batch takes."""
+        """Whether the scheduler knows throughout how long each batch takes: no event changes its estimates."""
         plain = all(life.info.barrier and not life.one_by_one for life in self.engines)
         return self.tokens is not None and plain and not self.grouping and not self.kinds & {"leaving", "changes"}
 

@@ -86,7 +86,7 @@ def _blocks(first_seed: int, count: int | None) -> Iterator[range]:
 
 
 def _begin() -> None:
-    """Set up a process: the parent handles Ctrl-C and SIGTERM; a world that never ends is a violation."""
+    """Set up a process: the parent handles Ctrl-C and the end; a world that never ends is a violation."""
     belong_to_parent()
     signal.signal(signal.SIGVTALRM, _give_up)
 
