@@ -1,1 +1,1 @@
-"""Numbers to tables: bin edges and, on them, the theory and control of batching. numpy only."""
+"""Bin edges, and the theory and control of batching in bins. Depends on numpy only."""

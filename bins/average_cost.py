@@ -7,8 +7,8 @@
     g           long-run average cost per unit time
     h           relative values: h(s) = min_a c(s, a) - g y(s, a) + sum_j m(j|s, a) h(j)
 
-Three ways to the same policy: relative value iteration on the equivalent discrete-time process (SMDP-J, eq. 23 to 29),
-policy iteration, and, for one policy, its stationary distribution. There is no word about queues here.
+Two methods find an optimal policy: relative value iteration on the equivalent discrete-time process (SMDP-J, eq. 23 to
+29), and policy iteration. The stationary distribution gives one policy's average cost. The module knows no queues.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Policy = NDArray[np.intp]
 
-STEP_SHARE = 0.99  # of the largest step of time that keeps probabilities in [0, 1]: larger steps converge sooner
-TIE = (
-    1e-11  # relative: an action must be better than the present one by more, or rounding would alternate between equals
-)
+STEP_SHARE = 0.99  # of the largest time step that keeps probabilities in [0, 1]; larger steps converge sooner
+TIE = 1e-11  # relative: an action must be better than the present action by more, for equal actions would alternate
 
 
 class NotConverged(ArithmeticError):
-    """An iteration reached its cap. `last` is where it stood."""
+    """An iteration reached its maximum number of rounds. `last` is the solution of the last round."""
 
     def __init__(self, message: str, last: IteratedSolution) -> None:
         super().__init__(message)
@@ -36,7 +34,7 @@ class NotConverged(ArithmeticError):
 
 
 class NotUnichain(ArithmeticError):
-    """A policy's Markov chain has more than one recurrent class, so that its average cost depends on the start."""
+    """A policy's Markov chain has several recurrent classes, so that its average cost depends on the start."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class SemiMarkov:
         if self.sojourn.shape != (actions, states) or self.transition.shape != (actions, states, states):
             raise ValueError(
                 f"costs {self.cost.shape}, sojourns {self.sojourn.shape} and transitions {self.transition.shape} "
-                "are not of one process"
+                "do not match; needed are (actions, states), the same, and (actions, states, states)"
             )
         if not np.isfinite(self.cost).any(axis=0).all():
             raise ValueError("every state needs a feasible action")
@@ -69,7 +67,7 @@ class SemiMarkov:
 
 @dataclass(frozen=True)
 class IteratedSolution:
-    """policy : (states,) action of each state.  values : (states,) relative values.  span : of the last iteration."""
+    """policy : (states,) action of each state.  values : (states,) relative values.  span : in the last iteration."""
 
     policy: Policy
     average_cost: float
@@ -84,8 +82,8 @@ class IteratedSolution:
 def discretise(model: SemiMarkov, step: float | None = None) -> tuple[Array, Array, float]:
     """Costs per unit time (actions, states), transitions (actions, states, states) and step of the discrete process.
 
-    It has the same policies at the same average cost (SMDP-J, eq. 23). step: the eta of eq. 24, below the least
-    y / (1 - m(s|s, a)); by default nearly that. Raises ValueError when it is too large.
+    Each policy has the same average cost in both processes (SMDP-J, eq. 23). step: the eta of eq. 24, below the least
+    y / (1 - m(s|s, a)); by default nearly that bound. Raises ValueError when the step is too large.
     """
     feasible = np.isfinite(model.cost)
     staying = np.diagonal(model.transition, axis1=1, axis2=2)  # (actions, states)
@@ -112,16 +110,16 @@ def relative_value_iteration(
 ) -> IteratedSolution:
     """A policy whose average cost is within epsilon of the least. Source: SMDP-J, Algorithm 1 (Puterman, 8.5.5).
 
-    It ends when the span of two iterations' difference is below epsilon, and raises NotConverged, with the policy
-    reached, after iterations_max. average_cost is the middle of the bounds that the span gives; `evaluate` has the
-    policy's own.
+    The iteration ends when the span of the difference of two iterations is below epsilon, and raises NotConverged,
+    with the policy reached, after iterations_max. average_cost is the middle of the bounds that the span gives;
+    `evaluate` gives the policy's exact cost.
     """
     cost, transition, step = discretise(model, step)
     actions, states = cost.shape
     flat = transition.reshape(actions * states, states)
     values, change, action_values = np.zeros(states), np.zeros(states), cost
     iterations = 0
-    for iterations in range(1, iterations_max + 1):  # noqa: B007 (it is wanted after the loop)
+    for iterations in range(1, iterations_max + 1):  # noqa: B007 (used after the loop)
         action_values = cost + (flat @ values).reshape(actions, states)
         raised = action_values.min(axis=0)
         renewed = raised - raised[reference]
@@ -147,9 +145,9 @@ def relative_value_iteration(
 def stationary(transition: Array) -> Array:
     """Stationary distribution of a unichain transition matrix.
 
-    transition : (n, n) rows sum to 1.  Returns (n,) probabilities.
-    State reduction without subtractions, so that small probabilities keep their relative accuracy; transient states get
-    zero. Raises NotUnichain. Source: Grassmann, Taksar, Heyman (1985).
+    transition : (n, n) rows sum to 1.  Returns (n,) probabilities, zero for transient states.
+    Uses state reduction without subtractions, so that small probabilities keep their relative accuracy. Raises
+    NotUnichain. Source: Grassmann, Taksar, Heyman (1985).
     """
     p = np.array(transition, dtype=float)
     order = _recurrent_first(p)
@@ -168,14 +166,14 @@ def stationary(transition: Array) -> Array:
 
 
 def _recurrent_first(p: Array) -> NDArray[np.intp]:
-    """The states of the one recurrent class, so ordered that each reaches an earlier one; raises NotUnichain.
+    """The states of the only recurrent class, ordered so that each state reaches an earlier one; raises NotUnichain.
 
-    Found by going back from a state that everything reaches: a state is recurrent when that one reaches it.
+    The search goes backwards from a target that all states reach: a state is recurrent when the target reaches it.
     """
     linked = p > 0
     states = p.shape[0]
     target = 0
-    for _ in range(states):  # move to what the target reaches but cannot come back from
+    for _ in range(states):  # move the target to a state that it reaches but cannot return from
         reaching = _breadth_first(linked.T, target)
         reached = _breadth_first(linked, target)
         outside = np.setdiff1d(reached, reaching, assume_unique=True)
@@ -186,21 +184,21 @@ def _recurrent_first(p: Array) -> NDArray[np.intp]:
         raise NotUnichain(f"only {reaching.size} of {states} states reach state {target}, which is never left")
     recurrent = np.zeros(states, dtype=bool)
     recurrent[reached] = True
-    return reaching[recurrent[reaching]]  # breadth first backwards: each has a step to an earlier one
+    return reaching[recurrent[reaching]]  # breadth first backwards: each state has a step to an earlier one
 
 
 def _breadth_first(linked: NDArray[np.bool_], start: int) -> NDArray[np.intp]:
-    """States that `start` leads to, itself first, nearest first."""
-    seen = np.zeros(linked.shape[0], dtype=bool)
-    seen[start] = True
+    """States that can be reached from `start`, nearest first, `start` included."""
+    visited = np.zeros(linked.shape[0], dtype=bool)
+    visited[start] = True
     front = np.array([start])
-    found = [front]
+    fronts = [front]
     while front.size:
-        new = linked[front].any(axis=0) & ~seen
+        new = linked[front].any(axis=0) & ~visited
         front = np.flatnonzero(new)
-        seen[front] = True
-        found.append(front)
-    return np.concatenate(found)
+        visited[front] = True
+        fronts.append(front)
+    return np.concatenate(fronts)
 
 
 def evaluate(model: SemiMarkov, policy: Policy) -> float:
@@ -213,10 +211,10 @@ def evaluate(model: SemiMarkov, policy: Policy) -> float:
 def relative_values(model: SemiMarkov, policy: Policy, reference: int = 0) -> tuple[float, Array]:
     """A policy's average cost g and relative values h, h(reference) = 0. Raises NotUnichain.
 
-    Solves h = c - g y + P h directly, g taking the place of h(reference) (Puterman, 8.6.1).
+    Solves h = c - g y + P h directly, with g in the place of h(reference) (Puterman, 8.6.1).
     """
     cost, sojourn, transition = model.under(policy)
-    _recurrent_first(transition)  # raises; rounding would hide from the equations that they are singular
+    _recurrent_first(transition)  # raises NotUnichain; rounding could hide that the equations are singular
     system = np.eye(cost.size) - transition
     system[:, reference] = sojourn
     try:
@@ -229,9 +227,9 @@ def relative_values(model: SemiMarkov, policy: Policy, reference: int = 0) -> tu
 
 
 def policy_iteration(model: SemiMarkov, policy: Policy, *, iterations_max: int = 100) -> IteratedSolution:
-    """The optimal policy, from any start. Raises NotConverged after iterations_max, NotUnichain.
+    """The optimal policy. policy : any start. Raises NotConverged after iterations_max, NotUnichain.
 
-    Source: Puterman (1994), 8.6 and 11.4.4. Ties keep the present action.
+    Source: Puterman (1994), 8.6 and 11.4.4. On a tie, the present action stays.
     """
     states = np.arange(model.cost.shape[1])
     solution: IteratedSolution | None = None

@@ -1,4 +1,4 @@
-"""Whether predicted quantiles keep their word: how many of the answers came out at or below each."""
+"""Calibration of predicted quantiles: the share of answers at or below each quantile, against the quantile's level."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Array = NDArray[np.float64]
 
 
 def midpoints(count: int) -> Array:
-    """(count,) the levels that `count` equally likely values stand for: (i + 1/2) / count."""
+    """(count,) levels of `count` equally likely values: (i + 1/2) / count."""
     return (np.arange(count) + 0.5) / count
 
 
@@ -17,8 +17,8 @@ def coverage(quantiles: ArrayLike, actual: ArrayLike) -> Array:
     """(Q,) the share of answers at or below each predicted quantile.
 
     quantiles : (answers, Q) ascending, equally likely lengths.  actual : (answers,) lengths; at least one.
-    Answers exactly at it count as far as the level needs them. A right quantile of lengths that can tie, as those at
-    a ceiling do, has P(length < q) <= level <= P(length <= q): that much and no more can be asked of it.
+    Of the answers exactly at a quantile, as many count as bring the share nearest to the level. For lengths can tie, as
+    at a ceiling, and then a correct quantile q only has P(length < q) <= level <= P(length <= q).
     """
     q, lengths = np.asarray(quantiles, dtype=float), np.asarray(actual, dtype=float)[:, None]
     below = np.mean(lengths < q, axis=0)
@@ -27,5 +27,5 @@ def coverage(quantiles: ArrayLike, actual: ArrayLike) -> Array:
 
 
 def calibration_error(shares: Array) -> float:
-    """Mean distance of the shares that `coverage` gives from their levels."""
+    """Mean distance of the shares from their levels. shares : as `coverage` returns them."""
     return float(np.mean(np.abs(shares - midpoints(shares.size))))

@@ -1,4 +1,4 @@
-"""What bins are worth: the theory of Multi-Bin, with its misprints repaired.
+"""Throughput and latency with bins: the theory of Multi-Bin, with its misprints repaired.
 
     k              bins
     B              requests in a batch
@@ -10,11 +10,11 @@
     E[t_k]         expected time of a batch with k bins                eq. 2
     lambda         arrivals a second
 
-A batch takes as long as its longest request. Where no arrival rate is given, times are in the unit of the lengths and
-throughputs in requests per such a unit: lengths in seconds, or tokens with steps of a unit of time. Where one is,
-they are seconds, and `step_s` turns lengths into them.
+A batch takes as long as its longest request. Functions without an arrival rate measure times in the unit of the lengths
+and throughputs in requests per such a unit: lengths in seconds, or tokens if a step takes a unit of time. Functions
+with an arrival rate measure times in seconds, and `step_s` converts lengths to seconds.
 
-Throughput is that of one engine at saturation: it always has a full batch to run.
+Throughput is the throughput of one engine at saturation, which always has a full batch to run.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from bins.risk import risks
 
 Floats = NDArray[np.float64]
 
-ROUNDING = 1e-9  # relative: a number of bins that is whole but for rounding is that number
-PRECISION = 1e-17  # what is left out of a series whose sum is of the order of 1
+ROUNDING = 1e-9  # relative: a number of bins this little above a whole number is that whole number
+PRECISION = 1e-17  # bound on the omitted rest of a series whose sum is of the order of 1
 
 
 # ---- uniform lengths, equal-mass bins -----------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def batch_time_uniform(bins: int, batch_size: int, low: float, high: float) -> f
     """E[t_k] for lengths uniform on [low, high]: mean + (E[longest of B] - mean) / k.
 
     0 <= low <= high, high > 0.  Source: Theorem 4.2, with E[longest of B] = (B high + low) / (B + 1) as in eq. 17
-    (eq. 8, 10 and 11 print the two weights swapped). Edges of equal mass, which are the best (Lemma 4.1).
+    (eq. 8, 10 and 11 print the two weights swapped). For edges of equal mass, which are optimal (Lemma 4.1).
     """
     _check_counts(bins, batch_size)
     if not (0 <= low <= high < math.inf and high > 0):
@@ -60,7 +60,7 @@ def throughput_uniform(bins: int, batch_size: int, low: float, high: float) -> f
 def throughput_max(batch_size: int, mean: float) -> float:
     """c_max = B / mean: the throughput without any padding, the limit of many bins. Source: Remark 4.3, eq. 5.
 
-    mean : of the lengths, > 0. For B = 128 on [1, 20] it is 12.190 (the paper prints 12.3).
+    mean : mean length, > 0. For B = 128 on [1, 20] the throughput is 12.190 (the paper prints 12.3).
     """
     _check_counts(1, batch_size)
     _check_positive("mean", mean)
@@ -70,7 +70,7 @@ def throughput_max(batch_size: int, mean: float) -> float:
 def bins_needed_uniform(batch_size: int, low: float, high: float, gap: float) -> int:
     """Least number of bins whose throughput is at least c_max - gap, for uniform lengths.
 
-    gap : requests per unit of time, > 0; none suffices for 0.  Source: Theorem 4.3, eq. 6.
+    gap : requests per unit of time, > 0; no number of bins reaches a gap of 0.  Source: Theorem 4.3, eq. 6.
     """
     _check_positive("gap", gap)
     excess = batch_time_uniform(1, batch_size, low, high) - (low + high) / 2
@@ -85,13 +85,13 @@ def bins_needed_uniform(batch_size: int, low: float, high: float, gap: float) ->
 def batch_time_exponential(bins: int, batch_size: int, mean: float) -> float:
     """E[t_k] for exponential lengths of that mean at the edges of Lemma A.1, exactly: sum_i p_i E[longest | bin i].
 
-    The last bin, where lengths have no memory, takes l_{k-1} + mean H_B. Another, of width d and so of lengths below
-    its upper edge u with probability p = 1 - exp(-d / mean), takes u less the integral of (F / p)^B over it:
-    u - mean (p / (B + 1) + p^2 / (B + 2) + ...). The paper has the bound only, that takes it at u.
+    Exponential lengths have no memory, so the last bin takes l_{k-1} + mean H_B. Another bin has width d and upper edge
+    u; a length above its lower edge is below u with probability p = 1 - exp(-d / mean). This bin takes u less the
+    integral of (F / p)^B over the bin: u - mean (p / (B + 1) + p^2 / (B + 2) + ...). The paper only has the bound u.
     """
     _check_counts(bins, batch_size)
     _check_positive("mean", mean)
-    if batch_size == 1:  # a batch is its one request: no edges are better than others, and Lemma A.1 has none
+    if batch_size == 1:  # a batch is one request, so all edges are equal, and Lemma A.1 has no edges
         return mean
     cuts = np.array([0.0, *exponential_edges(batch_size, bins, 1.0)])
     above = np.exp(-cuts)  # (bins,) probability of a length above each bin's lower edge
@@ -115,10 +115,10 @@ def throughput_exponential(bins: int, batch_size: int, mean: float) -> float:
 
 
 def throughput_exponential_bound(bins: int, batch_size: int, mean: float) -> float:
-    """Requests per unit of time, at least: B mu / L_k, with mu = 1 / mean.
+    """Lower bound on the requests per unit of time: B mu / L_k, with mu = 1 / mean.
 
-    Source: Corollary A.1.1, which prints log L_{k-1-j} for log L_{k-j}; with that repaired, the edges of Lemma A.1 make
-    its two sums collapse to L_k.
+    Source: Corollary A.1.1, which prints log L_{k-1-j} for log L_{k-j}; with the misprint repaired, its two sums
+    collapse to L_k at the edges of Lemma A.1.
     """
     _check_counts(bins, batch_size)
     _check_positive("mean", mean)
@@ -132,8 +132,8 @@ def batch_time(lengths: ArrayLike, edges: ArrayLike, batch_size: int) -> float:
     """E[t] = sum_i p_i E[longest of B | bin i], exactly, for requests drawn from a sample (eq. 2).
 
     lengths : (n,) n >= 1, any order, finite, > 0.  edges : interior edges, strictly increasing, in the same unit.
-    A bin that none of the lengths falls into counts for nothing. To judge edges that were fitted to a sample, give
-    another one: a bin of few lengths knows them too well.
+    An empty bin contributes nothing. To judge edges that were fitted to a sample, give another sample: edges overfit
+    bins of few lengths.
     """
     sample = _sample(lengths)
     _check_counts(1, batch_size)
@@ -153,16 +153,16 @@ def throughput(lengths: ArrayLike, edges: ArrayLike, batch_size: int) -> float:
 def batch_time_window(
     lengths: ArrayLike, window: int, batch_size: int, rng: np.random.Generator, *, windows: int = 2000
 ) -> float:
-    """Mean time of a batch when requests are sorted and cut by the `window`, instead of going into bins.
+    """Mean time of a batch when a window of requests is sorted and cut into batches, instead of using bins.
 
-    lengths : (n,) n >= 1, finite, > 0.  window : requests that wait, a multiple of batch_size: in order of length, each
-    `batch_size` of them are a batch. With window = batch_size it is the time without bins.
-    By Monte Carlo over so many windows: for 2000 of 256 lognormal lengths (sigma 0.8) to 0.2 %, one standard error.
+    lengths : (n,) n >= 1, finite, > 0.  window : waiting requests, a multiple of batch_size; in order of length, each
+    `batch_size` requests are a batch. With window = batch_size the result is the time without bins.
+    Monte Carlo over `windows` windows: 2000 of 256 lognormal lengths (sigma 0.8) give a standard error of 0.2 %.
     """
     sample = _sample(lengths)
     _check_counts(1, batch_size)
     if window < batch_size or window % batch_size or windows < 1:
-        raise ValueError(f"a window of {window} is no multiple of the batch size, {batch_size}, or there is none")
+        raise ValueError(f"window must be a multiple of {batch_size}, not {window}; windows at least 1, not {windows}")
     waiting = np.sort(rng.choice(sample, size=(windows, window)), axis=1)
     return float(waiting[:, batch_size - 1 :: batch_size].mean())
 
@@ -173,7 +173,8 @@ def batch_time_window(
 def forming_s(bins: int, batch_size: int, arrival_rate_per_s: float) -> float:
     """Mean wait of a request for its batch to be full, in seconds: k (B - 1) / (2 lambda). Source: Lemma 5.1, eq. 64.
 
-    For any edges: in a bin of probability p it is (B - 1) / (2 p lambda), and p of the requests are there.
+    Holds for any edges: the mean wait in a bin of probability p is (B - 1) / (2 p lambda), and a share p of the
+    requests waits there.
     """
     _check_counts(bins, batch_size)
     _check_positive("arrival_rate_per_s", arrival_rate_per_s)
@@ -181,18 +182,18 @@ def forming_s(bins: int, batch_size: int, arrival_rate_per_s: float) -> float:
 
 
 def latency(bins: int, batch_size: int, arrival_rate_per_s: float, batch_time_s: float) -> float:
-    """Mean seconds from arrival to the end of the batch, if it begins as soon as it is full: k (B-1)/(2 lambda) + E[t].
+    """Mean seconds from arrival to the end of a batch that starts as soon as it is full: k (B-1)/(2 lambda) + E[t].
 
-    Poisson arrivals. Source: Lemma 5.1, there for uniform lengths. It has infinitely many engines: with the number that
-    there is, batches also wait for an engine, the longer the higher the `utilisation`, and this is a lower bound. That
-    queue is beyond the lemma and not guessed at here: `llmserve simulate` measures it.
+    Poisson arrivals. Source: Lemma 5.1, there for uniform lengths. The lemma assumes infinitely many engines. With
+    finitely many, batches also wait for an engine, the longer the higher the `utilisation`, so this is a lower bound;
+    `llmserve simulate` measures the latency with that wait.
     """
     _check_positive("batch_time_s", batch_time_s)
     return forming_s(bins, batch_size, arrival_rate_per_s) + batch_time_s
 
 
 def utilisation(batch_size: int, arrival_rate_per_s: float, batch_time_s: float, engines: int = 1) -> float:
-    """rho = lambda E[t] / (B engines): the share of their time that engines are busy; from 1 on they do not keep up."""
+    """rho = lambda E[t] / (B engines): share of time for which engines are busy; at 1 and above the queue grows."""
     _check_counts(1, batch_size)
     _check_positive("arrival_rate_per_s", arrival_rate_per_s)
     _check_positive("batch_time_s", batch_time_s)
@@ -203,12 +204,12 @@ def utilisation(batch_size: int, arrival_rate_per_s: float, batch_time_s: float,
 
 @dataclass(frozen=True, slots=True)
 class Binning:
-    """What some edges come to.
+    """Edges with their throughput and latency.
 
     edges             interior edges, in the unit of the lengths
     batch_time_s      E[t], mean time of a batch
     throughput_per_s  of one engine at saturation, requests a second
-    latency_s         mean, of Lemma 5.1: when no batch waits for an engine
+    latency_s         mean latency of Lemma 5.1: no batch waits for an engine
     """
 
     edges: Edges
@@ -231,12 +232,12 @@ def best_bins(
     edges: Callable[[ArrayLike, int], Edges] | None = None,
     step_s: float = 1.0,
 ) -> Binning | None:
-    """The edges of most throughput whose latency is within a target; of equals the fewest. None when there are none.
+    """The edges of highest throughput whose latency is within a target; among equals the fewest. None: none meet it.
 
-    lengths : (n,) finite, > 0, each times step_s in seconds.  bins_max : the most that are tried, from 1 on.
-    edges : of a sample and a number of bins, say equal_mass_edges; by default optimal_edges for this batch size.
-    The latency is that of Lemma 5.1 (see `latency`): a target that is not met here cannot be met by full batches; one
-    that is met needs engines enough, see `utilisation`.
+    lengths : (n,) finite, > 0; length * step_s is seconds.  bins_max : largest number of bins tried.
+    edges : function of a sample and a number of bins, such as equal_mass_edges; default: optimal_edges for this
+    batch_size. The latency is that of Lemma 5.1 (see `latency`): full batches cannot meet a target that is missed here;
+    to meet a target that is met here, there must be enough engines (see `utilisation`).
     """
     _check_counts(bins_max, batch_size)
     for name, value in (("latency_target_s", latency_target_s), ("step_s", step_s)):
@@ -246,9 +247,9 @@ def best_bins(
         chosen = optimal_edges(lengths, bins, batch_size) if edges is None else edges(lengths, bins)
         time_s = step_s * batch_time(lengths, chosen, batch_size)
         latency_s = latency(len(chosen) + 1, batch_size, arrival_rate_per_s, time_s)
-        found = Binning(chosen, time_s, batch_size / time_s, latency_s)
-        if latency_s <= latency_target_s and (best is None or found.throughput_per_s > best.throughput_per_s):
-            best = found
+        binning = Binning(chosen, time_s, batch_size / time_s, latency_s)
+        if latency_s <= latency_target_s and (best is None or binning.throughput_per_s > best.throughput_per_s):
+            best = binning
     return best
 
 

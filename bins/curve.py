@@ -18,11 +18,12 @@ CurveKind = Literal["affine", "table"]
 class Curve:
     """A quantity against the number of sequences that run together: positive and non-decreasing from 1 on.
 
-    affine  slope * n + intercept; `error` is its mean absolute relative error, `sizes` and `values` the points that it
-            was fitted to (for figures; () when it was fitted elsewhere)
-    table   `values` at `sizes`, straight lines between them, the first value before them and the last slope after them
+    affine  slope * n + intercept; `error` is the mean absolute relative error of the fit, `sizes` and `values` the
+            fitted points (for figures; () when unknown)
+    table   `values` at `sizes`, with straight lines in between; constant before the first size, and with the last slope
+            after the last size
 
-    Made by `affine`, `table` or `fit`. Raises ValueError on numbers that give no such curve.
+    Made by `affine`, `table` or `fit`. Raises ValueError on numbers that give no positive, non-decreasing curve.
     """
 
     kind: CurveKind
@@ -75,10 +76,10 @@ class Curve:
 
     @classmethod
     def fit(cls, sizes: ArrayLike, values: ArrayLike) -> Curve:
-        """The affine curve of least squared relative residuals, slope and intercept at least 0; it keeps the points.
+        """The affine curve of least squared relative residuals, slope and intercept at least 0, with the fitted points.
 
         sizes, values : (n,) positive, in any order, repetitions allowed; at least two different sizes.
-        Relative, because a curve spans decades of sizes and small ones count as much as large ones.
+        Residuals are relative, so that small sizes count as much as large sizes over decades.
         """
         n, y = np.asarray(sizes, dtype=float), np.asarray(values, dtype=float)
         if n.ndim != 1 or n.shape != y.shape:
@@ -92,14 +93,14 @@ class Curve:
         return cls("affine", slope, intercept, error, numbers(n), numbers(y))
 
     def times(self, factor: float) -> Curve:
-        """This curve in another unit, say joules for seconds at a constant power. factor : > 0."""
+        """This curve times a factor > 0, for instance joules from seconds at a constant power."""
         if not (math.isfinite(factor) and factor > 0):
             raise ValueError(f"a curve's factor must be positive and finite, not {factor}")
         values = tuple([factor * value for value in self.values])
         return Curve(self.kind, factor * self.slope, factor * self.intercept, self.error, self.sizes, values)
 
     def at(self, sizes: ArrayLike) -> Floats:
-        """The curve at these sizes, in their shape. Raises ValueError on a size below 1."""
+        """Values of the curve, in the shape of `sizes`. Raises ValueError on a size below 1."""
         n = np.asarray(sizes, dtype=float)
         if not (n >= 1).all():
             raise ValueError(f"sizes must be at least 1, not {float(np.min(n)):g}")
@@ -116,11 +117,11 @@ class Curve:
 
 
 def non_negative_fit(columns: Floats, y: Floats) -> tuple[float, ...]:
-    """Coefficients >= 0 of the columns, least squared relative residuals from y > 0.
+    """Coefficients >= 0 of the columns with least squared relative residuals from y > 0.
 
-    columns : (n, terms), non-negative, none all zero.  Returns one coefficient for each term.
-    The optimum is the unconstrained fit on some of the terms, so with few terms all choices are tried; among equally
-    good ones the first terms win.
+    columns : (n, terms), non-negative, no column all zero.  Returns one coefficient for each term.
+    The optimum is the unconstrained fit on some subset of the terms, so all subsets are tried; among equally good
+    subsets the first terms win.
     """
     relative = columns / y[:, None]
     terms = columns.shape[1]
@@ -132,7 +133,7 @@ def non_negative_fit(columns: Floats, y: Floats) -> tuple[float, ...]:
             if rank < count or (coefficients < 0).any():
                 continue
             loss = float(np.mean((part @ coefficients - 1) ** 2))
-            if loss < best_loss - 1e-12:  # not by rounding alone
+            if loss < best_loss - 1e-12:  # better by more than rounding
                 best, best_loss = np.zeros(terms), loss
                 best[list(chosen)] = coefficients
     return numbers(best)
@@ -145,8 +146,8 @@ def relative_error(fitted: Floats, y: Floats) -> float:
 def check_two_sizes(sizes: Floats) -> None:
     distinct = np.unique(sizes)
     if distinct.size < 2:
-        found = "none" if distinct.size == 0 else f"only {distinct[0]:g}"
-        raise ValueError(f"a fit needs at least two different sizes; there is {found}")
+        sizes_text = "none" if distinct.size == 0 else f"only {distinct[0]:g}"
+        raise ValueError(f"a fit needs at least two different sizes; there is {sizes_text}")
 
 
 def check_number(value: object, name: str, least: float = -math.inf) -> None:

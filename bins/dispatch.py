@@ -1,13 +1,14 @@
-"""What to do with what waits, at the load of the moment: the plan that release `table` follows.
+"""The plan for the present load, which release `table` follows: how many queues, and which batch size when.
 
-A plan says how many queues the bins are merged into, and for each queue how many to serve by how many wait. It is made
-of the observed arrival rates and lengths and of the engines' profile: for 1, 2, 4, ... queues each queue's decision
-process (bins/smdp.py) is solved, and the number of least cost is taken. At low load one queue beats many in latency and
-in energy at once, for many queues fill more slowly; at high load many win throughput.
+A plan gives the number of queues into which bins are merged, and for each queue the batch size by the number of waiting
+requests. It is made from the observed arrival rates and lengths and from the engines' profile: for 1, 2, 4, ... queues
+each queue's decision process (bins/smdp.py) is solved, and the number of queues of least cost is chosen. At low load
+one queue has lower latency and energy than many, for many queues fill more slowly; at high load many queues have a
+higher throughput.
 
-Queues that share engines are solved one by one: each finds the engines free after a batch's own time, lengthened by the
-share of time that the others use (`busy_elsewhere`), which is found by solving twice. docs/results/dispatch.md
-measures how far that is from the joint optimum.
+Queues that share engines are solved one by one. In each queue's process, the engines are free again after the batch's
+own time, lengthened by the share of time that other queues use (`busy_elsewhere`); this share is found by repeated
+solving (PASSES). docs/results/dispatch.md measures the distance from the joint optimum.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from bins.several_queues import Choice, least_cost, least_energy, within_percent
 from bins.smdp import Queue, Solution
 from bins.smdp_model import MS_PER_S, Unstable
 
-PASSES = 3  # over the queues' shares of the engines
-JOINED_MAX = 0.7  # load of an engine whose slots refill up to which requests join it rather than wake another
-LOAD_MAX = 0.95  # above, nothing is gained by waiting: the plan gets out of the way
-STAY = 0.03  # another number of queues must be better by more than this
-SURE_DEVIATIONS = 3.0  # of the time that the missing requests take to come, before something must be wrong
+PASSES = 3  # iterations over the queues' shares of the engines
+JOINED_MAX = 0.7  # load of a refill engine up to which requests join it rather than wake another
+LOAD_MAX = 0.95  # above this load waiting gains nothing, and the plan is greedy
+STAY = 0.03  # relative cost by which another number of queues must be better than the present number
+SURE_DEVIATIONS = 3.0  # standard deviations added to the expected time until the missing requests have arrived
 LATE = 0.9  # share of batches that have ended by `late_s`
-PARTS = 16  # slices of a bin's longest length
-ERROR_MAX = 1e-5  # relative: rates and lengths are not known better
+PARTS = 16  # slices of the distribution of a batch's longest length
+ERROR_MAX = 1e-5  # relative: rates and lengths are not known more exactly
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What the operator wants of it.
+    """The operator's objective.
 
     energy_weight      ms of mean response time that one watt is worth
-    latency_target_s   instead: least energy with the mean response time within this
-    percentile         ... with this percentile of it (50 < percentile < 100); None: the mean
+    latency_target_s   instead of the weight: least energy with the mean response time within this target
+    percentile         ... with this percentile of the response time (50 < percentile < 100); None: the mean
     """
 
     energy_weight: float = 0.0
@@ -53,14 +54,14 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What a plan is made for.
+    """The load and the engines for which a plan is made.
 
-    rates_per_s  arrivals a second of each bin; all zero: nothing is known yet
-    lengths      of each bin, equally likely output lengths, tokens, ascending
-    engines      that are up, >= 1
-    slots        sequences that each of them runs at once
-    queues       in force, of a plan for a known load; 0: there is none
-    pace         seconds that the engines take for each second of their profile, as batches have shown
+    rates_per_s  arrivals a second of each bin; all zero: unknown
+    lengths      for each bin, equally likely output lengths, tokens, ascending
+    engines      number of ready engines, >= 1
+    slots        sequences that each engine runs at once
+    queues       number of queues of the present plan; 0: none, or its load was unknown
+    pace         measured seconds for each second of the engines' profile
     """
 
     rates_per_s: tuple[float, ...]
@@ -73,14 +74,14 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class DispatchTable:
-    """Of one queue, by how many wait (as the last entry when there are more).
+    """The policy of one queue. Index: number of waiting requests (the last entry also holds for more), or batch size.
 
-    actions     requests to serve now; 0: wait
-    other       the actions of some decisions, in a mixture of two policies; () without one
-    advantage   of serving over waiting: cost saved for each second of the engine's time, ms
-    service_s   expected time of a batch, by its size from 1 on
-    late_s      so long it takes at most nine times in ten
-    wait_s_max  longest wait of a request for an engine that is free: were arrivals as observed, it would have ended
+    actions     by waiting requests: requests to serve now; 0: wait
+    other       by waiting requests: actions of the second policy of a mixture; () without a mixture
+    advantage   by waiting requests: cost that serving saves over waiting, ms for each second of the engine's time
+    service_s   by batch size from 1 on: expected time of a batch
+    late_s      by batch size from 1 on: time within which 9 of 10 batches end
+    wait_s_max  longest wait for an engine that is free; arrivals at the observed rate would almost surely end it before
     """
 
     actions: tuple[int, ...]
@@ -93,10 +94,10 @@ class DispatchTable:
 
 @dataclass(frozen=True, slots=True)
 class DispatchPlan:
-    """queue_of: of each bin, the queue its requests wait in.  share: of decisions that follow `other`.
+    """queue_of: for each bin, the queue in which its requests wait.  share: share of decisions that follow `other`.
 
-    response_s_mean, power_w_mean are what the model expects, None where it expects nothing (no rates, or overload);
-    target_met: whether it expects to meet the objective.  engines: that it was made for.
+    response_s_mean, power_w_mean: expected by the model; None without a solution (unknown rates, or overload).
+    target_met: whether the model expects to meet the objective.  engines: number of engines that the plan is made for.
     """
 
     queue_of: tuple[int, ...]
@@ -116,8 +117,8 @@ class DispatchSolver:
     """Makes plans for engines of one profile.
 
     batch_size  largest batch
-    barrier     whether engines run batches to their end; else requests join what runs, and only an idle engine waits
-    merges      whether it may merge bins into fewer queues, and wait at all; otherwise plans hold service times only
+    barrier     whether engines run batches to their end; else requests join running ones, and only idle engines wait
+    merges      whether plans may merge bins into fewer queues and let requests wait; else plans only give batch times
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class DispatchSolver:
         )
 
     def _solve(self, observed: Observed) -> DispatchPlan:
-        """Never raises for a load it cannot carry or a model it cannot solve: then nothing waits for company."""
+        """Returns the greedy plan for an overload or a model that cannot be solved; raises in neither case."""
         if observed.pace != 1.0:
             return self._at_pace(observed.pace).solve(replace(observed, pace=1.0))
         bins = len(observed.rates_per_s)
@@ -148,9 +149,9 @@ class DispatchSolver:
             return self._refill(observed)
         plans: dict[int, DispatchPlan] = {}
         near = _counts(bins, observed.queues)
-        for count in [*near, *(other for other in _counts(bins, 0) if other not in near)]:
+        for count in [*near, *(far for far in _counts(bins, 0) if far not in near)]:
             if plans and count not in near:
-                break  # far from what is in force: only where nothing near it will do
+                break  # numbers far from the present one are tried only if no near number has a plan
             try:
                 plans[count] = self.plan_of(observed, count)
             except (Unstable, NotConverged, np.linalg.LinAlgError):
@@ -158,7 +159,7 @@ class DispatchSolver:
         return plans[self._best(plans, observed.queues)] if plans else self.greedy(observed)
 
     def plan_of(self, observed: Observed, count: int) -> DispatchPlan:
-        """The plan with so many queues. Raises Unstable, NotConverged."""
+        """The plan with `count` queues. Raises Unstable, NotConverged."""
         target_s, level = self.objective.latency_target_s, self.objective.percentile
         if target_s is not None and level is not None:
             choice, queues = within_percentile(partial(self._choose, observed, count), target_s, level)
@@ -167,7 +168,7 @@ class DispatchSolver:
         others = choice.others or (None,) * count
         return DispatchPlan(
             queue_of=_queue_of(len(observed.rates_per_s), count),
-            tables=tuple([self._table(*each) for each in zip(queues, choice.solutions, others, strict=True)]),
+            tables=tuple([self._table(*inputs) for inputs in zip(queues, choice.solutions, others, strict=True)]),
             share=choice.share,
             latency_target_s=self.objective.latency_target_s,
             response_s_mean=choice.response_s_mean,
@@ -177,12 +178,12 @@ class DispatchSolver:
         )
 
     def _best(self, plans: dict[int, DispatchPlan], in_force: int) -> int:
-        """The number of queues of least cost; that in force while no other is better by much."""
+        """The number of queues of least cost. The number in force stays while no other is better by more than STAY."""
 
         def rank(count: int) -> tuple[bool, float]:
             plan = plans[count]
-            assert plan.response_s_mean is not None, "a solved plan expects something"
-            assert plan.power_w_mean is not None, "a solved plan expects something"
+            assert plan.response_s_mean is not None, "a solved plan has an expected response time"
+            assert plan.power_w_mean is not None, "a solved plan has an expected power"
             stays = 1.0 - STAY if count == in_force else 1.0
             if self.objective.latency_target_s is None:
                 return False, stays * (
@@ -193,12 +194,12 @@ class DispatchSolver:
         return min(plans, key=lambda count: (*rank(count), count))
 
     def _choose(self, observed: Observed, count: int, response_s_max: float | None) -> tuple[Choice, list[Queue]]:
-        """The best policies of so many queues, within a mean response time if one is given, and these.
+        """The best policies of `count` queues, and the queues. response_s_max : target of the mean response time.
 
         Raises Unstable, NotConverged.
         """
         queues = self._queues(observed, count)
-        loads = [queue.load for queue in queues]  # with the engines to itself
+        loads = [queue.load for queue in queues]  # as if no other queue used the engines
         if sum(loads) > LOAD_MAX:
             raise Unstable(f"{count} queues load the engines by {sum(loads):.3g}")
         busy = loads
@@ -211,15 +212,15 @@ class DispatchSolver:
             else:
                 choice = least_energy(shared, response_s_max)
             used = [solution.evaluation.utilisation for solution in choice.solutions]
-            used = [own * min(1.0, LOAD_MAX / sum(used)) for own in used]  # together no more than there is
-            busy = [(before + now) / 2 for before, now in zip(busy, used, strict=True)]  # or they would take turns
+            used = [own * min(1.0, LOAD_MAX / sum(used)) for own in used]  # their sum is at most LOAD_MAX
+            busy = [(before + now) / 2 for before, now in zip(busy, used, strict=True)]  # damps oscillation
         assert choice is not None, "there is at least one pass"
         return choice, shared
 
     def _queues(self, observed: Observed, count: int) -> list[Queue]:
         bins = len(observed.rates_per_s)
         total = sum(observed.rates_per_s)
-        least = 1e-3 * total / bins  # of a bin that nothing comes to at present
+        least = 1e-3 * total / bins  # rate of a bin without present arrivals
         queues = []
         for members in _members(bins, count):
             rate = sum(max(observed.rates_per_s[index], least) for index in members)
@@ -243,7 +244,7 @@ class DispatchSolver:
 
     def _table(self, queue: Queue, solution: Solution, other: Solution | None) -> DispatchTable:
         largest = int(self._sizes[-1])
-        least = int(np.argmax(solution.policy > 0))  # so many are waited for
+        least = int(np.argmax(solution.policy > 0))  # smallest number of waiting requests that is served
         if other is not None:
             least = max(least, int(np.argmax(other.policy > 0)))
         values = solution.values[:, :largest]
@@ -260,7 +261,7 @@ class DispatchSolver:
         )
 
     def greedy(self, observed: Observed) -> DispatchPlan:
-        """Nothing waits for company; in as many queues as there are bins, for most throughput."""
+        """The plan in which a free engine always starts a batch; with a queue for each bin, for highest throughput."""
         bins = len(observed.rates_per_s)
         count = bins if self._barrier else 1
         tables = []
@@ -278,13 +279,13 @@ class DispatchSolver:
         )
 
     def _refill(self, observed: Observed) -> DispatchPlan:
-        """One queue: slots that refill have nothing to gain from likes beside each other."""
+        """A plan of one queue for refill engines, which gain nothing from requests of similar length in a batch."""
         bins = len(observed.rates_per_s)
         lengths = _merged(observed, range(bins))
         rate = sum(observed.rates_per_s)
         sizes = np.arange(1, observed.slots + 1)
         most = min(observed.slots, int(self._sizes[-1]))
-        for used in range(1, observed.engines + 1):  # who comes joins an engine that runs, so that others stay idle
+        for used in range(1, observed.engines + 1):  # new requests join busy engines, so that other engines stay idle
             engine = RefillEngine(
                 arrival_rate_per_s=rate / used,
                 tokens_mean=float(np.mean(lengths)),
@@ -315,17 +316,17 @@ class DispatchSolver:
 
 
 def _late_s(service: ServiceTimes) -> tuple[float, ...]:
-    """The ninth decile of a batch's time, by size, of equally likely parts."""
+    """The ninth decile of a batch's time, by size, over its equally likely parts."""
     return tuple(service.parts_s[:, math.ceil(LATE * service.weights.size) - 1].tolist())
 
 
 def _sure_s(count: int, rate_per_s: float) -> float:
-    """Seconds within which so many requests come all but surely, if they come at this rate."""
+    """Seconds within which `count` requests almost surely arrive at this rate."""
     return (count + SURE_DEVIATIONS * math.sqrt(count)) / rate_per_s
 
 
 def _counts(bins: int, in_force: int) -> list[int]:
-    """Numbers of queues to choose from: of 1, 2, 4, ... and the number of bins that in force and its neighbours."""
+    """Numbers of queues to try, of 1, 2, 4, ... and `bins`: in_force and its neighbours; all if in_force is none."""
     counts = [*(1 << power for power in range((bins - 1).bit_length())), bins]
     if in_force not in counts:
         return counts
@@ -343,7 +344,7 @@ def _members(bins: int, count: int) -> list[list[int]]:
 
 
 def _merged(observed: Observed, members: Sequence[int]) -> list[float]:
-    """Equally likely lengths of the bins together; each bin counts as its share of the arrivals says."""
+    """Equally likely lengths of these bins together; each bin is weighted by its share of the arrivals."""
     rates = [observed.rates_per_s[index] for index in members]
     most = max(rates)
     if most <= 0:

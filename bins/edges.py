@@ -1,16 +1,16 @@
-"""Bins over output lengths: where to cut.
+"""Bins over output lengths: how to choose the edges.
 
     k             bins
     B             requests in a batch
     l_1 < ... < l_{k-1}      interior edges
 
-k bins are k half-open intervals [0, l_1), [l_1, l_2), ..., [l_{k-1}, inf) of output tokens, so they are given by
-their k - 1 interior edges. A batch takes as long as its longest request, so its expected time is
+k bins are k half-open intervals [0, l_1), [l_1, l_2), ..., [l_{k-1}, inf) of output tokens, given by their k - 1
+interior edges. A batch takes as long as its longest request, so its expected time is
 
     sum_i Pr(bin = i) E[longest of B | bin = i]             Multi-Bin, eq. 2; bins/capacity.py evaluates it
 
-Equal mass (each bin gets 1/k of the requests) is Multi-Bin's choice and best for uniform lengths (Lemma 4.1). For
-exponential lengths Lemma A.1 has edges that are all but the best; for any sample, dynamic programming finds the best.
+Equal mass (each bin gets 1/k of the requests) is Multi-Bin's choice and optimal for uniform lengths (Lemma 4.1). For
+exponential lengths, the edges of Lemma A.1 are nearly optimal; for any sample, dynamic programming finds the optimum.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Edges = tuple[float, ...]
 
 
 def equal_mass_edges(lengths: ArrayLike, bins: int) -> Edges:
-    """Edges that split a sample into `bins` parts of as equal mass as its ties allow.
+    """Edges that split a sample into `bins` parts, of mass as equal as ties allow.
 
     lengths : (n,) output tokens, n >= 1, any order, finite.  bins : >= 1.
-    An edge lies halfway between two neighbouring distinct lengths, so no tie is split and no bin is empty; a sample
-    with fewer distinct lengths than bins gives as many bins as it has distinct lengths.
+    An edge lies halfway between two neighbouring distinct lengths, so no tie is split and no bin is empty. With fewer
+    distinct lengths than bins, there are as many bins as distinct lengths.
     Raises ValueError on an empty or non-finite sample or bins < 1.
     """
     distinct, counts = _distinct(lengths, bins)
@@ -43,7 +43,7 @@ def equal_mass_edges(lengths: ArrayLike, bins: int) -> Edges:
 
 
 def _distinct(lengths: ArrayLike, bins: int) -> tuple[Floats, NDArray[np.intp]]:
-    """The distinct lengths of a sample, ascending, and how often each stands in it."""
+    """The distinct lengths of a sample, ascending, and their counts."""
     sample = np.asarray(lengths, dtype=float).ravel()
     if bins < 1:
         raise ValueError(f"bins must be at least 1, not {bins}")
@@ -53,14 +53,14 @@ def _distinct(lengths: ArrayLike, bins: int) -> tuple[Floats, NDArray[np.intp]]:
 
 
 def _nearest_increasing(mass_below: Floats, targets: Floats) -> list[int]:
-    """For each target the index of the nearest cut, each index used once and enough left for the rest."""
-    cuts, wanted = mass_below.size, min(targets.size, mass_below.size)
-    if wanted < targets.size:
+    """Index of the nearest cut for each target. The indices increase strictly; all cuts if there are too few."""
+    cuts, count = mass_below.size, min(targets.size, mass_below.size)
+    if count < targets.size:
         return list(range(cuts))
     chosen: list[int] = []
     for position, target in enumerate(targets):
         lowest = chosen[-1] + 1 if chosen else 0
-        highest = cuts - (wanted - position)
+        highest = cuts - (count - position)
         right = int(np.searchsorted(mass_below, target))
         left = right - 1
         nearer_left = left >= 0 and (right >= cuts or target - mass_below[left] <= mass_below[right] - target)
@@ -71,11 +71,11 @@ def _nearest_increasing(mass_below: Floats, targets: Floats) -> list[int]:
 def exponential_edges(batch_size: int, bins: int, mean: float) -> Edges:
     """Edges for exponentially distributed lengths.
 
-    mean : > 0; the edges are in its unit.  batch_size : >= 2 when there are edges to choose, for batches of one take
-    their mean whatever the bins.
-    l_i = mean * sum_{j=1..i} log L_{k-j} minimises the bound that takes each bin but the last at its upper edge. It is
-    the closer the larger the batches: they take 0.014 % longer than the least possible with B = 200, 1.6 % with B = 8,
-    at most. Source: Multi-Bin, Lemma A.1.
+    mean : > 0; the edges are in its unit.  batch_size : >= 2 with several bins, for the edges do not affect batches of
+    one.
+    l_i = mean * sum_{j=1..i} log L_{k-j} minimises an upper bound on the batch time, in which each bin but the last
+    takes its upper edge. The bound is tighter for larger batches: with these edges, batches take at most 0.014 % longer
+    than the optimum with B = 200, 1.6 % with B = 8. Source: Multi-Bin, Lemma A.1.
     """
     if bins < 1 or not (math.isfinite(mean) and mean > 0):
         raise ValueError(f"at least 1 bin and a positive mean are needed, not {bins} and {mean}")
@@ -97,17 +97,17 @@ def exponential_steps(batch_size: int, count: int) -> float:
 
 
 def optimal_edges(lengths: ArrayLike, bins: int, batch_size: int, *, parts: int = 256) -> Edges:
-    """Edges for which batches of a sample's lengths take the least expected time, sum_i p_i E[longest of B | bin i].
+    """Edges that minimise the expected batch time over a sample of lengths, sum_i p_i E[longest of B | bin i].
 
     lengths : (n,) output tokens, n >= 1, any order, finite.  bins, batch_size : >= 1.
-    parts : groups of neighbouring lengths that are never cut, or `bins` when that is more; up to so many distinct
-    lengths the edges are exact; with more, lognormal ones, they take up to 0.2 % longer than the best where sigma is
-    0.8, up to 0.7 % where it is 2.
-    Edges lie between distinct lengths as those of equal_mass_edges do: no tie is split, no bin is empty, and there are
-    fewer bins where there are fewer distinct lengths, or groups. Another bin never makes batches slower. The mean wait
-    for a batch to fill is that of any k bins (bins/capacity.py); but where few requests have long answers they get a
-    bin of their own, and for them it fills slowly.
-    Takes O(n log n + bins parts^2): of 4096 lengths for 8 bins, 2 ms with parts = 128 and 4 ms with 256.
+    parts : number of groups of neighbouring lengths that are never cut, at least `bins`. Up to this number of distinct
+    lengths the edges are exact; with more lognormal lengths, batches take up to 0.2 % longer than the optimum with
+    sigma 0.8, up to 0.7 % with sigma 2.
+    Edges lie between distinct lengths, as in equal_mass_edges: no tie is split, no bin is empty, and there are fewer
+    bins if there are fewer distinct lengths or groups. A further bin never makes batches slower. The mean wait for a
+    batch to fill is that of any k bins (bins/capacity.py); but if few requests have long answers, they get a bin of
+    their own, which fills slowly.
+    Takes O(n log n + bins parts^2): for 4096 lengths and 8 bins, 2 ms with parts = 128 and 4 ms with 256.
     Raises ValueError on an empty or non-finite sample, bins < 1, batch_size < 1 or parts < 1.
     """
     distinct, counts = _distinct(lengths, bins)
@@ -124,21 +124,21 @@ def _check_sizes(batch_size: int, parts: int) -> None:
 
 
 def _edges_before(distinct: Floats, starts: NDArray[np.intp]) -> Edges:
-    """Edges halfway between each of these distinct lengths, by index, and the one before it."""
+    """Edges halfway between each of these distinct lengths and its predecessor. starts : indices, >= 1."""
     return tuple(((distinct[starts - 1] + distinct[starts]) / 2).tolist())
 
 
 def _groups(distinct: Floats, counts: NDArray[np.intp], first: NDArray[np.intp]) -> tuple[Floats, Floats]:
-    """(groups,) mean length and number of requests of each group. first : where they begin."""
+    """(groups,) mean length and number of requests of each group. first : indices at which the groups begin."""
     size = np.add.reduceat(counts, first).astype(float)
     return np.add.reduceat(counts * distinct, first) / size, size
 
 
 def _group_starts(distinct: Floats, counts: NDArray[np.intp], parts: int) -> NDArray[np.intp]:
-    """Where groups of neighbouring lengths begin, at most `parts` of them; each length its own where that suffices.
+    """Indices at which groups of neighbouring lengths begin, at most `parts`; one group per length if that is enough.
 
-    A group holds at most 2 / parts of the mass, but for a tie, and spans at most 2 / parts of the range: by mass alone
-    the last group would hold the longest answers together, which is where the first cut pays most.
+    A group holds at most 2 / parts of the mass (more only in a tie) and spans at most 2 / parts of the range. By mass
+    alone the last group would hold all of the longest answers, where a cut gains most.
     """
     if distinct.size <= parts:
         return np.arange(distinct.size)
@@ -149,13 +149,13 @@ def _group_starts(distinct: Floats, counts: NDArray[np.intp], parts: int) -> NDA
 
 
 def _batch_times(mean: Floats, size: Floats, batch_size: int) -> Floats:
-    """Requests in a bin times the expected longest of a batch from it, for every bin that could be.
+    """Number of requests in a bin times the expected longest of a batch from the bin, for every possible bin.
 
     mean, size : (groups,) length and number of requests of each group, ascending in length.
-    Returns (groups + 1, groups), at [j, i] of the bin of the groups i, ..., j - 1; inf where there is none.
-    The longest of B is in the bin's last group, of length x, but with probability q that all are below it: with one
-    more group E becomes q E + (1 - q) x, q the B-th power of the share below. So each row follows from the one before;
-    all terms are positive, and where q underflows it is nothing.
+    Returns (groups + 1, groups); [j, i] is the bin of the groups i, ..., j - 1, and inf where i >= j.
+    With probability q all B requests lie below the bin's last group; else the longest is in the last group, of length
+    x. So one more group changes E to q E + (1 - q) x, with q the B-th power of the share below. Each row follows from
+    the previous row; all terms are positive, and q may underflow to 0.
     """
     groups = mean.size
     below = np.concatenate([[0.0], np.cumsum(size)])
@@ -172,10 +172,10 @@ def _batch_times(mean: Floats, size: Floats, batch_size: int) -> Floats:
 
 
 def _best_cuts(times: Floats, bins: int) -> NDArray[np.intp]:
-    """Where the second and later bins begin, so that the sum of their times is least. times : as of _batch_times."""
+    """Groups at which the second and later bins begin, for the least sum of times. times : as from _batch_times."""
     groups = times.shape[1]
     ends = np.arange(groups + 1)
-    best = times[:, 0]  # (ends,) least sum for the groups before each, with as many bins as were tried
+    best = times[:, 0]  # (ends,) least sum for the groups before each end, with the bins added so far
     starts = []
     for _ in range(bins - 1):
         sums = times + best[:groups]  # (end of the last bin, its start)
@@ -190,15 +190,15 @@ def _best_cuts(times: Floats, bins: int) -> NDArray[np.intp]:
 def answered_edges(
     scores: ArrayLike, lengths: ArrayLike, bins: int, batch_size: int, *, parts: int = 48, gain_min: float = 0.02
 ) -> Edges:
-    """Edges over scores, for which batches take the least expected time by how long the answers came out.
+    """Edges over scores that minimise the expected batch time, by the lengths of the answers.
 
-    scores : (n,) what requests were put into bins by.  lengths : (n,) output tokens of their answers; n >= 1, finite.
-    As optimal_edges, but a bin's longest answer is that of its answers, not that of its scores: the worse scores tell
-    lengths, the less there is to gain, and edges that take scores for lengths would lose (bins of long scores would be
-    kept small for nothing). Where the gain over equal mass is less than `gain_min` of the time it is equal mass: so
-    little a sample of some thousand answers cannot tell from chance.
-    Both are looked at in at most `parts` groups. Takes O(n log n + (parts + bins) parts^2): 4 ms of 4096 answers.
-    Raises ValueError as optimal_edges does, and when there are not as many lengths as scores.
+    scores : (n,) values that chose the requests' bins.  lengths : (n,) output tokens of their answers; n >= 1, finite.
+    As optimal_edges, but the longest of a batch is taken from the bin's answers instead of its scores. The worse scores
+    predict lengths, the less edges can gain; edges that take scores for lengths would even lose, for they would keep
+    bins of long scores small without need. Returns equal_mass_edges if the gain over these is less than `gain_min` of
+    the time: a sample of some thousand answers cannot tell a smaller gain from chance.
+    Scores and lengths are divided into at most `parts` groups each. Takes O(n log n + (parts + bins) parts^2): 4 ms for
+    4096 answers. Raises ValueError as optimal_edges does, and when the numbers of lengths and scores differ.
     """
     score, length = np.asarray(scores, dtype=float).ravel(), np.asarray(lengths, dtype=float).ravel()
     if score.size != length.size:
@@ -225,13 +225,13 @@ def answered_edges(
 
 
 def _count(group_of: NDArray[np.intp], level_of: NDArray[np.intp], groups: int, levels: int) -> Floats:
-    """How many of each group are at or below each level: (groups, levels)."""
+    """(groups, levels) number of requests of each group at or below each level."""
     counts = np.bincount(group_of * levels + level_of, minlength=groups * levels)
     return counts.reshape(groups, levels).cumsum(axis=1).astype(float)
 
 
 def _answered_times(counts: Floats, levels: Floats, batch_size: int) -> Floats:
-    """As _batch_times, of groups whose members are so long.  counts : as of _count.  levels : (levels,) tokens."""
+    """As _batch_times, for groups of mixed lengths.  counts : as from _count.  levels : (levels,) tokens."""
     groups = counts.shape[0]
     below = np.concatenate([np.zeros((1, levels.size)), counts.cumsum(axis=0)])
     times = np.full((groups + 1, groups), np.inf)
@@ -244,19 +244,19 @@ def _answered_times(counts: Floats, levels: Floats, batch_size: int) -> Floats:
 
 
 def index_of(edges: ArrayLike, lengths: ArrayLike) -> NDArray[np.intp]:
-    """Bin of each length: shape of `lengths`, values 0 .. len(edges). A length on an edge is in the upper bin."""
+    """Bin of each length, in the shape of `lengths`: 0 .. len(edges). A length on an edge is in the upper bin."""
     return np.searchsorted(np.asarray(edges, dtype=float), np.asarray(lengths, dtype=float), side="right")
 
 
 class OnlineEdges:
-    """Edges that follow what is put into the bins: predicted lengths, or risks (bins/risk.py).
+    """Edges that follow the arriving values: predicted lengths, or risks (bins/risk.py).
 
-    Fitted to what arrives, bins get equal shares of it however far predictions are off.
-    fit : makes the edges from the last `window` values (n,), n >= 1; equal mass unless another is given.
-    It starts with `sample` (predictions for prompts like the training's, in a fixed shuffled order, so that traffic
-    displaces it evenly) and fits again after every `refit_every` observations.
-    With a starting sample, or fixed `edges`, bins exist from the first request on; with neither, one bin serves
-    until `refit_every` values have been seen. refit_every = 0 keeps the first edges for good.
+    Because edges are fitted to arriving values, bins get equal shares of them however wrong predictions are.
+    fit : makes edges from the last `window` values (n,), n >= 1; default: equal mass.
+    sample : starting values (predictions for prompts like the training's); they are shuffled in a fixed order, so that
+    traffic replaces them evenly. Edges are fitted again after every `refit_every` observations.
+    With a sample or fixed `edges`, bins exist from the first request on; with neither, one bin serves until
+    `refit_every` values have arrived. refit_every = 0 never changes the first edges.
     """
 
     def __init__(
@@ -279,8 +279,8 @@ class OnlineEdges:
         self._fit = fit or (lambda values: equal_mass_edges(values, bins))
         start = np.random.default_rng(0).permutation(np.asarray(sample, dtype=float))[:window]
         self._window = window
-        self._seen = start  # values, in order of arrival
-        self._new: list[float] = []  # since the last fit: they join the others all at once
+        self._values = start  # the last values, in order of arrival
+        self._new: list[float] = []  # values since the last fit, added all at once
         self._refit_every = refit_every if bins > 1 else 0
         if edges is not None:
             self.edges: Edges = tuple(float(edge) for edge in edges)
@@ -288,17 +288,17 @@ class OnlineEdges:
             self.edges = self._fit(start) if start.size and bins > 1 else ()
 
     def bin_of(self, length: float) -> int:
-        """Bin of one value under the edges in force (a scalar bisect: it is on every request's path)."""
+        """Bin of one value by the present edges (a scalar bisect, for every request pays for it)."""
         return bisect_right(self.edges, length)
 
     def observe(self, length: float) -> bool:
-        """Count one value; True when this one made the edges be fitted again."""
+        """Count one value. True when the edges have been fitted again."""
         if not self._refit_every:
             return False
         self._new.append(length)
         if len(self._new) < self._refit_every:
             return False
-        self._seen = np.concatenate([self._seen, self._new])[-self._window :]
+        self._values = np.concatenate([self._values, self._new])[-self._window :]
         self._new = []
-        self.edges = self._fit(self._seen)
+        self.edges = self._fit(self._values)
         return True

@@ -1,4 +1,4 @@
-"""A profile from what an engine was seen to take."""
+"""Fits an engine's profile to observed batches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from bins.profile import EnergySource, Profile
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One batch that ran.
+    """One observed batch.
 
     size     sequences
     tokens   steps: output tokens of its longest answer, > 0
-    seconds  from its start to its last end, > 0
-    joules   drawn meanwhile, > 0; None: not measured
+    seconds  from its start to the end of its last answer, > 0
+    joules   drawn during these seconds, > 0; None: not measured
     """
 
     size: int
@@ -45,19 +45,19 @@ def fit(
     busy_w: float | None = None,
     slots_max: int | None = None,
 ) -> Profile:
-    """The profile that explains observed batches best: least squared relative residuals, no term below 0.
+    """The profile with the least squared relative residuals over observed batches, no term below 0.
 
-        seconds = prefill_s + tokens * (slope * size + intercept)      and joules likewise, over those that have them
+        seconds = prefill_s + tokens * (slope * size + intercept)      and joules likewise, over batches with joules
 
-    When all batches had as many tokens, prefill cannot be told from steps and is 0. The curves' errors are the mean
-    absolute relative errors of the batches' seconds and joules; their points are the means over each size.
-    busy_w : watts while running, for when no observation has joules; the energy is then modelled as that times time.
-    Where busy_w is None too the energy is unknown, and idle_w of no use. Raises ValueError when the observations are
-    not of at least two different sizes, or idle_w is above the watts while running.
+    If all batches have the same number of tokens, prefill cannot be told from steps and is 0. The curves' errors are
+    the mean absolute relative errors of the batches' seconds and joules; their points are the means over each size.
+    busy_w : watts while running, used if no observation has joules; the energy is then modelled as busy_w times time.
+    If busy_w is also None, the energy is unknown and idle_w is not used. Raises ValueError when the observations have
+    fewer than two different sizes, or idle_w is above the watts while running.
     """
-    seen = list(observations)
-    metered = [(batch, batch.joules) for batch in seen if batch.joules is not None]
-    prefill_s, step_s = _fit_batches(seen, [batch.seconds for batch in seen])
+    batches = list(observations)
+    metered = [(batch, batch.joules) for batch in batches if batch.joules is not None]
+    prefill_s, step_s = _fit_batches(batches, [batch.seconds for batch in batches])
     energy_source: EnergySource = "measured"
     if metered:
         prefill_j, step_j = _fit_batches([batch for batch, _ in metered], [joules for _, joules in metered])
@@ -85,7 +85,7 @@ def _fit_batches(batches: Sequence[Observation], totals: Sequence[float]) -> tup
     tokens = np.array([batch.tokens for batch in batches], dtype=float)
     y = np.array(totals)
     check_two_sizes(sizes)
-    # Prefill comes last: where it cannot be told from steps, it is the term to go without.
+    # Prefill comes last, because non_negative_fit drops the last term of equally good fits.
     columns = np.column_stack([tokens, tokens * sizes, np.ones_like(tokens)])
     terms = non_negative_fit(columns, y)
     intercept, slope, prefill = terms

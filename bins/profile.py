@@ -3,15 +3,16 @@
     b             sequences that run together: the size of a batch
     L             steps of a batch: output tokens of its longest answer (a static batch runs all its rows to the end)
     tau(b)        s, one step: `step_s`
-    eps(b)        J, one step, everything that the machine draws meanwhile: `step_j`
+    eps(b)        J, one step, the whole draw of the machine: `step_j`
     T = prefill_s + L tau(b)      s, a batch
     J = prefill_j + L eps(b)      J, a batch
 
-Both are affine in L, so their means over the batches of a bin need E[L] only: the mean of the longest of b draws from
-the bin's lengths (bins/risk.py). What the machine draws while nothing runs is apart: `idle_w`.
+T and J are affine in L, so their means over the batches of a bin only need E[L]: the mean of the longest of b draws
+from the bin's lengths (bins/risk.py). The power of an idle machine is `idle_w`.
 
-That is a batch that runs to its end. Where slots refill, prefills overlap with others' steps and have no joules of
-their own: as long as n sequences have a slot, in prefill or not, the machine draws eps(n) / tau(n) watts, `power_w`.
+These equations are for batches that run to their end. On refill engines, prefills overlap with the steps of other
+requests and have no joules of their own: while n sequences have a slot, in prefill or not, the machine draws
+eps(n) / tau(n) watts, `power_w`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from bins.curve import Curve, Floats, check_number
 from bins.risk import risks
 
 VERSION = 1
-ROUNDING = 1e-9  # relative: the power of a profile modelled at a constant power is that power, to rounding
+ROUNDING = 1e-9  # relative: idle_w may exceed the least power by this much, for rounding
 
 Steps = TypeVar("Steps", float, Floats)
 EnergySource = Literal["measured", "published", "modelled", "unknown"]
@@ -42,34 +43,34 @@ ENERGY_FIELDS = ("step_j", "idle_w", "prefill_j")
 
 
 def batch_s(longest: Steps, step_s: Steps | float, prefill_s: Steps | float) -> Steps:
-    """Seconds of a static batch: prefill_s + longest * step_s. The one place that says so. Arrays are broadcast.
+    """Seconds of a static batch: prefill_s + longest * step_s. The only place with this equation. Arrays are broadcast.
 
-    longest    output tokens of its longest answer: the steps that it runs
-    step_s     seconds of a step of as many sequences as it has
-    prefill_s  seconds before its first step
-    Source: Multi-Bin, Section 3, whose batch takes its longest answer's time; prefill and the step's dependence on the
-    size are added to that.
+    longest    output tokens of the longest answer, which is the number of steps
+    step_s     seconds of a step at the batch's size
+    prefill_s  seconds before the first step
+    Source: Multi-Bin, Section 3, where a batch takes its longest answer's time; prefill and the dependence of the step
+    on the size are additions.
     """
     return prefill_s + longest * step_s
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """How long batches of one model take on one engine: prefill and steps, in seconds.
+    """Times of batches of one model on one engine, in seconds.
 
     prefill_s  before a batch's first step, >= 0
-    step_s     (sizes,) of a step of 1, 2, ... sequences, >= 0; () where nothing is known
+    step_s     (sizes,) of a step of 1, 2, ... sequences, >= 0; () if unknown
     """
 
     prefill_s: float
     step_s: tuple[float, ...]
 
     def batch_s(self, longest: Steps, size: int, prompts_s: Steps | float = 0.0) -> Steps:
-        """Seconds of a batch of `size` sequences, >= 1; those beyond the last known size take that one's step.
+        """Seconds of a batch of `size` sequences, >= 1; sizes beyond the last known size take the last size's step.
 
-        longest    output tokens of its longest answer: a number, or an array of any shape
-        prompts_s  seconds that its prompts add to the prefill
-        Raises IndexError where step_s is ().
+        longest    output tokens of the longest answer: a number, or an array of any shape
+        prompts_s  seconds that the prompts add to the prefill
+        Raises IndexError when step_s is ().
         """
         return batch_s(longest, self.step_s[min(size, len(self.step_s)) - 1], self.prefill_s + prompts_s)
 
@@ -81,17 +82,17 @@ class StepTimes:
 class Profile:
     """Seconds and joules of a batch on one engine; see the module for the equations.
 
-    name           of the engine: its hardware and model
-    step_s         seconds of one step, by sequences that run together
-    step_j         joules of one step, everything that the machine draws meanwhile
-    idle_w         watts while nothing runs, at most what it draws while anything runs
-    prefill_s      seconds that a batch spends before its first token
-    prefill_j      joules that it takes for that
-    slots_max      sequences that can run together at most; None: not known
-    source         a sentence: where these numbers are from
-    energy_source  measured on this engine, published by others, modelled from a power that was assumed, or unknown
+    name           name of the engine: its hardware and model
+    step_s         seconds of one step, by the number of sequences that run together
+    step_j         joules of one step, the whole draw of the machine
+    idle_w         watts while nothing runs, at most the least power while anything runs
+    prefill_s      seconds of a batch before its first token
+    prefill_j      joules of a batch before its first token
+    slots_max      largest number of sequences that can run together; None: unknown
+    source         a sentence: the origin of these numbers
+    energy_source  measured on this engine, published by others, modelled from an assumed power, or unknown
 
-    Where energy is unknown, joules and watts are relative, good for comparing policies and never to be shown; see
+    If energy is unknown, joules and watts are relative: they compare policies and must never be shown; see
     `Profile.timed`.
     """
 
@@ -120,15 +121,15 @@ class Profile:
             raise ValueError(f"a profile's slots_max must be a whole number of at least 1, not {self.slots_max!r}")
         if self.energy_known and self.idle_w > self.power_w_min * (1 + ROUNDING):
             raise ValueError(
-                f"a profile's idle_w must be at most what is drawn while anything runs, {self.power_w_min:.6g} W at "
-                f"the least, not {self.idle_w:.6g}"
+                f"a profile's idle_w must be at most the least power while anything runs, {self.power_w_min:.6g} W, "
+                f"not {self.idle_w:.6g}"
             )
 
     @classmethod
     def timed(
         cls, name: str, step_s: Curve, *, prefill_s: float = 0.0, slots_max: int | None = None, source: str
     ) -> Profile:
-        """A profile of which only times are known. Its energy is relative: 1 W while anything runs, 0 W otherwise."""
+        """A profile with times only. Its energy is relative: 1 W while anything runs, 0 W otherwise."""
         return cls(
             name,
             step_s,
@@ -143,14 +144,14 @@ class Profile:
 
     @property
     def energy_known(self) -> bool:
-        """Whether its joules and watts are joules and watts."""
+        """False when joules and watts are only relative."""
         return self.energy_source != "unknown"
 
     @property
     def power_w_min(self) -> float:
-        """Least watts while anything runs, over the sizes that are known: from 1 to slots_max or the last point.
+        """Least watts while anything runs, over the known sizes: from 1 to slots_max or the last point.
 
-        Between points both curves are straight, and their quotient is monotone: it is least at one of them.
+        Between two points both curves are straight and their quotient is monotone, so the minimum is at a point.
         """
         most = math.inf if self.slots_max is None else self.slots_max
         points = [1.0, *self.step_s.sizes, *self.step_j.sizes, self.slots_max or 1.0]
@@ -165,11 +166,11 @@ class Profile:
         return batch_s(longest_tokens(lengths, b), self.step_s.at(b), self.prefill_s)
 
     def step_times(self, sizes: int) -> StepTimes:
-        """Of batches of 1 .. sizes sequences; slots_max is no bound here. sizes : >= 1."""
+        """Step times of batches of 1 .. sizes sequences; slots_max is no bound here. sizes : >= 1."""
         return StepTimes(self.prefill_s, tuple(self.step_s.at(np.arange(1, sizes + 1)).tolist()))
 
     def at_pace(self, pace: float) -> Profile:
-        """Of engines that take `pace` seconds for each second of this one, and draw as much meanwhile. pace : > 0."""
+        """Profile of engines that take `pace` seconds for each second of this one, at the same power. pace : > 0."""
         return replace(
             self,
             step_s=self.step_s.times(pace),
@@ -195,23 +196,23 @@ class Profile:
         return b
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, for `Profile.load` and for reading; without joules and watts where they are relative."""
-        whole = asdict(self) | {"step_s": _curve_fields(self.step_s), "step_j": _curve_fields(self.step_j)}
+        """Write the profile as readable JSON for `Profile.load`, without joules and watts if they are relative."""
+        members = asdict(self) | {"step_s": _curve_fields(self.step_s), "step_j": _curve_fields(self.step_j)}
         if not self.energy_known:
-            whole = {name: value for name, value in whole.items() if name not in ENERGY_FIELDS}
-        Path(path).write_text(json.dumps({"version": VERSION, **whole}, indent=2, ensure_ascii=False) + "\n")
+            members = {name: value for name, value in members.items() if name not in ENERGY_FIELDS}
+        Path(path).write_text(json.dumps({"version": VERSION, **members}, indent=2, ensure_ascii=False) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """A saved profile. Raises ValueError naming the file and the key that is unknown, missing or wrong."""
+        """A saved profile. Raises ValueError, which names the file and the key that is unknown, missing or wrong."""
         try:
-            found = json.loads(Path(path).read_text())
+            document = json.loads(Path(path).read_text())
         except OSError as error:
             raise ValueError(f"cannot read the profile {path}: {error.strerror}") from error
         except ValueError as error:
             raise ValueError(f"the profile {path} is not JSON: {error}") from error
         try:
-            return _read_profile(found)
+            return _read_profile(document)
         except ValueError as error:
             raise ValueError(f"the profile {path}: {error}") from error
 
@@ -221,7 +222,7 @@ def longest_tokens(lengths: Sequence[ArrayLike], sizes: ArrayLike) -> Floats:
 
     lengths : for each bin a sample x_(1) <= ... <= x_(n) of output lengths, in any order; finite, >= 0, n >= 1.
     sizes : (sizes,) whole numbers b >= 1.
-    Exact for draws with replacement: sum_i x_(i) ((i/n)^b - ((i-1)/n)^b).
+    Exact for b draws with replacement: sum_i x_(i) ((i/n)^b - ((i-1)/n)^b).
     """
     b = np.atleast_1d(np.asarray(sizes, dtype=float))
     if b.ndim != 1 or not (b >= 1).all() or (b != np.round(b)).any():
@@ -244,13 +245,13 @@ def _longest_of_sample(sample: ArrayLike, index: int, sizes: NDArray[np.intp]) -
 # ---- reading and checking -----------------------------------------------------------------------------------------
 
 
-def _read_profile(found: object) -> Profile:
-    if isinstance(found, dict) and found.get("energy_source") == "unknown":
-        members = _members(found, Profile, "a profile of unknown energy", also=("version",), without=ENERGY_FIELDS)
+def _read_profile(document: object) -> Profile:
+    if isinstance(document, dict) and document.get("energy_source") == "unknown":
+        members = _members(document, Profile, "a profile of unknown energy", also=("version",), without=ENERGY_FIELDS)
     else:
-        members = _members(found, Profile, "a profile", also=("version",))
+        members = _members(document, Profile, "a profile", also=("version",))
     if (version := members.pop("version")) != VERSION:
-        raise ValueError(f"its version is {version!r}; this is version {VERSION}")
+        raise ValueError(f"its version is {version!r}; only version {VERSION} can be read")
     members["step_s"] = _read_curve(members["step_s"], "step_s")
     if "step_j" in members:
         members["step_j"] = _read_curve(members["step_j"], "step_j")
@@ -259,8 +260,8 @@ def _read_profile(found: object) -> Profile:
     return Profile.timed(**members)
 
 
-def _read_curve(found: object, name: str) -> Curve:
-    members = _members(found, Curve, name)
+def _read_curve(document: object, name: str) -> Curve:
+    members = _members(document, Curve, name)
     for row in ("sizes", "values"):
         if row in members:
             if not isinstance(members[row], list):
@@ -273,26 +274,26 @@ def _read_curve(found: object, name: str) -> Curve:
 
 
 def _members(
-    found: object, kind: type[Any], place: str, also: tuple[str, ...] = (), without: tuple[str, ...] = ()
+    document: object, kind: type[Any], place: str, also: tuple[str, ...] = (), without: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """A JSON object whose keys are the fields of a dataclass; those without a default must be there.
+    """The members of a JSON object whose keys are a dataclass's fields; fields without a default are required.
 
-    also : further keys that must be there.  without : fields that must not.
+    also : further required keys.  without : forbidden fields.  Raises ValueError on other keys and missing keys.
     """
-    if not isinstance(found, dict):
-        raise ValueError(f"{place} must be an object, not {type(found).__name__}")
-    wanted = [field for field in fields(kind) if field.name not in without]
-    known = [*also, *(field.name for field in wanted)]
-    for key in found:
+    if not isinstance(document, dict):
+        raise ValueError(f"{place} must be an object, not {type(document).__name__}")
+    allowed = [field for field in fields(kind) if field.name not in without]
+    keys = [*also, *(field.name for field in allowed)]
+    for key in document:
         if key in without:
-            raise ValueError(f"{key!r} has no place in {place}")
-        if key not in known:
-            near = get_close_matches(key, known, n=1)
+            raise ValueError(f"{key!r} is not allowed in {place}")
+        if key not in keys:
+            near = get_close_matches(key, keys, n=1)
             raise ValueError(f"unknown key {key!r} in {place}" + (f"; did you mean {near[0]!r}?" if near else ""))
-    for key in [*also, *(field.name for field in wanted if field.default is MISSING)]:
-        if key not in found:
+    for key in [*also, *(field.name for field in allowed if field.default is MISSING)]:
+        if key not in document:
             raise ValueError(f"{key!r} is missing in {place}")
-    return dict(found)
+    return dict(document)
 
 
 def _curve_fields(curve: Curve) -> dict[str, Any]:
@@ -300,48 +301,21 @@ def _curve_fields(curve: Curve) -> dict[str, Any]:
     return {name: getattr(curve, name) for name in names}
 
 
-# ---- published profiles -------------------------------------------------------------------------------------------
+# ---- shipped profiles -------------------------------------------------------------------------------------------
 
 PROFILES: Mapping[str, Profile] = {
-    profile.name: profile
-    for profile in (
-        Profile(
-            name="h100-llama-3.1-8b",
-            step_s=Curve.affine(0.0790e-3, 6.54e-3, error=0.017),
-            step_j=Curve.affine(0.0665, 3.162, error=0.019),
-            idle_w=90.0,
-            source=(
-                "ML.ENERGY benchmark, Llama-3.1-8B-Instruct in bfloat16 on one H100, lm-arena-chat, batches of 8 to "
-                "690: affine fits of the median inter-token latency (error 1.7 %) and of the energy of a step "
-                "(error 1.9 %). Prefill is not in it: a batch begins with its first token, at no time and no energy. "
-                "It publishes no idle power: 90 W is assumed, as idle H100s draw 70 to 120 W."
-            ),
-            energy_source="published",
-        ),
-        Profile(
-            name="p4-googlenet",
-            step_s=Curve.affine(0.3051e-3, 1.0524e-3),
-            step_j=Curve.affine(19.899e-3, 19.603e-3),
-            idle_w=0.0,
-            source=(
-                "SMDP-based dynamic batching, the basic scenario: GoogLeNet on a Tesla P4, one step (an inference) for "
-                "each request, deterministic. The paper does not count idle power."
-            ),
-            energy_source="published",
-            slots_max=32,
-        ),
-    )
+    path.stem: Profile.load(path) for path in sorted(Path(__file__).with_name("profiles").glob("*.json"))
 }
-"""By name."""
+"""By name: the files of bins/profiles, whose names are the profiles' own."""
 
 
 def resolve(name_or_path: str | Path) -> Profile:
-    """A published profile by its name, else a saved one by its path. Raises ValueError when it is neither."""
+    """A shipped profile by its name, else a saved profile by its path. Raises ValueError for neither."""
     name = str(name_or_path)
     if name in PROFILES:
         return PROFILES[name]
     if Path(name).exists():
         return Profile.load(name)
     near = get_close_matches(name, PROFILES, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"published ones are {', '.join(PROFILES)}"
-    raise ValueError(f"{name!r} is neither a published profile nor a file; {hint}")
+    hint = f"did you mean {' or '.join(near)}?" if near else f"shipped profiles are {', '.join(PROFILES)}"
+    raise ValueError(f"{name!r} is neither a shipped profile nor a file; {hint}")

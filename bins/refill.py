@@ -1,13 +1,13 @@
-"""When an idle engine whose slots refill should start: a threshold on how many wait for it.
+"""When an idle refill engine should start: a threshold on the number of waiting requests.
 
-    n           requests that run
+    n           running requests
     lambda      arrivals a second, Poisson
-    mu(n)       ends a second: n over the time of a mean answer when n run beside each other
-    p(n)        power above idle while n run
-    T_n, E_n, H_n   time, energy above idle and request-seconds until one fewer runs
+    mu(n)       ends a second: n over the time of a mean answer while n requests run
+    p(n)        power above idle while n requests run
+    T_n, E_n, H_n   time, energy above idle and request-seconds until n - 1 requests run
 
-While anything runs, whoever comes joins it at once, for that costs next to nothing. So only an idle engine decides: it
-waits for Q requests and starts them together, for the fewer starts, the less time it runs with few. Lengths are taken
+On a busy engine, a new request starts at once, for that costs next to nothing. So only an idle engine decides: it waits
+for Q requests and starts them together, for fewer starts mean less time with few running requests. Lengths are modelled
 as exponential; then n is a birth-death process, and from n down to n - 1
 
     T_n = (1 + lambda T_{n+1}) / mu(n),   E_n = (p(n) + lambda E_{n+1}) / mu(n),   H_n = (n + lambda H_{n+1}) / mu(n).
@@ -24,7 +24,7 @@ import numpy as np
 from bins.service import Array
 from bins.smdp_model import MS_PER_S, Unstable
 
-BEYOND = 4  # times the slots: up to so many requests in the engine and before it are followed
+BEYOND = 4  # requests at the engine, running or waiting, are modelled up to this multiple of its slots
 
 
 @dataclass(frozen=True)
@@ -48,30 +48,30 @@ class RefillEngine:
         full_s = float(per_end_s[-1])
         if rate * full_s >= 1.0:
             raise Unstable(f"{rate:.6g} requests a second are more than {slots} slots can serve")
-        left_s = full_s / (1.0 - rate * full_s)  # beyond, a queue with one server: exact
-        down[:, -1] = left_s, power_w[-1] * left_s, (n.size + 1) * left_s + rate * left_s**2
-        each = np.stack([np.ones(n.size), power_w, n])
+        last_s = full_s / (1.0 - rate * full_s)  # from the last n on, an exact queue with one server
+        down[:, -1] = last_s, power_w[-1] * last_s, (n.size + 1) * last_s + rate * last_s**2
+        per_s = np.stack([np.ones(n.size), power_w, n])  # growth of T, E, H a second
         for index in range(n.size - 1, -1, -1):
-            down[:, index] = per_end_s[index] * (each[:, index] + rate * down[:, index + 1])
-        time_s, energy_j, held = np.cumsum(down[:, :slots], axis=1)
+            down[:, index] = per_end_s[index] * (per_s[:, index] + rate * down[:, index + 1])
+        time_s, energy_j, request_s = np.cumsum(down[:, :slots], axis=1)
         least = np.arange(1, slots + 1)
         cycle_s = least / rate + time_s
-        response_s = (least * (least - 1) / (2 * rate) + held) / cycle_s / rate
+        response_s = (least * (least - 1) / (2 * rate) + request_s) / cycle_s / rate
         return response_s, self.idle_power_w + energy_j / cycle_s
 
     @property
     def load(self) -> float:
-        """Arrivals over what all slots together can serve."""
+        """Arrivals a second over the most that all slots together can serve."""
         return self.arrival_rate_per_s * self.tokens_mean * float(self.step_s[-1]) / self.step_s.size
 
     def best(
         self, energy_weight: float, response_s_max: float | None = None, most: int | None = None
     ) -> tuple[int, float, float, bool]:
-        """(Q, mean response time, mean power, whether the target is met): least cost, or least power in the target.
+        """(Q, mean response time, mean power, whether the target is met), for least cost or least power in the target.
 
-        most: largest Q to choose.
+        most: largest Q to choose.  Raises Unstable.
         """
-        response_s, power_w = (each[:most] for each in self.thresholds())
+        response_s, power_w = (means[:most] for means in self.thresholds())
         if response_s_max is None:
             index = int(np.argmin(MS_PER_S * response_s + energy_weight * power_w))
         elif (response_s <= response_s_max).any():

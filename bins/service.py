@@ -1,12 +1,12 @@
-"""How long a batch takes, as a random variable, by its size.
+"""The time of a batch as a random variable, by the batch size.
 
     G_b       service time of a batch of b                                          SMDP-J, Section III
     p_k^[b]   probability of k Poisson arrivals during G_b                           SMDP-J, eq. 4
     F         distribution of the output lengths in a bin
 
-G_b is a mixture of gamma distributions of one shape: one part of infinite shape is a fixed time, of shape 1 an
-exponential one, two parts of shape 1 the hyperexponential; many parts of infinite shape are an empirical distribution.
-So p_k is a mixture of negative binomials, or of Poisson distributions, in closed form.
+G_b is a mixture of gamma distributions of the same shape. One part of infinite shape is a fixed time, one part of shape
+1 an exponential time, two parts of shape 1 a hyperexponential time; many parts of infinite shape are an empirical
+distribution. So p_k is a mixture of negative binomials, or of Poisson distributions, in closed form.
 
 The batch of an LLM bin runs until its longest answer ends: G_b(x) = F(x / t_b)^b with t_b the time of a step of b.
 """
@@ -23,14 +23,14 @@ from bins.profile import batch_s
 
 Array = NDArray[np.float64]
 
-LOG_NEVER = -460.0  # log of 1e-200: smaller probabilities are zero, for denormal numbers slow everything down
-PARTS = 32  # equally likely values that stand for the longest of b lengths
+LOG_NEVER = -460.0  # log of 1e-200: smaller probabilities count as zero, for denormal numbers are slow
+PARTS = 32  # equally likely values that represent the longest of b lengths
 
 
 @dataclass(frozen=True)
 class ServiceTimes:
     """sizes : (sizes,) int, consecutive.  parts_s : (sizes, parts) means, seconds, > 0.
-    weights : (parts,) of the parts, sum 1.  shape : of the gamma distribution of each part; inf: fixed.
+    weights : (parts,) of the parts, sum 1.  shape : shape of each part's gamma distribution; inf: a fixed time.
     """
 
     sizes: NDArray[np.intp]
@@ -43,18 +43,18 @@ class ServiceTimes:
         if sizes.ndim != 1 or not sizes.size or sizes[0] < 1 or (np.diff(sizes) != 1).any():
             raise ValueError("batch sizes must be consecutive and start at 1 or above")
         if parts_s.shape != (sizes.size, self.weights.size):
-            raise ValueError(f"times {parts_s.shape} are not of {sizes.size} sizes and {self.weights.size} parts")
+            raise ValueError(f"times must have shape {(sizes.size, self.weights.size)}, not {parts_s.shape}")
         if not ((parts_s > 0).all() and np.isfinite(parts_s).all()):
             raise ValueError("service times must be positive and finite")
 
     @classmethod
     def deterministic(cls, mean_s: ArrayLike, batch_min: int = 1) -> ServiceTimes:
-        """mean_s : (sizes,) seconds, of batches of batch_min, batch_min + 1, ..."""
+        """Fixed times. mean_s : (sizes,) seconds, for batches of batch_min, batch_min + 1, ..."""
         return cls._of_shape(mean_s, batch_min, np.inf)
 
     @classmethod
     def erlang(cls, mean_s: ArrayLike, batch_min: int = 1, shape: int = 2) -> ServiceTimes:
-        """Squared coefficient of variation 1 / shape."""
+        """Erlang times, with a squared coefficient of variation of 1 / shape."""
         return cls._of_shape(mean_s, batch_min, shape)
 
     @classmethod
@@ -63,7 +63,7 @@ class ServiceTimes:
 
     @classmethod
     def hyperexponential(cls, mean_s: ArrayLike, batch_min: int = 1) -> ServiceTimes:
-        """Exponential with half the mean (probability 2/3) or twice the mean (SMDP-J, Section VII-C): variance 2."""
+        """Exponential with half (probability 2/3) or twice the mean (SMDP-J, Section VII-C): variance 2 mean^2."""
         mean = np.atleast_1d(np.asarray(mean_s, dtype=float))
         return cls(_sizes(mean, batch_min), mean[:, None] * [0.5, 2.0], np.array([2.0, 1.0]) / 3.0, 1.0)
 
@@ -71,11 +71,11 @@ class ServiceTimes:
     def longest_of(
         cls, lengths: ArrayLike, step_s: ArrayLike, *, batch_min: int = 1, prefill_s: float = 0.0, parts: int = PARTS
     ) -> ServiceTimes:
-        """A batch that runs until its longest answer ends.
+        """Times of batches that run until their longest answer ends.
 
         lengths : sample of one bin's output lengths, tokens.  step_s : (sizes,) seconds of a step, by batch size.
-        The mean of the longest is exact; its distribution is that of `parts` equally likely values, the means of as
-        many slices.
+        The mean of the longest is exact; its distribution is approximated by `parts` equally likely values, the means
+        of as many slices.
         """
         step = np.atleast_1d(np.asarray(step_s, dtype=float))
         sizes = _sizes(step, batch_min)
@@ -89,7 +89,7 @@ class ServiceTimes:
 
     @cached_property
     def mean_s(self) -> Array:
-        """(sizes,) l(b)."""
+        """(sizes,) mean l(b), seconds."""
         result: Array = self.parts_s @ self.weights
         return result
 
@@ -130,8 +130,8 @@ def _sizes(values: Array, batch_min: int) -> NDArray[np.intp]:
 def longest_slices(lengths: ArrayLike, sizes: ArrayLike, parts: int) -> Array:
     """The longest of b draws from a sample as equally likely values: (sizes, parts), ascending along parts.
 
-    Each is the mean of the longest over its slice of probability 1 / parts, so that their mean is E[longest] exactly.
-    Raises ValueError on an empty sample or lengths that are not positive and finite.
+    Each value is the mean of the longest over a slice of probability 1 / parts, so the mean of the values is exactly
+    E[longest]. Raises ValueError on an empty sample or lengths that are not positive and finite.
     """
     sample = np.sort(np.asarray(lengths, dtype=float).ravel())
     if not sample.size or not (np.isfinite(sample).all() and sample[0] > 0):

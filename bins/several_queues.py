@@ -1,4 +1,4 @@
-"""Several queues served by the same engines: one weight of energy against response times for all of them."""
+"""Several queues that share engines: their best policies at one common weight of energy against response time."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from bins.average_cost import Policy
 from bins.smdp import Evaluation, Queue, Solution
 from bins.smdp_model import MS_PER_S
 
-CYCLES = 30  # rounds towards a cycle that reproduces itself
-SEARCHES_MAX = 40  # breakpoints of the weight looked at
-SHARE_STEPS = 20  # of a mixture's share towards the target
-NEAR = 1e-3  # relative: a target met so exactly is met
-WEIGHT_MAX = 1e9  # ms/W, for energy alone
-SAMPLES = 10_000  # response times that percentiles are taken of; they are then off by about the next
-SAMPLING_ERROR = 0.02
+CYCLES = 30  # iterations of the fixed point for the length of a cycle
+SEARCHES_MAX = 40  # breakpoints of the weight that are tried
+SHARE_STEPS = 20  # steps of the search for a mixture's share
+NEAR = 1e-3  # relative: precision with which a mixture meets the target
+WEIGHT_MAX = 1e9  # ms/W, so large that only energy counts
+SAMPLES = 10_000  # response times sampled for a percentile
+SAMPLING_ERROR = 0.02  # relative error of such a percentile, about
 PERCENTILE_ROUNDS, PERCENTILE_NEAR = 6, 0.03
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Policies of several queues, the last of two mixed where `others` is given.
+    """Policies of several queues; a mixture of `solutions` and `others` if `others` is not empty.
 
-    response_s_mean is over all requests, power_w_mean of all engines; alone_s is the response time without what queues
-    keep each other waiting, of which their decision processes know nothing.
+    response_s_mean  mean over all requests; alone_s : without waits for other queues' batches, which no process models
+    power_w_mean     mean of all engines together
+    share            share of decisions that follow `others`
     """
 
     solutions: tuple[Solution, ...]
@@ -38,7 +39,7 @@ class Choice:
     target_met: bool = True
 
     def cost_ms(self, energy_weight: float) -> float:
-        """What the decision processes minimise."""
+        """The cost that the decision processes minimise."""
         return MS_PER_S * self.alone_s + energy_weight * self.power_w_mean
 
     @property
@@ -54,11 +55,11 @@ def least_cost(queues: Sequence[Queue], energy_weight: float, start: Choice | No
 
 
 def least_energy(queues: Sequence[Queue], response_s_max: float) -> Choice:
-    """The policies of least power whose mean response time is within the target; the fastest when none is.
+    """The policies of least power whose mean response time is within the target; the fastest if none meet it.
 
-    As the weight grows, response time climbs a staircase. The search goes from breakpoint to breakpoint: two
-    neighbouring policies cost the same at one weight, and if nothing better does, they are mixed so that the target is
-    met exactly. Raises Unstable, NotConverged.
+    As the weight grows, the response time rises in steps. The search goes from breakpoint to breakpoint: at the weight
+    where two policies cost the same, a better policy replaces one of them; if there is none, the two are mixed so that
+    the target is met exactly. Raises Unstable, NotConverged.
     """
     fast = least_cost(queues, 0.0)
     if fast.response_s_mean >= response_s_max:
@@ -83,10 +84,10 @@ def least_energy(queues: Sequence[Queue], response_s_max: float) -> Choice:
 
 
 def _mixed(queues: Sequence[Queue], fast: Choice, slow: Choice, response_s_max: float) -> Choice:
-    """Both in turn, so that the mean response time is the target.
+    """A mixture of both choices whose mean response time is the target.
 
-    It grows with the share, ever more slowly. The share is sought by false position; an end that stays twice counts
-    half (the Illinois rule), or it would stay for ever.
+    The response time is increasing and concave in the share of `slow`. The share is found by false position with the
+    Illinois rule: an end that stays twice counts half, for it might stay for ever.
     """
     aim_s = response_s_max * (1.0 - NEAR / 2)
     shares, beyond_s = [0.0, 1.0], [fast.response_s_mean - aim_s, slow.response_s_mean - aim_s]
@@ -96,7 +97,7 @@ def _mixed(queues: Sequence[Queue], fast: Choice, slow: Choice, response_s_max: 
         pairs = zip(queues, fast.policies, slow.policies, strict=True)
         choice = Choice(
             fast.solutions,
-            *_sums(queues, [queue.evaluate(one, other, share) for queue, one, other in pairs]),
+            *_sums(queues, [queue.evaluate(first, second, share) for queue, first, second in pairs]),
             others=slow.solutions,
             share=share,
         )
@@ -114,34 +115,34 @@ def _mixed(queues: Sequence[Queue], fast: Choice, slow: Choice, response_s_max: 
 
 
 def _sums(queues: Sequence[Queue], evaluations: Sequence[Evaluation]) -> tuple[float, float, float]:
-    """Mean response time over all requests, power, and the former without what queues keep each other waiting.
+    """(mean response time over all requests, mean power, mean response time without waits for other queues' batches).
 
-    Idle power, which each evaluation has, counts once.
+    Idle power, which each evaluation includes, counts once.
     """
     idle_w = queues[0].engines * queues[0].idle_power_w
-    above_idle_w = sum(each.power_w_mean - idle_w for each in evaluations)
+    above_idle_w = sum(own.power_w_mean - idle_w for own in evaluations)
     weights = [queue.response_weight for queue in queues]
     alone_s = sum(weight * own.response_s_mean for weight, own in zip(weights, evaluations, strict=True))
-    used = sum(each.utilisation for each in evaluations)
-    if used > 1.0 and len(queues) > 1:  # more than there is: they take turns, and are as busy as can be
+    used = sum(own.utilisation for own in evaluations)
+    if used > 1.0 and len(queues) > 1:  # overload: the queues take turns, and the engines are always busy
         turns_s = _turns_s(queues, evaluations)
         response_s = sum(
             weight * max(own.response_s_mean, turn_s)
             for weight, own, turn_s in zip(weights, evaluations, turns_s, strict=True)
         )
         return response_s, idle_w + above_idle_w / used, alone_s
-    kept_s = 0.0
+    waiting_s = 0.0
     for queue, (own, others) in zip(queues, _beside_others(evaluations), strict=True):
-        often, waits_s = _met_busy(queue, own, others)
-        kept_s += queue.response_weight * often * waits_s
-    return alone_s + kept_s, idle_w + above_idle_w, alone_s
+        probability, waits_s = _met_busy(queue, own, others)
+        waiting_s += queue.response_weight * probability * waits_s
+    return alone_s + waiting_s, idle_w + above_idle_w, alone_s
 
 
 def _turns_s(queues: Sequence[Queue], evaluations: Sequence[Evaluation]) -> list[float]:
-    """Response time of each queue's requests when batches of all queues follow each other without a pause.
+    """Mean response time of each queue's requests when the batches of all queues follow each other without a pause.
 
-    A cycle lasts as long as a batch of each queue that has one by then: it is found by going round from full batches.
-    A request waits for half a cycle, and then for its own batch.
+    A cycle runs one batch of each queue that has one ready. Its length is a fixed point, found by iteration from full
+    batches. A request waits for half a cycle, and then for its own batch.
     """
 
     def batch_s(queue: Queue, own: Evaluation, cycle_s: float) -> float:
@@ -162,38 +163,39 @@ def _turns_s(queues: Sequence[Queue], evaluations: Sequence[Evaluation]) -> list
 
 
 def _met_busy(queue: Queue, own: Evaluation, others: Sequence[Evaluation]) -> tuple[float, float]:
-    """How often a request comes to a queue at rest while others' batches run, and how long it then waits, seconds.
+    """(probability that a request finds its queue at rest and all engines busy with other queues' batches, mean wait in
+    that case in seconds).
 
-    The queue's own process knows of others only that its engines come back later from a batch of its own. A request
-    waits for what is left of the batch that runs, and for half of what others bring meanwhile: of two queues that wait,
+    The queue's own process only models that its engines return later from its own batches. A request waits for the rest
+    of the running batch, and for half of the batches that other queues bring in that time: of two waiting queues,
     either may go first.
     """
-    busy = sum(each.utilisation for each in others)
+    busy = sum(other.utilisation for other in others)
     if not others or busy <= 0:
         return 0.0, 0.0
-    left = max(1e-9, 1.0 - own.utilisation)
+    remaining = max(1e-9, 1.0 - own.utilisation)
     at_rest = max(0.0, 1.0 - own.utilisation * queue.engines * queue.occupied)
-    residual_s = sum(each.utilisation * each.residual_s for each in others) / busy
-    return at_rest * min(1.0, busy / left) ** queue.engines, residual_s / (1.0 - min(1.0, busy) / 2)
+    residual_s = sum(other.utilisation * other.residual_s for other in others) / busy
+    return at_rest * min(1.0, busy / remaining) ** queue.engines, residual_s / (1.0 - min(1.0, busy) / 2)
 
 
 def _beside_others(evaluations: Sequence[Evaluation]) -> list[tuple[Evaluation, list[Evaluation]]]:
-    """Each with those of the other queues."""
+    """Each queue's evaluation, with the evaluations of the other queues."""
     return [(own, [*evaluations[:index], *evaluations[index + 1 :]]) for index, own in enumerate(evaluations)]
 
 
 def percentile(queues: Sequence[Queue], choice: Choice, level: float) -> float:
-    """Of all requests' response times, seconds, by sampling the queues' models (always the same draws)."""
+    """Percentile of all requests' response times, seconds, by sampling the queues' models (always the same draws)."""
     rng = np.random.default_rng(0)
-    drawn = []
+    samples = []
     pairs = _beside_others([solution.evaluation for solution in choice.solutions])
     for index, (queue, (own, others)) in enumerate(zip(queues, pairs, strict=True)):
         count = max(1, round(SAMPLES * queue.response_weight))
         other = choice.others[index].policy if choice.others else None
         response_s = queue.draw_responses(choice.solutions[index].policy, count, rng, other, choice.share)
-        often, waits_s = _met_busy(queue, own, others)
-        drawn.append(response_s + (rng.random(count) < often) * rng.exponential(waits_s, count))
-    return float(np.percentile(np.concatenate(drawn), level))
+        probability, waits_s = _met_busy(queue, own, others)
+        samples.append(response_s + (rng.random(count) < probability) * rng.exponential(waits_s, count))
+    return float(np.percentile(np.concatenate(samples), level))
 
 
 def within_percentile(
@@ -201,8 +203,8 @@ def within_percentile(
 ) -> tuple[Choice, list[Queue]]:
     """The policies of least power whose percentile of response times is within the target, and their queues.
 
-    choose: the policies of least power for a target of the mean, and their queues. A percentile is a multiple of the
-    mean that changes slowly with it, so the mean is sought for which it is the target. The fastest when none is.
+    choose: the policies of least power for a target of the mean, and their queues. The ratio of percentile and mean
+    changes slowly, so the mean is sought that yields the target percentile. If none does, the fastest policies.
     """
     best, queues = choose(0.0)
     reached_s = percentile(queues, best, level)
@@ -211,10 +213,10 @@ def within_percentile(
         return best, queues
     bound_s = (1.0 - SAMPLING_ERROR) * target_s
     aim_s = (1.0 - PERCENTILE_NEAR / 2) * bound_s
-    low, high = (best.response_s_mean, reached_s), None  # mean and percentile, within the target and beyond it
+    low, high = (best.response_s_mean, reached_s), None  # (mean, percentile) within the target, and beyond the target
     for _ in range(PERCENTILE_ROUNDS):
         if low[1] >= aim_s or (high is not None and high[1] <= low[1]):
-            break  # near enough, or beyond what samples can tell
+            break  # near enough, or the difference is below the sampling error
         if high is None:
             mean_s = low[0] * aim_s / low[1]
         else:

@@ -1,6 +1,6 @@
-"""When a bin's queue should wait and when it should go: batching as a semi-Markov decision process.
+"""When a bin's queue should wait and when it should be served: batching as a semi-Markov decision process.
 
-    s          requests that wait at a decision: an engine has become free, or a request has come while one is
+    s          waiting requests at a decision: an engine has become free, or a request has arrived while one is free
     a          requests to serve now, 0 (wait) or B_min .. min(s, B_max)
     lambda     arrivals a second, Poisson                                              `arrival_rate_per_s`
     G_b, l(b)  service time of a batch of b, its mean, s                               `service`
@@ -9,14 +9,14 @@
     w          milliseconds of mean response time that one watt is worth               `energy_weight`
     g          average cost, ms: mean response time W (ms) + w * mean power P (W)       SMDP-J, eq. 2
 
-The paper truncates the queue and iterates (`truncated`, with its abstract cost c_o). Here the infinite queue is solved:
-beyond some N, a full batch B = B_max always goes, and then, with K arrivals during it and d = B - lambda l > 0, the
-relative values are a parabola,
+The paper truncates the queue and iterates (`truncated`, with its abstract cost c_o). This module solves the infinite
+queue: beyond some N, a full batch B = B_max is always served. With K arrivals during that batch and
+d = B - lambda l > 0, the relative values there are a parabola,
 
     h(s) = q2 s^2 + q1 s + const,   q2 = u / (2 d),   q1 = (v - g l + q2 E[(K - B)^2]) / d,   c(s, B) = u s + v,
 
-up to terms that do not grow. Policy iteration on e(s) = h(s) - (q2 s^2 + q1 s), taken as zero beyond N, therefore needs
-no tolerance to be chosen: N grows until what lies beyond it is visited too seldom to matter to g.
+up to terms that do not grow. Policy iteration works on e(s) = h(s) - (q2 s^2 + q1 s), taken as zero beyond N. So no
+tolerance has to be chosen: N grows until the states beyond N are visited too seldom to matter to g.
 
 Energy counts above idle: a batch is charged zeta(b) - P_idle l(b), and P_idle is added once.
 """
@@ -33,18 +33,18 @@ from bins.average_cost import Policy, SemiMarkov
 from bins.service import Array, ServiceTimes
 from bins.smdp_model import MS_PER_S, TIE, TINY, QueueModel, Unstable, responses, truncated
 
-STATES_MAX = 1 << 13  # of the part of the queue that is not a parabola
+STATES_MAX = 1 << 13  # largest number of states beyond a full batch that are not treated as a parabola
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a policy comes to, in the long run.
+    """Long-run averages of a policy.
 
-    response_s_mean  from arrival to the end of its batch
+    response_s_mean  from arrival to the end of the request's batch
     power_w_mean     idle power included
     batch_size_mean  requests a batch
-    utilisation      batches that run, over the engines
-    residual_s       what is left on average of a batch that somebody finds running
+    utilisation      mean number of running batches over the number of engines
+    residual_s       mean rest of the running batch, seen by an arrival while a batch runs
     """
 
     response_s_mean: float
@@ -61,13 +61,13 @@ class Evaluation:
 class Solution:
     """An optimal policy.
 
-    policy        (states,) requests to serve in each state; in all later ones as in the last, which is the batch size
-                  of most throughput
+    policy        (states,) requests to serve in each state; later states serve as the last, which is the batch size of
+                  highest throughput
     average_cost  ms; response time + energy_weight * power
-    evaluation    of the policy
-    values        (sizes + 1, states) ms s: relative cost of each action (0, B_min .. B_max) in each state, and of the
-                  optimum after it; inf where it is not feasible
-    iterations    policies evaluated
+    evaluation    long-run averages of the policy
+    values        (sizes + 1, states) ms s: relative cost of each action (0, B_min .. B_max) in each state with the
+                  optimum afterwards; inf for an action that is not feasible
+    iterations    number of policies evaluated
     """
 
     policy: Policy
@@ -79,15 +79,15 @@ class Solution:
 
 @dataclass(frozen=True)
 class Queue:
-    """One bin's queue. All its batches are served by `engines` equal engines.
+    """One bin's queue, served by `engines` equal engines.
 
-    energy_j         (sizes,) joules of a batch, by size, all that is drawn while it runs
-    idle_power_w     what each engine draws while nothing runs on it
-    engines          several engines serve like one that is free again after 1/engines of a batch's time, while
-                     answers still take all of it
-    busy_elsewhere   share of the engines' time that goes to other queues: so much later they are free again
-    response_weight  of the mean response time in the cost: this queue's share of all requests
-    error_max        relative, of an average: what the states beyond N may contribute
+    energy_j         (sizes,) joules of a batch by size, idle power included
+    idle_power_w     watts of each idle engine
+    engines          modelled as one engine that is free again after 1/engines of a batch's time, while answers take the
+                     whole time
+    busy_elsewhere   share of the engines' time that other queues use; the engines are free again later by this share
+    response_weight  weight of the mean response time in the cost: this queue's share of all requests
+    error_max        relative error of an average that the states beyond N may cause
     """
 
     arrival_rate_per_s: float
@@ -113,24 +113,24 @@ class Queue:
 
     @property
     def occupied(self) -> float:
-        """Time until the engines can take the next batch, over a batch's own."""
+        """Time until the engines can take the next batch, over the time of a batch."""
         return 1.0 / (self.engines * (1.0 - self.busy_elsewhere))
 
     def beside(self, busy_elsewhere: float) -> Queue:
-        """This queue with so much of the engines' time taken by others."""
+        """This queue with that share of the engines' time used by other queues."""
         return replace(self, busy_elsewhere=busy_elsewhere, _models={}, _solved={})
 
     @property
     def load(self) -> float:
-        """rho: arrivals over what batches of the best size can serve, in this queue's part of the engines' time."""
+        """rho: arrival rate over the highest throughput of all batch sizes, in this queue's part of the engines."""
         service = self.service
         return float(self.arrival_rate_per_s * self.occupied * (service.mean_s / service.sizes).min())
 
     def evaluate(self, policy: ArrayLike, other: ArrayLike | None = None, share: float = 0.0) -> Evaluation:
-        """What a policy comes to, exactly; or one that follows `other` in that share of its decisions.
+        """Exact long-run averages of a policy, or of a mixture that follows `other` in that share of its decisions.
 
-        policy : (states,) requests to serve; later states as the last. Raises Unstable when it cannot keep up,
-        ValueError when an action is not feasible.
+        policy : (states,) requests to serve; later states as the last. Raises Unstable when the queue grows without
+        bound, ValueError when an action is not feasible.
         """
         if not 0.0 <= share <= 1.0:
             raise ValueError(f"a share of decisions lies between 0 and 1, not {share}")
@@ -138,39 +138,39 @@ class Queue:
         if other is not None:
             policies.append(self._checked(other))
         tail = int(policies[0][-1])
-        if tail == 0 or any(int(each[-1]) != tail for each in policies):
+        if tail == 0 or any(int(actions[-1]) != tail for actions in policies):
             raise ValueError("a policy must end in serving, and a mixture in serving the same batch")
         beyond = _first_beyond(tail)
         while True:
-            model = self._model(tail, max([tail, *(each.size for each in policies)]) + beyond)
-            equations = model.equations([_extended(each, model.states) for each in policies], share)
+            model = self._model(tail, max([tail, *(actions.size for actions in policies)]) + beyond)
+            equations = model.equations([_extended(actions, model.states) for actions in policies], share)
             e, averages = equations.solve()
             if (equations.error(e[:2]) <= self.error_max * (np.abs(averages[:2]) + TINY)).all():
                 return self._evaluation(averages)
             beyond = _doubled(beyond)
 
     def solve(self, energy_weight: float, start: ArrayLike | None = None) -> Solution:
-        """The policy of least average cost. start: a policy to begin from; by default greedy.
+        """The policy of least average cost. start: the first policy; default: greedy.
 
-        energy_weight: ms of mean response time that a watt is worth, >= 0. Raises Unstable, NotConverged.
+        energy_weight: ms of mean response time that one watt is worth, >= 0. Raises Unstable, NotConverged.
         """
         if not (energy_weight >= 0 and np.isfinite(energy_weight)):
             raise ValueError(f"the energy weight must be finite and not negative, not {energy_weight}")
         largest, tail = int(self.service.sizes[-1]), self._best_size
         policy = np.append(_extended(self.greedy() if start is None else self._checked(start), largest + 1), tail)
         beyond = _first_beyond(largest)
-        done = 0
+        iterations_total = 0
         while True:
             model = self._model(tail, largest + beyond)
             policy, averages, q, error, iterations = model.iterate(_extended(policy, model.states), energy_weight)
-            done += iterations
+            iterations_total += iterations
             if error <= self.error_max:
                 break
             beyond = _doubled(beyond)
         evaluation = self._evaluation(averages)
         average_cost = self.response_weight * evaluation.response_s_mean * MS_PER_S
         average_cost += energy_weight * evaluation.power_w_mean
-        return Solution(policy, average_cost, evaluation, q, done)
+        return Solution(policy, average_cost, evaluation, q, iterations_total)
 
     def draw_responses(
         self,
@@ -180,12 +180,12 @@ class Queue:
         other: ArrayLike | None = None,
         share: float = 0.0,
     ) -> Array:
-        """(count,) response times, seconds, of requests that come one after the other to an empty queue.
+        """(count,) response times, seconds, of successive requests, the first of which finds an empty queue.
 
-        For what the exact solution does not tell: percentiles. It samples this model; the scheduler itself is simulated
-        by `llmserve simulate`.
+        For percentiles, which the exact solution does not give. Samples this model; `llmserve simulate` simulates the
+        scheduler itself.
         """
-        policies = [self._checked(each).tolist() for each in (policy, other) if each is not None]
+        policies = [self._checked(actions).tolist() for actions in (policy, other) if actions is not None]
         arrived_s = np.cumsum(rng.exponential(1.0 / self.arrival_rate_per_s, count))
         part = rng.choice(self.service.weights.size, size=count, p=self.service.weights)
         shape = self.service.shape
@@ -194,23 +194,23 @@ class Queue:
         return responses(self, policies, arrived_s, part.tolist(), stretch.tolist(), coins.tolist())
 
     def greedy(self) -> Policy:
-        """As many as wait, as soon as an engine is free (SMDP-J, eq. 16, and nothing below B_min)."""
+        """Serve all waiting requests that fit as soon as an engine is free, from B_min on (SMDP-J, eq. 16)."""
         states = np.arange(int(self.service.sizes[-1]) + 1)
         return np.where(states >= self.service.sizes[0], states, 0)
 
     def static(self, batch_size: int) -> Policy:
-        """Always so many (SMDP-J, eq. 15)."""
+        """Always serve batches of `batch_size` (SMDP-J, eq. 15)."""
         states = np.arange(batch_size + 1)
         return np.where(states >= batch_size, batch_size, 0)
 
     def threshold(self, least: int) -> Policy:
-        """Wait for so many, then all that fit into a batch: a Q-policy, or control limit (SMDP-J, eq. 31)."""
+        """Wait for `least` requests, then serve all that fit: a Q-policy, or control limit (SMDP-J, eq. 31)."""
         policy = self.greedy()
         policy[:least] = 0
         return policy
 
     def truncated(self, energy_weight: float, *, states_max: int, overflow_cost: float) -> SemiMarkov:
-        """The paper's finite model: states 0 .. s_max and one for all beyond (SMDP-J, eq. 18 and 19).
+        """The paper's finite model: states 0 .. s_max and one overflow state beyond (SMDP-J, eq. 18 and 19).
 
         overflow_cost: c_o, ms, added to the cost rate of the overflow state. Actions are 0, B_min .. B_max.
         """
@@ -221,14 +221,14 @@ class Queue:
         sizes = self.service.sizes
         served = actions[actions != 0]
         if actions.ndim != 1 or actions.size == 0:
-            raise ValueError("a policy is one action for each state")
+            raise ValueError("a policy must have one action for each state")
         if (actions > np.arange(actions.size)).any() or (served < sizes[0]).any() or (served > sizes[-1]).any():
-            raise ValueError(f"an action is 0 or from {sizes[0]} to {sizes[-1]}, and at most as many as wait")
+            raise ValueError(f"an action must be 0 or from {sizes[0]} to {sizes[-1]}, and at most as many as wait")
         return actions
 
     @property
     def _best_size(self) -> int:
-        """That serves most a second; the largest when several do."""
+        """The batch size of highest throughput; the largest of several."""
         throughput = self.service.sizes / self.service.mean_s
         return int(self.service.sizes[np.flatnonzero(throughput >= (1 - TIE) * throughput.max())[-1]])
 
@@ -250,21 +250,18 @@ class Queue:
 
 
 def _extended(policy: Policy, states: int) -> Policy:
-    """A policy over so many states; what is beyond its own is as its last."""
+    """A policy cut or extended to `states` states; added states repeat its last action."""
     if policy.size >= states:
         return policy[:states]
     return np.concatenate([policy, np.full(states - policy.size, policy[-1])])
 
 
 def _first_beyond(batch_size: int) -> int:
-    """States beyond a full batch to begin with: arrivals during one vary by its root."""
+    """First number of states beyond a full batch. The number of arrivals during a batch varies by about its root."""
     return 6 * math.isqrt(batch_size) + 12
 
 
 def _doubled(beyond: int) -> int:
     if 2 * beyond > STATES_MAX:
-        raise Unstable(f"the queue has not settled within {beyond} states: the load is too near to 1")
+        raise Unstable(f"the solution needs more than {beyond} states beyond a full batch: the load is too near to 1")
     return 2 * beyond
-
-
-# Response time (s), power above idle (W), batches a second, engines at work, and the batches' squared times (s).

@@ -1,4 +1,4 @@
-"""The equations of a queue's policy, and the truncated model that checks them (bins/smdp.py has the queue)."""
+"""The equations of a queue's policy, and the truncated model that checks them. bins/smdp.py has the queue."""
 
 from __future__ import annotations
 
@@ -20,26 +20,29 @@ if TYPE_CHECKING:
 
 ITERATIONS_MAX = 60
 TINY = 1e-12
-SURVIVAL = 3  # times the truncated states: so many arrivals are counted one by one
-ROUNDING = 1e-12  # of a sum of probabilities
-TIE = 1e-11  # of the largest relative value: an action must be better by more, or rounding would go on for ever
+SURVIVAL = 3  # numbers of arrivals up to this multiple of the truncated states are counted one by one
+ROUNDING = 1e-12  # rounding error of a sum of probabilities
+TIE = 1e-11  # of the largest relative value: an action must be better by more, or rounding could alternate without end
 MS_PER_S = 1e3
 OBJECTIVES = 5
 
 
 class Unstable(ValueError):
-    """More requests arrive than batches of the largest size can serve, so that no policy bounds the queue."""
+    """More requests arrive than the engines can serve, so that the queue is unbounded."""
 
 
 class QueueModel:
-    """The equations of e over states 0 .. N, beyond which batches of `tail` go. Costs are (OBJECTIVES, ...)."""
+    """The equations of e over states 0 .. N. Beyond N, batches of `tail` are served. Costs are (OBJECTIVES, ...).
+
+    Objectives: response time (s), power above idle (W), batches a second, engines at work, the batches' squared times.
+    """
 
     def __init__(self, queue: Queue, tail: int, states: int) -> None:
         service = queue.service
         rate, sizes = queue.arrival_rate_per_s, service.sizes
         self.queue = queue
         self.states = states
-        self.guard = max(1, (states - int(sizes[-1])) // 2)  # states just below the end that keep serving as they do
+        self.guard = max(1, (states - int(sizes[-1])) // 2)  # states just below N whose action never changes
         y = queue.occupied * service.mean_s  # (sizes,) time until the next decision
         y2 = queue.occupied**2 * service.second_moment_s2
         arrivals, arrivals2 = rate * y, rate * y + rate**2 * y2  # E[K], E[K^2]
@@ -48,16 +51,16 @@ class QueueModel:
         if not drift > 1e-9 * tail:
             raise Unstable(f"{rate:.6g} requests a second are more than batches of {tail} can serve")
         s = np.arange(states, dtype=float)
-        # Rewards of an action: row 0 of `fixed` and `per_waiting` is to wait, the others serve `sizes`.
+        # Costs of an action: entry 0 of `fixed` and `per_waiting` is to wait, the other entries serve `sizes`.
         above_idle = queue.energy_j - queue.idle_power_w * service.mean_s
-        beyond = sizes * (service.mean_s - y) / rate  # answers take all of a batch's time, whenever the next may go
+        beyond = sizes * (service.mean_s - y) / rate  # response time after the next decision, for the batch still runs
         fixed = np.zeros((OBJECTIVES, sizes.size + 1))
         fixed[0, 1:] = y2 / 2 + beyond
         fixed[1, 1:] = above_idle
         fixed[2, 1:] = 1.0
         fixed[3, 1:] = service.mean_s
         fixed[4, 1:] = service.second_moment_s2
-        per_waiting = np.concatenate([[1.0 / rate], y]) / rate  # of the response time only
+        per_waiting = np.concatenate([[1.0 / rate], y]) / rate  # for the response time only
         sojourn = np.concatenate([[1.0 / rate], y])
         moved = np.concatenate([[1.0], arrivals - sizes])  # E[next state] - s
         spread = np.concatenate([[1.0], sizes**2 - 2 * sizes * arrivals + arrivals2])  # E[(next state - s)^2]
@@ -66,12 +69,12 @@ class QueueModel:
         q2 = u / (2 * drift)
         q1 = (fixed[:, last + 1] + q2 * spread[last + 1]) / drift  # without g
         q1_per_g = -sojourn[last + 1] / drift
-        self.g_coefficient = q1_per_g * moved - sojourn  # (sizes + 1,): of g in the residual of e
+        self.g_coefficient = q1_per_g * moved - sojourn  # (sizes + 1,): coefficient of g in the residual of e
         residual = fixed[:, :, None] + q2[:, None, None] * (2 * s * moved[:, None] + spread[:, None])
         residual += (q1[:, None] * moved)[:, :, None]
         residual[0] += per_waiting[:, None] * s
         self.residual = residual  # (OBJECTIVES, sizes + 1, states): c + E quad(next) - quad(s), without g
-        # p padded so that row m of the Toeplitz matrix of size a is a window of it.
+        # p is padded so that row m of the Toeplitz matrix of size a is a window of the padded array.
         p = service.arrivals(rate * queue.occupied, states)  # (sizes, states)
         self.p = p
         padded = np.concatenate([np.zeros((sizes.size, states)), p], axis=1)
@@ -97,21 +100,21 @@ class QueueModel:
         return system, self.residual[:, index, self._s], self.g_coefficient[index]
 
     def equations(self, policies: Sequence[Policy], share: float = 0.0) -> Equations:
-        """Of a policy, or of two mixed."""
+        """The equations of a policy, or of a mixture of two that follows the second with probability `share`."""
         system, residual, g_coefficient = self._rows(policies[0])
         if len(policies) == 2:
             for mixed, other in zip((system, residual, g_coefficient), self._rows(policies[1]), strict=True):
                 mixed += share * (other - mixed)
-        overflow = np.maximum(system.sum(axis=1), 0.0)  # probability to leave for what lies beyond N
-        system[:, -1] -= overflow  # where e is as at N
-        system[:, 0] = -g_coefficient  # relative to e(0), whose place g takes among the unknowns
+        overflow = np.maximum(system.sum(axis=1), 0.0)  # probability of a next state beyond N
+        system[:, -1] -= overflow  # beyond N, e is taken as at N
+        system[:, 0] = -g_coefficient  # g takes the place of e(0), which is 0, among the unknowns
         return Equations(system, residual, overflow, self._tail_size)
 
     def iterate(self, policy: Policy, energy_weight: float) -> tuple[Policy, Array, Array, float, int]:
-        """Policy iteration.
+        """Policy iteration. Raises NotConverged.
 
         Returns the policy, averages by objective, values of each action, the relative error of the average cost that
-        the states near and beyond N may make, and the iterations.
+        the states near and beyond N may cause, and the number of iterations.
         """
         weights = np.array([MS_PER_S * self.queue.response_weight, energy_weight, 0.0, 0.0, 0.0])
         residual = np.tensordot(weights, self.residual, axes=1)  # (sizes + 1, states)
@@ -136,19 +139,19 @@ class QueueModel:
         raise NotConverged(f"the policy still changes after {ITERATIONS_MAX} iterations", solution)
 
     def _next(self, e: Array) -> Array:
-        """(sizes + 1, states) E[e(next state)] of each action, inf where it is not feasible."""
+        """(sizes + 1, states) E[e(next state)] of each action; inf for an action that is not feasible."""
         result = np.full((self.queue.service.sizes.size + 1, self.states), np.inf)
         result[0, :-1] = e[1:]
         padded = np.concatenate([e, np.zeros(self.states - 1)])
         step = padded.strides[0]
         hankel = as_strided(padded, (self.states, self.states), (step, step), writeable=False)  # its own transpose
-        served, left = self._after
-        result[1:][served] = (self.p @ hankel).ravel()[left]  # (sizes, left behind)
+        served, places = self._after
+        result[1:][served] = (self.p @ hankel).ravel()[places]  # (sizes, requests that still wait)
         return result
 
     @cached_property
     def _after(self) -> tuple[NDArray[np.bool_], NDArray[np.intp]]:
-        """Where as many wait as a size serves, (sizes, states), and the flat places (sizes, left behind) of these."""
+        """(sizes, states) whether enough requests wait; where they do, the flat index of (size, still waiting)."""
         sizes = self.queue.service.sizes[:, None]
         served = self._s >= sizes
         places = np.arange(sizes.size)[:, None] * self.states + self._s - sizes
@@ -156,7 +159,7 @@ class QueueModel:
 
 
 class Equations:
-    """e(s) - sum_j m(j|s) e(j) = residual(s) + g g_coefficient(s), e = 0 from N on, for one policy."""
+    """For one policy: e(s) - sum_j m(j|s) e(j) = residual(s) + g g_coefficient(s), with e = 0 from N on."""
 
     def __init__(self, system: Array, residual: Array, overflow: Array, tail: int) -> None:
         self._system = system
@@ -173,13 +176,13 @@ class Equations:
 
     @cached_property
     def visits(self) -> Array:
-        """(states,) decisions a second in each state: by how much a residual there moves an average."""
+        """(states,) decisions a second in each state: the change of an average for a unit of residual there."""
         unit = np.zeros(self._overflow.size)
         unit[0] = 1.0
         return np.asarray(np.linalg.solve(self._system.T, unit), dtype=float)
 
     def error(self, e: Array) -> Array:
-        """(objectives,) what an average may be off by, because e is not zero beyond N but like what it is before it."""
+        """(objectives,) possible error of an average, because e beyond N is not zero but of the size of e before N."""
         largest: Array = np.abs(e[:, -self._tail :]).max(axis=1)
         return float(np.abs(self.visits) @ self._overflow) * largest
 
@@ -187,7 +190,7 @@ class Equations:
 def responses(
     queue: Queue, policies: list[list[int]], arrived_s: Array, part: list[int], stretch: list[float], coins: list[int]
 ) -> Array:
-    """One decision after the other; the i-th batch takes the i-th draw of each kind."""
+    """Simulates one decision after the other. The i-th batch takes the i-th part and the i-th stretch."""
     times, parts_s = arrived_s.tolist(), queue.service.parts_s.tolist()
     first_size, size_max = int(queue.service.sizes[0]), int(queue.service.sizes[-1])
     count, first, now_s, decision = len(times), 0, 0.0, 0
@@ -201,7 +204,7 @@ def responses(
             decision += 1
             size = policy[min(waiting, len(policy) - 1)]
             if not size:
-                if first + waiting >= count:  # the last ones would wait for others that do not come
+                if first + waiting >= count:  # no further request arrives, so the last requests need not wait
                     size = min(waiting, size_max)
                     break
                 now_s = max(now_s, times[first + waiting])
@@ -223,7 +226,7 @@ def truncated(queue: Queue, energy_weight: float, states_max: int, overflow_cost
     if queue.occupied != 1.0:
         raise ValueError("the paper's model is of one engine that serves one queue")
     states = states_max + 2
-    waiting = np.minimum(np.arange(states), states_max)  # the overflow state counts as s_max
+    waiting = np.minimum(np.arange(states), states_max)  # the overflow state has s_max waiting requests
     actions = np.concatenate([[0], sizes])
     y, y2 = service.mean_s, service.second_moment_s2
     sojourn = np.broadcast_to(np.concatenate([[1.0 / rate], y])[:, None], (actions.size, states)).copy()
@@ -240,10 +243,10 @@ def truncated(queue: Queue, energy_weight: float, states_max: int, overflow_cost
     transition[0, -1, -1] = 1.0
     for index, size in enumerate(sizes, start=1):
         for state in range(int(size), states):
-            left = waiting[state] - size
-            reached = p[index - 1, : states_max + 1 - left]
-            transition[index, state, left : states_max + 1] = reached
-            beyond = p[index - 1, states_max + 1 - left :].sum()
-            rest = 1.0 - reached.sum() - beyond  # of heavy tails; else rounding, larger than what is beyond
+            remaining = waiting[state] - size
+            reached = p[index - 1, : states_max + 1 - remaining]
+            transition[index, state, remaining : states_max + 1] = reached
+            beyond = p[index - 1, states_max + 1 - remaining :].sum()
+            rest = 1.0 - reached.sum() - beyond  # the rest of heavy tails; else rounding, which may exceed `beyond`
             transition[index, state, -1] = beyond + (rest if rest > ROUNDING else 0.0)
     return SemiMarkov(cost, sojourn, transition)

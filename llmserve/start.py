@@ -93,7 +93,7 @@ async def start_cluster(config: Config, stack: AsyncExitStack) -> tuple[LiveClus
         forecaster=_forecaster(config, predictors),
         record=LengthRecord(Path(config.prediction.record)) if config.prediction.record else None,
         config=config.live,
-        wanted=group_plan.wanted_models(config),
+        is_served=group_plan.wanted_models(config),
         solvers=config.dispatch.solvers(config.scheduling, barrier=config.barrier),
         profiles=config.dispatch.profiles(),
     )

@@ -1,4 +1,4 @@
-"""What predicts lengths without a network: a constant, a line in the prompt's length, and ridge regression on words."""
+"""Baseline predictors without a network: a constant, a line in the prompt's length, and ridge regression on words."""
 
 from collections.abc import Sequence
 
@@ -19,11 +19,11 @@ from predictor.text import normalised
 CONSTANT, PROMPT_LENGTH, TFIDF_RIDGE = "constant", "prompt length", "TF-IDF ridge"
 PENALTIES = np.logspace(-1, 3, 9)
 FOLDS = 5
-TOKEN = r"\w+|[^\w\s]"  # single digits count, "list 5 animals", and so every prompt has one
+TOKEN = r"\w+|[^\w\s]"  # matches single digits, as in "list 5 animals"; every prompt has a token
 
 
 def baselines(training: Sequence[Row], rows: Sequence[Row]) -> dict[str, NDArray[np.float64]]:
-    """Each baseline's predicted output tokens for the rows, by its name; fitted to the training rows alone.
+    """Predicted output tokens for the rows, by baseline; fitted to the training rows alone.
 
     constant : the median training answer, the best constant under L1. prompt length : a straight line in the
     prompt's characters, by least squares. TF-IDF ridge : see `tfidf_ridge`.
@@ -36,9 +36,9 @@ def baselines(training: Sequence[Row], rows: Sequence[Row]) -> dict[str, NDArray
 
 
 def out_of_fold_baselines(rows: Sequence[Row]) -> dict[str, NDArray[np.float64]]:
-    """The same for rows of which none is set apart: each is predicted from rows of other prompts, in 5 folds.
+    """`baselines` without separate training rows: each row is predicted from rows of other prompts, in 5 folds.
 
-    A prompt's near duplicates and its conversation are in its fold. The constant, a single number, is that of all rows.
+    A prompt's near duplicates and its conversation are in the prompt's fold. The constant is the median of all rows.
     Raises DatasetError for fewer than 5 prompts.
     """
     groups = [normalised(row.group or row.prompt.text) for row in rows]
@@ -46,11 +46,11 @@ def out_of_fold_baselines(rows: Sequence[Row]) -> dict[str, NDArray[np.float64]]
     prompts = [first[group] for group in groups]
     if len(set(prompts)) < FOLDS:
         raise DatasetError(f"too few different prompts for {FOLDS} folds")
-    found = {name: np.empty(len(rows)) for name in (CONSTANT, PROMPT_LENGTH, TFIDF_RIDGE)}
-    for others, fold in GroupKFold(FOLDS).split(rows, groups=prompts):
-        for name, predicted in baselines([rows[i] for i in others], [rows[i] for i in fold]).items():
-            found[name][fold] = predicted
-    return found | {CONSTANT: np.full(len(rows), np.median([row.output_tokens for row in rows]))}
+    lengths = {name: np.empty(len(rows)) for name in (CONSTANT, PROMPT_LENGTH, TFIDF_RIDGE)}
+    for training, fold in GroupKFold(FOLDS).split(rows, groups=prompts):
+        for name, predicted in baselines([rows[i] for i in training], [rows[i] for i in fold]).items():
+            lengths[name][fold] = predicted
+    return lengths | {CONSTANT: np.full(len(rows), np.median([row.output_tokens for row in rows]))}
 
 
 def prompt_length_line(training: Sequence[Row], rows: Sequence[Row]) -> NDArray[np.float64]:
@@ -65,9 +65,9 @@ def prompt_length_line(training: Sequence[Row], rows: Sequence[Row]) -> NDArray[
 def tfidf_ridge(training: Sequence[Row], rows: Sequence[Row]) -> NDArray[np.float64]:
     """(rows,) tokens: ridge regression of the logarithm of the length on the prompt's words and pairs of words.
 
-    Their weights are TF-IDF with sublinear counts; the model asked is a feature too. The penalty is chosen by
-    cross-validation within the training rows, all rows of a prompt in one fold; of fewer prompts than folds it is
-    infinite. A line through logarithms has no bounds: what it says is kept within the training lengths.
+    The features are TF-IDF weights with sublinear counts, and the requested model. Cross-validation within the training
+    rows, with all rows of a prompt in one fold, chooses the penalty; with fewer prompts than folds the penalty is
+    infinite. Predictions are clipped to the training lengths, because a linear model of logarithms is unbounded.
     """
     lengths, prompts = [row.output_tokens for row in training], [normalised(row.prompt.text) for row in training]
     if len(set(prompts)) < FOLDS:

@@ -1,4 +1,4 @@
-"""Files and hub datasets -> rows (what was asked, how long the answer was), and their split by prompt."""
+"""Files and hub datasets -> rows (a prompt and the length of its answer), and their split by prompt."""
 
 import gzip
 import hashlib
@@ -23,12 +23,12 @@ ROLES = {
 }
 GLUE_WORDS_MAX = 3
 GLUE_CHARACTERS_MAX = 20
-"""Texts of so few words and characters, such as "continue" or "thanks", occur in conversations that have nothing else
-in common. Both, for a paragraph of Chinese is one word."""
+"""Texts of at most so many words and characters, such as "continue" or "thanks", occur in unrelated conversations.
+There are two limits because a paragraph of Chinese is one word."""
 OUTPUT_TOKENS_MAX = 10_000_000
-"""No answer is as long: a column with such numbers holds something else, or is damaged."""
+"""No answer is as long: a column with larger numbers holds something else, or is damaged."""
 NUMBER_MAX = 2**63 - 1
-"""Of the other columns, for "no limit" is often a very large max_tokens."""
+"""Limit of the other columns: "no limit" is often a very large max_tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class Row:
     """One observed answer.
 
     output_tokens      at least 1
-    capped             the answer was cut, so that its real length is at least output_tokens (right-censored)
-    output_tokens_max  the cap it was generated under; None when unknown
-    group              rows of one group fall on one side of a split: the normalised first user text of their
-                       conversation; "" for a row that stands alone, whose group is its own text
+    capped             the answer was cut: its full length is at least output_tokens (right-censored)
+    output_tokens_max  max_tokens of the request; None when unknown
+    group              rows of one group are on one side of a split: the normalised first user text of their
+                       conversation; "" for a single row, whose group is its own text
     """
 
     prompt: Prompt
@@ -51,9 +51,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What the columns of flat records are called: the prompt, and either its output tokens or its response.
+    """Column names of flat records. The prompt, and either output_tokens or response, are required.
 
-    Everything else may be missing. A conversation has its model by this name too, and nothing else.
+    Of a conversation only the column `model` is read.
     """
 
     prompt: str = "prompt"
@@ -69,7 +69,7 @@ class Columns:
 
 @dataclass(slots=True)
 class Rows:
-    """The usable rows, and how many records were not usable for which reason."""
+    """The usable rows, and the number of unusable records by reason."""
 
     rows: list[Row] = field(default_factory=list)
     bad: Counter[str] = field(default_factory=Counter)
@@ -77,7 +77,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Three sets of rows that share no prompt. Training choices may look at validation, never at held_out."""
+    """Three sets of rows that share no prompt. Training choices may use validation, never held_out."""
 
     train: list[Row]
     validation: list[Row]
@@ -89,38 +89,38 @@ def load_rows(
     columns: Columns | None = None,
     answer_tokens: Callable[[str], int] | None = None,
 ) -> Rows:
-    """Read every source, in order; records without a usable row are counted by reason.
+    """Read every source, in order; count records without a usable row by reason.
 
-    A source is a .jsonl, .jsonl.gz, .json (one array) or .parquet file, or `hub:NAME[:SPLIT]` (split "train" when it
-    is not given). A record is flat, one row in the columns that `columns` names, or a conversation in one of
-    TURNS_COLUMNS: a row for each assistant turn that has text and answers a user turn. A record that is both is flat.
-    answer_tokens : the tokens of an answer's text, where only the text is known.
-    Raises DatasetError when a source cannot be read, when answers must be counted and `answer_tokens` is missing, or
-    when not one row of all sources is usable.
+    A source is a .jsonl, .jsonl.gz, .json (one array) or .parquet file, or `hub:NAME[:SPLIT]` (default split "train").
+    A record is flat, one row with the columns of `columns`, or a conversation in one of TURNS_COLUMNS: a row for each
+    assistant turn that has text and answers a user turn. A record that is both counts as flat.
+    answer_tokens : counts the tokens of an answer's text, for records without a count.
+    Raises DatasetError when a source cannot be read, when an answer must be counted and `answer_tokens` is missing, or
+    when no row of all sources is usable.
     """
-    found = Rows()
+    loaded = Rows()
     for source in sources:
         for record in _records(str(source)):
             try:
-                found.rows += _parse(record, columns or Columns(), answer_tokens or _cannot_count)
+                loaded.rows += _parse(record, columns or Columns(), answer_tokens or _cannot_count)
             except _BadRecord as bad:
-                found.bad[str(bad)] += 1
-    if not found.rows:
-        reasons = ", ".join(f"{count} x {reason}" for reason, count in found.bad.most_common())
+                loaded.bad[str(bad)] += 1
+    if not loaded.rows:
+        reasons = ", ".join(f"{count} x {reason}" for reason, count in loaded.bad.most_common())
         raise DatasetError(f"no usable row in {', '.join(map(str, sources))} ({reasons or 'no rows at all'})")
-    return found
+    return loaded
 
 
 def split_rows(rows: Iterable[Row], seed: int, validation_share: float = 0.1, held_out_share: float = 0.1) -> Splits:
-    """Split by prompt: all rows of a prompt, of its near duplicates and of its conversation fall on one side.
+    """Split by prompt: all rows of a prompt, of its near duplicates and of its conversation are on one side.
 
-    A row's prompt is its group; its own text is tied to the group unless it is mere glue (GLUE_WORDS_MAX), for else
-    one "continue" would tie all conversations together. Near duplicates: see predictor/splitting.py.
-    The shares are expected, not exact: a prompt's side follows from a hash of the seed and the normalised prompt
-    alone, or from that of the first, in sorted order, of the prompts that must be with it. So the order of the rows
-    is nothing to it, and a new row moves only prompts that are tied to it. Raises DatasetError when a side stays empty.
+    A row's prompt is its group. The row's own text is tied to the group unless the text is glue (GLUE_WORDS_MAX):
+    otherwise one "continue" would tie all conversations together. Near duplicates: see predictor/splitting.py.
+    The shares are expected, not exact: the side of a cluster of tied prompts depends only on the seed and on the first
+    of its normalised prompts, in sorted order. So the order of the rows does not matter, and a new row moves only
+    prompts that are tied to it. Raises DatasetError when a side is empty.
     """
-    from predictor.splitting import representatives  # a second of imports: not for --help
+    from predictor.splitting import representatives  # takes a second: not imported for --help
 
     rows = list(rows)
     groups = [normalised(row.group or row.prompt.text) for row in rows]
@@ -149,7 +149,7 @@ def length_sample(rows: Sequence[Row], size_max: int = 1000) -> list[int]:
 
 
 def _records(source: str) -> Iterator[Any]:
-    """The records of one source: mappings when all is well, or whatever stands in their place."""
+    """The records of one source: mappings, or other values where the source is wrong."""
     try:
         if source.startswith("hub:"):
             yield from _hub_records(source.removeprefix("hub:"))
@@ -161,7 +161,7 @@ def _records(source: str) -> Iterator[Any]:
             yield from _json_array(source)
         else:
             raise DatasetError(f"{source}: expected .jsonl, .jsonl.gz, .json, .parquet or hub:NAME[:SPLIT]")
-    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:  # pyarrow's own are among them
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:  # bases of pyarrow's errors too
         raise DatasetError(f"cannot read {source}: {error}") from error
 
 
@@ -196,18 +196,18 @@ def _hub_records(name_and_split: str) -> Iterator[Any]:
     name, _, split = name_and_split.partition(":")
     try:
         yield from datasets.load_dataset(name, split=split or "train")
-    except datasets.exceptions.DatasetsError as error:  # such as a file in it that cannot be parsed
+    except datasets.exceptions.DatasetsError as error:  # such as a file that cannot be parsed
         raise DatasetError(f"cannot read {name}: {error}") from error
 
 
 class _BadRecord(Exception):
-    """Why a record cannot be used; load_rows counts it. It names the column and quotes nothing."""
+    """The reason why a record cannot be used, for the counts of load_rows. Names the column, never quotes data."""
 
 
 def _cannot_count(answer: str) -> int:
     raise DatasetError(
-        "the tokens of answer texts must be counted: give the tokenizer of the model that wrote them "
-        "(--answer-tokenizer), or name the column that holds their number"
+        "the tokens of answer texts must be counted: give the tokenizer of the model that wrote the answers "
+        "(--answer-tokenizer), or name the column with the number of tokens"
     )
 
 
@@ -243,11 +243,11 @@ def _flat_row(record: Mapping[str, Any], columns: Columns, answer_tokens: Callab
 def _conversation_rows(turns: Any, column: str, model: str, answer_tokens: Callable[[str], int]) -> list[Row]:
     if not isinstance(turns, list):
         raise _BadRecord(f"no list in {column!r}")
-    said = [_turn(turn, column) for turn in turns]
-    system = said.pop(0)[1] if said and said[0][0] == "system" else ""
-    group = normalised(next((text for role, text in said if role == "user" and text.strip()), ""))
+    texts = [_turn(turn, column) for turn in turns]
+    system = texts.pop(0)[1] if texts and texts[0][0] == "system" else ""
+    group = normalised(next((text for role, text in texts if role == "user" and text.strip()), ""))
     rows, history_characters = [], 0
-    for (role, text), (next_role, answer) in pairwise(said):
+    for (role, text), (next_role, answer) in pairwise(texts):
         if (role, next_role) == ("user", "assistant") and text.strip() and answer.strip():
             prompt = Prompt(text, model, system, history_characters)
             rows.append(Row(prompt, _counted(answer, answer_tokens), group=group))
@@ -258,14 +258,14 @@ def _conversation_rows(turns: Any, column: str, model: str, answer_tokens: Calla
 
 
 def _turn(turn: Any, column: str) -> tuple[str, str]:
-    """The role ("" when it is none of ours, such as a tool) and the text, which may be empty."""
+    """The role ("" for a role outside ROLES, such as a tool) and the text, which may be empty."""
     if not isinstance(turn, Mapping):
         raise _BadRecord(f"a turn that is not a JSON object in {column!r}")
     role, content = (
         next((turn[key] for key in keys if turn.get(key) is not None), "")
         for keys in (("role", "from"), ("content", "value"))
     )
-    if isinstance(content, list):  # parts; joined as the server joins them
+    if isinstance(content, list):  # parts, joined as in the server
         texts = [part.get("text") for part in content if isinstance(part, Mapping)]
         content = " ".join(text for text in texts if isinstance(text, str))
     if not isinstance(content, str):
@@ -285,7 +285,7 @@ def _text(record: Mapping[str, Any], column: str) -> str:
 
 
 def _encodable(text: str) -> str:
-    """The text, encodable as UTF-8: JSON may hold half of a surrogate pair, on which tokenizers and files fail."""
+    """The text, encodable as UTF-8. JSON may hold half a surrogate pair, on which tokenizers and files fail."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -318,11 +318,11 @@ def _stop(stop: Any, column: str) -> tuple[str, ...]:
 
 
 def _counted(answer: str, answer_tokens: Callable[[str], int]) -> int:
-    return max(1, answer_tokens(answer))  # a tokenizer may drop all of a text that it cannot spell
+    return max(1, answer_tokens(answer))  # a tokenizer may drop all characters of a text
 
 
 def _tie(row: Row, group: str) -> tuple[str, str] | None:
-    """The row's group and its own text, unless they are the same or the text is mere glue."""
+    """The row's group and its own text; None if they are the same or the text is glue."""
     text = normalised(row.prompt.text)
     is_glue = len(text.split()) <= GLUE_WORDS_MAX and len(text) <= GLUE_CHARACTERS_MAX
     return None if text == group or is_glue else (group, text)

@@ -2,9 +2,9 @@
 
     [CLS] [model] [history] system prompt [SEP] text [SEP]
 
-What is not known of a request, or was never seen in training, has no place in its line: with one model in the training
-data there is no [model], without conversations neither [history] nor system prompt. These tokens stand behind the
-tokenizer's own vocabulary, so no text can spell them.
+The line omits what a request lacks, and what training never had: with one model in the training data there is no
+[model], without conversations neither [history] nor system prompt. The ids of [model] and [history] follow the
+tokenizer's vocabulary, so no text can produce them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,8 +19,8 @@ from predictor.prompt import Prompt
 from predictor.text import CHARACTERS_PER_TOKEN, head_and_tail
 
 HISTORY_CHARACTERS = (0, 1_000, 4_000, 16_000)
-"""The largest history of each size but the last, characters."""
-SYSTEM_SHARE = 4  # a system prompt gets at most this part (1/4) of the line
+"""Upper limits of the history's size classes except the last, characters."""
+SYSTEM_SHARE = 4  # a system prompt gets at most 1/4 of the line
 
 Ids = NDArray[np.int64]
 
@@ -29,12 +29,12 @@ Ids = NDArray[np.int64]
 class Encoding:
     """How a predictor reads prompts; part of its folder.
 
-    max_length_tokens  of a line, special tokens included; longer texts keep their head and tail
+    max_length_tokens  longest line, with special tokens; longer texts keep their head and tail
     cls, sep, pad      ids of the special tokens
-    models             token id by model name; {} when training saw at most one model
-    other_model        token id for any other model; None together with {}
-    history            token id by size of the history, smallest first; () when training saw no conversation
-    reads_system       training saw system prompts
+    models             token id by model name; {} when the training data had at most one model
+    other_model        token id for any other model; None if `models` is {}
+    history            token id by size class of the history, smallest first; () without conversations in training
+    reads_system       whether the training data had system prompts
     """
 
     max_length_tokens: int
@@ -50,39 +50,39 @@ class Encoding:
     def for_prompts(
         cls, prompts: Iterable[Prompt], *, max_length_tokens: int, vocabulary: int, special: tuple[int, int, int]
     ) -> Self:
-        """What the training prompts can teach. vocabulary : ids from here on are free. special : cls, sep, pad."""
+        """The encoding for these training prompts. vocabulary : first free id.  special : ids of cls, sep, pad."""
         names: set[str] = set()
         has_history = has_system = False
         for prompt in prompts:
             names.add(prompt.model)
             has_history = has_history or prompt.history_characters > 0
             has_system = has_system or bool(prompt.system)
-        known = sorted(names - {""}) if len(names) > 1 else []
-        free = iter(range(vocabulary, vocabulary + len(known) + len(HISTORY_CHARACTERS) + 2))
+        models = sorted(names - {""}) if len(names) > 1 else []
+        free = iter(range(vocabulary, vocabulary + len(models) + len(HISTORY_CHARACTERS) + 2))
         return cls(
             max_length_tokens,
             *special,
-            models={name: next(free) for name in known},
-            other_model=next(free) if known else None,
+            models={name: next(free) for name in models},
+            other_model=next(free) if models else None,
             history=tuple(next(free) for _ in range(len(HISTORY_CHARACTERS) + 1)) if has_history else (),
             reads_system=has_system,
         )
 
     @property
     def added_tokens(self) -> int:
-        """Rows that the embeddings need beyond the tokenizer's vocabulary."""
+        """Number of embeddings beyond the tokenizer's vocabulary."""
         return len(self.models) + (self.other_model is not None) + len(self.history)
 
     @property
     def characters_max(self) -> int:
-        """Of a text with more characters than this, only the two ends are looked at (`text.head_and_tail`)."""
+        """A text with more characters than this is cut to its two ends (`text.head_and_tail`)."""
         return self.max_length_tokens * CHARACTERS_PER_TOKEN
 
     def encode(self, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[list[int]]:
         """The line of each prompt, at most `max_length_tokens` ids.
 
-        A text that is too long keeps its first and its last tokens, as many of each: the task of a long prompt is
-        named before or after the material, seldom in its middle.
+        A longer text keeps its first and its last tokens, half of each: the task of a long prompt is usually before or
+        after the material, seldom in the middle.
         """
         texts = self._pieces(tokenizer, [prompt.text for prompt in prompts])
         systems: list[list[int]] = [[]] * len(prompts)
@@ -115,7 +115,7 @@ class Encoding:
 
 
 def _both_ends(ids: list[int], room: int) -> list[int]:
-    """`ids`, or its first and last tokens when there are more than `room`."""
+    """`ids`, or the first and last of them when there are more than `room`."""
     if len(ids) <= room:
         return ids
     tail = room // 2

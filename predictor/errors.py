@@ -1,10 +1,10 @@
-"""What can go wrong in this package.
+"""The exceptions of this package.
 
 PredictorError
-├── DatasetError      no training rows can be had from what was given
-├── BadPredictor      a folder does not hold a predictor that can be loaded
-├── PredictionFailed  the predictor process could not answer for these prompts, but lives on
-└── PredictorDied     the predictor process is gone; it is being started again, unless it was closed
+├── DatasetError      the sources give no usable training rows
+├── BadPredictor      a folder does not hold a loadable predictor
+├── PredictionFailed  the predictor process lives, but could not answer for these prompts
+└── PredictorDied     the predictor process is dead; it restarts unless it was closed
 """
 
 
@@ -13,16 +13,16 @@ class PredictorError(Exception):
 
 
 class DatasetError(PredictorError):
-    """No training rows can be had from what was given."""
+    """The sources give no usable training rows."""
 
 
 class BadPredictor(PredictorError):
-    """A folder does not hold a predictor that can be loaded."""
+    """A folder does not hold a loadable predictor."""
 
 
 class PredictionFailed(PredictorError):
-    """The predictor process could not answer for these prompts, but lives on."""
+    """The predictor process lives, but could not answer for these prompts."""
 
 
 class PredictorDied(PredictorError):
-    """The predictor process is gone; it is being started again, unless it was closed."""
+    """The predictor process is dead; it restarts unless it was closed."""

@@ -1,4 +1,4 @@
-"""How good predicted lengths are, against the answers' real ones, and how much throughput bins by them gain.
+"""The accuracy of predicted lengths against the real lengths, and the throughput that bins by the predictions gain.
 
 A prediction is Q ascending, equally likely lengths: the quantiles at the levels (i + 0.5) / Q. Their median is the
 point prediction; a point predictor has Q = 1.
@@ -6,8 +6,8 @@ point prediction; a point predictor has Q = 1.
 Bins of accuracies are equal-mass over the *training* answers' lengths, as in Multi-Bin's appendix C.1 (Table 1), and
 half-open: bin i holds the lengths in [edge i, edge i + 1).
 
-The gain is that of the saturated server, Multi-Bin's section 4 on a sample of lengths instead of a distribution. With
-an endless backlog, batches of B are drawn at random from one bin, and each takes as long as its longest answer:
+The gain is for a saturated server: Multi-Bin's section 4 on a sample of lengths instead of a distribution. With an
+endless backlog, each batch of B answers is drawn at random from one bin, and takes as long as its longest answer:
 
     M(S)  E[longest of B drawn from S] = sum_j l_(j) ((j/n)^B - ((j-1)/n)^B)    l_(1) <= ... <= l_(n) the lengths in S
     p_i   share of the answers in bin i
@@ -39,20 +39,20 @@ COMPARED_BINS, COMPARED_GAIN_BINS, COMPARED_BATCH_SIZE = 4, 8, 8
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """mae_tokens : mean absolute error of the point prediction. A capped answer, of which is known only that it would
-    have been at least as long, has none where the prediction is longer.
-    kendall_tau : tau-b in [-1, 1]; nan when a side is constant.
+    """mae_tokens : mean absolute error of the point prediction. A capped answer is a lower bound, so its error is 0 if
+    the prediction is longer.
+    kendall_tau : tau-b in [-1, 1]; nan when predictions or lengths are constant.
 
-    bin_accuracy, near_accuracy : by number of bins, the share of answers predicted into their own bin / into it or
-    one of its neighbours. distinct_bins : how many of the bins are not empty by construction; fewer than asked for
-    when many answers share one length, and then the accuracies are of that easier task.
+    bin_accuracy, near_accuracy : by number of bins, the share of answers predicted into their own bin / into their own
+    bin or a neighbour. distinct_bins : number of bins that can hold answers; smaller than the requested number when
+    many answers have the same length, and then the accuracies are of that easier task.
 
-    likely_accuracy, likely_near_accuracy : the same of the choices that a predicted distribution is best used for: the
-    likeliest bin / the likeliest three bins side by side. None for a point prediction.
+    likely_accuracy, likely_near_accuracy : the same for the best choices from a predicted distribution: the likeliest
+    bin / the likeliest three bins side by side. None for a point prediction.
 
-    coverage : (Q,) the share of answers at or below each predicted quantile, see `coverage`; calibration_error : its
-    mean distance from the levels. Both None for a point prediction. pinball_tokens : mean pinball loss over answers
-    and levels (for a point prediction half of the mean absolute error with capped answers as they are).
+    coverage : (Q,) share of answers at or below each predicted quantile, see `coverage`.  calibration_error : mean
+    distance of the coverage from the levels. Both None for a point prediction.  pinball_tokens : mean pinball loss over
+    answers and levels (for a point prediction: half of the mean absolute error with capped answers as they are).
 
     gains : of equal-mass bins by the point prediction.
     """
@@ -70,7 +70,7 @@ class Scores:
     gains: Gains
 
     def as_json(self) -> dict[str, Any]:
-        """For a metrics file: plain numbers, rounded to what a sample of some thousands can tell."""
+        """For a metrics file: plain numbers, rounded to the precision of a sample of some thousand answers."""
         shares, error = self.coverage, self.calibration_error
         return {
             "mae_tokens": round(self.mae_tokens, 2),
@@ -89,7 +89,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """value : on all answers. low, high : its 95 % interval over resamples of the answers."""
+    """value : on all answers.  low, high : 95 % interval over resamples of the answers."""
 
     value: float
     low: float
@@ -104,14 +104,14 @@ def evaluate(
     capped: ArrayLike | None = None,
     ceilings: ArrayLike | None = None,
 ) -> Scores:
-    """How good the predictions are.
+    """Scores of the predictions.
 
     quantiles : (answers, Q) ascending, or (answers,), tokens.  actual : (answers,) output tokens, in the same order;
-    at least one.  training_lengths : any number of output tokens, over which bins are equal-mass.
+    at least one answer.  training_lengths : any number of output tokens, over which bins are equal-mass.
     capped : (answers,) bool, the answer was cut.  ceilings : (answers,) max_tokens, or nan for none; predictions are
-    clipped to them as in serving. A capped answer needs one: without, its coverage and its pinball loss are those of
-    an answer that ended there.
-    Lengths are whole numbers, so a prediction is rounded before it is put into a bin.
+    clipped to the ceilings as in serving. A capped answer needs a ceiling: without a ceiling its coverage and its
+    pinball loss count as if the answer had ended there.
+    Lengths are whole numbers, so predictions are rounded before they are put into bins.
     """
     q, truth = as_served(quantiles, ceilings), np.asarray(actual, float)
     assert truth.shape == (len(q),)
@@ -140,20 +140,20 @@ def evaluate(
 
 
 def as_served(quantiles: ArrayLike, ceilings: ArrayLike | None) -> Array:
-    """(answers, Q): the predictions, none above its answer's max_tokens (nan: it has none)."""
+    """(answers, Q): the predictions, each limited to its answer's max_tokens (nan: no limit)."""
     q = np.asarray(quantiles, float)
     q = q[:, None] if q.ndim == 1 else q
     return q if ceilings is None else np.fmin(q, np.asarray(ceilings, float)[:, None])
 
 
 def absolute_errors(point: Array, actual: Array, capped: ArrayLike | None) -> Array:
-    """(answers,) tokens; 0 where a capped answer, which is at least `actual` long, is predicted to be longer."""
+    """(answers,) tokens; 0 for a capped answer, which is at least `actual` long, with a longer prediction."""
     errors = np.abs(point - actual)
     return errors if capped is None else np.where(np.asarray(capped, bool) & (point > actual), 0.0, errors)
 
 
 def pinball_loss(quantiles: Array, actual: Array) -> float:
-    """Tokens, mean over answers and levels: least in expectation for the true quantiles."""
+    """Tokens, mean over answers and levels; its expectation is least for the true quantiles."""
     short = actual[:, None] - quantiles  # (answers, Q)
     level = midpoints(quantiles.shape[1])
     return float(np.mean(np.maximum(level * short, (level - 1) * short)))
@@ -163,21 +163,21 @@ def pinball_loss(quantiles: Array, actual: Array) -> float:
 
 
 def equal_mass_edges(lengths: ArrayLike, count: int) -> Array:
-    """The inner edges of `count` bins that hold as many of the lengths each; fewer when lengths repeat too much."""
+    """The inner edges of `count` bins with equal numbers of lengths; fewer edges when lengths repeat too much."""
     quantiles = np.quantile(np.asarray(lengths, float), np.arange(1, count) / count)
     return np.unique(quantiles[quantiles > np.min(lengths)])
 
 
 def bins_of(lengths: Array, edges: Array) -> Bins:
-    """Bin of each length, which is rounded first: 0 .. len(edges)."""
+    """The bin of each rounded length: 0 .. len(edges)."""
     return index_of(edges, np.rint(lengths))
 
 
 def bin_probabilities(quantiles: Array, edges: Array) -> Array:
     """(answers, bins): the predicted probability of each bin.
 
-    quantiles : (answers, Q) ascending, Q > 1. Between two quantiles the logarithm of the length is taken to be uniform,
-    and beyond the outermost ones over half a step more. A bin begins with the first whole number not below its edge.
+    quantiles : (answers, Q) ascending, Q > 1. The logarithm of the length is taken as uniform between two quantiles,
+    and over half a step beyond the outermost quantiles. A bin begins with the first whole number not below its edge.
     """
     logs = np.log(quantiles)
     first, last = logs[:, :1] - (logs[:, 1:2] - logs[:, :1]) / 2, logs[:, -1:] + (logs[:, -1:] - logs[:, -2:-1]) / 2
@@ -203,7 +203,7 @@ def _shares_as_json(shares: dict[int, float] | None) -> dict[str, float] | None:
 
 
 def confusion(quantiles: ArrayLike, actual: ArrayLike, edges: Array) -> NDArray[np.intp]:
-    """(bins, bins) number of answers by their real bin (rows) and the bin that the point prediction is in (columns)."""
+    """(bins, bins) number of answers by their real bin (rows) and the bin of the point prediction (columns)."""
     counts = np.zeros((len(edges) + 1, len(edges) + 1), np.intp)
     point = np.median(as_served(quantiles, None), axis=1)
     np.add.at(counts, (bins_of(np.asarray(actual, float), edges), bins_of(point, edges)), 1)
@@ -219,12 +219,12 @@ def expected_longest(lengths: ArrayLike, batch_size: int) -> float:
 
 
 def saturated_gain(bins: ArrayLike, actual: ArrayLike, batch_size: int) -> float:
-    """Throughput with these bins over throughput without, batches full and as long as their longest answer.
+    """Throughput with these bins over throughput without, for full batches as long as their longest answers.
 
     bins : (answers,) int.  actual : (answers,) output tokens.
-    The answers stand for the distribution they come from. That underestimates the longest of a batch, and more so in
-    a small bin than in the whole: where bins hold few answers compared with a batch, gains come out too large. The
-    gain of random bins, whose true value is 1, shows by how much.
+    The answers stand for their distribution. This underestimates the longest answer of a batch, and more so in a small
+    bin than in the whole sample: gains are too large when bins hold few answers compared with a batch. The gain of
+    random bins, whose true value is 1, shows how much too large.
     """
     index, lengths = np.asarray(bins), np.asarray(actual, float)
     longest = sum(
@@ -234,7 +234,7 @@ def saturated_gain(bins: ArrayLike, actual: ArrayLike, batch_size: int) -> float
 
 
 def equal_mass_bins(scores: ArrayLike, bins: int) -> Bins:
-    """(answers,) the answers in order of their scores, cut into `bins` parts of as equal a size as possible.
+    """(answers,) bin of each answer: the answers in the order of their scores, cut into nearly equal parts.
 
     Equal scores are in a fixed random order, so that a constant makes random bins instead of bins by row order.
     """
@@ -246,7 +246,7 @@ def equal_mass_bins(scores: ArrayLike, bins: int) -> Bins:
 
 
 def gains_of(assign: Callable[[int, int], Bins], actual: ArrayLike) -> Gains:
-    """Saturated gains of the bins that `assign(bins, batch_size)` puts the answers into.
+    """Saturated gains of the bins of `assign(bins, batch_size)`.
 
     actual : (answers,) output tokens, in the order of the bins that `assign` returns.
     """
@@ -274,11 +274,10 @@ def compare(
     resamples: int = 1000,
     seed: int = 0,
 ) -> dict[str, Difference]:
-    """`first` minus `second` in MAE, 4-bin accuracy and gains at 8 bins and B = 8, with a paired bootstrap's intervals.
+    """`first` minus `second` in MAE, 4-bin accuracy and gains at 8 bins and B = 8, with paired bootstrap intervals.
 
-    The gains are those of bins by median and by risk, which is what a server bins by unless it is told otherwise.
-    Arguments as for `evaluate`; both predict the same answers. Paired: a resample draws answers, and both predictors
-    are measured on the same ones. Percentile intervals.
+    The gains are of bins by median and by risk, the default of a server. Arguments as for `evaluate`; both predict the
+    same answers. Paired: both predictors are measured on the same answers of each resample. Percentile intervals.
     """
     truth = np.asarray(actual, float)
     served = [as_served(quantiles, ceilings) for quantiles in (first, second)]
@@ -292,7 +291,7 @@ def compare(
         return saturated_gain(equal_mass_bins(score[rows], COMPARED_GAIN_BINS), truth[rows], COMPARED_BATCH_SIZE)
 
     def differences(rows: NDArray[np.intp]) -> tuple[float, ...]:
-        gains = (gain(one, rows) - gain(other, rows) for one, other in scores.values())
+        gains = (gain(score, rows) - gain(other, rows) for score, other in scores.values())
         return float(np.mean(errors[rows])), float(np.mean(hits[rows])), *gains
 
     rng = np.random.default_rng(seed)
@@ -304,4 +303,4 @@ def compare(
         f"{COMPARED_BINS}-bin accuracy",
         *(f"gain at B={COMPARED_BATCH_SIZE}, {COMPARED_GAIN_BINS} bins by {name}" for name in scores),
     )
-    return {name: Difference(*each) for name, *each in zip(names, values, low, high, strict=True)}
+    return {name: Difference(*numbers) for name, *numbers in zip(names, values, low, high, strict=True)}

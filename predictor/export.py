@@ -1,12 +1,12 @@
 """A trained network -> the folder that serves: ONNX, readable without torch.
 
-model.onnx            32-bit, for GPUs, and for CPUs where 8 bits lose too much
+model.onnx            32-bit, for GPUs, and for CPUs if 8 bits lose too much accuracy
 model.int8.onnx       weights and activations of 8 bits: two to three times as fast on a CPU
 predictor.json        how prompts become token ids (predictor/encoding.py)
 tokenizer.json        of the tokenizers library
 training_lengths.json a sorted sample of the training answers' lengths
-forecasts.json        what it predicted for a sample of validation prompts: the first bin edges come from them
-metrics.json          how good it is, and what it was made from
+forecasts.json        forecasts for a sample of validation prompts: the first bin edges come from these forecasts
+metrics.json          the predictor's accuracy, data and training
 """
 
 import dataclasses
@@ -39,17 +39,17 @@ from predictor.predict import (
 )
 
 OPSET = 17
-TOLERANCE = 1e-3  # relative, between the network and what was written of it
+TOLERANCE = 1e-3  # relative, between the network and the written model
 FORECASTS_MAX = 300
 
 
 def export(
     model: LengthModel, tokenizer: Tokenizer, encoding: Encoding, training_lengths: Sequence[int], folder: Path
 ) -> None:
-    """Write everything that `LengthPredictor.load` needs, at 32 bits. Raises PredictorError when it says other things
-    than the network."""
+    """Write all files that `LengthPredictor.load` needs, with 32 bits. Raises PredictorError when the written model
+    differs from the network."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / INT8_FILE).unlink(missing_ok=True)  # of an earlier export
+    (folder / INT8_FILE).unlink(missing_ok=True)  # from an earlier export
     tokenizer.save(str(folder / TOKENIZER_FILE))
     (folder / ENCODING_FILE).write_text(json.dumps(dataclasses.asdict(encoding), indent=1) + "\n")
     (folder / LENGTHS_FILE).write_text(json.dumps(list(training_lengths)) + "\n")
@@ -58,9 +58,9 @@ def export(
 
 
 def quantize(folder: Path) -> None:
-    """Add the 8-bit model beside the 32-bit one; it serves on a CPU from then on."""
+    """Add the 8-bit model to the 32-bit model; CPUs then serve with 8 bits."""
     previous = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # it advises to run a step that changes nothing here
+    logging.disable(logging.WARNING)  # the library advises a step that changes nothing here
     try:
         quantize_dynamic(folder / MODEL_FILE, folder / INT8_FILE, per_channel=True, weight_type=QuantType.QInt8)
     finally:
@@ -68,12 +68,12 @@ def quantize(folder: Path) -> None:
 
 
 def drop_quantized(folder: Path) -> None:
-    """Take the 8-bit model away again."""
+    """Remove the 8-bit model."""
     (folder / INT8_FILE).unlink()
 
 
 def add_forecasts(folder: Path, predictor: LengthPredictor, rows: Sequence[Row]) -> None:
-    """Keep what the predictor says of a sample of rows that it was not trained on, bounded as in serving."""
+    """Write the predictor's forecasts for a sample of rows outside its training, bounded as in serving."""
     chosen = np.random.default_rng(0).permutation(len(rows))[:FORECASTS_MAX]
     sample = [rows[i] for i in sorted(chosen)]
     ceilings = np.array([np.inf if row.output_tokens_max is None else row.output_tokens_max for row in sample])
@@ -82,25 +82,25 @@ def add_forecasts(folder: Path, predictor: LengthPredictor, rows: Sequence[Row])
 
 
 def check_export(model: LengthModel) -> None:
-    """Raises PredictorError for an encoder that cannot be exported, or whose answers depend on padding.
+    """Raises PredictorError for an encoder that cannot be exported, or whose output depends on padding.
 
-    To be called before a training, whose hours would else be lost. Changes nothing in the model.
+    To be called before a training, whose hours would otherwise be lost. Does not change the model.
     """
     twin = LengthModel(model.config)
     twin.load_state_dict(model.state_dict())
-    nn.init.normal_(twin.head.weight, std=0.1)  # an untrained head says the same of all prompts
+    nn.init.normal_(twin.head.weight, std=0.1)  # an untrained head has the same output for all prompts
     with tempfile.TemporaryDirectory() as folder:
         try:
             _write_onnx(twin, Path(folder) / MODEL_FILE)
             _check(twin, Path(folder) / MODEL_FILE)
         except PredictorError:
             raise
-        except Exception as error:  # the libraries raise many kinds for an encoder that they do not know
+        except Exception as error:  # the libraries raise many exceptions for an unknown encoder
             raise PredictorError(f"the encoder cannot be exported: {type(error).__name__}: {error}") from error
 
 
 class _Lengths(nn.Module):  # type: ignore[misc]  # torch is not typed here
-    """The network with one plain output, as ONNX wants it."""
+    """The network with one plain output, as ONNX requires."""
 
     def __init__(self, model: LengthModel) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class _Lengths(nn.Module):  # type: ignore[misc]  # torch is not typed here
 def _write_onnx(model: LengthModel, path: Path) -> None:
     ids = torch.ones(2, 8, dtype=torch.long)
     axes = {0: "prompts", 1: "tokens"}
-    model.encoder.set_attn_implementation("eager")  # plain matrix products, which the quantization knows
+    model.encoder.set_attn_implementation("eager")  # plain matrix products, which the quantization supports
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.simplefilter("ignore")
         torch.onnx.export(
@@ -125,21 +125,21 @@ def _write_onnx(model: LengthModel, path: Path) -> None:
             output_names=["lengths"],
             dynamic_axes={"input_ids": axes, "attention_mask": axes, "lengths": {0: "prompts"}},
             opset_version=OPSET,
-            dynamo=False,  # torch's other exporter writes shapes that the quantization refuses
+            dynamo=False,  # torch's new exporter writes shapes that the quantization refuses
         )
 
 
 def _check(model: LengthModel, path: Path) -> None:
-    """The written model says what the network says, for other shapes than the traced one, padding included."""
+    """Compare the written model with the network, for other shapes than the traced shape, and with padding."""
     ids = np.random.default_rng(0).integers(0, model.encoder.config.vocab_size, (3, 13))
     mask = np.ones_like(ids)
     mask[1, 5:] = 0
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     (written,) = session.run(None, {"input_ids": ids, "attention_mask": mask})
     with torch.inference_mode():
-        spoken = model(torch.tensor(ids), torch.tensor(mask)).lengths.numpy()
+        expected = model(torch.tensor(ids), torch.tensor(mask)).lengths.numpy()
         alone = model(torch.tensor(ids[1:2, :5]), torch.tensor(mask[1:2, :5])).lengths.numpy()
-    if not np.allclose(written, spoken, rtol=TOLERANCE):
-        raise PredictorError("the exported model does not say what the trained one says; is its encoder a BERT?")
-    if not np.allclose(spoken[1:2], alone, rtol=TOLERANCE):
-        raise PredictorError("what the encoder says of a prompt depends on its padding; is it a BERT?")
+    if not np.allclose(written, expected, rtol=TOLERANCE):
+        raise PredictorError("the exported model differs from the trained model; is its encoder a BERT?")
+    if not np.allclose(expected[1:2], alone, rtol=TOLERANCE):
+        raise PredictorError("the encoder's output for a prompt depends on the padding; is the encoder a BERT?")

@@ -1,4 +1,4 @@
-"""The pictures of a predictor's report, as PNG files."""
+"""The figures of a predictor's report, as PNG files."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -15,7 +15,7 @@ from bins.calibration import midpoints
 from predictor.evaluate import Gains
 
 DPI = 150
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")  # Okabe and Ito's, and a grey
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")  # Okabe and Ito, and a grey
 MARKERS = "osD^vPX"
 GAIN_TICKS = (0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 10, 15, 20)
 
@@ -23,10 +23,10 @@ GAIN_TICKS = (0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 
 def confusion_figure(
     path: Path, confusions: Mapping[int, NDArray[np.intp]], edges: Mapping[int, Sequence[float]], title: str
 ) -> None:
-    """Confusion matrices side by side, as Multi-Bin's figure 10.
+    """Confusion matrices side by side, as in Multi-Bin's figure 10.
 
     confusions : by number of bins, (bins, bins) answers by real bin (rows) and predicted bin (columns).
-    edges : by number of bins, the inner edges, tokens. The cells say the share of their row, in per cent.
+    edges : by number of bins, the inner edges, tokens. Each cell shows its share of the row, in per cent.
     """
     sizes = [len(counts) for counts in confusions.values()]
     figure = Figure(figsize=(4 + 0.85 * sum(sizes), 2.2 + 0.62 * max(sizes)), layout="constrained", facecolor="white")
@@ -54,30 +54,30 @@ def _confusion_panel(axes: Axes, counts: NDArray[np.intp], names: list[str]) -> 
 
 
 def _interval_names(edges: Sequence[float]) -> list[str]:
-    """What whole lengths the bins hold: "< 12", "12-39", "≥ 40"."""
+    """The whole lengths of each bin: "< 12", "12-39", "≥ 40"."""
     if not len(edges):
         return ["all"]
-    first = [int(np.ceil(edge)) for edge in edges]  # of each bin but the first
+    first = [int(np.ceil(edge)) for edge in edges]  # first length of each bin except the first bin
     between = [f"{low}–{high - 1}" if high - 1 > low else f"{low}" for low, high in pairwise(first)]
     return [f"< {first[0]}", *between, f"≥ {first[-1]}"]
 
 
 def calibration_figure(path: Path, coverages: Mapping[str, ArrayLike], title: str) -> None:
-    """Share of answers at or below the predicted quantile, against its level.
+    """Share of answers at or below the predicted quantile, against the level of the quantile.
 
-    coverages : by predictor, (Q,) shares at the levels (i + 0.5) / Q. On the diagonal a predictor says what it knows;
-    above it, its lengths are too long; below, too short.
+    coverages : by predictor, (Q,) shares at the levels (i + 0.5) / Q. A predictor on the diagonal is calibrated; above
+    the diagonal its lengths are too long, below too short.
     """
     figure = Figure(figsize=(5.6, 5.6), layout="constrained", facecolor="white")
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], color="black", linewidth=1, linestyle="--", label="calibrated")
-    for i, (name, given) in enumerate(coverages.items()):
-        shares = np.asarray(given, float)
+    for i, (name, coverage) in enumerate(coverages.items()):
+        shares = np.asarray(coverage, float)
         color, marker = COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]
         axes.plot(midpoints(shares.size), shares, label=name, markersize=5, color=color, marker=marker)
     axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", title=title)
     axes.set_xlabel("level of the predicted quantile")
-    axes.set_ylabel("answers at or below it")
+    axes.set_ylabel("answers at or below the quantile")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.text(0.30, 0.80, "predictions too long", color="#666666", ha="center")
@@ -90,7 +90,7 @@ def calibration_figure(path: Path, coverages: Mapping[str, ArrayLike], title: st
 def gains_figure(path: Path, gains: Mapping[str, Gains], title: str) -> None:
     """Saturated throughput gain against the number of bins: a panel per batch size, a line per way to bin.
 
-    The first way to bin is drawn in black (the oracle's place), the last dotted in grey (random bins').
+    The first way to bin (the oracle) is drawn in black, the last way (random bins) dotted in grey.
     """
     batch_sizes = list(next(iter(gains.values())))
     figure = Figure(figsize=(1.4 + 4.0 * len(batch_sizes), 6.2), layout="constrained", facecolor="white")
@@ -103,7 +103,7 @@ def gains_figure(path: Path, gains: Mapping[str, Gains], title: str) -> None:
         axes.xaxis.set_major_locator(FixedLocator(counts))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axes.set_yscale("log")  # of ratios; and it keeps an oracle from pressing all others together
+        axes.set_yscale("log")  # gains are ratios, and the oracle's would compress the other lines
         axes.yaxis.set_major_locator(FixedLocator(GAIN_TICKS))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

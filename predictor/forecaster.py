@@ -1,4 +1,4 @@
-"""What a server asks: the trained predictor, under a limit of time, and what was learnt from the answers since."""
+"""Forecasts for a server: a trained predictor within a time limit, corrected by the answers since then."""
 
 import asyncio
 import logging
@@ -14,16 +14,16 @@ log = logging.getLogger(__name__)
 
 
 class Predictor(Protocol):
-    """Predicts equally likely output tokens; may raise anything, may be slow."""
+    """Predicts equally likely output tokens; may raise any exception, may be slow."""
 
     async def predict(self, prompt: Prompt) -> Sequence[float]: ...
 
 
 class Forecaster:
-    """Forecasts cost a request `budget_s` at most, whatever the predictor does; then, or without a predictor, what was
-    seen of earlier answers serves alone.
+    """A forecast takes at most about `budget_s`. After that, or without a predictor, the forecast comes from earlier
+    answers alone.
 
-    fallbacks : forecasts without their predictor, by reason ("slow", "failed").
+    fallbacks : number of forecasts made without the predictor, by reason ("slow", "failed").
     """
 
     def __init__(self, predictor: Predictor | None, learner: OnlineLearner, *, budget_s: float) -> None:
@@ -34,12 +34,12 @@ class Forecaster:
         self._failing = False
 
     async def forecast(self, prompt: Prompt, *, least: float | None = None, most: float | None = None) -> Forecast:
-        """The answer's equally likely lengths, between its least (min_tokens) and its most (max_tokens)."""
+        """Equally likely lengths of the answer, between `least` (min_tokens) and `most` (max_tokens)."""
         forecast = self.learner.forecast(prompt, await self._predict(prompt))
         return replace(forecast, lengths=bounded(forecast.lengths, least=least, most=most))
 
     def observe(self, forecast: Forecast, output_tokens: float, *, capped: bool = False) -> None:
-        """How long the answer became. capped : it was cut at its max_tokens."""
+        """Learn the length of the answer. capped : the answer was cut at its max_tokens."""
         self.learner.observe(forecast, output_tokens, capped)
 
     async def _predict(self, prompt: Prompt) -> Sequence[float] | None:
@@ -49,7 +49,7 @@ class Forecaster:
             async with asyncio.timeout(self._budget_s):
                 lengths = await self._predictor.predict(prompt)
         except TimeoutError:
-            self._fell_back("slow", f"it took more than {self._budget_s:g} s")
+            self._fell_back("slow", f"no prediction within {self._budget_s:g} s")
         except Exception as error:
             self._fell_back("failed", str(error))
         else:
@@ -58,15 +58,15 @@ class Forecaster:
         return None
 
     def _fell_back(self, reason: str, why: str) -> None:
-        """Counted each time, said once until the predictor answers again."""
+        """Count each fallback; log only the first until the predictor answers again."""
         self.fallbacks[reason] += 1
         if not self._failing:
-            log.warning("the length predictor failed (%s); earlier answers serve instead", why)
+            log.warning("the length predictor failed (%s); forecasts come from earlier answers", why)
         self._failing = True
 
 
 class ForecasterByModel:
-    """A forecaster for each of some models, and one for all others: what one learns the others do not hear of.
+    """A forecaster for each of some models, and one forecaster for all other models. They learn separately.
 
     forecasters : by model.
     """
@@ -77,8 +77,8 @@ class ForecasterByModel:
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
-        """Of all models together."""
-        return sum((one.fallbacks for one in self._forecasters.values()), Counter(self._others.fallbacks))
+        """Fallbacks of all models together."""
+        return sum((forecaster.fallbacks for forecaster in self._forecasters.values()), Counter(self._others.fallbacks))
 
     async def forecast(self, prompt: Prompt, *, least: float | None = None, most: float | None = None) -> Forecast:
         return await self._of(prompt.model).forecast(prompt, least=least, most=most)

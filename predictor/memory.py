@@ -1,15 +1,15 @@
-"""Requests of one template or application, forecast from their own recent lengths.
+"""Forecasts for the requests of a template or application, from its own recent lengths.
 
-A request has a chain of keys, coarse to fine: its model's recent requests; its application (system prompt and stop
-strings); the first 32 characters, the first 128, and the whole of its text. Each key remembers its last lengths, and
-how well it would have forecast them, beside the forecast that stood without it. From coarse to fine, a key whose own
-forecast was clearly better takes over; so a predictor is only overruled where it has been seen to be worse.
+A request has a chain of keys, coarse to fine: its model; its application (system prompt and stop strings); the first 32
+characters, the first 128, and the whole of its text. Each key remembers its last lengths, the scores of its own
+forecasts, and the scores of the standing forecasts: the forecasts without this key. From coarse to fine, a key with a
+clearly better score takes over. So a key overrules a predictor only where the predictor was worse.
 
-An answer teaches the key that forecast it, and the finer ones. The coarser ones, and the predictor's correction, learn
-only one in OVERRULED_LEARNT: from all they would learn the lengths of templates that they do not serve, and forecast
-them for the requests that they do; from none they would stay wrong for ever once a finer key knew better.
+An answer teaches the key whose forecast stands, and the finer keys. The coarser keys, and the predictor's correction,
+learn only one answer in OVERRULED_LEARNT. If they learnt all answers, they would forecast the lengths of templates that
+finer keys serve; if they learnt none, they would stay wrong after a finer key has taken over.
 
-Only hashes and lengths are kept, never a text.
+The memory holds only hashes and lengths, never a text.
 """
 
 from collections import OrderedDict
@@ -26,19 +26,19 @@ from predictor.prompt import Prompt
 from predictor.quantiles import LEVELS, MIDDLE, Logs, ascending, crps, sample_quantiles
 
 PREFIXES = (32, 128)
-"""Characters of a text that make a template."""
+"""Numbers of first characters that define a template."""
 SCORED_MIN = 4
-"""Lengths that a key holds before its forecasts are scored; and scores before a predictor is overruled."""
+"""Lengths of a key before its forecasts are scored; also scores of a key before it overrules a predictor."""
 TRUSTED_MIN = 8
-"""Lengths that a key holds before it may take over."""
+"""Lengths of a key before the key may take over."""
 MARGIN = 0.9
-"""A key takes over when its score is below this share of the standing forecast's: less is within chance."""
+"""A key takes over when its score is below this share of the standing forecast's; a smaller gain may be chance."""
 BORROWED = 2.0
-"""How many lengths the standing forecast's spread is worth beside the key's own."""
+"""Weight of the standing forecast's spread, in lengths of the key."""
 
 OVERRULED_LEARNT = 8
 
-_TEXT_END = 4096  # of a longer text only the two ends and the length are hashed: time on a request's path is bounded
+_TEXT_END = 4096  # a longer text is hashed by its two ends and its length, to bound the time per request
 _LEVELS = midpoints(LEVELS)
 _NOTHING_KNOWN: Logs = tuple(NormalDist().inv_cdf(float(p)) for p in _LEVELS)  # a spread of e, for a first length
 
@@ -47,7 +47,7 @@ V = TypeVar("V")
 
 
 class RecentlyUsed(Generic[K, V]):
-    """A dictionary of at most `size` entries; the one that was not used for longest goes first. 0 keeps nothing."""
+    """A dictionary of at most `size` entries that drops the least recently used entry. size : 0 keeps nothing."""
 
     def __init__(self, size: int, make: Callable[[], V]) -> None:
         assert size >= 0
@@ -58,11 +58,11 @@ class RecentlyUsed(Generic[K, V]):
         return len(self._entries)
 
     def get(self, key: K) -> V | None:
-        """The entry, if there is one. Asking is no use: what never ends would else displace what is learnt."""
+        """The entry, if there is one. A `get` is not a use: requests that never end must not displace learnt keys."""
         return self._entries.get(key)
 
     def used(self, key: K) -> V:
-        """The entry, made if there is none, and now the last to go."""
+        """The entry, made if there is none, and marked as the most recently used."""
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = self._make()
@@ -75,9 +75,9 @@ class RecentlyUsed(Generic[K, V]):
 
 @dataclass(slots=True)
 class Duel:
-    """Scores of a key's own forecasts and of those that stood without it, on the same answers.
+    """Scores of a key's own forecasts and of the standing forecasts, on the same answers.
 
-    Means over about the last `window` scores; later ones weigh more, so that a change is noticed.
+    Means over about the last `window` scores; later scores weigh more, so that the means follow a change.
     """
 
     window: int
@@ -93,9 +93,9 @@ class Duel:
 
 
 class Neighbours:
-    """What is remembered of the requests of one key.
+    """The recent lengths of the requests of one key, and the scores of its forecasts.
 
-    size : lengths that are kept.  least : how many make the first forecast.
+    size : number of lengths.  least : number of lengths for the first forecast.
     """
 
     __slots__ = (
@@ -107,12 +107,12 @@ class Neighbours:
         self._capped = np.zeros(size, dtype=bool)
         self._least = least
         self._quantiles: list[float] = []
-        self._cap = 0.0  # where these are nan, all that is known is that it would be more than this
-        self._unused = 0  # lengths since the quantiles were taken
+        self._cap = 0.0  # quantiles that are nan are above this cap
+        self._unused = 0  # lengths since the quantiles were computed
         self._at = 0
         self.count = 0
-        self.over_others = Duel(max(1, size // 2))  # against coarser keys alone
-        self.over_predictor = Duel(max(1, size // 2))  # against what began with a predictor's forecast
+        self.over_others = Duel(max(1, size // 2))  # against coarser keys without a predictor
+        self.over_predictor = Duel(max(1, size // 2))  # against a predictor, maybe overruled by coarser keys
 
     def learn(self, actual: float, capped: bool) -> None:
         self._logs[self._at], self._capped[self._at] = actual, capped
@@ -125,40 +125,42 @@ class Neighbours:
             self._cap = float(np.max(logs, where=flags, initial=0.0))
             self._unused = 0
 
-    def says(self, standing: Logs | None) -> Logs | None:
-        """The key's own forecast: its quantiles, and a little of the spread of what stands without it; or None.
+    def forecast(self, standing: Logs | None) -> Logs | None:
+        """The key's own forecast: its quantiles with a little of the standing forecast's spread; None: too few lengths.
 
-        A few equal lengths are no certainty: of n lengths' forecast, BORROWED / (n + BORROWED) is the standing one,
-        moved to the key's own median. Quantiles that no answer reached before its cap are the standing forecast's,
-        but never below the caps.
+        A few equal lengths are no certainty: the standing forecast, moved to the key's own median, has the weight
+        BORROWED / (n + BORROWED) for n lengths. Quantiles above all uncapped answers come from the standing forecast,
+        but are never below the caps.
         """
         if not self._quantiles:
             return None
         own, other = self._quantiles, standing or _NOTHING_KNOWN
         if own[-1] != own[-1]:  # nan
             own = self._completed(standing)
-        kept = self.count / (self.count + BORROWED)
-        lent = 1 - kept
-        shift = lent * (own[MIDDLE] - other[MIDDLE])
-        return ascending([kept * a + lent * b + shift for a, b in zip(own, other, strict=True)])
+        weight = self.count / (self.count + BORROWED)
+        borrowed = 1 - weight
+        shift = borrowed * (own[MIDDLE] - other[MIDDLE])
+        return ascending([weight * a + borrowed * b + shift for a, b in zip(own, other, strict=True)])
 
     def _completed(self, standing: Logs | None) -> list[float]:
-        """The quantiles, with what is known where there are none."""
+        """The quantiles, with nan replaced by the standing forecast or the cap."""
         cap, middle = self._cap, self._quantiles[MIDDLE]
         other = standing or tuple([cap + log for log in _NOTHING_KNOWN])
         shift = 0.0 if middle != middle else middle - other[MIDDLE]
         return [max(b + shift, cap) if a != a else a for a, b in zip(self._quantiles, other, strict=True)]
 
     def takes_over(self, predicted: bool) -> bool:
-        """Unseen in a duel it does, but not from a predictor: then the finer key is likely the better."""
+        """Whether the key is better than the standing forecast. Without enough scores the finer key is taken for
+        better than coarser keys, but not than a predictor.
+        """
         duel = self.over_predictor if predicted else self.over_others
         if self.count < TRUSTED_MIN or duel.count < SCORED_MIN:
             return self.count >= TRUSTED_MIN and not predicted
         return duel.own < MARGIN * duel.standing
 
 
-class Said(NamedTuple):
-    """What one key would have forecast, and what stood without it."""
+class KeyForecast(NamedTuple):
+    """A key's own forecast, and the standing forecast without this key."""
 
     key: bytes
     own: Logs
@@ -166,19 +168,19 @@ class Said(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The forecast that stands in the end, who made it, and what each key said; () and "" when nothing is known.
+    """The final forecast, its source, and the forecast of each key; () and "" when nothing is known.
 
-    overruled : the keys coarser than the one whose forecast stands, if it is an application's or a template's.
+    overruled : keys coarser than the application or template whose forecast stands; () for other sources.
     """
 
     logs: Logs
     source: str
-    said: tuple[Said, ...]
+    by_key: tuple[KeyForecast, ...]
     overruled: tuple[bytes, ...] = ()
 
 
 class Memory:
-    """The keys of all models. keys_max, models_max : how many are remembered; a model's own lengths count there."""
+    """The keys of all models. keys_max : remembered applications and templates.  models_max : remembered models."""
 
     def __init__(self, keys_max: int, lengths_per_key: int, window: int, models_max: int) -> None:
         self._keys = RecentlyUsed[bytes, Neighbours](keys_max, lambda: Neighbours(lengths_per_key, SCORED_MIN))
@@ -189,21 +191,21 @@ class Memory:
         return len(self._keys)
 
     def judge(self, chain: tuple[bytes, ...], predicted: Logs | None) -> Verdict:
-        """chain : as `keys_of` gives it.  predicted : what a predictor says, if there is one."""
+        """The forecast of the best key. chain : from `keys_of`.  predicted : a predictor's quantiles, if any."""
         standing, source = predicted, "predictor" if predicted else ""
-        said: list[Said] = []
+        by_key: list[KeyForecast] = []
         place = 0
-        recent = self._recent.get(chain[0]) if not standing else None  # it ranks nothing, a poor predictor does
-        if recent and (own := recent.says(None)):
+        recent = self._recent.get(chain[0]) if not standing else None  # even a poor predictor ranks better
+        if recent and (own := recent.forecast(None)):
             standing, source = own, "recent"
         for finer, key in enumerate(chain[1:], 1):
             neighbours = self._keys.get(key)
-            own = neighbours.says(standing) if neighbours and standing else None
+            own = neighbours.forecast(standing) if neighbours and standing else None
             if neighbours and standing and own:
-                said.append(Said(key, own, standing))
+                by_key.append(KeyForecast(key, own, standing))
                 if neighbours.takes_over(predicted is not None):
                     standing, source, place = own, "memory", finer
-        return Verdict(standing or (), source, tuple(said), chain[:place])
+        return Verdict(standing or (), source, tuple(by_key), chain[:place])
 
     def learn(
         self,
@@ -213,41 +215,41 @@ class Memory:
         capped: bool,
         predicted: bool,
     ) -> bool:
-        """Scores what was said before the length was known, and only then remembers the length.
+        """Score the forecasts that were made before the length was known, then remember the length.
 
-        Returns whether the coarsest learnt of it too, and a predictor's correction should.
+        Returns whether the coarsest key learnt the length; a predictor's correction should then learn it too.
         """
         self._overruled += bool(verdict.overruled)
-        passed = verdict.overruled if self._overruled % OVERRULED_LEARNT else ()
-        self._score([each for each in verdict.said if each.key not in passed], actual, capped, predicted)
+        skipped = verdict.overruled if self._overruled % OVERRULED_LEARNT else ()
+        self._score([forecast for forecast in verdict.by_key if forecast.key not in skipped], actual, capped, predicted)
         recent = self._recent.used(chain[0])
-        if not passed:
+        if not skipped:
             recent.learn(actual, capped)
-        opened = True
+        coarser_exists = True
         for key in chain[1:]:
-            # A finer key is opened once its coarser one has been seen before: prompts that never come again take one.
-            known = self._keys.get(key) is not None
-            if not (known or opened):
+            # A new key needs an existing coarser key: a prompt that never comes again then adds only one key.
+            exists = self._keys.get(key) is not None
+            if not (exists or coarser_exists):
                 break
             neighbours = self._keys.used(key)
-            if key not in passed:
+            if key not in skipped:
                 neighbours.learn(actual, capped)
-            opened = known
-        return not passed
+            coarser_exists = exists
+        return not skipped
 
-    def _score(self, said: Sequence[Said], actual: float, capped: bool, predicted: bool) -> None:
+    def _score(self, forecasts: Sequence[KeyForecast], actual: float, capped: bool, predicted: bool) -> None:
         score, standing = 0.0, None
-        for each in said:
-            neighbours = self._keys.get(each.key)
-            if each.standing is not standing:
-                standing, score = each.standing, crps(each.standing, actual, capped)
+        for forecast in forecasts:
+            neighbours = self._keys.get(forecast.key)
+            if forecast.standing is not standing:
+                standing, score = forecast.standing, crps(forecast.standing, actual, capped)
             if neighbours:
                 duel = neighbours.over_predictor if predicted else neighbours.over_others
-                duel.score(crps(each.own, actual, capped), score)
+                duel.score(crps(forecast.own, actual, capped), score)
 
 
 def keys_of(prompt: Prompt) -> tuple[bytes, ...]:
-    """Its keys, coarse to fine, each a hash of all that the coarser ones are made of, and of more."""
+    """The prompt's keys, coarse to fine: each hashes the content of the coarser keys and more."""
     kind = blake2b(repr((prompt.model, bool(prompt.stop))).encode("utf-8", "backslashreplace"), digest_size=16)
     keys = [kind.digest()]
     application = kind.copy()

@@ -1,21 +1,21 @@
-"""The network: a BERT-family encoder and one linear layer that says how long an answer may be.
+"""The network: a BERT-family encoder and one linear layer that predicts the length of the answer.
 
     z_1 = w_1 . h + b_1,  z_i = z_{i-1} + softplus(w_i . h + b_i)      h: the mean of the encoder's last hidden states
     length_i = unit x exp(z_i)                                         unit: the median training answer
 
 With one output (`quantiles` = 1) this is the predictor of Multi-Bin, appendix C.1: one linear layer, trained with L1
-loss on the output length, bins applied afterwards so that one model serves any number of them. With several, output i
-is the quantile at level (i + 1/2) / Q, so that the Q lengths are equally likely and the middle one is the median; the
-steps between them are positive, hence quantiles never cross. They are trained with the pinball loss (Koenker and
-Bassett, Regression Quantiles, 1978), of which the L1 loss is the case Q = 1.
+loss on the output length; bins are applied afterwards, so that one model serves any number of bins. With Q outputs,
+output i is the quantile at level (i + 1/2) / Q, so that the Q lengths are equally likely and the middle length is the
+median. The steps between outputs are positive, so quantiles never cross. They are trained with the pinball loss
+(Koenker and Bassett, Regression Quantiles, 1978), of which the L1 loss is the case Q = 1.
 
-The exponential keeps every length positive and lets the linear layer say "five times as long" by adding the same
-amount for short and for long answers; equal-mass bins of lengths that span orders of magnitude need that relative
-precision. The unit makes learning rates independent of how long the answers are.
+The exponential keeps every length positive. A factor of five is the same sum in the linear layer for short and for long
+answers; equal-mass bins of lengths that span orders of magnitude need that relative precision. The unit makes learning
+rates independent of the lengths of the answers.
 
-An answer that was cut at its ceiling (max_tokens) would have been longer. Its loss, and that of every answer whose
-ceiling is known, compares min(prediction, ceiling) with what was seen: predicting longer than the ceiling is not wrong
-(Powell, Censored Regression Quantiles, 1986).
+An answer that was cut at its ceiling (max_tokens) would have been longer. For every answer with a known ceiling the
+loss compares min(prediction, ceiling) with the observed length: a prediction above the ceiling is not wrong (Powell,
+Censored Regression Quantiles, 1986).
 """
 
 import math
@@ -31,15 +31,15 @@ from transformers.utils import ModelOutput
 
 from bins.calibration import midpoints
 
-MODEL_FORGOTTEN = 0.1  # share of training lines whose model is hidden, so that unknown models can be served
-STEP_MIN = 0.01  # between two neighbouring quantiles of the untrained network, in z
+MODEL_FORGOTTEN = 0.1  # share of training lines with a hidden model, so that the network learns unknown models
+STEP_MIN = 0.01  # least step between neighbouring quantiles of the untrained network, in z
 
 
 class LengthConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers is not typed
-    """What a network needs to know besides its weights.
+    """The configuration of a network.
 
-    encoder : the encoder's own configuration, as a dictionary with its model_type. quantiles : outputs, 1 for a point.
-    length_unit : tokens, above 0. model_tokens : ids that name a model, the last one meaning "some other".
+    encoder : the encoder's own configuration, as a dictionary with its model_type.  quantiles : outputs; 1 for a point
+    prediction.  length_unit : tokens, above 0.  model_tokens : ids that name a model; the last: "another model".
     """
 
     model_type = "length-predictor"
@@ -53,7 +53,7 @@ class LengthConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers is n
 
 @dataclass
 class LengthOutput(ModelOutput):  # type: ignore[misc]
-    """lengths : (batch, quantiles) float, tokens, ascending. loss : scalar, in length units; with labels only."""
+    """lengths : (batch, quantiles) float, tokens, ascending.  loss : scalar, in length units; only with labels."""
 
     loss: Tensor | None = None
     lengths: Tensor | None = None
@@ -67,19 +67,19 @@ class LengthModel(PreTrainedModel):  # type: ignore[misc]
     _supports_sdpa = True
 
     def __init__(self, config: LengthConfig, encoder: PreTrainedModel | None = None) -> None:
-        """With an encoder, its weights are kept (fine-tuning); without, they are random, from config.encoder."""
+        """encoder : with its weights, for fine-tuning; None: a new encoder of config.encoder with random weights."""
         super().__init__(config)
         self.encoder = encoder or AutoModel.from_config(AutoConfig.for_model(**config.encoder))
         if getattr(self.encoder, "pooler", None) is not None:
-            self.encoder.pooler = None  # BERT's own would only be dead weight
+            self.encoder.pooler = None  # BERT's own pooler is not used
         self.head = nn.Linear(self.encoder.config.hidden_size, config.quantiles)
         self.register_buffer("levels", torch.tensor(midpoints(config.quantiles), dtype=torch.float32), persistent=False)
         self.post_init()
 
     def start_from(self, lengths: Sequence[int]) -> None:
-        """Let the untrained head say the quantiles of these lengths, whatever the prompt.
+        """Let the untrained head predict the quantiles of these lengths for every prompt.
 
-        All trainings begin with the same head then, so that their weights may be averaged.
+        So all trainings begin with the same head, and their weights may be averaged.
         """
         z = np.log(np.quantile(lengths, midpoints(self.config.quantiles)) / self.config.length_unit)
         steps = [math.log(math.expm1(max(step, STEP_MIN))) for step in np.diff(z)]
@@ -98,21 +98,21 @@ class LengthModel(PreTrainedModel):  # type: ignore[misc]
         lengths = z.exp() * self.config.length_unit
         if labels is None:
             return LengthOutput(lengths=lengths)
-        seen = (labels.float() / self.config.length_unit).unsqueeze(1)
-        guess = z.exp()
+        actual = (labels.float() / self.config.length_unit).unsqueeze(1)
+        predicted = z.exp()
         if ceilings is not None:
-            guess = torch.minimum(guess, ceilings.float().unsqueeze(1) / self.config.length_unit)
-        return LengthOutput(loss=self._pinball(guess, seen), lengths=lengths)
+            predicted = torch.minimum(predicted, ceilings.float().unsqueeze(1) / self.config.length_unit)
+        return LengthOutput(loss=self._pinball(predicted, actual), lengths=lengths)
 
-    def _pinball(self, guess: Tensor, seen: Tensor) -> Tensor:
+    def _pinball(self, predicted: Tensor, actual: Tensor) -> Tensor:
         """Mean loss over answers and levels, on the square root of lengths when there are several levels.
 
-        Doubled, so that it is the absolute error at the median. The root stands between errors in tokens, which the
-        few longest answers rule, and relative ones, which forget that long answers cost most.
+        Doubled, so that the loss at the median is the absolute error. The root is a compromise: the few longest answers
+        dominate errors in tokens, and relative errors neglect that long answers cost most.
         """
         if self.config.quantiles > 1:
-            guess, seen = 2 * guess.sqrt(), 2 * seen.sqrt()
-        short = seen - guess
+            predicted, actual = 2 * predicted.sqrt(), 2 * actual.sqrt()
+        short = actual - predicted
         return 2 * torch.maximum(self.levels * short, (self.levels - 1) * short).mean()
 
     def _ascending(self, z: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class LengthModel(PreTrainedModel):  # type: ignore[misc]
         return (hidden * mask).sum(dim=1) / mask.sum(dim=1)
 
     def _forget_some_models(self, input_ids: Tensor) -> Tensor:
-        """Hide the name of the model in some of the lines (predictor/encoding.py has the lines' layout)."""
+        """Hide the name of the model in some lines (predictor/encoding.py describes a line)."""
         names = torch.tensor(self.config.model_tokens, device=input_ids.device)
         forget = torch.rand(len(input_ids), 1, device=input_ids.device) < MODEL_FORGOTTEN
         return torch.where(torch.isin(input_ids, names) & forget, names[-1], input_ids)

@@ -1,9 +1,9 @@
 """Numbers as points on smooth curves, for encoders that are trained from scratch.
 
-With random embeddings each number is a word of its own: "count from 17 to 134" teaches nothing about 18 or 135, and
-some ten thousand prompts are far too few to show every pair. So the rows of the numbers' tokens are given, and kept:
-near numbers have near embeddings, and what is learnt of some holds for those between. Without that, a small encoder
-learns the training prompts by heart instead of learning to count.
+With random embeddings each number is a separate word: "count from 17 to 134" teaches nothing about 18 or 135, and ten
+thousand prompts are far too few to show every pair. So the embeddings of numbers are set here and fixed: close numbers
+have close embeddings, and the encoder can interpolate between numbers. Without fixed embeddings, a small encoder
+memorises the training prompts instead of learning to count.
 """
 
 import math
@@ -14,15 +14,16 @@ from torch import Tensor, nn
 
 from predictor.tokenizer import NUMBERS
 
-SCALE = 0.085  # some four times BERT's initial weights: a number's value outweighs its place in the sentence
+SCALE = 0.085  # about four times BERT's initial weights: a number's value outweighs its place in the sentence
 PERIOD_MAX, PERIOD_MIN = 2000.0, 8.0
 
 
 def number_features(numbers: Tensor, width: int) -> Tensor:
     """(n,) numbers, 0 to 1000 -> (n, width), each in [-1, 1].
 
-    Waves of geometric periods carry the fine detail, steps over the numbers sums and differences, steps over their
-    logarithms products and quotients; ones mark a token as a number. Zeros, half of all, leave room for the context.
+    Waves with geometric periods give the fine detail, steps over the numbers give sums and differences, steps over
+    their logarithms give products and quotients. Ones mark a token as a number. Half of the features are zero, to leave
+    room for the context.
     """
     used = width // 2
     v = numbers.to(torch.float32)
@@ -36,15 +37,15 @@ def number_features(numbers: Tensor, width: int) -> Tensor:
 
 
 def fix_number_embeddings(embeddings: nn.Embedding, tokenizer: Tokenizer) -> None:
-    """Give the numbers' rows their features, and keep the training from changing them."""
+    """Set the embeddings of the numbers to their features, and exclude these rows from training."""
     rows = torch.tensor([tokenizer.token_to_id(number) for number in NUMBERS])
     with torch.no_grad():
         embeddings.weight[rows] = SCALE * number_features(torch.arange(len(NUMBERS)), embeddings.embedding_dim)
-    learnt = torch.ones(embeddings.num_embeddings, 1)
-    learnt[rows] = 0
-    embeddings.weight.register_hook(lambda gradient: gradient * learnt.to(gradient.device))
+    trainable = torch.ones(embeddings.num_embeddings, 1)
+    trainable[rows] = 0
+    embeddings.weight.register_hook(lambda gradient: gradient * trainable.to(gradient.device))
 
 
 def _steps(x: Tensor, high: float, count: int) -> Tensor:
-    """(n,) -> (n, count): how far x is beyond each of `count` marks from 0 to `high`, each a smooth step."""
+    """(n,) -> (n, count): smooth steps of x at `count` marks from 0 to `high`."""
     return torch.tanh((x.unsqueeze(1) - torch.linspace(0, high, count)) / (0.75 * high / (count - 1)))

@@ -2,12 +2,12 @@
 
     predictor's quantiles --recalibration--> calibrated --memory--> forecast --answer--> observe
 
-The predictor may be missing, slow, dead, biased or meant for other traffic. What it says is mapped to what is really
-seen (`recalibration`); where an application's or a template's recent lengths forecast better, they take over
-(`memory`). It starts cold, every part is bounded, and without a predictor it is all there is: then a model's recent
-lengths serve where nothing finer is known.
+The predictor may be missing, slow, dead, biased or trained for other traffic. `recalibration` maps its quantiles to the
+observed lengths; `memory` takes over where the recent lengths of an application or a template forecast better. The
+learner starts empty, and every part is bounded. Without a predictor, a model's recent lengths are the forecast where no
+finer key is known.
 
-Pure: no clock, no randomness, no I/O. Not safe for threads.
+Pure: no clock, no randomness, no I/O. Not thread-safe.
 """
 
 import math
@@ -24,10 +24,10 @@ __all__ = ["LEVELS", "Forecast", "OnlineLearner", "bounded"]
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """What was said of a request, to be judged by its answer's length."""
+    """How a forecast was made, for learning from the answer's length."""
 
-    kind: tuple[str, bool, bool]  # model; has stop strings; the predictor says one length only
-    predicted: Sequence[float]  # logarithms at LEVELS, as the predictor said; () without one
+    kind: tuple[str, bool, bool]  # model; has stop strings; the predictor gives one length only
+    predicted: Sequence[float]  # the predictor's logarithms at LEVELS; () without a predictor
     width: float
     chain: tuple[bytes, ...]
     verdict: Verdict
@@ -35,8 +35,8 @@ class _Trace:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """lengths : LEVELS ascending, equally likely output tokens, each at least 1; () when nothing at all is known.
-    source : who said so: "predictor", "memory" (of a template or application), "recent" (of the model); or "".
+    """lengths : LEVELS ascending, equally likely output tokens, each at least 1; () when nothing is known.
+    source : "predictor", "memory" (of a template or application), "recent" (of the model); or "".
     """
 
     lengths: tuple[float, ...]
@@ -49,17 +49,17 @@ class Forecast:
 
     @property
     def model(self) -> str:
-        """Whose answer was forecast."""
+        """The model of the forecast answer."""
         return self._trace.kind[0]
 
 
 class OnlineLearner:
-    """Told of predictions and of the answers' real lengths, it forecasts.
+    """Forecasts lengths from predictions, and learns from the answers' real lengths.
 
-    keys_max         templates and applications that are remembered, some 1.5 kB each; 0: none
-    lengths_per_key  last lengths that each of them keeps; with fewer than 8 none is ever trusted
-    window           last answers of a model that correct its predictions, and that stand for it without any
-    models_max       models (twice, if they are asked with and without stop strings), up to 80 kB each
+    keys_max         remembered templates and applications, about 1.5 kB each; 0: none
+    lengths_per_key  last lengths of each key; below 8 no key ever takes over
+    window           last answers of a model that correct its predictions, or are the forecast without predictions
+    models_max       remembered models (two entries with and without stop strings), up to 80 kB each
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class OnlineLearner:
         )
 
     def forecast(self, prompt: Prompt, raw: Sequence[float] | None) -> Forecast:
-        """raw : a predictor's equally likely output tokens for this prompt, one or more; None when there is none.
+        """raw : a predictor's equally likely output tokens for this prompt, at least one; None: no prediction.
 
-        One that has values that are no lengths (not finite, not positive) is counted in `raw_invalid` and not used.
+        A prediction with values that are no lengths (not finite, not positive) counts in `raw_invalid` and is ignored.
         """
         predicted = self._read(raw)
         kind = (prompt.model, bool(prompt.stop), raw is not None and len(raw) == 1)
@@ -91,25 +91,25 @@ class OnlineLearner:
         return Forecast(lengths, verdict.source, _Trace(kind, predicted, s, chain, verdict))
 
     def _read(self, raw: Sequence[float] | None) -> Sequence[float]:
-        """Logarithms at LEVELS; () when there is nothing of use."""
+        """Logarithms at LEVELS; () without a valid prediction."""
         if raw is None:
             return ()
-        if len(raw) == 0 or not all(0.0 < length < math.inf for length in raw):  # nan is neither
+        if len(raw) == 0 or not all(0.0 < length < math.inf for length in raw):  # False for nan too
             self.raw_invalid += 1
             return ()
         return at_levels(sorted([log_length(length) for length in raw]))
 
     def observe(self, forecast: Forecast, output_tokens: float, capped: bool = False) -> None:
-        """The real length of an answer, once.
+        """Learn the real length of an answer. To be called once per forecast.
 
-        capped : it was cut at its request's max_tokens, so that its own length is at least output_tokens. An answer
-        without a token, cancelled or failed, tells nothing and is ignored.
+        capped : the answer was cut at its request's max_tokens; its full length is at least output_tokens. An answer
+        without a token (cancelled or failed) is ignored.
         """
         if not 0.0 < output_tokens <= LENGTH_MAX:
             return
         actual, trace = log_length(output_tokens), forecast._trace
-        coarsest = self.memory.learn(trace.chain, trace.verdict, actual, capped, predicted=bool(trace.predicted))
-        if coarsest and trace.predicted:
+        coarsest_learnt = self.memory.learn(trace.chain, trace.verdict, actual, capped, bool(trace.predicted))
+        if coarsest_learnt and trace.predicted:
             self._recalibrations.used(trace.kind).learn(trace.predicted, trace.width, actual, capped)
 
 

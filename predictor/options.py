@@ -1,4 +1,4 @@
-"""What the scripts around a predictor share: options that name the data, and how its rows are told apart."""
+"""Command-line options shared by the commands around a predictor: the data and their split."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -9,21 +9,21 @@ from predictor.dataset import Columns, Rows, Splits
 from predictor.errors import DatasetError
 
 METRICS_FILE = "metrics.json"
-"""In a predictor's folder: how it was trained and how good it is. In an evaluation's: what was found."""
+"""In a predictor's folder: its training and its accuracy. In the folder of an evaluation: the results."""
 SEED_MAX = 2**32 - 1
-"""NumPy's legacy generator, which transformers seeds too, takes no larger one."""
+"""Limit of NumPy's legacy generator, which transformers seeds too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How rows are told apart; of a predictor's folder, in metrics.json."""
+    """How rows are split; stored in metrics.json of a predictor's folder."""
 
     seed: int = 0
     held_out_share: float = 0.1
     validation_share: float = 0.1
 
     def check(self) -> None:
-        """Before the data are read. Raises DatasetError when nobody could be trained on what is left."""
+        """Raises DatasetError when no share is left for training. To be called before the data are read."""
         if self.held_out_share + self.validation_share >= 1:
             raise DatasetError("the held-out and the validation share leave nothing to train on")
 
@@ -33,7 +33,7 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
     add("--data", action="append", required=True, metavar="FILE", help=".jsonl, .parquet, hub:NAME...; repeatable")
     for option, name in COLUMN_OPTIONS.items():
         add(option, default=getattr(columns, name), dest=f"column_{name}", metavar="NAME")
-    add("--answer-tokenizer", metavar="ID_OR_FILE", help="counts the tokens of answers of which only the text is known")
+    add("--answer-tokenizer", metavar="ID_OR_FILE", help="counts the tokens of answers that are known as text only")
 
 
 COLUMN_OPTIONS = {
@@ -56,7 +56,7 @@ def positive(text: str) -> int:
 
 
 def natural(text: str) -> int:
-    """For seeds."""
+    """A whole number from 0 to SEED_MAX."""
     if not text.isdecimal() or len(text) > len(str(SEED_MAX)) or int(text) > SEED_MAX:
         raise argparse.ArgumentTypeError(f"not a whole number from 0 to {SEED_MAX}: {text!r}")
     return int(text)
@@ -77,22 +77,22 @@ def columns(args: argparse.Namespace) -> Columns:
 
 
 def counter(tokenizer: str | None) -> Callable[[str], int] | None:
-    """Counts the tokens of a text as the tokenizer, a hub id or a tokenizer.json, does."""
+    """A function that counts the tokens of a text. tokenizer : a hub id or a tokenizer.json."""
     if tokenizer is None:
         return None
     from tokenizers import Tokenizer
 
     try:
         loaded = Tokenizer.from_file(tokenizer) if Path(tokenizer).is_file() else Tokenizer.from_pretrained(tokenizer)
-    except Exception as error:  # the library's own are bare
+    except Exception as error:  # the library raises bare exceptions
         raise DatasetError(f"cannot load the tokenizer {tokenizer}: {error}") from error
     return lambda text: len(loaded.encode(text, add_special_tokens=False).ids)
 
 
 def of_models(splits: Splits, models: Sequence[str]) -> Splits:
-    """The rows of these models. To be chosen after the split, for its sides depend on all rows.
+    """The rows of these models. To be called after the split, because the sides depend on all rows.
 
-    Raises DatasetError when a model has no row at all, and when nothing is left of a part.
+    Raises DatasetError when a model has no row, and when a part of the split has no row of the models.
     """
     parts = {
         part.name: [row for row in getattr(splits, part.name) if row.prompt.model in models] for part in fields(Splits)
@@ -107,6 +107,6 @@ def of_models(splits: Splits, models: Sequence[str]) -> Splits:
     return Splits(**parts)
 
 
-def unusable(found: Rows) -> list[str]:
-    reasons = ", ".join(f"{count} x {reason}" for reason, count in found.bad.most_common())
+def unusable(loaded: Rows) -> list[str]:
+    reasons = ", ".join(f"{count} x {reason}" for reason, count in loaded.bad.most_common())
     return [f"Not usable: {reasons}."] if reasons else []

@@ -1,4 +1,4 @@
-"""A trained predictor in memory: prompts in, equally likely output lengths out; without torch or transformers."""
+"""A loaded predictor: prompts -> equally likely output lengths; without torch or transformers."""
 
 import json
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ GPU, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 class LengthPredictor:
     """Prompts -> equally likely output lengths.
 
-    training_lengths : the sorted output tokens of (a bounded sample of) the training answers.
-    forecasts : (prompts, quantiles), what this predictor says of some prompts of that kind.
+    training_lengths : sorted output tokens of the training answers, or of a sample of them.
+    forecasts : (prompts, quantiles), this predictor's forecasts for some validation prompts.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class LengthPredictor:
 
     @classmethod
     def load(cls, folder: str | Path, threads: int = 1, *, bits: Literal[8, 32] | None = None) -> Self:
-        """From a folder that `predictor.export` made.
+        """Load a folder of `predictor.export`, without network access.
 
-        bits : of the model, on a CPU; None: on a GPU where ONNX Runtime has one, else 8 bits where the folder has them.
-        threads : of the model, on a CPU; one is best for single prompts. Never reaches for the network.
+        bits : precision on a CPU; None: on a GPU if ONNX Runtime has one, otherwise 8 bits if the folder has them.
+        threads : threads of the model on a CPU; 1 is best for single prompts.
         Raises BadPredictor with the folder and the reason.
         """
         folder = Path(folder)
@@ -64,22 +64,21 @@ class LengthPredictor:
                 _training_lengths(folder),
                 _forecasts(folder),
             )
-            predictor.predict([Prompt("a first prompt")])  # finds missing parts now, and warms up
-        except Exception as error:  # the libraries raise many kinds for a damaged folder
+            predictor.predict([Prompt("a first prompt")])  # fails on missing parts now, and warms up
+        except Exception as error:  # the libraries raise many exceptions for a damaged folder
             raise BadPredictor(f"cannot load a predictor from {folder}: {error}") from error
         return predictor
 
     def predict(self, prompts: Sequence[Prompt], batch_size: int = 16) -> NDArray[np.float32]:
-        """(prompts, quantiles) output tokens, at least 1, ascending, each column equally likely; the middle one is the
-        median.
+        """(prompts, quantiles) output tokens, at least 1, ascending, equally likely; the middle column is the median.
 
-        Prompts of like length run together, so that little is computed for padding.
+        Prompts of similar length share a batch, so that there is little padding.
         """
         lines = self.encoding.encode(self._tokenizer, prompts)
         by_length = sorted(range(len(lines)), key=lambda i: len(lines[i]))
         parts = [by_length[start : start + batch_size] for start in range(0, len(lines), batch_size)]
-        ran = [self._run([lines[i] for i in part]) for part in parts]
-        lengths = np.concatenate(ran) if ran else np.empty((0, 1), np.float32)
+        outputs = [self._run([lines[i] for i in part]) for part in parts]
+        lengths = np.concatenate(outputs) if outputs else np.empty((0, 1), np.float32)
         return np.maximum(lengths[np.argsort(by_length)], 1.0)
 
     def _run(self, lines: list[list[int]]) -> NDArray[np.float32]:
@@ -97,7 +96,7 @@ def _session(folder: Path, threads: int, bits: Literal[8, 32] | None) -> onnxrun
     options.log_severity_level = 3  # errors only
     if bits is None and GPU in onnxruntime.get_available_providers():
         session = onnxruntime.InferenceSession(folder / MODEL_FILE, options, providers=[GPU, CPU])
-        if GPU in session.get_providers():  # it may be built in and find no device
+        if GPU in session.get_providers():  # the provider may be built in without a device
             return session
     if bits is None:
         bits = 8 if (folder / INT8_FILE).is_file() else 32

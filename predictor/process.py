@@ -1,7 +1,7 @@
-"""A predictor in a process of its own, so that its work never holds up the caller.
+"""A predictor in a child process, so that its work never blocks the caller.
 
-The child is `python -m predictor.worker`, spoken to over its pipes: one line of JSON for a batch of prompts, one for
-their lengths. Prompts that arrive while a batch runs wait and go together as the next batch.
+The child is `python -m predictor.worker`. Its pipes carry one line of JSON for a batch of prompts, and one line for
+their lengths. Prompts that arrive while a batch runs wait for the next batch.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from predictor.prompt import Prompt
 from predictor.text import head_and_tail
 
 Lengths = tuple[float, ...]
-"""Equally likely output lengths, tokens, ascending; the middle one is the median."""
+"""Equally likely output lengths, tokens, ascending; the middle length is the median."""
 
 REPLY_BYTES_MAX = 2**22
-IMPORT_ROOT = str(Path(__file__).resolve().parents[1])  # so that the child imports this very package
+IMPORT_ROOT = str(Path(__file__).resolve().parents[1])  # the child imports this same package
 QUIET_AND_OFFLINE = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 log = logging.getLogger(__name__)
@@ -31,17 +31,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Waiting:
-    """One prompt that has not been sent yet, and everyone who waits for it."""
+    """One prompt that has not been sent yet, and the futures of its callers."""
 
     prompt: Prompt
     futures: list[asyncio.Future[Lengths]] = field(default_factory=list)
 
-    def wanted(self) -> bool:
+    def has_callers(self) -> bool:
         return not all(future.done() for future in self.futures)
 
     def settle(self, answer: Lengths | Exception) -> None:
         for future in self.futures:
-            if future.done():  # its caller gave up
+            if future.done():  # the caller gave up
                 continue
             if isinstance(answer, Exception):
                 future.set_exception(answer)
@@ -50,19 +50,19 @@ class _Waiting:
 
 
 class PredictorProcess:
-    """An asyncio-side handle on a child process that holds a LengthPredictor.
+    """An asyncio handle of a child process that holds a LengthPredictor.
 
     Use it from one event loop: `await start()`, any number of concurrent `await predict(prompt)`, `await close()`; or
-    `async with`. When the child dies, whoever waits gets PredictorDied, and so does every later uncached call until
-    the child is up again; it is started again after `restart_delay_s`, doubled up to `restart_delay_s_max` while it
-    keeps failing.
+    `async with`. When the child dies, all waiting calls get PredictorDied, and so does every later uncached call until
+    the child is up again. The child restarts after `restart_delay_s`, which doubles up to `restart_delay_s_max` while
+    restarts fail.
 
-    Under overload the newest prompts go first: whoever has waited long is about to give up. Of more than `waiting_max`
-    prompts the oldest get PredictionFailed at once.
+    Under overload the newest prompts go first, because the callers of old prompts will soon give up. When more than
+    `waiting_max` prompts wait, the oldest get PredictionFailed at once.
 
-    threads : of the model, in the child. batch_max, batch_characters_max : prompts sent together, and about how much
-    text, so that a short prompt never waits long for others of its batch. cache_max : prompts whose predictions are
-    remembered (least recently used go first). reply_timeout_s : a child that takes longer for one batch is killed.
+    threads : threads of the model in the child.  batch_max, batch_characters_max : most prompts in a batch, and about
+    the most text, so that a short prompt never waits long for its batch.  cache_max : most cached predictions (the
+    least recently used are dropped).  reply_timeout_s : a child that takes longer for one batch is killed.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class PredictorProcess:
         self._in_flight: list[tuple[bytes, _Waiting]] = []
         self._characters_max = sys.maxsize
         self._delay_s = restart_delay_s
-        self.training_lengths: list[int] = []  # known once started, like
-        self.forecasts: list[Lengths] = []  # what it says of some prompts of its training's kind
+        self.training_lengths: list[int] = []  # set by start()
+        self.forecasts: list[Lengths] = []  # for some validation prompts; set by start()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -110,17 +110,17 @@ class PredictorProcess:
 
     @property
     def pid(self) -> int | None:
-        """The child's process id; None while it is down."""
+        """The child's process id; None while the child is down."""
         return self._child.pid if self._child else None
 
     async def start(self) -> None:
-        """Return when the predictor is loaded; raise BadPredictor or PredictorDied when it cannot be."""
+        """Wait until the predictor is loaded. Raises BadPredictor or PredictorDied."""
         assert self._keeper is None, "started twice"
         child = await self._launch()
         self._keeper = asyncio.create_task(self._keep(child), name="predictor-keeper")
 
     async def close(self) -> None:
-        """End the child. Whoever still waits gets PredictorDied. Closing twice is fine."""
+        """End the child. Waiting calls get PredictorDied. A second call has no effect."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])
@@ -144,11 +144,11 @@ class PredictorProcess:
         try:
             return await future
         finally:
-            if self._waiting.get(key) is waiting and not waiting.wanted():  # all have given up
+            if self._waiting.get(key) is waiting and not waiting.has_callers():
                 del self._waiting[key]
 
     def _cut(self, prompt: Prompt) -> Prompt:
-        """As much of the prompt as the child can read."""
+        """The prompt with the texts cut to what the child can read."""
         return replace(
             prompt,
             text=head_and_tail(prompt.text, self._characters_max),
@@ -156,10 +156,10 @@ class PredictorProcess:
         )
 
     async def _launch(self) -> "_Child":
-        """A loaded child, in force from now on."""
+        """Start and load a child, and use it from now on."""
         child = _Child(self.folder, self.threads)
         ready = await child.start(self.start_timeout_s)
-        child.exit.add_done_callback(lambda _: self._arrived.set())  # an idle child's death is news too
+        child.exit.add_done_callback(lambda _: self._arrived.set())  # wakes the keeper when an idle child dies
         self.training_lengths = ready["training_lengths"]
         self.forecasts = [tuple(lengths) for lengths in ready["forecasts"]]
         self._characters_max = ready["characters_max"]
@@ -167,18 +167,18 @@ class PredictorProcess:
         return child
 
     async def _keep(self, child: "_Child") -> None:
-        """Serve with the child; when it dies, tell whoever waits and start another, until cancelled."""
+        """Serve with the child; when it dies, fail the waiting calls and start another child, until cancelled."""
         try:
             while True:
-                self._go_down(await self._serve(child))
-                log.warning("%s; starting it again", self._down)
+                self._mark_down(await self._serve(child))
+                log.warning("%s; restarting the process", self._down)
                 child = await self._relaunch()
         finally:
-            self._go_down("the predictor process was closed")
+            self._mark_down("the predictor process was closed")
             await child.end()
 
     async def _serve(self, child: "_Child") -> str:
-        """Send what waits, batch after batch; return when the child is dead, and say why."""
+        """Send the waiting prompts, batch after batch, until the child is dead; return the reason."""
         while child.alive:
             self._arrived.clear()
             self._in_flight = self._take_batch()
@@ -215,8 +215,8 @@ class PredictorProcess:
             if len(self._cache) > self.cache_max:
                 self._cache.popitem(last=False)
 
-    def _go_down(self, reason: str) -> None:
-        """No child from now on: whoever waits hears why, and so does whoever asks before the next one is up."""
+    def _mark_down(self, reason: str) -> None:
+        """Note that there is no child: waiting calls, and calls before the next child is up, fail for this reason."""
         self._child, self._down = None, reason
         for waiting in [*(waiting for _, waiting in self._in_flight), *self._waiting.values()]:
             waiting.settle(PredictorDied(reason))
@@ -226,21 +226,21 @@ class PredictorProcess:
     async def _relaunch(self) -> "_Child":
         while True:
             await asyncio.sleep(self._delay_s)
-            self._delay_s = min(2 * self._delay_s, self.restart_delay_s_max)  # until a batch has been answered
+            self._delay_s = min(2 * self._delay_s, self.restart_delay_s_max)  # reset by the first answered batch
             try:
                 return await self._launch()
             except (BadPredictor, PredictorDied, OSError) as error:
                 self._down = str(error)
-                log.warning("the predictor process did not start again: %s", error)
+                log.warning("the predictor process did not restart: %s", error)
 
 
 def worker_command(folder: Path, threads: int) -> list[str]:
-    """-P: a module of the caller's working directory must not stand in for one of ours."""
+    """The child's command. -P keeps modules of the working directory from hiding modules of this package."""
     return [sys.executable, "-P", "-m", "predictor.worker", str(folder), str(threads)]
 
 
 class _Child:
-    """The operating system's process and its two pipes. One question at a time."""
+    """The operating system's process and its two pipes. One batch at a time."""
 
     exit: asyncio.Task[int]
 
@@ -249,7 +249,7 @@ class _Child:
         self.threads = threads
 
     async def start(self, timeout_s: float) -> dict[str, Any]:
-        """The child's first message, once it has loaded. Raises BadPredictor or PredictorDied, leaving no process."""
+        """The child's first message, sent after loading. Raises BadPredictor or PredictorDied, and ends the child."""
         path = os.pathsep.join(filter(None, [IMPORT_ROOT, os.environ.get("PYTHONPATH")]))
         self.process = await asyncio.create_subprocess_exec(
             *worker_command(self.folder, self.threads),
@@ -261,7 +261,7 @@ class _Child:
         self.exit = asyncio.create_task(self.process.wait())
         try:
             ready = await self._exchange(b"", timeout_s)
-        except BaseException:  # a cancelled start too
+        except BaseException:  # also a cancelled start
             await self.end()
             raise
         if "error" in ready:
@@ -278,19 +278,19 @@ class _Child:
         return self.process.returncode is None
 
     async def ask(self, prompts: list[Prompt], timeout_s: float) -> list[list[float] | str]:
-        """The prompts' predicted lengths, or why there are none. Raises PredictorDied when it does not answer."""
+        """The predicted lengths of each prompt, or an error text. Raises PredictorDied without an answer."""
         line = json.dumps([astuple(prompt) for prompt in prompts]).encode() + b"\n"
         answers: list[list[float] | str] = (await self._exchange(line, timeout_s))["lengths"]
         return answers
 
     async def end(self) -> None:
-        """Kill it (it has nothing to save) and wait until it is gone."""
+        """Kill the process, which has nothing to save, and wait for its end."""
         if self.alive:
             self.process.kill()
         await self.exit
 
     async def _exchange(self, line: bytes, timeout_s: float) -> dict[str, Any]:
-        """Send a line (none before the first message) and return the child's next one; or raise PredictorDied."""
+        """Send a line (empty for the first message) and return the child's next message. Raises PredictorDied."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -302,7 +302,7 @@ class _Child:
                 raise PredictorDied("the predictor process ended without an answer; its standard error says why")
             message: dict[str, Any] = json.loads(reply)
         except TimeoutError:
-            raise PredictorDied(f"the predictor process said nothing for {timeout_s:g} s") from None
+            raise PredictorDied(f"the predictor process did not answer within {timeout_s:g} s") from None
         except (OSError, ValueError) as error:  # a broken pipe; not a line of JSON
-            raise PredictorDied(f"the predictor process cannot be spoken to: {error}") from error
+            raise PredictorDied(f"the communication with the predictor process failed: {error}") from error
         return message

@@ -1,4 +1,4 @@
-"""What a length predictor may know of a request before it runs."""
+"""The input of a length predictor: facts about a request before it runs."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 class Prompt:
     """A request as the predictor sees it.
 
-    text                what the answer answers: the last user turn, or the whole prompt of a plain completion
-    model               the name of the model that is asked; "" when unknown
+    text                the last user turn, or the whole prompt of a plain completion
+    model               the name of the requested model; "" when unknown
     system              the system prompt
     history_characters  characters of all other turns of the conversation
-    stop                stop strings, which set a request's answers apart from others of its kind
+    stop                stop strings, which distinguish the answers from those of similar requests
     """
 
     text: str

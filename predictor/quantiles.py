@@ -1,7 +1,7 @@
-"""Forecasts as equally likely values: how they are made of a sample, brought to one size, and scored.
+"""Forecasts as equally likely values: from a sample, with a fixed number of values, and their scores.
 
-A forecast of LEVELS equally likely values states the quantiles at the midpoint levels (i + 1/2) / LEVELS. Everything
-is in logarithms of tokens: what matters of a length is its ratio to the others, for ten tokens as for a thousand.
+A forecast of LEVELS equally likely values is the quantiles at the midpoint levels (i + 1/2) / LEVELS. All values are
+logarithms of tokens: the ratio of two lengths matters, for ten tokens as for a thousand.
 """
 
 import math
@@ -20,11 +20,11 @@ Logs = tuple[float, ...]
 LEVELS = 15
 MIDDLE = LEVELS // 2
 LENGTH_MAX = 1e7
-"""Tokens; more than any model writes. Bounds what a mad predictor, or a mad correction, can say."""
+"""Tokens; more than any model writes. Bounds absurd predictions and corrections."""
 
 
 def log_length(tokens: float) -> float:
-    """The logarithm of a positive length, which is taken to be at least one token and at most LENGTH_MAX."""
+    """The logarithm of a positive length, limited to [1, LENGTH_MAX] tokens."""
     return math.log(min(max(tokens, 1.0), LENGTH_MAX))
 
 
@@ -40,9 +40,9 @@ def ascending(logs: Sequence[float]) -> Logs:
 
 
 def at_levels(logs: Sequence[float]) -> Sequence[float]:
-    """Any number of ascending, equally likely values -> LEVELS of them; one value is repeated.
+    """Any number of ascending, equally likely values -> LEVELS values; a single value is repeated.
 
-    Linear between the given levels and, along the outermost slopes, beyond them.
+    Linear between the values' own levels and, along the outermost slopes, beyond those levels.
     """
     if len(logs) == LEVELS:
         return logs
@@ -52,42 +52,42 @@ def at_levels(logs: Sequence[float]) -> Sequence[float]:
 
 @lru_cache(maxsize=16)
 def _interpolation(count: int) -> Array:
-    """(LEVELS, count) the weights of the given values in each of the LEVELS."""
+    """(LEVELS, count) weights of `count` values in each of the LEVELS values."""
     if count == 1:
         return np.ones((LEVELS, 1))
-    place = midpoints(LEVELS) * count - 0.5  # of each level among the given ones, in steps between two
-    left = np.clip(np.floor(place).astype(int), 0, count - 2)
+    place = midpoints(LEVELS) * count - 0.5  # of each level among the values' levels, as a fractional index
+    below = np.clip(np.floor(place).astype(int), 0, count - 2)
     weights = np.zeros((LEVELS, count))
-    weights[np.arange(LEVELS), left] = 1 - (place - left)
-    weights[np.arange(LEVELS), left + 1] = place - left
+    weights[np.arange(LEVELS), below] = 1 - (place - below)
+    weights[np.arange(LEVELS), below + 1] = place - below
     return weights
 
 
 def sample_quantiles(values: Array, capped: NDArray[np.bool_], levels: Array) -> Array:
-    """Quantiles of a sample in which some values are only known to be at least what they are.
+    """Quantiles of a sample with capped values, which are lower bounds.
 
     values, capped : (n,), n >= 1.  levels : any shape, in (0, 1).  Returns the shape of `levels`.
     The distribution is Kaplan and Meier's (1958); a value's level is the middle of its step (Hazen's, without capped
-    ones). nan where the sample says nothing: at levels that are only reached beyond the largest, capped, values.
+    values). nan at levels that only the largest, capped values reach, where the sample has no information.
     """
     if not capped.any():
         return np.interp(levels, midpoints(values.size), np.sort(values))
-    order = np.lexsort((capped, values))  # of equal values the capped ones are the longer
-    seen = ~capped[order]
-    longer = np.cumprod(np.where(seen, 1 - 1 / np.arange(values.size, 0, -1), 1.0))  # share that is longer than each
-    if not seen.any():
+    order = np.lexsort((capped, values))  # a capped value counts as longer than an equal uncapped value
+    exact = ~capped[order]
+    longer = np.cumprod(np.where(exact, 1 - 1 / np.arange(values.size, 0, -1), 1.0))  # share of longer values
+    if not exact.any():
         return np.full(levels.shape, np.nan)
     middle_of_step = 1 - (longer + np.concatenate(([1.0], longer[:-1]))) / 2
-    quantiles = np.interp(levels, middle_of_step[seen], values[order][seen])
+    quantiles = np.interp(levels, middle_of_step[exact], values[order][exact])
     return np.where(levels > 1 - longer[-1], np.nan, quantiles)
 
 
 def crps(logs: Logs, actual: float, capped: bool) -> float:
     """Continuous ranked probability score of a forecast; less is better. Twice its mean pinball loss.
 
-    It judges the whole forecast: being far off costs, and so does claiming more, or less, certainty than there is;
-    the median's error would prefer an overconfident forecast to an honest one a hair beside it. Of a capped answer
-    only what the forecast said below its cap is judged (Avati et al. 2019, survival CRPS).
+    The score judges the whole forecast: it penalises errors, and too much or too little certainty. The error of the
+    median alone would prefer an overconfident forecast to an honest forecast with a slightly worse median. For a capped
+    answer only the part of the forecast below the cap counts (Avati et al. 2019, survival CRPS).
     """
     if capped:
         logs = tuple([min(log, actual) for log in logs])

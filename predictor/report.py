@@ -1,4 +1,4 @@
-"""How good a predictor is on answers it was not trained on, next to what needs no predictor: tables, JSON, figures."""
+"""Reports on a predictor with answers outside its training, and on baselines: tables, JSON, figures."""
 
 import math
 import re
@@ -35,21 +35,21 @@ from predictor.prompt import Prompt
 PREDICTOR, OTHER, ORACLE, RANDOM = "predictor", "other", "oracle", "random"
 PUBLISHED = ["_Multi-Bin, Table 1_", "", "", "", "", "_86.1%_", "_63.0%_", "_42.3%_", "_95.9%_", "_79.4%_"]
 NONE = "–"
-DEVIATIONS = 2.0  # of a rank correlation without any relation, which chance hardly ever exceeds
-BASELINES_SEE = "They see the prompt's text, the ridge also which model is asked."
-VALIDATION_IS_SEEN = "Training chose its epoch by these answers: they can choose predictors, not say how good one is."
-GAINS_GO_BY = (
-    "Those of gains are equal-mass over the scores that they go by: median, risk (bins/risk.py), or, for the oracle, "
-    "the real length."
+DEVIATIONS = 2.0  # standard deviations of a rank correlation by chance, which chance rarely exceeds
+BASELINES_NOTE = "The baselines get the prompt's text; the ridge also gets the requested model."
+VALIDATION_NOTE = "Training chose its epoch by these answers: use them to choose a predictor, not to measure it."
+GAINS_NOTE = (
+    "Bins of gains are equal-mass over their scores: the median, the risk (bins/risk.py), or, for the oracle, the real "
+    "length."
 )
 
 
 class QuantilePredictor(Protocol):
-    """What is evaluated: predictor.predict.LengthPredictor, or what behaves like one."""
+    """An evaluated predictor: predictor.predict.LengthPredictor, or an object with its interface."""
 
     @property
     def training_lengths(self) -> Sequence[int]:
-        """Output tokens of its training answers, or a sample of them."""
+        """Output tokens of the training answers, or of a sample of them."""
 
     def predict(self, prompts: Sequence[Prompt], /) -> NDArray[np.floating[Any]]:
         """(prompts, Q) ascending, equally likely lengths, tokens."""
@@ -57,11 +57,11 @@ class QuantilePredictor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """evaluated : which answers. answers, capped : how many they are, and how many of them were cut.
+    """evaluated : name of the set of answers.  answers : their number.  capped : number of cut answers.
 
-    metrics : by predictor. gains : by predictor and way to bin; the oracle first, random bins last.
-    confusions, edges : by number of bins, of the predictor; `edges` are inner edges in tokens, for all rows alike.
-    differences : predictor - other, when there is another. notes : what a reader has to know.
+    metrics : by predictor.  gains : by predictor and way to bin; the oracle first, random bins last.
+    confusions : of the predictor, by number of bins.  edges : inner edges in tokens, by number of bins.
+    differences : predictor - other, if there is another predictor.  notes : remarks for the reader.
     """
 
     evaluated: str
@@ -75,13 +75,13 @@ class Report:
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Metrics by name, without their gains, which stand beside them with those of the other ways to bin."""
-        metrics = {name: found.as_json() for name, found in self.metrics.items()}
+        """All fields; the metrics without their gains, because `gains` has the gains of all ways to bin."""
+        metrics = {name: scores.as_json() for name, scores in self.metrics.items()}
         return {
             "evaluated": self.evaluated,
             "answers": self.answers,
             "capped": self.capped,
-            "metrics": {name: {k: v for k, v in found.items() if k != "gains"} for name, found in metrics.items()},
+            "metrics": {name: {k: v for k, v in scores.items() if k != "gains"} for name, scores in metrics.items()},
             "gains": {name: gains_as_json(gains) for name, gains in self.gains.items()},
             "bin_edges": {str(count): edges for count, edges in self.edges.items()},
             "confusion": {str(count): counts.tolist() for count, counts in self.confusions.items()},
@@ -95,12 +95,12 @@ class Report:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What keeps the predictor from being of use. Without any relation Kendall's tau of n pairs has mean 0 and
-        variance 2 (2n + 5) / (9n (n - 1)) (Kendall, 1938).
+        """Reasons why the predictor is of no use. Kendall's tau of n unrelated pairs has mean 0 and variance
+        2 (2n + 5) / (9n (n - 1)) (Kendall, 1938).
         """
         n, tau = self.answers, self.metrics[PREDICTOR].kendall_tau
         chance = math.sqrt(2 * (2 * n + 5) / (9 * n * (n - 1))) if n > 1 else math.inf
-        if tau >= DEVIATIONS * chance:  # False for nan, where all answers are alike
+        if tau >= DEVIATIONS * chance:  # False for nan, when all answers are of one length
             return ()
         return (
             f"This predictor does not rank these {n} answers: Kendall's tau is {tau:.2f}, and chance alone gives up to "
@@ -121,17 +121,17 @@ class Report:
         return "\n\n".join([*parts, "\n".join(f"* {note}" for note in self.notes)])
 
     def figures(self, folder: Path) -> list[Path]:
-        """Write confusion.png, gains.png and, for a predictor that gives quantiles, calibration.png."""
-        from predictor.figures import calibration_figure, confusion_figure, gains_figure  # matplotlib: a second
+        """Write confusion.png, gains.png and, for a predictor of quantiles, calibration.png."""
+        from predictor.figures import calibration_figure, confusion_figure, gains_figure  # matplotlib takes a second
 
-        said = f"{self.answers:,} {self.evaluated} answers"
+        answers = f"{self.answers:,} {self.evaluated} answers"
         paths = [folder / "confusion.png", folder / "gains.png"]
-        confusion_figure(paths[0], self.confusions, self.edges, f"Bins of {said}: per cent of each real bin")
-        gains_figure(paths[1], self.gains, f"Throughput gained by bins, endless backlog ({said})")
-        coverages = {name: found.coverage for name, found in self.metrics.items() if found.coverage is not None}
+        confusion_figure(paths[0], self.confusions, self.edges, f"Bins of {answers}: per cent of each real bin")
+        gains_figure(paths[1], self.gains, f"Throughput gained by bins, endless backlog ({answers})")
+        coverages = {name: scores.coverage for name, scores in self.metrics.items() if scores.coverage is not None}
         if coverages:
             paths.append(folder / "calibration.png")
-            calibration_figure(paths[2], coverages, f"Calibration on {said}")
+            calibration_figure(paths[2], coverages, f"Calibration on {answers}")
         return paths
 
 
@@ -146,9 +146,9 @@ def held_out_report(
     answers_max: int | None = None,
     seed: int = 0,
 ) -> Report:
-    """On the held-out rows of the split that the predictor was trained with; baselines are fitted to its training rows.
+    """A report on the held-out rows of the predictor's split; baselines are fitted to the training rows.
 
-    other : a second predictor, for the same rows. answers_max : evaluate at most so many, drawn by the seed.
+    other : a second predictor, for the same rows.  answers_max : most rows, drawn with the seed.
     """
     rows = _sample(splits.held_out, answers_max, seed)
     return _split_report("held-out", predictor, other, rows, splits.train)
@@ -162,9 +162,9 @@ def validation_report(
     answers_max: int | None = None,
     seed: int = 0,
 ) -> Report:
-    """The same on the validation rows, by which predictors may be chosen: held-out rows then judge the chosen one."""
+    """A report on the validation rows, for the choice of a predictor; the held-out rows then judge the chosen one."""
     rows = _sample(splits.validation, answers_max, seed)
-    return _split_report("validation", predictor, other, rows, splits.train, (VALIDATION_IS_SEEN,))
+    return _split_report("validation", predictor, other, rows, splits.train, (VALIDATION_NOTE,))
 
 
 def _split_report(
@@ -176,8 +176,8 @@ def _split_report(
     notes: tuple[str, ...] = (),
 ) -> Report:
     notes = (
-        f"Baselines are fitted to the training rows of the same data. {BASELINES_SEE}",
-        f"Bins of accuracies are equal-mass over the predictor's training lengths. {GAINS_GO_BY}",
+        f"Baselines are fitted to the training rows of the same data. {BASELINES_NOTE}",
+        f"Bins of accuracies are equal-mass over the predictor's training lengths. {GAINS_NOTE}",
         *notes,
     )
     return _report(evaluated, predictor, other, rows, baselines(training, rows), predictor.training_lengths, notes)
@@ -191,17 +191,17 @@ def transfer_report(
     answers_max: int | None = None,
     seed: int = 0,
 ) -> Report:
-    """On rows none of which the predictor was trained on; each row's baselines are fitted to other prompts' rows.
+    """A report on rows outside the predictor's training; each row's baselines are fitted to rows of other prompts.
 
-    Bins of accuracies are equal-mass over these rows' own lengths, as those of a server are that has seen them: over
-    other data's lengths, most of them might be empty. Other arguments as for `held_out_report`.
+    Bins of accuracies are equal-mass over the lengths of these rows, as in a server that has served them: with edges of
+    other data most bins might be empty. Other arguments as for `held_out_report`.
     Raises DatasetError for rows of fewer than 5 prompts.
     """
     rows = _sample(rows, answers_max, seed)
     notes = (
-        "Baselines are fitted to other prompts' rows of the same data, in 5 folds: unlike the predictor they know it. "
-        f"{BASELINES_SEE}",
-        f"Bins of accuracies are equal-mass over the lengths of these answers. {GAINS_GO_BY}",
+        "Baselines are fitted to rows of other prompts of the same data, in 5 folds: unlike the predictor they know "
+        f"this data. {BASELINES_NOTE}",
+        f"Bins of accuracies are equal-mass over the lengths of these answers. {GAINS_NOTE}",
     )
     return _report(
         "unseen", predictor, other, rows, out_of_fold_baselines(rows), [r.output_tokens for r in rows], notes
@@ -217,12 +217,12 @@ def _report(
     lengths: Sequence[int],
     notes: tuple[str, ...],
 ) -> Report:
-    """points : the baselines' predictions for the rows. lengths : that the bins of accuracies are equal-mass over."""
+    """points : the baselines' predictions for the rows.  lengths : for the equal-mass bins of accuracies."""
     actual, capped = np.array([row.output_tokens for row in rows], float), np.array([row.capped for row in rows])
     ceilings = np.array([_ceiling(row) for row in rows], float)  # None becomes nan
     prompts = [row.prompt for row in rows]
     predictors = {PREDICTOR: predictor} | ({} if other is None else {OTHER: other})
-    quantiles = {name: as_served(each.predict(prompts), ceilings) for name, each in predictors.items()}
+    quantiles = {name: as_served(model.predict(prompts), ceilings) for name, model in predictors.items()}
     metrics = {
         name: evaluate(predicted, actual, lengths, capped=capped, ceilings=ceilings)
         for name, predicted in [*quantiles.items(), *points.items()]
@@ -246,7 +246,7 @@ def _report(
 
 
 def _ceiling(row: Row) -> int | None:
-    """What the answer could be at most; of one that was cut at nobody knows what, how long it became."""
+    """The limit of the answer's length; for an answer cut at an unknown limit, its length."""
     return row.output_tokens if row.capped and row.output_tokens_max is None else row.output_tokens_max
 
 
@@ -265,12 +265,12 @@ def _all_gains(quantiles: Mapping[str, Array], metrics: Mapping[str, Scores], ac
 
 
 def gains_by_risk(quantiles: Array, actual: Array) -> Gains:
-    """Of equal-mass bins by what a request is expected to do to a batch."""
+    """Gains of equal-mass bins by risk: the expected effect of a request on its batch."""
     return gains_of(lambda k, batch_size: equal_mass_bins(risks(quantiles, batch_size), k), actual)
 
 
 def _sample(rows: Sequence[Row], size_max: int | None, seed: int) -> list[Row]:
-    """In their order; files are sorted by this and that, so the first ones would not do."""
+    """At most size_max rows, in their order; drawn at random, because files may be sorted."""
     if size_max is None or len(rows) <= size_max:
         return list(rows)
     chosen = np.random.default_rng(seed).choice(len(rows), size_max, replace=False)
@@ -281,24 +281,24 @@ def _sample(rows: Sequence[Row], size_max: int | None, seed: int) -> list[Row]:
 
 
 def accuracy_table(metrics: Mapping[str, Scores]) -> str:
-    """Within one of two bins is everything, and so left out. The last line is what the paper reports.
+    """A Markdown table. ±1 of 2 bins is always right, and left out. The last line has the paper's results.
 
-    Of predicted distributions there are two lines: bins by the median, as a point prediction's, and the likeliest bin
-    (for ±1: the likeliest three neighbours).
+    A predicted distribution has two lines: bins by the median, like a point prediction, and the likeliest bin (for ±1:
+    the likeliest three neighbours).
     """
     head = ["", "MAE, tokens", "Kendall's tau", "calibration error", "pinball loss, tokens"]
     head += [*[f"{k} bins" for k in BIN_COUNTS], *[f"±1 of {k}" for k in BIN_COUNTS[1:]]]
     lines = []
-    for name, found in metrics.items():
+    for name, scores in metrics.items():
         numbers = [
-            f"{found.mae_tokens:.1f}",
-            NONE if np.isnan(found.kendall_tau) else f"{found.kendall_tau:.3f}",
-            NONE if found.calibration_error is None else f"{found.calibration_error:.1%}",
-            f"{found.pinball_tokens:.1f}",
+            f"{scores.mae_tokens:.1f}",
+            NONE if np.isnan(scores.kendall_tau) else f"{scores.kendall_tau:.3f}",
+            NONE if scores.calibration_error is None else f"{scores.calibration_error:.1%}",
+            f"{scores.pinball_tokens:.1f}",
         ]
-        lines.append([name, *numbers, *_shares(found.bin_accuracy, found.near_accuracy)])
-        if found.likely_accuracy is not None and found.likely_near_accuracy is not None:
-            likely = _shares(found.likely_accuracy, found.likely_near_accuracy)
+        lines.append([name, *numbers, *_shares(scores.bin_accuracy, scores.near_accuracy)])
+        if scores.likely_accuracy is not None and scores.likely_near_accuracy is not None:
+            likely = _shares(scores.likely_accuracy, scores.likely_near_accuracy)
             lines.append([f"{name}, likeliest bins", *[""] * len(numbers), *likely])
     return markdown([head, *lines, PUBLISHED])
 
@@ -308,15 +308,15 @@ def _shares(exact: Mapping[int, float], near: Mapping[int, float]) -> list[str]:
 
 
 def gains_table(gains: Mapping[str, Gains], answers: int) -> str:
-    """answers : how many were evaluated; where bins hold fewer of them than a batch, gains would be too large."""
+    """answers : number of evaluated answers. Gains are left out where a bin has fewer answers than a batch."""
     columns = [(size, count) for size in BATCH_SIZES for count in GAIN_BIN_COUNTS]
     head = ["B × bins", *[f"{size} × {count}" for size, count in columns]]
     lines = [
-        [name, *[f"{found[size][k]:.2f}" if answers >= size * k else NONE for size, k in columns]]
-        for name, found in gains.items()
+        [name, *[f"{by_size[size][k]:.2f}" if answers >= size * k else NONE for size, k in columns]]
+        for name, by_size in gains.items()
     ]
     few = any(answers < size * count for size, count in columns)
-    note = f"\n\n{NONE}: too few answers to say, fewer in a bin than in a batch."
+    note = f"\n\n{NONE}: too few answers, fewer in a bin than in a batch."
     return markdown([head, *lines]) + (note if few else "")
 
 
@@ -327,11 +327,11 @@ def differences_table(differences: Mapping[str, Difference]) -> str:
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A table; the first line is its head."""
+    """A Markdown table; the first line is the head."""
     head, *rest = lines
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rest])
 
 
 def shareable(value: Any) -> Any:
-    """The value, but absolute paths without their folder: where files lie on a machine is nobody else's business."""
+    """The value; absolute paths lose their folders, which are private to a machine."""
     return re.sub(r"(^|[=:])/.*/", r"\1", value) if isinstance(value, str) else value

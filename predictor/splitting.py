@@ -1,10 +1,10 @@
-"""Texts -> clusters that no split may cut: near duplicates of each other, and texts that are tied together.
+"""Texts -> clusters that no split may cut: near duplicates, and texts that are tied together.
 
-Two texts are near duplicates when the Jaccard similarity of their sets of word 3-shingles is at least SIMILARITY_MIN;
-of texts with hardly a space, such as Chinese and long URLs, the shingles are of 5 characters.
-MinHash signatures (Broder 1997) in bands of a few rows find the candidates (Leskovec, Rajaraman and Ullman, Mining of
-Massive Datasets, ch. 3.4); each is verified exactly. The signatures are datasketch's. Its MinHashLSH is not used: it
-cannot bound a query, and so takes quadratic time over prompts that share a template.
+Two texts are near duplicates when the Jaccard similarity of their sets of word 3-shingles is at least SIMILARITY_MIN.
+Texts with few spaces, such as Chinese and long URLs, have shingles of 5 characters.
+MinHash signatures (Broder 1997) in bands of a few rows give the candidates (Leskovec, Rajaraman and Ullman, Mining of
+Massive Datasets, ch. 3.4); each candidate is verified exactly. The signatures are datasketch's. Its MinHashLSH is not
+used, because it cannot bound a query, and so takes quadratic time over prompts that share a template.
 """
 
 import hashlib
@@ -22,24 +22,24 @@ from scipy.sparse.csgraph import connected_components
 SIMILARITY_MIN = 0.7
 SHINGLE_WORDS = 3
 SHINGLE_CHARACTERS = 5
-"""About three Chinese words, so that as much of a text may differ as where words are counted."""
+"""About three Chinese words, so that near duplicates may differ as much as with shingles of words."""
 WORD_CHARACTERS_MAX = 20
-"""A text with more characters to a word than this, on average, is not written in words that spaces set apart."""
+"""A text with more characters per word than this, on average, does not separate its words by spaces."""
 PERMUTATIONS = 64
 BANDS, BAND_ROWS = 21, 3
 """A pair at the threshold agrees on no band, and is missed, with probability (1 - 0.7**3)**21 = 0.00015."""
 SORTED_ROWS = 8
 NEIGHBOURS_MAX = 8
-"""Candidates of a text per band. Where more texts agree on a band, as in a template's many prompts, the candidates
-are those that agree on most of the SORTED_ROWS from there on: near duplicates before the rest of the template."""
+"""Candidates of a text per band. If more texts agree on a band, such as the prompts of a template, the candidates are
+the texts that agree on most of the SORTED_ROWS from there on: near duplicates before other prompts of the template."""
 PAIRS_AT_ONCE = 100_000
 
 
 def representatives(texts: Collection[str], ties: Collection[tuple[str, str]] = ()) -> dict[str, str]:
-    """For each text the first, in sorted order, of its cluster; the text itself when nothing is near or tied to it.
+    """For each text the first text, in sorted order, of its cluster; the text itself when its cluster has no other.
 
-    texts : normalised. ties : pairs of texts that belong into one cluster, however different they are. The texts of a
-    tie need not be among `texts`. Neither their order nor their number of copies matters.
+    texts : normalised.  ties : pairs of texts that belong into one cluster, however different they are; the texts of a
+    tie need not be among `texts`. Neither the order of the texts nor the number of copies matters.
     """
     unique = sorted({*texts, *chain.from_iterable(ties)})
     index = {text: i for i, text in enumerate(unique)}
@@ -50,14 +50,14 @@ def representatives(texts: Collection[str], ties: Collection[tuple[str, str]] = 
 
 
 def near_duplicates(texts: Sequence[str]) -> NDArray[np.int64]:
-    """(pairs, 2) indices of near duplicates: enough pairs to connect each cluster of them, not all.
+    """(pairs, 2) indices of near duplicates: enough pairs to connect each cluster, not all pairs.
 
-    texts : all different, in an order that depends on nothing else, for of a template's many prompts the order
-    decides in part which are compared.
+    texts : all different, in an order that depends on the texts alone: among the many prompts of a template the order
+    decides in part which prompts are compared.
     """
-    found = np.empty((0, 2), np.int64)
+    duplicates = np.empty((0, 2), np.int64)
     if len(texts) < 2:
-        return found
+        return duplicates
     hashes, starts = _shingle_hashes(texts)
     signatures = _signatures(hashes, starts)
     columns = np.unique(hashes, return_inverse=True)[1]
@@ -68,15 +68,15 @@ def near_duplicates(texts: Sequence[str]) -> NDArray[np.int64]:
         pairs = pairs[clusters[pairs[:, 0]] != clusters[pairs[:, 1]]]
         pairs = pairs[_similarity(shingles, pairs) >= SIMILARITY_MIN]
         if len(pairs):
-            found = np.concatenate([found, pairs])
-            clusters = _components(found, len(texts))
-    return found
+            duplicates = np.concatenate([duplicates, pairs])
+            clusters = _components(duplicates, len(texts))
+    return duplicates
 
 
 def _shingle_hashes(texts: Sequence[str]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """The 64-bit hashes of all shingles, text after text, each text's sorted; and where each text's begin, and the end.
+    """(64-bit hashes of all shingles, text after text, sorted within a text; the start of each text, and the end).
 
-    Such hashes are as good as the shingles: two of them would have to clash within one pair of texts.
+    Hashes may stand for shingles, because only a collision within one pair of texts could matter.
     """
     hashes, starts = array("Q"), array("q", [0])
     for text in texts:
@@ -99,7 +99,7 @@ def _hash(shingle: str) -> int:
 
 
 def _signatures(hashes: NDArray[np.uint64], starts: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """(texts, PERMUTATIONS) the least permuted hash of each text."""
+    """(texts, PERMUTATIONS) least hash of each text under each permutation."""
     sets = (hashes[start:end].tolist() for start, end in pairwise(starts))
     minhashes = MinHash.generator(sets, num_perm=PERMUTATIONS, seed=1, hashfunc=int, scheme="affine64")
     rows = (minhash.hashvalues for minhash in minhashes)
@@ -121,12 +121,12 @@ def _candidates(signatures: NDArray[np.uint64], band: int) -> NDArray[np.int64]:
 def _similarity(shingles: Any, pairs: NDArray[np.int64]) -> NDArray[np.float64]:
     """(pairs,) Jaccard similarity of the two texts of each pair."""
     sizes = np.diff(shingles.indptr)
-    found = [np.empty(0)]
+    parts = [np.empty(0)]
     for start in range(0, len(pairs), PAIRS_AT_ONCE):
         a, b = pairs[start : start + PAIRS_AT_ONCE].T
         shared = shingles[a].multiply(shingles[b]).sum(axis=1)
-        found.append(shared / (sizes[a] + sizes[b] - shared))
-    return np.concatenate(found)
+        parts.append(shared / (sizes[a] + sizes[b] - shared))
+    return np.concatenate(parts)
 
 
 def _components(edges: NDArray[np.int64], nodes: int) -> NDArray[np.int64]:

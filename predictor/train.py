@@ -51,21 +51,22 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 WORDS_MAX = 1000
-INT8_LOSS_MAX = 0.01  # of 4-bin accuracy on the validation rows: more, and the export keeps 32 bits
+INT8_LOSS_MAX = 0.01  # largest loss of 4-bin accuracy on the validation rows for serving with 8 bits
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
-    """base_model : a hub id or a folder; without one, the encoder is BERT of the size `from_scratch`, a key of SIZES.
+    """base_model : a hub id or a folder; None: the encoder is a BERT of the size `from_scratch`, a key of SIZES.
 
-    loss : "quantile", or "l1", the paper's (predictor/model.py). quantiles : of the quantile loss, odd.
-    learning_rate : the head's is `head_rate_factor` times it, and each encoder layer's `layer_rate_factor` times that
-    of the layer above it. It is the peak, after a warm-up over a twentieth of the steps, and falls linearly to zero.
-    soup : trainings from the same start, in other orders of the rows, whose weights are averaged (Wortsman et al.,
-    Model soups, 2022); the average is kept only where its validation loss is lower than each of theirs.
-    patience_epochs : training ends early when the validation loss has not fallen for so long.
+    loss : "quantile", or "l1", the paper's loss (predictor/model.py).  quantiles : outputs of the quantile loss, odd.
+    learning_rate : the peak rate, after a warm-up over a twentieth of the steps; the rate then falls linearly to zero.
+    The head's rate is `head_rate_factor` times larger, and each encoder layer's rate is `layer_rate_factor` times the
+    rate of the layer above.
+    soup : number of trainings from the same start, with different orders of the rows, whose weights are averaged
+    (Wortsman et al., Model soups, 2022); the average is used only if its validation loss is the lowest.
+    patience_epochs : training ends early when the validation loss has not fallen for so many epochs.
     """
 
     base_model: str | None = None
@@ -91,8 +92,8 @@ FINE_TUNING = TrainingOptions(base_model="bert-base-uncased")
 FROM_SCRATCH = TrainingOptions(
     epochs=60,
     learning_rate=7e-4,
-    dropout=0.0,  # it blurs the numbers that a regression lives by
-    weight_decay=0.0,  # it would shrink the numbers' embeddings, which are given (predictor/numbers.py)
+    dropout=0.0,  # dropout would blur the numbers that a regression needs
+    weight_decay=0.0,  # weight decay would shrink the fixed embeddings of numbers (predictor/numbers.py)
     head_rate_factor=1.0,
     layer_rate_factor=1.0,
     max_length_tokens=256,
@@ -105,8 +106,8 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What came out of a training. export : 4-bin accuracy on the validation rows by the bits computed with, and with
-    how many bits it serves on a CPU."""
+    """The result of a training. export : 4-bin accuracy on the validation rows with 8 and 32 bits, and the bits that
+    serve on a CPU."""
 
     predictor: LengthPredictor
     parameters: int
@@ -116,16 +117,16 @@ class Trained:
 def train(splits: Splits, options: TrainingOptions, output: Path, resume: bool = False) -> Trained | None:
     """Train on splits.train and export the checkpoint with the least validation loss to `output`.
 
-    Under torchrun only the first process exports; for the others there is nothing to return.
-    Checkpoints, one per epoch, live in `output`/checkpoints until all has ended; `resume` goes on from the last one.
-    Raises PredictorError when there is none, or when there is one and `resume` was not asked for.
+    Under torchrun only the first process exports; the others return None.
+    Checkpoints, one per epoch, are in `output`/checkpoints until the end; `resume` continues from the last checkpoint.
+    Raises PredictorError when `resume` finds no checkpoint, or when there is a checkpoint without `resume`.
     """
     checkpoints = output / "checkpoints"
     _begin(checkpoints, _identity(splits, options), resume)
     set_seed(options.seed)
     model, tokenizer, encoding = _build(splits.train, options)
     start = copy.deepcopy(model.state_dict())
-    check_export(model)  # before the hours
+    check_export(model)  # before hours of training
     data = _examples(splits.train, tokenizer, encoding), _examples(splits.validation, tokenizer, encoding)
     members = []
     for number in range(options.soup):
@@ -134,20 +135,20 @@ def train(splits: Splits, options: TrainingOptions, output: Path, resume: bool =
             model, encoding, data, replace(options, seed=options.seed + number), checkpoints / str(number)
         )
         members.append(_train_member(trainer, checkpoints / f"{number}.safetensors"))
-    _take_the_best(trainer, members)
+    _load_best_weights(trainer, members)
     if not trainer.is_world_process_zero():
         return None
-    trained = LengthModel(model.config)  # without what mixed precision has put around the trained one
+    trained = LengthModel(model.config)  # a copy without the wrappers of mixed precision
     trained.load_state_dict({name: weight.float().cpu() for name, weight in model.state_dict().items()})
     export(trained, tokenizer, encoding, length_sample(splits.train), output)
-    chosen = _at_best_precision(output, splits.validation)
+    chosen = _quantize_if_accurate(output, splits.validation)
     add_forecasts(output, LengthPredictor.load(output), splits.validation)
     shutil.rmtree(checkpoints)
     return Trained(LengthPredictor.load(output), model.num_parameters(), chosen)
 
 
 def _begin(checkpoints: Path, identity: str, resume: bool) -> None:
-    """A folder for the checkpoints of this very training."""
+    """Make or check the folder for the checkpoints of this training."""
     file = checkpoints / "training.json"
     began = any(checkpoints.glob("*.safetensors")) or any(checkpoints.glob("*/checkpoint-*"))
     if resume and not began:
@@ -155,19 +156,19 @@ def _begin(checkpoints: Path, identity: str, resume: bool) -> None:
     if began and not resume:
         raise PredictorError(f"{checkpoints} holds an unfinished training: resume it, or remove the folder")
     if resume and file.is_file() and file.read_text() != identity:
-        raise PredictorError(f"{checkpoints} is of a training with other data or options: {file.read_text().strip()}")
+        raise PredictorError(f"{checkpoints} has a training with other data or options: {file.read_text().strip()}")
     checkpoints.mkdir(parents=True, exist_ok=True)
     file.write_text(identity)
 
 
 def _identity(splits: Splits, options: TrainingOptions) -> str:
-    """What must be the same for a training to go on; how many trainings are averaged may change."""
+    """The data and options that must be the same to resume a training, as JSON; `soup` may change."""
     rows = hashlib.blake2b(repr((splits.train, splits.validation)).encode("utf-8", "replace"), digest_size=8)
     return json.dumps({**asdict(replace(options, soup=1)), "rows": rows.hexdigest()}) + "\n"
 
 
 def _train_member(trainer: Trainer, file: Path) -> Weights:
-    """The weights of one whole training, from its file if it has ended before, from its last checkpoint if it began."""
+    """The weights of one training, from `file` if the training has ended, otherwise resumed at its last checkpoint."""
     if not file.is_file():
         folder = Path(trainer.args.output_dir)
         last = get_last_checkpoint(folder) if folder.is_dir() else None
@@ -179,9 +180,9 @@ def _train_member(trainer: Trainer, file: Path) -> Weights:
     return weights
 
 
-def _take_the_best(trainer: Trainer, members: Sequence[Weights]) -> None:
-    """Leave the trainer's model with the weights, of one member or averaged, that have the least validation loss."""
-    average = {name: torch.stack([each[name] for each in members]).mean(dim=0) for name in members[0]}
+def _load_best_weights(trainer: Trainer, members: Sequence[Weights]) -> None:
+    """Load the weights of least validation loss, of one member or averaged, into the trainer's model."""
+    average = {name: torch.stack([weights[name] for weights in members]).mean(dim=0) for name in members[0]}
     candidates = [average, *members] if len(members) > 1 else [average]
     losses = []
     for weights in candidates:
@@ -193,8 +194,8 @@ def _take_the_best(trainer: Trainer, members: Sequence[Weights]) -> None:
         print(f"validation loss {losses[0]:.4f} averaged, {alone} alone", file=sys.stderr, flush=True)
 
 
-def _at_best_precision(folder: Path, rows: Sequence[Row]) -> dict[str, Any]:
-    """Serve with 8 bits, unless they lose too much."""
+def _quantize_if_accurate(folder: Path, rows: Sequence[Row]) -> dict[str, Any]:
+    """Add the 8-bit model unless it loses too much accuracy; return the accuracies and the bits for CPUs."""
     quantize(folder)
     full, quantized = (_accuracy(LengthPredictor.load(folder, bits=bits), rows) for bits in (32, 8))
     bits = 8 if quantized >= full - INT8_LOSS_MAX else 32
@@ -217,7 +218,7 @@ def _accuracy(predictor: LengthPredictor, rows: Sequence[Row]) -> float:
 
 
 def _build(rows: Sequence[Row], options: TrainingOptions) -> tuple[LengthModel, Tokenizer, Encoding]:
-    """The untrained model, and how it reads."""
+    """The untrained model, its tokenizer and its encoding."""
     lengths = [row.output_tokens for row in rows]
     if options.base_model is not None:
         encoder, tokenizer, encoding = _base_model(options.base_model, rows, options)
@@ -309,10 +310,10 @@ def _trainer(
         use_cpu=not torch.accelerator.is_available(),
         bf16=options.precision == "bf16",
         fp16=options.precision == "fp16",
-        train_sampling_strategy="group_by_length",  # little padding
+        train_sampling_strategy="group_by_length",  # for little padding
         eval_strategy="epoch",
         save_strategy="epoch",
-        save_total_limit=1,  # and the best one
+        save_total_limit=1,  # besides the best checkpoint
         logging_strategy="epoch",
         load_best_model_at_end=True,
         metric_for_best_model="eval_loss",
@@ -329,7 +330,7 @@ def _trainer(
         eval_dataset=data[1],
         data_collator=_Collator(encoding),
         optimizers=(_optimizer(model, options), None),
-        compute_metrics=lambda seen: {"mae": _median_error(seen.predictions, seen.label_ids)},
+        compute_metrics=lambda result: {"mae": _median_error(result.predictions, result.label_ids)},
         callbacks=[EarlyStoppingCallback(options.patience_epochs)],
     )
     if not terminal:
@@ -340,7 +341,7 @@ def _trainer(
 
 
 def _median_error(lengths: Any, labels: Any) -> float:
-    """Mean absolute error of the medians, tokens. A cut answer counts as it was seen."""
+    """Mean absolute error of the medians, tokens. A cut answer counts with its observed length."""
     return float(np.mean(np.abs(lengths[:, lengths.shape[1] // 2] - labels)))
 
 
@@ -353,7 +354,7 @@ def _examples(rows: Sequence[Row], tokenizer: Tokenizer, encoding: Encoding) -> 
 
 
 def _ceiling(row: Row) -> float:
-    """What the answer's length could not exceed; inf when nothing is known of a limit."""
+    """The limit of the answer's length; inf when no limit is known."""
     if row.capped:
         return float(row.output_tokens)
     return float(row.output_tokens_max) if row.output_tokens_max is not None else math.inf
@@ -376,7 +377,7 @@ class _Collator:
 
 
 def _optimizer(model: LengthModel, options: TrainingOptions) -> torch.optim.Optimizer:
-    """AdamW whose rate falls with the distance from the head: what is general in an encoder changes least."""
+    """AdamW with a rate that falls with the distance from the head: the general, lower layers change least."""
     layers = [name for name, _ in model.encoder.named_parameters() if ".layer." in f".{name}"]
     depth = 1 + max((_layer_of(name) for name in layers), default=0)
     groups = []
@@ -397,7 +398,7 @@ def _layer_of(name: str) -> int:
 
 
 class PlainProgress(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """One line per epoch, for logs and pipes, where a progress bar is a nuisance."""
+    """One line per epoch, for logs and pipes."""
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.started_s = time.monotonic()

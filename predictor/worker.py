@@ -1,9 +1,9 @@
-"""The predictor process's other end: `python -m predictor.worker FOLDER THREADS`. See predictor/process.py.
+"""The child of predictor/process.py: `python -m predictor.worker FOLDER THREADS`.
 
-One JSON value per line. First, once: {"training_lengths": [...], "forecasts": [...], "characters_max": n} or
-{"error": "..."}. Then, for each line [[text, model, system, history characters, [stop, ...]], ...] on the standard
-input, one {"lengths": [[...], ...]}, with a text that says what went wrong in the place of a prompt that failed. Ends
-with its input.
+One JSON value per line. The first line is {"training_lengths": [...], "forecasts": [...], "characters_max": n} or
+{"error": "..."}. Then each line [[text, model, system, history characters, [stop, ...]], ...] on the standard input
+gets one line {"lengths": [[...], ...]}, with an error text in the place of a prompt that failed. The process ends with
+its input.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; our parent decides when we end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole process group; the parent ends this process
     _die_with_parent()
     replies = _take_stdout()
     folder, threads = sys.argv[1], int(sys.argv[2])
@@ -42,13 +42,13 @@ def main() -> None:
 
 
 def _load(folder: str, threads: int) -> Any:
-    from predictor.predict import LengthPredictor  # most of a second: hence only after the signals are set
+    from predictor.predict import LengthPredictor  # takes most of a second: imported after the signals are set
 
     return LengthPredictor.load(folder, threads)
 
 
 def _predict(predictor: Any, prompts: list[Prompt]) -> list[list[float] | str]:
-    """All at once; should that fail, one by one, so that only those fail that must."""
+    """Predict all prompts at once; if that fails, one by one, so that only the bad prompts fail."""
     try:
         return [[round(length, 1) for length in row] for row in predictor.predict(prompts).tolist()]
     except Exception as error:
@@ -63,14 +63,14 @@ def _reply(replies: IO[str], message: dict[str, Any]) -> None:
 
 
 def _take_stdout() -> IO[str]:
-    """The pipe to the parent, for us alone: what any library prints goes to the standard error instead."""
-    ours = os.fdopen(os.dup(1), "w")
+    """Return the pipe to the parent, and send what libraries print to the standard error instead."""
+    pipe = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    return ours
+    return pipe
 
 
 def _die_with_parent() -> None:
-    """At once when the parent is killed. Elsewhere than on Linux the end of our input does it, after the batch."""
+    """On Linux, end at once when the parent is killed. On other systems the end of the input ends this process."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -1,11 +1,11 @@
-"""The benchmark of deadlines: what it asks, counts, checks and shows; and a tiny one with servers of its own."""
+"""The benchmark of deadlines: its requests, counts, checks and tables; and a tiny run with real servers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from deadlines.runs import Count
 from deadlines.runs import run_of as run_from
 from deadlines.serving import Engines, measure
 from deadlines.tables import live_from, live_result, live_tables
-from deadlines.traffic import Asked, Setting, Stream, draw
+from deadlines.traffic import Arrival, Setting, Stream, draw
 
 from llmserve.cluster.journal import Header, Step
 from llmserve.policies import SchedulingConfig
@@ -40,13 +40,13 @@ CHATS = Stream("chats", "chat", slo_s=4.0, rate_per_s=2.0, tokens=(30, 70))
 SETTING = Setting((IMAGES, CHATS), seconds=100.0, burst_s=(40.0, 60.0), batch_size=8)
 
 
-# ---- what is asked ------------------------------------------------------------------------------------------------
+# ---- the requests -------------------------------------------------------------------------------------------------
 
 
-def test_streams_come_at_their_rates_and_the_burst_comes_besides() -> None:
-    asked = draw(SETTING, seed=1)
-    assert [each.at_s for each in asked] == sorted(each.at_s for each in asked)
-    counts = Counter((each.stream.name, SETTING.in_burst(each.at_s)) for each in asked)
+def test_streams_arrive_at_their_rates_and_the_burst_adds_requests() -> None:
+    arrivals = draw(SETTING, seed=1)
+    assert [arrival.at_s for arrival in arrivals] == sorted(arrival.at_s for arrival in arrivals)
+    counts = Counter((arrival.stream.name, SETTING.in_burst(arrival.at_s)) for arrival in arrivals)
     for (name, in_burst), expected in {
         ("images", True): 20 * 100,
         ("images", False): 80 * 10,
@@ -54,12 +54,12 @@ def test_streams_come_at_their_rates_and_the_burst_comes_besides() -> None:
         ("chats", False): 80 * 2,
     }.items():
         assert abs(counts[name, in_burst] - expected) < 5 * expected**0.5, "five standard deviations of Poisson"
-    tokens = [each.tokens for each in asked if each.stream is CHATS]
+    tokens = [arrival.tokens for arrival in arrivals if arrival.stream is CHATS]
     assert (min(tokens) >= 30, max(tokens) <= 70) == (True, True)
-    assert {each.tokens for each in asked if each.stream is IMAGES} == {1}
+    assert {arrival.tokens for arrival in arrivals if arrival.stream is IMAGES} == {1}
 
 
-def test_a_seed_fixes_what_is_asked_and_another_draws_others() -> None:
+def test_a_seed_fixes_the_requests_and_another_seed_draws_other_requests() -> None:
     assert draw(SETTING, 7) == draw(SETTING, 7)
     assert draw(SETTING, 7) != draw(SETTING, 8)
 
@@ -68,7 +68,7 @@ def test_a_seed_fixes_what_is_asked_and_another_draws_others() -> None:
 
 
 def played(*events: tuple[float, Event], order: str = "flex") -> list[Step]:
-    """What a scheduler does about these events and one GPU with an engine for each model, ready at 0."""
+    """The steps of a scheduler for these events and one GPU with an engine for each model, ready at 0."""
     head = Header(SchedulingConfig(order=order, batch_size=8, bins=1).resolved(barrier=True))
     scheduler = head.scheduler()
     ready = [
@@ -89,7 +89,7 @@ def end(at_s: float, stream: Any, *ids: int, outcome: str = "completed") -> list
     return [(at_s, RequestEnded(stream.model, id_, outcome, 1.0)) for id_ in ids]
 
 
-# A chat runs, four images stop it, and it runs again: 1 s in vain.
+# A chat runs, four images preempt it, and the chat runs again: 1 s of engine time is lost.
 PREEMPTED = [
     *come(1.0, CHATS, 1),
     *come(2.0, IMAGES, 2, 3, 4, 5),
@@ -97,20 +97,19 @@ PREEMPTED = [
     *end(2.25, IMAGES, 2, 3, 4, 5),
     *end(4.0, CHATS, 1),
 ]
-BATCHES = {1: "3", 2: "2", 3: "2", 4: "2", 5: "2"}  # in which each ended
 
 
 def answer(stream: Any, at_s: float, latency_s: float, status: int = 200, batch: str = "") -> Any:
-    return Answer(Asked(at_s, stream, 1), status, latency_s, batch)
+    return Answer(Arrival(at_s, stream, 1), status, latency_s, batch)
 
 
 def batches_of(steps: list[Step]) -> dict[int, str]:
     ledger = ledger_of(steps)
-    return {id_: str(course.batch) for id_, course in ledger.courses.items() if course.batch is not None}
+    return {id_: str(history.batch) for id_, history in ledger.histories.items() if history.batch is not None}
 
 
 def answers_of(steps: list[Step]) -> list[Any]:
-    """What clients would have seen of PREEMPTED, had the way taken no time."""
+    """The answers that the clients of PREEMPTED see if the network takes no time."""
     batches = batches_of(steps)
     chat = answer(CHATS, 1.0, 3.0, batch=batches[1])
     return [chat, *[answer(IMAGES, 2.0, 0.25, batch=batches[id_]) for id_ in (2, 3, 4, 5)]]
@@ -118,50 +117,52 @@ def answers_of(steps: list[Step]) -> list[Any]:
 
 def test_a_preempted_request_has_one_end_and_two_batches() -> None:
     ledger = ledger_of(played(*PREEMPTED))
-    chat = ledger.courses[1]
+    chat = ledger.histories[1]
     assert (chat.preempted, chat.ends) == (1, ["in time"])
-    assert [course.ends for course in ledger.courses.values()] == [["in time"]] * 5
-    assert [(ran.stream, ran.size, ran.began_s, ran.ended_s, ran.stopped, ran.in_time) for ran in ledger.batches] == [
+    assert [history.ends for history in ledger.histories.values()] == [["in time"]] * 5
+    assert [
+        (batch.stream, batch.size, batch.began_s, batch.ended_s, batch.stopped, batch.in_time)
+        for batch in ledger.batches
+    ] == [
         ("chats", 1, 1.0, 2.0, True, 0),
         ("images", 4, 2.0, 2.25, False, 4),
         ("chats", 1, 2.25, 4.0, False, 1),
     ]
-    assert {ran.worker for ran in ledger.batches} == {"gpu0"}
+    assert {batch.worker for batch in ledger.batches} == {"gpu0"}
     assert chat.batch == ledger.batches[2].id
 
 
-def test_a_preempted_request_that_ends_before_it_is_stopped_has_ended() -> None:
-    ended_itself = [(at_s, event) for at_s, event in PREEMPTED[:5]]
-    ledger = ledger_of(played(*ended_itself, *end(2.0, CHATS, 1), *end(2.25, IMAGES, 2, 3, 4, 5)))
-    assert (ledger.courses[1].preempted, ledger.courses[1].ends) == (1, ["in time"])
+def test_a_preempted_request_that_ends_before_it_stops_has_ended() -> None:
+    ledger = ledger_of(played(*PREEMPTED[:5], *end(2.0, CHATS, 1), *end(2.25, IMAGES, 2, 3, 4, 5)))
+    assert (ledger.histories[1].preempted, ledger.histories[1].ends) == (1, ["in time"])
 
 
-def test_a_preempted_request_that_is_refused_has_run_in_a_batch_as_its_client_is_told() -> None:
+def test_a_preempted_request_that_is_refused_has_the_batch_that_its_client_sees() -> None:
     stopped = [*come(1.0, CHATS, 1), *come(4.5, IMAGES, 2, 3, 4, 5), *end(4.5, CHATS, 1, outcome="cancelled")]
     steps = played(*stopped, (5.01, TimerFired()), *end(5.02, IMAGES, 2, 3, 4, 5))
     ledger = ledger_of(steps)
-    chat = ledger.courses[1]
+    chat = ledger.histories[1]
     assert (chat.preempted, chat.ends, chat.batch) == (1, ["504"], ledger.batches[0].id)
     images = [answer(IMAGES, 4.5, 0.5, batch=str(ledger.batches[1].id))] * 4
     check([answer(CHATS, 1.0, 4.0, 504, str(chat.batch)), *images], ledger)
 
 
-def test_a_request_whose_deadline_passes_is_refused_and_one_that_ends_after_it_is_late() -> None:
+def test_a_waiting_request_is_refused_at_its_deadline_and_a_running_request_ends_late() -> None:
     steps = played(*come(1.0, CHATS, 1), *come(1.5, IMAGES, 2), (2.1, TimerFired()), *end(6.0, CHATS, 1), order="fffs")
     assert FailRequest(2, "deadline_exceeded") in steps[-2].actions
     ledger = ledger_of(steps)
-    assert {id_: course.ends for id_, course in ledger.courses.items()} == {1: ["late"], 2: ["504"]}
-    assert ledger.courses[2].batch is None
+    assert {id_: history.ends for id_, history in ledger.histories.items()} == {1: ["late"], 2: ["504"]}
+    assert ledger.histories[2].batch is None
 
 
 def test_the_warm_up_is_not_counted() -> None:
     warm = RequestArrived(Request(9, model="chat", stream=WARM_UP))
     ledger = ledger_of(played((0.1, warm), *end(0.9, CHATS, 9), *PREEMPTED))
-    assert sorted(ledger.courses) == [1, 2, 3, 4, 5]
+    assert sorted(ledger.histories) == [1, 2, 3, 4, 5]
     assert len(ledger.batches) == 3
 
 
-# ---- what is wrong is found ---------------------------------------------------------------------------------------
+# ---- checks -------------------------------------------------------------------------------------------------------
 
 
 def test_client_and_journal_that_agree_are_accepted() -> None:
@@ -183,11 +184,11 @@ def test_a_request_that_ended_twice_is_found() -> None:
 
 
 @pytest.mark.parametrize("change", [{"status": 504, "batch": ""}, {"batch": "77"}])
-def test_a_client_that_saw_something_else_is_found(change: dict[str, Any]) -> None:
+def test_a_client_with_another_status_or_batch_is_found(change: dict[str, Any]) -> None:
     steps = played(*PREEMPTED)
-    first, *others = answers_of(steps)
+    first, *rest = answers_of(steps)
     with pytest.raises(AssertionError, match=r"client: .*journal: "):
-        check([replace(first, **change), *others], ledger_of(steps))
+        check([replace(first, **change), *rest], ledger_of(steps))
 
 
 def test_a_gpu_that_runs_two_batches_at_a_time_is_found() -> None:
@@ -220,7 +221,7 @@ def run_of(policy: str = "flex", number: int = 1) -> Any:
     return run_from(policy, number, setting, answers_of(steps), ledger_of(steps))
 
 
-def test_a_run_counts_its_streams_what_was_preempted_and_what_that_cost() -> None:
+def test_a_run_counts_its_streams_its_preemptions_and_their_cost() -> None:
     run = run_of()
     assert run.counts["images"] == Count(
         {"in time": 4, "late": 0, "504": 0}, {"in time": 4, "late": 0, "504": 0}, 0.25, 0.25
@@ -236,16 +237,18 @@ def test_a_run_counts_its_streams_what_was_preempted_and_what_that_cost() -> Non
     assert run.goodput_per_s(replace(SETTING, seconds=5.0)) == 1.0
 
 
-def test_shares_are_of_all_of_a_stream_and_of_the_burst() -> None:
+def test_shares_are_of_a_whole_stream_or_of_its_burst() -> None:
     images = Count({"in time": 6, "late": 1, "504": 3}, {"in time": 1, "late": 1, "504": 2}, 0.1, 0.2)
     chats = Count({"in time": 0, "late": 0, "504": 10}, {"in time": 0, "late": 0, "504": 0}, None, None)
     run = replace(run_of(), counts={"images": images, "chats": chats})
     assert run.share() == 0.3
     assert (run.share("images"), run.share("images", "burst"), run.share("images", "steady")) == (0.6, 0.25, 5 / 6)
-    assert (run.share("chats"), run.share("chats", "burst")) == (0.0, 1.0), "nobody came in the burst: nobody was late"
+    assert (run.share("chats"), run.share("chats", "burst")) == (0.0, 1.0), (
+        "no request came in the burst, so none was late"
+    )
 
 
-def test_late_answers_are_missed_deadlines_and_engine_time_for_nothing() -> None:
+def test_late_answers_are_missed_deadlines_and_lost_engine_time() -> None:
     steps = played(*come(1.0, CHATS, 1), *end(6.0, CHATS, 1))
     run = run_from("fffs", 1, SETTING, [answer(CHATS, 1.0, 5.0, batch="1")], ledger_of(steps))
     assert (run.too_late_s, run.stopped_s) == (5.0, 0.0)
@@ -256,19 +259,19 @@ def test_late_answers_are_missed_deadlines_and_engine_time_for_nothing() -> None
 # ---- batch times --------------------------------------------------------------------------------------------------
 
 
-def test_batch_times_of_two_lengths_give_prefill_and_steps() -> None:
+def test_batch_times_for_two_lengths_give_prefill_and_step_times() -> None:
     took_s = {(size, tokens): 0.1 + tokens * (0.01 + 0.001 * size) for size in (1, 2, 4, 8) for tokens in (8, 200)}
     profile = profile_of("m", took_s)
     assert profile.prefill_s == pytest.approx(0.1)
     assert profile.step_s.at([1, 2, 3, 8]) == pytest.approx([0.011, 0.012, 0.013, 0.018])
 
 
-def test_a_larger_batch_that_was_faster_by_chance_is_taken_to_be_as_fast() -> None:
+def test_a_larger_batch_that_was_faster_by_chance_counts_as_equally_fast() -> None:
     took_s = {(1, 10): 1.0, (1, 20): 2.0, (2, 10): 0.9, (2, 20): 1.8}
     assert profile_of("m", took_s).step_s.at([1, 2]) == pytest.approx([0.1, 0.1])
 
 
-# ---- what is shown ------------------------------------------------------------------------------------------------
+# ---- tables and files ---------------------------------------------------------------------------------------------
 
 
 def some_result() -> Any:
@@ -280,12 +283,12 @@ def some_result() -> Any:
 
 def test_a_result_that_was_written_is_read_again() -> None:
     runs, setting, result = some_result()
-    what, setting_read, read = live_from(result)
-    assert (what, setting_read) == ("some engines", setting)
-    assert [(run.policy, run.round, run.counts, run.preempted) for run in read] == [
+    engines, setting_read, runs_read = live_from(result)
+    assert (engines, setting_read) == ("some engines", setting)
+    assert [(run.policy, run.round, run.counts, run.preempted) for run in runs_read] == [
         (run.policy, run.round, run.counts, run.preempted) for run in runs
     ]
-    assert [len(run.bars) for run in read] == [3, 0] * 3, "of the first round, which is drawn"
+    assert [len(run.bars) for run in runs_read] == [3, 0] * 3, "only the first round, which is drawn, keeps its bars"
 
 
 def test_the_tables_have_a_row_for_each_policy() -> None:
@@ -327,30 +330,30 @@ def test_settings_that_make_no_sense_are_refused(
 # ---- simulated loads ----------------------------------------------------------------------------------------------
 
 
-def test_simulated_loads_have_a_cell_for_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulated_loads_have_a_row_for_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulated, "SIMULATED", {name: simulated.SIMULATED[name] for name in ("edf", "flex")})
     monkeypatch.setattr(simulated, "LOADS", {"batches to their end": (0.1, 3.0), "slots that refill": (0.1, 3.0)})
-    cells = simulated.simulated({"lognormal": {}}, requests=400, seeds=2, jobs=1)
-    of = {(cell.kind, cell.policy, cell.load): cell for cell in cells}
-    assert len(of) == len(cells) == 2 * 2 * 2 + 2 * 2, "shares of clients that stream, where batches run to their end"
-    for (kind, policy, load), cell in of.items():
-        low = of[kind, policy, simulated.LOADS[kind][0]]
-        assert 0 < cell.in_time <= low.in_time <= 1, f"{kind}, {policy}: no more in time at load {load} than at 0.1"
-    barrier = [of["batches to their end", policy, 3.0] for policy in ("flex", "edf")]
-    assert barrier[0].in_time > barrier[1].in_time, "what FLEX is for"
-    tables = simulated.load_tables(cells)
+    rows = simulated.simulated({"lognormal": {}}, requests=400, seeds=2, jobs=1)
+    shares = {(row["kind"], row["policy"], row["load"]): row["in_time"] for row in rows}
+    assert len(shares) == len(rows) == 2 * 2 * 2 + 2 * 2, "clients that stream only where batches run to their end"
+    for (kind, policy, load), share in shares.items():
+        at_low_load = shares[kind, policy, simulated.LOADS[kind][0]]
+        assert 0 < share <= at_low_load <= 1, f"{kind}, {policy}: no more in time at load {load} than at 0.1"
+    flex, edf = [shares["batches to their end", policy, 3.0] for policy in ("flex", "edf")]
+    assert flex > edf, "flex preempts to meet more deadlines"
+    tables = simulated.load_tables(rows)
     assert [len(table.splitlines()) for table in tables] == [2 + 2 + 4, 2 + 2 + 2]
-    simulated.load_figure(cells).savefig(tmp_path / "load.png")
-    result = rounded({"seeds": 2, "cells": [asdict(cell) for cell in cells]})
+    simulated.load_figure(rows).savefig(tmp_path / "load.png")
+    result = rounded({"seeds": 2, "cells": [row.record for row in rows]})
     written = json.loads(with_rows(result, "cells"))
-    assert np.isclose([cell["in_time"] for cell in written["cells"]], [cell.in_time for cell in cells], 1e-4).all()
+    assert np.isclose([cell["in_time"] for cell in written["cells"]], [row["in_time"] for row in rows], 1e-4).all()
 
 
 # ---- servers ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_tiny_benchmark_on_timed_engines_ends_every_request_once_as_clients_and_journals_say(tmp_path: Path) -> None:
+def test_a_tiny_benchmark_on_timed_engines_ends_every_request_once_by_clients_and_journals(tmp_path: Path) -> None:
     timed = {"classifier": Timed(0.0, 0.01, 0.0005), "chat": Timed(0.3, 0.001, 0.0)}
     images = replace(IMAGES, rate_per_s=5.0, burst_per_s=60.0)
     chats = replace(CHATS, rate_per_s=4.0, tokens=(10, 20))
@@ -358,16 +361,16 @@ def test_a_tiny_benchmark_on_timed_engines_ends_every_request_once_as_clients_an
 
     async def measured() -> list[Any]:
         async with timed_engines(setting, timed) as engines:
-            found: list[Any] = await measure(setting, engines, ["fffs", "flex"], 1, 5, tmp_path)
-            return found
+            runs: list[Any] = await measure(setting, engines, ["fffs", "flex"], 1, 5, tmp_path)
+            return runs
 
     runs = asyncio.run(measured())
-    asked = Counter(each.stream.name for each in draw(setting, 6))
+    arrivals = Counter(arrival.stream.name for arrival in draw(setting, 6))
     for run in runs:
-        assert {name: sum(count.ends.values()) for name, count in run.counts.items()} == asked
+        assert {name: sum(count.ends.values()) for name, count in run.counts.items()} == arrivals
         assert run.goodput_per_s(setting) > 0
         assert {bar[0] for bar in run.bars} == {"gpu0", "gpu1"}
     fffs, flex = runs
     assert (fffs.stops, sum(fffs.preempted.values())) == (0, 0)
-    assert flex.stops > 0, "a burst stops chats"
+    assert flex.stops > 0, "a burst preempts chats"
     assert sum(flex.preempted.values()) > 0

@@ -1,4 +1,4 @@
-"""The live benchmark of dispatching: the load it asks for, and what it reads from a journal. No server is started."""
+"""The live benchmark of dispatching: its load, and the numbers it reads from a journal. No server is started."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ PROFILE = Profile(
 
 
 def header(release: str, bins: int = 1) -> Header:
-    """Of two bins, the second holds what is longer than 100 tokens."""
+    """With two bins, the second bin is for answers longer than 100 tokens."""
     edges = (100.0,) if bins == 2 else None
     return Header(SchedulingConfig(bins=bins, batch_size=4, release=release, edges=edges).resolved(barrier=True))
 
 
 def played(head: Header, *events: tuple[float, Event]) -> list[Step]:
-    """What a scheduler does about one barrier engine of 4 slots, ready at 0, and these events."""
+    """The steps of a scheduler for these events and one barrier engine of 4 slots, ready at 0."""
     scheduler = head.scheduler()
     ready = (0.0, EngineReady(EngineInfo("e", slots=4, barrier=True)))
     return [Step(now_s, event, tuple(scheduler.handle(event, now_s))) for now_s, event in (ready, *events)]
@@ -66,7 +66,7 @@ def end(at_s: float, *ids: int, tokens: float = 10.0) -> list[tuple[float, Event
 
 
 def plan(*waits_s: float, least: int = 3, response_s: float | None = 1.0) -> DispatchPlan:
-    """A queue for each wait, each serving `least` or more."""
+    """A plan with a queue for each wait; a queue waits for `least` requests."""
     actions = tuple([size if size >= least else 0 for size in range(5)])
     tables = tuple([DispatchTable(actions, (), (), (1.0,) * 4, (1.0,) * 4, wait_s) for wait_s in waits_s])
     return DispatchPlan(tuple(range(len(waits_s))), tables, response_s_mean=response_s)
@@ -76,7 +76,7 @@ def plan(*waits_s: float, least: int = 3, response_s: float | None = 1.0) -> Dis
 
 
 def test_the_load_is_a_share_of_what_full_batches_serve() -> None:
-    """Lengths all alike: a batch of 8 takes 100 steps of 0.17 s, so that load 0.2 is 0.2 x 8 / 17 requests a second."""
+    """All lengths are 100: a batch of 8 takes 100 steps of 0.17 s, and load 0.2 is 0.2 x 8 / 17 requests per second."""
     load = live.load_of(PROFILE, [100.0], 0.2, batch_size=8)
     assert load.arrival_rate_per_s == pytest.approx(0.2 * 8 / 17)
 
@@ -86,36 +86,32 @@ def test_prefill_is_part_of_a_batch() -> None:
     assert load.arrival_rate_per_s == pytest.approx(0.2 * 8 / 20)
 
 
-def test_without_batches_greedy_takes_what_an_m_d_1_queue_takes() -> None:
-    """Pollaczek and Khinchine: service + load x service / (2 (1 - load)), 10 s each."""
+def test_without_batches_greedy_is_an_m_d_1_queue() -> None:
+    """Pollaczek and Khinchine: service + load x service / (2 (1 - load)), with a service time of 10 s."""
     load = live.load_of(PROFILE, [100.0], 0.5, batch_size=1)
     assert load.greedy_s == pytest.approx(10 + 0.5 * 10 / (2 * 0.5))
 
 
-def test_the_lengths_are_those_of_the_right_answers() -> None:
+def test_lengths_are_of_the_right_answers() -> None:
     lengths = live.corpus_lengths(200, seed=1)
     assert lengths == live.corpus_lengths(200, seed=1)
     assert all(length == int(length) and 1 <= length <= 400 for length in lengths)
     assert 50 < sum(lengths) / len(lengths) < 120, "lognormal around a median of 65, cut at 400"
 
 
-def test_a_seed_fixes_prompts_and_times_and_another_draws_others() -> None:
-    one, same, other = (
-        live.draw(20, 0.5, 3),
-        live.draw(20, 0.5, 3),
-        live.draw(20, 0.5, 4),
-    )
-    assert one == same
-    assert one.prompts != other.prompts
-    assert one.at_s != other.at_s
-    assert one.at_s == sorted(one.at_s)
-    assert one.gap_s == 2.0
+def test_a_seed_fixes_prompts_and_times_and_another_seed_changes_them() -> None:
+    arrivals, same, other = [live.draw(20, 0.5, seed) for seed in (3, 3, 4)]
+    assert arrivals == same
+    assert arrivals.prompts != other.prompts
+    assert arrivals.at_s != other.at_s
+    assert arrivals.at_s == sorted(arrivals.at_s)
+    assert arrivals.gap_s == 2.0
 
 
 # ---- free waits ---------------------------------------------------------------------------------------------------
 
 
-def test_a_timer_in_time_lets_nobody_wait_beyond_the_bound() -> None:
+def test_with_a_timer_in_time_no_request_waits_beyond_its_bound() -> None:
     head = header("table")
     steps = played(head, (0.0, DispatchSolved(plan(2.0))), *come(10.0, 1), (12.001, TimerFired()))
     waits = free_waits(head, steps)
@@ -130,10 +126,10 @@ def test_a_late_timer_is_a_violation() -> None:
     steps = played(head, (0.0, DispatchSolved(plan(2.0))), *come(10.0, 1), *come(11.0, 2), (13.0, TimerFired()))
     waits = free_waits(head, steps)
     assert waits.late_s_max == pytest.approx(1.0)
-    assert waits.violations == 1, "the second request has waited 2 s only"
+    assert waits.violations == 1, "the second request has only waited 2 s"
 
 
-def test_a_bin_that_goes_early_has_spare_time() -> None:
+def test_a_batch_before_its_bound_has_negative_lateness() -> None:
     head = header("table")
     steps = played(head, (0.0, DispatchSolved(plan(2.0))), *come(10.0, 1, 2), *come(10.5, 3))
     waits = free_waits(head, steps)
@@ -142,12 +138,12 @@ def test_a_bin_that_goes_early_has_spare_time() -> None:
 
 def test_time_while_a_batch_runs_is_no_free_wait() -> None:
     head = header("table")
-    first = [*come(1.0, 1, 2, 3), *come(2.0, 4)]  # three go at once; the fourth waits for 10 s on a busy engine
+    first = [*come(1.0, 1, 2, 3), *come(2.0, 4)]  # three start at once; the fourth waits 10 s for a busy engine
     steps = played(head, (0.0, DispatchSolved(plan(60.0))), *first, *end(12.0, 1, 2, 3), *come(13.0, 5, 6))
     assert free_waits(head, steps).longest_s == 1.0
 
 
-def test_whose_bound_has_passed_when_the_engine_becomes_free_is_not_late() -> None:
+def test_a_request_whose_bound_passed_on_a_busy_engine_is_not_late() -> None:
     head = header("table")
     first = [*come(1.0, 1, 2, 3), *come(2.0, 4)]
     steps = played(head, (0.0, DispatchSolved(plan(2.0))), *first, *end(12.0, 1, 2, 3))
@@ -166,18 +162,18 @@ def test_the_bound_is_that_of_the_queue_and_of_the_plan_in_force() -> None:
     assert waits.longest_s == pytest.approx(9.001)
 
 
-def test_greedy_lets_nobody_wait_for_a_free_engine_and_full_has_no_bound() -> None:
+def test_under_greedy_no_request_waits_for_a_free_engine_and_full_has_no_bound() -> None:
     arrivals = [*come(1.0, 1), *come(2.0, 2), (9.0, DrainRequested())]
     greedy, full = header("greedy"), header("full")
     assert free_waits(greedy, played(greedy, *arrivals)) == FreeWaits(0.0, None, None, 0)
     assert free_waits(full, played(full, *arrivals)) == FreeWaits(8.0, None, None, 0)
 
 
-def test_a_journal_that_its_scheduler_would_not_have_written_is_refused() -> None:
+def test_a_journal_that_differs_from_its_scheduler_is_refused() -> None:
     head = header("greedy")
     steps = played(head, *come(1.0, 1))
     steps[-1] = Step(1.0, steps[-1].event, ())
-    with pytest.raises(AssertionError, match=r"at 1\.0 s the scheduler says"):
+    with pytest.raises(AssertionError, match=r"at 1\.0 s the scheduler returns"):
         free_waits(head, steps)
 
 
@@ -194,31 +190,31 @@ def run() -> Callable[..., Any]:
 
 
 def test_a_run_is_counted_from_the_first_arrival_to_the_last_end(run: Callable[..., Any]) -> None:
-    """Two batches: 10 steps of one take 1 s, of two 1.1 s; here each takes twice that, on an engine ready since 0."""
-    found = run("greedy", *come(5.0, 1), *come(6.0, 2, 3), *end(7.0, 1), *end(9.2, 2, 3))
-    summary = found.summary
+    """By the profile 10 steps of batches of one and two take 1 s and 1.1 s; here both batches take twice as long."""
+    measured = run("greedy", *come(5.0, 1), *come(6.0, 2, 3), *end(7.0, 1), *end(9.2, 2, 3))
+    summary = measured.summary
     assert summary.completed == 3
     assert summary.elapsed_s == pytest.approx(4.2)
     assert summary.latency_s_mean == pytest.approx((2.0 + 3.2 + 3.2) / 3)
     assert summary.waiting_s_mean == pytest.approx(2 / 3)
-    assert (found.batches, summary.batch_size_mean) == (2, 1.5)
+    assert (measured.batches, summary.batch_size_mean) == (2, 1.5)
     assert summary.utilisation == pytest.approx(1.0)
-    assert summary.energy_j == pytest.approx(BUSY_W * 4.2), "nothing of the idle time before"
+    assert summary.energy_j == pytest.approx(BUSY_W * 4.2), "without the idle time before"
     assert summary.energy_j_per_token == pytest.approx(BUSY_W * 4.2 / 30)
-    assert found.above_idle_j_per_token == pytest.approx((BUSY_W - IDLE_W) * (1.0 + 1.1) / 30), "by the profile"
-    assert found.pace == pytest.approx(2.0)
-    assert found.client_s_mean == 2.0
+    assert measured.above_idle_j_per_token == pytest.approx((BUSY_W - IDLE_W) * (1.0 + 1.1) / 30), "by the profile"
+    assert measured.pace == pytest.approx(2.0)
+    assert measured.client_s_mean == 2.0
 
 
 def test_idle_time_between_batches_costs_idle_power(run: Callable[..., Any]) -> None:
-    found = run("greedy", *come(1.0, 1), *end(2.0, 1), *come(4.0, 2), *end(5.0, 2))
-    assert found.summary.energy_j == pytest.approx(2 * BUSY_W + 2 * IDLE_W)
-    assert found.summary.utilisation == pytest.approx(0.5)
+    measured = run("greedy", *come(1.0, 1), *end(2.0, 1), *come(4.0, 2), *end(5.0, 2))
+    assert measured.summary.energy_j == pytest.approx(2 * BUSY_W + 2 * IDLE_W)
+    assert measured.summary.utilisation == pytest.approx(0.5)
 
 
-def test_a_run_tells_its_plans_and_what_came_after_the_first_for_a_known_load(run: Callable[..., Any]) -> None:
+def test_a_run_has_its_plans_and_the_latency_after_the_first_plan_for_a_known_load(run: Callable[..., Any]) -> None:
     blind, first = plan(0.0, least=1, response_s=None), plan(9.0)
-    found = run(
+    measured = run(
         "table",
         (0.1, DispatchSolved(blind)),
         *come(1.0, 1),
@@ -227,29 +223,32 @@ def test_a_run_tells_its_plans_and_what_came_after_the_first_for_a_known_load(ru
         *come(4.0, 2, 3, 4),
         *end(5.5, 2, 3, 4),
     )
-    assert [(each.at_s, each.least, each.wait_s_max) for each in found.plans] == [(0.1, [1], [0.0]), (3.0, [3], [9.0])]
-    assert found.planned_s_mean == pytest.approx(1.5)
+    assert [(plan.at_s, plan.least, plan.wait_s_max) for plan in measured.plans] == [
+        (0.1, [1], [0.0]),
+        (3.0, [3], [9.0]),
+    ]
+    assert measured.planned_s_mean == pytest.approx(1.5)
     assert run("greedy", *come(1.0, 1), *end(2.0, 1)).planned_s_mean is None
 
 
-def test_a_mixture_waits_as_its_other_policy_does() -> None:
+def test_a_mixture_waits_for_as_many_requests_as_its_other_policy() -> None:
     table = replace(plan(9.0, least=1).tables[0], other=(0, 0, 0, 3, 4))
     mixed = replace(plan(9.0), tables=(table,), share=0.25)
     steps = played(header("table"), (1.0, DispatchSolved(mixed)))
-    assert [(each.least, each.share) for each in plans_of(steps)] == [([3], 0.25)]
+    assert [(plan.least, plan.share) for plan in plans_of(steps)] == [([3], 0.25)]
 
 
-def test_queues_in_force_are_told_once_for_each_change() -> None:
+def test_numbers_of_queues_are_listed_once_for_each_change() -> None:
     plans = [DispatchSolved(plan(*[1.0] * count)) for count in (1, 1, 2, 1)]
     steps = played(header("table", bins=2), *[(float(at_s), event) for at_s, event in enumerate(plans)])
     assert live.queues_over_time(plans_of(steps)) == "1, 2, 1"
 
 
-# ---- what is shown ------------------------------------------------------------------------------------------------
+# ---- tables and files ---------------------------------------------------------------------------------------------
 
 
 def some_runs(run: Callable[..., Any]) -> list[Any]:
-    """Of two rounds, each release once."""
+    """Two rounds with a run of each release."""
     events = [*come(1.0, 1), *end(2.0, 1)]
     solved = (0.5, DispatchSolved(plan(2.0)))
     waited = [solved, *come(1.0, 1), (3.0, TimerFired()), *end(4.0, 1)]
@@ -258,29 +257,28 @@ def some_runs(run: Callable[..., Any]) -> list[Any]:
     return [run(release, *journals[release], number=number) for number in (1, 2) for release in live.RELEASES]
 
 
-def test_the_tables_show_every_run_and_the_bounds_of_those_with_plans(run: Callable[..., Any]) -> None:
+def test_the_tables_show_every_run_and_the_bounds_of_runs_with_plans(run: Callable[..., Any]) -> None:
     console = Console(width=120)
     with console.capture() as captured:
         live.print_tables(some_runs(run), "Some load", 4.0, console)
     lines = captured.get().splitlines()
     assert sum(" greedy " in line for line in lines) == 2
-    assert sum(" 9.00  9.00  9.00 " in line for line in lines) == 2, "full: until it was told to stop"
+    assert sum(" 9.00  9.00  9.00 " in line for line in lines) == 2, "full waits until the drain"
     last = [cell.strip() for cell in lines[-2].strip("│").split("│")]
     assert last == ["2", "3.00", "3.00", "1", "1", "2.00", "2.00", "0.00", "0"]
 
 
 def test_the_figure_is_drawn_and_everything_is_json(run: Callable[..., Any], tmp_path: Path) -> None:
     runs = some_runs(run)
-    live.draw_figure(runs, 4.0, "Some load", tmp_path / "new" / "figure.png")
-    assert (tmp_path / "new" / "figure.png").read_bytes().startswith(b"\x89PNG")
     load = live.load_of(PROFILE, [100.0], 0.2, batch_size=8)
     result = live.result_of(live.parser().parse_args([]), PROFILE, load, 4.0, runs)
-    back = json.loads(json.dumps(rounded(result)))
+    (tmp_path / "earlier.json").write_text(json.dumps(rounded(result)))
+    figure = tmp_path / "new" / "figure.png"
+    live.main(["--results", str(tmp_path / "earlier.json"), "--figure", str(figure)])
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    back = json.loads((tmp_path / "earlier.json").read_text())
     assert back["arrival_rate_per_s"] == 0.0941176
-    assert [each["release"] for each in back["runs"]] == [
-        *live.RELEASES,
-        *live.RELEASES,
-    ]
+    assert [record["release"] for record in back["runs"]] == [*live.RELEASES, *live.RELEASES]
     assert back["runs"][2]["waits"] == {"longest_s": 2.0, "bound_s_max": 2.0, "late_s_max": 0.0, "violations": 0}
     assert back["runs"][2]["plans"][0]["wait_s_max"] == [2.0]
 
@@ -303,6 +301,6 @@ def test_settings_that_make_no_sense_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_profile_that_cannot_be_read_is_told_before_anything_starts(tmp_path: Path) -> None:
+def test_an_unreadable_profile_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="cannot read the profile"):
         live.main(["--profile", str(tmp_path / "none.json")])

@@ -1,4 +1,4 @@
-"""The benchmark on vLLM servers: what it draws, asks, counts and concludes. vLLM itself is not needed."""
+"""The benchmark on vLLM servers: its loads, requests, counts and goals. vLLM itself is not needed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from bench import client, servers
+from bench.rows import Row
 from on_vllm import arrangements, killed, loads, passes, report
 from scipy.stats import kendalltau
 
@@ -28,38 +29,38 @@ def some_tokens(count: int = 600) -> np.ndarray:
 
 
 def some_load(tokens: list[int]) -> Any:
-    told = {"oracle": np.array(tokens), "random": np.array(tokens[::-1])}
-    return loads.Load([f"prompt {n}" for n in tokens], np.array(tokens), np.zeros(len(tokens)), told)
+    predictions = {"oracle": np.array(tokens), "random": np.array(tokens[::-1])}
+    return loads.Load([f"prompt {n}" for n in tokens], np.array(tokens), np.zeros(len(tokens)), predictions)
 
 
-# ---- what is drawn ------------------------------------------------------------------------------------------------
+# ---- loads --------------------------------------------------------------------------------------------------------
 
 
 def test_predictions_rank_as_well_as_the_trained_predictor():
     tokens = some_tokens()
-    told = loads.predictions(tokens, np.random.default_rng(1))
-    assert (told["oracle"] == tokens).all()
-    assert kendalltau(told["predicted"], tokens).statistic == pytest.approx(loads.KENDALL_TAU, abs=0.03)
-    assert told["predicted"].min() >= 1
-    assert abs(kendalltau(told["random"], tokens).statistic) < 0.1
-    assert sorted(told["random"]) == sorted(tokens)
+    drawn = loads.draw_predictions(tokens, np.random.default_rng(1))
+    assert (drawn["oracle"] == tokens).all()
+    assert kendalltau(drawn["predicted"], tokens).statistic == pytest.approx(loads.KENDALL_TAU, abs=0.03)
+    assert drawn["predicted"].min() >= 1
+    assert abs(kendalltau(drawn["random"], tokens).statistic) < 0.1
+    assert sorted(drawn["random"]) == sorted(tokens)
 
 
-def test_a_smaller_error_for_a_better_rank_correlation():
+def test_a_better_rank_correlation_needs_a_smaller_error():
     tokens = some_tokens()
     assert loads.error_sigma(tokens, 0.9) < loads.error_sigma(tokens, 0.6) < loads.error_sigma(tokens, 0.3)
 
 
-def test_poisson_arrivals_bring_exactly_the_wanted_load():
+def test_poisson_arrivals_have_exactly_the_given_load():
     arrivals_s = loads.poisson_arrivals_s(4000, 20.0, np.random.default_rng(2))
     gaps_s = np.diff(arrivals_s)
     assert arrivals_s.size == 4000
     assert 0 <= arrivals_s[0] <= arrivals_s[-1] <= 200
     assert (gaps_s >= 0).all()
-    assert gaps_s.std() / gaps_s.mean() == pytest.approx(1, abs=0.1)  # as exponential gaps have it
+    assert gaps_s.std() / gaps_s.mean() == pytest.approx(1, abs=0.1)  # as of exponential gaps
 
 
-def test_a_traces_lengths_find_the_nearest_prompts_and_use_all_that_are_equally_near():
+def test_a_traces_lengths_get_the_nearest_prompts_and_all_equally_near_prompts_are_used():
     tokens = np.array([5, 100, 9, 100, 480])
     chosen = loads.nearest_indices(np.array([6.0, 8.0, 1000.0, *[90.0] * 40]), tokens, np.random.default_rng(3))
     assert list(chosen[:3]) == [0, 2, 4]
@@ -74,11 +75,11 @@ def test_a_trace_is_read_in_the_order_of_arrival(tmp_path: Path):
     assert list(tokens) == [10, 30]
 
 
-def test_the_service_time_is_found_again():
+def test_the_fit_recovers_the_service_time():
     tokens = [2, 20, 100, 400]
-    found = loads.ServiceTime.fitted(tokens, list(SERVICE(np.array(tokens))))
-    assert found.start_s == pytest.approx(SERVICE.start_s)
-    assert found.token_s == pytest.approx(SERVICE.token_s)
+    fitted = loads.ServiceTime.fitted(tokens, list(SERVICE(np.array(tokens))))
+    assert fitted.start_s == pytest.approx(SERVICE.start_s)
+    assert fitted.token_s == pytest.approx(SERVICE.token_s)
 
 
 def test_shares_have_about_the_same_number_of_tokens():
@@ -88,31 +89,31 @@ def test_shares_have_about_the_same_number_of_tokens():
     assert abs(first - second) <= tokens.max()
 
 
-# ---- what is asked ------------------------------------------------------------------------------------------------
+# ---- requests -----------------------------------------------------------------------------------------------------
 
 
-def asked(way: str, predictions: str | None, *, burst: bool = False) -> list[tuple[dict[str, Any], dict[str, str]]]:
+def sent(way: str, predictions: str | None, *, burst: bool = False) -> list[tuple[dict[str, Any], dict[str, str]]]:
     load = some_load([10, 300])
     questions = passes.questions_of(arrangements.Arrangement(way, predictions), load, SERVICE, burst=burst)
     return [(json.loads(question.body), dict(question.headers)) for question in questions]
 
 
-def test_lengths_are_told_to_vllm_as_priorities_and_to_llmserve_in_a_header():
-    for body, headers in asked("direct", None) + asked("fffs", None):
+def test_vllm_gets_lengths_as_priorities_and_llmserve_in_a_header():
+    for body, headers in sent("direct", None) + sent("fffs", None):
         assert "priority" not in body
         assert "x-llmserve-predicted-tokens" not in headers
-    assert [body["priority"] for body, _ in asked("priority", "random")] == [300, 10]
-    shortest = asked("shortest", "random")
+    assert [body["priority"] for body, _ in sent("priority", "random")] == [300, 10]
+    shortest = sent("shortest", "random")
     assert [headers["x-llmserve-predicted-tokens"] for _, headers in shortest] == ["300", "10"]
     assert not any("priority" in body or "max_tokens" in body for body, _ in shortest)
 
 
-def test_only_edf_is_told_deadlines_and_those_of_a_burst_come_from_the_predictions():
-    deadlines_ms = [float(headers["x-llmserve-slo-ms"]) for _, headers in asked("edf", "random")]
+def test_only_edf_gets_deadlines_and_in_a_burst_the_predictions_set_them():
+    deadlines_ms = [float(headers["x-llmserve-slo-ms"]) for _, headers in sent("edf", "random")]
     assert deadlines_ms == pytest.approx([500 + 5 * 30, 500 + 5 * 610])
-    short, long = (float(headers["x-llmserve-slo-ms"]) for _, headers in asked("edf", "random", burst=True))
+    short, long = (float(headers["x-llmserve-slo-ms"]) for _, headers in sent("edf", "random", burst=True))
     assert short > long > 1e3 * passes.SLO_BURST_S
-    assert not any("x-llmserve-slo-ms" in headers for _, headers in asked("shortest", "oracle"))
+    assert not any("x-llmserve-slo-ms" in headers for _, headers in sent("shortest", "oracle"))
 
 
 async def ask(engine: FakeEngine, **body: Any) -> Any:
@@ -131,7 +132,7 @@ async def test_an_answer_is_timed_from_its_first_token_to_its_last():
     assert outcome.latency_s >= max(0.16, outcome.first_s)
 
 
-async def test_what_is_not_a_whole_answer_is_a_failure():
+async def test_an_incomplete_answer_is_a_failure():
     async with FakeEngine(step_s=0.001) as engine:
         assert (await ask(engine, model="other")).failure == "404 model_not_found"
         engine.fault = Fault("500")
@@ -146,7 +147,7 @@ async def test_latency_counts_from_the_arrival():
         late = replace(question, arrival_s=0.05)
         _, second = await passes.send([engine.url] * 2, [question, late])
     assert second.arrival_s == 0.05
-    assert second.latency_s >= 0.2 - 0.05  # it waited for the only slot
+    assert second.latency_s >= 0.2 - 0.05  # the request waited for the only slot
 
 
 async def test_a_server_stays_in_the_session_and_ends_with_its_context():
@@ -168,10 +169,10 @@ async def test_a_server_that_does_not_start_is_quoted():
             pass
 
 
-# ---- what is counted ----------------------------------------------------------------------------------------------
+# ---- counts -------------------------------------------------------------------------------------------------------
 
 
-def test_a_pass_is_summed_up():
+def test_a_pass_has_its_numbers():
     load = some_load([10, 100, 100, 400])
     outcomes = [
         passes.Outcome(0.0, 0.1, 0.2, 10),
@@ -179,48 +180,49 @@ def test_a_pass_is_summed_up():
         passes.Outcome(1.0, math.nan, 0.5, 0, "504 deadline_exceeded"),
         passes.Outcome(2.0, math.nan, 0.5, 0, "502 engine_failed"),
     ]
-    found = passes.summary(outcomes, load, SERVICE)
-    assert found["tokens_per_s"] == pytest.approx(111 / 4.0)
-    assert found["latency_s_mean"] == pytest.approx(1.6)
-    assert found["slowdown_mean"] == pytest.approx((0.2 / 0.03 + 3.0 / 0.21) / 2)
-    assert found["deadlines_met"] == 0.25  # the dropped, the failed and the late one have missed theirs
-    assert (found["dropped"], found["failed"], found["other_length"]) == (1, 1, 1)
+    numbers = passes.summary(outcomes, load, SERVICE)
+    assert numbers["tokens_per_s"] == pytest.approx(111 / 4.0)
+    assert numbers["latency_s_mean"] == pytest.approx(1.6)
+    assert numbers["slowdown_mean"] == pytest.approx((0.2 / 0.03 + 3.0 / 0.21) / 2)
+    assert numbers["deadlines_met"] == 0.25  # the dropped, failed and late requests missed their deadlines
+    assert (numbers["dropped"], numbers["failed"], numbers["other_length"]) == (1, 1, 1)
 
 
-def test_throughput_while_requests_wait_leaves_out_how_slots_run_empty():
+def test_throughput_while_requests_wait_leaves_out_the_time_of_empty_slots():
     began_s, ended_s = np.array([0.0, 1.0, 1.5]), np.array([1.0, 1.5, 3.5])
-    # Ten tokens a second until 1.5 s, when the last one gets its slot; nothing of its own answer counts.
+    # Ten tokens a second until 1.5 s, when the last request gets its slot; none of its own tokens count.
     assert passes.saturated_tokens_per_s(began_s, ended_s, np.array([10, 5, 20])) == pytest.approx(10)
-    # The longest one started first: half of it has come when the last one gets its slot.
+    # The longest answer started first: half of it has come when the last request gets its slot.
     assert passes.saturated_tokens_per_s(np.array([0.0, 1.0]), np.array([2.0, 1.5]), np.array([20, 5])) == 10
 
 
-def test_a_pass_without_answers_says_why():
+def test_a_pass_without_answers_names_the_first_failure():
     with pytest.raises(RuntimeError, match="503 no_engine"):
         passes.summary([passes.Outcome(0.0, math.nan, 0.1, 0, "503 no_engine")], some_load([5]), SERVICE)
 
 
-def shown(latency_s: float, **others: float) -> dict[str, float]:
-    numbers = dict.fromkeys(passes.RATIOS, 1.0) | {"latency_s_mean": latency_s}
-    return numbers | others
+def passes_of(name: str, *latencies_s: float) -> list[Row]:
+    """A row for each round."""
+    numbers = [dict.fromkeys(passes.RATIOS, 1.0) | {"latency_s_mean": latency_s} for latency_s in latencies_s]
+    return [Row({"arrangement": name, "round": number}, row) for number, row in enumerate(numbers)]
 
 
 def test_ratios_are_taken_within_a_round():
     direct, shortest = arrangements.DIRECT, arrangements.Arrangement("shortest", "predicted")
     priority = arrangements.Arrangement("priority", "predicted")
-    rounds = {  # the machine is ten times as slow in the last round
-        direct.name: [shown(1.0), shown(2.0), shown(20.0)],
-        priority.name: [shown(0.5), shown(1.0), shown(10.0)],
-        shortest.name: [shown(0.6), shown(0.8), shown(14.0)],
-    }
+    rounds = [  # the machine is ten times as slow in the last round
+        *passes_of(direct.name, 1.0, 2.0, 20.0),
+        *passes_of(priority.name, 0.5, 1.0, 10.0),
+        *passes_of(shortest.name, 0.6, 0.8, 14.0),
+    ]
     first, _, last = passes.rows([direct, priority, shortest], rounds)
-    assert first["ratios"] == {}
+    assert first.ratios == {}
     assert last["latency_s_mean"] == 0.8
-    assert last["ratios"]["direct"]["latency_s_mean"] == pytest.approx(0.6)  # not 0.8 / 2
-    assert last["ratios"]["priority"]["latency_s_mean"] == pytest.approx(1.2)
+    assert last.ratios["direct"]["latency_s_mean"] == pytest.approx(0.6)  # not 0.8 / 2
+    assert last.ratios["priority"]["latency_s_mean"] == pytest.approx(1.2)
 
 
-def test_predictions_are_compared_with_vllms_priorities_by_the_same_predictions():
+def test_an_order_is_compared_with_vllms_priorities_of_the_same_predictions():
     names = [arrangement.name for arrangement in arrangements.arrangements_of("burst", arrangements.ORDERS)]
     assert len(names) == len(set(names)) == 11
     for kind in arrangements.KINDS:
@@ -270,22 +272,20 @@ def test_a_whole_reply_is_judged():
     assert killed.judge(client.Reply(0, b""), stream=False).kind == "lost"
 
 
-# ---- what is concluded --------------------------------------------------------------------------------------------
+# ---- goals --------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_met_before_it_is_measured():
+def test_no_goal_is_met_before_it_is_measured():
     assert {goal.met for goal in report.goals({})} == {None}
 
 
-def test_the_burst_is_as_good_as_its_worst_order():
+def test_the_worst_order_counts_in_the_burst():
     rows = [
-        {
-            "arrangement": name,
-            "way": way,
-            "predictions": kind,
-            "bins": 1,
-            "ratios": {"direct": {"tokens_per_s": ratio - 0.1, "tokens_per_s_saturated": ratio}},
-        }
+        Row(
+            {"arrangement": name, "way": way, "predictions": kind, "bins": 1},
+            {"failed": 0, "dropped": 0},
+            {"direct": {"tokens_per_s": ratio - 0.1, "tokens_per_s_saturated": ratio}},
+        )
         for name, way, kind, ratio in (
             ("vLLM by priority, oracle", "priority", "oracle", 0.5),
             ("llmserve fffs", "fffs", None, 1.01),
@@ -293,7 +293,7 @@ def test_the_burst_is_as_good_as_its_worst_order():
         )
     ]
     waiting, to_the_end = report.goals({"burst": {"rows": rows}})[:2]
-    assert "llmserve shortest, random" in waiting.what
+    assert "llmserve shortest, random" in waiting.text
     assert waiting.value == 0.97
     assert waiting.met is False
     assert to_the_end.value == pytest.approx(0.87)
@@ -301,7 +301,7 @@ def test_the_burst_is_as_good_as_its_worst_order():
 
 def test_every_killed_request_must_be_accounted_for():
     killed = {"requests": 500, "answer": 490, "error": 9, "lost": 1, "twice": 0}
-    goals = [goal for goal in report.goals({"kill": killed}) if goal.what.startswith("kill")]
+    goals = [goal for goal in report.goals({"kill": killed}) if goal.text.startswith("kill")]
     assert [goal.met for goal in goals] == [False, False, True]
 
 

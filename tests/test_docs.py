@@ -336,16 +336,16 @@ MEASURED: Claims = {
         lambda: gain("window, risk", "throughput-windows"),
         lambda: gain("8 bins, risk", "throughput-windows"),
     ),
-    "two GPUs (timed, no model) with two models each, a burst in the middle": (
+    "two GPUs (timed fakes, no model) with two models each, a burst in the middle": (
         lambda: deadlines_met("flex"),
         lambda: deadlines_met("fffs"),
         lambda: deadlines_met("flex", ("chats",)),
     ),
-    "waiting for company at a tenth of an H100's load, simulated": (
+    "delaying requests to fill batches, at a tenth of an H100's load, simulated": (
         lambda: 100 * (1 - waiting("energy_j_per_token")),
         lambda: waiting("latency_s_p95"),
     ),
-    "the cost, one process": (
+    "overhead of llmserve, one process": (
         lambda: results("frontend")["medians"]["llmserve"]["requests_per_s_at_32"],
         lambda: results("frontend")["medians"]["bare pass-through"]["requests_per_s_at_32"],
         lambda: results("vllm")["idle"]["added_latency_ms"],

@@ -8,31 +8,32 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from bench.rows import Row
 from script_module import load_script
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    """At one load and two weights: a second each."""
+    """The script with one load and two weights, which take a second each."""
     module = load_script("measure_dispatch_gap")
     module.LOADS, module.WEIGHTS = (0.3,), (0.0, 5.0)  # type: ignore[attr-defined]
     return module
 
 
 @pytest.fixture(scope="module")
-def rows(script: ModuleType) -> list[dict[str, float]]:
-    found: list[dict[str, float]] = script.measure()
-    return found
+def rows(script: ModuleType) -> list[Row]:
+    measured: list[Row] = script.measure()
+    return measured
 
 
-def test_the_joint_optimum_costs_no_more_than_the_plan_nor_than_greedy(rows: list[dict[str, float]]) -> None:
+def test_the_joint_optimum_costs_no_more_than_the_plan_nor_than_greedy(rows: list[Row]) -> None:
     assert [(row["load"], row["energy_weight"]) for row in rows] == [(0.3, 0.0), (0.3, 5.0)]
     for row in rows:
         assert row["optimum_ms"] <= row["plan_ms"] * (1 + 1e-9)
         assert row["optimum_ms"] <= row["greedy_ms"] * (1 + 1e-9)
 
 
-def test_the_plans_gap_is_below_6_per_cent_and_below_greedys_where_energy_counts(rows: list[dict[str, float]]) -> None:
+def test_the_plans_gap_is_below_6_per_cent_and_below_greedys_where_energy_counts(rows: list[Row]) -> None:
     gaps = [row["plan_ms"] / row["optimum_ms"] - 1 for row in rows]
     assert max(gaps) < 0.06
     assert rows[1]["plan_ms"] < rows[1]["greedy_ms"]
@@ -40,7 +41,7 @@ def test_the_plans_gap_is_below_6_per_cent_and_below_greedys_where_energy_counts
 
 def test_the_command_prints_the_gaps_and_writes_them(
     script: ModuleType,
-    rows: list[dict[str, float]],
+    rows: list[Row],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -49,7 +50,7 @@ def test_the_command_prints_the_gaps_and_writes_them(
     monkeypatch.setattr(script, "measure", lambda: rows)
     monkeypatch.setattr(sys, "argv", ["measure_dispatch_gap.py", "--json", str(path)])
     script.main()
-    assert json.loads(path.read_text()) == rows
+    assert json.loads(path.read_text()) == [row.record for row in rows]
     printed = capsys.readouterr().out
     for row in rows:
         assert f"{row['optimum_ms']:.1f}" in printed

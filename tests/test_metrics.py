@@ -60,7 +60,7 @@ class Scraped:
     def lists(self, *models: str) -> None:
         """The single engine lists these models from now on."""
         listed = {model: ServedModel(model) for model in models}
-        self._fleet._known.change(dict(self._fleet.models), listed)
+        self._fleet._known_models.change(dict(self._fleet.models), listed)
         self.step(9.0, EngineReady(EngineInfo("a", 8, False, models=models)))
 
     def has(self, *lines: str) -> bool:

@@ -1,1 +1,1 @@
-"""The handle: bodies that drive the scheduler through time, and the journal of what it said."""
+"""Live and simulated clusters that drive the scheduler through time, and the journal of its steps."""

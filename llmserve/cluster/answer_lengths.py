@@ -1,4 +1,4 @@
-"""How long answers will be, as far as anybody can tell, and how long they became."""
+"""Predicted lengths of answers, and what the predictor learns from the real lengths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from predictor.prompt import Prompt
 
 
 class LengthForecast(Protocol):
-    """Equally likely output lengths, tokens, ascending; () when nothing is known. The middle one is the median."""
+    """Equally likely output lengths, tokens, ascending; () when nothing is known. The middle length is the median."""
 
     @property
     def lengths(self) -> tuple[float, ...]: ...
@@ -23,7 +23,7 @@ class LengthForecast(Protocol):
 
 
 class LengthForecaster(Protocol):
-    """Says how long answers will be, in bounded time, and is told how long they became."""
+    """Predicts the lengths of answers in bounded time, and learns from their real lengths."""
 
     @property
     def fallbacks(self) -> Mapping[str, int]: ...
@@ -34,10 +34,10 @@ class LengthForecaster(Protocol):
 
 
 class AnswerLengths:
-    """Between calls and what forecasts them.
+    """Asks the forecaster for each call, and hands the real lengths to the forecaster and the record.
 
-    forecaster  None: nothing is predicted but what clients predict
-    record      None: nothing is recorded
+    forecaster  None: only clients predict lengths
+    record      None: lengths are not recorded
     """
 
     def __init__(self, forecaster: LengthForecaster | None, record: LengthRecord | None) -> None:
@@ -46,15 +46,15 @@ class AnswerLengths:
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
-        """Forecasts made without the predictor, by reason."""
+        """Number of forecasts made without the predictor, by reason."""
         return self._forecaster.fallbacks if self._forecaster is not None else {}
 
     async def predict(
         self, in_flight: InFlightCall, model: ServedModel | None
     ) -> tuple[float | None, tuple[float, ...]]:
-        """Predicted output tokens, the median and equally likely ones, bounded by what client and model allow.
+        """(median, equally likely lengths) of the answer, output tokens, within the limits of client and model.
 
-        None and () when there is nothing to go by; only the median when the client brought it.
+        (None, ()) without a prediction. A client's own prediction is a median without lengths.
         """
         call = in_flight.call
         most = call.output_tokens_max or (model.context_tokens if model is not None else None)
@@ -68,9 +68,9 @@ class AnswerLengths:
         return forecast.median, tuple([round(length, 1) for length in forecast.lengths])
 
     def learn(self, in_flight: InFlightCall, output_tokens: float) -> None:
-        """From the length of a completed answer.
+        """Learn from the length of a completed answer.
 
-        One that the client forced to be so long (min_tokens, ignore_eos) says nothing about the others.
+        An answer that the client forced to its length (min_tokens, ignore_eos) says nothing about other answers.
         """
         call, most = in_flight.call, in_flight.call.output_tokens_max
         if call.output_tokens_min is not None and output_tokens <= call.output_tokens_min:

@@ -1,4 +1,4 @@
-"""Which worker serves which group of a plan: those that the plan names, else as many as it asks for."""
+"""Which worker serves which group of a plan: the workers that the plan names, or as many as the plan asks for."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from llmserve.scheduling.messages import ServingGroup
 
 
 class PlannedGroup(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A group as a plan has it.
+    """A group in a plan.
 
-    gpus     workers that it is to have
-    workers  by name, these and no others; (): any that serve its models
-    models, streams  as ServingGroup has them
+    gpus     number of workers that the group needs
+    workers  names of the group's workers; (): any workers that serve its models
+    models, streams  as in ServingGroup
     """
 
     name: str
@@ -25,21 +25,21 @@ class PlannedGroup(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def served(self) -> set[str]:
-        """Models of all its requests."""
+        """Models of all requests of the group."""
         return {*self.models, *(model for _, model in self.streams)}
 
 
 def assign(
     planned: Sequence[PlannedGroup], workers: Mapping[str, Collection[str]], before: Mapping[str, str]
 ) -> tuple[ServingGroup, ...]:
-    """As many workers to as many groups as can be, of those that serve all of a group's models before those that serve
-    some. A worker stays in its group of before where that costs nobody one. The rest is in no group.
+    """Assign as many workers as possible to the groups: first workers that serve all models of a group, then workers
+    that serve some. A worker stays in its previous group if no group loses a worker by that. Other workers have none.
 
-    workers : models by worker, those that are known; empty: whatever is asked for.  before : group by worker.
+    workers : known models by worker; empty: the worker serves any model.  before : previous group by worker.
     """
     named = {worker for group in planned for worker in group.workers}
     free = {worker: set(workers[worker]) for worker in sorted(set(workers) - named)}
-    wanted = {group.name: 0 if group.workers else group.gpus for group in planned}
+    needed = {group.name: 0 if group.workers else group.gpus for group in planned}
     chosen: dict[str, str] = {}
     for suits, stays in ((_serves_all, True), (_serves_all, False), (_serves_some, False)):
         candidates = {
@@ -49,9 +49,9 @@ def assign(
                 if suits(models, group.served) and (before.get(worker) == group.name or not stays)
             ]
             for group in planned
-            if wanted[group.name]
+            if needed[group.name]
         }
-        _match(wanted, candidates, chosen)
+        _match(needed, candidates, chosen)
     return tuple(
         ServingGroup(
             group.name,
@@ -71,23 +71,23 @@ def _serves_some(models: set[str], needed: set[str]) -> bool:
     return not models or bool(needed & models)
 
 
-def _match(wanted: Mapping[str, int], candidates: Mapping[str, Sequence[str]], chosen: dict[str, str]) -> None:
-    """Fill groups up by augmenting paths: a group that finds no free worker takes another one's, which takes one that
-    only it can use. Those that have been chosen keep a group, if not the same one.
+def _match(needed: Mapping[str, int], candidates: Mapping[str, Sequence[str]], chosen: dict[str, str]) -> None:
+    """Fill the groups along augmenting paths: a group without a free worker takes a worker of another group, if that
+    group can replace the worker. A chosen worker keeps some group, but maybe another one.
     """
     for name, suitable in candidates.items():
         have = sum(group == name for group in chosen.values())
-        for _ in range(wanted[name] - have):
-            if not _take_one(name, suitable, candidates, chosen, {name}):
+        for _ in range(needed[name] - have):
+            if not _add_worker(name, suitable, candidates, chosen, {name}):
                 break
 
 
-def _take_one(
+def _add_worker(
     name: str,
     suitable: Sequence[str],
     candidates: Mapping[str, Sequence[str]],
     chosen: dict[str, str],
-    asked: set[str],
+    visited: set[str],
 ) -> bool:
     for worker in suitable:
         if worker not in chosen:
@@ -95,22 +95,22 @@ def _take_one(
             return True
     for worker in suitable:
         other = chosen[worker]
-        if other not in asked:
-            asked.add(other)
-            if _take_one(other, candidates.get(other, ()), candidates, chosen, asked):
+        if other not in visited:
+            visited.add(other)
+            if _add_worker(other, candidates.get(other, ()), candidates, chosen, visited):
                 chosen[worker] = name
                 return True
     return False
 
 
-def shortfalls(planned: Sequence[PlannedGroup], groups: Sequence[ServingGroup], known: Collection[str]) -> list[str]:
-    """What a plan asks for and does not have, in words. known : workers that are there."""
-    found = []
+def shortfalls(planned: Sequence[PlannedGroup], groups: Sequence[ServingGroup], present: Collection[str]) -> list[str]:
+    """Messages about the workers that a plan asks for and lacks. present : names of the workers."""
+    messages = []
     for group, serving in zip(planned, groups, strict=True):
-        missing = sorted(set(group.workers) - set(known))
+        missing = sorted(set(group.workers) - set(present))
         if missing:
-            found.append(f"group {group.name}: no worker is called {', '.join(missing)}")
+            messages.append(f"group {group.name}: no worker is called {', '.join(missing)}")
         elif not group.workers and len(serving.workers) < group.gpus:
             models = ", ".join(sorted(group.served))
-            found.append(f"group {group.name}: {len(serving.workers)} of {group.gpus} workers serve {models}")
-    return found
+            messages.append(f"group {group.name}: {len(serving.workers)} of {group.gpus} workers serve {models}")
+    return messages

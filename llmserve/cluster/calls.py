@@ -1,7 +1,7 @@
-"""Calls that engines run now: each has a task that reads its answer and forwards it.
+"""Calls that engines run now. A task for each call reads the engine's answer and forwards the answer to the client.
 
-That task reads its engine's answer to the end, so that an engine's slot is free when the engine is done, not when the
-client has read everything. Tokens never enter the scheduler.
+The task reads the answer to the end at the engine's pace: the engine's slot is free when the engine is done, not when
+the client has read everything. Tokens never enter the scheduler.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger("llmserve")
 
 
 class Suspect(Protocol):
-    """Looks what is wrong with an engine at which a request of this model failed."""
+    """Finds out whether an engine is down after the engine failed a request of this model."""
 
     async def __call__(self, handle: EngineHandle, model: str, *, unreachable: bool) -> None: ...
 
@@ -33,10 +33,10 @@ class Suspect(Protocol):
 class RunningCalls:
     """Starts, stops and abandons these tasks.
 
-    suspect        is asked about an engine that fails
-    prompt_tokens  learns from engines' counts
-    began          is told when a call's client is handed its first byte
-    ended          is told how a call ended on its engine, unless it was abandoned
+    suspect        called with an engine that failed a request
+    prompt_tokens  learns from engines' counts of prompt tokens
+    on_began       called when a client gets the first byte of its answer
+    on_ended       called with how a call ended on its engine, unless the call was abandoned
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class RunningCalls:
         *,
         suspect: Suspect,
         prompt_tokens: PromptTokensByModel,
-        began: Callable[[InFlightCall], None],
-        ended: Callable[[InFlightCall, RequestEnded], None],
+        on_began: Callable[[InFlightCall], None],
+        on_ended: Callable[[InFlightCall, RequestEnded], None],
     ) -> None:
         self._suspect = suspect
         self._prompt_tokens = prompt_tokens
-        self._began = began
-        self._ended = ended
+        self._on_began = on_began
+        self._on_ended = on_ended
         self._closed = False
 
     def start(self, handle: EngineHandle, in_flight: InFlightCall, batch: Batch, now_s: float) -> None:
@@ -69,34 +69,34 @@ class RunningCalls:
         # Not the task's own `finally`: a task cancelled before its first step never enters its `try`.
         task.add_done_callback(partial(self._done, handle, in_flight))
 
-    def stop_for_others(self, in_flight: InFlightCall) -> None:
-        """It may be started again."""
+    def preempt(self, in_flight: InFlightCall) -> None:
+        """Stop a call that the scheduler may start again."""
         in_flight.stopping = True
         self.stop(in_flight)
 
     def stop(self, in_flight: InFlightCall) -> None:
-        """Its engine is told by the closing of its connection. A task that has just ended has ended all the same."""
+        """Cancel the task, which closes the connection to the engine. Has no effect on a task that has just ended."""
         assert in_flight.task is not None, "a running request has a task"
         in_flight.task.cancel()
 
     def abandon(self, handle: EngineHandle) -> list[InFlightCall]:
-        """The engine is gone. Returns the calls that it ran: of their ends nothing is said.
+        """Return the calls that a lost engine ran, without `on_ended` for them.
 
-        A call whose answer is complete has ended: it is not lost with its engine.
+        A call whose answer is complete has ended, and is not lost with its engine.
         """
         for in_flight in list(handle.running.values()):
             if in_flight.task is not None and in_flight.task.done():
                 self._done(handle, in_flight, in_flight.task)
-        lost = list(handle.running.values())
-        for in_flight in lost:
+        lost_calls = list(handle.running.values())
+        for in_flight in lost_calls:
             handle.remove(in_flight)
             task, in_flight.task = in_flight.task, None
             if task is not None:
                 task.cancel()
-        return lost
+        return lost_calls
 
     async def close(self, in_flight_calls: Collection[InFlightCall]) -> None:
-        """Stop these calls, and say nothing of their ends."""
+        """Stop these calls, without `on_ended` for them."""
         self._closed = True
         alive = [
             in_flight.task for in_flight in in_flight_calls if in_flight.task is not None and not in_flight.task.done()
@@ -108,7 +108,7 @@ class RunningCalls:
     # ---- forwarding -----------------------------------------------------------------------------------------
 
     async def _forward(self, handle: EngineHandle, in_flight: InFlightCall, batch: Batch) -> RequestEnded:
-        """Read one answer to its end; say how it ended."""
+        """Read one answer to its end; return how the request ended."""
         name, request_id = handle.name, in_flight.request.id
         try:
             async with handle.engine.open(in_flight.call, batch) as answer:
@@ -137,7 +137,7 @@ class RunningCalls:
             return RequestEnded(name, request_id, "cancelled")
 
     async def _forward_stream(self, in_flight: InFlightCall, answer: Answer) -> int:
-        """Begins the answer with its first bytes, so that until then it can still run elsewhere."""
+        """Forward a stream; return its output tokens. Until the first bytes the call may run elsewhere."""
         usage = UsageFilter(strip=in_flight.call.usage_added, choices=in_flight.call.choices)
         try:
             async for chunk in answer.chunks():
@@ -147,8 +147,8 @@ class RunningCalls:
                         self._begin(in_flight, self._head(in_flight, answer, None))
                     await in_flight.feed(data)
         except EngineError:
-            if in_flight.answered and (held := usage.release()):
-                await in_flight.feed(held)
+            if in_flight.answered and (withheld := usage.release()):
+                await in_flight.feed(withheld)
             raise
         if not in_flight.answered:
             self._begin(in_flight, self._head(in_flight, answer, None))
@@ -161,10 +161,10 @@ class RunningCalls:
 
     def _begin(self, in_flight: InFlightCall, head: Head) -> None:
         in_flight.begin(head)
-        self._began(in_flight)
+        self._on_began(in_flight)
 
     def _learn_prompt(self, call: Call, tokens: int | None) -> None:
-        """From the engine's count. Prompts of token ids have no characters to compare it with."""
+        """Learn from the engine's count of prompt tokens. Prompts of token ids have no characters to count."""
         if tokens and call.prompt.text:
             self._prompt_tokens.observe(call, tokens)
 
@@ -172,19 +172,19 @@ class RunningCalls:
         assert in_flight.receipt is not None
         return Head(answer.status, answer.content_type, answer.retry_after, in_flight.receipt, body)
 
-    # ---- its end ----------------------------------------------------------------------------------------------
+    # ---- the end of a call ------------------------------------------------------------------------------------
 
     def _done(self, handle: EngineHandle, in_flight: InFlightCall, task: asyncio.Task[RequestEnded]) -> None:
         if in_flight.task is not task or self._closed:
-            return  # abandoned: its engine was lost, and the scheduler has already dealt with the request
+            return  # the call was abandoned: the scheduler has settled its request with EngineLost
         in_flight.task = None
         handle.remove(in_flight)
-        self._ended(in_flight, self._how_it_ended(handle.name, in_flight, task))
+        self._on_ended(in_flight, self._outcome(handle.name, in_flight, task))
 
-    def _how_it_ended(self, engine: str, in_flight: InFlightCall, task: asyncio.Task[RequestEnded]) -> RequestEnded:
+    def _outcome(self, engine: str, in_flight: InFlightCall, task: asyncio.Task[RequestEnded]) -> RequestEnded:
         if task.cancelled():
             if in_flight.stopping and not in_flight.gone:
-                in_flight.put_off += 1
+                in_flight.preemptions += 1
             else:
                 in_flight.fail(EngineFailed("the request was aborted"))
             return RequestEnded(engine, in_flight.request.id, "cancelled")

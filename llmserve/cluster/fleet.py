@@ -1,15 +1,15 @@
-"""The engines of a live cluster: who is up, who serves what, who is being drained or restarted.
+"""The engines of a live cluster: which are up, which models they serve, which are being drained or restarted.
 
-Engines may serve different models. One that some engine has listed is known, be its engines up or down, until an engine
-that is up again no longer lists it.
+Engines may serve different models. A model that some engine has listed stays known, whether its engines are up or down,
+until an engine that is up again no longer lists the model.
 
-A handle is what is kept of one engine. Its life, as the scheduler is told it:
+A handle is the state of one engine. The scheduler gets these events about an engine:
 
-    good probe                -> EngineReady           (again when its slots, memory or models turn out to be others)
-    lists no model of ours    -> EngineClosed          until it does
-    drained by its operator   -> EngineClosed          what it runs goes on; EngineReady when resumed or restarted
-    refuses connections       -> EngineClosed          it may be finishing what it has; EngineLost when that is over
-    probes stay unanswered    -> EngineLost            what it runs is given up, and may run elsewhere
+    successful probe          -> EngineReady           again when its slots, memory or models change
+    lists no served model     -> EngineClosed          until it lists one
+    drained by its operator   -> EngineClosed          its requests go on; EngineReady when resumed or restarted
+    refuses connections       -> EngineClosed          it may finish its requests; EngineLost after the last of them
+    probes stay unanswered    -> EngineLost            its requests are abandoned, and may run on other engines
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from llmserve.settings import LiveConfig
 
 log = logging.getLogger("llmserve")
 
-LOOK_EVERY_S = 0.25  # at an engine that has begun to fail, or whose slots are all in use and may not be all
-NAMES_SHOWN = 20  # of an engine's models, in a line of the log
+SUSPECT_PROBE_S = 0.25  # between probes of an engine that has begun to fail, or that may have more slots than are used
+NAMES_SHOWN = 20  # names of an engine's models in a line of the log
 
 
 class EngineHandle:
-    """What is kept of one engine.
+    """The state of one engine.
 
-    up       it answered its last probe, or only missed a few
-    drained  its operator wants no new requests on it
-    models   of ours that it listed when it was last up, by id
-    running  calls that it serves, by request id
+    up       the engine answered its last probe, or missed only a few
+    drained  the operator wants no new requests on the engine
+    models   served models that the engine listed when it was last up, by id
+    running  calls that the engine serves, by request id
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -56,14 +56,14 @@ class EngineHandle:
         self.running: dict[int, InFlightCall] = {}
         self.empty = asyncio.Event()
         self.empty.set()
-        self.trouble = ""  # what its last failed probe said
-        self.closed = False  # the scheduler has been told that it is closed, and neither ready nor lost since
+        self.trouble = ""  # message of the last failed probe
+        self.closed = False  # the last event about the engine was EngineClosed
         self.probes_failed = 0
-        self.slots_found = True  # those of `info` are all there are
+        self.slots_found = True  # `info` has all slots of the engine
         self.watcher: asyncio.Task[None] | None = None
         self.probe: asyncio.Task[bool] | None = None
         self.restart: asyncio.Task[None] | None = None
-        self.nudge = asyncio.Event()  # it is worth a look now
+        self.nudge = asyncio.Event()  # asks for a probe now
 
     @property
     def name(self) -> str:
@@ -75,12 +75,12 @@ class EngineHandle:
 
     @property
     def ready(self) -> bool:
-        """It takes new requests."""
+        """Whether the engine takes new requests."""
         return self.up and not self.drained and bool(self.models)
 
     @property
     def state(self) -> str:
-        """One word for people."""
+        """The state in words, for operators."""
         if self.restart is not None:
             return "restarting"
         if not self.up:
@@ -93,7 +93,7 @@ class EngineHandle:
         self.running[in_flight.request.id] = in_flight
         self.empty.clear()
         if not self.slots_found and len(self.running) == self.info.slots:
-            self.nudge.set()  # there may be more
+            self.nudge.set()  # the engine may have more slots
 
     def remove(self, in_flight: InFlightCall) -> None:
         del self.running[in_flight.request.id]
@@ -102,12 +102,12 @@ class EngineHandle:
 
 
 class Fleet:
-    """Watches the engines and tells the scheduler what becomes of them.
+    """Watches the engines and notifies the scheduler of their changes.
 
-    tell        takes an event for the scheduler
-    lose        ends what a handle runs, and tells the scheduler that the engine is lost
-    wanted      whether a model that an engine lists is to be served
-    profiles    what batches take, by model ("": of every other model): the scheduler is told it with each engine
+    notify      takes an event for the scheduler
+    on_lost     abandons the calls of a handle, and notifies the scheduler that the engine is lost
+    is_served   whether the server serves a model that an engine lists
+    profiles    by model ("": every other model): how long batches take; EngineReady carries the step times
     """
 
     def __init__(
@@ -115,30 +115,30 @@ class Fleet:
         engines: list[Engine],
         config: LiveConfig,
         *,
-        tell: Callable[[Event], None],
-        lose: Callable[[EngineHandle], None],
-        wanted: Callable[[str], bool] = lambda model: True,
+        notify: Callable[[Event], None],
+        on_lost: Callable[[EngineHandle], None],
+        is_served: Callable[[str], bool] = lambda model: True,
         profiles: Mapping[str, Profile] = MappingProxyType({}),
     ) -> None:
         self.handles = {engine.info.name: EngineHandle(engine) for engine in engines}
-        self._known = KnownModels()
+        self._known_models = KnownModels()
         self._config = config
         self._profiles = profiles
-        self._tell = tell
-        self._tell_lost = lose
-        self._wanted = wanted
+        self._notify = notify
+        self._on_lost = on_lost
+        self._is_served = is_served
 
     @property
     def models(self) -> Listed:
-        """That are known, by id."""
-        return self._known.by_id
+        """Known models, by id."""
+        return self._known_models.by_id
 
     def engines_of(self, model: str) -> int:
-        """Engines that serve the model, or did when they were last up."""
-        return self._known.engines_of(model)
+        """Number of engines that serve the model, or did when they were last up."""
+        return self._known_models.engines_of(model)
 
     def start(self) -> None:
-        """Begin to watch; each engine is used from its first good probe on."""
+        """Begin to watch the engines. An engine gets requests from its first successful probe on."""
         for handle in self.handles.values():
             handle.watcher = asyncio.create_task(self._watch(handle))
 
@@ -153,23 +153,22 @@ class Fleet:
         for handle in self.handles.values():
             await handle.engine.close()
 
-    # ---- what operators ask for -------------------------------------------------------------------------------
+    # ---- commands of operators --------------------------------------------------------------------------------
 
     def drain(self, handle: EngineHandle) -> None:
-        """No new requests for it; those it runs go on. Until `resume`, or until it has been away and is back."""
+        """Send no new requests to the engine until `resume`, or until it was down and is up again."""
         handle.drained = True
         if handle.up:
             self._close(handle)
         log.info("engine %s is drained: %d requests still run on it", handle.name, len(handle.running))
 
     def resume(self, handle: EngineHandle) -> None:
-        """It takes requests again."""
         handle.drained = False
         if handle.ready:
             self._open(handle)
 
     def begin_restart(self, handle: EngineHandle) -> None:
-        """Drain it, restart its process when it is empty, use it again. Only of an engine that has `restart`."""
+        """Drain the engine, restart its process when it is empty, resume. The engine must have `restart`."""
         if handle.restart is None:
             self.drain(handle)
             handle.restart = asyncio.create_task(self._restart(handle))
@@ -196,31 +195,31 @@ class Fleet:
         pause_s = 0.05
         while True:
             try:
-                pause_s = await self._look(handle, pause_s)
-            except Exception:  # whatever it is, the watch must go on
-                log.exception("looking at engine %s failed", handle.name)
+                pause_s = await self._check(handle, pause_s)
+            except Exception:  # after any error the watch must go on
+                log.exception("the check of engine %s failed", handle.name)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(handle.nudge.wait(), pause_s)
             handle.nudge.clear()
 
-    async def _look(self, handle: EngineHandle, pause_s: float) -> float:
-        """Probe it once; returns how long to wait before the next time, pause_s being how long it was."""
+    async def _check(self, handle: EngineHandle, pause_s: float) -> float:
+        """Probe the engine once; return the seconds to wait before the next probe. pause_s : the wait before this."""
         config = self._config
         if await self._probe(handle):
             soon = not handle.slots_found and handle.is_full
-            return min(LOOK_EVERY_S, config.probe_every_s) if soon else config.probe_every_s
+            return min(SUSPECT_PROBE_S, config.probe_every_s) if soon else config.probe_every_s
         if handle.up or handle.closed:
             is_silent = handle.probes_failed >= config.probes_failed_max
             if is_silent or not (handle.up or handle.running):
                 self._lose(handle)
-            return min(LOOK_EVERY_S, config.probe_every_s)
+            return min(SUSPECT_PROBE_S, config.probe_every_s)
         return min(2 * pause_s, config.probe_every_s)
 
     async def _probe(self, handle: EngineHandle) -> bool:
         return await asyncio.shield(self._begin_probe(handle))
 
     def _begin_probe(self, handle: EngineHandle) -> asyncio.Task[bool]:
-        """One probe at a time, shared by all who ask meanwhile."""
+        """Return the probe that runs, or begin one: an engine has one probe at a time."""
         if handle.probe is None or handle.probe.done():
             handle.probe = asyncio.create_task(self._probe_once(handle))
         return handle.probe
@@ -228,7 +227,7 @@ class Fleet:
     async def _probe_once(self, handle: EngineHandle) -> bool:
         try:
             health = await handle.engine.probe()
-        except Exception as error:  # whatever it is, the watcher must live on
+        except Exception as error:  # after any error the watch must go on
             if handle.up or str(error) != handle.trouble:
                 log.warning("%s", error)
             handle.trouble = str(error)
@@ -238,21 +237,22 @@ class Fleet:
                 handle.probes_failed += 1
             return False
         if handle.restart is not None and not handle.up:
-            return False  # not before its restart is over
-        self._found(handle, health)
+            return False  # the restart is not over
+        self._update(handle, health)
         return True
 
-    def _found(self, handle: EngineHandle, health: Health) -> None:
+    def _update(self, handle: EngineHandle, health: Health) -> None:
+        """Bring the handle up to date after a successful probe, and notify the scheduler of changes."""
         handle.probes_failed, handle.trouble = 0, ""
         handle.slots_found = health.slots_found
         came_up, handle.up = not handle.up, True
-        models = {model.id: model for model in health.models if self._wanted(model.id)}
+        models = {model.id: model for model in health.models if self._is_served(model.id)}
         if came_up or models != handle.models:
-            self._known.change(handle.models, models)
+            self._known_models.change(handle.models, models)
             handle.models = models
-            _say_models(handle, health, came_up=came_up)
+            _log_models(handle, health, came_up=came_up)
         if came_up:
-            handle.drained = False  # whoever drained it has done with it what was to be done
+            handle.drained = False  # the engine was down: the operator's work on it is done
         info = self._info(handle, health, came_up=came_up)
         if came_up or info != handle.info:
             handle.info = info
@@ -262,7 +262,7 @@ class Fleet:
                 self._close(handle)
 
     def _info(self, handle: EngineHandle, health: Health, *, came_up: bool) -> EngineInfo:
-        """What the scheduler is to know of an engine that is up."""
+        """The description of an engine that is up, for the scheduler."""
         slots = health.slots or (handle.engine.info if came_up else handle.info).slots
         return msgspec.structs.replace(
             handle.engine.info,
@@ -277,47 +277,47 @@ class Fleet:
         )
 
     async def suspect(self, handle: EngineHandle, model: str, *, unreachable: bool) -> None:
-        """A request of this model failed by its engine's fault: is the whole engine gone?"""
+        """Find out whether an engine is down after it failed a request of this model."""
         if unreachable:
             self._refused(handle)
         elif handle.up:
             probing = self._begin_probe(handle)
-            others = [other for other in self.handles.values() if other is not handle and other.ready]
-            if not any(model in other.models for other in others):
-                await asyncio.shield(probing)  # else it runs elsewhere, without waiting for what is found here
+            other_engines = [other for other in self.handles.values() if other is not handle and other.ready]
+            if not any(model in other.models for other in other_engines):
+                await asyncio.shield(probing)  # else the request runs on another engine, and need not wait
 
     def _refused(self, handle: EngineHandle) -> None:
-        """Nobody listens there. It may have died, and all that it ran breaks off; or be finishing what it has."""
+        """Close an engine that refuses connections. It has died, or still finishes its requests."""
         if handle.up:
             handle.up = False
             log.warning("engine %s takes no connections; %d requests run on it", handle.name, len(handle.running))
             self._close(handle)
             handle.nudge.set()
 
-    # ---- what the scheduler is told ---------------------------------------------------------------------------
+    # ---- events for the scheduler -----------------------------------------------------------------------------
 
     def _open(self, handle: EngineHandle) -> None:
         handle.closed = False
-        self._tell(EngineReady(handle.info))
+        self._notify(EngineReady(handle.info))
 
     def _close(self, handle: EngineHandle) -> None:
         if not handle.closed:
             handle.closed = True
-            self._tell(EngineClosed(handle.name))
+            self._notify(EngineClosed(handle.name))
 
     def _lose(self, handle: EngineHandle) -> None:
-        self._close(handle)  # so that nothing is sent there while what it ran is settled
+        self._close(handle)  # first, so that no request starts there while its calls are abandoned
         handle.up = handle.closed = False
         handle.probes_failed = 0
         if handle.restart is None:
             log.warning("engine %s is lost with %d running requests", handle.name, len(handle.running))
-        self._tell_lost(handle)
+        self._on_lost(handle)
 
 
-def _say_models(handle: EngineHandle, health: Health, *, came_up: bool) -> None:
-    names = _some(list(handle.models))
+def _log_models(handle: EngineHandle, health: Health, *, came_up: bool) -> None:
+    names = _shortened(list(handle.models))
     if not handle.models:
-        listed = _some([model.id for model in health.models]) or "none at all"
+        listed = _shortened([model.id for model in health.models]) or "no model at all"
         log.error("engine %s lists no model to be served, but %s: it gets no requests", handle.name, listed)
     elif came_up:
         log.info("engine %s is ready: %s", handle.name, names)
@@ -325,6 +325,6 @@ def _say_models(handle: EngineHandle, health: Health, *, came_up: bool) -> None:
         log.info("engine %s serves other models now: %s", handle.name, names)
 
 
-def _some(names: list[str]) -> str:
+def _shortened(names: list[str]) -> str:
     more = [f"and {len(names) - NAMES_SHOWN} more"] if len(names) > NAMES_SHOWN else []
     return ", ".join([*names[:NAMES_SHOWN], *more])

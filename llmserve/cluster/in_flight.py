@@ -1,4 +1,4 @@
-"""A client's call on its way: what the HTTP entrance reads, and what the forwarding task hands over."""
+"""A client's call in flight: the forwarding task writes the answer, and the HTTP server reads the answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmserve.scheduling.messages import RequestEnded
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What the front-end did for an answer: the x-llmserve-* headers."""
+    """How the front-end served a request: the x-llmserve-* headers of its answer."""
 
     request_id: int
     bin: int
@@ -27,7 +27,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How an answer begins. body is None when it follows as a stream."""
+    """The status and headers of an answer. body : None when the body follows as a stream."""
 
     status: int
     content_type: str
@@ -37,21 +37,21 @@ class Head:
 
 
 class InFlightCall:
-    """One client call on its way: the HTTP entrance awaits `head()`, then reads `chunks()`."""
+    """One client call in flight: the HTTP server awaits `head()`, then reads `chunks()`."""
 
     def __init__(self, call: Call, request_id: int, *, buffer_bytes_max: int, client_stall_s: float) -> None:
         self.call = call
         self.request = Request(request_id)
         self.arrived_at_s = 0.0
         self.receipt: Receipt | None = None
-        self.forecast: Any = None  # the forecaster's own, told how it came true
-        self.cut = False  # its answer ran into a limit
-        self.task: asyncio.Task[RequestEnded] | None = None  # the task that forwards its answer
-        self.gone = False  # its client has left
-        self.answered = False  # its client has been given bytes
-        self.stopping = False  # its task was told to stop for others: it may be served again
-        self.put_off = 0  # times that this happened
-        self.refused: Head | None = None  # an engine's own error answer, kept in case no retry does better
+        self.forecast: Any = None  # the forecaster's own object; goes back to the forecaster with the real length
+        self.cut = False  # the answer ran into a limit
+        self.task: asyncio.Task[RequestEnded] | None = None  # the task that forwards the answer
+        self.gone = False  # the client has left
+        self.answered = False  # the client has received bytes
+        self.stopping = False  # the task is being stopped by a preemption: the call may start again
+        self.preemptions = 0
+        self.refused: Head | None = None  # the engine's own error answer, for the client if no retry succeeds
         self._head: asyncio.Future[Head] = asyncio.get_running_loop().create_future()
         self._chunks: deque[bytes] = deque()
         self._buffered_bytes = 0
@@ -62,15 +62,15 @@ class InFlightCall:
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
 
-    # ---- for the HTTP entrance ----
+    # ---- for the HTTP server ----
 
     async def head(self) -> Head:
         """Raises RequestError when the call failed before an answer began."""
-        # Shielded: the task that waits here may be cancelled, and the future must still tell how the call ends.
+        # Shielded: a cancelled reader must not cancel the future.
         return await asyncio.shield(self._head)
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The stream's bytes. Raises RequestError when it broke off."""
+        """The bytes of the stream. Raises RequestError when the stream broke off."""
         while True:
             if self._chunks:
                 data = b"".join(self._chunks) if len(self._chunks) > 1 else self._chunks[0]
@@ -87,7 +87,7 @@ class InFlightCall:
                 await self._reader
 
     def leave(self) -> None:
-        """The client reads no more."""
+        """Note that the client reads no more."""
         self.gone = True
         _wake(self._writer)
 
@@ -95,7 +95,7 @@ class InFlightCall:
 
     @property
     def complete(self) -> bool:
-        """The client's answer is all here, or has failed: no more will come."""
+        """Whether the whole answer is in the buffer, or has failed."""
         if self._closed or self._error is not None:
             return True
         return self._head.done() and not self._head.cancelled() and self._head.result().body is not None
@@ -106,7 +106,7 @@ class InFlightCall:
             self._head.set_result(head)
 
     async def feed(self, chunk: bytes) -> None:
-        """Hand bytes over; waits while the client is too far behind. Raises ClientStalled when it stays there."""
+        """Add bytes to the buffer, and wait while the buffer is over its limit. Raises ClientStalled after too long."""
         self._chunks.append(chunk)
         self._buffered_bytes += len(chunk)
         _wake(self._reader)
@@ -125,7 +125,7 @@ class InFlightCall:
     def fail(self, error: RequestError) -> None:
         if not self._head.done():
             self._head.set_exception(error)
-            self._head.exception()  # a client that has left never looks at it
+            self._head.exception()  # marks the exception as read: a client that has left never reads it
         self._error = error
         _wake(self._reader)
 

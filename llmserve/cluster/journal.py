@@ -1,7 +1,7 @@
 """The journal: every step of the scheduler, `(now_s, event, actions)`, in order.
 
-It holds identifiers, lengths and times, never a prompt or an answer. Its law: feeding a journal's events to a fresh
-scheduler of the same configuration gives the same actions, `replay(header, steps) == steps`.
+The journal holds identifiers, lengths and times, never a prompt or an answer. A fresh scheduler of the same
+configuration gives the same actions for the journal's events: `replay(header, steps) == steps`.
 
 A journal file is JSON lines: a header, then one step a line.
 """
@@ -24,7 +24,7 @@ from llmserve.scheduling.rates import GroupRates, Replan
 from llmserve.scheduling.scheduler import Scheduler
 
 VERSION = 5
-READABLE = (4, VERSION)  # a journal of version 4 knows one model and no groups, which is what is missing in it means
+READABLE = (4, VERSION)  # version 4 has one model and no groups, which are the defaults of the fields that it lacks
 
 log = logging.getLogger("llmserve")
 
@@ -32,12 +32,12 @@ Line = TypeVar("Line")
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What a replay needs besides the events.
+    """The inputs of a replay besides the events.
 
-    scores   a sample of what bins go by, for the first edges
-    lengths  of the same forecasts, a length each that is as likely as any; () when scores are lengths
-    groups   that serving begins with; (): one group serves all
-    replan   when other groups are asked for; None: never
+    scores   a sample of the scores that bins sort by, for the first edges
+    lengths  one equally likely length of each of the same forecasts; () when scores are lengths
+    groups   the first groups; (): one group serves all requests
+    replan   when the scheduler asks for other groups; None: never
     """
 
     scheduling: SchedulingConfig
@@ -48,7 +48,7 @@ class Header(msgspec.Struct, frozen=True):
     replan: Replan | None = None
 
     def scheduler(self) -> Scheduler:
-        """A fresh one. Raises ValueError when the groups contradict each other."""
+        """A fresh scheduler. Raises ValueError when the groups contradict each other."""
         rates = GroupRates(self.replan) if self.groups and self.replan else None
         return self.scheduling.scheduler(self.scores, self.lengths, plan=self.groups, rates=rates)
 
@@ -62,7 +62,7 @@ class Step(msgspec.Struct, frozen=True):
 class Journal:
     """The last `steps_max` steps in memory, all of them in a file when `path` is given.
 
-    Listeners are called with each step: metrics and reports are made of what passes here.
+    Listeners are called with each step: metrics and reports listen to the journal.
     """
 
     def __init__(self, header: Header, *, steps_max: int = 10_000, path: Path | None = None) -> None:
@@ -86,7 +86,7 @@ class Journal:
         for listener in self._listeners:
             try:
                 listener(step)
-            except Exception:  # who only looks on must not stop those who serve
+            except Exception:  # a failing listener must not stop serving
                 log.exception("a listener of the journal failed")
 
     def _write(self, line: Header | Step) -> None:
@@ -94,12 +94,12 @@ class Journal:
             return
         try:
             self._file.write(self._encoder.encode(line) + b"\n")
-        except OSError as error:  # a full disk, say: serving goes on, without a record
+        except OSError as error:  # such as a full disk: serving goes on without a file
             log.error("the journal file ends here: %s", error)
             self._file = None
 
     def close(self) -> None:
-        """Finish the file; later steps are kept in memory only."""
+        """Close the file; later steps stay in memory only."""
         file, self._file = self._file, None
         if file is not None:
             try:
@@ -120,7 +120,7 @@ class Journal:
 
 
 def replay(header: Header, steps: Iterable[Step]) -> list[Step]:
-    """What a fresh scheduler does with these events at these times."""
+    """The steps of a fresh scheduler that gets these events at these times."""
     scheduler = header.scheduler()
     return [Step(step.now_s, step.event, tuple(scheduler.handle(step.event, step.now_s))) for step in steps]
 

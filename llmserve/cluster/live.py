@@ -1,8 +1,8 @@
-"""The live body: asyncio, real engines and the monotonic clock drive the scheduler.
+"""The live cluster drives the scheduler with asyncio, real engines and the monotonic clock.
 
-Each client call is an `InFlightCall`. When the scheduler starts a call, a task of its own (calls.py) reads the engine's
-answer. A call that is preempted loses its task and stays in flight: the scheduler starts it again, or says that it is
-too late.
+Each client call is an `InFlightCall`. When the scheduler starts a call, a task for that call (calls.py) reads the
+engine's answer. A preempted call loses its task and stays in flight: the scheduler starts the call again, or fails it
+at its deadline.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ log = logging.getLogger("llmserve")
 
 
 class LiveCluster:
-    """Drives one scheduler through real time. Make it, `start()` it, `submit()` calls, `drain()` and `close()` it.
+    """Drives one scheduler through real time. Call `start()`, `submit()` for each call, then `drain()` and `close()`.
 
-    solvers     make plans, by model ("": for every other model), where the scheduler's release follows plans
-    profiles    what batches take on the engines, by model likewise
-    wanted      whether a model that an engine lists is to be served
+    solvers     by model ("": every other model): make plans, where the scheduler's release follows plans
+    profiles    by model ("": every other model): how long batches take on the engines
+    is_served   whether the server serves a model that an engine lists
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LiveCluster:
         forecaster: LengthForecaster | None = None,
         record: LengthRecord | None = None,
         config: LiveConfig | None = None,
-        wanted: Callable[[str], bool] = lambda model: True,
+        is_served: Callable[[str], bool] = lambda model: True,
         solvers: Mapping[str, DispatchSolver] = MappingProxyType({}),
         profiles: Mapping[str, Profile] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
@@ -82,25 +82,27 @@ class LiveCluster:
         self._config = config or LiveConfig()
         self._clock = clock
         self._started_at = clock()
-        self.fleet = Fleet(engines, self._config, tell=self._step, lose=self._lose, wanted=wanted, profiles=profiles)
+        self.fleet = Fleet(
+            engines, self._config, notify=self._step, on_lost=self._lose, is_served=is_served, profiles=profiles
+        )
         self._prompt_tokens = PromptTokensByModel()
         self._calls = RunningCalls(
-            suspect=self.fleet.suspect, prompt_tokens=self._prompt_tokens, began=self._began, ended=self._ended
+            suspect=self.fleet.suspect, prompt_tokens=self._prompt_tokens, on_began=self._began, on_ended=self._ended
         )
-        self._secret = secrets.token_bytes(16)  # of the prefixes' hashes
+        self._secret = secrets.token_bytes(16)  # key of the prefixes' hashes
         self._in_flight: dict[int, InFlightCall] = {}
         self._next_id = 0
         self._solvers = solvers
-        self._solving: set[asyncio.Task[None]] = set()  # at most one a model: the scheduler waits for each plan
+        self._solving: set[asyncio.Task[None]] = set()  # at most one per model: the scheduler waits for each plan
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s: float | None = None
         self._empty = asyncio.Event()
         self._empty.set()
-        self._open: set[InFlightCall] = set()  # calls whose clients have not been given everything yet
+        self._open: set[InFlightCall] = set()  # calls whose clients have not received the whole answer yet
         self._draining = False
         self._closed = False
 
-    # ---- for the HTTP entrance -----------------------------------------------------------------------------------
+    # ---- for the HTTP server -------------------------------------------------------------------------------------
 
     @property
     def engines_ready(self) -> dict[str, bool]:
@@ -108,12 +110,12 @@ class LiveCluster:
 
     @property
     def models(self) -> Listed:
-        """That engines serve, be they up or down; see fleet.py."""
+        """The models that engines serve, whether the engines are up or down; see fleet.py."""
         return self.fleet.models
 
     @property
     def prediction_fallbacks(self) -> Mapping[str, int]:
-        """Forecasts made without the predictor, by reason."""
+        """Number of forecasts made without the predictor, by reason."""
         return self._lengths.fallbacks
 
     @property
@@ -124,7 +126,7 @@ class LiveCluster:
         return self._clock() - self._started_at
 
     async def submit(self, call: Call, on_submit: Callable[[InFlightCall], None]) -> InFlightCall:
-        """Predict and queue a call. on_submit gets the call at once, so that it can be cancelled meanwhile."""
+        """Predict the length of a call and queue the call. on_submit gets the call at once and can cancel it early."""
         self._next_id += 1
         in_flight = InFlightCall(
             call,
@@ -142,7 +144,7 @@ class LiveCluster:
         except BaseException:
             self._forget(in_flight)
             raise
-        if in_flight.gone:  # it left while its length was being predicted
+        if in_flight.gone:  # the client left during the prediction
             in_flight.fail(EngineFailed("the client has left"))
             self._forget(in_flight)
             return in_flight
@@ -163,21 +165,21 @@ class LiveCluster:
         return in_flight
 
     def release(self, in_flight: InFlightCall) -> None:
-        """The HTTP entrance is done with it: its client has everything, or has left."""
+        """Forget a call whose client has the whole answer, or has left."""
         self.cancel(in_flight)
         self._open.discard(in_flight)
         self._forget(in_flight)
 
     def cancel(self, in_flight: InFlightCall) -> None:
-        """Its client has left: out of the queue, or aborted on its engine. Harmless when its answer is complete."""
+        """Drop the call of a client that left, from the queue or on its engine. A complete answer changes nothing."""
         if in_flight.complete:
             return
         in_flight.leave()
         if in_flight.request.id in self.scheduler.requests:
             self._step(RequestCancelled(in_flight.request.id))
 
-    def tell(self, event: Event) -> None:
-        """What becomes known neither by calls nor by engines: other groups."""
+    def notify(self, event: Event) -> None:
+        """Give the scheduler an event that comes from neither calls nor engines: a change of groups."""
         self._step(event)
 
     # ---- one step of the scheduler ----------------------------------------------------------------------------
@@ -202,28 +204,28 @@ class LiveCluster:
         elif isinstance(action, FailRequest):
             self._fail(action)
         elif isinstance(action, ReportCircuit):
-            _say_circuit(action)
+            _log_circuit(action)
         elif isinstance(action, ReportTrust):
-            _say_trust(action)
+            _log_trust(action)
         elif isinstance(action, SolveDispatch):
             solving = asyncio.create_task(self._solve(action))
             self._solving.add(solving)
             solving.add_done_callback(self._solving.discard)
         else:
             assert isinstance(action, PlanGroups), (
-                "all others are above; whoever plans groups hears of it by the journal"
+                f"unknown action {action}; PlanGroups needs nothing here: its planner listens to the journal"
             )
 
     async def _solve(self, action: SolveDispatch) -> None:
-        """Have a plan made beside the event loop, while the present one serves."""
+        """Make a plan in a thread, while the scheduler follows the current plan."""
         solver = self._solvers.get(action.model) or self._solvers.get("")
         if solver is None:
-            log.error("model %s has no --profile to plan by: nothing of it waits for company", action.model)
+            log.error("model %s has no --profile to plan by: its requests do not wait for a batch", action.model)
             return
         try:
             plan = await asyncio.to_thread(solver.solve, action.observed)
         except Exception:
-            log.exception("no plan could be made for %s: nothing waits for company", action.observed)
+            log.exception("no plan could be made for %s: requests do not wait for a batch", action.observed)
             plan = solver.greedy(action.observed)
         self._step(DispatchSolved(plan, action.model))
 
@@ -236,7 +238,7 @@ class LiveCluster:
         self._timer_at_s = wake_at_s
         self._timer = None
         if wake_at_s is not None:
-            # A millisecond later than wanted: some event loops round to milliseconds and would fire too early.
+            # One millisecond late: some event loops round to milliseconds and would fire too early.
             delay_s = max(0.0, wake_at_s - self.now_s()) + 0.001
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._fire_timer)
 
@@ -251,28 +253,28 @@ class LiveCluster:
 
     def _preempt(self, action: PreemptBatch) -> None:
         for request_id in action.request_ids:
-            self._calls.stop_for_others(self._in_flight[request_id])
-        log.debug("batch %d makes room on %s", action.batch_id, action.engine)
+            self._calls.preempt(self._in_flight[request_id])
+        log.debug("batch %d is preempted on %s", action.batch_id, action.engine)
 
     def _fail(self, action: FailRequest) -> None:
         in_flight = self._in_flight[action.request_id]
         if action.reason == "engine_failed" and in_flight.refused is not None and not in_flight.answered:
             in_flight.begin(in_flight.refused)
         else:
-            in_flight.fail(_error_of(action.reason, action.retry_after_s, put_off=in_flight.put_off > 0))
+            in_flight.fail(_error_of(action.reason, action.retry_after_s, preempted=in_flight.preemptions > 0))
         self._forget(in_flight)
 
     def _forget(self, in_flight: InFlightCall) -> None:
-        """Drop what is over on both sides: the scheduler's (queue, engine) and, for the drain, the client's."""
+        """Drop a call that the scheduler is done with; wake the drain when no call is left anywhere."""
         if in_flight.request.id not in self.scheduler.requests:
             self._in_flight.pop(in_flight.request.id, None)
         if not self._in_flight and not self._open:
             self._empty.set()
 
-    # ---- how requests that run go on and end --------------------------------------------------------------------
+    # ---- how running requests proceed and end -------------------------------------------------------------------
 
     def _began(self, in_flight: InFlightCall) -> None:
-        """From now on it cannot be preempted, and the scheduler knows before it says more."""
+        """Tell a preempting scheduler at once that the call has answered: it can no longer be preempted."""
         if self.scheduler.preempts:
             self._step(AnswerBegan(in_flight.request.id))
 
@@ -280,27 +282,27 @@ class LiveCluster:
         if ended.outcome == "completed" and ended.output_tokens > 0:
             try:
                 self._lengths.learn(in_flight, ended.output_tokens)
-            except Exception:  # whatever is wrong with learning, the request has ended
-                log.exception("nothing was learnt from request %d", ended.request_id)
+            except Exception:  # the request has ended, whether or not its length was learnt
+                log.exception("the length of request %d was not learnt", ended.request_id)
         self._step(ended)
         self._forget(in_flight)
 
     def _lose(self, handle: EngineHandle) -> None:
-        """Its engine is gone with all it ran."""
-        lost = self._calls.abandon(handle)
-        answered = tuple(sorted(in_flight.request.id for in_flight in lost if in_flight.answered))
+        """Abandon all calls of a lost engine, and tell the scheduler of the loss."""
+        lost_calls = self._calls.abandon(handle)
+        answered = tuple(sorted(in_flight.request.id for in_flight in lost_calls if in_flight.answered))
         self._step(EngineLost(handle.name, answered, planned=handle.restart is not None))
-        for in_flight in lost:
+        for in_flight in lost_calls:
             self._forget(in_flight)
 
     # ---- beginning and end ----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to watch the engines; each is used from its first good probe on."""
+        """Begin to watch the engines. An engine gets requests from its first successful probe on."""
         self.fleet.start()
 
     async def drain(self, within_s: float) -> bool:
-        """Refuse new calls, finish what is here to its clients' last byte; False when `within_s` was not enough."""
+        """Refuse new calls and finish the others to their clients' last byte. False: `within_s` was too short."""
         self._draining = True
         self._step(DrainRequested())
         try:
@@ -311,7 +313,7 @@ class LiveCluster:
         return True
 
     async def close(self) -> None:
-        """Stop everything at once; calls that still run are aborted and told so."""
+        """Stop everything at once. Calls that still run are aborted, and their clients get an error."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -325,16 +327,16 @@ class LiveCluster:
         self._lengths.close()
 
 
-def _say_circuit(action: ReportCircuit) -> None:
+def _log_circuit(action: ReportCircuit) -> None:
     if action.open_s is None:
         log.info("engine %s works again", action.engine)
     else:
         log.warning(
-            "engine %s fails one request after the other: it gets none for %.1f s", action.engine, action.open_s
+            "engine %s fails one request after another: it gets no requests for %.1f s", action.engine, action.open_s
         )
 
 
-def _say_trust(action: ReportTrust) -> None:
+def _log_trust(action: ReportTrust) -> None:
     r = "none" if action.rank_correlation is None else f"{action.rank_correlation:.2f}"
     of = f" of {action.model}" if action.model else ""
     if action.trusted:
@@ -345,14 +347,14 @@ def _say_trust(action: ReportTrust) -> None:
         )
 
 
-def _error_of(reason: FailReason, retry_after_s: float | None, *, put_off: bool = False) -> RequestError:
-    """What a client is told when the scheduler says no. put_off : its request has been preempted."""
+def _error_of(reason: FailReason, retry_after_s: float | None, *, preempted: bool = False) -> RequestError:
+    """The error for a client whose request the scheduler fails. preempted : the request was preempted before."""
     if reason == "queue_full":
         return RateLimited("the queue is full", code="queue_full", retry_after_s=retry_after_s or 1.0)
-    if reason == "deadline_exceeded" and put_off:
-        return DeadlineExceeded("the request was put off for others and is too late now")
+    if reason == "deadline_exceeded" and preempted:
+        return DeadlineExceeded("the request was preempted for other requests and cannot meet its deadline now")
     if reason == "deadline_exceeded":
-        return DeadlineExceeded("the answer cannot be there by its deadline")
+        return DeadlineExceeded("the answer cannot be complete by its deadline")
     if reason == "engine_failed":
         return EngineFailed("the engine failed this request")
     if reason == "engine_lost":

@@ -1,4 +1,4 @@
-"""What a journal tells of an engine: the batches that ran on it, for its profile (bins/profile.py)."""
+"""The batches that ran on an engine, from a journal, for the engine's profile (bins/profile.py)."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from llmserve.scheduling.messages import (
 def observations(steps: Iterable[Step]) -> list[Observation]:
     """The batches that barrier engines ran from beginning to end, in the order of their ends. Joules are not known.
 
-    steps : a journal's, from its beginning on, for it names the engines that are barriers. A batch says nothing of its
-    size, and is left out, when
-    - it ran on a refill engine, which others shared meanwhile,
-    - it was split, or a request left it before it started,
-    - one of its requests was cancelled, failed, lost with its engine or run again,
-    - one of its lengths is unknown: the engine did not count its tokens, or it is the mean of several choices.
+    steps : a journal's steps from the first one on, which name the barrier engines. A batch does not show the time of
+    its size, and is left out, when
+    - the batch ran on a refill engine, which other batches shared,
+    - the batch was split, or a request left the batch before the start,
+    - a request of the batch was cancelled, failed, lost with its engine or run again,
+    - a length is unknown: the engine did not count the tokens, or the length is the mean of several choices.
     """
-    watch = _Watch()
+    reader = _StepReader()
     for step in steps:
-        watch.see(step.event, step.now_s)
+        reader.read(step.event, step.now_s)
         for action in step.actions:
             if isinstance(action, StartBatch):
-                watch.start(action.engine, action.batch, step.now_s)
-    return watch.found
+                reader.start(action.engine, action.batch, step.now_s)
+    return reader.observations
 
 
 @dataclass(slots=True)
 class _Run:
-    """A batch on its engine. open : its requests that have not ended.  sound : as far as is known, it counts."""
+    """A batch on its engine. open : requests that have not ended.  sound : no reason to leave the batch out so far."""
 
     size: int
     started_s: float
@@ -49,12 +49,12 @@ class _Run:
     tokens_max: float = 0.0
 
 
-class _Watch:
+class _StepReader:
     def __init__(self) -> None:
-        self.found: list[Observation] = []
+        self.observations: list[Observation] = []
         self._barriers: set[str] = set()
         self._running: dict[str, _Run] = {}  # by engine: a barrier engine runs one batch at a time
-        self._started: set[int] = set()  # every request that has been on an engine
+        self._started: set[int] = set()  # all requests that have been on an engine
 
     def start(self, engine: str, batch: Batch, now_s: float) -> None:
         ids = {request.id for request in batch.requests}
@@ -64,7 +64,7 @@ class _Watch:
             single = all(request.choices == 1 for request in batch.requests)
             self._running[engine] = _Run(len(ids), now_s, ids, first and single and len(ids) == batch.size)
 
-    def see(self, event: Event, now_s: float) -> None:
+    def read(self, event: Event, now_s: float) -> None:
         if isinstance(event, EngineReady):
             (self._barriers.add if event.engine.barrier else self._barriers.discard)(event.engine.name)
         elif isinstance(event, BatchEnded):
@@ -80,7 +80,7 @@ class _Watch:
             self._running.pop(event.engine, None)
 
     def _end(self, engine: str, request_id: int, tokens: float, now_s: float) -> None:
-        """tokens : of its answer; 0 when it has none that counts."""
+        """tokens : length of the answer; 0 when there is no complete answer."""
         run = self._running.get(engine)
         if run is None or request_id not in run.open:
             return
@@ -91,5 +91,5 @@ class _Watch:
             return
         del self._running[engine]
         seconds = now_s - run.started_s
-        if run.sound and seconds > 0:  # in a simulation of no step time it is 0
-            self.found.append(Observation(run.size, run.tokens_max, seconds))
+        if run.sound and seconds > 0:  # 0 in a simulation whose steps take no time
+            self.observations.append(Observation(run.size, run.tokens_max, seconds))

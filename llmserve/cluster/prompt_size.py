@@ -1,4 +1,4 @@
-"""What a prompt tells without being tokenized: about how many tokens it has, and with which others it begins alike."""
+"""The estimated tokens of a prompt, and hashes of its beginning, without a tokenizer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import OrderedDict
 
 from llmserve.request import Call
 
-CHARACTERS_PER_TOKEN = 4.0  # a first guess, of English text
+CHARACTERS_PER_TOKEN = 4.0  # a first estimate, for English text
 MEMORY = 256  # answers after which an observation's weight has fallen to a third
-MODELS_MAX = 10_000  # that prompts' sizes are remembered of: names of adapters come and go for ever
-PREFIX_CHARACTERS = (256, 512, 1024, 2048, 4096, 8192)  # beginnings worth finding in an engine's prefix cache again
+MODELS_MAX = 10_000  # models with an estimate: the names of adapters change without end
+PREFIX_CHARACTERS = (256, 512, 1024, 2048, 4096, 8192)  # lengths of the beginnings worth a hit in a prefix cache
 
 
 class PromptTokens:
-    """Tokens by characters, as engines' own counts have it."""
+    """The ratio of tokens to characters, from engines' counts of prompt tokens."""
 
     def __init__(self) -> None:
         self._characters = self._tokens = 0.0
@@ -34,23 +34,23 @@ class PromptTokens:
 
 
 class PromptTokensByModel:
-    """Each model's, as far as its answers are not too long ago: of at most `models_max` models."""
+    """PromptTokens of the `models_max` models that were observed last."""
 
     def __init__(self, models_max: int = MODELS_MAX) -> None:
-        self._known: OrderedDict[str, PromptTokens] = OrderedDict()  # the last that was observed is last
+        self._by_model: OrderedDict[str, PromptTokens] = OrderedDict()  # the model observed last is last
         self._models_max = models_max
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._by_model)
 
     def estimate(self, call: Call) -> float:
-        return (self._known.get(call.model) or PromptTokens()).estimate(call)
+        return (self._by_model.get(call.model) or PromptTokens()).estimate(call)
 
     def observe(self, call: Call, tokens: int) -> None:
-        self._known.setdefault(call.model, PromptTokens()).observe(call, tokens)
-        self._known.move_to_end(call.model)
-        if len(self._known) > self._models_max:
-            self._known.popitem(last=False)
+        self._by_model.setdefault(call.model, PromptTokens()).observe(call, tokens)
+        self._by_model.move_to_end(call.model)
+        if len(self._by_model) > self._models_max:
+            self._by_model.popitem(last=False)
 
 
 def _characters(call: Call) -> int:
@@ -59,7 +59,7 @@ def _characters(call: Call) -> int:
 
 
 def prefix_hashes(opening: str, secret: bytes) -> tuple[int, ...]:
-    """Hashes of ever longer beginnings, () of a short prompt. secret: keeps a journal from telling its prompts."""
+    """Hashes of longer and longer beginnings, () for a short prompt. secret : hides the prompts from a journal."""
     hashes = []
     for characters in PREFIX_CHARACTERS:
         if len(opening) < characters:

@@ -1,6 +1,6 @@
-"""The length record: what a predictor can be trained on, one JSON line for each completed request.
+"""The length record: training data for a predictor, one JSON line for each completed request.
 
-Unlike the journal it holds prompts, so it is only written when asked for. It never holds an answer.
+Unlike the journal, the record holds prompts, so the server writes it only on request. It never holds an answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llmserve.errors import JournalError
 from llmserve.request import Call
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-"""Parameters that are kept, where the client gave them."""
+"""Parameters that the record holds, where the client set them."""
 
 log = logging.getLogger("llmserve")
 
@@ -37,7 +37,7 @@ class LengthRecord:
         )
 
     def write(self, call: Call, output_tokens: int, *, capped: bool) -> None:
-        """output_tokens : of one answer."""
+        """output_tokens : length of one answer."""
         prompt = call.prompt
         row = {
             "prompt": prompt.text,
@@ -68,6 +68,6 @@ class LengthRecord:
 def _sampling(body: bytes) -> dict[str, Any]:
     try:
         fields = msgspec.json.decode(body)
-    except msgspec.MsgspecError:  # numbers such as 1e999, which the HTTP entrance lets pass
+    except msgspec.MsgspecError:  # numbers such as 1e999, which the HTTP server accepts
         return {}
     return {name: fields[name] for name in SAMPLING if isinstance(fields.get(name), int | float)}

@@ -1,8 +1,8 @@
-"""Keeps a live cluster's groups as its plan wants them: as engines come up, and as arrivals change.
+"""Keeps a live cluster's groups in line with the plan, as engines come up and as arrival rates change.
 
-A plan says how many workers a group has, and seldom which ones. Which ones can serve it is known when their engines
-have told what they serve: then the groups are assigned anew. When the scheduler asks for another plan (PlanGroups), one
-is made beside the event loop while the present one serves.
+A plan says how many workers a group has, but seldom names the workers. When engines have listed their models, the
+regrouper assigns the workers anew. When the scheduler asks for another plan (PlanGroups), a thread makes that plan
+while the current plan serves.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from llmserve.scheduling.rates import Rates
 
 log = logging.getLogger("llmserve")
 
-GATHER_S = 0.1  # for engines that come up together
-COMPLAIN_S = 10.0  # after the start: what is missing by then may not come any more
+GATHER_S = 0.1  # wait for engines that come up together
+WARN_AFTER_S = 10.0  # after the start: workers that are missing then may never come
 
 Planned = tuple[PlannedGroup, ...]
 
 
 class Regrouper:
-    """Made before the cluster starts; it listens to the cluster's journal from then on.
+    """Listens to the cluster's journal. Make it before the cluster starts.
 
-    groups   that the cluster's scheduler began with
-    planned  what they were to be
-    replan   another plan for these rates; called in a thread, never twice at once. It may raise.
+    planned  the groups of the first plan
+    groups   the first groups of the cluster's scheduler
+    replan   makes a plan for new rates; called in a thread, never twice at once. It may raise.
     """
 
     def __init__(
@@ -47,17 +47,17 @@ class Regrouper:
         self._replan = replan
         self._models: dict[str, dict[str, tuple[str, ...]]] = {}  # by worker and engine
         self._timer: asyncio.TimerHandle | None = None
-        self._complaint: asyncio.TimerHandle | None = None
+        self._warning: asyncio.TimerHandle | None = None
         self._planning: asyncio.Task[None] | None = None
-        self._rates: Rates | None = None  # to plan for next
+        self._rates: Rates | None = None  # rates of the next plan
         cluster.journal.listen(self._observe)
 
     def start(self) -> None:
-        """Inside the running event loop."""
-        self._complaint = asyncio.get_running_loop().call_later(COMPLAIN_S, self._complain)
+        """Must be called inside the running event loop."""
+        self._warning = asyncio.get_running_loop().call_later(WARN_AFTER_S, self._log_shortfalls)
 
     async def close(self) -> None:
-        for timer in (self._timer, self._complaint):
+        for timer in (self._timer, self._warning):
             if timer is not None:
                 timer.cancel()
         if self._planning is not None:
@@ -77,7 +77,7 @@ class Regrouper:
                     self._planning = asyncio.create_task(self._plan(self._replan))
 
     def _workers(self) -> dict[str, set[str]]:
-        """Models by worker; none where one of its engines serves whatever is asked for."""
+        """Models by worker; none if an engine of the worker serves any model."""
         return {
             worker: set().union(*engines.values()) if all(engines.values()) else set()
             for worker, engines in self._models.items()
@@ -88,31 +88,31 @@ class Regrouper:
         self._assign(self._planned)
 
     def _change_to(self, planned: Planned) -> None:
-        """Raises ValueError when its groups contradict each other; then nothing has changed."""
+        """Raises ValueError when the groups contradict each other; then nothing has changed."""
         self._assign(planned)
         self._planned = planned
-        self._complain()
+        self._log_shortfalls()
 
     def _assign(self, planned: Planned) -> None:
         before = {worker: group.name for group in self._groups for worker in group.workers}
         groups = assign(planned, self._workers(), before)
-        Layout(groups)  # or it raises, before anybody is told
+        Layout(groups)  # raises for bad groups, before the cluster gets them
         if groups != self._groups:
-            self._cluster.tell(PlanChanged(groups))
+            self._cluster.notify(PlanChanged(groups))
             self._groups = groups
             log.info("groups: %s", "; ".join(f"{group.name}: {', '.join(group.workers)}" for group in groups))
 
-    def _complain(self) -> None:
-        for what in shortfalls(self._planned, self._groups, self._models):
-            log.warning("%s", what)
+    def _log_shortfalls(self) -> None:
+        for shortfall in shortfalls(self._planned, self._groups, self._models):
+            log.warning("%s", shortfall)
 
     async def _plan(self, replan: Callable[[Rates], Planned]) -> None:
-        """Until there is a plan for the rates that were told of last."""
+        """Plan until the last rates that the scheduler reported have a plan."""
         while self._rates is not None:
             rates, self._rates = self._rates, None
             try:
                 planned = await asyncio.to_thread(replan, rates)
                 self._change_to(planned)
             except Exception:
-                log.exception("no groups could be planned for the rates of now: the present ones stay")
+                log.exception("no groups could be planned for the current rates: the current groups stay")
         self._planning = None

@@ -1,11 +1,12 @@
-"""The simulated body: a virtual clock and engine models drive the scheduler.
+"""The simulated cluster drives the scheduler with a virtual clock and engine models.
 
-The event loop is a heap of `(time_s, serial, engine)`: when the next thing ends on each engine. An engine's ends may
-move (requests that join slow the others down): a new entry then voids its earlier one. Arrivals come from the workload
-in order and are merged in, so that memory does not grow with their number. Same inputs, same journal, byte for byte.
+The event loop is a heap of `(time_s, serial, source)`: when each engine's next event is due. The time of an engine's
+next event may change (requests that join slow the others down): a new entry then voids the earlier entry. Arrivals come
+from the workload in order, one by one, so that memory does not grow with their number. The same inputs give the same
+journal, byte for byte.
 
-Nothing is late and nothing fails by itself. Faults come from engine models that fail (tests/worlds/faults.py), from
-what the scheduler is told besides (`SimulatedCluster.tell`) and from `Delays`.
+By default nothing is late and nothing fails. Faults come from engine models that fail (tests/worlds/faults.py), from
+further events (`SimulatedCluster.notify`) and from `Delays`.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from llmserve.scheduling.scheduler import Scheduler
 
 
 class Source(Protocol):
-    """Of things that happen in their own time: requests and batches end, answers begin."""
+    """A source of events at times of its own: requests and batches end, answers begin."""
 
     @property
     def next_end_s(self) -> float | None:
-        """When the next thing ends if nothing joins or leaves until then; None: nothing runs."""
+        """When the next event is due if no request joins or leaves until then; None: nothing runs."""
         ...
 
     def end(self, now_s: float) -> Event | None:
-        """What ends at next_end_s, which is now; it is then over. None: nothing that the scheduler is told of."""
+        """Take and return the event due at next_end_s, which is now. None: the scheduler gets no event."""
         ...
 
 
 class EngineModel(Source, Protocol):
-    """How long a simulated engine takes. It is told the time at every call, and never a time before the last one."""
+    """How long a simulated engine takes. The times of its calls never decrease."""
 
     info: EngineInfo
 
@@ -62,17 +63,17 @@ class EngineModel(Source, Protocol):
         ...
 
     def abort(self, request_id: int, now_s: float) -> None:
-        """Let go of a request, if it is still there; nothing more is said of it."""
+        """Drop a request if the engine still has it; no event about it follows."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """How late a body is. All are called in the order of what happens, so that they may draw.
+    """How late a cluster is. The functions are called in the order of the events, so they may draw random numbers.
 
-    abort_s     seconds until an engine hears that it is to stop a request; it may have ended by then
+    abort_s     seconds until an abort reaches the engine; the request may have ended by then
     plan_s      seconds that a plan takes
-    timer_at_s  when a timer fires that is set for a time: not before it, and always the same for the same time
+    timer_at_s  when a timer set for a time fires: not before that time, and always the same for the same time
     """
 
     abort_s: Callable[[], float]
@@ -81,7 +82,7 @@ class Delays:
 
 
 class _Scheduled:
-    """What happens next of a source, and which of its heap entries stands."""
+    """A source with the time and the serial number of its valid heap entry."""
 
     __slots__ = ("at_s", "serial", "source")
 
@@ -92,25 +93,25 @@ class _Scheduled:
 
 
 class _Once:
-    """A source of one thing."""
+    """A source of one event."""
 
-    __slots__ = ("_say", "next_end_s")
+    __slots__ = ("_make_event", "next_end_s")
 
-    def __init__(self, at_s: float, say: Callable[[], Event]) -> None:
+    def __init__(self, at_s: float, make_event: Callable[[], Event]) -> None:
         self.next_end_s: float | None = at_s
-        self._say = say
+        self._make_event = make_event
 
     def end(self, now_s: float) -> Event:
         self.next_end_s = None
-        return self._say()
+        return self._make_event()
 
 
 class SimulatedCluster:
-    """Drives one scheduler through virtual time. Plans are made in no time.
+    """Drives one scheduler through virtual time. Plans take no time unless `delays` says so.
 
-    solver  makes them, where the scheduler's release follows plans
-    delays  None: nothing is late
-    on_step, when given, is called after each step with (now_s, event, actions): reports listen here.
+    solver   makes plans, where the scheduler's release follows plans
+    delays   None: nothing is late
+    on_step  called after each step with (now_s, event, actions), for reports
     """
 
     def __init__(
@@ -132,13 +133,13 @@ class SimulatedCluster:
         self._on_step = on_step
         self._heap: list[tuple[float, int, _Scheduled]] = []
         self._serial = 0
-        self._at_once: deque[Event] = deque()  # of which the scheduler is told before time goes on
+        self._at_once: deque[Event] = deque()  # events for the scheduler before time goes on
 
     def run(self, arrivals: Iterator[tuple[float, Request]], *, flush: bool = True) -> None:
-        """Run until nothing is left to happen.
+        """Run until no event is left.
 
-        arrivals : (time_s, request), times non-decreasing.  flush: after the last arrival the bins let go of what
-        they hold; otherwise what is left in partial batches is cancelled at the end.
+        arrivals : (time_s, request), times non-decreasing.  flush : after the last arrival the bins release their
+        partial batches; otherwise the requests of partial batches are cancelled at the end.
         """
         for engine, scheduled in self._engines.values():
             self._step(EngineReady(engine.info))
@@ -152,22 +153,22 @@ class SimulatedCluster:
         for request_id in sorted(self.scheduler.requests):
             self._step(RequestCancelled(request_id))
 
-    def tell(self, event: Event, at_s: float) -> None:
-        """Tell the scheduler this too, when its time has come; of what happens at one instant, what was known first.
+    def notify(self, event: Event, at_s: float) -> None:
+        """Give the scheduler this event at this time. Events of one instant keep the order in which they were made.
 
-        at_s : not before now. May be called before the run and, from on_step, during it.
+        at_s : not before now. May be called before the run and, from on_step, during the run.
         """
-        assert at_s >= self.now_s, f"{event} is told at {self.now_s}, too late for {at_s}"
+        assert at_s >= self.now_s, f"{event} comes at {self.now_s}, too late for {at_s}"
         self._schedule(_Scheduled(_Once(at_s, lambda: event)))
 
     def _advance(self, until_s: float) -> None:
-        """Let everything happen up to and including `until_s` (inf: everything)."""
+        """Carry out all events up to and including `until_s` (inf: all)."""
         heap = self._heap
         while True:
             if self._at_once:
                 self._step(self._at_once.popleft())
                 continue
-            while heap and heap[0][1] != heap[0][2].serial:  # void
+            while heap and heap[0][1] != heap[0][2].serial:  # a void entry
                 heapq.heappop(heap)
             next_s = heap[0][0] if heap else math.inf
             wake_s = self.scheduler.wake_at_s
@@ -191,7 +192,7 @@ class SimulatedCluster:
         event = scheduled.source.end(self.now_s)
         if event is not None:
             self._step(event)
-        if scheduled.at_s is None:  # else the step has given the engine something else to end, and scheduled that
+        if scheduled.at_s is None:  # otherwise the step has already scheduled the engine's next event
             self._schedule(scheduled)
 
     def _step(self, event: Event) -> None:
@@ -220,7 +221,7 @@ class SimulatedCluster:
             if self._delays is None:
                 self._at_once.append(solved)
             else:
-                self.tell(solved, self.now_s + self._delays.plan_s())
+                self.notify(solved, self.now_s + self._delays.plan_s())
 
     def _carry_out_abort(self, engine: str, request_id: int) -> None:
         if self._delays is None:
@@ -236,7 +237,7 @@ class SimulatedCluster:
         return RequestEnded(name, request_id, "cancelled")
 
     def _schedule(self, scheduled: _Scheduled) -> None:
-        """Put a source's next end into the heap, unless it stands there."""
+        """Put a source's next event into the heap, unless it is there."""
         at_s = scheduled.source.next_end_s
         if at_s == scheduled.at_s:
             return

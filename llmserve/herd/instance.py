@@ -1,14 +1,14 @@
-"""The question: streams of requests to models, the GPUs for them and the limits of their groups.
+"""The problem: streams of requests to models, the GPUs and the limits of groups.
 
-Three forms of it:
+The problem has three forms:
 
-    a file      JSON, which names what is wrong in it by the place              `Instance.load`, `Instance.save`
+    a file      JSON; errors name the place in the file                         `Instance.load`, `Instance.save`
     types       `Instance` of `Model` and `Stream`, or of `StreamColumns`       `check`
-    arrays      streams come by the million, so planning knows them as arrays   `Streams`, `streams_of`
+    arrays      for planning, because there may be millions of streams          `Streams`, `streams_of`
 
-The same question at other rates, those that were observed since its plan was made, is `with_rates`.
+`with_rates` gives the same problem at other rates, such as rates observed since the plan was made.
 
-All modules of herd take the types of arrays from here, and how far apart two numbers may be that count as equal.
+This module also defines the array types and the rounding tolerances of all modules of herd.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-ROUNDING = 1e-9  # relative: of products and sums of floating-point numbers
-SLACK = 2e-6  # GPUs, and GPUs' memories: what HiGHS may leave a row violated by, and a little more
+ROUNDING = 1e-9  # relative error of products and sums of floating-point numbers
+SLACK = 2e-6  # GPUs, or memories of one GPU: a little more than HiGHS's tolerance for a violated row
 
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -41,19 +41,19 @@ Count = Annotated[int, Meta(ge=1)]
 Name = Annotated[str, Meta(min_length=1)]
 
 Named = str | tuple[str, str]
-"""A name of its own, or that of a stream: with its model's."""
+"""A name, or a pair (stream, model)."""
 
 Rates = Mapping[Named, float]
-"""Requests/s, by (stream, model), or by model: then all its streams' rates change in proportion."""
+"""Requests/s, by (stream, model) or by model; the rates of a model's streams then change in proportion."""
 
 
-# ---- what is planned ----------------------------------------------------------------------------------------------
+# ---- the types ----------------------------------------------------------------------------------------------------
 
 
 class Stream(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Requests of one application to one model. Its name and model together are its own.
+    """Requests of one application to one model. The pair of name and model is unique.
 
-    gpus_needed  for its average load; or rate_per_s, with slo_s unless the model's goodput is measured
+    gpus_needed  for the average load; or rate_per_s, with slo_s unless the model's goodput is measured
     """
 
     name: Name
@@ -64,7 +64,7 @@ class Stream(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class StreamColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Streams by the million: the fields of Stream, each a sequence (a numpy array, too) of one length."""
+    """Millions of streams: the fields of Stream, each a sequence or a numpy array, all of one length."""
 
     name: Sequence[str]
     model: Sequence[str]
@@ -74,7 +74,7 @@ class StreamColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A batch of b takes alpha_ms b + beta_ms. goodput_per_s : measured maximum of a GPU; None: from alpha and beta."""
+    """A batch of b takes alpha_ms b + beta_ms. goodput_per_s : measured maximum of a GPU; None: from alpha, beta."""
 
     name: Name
     memory_gb: Positive
@@ -85,12 +85,13 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What is to be planned.
+    """The problem of a plan.
 
-    gpus            of the cluster; gpu_memory_gb : of each, that models may fill
-    group_gpus_max  GPUs that one scheduler can keep up with
-    groups          at most
-    affinity_max    most that two models of a group may diverge by (`divergence`), at least 1; None: any two go together
+    gpus            number of GPUs of the cluster
+    gpu_memory_gb   memory of a GPU for models
+    group_gpus_max  most GPUs that one scheduler can serve
+    groups          most groups
+    affinity_max    largest `divergence` of two models of a group, at least 1; None: no limit
     """
 
     streams: tuple[Stream, ...] | StreamColumns
@@ -103,19 +104,19 @@ class Instance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     @classmethod
     def load(cls, path: str | Path) -> Instance:
-        """From JSON. Raises ConfigError naming what is wrong in it."""
+        """Read JSON. Raises ConfigError naming the error's place in the file."""
         return read_json(path, cls, PARTS, "instance")
 
     def save(self, path: str | Path) -> None:
-        """Raises ConfigError when it cannot be written."""
+        """Raises ConfigError when the file cannot be written."""
         write_json(path, self, "instance")
 
 
 Parts = Mapping[str, type[msgspec.Struct]]
-"""Of a file's object: how the places of its parts begin, such as "streams[", and what stands there."""
+"""Types of the parts of a file, by the beginning of their place, such as "streams["."""
 
 PARTS: Parts = {"streams[": Stream, "streams": StreamColumns, "models[": Model}
-LEAST = {  # that a number may be; None: more than 0
+LEAST = {  # least value of a number; None: above 0
     "gpus": 1,
     "gpu_memory_gb": None,
     "group_gpus_max": 1,
@@ -130,9 +131,12 @@ LEAST = {  # that a number may be; None: more than 0
 
 
 def check(instance: Instance) -> None:
-    """What the types cannot say; and what they say, for instances that were made in Python. Raises ConfigError."""
+    """Check the conditions that the types do not express, and those of the types for an instance made in Python.
+
+    Raises ConfigError.
+    """
     if not instance.models:
-        raise ConfigError("models: at least one is needed")
+        raise ConfigError("models: at least one model is needed")
     no_duplicates([model.name for model in instance.models], "model")
     for owner, where in ((instance, ""), *((model, f"model {model.name!r}: ") for model in instance.models)):
         for field, least in LEAST.items():
@@ -143,19 +147,19 @@ def check(instance: Instance) -> None:
     for model in instance.models:
         if model.memory_gb > instance.gpu_memory_gb * (1 + ROUNDING):
             raise ConfigError(
-                f"model {model.name!r}: it takes {model.memory_gb:g} GB, and a GPU has {instance.gpu_memory_gb:g}"
+                f"model {model.name!r} takes {model.memory_gb:g} GB, and a GPU has {instance.gpu_memory_gb:g} GB"
             )
 
 
-def no_duplicates(names: Sequence[Named], what: str) -> None:
-    """Raises ConfigError naming the first that comes again. what : they are."""
+def no_duplicates(names: Sequence[Named], label: str) -> None:
+    """Raises ConfigError naming the first duplicate. label : the kind of the names, for the message."""
     if len(set(names)) == len(names):
         return
-    seen: set[Named] = set()
+    earlier: set[Named] = set()
     for name in names:
-        if name in seen:
-            raise ConfigError(f"{what} {_quoted(name)} is there twice")
-        seen.add(name)
+        if name in earlier:
+            raise ConfigError(f"{label} {_quoted(name)} is there twice")
+        earlier.add(name)
 
 
 def _quoted(name: Named) -> str:
@@ -167,40 +171,40 @@ def _quoted(name: Named) -> str:
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-def read_json(path: str | Path, kind: type[S], parts: Parts, what: str) -> S:
-    """The object of this kind in a file. what : the file is, in messages.
+def read_json(path: str | Path, kind: type[S], parts: Parts, label: str) -> S:
+    """The object of this kind in a file. label : the kind of file, for messages.
 
-    Raises ConfigError, which names what is wrong by its place in the file, and for an unknown key the nearest known.
+    Raises ConfigError naming the error's place in the file, and for an unknown key the nearest valid key.
     """
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=kind)
     except OSError as error:
-        raise ConfigError(f"cannot read the {what} {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the {label} {path}: {error.strerror}") from error
     except msgspec.ValidationError as error:
         wrong, _, place = str(error).partition(" - at `$")
         place = place.rstrip("`").removeprefix(".")
         if (unknown := re.fullmatch(r"Object contains unknown field `(.+)`", wrong)) is not None:
             owner = next((part for begin, part in parts.items() if place.startswith(begin)), kind)
             wrong = f"unknown key {unknown[1]!r}{nearest(unknown[1], owner.__struct_fields__)}"
-        where = f"the {what} {path}: {place + ': ' if place else ''}"
+        where = f"the {label} {path}: {place + ': ' if place else ''}"
         raise ConfigError(f"{where}{wrong[0].lower()}{wrong[1:]}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the {what} {path} is not JSON: {error}") from error
+        raise ConfigError(f"the {label} {path} is not JSON: {error}") from error
 
 
-def write_json(path: str | Path, value: msgspec.Struct, what: str) -> None:
-    """The value, as indented JSON. what : the file is, in messages. Raises ConfigError."""
+def write_json(path: str | Path, value: msgspec.Struct, label: str) -> None:
+    """Write the value as indented JSON. label : the kind of file, for messages. Raises ConfigError."""
     try:
         Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(value, enc_hook=_listed)) + b"\n")
     except OSError as error:
-        raise ConfigError(f"cannot write the {what} {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot write the {label} {path}: {error.strerror}") from error
 
 
 def _listed(value: Any) -> Any:
-    """What JSON does not know: columns that are arrays."""
+    """Convert arrays and their elements to lists and numbers."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
-    raise NotImplementedError(f"there is no JSON for {type(value)}")  # msgspec wants this of its hooks
+    raise NotImplementedError(f"there is no JSON for {type(value)}")  # msgspec requires this exception
 
 
 # ---- as arrays ----------------------------------------------------------------------------------------------------
@@ -208,7 +212,7 @@ def _listed(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Streams as arrays. model : (streams,) indices; the others (streams,), NaN where nothing is said."""
+    """Streams as arrays. model : (streams,) indices of models.  The numbers : (streams,), NaN where not set."""
 
     names: Sequence[str]
     model: Ints
@@ -218,12 +222,12 @@ class Streams:
 
 
 def streams_of(instance: Instance) -> Streams:
-    """Raises ConfigError on an unknown model, a duplicate, a column too short, a number below 0 or that is none."""
-    given = instance.streams
-    if not isinstance(given, StreamColumns):
+    """Raises ConfigError on an unknown model, a duplicate, a short column, a negative or infinite number."""
+    columns = instance.streams
+    if not isinstance(columns, StreamColumns):
         fields = StreamColumns.__struct_fields__
-        given = StreamColumns(**{field: [getattr(stream, field) for stream in given] for field in fields})
-    names, models = _texts(given.name), _texts(given.model)
+        columns = StreamColumns(**{field: [getattr(stream, field) for stream in columns] for field in fields})
+    names, models = _texts(columns.name), _texts(columns.model)
     if len(models) != len(names):
         raise ConfigError(f"streams: there are {len(names):,} names and {len(models):,} models")
     no_duplicates(list(zip(names, models, strict=True)), "stream")
@@ -234,7 +238,7 @@ def streams_of(instance: Instance) -> Streams:
         unknown = error.args[0]
         name = names[models.index(unknown)]
         raise ConfigError(f"stream {name!r}: unknown model {unknown!r}{nearest(unknown, index)}") from None
-    return Streams(names, model, *(_column(given, field, names) for field in ("rate_per_s", "slo_s", "gpus_needed")))
+    return Streams(names, model, *(_column(columns, field, names) for field in ("rate_per_s", "slo_s", "gpus_needed")))
 
 
 def _index(instance: Instance) -> dict[str, int]:
@@ -245,8 +249,8 @@ def _texts(column: Sequence[str]) -> list[str]:
     return column.tolist() if isinstance(column, np.ndarray) else list(column)
 
 
-def _column(given: StreamColumns, field: str, names: Sequence[str]) -> Floats:
-    column = getattr(given, field)
+def _column(columns: StreamColumns, field: str, names: Sequence[str]) -> Floats:
+    column = getattr(columns, field)
     if column is None:
         return np.full(len(names), np.nan)
     values = np.array(column, dtype=float)  # None: NaN
@@ -264,11 +268,10 @@ def _column(given: StreamColumns, field: str, names: Sequence[str]) -> Floats:
 
 
 def with_rates(instance: Instance, rates_per_s: Rates) -> Instance:
-    """What is not named stays. Where a model is named and a stream of it, too, the stream has its own rate.
+    """The instance at these rates; other rates stay. A stream's own rate takes precedence over its model's rate.
 
-    A stream that is named and has no SLO, or is not known to the instance, counts with the tightest SLO of its model's
-    streams. Raises ConfigError on a rate below 0, one of an unknown model, and one of a model whose streams have no
-    rates that could change in proportion.
+    A named stream without an SLO, or a new stream, gets the tightest SLO of its model's streams. Raises ConfigError on
+    a rate below 0, an unknown model, and a model's rate when the model's streams have no rates to scale.
     """
     streams, index = streams_of(instance), _index(instance)
     _check_rates(rates_per_s, index)
@@ -277,7 +280,7 @@ def with_rates(instance: Instance, rates_per_s: Rates) -> Instance:
     names, models = list(streams.names), streams.model.tolist()
     rates = (streams.rate_per_s * _factors(streams, of_models, index)[streams.model]).tolist()
     slos, needs = streams.slo_s.tolist(), streams.gpus_needed.tolist()
-    tightest_s = np.full(len(index), np.nan)  # (models,) SLO of its streams, NaN where none has one
+    tightest_s = np.full(len(index), np.nan)  # (models,) tightest SLO of the model's streams, NaN without any SLO
     np.fmin.at(tightest_s, streams.model, streams.slo_s)
     places = {pair: at for at, pair in enumerate(zip(names, models, strict=True))}
     for (name, of), rate_per_s in of_streams.items():
@@ -306,8 +309,8 @@ def _check_rates(rates_per_s: Rates, models: Mapping[str, int]) -> None:
 
 
 def _factors(streams: Streams, rates_per_s: Mapping[str, float], models: Mapping[str, int]) -> Floats:
-    """(models,) new rate / rate before, of all its streams together; 1 of a model that is not named."""
-    before_per_s = np.bincount(streams.model, streams.rate_per_s, len(models))  # NaN where a stream's is not known
+    """(models,) new rate / previous rate of all streams of a model together; 1 for a model without a new rate."""
+    before_per_s = np.bincount(streams.model, streams.rate_per_s, len(models))  # NaN if a stream's rate is unknown
     factors = np.ones(len(models))
     for model, rate_per_s in rates_per_s.items():
         if not before_per_s[models[model]] > 0:

@@ -1,11 +1,12 @@
-"""Whether a burst tolerance can be reached, as an integer programme that scipy's HiGHS solves.
+"""Whether a burst tolerance is feasible, as an integer programme for scipy's HiGHS.
 
     x_ij       (models, groups) whether model i is in group j
-    size_j     (groups,) its GPUs
-    reach_jl   (groups, levels) whether group j may have models of level l: an affinity set, and GPUs that some of its
-               models ask for; of a set, reaching a level takes reaching those below; a group reaches into one set
+    size_j     (groups,) number of GPUs of group j
+    reach_jl   (groups, levels) whether group j may have models of level l: an affinity set, and a number of GPUs that
+               some models of the set need. A group that reaches a level reaches all lower levels of the same set, and
+               a group reaches levels of one set only
 
-All are whole numbers. The tolerance t is given, so max-min is gone and model i only asks that size_j >= ceil(t n_i).
+All variables are whole numbers. The tolerance t is fixed, so instead of max-min model i needs size_j >= ceil(t n_i).
 """
 
 from __future__ import annotations
@@ -19,34 +20,34 @@ from llmserve.extras import need
 from llmserve.herd.instance import Bools, Floats, Ints
 from llmserve.herd.task import Grouping, Task
 
-WHOLE_SIZE = 4_000  # models * groups, of which HiGHS keeps to a time limit; of more it may look at no clock for long
-FREED = 100  # of more models: as many are placed anew at once
+WHOLE_SIZE = 4_000  # models * groups; in larger programmes HiGHS may overrun its time limit by far
+FREED = 100  # models placed anew at once when there are more models
 INFEASIBLE = 2  # scipy's status
 
 
 def decide(
-    task: Task, tolerance: float, time_limit_s: float, kept: Bools | None = None, fixed: Ints | None = None
+    task: Task, tolerance: float, time_limit_s: float, preferred: Bools | None = None, fixed: Ints | None = None
 ) -> tuple[Grouping | None, bool]:
-    """A grouping of this tolerance, if HiGHS finds one; and whether it is proven that there is none.
+    """(a grouping of this tolerance or None, whether HiGHS has proven that there is none).
 
-    fixed : (models,) the group of those that have theirs, -1 of the others; then nothing is proven.
-    kept : (models, groups) where each model would rather be; then, of all such groupings, one with as many as possible.
+    fixed : (models,) group of each model, -1 where HiGHS chooses the group; then there is no proof.
+    preferred : (models, groups) preferred groups; the grouping then has as many models in preferred groups as possible.
 
-    Where all groups are alike, neither preferred nor given, they have falling sizes: of equal answers one is left.
+    Without `fixed` and `preferred` all groups are alike. Their sizes must then fall, to exclude equivalent groupings.
     """
     scipy = scipy_optimize()
-    programme = _Programme(task, tolerance, task.groups if kept is None else kept.shape[1])
-    programme.add_all(in_order=kept is None and fixed is None)
+    programme = _Programme(task, tolerance, task.groups if preferred is None else preferred.shape[1])
+    programme.add_all(in_order=preferred is None and fixed is None)
     rows, low, high = programme.rows()
     lower, upper = np.zeros(programme.variables), np.ones(programme.variables)
     upper[programme.size] = task.size_max
     if fixed is not None:
-        held = np.flatnonzero(fixed >= 0)
-        upper[programme.x[held]] = 0.0
-        lower[programme.x[held, fixed[held]]] = upper[programme.x[held, fixed[held]]] = 1.0
+        placed = np.flatnonzero(fixed >= 0)
+        upper[programme.x[placed]] = 0.0
+        lower[programme.x[placed, fixed[placed]]] = upper[programme.x[placed, fixed[placed]]] = 1.0
     cost = np.zeros(programme.variables)
-    if kept is not None:
-        cost[programme.x] = -1.0 * kept
+    if preferred is not None:
+        cost[programme.x] = -1.0 * preferred
     result = scipy.milp(
         cost,
         integrality=np.ones(programme.variables),
@@ -66,9 +67,9 @@ class _Programme:
 
     def __init__(self, task: Task, tolerance: float, groups: int) -> None:
         self.task, self.groups = task, groups
-        asked = task.asked(tolerance)
-        models = asked.size
-        pairs, level = np.unique(np.stack([task.kind, asked]), axis=1, return_inverse=True)
+        size_min = task.size_min(tolerance)
+        models = size_min.size
+        pairs, level = np.unique(np.stack([task.kind, size_min]), axis=1, return_inverse=True)
         self._level = level.reshape(-1)  # (models,) of pairs
         self._level_kind, self._level_gpus = pairs
         levels = pairs.shape[1]
@@ -83,7 +84,7 @@ class _Programme:
 
     def add_all(self, in_order: bool) -> None:
         task, infinite = self.task, np.inf
-        begins = np.diff(self._level_kind, prepend=-1) > 0  # (levels,) the least of an affinity set
+        begins = np.diff(self._level_kind, prepend=-1) > 0  # (levels,) whether a level is the lowest of its set
         more = np.where(begins, self._level_gpus, np.diff(self._level_gpus, prepend=0))
         self._add([(self.x, 1.0)], 1.0, 1.0)  # each model is in one group
         self._add([(self.size[None], 1.0)], -infinite, float(task.gpus))
@@ -93,16 +94,16 @@ class _Programme:
         self._add([(open_, 1.0)], -infinite, 1.0)
         self._add([(open_.reshape(1, -1), 1.0)], -infinite, float(task.groups))
         self._add([(self.size[:, None], 1.0), (self.reach, -1.0 * more)], 0.0, infinite)
-        later = np.flatnonzero(~begins)  # reaching a level takes reaching the one before
+        later = np.flatnonzero(~begins)  # a group that reaches a level reaches the level before
         reached, before = self.reach[:, later].reshape(-1, 1), self.reach[:, later - 1].reshape(-1, 1)
         self._add([(reached, 1.0), (before, -1.0)], -infinite, 0.0)
-        asked = self.reach[:, self._level].T.reshape(-1, 1)  # a model's group has to reach the model's level
-        self._add([(self.x.reshape(-1, 1), 1.0), (asked, -1.0)], -infinite, 0.0)
+        level = self.reach[:, self._level].T.reshape(-1, 1)  # a model's group must reach the model's level
+        self._add([(self.x.reshape(-1, 1), 1.0), (level, -1.0)], -infinite, 0.0)
         if in_order:
             self._add([(self.size[:-1, None], 1.0), (self.size[1:, None], -1.0)], 0.0, infinite)
 
     def _add(self, terms: Sequence[tuple[Ints, float | Floats]], low: float, high: float) -> None:
-        """A row for each first index. terms : (variables (rows, n), their coefficients), added up."""
+        """Add a row for each first index. terms : (variables (rows, n), coefficients), summed within a row."""
         count = terms[0][0].shape[0]
         for variables, coefficients in terms:
             rows = np.broadcast_to(self._count + np.arange(count)[:, None], variables.shape)
@@ -121,7 +122,7 @@ class _Programme:
 
 
 def scipy_optimize() -> Any:
-    """Its solvers. Raises ConfigError without it: it is a dependency of planning only."""
+    """The module scipy.optimize. Raises ConfigError without scipy, which only planning needs."""
     need("plan", "scipy", why="planning")
     import scipy.optimize
 

@@ -1,11 +1,11 @@
-"""Greedy groupings for a burst tolerance: a packing tells of a tolerance that it is small enough, of most that are.
+"""Greedy groupings for a burst tolerance: a packing shows that a tolerance is feasible, for most feasible tolerances.
 
-A packing is tried in two ways. The first takes models for somewhat larger than they are, has the relaxation find the
-sizes of groups for these, and fills all groups side by side (`_spread`). The second fills one group after another
-(`in_turn`).
+There are two packings. The first (`_spread`) enlarges the models a little, takes the sizes of groups from the
+relaxation of these larger models, and fills all groups side by side. The second (`in_turn`) fills one group after
+another.
 
-An optimum leaves two things open. The groups' loads are made even by packing models of larger load (`levelled`), and
-the GPUs that are left over go to the groups of least burst tolerance (`with_spare`).
+An optimum leaves two choices. `levelled` evens the loads of the groups by packing models of larger load, and
+`with_spare` gives the remaining GPUs to the groups of least burst tolerance.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ from llmserve.herd.instance import ROUNDING, Ints
 from llmserve.herd.relaxation import Relaxation, sizes_towards
 from llmserve.herd.task import Grouping, Task
 
-EXPONENTS = (0.0, 0.5, 1.0)  # of memory, by which need is divided
-STEPS = 7  # of bisections that need no exact answer
+EXPONENTS = (0.0, 0.5, 1.0)  # models are sorted by need / memory ** exponent
+STEPS = 7  # steps of a bisection that needs no exact result
 
 
 # ---- a packing ----------------------------------------------------------------------------------------------------
 
 
 def packed(task: Task, tolerance: float) -> Grouping | None:
-    """A grouping of this tolerance, or None where none was found."""
-    asked = task.asked(tolerance)
-    for group in chain(_spread(task, tolerance, asked), in_turn(task, asked)):
+    """A grouping of this tolerance, or None if the packings find none."""
+    size_min = task.size_min(tolerance)
+    for group in chain(_spread(task, tolerance, size_min), in_turn(task, size_min)):
         if (sizes := task.sizes(group, tolerance, task.groups)) is not None:
             return Grouping(group, sizes)
     return None
 
 
-def _spread(task: Task, tolerance: float, asked: Ints) -> Iterator[Ints]:
-    """Into groups of the sizes that the relaxation finds, side by side."""
+def _spread(task: Task, tolerance: float, size_min: Ints) -> Iterator[Ints]:
+    """Groupings with the relaxation's sizes of groups, all groups filled side by side."""
     inflated = _inflated(task, tolerance)
     if inflated is None:
         return
     relaxation = Relaxation.of(inflated, tolerance)
     allotted = relaxation.allotted()
-    for largest_first, even in product((True, False), (True, False)):
+    for largest, even in product((True, False), (True, False)):
         paths = [
-            sizes_towards(relaxation.stages[kind], asked[task.kind == kind], task.size_max, groups, gpus, largest_first)
+            sizes_towards(relaxation.stages[kind], size_min[task.kind == kind], task.size_max, groups, gpus, largest)
             for kind, (groups, gpus) in enumerate(allotted)
         ]
         kinds = np.repeat(np.arange(len(paths)), [path.size for path in paths])
-        group = _filled(task, asked, np.concatenate(paths), kinds, even)
+        group = _filled(task, size_min, np.concatenate(paths), kinds, even)
         if group is not None:
             yield group
 
 
 def _inflated(task: Task, tolerance: float) -> Task | None:
-    """The task with memory, then load, made larger as far as the relaxation allows: a packing needs room for manoeuvre.
+    """The task with larger memory, then larger load, as far as the relaxation allows: a packing needs spare room.
 
-    Memory by half as much as it could be, so that some is left for load. None where not even the task itself is solved.
+    Memory takes half of its possible increase, to leave room for load. None: the relaxation of the task is infeasible.
     """
 
     def larger(load: float, memory: float) -> Task:
@@ -68,11 +68,11 @@ def _inflated(task: Task, tolerance: float) -> Task | None:
             memory=np.minimum(task.memory * memory, 1.0),
         )
 
-    def most(made: Callable[[float], Task], limit: float) -> float:
+    def most(scaled: Callable[[float], Task], limit: float) -> float:
         low, high = 1.0, limit
         for _ in range(STEPS):
             middle = (low + high) / 2
-            solved = Relaxation.of(made(middle), tolerance).gpus <= task.gpus
+            solved = Relaxation.of(scaled(middle), tolerance).gpus <= task.gpus
             low, high = (middle, high) if solved else (low, middle)
         return low
 
@@ -84,17 +84,17 @@ def _inflated(task: Task, tolerance: float) -> Task | None:
     return larger(load, memory)
 
 
-def _filled(task: Task, asked: Ints, sizes: Ints, kinds: Ints, even: bool) -> Ints | None:
-    """(models,) a group for each; None where one has no room.
+def _filled(task: Task, size_min: Ints, sizes: Ints, kinds: Ints, even: bool) -> Ints | None:
+    """(models,) group of each model; None if some model fits nowhere.
 
-    First those that the fewest groups can take, then the largest first. Each goes where the fuller of memory and load
-    is then the least full (even), or where what is left resembles it most (their inner product).
-    sizes, kinds : (groups,).
+    Models that fit into the fewest groups come first, then the largest. With `even`, a model goes to the group whose
+    fuller resource (memory or load) then has the most room; otherwise to the group whose free memory and load have the
+    largest inner product with the model's. sizes, kinds : (groups,).
     """
-    suited = (asked[:, None] <= sizes) & (task.kind[:, None] == kinds)  # (models, groups)
+    suited = (size_min[:, None] <= sizes) & (task.kind[:, None] == kinds)  # (models, groups)
     weight = np.maximum(task.memory, task.load / max(float(np.mean(sizes)), 1.0))
     memory_left, load_left = np.ones(sizes.size), sizes.astype(float)
-    group = np.full(asked.size, -1)
+    group = np.full(size_min.size, -1)
     for k in np.lexsort((-weight, suited.sum(axis=1))).tolist():
         memory, load = task.memory[k], task.load[k]
         fits = suited[k] & (memory <= memory_left + ROUNDING) & (load <= load_left + ROUNDING)
@@ -111,44 +111,44 @@ def _filled(task: Task, asked: Ints, sizes: Ints, kinds: Ints, even: bool) -> In
     return group
 
 
-def in_turn(task: Task, asked: Ints) -> Iterator[Ints]:
-    """One group after another, each with the models of largest need for their memory that fit: its largest size is paid
-    for already, and the more load it takes and the fewer large models it leaves, the smaller the others can be.
+def in_turn(task: Task, size_min: Ints) -> Iterator[Ints]:
+    """Fill one group after another with the fitting models of largest need relative to memory. The first model already
+    sets the group's size; the more load and the more large models a group takes, the smaller the other groups can be.
     """
     for exponent in EXPONENTS:
         order = np.argsort(-(task.need + ROUNDING) / task.memory**exponent, kind="stable")
-        group = np.full(asked.size, -1)
+        group = np.full(size_min.size, -1)
         count = 0
         for kind in range(int(task.kind.max()) + 1):
-            left = order[task.kind[order] == kind].tolist()
-            while left and count < task.groups:
-                taken, left = _one_filled(task, left)
-                group[taken] = count
+            remaining = order[task.kind[order] == kind].tolist()
+            while remaining and count < task.groups:
+                members, remaining = _one_filled(task, remaining)
+                group[members] = count
                 count += 1
         if (group >= 0).all():
             yield group
 
 
 def _one_filled(task: Task, models: Sequence[int]) -> tuple[list[int], list[int]]:
-    """A group with the first of them, wherever memory and load still fit; and those that are left."""
+    """(members of a group, remaining models): the group takes each next model whose memory and load still fit."""
     memory_left, load_left = 1.0 + ROUNDING, task.size_max + ROUNDING
-    first = min(models)  # of the largest need: who has it asks for the most GPUs
-    taken, left = [], []
+    first = min(models)  # the model of largest need, which needs the most GPUs
+    members, remaining = [], []
     for k in (first, *(k for k in models if k != first)):
         if task.memory[k] <= memory_left and task.load[k] <= load_left:
             memory_left -= task.memory[k]
             load_left -= task.load[k]
-            taken.append(k)
+            members.append(k)
         else:
-            left.append(k)
-    return taken, left
+            remaining.append(k)
+    return members, remaining
 
 
-# ---- what an optimum leaves open ----------------------------------------------------------------------------------
+# ---- choices among optima -----------------------------------------------------------------------------------------
 
 
 def levelled(task: Task, tolerance: float, grouping: Grouping, until_s: float) -> Grouping:
-    """One of this tolerance whose most loaded group has less to do, if the packing finds one."""
+    """A grouping of this tolerance with a smaller load of the most loaded group, if the packing finds one."""
     total = float(task.load.sum())
     if total == 0:
         return grouping
@@ -158,14 +158,14 @@ def levelled(task: Task, tolerance: float, grouping: Grouping, until_s: float) -
         if time.perf_counter() > until_s:
             break
         level = (low + high) / 2
-        found = packed(replace(task, load=task.load / level), tolerance)
-        low, high = (level, high) if found is None else (low, level)
-        grouping = grouping if found is None else found
+        better = packed(replace(task, load=task.load / level), tolerance)
+        low, high = (level, high) if better is None else (low, level)
+        grouping = grouping if better is None else better
     return grouping
 
 
 def with_spare(task: Task, grouping: Grouping) -> Grouping:
-    """Each GPU that is left to the group of least burst tolerance that may have more."""
+    """The grouping with each spare GPU given to the group of least burst tolerance among groups below the limit."""
     sizes = grouping.sizes.copy()
     need = np.zeros(sizes.size)
     np.maximum.at(need, grouping.group, task.need)

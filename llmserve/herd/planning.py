@@ -1,13 +1,13 @@
-"""The answer: a plan says which models share which GPUs, and the server reads it.
+"""The plan: which models share which GPUs. The server reads it.
 
-    Plan      what a plan says; as JSON, written by `llmserve plan` or by hand
-    plan      an instance's plan: the search for the largest least burst tolerance, and the choice among equals
-    replan    the plan for other rates: as good as any, and few models move to another group
+    Plan      a plan; as JSON, written by `llmserve plan` or by hand
+    plan      the plan of an instance: the search for the largest least burst tolerance, and the choice among optima
+    replan    the plan for other rates: optimal too, with few models that change groups
 
-A previous plan moves few models in one of three ways. Where the previous groups are as good as any, every model stays
-(1). Elsewhere HiGHS looks for a grouping as good as any in which the most models stay, and of very many models places
-only some anew (2). The grouping that was found without a previous plan serves, too, its groups named after those that
-they share most models with (3). Of (2) and (3) the plan has the one with fewer moves.
+There are three ways to keep models in the groups of a previous plan. If the previous groups are optimal, every model
+stays (1). Otherwise HiGHS searches the optimal grouping in which the most models stay; of very many models it places
+only some anew (2). The grouping found without the previous plan is a candidate too, its groups named after the previous
+groups that share most models with them (3). The plan takes the candidate of (2) and (3) with fewer moves.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ from llmserve.herd.search import OnFound, Search, why_not
 from llmserve.herd.task import Grouping, Task, by_model, needs_of, task_of
 
 TIME_LIMIT_S = 10.0
-SEARCHING = 0.85  # of the time at most; the rest is for choosing among equals
-MOVES_S = 5.0  # to find few moves
-STREAMS_TOLD_MAX = 1_000  # with more, a plan names models only: it stays small, and its streams follow their models
+SEARCHING = 0.85  # largest share of the time for the search; the rest is for the choice among optima
+MOVES_S = 5.0  # time limit for finding few moves
+STREAMS_LISTED_MAX = 1_000  # a plan of more streams lists models only, and stays small; streams follow their models
 
 
 # ---- a plan -------------------------------------------------------------------------------------------------------
 
 
 class HerdGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """GPUs with a scheduler of their own, each holding all of the group's models.
+    """GPUs with their own scheduler; each GPU holds all models of the group.
 
-    streams          (stream, model) pairs served here although another group has the model; `plan` makes none
+    streams          (stream, model) pairs of this group although another group has the model; `plan` makes none
     workers          the server's names of these GPUs; (): any that serve the models. `plan` names none
-    load             GPUs needed for the average load, over gpus; above 1 it cannot be served
-    memory_gb        that the models take on each GPU
-    burst_tolerance  least of its models'; None: they have no load
+    load             GPUs for the average load, over gpus; a load above 1 cannot be served
+    memory_gb        memory of the models on each GPU
+    burst_tolerance  least burst tolerance of the models; None: the models have no load
     """
 
     name: Name
@@ -76,7 +76,7 @@ class HerdGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class PlannedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A model with its streams added up. burst_tolerance : at most that of each of its streams; None: no load."""
+    """A model with its streams added up. burst_tolerance : at most that of each stream of the model; None: no load."""
 
     name: str
     group: str
@@ -86,7 +86,7 @@ class PlannedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
 
 class PlannedStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A stream, in its model's group. burst_tolerance : None: it has no load."""
+    """A stream, in its model's group. burst_tolerance : None: the stream has no load."""
 
     name: str
     model: str
@@ -96,15 +96,15 @@ class PlannedStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
-    """Who serves what. A hand-written one needs groups only, with their names, GPUs and models.
+    """Which group serves which models. A hand-written plan needs only groups with their names, GPUs and models.
 
     models           each with its group, in the instance's order
-    streams          each with its own burst tolerance, where there are at most `STREAMS_TOLD_MAX`; else ()
-    burst_tolerance  the least one; None: nothing has any load
-    bound            that no plan can exceed; gap : bound / burst_tolerance - 1, 0 when the plan is proven to be optimal
+    streams          each with its own burst tolerance, if there are at most `STREAMS_LISTED_MAX`; otherwise ()
+    burst_tolerance  the least burst tolerance; None: there is no load
+    bound            upper bound of any plan; gap : bound / burst_tolerance - 1, 0 when the plan is proven optimal
     solve_s          seconds from the instance in memory to the plan
     as_printed       whether groups may have more load than GPUs
-    moves            models that were in another group of the previous plan; None: there was none
+    moves            number of models that were in another group of the previous plan; None: no previous plan
     """
 
     groups: tuple[HerdGroup, ...]
@@ -119,7 +119,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     version: Literal[1] = 1
 
     def group_of(self, stream: str, model: str) -> str | None:
-        """The name of the group that serves them; None: not planned."""
+        """The name of the group that serves this stream of this model; None: not in the plan."""
         pairs, models = self._routes
         return pairs.get((stream, model)) or models.get(model)
 
@@ -130,17 +130,17 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """From JSON. Raises ConfigError naming what is wrong in it."""
+        """Read JSON. Raises ConfigError naming the error's place in the file."""
         where = f"the plan {path}"
-        found = read_json(path, cls, PARTS, "plan")
-        no_duplicates([group.name for group in found.groups], f"{where}: group")
-        no_duplicates([model for group in found.groups for model in group.models], f"{where}: model")
-        no_duplicates([pair for group in found.groups for pair in group.streams], f"{where}: stream")
-        no_duplicates([worker for group in found.groups for worker in group.workers], f"{where}: worker")
-        return found
+        content = read_json(path, cls, PARTS, "plan")
+        no_duplicates([group.name for group in content.groups], f"{where}: group")
+        no_duplicates([model for group in content.groups for model in group.models], f"{where}: model")
+        no_duplicates([pair for group in content.groups for pair in group.streams], f"{where}: stream")
+        no_duplicates([worker for group in content.groups for worker in group.workers], f"{where}: worker")
+        return content
 
     def save(self, path: str | Path) -> None:
-        """Raises ConfigError when it cannot be written."""
+        """Raises ConfigError when the file cannot be written."""
         write_json(path, self, "plan")
 
 
@@ -158,15 +158,15 @@ def plan(
     previous: Plan | None = None,
     on_found: OnFound | None = None,
 ) -> Plan:
-    """The plan of largest least burst tolerance; with its gap, if the time does not suffice to prove it.
+    """The plan of largest least burst tolerance; with a gap, if the time is too short for a proof.
 
-    previous : a plan whose groups' names go on, and its models stay where they are wherever that is as good (`replan`).
-    on_found : is called when something was found.
+    previous : a plan whose group names stay, and whose models stay in their groups where that is optimal (`replan`).
+    on_found : called with the progress of the search.
 
-    GPUs that the optimum leaves over go, one by one, to the group of least burst tolerance. Unless as_printed, among
-    equal optima one is looked for that levels the groups' loads.
+    GPUs that the optimum does not use go, one by one, to the group of least burst tolerance. Unless as_printed, an
+    optimum with level loads of the groups is preferred.
 
-    Raises ConfigError on an instance that makes no sense, and NoPlan.
+    Raises ConfigError on an invalid instance, and NoPlan.
     """
     began_s = time.perf_counter()
     check(instance)
@@ -175,22 +175,22 @@ def plan(
     need = by_model(instance, streams, needs)
     task, order = task_of(instance, need, as_printed)
     search = Search(task, began_s + SEARCHING * time_limit_s, on_found)
-    found = search.run()
-    if found is None:
+    result = search.run()
+    if result is None:
         raise NoPlan(why_not(instance, need, as_printed, search))
-    grouping, moves = found.grouping, None
+    grouping, moves = result.grouping, None
     names = _group_names([], task.groups)
     if not as_printed:
-        grouping = levelled(task, found.tolerance, grouping, began_s + time_limit_s)
+        grouping = levelled(task, result.tolerance, grouping, began_s + time_limit_s)
     if previous is not None:
         models = [instance.models[k].name for k in order]
-        grouping, names, moves = _with_few_moves(search, found.tolerance, grouping, previous, models)
+        grouping, names, moves = _with_few_moves(search, result.tolerance, grouping, previous, models)
     grouping = with_spare(task, grouping)
-    in_words = _in_words(instance, streams, needs, Grouping(grouping.group[np.argsort(order)], grouping.sizes), names)
-    least = in_words.burst_tolerance
-    bound = least if least is None or found.bound <= least * (1 + ROUNDING) else found.bound
+    named = _plan_of(instance, streams, needs, Grouping(grouping.group[np.argsort(order)], grouping.sizes), names)
+    least = named.burst_tolerance
+    bound = least if least is None or result.bound <= least * (1 + ROUNDING) else result.bound
     return msgspec.structs.replace(
-        in_words,
+        named,
         bound=bound,
         gap=0.0 if least is None or bound is None else bound / least - 1,
         solve_s=time.perf_counter() - began_s,
@@ -209,11 +209,11 @@ def replan(
 ) -> Plan:
     """A plan for other rates, in the form (as printed or not) of the previous one.
 
-    rates_per_s : by (stream, model) or by model; what is not named stays (`with_rates`).
+    rates_per_s : by (stream, model) or by model; other rates stay (`with_rates`).
 
-    The least burst tolerance is as large as if there were no previous plan. Of the plans that reach it, this is one
-    with few moves: the previous groups where they do, else the fewest moves that the time and the number of models let
-    HiGHS find, or those of a plan without a previous one if they are fewer.
+    The least burst tolerance is as large as without a previous plan. Among the plans that reach it, this plan has few
+    moves: none if the previous groups reach it; otherwise the fewest moves that HiGHS finds in the time and for the
+    number of models, or the moves of the plan made without a previous plan if those are fewer.
 
     Raises ConfigError on a rate below 0 or of an unknown model, and NoPlan.
     """
@@ -223,8 +223,8 @@ def replan(
     )
 
 
-def _in_words(instance: Instance, streams: Streams, needs: Floats, grouping: Grouping, names: Sequence[str]) -> Plan:
-    """Groups, models, streams and the least burst tolerance. grouping : its models in the instance's order."""
+def _plan_of(instance: Instance, streams: Streams, needs: Floats, grouping: Grouping, names: Sequence[str]) -> Plan:
+    """Groups, models, streams and the least burst tolerance. grouping : models in the instance's order."""
     need = by_model(instance, streams, needs)
     memory_gb = np.array([model.memory_gb for model in instance.models])
     groups = []
@@ -247,7 +247,7 @@ def _in_words(instance: Instance, streams: Streams, needs: Floats, grouping: Gro
         group = home[model.name]
         models.append(PlannedModel(model.name, group.name, needed, count, _tolerance(group.gpus, needed)))
     planned = []
-    if needs.size <= STREAMS_TOLD_MAX:
+    if needs.size <= STREAMS_LISTED_MAX:
         for name, k, needed in zip(streams.names, streams.model.tolist(), needs.tolist(), strict=True):
             group = home[models[k].name]
             planned.append(PlannedStream(name, models[k].name, group.name, needed, _tolerance(group.gpus, needed)))
@@ -265,30 +265,30 @@ def _tolerance(gpus: int, need: float) -> float | None:
 def _with_few_moves(
     search: Search, tolerance: float, grouping: Grouping, previous: Plan, models: Sequence[str]
 ) -> tuple[Grouping, list[str], int]:
-    """Of this tolerance, in the previous groups as far as possible; the groups' names; the models that moved.
+    """(a grouping of this tolerance with few moves from the previous groups, names of its groups, number of moves).
 
-    models : names of the task's, in its order. A model that is new does not move.
+    models : names of the task's models, in the order of the task. A new model is not a move.
     """
     task = search.task
     index = {model: number for number, group in enumerate(previous.groups) for model in group.models}
     before = np.array([index.get(model, -1) for model in models])
     names = _group_names([group.name for group in previous.groups], task.groups)
-    kept = before[:, None] == np.arange(len(names))
-    candidates = [_renamed(grouping, kept)]
+    preferred = before[:, None] == np.arange(len(names))
+    candidates = [_renamed(grouping, preferred)]
     stayed = _stayed(task, tolerance, before, len(names))
     if stayed is not None:
         candidates = [stayed]
     elif search.left_s > 0:
-        fixed = None if kept.size <= WHOLE_SIZE else _some_freed(before)
-        found, _ = decide(task, tolerance, min(search.left_s, MOVES_S), kept, fixed)
-        candidates += [] if found is None else [found]
-    moves = [int(np.count_nonzero((before >= 0) & (each.group != before))) for each in candidates]
+        fixed = None if preferred.size <= WHOLE_SIZE else _some_freed(before)
+        decided, _ = decide(task, tolerance, min(search.left_s, MOVES_S), preferred, fixed)
+        candidates += [] if decided is None else [decided]
+    moves = [int(np.count_nonzero((before >= 0) & (candidate.group != before))) for candidate in candidates]
     best = int(np.argmin(moves))
     return candidates[best], names, moves[best]
 
 
 def _stayed(task: Task, tolerance: float, before: Ints, groups: int) -> Grouping | None:
-    """Everything where it was, if that is of this tolerance and nothing is new."""
+    """The previous groups, if they have this tolerance and no model is new."""
     if (before < 0).any():
         return None
     if any(np.unique(task.kind[before == number]).size > 1 for number in range(groups)):
@@ -297,26 +297,26 @@ def _stayed(task: Task, tolerance: float, before: Ints, groups: int) -> Grouping
     return None if sizes is None else Grouping(before, sizes)
 
 
-def _renamed(grouping: Grouping, kept: Bools) -> Grouping:
-    """The same groups, numbered so that the most models keep their number."""
-    shared = np.zeros((grouping.sizes.size, kept.shape[1]))
-    np.add.at(shared, grouping.group, kept)
+def _renamed(grouping: Grouping, preferred: Bools) -> Grouping:
+    """The same groups, numbered so that the most models keep the number of their group."""
+    shared = np.zeros((grouping.sizes.size, preferred.shape[1]))
+    np.add.at(shared, grouping.group, preferred)
     old, new = scipy_optimize().linear_sum_assignment(-shared)
     numbers = np.empty(grouping.sizes.size, dtype=np.int64)
     numbers[old] = new
-    sizes = np.zeros(kept.shape[1], dtype=np.int64)
+    sizes = np.zeros(preferred.shape[1], dtype=np.int64)
     sizes[numbers] = grouping.sizes
     return Grouping(numbers[grouping.group], sizes)
 
 
 def _some_freed(before: Ints) -> Ints:
-    """Where there are too many models for all to be placed anew: some, and those that are new."""
-    known = np.flatnonzero(before >= 0)
-    freed = np.random.default_rng(0).choice(known, min(FREED, known.size), replace=False)
+    """(models,) previous groups, -1 for new models and for some other models, which HiGHS then places anew."""
+    placed = np.flatnonzero(before >= 0)
+    freed = np.random.default_rng(0).choice(placed, min(FREED, placed.size), replace=False)
     return np.where(np.isin(np.arange(before.size), freed), -1, before)
 
 
 def _group_names(previous: list[str], groups: int) -> list[str]:
-    """Those of the previous groups, and new ones where there may be more groups."""
+    """The names of the previous groups, and new names if there may be more groups."""
     fresh = [name for number in range(len(previous) + groups) if (name := f"group-{number + 1}") not in previous]
     return previous + fresh[: max(groups - len(previous), 0)]

@@ -1,1 +1,1 @@
-"""The mind: a pure state machine that is told events and answers with actions."""
+"""The scheduler: a pure state machine from events to actions."""

@@ -1,12 +1,12 @@
-"""How long a batch would take: its engine's speed, its pace lately, and its bin's lengths.
+"""How long a batch would take, by its engine's speed and pace and its bin's answer lengths.
 
     T(b) = pace * (prefill_s + E[longest answer of b] * step_s(b))
 
-Where slots refill each request ends for itself, in a step that all slots share:
+On a refill engine each request ends on its own, and all slots share each step:
 
     T(b) = pace * (prefill_s + E[an answer] * step_s(slots))
 
-An engine whose speed nobody told takes no time, as far as is known: then only deadlines that have passed are late.
+An engine of unknown speed is taken to need no time: then a request is late only when its deadline has passed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.lengths import Tokens
 from llmserve.scheduling.queues import QueuedRequest
 
-SURELY_LATE_S = 1e-6  # past the last moment: what could start in that very moment still can
-PACE_GRID = 0.02  # paces are told apart in steps of 2 %
+SURELY_LATE_S = 1e-6  # margin after the last possible start, so that a request can still start at that very time
+PACE_GRID = 0.02  # paces are rounded to steps of 2 %
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
-    """expected : seconds of batches of 1, 2, ... requests as long as answers are on average.  least : as short as the
-    shortest are, on an engine that runs nothing else.  Both non-decreasing.
+    """Seconds of batches of 1, 2, ... requests, both non-decreasing.
+
+    expected : with answers of average length.  least : with the shortest answers, on an engine that runs nothing else.
     """
 
     expected: tuple[float, ...]
@@ -41,18 +42,18 @@ class BatchTimes:
 
 
 class Timetable:
-    """Batch times of every engine, model and bin; made again when lengths, speeds or paces change."""
+    """Batch times of every engine, model and bin; computed again when lengths, speeds or paces change."""
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
-        # By group and model: what a request takes alone, on each engine, and until when that holds.
+        # By group and model: until when the entry holds, and the times of `_lines_of`.
         self._alone: dict[tuple[str, str], tuple[float, set[tuple[float, float]]]] = {}
-        # By engine, model and bin: of which answers, which engine and at which pace; at pace 1, and at that pace.
+        # By engine, model and bin: the inputs (tokens, engine, pace), the times at pace 1 and the times at that pace.
         self._times: dict[tuple[str, str, int], tuple[Tokens, EngineInfo, float, BatchTimes, BatchTimes]] = {}
 
     def late_at_s(self, queued: QueuedRequest, engines: Sequence[EngineState], least: float, now_s: float) -> float:
-        """From when on a request with a deadline cannot be in time any more, as far as is known now: even alone and at
-        once on the fastest of these engines, and as short as the shortest of its bin or as its own prediction.
+        """Time from which a request with a deadline is late: it could not be in time even if it started at once, alone,
+        on the fastest of these engines, with an answer as short as the shortest of its bin or of its own prediction.
 
         least : output tokens of the shortest answers of its bin
         """
@@ -64,14 +65,14 @@ class Timetable:
         return min(queued.deadline_s, queued.deadline_s - alone_s + SURELY_LATE_S)
 
     def invalidate(self) -> None:
-        """After a change of who serves what, and how fast."""
+        """Drop cached times. Call after engines have come, gone, or changed their models or speed."""
         self._alone.clear()
 
     def _lines_of(
         self, group: str, model: str, engines: Sequence[EngineState], now_s: float
     ) -> set[tuple[float, float]]:
-        """What a request takes alone on each engine: seconds before its first token, and for each. No time, as far as
-        is known, on one that has shown nothing of its pace lately.
+        """Times of a request that runs alone, for each engine: (prefill seconds, seconds for each token). Both are 0 on
+        an engine whose pace is not proven.
         """
         until_s, lines = self._alone.get((group, model), (-math.inf, set()))
         if now_s >= until_s:
@@ -87,33 +88,33 @@ class Timetable:
         return lines
 
     def of(self, engine: EngineState, model: str, bin_index: int, tokens: Tokens) -> BatchTimes:
-        """tokens : of the bin's answers."""
+        """Batch times of a bin on an engine. tokens : of the bin's answers."""
         pace = _rounded(engine.pace(model))
         key = (engine.info.name, model, bin_index)
-        known = self._times.get(key)
-        if known is not None and known[0] is tokens and known[1] is engine.info:
-            if known[2] == pace:
-                return known[4]
-            told = known[3]
+        cached = self._times.get(key)
+        if cached is not None and cached[0] is tokens and cached[1] is engine.info:
+            if cached[2] == pace:
+                return cached[4]
+            unscaled = cached[3]
         else:
-            told = _told(engine.speed(model), engine.info.slots, engine.info.barrier, tokens, self._batch_size)
-        times = told if pace == 1.0 else told.at(pace)
-        self._times[key] = tokens, engine.info, pace, told, times
+            unscaled = _profiled(engine.speed(model), engine.info.slots, engine.info.barrier, tokens, self._batch_size)
+        times = unscaled if pace == 1.0 else unscaled.at(pace)
+        self._times[key] = tokens, engine.info, pace, unscaled, times
         return times
 
 
-@lru_cache(maxsize=1024)  # engines of a kind are told the same
-def _told(speed: StepTimes | None, slots: int, barrier: bool, tokens: Tokens, batch_size: int) -> BatchTimes:
-    """At pace 1."""
+@lru_cache(maxsize=1024)  # engines of the same profile share the entry
+def _profiled(speed: StepTimes | None, slots: int, barrier: bool, tokens: Tokens, batch_size: int) -> BatchTimes:
+    """Batch times at pace 1."""
     if speed is None or not speed.step_s:
-        nothing = (0.0,) * batch_size
-        return BatchTimes(nothing, nothing)
+        zeros = (0.0,) * batch_size
+        return BatchTimes(zeros, zeros)
     slots = min(slots, len(speed.step_s))
     together = [min(size, slots) for size in range(1, batch_size + 1)]
     least = [speed.batch_s(tokens.least, size) for size in together]
     if barrier:
         expected = [speed.batch_s(longest, size) for longest, size in zip(tokens.longest, together, strict=True)]
-    else:  # each ends for itself, in a step that all slots share
+    else:  # each request ends on its own, and all slots share each step
         expected = [speed.batch_s(tokens.longest[0], slots)] * batch_size
     return BatchTimes(_rising(expected), _rising(least))
 

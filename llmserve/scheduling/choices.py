@@ -1,7 +1,7 @@
-"""Which batch starts next, and where: what one dispatch of a group finds, by an order with fixed keys or of the moment.
+"""Which batch starts next, and on which engine, in one dispatch of a group.
 
-A fixed order looks at the first formed batch of each model, and has the most urgent bin form one where none is formed;
-then it looks for an engine. An order of the moment looks at all candidates of an engine that is free.
+A fixed order takes the first formed batch of all models, or lets the most urgent bin form a batch; then it chooses an
+engine. An order of the moment compares all candidates that a free engine could run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmserve.scheduling.orders import Candidate, Key, MomentOrder, Running, is_
 from llmserve.scheduling.queues import BinQueue, FormedBatch, Run
 
 Start = tuple[EngineState, ModelQueues, FormedBatch, int]
-"""The first so many requests of a formed batch shall start on this engine."""
+"""Engine, queues, batch and count: the first `count` requests of the batch shall start on the engine."""
 First = tuple[ModelQueues, FormedBatch]
 
 
@@ -25,11 +25,10 @@ First = tuple[ModelQueues, FormedBatch]
 
 
 class FixedChoice:
-    """What starts in one dispatch of a group by a fixed order.
+    """Chooses the batches that start in one dispatch of a group, by a fixed order.
 
-    Each model's batches keep their order among themselves. One that waits for an engine of its own keeps nobody from
-    other engines; one that waits for room lets nothing past it on any engine that serves it, or large ones would wait
-    for ever.
+    Each model's batches keep their order. A batch that must avoid an engine blocks no other batch. A batch that waits
+    for room blocks all engines that serve its model, so that large batches do not wait for ever.
     """
 
     def __init__(self, group: Group, forming: Forming, now_s: float) -> None:
@@ -37,45 +36,45 @@ class FixedChoice:
         self._pool = group.pool
         self._forming = forming
         self._now_s = now_s
-        self._blocked: frozenset[str] = frozenset()  # engines that a batch waits for room on
-        self._aside: frozenset[FormedBatch] = frozenset()  # those that wait for another engine
-        self._looks_s: dict[str, float] = {}  # by model: when its first batch may fit an engine's memory
+        self._blocked: frozenset[str] = frozenset()  # names of engines on which a batch waits for room
+        self._set_aside: frozenset[FormedBatch] = frozenset()  # batches that avoid all engines with room
+        self._rechecks_s: dict[str, float] = {}  # by model: when its first batch may fit an engine's memory
 
     def starts(self) -> Iterator[Start]:
-        """One after the other; each must have been started before the next is asked for."""
-        while self._pool.free and (open_ := self._open()):
-            first, unformed = self._first(open_)
+        """Yield the starts in turn. The caller must carry out each start before it asks for the next."""
+        while self._pool.free and (startable := self._startable()):
+            first, unformed = self._first(startable)
             if first is not None and unformed and self._form_older(unformed, first[1]):
-                first, _ = self._first(open_)
+                first, _ = self._first(startable)
             if first is None:
-                if not self._form_most_urgent(open_):
+                if not self._form_most_urgent(startable):
                     return
                 continue
             queues, batch = first
             if (engine := self.engine_for(queues, batch, self._blocked)) is not None:
                 yield engine, queues, batch, max(1, engine.room_at_once)
             elif self.waits_for_another_engine(queues, batch):
-                self._aside |= {batch}
+                self._set_aside |= {batch}
             else:
                 self._block(queues.model)
 
     @property
-    def look_again_at_s(self) -> float | None:
-        return min(self._looks_s.values()) if self._looks_s else None
+    def recheck_at_s(self) -> float | None:
+        return min(self._rechecks_s.values()) if self._rechecks_s else None
 
     def _block(self, model: str) -> None:
         free = self._pool.free_for(model)
-        looks_s = [engine.look_again_at_s for engine in free]
-        # One that was not asked now may remember a refusal of long ago.
-        later_s = [at_s for at_s in looks_s if at_s is not None and at_s > self._now_s]
+        times_s = [engine.recheck_at_s for engine in free]
+        # An engine that was not checked in this dispatch may hold a time that has passed.
+        later_s = [at_s for at_s in times_s if at_s is not None and at_s > self._now_s]
         if later_s:
-            self._looks_s[model] = min(later_s)
+            self._rechecks_s[model] = min(later_s)
         self._blocked |= {engine.info.name for engine in free}
 
-    # ---- which batch ----
+    # ---- choice of a batch ----
 
-    def _open(self) -> list[ModelQueues]:
-        """Those that wait and whose requests a free engine may take."""
+    def _startable(self) -> list[ModelQueues]:
+        """Queues with waiting requests that some free engine, which is not blocked, serves."""
         waiting = self._group.tally.queues.values()
         if not waiting:
             return []
@@ -83,41 +82,41 @@ class FixedChoice:
         if self._blocked:
             engines = [engine for engine in engines if engine.info.name not in self._blocked]
         for engine in engines:
-            if not engine.models:  # it serves whatever is asked for
+            if not engine.models:  # this engine serves every model
                 return list(waiting)
         return [queues for queues in waiting if any(queues.model in engine.models for engine in engines)]
 
-    def _first(self, open_: Sequence[ModelQueues]) -> tuple[First | None, Sequence[ModelQueues]]:
-        """Whose formed batch is next, and which, None if there is none; and those that have none."""
+    def _first(self, startable: Sequence[ModelQueues]) -> tuple[First | None, Sequence[ModelQueues]]:
+        """The next formed batch with its queues, None if no batch is formed; and the queues without a formed batch."""
         best: First | None = None
         key, number, unformed = math.inf, 0, []
-        for queues in open_:
-            batch = queues.formed.first(self._aside)
+        for queues in startable:
+            batch = queues.formed.first(self._set_aside)
             if batch is None:
                 unformed.append(queues)
             elif best is None or batch.key < key or (batch.key == key and batch.id < number):
                 best, key, number = (queues, batch), batch.key, batch.id
         return best, unformed
 
-    def _form_older(self, unformed: Sequence[ModelQueues], next_: FormedBatch) -> bool:
-        """A model that seldom fills a batch is not kept waiting by one that always does: who has waited since before
-        the next batch formed goes, as soon as its release would let it. True if one does.
+    def _form_older(self, unformed: Sequence[ModelQueues], next_batch: FormedBatch) -> bool:
+        """Form batches of bins whose oldest request is older than the next batch, where the release allows. Without
+        this, a model that always fills its batches would starve the others. True if a batch was formed.
         """
         formed = False
         for queues in unformed:
             for queue in queues.bins:
-                if queue.requests and queue.oldest_at_s < next_.formed_at_s:
+                if queue.requests and queue.oldest_at_s < next_batch.formed_at_s:
                     size = self._forming.size(queues, queue, self._now_s, self.idle(queues))
                     if size:
                         self._forming.push(queues, queue, size, self._now_s)
                         formed = True
         return formed
 
-    def _form_most_urgent(self, open_: Sequence[ModelQueues]) -> bool:
-        """An engine would idle: offer it the bin of greatest urgency. True if one let go."""
+    def _form_most_urgent(self, startable: Sequence[ModelQueues]) -> bool:
+        """Form a batch of the most urgent bin whose release allows one. True if a batch was formed."""
         best: tuple[float, float] | None = None
         chosen: tuple[ModelQueues, BinQueue, int] | None = None
-        for queues in open_:
+        for queues in startable:
             idle = self.idle(queues) if queues.release.fills else None
             if idle is None:
                 continue
@@ -129,21 +128,21 @@ class FixedChoice:
         if chosen is None:
             return False
         self._forming.push(*chosen, self._now_s)
-        self._aside = frozenset()  # where more wait, a place to look ahead may be theirs
+        self._set_aside = frozenset()  # with more formed requests, these batches may use look-ahead places
         return True
 
-    # ---- which engine ----
+    # ---- choice of an engine ----
 
     def idle(self, queues: ModelQueues) -> bool | None:
-        """Whether engines on which a batch could start that is formed now, after all before it, run nothing.
+        """Whether all engines on which a newly formed batch could start are idle; None: no such engine, or an earlier
+        batch comes first.
 
-        None: there is no such engine.
-
-        What looks ahead is not idle; but where only idle engines wait for company, busy ones take all they can.
+        An engine that has look-ahead places only is ignored; but with a release that follows plans it counts as busy:
+        then busy engines take all they can, and only idle engines wait for more requests.
         """
         if queues.formed:
-            others = [batch for batch in queues.formed.returned if batch not in self._aside]
-            if queues.formed.fresh() or not all(self.waits_for_another_engine(queues, batch) for batch in others):
+            returned = [batch for batch in queues.formed.returned if batch not in self._set_aside]
+            if queues.formed.fresh() or not all(self.waits_for_another_engine(queues, batch) for batch in returned):
                 return None
         idle = None
         for engine in self._pool.free_for(queues.model, self._blocked):
@@ -155,18 +154,18 @@ class FixedChoice:
         return idle
 
     def waits_for_another_engine(self, queues: ModelQueues, batch: FormedBatch) -> bool:
-        """Only the engine that has just failed it has room, and another works."""
+        """Whether no engine but the one that failed the batch has room, while another works."""
         if batch.avoid is None or not self._pool.another_works(batch.avoid, queues.model):
             return False
-        others = [engine for engine in self._pool.free_for(queues.model) if engine.info.name != batch.avoid]
-        return not any(engine.room > 0 for engine in others)
+        allowed = [engine for engine in self._pool.free_for(queues.model) if engine.info.name != batch.avoid]
+        return not any(engine.room > 0 for engine in allowed)
 
     def engine_for(self, queues: ModelQueues, batch: FormedBatch, blocked: Collection[str]) -> EngineState | None:
-        """Where the batch, or its first request, starts now; None: nowhere yet. Not on those that are blocked.
+        """The engine on which the batch, or its first request, starts now; None: no engine. blocked : engine names.
 
-        Free slots come first, wherever they are; a place to wait in at a busy engine is used only while more wait here
-        than there are other engines, so that a slot which becomes free elsewhere still finds one. Never the engine that
-        failed this batch while another works.
+        Free slots come first. A look-ahead place at a busy engine is used only while at least as many formed requests
+        wait as there are engines, so that a slot that becomes free elsewhere still gets a request. The engine that
+        failed the batch is never chosen while another works.
         """
         engines = self._pool.free_for(queues.model, blocked)
         if batch.avoid is not None and self._pool.another_works(batch.avoid, queues.model):
@@ -176,15 +175,15 @@ class FixedChoice:
             free = engines
         first, per_token_s = batch.first, queues.service.seconds_per_token
         fitting = [engine for engine in free if engine.fits(first, self._now_s, per_token_s)]
-        if queues.release.plans:  # what runs is joined, or an idle engine would not have waited for company
+        if queues.release.plans:  # join running requests, for idle engines wait until the plan lets a batch start
             fitting = [engine for engine in fitting if engine.running] or fitting
         if len(fitting) <= 1:
             return fitting[0] if fitting else None
         return self._pool.preferred(fitting, first.request.prefixes)
 
     def idle_after(self, queues: ModelQueues) -> bool | None:
-        """`idle`, when all that can start has been started."""
-        self._aside = frozenset()
+        """`idle` after all possible starts."""
+        self._set_aside = frozenset()
         return self.idle(queues)
 
 
@@ -192,12 +191,12 @@ class FixedChoice:
 
 
 class MomentChoice:
-    """What starts in one dispatch of a group by an order of the moment.
+    """Chooses the batches that start in one dispatch of a group, by an order of the moment.
 
-    Of an engine the first of these that there is: what another engine failed or lost, for it has waited longest; what
-    has waited too long without a deadline; the candidate of the smallest key, of all that are in time if answers are as
-    long as on average, else of all that are in time if they are short; and where nothing could be in time by what the
-    engine was told to take, and nothing has shown lately whether it does, one request on trial.
+    For each free engine, the first of these that exists: a batch that another engine failed or lost, for it has waited
+    longest; an overdue request without a deadline; the candidate of the smallest key among those in time with average
+    answer lengths; the same with the shortest answer lengths; and, if no candidate is in time by the engine's profile
+    and no recent answer has confirmed the profile, one request on trial.
     """
 
     def __init__(self, group: Group, forming: Forming, order: MomentOrder, times: Timetable, now_s: float) -> None:
@@ -210,7 +209,7 @@ class MomentChoice:
         self._wakes_s: list[float] = []
 
     def starts(self) -> Iterator[Start]:
-        """One after the other; each must have been started before the next is asked for."""
+        """Yield the starts in turn. The caller must carry out each start before it asks for the next."""
         for name in sorted(self._pool.free):
             while self._group.tally.waiting and (engines := self._sharing(name)):
                 start = self._best(engines)
@@ -220,49 +219,49 @@ class MomentChoice:
                 yield start
 
     @property
-    def look_again_at_s(self) -> float | None:
+    def recheck_at_s(self) -> float | None:
         return min(self._wakes_s, default=None)
 
     def _note_wakes(self, engines: Sequence[EngineState], name: str) -> None:
-        times_s = [self._order.wake_at_s(name, self._now_s), *[engine.look_again_at_s for engine in engines]]
+        times_s = [self._order.wake_at_s(name, self._now_s), *[engine.recheck_at_s for engine in engines]]
         self._wakes_s += [at_s for at_s in times_s if at_s is not None and at_s > self._now_s]
 
     def _sharing(self, name: str) -> Sequence[EngineState]:
-        """Engines one of which could begin something now, by the first one's name: of a GPU that runs one batch at a
-        time all that are free, else one alone. () for a name that is not the first, or not free.
+        """The engines of which one may start a batch now. Free barrier engines that share a GPU come together, under
+        the name of the first of them; any other engine comes alone. () for another name, or if not free.
         """
-        engine = self._pool.free.get(name)  # it may have gone with another that shares its GPU
+        engine = self._pool.free.get(name)  # None once another engine of its GPU has started a batch
         if engine is None or engine.room <= 0:
             return ()
         if not engine.info.barrier or len(engine.worker.engines) == 1:
             return (engine,)
-        sharing = [each for each in engine.worker.engines if each.info.name in self._pool.free]
+        sharing = [other for other in engine.worker.engines if other.info.name in self._pool.free]
         return sharing if sharing[0] is engine else ()
 
     def idle_after(self, queues: ModelQueues) -> bool | None:
-        """Whether the engines that are free for a model run nothing; None: there is none."""
+        """Whether all engines with room for the model run nothing; None: no engine has room."""
         free = [engine for engine in self._pool.free_for(queues.model) if engine.room > 0]
         return not any(engine.running for engine in free) if free else None
 
     def _best(self, engines: Sequence[EngineState]) -> Start | None:
-        """None: there is nothing for these engines."""
+        """The best start on one of these engines; None: nothing can start."""
         for engine in engines:
             if (returned := self._returned(engine)) is not None:
                 return returned
-        # Answers differ in length: what would be late on average may be in time, and there is nothing better.
-        found = self._overdue(engines) or self._pick(engines) or self._pick(engines, by_least=True)
-        found = found or self._trial(engines)
-        return self.started(found) if found is not None else None
+        # by_least: a batch that is late with average answer lengths may be in time, for lengths differ.
+        best = self._overdue(engines) or self._pick(engines) or self._pick(engines, by_least=True)
+        best = best or self._trial(engines)
+        return self.started(best) if best is not None else None
 
     def started(self, candidate: Candidate) -> Start | None:
-        """None while the engine's memory does not hold it: nothing that would overtakes it."""
+        """The start of a candidate; None while the engine's memory cannot hold it. No smaller candidate overtakes."""
         engine, queues = candidate.engine, self._group.queues[candidate.model]
         if not engine.fits(candidate.first(self._now_s), self._now_s, queues.service.seconds_per_token):
             return None
         return engine, queues, *self.take(candidate)
 
     def take(self, candidate: Candidate) -> tuple[FormedBatch, int]:
-        """What the candidate is composed of: the first so many requests of a batch, which is formed if it was not."""
+        """Take the candidate's requests: the first `count` requests of a formed batch. Forms the batch if needed."""
         queues, chosen = self._group.queues[candidate.model], candidate.take(self._now_s)
         batch = candidate.batch
         if batch is None:
@@ -273,7 +272,7 @@ class MomentChoice:
         return batch, len(chosen)
 
     def take_back(self, batch: FormedBatch) -> None:
-        """Its requests wait in their bins again."""
+        """Put the batch's requests back into their bins."""
         queues, requests = self._group.queues[batch.model], list(batch.requests.values())
         for queued in requests:
             queues.leave(queued)
@@ -281,7 +280,7 @@ class MomentChoice:
             self._forming.form_early(queues, queue, self._now_s)
 
     def _returned(self, engine: EngineState) -> Start | None:
-        """Of a batch that came back, all that can be in time together, at least if their answers are short."""
+        """The first returned batch of which some requests can be in time together, at least with short answers."""
         for queues in self._group.tally.queues.values():
             if not queues.formed or not engine.serves(queues.model):
                 continue
@@ -299,8 +298,9 @@ class MomentChoice:
         return None
 
     def _overdue(self, engines: Sequence[EngineState]) -> Candidate | None:
-        """A request without a deadline waits no longer than UNDATED_S for others, or it might for ever. Of those that
-        have, the one that came first goes first, whatever its model.
+        """The candidate with the oldest overdue request of any model, from that request on; None: none is overdue.
+
+        A request without a deadline is overdue after UNDATED_S. Without this rule it might wait for ever.
         """
         if not any(self._has_overdue(queues) for queues in self._group.tally.queues.values()):
             return None
@@ -314,10 +314,10 @@ class MomentChoice:
                         best = turn, candidate
         if best is None:
             return None
-        _, found = best
-        found.place = found.queue.first_at(math.inf)
-        found.count = min(found.most, len(found.queue) - found.place)
-        return found
+        _, chosen = best
+        chosen.place = chosen.queue.first_at(math.inf)
+        chosen.count = min(chosen.most, len(chosen.queue) - chosen.place)
+        return chosen
 
     def _has_overdue(self, queues: ModelQueues) -> bool:
         oldest = [queue.oldest_undated() for queue in queues.bins if isinstance(queue, DeadlineQueue)]
@@ -326,8 +326,8 @@ class MomentChoice:
         return any(queued is not None and is_overdue(queued, self._now_s) for queued in oldest)
 
     def _trial(self, engines: Sequence[EngineState]) -> Candidate | None:
-        """The request with the latest deadline, alone on an engine that runs nothing. Else a profile that is too slow
-        would have everything refused, and nothing would ever run that shows how wrong it is.
+        """The request with the latest deadline, alone on an idle engine. Without trials, a profile with too long times
+        would make all requests late, and no run would ever correct the profile.
         """
         for engine in engines:
             if engine.running or not engine.info.speeds:
@@ -336,7 +336,7 @@ class MomentChoice:
                 model, queue = candidate.model, candidate.queue
                 if engine.speed(model) is None or self._now_s < engine.proven_until_s(model):
                     continue
-                candidate.batch_s, candidate.most = (0.0,), 1  # as if it took no time
+                candidate.batch_s, candidate.most = (0.0,), 1  # so that it counts as in time
                 if self._key(candidate) is not None:
                     candidate.queue, candidate.shorter = queue, ()
                     candidate.count, candidate.place = 1, len(queue) - 1
@@ -350,7 +350,7 @@ class MomentChoice:
                 yield from self._candidates(engine, queues, most, (), by_least=False)
 
     def _pick(self, engines: Sequence[EngineState], *, by_least: bool = False) -> Candidate | None:
-        """The candidate of the smallest key, of these engines, which are free."""
+        """The candidate of the smallest key on these free engines. by_least : with the shortest answer lengths."""
         waiting = self._group.tally.queues.values()
         best: tuple[Key, Candidate] | None = None
         for engine in engines:
@@ -368,10 +368,10 @@ class MomentChoice:
         running: Running | None = None,
         at_least: float = 1,
     ) -> tuple[Key, Candidate] | None:
-        """The candidate of the smallest key: the best so far, or one of these queues that the engine could serve.
+        """The candidate of the smallest key: the best so far, or a candidate of these queues on this engine.
 
-        room : requests that it has or would have room for.  running : that run on it, and would make room.  at_least :
-        requests that a batch could hold, with those that run.
+        room : requests that the engine has or would have room for.  running : a batch on the engine that could be
+        stopped.  at_least : smallest useful size of a batch, requests of `running` included.
         """
         order, most = self._order, min(self._forming.batch_size, room)
         for queues in waiting:
@@ -392,13 +392,13 @@ class MomentChoice:
         return best
 
     def _key(self, candidate: Candidate) -> Key | None:
-        """The order's, once it has composed the candidate; None: it shall not run now."""
+        """Let the order compose the candidate, and return its key; None: the candidate shall not run now."""
         return self._order.key(candidate, self._now_s) if self._order.compose(candidate, self._now_s) else None
 
     def _candidates(
         self, engine: EngineState, queues: ModelQueues, most: int, runs: Sequence[Run], *, by_least: bool
     ) -> Iterator[Candidate]:
-        """Of each bin that its release lets go now, and of each batch that was formed."""
+        """One candidate for each bin that its release lets go now, and one for each formed batch."""
         shorter: tuple[DeadlineQueue, ...] = ()
         waiting, waits = 0, queues.release.waits
         for queue in queues.bins:
@@ -409,12 +409,12 @@ class MomentChoice:
             same = [run for run in runs if run.queued.bin <= queue.index] if runs else ()
             all_of_it = min(len(queue), self._forming.batch_size)
             idle = bool(runs) or not engine.running
-            let_go = self._forming.size(queues, queue, self._now_s, idle) if waits else all_of_it
+            released = self._forming.size(queues, queue, self._now_s, idle) if waits else all_of_it
             times_s = self._batch_times(engine, queues, queue.index, by_least=by_least)
-            if let_go >= all_of_it:
+            if released >= all_of_it:
                 yield Candidate(engine, queues.model, queue, times_s, most, waiting + len(same), shorter, same)
-            elif let_go:  # a release that lets go of less than there is wants no more in the batch
-                yield Candidate(engine, queues.model, queue, times_s, min(most, let_go), len(queue))
+            elif released:  # the release limits the size, so no requests of shorter bins are added
+                yield Candidate(engine, queues.model, queue, times_s, min(most, released), len(queue))
             shorter = (queue, *shorter)
         if queues.formed:
             for batch in queues.formed.batches():
@@ -422,17 +422,17 @@ class MomentChoice:
                     yield self._formed(engine, queues, batch, most, by_least=by_least)
 
     def best_of_bin(self, engine: EngineState, queues: ModelQueues, bin_index: int) -> Start | None:
-        """The best batch of one bin, or of what was formed, on an engine that is free."""
+        """The best start on a free engine, of one bin or of the formed batches; None: nothing can start."""
         if not queues.waiting or not engine.serves(queues.model):
             return None
         most = min(self._forming.batch_size, engine.room)
         candidates = list(self._candidates(engine, queues, most, (), by_least=False))
-        own = [each for each in candidates if each.batch is not None or each.queue is queues.bins[bin_index]]
-        keyed = [(key, place) for place, each in enumerate(own) if (key := self._key(each)) is not None]
+        own = [option for option in candidates if option.batch is not None or option.queue is queues.bins[bin_index]]
+        keyed = [(key, place) for place, option in enumerate(own) if (key := self._key(option)) is not None]
         return self.started(own[min(keyed)[1]]) if keyed else None
 
     def reserve(self, candidate: Candidate) -> FormedBatch:
-        """What it is composed of waits from now on as a batch whose engine is known."""
+        """Take the candidate's requests as a batch that is reserved for the candidate's engine."""
         batch, size = self.take(candidate)
         return self._group.queues[batch.model].formed.split(batch, size) if candidate.batch is not None else batch
 

@@ -1,13 +1,13 @@
-"""A circuit breaker: an engine that only fails requests gets none for a while, then one at a time on trial.
+"""A circuit breaker: an engine that fails all requests gets none for a while, then one at a time on trial.
 
-closed     all is well, or too little has gone wrong
+closed     fewer than `faults_max` faults in a row
 open       `faults_max` requests in a row failed by the engine's fault: nothing is sent until the pause is over
 half open  the pause is over: one request (of a barrier engine: one batch) is on trial; its success closes the circuit,
-           its failure opens it for longer
+           its failure opens the circuit for longer
 
-Only the engine's own faults count (5xx, silence, broken connections), never a refusal of what a client asked (4xx); and
-only at a request's first try, for one that fails wherever it runs says nothing of engines. What was sent before the
-circuit opened neither lengthens the pause nor ends it.
+Only the engine's own faults count (5xx, silence, broken connections), never a client's error (4xx). Only a request's
+first try counts, for a request that fails on every engine says nothing about the engines. Requests sent before the
+circuit opened neither lengthen the pause nor end it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAUSES_MAX = 32.0  # longest pause, in units of the first
 
 
 class Circuit:
-    """faults_max: faults in a row that open it; 0: it never opens.  pause_s: the first pause; each next is doubled."""
+    """faults_max: faults in a row that open the circuit; 0: never.  pause_s: the first pause; each next is doubled."""
 
     __slots__ = ("_faults", "_faults_max", "_first_pause_s", "_pause_s", "open_until_s", "trial")
 
@@ -44,7 +44,7 @@ class Circuit:
             self.trial = request_id
 
     def fault(self, request_id: int, now_s: float) -> None:
-        """A request failed by the engine's fault."""
+        """Record that a request failed by the engine's fault."""
         self._faults += 1
         if self.open_until_s is None:
             if self._faults >= self._faults_max:
@@ -54,14 +54,14 @@ class Circuit:
             self.open_until_s, self.trial = now_s + self._pause_s, None
 
     def success(self, request_ids: Container[int]) -> None:
-        """The engine has done with these what it should: whatever was wrong is over."""
+        """Record that the engine has completed these requests. Closes the circuit unless another is on trial."""
         if self.open_until_s is not None and self.trial not in request_ids:
             return
         self._faults = 0
         self._pause_s = self._first_pause_s
         self.open_until_s = self.trial = None
 
-    def let_go(self, request_id: int) -> None:
-        """A request has left without telling anything (its client has gone): another may be tried."""
+    def end_trial(self, request_id: int) -> None:
+        """End the trial of a request that left the engine without a result (cancelled): another may be tried."""
         if request_id == self.trial:
             self.trial = None

@@ -4,8 +4,9 @@
     T(b)  seconds of a batch of b, non-decreasing in b
     t     now
 
-A batch of b is feasible when t + T(b) <= d_r for each r in it. Of the requests that wait, N(b) have a deadline of
-t + T(b) or later; N falls with b, so the largest feasible batch has the largest b with N(b) >= b, found by bisection.
+A batch of b is feasible when t + T(b) <= d_r for each request r of the batch. N(b) of the waiting requests have a
+deadline of t + T(b) or later; N falls with b, so the largest feasible batch has the largest b with N(b) >= b, found by
+bisection.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from collections.abc import Callable, Sequence
 
 from llmserve.scheduling.queues import BinQueue, FormedBatch, QueuedRequest
 
-ROUNDING_S = 1e-9  # sums of times differ by less when they should be equal
+ROUNDING_S = 1e-9  # sums of times that differ by less count as equal
 
 
 class DeadlineQueue(BinQueue):
-    """Requests by deadline, the earliest first; those without one last, first come first. Each is in time as long as it
-    starts early enough, whoever waits before it.
+    """Requests by deadline, the earliest first; requests without a deadline come last, in order of arrival. Requests
+    may start in any order: each one's own deadline decides whether a batch can hold it.
     """
 
     def append(self, queued: QueuedRequest) -> None:
@@ -30,43 +31,43 @@ class DeadlineQueue(BinQueue):
         self._note_deadline(queued)
 
     def take(self, count: int) -> list[QueuedRequest]:
-        """Those with the earliest deadlines."""
+        """Take the requests with the earliest deadlines."""
         return self.take_at(0, count)
 
     def take_at(self, start: int, count: int) -> list[QueuedRequest]:
-        """`count` of them by deadline, from the place `start` on; fewer where there are fewer."""
+        """Take at most `count` requests by deadline, from the place `start` on."""
         ids = [request_id for _, request_id in self._row[start : start + count]]
         if ids:
             self.changes += 1
             del self._row[start : start + len(ids)]
         return [self.requests.pop(request_id) for request_id in ids]
 
-    # ---- what can be in time ----
+    # ---- requests that can be in time ----
 
     def first_at(self, deadline_s: float) -> int:
-        """Place of the first whose deadline is not before this one."""
+        """Place of the first request whose deadline is `deadline_s` or later."""
         return bisect_left(self._row, (deadline_s - ROUNDING_S,))
 
     def in_time(self, deadline_s: float) -> int:
-        """Requests whose deadline is not before this one."""
+        """Number of requests whose deadline is `deadline_s` or later."""
         return len(self._row) - self.first_at(deadline_s)
 
     def at(self, place: int) -> QueuedRequest:
-        """By deadline."""
+        """The request at a place in the order of deadlines."""
         return self.requests[self._row[place][1]]
 
     def deadline_at(self, place: int) -> float:
         return self._row[place][0]
 
     def oldest_undated(self) -> QueuedRequest | None:
-        """Of those without a deadline the one that came first; None: all have one."""
+        """The first request without a deadline; None: all have one."""
         if not self._row or self._row[-1][0] < math.inf:
             return None
         return self.requests[self._row[self.first_at(math.inf)][1]]
 
 
 class FormedRow(DeadlineQueue):
-    """The requests of a formed batch by deadline, equal ones as they stand in the batch."""
+    """The requests of a formed batch by deadline; requests of equal deadlines keep the batch's order."""
 
     def __init__(self, batch: FormedBatch) -> None:
         super().__init__(batch.bin)
@@ -75,7 +76,7 @@ class FormedRow(DeadlineQueue):
 
 
 def largest(most: int, is_feasible: Callable[[int], bool]) -> int:
-    """The largest feasible size of at most `most`; 0: none is. If one size is feasible, so are all below it."""
+    """The largest feasible size up to `most`; 0: none is feasible. All sizes below a feasible size must be feasible."""
     low, high = 0, most
     while low < high:
         size = (low + high + 1) // 2
@@ -89,9 +90,9 @@ def largest(most: int, is_feasible: Callable[[int], bool]) -> int:
 def largest_feasible(
     queues: Sequence[DeadlineQueue], now_s: float, batch_s: Sequence[float], most: int, running: Sequence[float] = ()
 ) -> int:
-    """Size of the largest feasible batch of at most `most` requests, of any of these queues; 0: none is.
+    """Size of the largest feasible batch of at most `most` requests, from any of these queues; 0: none is feasible.
 
-    batch_s : T(1), T(2), ..., at least `most` of them.  running : ascending deadlines of others that would be in it
+    batch_s : T(1), T(2), ..., at least up to T(most).  running : ascending deadlines of further requests for the batch
     """
 
     def is_feasible(size: int) -> bool:
@@ -105,10 +106,10 @@ def largest_feasible(
 
 
 def around_first(queue: DeadlineQueue, now_s: float, batch_s: Sequence[float], most: int) -> tuple[int, int]:
-    """(place, size) of the largest feasible batch with the earliest deadline that can still be met; (0, 0): none is."""
+    """(place, size) of the largest batch that meets the earliest deadline that can still be met; (0, 0): none can."""
     first = queue.first_at(now_s + batch_s[0])
     if first == len(queue):
         return 0, 0
     deadline_s = queue.deadline_at(first) + ROUNDING_S
     size = largest(min(most, len(queue) - first), lambda size: now_s + batch_s[size - 1] <= deadline_s)
-    return first, max(1, size)  # rounding apart, it is at least one
+    return first, max(1, size)  # a batch of 1 is feasible; only rounding can make `size` 0

@@ -1,4 +1,4 @@
-"""When requests that wait are late: the one place where somebody's deadline is watched."""
+"""When waiting requests become late: the only place that watches deadlines."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from llmserve.scheduling.queues import ENTRIES_SPARE, QueuedRequest
 
 
 class Deadlines:
-    """Of all requests that wait and have one.
+    """The deadlines of all waiting requests.
 
-    late_at_s  from when on a request cannot be in time, as far as is known at a time; None: never
-    next_at_s  when the next one may be late; None: nobody waits for whom it matters
+    late_at_s  time after which a request is late, as estimated at the given time; None: never
+    next_at_s  earliest time at which a waiting request may become late; None: no waiting request can
     """
 
     def __init__(self, late_at_s: Callable[[QueuedRequest, float], float | None]) -> None:
         self.next_at_s: float | None = None
         self._late_at_s = late_at_s
-        self._heap: list[tuple[float, int]] = []  # (when it is late, request id), and some that have left
+        self._heap: list[tuple[float, int]] = []  # (time at which it is late, request id); may hold requests that left
 
     def watch(self, queued: QueuedRequest, now_s: float) -> None:
-        """A request waits, for the first time or again, or more is known of it."""
+        """Watch a request that waits, or watch it by new batch times."""
         if queued.request.deadline_s is None:
             return
         at_s = self._late_at_s(queued, now_s)
@@ -30,23 +30,23 @@ class Deadlines:
             self.next_at_s = self._heap[0][0]
 
     def late(self, requests: dict[int, QueuedRequest], now_s: float) -> Iterator[QueuedRequest]:
-        """Those that wait and are late, each once; it must have left before the next is asked for."""
+        """Yield each waiting request that is late. The caller must remove the request before it asks for the next."""
         while self._heap:
             at_s, request_id = self._heap[0]
             queued = requests.get(request_id)
             waits = queued is not None and queued.run is None
             if waits and at_s > now_s:
                 break
-            heapq.heappop(self._heap)  # its time has come, or it waits no more
+            heapq.heappop(self._heap)  # the time has come, or the request no longer waits
             if queued is None or not waits:
                 continue
-            again_s = self._late_at_s(queued, now_s)  # answers may have become shorter, or engines faster
+            again_s = self._late_at_s(queued, now_s)  # estimate again: answers may be shorter now, or engines faster
             if again_s is not None and again_s > now_s:
                 heapq.heappush(self._heap, (again_s, request_id))
                 continue
             yield queued
-        if len(self._heap) > 2 * len(requests) + ENTRIES_SPARE:  # far ones of requests that are over
-            # Of several entries of a request the earliest is kept.
+        if len(self._heap) > 2 * len(requests) + ENTRIES_SPARE:  # drop entries of requests that have ended
+            # A request with several entries keeps the earliest.
             alive = {id_: at_s for at_s, id_ in sorted(self._heap, reverse=True) if id_ in requests}
             self._heap = [(at_s, id_) for id_, at_s in alive.items()]
             heapq.heapify(self._heap)

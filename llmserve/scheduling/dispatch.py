@@ -1,14 +1,14 @@
 """Dispatch: the one way from queue to engine.
 
-A batch is formed early, where its bin's release lets it go although no engine is free, and waits in the queue of formed
-batches; or it is formed for an engine that is free. Either way it is a candidate:
+A batch is formed early, if its bin's release allows a batch although no engine is free, and waits in the queue of
+formed batches; or it is formed for an engine that is free. Either way the batch is a candidate:
 
-    candidates   of each model that a free engine serves: what was formed, and what the releases of its bins let go now
-    key          the order's; the candidate of the smallest key is next
-    start        on an engine whose memory holds it; nothing overtakes what waits for memory
+    candidates   of each model that a free engine serves: formed batches, and batches that the bins' releases allow now
+    key          the order's key; the candidate of the smallest key is next
+    start        on an engine whose memory holds the batch; a batch that waits for memory is not overtaken
 
-Preemption puts one more question to the same candidates, with what runs beside them. Here alone batches are started and
-stopped; scheduling/choices.py finds what is next.
+Preemption compares the same candidates with the running batches. Only this module starts and stops batches;
+scheduling/choices.py chooses the next batch.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from llmserve.scheduling.queues import FormedBatch
 
 
 class Dispatch:
-    """order    which candidate is next; moment : whether it decides when an engine is free
-    forming  has bins let batches go
+    """order    which candidate is next; moment : whether the order is a MomentOrder
+    forming  forms batches out of bins
     times    how long batches take
-    actions  of the step in progress: what is started and stopped is said here
+    actions  actions of the step in progress; starts and preemptions are appended
     """
 
     def __init__(self, order: Order, batch_size: int) -> None:
@@ -40,24 +40,24 @@ class Dispatch:
         self.actions: list[Action] = []
 
     def settle(self, group: Group, now_s: float) -> list[float]:
-        """After whatever happened: what can start does. Returns times at which more could, though nothing happened."""
+        """Start all that can start, after any event. Returns times at which more could start without an event."""
         dues_s: list[float | None] = []
         if group.tally.waiting:
-            for queues in group.planned:  # what a plan or an arrival says of one bin may let another one go
+            for queues in group.planned:  # a new plan or an arrival in one bin may change the release of others
                 if queues.waiting:
                     self.forming.form_all_early(queues, now_s)
             choice = self.choice(group, now_s) if group.pool.free else None
             if choice is not None:
                 for engine, queues, batch, size in choice.starts():
                     self._start(group, engine, queues, batch, size, now_s)
-                if choice.look_again_at_s is not None:
-                    dues_s.append(choice.look_again_at_s)
+                if choice.recheck_at_s is not None:
+                    dues_s.append(choice.recheck_at_s)
             if group.arrived_in:
                 self._make_room(group, now_s)
             if group.timed:
                 dues_s += self._dues_s(group, choice)
         group.arrived_in.clear()
-        # What its release would let go by now, an order of the moment may have no use for.
+        # An order of the moment may leave a batch that its release allows: a past time would wake it without end.
         least_s = now_s if self.moment else -math.inf
         return [at_s for at_s in dues_s if at_s is not None and at_s > least_s] if dues_s else []
 
@@ -67,7 +67,7 @@ class Dispatch:
         return MomentChoice(group, self.forming, self.order, self.times, now_s)
 
     def _dues_s(self, group: Group, choice: FixedChoice | MomentChoice | None) -> Iterator[float | None]:
-        """When releases may let more go by time alone."""
+        """Times at which releases may release more without an event."""
         for queues in group.timed:
             if queues.waiting:
                 idle = choice.idle_after(queues) if choice is not None else None
@@ -78,18 +78,18 @@ class Dispatch:
     def _start(
         self, group: Group, engine: EngineState, queues: ModelQueues, batch: FormedBatch, size: int, now_s: float
     ) -> None:
-        """Start the first so many requests of a formed batch."""
+        """Start the first `size` requests of a formed batch."""
         started, requests = queues.start(batch, size)
         engine.start(batch, requests, now_s)
         group.pool.served(requests, engine)
-        group.pool.look_at(engine, now_s)
+        group.pool.refresh(engine, now_s)
         self.actions.append(StartBatch(engine.info.name, started))
 
     # ---- preemption ----
 
     def _make_room(self, group: Group, now_s: float) -> None:
-        """Stop batches for others that are worth more, of queues to which requests have come: what waits of others is
-        worth no more than before.
+        """Stop running batches for batches that are worth more, out of queues with new arrivals: the other queues were
+        compared before.
         """
         order = self.order
         assert isinstance(order, MomentOrder), "only an order of the moment preempts"
@@ -99,13 +99,13 @@ class Dispatch:
                 return
 
     def _victims(self, group: Group, order: MomentOrder, now_s: float) -> list[Running]:
-        """Batches that could make room for what waits, those first that the order would rather stop."""
+        """Running batches that could be stopped, by the order's `victim_key`."""
         batches = group.pool.batches
         waiting = max([queues.waiting for queues in group.arrived_in.values()])
         sizes = [size for size in batches if order.may_stop(size, waiting, self.forming.batch_size)]
         engines = [engine for size in sizes for engine in batches[size].values() if can_stop(engine, now_s)]
-        found = [self._running(group, engine) for engine in engines]
-        return sorted(found, key=lambda running: (order.victim_key(running), running.engine.info.name))
+        victims = [self._running(group, engine) for engine in engines]
+        return sorted(victims, key=lambda running: (order.victim_key(running), running.engine.info.name))
 
     def _running(self, group: Group, engine: EngineState) -> Running:
         runs = list(engine.running.values())
@@ -117,7 +117,7 @@ class Dispatch:
     def _stop_for_more(
         self, group: Group, order: MomentOrder, choice: MomentChoice, running: Running, now_s: float
     ) -> bool:
-        """Stop what runs if the best that could begin instead on an engine of the same GPU is worth that."""
+        """Stop the running batch if the best batch for an engine of the same GPU is worth that. True if stopped."""
         stopped, least = running.engine, order.least_worth(running)
         best: tuple[Key, Candidate] | None = None
         for engine in stopped.worker.engines:
@@ -128,25 +128,25 @@ class Dispatch:
                 )
         if best is None or not order.stops(best[1], running, now_s):
             return False
-        # The engine is kept for it: else what leaves would begin again at once, and be stopped again, for ever.
+        # Reserve the engine: otherwise the stopped requests would start at once and be stopped again, without end.
         stopped.worker.reserved = best[1].engine, choice.reserve(best[1])
         ids = stopped.stop()
-        group.pool.look_at(stopped, now_s)
+        group.pool.refresh(stopped, now_s)
         self.actions.append(PreemptBatch(stopped.info.name, running.runs[0].batch_id, ids))
         return True
 
     def start_reserved(self, group: Group, worker: Worker, now_s: float) -> None:
-        """What ran has gone: the batch that it made room for begins, as large as it can be now, those that were
-        stopped in it if they belong there.
+        """Start the reserved batch after the preempted batch has ended. The batch is composed again, as large as it can
+        be now; it may hold preempted requests.
         """
-        assert worker.reserved is not None, "it is reserved for nobody"
+        assert worker.reserved is not None, f"worker {worker.name} is not reserved"
         assert isinstance(self.order, MomentOrder), "only an order of the moment preempts"
         (engine, batch), worker.reserved = worker.reserved, None
         choice = MomentChoice(group, self.forming, self.order, self.times, now_s)
-        requests = list(batch.requests.values())  # none, where all have left meanwhile
+        requests = list(batch.requests.values())  # [] if all have been cancelled or have failed in between
         if requests:
             choice.take_back(batch)
-        group.pool.look_at(engine, now_s)
+        group.pool.refresh(engine, now_s)
         if requests and engine.info.name in group.pool.free:
             bin_index = max([queued.bin for queued in requests])
             start = choice.best_of_bin(engine, group.queues[batch.model], bin_index)
@@ -155,8 +155,8 @@ class Dispatch:
 
 
 def can_stop(engine: EngineState, now_s: float) -> bool:
-    """Its batch can make room: its engine runs one at a time, nobody has seen a byte of it, and nothing was decided
-    already. Who has waited too long without a deadline is not put off again.
+    """Whether the engine's batch can be preempted: nothing else is reserved, the worker does not move, no client has
+    received a byte, no request is overdue, and not all are cancelled. engine : a barrier engine that runs a batch.
     """
     runs = engine.running.values()
     return (

@@ -1,11 +1,10 @@
-"""Engines as the scheduler sees them: what each runs, what it could take, and which one takes what.
+"""Engines as the scheduler sees them: running requests, free room, speed, and the choice of an engine for a request.
 
 The engines of a serving group are a pool. Engines that share a GPU are one worker.
 
-How much of an engine's KV cache its requests will need: a request holds its prompt and what it has generated, and gives
-all back when it ends. Requests end at different times, so the most that is ever needed at once is less than the sum of
-their totals. With h_i tokens held now, c_i choices (each grows by one token a step) and r_i steps to go, the need just
-before request j ends is
+Need for KV cache: a request holds its prompt and its generated tokens, and frees them when it ends. Requests end at
+different times, so the peak need of an engine is less than the sum of the requests' totals. With h_i tokens held now,
+c_i choices (each grows by one token a step) and r_i steps to go, the need just before request j ends is
 
     sum over i with r_i >= r_j of (h_i + c_i r_j)
 
@@ -23,24 +22,24 @@ from llmserve.request import EngineInfo
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.queues import BLOCK_TOKENS, FormedBatch, QueuedRequest, Run
 
-SURE_SHARE = 0.5  # of the cache: with predictions that fill less of it nothing is looked at closely
-LOOK_AGAIN_S = 0.1  # after a request did not fit: time alone may make it fit
-PACE_MEMORY = 32  # answers after which a pace's weight has fallen to a third
-PACE_SAME = 1e-6  # differences of rounding, not of speed
-PACE_LEAST, PACE_MOST = 1.0 / 64.0, 64.0  # beyond these something else happened than a batch
-PROVEN_S = 10.0  # so long what an engine's last answer showed of its pace is taken for true
+SURE_SHARE = 0.5  # of the cache: below this share of predicted totals, a request fits without further checks
+RECHECK_S = 0.1  # after a request did not fit: it may fit later, as running requests approach their ends
+PACE_MEMORY = 32  # answers after which an observation's weight has fallen to a third
+PACE_SAME = 1e-6  # relative: smaller differences are rounding
+PACE_LEAST, PACE_MOST = 1.0 / 64.0, 64.0  # an observed pace is clipped to these: beyond, the time was not a batch's
+PROVEN_S = 10.0  # seconds after an answer for which the engine's pace counts as proven
 OVERDUE_SHARE = 0.25  # an answer longer than all predictions is expected to grow by this share of itself
-PREFIX_ENGINES_MAX = 4  # remembered per prefix, the latest ones
+PREFIX_ENGINES_MAX = 4  # engines remembered per prefix, the latest first
 IMBALANCE = 0.25  # share of its slots by which an engine may be busier than another and still be preferred for a prefix
 
 
 class Worker:
     """A GPU and the engines that share it. Barrier engines of one worker run one batch at a time between them.
 
-    running   requests on these
-    group     that it runs requests of
-    next      the group that it joins when these have ended; None: it stays
-    reserved  a batch that the one which runs was told to make room for, and its engine
+    running   number of requests on the worker's engines
+    group     group whose requests the worker runs
+    next      group that the worker joins when it is idle; None: it stays
+    reserved  the engine and the batch for which a running batch was preempted
     """
 
     __slots__ = ("engines", "group", "name", "next", "reserved", "running")
@@ -55,50 +54,52 @@ class Worker:
 
 
 class Pace:
-    """Seconds that an engine takes for each second that it was told to take, of one model: what batches really took.
+    """Measured over profiled seconds of one model's batches on an engine.
 
-    value      1 until the first answer
-    seen_at_s  of the last answer; None before the first
+    value          mean ratio; 1 until the first answer
+    observed_at_s  time of the last answer; None before the first
     """
 
-    __slots__ = ("_answers", "seen_at_s", "value")
+    __slots__ = ("_answers", "observed_at_s", "value")
 
     def __init__(self) -> None:
         self.value = 1.0
-        self.seen_at_s: float | None = None
+        self.observed_at_s: float | None = None
         self._answers = 0
 
-    def observe(self, seconds: float, told_s: float, now_s: float) -> None:
-        """told_s : > 0. The first answers count alike, so that a profile that is wrong is soon found out."""
-        self.seen_at_s = now_s
+    def observe(self, seconds: float, profile_s: float, now_s: float) -> None:
+        """profile_s : > 0. The first PACE_MEMORY answers have equal weight, so that a wrong profile shows soon."""
+        self.observed_at_s = now_s
         self._answers = min(self._answers + 1, PACE_MEMORY)
-        if abs(seconds - self.value * told_s) > PACE_SAME * told_s:
-            took = min(max(seconds / told_s, PACE_LEAST), PACE_MOST)
-            self.value += (took - self.value) / self._answers
+        if abs(seconds - self.value * profile_s) > PACE_SAME * profile_s:
+            ratio = min(max(seconds / profile_s, PACE_LEAST), PACE_MOST)
+            self.value += (ratio - self.value) / self._answers
 
 
 class EngineState:
-    """running       what is on it, by request id
-    total_tokens  sum of what these are predicted to hold at their ends
-    models        that it serves; empty: whatever is asked for
-    ready         it takes requests, as far as its body is concerned
-    paces         by model, of those that it has answered for and whose speed is known
+    """The state of an engine, as events report it.
+
+    running       runs on the engine, by request id
+    total_tokens  sum of the tokens that these requests are predicted to hold at their ends
+    models        names of the served models; empty: every model
+    ready         whether the engine takes requests, its circuit breaker aside
+    paces         by model, for models of known speed with at least one answer
     """
 
     __slots__ = ("_refused", "circuit", "info", "models", "paces", "ready", "running", "total_tokens", "worker")
 
     def __init__(self, info: EngineInfo, circuit: Circuit, worker: Worker) -> None:
-        self.know(info)
+        self.update(info)
         self.circuit = circuit
         self.worker = worker
         self.ready = True
         self.paces: dict[str, Pace] = {}
         self.running: dict[int, Run] = {}
         self.total_tokens = 0
-        self._refused: tuple[int, float] | None = None  # a request that does not fit before a time
+        self._refused: tuple[int, float] | None = None  # a request id, and the time before which it does not fit
 
-    def know(self, info: EngineInfo) -> None:
-        """What it is from now on."""
+    def update(self, info: EngineInfo) -> None:
+        """Replace the engine's description."""
         self.info = info
         self.models = frozenset(info.models)
 
@@ -106,7 +107,7 @@ class EngineState:
 
     @property
     def room(self) -> int:
-        """Slots without a request; of a barrier engine all or none. Negative by what waits there to look ahead."""
+        """Free slots; a barrier engine has all or none. Negative when look-ahead requests wait on the engine."""
         info = self.info
         if info.barrier:
             return 0 if self.worker.running else info.slots
@@ -114,13 +115,13 @@ class EngineState:
 
     @property
     def room_at_once(self) -> int:
-        """Requests that it is given at once: on trial, and where memory is scarce, one by one."""
+        """Requests that one start may send. A refill engine gets one, while on trial or if its memory is limited."""
         if self.info.barrier or (self.circuit.closed and self.info.tokens_max is None):
             return self.room
         return min(1, self.room)
 
     def takes(self, now_s: float) -> bool:
-        """Whether it may be sent anything now, be it only to wait there."""
+        """Whether the engine may be sent a request now, to run or to wait there (look-ahead)."""
         worker, info = self.worker, self.info
         if not self.ready or worker.next is not None or worker.reserved is not None or not self.circuit.takes(now_s):
             return False
@@ -130,44 +131,44 @@ class EngineState:
 
     @property
     def takes_for_group(self) -> bool:
-        """It is ready, and not about to come from another group."""
+        """Whether the engine is ready and its worker has joined the group."""
         return self.ready and self.worker.next is None
 
     def serves(self, model: str) -> bool:
         return not self.models or model in self.models
 
     def speed(self, model: str) -> StepTimes | None:
-        """None where it is not known."""
+        """The model's step times; None: unknown."""
         speeds = self.info.speeds
         return speeds.get(model) or speeds.get("") if speeds else None
 
     def fits(self, queued: QueuedRequest, now_s: float, seconds_per_token: float) -> bool:
-        """Whether its memory will hold this request beside those that it runs, until each has ended.
+        """Whether the engine's memory will hold this request beside the running requests until each has ended.
 
-        An empty engine takes anything, for no other moment would be better.
+        An empty engine takes any request, for there will never be more room.
         """
         tokens_max = self.info.tokens_max
         if tokens_max is None or self.info.barrier or not self.running:
             return True
         if self.total_tokens + queued.total_tokens <= SURE_SHARE * tokens_max:
-            return True  # all of them at their ends at once, and twice as long as predicted
+            return True  # the cache would hold all at their ends, even at twice their predicted totals
         if self._refused is not None and self._refused[0] == queued.request.id and now_s < self._refused[1]:
             return False
         needs = [_need(run.queued, now_s - run.started_at_s, seconds_per_token) for run in self.running.values()]
         if peak_tokens([*needs, _need(queued, 0.0, seconds_per_token)]) <= tokens_max:
             return True
-        self._refused = queued.request.id, now_s + LOOK_AGAIN_S
+        self._refused = queued.request.id, now_s + RECHECK_S
         return False
 
     @property
-    def look_again_at_s(self) -> float | None:
-        """When what did not fit is worth another look; None: nothing was refused since the last change."""
+    def recheck_at_s(self) -> float | None:
+        """When to check again whether the refused request fits; None: nothing was refused since the last change."""
         return self._refused[1] if self._refused is not None else None
 
-    # ---- in and out ----
+    # ---- start and end of runs ----
 
     def start(self, batch: FormedBatch, requests: list[QueuedRequest], now_s: float) -> None:
-        """Run these requests of the batch. What did not fit before fits no better now."""
+        """Record that these requests of the batch run. The refused request is kept: it fits no better now."""
         name, concurrency = self.info.name, len(self.running) + len(requests)
         for queued in requests:
             queued.run = self.running[queued.request.id] = Run(
@@ -179,53 +180,54 @@ class EngineState:
             self.circuit.started(requests[0].request.id)
 
     def stop(self) -> tuple[int, ...]:
-        """Tell the batch that runs to stop, for others; its request ids, without those whose clients have gone."""
+        """Mark the running batch as stopping. Returns its request ids, without cancelled requests."""
         stopped = [run for run in self.running.values() if not run.queued.cancelled]
         for run in stopped:
             run.stopping = True
         return tuple([run.queued.request.id for run in stopped])
 
-    def let_go(self, runs: Collection[Run]) -> None:
+    def remove(self, runs: Collection[Run]) -> None:
+        """Record that these runs have ended, whatever their outcome."""
         for run in runs:
             queued = run.queued
             del self.running[queued.request.id]
             queued.run = None
             self.total_tokens -= queued.total_tokens
             if self.circuit.trial is not None:
-                self.circuit.let_go(queued.request.id)
+                self.circuit.end_trial(queued.request.id)
         self.worker.running -= len(runs)
         self._refused = None
 
-    # ---- how fast it is ----
+    # ---- speed ----
 
     def pace(self, model: str) -> float:
-        """Seconds for each second that it was told to take; 1 while nothing has shown otherwise."""
-        known = self.paces.get(model)
-        return known.value if known is not None else 1.0
+        """Measured over profiled seconds; 1 before the first answer."""
+        pace = self.paces.get(model)
+        return pace.value if pace is not None else 1.0
 
     def proven_until_s(self, model: str) -> float:
-        """Until when its pace is taken for true; -inf when nothing has shown it."""
-        known = self.paces.get(model)
-        return known.seen_at_s + PROVEN_S if known is not None and known.seen_at_s is not None else -math.inf
+        """Until when the pace counts as proven; -inf before the first answer."""
+        pace = self.paces.get(model)
+        return pace.observed_at_s + PROVEN_S if pace is not None and pace.observed_at_s is not None else -math.inf
 
-    def took(self, model: str, sequences: int, tokens: float, seconds: float, now_s: float) -> bool:
-        """It has run so many sequences for so long, the longest of them `tokens`. True when its pace has changed."""
+    def record_batch(self, model: str, sequences: int, tokens: float, seconds: float, now_s: float) -> bool:
+        """Record a batch of `sequences` that ran for `seconds`; `tokens` : of the longest. True if the pace changed."""
         speed = self.speed(model)
         if speed is None or not speed.step_s or tokens <= 0:
             return False
-        told_s = speed.batch_s(tokens, sequences)
-        if told_s <= 0:
+        profile_s = speed.batch_s(tokens, sequences)
+        if profile_s <= 0:
             return False
         pace = self.paces.setdefault(model, Pace())
-        before = pace.value if pace.seen_at_s is not None else None
-        pace.observe(seconds, told_s, now_s)
+        before = pace.value if pace.observed_at_s is not None else None
+        pace.observe(seconds, profile_s, now_s)
         return pace.value != before
 
 
 class PrefixMemory:
-    """The last `prefixes_max` hashes of prompt beginnings, each with the engines that served it last.
+    """The last `prefixes_max` hashes of prompt prefixes, each with the engines that served the prefix last.
 
-    A request brings hashes of ever longer beginnings; the longest one that is known counts.
+    A request brings the hashes of ever longer prefixes of its prompt; the longest remembered prefix counts.
     """
 
     def __init__(self, prefixes_max: int = 16_384) -> None:
@@ -237,25 +239,25 @@ class PrefixMemory:
 
     def served(self, prefixes: tuple[int, ...], engine: str) -> None:
         for prefix in prefixes:
-            others = [name for name in self._engines.pop(prefix, ()) if name != engine]
-            self._engines[prefix] = (engine, *others[: PREFIX_ENGINES_MAX - 1])
+            earlier = [name for name in self._engines.pop(prefix, ()) if name != engine]
+            self._engines[prefix] = (engine, *earlier[: PREFIX_ENGINES_MAX - 1])
         while len(self._engines) > self._prefixes_max:
             self._engines.popitem(last=False)
 
     def among(self, prefixes: tuple[int, ...], engines: Collection[str]) -> list[str]:
-        """Those of `engines` that served the longest beginning any of them served; [] when none did."""
+        """Names in `engines` that served the longest prefix which any of them served; [] when none served any."""
         for prefix in reversed(prefixes):
-            known = [name for name in self._engines.get(prefix, ()) if name in engines]
-            if known:
-                return known
+            names = [name for name in self._engines.get(prefix, ()) if name in engines]
+            if names:
+                return names
         return []
 
     def forget(self, engine: str) -> None:
-        """It has lost its cache."""
+        """Forget an engine, which has lost its cache."""
         for prefix, names in list(self._engines.items()):
-            left = tuple(name for name in names if name != engine)
-            if left:
-                self._engines[prefix] = left
+            remaining = tuple(name for name in names if name != engine)
+            if remaining:
+                self._engines[prefix] = remaining
             else:
                 del self._engines[prefix]
 
@@ -263,32 +265,32 @@ class PrefixMemory:
 class EnginePool:
     """The engines of one group.
 
-    engines  all that have run its requests and none of another group's since, by name
-    free     those that take something now, by name
-    paused   those whose circuit's pause is not over, by name
-    batches  those that run a batch to its end, by the number of its requests and by name
+    engines  the group's engines, ready or not, and those whose worker will join, by name
+    free     engines that take requests now, by name
+    paused   engines in a pause of their circuit, by name
+    batches  busy barrier engines, by the number of requests in their batch and by name
     """
 
     def __init__(self) -> None:
         self.batches: dict[int, dict[str, EngineState]] = {}
-        self._batch_of: dict[str, int] = {}  # requests of the batch that runs, by name, where there are
+        self._batch_of: dict[str, int] = {}  # requests in the running batch of each busy barrier engine, by name
         self.engines: dict[str, EngineState] = {}
         self.free: dict[str, EngineState] = {}
         self.paused: dict[str, EngineState] = {}
-        self._serving: dict[str, list[EngineState]] = {}  # by model, as far as it was asked for
+        self._serving: dict[str, list[EngineState]] = {}  # cache of `serving`, by model
         self._prefixes = PrefixMemory()
 
-    # ---- who is there ----
+    # ---- the pool's engines ----
 
     def join(self, engine: EngineState, now_s: float) -> None:
         self.engines[engine.info.name] = engine
         open_until_s = engine.circuit.open_until_s
         if engine.ready and open_until_s is not None and open_until_s > now_s:
             self.paused[engine.info.name] = engine
-        self.know(engine, now_s)
+        self.update(engine, now_s)
 
     def leave(self, engine: EngineState) -> None:
-        """It runs nothing, and runs nothing more for this group."""
+        """Remove an engine, which starts no more requests of this group."""
         name = engine.info.name
         for engines in (self.engines, self.free, self.paused):
             engines.pop(name, None)
@@ -296,18 +298,18 @@ class EnginePool:
         self.forget_prefixes(engine)
         self._serving.clear()
 
-    def know(self, engine: EngineState, now_s: float) -> None:
-        """It serves other models, or has begun or ceased to take requests."""
+    def update(self, engine: EngineState, now_s: float) -> None:
+        """Update the pool after an engine's models or its readiness have changed."""
         self._serving.clear()
-        self.look_at(engine, now_s)
+        self.refresh(engine, now_s)
 
-    def look_at(self, engine: EngineState, now_s: float) -> None:
-        """Whether it, and those that share its GPU, take something now; after every change of what it runs."""
-        for each in engine.worker.engines:
-            if each.takes(now_s):
-                self.free[each.info.name] = each
+    def refresh(self, engine: EngineState, now_s: float) -> None:
+        """Update `free` and `batches` after the runs of an engine have changed, also for engines that share its GPU."""
+        for member in engine.worker.engines:
+            if member.takes(now_s):
+                self.free[member.info.name] = member
             else:
-                self.free.pop(each.info.name, None)
+                self.free.pop(member.info.name, None)
         if engine.info.barrier and self._batch_of.get(engine.info.name, 0) != len(engine.running):
             self._count_batch(engine, len(engine.running))
 
@@ -323,42 +325,43 @@ class EnginePool:
             self.batches.setdefault(requests, {})[name] = engine
 
     def end_pauses(self, now_s: float) -> bool:
-        """True when one is over."""
+        """End the pauses of circuits whose time is over. True when any pause has ended."""
         over = [(name, engine) for name, engine in self.paused.items() if engine.circuit.takes(now_s)]
         for name, engine in over:
             del self.paused[name]
-            self.look_at(engine, now_s)
+            self.refresh(engine, now_s)
         return bool(over)
 
-    # ---- who serves what ----
+    # ---- engines of a model ----
 
     def serving(self, model: str) -> list[EngineState]:
-        """Ready ones, those of a worker among them that joins the group when others' requests have ended on it."""
-        known = self._serving.get(model)
-        if known is None:
-            known = [engine for engine in self.engines.values() if engine.ready and engine.serves(model)]
-            self._serving[model] = known
-        return known
+        """Ready engines that serve the model, also those whose worker has yet to join the group."""
+        serving = self._serving.get(model)
+        if serving is None:
+            serving = [engine for engine in self.engines.values() if engine.ready and engine.serves(model)]
+            self._serving[model] = serving
+        return serving
 
     def free_for(self, model: str, blocked: Collection[str] = ()) -> list[EngineState]:
-        found = [engine for engine in self.free.values() if not engine.models or model in engine.models]
-        return [engine for engine in found if engine.info.name not in blocked] if blocked else found
+        free = [engine for engine in self.free.values() if not engine.models or model in engine.models]
+        return [engine for engine in free if engine.info.name not in blocked] if blocked else free
 
     def another_works(self, name: str, model: str) -> bool:
+        """Whether an engine other than `name` serves the model with a closed circuit."""
         return any(engine.info.name != name and engine.circuit.closed for engine in self.serving(model))
 
-    # ---- which one ----
+    # ---- choice of an engine ----
 
     def preferred(self, engines: Iterable[EngineState], prefixes: tuple[int, ...]) -> EngineState:
-        """The one with the most room; or one that has served the same prefix lately and is hardly busier."""
+        """The engine with the most room; or an engine that has lately served the same prefix and is hardly busier."""
         best = min(engines, key=lambda engine: (-engine.room, engine.info.name))
         if not prefixes:
             return best
         near = {
             engine.info.name: engine for engine in engines if engine.room + IMBALANCE * engine.info.slots >= best.room
         }
-        known = self._prefixes.among(prefixes, near)
-        return min([near[name] for name in known], key=lambda engine: -engine.room, default=best)
+        names = self._prefixes.among(prefixes, near)
+        return min([near[name] for name in names], key=lambda engine: -engine.room, default=best)
 
     def served(self, requests: Iterable[QueuedRequest], engine: EngineState) -> None:
         if len(self.engines) > 1:
@@ -367,20 +370,20 @@ class EnginePool:
                     self._prefixes.served(queued.request.prefixes, engine.info.name)
 
     def forget_prefixes(self, engine: EngineState) -> None:
-        """It has lost its cache."""
+        """Forget the prefixes of an engine, which has lost its cache."""
         self._prefixes.forget(engine.info.name)
 
 
 def _need(queued: QueuedRequest, ran_s: float, seconds_per_token: float) -> tuple[float, float, float]:
-    """(held now, choices, steps to go) of one request; see the module."""
+    """(tokens held now, choices, steps to go) of one request; see the module."""
     request, expected = queued.request, queued.expected_tokens
     generated = ran_s / seconds_per_token
-    held = request.prompt_tokens + request.choices * (generated + BLOCK_TOKENS)
-    return held, request.choices, remaining_tokens(request.quantiles, expected, generated)
+    tokens_now = request.prompt_tokens + request.choices * (generated + BLOCK_TOKENS)
+    return tokens_now, request.choices, remaining_tokens(request.quantiles, expected, generated)
 
 
 def remaining_tokens(quantiles: tuple[float, ...], expected: float, generated: float) -> float:
-    """Output tokens that a request is expected to generate still, having generated so many.
+    """Expected further output tokens of a request that has generated `generated` tokens.
 
     quantiles: its equally likely lengths, () when only `expected` is known.
     """
@@ -388,15 +391,15 @@ def remaining_tokens(quantiles: tuple[float, ...], expected: float, generated: f
         longer = [length for length in quantiles if length > generated]
         if longer:
             return sum(longer) / len(longer) - generated
-    left = expected - generated
-    return left if left > 0 else OVERDUE_SHARE * generated
+    remaining = expected - generated
+    return remaining if remaining > 0 else OVERDUE_SHARE * generated
 
 
 def peak_tokens(requests: Iterable[tuple[float, float, float]]) -> float:
-    """The most that (held now, choices, steps to go) will need at once, tokens. O(n log n)."""
-    held = choices = peak = 0.0
-    for held_i, choices_i, remaining_i in sorted(requests, key=lambda request: -request[2]):
-        held += held_i
+    """Peak need of requests, each (tokens held now, choices, steps to go), in tokens. O(n log n)."""
+    tokens = choices = peak = 0.0
+    for tokens_i, choices_i, remaining_i in sorted(requests, key=lambda request: -request[2]):
+        tokens += tokens_i
         choices += choices_i
-        peak = max(peak, held + choices * remaining_i)
+        peak = max(peak, tokens + choices * remaining_i)
     return peak

@@ -1,16 +1,15 @@
-"""Serving groups: which workers, and which requests, belong together (Shepherd, Section 3.2).
+"""Serving groups: which workers and which requests belong together (Shepherd, Section 3.2).
 
-A plan (`ServingGroup`s; HERD makes them) names workers, models and streams. A group's requests wait in queues of its
-own and run on its engines only, so that a step costs what a group costs, however many groups there are, and a burst of
-one group's requests delays no other's. What no group of the plan names is the fallback group's; without a plan that is
-all.
+A plan (`ServingGroup`s; HERD makes them) names workers, models and streams. Each group has its own queues and its own
+engines. So the cost of a step does not grow with the number of groups, and a burst of requests in one group delays no
+other group. The fallback group gets every worker, model and stream that the plan does not name; without a plan, all.
 
-    where a request waits   in its own group if an engine there serves its model; else in any group where one does, the
-                            least loaded first; else where one is about to; else in its own
-    when the plan changes   what runs ends where it is; what waits goes to where it would wait had it come now, with its
-                            arrival time, deadline and retries; a worker takes nothing more from the group that it
-                            leaves, and joins the other one when nothing runs on it; a group that is no longer in the
-                            plan is kept until it is empty
+    where a request waits   in its own group if an engine there serves its model; else in the least loaded group where
+                            an engine does; else in a group that an engine for the model will join; else in its own
+    when the plan changes   running requests end where they are; waiting requests move to where a new request would
+                            wait, and keep their arrival time, deadline and retries; a worker takes no more requests
+                            of the group that it leaves, and joins its next group when it is idle; a group that is no
+                            longer in the plan is kept until it is empty
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run, turn_of_
 
 
 class Groups:
-    """The groups at run time, the workers, and who belongs where.
+    """The groups at run time, the workers and engines, and which group each belongs to.
 
-    new_group  makes one
-    plan       the groups to begin with
-    by_name    those of the plan, and those that are not empty yet; only : the one, where there is one
-    engines    all that were ever ready, by name
+    new_group  makes a group, by its name
+    plan       the first plan
+    by_name    groups of the plan, and older groups that are not empty yet; only : the group, if there is one group
+    engines    all engines that were ever ready, by name
     """
 
     def __init__(self, new_group: Callable[[str], Group], plan: tuple[ServingGroup, ...] = ()) -> None:
@@ -62,60 +61,60 @@ class Groups:
     # ---- requests ----
 
     def own(self, request: Request) -> Group:
-        """The group whose request this is."""
+        """The group that the plan gives this request to."""
         if self.only is not None:
             return self.only
         return self.by_name[self.layout.group_of(request.stream, request.model)]
 
     def group_for(self, request: Request) -> Group:
-        """Where it waits if it comes now."""
+        """The group in which this request waits if it arrives now."""
         own = self.own(request)
         if not self.is_misplaced(own, request):
             return own
         best = self._best(request.model)
-        able = [group for group in self if group.can(request.model) == best]
+        able = [group for group in self if group.ability(request.model) == best]
         return min(able, key=lambda group: (group.load, group.name))
 
     def is_misplaced(self, group: Group, request: Request) -> bool:
-        """Whether it waits where it would not wait had it come now."""
+        """Whether the request would wait in another group if it arrived now."""
         if self.only is not None:
             return False
         own = self.own(request)
-        if own is group and group.can(request.model) == SERVES:
+        if own is group and group.ability(request.model) == SERVES:
             return False
         best = self._best(request.model)
-        return own is not group if own.can(request.model) == best else group.can(request.model) < best
+        return own is not group if own.ability(request.model) == best else group.ability(request.model) < best
 
     def _best(self, model: str) -> int:
-        return max([group.can(model) for group in self])
+        return max([group.ability(model) for group in self])
 
     def models(self) -> dict[str, ModelQueues]:
-        """By model: `queues_of` each."""
+        """`queues_of` of every model that has queues, by model."""
         names = {model: None for group in self for model in group.queues}
         return {model: queues for model in names if (queues := self.queues_of(model)) is not None}
 
     def queues_of(self, model: str) -> ModelQueues | None:
-        """Of the group whose requests of that model are; else of the first that has some; None: there are none."""
+        """The model's queues in its own group; else in the first group that has some; None: no group has."""
         own = self.by_name[self.layout.group_of("", model)]
-        with_some = [group.queues[model] for group in (own, *self) if model in group.queues]
-        return with_some[0] if with_some else None
+        candidates = [group.queues[model] for group in (own, *self) if model in group.queues]
+        return candidates[0] if candidates else None
 
     # ---- engines ----
 
     def group_of(self, engine: EngineState) -> Group:
-        """The group that its worker belongs to, or is about to join."""
+        """The group that the engine's worker will join next; else the group that the worker belongs to."""
         if self.only is not None:
             return self.only
         return self.by_name[engine.worker.next or engine.worker.group]
 
     def place(self, info: EngineInfo, circuit: Circuit) -> EngineState:
-        """An engine that was not known before."""
+        """Add a new engine to its worker; a new worker gets its group from the plan."""
         name = info.worker or info.name
         worker = self._workers.get(name)
         if worker is None:
             worker = self._workers[name] = Worker(name, self.layout.group_of_worker(name))
         kinds = {engine.info.barrier for engine in worker.engines} | {info.barrier}
-        assert len(kinds) == 1, f"{info.name} would share {name} with engines of another kind"
+        assert len(kinds) == 1, f"worker {name} has both barrier and refill engines; {info.name} was added last"
         state = self.engines[info.name] = EngineState(info, circuit, worker)
         worker.engines.append(state)
         return state
@@ -123,19 +122,19 @@ class Groups:
     # ---- plans ----
 
     def change(self, plan: tuple[ServingGroup, ...], now_s: float) -> list[Group]:
-        """Another plan holds; workers belong to its groups from now on. Returns those whose engines have changed."""
+        """Move workers to the groups of a new plan. Returns the groups whose engines have changed."""
         self.layout = Layout(plan)
         self._make_groups()
         changed: dict[str, Group] = {}
         for _, worker in sorted(self._workers.items()):
             group = self.layout.group_of_worker(worker.name)
             if group != (worker.next or worker.group):
-                for each in self._move(worker, self.by_name[group], now_s):
-                    changed[each.name] = each
+                for affected in self._move(worker, self.by_name[group], now_s):
+                    changed[affected.name] = affected
         return list(changed.values())
 
     def _move(self, worker: Worker, group: Group, now_s: float) -> tuple[Group, Group]:
-        """The worker belongs to this group from now on, and joins it when it is idle."""
+        """Give the worker to this group; the worker joins when it is idle. Returns the old and the new group."""
         before = self.by_name[worker.next or worker.group]
         for engine in worker.engines:
             before.pool.leave(engine)
@@ -149,17 +148,17 @@ class Groups:
         return before, group
 
     def join(self, worker: Worker, now_s: float) -> Group:
-        """A worker that has run what it had of another group's joins its next one."""
-        assert worker.next is not None, "it stays where it is"
+        """Let a worker that has become idle join its next group."""
+        assert worker.next is not None, f"worker {worker.name} has no next group"
         worker.group, worker.next = worker.next, None
         group = self.by_name[worker.group]
         for engine in worker.engines:
-            group.pool.know(engine, now_s)
+            group.pool.update(engine, now_s)
         group.make_queues(worker, now_s)
         return group
 
     def drop_empty(self) -> None:
-        """Forget groups that are no longer in the plan, and have nothing left."""
+        """Remove groups that are no longer in the plan and have no request and no ready engine left."""
         if len(self.by_name) == len(self.layout.names):
             return
         leaving = {worker.group for worker in self._workers.values()}
@@ -170,15 +169,15 @@ class Groups:
 
 
 class RequestBook:
-    """What becomes of each request, from its arrival to its end.
+    """Records each request from its arrival to its end.
 
-    by_id      all that wait or run
-    deadlines  of those that wait
-    touched    groups to be looked at before the step ends, by name
-    now_s, actions  of the step in progress
+    by_id      all requests that wait or run
+    deadlines  of the waiting requests
+    touched    groups to settle before the step ends, by name
+    now_s, actions  time of the step in progress, and the actions decided in it
 
-    groups, forming, order  where requests wait, and how they are let go of; times : of batches
-    retries_max  times that a request whose engine failed before its first byte runs again
+    forming      how bins release batches; order : which batch runs next; times : how long batches take
+    retries_max  how often a request may run again after its engine failed before the first byte
     """
 
     def __init__(self, groups: Groups, forming: Forming, order: Order, times: Timetable, retries_max: int) -> None:
@@ -194,7 +193,7 @@ class RequestBook:
         self.actions: list[Action] = []
 
     def begin(self, now_s: float, actions: list[Action]) -> None:
-        """A step, its time, and what is said in it. Groups whose time has come are looked at whatever happens."""
+        """Begin a step: note its time and its list of actions, and touch the groups whose wake-up time has come."""
         self.now_s, self.actions, self.touched = now_s, actions, {}
         for group in self._groups.by_name.values():
             over = group.pool.paused and group.pool.end_pauses(now_s)
@@ -202,14 +201,14 @@ class RequestBook:
                 self.touch(group)
 
     def _late_at_s(self, queued: QueuedRequest, now_s: float) -> float | None:
-        """Where the order does not go by what batches take, late is whose deadline has passed."""
+        """When the request becomes late; None: never. With a fixed order, a request is late at its deadline."""
         if self._times is None or queued.request.deadline_s is None:
             return queued.request.deadline_s
         queues = self.queues_of(queued)
         return self._times.late_at_s(queued, queues.engines, queues.tokens(queued.bin).least, now_s)
 
     def invalidate(self) -> None:
-        """After a change of who serves what, and how fast."""
+        """Drop cached batch times. Call after engines have come, gone, or changed their models or speed."""
         if self._times is not None:
             self._times.invalidate()
 
@@ -223,7 +222,7 @@ class RequestBook:
         return self._groups.by_name[queued.group].queues[queued.request.model]
 
     def enter(self, queued: QueuedRequest, queues: ModelQueues) -> None:
-        """It has come, or come over from another group, and waits in these queues."""
+        """Count a request that waits in these queues from now on: it has arrived, or moved from another group."""
         group = self._groups.by_name[queues.group]
         group.enter(queues)
         if queued.request.deadline_s is not None:
@@ -232,12 +231,12 @@ class RequestBook:
             group.arrived_in[queues.model] = queues
 
     def end(self, runs: Sequence[Run]) -> None:
-        """Of one batch, so of one group and model."""
+        """Forget the requests of one batch (one group, one model), and count their completions."""
         group = self.forget([run.queued for run in runs])
         group.rate.observe(self.now_s, len(runs))
 
     def forget(self, requests: Sequence[QueuedRequest]) -> Group:
-        """Of one group and model. Returns the group."""
+        """Remove requests of one group and one model. Returns the group."""
         for queued in requests:
             del self.by_id[queued.request.id]
         group = self._groups.by_name[requests[0].group]
@@ -245,47 +244,45 @@ class RequestBook:
         return group
 
     def fail(self, queued: QueuedRequest, reason: FailReason) -> None:
-        self.say_failed(queued.request.id, reason, self.forget([queued]))
+        self.report_failed(queued.request.id, reason, self.forget([queued]))
 
-    def say_failed(self, request_id: int, reason: FailReason, group: Group) -> None:
+    def report_failed(self, request_id: int, reason: FailReason, group: Group) -> None:
         retry_after_s = None if reason == "deadline_exceeded" else group.rate.drain_time_s(group.tally.waiting)
         self.actions.append(FailRequest(request_id, reason, retry_after_s))
 
     def fail_late(self) -> None:
-        """Requests that cannot be in time any more end at once while they wait; those that run are left to their
-        engine.
-        """
+        """Fail waiting requests that can no longer meet their deadline. Running requests go on."""
         for queued in self.deadlines.late(self.by_id, self.now_s):
             self.touch(self.group_of(queued))
             self.queues_of(queued).leave(queued)
             self.fail(queued, "deadline_exceeded")
 
-    def see_answers(self, runs: Sequence[Run], output_tokens: Mapping[int, float]) -> None:
-        """Of one batch. output_tokens : by request id; 0 where they are not known."""
+    def record_answers(self, runs: Sequence[Run], output_tokens: Mapping[int, float]) -> None:
+        """Record the answers of one batch. output_tokens : by request id; 0 where unknown."""
         queues, ran_s = self.queues_of(runs[0].queued), self.now_s - runs[0].started_at_s
         for run in runs:
             tokens = output_tokens.get(run.queued.request.id, 0.0)
-            if tokens > 0 and queues.see_answer(run.queued, tokens, ran_s):
+            if tokens > 0 and queues.record_answer(run.queued, tokens, ran_s):
                 r = queues.trust.rank_correlation
                 self.actions.append(ReportTrust(queues.trust.trusted, None if math.isnan(r) else r, queues.model))
                 self.sort_into_queues(queues)
 
-    def see_pace(self, engine: EngineState, run: Run, together: int, output_tokens: float) -> None:
-        """together : requests that it ran beside, itself among them.  output_tokens : of the longest of them."""
+    def record_pace(self, engine: EngineState, run: Run, together: int, output_tokens: float) -> None:
+        """together : requests that ran at the same time, `run` included.  output_tokens : of the longest answer."""
         model = run.queued.request.model
         was_proven = self.now_s < engine.proven_until_s(model)
-        changed = engine.took(model, together, output_tokens, self.now_s - run.started_at_s, self.now_s)
+        changed = engine.record_batch(model, together, output_tokens, self.now_s - run.started_at_s, self.now_s)
         if changed or not was_proven:
             self.invalidate()
         queues = self._groups.group_of(engine).queues.get(model)
         if was_proven or queues is None or self._times is None:
             return
-        if all(self.now_s < each.proven_until_s(model) for each in queues.engines):
-            for queued in queues.all_waiting():  # of whom more is known now
+        if all(self.now_s < other.proven_until_s(model) for other in queues.engines):
+            for queued in queues.all_waiting():  # the new pace moves the times at which they become late
                 self.deadlines.watch(queued, self.now_s)
 
     def run_again(self, runs: list[Run], reason: FailReason, avoid: str) -> None:
-        """Requests of one batch go back to its place among the formed batches; those tried too often fail."""
+        """Put a batch's requests back among the formed batches; fail those without retries left. avoid : the engine."""
         first = runs[0]
         again = []
         for queued in [run.queued for run in runs]:
@@ -298,16 +295,16 @@ class RequestBook:
             return
         queues = self.queues_of(again[0])
         self.touch(self.group_of(again[0]))
-        longest = max([queued.bin for queued in again])  # a batch may have shorter ones along
+        longest = max([queued.bin for queued in again])  # a batch may also hold requests of shorter bins
         batch = FormedBatch(first.batch_id, longest, first.formed_at_s, again, queues.model)
         for queued in again:
-            self.deadlines.watch(queued, self.now_s)  # it may have been dropped while the request ran
+            self.deadlines.watch(queued, self.now_s)  # the deadline may have been dropped while the request ran
         queues.take_back_batch(batch, avoid)
 
     def wait_again(self, queued: QueuedRequest) -> None:
-        """A request that made room for others waits again, as long as it can be in time.
+        """Put a preempted request back into its bin, or fail the request if it is late.
 
-        It stops nobody in its turn: those would stop others, without end.
+        The request preempts nothing in its turn, for that could go on without end.
         """
         queues = self.queues_of(queued)
         late_at_s = self._late_at_s(queued, self.now_s)
@@ -326,9 +323,7 @@ class RequestBook:
         self._forming.form_all_early(queues, self.now_s)
 
     def place_again(self, candidates: Iterable[QueuedRequest]) -> None:
-        """Those of them that wait where they would not wait had they come now go to where they would; but those for
-        whom an engine is being emptied stay.
-        """
+        """Move misplaced waiting requests to the group where each would wait now, except those of reserved batches."""
         if self._groups.only is not None:
             return
         engines = self._groups.engines.values()
@@ -355,13 +350,13 @@ class RequestBook:
                 self._forming.form_early(queues, queue, self.now_s)
             changed[queues.group, queues.model] = queues
         for queues in changed.values():
-            self.sort_into_queues(queues)  # they may have come before those that wait here
+            self.sort_into_queues(queues)  # a moved request may be older than the requests that wait already
 
 
 class EngineBook:
-    """What becomes of engines, and what that means for the requests of their groups.
+    """Records engines that come, close or are lost, and updates the requests of their groups.
 
-    circuit : a fresh circuit breaker for each
+    circuit : makes a circuit breaker for a new engine
     """
 
     def __init__(self, groups: Groups, book: RequestBook, circuit: Callable[[], Circuit]) -> None:
@@ -370,20 +365,20 @@ class EngineBook:
         self._new_circuit = circuit
 
     def ready(self, info: EngineInfo) -> None:
-        """It takes requests from now on, or it is known better."""
+        """Record that an engine takes requests, or that its description has changed."""
         state = self._groups.engines.get(info.name)
         if state is None:
             state = self._groups.place(info, self._new_circuit())
             group = self._groups.group_of(state)
             group.pool.join(state, self._book.now_s)
         group = self._groups.group_of(state)
-        if not state.ready:  # whatever was wrong with it, it has come back
+        if not state.ready:  # the engine is back: past faults no longer count
             state.circuit = self._new_circuit()
             group.pool.paused.pop(info.name, None)
         no_longer = state.models - set(info.models)
-        state.know(info)
+        state.update(info)
         state.ready = True
-        group.pool.know(state, self._book.now_s)
+        group.pool.update(state, self._book.now_s)
         if no_longer:
             group.forget(no_longer)
         for model in info.models or ([] if group.queues else [""]):
@@ -391,24 +386,24 @@ class EngineBook:
         self.changed([group])
 
     def close(self, state: EngineState) -> None:
-        """It takes no more requests; those that it runs go on."""
+        """Send the engine no more requests; its running requests go on."""
         self.changed([self._close(state)])
 
     def _close(self, state: EngineState) -> Group:
         group = self._groups.group_of(state)
         state.ready = False
         group.pool.paused.pop(state.info.name, None)
-        group.pool.know(state, self._book.now_s)
+        group.pool.update(state, self._book.now_s)
         self._circuits_changed(group)
         return group
 
     def lose(self, state: EngineState, answered: Collection[int]) -> None:
-        """It is gone with all it ran. answered : ids of requests whose clients have seen bytes."""
+        """Record that an engine and its runs are gone. answered : ids of requests whose clients have received bytes."""
         group = self._close(state)
         group.pool.forget_prefixes(state)
-        again: dict[int, list[Run]] = {}  # by batch, so that a barrier engine gets it back as one
+        again: dict[int, list[Run]] = {}  # by batch id, so that each batch runs again as one batch
         runs = list(state.running.values())
-        state.let_go(runs)
+        state.remove(runs)
         for run in runs:
             if run.queued.cancelled:
                 self._book.forget([run.queued])
@@ -418,11 +413,11 @@ class EngineBook:
                 again.setdefault(run.batch_id, []).append(run)
         for unanswered in again.values():
             self._book.run_again(unanswered, "engine_lost", avoid=state.info.name)
-        group.pool.look_at(state, self._book.now_s)  # for others that share its GPU
-        self.changed([group])  # with those that wait again
+        group.pool.refresh(state, self._book.now_s)  # engines that share its GPU may be free now
+        self.changed([group])  # after the retried requests have been queued, so that they move too
 
-    def say_circuit(self, engine: EngineState) -> None:
-        """Its circuit has opened, for longer than before or for the first time; or it has closed."""
+    def report_circuit(self, engine: EngineState) -> None:
+        """Report that the engine's circuit has opened, has been opened for longer, or has closed."""
         group, name, until_s = self._groups.group_of(engine), engine.info.name, engine.circuit.open_until_s
         if until_s is None:
             group.pool.paused.pop(name, None)
@@ -435,10 +430,10 @@ class EngineBook:
     def _circuits_changed(self, group: Group) -> None:
         self._book.touch(group)
         self._book.invalidate()
-        group.see_engines(self._book.now_s)
+        group.refresh_engines(self._book.now_s)
 
     def changed(self, groups: Iterable[Group]) -> None:
-        """Engines have come, gone or moved: those who wait where they no longer should go where they should."""
+        """Update groups whose engines have come, gone or moved, and move the requests that are misplaced now."""
         for group in groups:
             self._circuits_changed(group)
         if len(self._groups.by_name) > 1:

@@ -1,4 +1,4 @@
-"""A plan of serving groups, asked the other way round: whose is this worker, whose this request."""
+"""A plan of serving groups, inverted: which group has a worker, and which group has a request."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import TypeVar
 
 from llmserve.scheduling.messages import ServingGroup
 
-FALLBACK = "fallback"  # the group of what no other one names; a plan may give it workers, models and streams, too
+FALLBACK = "fallback"  # the group of all that no group of the plan names; a plan may also name this group
 
 K = TypeVar("K")
 
 
 class Layout:
-    """names: of all groups, the fallback among them.
+    """names: of all groups, the fallback group included.
 
-    Raises ValueError when two groups have one name, or one worker, model or (stream, model) pair.
+    Raises ValueError when two groups share a name, a worker, a model or a (stream, model) pair.
     """
 
     def __init__(self, groups: tuple[ServingGroup, ...]) -> None:
@@ -30,15 +30,15 @@ class Layout:
         return self._of_worker.get(worker, FALLBACK)
 
     def group_of(self, stream: str, model: str) -> str:
-        """The group whose requests of this stream and model are."""
+        """The name of the group that has the requests of this stream and model."""
         name = self._of_stream.get((stream, model)) if self._of_stream else None
         return name if name is not None else self._of_model.get(model, FALLBACK)
 
 
-def _inverse(what: str, pairs: Iterable[tuple[K, ServingGroup]]) -> dict[K, str]:
+def _inverse(kind: str, pairs: Iterable[tuple[K, ServingGroup]]) -> dict[K, str]:
     inverse: dict[K, str] = {}
     for key, group in pairs:
         if key in inverse:
-            raise ValueError(f"{what} {key!r} is in two groups, {inverse[key]} and {group.name}")
+            raise ValueError(f"{kind} {key!r} is in two groups, {inverse[key]} and {group.name}")
         inverse[key] = group.name
     return inverse

@@ -1,4 +1,4 @@
-"""How long answers have been, beside what their bins went by: the lengths that a bin really holds."""
+"""Lengths of recent answers with the scores that chose their bins: the lengths that each bin really holds."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from bins.service import longest_slices
 
 Array = NDArray[np.float64]
 
-LEVELS = 64  # equally likely lengths that stand for a bin's
-ENOUGH = 8  # answers; a bin that has seen fewer takes the lengths of all
+LEVELS = 64  # equally likely lengths that represent a bin's lengths
+ENOUGH = 8  # answers; a bin with fewer answers uses the lengths of all bins
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Output tokens of a bin's answers: of the longest of 1, 2, ... on average; of the shortest there are."""
+    """Output tokens of a bin's answers. longest : mean of the longest of 1, 2, ... answers.  least : the shortest."""
 
     longest: tuple[float, ...]
     least: float
 
 
 class SeenLengths:
-    """The last `window` answers, as (score, output tokens); a ring.
+    """The last `window` answers, as (score, output tokens), in a ring.
 
-    scores, lengths: of a sample of forecasts to begin with, a length each; () when the scores are lengths. Answers
-    displace them.
+    scores, lengths: a starting sample, one length for each score; lengths () when the scores are lengths. Answers
+    replace the sample.
     """
 
     def __init__(
@@ -46,21 +46,21 @@ class SeenLengths:
         self._next = self._filled % window
 
     def __bool__(self) -> bool:
-        """Whether it knows of any answer."""
+        """Whether the ring holds any answer or sample."""
         return bool(self._filled)
 
     def observe(self, score: float | None, output_tokens: float) -> None:
-        """One answer. score: None when nothing was predicted."""
+        """Record one answer. score: None without a prediction."""
         self._scores[self._next], self._tokens[self._next] = score or 0.0, output_tokens
         self._next = (self._next + 1) % self._tokens.size
         self._filled = min(self._filled + 1, self._tokens.size)
 
     @property
     def predicted(self) -> tuple[Array, Array]:
-        """(n,) scores and (n,) output tokens of the answers that were predicted, in no order."""
+        """(n,) scores and (n,) output tokens of the answers with a prediction, in no order."""
         scores, tokens = self._scores[: self._filled], self._tokens[: self._filled]
-        had_one = scores > 0
-        return scores[had_one], tokens[had_one]
+        has_score = scores > 0
+        return scores[has_score], tokens[has_score]
 
     def by_bin(self, edges: Edges, bins: int) -> tuple[tuple[float, ...], ...]:
         """Equally likely lengths of each bin, tokens, ascending."""
@@ -71,7 +71,7 @@ class SeenLengths:
 
 
 def tokens_of(lengths: Sequence[float], batch_size: int) -> Tokens:
-    """lengths : LEVELS equally likely ones, ascending.  batch_size : of the largest batch."""
+    """lengths : LEVELS equally likely lengths, ascending.  batch_size : size of the largest batch."""
     return Tokens(tuple((np.array(lengths) @ _longest_of(batch_size)).tolist()), lengths[0])
 
 
@@ -82,5 +82,5 @@ def _longest_of(batch_size: int) -> Array:
 
 
 def _slices(lengths: Array) -> tuple[float, ...]:
-    """The means of equally likely slices: the longest of several answers is as long as it was."""
+    """(LEVELS,) means of equally likely slices; this keeps the mean of the longest answers."""
     return tuple(longest_slices(lengths, [1], LEVELS)[0].round(1).clip(0.1).tolist())

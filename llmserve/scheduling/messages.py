@@ -1,6 +1,6 @@
-"""All that the scheduler is told (events, past tense) and all that it says (actions, imperative).
+"""All events that go into the scheduler (past tense) and all actions that come out (imperative).
 
-Every message is frozen, compares by value and has a JSON form, so a journal of them can be replayed.
+Every message is frozen, compares by value and has a JSON form, so a journal of messages can be replayed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class RequestArrived(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestCancelled(msgspec.Struct, frozen=True, tag=True):
-    """The client has gone. A queued request ends here; a running one ends when its engine lets go of it."""
+    """The client has gone. A waiting request ends now; a running request ends with its RequestEnded."""
 
     request_id: int
 
 
 class RequestEnded(msgspec.Struct, frozen=True, tag=True):
-    """An engine has let go of a request: it answered, failed, or was aborted.
+    """A request has left its engine: it was answered, has failed, or was aborted.
 
-    output_tokens  what it really generated (0 when unknown), a choice; a simulation may use real numbers
-    fault          failed by the engine's fault, not by what was asked
-    retryable      its client has not seen a byte: after a fault it may run elsewhere
+    output_tokens  tokens generated per choice, 0 when unknown; a simulation may use fractions
+    fault          whether the failure was the engine's fault, not the client's
+    retryable      whether its client has received no byte yet, so that it may run elsewhere after a fault
     """
 
     engine: str
@@ -51,7 +51,7 @@ class AnswerBegan(msgspec.Struct, frozen=True, tag=True):
 
 
 class BatchEnded(msgspec.Struct, frozen=True, tag=True):
-    """A barrier engine has finished its batch at once; output_tokens by request id."""
+    """A barrier engine has finished its whole batch. output_tokens : by request id."""
 
     engine: str
     batch_id: int
@@ -59,22 +59,22 @@ class BatchEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
-    """An engine takes requests from now on, or it is known better: its slots or its memory have changed."""
+    """An engine takes requests from now on, or its description has changed (slots, memory, models, speed)."""
 
     engine: EngineInfo
 
 
 class EngineClosed(msgspec.Struct, frozen=True, tag=True):
-    """An engine takes no more requests, drained by its operator or refusing connections; those it runs go on."""
+    """An engine takes no more requests (drained by its operator, or refusing connections). Running requests go on."""
 
     engine: str
 
 
 class EngineLost(msgspec.Struct, frozen=True, tag=True):
-    """An engine is gone with all it ran; its body reports nothing more about those requests.
+    """An engine and its running requests are gone; no further event reports these requests.
 
-    answered  ids among them whose client has already seen bytes, so that they cannot run again
-    planned   its operator restarts it
+    answered  ids of its requests whose clients have received bytes, so that they cannot run again
+    planned   whether its operator restarts the engine
     """
 
     engine: str
@@ -83,7 +83,7 @@ class EngineLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class DrainRequested(msgspec.Struct, frozen=True, tag=True):
-    """No more arrivals are wanted: bins let go of what they hold, later arrivals are refused."""
+    """The server drains: bins release all their requests, and later arrivals are refused."""
 
 
 class TimerFired(msgspec.Struct, frozen=True, tag=True):
@@ -91,18 +91,18 @@ class TimerFired(msgspec.Struct, frozen=True, tag=True):
 
 
 class DispatchSolved(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The plan that SolveDispatch asked for. Until it comes, the one before serves."""
+    """The plan that SolveDispatch asked for. Until it comes, the previous plan is followed."""
 
     plan: DispatchPlan
     model: str = ""
 
 
 class ServingGroup(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Workers and what they serve, with a scheduler of their own (Shepherd, Section 3.2).
+    """Workers, and the models and streams whose requests they serve (Shepherd, Section 3.2).
 
-    workers  names of workers, or of engines that have a worker for themselves
-    models   whose requests it serves
-    streams  (stream, model) pairs whose requests it serves although another group has the model
+    workers  names of workers; an engine that shares no GPU is a worker of its own name
+    models   models whose requests the group serves
+    streams  (stream, model) pairs whose requests the group serves although another group has the model
     """
 
     name: str
@@ -112,7 +112,7 @@ class ServingGroup(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PlanChanged(msgspec.Struct, frozen=True, tag=True):
-    """Who serves what from now on. What runs goes on where it is; what waits moves to the group that now serves it."""
+    """A new plan of serving groups. Running requests go on where they are; waiting requests move to their new group."""
 
     groups: tuple[ServingGroup, ...]
 
@@ -143,17 +143,18 @@ class StartBatch(msgspec.Struct, frozen=True, tag=True):
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True):
-    """Stop a running request; it may still end normally, and its RequestEnded is awaited either way."""
+    """Stop a running request. It may still end normally; its RequestEnded is awaited in both cases."""
 
     engine: str
     request_id: int
 
 
 class PreemptBatch(msgspec.Struct, frozen=True, tag=True):
-    """Stop these requests, whose clients have seen no byte, for a batch that is worth more.
+    """Stop these requests, whose clients have received no byte, for a batch that is worth more.
 
-    As with AbortRequest, each may still end normally and its RequestEnded is awaited either way; one that was stopped
-    is told of as cancelled, and waits again or fails.  request_ids : of the batch `batch_id`.
+    As with AbortRequest, each request may still end normally, and its RequestEnded is awaited in both cases. The
+    RequestEnded of a stopped request says `cancelled`; the request waits again or fails.  request_ids : of the batch
+    `batch_id`.
     """
 
     engine: str
@@ -162,7 +163,7 @@ class PreemptBatch(msgspec.Struct, frozen=True, tag=True):
 
 
 class FailRequest(msgspec.Struct, frozen=True, tag=True):
-    """Tell the client no. The request is over. retry_after_s: predicted time until a retry would be taken."""
+    """Refuse or fail a request, which ends. retry_after_s: predicted seconds until a retry would be accepted."""
 
     request_id: int
     reason: FailReason
@@ -170,9 +171,9 @@ class FailRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReportCircuit(msgspec.Struct, frozen=True, tag=True):
-    """Say that an engine failed too often in a row and gets nothing for a while; or that it works again.
+    """Report that an engine failed too often in a row and gets no requests for a while; or that it works again.
 
-    open_s  how long it gets nothing; None: it works again
+    open_s  seconds without requests; None: the engine works again
     """
 
     engine: str
@@ -180,10 +181,10 @@ class ReportCircuit(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReportTrust(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Say that predictions no longer rank answers, and one bin serves; or that they do again, and bins are back.
+    """Report that predictions no longer rank answers, so that one bin serves; or that they do again.
 
-    rank_correlation  Spearman's, of predicted with real lengths; None when all lengths were alike
-    model             whose answers
+    rank_correlation  Spearman's, of predicted with real lengths; None when all lengths were equal
+    model             model of the answers
     """
 
     trusted: bool
@@ -192,16 +193,16 @@ class ReportTrust(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class SolveDispatch(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Make a plan for this load, which differs from the one that the present plan was made for."""
+    """Make a plan for this load, which differs from the load of the present plan."""
 
     observed: Observed
     model: str = ""
 
 
 class PlanGroups(msgspec.Struct, frozen=True, tag=True):
-    """Group streams and workers anew: arrivals are others than the present groups were planned for.
+    """Make a new plan of serving groups: arrival rates differ from the rates of the present plan.
 
-    rates_per_s : by (stream, model)
+    rates_per_s : (stream, model, arrivals a second)
     """
 
     rates_per_s: tuple[tuple[str, str, float], ...]

@@ -1,4 +1,4 @@
-"""What waits: a model's queues, and what is known of how long its answers are; and a group's, of all models."""
+"""Waiting requests: the queues of one model and its answer lengths (ModelQueues), and all models of a group (Group)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from llmserve.scheduling.release import Planned, Release
 from llmserve.scheduling.trust import Trust
 
 SERVES, AWAITS, CANNOT = 2, 1, 0  # how well a group can serve a model
-ANSWERS_BETWEEN = 64  # after which lengths are looked at again; sooner while few have been seen
+ANSWERS_BETWEEN = 64  # answers between two updates of the bins' lengths; fewer at the start
 
 
 class Tally:
-    """What waits in a group, kept by its models' queues. waiting : requests.  queues : of which models, by model."""
+    """Waiting requests of a group, counted by ModelQueues. waiting : number.  queues : not empty ones, by model."""
 
     __slots__ = ("queues", "waiting")
 
@@ -33,24 +33,24 @@ class Tally:
 
 
 class ModelQueues:
-    """All times are seconds on the scheduler's clock.
+    """The queues of one model in one group. All times are seconds on the scheduler's clock.
 
-    model       whose requests these are
-    release     when a bin lets a batch go (scheduling/release.py)
-    formed      batches that were formed before an engine was free, and that came back
-    edges       bins over the predictions' risk or median, fitted again as requests come in
+    model       name of the model
+    release     decides when a bin releases a batch (scheduling/release.py)
+    formed      batches that were formed before an engine was free, or that an engine has returned
+    edges       bin edges over the predictions' risk or median, refitted as requests arrive
     batch_size  largest batch that a bin forms
-    trust       whether predictions rank answers; while they do not, one bin serves
-    by_risk     bins by what a request does to its batch (bins/risk.py), not by its median
-    planner     asks for plans, where the release follows one
-    seen        is told how long answers became, for edges, plans and batch times that go by it
+    trust       whether predictions rank answers; while they do not, all requests wait in one bin
+    by_risk     whether bins go by risk (bins/risk.py) instead of the median
+    planner     asks for plans; None unless the release follows plans
+    seen        records answer lengths, for edges, plans and batch times
     bins        a queue for each bin
-    group       whose requests these are
-    tally       counts what waits in all queues of the group
+    group       name of the group
+    tally       counts waiting requests of the whole group
 
-    Of the group's engines that serve the model, after every change of them:
-    engines  those that are ready; slots : of the one with least, 0 while there is none
-    no_engine_since_s  None while one is ready and its circuit closed
+    Updated after every change of the group's engines for the model:
+    engines  ready engines; slots : of the engine with the fewest, 0 without an engine
+    no_engine_since_s  None while some ready engine has a closed circuit
     """
 
     def __init__(
@@ -80,19 +80,19 @@ class ModelQueues:
         self.service = ServiceTime()
         self.bins = [queue(index) for index in range(edges.bins)]
         self.waiting = 0  # requests in bins and in formed batches
-        self.present = 0  # these, and those that run; kept by the group
+        self.present = 0  # requests that wait or run; kept by the group
         self.engines: Sequence[EngineState] = ()
         self.slots = 0
         self.no_engine_since_s: float | None = 0.0
         self._tally = tally or Tally()
         self._batch_size = batch_size
         self._by_risk = by_risk
-        self._tokens: list[Tokens] = []  # by bin, until answers have become others; []: to be looked at
-        self._answers = 0  # since these were looked at
-        self._look_after = 1  # answers
+        self._tokens: list[Tokens] = []  # cached answer lengths by bin; []: to be computed
+        self._answers = 0  # since the cache was computed
+        self._answers_between = 1  # answers until the cache is computed again
 
-    def see_engines(self, ready: Sequence[EngineState], now_s: float) -> None:
-        """Those that serve the model, and are ready, from now on."""
+    def set_engines(self, ready: Sequence[EngineState], now_s: float) -> None:
+        """Set the ready engines that serve the model."""
         self.engines = ready
         self.slots = min([engine.info.slots for engine in ready if engine.worker.next is None], default=0)
         if any(engine.circuit.closed for engine in ready):
@@ -100,12 +100,12 @@ class ModelQueues:
         elif self.no_engine_since_s is None:
             self.no_engine_since_s = now_s
 
-    def wait_anew_for_engines(self, now_s: float) -> None:
-        """Those who come from now on wait as long as those before did."""
+    def restart_engine_wait(self, now_s: float) -> None:
+        """Give later requests the full time to wait for a working engine."""
         self.no_engine_since_s = now_s
 
     def _count(self, requests: int) -> None:
-        """So many more wait, or fewer."""
+        """Add to the numbers of waiting requests. requests : negative when requests leave."""
         if not self.waiting:
             self._tally.queues[self.model] = self
         self.waiting += requests
@@ -116,7 +116,7 @@ class ModelQueues:
     # ---- arrivals ----
 
     def admit(self, request: Request, now_s: float) -> tuple[QueuedRequest, BinQueue]:
-        """A request that has come now waits in its bin from now on."""
+        """Put a new request into its bin. Returns the queued request and the bin."""
         by_risk, trusted = self._by_risk and request.quantiles, self.trust.trusted
         score = risk(request.quantiles, self._batch_size) if by_risk else request.predicted_tokens
         bin_index = 0
@@ -126,7 +126,7 @@ class ModelQueues:
         if self.planner is not None:
             self.planner.arrived(bin_index, now_s)
             bin_index = self._merged(bin_index)
-        queue = self.bins[bin_index if trusted else 0]  # while predictions are not trusted, all wait together
+        queue = self.bins[bin_index if trusted else 0]  # one bin for all while predictions are not trusted
         service = self.service
         seconds, mean = service.seconds_per_token, service.tokens_mean
         expected = request.expected_tokens if trusted else None
@@ -142,7 +142,7 @@ class ModelQueues:
         return queued, queue
 
     def take_back(self, requests: Collection[QueuedRequest]) -> list[BinQueue]:
-        """Requests that ran, or waited elsewhere, wait in these bins again, as long as they have waited already."""
+        """Put requests that ran, or waited elsewhere, into their bins by arrival time. Returns these bins."""
         by_bin: dict[int, list[QueuedRequest]] = {}
         for queued in requests:
             queued.group = self.group
@@ -155,19 +155,19 @@ class ModelQueues:
         return [self.bins[index] for index in by_bin]
 
     def take_back_batch(self, batch: FormedBatch, avoid: str) -> None:
-        """What an engine let go of unserved waits as a formed batch again. avoid : the engine."""
+        """Queue a batch that an engine failed or lost as a formed batch again. avoid : name of the engine."""
         batch.avoid = avoid
         self.formed.push_returned(batch)
         self._count(len(batch.requests))
 
     def _sort_length(self, queued: QueuedRequest) -> float:
-        """What its neighbours in a window go by, tokens; of all the same while predictions are not trusted."""
+        """Length by which a window sorts the request, tokens; 0 for all while predictions are not trusted."""
         if not self.trust.trusted:
             return 0.0
         return queued.expected_tokens if queued.score is None else queued.score
 
     def _merged(self, bin_index: int) -> int:
-        """The queue in which a bin's requests wait. A plan made while predictions were not trusted has one."""
+        """The queue in which a bin's requests wait. A plan made while predictions were not trusted has one queue."""
         release = self.release
         if self.planner is None or not isinstance(release, Planned) or release.plan is None:
             return bin_index
@@ -175,15 +175,15 @@ class ModelQueues:
         return queue_of[bin_index] if bin_index < len(queue_of) else 0
 
     def follow(self, plan: DispatchPlan) -> bool:
-        """The plan that was asked for is in force from now on; True when bins wait in other queues than before."""
-        assert isinstance(self.release, Planned), "a plan that nobody asked for"
+        """Follow a new plan. True when the plan assigns bins to other queues than before."""
+        assert isinstance(self.release, Planned), "a plan came for a release that follows no plan"
         assert self.planner is not None, "a release that follows plans has a planner"
         self.planner.solved()
         return self.release.follow(plan)
 
     def wants_plan(self, now_s: float) -> Observed | None:
-        """What a new plan is to be made for; None while the present one will do, or one is being made."""
-        assert isinstance(self.release, Planned), "its release follows plans"
+        """The load for which a new plan is wanted; None while the present plan will do, or a plan is being made."""
+        assert isinstance(self.release, Planned), "only a release that follows plans wants one"
         assert self.planner is not None, "a release that follows plans has a planner"
         engines, trusted = len(self.engines), self.trust.trusted
         return self.planner.wants(
@@ -191,16 +191,16 @@ class ModelQueues:
         )
 
     def _pace(self) -> float:
-        """Of its engines, on average."""
+        """Mean pace of the engines; 1 without engines."""
         return sum([engine.pace(self.model) for engine in self.engines]) / len(self.engines) if self.engines else 1.0
 
     def _index_of(self, queued: QueuedRequest) -> int:
-        """The queue that it would wait in had it come now."""
+        """The queue in which the request would wait if it arrived now."""
         index = self.edges.bin_of(queued.score) if queued.score is not None and self.trust.trusted else 0
         return self._merged(index)
 
     def sort_into_queues(self) -> None:
-        """Who waits in a bin goes to where it would wait had it come now, first come first served."""
+        """Put each request of the bins into the queue where it would wait if it arrived now, in order of arrival."""
         waiting = sorted(
             [queued for queue in self.bins for queued in queue.take_all()],
             key=turn_of_arrival,
@@ -213,7 +213,7 @@ class ModelQueues:
     # ---- leaving ----
 
     def leave(self, queued: QueuedRequest) -> None:
-        """A request that waits waits no more."""
+        """Remove a waiting request."""
         if queued.formed is None:
             self.bins[queued.bin].remove(queued)
         else:
@@ -221,20 +221,20 @@ class ModelQueues:
         self._count(-1)
 
     def start(self, batch: FormedBatch, count: int) -> tuple[Batch, list[QueuedRequest]]:
-        """The first `count` requests of a formed batch go to an engine."""
-        taken = self.formed.take(batch, count)
-        self._count(-len(taken))
-        requests = tuple([queued.request for queued in taken])
-        return Batch(batch.id, batch.bin, requests, batch.formed_at_s, batch.size, self.model), taken
+        """Take the first `count` requests of a formed batch, for an engine to run."""
+        started = self.formed.take(batch, count)
+        self._count(-len(started))
+        requests = tuple([queued.request for queued in started])
+        return Batch(batch.id, batch.bin, requests, batch.formed_at_s, batch.size, self.model), started
 
     def all_waiting(self) -> list[QueuedRequest]:
-        """In order of arrival; without those for whom an engine is being emptied."""
-        found = [queued for queue in self.bins for queued in queue]
-        found += [queued for batch in self.formed.batches() for queued in batch.requests.values()]
-        return sorted(found, key=turn_of_arrival)
+        """All waiting requests in order of arrival, without those of reserved batches."""
+        waiting = [queued for queue in self.bins for queued in queue]
+        waiting += [queued for batch in self.formed.batches() for queued in batch.requests.values()]
+        return sorted(waiting, key=turn_of_arrival)
 
-    def see_answer(self, queued: QueuedRequest, output_tokens: float, ran_s: float) -> bool:
-        """How long an answer became, and how long that took; True when it changed whether predictions are trusted."""
+    def record_answer(self, queued: QueuedRequest, output_tokens: float, ran_s: float) -> bool:
+        """Record an answer's length and time. True when the answer changed whether predictions are trusted."""
         self.service.observe(ran_s, output_tokens)
         if self.seen is not None:
             self.seen.observe(queued.score, output_tokens)
@@ -243,21 +243,21 @@ class ModelQueues:
         self._answers += 1
         changed = queued.score is not None and self.trust.observe(queued.request, queued.score, output_tokens)
         if changed:
-            self._tokens = []  # bins hold other answers now
+            self._tokens = []  # the bins hold other requests from now on
         return changed
 
-    # ---- how long they are ----
+    # ---- answer lengths ----
 
     def tokens(self, bin_index: int) -> Tokens:
-        """Of the answers to a bin's requests, as far as they have been seen; zeros before the first."""
-        if not self._tokens or self._answers >= self._look_after:
-            if self._answers >= self._look_after:
-                self._look_after = min(2 * self._look_after, ANSWERS_BETWEEN)
+        """Output tokens of a bin's answers, from the answers recorded so far; zeros before the first answer."""
+        if not self._tokens or self._answers >= self._answers_between:
+            if self._answers >= self._answers_between:
+                self._answers_between = min(2 * self._answers_between, ANSWERS_BETWEEN)
             self._answers = 0
-            self._tokens = self._look_at_tokens()
+            self._tokens = self._tokens_by_bin()
         return self._tokens[min(bin_index, len(self._tokens) - 1)]
 
-    def _look_at_tokens(self) -> list[Tokens]:
+    def _tokens_by_bin(self) -> list[Tokens]:
         seen = self.seen
         if not seen:
             return [Tokens((0.0,) * self._batch_size, 0.0)]
@@ -267,18 +267,18 @@ class ModelQueues:
 
 
 class Group:
-    """A serving group: what waits, by model, and the engines that serve it. Without a plan there is one.
+    """A serving group: waiting requests by model, and the engines that serve them.
 
-    new_queues  makes those of a model
+    new_queues  makes a model's queues
 
     queues      by model
-    tally       counts what waits
+    tally       counts waiting requests
     present     requests that wait or run
     pool        the engines
-    rate        at which requests end
-    arrived_in  queues to which requests have come since the last dispatch
-    without_engine  queues of the models for which no engine works
-    wake_at_s   when it is to be looked at at the latest; None: not before something happens
+    rate        rate at which requests end
+    arrived_in  queues in which requests have arrived since the last dispatch
+    without_engine  queues of models that no working engine serves
+    wake_at_s   when the group must be settled at the latest; None: not before the next event
     """
 
     def __init__(self, name: str, new_queues: Callable[[str, str, Tally], ModelQueues]) -> None:
@@ -290,18 +290,18 @@ class Group:
         self.rate = CompletionRate()
         self.arrived_in: dict[str, ModelQueues] = {}
         self.without_engine: list[ModelQueues] = []
-        self.planned: list[ModelQueues] = []  # those whose release follows plans
-        self.timed: list[ModelQueues] = []  # those whose release may let more go by time alone
+        self.planned: list[ModelQueues] = []  # queues whose release follows plans
+        self.timed: list[ModelQueues] = []  # queues whose release may release more as time passes
         self.wake_at_s: float | None = None
         self._new_queues = new_queues
 
     def queues_of(self, model: str, now_s: float) -> ModelQueues:
-        """Made when they are first asked for."""
+        """The model's queues in this group, made on first use."""
         queues = self.queues.get(model)
         if queues is None:
             queues = self.queues[model] = self._new_queues(model, self.name, self.tally)
-            queues.wait_anew_for_engines(now_s)
-            queues.see_engines(self.pool.serving(model), now_s)
+            queues.restart_engine_wait(now_s)
+            queues.set_engines(self.pool.serving(model), now_s)
             if queues.no_engine_since_s is not None:
                 self.without_engine.append(queues)
             if queues.release.plans:
@@ -311,26 +311,26 @@ class Group:
         return queues
 
     def make_queues(self, worker: Worker, now_s: float) -> None:
-        """For all that a worker serves which runs this group's requests now: plans may be asked for."""
+        """Make queues for all models that a worker of this group serves, so that plans can be asked for."""
         for engine in worker.engines:
             for model in engine.info.models if engine.ready else ():
                 self.queues_of(model, now_s)
 
-    def see_engines(self, now_s: float) -> None:
-        """After every change of who is ready, whose circuit is closed, and who serves what."""
+    def refresh_engines(self, now_s: float) -> None:
+        """Update the queues after engines became ready or not, circuits opened or closed, or served models changed."""
         for queues in self.queues.values():
-            queues.see_engines(self.pool.serving(queues.model), now_s)
+            queues.set_engines(self.pool.serving(queues.model), now_s)
         self.without_engine = [queues for queues in self.queues.values() if queues.no_engine_since_s is not None]
 
-    def can(self, model: str) -> int:
-        """How well it can serve a model: SERVES, AWAITS (an engine that will) or CANNOT."""
+    def ability(self, model: str) -> int:
+        """SERVES: an engine here serves the model.  AWAITS: an engine that does will join.  CANNOT: neither."""
         serving = self.pool.serving(model)
         if any(engine.worker.next is None for engine in serving):
             return SERVES
         return AWAITS if serving else CANNOT
 
     def enter(self, queues: ModelQueues) -> None:
-        """A request of this model is here from now on, to wait or to run."""
+        """Count one more request that waits or runs in the group."""
         queues.present += 1
         self.present += 1
 
@@ -339,34 +339,33 @@ class Group:
         self.present -= requests
 
     def forget(self, models: Iterable[str]) -> None:
-        """Models that no engine lists any more, and of which no request is here."""
+        """Remove the queues of these models, if no engine serves the model and no request of it is present."""
         engines = self.pool.engines.values()
         for model in models:
             queues = self.queues.get(model)
             if queues is not None and not queues.present and not any(engine.serves(model) for engine in engines):
                 del self.queues[model]
-        kept = self.queues
-        self.planned = [queues for queues in self.planned if queues.model in kept]
-        self.timed = [queues for queues in self.timed if queues.model in kept]
+        self.planned = [queues for queues in self.planned if queues.model in self.queues]
+        self.timed = [queues for queues in self.timed if queues.model in self.queues]
 
     @property
-    def heeds_arrivals(self) -> bool:
-        """Whether one more request that waits may change more than its queue; else all engines are busy."""
+    def needs_dispatch(self) -> bool:
+        """Whether an arrival may lead to an action or a timer; False when all engines are busy."""
         return bool(self.pool.free or self.pool.paused or self.timed or self.arrived_in or self.without_engine)
 
-    def hopeless(self, now_s: float, wait_s: float) -> Iterator[ModelQueues]:
-        """Those that have waited so long for an engine that works."""
+    def timed_out(self, now_s: float, wait_s: float) -> Iterator[ModelQueues]:
+        """Queues whose requests have waited `wait_s` for a working engine."""
         for queues in self.without_engine:
             since_s = queues.no_engine_since_s
-            assert since_s is not None, "it has an engine that works"
+            assert since_s is not None, f"a working engine serves {queues.model!r}"
             if now_s >= since_s + wait_s:
-                if queues.engines:  # one is on trial
-                    queues.wait_anew_for_engines(now_s)
+                if queues.engines:  # an engine is ready but its circuit is open: later requests wait for its trial
+                    queues.restart_engine_wait(now_s)
                 if queues.waiting:
                     yield queues
 
     def note_wake(self, dues_s: list[float], engine_wait_s: float) -> None:
-        """When something of what waits may change by time alone. dues_s : times at which more could start."""
+        """Set `wake_at_s`. dues_s : times at which more batches could start; this list is extended."""
         if not self.tally.waiting:
             self.wake_at_s = None
             return
@@ -380,31 +379,32 @@ class Group:
 
     @property
     def load(self) -> float:
-        """Requests for each slot."""
+        """Present requests for each slot of the group's engines."""
         slots = sum([engine.info.slots for engine in self.pool.engines.values() if engine.takes_for_group])
         return self.present / slots if slots else float(self.present)
 
     @property
     def empty(self) -> bool:
-        """Nothing waits or runs for it, and no engine is its own."""
+        """Whether no request waits or runs, and no engine is ready."""
         return not self.present and not any(engine.ready for engine in self.pool.engines.values())
 
 
 class Forming:
-    """Bins let batches go.
+    """Forms batches out of bins.
 
     batch_size  largest batch
-    draining    no more requests come: nothing waits for company
+    draining    whether arrivals have ended, so that bins wait for no further requests
+    early_drain  whether bins are emptied into formed batches when draining, although no engine is free
     """
 
     def __init__(self, batch_size: int, *, early_drain: bool) -> None:
         self.batch_size = batch_size
         self.draining = False
-        self._early_drain = early_drain  # when draining, bins let go of what they hold although no engine is free
+        self._early_drain = early_drain
         self._batch_ids = count(1)
 
     def size(self, queues: ModelQueues, queue: BinQueue, now_s: float, idle: bool | None) -> int:
-        """Requests that a bin lets go now; see Release.size."""
+        """Number of requests that a bin releases now; see Release.size."""
         if not queue.requests:
             return 0
         if self.draining and (self._early_drain or idle is not None):
@@ -412,7 +412,7 @@ class Forming:
         return queues.release.size(queue, now_s, idle)
 
     def form_early(self, queues: ModelQueues, queue: BinQueue, now_s: float) -> None:
-        """Let everything go that the release lets go whether or not an engine is free."""
+        """Form all batches that the release allows although no engine may be free."""
         while (size := self.size(queues, queue, now_s, None)) > 0:
             self.push(queues, queue, size, now_s)
 
@@ -421,9 +421,9 @@ class Forming:
             self.form_early(queues, queue, now_s)
 
     def push(self, queues: ModelQueues, queue: BinQueue, size: int, now_s: float) -> None:
-        """So many requests of a bin wait as a formed batch from now on."""
+        """Form a batch of `size` requests of a bin and queue the batch."""
         queues.formed.push(self.form(queues, queue.index, queue.take(size), now_s))
 
     def form(self, queues: ModelQueues, bin_index: int, requests: list[QueuedRequest], now_s: float) -> FormedBatch:
-        """A batch of these, which have left their bins."""
+        """Form a batch of requests that have left their bins."""
         return FormedBatch(next(self._batch_ids), bin_index, now_s, requests, queues.model)

@@ -1,13 +1,13 @@
 """Order: which batch runs next. An order is a key; the candidate of the smallest key goes first.
 
-The keys of some orders are fixed as a batch forms, so that a heap holds what was formed: the central queue of
-Multi-Bin Batching. Others decide at each moment, for the engine that is free, by what can be in time there.
+A fixed order gives a batch its key when the batch forms, so a heap can hold the formed batches: the central queue of
+Multi-Bin Batching. An order of the moment decides when an engine is free, by what can be in time on that engine.
 
     fffs       first formed, first served                                                        (Multi-Bin)
     shortest   shortest predicted first, with ageing
     edf        earliest deadline first
-    clockwork  the earliest deadline that can still be met, with as many as leave it in time     (Shepherd, Section 7)
-    flex       the largest batch that can be in time, which stops far smaller ones               (Shepherd, Section 5.2)
+    clockwork  the earliest deadline that can be met, in the largest batch that meets it         (Shepherd, Section 7)
+    flex       the largest batch that can be in time; it preempts far smaller batches            (Shepherd, Section 5.2)
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run
 
 UNDATED_S = 60.0
-BEND = 8.0  # service times of 1/8 of the mean and more are given less than their full patience
+BEND = 8.0  # service times above about 1/8 of the mean get less than their full patience; see `turn`
 PREEMPTION_FACTOR = 3.03
 
 Key = tuple[float, ...]
 
 
-@dataclass(slots=True)  # not frozen: one is made for each bin that waits whenever an engine is free
+@dataclass(slots=True)  # not frozen, for speed: a candidate is made for each waiting bin whenever an engine is free
 class Candidate:
     """A batch that an engine could run now.
 
-    engine   that could
-    model    whose requests these are
-    queue    that they are of: a bin, or the requests of a batch that was formed
-    batch_s  seconds of batches of 1, 2, ... of them on that engine
-    most     requests in a batch at most
-    waiting  requests that it could be made of, those that run now among them
-    shorter  the model's bins of shorter answers, the longest first: their requests end before its own, and cost its
-             batch nothing but a place
-    running  requests of these bins on that engine, which would run again in a batch that takes their place
-    batch    that was formed; None: it would be now
+    engine   the engine
+    model    the model of the requests
+    queue    where the requests wait: a bin, or the requests of a formed batch
+    batch_s  seconds of batches of 1, 2, ... requests of `queue` on the engine
+    most     largest size of the batch
+    waiting  requests that the batch could be made of, including `running`
+    shorter  the model's bins of shorter answers, the longest first: their requests end earlier, so they only cost the
+             batch a place each
+    running  requests of these bins that the engine runs now; they would run again in a batch that preempts them
+    batch    the formed batch; None: the batch has yet to be formed
 
-    What the order composed of it:
-    count    requests, those that run now among them
-    place    where they begin in the queue by deadline; None: all that are in time in a batch of `count`, of its own
-             bin first
+    Set when the order composes the batch:
+    count    requests in the batch, including `running`
+    place    where the requests begin in the queue by deadline; None: requests that are in time in a batch of `count`,
+             those of `queue` first
     """
 
     engine: EngineState
@@ -70,7 +70,7 @@ class Candidate:
         return largest_feasible((self.queue, *self.shorter), now_s, self.batch_s, self.most, deadlines_s)
 
     def first(self, now_s: float) -> QueuedRequest:
-        """Of what it is composed of, the request that starts first."""
+        """The first request of the composed batch."""
         if self.place is not None:
             return self.queue.at(self.place)
         ends_s = now_s + self.seconds
@@ -78,23 +78,23 @@ class Candidate:
         return next(queue.at(place) for queue, place in places if place < len(queue))
 
     def take(self, now_s: float) -> list[QueuedRequest]:
-        """What it is composed of leaves its queues."""
+        """Take the requests of the composed batch out of their queues."""
         if self.place is not None:
             return self.queue.take_at(self.place, self.count)
-        taken: list[QueuedRequest] = []
+        requests: list[QueuedRequest] = []
         ends_s = now_s + self.seconds
         for queue in (self.queue, *self.shorter):
-            if len(taken) < self.count:
-                taken += queue.take_at(queue.first_at(ends_s), self.count - len(taken))
-        return taken
+            if len(requests) < self.count:
+                requests += queue.take_at(queue.first_at(ends_s), self.count - len(requests))
+        return requests
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A batch that runs, and could be stopped.
+    """A running batch that could be preempted.
 
     runs       its requests
-    ends_at_s  about when it will end
+    ends_at_s  expected time of its end
     """
 
     engine: EngineState
@@ -110,8 +110,8 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class FixedOrder:
-    """key  of a batch as it forms; one that comes back from an engine keeps its number.
-    turn  of a request that no batch holds yet: a window looks at the first.
+    """key   key of a formed batch; a returned batch keeps its number
+    turn  key of a request that is in no batch yet; a window holds the requests of the smallest
     """
 
     key: Callable[[FormedBatch], float]
@@ -119,7 +119,7 @@ class FixedOrder:
 
 
 def fffs(batch: FormedBatch) -> float:
-    """Batches are numbered as they form."""
+    """The batch's number: batches are numbered as they form."""
     return batch.id
 
 
@@ -128,13 +128,13 @@ def arrival(queued: QueuedRequest) -> float:
 
 
 def edf(batch: FormedBatch) -> float:
-    """The earliest deadline in it."""
+    """The earliest deadline in the batch."""
     return min([due_at_s(queued) for queued in batch.requests.values()])
 
 
 def due_at_s(queued: QueuedRequest) -> float:
-    """A request without a deadline takes its turn as if it were due UNDATED_S after its arrival, so that a stream of
-    requests with deadlines does not starve it. It is never failed for being late.
+    """The deadline. A request without one counts as due UNDATED_S after its arrival, so that a stream of requests with
+    deadlines does not starve it; it never fails for being late.
     """
     deadline_s = queued.request.deadline_s
     return queued.arrived_at_s + UNDATED_S if deadline_s is None else deadline_s
@@ -145,16 +145,17 @@ def is_overdue(queued: QueuedRequest, now_s: float) -> bool:
 
 
 def turn(patience: float) -> Callable[[QueuedRequest], float]:
-    """Shortest predicted first, with ageing: when it is a request's turn, seconds.
+    """Shortest predicted first, with ageing. Returns the function that gives a request's turn, seconds.
 
-    A request's turn is its arrival plus an allowance that grows with its predicted service time s, less and less:
+    The turn is the arrival time plus an allowance, which is concave in the predicted service time s:
 
         allowance(s) = patience * m / 8 * ln(1 + 8 s / m),   m: the mean service time
 
-    For a short request that is patience * s, so of two that arrive together the shorter goes first, and (in batches of
-    one) none is overtaken by a request that arrives later than `patience` times its own predicted service after it.
-    For a long one it is far less: were it proportional, the longest answers, which need the most time anyway, would
-    also wait the longest, and the tail of the latency would be theirs. With patience 0 all go first come first served.
+    For a short request the allowance is about patience * s. So of two requests that arrive together, the shorter goes
+    first; and (in batches of one) a request that arrives more than `patience` times a request's predicted service after
+    that request does not overtake it. For a long request the allowance is far less than patience * s: otherwise the
+    longest answers would also wait longest, and lengthen the tail of the latency. With patience 0 the order is first
+    come, first served.
 
     patience : >= 0, in units of predicted service.
     """
@@ -167,9 +168,7 @@ def turn(patience: float) -> Callable[[QueuedRequest], float]:
 
 
 def shortest(patience: float) -> Callable[[FormedBatch], float]:
-    """The mean turn of a batch's requests, fixed when it forms: all who wait grow older alike, which never changes
-    their order.
-    """
+    """The mean turn of a batch's requests. It can be fixed when the batch forms, for all batches age alike."""
     turn_s = turn(patience)
 
     def turn_of_batch_s(batch: FormedBatch) -> float:
@@ -182,46 +181,46 @@ def shortest(patience: float) -> Callable[[FormedBatch], float]:
 
 
 class MomentOrder:
-    """An order that decides when an engine is free, for that engine. What it has no key for is not started.
+    """An order that decides when an engine is free, for that engine. A candidate without a key is not started.
 
-    Its requests wait by deadline. It may stop batches that engines run to their end for candidates that are worth more.
+    Its requests wait by deadline. It may preempt batches of barrier engines for candidates that are worth more.
     """
 
     preempts: bool = False
 
     def key(self, candidate: Candidate, now_s: float) -> Key | None:
-        """Of a candidate that has been composed; None: it shall not run on this engine now."""
+        """The key of a composed candidate; None: the candidate shall not run on its engine now."""
         raise NotImplementedError
 
     def compose(self, candidate: Candidate, now_s: float) -> bool:
-        """Say how many go, and who. False: nobody can."""
+        """Set the candidate's `count` and `place`: which requests run. False: none can."""
         candidate.count = candidate.largest(now_s)
         return candidate.count > 0
 
     def least_key(self, count: int) -> Key:
-        """No candidate of at most so many requests has a smaller key. () is smaller than any."""
+        """A lower bound on the keys of candidates of at most `count` requests. () is smaller than any key."""
         return ()
 
     def wake_at_s(self, engine: str, now_s: float) -> float | None:
-        """When an engine that was given nothing is to be asked again although nothing happened."""
+        """When to ask again for an engine that got no batch, if no event comes before; None: only after an event."""
         return None
 
     # ---- preemption ----
 
     def may_stop(self, running: int, waiting: int, batch_size: int) -> bool:
-        """Whether a batch of so many could be stopped at all while so many wait."""
+        """Whether a batch of `running` requests could be preempted at all while at most `waiting` requests wait."""
         return True
 
     def victim_key(self, running: Running) -> Key:
-        """Of several that could be stopped the smallest is."""
+        """The batch with the smallest key is the first to be preempted."""
         return (len(running),)
 
     def least_worth(self, running: Running) -> float:
-        """Requests that a batch must hold at least to be worth stopping this one."""
+        """Fewest requests that a batch must hold to be worth preempting this one."""
         return 1.0
 
     def stops(self, candidate: Candidate, running: Running, now_s: float) -> bool:
-        """Whether what runs shall make room for a candidate that has been composed."""
+        """Whether a composed candidate shall preempt the running batch."""
         return False
 
 
@@ -234,27 +233,27 @@ class Clockwork(MomentOrder):
         return candidate.count > 0
 
     def key(self, candidate: Candidate, now_s: float) -> Key:
-        assert candidate.place is not None, "it has been composed"
+        assert candidate.place is not None, "the candidate must be composed first"
         return (candidate.queue.deadline_at(candidate.place),)
 
 
 @dataclass(frozen=True)
 class Flex(MomentOrder):
-    """The largest batch that can be in time runs next, and stops what runs when that is far smaller.
+    """The largest batch that can be in time runs next, and preempts a running batch that is far smaller.
 
-    Source: Shepherd (NSDI 2023), Section 5.2 and Appendix C. Of all queues the one with the largest feasible batch is
-    served; among equals the one that takes least time (the greatest value density), then the one whose deadline is
-    earliest. A batch that runs is preempted for one of at least `preemption_factor` times its size: 3.03 gives the
+    Source: Shepherd (NSDI 2023), Section 5.2 and Appendix C. The queue with the largest feasible batch is served; among
+    equals the queue whose batch takes least time (the greatest value density), then the queue with the earliest
+    deadline. A running batch is preempted for a batch of at least `preemption_factor` times its size: 3.03 gives the
     competitive ratio of 12.62 K of Theorem 5.2.
 
-    The paper's models take as long whatever the request. An LLM's batch takes as long as its longest answer, so a
-    model's requests wait in bins by predicted length, and a batch of one bin is filled up with shorter ones: more bins
-    make batches shorter, never smaller. As printed, Algorithm 2 makes some requests of its batches late; these batches
-    are truly feasible (scheduling/deadline_queue.py).
+    In the paper, a model's service time does not depend on the request. An LLM's batch takes as long as its longest
+    answer, so a model's requests wait in bins by predicted length, and a batch of one bin is filled up with requests of
+    shorter bins: more bins make batches shorter, never smaller. Algorithm 2 as printed makes some requests of its
+    batches late; the batches here are truly feasible (scheduling/deadline_queue.py).
 
-    preemption_factor : None: nothing is preempted.  only_if_needed : nor is it where what waits would still be in
-    time after what runs. At low load that saves nearly all preemptions, and loses nothing; a burst that comes one by
-    one is seen for what it is a little later.
+    preemption_factor : None: no preemption.  only_if_needed : preempt only if waiting requests would be late after the
+    running batch. At low load this saves nearly all preemptions and loses nothing; a burst whose requests arrive one
+    by one is detected a little later.
     """
 
     preemption_factor: float | None = PREEMPTION_FACTOR
@@ -271,7 +270,7 @@ class Flex(MomentOrder):
         return (-count,)
 
     def may_stop(self, running: int, waiting: int, batch_size: int) -> bool:
-        """Where so few wait, not even those of their own model that run would make up the rest."""
+        """Bounds the size of a preempting batch: it may hold `waiting` requests and the preempted ones of its model."""
         factor = self._factor
         return running * factor <= batch_size and running * (factor - 1.0) <= waiting
 
@@ -282,13 +281,13 @@ class Flex(MomentOrder):
         if candidate.count < self.least_worth(running):
             return False
         if not self.only_if_needed or candidate.waiting > candidate.count:
-            return True  # where more wait than the next batch takes, every moment counts
+            return True  # the batch cannot take all waiting requests, so any delay costs throughput
         after = candidate.largest(max(now_s, running.ends_at_s), with_running=False)
         return candidate.count > len(running) + after
 
     @property
     def _factor(self) -> float:
-        assert self.preemption_factor is not None, "only of an order that preempts"
+        assert self.preemption_factor is not None, "this order does not preempt"
         return self.preemption_factor
 
 

@@ -13,22 +13,22 @@ import msgspec
 
 from llmserve.request import Request
 
-BLOCK_TOKENS = 16  # vLLM gives out the cache in blocks of so many tokens: each choice wastes up to one
-ENTRIES_SPARE = 64  # heap entries of requests that have left which may be kept before they are swept out
+BLOCK_TOKENS = 16  # tokens per block of vLLM's cache: each choice wastes up to one block
+ENTRIES_SPARE = 64  # heap entries of requests that have left which may be kept before they are removed
 
 
 class QueuedRequest(msgspec.Struct, eq=False):
     """One accepted request. It is in exactly one place: in a bin, in a formed batch, or on an engine.
 
-    score            what its bin goes by, tokens; None without a prediction
-    expected_tokens  of a choice, as known at its arrival
-    service_s        on an engine, and that of the mean answer, as known at its arrival
-    total_tokens      what an engine's memory holds of it at its end; whole, so that sums of them come back to zero
+    score            value that determines its bin, tokens; None without a prediction
+    expected_tokens  per choice, estimated at its arrival
+    service_s        time on an engine, estimated at its arrival; service_mean_s : of the mean answer
+    total_tokens     tokens in an engine's memory at its end; whole, so that sums of them return to exactly zero
 
-    group, bin, sort_length  kept by its model's queues: where it waits or last did, and by what it finds its like
-    formed            kept by the formed queue: the batch that it waits in
-    run               kept by its engine: while it runs there
-    retries, cancelled  kept by the scheduler: how often its engine failed it, whether its client has gone
+    group, bin, sort_length  set by its model's queues: where it waits or last waited, and its length in a window
+    formed           set by the formed queue: the batch in which it waits
+    run              set by its engine while it runs
+    retries, cancelled  set by the scheduler: how often its engine failed, whether its client has gone
     """
 
     request: Request
@@ -48,7 +48,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
 
     @property
     def deadline_s(self) -> float:
-        """inf without one."""
+        """inf without a deadline."""
         deadline_s = self.request.deadline_s
         return math.inf if deadline_s is None else deadline_s
 
@@ -60,11 +60,11 @@ def turn_of_arrival(queued: QueuedRequest) -> tuple[float, int]:
 class Run(msgspec.Struct, eq=False):
     """A request's stay on an engine.
 
-    engine        its name
-    batch_id, formed_at_s  of the batch that it came in
+    engine        name of the engine
+    batch_id, formed_at_s  of its batch
     concurrency   requests on the engine once the batch had started
-    began         its client has been given its first byte
-    stopping      it was told to stop, for others
+    began         whether its client has received the first byte
+    stopping      whether it was preempted
     """
 
     queued: QueuedRequest
@@ -78,10 +78,10 @@ class Run(msgspec.Struct, eq=False):
 
 
 class BinQueue:
-    """The requests of one bin, first come first. Every operation costs O(1) however many wait; where requests have
+    """The requests of one bin, in order of arrival. Every operation costs O(1) however many wait; where requests have
     deadlines a change costs O(log n) comparisons and moves at most n list entries.
 
-    requests: by id, first come first.  changes: how often one has come, or some have gone.
+    requests: by id, in order of arrival.  changes: number of additions and removals so far.
     """
 
     def __init__(self, index: int) -> None:
@@ -89,7 +89,7 @@ class BinQueue:
         self.changes = 0
         # An OrderedDict, not a dict: taking from the front of a plain dict walks over its deleted entries.
         self.requests: OrderedDict[int, QueuedRequest] = OrderedDict()
-        self._row: list[tuple[float, int]] = []  # (deadline, request id) of those that have one, ascending
+        self._row: list[tuple[float, int]] = []  # (deadline, request id), ascending, of requests with a deadline
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -99,12 +99,12 @@ class BinQueue:
 
     @property
     def oldest_at_s(self) -> float:
-        """Arrival of the one that has waited longest. The queue must not be empty."""
+        """Arrival of the request that has waited longest. The queue must not be empty."""
         return next(iter(self.requests.values())).arrived_at_s
 
     @property
     def earliest_deadline_s(self) -> float:
-        """Of those that wait; inf when none has one."""
+        """inf when no request has a deadline."""
         return self._row[0][0] if self._row else math.inf
 
     def append(self, queued: QueuedRequest) -> None:
@@ -114,13 +114,13 @@ class BinQueue:
             self._note_deadline(queued)
 
     def put_back(self, requests: Sequence[QueuedRequest]) -> None:
-        """Some that waited before are among the others again, in order of arrival. O(those before the last of them)."""
+        """Insert requests by their arrival times. O(n) in the requests that arrived before the last of them."""
         last = max([turn_of_arrival(queued) for queued in requests])
         before = list(takewhile(lambda other: turn_of_arrival(other) < last, self))
         for queued in requests:
             self.append(queued)
-        for each in sorted([*before, *requests], key=turn_of_arrival, reverse=True):
-            self.requests.move_to_end(each.request.id, last=False)
+        for queued in sorted([*before, *requests], key=turn_of_arrival, reverse=True):
+            self.requests.move_to_end(queued.request.id, last=False)
 
     def remove(self, queued: QueuedRequest) -> None:
         del self.requests[queued.request.id]
@@ -128,20 +128,20 @@ class BinQueue:
         self._forget_deadline(queued)
 
     def take_all(self) -> list[QueuedRequest]:
-        """First come first."""
+        """Take all requests, in order of arrival."""
         self.changes += 1
-        taken = list(self.requests.values())
+        requests = list(self.requests.values())
         self.requests.clear()
         self._row.clear()
-        return taken
+        return requests
 
     def take(self, count: int) -> list[QueuedRequest]:
         self.changes += 1
-        taken = [self.requests.popitem(last=False)[1] for _ in range(count)]
+        requests = [self.requests.popitem(last=False)[1] for _ in range(count)]
         if self._row:
-            for queued in taken:
+            for queued in requests:
                 self._forget_deadline(queued)
-        return taken
+        return requests
 
     def _note_deadline(self, queued: QueuedRequest) -> None:
         entry = (queued.deadline_s, queued.request.id)
@@ -158,14 +158,15 @@ class BinQueue:
 
 
 class WindowQueue(BinQueue):
-    """A queue whose batches are neighbours by length, with no edges between them.
+    """A queue whose batches are neighbours by length, without bin edges.
 
-    Of those that wait the first `window` by turn are looked at. A batch of b always holds the one whose turn it is,
-    and of all b in a row by length that do, those that waste least: slots times the longest, less the sum of all. So
-    by order of arrival no request in the window is passed over more than `window` times, and usually about `window` / b
-    times; by another order those whose turn is earlier come before it, as everywhere.
+    The window holds the first `window` waiting requests by turn. A batch of b always holds the request whose turn is
+    next. Among all runs of b neighbours by length that hold this request, the run of least waste is taken: b times the
+    longest length, less the sum of the lengths. So with turns by arrival, no request in the window is passed over more
+    than `window` times, and usually about `window` / b times; with other turns, requests of earlier turns also come
+    first, as in any queue.
 
-    turn : the order's key of a request; the smallest goes next.
+    turn : the order's key of a request; the request of the smallest key is next.
     Every operation costs O(log window) comparisons and moves at most `window` list entries; taking b, O(b) more.
     """
 
@@ -173,9 +174,9 @@ class WindowQueue(BinQueue):
         super().__init__(index)
         self.window = window
         self._turn = turn
-        self._by_length: list[tuple[float, int]] = []  # (tokens, request id) of those in the window
-        self._by_turn: list[tuple[float, int]] = []  # (turn, request id) of the same
-        self._beyond: list[tuple[float, int]] = []  # heap of the others' (turn, request id), and some that have left
+        self._by_length: list[tuple[float, int]] = []  # (tokens, request id) of the window's requests
+        self._by_turn: list[tuple[float, int]] = []  # (turn, request id) of the same requests
+        self._beyond: list[tuple[float, int]] = []  # heap of (turn, request id) beyond the window; some may have left
 
     def append(self, queued: QueuedRequest) -> None:
         super().append(queued)
@@ -202,11 +203,11 @@ class WindowQueue(BinQueue):
             heapq.heapify(self._beyond)
 
     def take(self, count: int) -> list[QueuedRequest]:
-        """At most as many as the window holds."""
+        """count : at most the number of requests in the window."""
         self.changes += 1
-        taken = self._take_row(count)
+        requests = self._take_row(count)
         self._fill()
-        return taken
+        return requests
 
     def take_all(self) -> list[QueuedRequest]:
         self._by_length.clear()
@@ -218,12 +219,12 @@ class WindowQueue(BinQueue):
         first = self.requests[self._by_turn[0][1]]
         row = self._by_length
         start = _least_waste(row, bisect_left(row, (first.sort_length, first.request.id)), count)
-        taken = [self.requests.pop(request_id) for _, request_id in row[start : start + count]]
+        requests = [self.requests.pop(request_id) for _, request_id in row[start : start + count]]
         del row[start : start + count]
-        for queued in taken:
+        for queued in requests:
             self._forget_deadline(queued)
             del self._by_turn[bisect_left(self._by_turn, (self._turn(queued), queued.request.id))]
-        return taken
+        return requests
 
     def _enter(self, entry: tuple[float, int], queued: QueuedRequest) -> None:
         insort(self._by_turn, entry)
@@ -233,7 +234,7 @@ class WindowQueue(BinQueue):
         del self._by_length[bisect_left(self._by_length, (queued.sort_length, queued.request.id))]
 
     def _fill(self) -> None:
-        """Let those beyond the window in, while there is room."""
+        """Move requests from beyond the window into the window, while there is room."""
         while self._beyond and len(self._by_turn) < self.window:
             entry = heapq.heappop(self._beyond)
             queued = self.requests.get(entry[1])
@@ -242,9 +243,9 @@ class WindowQueue(BinQueue):
 
 
 def _least_waste(row: list[tuple[float, int]], place: int, count: int) -> int:
-    """Where the `count` in a row begin that hold the one at `place` and waste least.
+    """Start of the `count` neighbours in a row that include `place` and waste least.
 
-    row : ascending lengths, tokens.  count : at most as many as there are.
+    row : (length in tokens, request id), ascending.  count : at most the length of the row.
     """
     first, last = max(0, place - count + 1), min(place, len(row) - count)
     lengths = [length for length, _ in row[first : last + count]]
@@ -272,16 +273,16 @@ class FormedBatch:
         self.formed_at_s = formed_at_s
         self.requests = {queued.request.id: queued for queued in requests}
         self.size = len(requests)
-        self.key = 0.0  # the order's, as it was pushed into a queue
-        self.avoid: str | None = None  # the engine that failed it: run elsewhere if there is an elsewhere
+        self.key = 0.0  # the order's key when the batch was pushed into a queue
+        self.avoid: str | None = None  # the engine that failed the batch; used only while no other works
 
     @property
     def first(self) -> QueuedRequest:
-        """It must not be empty."""
+        """The first request; the batch must not be empty."""
         return next(iter(self.requests.values()))
 
     def put_first(self, chosen: list[QueuedRequest]) -> None:
-        """These of its requests start before the others."""
+        """Move these requests of the batch to its front."""
         self.requests = {queued.request.id: queued for queued in (*chosen, *self.requests.values())}
 
 
@@ -290,10 +291,10 @@ Turn = tuple[float, int]
 
 
 class FormedQueue:
-    """A model's formed batches by the order's key, fixed as they form; where the order has no such key, as they formed.
+    """A model's formed batches by the key that the order gives them as they form; without such a key, by number.
 
-    Push and pop cost O(log batches), removal of a request O(1).  returned : batches that an engine let go of unserved;
-    few, and kept apart, for each may have to wait for another engine.
+    Push and pop cost O(log batches), removal of a request O(1).  returned : batches that an engine failed or lost; they
+    are few, and kept apart, for each may have to wait for another engine.
     """
 
     def __init__(self, key: Callable[[FormedBatch], float]) -> None:
@@ -306,7 +307,7 @@ class FormedQueue:
     def push(self, batch: FormedBatch) -> None:
         self.hold(batch)
         batch.key = self._key(batch)
-        self._serial += 1  # a total order: equal keys never compare batches
+        self._serial += 1  # makes entries distinct, so that the heap never compares batches
         heapq.heappush(self._heap, (batch.key, batch.id, self._serial, batch))
 
     def push_returned(self, batch: FormedBatch) -> None:
@@ -315,13 +316,13 @@ class FormedQueue:
         self._returned.append(batch)
 
     def hold(self, batch: FormedBatch) -> None:
-        """Count a batch that is in no order, for its engine is known; `take` its requests when that is free."""
+        """Count a batch that is in no order, for its engine is already chosen; `take` its requests when it starts."""
         for queued in batch.requests.values():
             queued.formed = batch
         self._requests += len(batch.requests)
 
     def __len__(self) -> int:
-        """Requests that wait in formed batches."""
+        """Number of requests in formed batches."""
         return self._requests
 
     def __bool__(self) -> bool:
@@ -329,18 +330,18 @@ class FormedQueue:
 
     @property
     def returned(self) -> list[FormedBatch]:
-        """Those that still hold a request, in order."""
+        """Returned batches that still hold a request, in order."""
         if self._returned:
             self._returned = [batch for batch in self._returned if batch.requests]
             self._returned.sort(key=self.turn_of)
         return self._returned
 
     def fresh(self) -> FormedBatch | None:
-        """The first that no engine has had; None when there is none."""
+        """The first batch that was never started; None when there is none."""
         return self._heap[0][3] if self._heap else None
 
     def first(self, without: Container[FormedBatch] = ()) -> FormedBatch | None:
-        """The first of all but these, which came back; None when there is none."""
+        """The first batch, without these returned ones; None when there is none."""
         fresh = self._heap[0][3] if self._heap else None
         if not self._returned:
             return fresh
@@ -350,7 +351,7 @@ class FormedQueue:
         return min(fresh, returned, key=self.turn_of)
 
     def split(self, batch: FormedBatch, count: int) -> FormedBatch:
-        """The first `count` requests of a batch are held as one of their own, of the same number."""
+        """Hold the first `count` requests of a batch as a batch of their own, with the same number."""
         part = FormedBatch(batch.id, batch.bin, batch.formed_at_s, self.take(batch, count), batch.model)
         part.size = batch.size
         self.hold(part)
@@ -366,28 +367,28 @@ class FormedQueue:
         return [batch for *_, batch in sorted([*fresh, *returned], key=lambda entry: entry[:2])]
 
     def remove(self, queued: QueuedRequest) -> None:
-        assert queued.formed is not None, "it is in no formed batch"
+        assert queued.formed is not None, f"request {queued.request.id} is in no formed batch"
         del queued.formed.requests[queued.request.id]
         queued.formed = None
         self._requests -= 1
         self._drop_empty()
 
     def take(self, batch: FormedBatch, count: int) -> list[QueuedRequest]:
-        """The first `count` requests of a batch leave it."""
+        """Take the first `count` requests out of a batch."""
         requests = batch.requests
         if count >= len(requests):
-            taken = list(requests.values())
+            leaving = list(requests.values())
             batch.requests = {}
         else:
-            taken = [requests.pop(request_id) for request_id in list(requests)[:count]]
-        for queued in taken:
+            leaving = [requests.pop(request_id) for request_id in list(requests)[:count]]
+        for queued in leaving:
             queued.formed = None
-        self._requests -= len(taken)
+        self._requests -= len(leaving)
         self._drop_empty()
-        return taken
+        return leaving
 
     def _drop_empty(self) -> None:
-        """The first of the heap holds a request."""
+        """Pop empty batches, so that the first batch of the heap holds a request."""
         heap = self._heap
         while heap and not heap[0][3].requests:
             heapq.heappop(heap)

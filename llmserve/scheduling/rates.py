@@ -1,4 +1,4 @@
-"""How fast things happen, seen through a bounded memory."""
+"""Rates and times with a bounded memory: arrivals, completions, service times."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections import deque
 import msgspec
 
 JUMP_ARRIVALS = 8
-# Bounds of a sum of 8 exponential times of mean 1 that it leaves once in ten thousand times, on either side: outside,
-# the rate has jumped.
+# A sum of 8 exponential times of mean 1 lies outside each of these bounds once in ten thousand times; outside, the rate
+# counts as jumped.
 JUMP_UP, JUMP_DOWN = 1.4, 22.0
-ROUNDING = 1e-6  # so much longer a silence, or rounding might leave the estimate where it was
+ROUNDING = 1e-6  # relative: makes a silence longer, so that the estimate falls below the rate despite rounding
 
 
 class ArrivalRate:
-    """Arrivals a second: an exponential window over the last arrivals, which a jump of the rate empties.
+    """Arrivals a second: an exponential window over the last arrivals. A jump of the rate empties the window.
 
     memory: arrivals after which an observation's weight has fallen to a third.
     """
@@ -23,11 +23,11 @@ class ArrivalRate:
     def __init__(self, memory: int = 128) -> None:
         self._keep = 1.0 - 1.0 / memory
         self._last_s: deque[float] = deque(maxlen=JUMP_ARRIVALS + 1)
-        self._gaps = self._seconds = 0.0  # both fade alike
+        self._gaps = self._seconds = 0.0  # number and total length of the gaps, both with the same decay
         self._since_jump = 0
 
     def observe(self, now_s: float) -> bool:
-        """Count an arrival; True when it shows that the rate has jumped, and what was before is forgotten."""
+        """Count an arrival. True when the rate has jumped; older arrivals are then forgotten."""
         last_s = self._last_s
         if last_s:
             self._gaps = self._keep * self._gaps + 1.0
@@ -44,7 +44,7 @@ class ArrivalRate:
         return True
 
     def per_s(self, now_s: float) -> float | None:
-        """The estimate; None before two arrivals. It falls in a silence that has become longer than the mean gap."""
+        """The estimate; None before two arrivals. It falls once the present gap is longer than the mean gap."""
         if not self._gaps:
             return None
         silence_s = now_s - self._last_s[-1]
@@ -55,12 +55,12 @@ class ArrivalRate:
         return gaps / seconds if seconds > 0 else math.inf
 
     def below_at_s(self, rate_per_s: float) -> float:
-        """When silence alone will have brought the estimate below this rate, if it is not below already."""
+        """When the estimate falls below this rate if nothing arrives, provided that it is not below yet."""
         return self._last_s[-1] + (self._gaps + 1.0) / rate_per_s * (1.0 + ROUNDING) - self._seconds
 
 
 class Arrivals:
-    """Arrivals a second of each bin: the rate of all, shared out as the last arrivals were."""
+    """Arrivals a second of each bin: the total rate, divided by the bins' shares of the last arrivals."""
 
     def __init__(self, bins: int, memory: int = 512) -> None:
         self.total = ArrivalRate()
@@ -68,7 +68,7 @@ class Arrivals:
         self._shares = [1.0 / bins] * bins
 
     def observe(self, bin_index: int, now_s: float) -> bool:
-        """Count an arrival; True when it shows that the rate has jumped."""
+        """Count an arrival. True when the total rate has jumped."""
         self._shares = [self._keep * share for share in self._shares]
         self._shares[bin_index] += 1.0 - self._keep
         return self.total.observe(now_s)
@@ -89,7 +89,7 @@ class CompletionRate:
         self._times_s.extend([now_s] * completions)
 
     def idle(self) -> None:
-        """Nothing is left to complete: the time until the next arrival says nothing about speed."""
+        """Forget all completions, because nothing is left to run: the idle time must not count as busy."""
         self._times_s.clear()
 
     def drain_time_s(self, waiting: int) -> float | None:
@@ -100,7 +100,7 @@ class CompletionRate:
 
 
 class ServiceTime:
-    """How long requests run: seconds an output token, and tokens an answer; means that forget.
+    """Service times: mean seconds an output token and mean tokens an answer, with exponential decay.
 
     memory: completions after which an observation's weight has fallen to a third.
     """
@@ -112,7 +112,7 @@ class ServiceTime:
         self.tokens_mean = tokens_mean
 
     def observe(self, seconds: float, tokens: float) -> None:
-        """One answer: so long on its engine, so many tokens (> 0)."""
+        """Record one answer: its seconds on the engine and its tokens (> 0)."""
         self._seconds = self._keep * self._seconds + seconds
         self._tokens = self._keep * self._tokens + tokens
         self._answers = self._keep * self._answers + 1.0
@@ -121,21 +121,21 @@ class ServiceTime:
             self.seconds_per_token = self._seconds / self._tokens
 
 
-# ---- by stream and model, for whoever plans groups -----------------------------------------------------------------
+# ---- by stream and model, for plans of groups ----------------------------------------------------------------------
 
 FACTOR = 1.5
-CHANCE = 4.0  # standard deviations of a Poisson count within which it may miss its rate by chance
-STREAMS_MAX = 10_000  # (stream, model) pairs counted apart; those of any other stream are counted by model
+CHANCE = 4.0  # standard deviations of a Poisson count; smaller differences from the planned rate count as chance
+STREAMS_MAX = 10_000  # (stream, model) pairs counted apart; arrivals of further streams are counted by model
 
 Rates = tuple[tuple[str, str, float], ...]
 
 
 class Replan(msgspec.Struct, frozen=True):
-    """When other groups are asked for.
+    """When a new plan of groups is asked for.
 
-    every_s    seconds between two looks at the arrivals, and so between two plans, > 0
-    planned    (stream, model, arrivals a second) that the first groups are made for; all others: 0
-    factor     by which a rate may differ from the planned one, > 1
+    every_s    length of a counting window, seconds, and least time between two plans, > 0
+    planned    (stream, model, arrivals a second) of the first plan; pairs that are not listed: 0
+    factor     factor by which a rate may differ from the planned rate, > 1
     """
 
     every_s: float
@@ -144,7 +144,7 @@ class Replan(msgspec.Struct, frozen=True):
 
 
 class GroupRates:
-    """Counts arrivals in windows that begin at multiples of `replan.every_s`, and looks at the end of each."""
+    """Counts arrivals in windows that begin at multiples of `replan.every_s` and compares the rates at their ends."""
 
     def __init__(self, replan: Replan) -> None:
         self._every_s = replan.every_s
@@ -154,22 +154,22 @@ class GroupRates:
         self._counts: dict[tuple[str, str], int] = {}
 
     def observe(self, stream: str, model: str) -> None:
-        """Count an arrival, after `look` at its time."""
+        """Count an arrival. Call `end_window` with its time first."""
         pair = stream, model
         if pair not in self._counts and len(self._counts) >= STREAMS_MAX:
             pair = "", model
         self._counts[pair] = self._counts.get(pair, 0) + 1
 
     @property
-    def look_at_s(self) -> float | None:
-        """When the window in progress ends; None while nothing has come in it."""
+    def window_ends_at_s(self) -> float | None:
+        """When the present window ends; None while it has no arrival."""
         return (self._window + 1) * self._every_s if self._counts else None
 
-    def look(self, now_s: float) -> Rates | None:
-        """To be called at every step. The rates of the window that has just ended, where they call for a plan."""
+    def end_window(self, now_s: float) -> Rates | None:
+        """Call at every step. The rates of a window that has ended, if a new plan is wanted for them; else None."""
         if now_s < (self._window + 1) * self._every_s:
             return None
-        window = max(self._window + 1, math.floor(now_s / self._every_s))  # rounding may put the very end before it
+        window = max(self._window + 1, math.floor(now_s / self._every_s))  # rounding may make the quotient too small
         counts, self._counts = self._counts, {}
         self._window = window
         if not counts or not self._differ(counts):

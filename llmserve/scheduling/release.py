@@ -1,10 +1,10 @@
-"""Release: does a bin let a batch go now, and of what size.
+"""Release: whether a bin releases a batch now, and of which size.
 
-`size` answers for one bin; `due_at_s` says when the answer may change by time alone. Where several bins would let go
-for one engine, the most urgent does.
+`size` decides for one bin; `due_at_s` says when the decision may change without an event. If several bins would release
+a batch for the same engine, the bin of the greatest urgency does.
 
-Some releases go by what a batch of so many takes, or by a policy for the present load: they follow a plan
-(bins/dispatch.py), which the scheduler asks for as loads and lengths change. Until the first has come they are greedy.
+Some releases use batch times, or a policy for the present load: they follow a plan (bins/dispatch.py), which the
+scheduler asks for as loads and lengths change. Before the first plan these releases are greedy.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ WORD = 0xFFFFFFFFFFFFFFFF  # 64 bits
 
 
 class Release(Protocol):
-    plans: ClassVar[bool]  # whether it follows a plan
-    fills: ClassVar[bool]  # whether it ever lets more go because an engine is free
-    waits: ClassVar[bool]  # whether it ever lets less go than an engine that is free would take
+    plans: ClassVar[bool]  # whether the release follows a plan
+    fills: ClassVar[bool]  # whether a free engine may increase `size`
+    waits: ClassVar[bool]  # whether `size` may be less than a free engine would take
 
     @property
     def timed(self) -> bool:
@@ -31,20 +31,20 @@ class Release(Protocol):
         ...
 
     def size(self, queue: BinQueue, now_s: float, idle: bool | None) -> int:
-        """Requests to let go now, 0 to wait. The bin is not empty; nor is it below.
+        """Number of requests to release now; 0: wait. Here and below, the bin is not empty.
 
-        idle : whether an engine that is free runs nothing, or has slots beside what runs; None: no engine is free
+        idle : True: free engines run nothing; False: a free engine has slots beside its requests; None: none is free
         """
         ...
 
     def due_at_s(self, queue: BinQueue, idle: bool | None) -> float | None:
-        """When a bin that waits must be asked again although nothing happened; None: not before something does, such
-        as an engine becoming free.
+        """When `size` must be asked again if no event comes before; None: only after an event, such as an engine that
+        becomes free.
         """
         ...
 
     def urgency(self, queue: BinQueue, now_s: float) -> float:
-        """Of bins that would let go for the same engine the one of the greatest urgency does."""
+        """Of bins that would release for the same engine, the bin of the greatest urgency does."""
         ...
 
 
@@ -59,7 +59,7 @@ class _OldestFirst:
 
 @dataclass(frozen=True, slots=True)
 class Full(_OldestFirst):
-    """A batch goes when it has `batch_size` requests (the Multi-Bin paper's rule; SMDP-J's static batching)."""
+    """Release a batch when it has `batch_size` requests (the Multi-Bin paper's rule; SMDP-J's static batching)."""
 
     fills: ClassVar[bool] = False
     timed: ClassVar[bool] = False
@@ -75,9 +75,9 @@ class Full(_OldestFirst):
 
 @dataclass(frozen=True, slots=True)
 class Timeout(_OldestFirst):
-    """A batch goes when full; or to an engine that is free, when its oldest request has waited `wait_s`.
+    """Release a batch when it is full; or for a free engine, when its oldest request has waited `wait_s`.
 
-    While no engine is free, waiting on costs nothing, and small batches formed meanwhile would cost throughput.
+    While no engine is free, longer waiting costs nothing, but small batches would cost throughput.
     """
 
     timed: ClassVar[bool] = True
@@ -98,7 +98,7 @@ class Timeout(_OldestFirst):
 
 @dataclass(frozen=True, slots=True)
 class Greedy(_OldestFirst):
-    """A batch goes when full, or with whatever is there as soon as an engine would otherwise idle."""
+    """Release a batch when it is full, or all waiting requests as soon as an engine would otherwise idle."""
 
     waits: ClassVar[bool] = False
     timed: ClassVar[bool] = False
@@ -116,8 +116,8 @@ class Greedy(_OldestFirst):
 
 @dataclass(frozen=True, slots=True)
 class Window(_OldestFirst):
-    """A batch is formed when an engine is free for it and not before: of neighbours by length among those that wait
-    (queues.WindowQueue). The more there are to choose from, the more alike they are.
+    """Form a batch only when an engine is free, of neighbours by length in the window (queues.WindowQueue). The more
+    requests wait, the more alike are the lengths in a batch.
     """
 
     waits: ClassVar[bool] = False
@@ -137,7 +137,7 @@ class Window(_OldestFirst):
 
 @dataclass(slots=True)
 class Planned(_OldestFirst):
-    """A release that follows a plan; None until the first one has come."""
+    """A release that follows a plan. plan : None before the first plan."""
 
     plans: ClassVar[bool] = True
     timed: ClassVar[bool] = True
@@ -146,20 +146,20 @@ class Planned(_OldestFirst):
     plan: DispatchPlan | None = field(default=None, init=False)
 
     def follow(self, plan: DispatchPlan) -> bool:
-        """It is in force from now on; True when bins wait in other queues than before."""
+        """Follow this plan from now on. True when the plan assigns bins to other queues than before."""
         before, self.plan = self.plan, plan
         return before is None or before.queue_of != plan.queue_of
 
     def service_s(self, queue: BinQueue, count: int) -> float:
-        """Expected time of a batch of so many of the bin's requests; 0 without a plan."""
+        """Expected time of a batch of `count` requests of the bin; 0 without a plan."""
         if self.plan is None:
             return 0.0
         service_s = self.plan.tables[queue.index].service_s
         return service_s[min(count, len(service_s)) - 1]
 
     def least_size(self, queue: BinQueue, rate_per_s: float, least: int = 1) -> int:
-        """The least batch size, `least` or more, at which one engine serves more than so many requests a second; the
-        largest there is where none does. Source: BatchMonitor, Algorithm 1.
+        """The least batch size, at least `least`, at which one engine serves more than `rate_per_s` requests a second;
+        the largest size if none does. Source: BatchMonitor, Algorithm 1.
         """
         for size in range(least, self.batch_size):
             if size > rate_per_s * self.service_s(queue, size):
@@ -167,7 +167,7 @@ class Planned(_OldestFirst):
         return self.batch_size
 
     def latest_start_s(self, queue: BinQueue) -> float:
-        """When what waits must start to meet its earliest deadline nine times in ten; inf: there is none."""
+        """Latest start at which a batch of all meets the earliest deadline in 9 of 10 cases; inf: no deadline."""
         deadline_s = queue.earliest_deadline_s
         if self.plan is None or deadline_s == math.inf:
             return deadline_s
@@ -180,7 +180,7 @@ class Rate(Planned):
     """BatchMonitor and BatchDispatcher: batches of the least size whose throughput exceeds the arrival rate.
 
     Source: BatchMonitor, Algorithm 1, repaired: the throughput must exceed rate / headroom, a size may be 1, the rate
-    is that of the last arrivals, and no request waits beyond `wait_s`. As printed:
+    is that of the last arrivals, and no request waits longer than `wait_s`. As printed:
     scripts/lab/reproduction/batchmonitor.
     """
 
@@ -189,7 +189,7 @@ class Rate(Planned):
     wait_s: float = math.inf
 
     def preferred(self, queue: BinQueue, now_s: float) -> int:
-        """The batch size for the present rate, by the plan's times."""
+        """The batch size for the present rate, by the plan's batch times."""
         return self.least_size(queue, (self.arrivals.total.per_s(now_s) or 0.0) / self._used)
 
     def size(self, queue: BinQueue, now_s: float, idle: bool | None) -> int:
@@ -211,7 +211,7 @@ class Rate(Planned):
 
     @property
     def _used(self) -> float:
-        """Engines, each as far as it is to be used."""
+        """Number of engines times `headroom`, the share of their capacity that is to be used."""
         return (self.plan.engines if self.plan is not None else 1) * self.headroom
 
     def _limit_s(self, queue: BinQueue) -> float:
@@ -222,8 +222,8 @@ class Rate(Planned):
 class Deadline(Planned):
     """The largest batch within the deadline (Clipper's and Triton's way; BatchMonitor's first comparison).
 
-    A bin lets go when full, or to an engine that is free when a request would be late if it waited longer: for its own
-    deadline, or for the plan's latency target.
+    Release a batch when it is full; or for a free engine, when a request would miss its own deadline or the plan's
+    latency target if it waited longer.
     """
 
     def size(self, queue: BinQueue, now_s: float, idle: bool | None) -> int:
@@ -235,10 +235,10 @@ class Deadline(Planned):
         return waiting if self.plan is None or now_s >= self._limit_s(queue) else 0
 
     def due_at_s(self, queue: BinQueue, idle: bool | None) -> float | None:
-        return _known(self._limit_s(queue)) if self.plan is not None and idle is not None else None
+        return _if_finite(self._limit_s(queue)) if self.plan is not None and idle is not None else None
 
     def _limit_s(self, queue: BinQueue) -> float:
-        assert self.plan is not None, "asked of a plan only"
+        assert self.plan is not None, "the limit needs a plan"
         target_s = self.plan.latency_target_s
         limit_s = self.latest_start_s(queue)
         if target_s is None:
@@ -248,10 +248,11 @@ class Deadline(Planned):
 
 @dataclass(slots=True)
 class Table(Planned):
-    """The policy of the plan (bins/smdp.py): how many go, by how many wait, whenever an engine is free to take them.
+    """The policy of the plan (bins/smdp.py): the batch size by the number of waiting requests, for a free engine.
 
-    wait_s: no request waits longer for an engine that is free; nor beyond what arrivals at the planned rate would take,
-    nor past the last moment for its deadline. Slots beside what runs are taken at once.
+    wait_s: longest wait for an engine that is free. A request also waits no longer than expected arrivals at the
+    planned rate would take, nor beyond the latest start for its deadline. Free slots beside running requests are used
+    at once.
     """
 
     wait_s: float = math.inf
@@ -269,10 +270,10 @@ class Table(Planned):
         return actions[min(waiting, len(actions) - 1)]
 
     def due_at_s(self, queue: BinQueue, idle: bool | None) -> float | None:
-        return _known(self._limit_s(queue)) if self.plan is not None and idle is not None else None
+        return _if_finite(self._limit_s(queue)) if self.plan is not None and idle is not None else None
 
     def urgency(self, queue: BinQueue, now_s: float) -> float:
-        """What serving now saves over waiting; nothing is more urgent than what has waited too long."""
+        """Cost that serving now saves over waiting; inf for a bin whose limit has passed."""
         if self.plan is None:
             return -queue.oldest_at_s
         if now_s >= self._limit_s(queue):
@@ -281,19 +282,19 @@ class Table(Planned):
         return advantage[min(len(queue), len(advantage) - 1)] if advantage else -queue.oldest_at_s
 
     def _limit_s(self, queue: BinQueue) -> float:
-        assert self.plan is not None, "asked of a plan only"
+        assert self.plan is not None, "the limit needs a plan"
         wait_s = min(self.wait_s, self.plan.tables[queue.index].wait_s_max)
         return min(queue.oldest_at_s + wait_s, self.latest_start_s(queue))
 
 
-def _known(limit_s: float) -> float | None:
+def _if_finite(limit_s: float) -> float | None:
     return limit_s if limit_s < math.inf else None
 
 
 def _coin(queue: BinQueue) -> float:
-    """In [0, 1), for each state of a queue another, and the same when asked again: a replay must decide alike.
+    """A number in [0, 1) for each state of a queue; the same state gives the same number, so that replays agree.
 
-    As if drawn (SplitMix64): what falls decides when the next one is drawn, and any pattern would favour a side.
+    Pseudo-random (SplitMix64): each number decides when the next is drawn, so a regular pattern would bias the shares.
     """
     word = queue.changes * 0x9E3779B97F4A7C15 & WORD
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & WORD

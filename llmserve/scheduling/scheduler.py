@@ -1,12 +1,12 @@
-"""The scheduler: told what happened and what time it is, it answers with what to do.
+"""The scheduler: events and the time go in, actions come out.
 
-It reads no clock, opens no socket and awaits nothing, so the live server, the simulator and the tests drive this very
-object. A request goes predicted length -> bin -> formed batch -> engine:
+The scheduler reads no clock, opens no socket and awaits nothing, so the live server, the simulator and the tests drive
+the same object. A request goes predicted length -> bin -> formed batch -> engine:
 
     RequestArrived -> [bin queue] --release--> [formed queue] --order--> StartBatch -> RequestEnded | BatchEnded
 
-Each model's requests have queues of their own in each serving group (scheduling/groups.py; without a plan there is one
-group). This module knows what becomes of each request; dispatch.py alone gives engines something to do.
+Each model has its own queues in each serving group (scheduling/groups.py; without a plan there is one group). This
+module handles events; only dispatch.py starts and preempts batches.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from llmserve.scheduling.rates import GroupRates
 
 
 class Dispatcher(Protocol):
-    """Gives engines something to do (scheduling/dispatch.py). actions : of the step in progress, which it adds to."""
+    """Starts batches on engines (scheduling/dispatch.py). actions : of the step in progress; the dispatcher appends."""
 
     forming: Forming
     times: Timetable
@@ -61,18 +61,18 @@ class Dispatcher(Protocol):
 class Scheduler:
     """See the module. All times are seconds on the caller's clock, which must never run backwards.
 
-    wake_at_s  when it wants TimerFired at the latest; None: not before something happens
-    preempts   whether it wants to be told when answers begin
+    wake_at_s  latest time for the next TimerFired; None: no timer is needed before the next event
+    preempts   whether the order preempts, so that AnswerBegan events are needed
 
     new_queues          makes a model's queues in a group
     order               which batch runs next
-    dispatch            gives engines something to do by that order
-    circuit             a fresh circuit breaker for each engine
-    plan                serving groups to begin with; (): one group serves all
-    rates               when set, asks for another plan (PlanGroups) when arrivals have become others
-    queue_requests_max  requests that may wait in a group; one more is refused with `queue_full`
-    retries_max         times that a request whose engine failed before its first byte runs again
-    engine_wait_s       how long requests wait when no engine is up before they fail with `no_engine`
+    dispatch            starts batches on engines by that order
+    circuit             makes a circuit breaker for a new engine
+    plan                the first plan of serving groups; (): one group serves all
+    rates               when set, another plan is asked for (PlanGroups) when arrival rates have changed
+    queue_requests_max  requests that may wait in a group; further requests are refused with `queue_full`
+    retries_max         how often a request may run again after its engine failed before the first byte
+    engine_wait_s       how long requests wait for a working engine before they fail with `no_engine`
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Scheduler:
         engine_wait_s: float = 30.0,
     ) -> None:
         self.groups = Groups(lambda name: Group(name, new_queues), plan)
-        self.wake_at_s: float | None = None  # see the class
+        self.wake_at_s: float | None = None
         self.preempts = isinstance(order, MomentOrder) and order.preempts
         self._dispatch = dispatch
         self._book = RequestBook(self.groups, dispatch.forming, order, dispatch.times, retries_max)
@@ -98,7 +98,7 @@ class Scheduler:
         self._rates = rates
         self._queue_requests_max = queue_requests_max
         self._engine_wait_s = engine_wait_s
-        self._solving: dict[str, deque[tuple[Group, SolveDispatch]]] = {}  # by model; the first was asked
+        self._solving: dict[str, deque[tuple[Group, SolveDispatch]]] = {}  # by model; the first of each is being solved
         self._now_s = 0.0
         self._actions: list[Action] = []
         self._handlers: dict[type, Callable[..., None]] = {
@@ -126,21 +126,21 @@ class Scheduler:
 
     @property
     def models(self) -> dict[str, ModelQueues]:
-        """Queues by model: of the group whose requests of that model are; else of the first that has some."""
+        """Queues by model: those in the model's own group; else those in the first group that has some."""
         return self.groups.models()
 
     def queues(self, model: str) -> ModelQueues:
-        """As `models` has them; made when there are none."""
+        """The model's entry in `models`; new queues are made when there is none."""
         return self.groups.queues_of(model) or self.groups.own(Request(-1, model=model)).queues_of(model, self._now_s)
 
-    # ---- the one entrance -------------------------------------------------------------------------------------
+    # ---- entry point ------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
-        """Take one event; return what must be done now, in order."""
+        """Take one event. Return the actions to carry out now, in order."""
         assert now_s >= self._now_s, f"time ran backwards: {now_s} after {self._now_s}"
         self._now_s = now_s
         actions = self._actions = self._dispatch.actions = []
-        rates = self._rates.look(now_s) if self._rates is not None else None
+        rates = self._rates.end_window(now_s) if self._rates is not None else None
         self._book.begin(now_s, actions)
         self._handlers[type(event)](event)
         self._settle()
@@ -149,7 +149,7 @@ class Scheduler:
         return actions
 
     def _settle(self) -> None:
-        """After whatever happened: who is late fails, who can start does, who wants a plan asks for it."""
+        """After every event: fail late requests, start batches, ask for new plans, and set `wake_at_s`."""
         if self._book.deadlines.next_at_s is not None:
             self._book.fail_late()
         for group in self._book.touched.values():
@@ -167,8 +167,8 @@ class Scheduler:
         for group in self.groups.by_name.values():
             if group.wake_at_s is not None and (at_s is None or group.wake_at_s < at_s):
                 at_s = group.wake_at_s
-        if self._rates is not None and self._rates.look_at_s is not None:
-            at_s = self._rates.look_at_s if at_s is None else min(at_s, self._rates.look_at_s)
+        if self._rates is not None and self._rates.window_ends_at_s is not None:
+            at_s = self._rates.window_ends_at_s if at_s is None else min(at_s, self._rates.window_ends_at_s)
         self.wake_at_s = at_s
 
     # ---- requests ---------------------------------------------------------------------------------------------
@@ -180,18 +180,18 @@ class Scheduler:
             self._rates.observe(request.stream, request.model)
         group = self.groups.only or self.groups.group_for(request)
         queues = group.queues.get(request.model)
-        if queues is None and group.pool.serving(request.model):  # else it gets none: anyone could ask for anything
+        if queues is None and group.pool.serving(request.model):  # unserved models get no queues: clients invent names
             queues = group.queues_of(request.model, self._now_s)
         refusal = self._refusal(request, group, queues)
         if queues is None or refusal is not None:
-            assert refusal is not None, "there is no engine for it"
-            self._book.say_failed(request.id, refusal, group)
+            assert refusal is not None, f"a request for {request.model!r}, which no engine serves, was not refused"
+            self._book.report_failed(request.id, refusal, group)
             return
         queued, queue = queues.admit(request, self._now_s)
         self.requests[request.id] = queued
         self._book.enter(queued, queues)
         self._dispatch.forming.form_early(queues, queue, self._now_s)
-        if group.heeds_arrivals:
+        if group.needs_dispatch:
             self._book.touch(group)
 
     def _refusal(self, request: Request, group: Group, queues: ModelQueues | None) -> FailReason | None:
@@ -208,7 +208,7 @@ class Scheduler:
     def _on_request_cancelled(self, event: RequestCancelled) -> None:
         queued = self.requests.get(event.request_id)
         if queued is None or queued.cancelled:
-            return  # it ended, or was refused, before the news of its client came
+            return  # the request ended or was refused before its cancellation arrived
         self._book.touch(self._book.group_of(queued))
         if queued.run is not None:
             queued.cancelled = True
@@ -230,7 +230,7 @@ class Scheduler:
             return
         group, run = self.groups.group_of(engine), engine.running.get(event.request_id)
         self._book.touch(group)
-        if run is None:  # stale: the engine was lost with it, and the request lives elsewhere or has ended
+        if run is None:  # stale: the engine was lost in between, and the request was requeued or has ended
             return
         queued, circuit, before_s = run.queued, engine.circuit, engine.circuit.open_until_s
         if event.fault:
@@ -239,9 +239,9 @@ class Scheduler:
         elif event.outcome != "cancelled":
             circuit.success((event.request_id,))
         if circuit.open_until_s != before_s:
-            self._engines.say_circuit(engine)
-        engine.let_go((run,))
-        group.pool.look_at(engine, self._now_s)
+            self._engines.report_circuit(engine)
+        engine.remove((run,))
+        group.pool.refresh(engine, self._now_s)
         if event.fault and event.retryable and not queued.cancelled:
             self._book.run_again([run], "engine_failed", avoid=event.engine)
             self._book.place_again([queued])
@@ -250,12 +250,12 @@ class Scheduler:
         else:
             self._book.end((run,))
             if event.outcome == "completed":
-                self._book.see_answers((run,), {event.request_id: event.output_tokens})
+                self._book.record_answers((run,), {event.request_id: event.output_tokens})
                 if engine.info.speeds:
-                    beside = run.concurrency
-                    if not engine.info.barrier:  # it began beside so many, and ends beside others
-                        beside = (beside + len(engine.running) + 2) // 2
-                    self._book.see_pace(engine, run, beside, event.output_tokens)
+                    together = run.concurrency
+                    if not engine.info.barrier:  # the mean of the numbers at its start and at its end
+                        together = (together + len(engine.running) + 2) // 2
+                    self._book.record_pace(engine, run, together, event.output_tokens)
         self._freed(engine)
 
     def _on_batch_ended(self, event: BatchEnded) -> None:
@@ -266,21 +266,21 @@ class Scheduler:
         if not engine.circuit.closed:
             engine.circuit.success([run.queued.request.id for run in ended])
             if engine.circuit.closed:
-                self._engines.say_circuit(engine)
+                self._engines.report_circuit(engine)
         else:
             engine.circuit.success(())
         if ended:
-            engine.let_go(ended)
+            engine.remove(ended)
             self._book.end(ended)
-            self._book.see_answers(ended, event.output_tokens)
+            self._book.record_answers(ended, event.output_tokens)
             if engine.info.speeds:
                 longest = max(event.output_tokens.values(), default=0.0)
-                self._book.see_pace(engine, ended[0], len(event.output_tokens), longest)
-        self.groups.group_of(engine).pool.look_at(engine, self._now_s)
+                self._book.record_pace(engine, ended[0], len(event.output_tokens), longest)
+        self.groups.group_of(engine).pool.refresh(engine, self._now_s)
         self._freed(engine)
 
     def _freed(self, engine: EngineState) -> None:
-        """Something has left the engine: whoever room was made for begins, or the worker joins its next group."""
+        """After runs have left an engine: start the reserved batch, and let an idle worker join its next group."""
         worker = engine.worker
         self._book.touch(self.groups.group_of(engine))
         if worker.reserved is not None and not worker.running:
@@ -289,7 +289,7 @@ class Scheduler:
             self._book.fail_late()
             self._dispatch.start_reserved(group, worker, self._now_s)
             for queued in [queued for queued in waiting if queued.run is None]:
-                self._book.deadlines.watch(queued, self._now_s)  # more is known than when it came
+                self._book.deadlines.watch(queued, self._now_s)  # batch times may have changed since its arrival
             self._book.place_again(waiting)
         if worker.next is not None and not worker.running:
             self._engines.changed([self.groups.join(worker, self._now_s)])
@@ -310,7 +310,7 @@ class Scheduler:
             self._engines.lose(state, event.answered)
             self._freed(state)
 
-    # ---- everything else --------------------------------------------------------------------------------------
+    # ---- drain, timer, plans ----------------------------------------------------------------------------------
 
     def _on_drain_requested(self, event: DrainRequested) -> None:
         self._dispatch.forming.draining = True
@@ -323,31 +323,29 @@ class Scheduler:
         for group in self.groups:
             if group.wake_at_s is not None and group.wake_at_s <= self._now_s:
                 self._book.touch(group)
-                for queues in group.hopeless(self._now_s, self._engine_wait_s):
+                for queues in group.timed_out(self._now_s, self._engine_wait_s):
                     for queued in queues.all_waiting():
                         queues.leave(queued)
                         self._book.fail(queued, "no_engine")
 
     def _ask_for_plan(self, group: Group, queues: ModelQueues) -> None:
         if queues.slots and (observed := queues.wants_plan(self._now_s)) is not None:
-            asking = self._solving.setdefault(queues.model, deque())
-            asking.append((group, SolveDispatch(observed, queues.model)))
-            if (
-                len(asking) == 1
-            ):  # groups that share a model ask one after the other: an answer says only for which model
-                self._actions.append(asking[0][1])
+            pending = self._solving.setdefault(queues.model, deque())
+            pending.append((group, SolveDispatch(observed, queues.model)))
+            if len(pending) == 1:  # one question per model at a time: DispatchSolved names the model, not the group
+                self._actions.append(pending[0][1])
 
     def _on_dispatch_solved(self, event: DispatchSolved) -> None:
-        asking = self._solving.pop(event.model, None)
-        if asking is None:  # nobody has asked
+        pending = self._solving.pop(event.model, None)
+        if pending is None:  # no group has asked for this plan
             queues = self.groups.queues_of(event.model)
         else:
-            group, _ = asking.popleft()
-            if asking:
-                self._solving[event.model] = asking
-                self._actions.append(asking[0][1])
+            group, _ = pending.popleft()
+            if pending:
+                self._solving[event.model] = pending
+                self._actions.append(pending[0][1])
             queues = group.queues.get(event.model) if self.groups.by_name.get(group.name) is group else None
-        if queues is not None:  # else they have gone since
+        if queues is not None:  # None: the group or its queues have been removed since the question
             self._book.touch(self.groups.by_name[queues.group])
             if queues.follow(event.plan):
                 self._book.sort_into_queues(queues)

@@ -1,9 +1,8 @@
-"""Does the prediction say anything about the answers? Judged by what came true, over a sliding window.
+"""Whether predictions rank answers, judged by the answers of a sliding window.
 
-Bins help when what they go by (risk or median) puts answers into the right order; its scale does not matter. So the
-judge is Spearman's rank correlation r of that score with real lengths. Without any relation r has mean 0 and standard
-deviation 1/sqrt(n - 1): below LOST of these, ranking is no better than none and one bin serves; above FOUND, bins come
-back.
+Bins help when their score (risk or median) ranks answers correctly; its scale does not matter. So trust goes by
+Spearman's rank correlation r of the score with real lengths. Without any relation, r has mean 0 and standard deviation
+1/sqrt(n - 1): below LOST standard deviations one bin serves, for the ranking is useless; from FOUND on, bins return.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from llmserve.request import Request
 Array = NDArray[np.float64]
 
 LOST, FOUND = 2.0, 4.0  # standard deviations of r without any relation
-LOOKS_PER_WINDOW = 8
-WINDOW_MIN = 32  # answers: in fewer, even a perfect ranking is hardly beyond chance
+CHECKS_PER_WINDOW = 8
+WINDOW_MIN = 32  # answers: with fewer, even a perfect ranking hardly differs from chance
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """How predictions came true, over the window.
+    """Accuracy of the predictions in the window.
 
-    answers            in the window
-    rank_correlation   Spearman's, of what bins go by with the real length; nan when either is constant
-    bin_accuracy       share predicted into their own one of `bins` equal-mass bins over the real lengths
-    near_accuracy      ... or into one of its neighbours
+    answers            number of answers in the window
+    rank_correlation   Spearman's, of the bins' score with the real length; nan when either is constant
+    bin_accuracy       share of answers predicted into their true bin, of `bins` equal-mass bins over the real lengths
+    near_accuracy      ... or into a neighbour of that bin
     calibration_error  mean distance of the share of answers at or below each predicted quantile from the quantile's
                        level; nan when no prediction has quantiles
     """
@@ -46,9 +45,9 @@ class Accuracy:
 
 
 class Trust:
-    """Told each prediction with its answer; `trusted` says whether bins by prediction are worth having.
+    """Decides from answers whether bins by prediction are worth having (`trusted`).
 
-    window : answers looked back on, >= WINDOW_MIN. It starts trusting, and first judges when the window is half full.
+    window : last answers to judge by, >= WINDOW_MIN. `trusted` starts as True; the first check needs half a window.
     """
 
     def __init__(self, window: int) -> None:
@@ -57,34 +56,34 @@ class Trust:
         self.trusted = True
         self.rank_correlation = math.nan
         self._least = window // 2
-        self._look_every = window // LOOKS_PER_WINDOW
-        self._since_look = 0
+        self._check_every = window // CHECKS_PER_WINDOW
+        self._since_check = 0
         self._window = window
-        self._new: list[tuple[float, Request, float]] = []  # since the arrays below were made
+        self._new: list[tuple[float, Request, float]] = []  # answers that the arrays below do not hold yet
         self._scores, self._predicted, self._actual = np.zeros((3, 0))  # of the window, in order of the answers
         self._quantiles: deque[tuple[tuple[float, ...], float]] = deque(maxlen=window)
 
     def observe(self, request: Request, score: float, output_tokens: float) -> bool:
-        """Count the answer of a request with a prediction; True when this one changed `trusted`."""
+        """Count the answer of a request with a prediction. True when this answer changed `trusted`."""
         self._new.append((score, request, output_tokens))
-        self._since_look += 1
-        if self._since_look < self._look_every:
+        self._since_check += 1
+        if self._since_check < self._check_every:
             return False
-        self._since_look = 0
+        self._since_check = 0
         self._take_in()
-        return self._actual.size >= self._least and self._look()
+        return self._actual.size >= self._least and self._check()
 
     def _take_in(self) -> None:
-        """What is new into the arrays, all at once: filling them one by one would cost most of an answer's time."""
+        """Add the new answers to the arrays, all at once: one by one would cost most of the time spent on an answer."""
         scores, requests, tokens = zip(*self._new, strict=True)
         new = np.array([scores, [request.predicted_tokens for request in requests], tokens], dtype=float)
         whole = np.concatenate([[self._scores, self._predicted, self._actual], new], axis=1)
         self._scores, self._predicted, self._actual = whole[:, -self._window :]
-        self._quantiles.extend([(each.quantiles, size) for _, each, size in self._new if len(each.quantiles) > 1])
+        self._quantiles.extend([(item.quantiles, size) for _, item, size in self._new if len(item.quantiles) > 1])
         self._new = []
 
     def accuracy(self, bins: int) -> Accuracy:
-        """Over the window as it is now."""
+        """Accuracy over the present window."""
         if self._new:
             self._take_in()
         predicted, actual = self._predicted, self._actual
@@ -100,10 +99,11 @@ class Trust:
             calibration_error=self._calibration_error(),
         )
 
-    def _look(self) -> bool:
+    def _check(self) -> bool:
+        """Set `trusted` by the rank correlation. True when `trusted` changed."""
         self.rank_correlation = spearman(self._scores, self._actual)
         deviations = self.rank_correlation * math.sqrt(self._actual.size - 1)
-        # nan compares as false: when all answers are alike, ranking is of no use.
+        # nan compares as false: when all answers are equal, ranking is of no use.
         trusted = bool(deviations >= (LOST if self.trusted else FOUND))
         changed, self.trusted = trusted != self.trusted, trusted
         return changed
@@ -113,7 +113,7 @@ class Trust:
             return math.nan
         count = len(self._quantiles[-1][0])
         same = [(quantiles, tokens) for quantiles, tokens in self._quantiles if len(quantiles) == count]
-        return calibration_error(coverage([each for each, _ in same], [tokens for _, tokens in same]))
+        return calibration_error(coverage([quantiles for quantiles, _ in same], [tokens for _, tokens in same]))
 
 
 def spearman(x: Array, y: Array) -> float:
@@ -131,6 +131,6 @@ def _ranks(values: Array) -> Array:
     ranks[order] = np.arange(values.size)
     differs = ascending[1:] != ascending[:-1]
     if not differs.all():
-        bounds = np.concatenate([[0], np.flatnonzero(differs) + 1, [values.size]])  # of each run of ties
+        bounds = np.concatenate([[0], np.flatnonzero(differs) + 1, [values.size]])  # where each run of ties begins
         ranks[order] = np.repeat((bounds[:-1] + bounds[1:] - 1) / 2, np.diff(bounds))
     return ranks

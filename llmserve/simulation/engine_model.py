@@ -1,21 +1,21 @@
-"""How long a simulated engine takes for what it is given, and what that costs in energy.
+"""The time and the energy that a simulated engine takes for its requests.
 
-An engine works in steps; each step adds a token to every sequence that runs, and takes as long, and as many joules, as
-so many sequences do. What runs is a job: a barrier engine's whole batch, or one request of a refill engine.
+An engine works in steps. A step adds one token to every running sequence; its seconds and joules depend on the number
+of running sequences. The unit of work is a job: the whole batch of a barrier engine, or one request of a refill engine.
 
-    n      sequences that run
-    P(n)   W, what the engine draws meanwhile: step_j(n) / step_s(n) of its profile
+    n      running sequences
+    P(n)   W, the power of the engine: step_j(n) / step_s(n) of its profile
     step   virtual time: steps done so far, a real number; it grows by dt / step_s(n) in dt seconds
-    end    of a job: the step at which it began, plus its length in tokens; joining and leaving do not move it
+    end    of a job: its first step plus its length in tokens, whichever jobs join or leave
 
-So the order of the ends is known without stepping through tokens, and only the conversion to seconds changes when n
-does: exact for lengths that are real numbers too, at O(log n) a job.
+So the order of the ends is known without stepping through tokens; a change of n changes only the conversion to seconds.
+This is exact, also for lengths that are real numbers, and takes O(log n) per job.
 
-A client that streams sees its first byte when the first step of its job ends, after the prefill; of a job that is
-shorter than a step, at its end.
+A client that streams receives its first byte when the first step of its job ends, after the prefill; if the job is
+shorter than a step, at the end of the job.
 
-Energy is counted as `llmserve.energy.ModelledEnergy` counts it. A static batch takes prefill_j once, as it begins, and
-P(n) from the end of its prefill on. Where slots refill, a request in prefill counts among the n, and that is all.
+Energy is counted as in `llmserve.energy.ModelledEnergy`. A static batch takes prefill_j once, at its start, and P(n)
+after its prefill. On a refill engine a request in prefill counts as one of the n, and takes no other energy.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ PREFILL_END = itemgetter(0)
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What an engine's work costs. Plain lists, indexed by the sequences that run: they are read at every event.
+    """Time and power of an engine. Plain lists, indexed by the number n of running sequences: each event reads them.
 
-    step_s               seconds of a step of n sequences, n = 0 (never read) to the most that can run; power_w watts
-                         meanwhile
-    prefill_s            before a job's first token; prefill_j joules of a static batch for that
-    prefill_s_per_token  more of them, for each token of the job's prompts, which are read one after the other
+    step_s               seconds of a step of n sequences, from n = 0 (never read) to the largest n
+    power_w              watts during such a step
+    prefill_s            seconds before a job's first token; prefill_j joules of a static batch for its prefill
+    prefill_s_per_token  further seconds for each token of the job's prompts, which are read one after another
     idle_w               watts while nothing runs
     metered              whether the joules are known
     """
@@ -65,7 +65,7 @@ class Costs:
     def constant(
         cls, step_s: float, prefill_s: float, sequences_max: int, *, prefill_s_per_token: float = 0.0
     ) -> Costs:
-        """However many sequences run, and nothing is known of energy."""
+        """The same step time for any number of sequences, without energy."""
         return cls(
             [step_s] * (sequences_max + 1),
             [0.0] * (sequences_max + 1),
@@ -76,7 +76,7 @@ class Costs:
 
     @classmethod
     def of(cls, profile: Profile, sequences_max: int) -> Costs:
-        """Raises ValueError when the profile is not of so many sequences."""
+        """Raises ValueError when the profile has fewer sequences than sequences_max."""
         if profile.slots_max is not None and sequences_max > profile.slots_max:
             raise ValueError(f"the profile {profile.name} is of {profile.slots_max} sequences, not {sequences_max}")
         times = profile.step_times(sequences_max)
@@ -91,35 +91,35 @@ class Costs:
 
     @property
     def times(self) -> StepTimes:
-        """How long batches of 1, 2, ... sequences take, but for what their prompts add."""
+        """Times of batches of 1, 2, ... sequences, without prefill_s_per_token."""
         return StepTimes(self.prefill_s, tuple(self.step_s[1:]))
 
     def batch_s(self, lengths: Sequence[float], size: int, prompt_tokens_mean: float = 0.0) -> float:
-        """Expected seconds of a static batch of `size` requests, each drawn from `lengths` (ascending, tokens)."""
+        """Expected seconds of a static batch of `size` requests; their lengths are drawn from `lengths` (ascending)."""
         return self.times.batch_s(risk(lengths, size), size, self.prefill_s_per_token * size * prompt_tokens_mean)
 
     def slot_s(self, tokens_mean: float, slots: int, prompt_tokens_mean: float = 0.0) -> float:
-        """Mean seconds that a request holds its slot on a refill engine whose `slots` slots are all taken.
+        """Mean seconds that a request holds its slot on a refill engine whose `slots` slots are all in use.
 
-        Every step is counted as one of all slots, also while some of them are in prefill.
+        Every step counts as a step of all slots, also while some slots are in prefill.
         """
         return self.times.batch_s(tokens_mean, slots, self.prefill_s_per_token * prompt_tokens_mean)
 
     def alone_s(self, lengths: ArrayLike, prompt_tokens: ArrayLike = 0.0) -> NDArray[np.float64]:
-        """Seconds of requests that have an engine for themselves. lengths, prompt_tokens : (...). Returns (...)."""
+        """Seconds of requests that run alone on an engine. lengths, prompt_tokens : (...). Returns (...)."""
         prompts_s = self.prefill_s_per_token * np.asarray(prompt_tokens, dtype=float)
         return self.times.batch_s(np.asarray(lengths, dtype=float), 1, prompts_s)
 
 
 class _Job(msgspec.Struct, eq=False):
-    """What begins and ends as one.
+    """Requests that begin and end together.
 
-    lengths        output tokens by request id, of those that are not aborted
-    longest        of these
-    prompt_tokens  of all that it began with
-    sequences      that it began with: a static batch keeps its rows
-    unanswered     requests whose clients stream and have seen no byte
-    began          step at which its first step begins
+    lengths        output tokens by request id, without aborted requests
+    longest        the longest of these lengths
+    prompt_tokens  tokens of all prompts at the start
+    sequences      number of requests at the start: a static batch keeps its rows
+    unanswered     ids of requests whose clients stream and have received no byte
+    began          virtual time at the start of the first step
     """
 
     batch_id: int
@@ -132,7 +132,7 @@ class _Job(msgspec.Struct, eq=False):
 
     @property
     def next_tokens(self) -> float:
-        """Tokens from its beginning to what the scheduler is told of next: first bytes, then the end."""
+        """Tokens from the start of the job to its next event: first bytes, then the end."""
         return min(1.0, self.longest) if self.unanswered else self.longest
 
 
@@ -140,10 +140,10 @@ class StepEngine:
     """An engine of given costs.
 
     A barrier engine's batch of b takes prefill_s + longest length * step_s(b) (Multi-Bin, Section 3). A refill
-    engine's requests share its steps; what is sent beyond its slots waits inside until one is free. A request's
-    prefill takes prefill_s, what its prompt adds to that, and a slot, but neither slows the others down nor is slowed
-    by them.
-    lengths : output tokens by request id.  streaming : ids of requests whose first bytes it tells of.
+    engine's requests share its steps; requests beyond its slots wait inside the engine for a free slot. A request's
+    prefill takes a slot, prefill_s, and prefill_s_per_token for its prompt. A prefill neither slows other requests down
+    nor is slowed by them.
+    lengths : output tokens by request id.  streaming : ids of requests for which the engine gives AnswerBegan.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class StepEngine:
     ) -> None:
         self.info = info
         self.costs = costs
-        self.busy_s = 0.0  # with a job
+        self.busy_s = 0.0  # seconds with at least one job
         self.busy_j = 0.0
         self._job_s = 0.0  # job-seconds
         self._lengths = lengths
@@ -164,18 +164,18 @@ class StepEngine:
         self._power_w = costs.power_w
         self._barrier = info.barrier
         self._jobs_max = 1 if info.barrier else info.slots
-        self._jobs = 0  # that have a slot: in prefill, or running
+        self._jobs = 0  # number of jobs with a slot: in prefill, or running
         self._now_s = 0.0
         self._step = 0.0
         self._sequences = 0
         self._serial = 0
         self._waiting: deque[_Job] = deque()
-        self._prefill: deque[tuple[float, _Job]] = deque()  # (its end in seconds, job), in order
-        self._running: list[tuple[float, int, _Job]] = []  # heap: (step of its first bytes or end, serial, job)
-        self._changed = False  # since the next end was found
+        self._prefill: deque[tuple[float, _Job]] = deque()  # (end of the prefill in seconds, job), in order
+        self._running: list[tuple[float, int, _Job]] = []  # heap: (step of first bytes or end, serial, job)
+        self._changed = False  # since _next_end_s was computed
         self._next_end_s: float | None = None
 
-    # ---- what the cluster asks for ----
+    # ---- for the cluster ----
 
     @property
     def next_end_s(self) -> float | None:
@@ -185,7 +185,7 @@ class StepEngine:
         return self._next_end_s
 
     def start(self, batch: Batch, now_s: float) -> None:
-        """Take these requests. A refill engine may be sent a batch in parts, and more than it has slots for."""
+        """Take these requests. A refill engine may get a batch in parts, and more requests than it has slots."""
         self._advance(now_s)
         if self._barrier:
             assert not self._jobs, f"barrier engine {self.info.name} was sent two batches"
@@ -207,10 +207,10 @@ class StepEngine:
         return _Job(batch_id, lengths, longest, prompt_tokens, len(lengths), unanswered)
 
     def end(self, now_s: float) -> Event:
-        """What ends at next_end_s, which must be now: a job, or the wait for the first byte of an answer."""
+        """Take and return the event at next_end_s, which must be now: a job ends, or an answer begins."""
         assert now_s == self.next_end_s, f"nothing ends on {self.info.name} at {now_s}"
         self._advance(now_s)
-        self._step, serial, job = self._running[0]  # the very step: rounding does not pile up
+        self._step, serial, job = self._running[0]  # the exact step, so that rounding errors do not add up
         if job.unanswered:
             request_id = job.unanswered.pop(0)
             heapq.heapreplace(self._running, (job.began + job.next_tokens, serial, job))
@@ -225,10 +225,10 @@ class StepEngine:
         return RequestEnded(self.info.name, request_id, "completed", length)
 
     def abort(self, request_id: int, now_s: float) -> None:
-        """Let go of a request, if it is still here. Its batch goes on to the longest answer that is left, if any is."""
+        """Drop a request if the engine has it. The batch goes on to its longest remaining answer, if any remains."""
         self._advance(now_s)
-        here = chain(self._waiting, (job for _, job in self._prefill), (job for *_, job in self._running))
-        job = next((job for job in here if request_id in job.lengths), None)
+        jobs = chain(self._waiting, (job for _, job in self._prefill), (job for *_, job in self._running))
+        job = next((job for job in jobs if request_id in job.lengths), None)
         if job is None:
             return
         del job.lengths[request_id]
@@ -238,12 +238,12 @@ class StepEngine:
             self._drop(job)
             return
         job.longest = max(job.lengths.values())
-        if self._running:  # a batch, so that nothing else runs
+        if self._running:  # the job is a batch, so no other job runs
             self._running = [(max(job.began + job.next_tokens, self._step), self._serial, job)]
         self._changed = True
 
     def _drop(self, job: _Job) -> None:
-        """Forget an aborted job, wherever it is; O(jobs)."""
+        """Drop an aborted job that waits, is in prefill or runs; O(jobs)."""
         if job in self._waiting:
             self._waiting.remove(job)
             return
@@ -259,7 +259,7 @@ class StepEngine:
     # ---- slots ----
 
     def _free_slot(self) -> None:
-        """A job has left its slot: the one that has waited longest gets it."""
+        """Give the slot of a job that left to the job that has waited longest."""
         self._jobs -= 1
         self._changed = True
         if self._waiting:
@@ -279,7 +279,7 @@ class StepEngine:
 
     def _run(self, job: _Job) -> None:
         if not self._sequences:
-            self._step = 0.0  # the smaller, the more exact
+            self._step = 0.0  # small numbers are more exact
         job.began = self._step
         self._sequences += job.sequences
         self._serial += 1
@@ -288,15 +288,16 @@ class StepEngine:
     # ---- the passing of time ----
 
     def _advance(self, now_s: float) -> None:
-        """Let time pass up to now; nothing ends on the way, but prefills do."""
+        """Advance the time to now. Prefills may end meanwhile, jobs may not."""
         while self._prefill and self._prefill[0][0] <= now_s:
             ready_s, job = self._prefill.popleft()
-            self._pass(ready_s)
+            self._advance_steps(ready_s)
             self._run(job)
         if now_s > self._now_s:
-            self._pass(now_s)
+            self._advance_steps(now_s)
 
-    def _pass(self, now_s: float) -> None:
+    def _advance_steps(self, now_s: float) -> None:
+        """Advance the time to now while the same jobs run; count their steps and energy."""
         passed_s = now_s - self._now_s
         self._now_s = now_s
         jobs, sequences = self._jobs, self._sequences
@@ -311,7 +312,7 @@ class StepEngine:
             self.busy_j += passed_s * self._power_w[drawing]
 
     def _find_next_end_s(self) -> float | None:
-        """When the first job ends or answers, those in prefill joining in the meantime; O(jobs in prefill)."""
+        """When the first job ends or answers, after the jobs in prefill have joined; O(jobs in prefill)."""
         at_s, step, sequences = self._now_s, self._step, self._sequences
         first = self._running[0][0] if self._running else math.inf
         for ready_s, job in self._prefill:
@@ -324,21 +325,21 @@ class StepEngine:
             first = min(first, step + job.next_tokens)
         return at_s + max(0.0, first - step) * self._step_s[sequences] if sequences else None
 
-    # ---- what it came to ----
+    # ---- results ----
 
     def utilisation(self, elapsed_s: float) -> float:
-        """Share of its time (of its slots' time, on a refill engine) that it was at work."""
+        """Busy share of the engine's time; on a refill engine, of its slots' time."""
         return self._job_s / (elapsed_s * self._jobs_max) if elapsed_s > 0 else 0.0
 
     def energy_j(self, elapsed_s: float) -> float | None:
-        """Joules of a run of so many seconds, its idle time included; None when its costs do not tell."""
+        """Joules of a run of elapsed_s seconds, with the idle time; None when the joules are not known."""
         if not self.costs.metered:
             return None
         return self.busy_j + self.costs.idle_w * max(0.0, elapsed_s - self.busy_s)
 
 
 class TimedEngine(StepEngine):
-    """An engine whose every step takes the same time, however many sequences run."""
+    """An engine whose steps all take the same time, for any number of sequences."""
 
     def __init__(
         self,
@@ -355,7 +356,7 @@ class TimedEngine(StepEngine):
 
 
 class ProfileEngine(StepEngine):
-    """An engine whose steps take the time and energy of a measured one (bins/profile.py)."""
+    """An engine whose steps take the time and energy of a measured engine (bins/profile.py)."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""Several runs of one case: means and 95 % confidence intervals of everything that they came to.
+"""Several runs of one case: means and 95 % confidence intervals of all quantities of a summary.
 
-n       runs, each with a seed of its own: independent
+n       number of runs, independent: each has its own seed
 s       standard deviation of a quantity over the runs (n - 1)
 t       Student's quantile of level 0.975 with n - 1 degrees of freedom
 mean +- t s / sqrt(n)    the interval
@@ -18,7 +18,7 @@ from rich.table import Table
 
 from llmserve.simulation.report import Summary, table_of
 
-COMPARED = (  # columns of a comparison: what stands above, the quantity, and how it is written
+COMPARED = (  # columns of a comparison: heading, quantity, format
     ("requests/s", "throughput_per_s", ".4g"),
     ("latency (s)", "latency_s_mean", ".4g"),
     ("p95 (s)", "latency_s_p95", ".4g"),
@@ -26,11 +26,11 @@ COMPARED = (  # columns of a comparison: what stands above, the quantity, and ho
     ("utilised", "utilisation", ".1%"),
     ("J/token", "energy_j_per_token", ".4g"),
 )
-LEVEL = 0.975  # of the quantile: 95 % lie between it and its opposite
+LEVEL = 0.975  # level of the quantile q: 95 % of the distribution lie between -q and q
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A mean over runs and its 95 % confidence interval; of one run there is no interval."""
+    """A mean over runs and its 95 % confidence interval; one run gives no interval."""
 
     mean: float
     low: float | None = None
@@ -44,9 +44,9 @@ class Estimate(msgspec.Struct, frozen=True):
 class Repeated(msgspec.Struct, frozen=True):
     """One case under several seeds.
 
-    settings   of the case, where several were compared: field -> text
-    estimates  by the name of a summary's quantity; those that no run knows are left out
-    runs       the summaries, seed by seed
+    settings   settings of the case, when several cases are compared: field -> text
+    estimates  by the quantity's name in the summary; quantities that some run does not know are left out
+    runs       the summaries, in the order of the seeds
     """
 
     seeds: tuple[int, ...]
@@ -56,7 +56,7 @@ class Repeated(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, seeds: Sequence[int], runs: Sequence[Summary], settings: dict[str, str]) -> Repeated:
-        """seeds, runs : one each, at least one."""
+        """seeds, runs : of equal length, at least 1."""
         estimates = {}
         for name in Summary.__struct_fields__:
             values = [getattr(run, name) for run in runs]
@@ -65,17 +65,17 @@ class Repeated(msgspec.Struct, frozen=True):
         return cls(tuple(seeds), estimates, tuple(runs), settings)
 
     def cell(self, name: str, form: str) -> str | None:
-        """A quantity with its interval, as text; None when it is not known."""
+        """A quantity with its interval, as text; None when the quantity is not known."""
         if name not in self.estimates:
             return None
-        found = self.estimates[name]
-        if found.high is None:
-            return format(found.mean, form)
-        if not form.endswith("%"):  # as many figures as an interval leaves a meaning
-            form = ".4g" if abs(found.mean) < 1e4 else ",.0f"
-            half_form = ".2g" if found.half_width < 99.5 else ",.0f"
-            return f"{format(found.mean, form)} ± {format(found.half_width, half_form)}"
-        return f"{format(found.mean, form)} ± {format(found.half_width, form)}"
+        value = self.estimates[name]
+        if value.high is None:
+            return format(value.mean, form)
+        if not form.endswith("%"):  # only as many digits as the interval makes meaningful
+            form = ".4g" if abs(value.mean) < 1e4 else ",.0f"
+            half_form = ".2g" if value.half_width < 99.5 else ",.0f"
+            return f"{format(value.mean, form)} ± {format(value.half_width, half_form)}"
+        return f"{format(value.mean, form)} ± {format(value.half_width, form)}"
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -89,8 +89,8 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 def student_quantile(degrees: int, level: float = LEVEL) -> float:
     """Student's t, by bisection on its distribution. degrees : whole, >= 1.  level : in (1/2, 1)."""
-    low, high = 0.0, math.pi / 2  # of the angle atan(t / sqrt(degrees))
-    for _ in range(60):  # the angle to the last bit
+    low, high = 0.0, math.pi / 2  # limits of the angle atan(t / sqrt(degrees))
+    for _ in range(60):  # enough for the last bit of the angle
         middle = (low + high) / 2
         low, high = (middle, high) if (1 + _within(middle, degrees)) / 2 < level else (low, middle)
     return math.sqrt(degrees) * math.tan((low + high) / 2)
@@ -108,12 +108,12 @@ def _within(angle: float, degrees: int) -> float:
 
 
 def print_intervals(repeated: Repeated, title: str, console: Console) -> None:
-    """One case, as a person reads it."""
+    """Print the table of one case."""
     console.print(table_of(repeated.cell, title))
 
 
 def print_comparison(cases: Sequence[Repeated], title: str, console: Console) -> None:
-    """Several cases, a row each."""
+    """Print a table with a row for each case."""
     table = Table(title=title, title_justify="left")
     columns = [column for column in COMPARED if any(column[1] in case.estimates for case in cases)]
     for heading in (*cases[0].settings, *(heading for heading, _, _ in columns)):

@@ -1,4 +1,4 @@
-"""Pictures of simulated runs, as PNG files. matplotlib is loaded when the first one is drawn."""
+"""Figures of simulated runs, as PNG files. The first figure loads matplotlib."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 150
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")  # Okabe and Ito's, and a grey
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")  # Okabe and Ito, and a grey
 MARKERS = "osD^vPX"
 WAITS = "#DDDDDD"  # a slot whose answer is complete
-STOPPED = "#D55E00"  # a slot whose batch was stopped for others, for nothing
-ENGINES_SHOWN, BATCHES_SHOWN, BATCHES_OF_ENGINE = 6, 60, 16  # in a timeline
+STOPPED = "#D55E00"  # a slot whose batch was preempted: its work is lost
+ENGINES_SHOWN, BATCHES_SHOWN, BATCHES_OF_ENGINE = 6, 60, 16  # limits of a timeline
 PERCENTILES = (50, 95, 99)
-LOGARITHMIC = 0.1  # latencies whose least is under this share of the greatest are drawn on a logarithmic axis
+LOGARITHMIC = 0.1  # the axis of latencies is logarithmic when the smallest is under this share of the largest
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A run that is over, for its pictures. label : what it is called beside others."""
+    """A finished run, for its figures. label : name of the run in a figure of several runs."""
 
     label: str
     recorder: BatchRecorder
@@ -44,7 +44,7 @@ class Story:
 
 
 def check(folder: Path) -> None:
-    """Raises ConfigError without matplotlib, or when the folder cannot be made."""
+    """Make the folder. Raises ConfigError without matplotlib, or when the folder cannot be made."""
     need_plot(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -53,18 +53,18 @@ def check(folder: Path) -> None:
 
 
 def draw_run(folder: Path, stories: Sequence[Story]) -> list[Path]:
-    """latency.png and waiting.png of the last story, timeline.png of all, one below the other."""
+    """Write latency.png and waiting.png of the last story, and timeline.png of all stories, one below the other."""
     story = stories[-1]
-    drawn = [
+    figures = [
         (folder / "latency.png", latency_figure(story)),
         (folder / "waiting.png", waiting_figure(story)),
         (folder / "timeline.png", timeline_figure(stories)),
     ]
-    return [_save(figure, path) for path, figure in drawn if figure is not None]
+    return [_save(figure, path) for path, figure in figures if figure is not None]
 
 
 def draw_comparison(folder: Path, cases: Sequence[Repeated]) -> list[Path]:
-    """sweep.png."""
+    """Write sweep.png."""
     return [_save(comparison_figure(cases), folder / "sweep.png")]
 
 
@@ -93,7 +93,7 @@ def _figure(rows: int, columns: int, width: float, height: float, **options: Any
 
 
 def latency_figure(story: Story) -> Figure | None:
-    """Share of the completed requests whose latency, and whose waiting, is at most so many seconds."""
+    """Distribution functions of latency and waiting: shares of the completed requests within so many seconds."""
     arrived, started, ended = _times(story.recorder)
     done = ~np.isnan(ended)
     if not done.any():
@@ -127,26 +127,26 @@ def _times(recorder: BatchRecorder) -> tuple[Floats, Floats, Floats]:
 
 
 def waiting_figure(story: Story) -> Figure | None:
-    """By bin, the mean wait for company and the mean wait for an engine, and the 95th percentile of their sum."""
+    """By bin, the mean wait for a batch and the mean wait for an engine, and the 95th percentile of their sum."""
     arrived = np.array(story.recorder.arrived_s)
-    waits: dict[int, list[tuple[float, float, float]]] = {}  # by bin: (for company, for an engine, tokens) of each
+    waits: dict[int, list[tuple[float, float, float]]] = {}  # by bin: (for a batch, for an engine, tokens) by request
     for start in story.recorder.starts:
-        if start.batch_id in story.recorder.stopped_s:  # its requests go on waiting
+        if start.batch_id in story.recorder.stopped_s:  # the requests of a preempted batch wait again
             continue
         for request_id in start.request_ids:
-            company_s = start.formed_s - arrived[request_id]
+            batch_s = start.formed_s - arrived[request_id]
             tokens = story.trace.output_tokens[request_id]
-            waits.setdefault(start.bin, []).append((company_s, start.started_s - start.formed_s, tokens))
+            waits.setdefault(start.bin, []).append((batch_s, start.started_s - start.formed_s, tokens))
     if not waits:
         return None
     bins = sorted(waits)
     by_bin = [np.array(waits[index]) for index in bins]
-    company_s, engine_s = (np.array([rows[:, column].mean() for rows in by_bin]) for column in (0, 1))
+    batch_s, engine_s = (np.array([rows[:, column].mean() for rows in by_bin]) for column in (0, 1))
     p95_s = [float(np.percentile(rows[:, 0] + rows[:, 1], 95)) for rows in by_bin]
     figure, (axes,) = _figure(1, 1, max(5.0, 2.0 + 0.75 * len(bins)), 4.2)
     places = np.arange(len(bins))
-    axes.bar(places, company_s, color=COLOURS[5], label="in its bin, for company")
-    axes.bar(places, engine_s, bottom=company_s, color=COLOURS[0], label="in a formed batch, for an engine")
+    axes.bar(places, batch_s, color=COLOURS[5], label="in its bin, for a batch")
+    axes.bar(places, engine_s, bottom=batch_s, color=COLOURS[0], label="in a formed batch, for an engine")
     axes.plot(places, p95_s, "_", color="black", markersize=14, markeredgewidth=1.6, label="95th percentile of both")
     medians = [f"{index}\n{np.median(rows[:, 2]):.0f}" for index, rows in zip(bins, by_bin, strict=True)]
     axes.set_xticks(places, medians)
@@ -162,8 +162,8 @@ def waiting_figure(story: Story) -> Figure | None:
 
 @dataclass(frozen=True, slots=True)
 class _Bars:
-    """Slots at work: (bars,) each. row : of the picture.  tokens : of the answer, which begins at begin_s and is
-    complete at answered_s; its slot is free from free_s on.  stopped : 1 where that is for others, else 0.
+    """Uses of slots: (bars,) each. row : row in the figure.  tokens : length of the answer, which begins at begin_s and
+    is complete at answered_s; the slot is free from free_s on.  stopped : 1 for a preempted request, otherwise 0.
     """
 
     row: Floats
@@ -175,23 +175,22 @@ class _Bars:
 
     @property
     def useful(self) -> float:
-        """Share of the slots' time in which an answer grew that came to its end."""
+        """Share of the slots' time in which completed answers grew."""
         grew_s = (self.answered_s - self.begin_s)[self.stopped == 0]
         return float(grew_s.sum() / max((self.free_s - self.begin_s).sum(), 1e-12))
 
 
 def timeline_figure(stories: Sequence[Story]) -> Figure | None:
-    """What the slots of the engines do, from the first start on; the same stretch of time for every story.
+    """The uses of the engines' slots from the first start on; the same interval of time for every story.
 
-    Of a batch that runs to its end each request has a row: coloured while its answer grows, by its length, and grey
-    while it waits for the longest answer of its batch. That grey is what bins save. Batches that are stopped for others
-    stand out.
+    Each request of a static batch has a row: coloured by its length while its answer grows, and grey while it waits for
+    the longest answer of its batch. Bins reduce the grey time. Preempted batches have a colour of their own.
     """
     if not all(story.recorder.starts for story in stories):
         return None
     shown = stories[-1].engines[:ENGINES_SHOWN]
     begin_s = min(story.recorder.starts[0].started_s for story in stories)
-    end_s = _end_of_stretch(stories[-1], shown)
+    end_s = _end_of_timeline(stories[-1], shown)
     slots = sum(engine.info.slots for engine in shown)
     height = 1.3 + len(stories) * max(1.8, min(4.2, 0.11 * slots + 0.3))
     figure, axes = _figure(len(stories), 1, 12.0, height, sharex=True)
@@ -202,28 +201,28 @@ def timeline_figure(stories: Sequence[Story]) -> Figure | None:
         _draw_bars(axis, bars, np.searchsorted(tokens, bars.tokens) / tokens.size)
         any_stopped |= bool(bars.stopped.any())
         _name_engines(axis, story.engines[:ENGINES_SHOWN])
-        said = f": answers grow in {bars.useful:.0%} of the time that slots are taken" if barrier else ""
-        axis.set_title(f"{story.label}{said}", loc="left", fontsize=11)
+        useful = f": answers grow in {bars.useful:.0%} of the time that slots are in use" if barrier else ""
+        axis.set_title(f"{story.label}{useful}", loc="left", fontsize=11)
         axis.set_xlim(begin_s, end_s)
     axes[-1].set_xlabel("seconds")
-    _explain(figure, barrier, any_stopped)
+    _add_legend(figure, barrier, any_stopped)
     return figure
 
 
-def _end_of_stretch(story: Story, shown: Sequence[StepEngine]) -> float:
-    """When the last batch that is shown ends."""
+def _end_of_timeline(story: Story, shown: Sequence[StepEngine]) -> float:
+    """The end of the last batch in the timeline."""
     names = {engine.info.name for engine in shown}
     starts = [start for start in story.recorder.starts if start.engine in names]
     batches = min(BATCHES_SHOWN, BATCHES_OF_ENGINE * len(shown))
-    if not shown[0].info.barrier:  # each start is of few requests: as many as fill their slots so often
+    if not shown[0].info.barrier:  # a start has few requests: take as many starts as fill the slots so often
         batches *= max(engine.info.slots for engine in shown) // 2 + 1
     ids = [request_id for start in starts[:batches] for request_id in start.request_ids]
-    ended_s = np.array(story.recorder.ended_s)[ids]  # NaN of those that were stopped and never answered
+    ended_s = np.array(story.recorder.ended_s)[ids]  # NaN for a preempted request that was never answered
     return float(np.nanmax(np.append(ended_s, starts[:batches][-1].started_s)))
 
 
 def _bars(story: Story, shown: Sequence[StepEngine], begin_s: float, end_s: float) -> _Bars:
-    """Of everything that runs on these engines in this stretch of time."""
+    """The bars of all requests that run on these engines in this interval."""
     bases = np.cumsum([0, *(engine.info.slots + 1 for engine in shown)])
     engines = {engine.info.name: (engine, int(base)) for engine, base in zip(shown, bases, strict=False)}
     free_s = {name: [-np.inf] * engine.info.slots for name, (engine, _) in engines.items()}
@@ -243,9 +242,9 @@ def _bars(story: Story, shown: Sequence[StepEngine], begin_s: float, end_s: floa
 
 
 def _slots(story: Story, start: Start, engine: StepEngine, free_s: list[float]) -> list[tuple[int, int, float]]:
-    """(slot, request id, when its answer is complete); longest answers first where a batch is static.
+    """(slot, request id, end of the answer in s); a static batch has its longest answers first.
 
-    free_s : of each slot, which is brought up to date; the recorder knows engines only.
+    free_s : when each slot is free; updated in place. The recorder knows engines, but no slots.
     """
     ended_s, tokens = story.recorder.ended_s, story.trace.output_tokens
     if engine.info.barrier:
@@ -263,22 +262,22 @@ def _slots(story: Story, start: Start, engine: StepEngine, free_s: list[float]) 
 
 
 def _draw_bars(axes: Axes, bars: _Bars, ranks: Floats) -> None:
-    """ranks : (bars,) of the answers among all by length, in [0, 1]."""
+    """ranks : (bars,) ranks of the answers by length among all answers, in [0, 1]."""
     from matplotlib.collections import PolyCollection
     from matplotlib.colors import to_rgba
 
-    def boxes(left: Floats, right: Floats, **look: Any) -> None:
+    def boxes(left: Floats, right: Floats, **style: Any) -> None:
         low, high = bars.row + 0.04, bars.row + 0.96
         corners = np.stack([left, low, right, low, right, high, left, high], axis=1).reshape(-1, 4, 2)
-        axes.add_collection(PolyCollection(list(corners), linewidths=0, **look))
+        axes.add_collection(PolyCollection(list(corners), linewidths=0, **style))
 
     colours = _colours(ranks)
     colours[bars.stopped == 1] = to_rgba(STOPPED)
     boxes(bars.begin_s, bars.free_s, facecolors=WAITS)
     boxes(bars.begin_s, bars.answered_s, facecolors=colours)
     for at_s in np.unique(bars.begin_s):
-        mine = bars.row[bars.begin_s == at_s]
-        axes.plot([at_s, at_s], [mine.min(), mine.max() + 1], color="white", linewidth=0.8)
+        rows = bars.row[bars.begin_s == at_s]
+        axes.plot([at_s, at_s], [rows.min(), rows.max() + 1], color="white", linewidth=0.8)
     axes.grid(visible=False)
 
 
@@ -298,15 +297,15 @@ def _name_engines(axes: Axes, shown: Sequence[StepEngine]) -> None:
     axes.set_ylim(float(bases[-1]) - 0.7, -0.3)
 
 
-def _explain(figure: Figure, barrier: bool, any_stopped: bool) -> None:
+def _add_legend(figure: Figure, barrier: bool, any_stopped: bool) -> None:
     from matplotlib.patches import Patch
 
     short, long = _colours(np.array([0.0, 1.0]))
-    names = [Patch(color=short, label="a short answer grows"), Patch(color=long, label="a long one grows")]
+    names = [Patch(color=short, label="a short answer grows"), Patch(color=long, label="a long answer grows")]
     if barrier:
-        names.append(Patch(color=WAITS, label="an answer is complete and waits for the longest of its batch"))
+        names.append(Patch(color=WAITS, label="a complete answer waits for the longest of its batch"))
     if any_stopped:
-        names.append(Patch(color=STOPPED, label="stopped for others"))
+        names.append(Patch(color=STOPPED, label="preempted"))
     names.append(Patch(facecolor="white", edgecolor="#999999", linewidth=0.5, label="idle"))
     figure.legend(handles=names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
 
@@ -315,30 +314,30 @@ def _explain(figure: Figure, barrier: bool, any_stopped: bool) -> None:
 
 
 def comparison_figure(cases: Sequence[Repeated]) -> Figure:
-    """Throughput and latency against the first field compared, and where all cases have deadlines the share of answers
-    in time, with a line for each value of the second; the bands are 95 % confidence intervals. cases : in the order of
-    the values, at least one.
+    """Throughput and latency against the first compared field, with a line for each value of the other fields. If all
+    cases have deadlines: also the share of answers in time. The bands are 95 % confidence intervals.
+    cases : in the order of the values, at least one.
     """
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    across, *others = cases[0].settings
+    across, *other_fields = cases[0].settings
     lines: dict[str, list[Repeated]] = {}
     for case in cases:
-        name = " ".join(f"{other.replace('_', '-')} {case.settings[other]}" for other in others)
+        name = " ".join(f"{field.replace('_', '-')} {case.settings[field]}" for field in other_fields)
         lines.setdefault(name, []).append(case)
     values = list(dict.fromkeys(case.settings[across] for case in cases))
     places = _places(values)
-    dated = all("in_time_share" in case.estimates for case in cases)
-    figure, (throughput, latency, *in_time) = _figure(1, 3 if dated else 2, 15.5 if dated else 11.0, 4.4)
-    for index, (name, mine) in enumerate(lines.items()):
-        x = [places[case.settings[across]] for case in mine]
-        look = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 4}
-        _line(throughput, x, [case.estimates["throughput_per_s"] for case in mine], label=name, **look)
-        _line(latency, x, [case.estimates["latency_s_mean"] for case in mine], label=f"{name} mean".strip(), **look)
-        p95 = [case.estimates["latency_s_p95"] for case in mine]
-        _line(latency, x, p95, label=f"{name} 95th percentile".strip(), linestyle="--", **look)
+    with_slo = all("in_time_share" in case.estimates for case in cases)
+    figure, (throughput, latency, *in_time) = _figure(1, 3 if with_slo else 2, 15.5 if with_slo else 11.0, 4.4)
+    for index, (name, line) in enumerate(lines.items()):
+        x = [places[case.settings[across]] for case in line]
+        style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 4}
+        _line(throughput, x, [case.estimates["throughput_per_s"] for case in line], label=name, **style)
+        _line(latency, x, [case.estimates["latency_s_mean"] for case in line], label=f"{name} mean".strip(), **style)
+        p95 = [case.estimates["latency_s_p95"] for case in line]
+        _line(latency, x, p95, label=f"{name} 95th percentile".strip(), linestyle="--", **style)
         for axes in in_time:
-            _line(axes, x, [case.estimates["in_time_share"] for case in mine], label=name, **look)
+            _line(axes, x, [case.estimates["in_time_share"] for case in line], label=name, **style)
             axes.set(ylim=(0, 1.02))
     titles = ("Throughput, requests/s", "Latency, seconds", "Answered in time, share of requests")
     for axes, title in zip((throughput, latency, *in_time), titles, strict=False):
@@ -347,7 +346,7 @@ def comparison_figure(cases: Sequence[Repeated]) -> Figure:
             axes.set_xticks(list(places.values()), values)
     _from_zero(throughput, [case.estimates["throughput_per_s"] for case in cases])
     means, tails = ([case.estimates[name] for case in cases] for name in ("latency_s_mean", "latency_s_p95"))
-    least, most = min(found.mean for found in means), max(found.mean for found in tails)
+    least, most = min(estimate.mean for estimate in means), max(estimate.mean for estimate in tails)
     if 0 < least < LOGARITHMIC * most:
         latency.set_yscale("log")
         latency.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -356,13 +355,13 @@ def comparison_figure(cases: Sequence[Repeated]) -> Figure:
     else:
         _from_zero(latency, tails)
     latency.legend(frameon=False, fontsize=8)
-    if others:
+    if other_fields:
         throughput.legend(frameon=False, fontsize=8)
     return figure
 
 
 def _places(values: Sequence[str]) -> dict[str, float]:
-    """Where each value stands: at itself, or one after the other where one is no finite number."""
+    """The place of each value on the axis: the value itself, or its index when some value is no finite number."""
     if all(_is_number(value) for value in values):
         return {value: float(value) for value in values}
     return {value: float(index) for index, value in enumerate(values)}
@@ -376,10 +375,10 @@ def _is_number(value: str) -> bool:
 
 
 def _from_zero(axes: Axes, estimates: Sequence[Estimate]) -> None:
-    axes.set_ylim(0, 1.08 * max(*(found.mean + found.half_width for found in estimates), 1e-12))
+    axes.set_ylim(0, 1.08 * max(*(estimate.mean + estimate.half_width for estimate in estimates), 1e-12))
 
 
-def _line(axes: Axes, x: Sequence[float], estimates: Sequence[Estimate], **look: Any) -> None:
-    axes.plot(x, [estimate.mean for estimate in estimates], **look)
-    low, high = ([found.mean + side * found.half_width for found in estimates] for side in (-1, 1))
-    axes.fill_between(x, low, high, color=look["color"], alpha=0.2, linewidth=0)
+def _line(axes: Axes, x: Sequence[float], estimates: Sequence[Estimate], **style: Any) -> None:
+    axes.plot(x, [estimate.mean for estimate in estimates], **style)
+    low, high = ([estimate.mean + side * estimate.half_width for estimate in estimates] for side in (-1, 1))
+    axes.fill_between(x, low, high, color=style["color"], alpha=0.2, linewidth=0)

@@ -13,34 +13,34 @@ from typing import Any, TextIO
 from llmserve.errors import ConfigError
 
 UNREADABLE = (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error)
-"""What a file may turn out to be while it is read."""
+"""Errors of reading a file."""
 
 
-def open_text(name: str, what: str) -> TextIO:
-    """A text file, plain or (.gz) compressed. Raises ConfigError, which calls it `what`, when it cannot be opened."""
+def open_text(name: str, label: str) -> TextIO:
+    """Open a text file, plain or compressed (.gz). label : the kind of file, for messages. Raises ConfigError."""
     path = Path(name)
     if not path.is_file():
-        raise ConfigError(f"there is no {what} {name!r}")
+        raise ConfigError(f"there is no {label} {name!r}")
     try:
         return _open(path)
     except OSError as error:
-        raise ConfigError(f"cannot read the {what} {name!r}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the {label} {name!r}: {error.strerror}") from error
 
 
 def _open(path: Path) -> TextIO:
-    encoding = "utf-8-sig"  # a byte order mark, as spreadsheets write it, is no part of a column's name
+    encoding = "utf-8-sig"  # drops the byte order mark that spreadsheets write
     if path.suffix == ".gz":
         return gzip.open(path, "rt", encoding=encoding, newline="")
     return path.open(encoding=encoding, newline="")
 
 
-def records(name: str, what: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """(line, fields) of each record of a CSV file with a header, or of JSON lines (.jsonl); either may be .gz.
+def records(name: str, label: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """(line, fields) of each record of a CSV file with a header, or of JSON lines (.jsonl), plain or compressed (.gz).
 
-    Raises ConfigError naming the file, and the line that is not a record.
+    label : the kind of file, for messages.  Raises ConfigError naming the file, and the line that is not a record.
     """
     line = 0
-    with open_text(name, what) as file:
+    with open_text(name, label) as file:
         try:
             if not name.removesuffix(".gz").endswith(".jsonl"):
                 reader = csv.DictReader(file)
@@ -52,16 +52,16 @@ def records(name: str, what: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
                     continue
                 record = json.loads(text)
                 if not isinstance(record, dict):
-                    raise ConfigError(f"the {what} {name!r}, line {line}: not a JSON object")
+                    raise ConfigError(f"the {label} {name!r}, line {line}: not a JSON object")
                 yield line, record
         except json.JSONDecodeError as error:
-            raise ConfigError(f"the {what} {name!r}, line {line}: {error}") from error
+            raise ConfigError(f"the {label} {name!r}, line {line}: {error}") from error
         except UNREADABLE as error:
-            raise ConfigError(f"cannot read the {what} {name!r}: {error}") from error
+            raise ConfigError(f"cannot read the {label} {name!r}: {error}") from error
 
 
 def is_number(cell: str) -> bool:
-    """Whether it is the text of one; infinity and NaN are."""
+    """Whether the text is a number; infinity and NaN are numbers."""
     try:
         float(cell)
     except ValueError:

@@ -22,15 +22,14 @@ Result = TypeVar("Result")
 def in_processes(
     work: Callable[[Task], Result], tasks: Sequence[Task], jobs: int
 ) -> Generator[tuple[int, Result], None, None]:
-    """(index of the task, its result), as they come. jobs : processes, >= 1.
+    """Yield (index of a task, its result) in the order of completion. jobs : number of processes, >= 1.
 
-    work, tasks and results are sent between processes. What a task raises is raised here. When that happens, or when
-    this is closed or interrupted before its end, the processes are ended at once; they end by themselves when this one
-    dies.
-    Raises LLMServeError when one of them dies.
+    Functions, tasks and results are pickled between processes. An exception of a task is raised here. After an
+    exception, or when this generator is closed early, the processes are terminated at once; they also end when the
+    parent process dies. Raises LLMServeError when a process dies.
     """
-    others = set(multiprocessing.active_children())
-    # Fresh processes: a fork would share whatever threads this one has, such as a progress bar's.
+    earlier_children = set(multiprocessing.active_children())
+    # Spawned, because a fork would share the threads of this process, such as the progress bar's.
     context = multiprocessing.get_context("spawn")
     executor = ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context, initializer=_begin)
     try:
@@ -39,22 +38,21 @@ def in_processes(
             yield index_of[done], done.result()
         executor.shutdown()
     except BaseException as error:
-        for child in set(multiprocessing.active_children()) - others:
+        for child in set(multiprocessing.active_children()) - earlier_children:
             child.terminate()
         executor.shutdown(cancel_futures=True)
         if isinstance(error, BrokenProcessPool):
-            raise LLMServeError("a process that simulated has died; was there too little memory?") from error
+            raise LLMServeError("a simulating process has died; was there too little memory?") from error
         raise
 
 
 def _begin() -> None:
-    """A worker begins: it has one core."""
-    threadpool_limits(1, user_api="blas")
+    threadpool_limits(1, user_api="blas")  # each process has one core
     belong_to_parent()
 
 
 def belong_to_parent() -> None:
-    """From now on this process leaves Ctrl-C to its parent, and does not outlive it, however that ends."""
+    """Make this process ignore Ctrl-C, and end when its parent ends in any way."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -1,11 +1,11 @@
-"""What is predicted of the requests that a simulation serves: their very lengths, or what a predictor gets wrong.
+"""Predicted lengths of a simulation's requests: the real lengths, or lengths with the errors of a predictor.
 
-    l_1 .. l_n  a sample of output lengths, which bins are equal-mass over (bins/edges.py)
-    K           bins of the mistakes; they need not be as many as the scheduler's
+    l_1 .. l_n  a sample of output lengths, over which bins are equal-mass (bins/edges.py)
+    K           number of bins of the mistakes, which may differ from the scheduler's
     T           (K, K), T[i, j]: the probability that a request of bin i is predicted into bin j (rows sum to 1)
 
-A mistake in bins (`neighbour`, `confusion`) draws the predicted bin from T. Predicted into its own bin, a request is
-predicted exactly; into another one, as long as a length of the sample that is in that bin.
+A mistake in bins (`neighbour`, `confusion`) draws the predicted bin from T. If that is the request's own bin, the
+prediction is exact; otherwise the prediction is a length of the sample in that bin.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from llmserve.errors import ConfigError
 from llmserve.simulation.files import open_text, records
 
 PREDICTIONS_HELP = (
-    "oracle | none | lognormal:SIGMA (oracle times a lognormal error) | quantiles:SIGMA (such an error, and known: "
-    "a distribution) | neighbour:K,P (of K equal-mass bins, each neighbour of the right one with probability P) | "
+    "oracle | none | lognormal:SIGMA (oracle times a lognormal error) | quantiles:SIGMA (the same, with quantiles of "
+    "the error) | neighbour:K,P (of K equal-mass bins, each neighbour of the right bin with probability P) | "
     "confusion:FILE[:K] (bins confused as in a predictor's evaluation, or in a K x K matrix: real bins are rows) | "
-    "residuals:FILE (the errors that a predictor made for answers of like length: columns predicted_tokens and "
-    "output_tokens) | predictor:FOLDER (a trained one's, of --prompts)"
+    "residuals:FILE (errors of a predictor for answers of similar length: columns predicted_tokens and "
+    "output_tokens) | predictor:FOLDER (a trained predictor's, for --prompts)"
 )
 TRAINED = "predictor:"  # before the folder of a trained predictor
-PREDICTED, ACTUAL = ("predicted_tokens", "predicted"), ("output_tokens", "actual")  # what columns may be called
-ALIKE_SHARE, ALIKE_LEAST = 0.05, 32  # of the residuals: how many are taken to be of answers of like length
+PREDICTED, ACTUAL = ("predicted_tokens", "predicted"), ("output_tokens", "actual")  # names that the columns may have
+ALIKE_SHARE, ALIKE_LEAST = 0.05, 32  # share, and least number, of the residuals that count as of similar length
 
-LEVELS = tuple([(number - 0.5) / 15 for number in range(1, 16)])  # of predicted quantiles, equally likely
+LEVELS = tuple([(number - 0.5) / 15 for number in range(1, 16)])  # levels of predicted quantiles, equally likely
 
 Lengths = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """What a predictor says of requests.
+    """Predicted lengths of requests.
 
     medians    (count,) tokens, > 0
-    quantiles  (count, Q) equally likely lengths of each, ascending; None when it predicts medians only
+    quantiles  (count, Q) equally likely lengths of each request, ascending; None: only medians are predicted
     """
 
     medians: Lengths
@@ -53,7 +53,7 @@ class Predictions:
 
     @classmethod
     def of(cls, quantiles: ArrayLike) -> Predictions:
-        """quantiles : (count, Q) as above; their middle one is the median."""
+        """quantiles : (count, Q) as above; column Q // 2 is the median."""
         table = np.asarray(quantiles, dtype=float)
         return cls(table[:, table.shape[1] // 2], table)
 
@@ -66,12 +66,12 @@ def predict(
     sample: Lengths | None = None,
     edges: Edges | None = None,
 ) -> Predictions | None:
-    """What a predictor would have said of requests of these lengths; None: nothing predicts.
+    """Predictions for requests of these lengths; None: no predictions.
 
-    text : one of PREDICTIONS_HELP but predictor:FOLDER, which no length can tell.  lengths : (count,) tokens.
-    sample : lengths like these, which the bins of mistakes are equal-mass over (default: these).
-    edges : of bins that mistakes are in, if they are as many as the mistakes' own.
-    Raises ConfigError when the text is none of these, or its file cannot be used.
+    text : one of PREDICTIONS_HELP except predictor:FOLDER, which needs prompts.  lengths : (count,) tokens.
+    sample : similar lengths, over which the bins of mistakes are equal-mass (default: `lengths`).
+    edges : edges of the bins of mistakes, used when they give the right number of bins.
+    Raises ConfigError on another text, or a file that cannot be used.
     """
     kind, _, rest = text.partition(":")
     if text == "oracle":
@@ -79,7 +79,7 @@ def predict(
     if text == "none":
         return None
     if kind in ("lognormal", "quantiles"):
-        return _scattered(_sigma(text, rest), lengths, rng, known=kind == "quantiles")
+        return _scattered(_sigma(text, rest), lengths, rng, with_quantiles=kind == "quantiles")
     if kind == "residuals" and rest:
         return Predictions(_resampled(lengths, *read_residuals(rest), rng))
     if kind == "neighbour":
@@ -94,10 +94,10 @@ def predict(
 # ---- errors of a known distribution -----------------------------------------------------------------------------
 
 
-def _scattered(sigma: float, lengths: Lengths, rng: np.random.Generator, *, known: bool) -> Predictions:
-    """Medians off by a lognormal error. known : quantiles are those of the median times such an error, at LEVELS."""
+def _scattered(sigma: float, lengths: Lengths, rng: np.random.Generator, *, with_quantiles: bool) -> Predictions:
+    """Medians with a lognormal error. with_quantiles : also quantiles at LEVELS, of the median times such an error."""
     medians = lengths * rng.lognormal(0.0, sigma, lengths.size)
-    if not known:
+    if not with_quantiles:
         return Predictions(medians)
     probit = NormalDist().inv_cdf
     spread = np.array([math.exp(sigma * probit(level)) for level in LEVELS])
@@ -118,8 +118,8 @@ def _sigma(text: str, rest: str) -> float:
 
 
 def neighbour_mistakes(bins: int, probability: float) -> NDArray[np.float64]:
-    """T of Multi-Bin's section 4.3: each neighbour of the right bin with this probability, so that of the first and of
-    the last bin, which have one neighbour, fewer are wrong. bins : >= 1.  probability : in [0, 1/2].
+    """T of Multi-Bin's section 4.3: each neighbour of the right bin with this probability. The first and the last bin
+    have one neighbour, and so fewer mistakes. bins : >= 1.  probability : in [0, 1/2].
     """
     beside = probability * (np.eye(bins, k=1) + np.eye(bins, k=-1))
     mistakes: NDArray[np.float64] = beside + np.diag(1.0 - beside.sum(axis=1))
@@ -143,46 +143,44 @@ def _mistaken(
     edges: Edges | None,
     rng: np.random.Generator,
 ) -> Lengths:
-    """See the module. mistakes : T."""
+    """(count,) predictions with mistakes in bins, as the module describes. mistakes : T."""
     bins = len(mistakes)
     if edges is None or len(edges) != bins - 1:
         edges = equal_mass_edges(sample, bins)
-    held = np.split(np.sort(sample), np.searchsorted(np.sort(sample), edges))
-    if len(edges) != bins - 1 or not all(part.size for part in held):
+    by_bin = np.split(np.sort(sample), np.searchsorted(np.sort(sample), edges))
+    if len(edges) != bins - 1 or not all(part.size for part in by_bin):
         raise ConfigError(f"predictions: the lengths are too much alike for mistakes in {bins} bins")
     real = index_of(edges, lengths)
-    # The first bin whose cumulated probability is above a uniform number; rounding must not lead past the last one.
+    # The first bin whose cumulated probability is above a uniform number; rounding must not exceed the last bin.
     predicted = (rng.random(lengths.size)[:, None] >= np.cumsum(mistakes, axis=1)[real][:, :-1]).sum(axis=1)
     medians = lengths.astype(float)
     for index in range(bins):
         wrong = (predicted == index) & (real != index)
-        medians[wrong] = rng.choice(held[index], size=int(wrong.sum()))
+        medians[wrong] = rng.choice(by_bin[index], size=int(wrong.sum()))
     return medians
 
 
-# ---- a predictor's own errors -----------------------------------------------------------------------------------
+# ---- errors of a real predictor ---------------------------------------------------------------------------------
 
 
 def read_confusion(place: str) -> NDArray[np.float64]:
-    """T of FILE[:K], counts or shares: rows are real bins and columns predicted ones, each row's sum becomes 1.
+    """T of FILE[:K], counts or shares: rows are real bins, columns are predicted bins; each row is scaled to sum 1.
 
     JSON: the matrix, or an evaluation of `llmserve evaluate`, whose `confusion` has a matrix for each K. CSV:
     the matrix. Raises ConfigError naming the file.
     """
-    name, _, wanted = place.rpartition(":") if place.rpartition(":")[2].isdigit() else (place, "", "")
+    name, _, bins = place.rpartition(":") if place.rpartition(":")[2].isdigit() else (place, "", "")
     with open_text(name, "confusion file") as file:
         try:
             text = file.read()
-            found = json.loads(text) if name.removesuffix(".gz").endswith(".json") else _csv_numbers(text)
-            counts = np.array(_chosen(found, wanted), dtype=float)
+            content = json.loads(text) if name.removesuffix(".gz").endswith(".json") else _csv_numbers(text)
+            counts = np.array(_matrix(content, bins), dtype=float)
         except (OSError, EOFError, TypeError, ValueError) as error:
             raise ConfigError(f"the confusion file {name!r}: {error}") from error
-    if counts.ndim != 2 or counts.shape[0] != counts.shape[1] or (wanted and len(counts) != int(wanted)):
-        raise ConfigError(
-            f"the confusion file {name!r} must hold a matrix of {wanted or 'K'} x {wanted or 'K'} numbers"
-        )
+    if counts.ndim != 2 or counts.shape[0] != counts.shape[1] or (bins and len(counts) != int(bins)):
+        raise ConfigError(f"the confusion file {name!r} must hold a matrix of {bins or 'K'} x {bins or 'K'} numbers")
     if not (np.isfinite(counts).all() and (counts >= 0).all() and (counts.sum(axis=1) > 0).all()):
-        raise ConfigError(f"the confusion file {name!r} must hold counts or shares, and some in every row")
+        raise ConfigError(f"the confusion file {name!r} must hold counts or shares, and a positive sum in every row")
     shares: NDArray[np.float64] = counts / counts.sum(axis=1, keepdims=True)
     return shares
 
@@ -191,24 +189,24 @@ def _csv_numbers(text: str) -> list[list[float]]:
     return [[float(cell) for cell in line.split(",")] for line in text.splitlines() if line.strip()]
 
 
-def _chosen(found: Any, wanted: str) -> Any:
-    """The matrix of K bins among those of an evaluation. Raises ValueError."""
-    if not isinstance(found, Mapping):
-        return found
-    by_bins = found.get("confusion", found)
+def _matrix(content: Any, bins: str) -> Any:
+    """The matrix of this number of bins in the content of a file. bins : "" for the only matrix. Raises ValueError."""
+    if not isinstance(content, Mapping):
+        return content
+    by_bins = content.get("confusion", content)
     if not isinstance(by_bins, Mapping):
         return by_bins
-    if wanted in by_bins:
-        return by_bins[wanted]
-    if len(by_bins) != 1 or wanted:
-        raise ValueError(f"say which one of {', '.join(by_bins)} bins is meant: confusion:FILE:K")
+    if bins in by_bins:
+        return by_bins[bins]
+    if len(by_bins) != 1 or bins:
+        raise ValueError(f"choose one of {', '.join(by_bins)} bins: confusion:FILE:K")
     return next(iter(by_bins.values()))
 
 
 def read_residuals(name: str) -> tuple[Lengths, NDArray[np.float64]]:
     """(rows,) actual lengths, ascending, and (rows,) predicted over actual of the same answers.
 
-    A CSV file or JSON lines with the columns PREDICTED and ACTUAL, by any of their names. Raises ConfigError.
+    name : a CSV file or JSON lines with the columns PREDICTED and ACTUAL, by any of their names. Raises ConfigError.
     """
     pairs = [(_positive(row, PREDICTED, name, line), _positive(row, ACTUAL, name, line)) for line, row in _rows(name)]
     if not pairs:
@@ -234,7 +232,7 @@ def _positive(row: Mapping[str, Any], columns: tuple[str, ...], name: str, line:
 
 
 def _resampled(lengths: Lengths, actual: Lengths, ratios: NDArray[np.float64], rng: np.random.Generator) -> Lengths:
-    """Each length times the ratio of an answer drawn from those nearest to it in rank.
+    """Each length times the ratio of an answer, drawn from the answers that are nearest in rank.
 
     actual : (rows,) ascending.  ratios : (rows,) of the same answers.
     """

@@ -1,4 +1,4 @@
-"""How far runs have come: a bar in a terminal, plain lines without one. On stderr, for results go to stdout."""
+"""The progress of runs: a bar in a terminal, otherwise plain lines. On stderr, because results go to stdout."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-ARRIVALS_A_LINE = 250_000  # of a lone run, without a terminal
-LINES = 20  # of several runs, about, without a terminal
+ARRIVALS_A_LINE = 250_000  # requests per line, for a single run without a terminal
+LINES = 20  # approximate number of lines, for several runs without a terminal
 
 
 class RunsProgress:
-    """Shows it while the block lasts. runs : that there will be, one after another or beside each other."""
+    """Shows the progress inside a `with` block. runs : total number, one after another or in parallel."""
 
     def __init__(self, runs: int) -> None:
         self._runs = runs
@@ -41,14 +41,14 @@ class RunsProgress:
             self._bar.stop()
 
     def arrived(self, count: int, of: int) -> None:
-        """So many requests of the run that is on have come."""
+        """Report the requests of the current run that have arrived. of : requests of the run."""
         if self._bar is not None:
             self._bar.update(self._task, completed=self._ended + count / of)
         elif self._runs == 1 and count % ARRIVALS_A_LINE == 0:
             print(f"{count:,} requests have arrived", file=sys.stderr)
 
     def ended(self) -> None:
-        """A run has."""
+        """Report the end of a run."""
         self._ended += 1
         if self._bar is not None:
             self._bar.update(self._task, completed=self._ended)

@@ -1,4 +1,4 @@
-"""What a run came to: a summary of every request's times, as a table or as one JSON object."""
+"""The results of a run: a summary of the times of its requests, as a table or as one JSON object."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from llmserve.scheduling.messages import (
 
 Times = NDArray[np.float64]
 
-ROUNDING_S = 1e-9  # a sum of times that ends at a deadline may seem to end after it
+ROUNDING_S = 1e-9  # rounding may move an answer at its deadline past the deadline
 PERCENTILES = (50, 90, 95, 99)
 SPREAD = ("mean", *(f"p{percent}" for percent in PERCENTILES))
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Rates are over `elapsed_s`, from the first arrival to the last end. Latency: arrival to end; waiting: to start;
-    slow-down: latency over the time that the request alone would take.
+    """Rates are over `elapsed_s`, from the first arrival to the last end. Latency: arrival to end; waiting: arrival to
+    start; slow-down: latency over the time of the request alone on an engine.
 
-    in_system_mean        requests that are there, on average over elapsed_s: they have come and have neither ended nor
-                          gone. By Little's law throughput_per_s * latency_s_mean, if all that come are completed
-    batch_size_mean       requests per formed batch
-    batch_fill_mean       the same over the batch size
-    utilisation           mean over engines of the share of their time (refill: of their slots' time) at work
-    in_time_share         requests answered by their deadlines, over those that came; None where there are none, as of
-                          the next two
-    goodput_per_s         requests answered by their deadlines
-    preempted             times that a request was stopped for others
-    energy_j              of all engines, idle or not, over elapsed_s; None when their energy is not known, as of the
+    in_system_mean        mean number of requests in the system: arrived, not yet completed, failed or cancelled. By
+                          Little's law throughput_per_s * latency_s_mean, if all requests are completed
+    batch_size_mean       mean requests per formed batch
+    batch_fill_mean       batch_size_mean over the batch size
+    utilisation           mean over engines of the busy share of their time (refill: of their slots' time)
+    in_time_share         requests answered by their deadlines, over all requests; None without deadlines, like the
+                          next two
+    goodput_per_s         requests answered by their deadlines, per second
+    preempted             number of preemptions of requests
+    energy_j              of all engines, busy and idle, over elapsed_s; None when the energy is not known, like the
                           next three
     energy_j_per_token    over the output tokens of the completed requests
     energy_j_per_request  over the completed requests
@@ -85,11 +85,11 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class Recorder:
-    """Listens to the steps of a run and keeps when each request (ids 0 .. count-1) arrived, started and ended.
+    """Listens to the steps of a run and notes when each request (ids 0 .. count-1) arrived, started and ended.
 
-    left_s   when those left that were not completed, by id; of no meaning for one that was completed after all
-    batches  requests started, by batch id
-    preempted  times that a request was stopped for others
+    left_s     when a request was cancelled or failed, by id; without meaning for a request that was completed later
+    batches    number of started requests, by batch id
+    preempted  number of preemptions of requests
     """
 
     def __init__(self, count: int) -> None:
@@ -130,7 +130,7 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Requests that began together, or a part of them. request_ids : in the order of their batch."""
+    """Requests of one batch that started together. request_ids : in the order of the batch."""
 
     batch_id: int
     started_s: float
@@ -141,7 +141,7 @@ class Start:
 
 
 class BatchRecorder(Recorder):
-    """Keeps what figures need besides: every start, and when a batch was stopped for others, by its id."""
+    """Also notes, for figures, every start, and when a batch was preempted, by batch id."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -168,9 +168,9 @@ def summarise(
     energy_j: float | None = None,
     deadlines_s: Times | None = None,
 ) -> Summary:
-    """output_tokens, services_s : (count,) by request id, the latter the time that each alone would take.
-    busy_share, energy_j : utilisation of each engine, and the energy of all, over the same elapsed time.
-    deadlines_s : (count,) by request id; None: there are none.
+    """The summary of a run. output_tokens : (count,) by request id.  services_s : (count,) seconds of each request
+    alone.  busy_share : utilisation of each engine.  energy_j : of all engines, over the same elapsed time.
+    deadlines_s : (count,) by request id; None: no deadlines.
     """
     arrived, started, ended = (np.array(times) for times in (recorder.arrived_s, recorder.started_s, recorder.ended_s))
     done = ~np.isnan(ended)
@@ -197,7 +197,7 @@ def summarise(
 
 
 def _in_time(recorder: Recorder, deadlines_s: Times, elapsed_s: float) -> dict[str, Any]:
-    in_time = int((np.array(recorder.ended_s) <= deadlines_s + ROUNDING_S).sum())  # those that never ended are not
+    in_time = int((np.array(recorder.ended_s) <= deadlines_s + ROUNDING_S).sum())  # False for NaN: never ended
     return {
         "in_time_share": _over(in_time, int((~np.isnan(np.array(recorder.arrived_s))).sum())),
         "goodput_per_s": _over(in_time, elapsed_s),
@@ -223,9 +223,9 @@ def elapsed(recorder: Recorder) -> float:
 
 
 def present_s(recorder: Recorder) -> float:
-    """Request-seconds: the integral of how many are there, from the first arrival to the last end.
+    """Request-seconds: the integral of the number of requests in the system, from the first arrival to the last end.
 
-    Of the steps up at every arrival and down whenever one ends or goes, whosever they are: no latency enters.
+    Computed without latencies: the number grows by one at each arrival, and falls by one at each end or cancellation.
     """
     arrived, ended = np.array(recorder.arrived_s), np.array(recorder.ended_s)
     if not (~np.isnan(ended)).any():
@@ -254,10 +254,10 @@ def _spread(name: str, values: Times) -> dict[str, float]:
     return {f"{name}_{part}": value for part, value in zip(SPREAD, parts, strict=True)}
 
 
-# ---- as a person reads it ---------------------------------------------------------------------------------------
+# ---- tables -----------------------------------------------------------------------------------------------------
 
 SPREADS = (("latency (s)", "latency_s"), ("waiting (s)", "waiting_s"), ("slow-down", "slowdown"))
-TOTALS = (  # what stands in a row, the quantity, and how it is written
+TOTALS = (  # rows: label, quantity, format
     ("requests/s", "throughput_per_s", ".4f"),
     ("output tokens/s", "output_tokens_per_s", ".1f"),
     ("completed", "completed", ",.0f"),
@@ -276,11 +276,11 @@ TOTALS = (  # what stands in a row, the quantity, and how it is written
 )
 
 Cell = Callable[[str, str], str | None]
-"""(quantity, format) -> its text; None when it is not known."""
+"""(quantity, format) -> text; None when the quantity is not known."""
 
 
 def print_table(summary: Summary, title: str, console: Console) -> None:
-    """The summary as a person reads it."""
+    """Print the summary as a table."""
 
     def cell(name: str, form: str) -> str | None:
         value = getattr(summary, name)
@@ -290,7 +290,7 @@ def print_table(summary: Summary, title: str, console: Console) -> None:
 
 
 def table_of(cell: Cell, title: str) -> Table:
-    """Every quantity that is known, whoever knows it."""
+    """A table of all quantities for which `cell` gives a text."""
     table = Table(title=title, title_justify="left")
     for column in ("", *SPREAD):
         table.add_column(column, justify="right" if column else "left", no_wrap=not column)

@@ -1,4 +1,4 @@
-"""From a scenario to what a simulation serves and the engines that serve it."""
+"""The settings of a simulation, and from them its requests and its engines."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from llmserve.simulation import workload
 from llmserve.simulation.engine_model import ProfileEngine, StepEngine, TimedEngine
 from llmserve.simulation.predictions import PREDICTIONS_HELP, TRAINED, Predictions, predict
 
-EDGES_SAMPLE = 4_000  # lengths that the first edges are made of
-LOAD_SAMPLE = 40_000  # lengths that an engine's capacity is computed from
+EDGES_SAMPLE = 4_000  # lengths for the first edges
+LOAD_SAMPLE = 40_000  # lengths for an engine's capacity
 STEP_FIELDS = ("step_s", "prefill_s", "prefill_s_per_token")
-EXCLUDED = {  # what each of these leaves no room for
+EXCLUDED = {  # fields that cannot be set together with the field on the left
     "profile": STEP_FIELDS,
     "engine": ("profile", "engines", *STEP_FIELDS),
     "load": ("arrival_rate",),
@@ -31,8 +31,8 @@ EXCLUDED = {  # what each of these leaves no room for
     "trace_speed": ("arrival_rate", "load"),
     "prompts": ("lengths",),
 }
-REQUESTS, ARRIVAL_RATE, LENGTHS, STEP_S = 10_000, 5.0, "lognormal:5.2,0.8", 0.01  # where nothing is said
-BETWEEN_BINS = ("neighbour:", "confusion:")  # predictions whose mistakes are so
+REQUESTS, ARRIVAL_RATE, LENGTHS, STEP_S = 10_000, 5.0, "lognormal:5.2,0.8", 0.01  # defaults
+BETWEEN_BINS = ("neighbour:", "confusion:")  # predictions that mistake one bin for another
 KIND = re.compile(r"^(?:([1-9]\d*)x)?(.+?)(?::([1-9]\d*))?$")  # [COUNTx]PROFILE[:SLOTS]
 
 T = TypeVar("T")
@@ -41,57 +41,56 @@ Seconds = Annotated[float, Meta(ge=0)]
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """What fixes a simulated run besides the scheduling; the same scenario gives the same journal, byte for byte.
+    """All settings of a simulated run besides the scheduling; the same scenario gives the same journal, byte for byte.
 
-    None where a default or another field decides.  arrival_rate  requests a second.  A barrier batch takes prefill_s +
-    step_s * its longest length, or what its profile says.
+    None where a default or another field decides.  arrival_rate : requests/s.  A barrier batch takes prefill_s + step_s
+    * longest length, or the time of its profile.
     """
 
     requests: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description=f"how many arrive (default {REQUESTS}); of a trace: at most (default: all)"),
+        Meta(description=f"number of requests (default {REQUESTS}); of a trace: at most (default: all)"),
     ] = None
     arrival_rate: Annotated[
         Rate | None,
-        Meta(description=f"arrivals a second, on average; inf: all at once (default {ARRIVAL_RATE}, or the trace's)"),
+        Meta(description=f"mean arrivals/s; inf: all at once (default {ARRIVAL_RATE}, or the trace's own rate)"),
     ] = None
     load: Annotated[
         Rate | None,
         Meta(
-            description="instead of arrival-rate: arrivals at this share of what the engines can serve. Slots that "
-            "refill: all of them taken, each for its own answer; above 1 the queue grows without end. --barrier: full "
-            "batches of one bin, each as long as its longest answer; more bins serve more than that",
+            description="instead of arrival-rate: arrivals at this share of the engines' capacity. Without --barrier "
+            "the capacity is that of full slots, and above 1 the queue grows without end. With --barrier it is that "
+            "of full batches of one bin, each as long as its longest answer; more bins have a larger capacity",
         ),
     ] = None
     arrivals: Annotated[
-        str | None, Meta(description=f"how they are spread: {workload.ARRIVALS_HELP} (default poisson)")
+        str | None, Meta(description=f"arrival process: {workload.ARRIVALS_HELP} (default poisson)")
     ] = None
     lengths: Annotated[str | None, Meta(description=f"output tokens: {workload.LENGTHS_HELP} (default {LENGTHS})")] = (
         None
     )
-    lengths_factor: Annotated[Rate | None, Meta(description="times as long is every answer (default 1)")] = None
+    lengths_factor: Annotated[Rate | None, Meta(description="factor on the length of every answer (default 1)")] = None
     trace: Annotated[
         str | None,
         Meta(
-            description=f"CSV file (.gz: compressed) of arrivals and lengths, by its columns "
-            f"{', '.join(workload.TRACE_COLUMNS)}; instead of arrivals and lengths. With arrival-rate or load it is "
-            "replayed as fast as that asks for"
+            description=f"instead of arrivals and lengths: CSV file (.gz: compressed) with the columns "
+            f"{', '.join(workload.TRACE_COLUMNS)}. With arrival-rate or load the trace is replayed at that rate"
         ),
     ] = None
-    trace_speed: Annotated[Rate | None, Meta(description="times as fast as the trace was recorded (default 1)")] = None
+    trace_speed: Annotated[Rate | None, Meta(description="factor on the trace's arrival rate (default 1)")] = None
     prompts: Annotated[
         str | None,
         Meta(
-            description="instead of lengths: file of prompts and their answers' lengths, such as serve's --record "
-            "writes (FILE[:COLUMN], what llmserve train takes as --data; COLUMN: the output tokens); each "
-            "request is one of its rows, drawn at random"
+            description="instead of lengths: file of prompts and the lengths of their answers, such as serve's "
+            "--record writes (FILE[:COLUMN], as for llmserve train --data; COLUMN: the output tokens); each "
+            "request is a row of the file, drawn at random"
         ),
     ] = None
     slo_s: Annotated[
         tuple[Rate, ...],
         Meta(
-            description="each answer is wanted within so many seconds of its arrival (default: whenever); of several, "
-            "each is wanted within one of them, any as often"
+            description="deadline of each answer in seconds after the request's arrival (default: no deadline); of "
+            "several values each request draws one"
         ),
     ] = ()
     streaming: Annotated[
@@ -100,64 +99,66 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             ge=0,
             le=1,
             description="share of the clients that stream: an order that preempts stops no answer of which a client "
-            "has seen a byte, and theirs begins with its first token; 0: every answer can be stopped until its end",
+            "has received a byte; a stream sends its first byte with the first token, other answers at their end",
         ),
     ] = 0.0
-    predictions: Annotated[str, Meta(description=f"what is predicted of them: {PREDICTIONS_HELP}")] = "oracle"
+    predictions: Annotated[str, Meta(description=f"predictions of the lengths: {PREDICTIONS_HELP}")] = "oracle"
     profile: Annotated[
         str | None,
         Meta(
-            description=f"what steps cost: {', '.join(PROFILES)}, or a file; instead of step-s and prefill-s, and "
-            "energy is reported"
+            description=f"instead of step-s and prefill-s: times and energy of the steps, by name or file: "
+            f"{', '.join(PROFILES)}; the report then has the energy"
         ),
     ] = None
-    step_s: Annotated[Seconds | None, Meta(description=f"seconds a token (default {STEP_S})")] = None
+    step_s: Annotated[Seconds | None, Meta(description=f"seconds per token (default {STEP_S})")] = None
     prefill_s: Annotated[Seconds | None, Meta(description="seconds before the first token (default 0)")] = None
     prefill_s_per_token: Annotated[
         Seconds | None,
-        Meta(description="and more of them for each token of the prompt, where that is known (default 0)"),
+        Meta(description="further seconds for each known token of the prompt (default 0)"),
     ] = None
-    engines: Annotated[int, Meta(ge=1, description="engines of one kind")] = 1
+    engines: Annotated[int, Meta(ge=1, description="number of engines, all of one kind")] = 1
     engine: Annotated[
         tuple[str, ...],
         Meta(
-            description="instead of engines and profile: engines of this profile, a name or a file, with slots of "
-            "their own; repeat it for engines of several kinds",
+            description="instead of engines and profile: engines of this profile (a name or a file) and these slots; "
+            "repeat the flag for engines of several kinds",
             extra={"metavar": "[COUNTx]PROFILE[:SLOTS]"},
         ),
     ] = ()
-    barrier: Annotated[bool, Meta(description="engines run a batch to its end; else slots refill one by one")] = False
-    slots: Annotated[int, Meta(ge=1, description="of a refill engine")] = 8
+    barrier: Annotated[
+        bool, Meta(description="engines run a batch to its end; otherwise free slots refill one by one")
+    ] = False
+    slots: Annotated[int, Meta(ge=1, description="slots of a refill engine")] = 8
     look_ahead: Annotated[int, Meta(ge=0, description="requests that a refill engine may hold beyond its slots")] = 0
     last_batch: Annotated[
-        Literal["flush", "drop"], Meta(description="partial batches left after the last arrival run, or are dropped")
+        Literal["flush", "drop"], Meta(description="partial batches after the last arrival run, or are dropped")
     ] = "flush"
-    seed: Annotated[int, Meta(ge=0, description="of every random draw")] = 0
+    seed: Annotated[int, Meta(ge=0, description="seed of all random draws")] = 0
 
     def check(self) -> None:
         """Raises ConfigError on settings that contradict each other."""
-        given = {field.name for field in msgspec.structs.fields(self) if getattr(self, field.name) != field.default}
-        for name, others in EXCLUDED.items():
-            for other in others:
-                if {name, other} <= given:
-                    raise ConfigError(f"{other} cannot be given with {name}, which decides it")
+        changed = {field.name for field in msgspec.structs.fields(self) if getattr(self, field.name) != field.default}
+        for name, excluded_names in EXCLUDED.items():
+            for excluded in excluded_names:
+                if {name, excluded} <= changed:
+                    raise ConfigError(f"{excluded} cannot be given with {name}, which decides it")
         if self.trace_speed is not None and self.trace is None:
             raise ConfigError("trace_speed: there is no trace to speed up")
         if self.predictions.startswith(TRAINED) and self.prompts is None:
             raise ConfigError(f"predictions {self.predictions!r}: a trained predictor needs --prompts to read")
 
     def sequences_max(self, scheduling: SchedulingConfig) -> int:
-        """That run on one engine at once, unless the engine has slots of its own."""
+        """Sequences that run at once on an engine without its own number of slots."""
         return scheduling.full_batch if self.barrier else self.slots
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What was asked and how long the answers were, one row each.
+    """Lengths of prompts and answers, one row each.
 
     output_tokens  (rows,) > 0
-    input_tokens   (rows,) of the prompts, about; 0 where that is not known
-    forecasts      (rows, Q) equally likely lengths that a predictor says of them, ascending; None: there is none
+    input_tokens   (rows,) estimated tokens of the prompts; 0 where unknown
+    forecasts      (rows, Q) equally likely lengths from a predictor, ascending; None: no predictor
     """
 
     output_tokens: workload.Lengths
@@ -168,24 +169,24 @@ class Answers:
         return self.output_tokens.size
 
     def rows(self, rows: NDArray[np.intp]) -> Answers:
-        """These rows, in this order; they may repeat."""
+        """The rows of these numbers, in this order; a row may repeat."""
         forecasts = None if self.forecasts is None else self.forecasts[rows]
         return Answers(self.output_tokens[rows], self.input_tokens[rows], forecasts)
 
     def times(self, factor: float) -> Answers:
-        """Answers, and what is forecast of them, so many times as long."""
+        """The answers and their forecasts, with all lengths multiplied by the factor."""
         forecasts = None if self.forecasts is None else factor * self.forecasts
         return Answers(factor * self.output_tokens, self.input_tokens, forecasts)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a run serves; request ids count from 0 in order of arrival.
+    """The requests of a run; request ids count from 0 in order of arrival.
 
-    predictions         None: nothing predicts
-    scores, lengths     of a sample of requests like these: what bins go by, and how long their answers are
-    arrival_rate_per_s  asked for, or the trace's mean; inf when all come at once
-    deadlines_s         (requests,); None: there are none
+    predictions         None: no predictions
+    scores, lengths     of a sample of such requests: scores that bins sort by, and lengths of the answers
+    arrival_rate_per_s  of the settings, or the trace's mean; inf when all come at once
+    deadlines_s         (requests,); None: no deadlines
     streaming           ids of the requests whose clients stream
     """
 
@@ -201,15 +202,15 @@ class Workload:
         return len(self.trace)
 
 
-# ---- what arrives -----------------------------------------------------------------------------------------------
+# ---- the requests -----------------------------------------------------------------------------------------------
 
 
 def prepare(scenario: Scenario, scheduling: SchedulingConfig, answers: Answers | None = None) -> Workload:
-    """What the scenario serves. scheduling : resolved.  answers : those of scenario.prompts, where there are prompts.
+    """The requests of the scenario. scheduling : resolved.  answers : the rows of scenario.prompts, if it is set.
 
-    Lengths, arrivals, predictions and clients have random streams of their own: changing one leaves the others.
-    The first edges come from a sample of the same length distribution, as a trained predictor would bring.
-    Raises ConfigError on a scenario that makes no sense.
+    Lengths, arrivals, predictions and clients have separate random streams: a change of one leaves the others the same.
+    The first edges come from a sample of the same length distribution; a trained predictor would bring such a sample.
+    Raises ConfigError on settings that contradict each other.
     """
     scenario.check()
     streams = [np.random.default_rng(child) for child in np.random.SeedSequence(scenario.seed).spawn(7)]
@@ -217,15 +218,15 @@ def prepare(scenario: Scenario, scheduling: SchedulingConfig, answers: Answers |
     if scenario.trace is not None:
         trace = _replayed(scenario, scheduling)
         rate_per_s = trace.rate_per_s
-        asked = Answers(trace.output_tokens, trace.input_tokens)
-        sample = asked.rows(sample_rng.permutation(len(asked))[:EDGES_SAMPLE])
+        drawn = Answers(trace.output_tokens, trace.input_tokens)
+        sample = drawn.rows(sample_rng.permutation(len(drawn))[:EDGES_SAMPLE])
     else:
         rate_per_s = _arrival_rate_per_s(scenario, scheduling, answers, load_rng)
-        asked = _draw(scenario, answers, or_default(scenario.requests, REQUESTS), lengths_rng)
-        arrivals_s = workload.draw_arrivals(scenario.arrivals or "poisson", rate_per_s, len(asked), arrivals_rng)
-        trace = workload.Trace(arrivals_s, asked.output_tokens, asked.input_tokens)
+        drawn = _draw(scenario, answers, or_default(scenario.requests, REQUESTS), lengths_rng)
+        arrivals_s = workload.draw_arrivals(scenario.arrivals or "poisson", rate_per_s, len(drawn), arrivals_rng)
+        trace = workload.Trace(arrivals_s, drawn.output_tokens, drawn.input_tokens)
         sample = _draw(scenario, answers, EDGES_SAMPLE, sample_rng)
-    predictions = _predict(scenario, scheduling, asked, sample, predictions_rng)
+    predictions = _predict(scenario, scheduling, drawn, sample, predictions_rng)
     scores = _scores(scenario, scheduling, sample, _predict(scenario, scheduling, sample, sample, sample_rng))
     deadlines_s = trace.arrivals_s + slo_rng.choice(scenario.slo_s, len(trace)) if scenario.slo_s else None
     streaming = frozenset(np.flatnonzero(streaming_rng.random(len(trace)) < scenario.streaming).tolist())
@@ -234,25 +235,25 @@ def prepare(scenario: Scenario, scheduling: SchedulingConfig, answers: Answers |
 
 
 def _replayed(scenario: Scenario, scheduling: SchedulingConfig) -> workload.Trace:
-    """The trace, as fast as the scenario has it."""
+    """The trace at the rate and with the lengths of the scenario."""
     assert scenario.trace is not None
     trace = workload.read_trace(scenario.trace, scenario.requests)
     trace = replace(trace, output_tokens=or_default(scenario.lengths_factor, 1.0) * trace.output_tokens)
     if scenario.load is not None:
-        asked = Answers(trace.output_tokens, trace.input_tokens)
-        return workload.replay_at(trace, scenario.load * _capacity_per_s(scenario, scheduling, asked))
+        answers = Answers(trace.output_tokens, trace.input_tokens)
+        return workload.replay_at(trace, scenario.load * _capacity_per_s(scenario, scheduling, answers))
     if scenario.arrival_rate is not None:
         return workload.replay_at(trace, scenario.arrival_rate)
     return workload.replay_faster(trace, or_default(scenario.trace_speed, 1.0))
 
 
 def _draw(scenario: Scenario, answers: Answers | None, count: int, rng: np.random.Generator) -> Answers:
-    """So many requests, of the prompts' rows or of the lengths' distribution."""
+    """Draw `count` requests, from the rows of the prompts or from the distribution of the lengths."""
     if scenario.prompts is None:
         lengths = workload.draw_lengths(or_default(scenario.lengths, LENGTHS), count, rng)
         drawn = Answers(lengths, np.zeros(count))
     elif answers is None:
-        raise ConfigError(f"prompts: the answers of {scenario.prompts!r} are to be given, for they were not read")
+        raise ConfigError(f"prompts: the answers of {scenario.prompts!r} were not read: pass them as `answers`")
     else:
         drawn = answers.rows(rng.integers(len(answers), size=count))
     return drawn if scenario.lengths_factor is None else drawn.times(scenario.lengths_factor)
@@ -267,10 +268,10 @@ def _arrival_rate_per_s(
 
 
 def _capacity_per_s(scenario: Scenario, scheduling: SchedulingConfig, sample: Answers) -> float:
-    """Requests a second that the engines serve when nothing of them is idle: the rate at which the load is 1.
+    """Requests/s that the engines serve when no slot is idle: the rate of load 1.
 
-    Barrier engines run full batches of one bin, in which all wait for the longest. Where slots refill each request
-    holds its own as long as it runs, in steps that all slots share.
+    Barrier engines run full batches of one bin, which last as long as their longest answers. On refill engines a
+    request holds one slot while it runs, in steps that all slots share.
     """
     lengths, prompt_tokens_mean = np.sort(sample.output_tokens).tolist(), float(sample.input_tokens.mean())
     tokens_mean = float(sample.output_tokens.mean())
@@ -278,33 +279,33 @@ def _capacity_per_s(scenario: Scenario, scheduling: SchedulingConfig, sample: An
     for engine in engines(scenario, scheduling, []):
         costs, slots = engine.costs, engine.info.slots
         if scenario.barrier:
-            taken_s = costs.batch_s(lengths, slots, prompt_tokens_mean)
+            busy_s = costs.batch_s(lengths, slots, prompt_tokens_mean)
         else:
-            taken_s = costs.slot_s(tokens_mean, slots, prompt_tokens_mean)
-        if taken_s <= 0:
-            raise ConfigError("load: engines whose steps take no time have no capacity")
-        capacity_per_s += slots / taken_s
+            busy_s = costs.slot_s(tokens_mean, slots, prompt_tokens_mean)
+        if busy_s <= 0:
+            raise ConfigError("load: engines whose steps take no time have no finite capacity")
+        capacity_per_s += slots / busy_s
     return capacity_per_s
 
 
 def _predict(
-    scenario: Scenario, scheduling: SchedulingConfig, asked: Answers, sample: Answers, rng: np.random.Generator
+    scenario: Scenario, scheduling: SchedulingConfig, answers: Answers, sample: Answers, rng: np.random.Generator
 ) -> Predictions | None:
-    """Mistakes in as many bins as the scheduler has are mistakes in its own, as long as these stay as they begin."""
+    """Predictions of the answers. Mistakes between as many bins as the scheduler has use its first edges."""
     if not scenario.predictions.startswith(TRAINED):
-        lengths, like = asked.output_tokens, sample.output_tokens
-        return predict(scenario.predictions, lengths, rng, sample=like, edges=scheduling.edges)
-    if asked.forecasts is None:
+        lengths, similar = answers.output_tokens, sample.output_tokens
+        return predict(scenario.predictions, lengths, rng, sample=similar, edges=scheduling.edges)
+    if answers.forecasts is None:
         raise ConfigError(f"predictions {scenario.predictions!r}: the answers came without a predictor's forecasts")
-    return Predictions.of(asked.forecasts)
+    return Predictions.of(answers.forecasts)
 
 
 def _scores(
     scenario: Scenario, scheduling: SchedulingConfig, sample: Answers, predictions: Predictions | None
 ) -> tuple[float, ...]:
-    """What bins go by, of a sample: the risk of what is predicted of it, or its medians.
+    """The scores that bins sort by, of a sample: the risks of its predicted quantiles, or its predicted medians.
 
-    Without predictions, and where mistakes are mistakes between bins of real lengths, its very lengths.
+    Without predictions, and for mistakes between bins of real lengths: the real lengths.
     """
     if predictions is None or scenario.predictions.startswith(BETWEEN_BINS):
         return tuple(sample.output_tokens.tolist())
@@ -318,11 +319,11 @@ def _scores(
 
 @dataclass(frozen=True, slots=True)
 class SimulatedKind:
-    """Engines that are alike.
+    """Engines of one kind.
 
-    slots    of a barrier engine, its largest batch
+    slots    of a barrier engine: its largest batch
     profile  None: every step takes the same time
-    name     of the profile, or its file, as it was asked for
+    name     name or file of the profile, as in the settings
     """
 
     count: int
@@ -344,38 +345,38 @@ def engine_kinds(scenario: Scenario, scheduling: SchedulingConfig) -> list[Simul
 
 
 def _kind(text: str, slots: int, scenario: Scenario) -> SimulatedKind:
-    """Engines as asked for. Raises ValueError when the text is none of KIND, or names no profile."""
+    """Parse the text of --engine. Raises ValueError when the text does not match KIND, or names no profile."""
     match = KIND.match(text)
     if match is None:
         raise ValueError(f"{text!r} is not [COUNTx]PROFILE[:SLOTS]")
     return SimulatedKind(int(match[1] or 1), _own_slots(match[3], slots, scenario), resolve(match[2]), match[2])
 
 
-def _own_slots(asked: str | None, slots: int, scenario: Scenario) -> int:
-    """A barrier engine runs no more than a batch, and a smaller one takes batches in parts."""
-    if asked is None:
+def _own_slots(text: str | None, slots: int, scenario: Scenario) -> int:
+    """The slots of an engine. A barrier engine has at most a full batch; with fewer slots it runs batches in parts."""
+    if text is None:
         return slots
-    return min(int(asked), slots) if scenario.barrier else int(asked)
+    return min(int(text), slots) if scenario.barrier else int(text)
 
 
 def engines(
     scenario: Scenario, scheduling: SchedulingConfig, lengths: Sequence[float], streaming: Collection[int] = ()
 ) -> list[StepEngine]:
     """Engines of every kind, named engine0, engine1, ... scheduling : resolved.  lengths : output tokens by request id.
-    streaming : ids of requests whose first bytes they tell of.
+    streaming : ids of requests whose clients stream.
 
-    Raises ConfigError on a profile that cannot be read, or is of fewer sequences than its engines have slots.
+    Raises ConfigError on a profile that cannot be read, or that has fewer sequences than its engines have slots.
     """
     look_ahead = 0 if scenario.barrier else scenario.look_ahead
-    made: list[StepEngine] = []
+    fleet: list[StepEngine] = []
     for kind in engine_kinds(scenario, scheduling):
         for _ in range(kind.count):
-            info = EngineInfo(f"engine{len(made)}", kind.slots, scenario.barrier, look_ahead)
-            made.append(_engine(scenario, info, lengths, streaming, kind.profile))
+            info = EngineInfo(f"engine{len(fleet)}", kind.slots, scenario.barrier, look_ahead)
+            fleet.append(_engine(scenario, info, lengths, streaming, kind.profile))
     if scheduling.uses_profiles:
-        for engine in made:
+        for engine in fleet:
             engine.info = msgspec.structs.replace(engine.info, speeds={"": engine.costs.times})
-    return made
+    return fleet
 
 
 def _engine(

@@ -1,7 +1,6 @@
-"""What a simulation serves: when requests come and how long their answers are.
+"""The workload of a simulation: arrival times of the requests and lengths of their answers.
 
-Every draw comes from the generator that is passed in; the distributions are read from short texts such as
-`lognormal:5.2,0.8`.
+Every draw comes from the generator that is passed in; a short text such as `lognormal:5.2,0.8` names a distribution.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from llmserve.simulation.predictions import Predictions
 
 ARRIVALS_HELP = (
     "poisson | constant | mmpp:RATIO,HIGH_S[,LOW_S] (bursts: Poisson at a high rate for HIGH_S seconds on average, "
-    "then at one RATIO times lower for LOW_S, by default as long; RATIO inf: silence between bursts)"
+    "then at a rate RATIO times lower for LOW_S, by default as long; RATIO inf: silence between bursts)"
 )
 LENGTHS_HELP = (
     "uniform:LO,HI | exponential:MEAN[,MAX] | lognormal:MU,SIGMA[,MAX] (cut off at MAX) | constant:N | "
@@ -30,11 +29,11 @@ LENGTHS_HELP = (
 )
 TRACE_COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
 
-CUT_OFF = ("exponential", "lognormal")  # have no longest length of their own
+CUT_OFF = ("exponential", "lognormal")  # distributions without a longest length, which take MAX
 TOKENS_MIN = 1e-6  # keeps a drawn length positive
-BURSTS_MAX = 10_000_000  # that a run may need: more are as good as none, and would fill the memory
+BURSTS_MAX = 10_000_000  # limit of a run's bursts: more bursts even out, and would fill the memory
 MIXED = re.compile(r"^[0-9.]+\*")  # a weight before a distribution
-NEXT_PART = re.compile(r"\+(?=[0-9.]+\*)")  # a plus that no file name or exponent has: a weight follows it
+NEXT_PART = re.compile(r"\+(?=[0-9.]+\*)")  # a plus before a weight, unlike the plus of a file name or an exponent
 
 Lengths = NDArray[np.float64]
 Times = NDArray[np.float64]
@@ -42,9 +41,9 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests as they come, recorded or drawn: (count,) each, in order of arrival, count >= 1.
+    """Recorded or drawn requests: (count,) each, in order of arrival, count >= 1.
 
-    arrivals_s  >= 0.  output_tokens  > 0.  input_tokens  0 where they are not known.
+    arrivals_s  >= 0.  output_tokens  > 0.  input_tokens  0 where unknown.
     """
 
     arrivals_s: Times
@@ -56,7 +55,7 @@ class Trace:
 
     @property
     def rate_per_s(self) -> float:
-        """Mean arrivals a second: one over the mean gap; inf when all come at once."""
+        """Mean arrivals/s: one over the mean gap; inf when all requests come at once."""
         span_s = float(self.arrivals_s[-1] - self.arrivals_s[0])
         return (len(self) - 1) / span_s if span_s > 0 else math.inf
 
@@ -64,8 +63,8 @@ class Trace:
 def draw_lengths(text: str, count: int, rng: np.random.Generator) -> Lengths:
     """`count` output lengths in tokens, > 0. Raises ConfigError when `text` is not one of LENGTHS_HELP.
 
-    They are real numbers, as in the papers' theory; a file's are drawn with replacement, so that any number can be
-    asked for. Of a mixture each length is of one of its parts, as often as its weight says.
+    Lengths are real numbers, as in the theory of the papers. Lengths of a file are drawn with replacement, so that any
+    count is possible. In a mixture a weight is the probability that a length comes from its part.
     """
     if MIXED.match(text):
         return _draw_mixture(text, count, rng)
@@ -75,12 +74,12 @@ def draw_lengths(text: str, count: int, rng: np.random.Generator) -> Lengths:
         return drawn
     lengths = np.maximum(_distribution(kind, rest, text)(count, rng), TOKENS_MIN)
     if not np.isfinite(lengths).all():
-        raise ConfigError(f"lengths {text!r}: some are beyond every number")
+        raise ConfigError(f"lengths {text!r}: some lengths are too large for a floating-point number")
     return lengths
 
 
 def _draw_mixture(text: str, count: int, rng: np.random.Generator) -> Lengths:
-    """WEIGHT*LENGTHS+WEIGHT*LENGTHS: weights are relative, and need not add up to 1."""
+    """text : WEIGHT*LENGTHS+WEIGHT*LENGTHS. Weights are relative: their sum need not be 1."""
     parts = [part.partition("*") for part in NEXT_PART.split(text)]
     weights = np.array([float(weight) if is_number(weight) else math.nan for weight, _, _ in parts])
     if not (weights > 0).all():
@@ -88,8 +87,8 @@ def _draw_mixture(text: str, count: int, rng: np.random.Generator) -> Lengths:
     of_part = rng.choice(len(parts), size=count, p=weights / weights.sum())
     lengths = np.empty(count)
     for index, (_, _, distribution) in enumerate(parts):
-        mine = of_part == index
-        lengths[mine] = draw_lengths(distribution, int(mine.sum()), rng)
+        in_part = of_part == index
+        lengths[in_part] = draw_lengths(distribution, int(in_part.sum()), rng)
     return lengths
 
 
@@ -110,7 +109,7 @@ def _distribution(kind: str, rest: str, text: str) -> Callable[[int, np.random.G
             raise ConfigError(f"lengths {text!r}: 0 <= LO <= HI is needed")
         return lambda count, rng: rng.uniform(low, high, count)
     if values[-1] < 0 or most <= 0 or (kind != "lognormal" and values[0] <= 0):
-        raise ConfigError(f"lengths {text!r}: a mean or length, and MAX, above 0, and SIGMA at least 0, are needed")
+        raise ConfigError(f"lengths {text!r}: MEAN, N and MAX must be above 0, and SIGMA at least 0")
     if kind == "lognormal":
         return lambda count, rng: np.minimum(rng.lognormal(values[0], values[1], count), most)
     if kind == "exponential":
@@ -119,7 +118,10 @@ def _distribution(kind: str, rest: str, text: str) -> Callable[[int, np.random.G
 
 
 def read_lengths(place: str) -> NDArray[np.float64]:
-    """PATH[:COLUMN]: a CSV column by name or number (default: `output_tokens`, else the last), or one number a line."""
+    """The lengths of PATH[:COLUMN]: a CSV column by name or number, or one number a line.
+
+    Default column: `output_tokens`, otherwise the last. Raises ConfigError naming the file.
+    """
     name, _, column = place.partition(":")
     with open_text(name, "lengths file") as file:
         try:
@@ -151,9 +153,9 @@ def _find_column(rows: list[list[str]], column: str, name: str) -> tuple[int, li
 
 
 def read_trace(name: str, count_max: int | None = None) -> Trace:
-    """The first requests, at most count_max, of a CSV file (.gz: compressed) with TRACE_COLUMNS by name.
+    """The first requests, at most count_max, of a CSV file (.gz: compressed) with the columns TRACE_COLUMNS.
 
-    Raises ConfigError naming the file and the row (its line; 1 is the header) that cannot be used.
+    Raises ConfigError naming the file and the unusable row (its line; 1 is the header).
     """
     rows: list[tuple[float, float, float]] = []
     last_s = 0.0
@@ -174,12 +176,12 @@ def read_trace(name: str, count_max: int | None = None) -> Trace:
 
 
 def replay_faster(trace: Trace, speed: float) -> Trace:
-    """The same requests at `speed` times the rate. speed : > 0; inf: all at once."""
+    """The same requests at `speed` times the rate. speed : > 0; inf: all requests at once."""
     return replace(trace, arrivals_s=trace.arrivals_s / speed)
 
 
 def replay_at(trace: Trace, rate_per_s: float) -> Trace:
-    """The same requests at this mean rate, all gaps shortened or stretched alike. rate_per_s : > 0; inf: all at once.
+    """The same requests at this mean rate, all gaps scaled by one factor. rate_per_s : > 0; inf: all at once.
 
     Raises ConfigError on a trace whose requests all come at once.
     """
@@ -191,7 +193,7 @@ def replay_at(trace: Trace, rate_per_s: float) -> Trace:
 def _check_header(header: Sequence[str] | None, name: str) -> None:
     missing = [column for column in TRACE_COLUMNS if column not in (header or ())]
     if missing:
-        raise ConfigError(f"the trace {name!r} has no column {', '.join(missing)}; its first row names its columns")
+        raise ConfigError(f"the trace {name!r} has no column {', '.join(missing)}; the first row must name the columns")
 
 
 def _trace_row(row: dict[str, str], last_s: float) -> tuple[float, float, float]:
@@ -205,7 +207,7 @@ def _trace_row(row: dict[str, str], last_s: float) -> tuple[float, float, float]
 
 
 def _amount(text: str | None, column: str) -> float:
-    """A number >= 0. text: None in a row that is too short. Raises ValueError naming the column."""
+    """A number >= 0. text : None in a row that is too short. Raises ValueError naming the column."""
     try:
         amount = float(text or "")
     except ValueError:
@@ -219,7 +221,7 @@ def _amount(text: str | None, column: str) -> float:
 
 
 def draw_arrivals(text: str, rate_per_s: float, count: int, rng: np.random.Generator) -> Times:
-    """(count,) arrival times in seconds, non-decreasing, of this mean rate; an infinite rate puts them all at 0.
+    """(count,) arrival times in seconds, non-decreasing, of this mean rate; all 0 for an infinite rate.
 
     Raises ConfigError when `text` is not one of ARRIVALS_HELP, or the rate is not above 0.
     """
@@ -235,7 +237,7 @@ def draw_arrivals(text: str, rate_per_s: float, count: int, rng: np.random.Gener
 
 
 def poisson_arrivals(rate_per_s: float, count: int, rng: np.random.Generator) -> Times:
-    """(count,) arrival times in seconds, non-decreasing; an infinite rate puts them all at 0."""
+    """(count,) arrival times in seconds, non-decreasing; all 0 for an infinite rate."""
     _check_rate(rate_per_s)
     if np.isinf(rate_per_s):
         return np.zeros(count)
@@ -251,8 +253,8 @@ def _check_rate(rate_per_s: float) -> None:
 class Bursts:
     """A Markov-modulated Poisson process of two states.
 
-    rates_per_s  of arrivals in the high and in the low state; both inf, or finite and at least 0
-    sojourns_s   mean seconds in each, exponentially distributed; > 0
+    rates_per_s  arrival rates in the high and in the low state; both inf, or finite and at least 0
+    sojourns_s   mean seconds in each state, exponentially distributed; > 0
     """
 
     rates_per_s: tuple[float, float]
@@ -260,17 +262,17 @@ class Bursts:
 
     @classmethod
     def of(cls, rate_per_s: float, ratio: float, high_s: float, low_s: float) -> Bursts:
-        """With this mean rate. ratio : of the high rate to the low one, >= 1; inf: nothing comes in the low state."""
+        """A process of this mean rate. ratio : high rate / low rate, >= 1; inf: no arrivals in the low state."""
         high_per_s = rate_per_s * (high_s + low_s) / (high_s + low_s / ratio)
         return cls((high_per_s, rate_per_s if math.isinf(rate_per_s) else high_per_s / ratio), (high_s, low_s))
 
 
 def bursty_arrivals(bursts: Bursts, count: int, rng: np.random.Generator) -> Times:
-    """(count,) arrival times in seconds, non-decreasing; the first state is drawn as it is met at a random moment.
+    """(count,) arrival times in seconds, non-decreasing; the first state has the stationary distribution.
 
-    A Poisson process of rate 1 is read on the clock of the arrivals to be expected so far, which is linear in time
-    while the state lasts: exact, and without a loop over arrivals.
-    Raises ConfigError when they would need more than BURSTS_MAX bursts.
+    The times of a Poisson process of rate 1 are values of the expected number of arrivals, which is linear in time
+    while a state lasts. Its inverse maps them to seconds: exact, and without a loop over arrivals.
+    Raises ConfigError when the arrivals would need more than BURSTS_MAX bursts.
     """
     if math.isinf(bursts.rates_per_s[0]):
         return np.zeros(count)
@@ -279,8 +281,8 @@ def bursty_arrivals(bursts: Bursts, count: int, rng: np.random.Generator) -> Tim
     state = 0 if rng.random() < high_s / (high_s + low_s) else 1
     per_cycle = high_s * bursts.rates_per_s[0] + low_s * bursts.rates_per_s[1]
     if count > BURSTS_MAX * per_cycle:
-        raise ConfigError(f"arrivals: mmpp's states are too short: {per_cycle:.2g} arrivals to a burst on average")
-    times_s, means = [0.0], [0.0]  # where the state changes, and the arrivals to be expected until then
+        raise ConfigError(f"arrivals: mmpp's states are too short: {per_cycle:.2g} arrivals per burst on average")
+    times_s, means = [0.0], [0.0]  # times of the state changes, and the expected number of arrivals until then
     while means[-1] < expected[-1]:
         cycles = int((expected[-1] - means[-1]) / per_cycle) + 2
         order = [state, 1 - state]
@@ -293,9 +295,9 @@ def bursty_arrivals(bursts: Bursts, count: int, rng: np.random.Generator) -> Tim
 
 def _bursts(rest: str, text: str, rate_per_s: float) -> Bursts:
     try:
-        ratio, high_s, *others = [float(value) for value in rest.split(",")]
-        low_s = others[0] if others else high_s
-        if len(others) > 1 or not (ratio >= 1 and 0 < high_s < math.inf and 0 < low_s < math.inf):
+        ratio, high_s, *optional = [float(value) for value in rest.split(",")]
+        low_s = optional[0] if optional else high_s
+        if len(optional) > 1 or not (ratio >= 1 and 0 < high_s < math.inf and 0 < low_s < math.inf):
             raise ValueError
     except ValueError:
         raise ConfigError(
@@ -318,6 +320,5 @@ def requests(
     due_s = [None] * len(times) if deadlines_s is None else deadlines_s.tolist()
     for request_id, (at_s, prompt, median) in enumerate(zip(times, prompts, medians, strict=True)):
         likely = () if quantiles is None else tuple(quantiles[request_id].tolist())
-        # What is not known of a prompt is left out, and so out of the journal.
-        known = (prompt,) if prompt else ()
-        yield at_s, Request(request_id, median, due_s[request_id], likely, *known)
+        prompt_tokens = (prompt,) if prompt else ()  # an unknown prompt size stays the default: the journal omits it
+        yield at_s, Request(request_id, median, due_s[request_id], likely, *prompt_tokens)

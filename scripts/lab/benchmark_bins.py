@@ -4,31 +4,29 @@
     python scripts/lab/benchmark_bins.py --lengths chat=trace.csv.gz:output_tokens \\
         --lengths maths=answers.jsonl.gz:tokens --jobs 2 --output docs/results/bins.json --plot docs/results/bins.png
 
-Simulates one engine that runs batches to their end, a step a token, with the scheduler that serves. One half of each
-file's rows (by --seeds random halves) gives the first edges, the other half is served: all at once, which tells the
-throughput, and as they come at random, at loads that one bin could bear (below 1) and could not (above). Lengths are
-known ("oracle"), or predicted as roughly as people's prompts let a trained predictor do (docs/results/prediction.md):
-quantiles whose medians have a rank correlation (Kendall's tau) of --tau with the lengths.
+The script simulates one engine that runs batches to their end, one step a token, with the real scheduler. One random
+half of each file's rows (--seeds random halves) gives the first edges, the other half is served. All requests at once
+give the throughput. Poisson arrivals give latencies, at loads that one bin can bear (below 1) and cannot bear (above).
+Lengths are known ("oracle"), or predicted as roughly as a trained predictor does from people's prompts
+(docs/results/prediction.md): quantiles whose medians have a rank correlation (Kendall's tau) of --tau with the lengths.
 
-Prints Markdown tables: gains in throughput over one bin; mean latency and its 99th percentile over that of as many
-bins of equal mass.
+Prints Markdown tables: gains in throughput over one bin; mean latency and its 99th percentile over those of 8 bins of
+equal mass.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from bench.arguments import numbers, parser_of, whole
 from bench.figures import new_figure, save
-from bench.results import write_rows
+from bench.rows import Case, Row, group, ratio, read_rows, save_rows, select
 from bench.tables import markdown
 from numpy.typing import NDArray
 from scipy.stats import kendalltau
@@ -45,11 +43,11 @@ from llmserve.simulation.scenario import STEP_S, Scenario, Workload
 
 Lengths = NDArray[np.float64]
 
-BATCHES = 200  # that are served in a run
+BATCHES = 200  # served in a run
 REQUESTS_MIN = 4_000
-SAMPLE = 4_000  # for the first edges
-LOADS = (0.5, 0.9, 1.2)  # of what one bin can bear
-AT_ONCE = math.inf
+SAMPLE = 4_000  # lengths for the first edges
+LOADS = (0.5, 0.9, 1.2)  # shares of what one bin can bear
+AT_ONCE = None  # instead of a load
 TAU_SAMPLE = 2_000
 FIGURE_BATCH = 8
 
@@ -63,33 +61,11 @@ POLICIES: dict[str, dict[str, Any]] = {
     "window of 32 batches": {"release": "window", "window": 32},
 }
 REFERENCE = "8 bins, mass"
-# As they come at random:
-LATER = ("1 bin", "8 bins, mass", "8 bins, answers", "window of 8 batches", "window of 32 batches")
+# The policies that are also measured with Poisson arrivals:
+WITH_ARRIVALS = ("1 bin", "8 bins, mass", "8 bins, answers", "window of 8 batches", "window of 32 batches")
 
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A run. place : of the lengths.  load : of what one bin can bear; AT_ONCE: all come at once."""
-
-    name: str
-    place: str
-    batch_size: int
-    predictions: str
-    policy: str
-    load: float
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What it came to."""
-
-    throughput_per_s: float
-    latency_s_mean: float
-    latency_s_p99: float
-
-
-Rows = Sequence[tuple[Case, Outcome]]
+CASE = ("name", "batch_size", "predictions", "policy", "load", "seed")
+QUANTITIES = ("throughput_per_s", "latency_s_mean", "latency_s_p99")
 
 
 def main() -> None:
@@ -97,9 +73,7 @@ def main() -> None:
     parser.add_argument(
         "--lengths", action="append", default=[], metavar="NAME=FILE:COLUMN", help="CSV or JSON lines; repeatable"
     )
-    parser.add_argument(
-        "--results", type=Path, metavar="FILE", help="show these, of an earlier --output, and run nothing"
-    )
+    parser.add_argument("--results", type=Path, metavar="FILE", help="show an earlier --output and run nothing")
     parser.add_argument("--batch-sizes", type=numbers, default=(8, 32, 128), metavar="B,B,...")
     parser.add_argument("--tau", type=float, default=0.63, help="rank correlation of predictions (default 0.63)")
     parser.add_argument("--seeds", type=whole(1), default=3)
@@ -112,70 +86,50 @@ def main() -> None:
     if not 0 < args.tau < 1:
         parser.error(f"--tau must be between 0 and 1, not {args.tau}")
     try:
-        rows = load(args.results) if args.results else measure(list(_cases(args)), args.jobs)
+        rows = load(args.results) if args.results else measure(args)
     except ConfigError as error:
         parser.error(str(error))
     print("\n\n".join(tables(rows)))
-    if args.output:
-        write(rows, args.output)
+    save_rows(args.output, rows)
     if args.plot:
         draw(rows, args.plot)
 
 
-def measure(cases: Sequence[Case], jobs: int) -> Rows:
-    outcomes: dict[int, Outcome] = {}
-    with RunsProgress(len(cases)) as told:
-        for index, outcome in in_processes(serve, cases, jobs):
-            outcomes[index] = outcome
-            told.ended()
-    return [(case, outcomes[index]) for index, case in enumerate(cases)]
+def measure(args: argparse.Namespace) -> list[Row]:
+    lengths = {name: read(place) for name, _, place in (text.partition("=") for text in args.lengths)}
+    cases = list(cases_of(args, lengths))
+    outcomes: dict[int, Row] = {}
+    with RunsProgress(len(cases)) as progress:
+        for index, row in in_processes(partial(serve, lengths), cases, args.jobs):
+            outcomes[index] = row
+            progress.ended()
+    return [outcomes[index] for index in range(len(cases))]
 
 
-def write(rows: Rows, path: Path) -> None:
-    """A JSON list, a run a line; a load of null: all at once. Where a file of lengths lay is not told."""
-    entries = []
-    for case, outcome in rows:
-        entry = {**asdict(case), "load": None if math.isinf(case.load) else case.load, **asdict(outcome)}
-        del entry["place"]
-        entries.append(entry)
-    write_rows(path, entries)
-
-
-def load(path: Path) -> Rows:
-    """Raises ConfigError when the file is none that `write` wrote."""
+def load(path: Path) -> list[Row]:
+    """Raises ConfigError when the file is not an --output of this script."""
     try:
-        return _rows(json.loads(path.read_text(encoding="utf-8")))
+        return [Row(row.case, {name: row[name] for name in QUANTITIES}) for row in read_rows(path, CASE)]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"cannot read the results {str(path)!r}: {error}") from error
 
 
-def _rows(entries: Sequence[dict[str, Any]]) -> Rows:
-    rows = []
-    for entry in entries:
-        at = AT_ONCE if entry["load"] is None else entry["load"]
-        case = Case(**{**{name: entry[name] for name in Case.__slots__ if name in entry}, "place": "", "load": at})
-        rows.append((case, Outcome(**{name: entry[name] for name in Outcome.__slots__})))
-    return rows
-
-
-def _cases(args: argparse.Namespace) -> Iterable[Case]:
-    for text in args.lengths:
-        name, _, place = text.partition("=")
-        sigma = error_of(read(place), args.tau)
+def cases_of(args: argparse.Namespace, lengths: Mapping[str, Lengths]) -> Iterator[Case]:
+    for name, values in lengths.items():
+        sigma = error_of(values, args.tau)
         for size in args.batch_sizes:
             for predictions in ("oracle", f"quantiles:{sigma:.3g}"):
                 for policy in POLICIES:
-                    loads = (AT_ONCE, *LOADS) if policy in LATER else (AT_ONCE,)
-                    for load in loads:
+                    for load in (AT_ONCE, *LOADS) if policy in WITH_ARRIVALS else (AT_ONCE,):
                         for seed in range(args.seeds):
-                            yield Case(name, place, size, predictions, policy, load, seed)
+                            yield dict(zip(CASE, (name, size, predictions, policy, load, seed), strict=True))
 
 
 # ---- a run ------------------------------------------------------------------------------------------------------
 
 
 def read(place: str) -> Lengths:
-    """FILE:COLUMN, of positive numbers, two at least. Raises ConfigError."""
+    """The lengths in FILE:COLUMN. Raises ConfigError unless there are two or more, all above 0."""
     path, _, column = place.rpartition(":")
     lengths = []
     for line, fields in records(path, "lengths file"):
@@ -191,7 +145,7 @@ def read(place: str) -> Lengths:
 
 
 def error_of(lengths: Lengths, tau: float) -> float:
-    """SIGMA of a lognormal error with which predictions rank these lengths so well."""
+    """The sigma of a lognormal error with which predictions have this rank correlation with the lengths."""
     rng = np.random.default_rng(0)
     sample = rng.choice(lengths, TAU_SAMPLE)
     error = rng.standard_normal(TAU_SAMPLE)
@@ -203,107 +157,98 @@ def error_of(lengths: Lengths, tau: float) -> float:
     return low
 
 
-def serve(case: Case) -> Outcome:
+def serve(lengths: Mapping[str, Lengths], case: Case) -> Row:
     lengths_rng, sample_rng, arrivals_rng, error_rng = [
-        np.random.default_rng(child) for child in np.random.SeedSequence(case.seed).spawn(4)
+        np.random.default_rng(child) for child in np.random.SeedSequence(case["seed"]).spawn(4)
     ]
-    half_for_edges, half_served = np.array_split(lengths_rng.permutation(read(case.place)), 2)
-    config = scheduling(case)
-    served = lengths_rng.choice(half_served, max(REQUESTS_MIN, BATCHES * case.batch_size))
+    half_for_edges, half_served = np.array_split(lengths_rng.permutation(lengths[case["name"]]), 2)
+    config, batch_size = scheduling(case), case["batch_size"]
+    served = lengths_rng.choice(half_served, max(REQUESTS_MIN, BATCHES * batch_size))
     sample = sample_rng.choice(half_for_edges, SAMPLE)
-    batch_s = STEP_S * float(np.mean(np.max(sample_rng.choice(half_for_edges, (SAMPLE, case.batch_size)), axis=1)))
-    rate_per_s = case.load * case.batch_size / batch_s
+    batch_s = STEP_S * float(np.mean(np.max(sample_rng.choice(half_for_edges, (SAMPLE, batch_size)), axis=1)))
+    rate_per_s = (math.inf if case["load"] is AT_ONCE else case["load"]) * batch_size / batch_s
     arrivals_s = workload.poisson_arrivals(rate_per_s, served.size, arrivals_rng)
-    forecasts = predict(case.predictions, sample, error_rng)
+    forecasts = predict(case["predictions"], sample, error_rng)
     assert forecasts is not None
     scores = sample if forecasts.quantiles is None else np.array(config.scores(forecasts.quantiles.tolist()))
     work = Workload(
         workload.Trace(arrivals_s, served, np.zeros(served.size)),
-        predict(case.predictions, served, error_rng),
+        predict(case["predictions"], served, error_rng),
         tuple(scores.tolist()),
         tuple(sample.tolist()),
         rate_per_s,
     )
     summary = run(Scenario(barrier=True), config, work)
-    return Outcome(summary.throughput_per_s, summary.latency_s_mean, summary.latency_s_p99)
+    return Row(case, {name: getattr(summary, name) for name in QUANTITIES})
 
 
 def scheduling(case: Case) -> SchedulingConfig:
-    options = dict(POLICIES[case.policy])
+    options = dict(POLICIES[case["policy"]])
     if "window" in options:
-        options["window"] *= case.batch_size
-    asked = SchedulingConfig(batch_size=case.batch_size, queue_requests_max=10**9, **options)
-    return asked.resolved(barrier=True)
+        options["window"] *= case["batch_size"]
+    config = SchedulingConfig(batch_size=case["batch_size"], queue_requests_max=10**9, **options)
+    return config.resolved(barrier=True)
 
 
-# ---- what they came to ------------------------------------------------------------------------------------------
+# ---- tables and the figure --------------------------------------------------------------------------------------
 
 
-def ratio(rows: Rows, quantity: str, policy: str, reference: str, **of: Any) -> float:
-    """Median over seeds of a quantity over the reference's with the same seed."""
-
-    def by_seed(name: str) -> dict[int, float]:
-        wanted = {**of, "policy": name}
-        chosen = [pair for pair in rows if all(getattr(pair[0], key) == value for key, value in wanted.items())]
-        return {case.seed: getattr(outcome, quantity) for case, outcome in chosen}
-
-    ours, theirs = by_seed(policy), by_seed(reference)
-    return statistics.median(ours[seed] / theirs[seed] for seed in ours)
+def over(rows: Sequence[Row], quantity: str, policy: str, reference: str, load: float | None) -> float:
+    """Median over seeds of a policy's quantity over the reference's."""
+    chosen, reference_rows = [select(rows, policy=name, load=load) for name in (policy, reference)]
+    return ratio(chosen, reference_rows, quantity, "seed")
 
 
-def tables(rows: Rows) -> list[str]:
-    loads = [load for load in LOADS if any(case.load == load for case, _ in rows)]
-    gains = _table(
-        "Gain in throughput over one bin, all at once",
-        rows,
-        [policy for policy in POLICIES if policy != "1 bin"],
-        lambda policy, **of: f"{ratio(rows, 'throughput_per_s', policy, '1 bin', load=AT_ONCE, **of):.2f}",
-    )
+def tables(rows: Sequence[Row]) -> list[str]:
+    def gain(same: Sequence[Row], policy: str) -> str:
+        return f"{over(same, 'throughput_per_s', policy, '1 bin', AT_ONCE):.2f}"
 
-    def latency(load: float) -> Callable[..., str]:
-        def cell(policy: str, **of: Any) -> str:
-            mean = ratio(rows, "latency_s_mean", policy, REFERENCE, load=load, **of)
-            tail = ratio(rows, "latency_s_p99", policy, REFERENCE, load=load, **of)
-            return f"{mean:.2f}, {tail:.2f}"
+    def latency(load: float, same: Sequence[Row], policy: str) -> str:
+        return ", ".join(f"{over(same, name, policy, REFERENCE, load):.2f}" for name in QUANTITIES[1:])
 
-        return cell
-
-    others = [policy for policy in LATER if policy != REFERENCE]
+    gains = [policy for policy in POLICIES if policy != "1 bin"]
+    slower = [policy for policy in WITH_ARRIVALS if policy != REFERENCE]
     title = "Mean latency, and its 99th percentile, over that of 8 bins of equal mass: load"
-    return [gains, *(_table(f"{title} {load:g}", rows, others, latency(load)) for load in loads)]
+    return [
+        _table("Gain in throughput over one bin, all at once", rows, gains, gain),
+        *(
+            _table(f"{title} {load:g}", rows, slower, partial(latency, load))
+            for load in LOADS
+            if select(rows, load=load)
+        ),
+    ]
 
 
-def _table(title: str, rows: Rows, policies: Sequence[str], cell: Callable[..., str]) -> str:
-    head = ["lengths", "batch", "predictions", *policies]
-    lines = []
-    for name, size, predictions in dict.fromkeys((case.name, case.batch_size, case.predictions) for case, _ in rows):
-        cells = [cell(policy, name=name, batch_size=size, predictions=predictions) for policy in policies]
-        lines.append([name, str(size), predictions.partition(":")[0].replace("quantiles", "predicted"), *cells])
-    return markdown(head, lines, title=title)
+def _table(title: str, rows: Sequence[Row], policies: Sequence[str], cell: Callable[[Sequence[Row], str], str]) -> str:
+    lines = [
+        [name, str(size), _kind(predictions), *(cell(same, policy) for policy in policies)]
+        for (name, size, predictions), same in group(rows, "name", "batch_size", "predictions").items()
+    ]
+    return markdown(["lengths", "batch", "predictions", *policies], lines, title=title)
 
 
-def draw(rows: Rows, path: Path) -> None:
-    """Batches of FIGURE_BATCH: gains on the left, mean latencies at each load on the right."""
-    names = list(dict.fromkeys(case.name for case, _ in rows))
-    kinds = list(dict.fromkeys((case.name, case.predictions) for case, _ in rows if case.batch_size == FIGURE_BATCH))
+def _kind(predictions: str) -> str:
+    return "predicted" if predictions.startswith("quantiles") else predictions
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Batches of FIGURE_BATCH: gains on the left, mean latencies at load 0.9 on the right."""
+    rows = select(rows, batch_size=FIGURE_BATCH)
     figure, axes = new_figure(2, 2, width=11, height=6.4, sharey="col")
-    shown = ("8 bins, mass", "8 bins, answers", "window of 32 batches")
-    colours = dict(zip(shown, ("#9a9a9a", "#0072b2", "#d55e00"), strict=True))
-    for row, oracle in enumerate((True, False)):
-        chosen = {name: found for name, found in kinds if (found == "oracle") == oracle}
-        left, right = axes[row]
-        for number, policy in enumerate(shown):
-            at = np.arange(len(names)) + 0.27 * (number - 1)
-            of = [{"name": name, "batch_size": FIGURE_BATCH, "predictions": chosen[name]} for name in names]
-            gains = [ratio(rows, "throughput_per_s", policy, "1 bin", load=AT_ONCE, **each) for each in of]
-            left.bar(at, gains, 0.25, color=colours[policy], label=policy)
-            slower = [ratio(rows, "latency_s_mean", policy, REFERENCE, load=0.9, **each) for each in of]
-            right.bar(at, slower, 0.25, color=colours[policy])
-        what = "lengths known" if oracle else "lengths predicted"
-        left.set_title(f"throughput over one bin, all at once ({what})", fontsize=10)
-        right.set_title(f"mean latency over 8 bins of equal mass, load 0.9 ({what})", fontsize=10)
+    colours = {"8 bins, mass": "#9a9a9a", "8 bins, answers": "#0072b2", "window of 32 batches": "#d55e00"}
+    for kind, (left, right) in zip(("oracle", "predicted"), axes, strict=True):
+        by_name = group([row for row in rows if _kind(row["predictions"]) == kind], "name")
+        for number, (policy, colour) in enumerate(colours.items()):
+            at = np.arange(len(by_name)) + 0.27 * (number - 1)
+            gains = [over(same, "throughput_per_s", policy, "1 bin", AT_ONCE) for same in by_name.values()]
+            left.bar(at, gains, 0.25, color=colour, label=policy)
+            slower = [over(same, "latency_s_mean", policy, REFERENCE, 0.9) for same in by_name.values()]
+            right.bar(at, slower, 0.25, color=colour)
+        lengths = "lengths known" if kind == "oracle" else "lengths predicted"
+        left.set_title(f"throughput over one bin, all at once ({lengths})", fontsize=10)
+        right.set_title(f"mean latency over 8 bins of equal mass, load 0.9 ({lengths})", fontsize=10)
         for axis in (left, right):
-            axis.set_xticks(range(len(names)), [name.replace(", ", "\n") for name in names], fontsize=8)
+            axis.set_xticks(range(len(by_name)), [name.replace(", ", "\n") for (name,) in by_name], fontsize=8)
             axis.axhline(1.0, color="#333333", linewidth=0.8)
             axis.grid(visible=False, axis="x")
     axes[0, 0].legend()

@@ -2,11 +2,11 @@
 
     python scripts/lab/benchmark_frontend.py --output docs/results/frontend.json
 
-Upstream, pass-through and llmserve are processes of their own; a load generator drives each in turn, round after
-round: requests a second at 32 connections, latency at one connection, and forwarded stream chunks a second. Medians
-of rounds. A stream's upstream writes one event every millisecond to each of 64 clients, so that events cannot be
-forwarded many at a time. Everything stays on loopback. The load generator is wrk where it is installed (it takes
-the least of the machine), otherwise aiohttp.
+Upstream, pass-through and llmserve are separate processes on loopback. A load generator drives them in turn, round
+after round: requests per second at 32 connections, latency at one connection, and forwarded stream events per second.
+The results are medians over rounds. For streams the upstream writes one event per millisecond to each of 64 clients, so
+that no server can forward many events at once. The load generator is wrk where it is installed, because wrk needs the
+least processor time, otherwise aiohttp.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from contextlib import asynccontextmanager
 
 from bench import client
 from bench.arguments import add_results, parser_of
-from bench.progress import say
+from bench.progress import log
 from bench.results import machine, write_json
+from bench.rows import Row, medians
 from bench.servers import fake_engine, front_end, running
-from bench.tables import show
+from bench.tables import cells, show
 
 BODY = {"model": "fake", "messages": [{"role": "user", "content": "How long is a piece of string?"}]}
 STREAMS, STREAM_TOKENS = 64, 400
@@ -60,7 +61,7 @@ uvicorn.run(app, port=int(sys.argv[2]), log_level="critical")
 
 @asynccontextmanager
 async def servers(step_s: float) -> AsyncIterator[dict[str, str]]:
-    """Base URLs by name; each has answered once. step_s: the upstream's time for a token; 0 answers at once."""
+    """Base URLs by name, of servers that have answered once. step_s : the upstream's time for a token"""
     async with fake_engine("fake", "--step-s", str(step_s), "--slots", str(STREAMS)) as upstream:
 
         def bare(port: int) -> list[str]:
@@ -76,7 +77,7 @@ async def servers(step_s: float) -> AsyncIterator[dict[str, str]]:
 
 
 async def load(url: str, connections: int, seconds: float) -> tuple[float, float, float]:
-    """(requests a second, median and p99 latency in ms) of non-streaming requests."""
+    """Requests per second, median and p99 latency (ms) of requests that do not stream."""
     if shutil.which("wrk"):
         return await asyncio.to_thread(load_with_wrk, url, connections, seconds)
     return await load_with_aiohttp(url, connections, seconds)
@@ -118,7 +119,7 @@ async def load_with_aiohttp(url: str, connections: int, seconds: float) -> tuple
 
 
 async def stream_events_per_s(url: str) -> float:
-    """Server-sent events a second over all streams at once, counted by a reader that parses nothing."""
+    """Server-sent events per second of all streams together. The reader counts events without parsing them."""
     body = {**BODY, "stream": True, "max_tokens": STREAM_TOKENS}
     events = 0
 
@@ -133,45 +134,43 @@ async def stream_events_per_s(url: str) -> float:
         return events / (time.perf_counter() - began_s)
 
 
-async def measure(rounds: int, seconds: float) -> dict[str, dict[str, float]]:
-    samples: dict[str, dict[str, list[float]]] = {}
-
-    def add(name: str, **values: float) -> None:
-        for key, value in values.items():
-            samples.setdefault(name, {}).setdefault(key, []).append(value)
-
+async def measure(rounds: int, seconds: float) -> list[Row]:
+    """One row for each server, with medians over rounds."""
+    loads, streams = [], []
     async with servers(step_s=0.0) as urls:
         for number, (name, url) in itertools.product(range(rounds), urls.items()):
             rate_per_s, _, busy_p99_ms = await load(url, 32, seconds)
             _, p50_ms, p99_ms = await load(url, 1, seconds)
-            add(name, requests_per_s_at_32=rate_per_s, latency_ms_p99_at_32=busy_p99_ms)
-            add(name, latency_ms_p50_at_1=p50_ms, latency_ms_p99_at_1=p99_ms)
-            say(f"round {number + 1}/{rounds}: {name}: {rate_per_s:,.0f} requests/s")
+            numbers = {"requests_per_s_at_32": rate_per_s, "latency_ms_p99_at_32": busy_p99_ms}
+            numbers |= {"latency_ms_p50_at_1": p50_ms, "latency_ms_p99_at_1": p99_ms}
+            loads.append(Row({"server": name, "round": number}, numbers))
+            log(f"round {number + 1}/{rounds}: {name}: {rate_per_s:,.0f} requests/s")
     async with servers(step_s=0.001) as urls:
         for number, (name, url) in itertools.product(range(rounds), urls.items()):
             events_per_s = await stream_events_per_s(url)
-            add(name, stream_events_per_s=events_per_s)
-            say(f"round {number + 1}/{rounds}: {name}: {events_per_s:,.0f} events/s")
-    return {name: {key: statistics.median(values) for key, values in row.items()} for name, row in samples.items()}
+            streams.append(Row({"server": name, "round": number}, {"stream_events_per_s": events_per_s}))
+            log(f"round {number + 1}/{rounds}: {name}: {events_per_s:,.0f} events/s")
+    pairs = zip(medians(loads, "round"), medians(streams, "round"), strict=True)
+    return [Row(load_.case, {**load_.numbers, **stream.numbers}) for load_, stream in pairs]
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each load")
+    parser.add_argument("--seconds", type=float, default=4.0, help="duration of each load")
     add_results(parser)
     args = parser.parse_args()
-    results = asyncio.run(measure(args.rounds, args.seconds))
-    shapes = {"requests_per_s_at_32": ",.0f", "latency_ms_p50_at_1": ".2f", "latency_ms_p99_at_1": ".2f"}
-    shapes["stream_events_per_s"] = ",.0f"
-    show(
-        "In front of a trivially fast upstream, one process, predictor off",
-        ("", "requests/s, 32 conn.", "p50 ms, 1 conn.", "p99 ms, 1 conn.", "stream events/s"),
-        [[name, *(format(row[key], shape) for key, shape in shapes.items())] for name, row in results.items()],
-    )
-    generator = "wrk" if shutil.which("wrk") else "aiohttp"
-    found = {**machine(), "load": generator, "rounds": args.rounds, "medians": results}
-    write_json(args.output, found, indent=2)
+    rows = asyncio.run(measure(args.rounds, args.seconds))
+    columns = {
+        "": ("server", ""),
+        "requests/s, 32 conn.": ("requests_per_s_at_32", ",.0f"),
+        "p50 ms, 1 conn.": ("latency_ms_p50_at_1", ".2f"),
+        "p99 ms, 1 conn.": ("latency_ms_p99_at_1", ".2f"),
+        "stream events/s": ("stream_events_per_s", ",.0f"),
+    }
+    show("In front of a trivially fast upstream, one process, predictor off", list(columns), cells(rows, columns))
+    setting = {**machine(), "load": "wrk" if shutil.which("wrk") else "aiohttp", "rounds": args.rounds}
+    write_json(args.output, {**setting, "medians": {row["server"]: row.numbers for row in rows}}, indent=2)
 
 
 if __name__ == "__main__":

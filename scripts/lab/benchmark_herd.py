@@ -3,32 +3,29 @@
 
     python scripts/lab/benchmark_herd.py --seeds 3 --output docs/results/herd.json --plot docs/results/herd.png
 
-The paper tells streams, models, workers and groups (10), and no more. Here a model has alpha and beta of one of Table
-4's, each within 20 %; models' popularities are lognormal (sigma 1), and so are the rates of a model's 1,000 streams;
-SLOs are 100, 250 or 500 ms, 2 s for BERT-like models. The average load needs 70 % of the GPUs, all models need 85 % of
-the memory that 10 groups have, and a group has at most one and a half times a tenth of the GPUs. "Tight" is harder: the
+The paper gives only the numbers of streams, models, workers and groups (10). Here a model has the alpha and beta of a
+model of Table 4, each changed by at most 20 %. Popularities of models are lognormal (sigma 1), and so are the rates of
+a model's 1,000 streams. SLOs are 100, 250 or 500 ms, and 2 s for BERT-like models. The average load needs 70 % of the
+GPUs, all models need 85 % of the memory of 10 groups, and a group has at most 15 % of the GPUs. "Tight" is harder: the
 load needs 90 %, the models 95 %, and a group may have all GPUs.
 
-"Read" is from a JSON file of columns, "plan" from the instance in memory to the plan: adding streams up, goodputs, the
-search, and levelling loads. Prints Markdown tables: medians over seeds, of the gap the largest.
+"Read" is the time to read a JSON file of columns. "Plan" is the time from the instance in memory to the plan: it sums
+streams, computes goodputs, searches, and levels loads. Prints Markdown tables: medians over seeds, but the largest gap.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from bench.arguments import numbers, parser_of
 from bench.figures import new_figure, save
-from bench.progress import say
-from bench.results import write_rows
+from bench.progress import log
+from bench.rows import Row, group, median, read_rows, save_rows, select, values
 from bench.tables import markdown
 from reproduction.shepherd.models import TABLE_4
 from reproduction.shepherd.table_5 import SOLVER_S
@@ -41,22 +38,7 @@ SLOS_S = (0.1, 0.25, 0.5)
 SLOW_ALPHA_MS, SLOW_SLO_S = 30.0, 2.0
 KINDS = {"usual": (0.7, 0.85, 1.5 / GROUPS), "tight": (0.9, 0.95, 1.0)}  # load, memory, share of the GPUs in a group
 FORMS = {"with load": False, "as printed": True}
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A run. load_max : of the most loaded group, over its GPUs."""
-
-    kind: str
-    models: int
-    seed: int
-    form: str
-    read_s: float
-    plan_s: float
-    burst_tolerance: float
-    gap: float
-    groups: int
-    load_max: float
+CASE = ("kind", "models", "seed", "form")
 
 
 def main() -> None:
@@ -64,16 +46,14 @@ def main() -> None:
     parser.add_argument("--sizes", type=numbers, default=tuple(SOLVER_S), metavar="N,N,...", help="models and GPUs")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--time-limit-s", type=float, default=TIME_LIMIT_S)
-    parser.add_argument("--results", type=Path, metavar="FILE", help="show these, of an earlier --output; run nothing")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="show an earlier --output; run nothing")
     parser.add_argument("--output", type=Path, help="JSON of every run")
-    parser.add_argument("--plot", type=Path, help="PNG: seconds beside Table 5, and groups' loads")
+    parser.add_argument("--plot", type=Path, help="PNG: seconds beside Table 5, and loads of groups")
     args = parser.parse_args()
-    if args.results:
-        rows = [Row(**entry) for entry in json.loads(args.results.read_text(encoding="utf-8"))]
-    else:
-        rows = list(measure(args.sizes, args.seeds, args.time_limit_s))
+    measured = measure(args.sizes, args.seeds, args.time_limit_s)
+    rows = read_rows(args.results, CASE) if args.results else list(measured)
     print("\n\n".join(tables(rows)))
-    write_rows(args.output, map(asdict, rows))
+    save_rows(args.output, rows)
     if args.plot:
         draw(rows, args.plot)
 
@@ -93,31 +73,27 @@ def measure(sizes: Sequence[int], seeds: int, time_limit_s: float) -> Iterable[R
             read_s = time.perf_counter() - began_s
             for form in FORMS:
                 yield run(instance, kind, seed, form, read_s, time_limit_s)
-            say(f"{number + 1} of {len(cases)}: {kind}, {size} models, seed {seed}")
+            log(f"{number + 1} of {len(cases)}: {kind}, {size} models, seed {seed}")
 
 
 def run(instance: Instance, kind: str, seed: int, form: str, read_s: float, time_limit_s: float) -> Row:
     began_s = time.perf_counter()
-    found = plan(instance, as_printed=FORMS[form], time_limit_s=time_limit_s)
+    planned = plan(instance, as_printed=FORMS[form], time_limit_s=time_limit_s)
     plan_s = time.perf_counter() - began_s
-    assert found.burst_tolerance is not None
-    load_max = max(group.load for group in found.groups)
-    return Row(
-        kind=kind,
-        models=len(instance.models),
-        seed=seed,
-        form=form,
-        read_s=round(read_s, 3),
-        plan_s=round(plan_s, 3),
-        burst_tolerance=found.burst_tolerance,
-        gap=found.gap,
-        groups=len(found.groups),
-        load_max=round(load_max, 4),
-    )
+    assert planned.burst_tolerance is not None
+    numbers = {
+        "read_s": round(read_s, 3),
+        "plan_s": round(plan_s, 3),
+        "burst_tolerance": planned.burst_tolerance,
+        "gap": planned.gap,
+        "groups": len(planned.groups),
+        "load_max": round(max(group.load for group in planned.groups), 4),  # over the GPUs of the group
+    }
+    return Row(dict(zip(CASE, (kind, len(instance.models), seed, form), strict=True)), numbers)
 
 
 def make(kind: str, size: int, seed: int) -> Instance:
-    """As the module says. size : models, and GPUs."""
+    """The instance that the module's docstring describes. size : number of models, and of GPUs"""
     load, memory, share = KINDS[kind]
     rng = np.random.default_rng(seed)
     names = [f"{name}-{number}" for number, name in zip(range(size), rng.choice(list(TABLE_4), size), strict=True)]
@@ -126,59 +102,51 @@ def make(kind: str, size: int, seed: int) -> Instance:
     memory_gb = rng.uniform(0.3, 1.7, size)
     memory_gb *= memory * GROUPS * GPU_MEMORY_GB / memory_gb.sum()
     models = tuple(
-        Model(name, *(float(each) for each in (own_gb, *own_ms)))
-        for name, own_gb, own_ms in zip(names, memory_gb, times_ms, strict=True)
+        Model(name, *(float(value) for value in (model_gb, *model_ms)))
+        for name, model_gb, model_ms in zip(names, memory_gb, times_ms, strict=True)
     )
-    of = np.repeat(np.arange(size), STREAMS_A_MODEL)
-    weight = rng.lognormal(0.0, 1.0, size)[of] * rng.lognormal(0.0, 1.0, of.size)
-    slo_s = np.where(times_ms[of, 0] > SLOW_ALPHA_MS, SLOW_SLO_S, rng.choice(SLOS_S, of.size))
+    model_of = np.repeat(np.arange(size), STREAMS_A_MODEL)
+    weight = rng.lognormal(0.0, 1.0, size)[model_of] * rng.lognormal(0.0, 1.0, model_of.size)
+    slo_s = np.where(times_ms[model_of, 0] > SLOW_ALPHA_MS, SLOW_SLO_S, rng.choice(SLOS_S, model_of.size))
     gpus_max = round(size * share)
-    streams = StreamColumns([f"s{k}" for k in range(of.size)], [names[k] for k in of], weight, slo_s)
+    streams = StreamColumns([f"s{k}" for k in range(model_of.size)], [names[k] for k in model_of], weight, slo_s)
     instance = Instance(streams, models, size, GPU_MEMORY_GB, gpus_max, GROUPS)
     needed = float(needs_of(instance, streams_of(instance)).sum())
     scaled = StreamColumns(streams.name, streams.model, weight * (load * size / needed), slo_s)
     return Instance(scaled, models, size, GPU_MEMORY_GB, gpus_max, GROUPS)
 
 
-# ---- what they came to --------------------------------------------------------------------------------------------
+# ---- tables and the figure ----------------------------------------------------------------------------------------
 
 
 def tables(rows: Sequence[Row]) -> list[str]:
-    return [_table(rows, kind) for kind in KINDS if any(row.kind == kind for row in rows)]
+    return [_table(own, kind) for kind in KINDS if (own := select(rows, kind=kind))]
 
 
 def _table(rows: Sequence[Row], kind: str) -> str:
     head = ["streams", "models, GPUs", "published (s)", "read (s)"]
-    head += [f"{form}: {what}" for form in FORMS for what in ("plan (s)", "gap", "most loaded group")]
+    head += [f"{form}: {column}" for form in FORMS for column in ("plan (s)", "gap", "most loaded group")]
     lines = []
-    for size in sorted({row.models for row in rows if row.kind == kind}):
-        own = [row for row in rows if (row.kind, row.models) == (kind, size)]
+    for (size,), of_size in sorted(group(rows, "models").items()):
         published = f"{SOLVER_S[size]:.2f}" if size in SOLVER_S else "-"
-        read_s = statistics.median(row.read_s for row in own)
-        cells = [f"{size * STREAMS_A_MODEL:,}", f"{size:,}", published, f"{read_s:.2f}"]
+        cells = [f"{size * STREAMS_A_MODEL:,}", f"{size:,}", published, f"{median(of_size, 'read_s'):.2f}"]
         for form in FORMS:
-            mine = [row for row in own if row.form == form]
-            gap = max(row.gap for row in mine)
-            cells += [
-                f"{statistics.median(row.plan_s for row in mine):.2f}",
-                "0" if gap == 0 else f"{gap:.2%}",
-                f"{max(row.load_max for row in mine):.0%}",
-            ]
+            same = select(of_size, form=form)
+            gap, load_max = max(values(same, "gap")), max(values(same, "load_max"))
+            cells += [f"{median(same, 'plan_s'):.2f}", "0" if gap == 0 else f"{gap:.2%}", f"{load_max:.0%}"]
         lines.append(cells)
     return markdown(head, lines, title=kind)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Usual instances: seconds on the left, the most loaded groups on the right."""
-    usual = [row for row in rows if row.kind == "usual"]
-    sizes = sorted({row.models for row in usual})
     figure, ((seconds, loads),) = new_figure(1, 2, width=10, height=3.8)
     seconds.plot(list(SOLVER_S), list(SOLVER_S.values()), "o--", color="#9a9a9a", label="Table 5")
     for form, colour in zip(FORMS, ("#0072b2", "#d55e00"), strict=True):
-        own = {size: [row for row in usual if (row.models, row.form) == (size, form)] for size in sizes}
-        medians_s = [statistics.median(row.plan_s for row in own[size]) for size in sizes]
-        seconds.plot(sizes, medians_s, "o-", color=colour, label=f"here, {form}")
-        loads.plot(sizes, [max(row.load_max for row in own[size]) for size in sizes], "o-", color=colour, label=form)
+        by_size = dict(sorted(group(select(rows, kind="usual", form=form), "models").items()))
+        sizes, groups = [size for (size,) in by_size], by_size.values()
+        seconds.plot(sizes, [median(same, "plan_s") for same in groups], "o-", color=colour, label=f"here, {form}")
+        loads.plot(sizes, [max(values(same, "load_max")) for same in groups], "o-", color=colour, label=form)
     loads.axhline(1.0, color="#333333", linewidth=0.8)
     seconds.set(xlabel="models, GPUs and thousands of streams", ylabel="seconds to a plan", ylim=(0, None))
     loads.set(xlabel="models, GPUs and thousands of streams", ylabel="load of the most loaded group", ylim=(0, None))

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""What answers teach a server: forecasts of a stream of requests, each answer's length told before the next is asked.
+"""What a server learns from answers: forecasts of a stream of requests, each made after all earlier answers ended.
 
 scripts/lab/benchmark_online.py runs/predictor --data answers.jsonl --part held-out --output docs/results/online.json
 
-Rows come in a drawn order, once as they are and once with all lengths multiplied from the middle of the stream on
-(--drift), as when an engine gets another model. The second half is scored: as the predictor says it, recalibrated, with
-the memory of templates as well, and from earlier answers alone.
+Rows come in a random order. They come once unchanged, and once with all lengths of the second half multiplied by
+--drift, as when an engine gets another model. The script scores four kinds of forecasts of the second half: as
+predicted, recalibrated, recalibrated with the memory of templates, and from earlier answers alone.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench.arguments import ending_on, parser_of
+from bench.arguments import exit_on, parser_of
 from bench.results import write_json
 from bench.tables import show
 
@@ -30,9 +30,9 @@ WAYS = ("as predicted", "recalibrated", "recalibrated, with memory", "without a 
 
 def main() -> None:
     args = parse_args()
-    with ending_on(PredictorError, OSError):
+    with exit_on(PredictorError, OSError):
         result = measure(args)
-    tell(result)
+    print_tables(result)
     write_json(args.output, result)
 
 
@@ -41,8 +41,8 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("predictor", type=Path, help="a predictor's folder")
     add_data_options(parser)
-    add("--part", choices=["held-out", "all"], default="all", help="held-out: of the data that it was trained on")
-    add("--model", metavar="NAME", help="only answers of this model")
+    add("--part", choices=["held-out", "all"], default="all", help="held-out: only rows that training left out")
+    add("--model", metavar="NAME", help="use only answers of this model")
     add("--held-out-share", type=share, default=Split().held_out_share, help="as in training (%(default)s)")
     add("--validation-share", type=share, default=Split().validation_share, help="as in training (%(default)s)")
     add("--drift", type=float, default=2.0, help="factor on the lengths of the second half (%(default)s)")
@@ -74,10 +74,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def stream(
     way: str, rows: Sequence[Row], raw: Sequence[Sequence[float]], factor: float, training_lengths: Sequence[int]
 ) -> dict[str, Any]:
-    """Metrics of the second half."""
+    """Metrics of the forecasts of the second half."""
     learner = OnlineLearner() if way.endswith(("memory", "without a predictor")) else OnlineLearner(keys_max=0)
     middle = len(rows) // 2
-    said, came = [], []
+    forecasts, actual = [], []
     for place, (row, predicted) in enumerate(zip(rows, raw, strict=True)):
         length = row.output_tokens * (factor if place >= middle else 1.0)
         if way == "as predicted":
@@ -87,17 +87,17 @@ def stream(
             learner.observe(forecast, length, row.capped)
             lengths = forecast.lengths
         if place >= middle:
-            said.append(lengths)
-            came.append(length)
-    metrics = evaluate(said, came, training_lengths)
-    found = metrics.as_json()
-    return {name: found[name] for name in ("mae_tokens", "kendall_tau", "calibration_error", "pinball_tokens")}
+            forecasts.append(lengths)
+            actual.append(length)
+    metrics = evaluate(forecasts, actual, training_lengths).as_json()
+    return {name: metrics[name] for name in ("mae_tokens", "kendall_tau", "calibration_error", "pinball_tokens")}
 
 
-def tell(result: dict[str, Any]) -> None:
+def print_tables(result: dict[str, Any]) -> None:
     for name, ways in result["streams"].items():
         rows = [
-            [way, *("-" if value is None else f"{value:g}" for value in found.values())] for way, found in ways.items()
+            [way, *("-" if value is None else f"{value:g}" for value in metrics.values())]
+            for way, metrics in ways.items()
         ]
         columns = ("", "MAE, tokens", "Kendall's tau", "calibration error", "pinball loss, tokens")
         show(f"{name} ({result['answers_scored']} answers scored)", columns, rows)

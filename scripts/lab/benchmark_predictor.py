@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""How fast an exported length predictor is, and what it costs: loading, memory, single prompts, many at once.
+"""How fast an exported length predictor is, and what it costs: loading, memory, single prompts, many prompts at once.
 
 scripts/lab/benchmark_predictor.py runs/predictor --output docs/results/predictor-speed.json
 
-Prompts are drawn words, 64 tokens each unless told otherwise, none twice. Loading and memory are those of a fresh
-process that imports, loads and predicts once. With both an 8-bit and a 32-bit model in the folder they take turns.
+Prompts are random words, --tokens tokens each, and no prompt is used twice. Loading and memory are measured in fresh
+processes that import and load the predictor. If the folder has an 8-bit and a 32-bit model, the two take turns.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bench import ROOT
-from bench.arguments import ending_on, parser_of
+from bench.arguments import exit_on, parser_of
 from bench.results import write_json
 from bench.tables import show
 
@@ -39,9 +39,9 @@ print(time.perf_counter() - started_s, resource.getrusage(resource.RUSAGE_SELF).
 
 def main() -> None:
     args = parse_args()
-    with ending_on(PredictorError):
+    with exit_on(PredictorError):
         result = asyncio.run(measure(args))
-    tell(result)
+    print_table(result)
     write_json(args.output, result)
 
 
@@ -49,10 +49,10 @@ def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("predictor", type=Path, help="a predictor's folder")
-    add("--tokens", type=positive, default=64, help="of each prompt (%(default)s)")
-    add("--prompts", type=positive, default=300, help="that are timed one by one, and then at once (%(default)s)")
+    add("--tokens", type=positive, default=64, help="tokens of each prompt (%(default)s)")
+    add("--prompts", type=positive, default=300, help="prompts timed one by one, and then at once (%(default)s)")
     add("--starts", type=positive, default=5, help="fresh processes (%(default)s)")
-    add("--threads", type=positive, default=1, help="of the model (%(default)s)")
+    add("--threads", type=positive, default=1, help="threads of the model (%(default)s)")
     add("--seed", type=int, default=0)
     add("--output", type=Path, metavar="FILE", help="JSON")
     return parser.parse_args()
@@ -77,7 +77,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Words:
-    """Prompts of drawn words, each a token of its own."""
+    """Prompts of random words; a word is one token."""
 
     def __init__(self, predictor: LengthPredictor, tokens: int, draw: random.Random) -> None:
         vocabulary = predictor._tokenizer.get_vocab()
@@ -91,7 +91,7 @@ class Words:
 
 
 def alternate(models: dict[str, LengthPredictor], prompts: Words, count: int) -> dict[str, list[float]]:
-    """Seconds of each prompt alone, by model; they take turns."""
+    """Seconds of each prompt alone, by model. The models take turns."""
     times_s: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(count):
         for name, model in models.items():
@@ -106,7 +106,7 @@ def timed(model: LengthPredictor, prompts: list[Prompt]) -> float:
 
 
 def starts(folder: Path, count: int) -> dict[str, float]:
-    """Medians over fresh processes."""
+    """Medians of loading time and memory over fresh processes."""
     command = [sys.executable, "-c", FRESH, str(folder.resolve())]
     runs = [subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT) for _ in range(count)]
     seconds, mebibytes = zip(*[map(float, run.stdout.split()) for run in runs], strict=True)
@@ -114,7 +114,7 @@ def starts(folder: Path, count: int) -> dict[str, float]:
 
 
 async def through_the_process(args: argparse.Namespace, prompts: Words) -> dict[str, float]:
-    """As the server asks: another process, one prompt at a time, then all at once."""
+    """Speeds of the predictor process that the server uses: one prompt at a time, then all prompts at once."""
     async with PredictorProcess(args.predictor, threads=args.threads, waiting_max=args.prompts) as process:
         times_s = []
         for prompt in prompts.draw(args.prompts):
@@ -128,7 +128,7 @@ async def through_the_process(args: argparse.Namespace, prompts: Words) -> dict[
 
 
 def speeds(times_s: list[float], prompts_per_s: float) -> dict[str, float]:
-    """times_s : of prompts one by one.  prompts_per_s : of all at once."""
+    """times_s : of prompts one by one.  prompts_per_s : of all prompts at once"""
     return {
         "prompt_ms_p50": round(1e3 * statistics.median(times_s), 2),
         "prompt_ms_p95": round(1e3 * statistics.quantiles(times_s, n=20)[-1], 2),
@@ -136,7 +136,7 @@ def speeds(times_s: list[float], prompts_per_s: float) -> dict[str, float]:
     }
 
 
-def tell(result: dict[str, Any]) -> None:
+def print_table(result: dict[str, Any]) -> None:
     start = result["start"]
     rows = {**result["models"], "through its process": result["process"]}
     show(

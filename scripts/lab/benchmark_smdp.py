@@ -1,28 +1,28 @@
-"""How fast a bin's decision process is solved: exactly, and by relative value iteration as the paper does.
+"""How fast a bin's decision process is solved: exactly, and by relative value iteration as in the paper.
 
     python scripts/lab/benchmark_smdp.py --output docs/results/smdp-speed.json
 
-Everything is timed with its set-up: service times, energies, arrivals, equations. The cases take turns within one run,
-and medians are reported, so that a busy machine slows all alike. Both solvers must find the same policy in all states
-that are visited, or the benchmark fails.
+Times include the set-up: service times, energies, arrivals, equations. The cases take turns, and medians over rounds
+are reported, so that a busy machine slows all cases alike. The benchmark fails unless both solvers find the same policy
+in all states that are visited.
 """
 
 from __future__ import annotations
 
 import os
 
-# Matrices this small gain nothing from threads, and on a busy machine wait for them: 100 ms where 0.2 are needed.
+# Matrices this small gain nothing from threads, and on a busy machine threads cost 100 ms instead of 0.2 ms.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import platform
-import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from bench.arguments import add_results, parser_of
-from bench.progress import say
 from bench.results import write_json
+from bench.rows import in_rounds, medians
 from bench.tables import show
 
 from bins.average_cost import Policy, SemiMarkov, relative_value_iteration, stationary
@@ -33,7 +33,7 @@ from bins.smdp import Queue
 LOAD, ENERGY_WEIGHT = 0.9, 1.0
 STATES_MAX, OVERFLOW_COST, EPSILON = 70, 100.0, 0.01  # SMDP-J, Table II
 LENGTHS = np.random.default_rng(0).lognormal(5.2, 0.8, 4_000)  # output tokens of a bin
-NEVER_VISITED = 1e-9  # share of decisions
+NEVER_VISITED = 1e-9  # largest share of decisions of a state that counts as not visited
 
 EXACT, VALUES = "exact, B_max 32", "relative value iteration, B_max 32"
 
@@ -46,7 +46,7 @@ def basic(batch_max: int) -> Queue:
 
 
 def empirical() -> Queue:
-    """An H100 whose batches of up to 32 last as their longest answer."""
+    """An H100 whose batches of up to 32 last as long as their longest answer."""
     profile, sizes = PROFILES["h100-llama-3.1-8b"], np.arange(1, 33)
     service = ServiceTimes.longest_of(LENGTHS, profile.step_s.at(sizes))
     energy_j = service.mean_s * profile.power_w(sizes)
@@ -66,26 +66,26 @@ CASES: dict[str, Callable[[], object]] = {
 
 
 def same_policy() -> int:
-    """Visited states in which both solvers do the same; fails when there is one in which they do not."""
+    """The number of visited states. Raises AssertionError unless both solvers choose the same action in all of them."""
     model = truncated()
-    found: Policy = relative_value_iteration(model, epsilon=EPSILON).policy
-    visited = np.flatnonzero(stationary(model.under(found)[2])[:-1] > NEVER_VISITED)
+    by_values: Policy = relative_value_iteration(model, epsilon=EPSILON).policy
+    visited = np.flatnonzero(stationary(model.under(by_values)[2])[:-1] > NEVER_VISITED)
     exact = basic(32).solve(ENERGY_WEIGHT).policy
-    assert (found[visited] == exact[visited]).all(), "both solvers find the same policy"  # actions are their indices
+    assert (by_values[visited] == exact[visited]).all(), "both solvers find the same policy"  # an action is its index
     return int(visited.size)
 
 
 def measure(rounds: int) -> dict[str, float]:
     """Median milliseconds of each case."""
-    times_ms: dict[str, list[float]] = {name: [] for name in CASES}
-    for number in range(rounds):
-        for name, case in CASES.items():
-            began_s = time.perf_counter()
-            case()
-            times_ms[name].append((time.perf_counter() - began_s) * 1e3)
-        latest = ", ".join(f"{name}: {values[-1]:.1f} ms" for name, values in times_ms.items())
-        say(f"round {number + 1}/{rounds}: {latest}")
-    return {name: statistics.median(values) for name, values in times_ms.items()}
+
+    def timed(case: Callable[[], object], number: int) -> dict[str, float]:
+        began_s = time.perf_counter()
+        case()
+        return {"ms": (time.perf_counter() - began_s) * 1e3}
+
+    measures = {name: partial(timed, case) for name, case in CASES.items()}
+    rows = list(in_rounds(rounds, "case", measures, lambda row: f"{row['ms']:.1f} ms"))
+    return {row["case"]: row["ms"] for row in medians(rows, "round")}
 
 
 def main() -> None:
@@ -97,9 +97,9 @@ def main() -> None:
     medians_ms = measure(args.rounds)
     ratio = medians_ms[VALUES] / medians_ms[EXACT]
     rows = [(name, f"{median_ms:.2f}") for name, median_ms in medians_ms.items()]
-    beside = (f"value iteration / exact, same policy in {visited} visited states", f"{ratio:.0f}x")
-    title = f"Solved at load {LOAD:g}, energy weight {ENERGY_WEIGHT:g}"
-    show(title, ("case", "median (ms)"), [*rows, (), beside])
+    compared = (f"value iteration / exact, same policy in {visited} visited states", f"{ratio:.0f}x")
+    title = f"Time to solve at load {LOAD:g}, energy weight {ENERGY_WEIGHT:g}"
+    show(title, ("case", "median (ms)"), [*rows, (), compared])
     results = {
         "python": platform.python_version(),
         "numpy": np.__version__,

@@ -1,42 +1,43 @@
 #!/usr/bin/env python
-"""What llmserve in front of real vLLM servers costs and gains, beside vLLM alone and vLLM's own priorities.
+"""What llmserve in front of real vLLM servers costs and gains, compared with vLLM alone and vLLM's own priorities.
 
     python scripts/lab/benchmark_vllm.py --vllm-python .venv-vllm/bin/python --router .venv-router/bin/vllm-router \\
         --trace azure_llm_2023_conv.csv.gz --output docs/results/vllm.json --figures docs/results/vllm
     python scripts/lab/benchmark_vllm.py --report --output docs/results/vllm.json --figures docs/results/vllm
 
-The script starts the vLLM servers itself (the demo model, float32, prefix caching off, so that a request costs the same
-each time) and asks them the demo model's held-out prompts. Answers are greedy: each prompt's length is learnt in a
-first pass and told as a prediction afterwards, to llmserve in a header and to vLLM as the request's priority:
+The script starts the vLLM servers (the demo model, float32, prefix caching off, so that a request costs the same each
+time) and sends them held-out prompts of the demo model. Answers are greedy. A first pass measures the length of each
+answer. Later passes send predictions of the lengths, to llmserve in a header, to vLLM as the request's priority:
 
-    oracle      the length itself
-    predicted   times a lognormal error: Kendall's tau is what the trained predictor reaches on people's prompts
+    oracle      the length
+    predicted   the length times a lognormal error, with the Kendall's tau of the trained predictor on people's prompts
     random      the lengths, shuffled over the prompts
 
-In each round of a part every arrangement gets the same requests at the same times, with the same predictions. Rounds
-differ in all three, and each begins with another arrangement. A pass through llmserve or vllm-router has a server of
-its own, started for it: nothing that one pass taught it helps the next. llmserve's own forecasts are switched off
-(--predictor none --memory-keys 0), for a round asks what the one before asked. vLLM runs with --scheduling-policy
-priority throughout; requests that state no priority are first come, first served.
+In each round of a part all arrangements get the same requests at the same times, with the same predictions. Rounds
+differ in all three, and each round begins with another arrangement. Each pass through llmserve or vllm-router starts a
+new server, so that no pass learns from an earlier pass. llmserve's own forecasts are off (--predictor none
+--memory-keys 0), because all rounds use the same prompts. vLLM always runs with --scheduling-policy priority; requests
+without a priority are first come, first served.
 
-    idle          one request at a time: what llmserve adds
+    idle          one request at a time: the latency that llmserve adds
     burst         all requests at once
-    poisson-X     Poisson arrivals at X times the requests per second of bursts of the same requests, sent to vLLM
-                  directly at the beginning of the round (the best of three); as many arrivals in as much time,
-                  whatever the seed
-    trace         arrivals and lengths of stretches of a trace (--trace: CSV with arrival_s and output_tokens), both
-                  scaled: lengths by one factor, so that the longest is the demo model's longest answer; arrivals to 0.9
+    poisson-X     Poisson arrivals at X times the capacity, which is the requests per second of a burst of the same
+                  requests, sent directly to vLLM at the beginning of the round (the best of three bursts); the number
+                  of arrivals and their total time are the same for every seed
+    trace         arrivals and lengths of stretches of a trace (--trace: CSV with arrival_s and output_tokens). Lengths
+                  are scaled so that the longest is the demo model's longest answer, arrivals to 0.9 of the capacity
     routers       two vLLM servers; llmserve beside vllm-router (--router), Poisson arrivals at 0.9
-    barrier       llmserve running batches of 8 to their end, with 8 bins and with none, all at once; lengths are known,
-                  and so are the edges of the bins
-    memory        all at once, on a server whose KV cache is far too small for its slots: what holding back saves
-    kill          two vLLM servers behind llmserve, one killed when half of the requests are answered
+    barrier       llmserve runs batches of 8 to their end, with 8 bins and with one bin, all requests at once; lengths
+                  and the edges of the bins are known
+    memory        all at once, on a server whose KV cache is far too small for its slots: the gain of holding requests
+                  back
+    kill          two vLLM servers behind llmserve; one is killed when half of the requests are answered
 
-A request's service time is a + b n for n output tokens, fitted on requests asked one at a time. Slow-down is latency
-over service time. Every request's deadline is 0.5 s and 5 times its service time after its arrival; "deadlines met"
-counts all requests. Only `edf` is told deadlines, and drops late requests with 504: they miss their deadline and have
-no latency, so read its latencies with that share beside them. In the burst edf's deadlines are ten minutes and 5 times
-the predicted service time, so that none is dropped and deadlines are as good as the predictions.
+A request's service time is a + b n for n output tokens, fitted to requests sent one at a time. Slow-down is latency
+over service time. The deadline of a request is 0.5 s plus 5 times its service time after its arrival; "deadlines met"
+counts all requests. Only `edf` gets deadlines. It drops late requests with 504. These requests miss their deadlines and
+have no latency, so compare edf's latencies only together with its share of deadlines met. In the burst, edf's deadlines
+are ten minutes plus 5 times the predicted service time: no request is dropped, and the order follows the predictions.
 
 Each part replaces its own section of --output, so parts can be run one after the other.
 """
@@ -55,7 +56,7 @@ from typing import Any
 
 import uvloop
 from bench.arguments import parser_of
-from bench.progress import say
+from bench.progress import log
 from bench.results import machine, write_json
 from on_vllm.arrangements import ORDERS, PARTS, arrangements_of
 from on_vllm.engines import Engines, started
@@ -73,16 +74,16 @@ from on_vllm.parts import (
     rounds_of,
     trace,
 )
-from on_vllm.report import print_report
+from on_vllm.report import print_report, read_results
 
 from llmserve.settings import EngineConfig
 
-SERVERS = {"routers": 2, "kill": 2}  # else 1
-MEASURES = {"idle": idle, "trace": trace, "kill": kill}  # else at_once_or_poisson
+SERVERS = {"routers": 2, "kill": 2}  # all other parts: 1
+MEASURES = {"idle": idle, "trace": trace, "kill": kill}  # all other parts: at_once_or_poisson
 
 
 def estimate_s(args: argparse.Namespace, part: str, requests_per_s: float) -> float:
-    """Wall time of a part, roughly. requests_per_s: of a burst."""
+    """Rough wall time of a part. requests_per_s : of a burst"""
     requests = requests_of(args, part)
     if part == "idle":
         return requests * 0.2
@@ -92,36 +93,36 @@ def estimate_s(args: argparse.Namespace, part: str, requests_per_s: float) -> fl
 
 
 def runnable(args: argparse.Namespace) -> list[str]:
-    """The parts that were asked for and have what they need, in their order."""
+    """The parts of --parts whose required flags are set, in their order."""
     parts = [part for part in PARTS if part in args.parts]
-    for part, needed, what in (("trace", args.trace, "--trace FILE"), ("routers", args.router, "--router PATH")):
-        if part in parts and not needed:
-            say(f"{part} is skipped: it needs {what}")
+    for part, value, flag in (("trace", args.trace, "--trace FILE"), ("routers", args.router, "--router PATH")):
+        if part in parts and not value:
+            log(f"{part} is skipped: it needs {flag}")
             parts.remove(part)
     return parts
 
 
 async def measure(args: argparse.Namespace) -> None:
     parts = runnable(args)
-    told = False
+    estimated = False
     for count, small in ((1, False), (1, True), (2, False)):
-        these = [part for part in parts if SERVERS.get(part, 1) == count and (part == "memory") == small]
-        if not these:
+        together = [part for part in parts if SERVERS.get(part, 1) == count and (part == "memory") == small]
+        if not together:
             continue
-        requests = max(64, *(requests_of(args, part) for part in these))
+        requests = max(64, *(requests_of(args, part) for part in together))
         async with started(args, count, requests, small=small) as engines:
-            if not told:
+            if not estimated:
                 for part in parts:
-                    say(f"{part}: about {estimate_s(args, part, engines.requests_per_s) / 60:.1f} min")
-                told = True
-            for part in these:
+                    log(f"{part}: about {estimate_s(args, part, engines.requests_per_s) / 60:.1f} min")
+                estimated = True
+            for part in together:
                 began_s = time.monotonic()
-                found = await MEASURES.get(part, at_once_or_poisson)(args, part, engines)
-                say(f"{part} took {(time.monotonic() - began_s) / 60:.1f} min")
-                write(args.output, part, about(args, part, engines) | found)
+                section = await MEASURES.get(part, at_once_or_poisson)(args, part, engines)
+                log(f"{part} took {(time.monotonic() - began_s) / 60:.1f} min")
+                write(args.output, part, setting_of(args, part, engines) | section)
 
 
-def about(args: argparse.Namespace, part: str, engines: Engines) -> dict[str, Any]:
+def setting_of(args: argparse.Namespace, part: str, engines: Engines) -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m"),
         **machine(),
@@ -139,7 +140,7 @@ def about(args: argparse.Namespace, part: str, engines: Engines) -> dict[str, An
 
 
 def write(path: Path, part: str, section: dict[str, Any]) -> None:
-    """Replace the part's section; the others stay, in the order of the parts."""
+    """Replace the section of the part. All other sections stay, in the order of the parts."""
     results = json.loads(path.read_text()) if path.exists() else {}
     results[part] = section
     write_json(path, {name: results[name] for name in PARTS if name in results})
@@ -153,13 +154,13 @@ def main() -> None:
     add("--trace", type=Path, help="CSV (or .csv.gz) with arrival_s and output_tokens, for the part trace")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
     add("--orders", nargs="+", choices=ORDERS, default=list(ORDERS), help="llmserve's orders (default: all)")
-    add("--requests", type=int, help=f"of every pass (default: {REQUESTS}, else {REQUESTS_LOAD})")
-    add("--rounds", type=int, help=f"of every part (default: {ROUNDS}, else {ROUNDS_LOAD})")
+    add("--requests", type=int, help=f"requests of every pass (default: {REQUESTS}, else {REQUESTS_LOAD})")
+    add("--rounds", type=int, help=f"rounds of every part (default: {ROUNDS}, else {ROUNDS_LOAD})")
     add("--slots", type=int, default=8, help="requests that a vLLM server runs at once (%(default)s)")
-    add("--slots-each", type=int, default=4, help="the same where there are two of them (%(default)s)")
-    add("--look-ahead", type=int, help="llmserve's --look-ahead (default: its own)")
+    add("--slots-each", type=int, default=4, help="slots of each of two vLLM servers (%(default)s)")
+    add("--look-ahead", type=int, help="llmserve's --look-ahead (default: llmserve's default)")
     add("--seed", type=int, default=2028, help="draws prompts, their order, arrivals and predictions")
-    add("--output", type=Path, help="the results as JSON; sections of other parts stay as they are")
+    add("--output", type=Path, help="write the results as JSON; the sections of other parts stay")
     add("--figures", metavar="PREFIX", help="draw PREFIX-burst.png, PREFIX-load.png, PREFIX-routers.png")
     add("--report", action="store_true", help="measure nothing: tables and figures from --output")
     args = parser.parse_args()
@@ -169,14 +170,14 @@ def main() -> None:
         parser.error("--output is needed")
     if not args.report:
         run(measure(args))
-    results = json.loads(args.output.read_text()) if args.output.exists() else {}
+    results = read_results(args.output)
     print_report(results)
     if args.figures:
         draw_figures(results, args.figures)
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    """On uvloop where there is one: the load must not take much of the machine from what it measures."""
+    """Run on uvloop, because the load generator must take little time from the measured servers."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

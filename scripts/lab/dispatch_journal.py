@@ -1,4 +1,4 @@
-"""What a server's journal tells of dispatching: waits while the engine was free, plans, and a run in all."""
+"""Numbers from a server's journal: waits while the engine was free, dispatch plans, and totals of a run."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from llmserve.scheduling.messages import DispatchSolved, RequestArrived, Request
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.simulation.report import Recorder, Summary, elapsed, summarise
 
-LATE_S = 0.1  # the timer comes a millisecond late by design; the rest is what a busy machine's event loop may add
+LATE_S = 0.1  # the timer is a millisecond late by design; the rest allows for the event loop of a busy machine
 
 
 @dataclass(frozen=True)
 class FreeWaits:
     """Waits in a bin while the engine was free.
 
-    longest_s    of one request, all such times together
-    bound_s_max  the largest bound that a request had waited under; None without a plan
-    late_s_max   by which a request was still in its bin after its bound; at most 0: nobody was
-    violations   requests that were, by more than LATE_S
+    longest_s    largest total wait of a request
+    bound_s_max  largest bound on the wait of a request; None without a plan
+    late_s_max   longest time that a request stayed in its bin after its bound; 0 or less: no request did; None without
+                 a plan
+    violations   number of requests that stayed more than LATE_S after their bound
     """
 
     longest_s: float
@@ -39,28 +40,28 @@ class FreeWaits:
 
 
 def free_waits(header: Header, steps: Sequence[Step]) -> FreeWaits:
-    """Raises AssertionError when the replayed scheduler does not do what the journal says that it did."""
+    """Replay the journal. Raises AssertionError when the replayed scheduler acts differently than the journal."""
     scheduler = header.scheduler()
     plan: DispatchPlan | None = None
     waited_s: dict[int, float] = defaultdict(float)
     late_s: dict[int, float] = {}
     bounds_s: set[float] = set()
-    then_s = 0.0
+    last_s = 0.0
     for step in steps:
         models = scheduler.models.values() if is_free(scheduler) else ()
         for queue in [queue for queues in models for queue in queues.bins]:
             for queued in queue:
-                waited_s[queued.request.id] += step.now_s - then_s
+                waited_s[queued.request.id] += step.now_s - last_s
                 if plan is not None:
                     bound_s = plan.tables[queue.index].wait_s_max
                     bounds_s.add(bound_s)
-                    # Whoever's bound had passed when this plan came, or the engine became free, is late from then on.
-                    late = step.now_s - max(then_s, queued.arrived_at_s + bound_s)
+                    # A bound that passed before the plan came or the engine became free counts from then on.
+                    late = step.now_s - max(last_s, queued.arrived_at_s + bound_s)
                     late_s[queued.request.id] = max(late, late_s.get(queued.request.id, late))
-        done = tuple(scheduler.handle(step.event, step.now_s))
-        assert done == step.actions, f"at {step.now_s} s the scheduler says {done}, its journal {step.actions}"
+        actions = tuple(scheduler.handle(step.event, step.now_s))
+        assert actions == step.actions, f"at {step.now_s} s the scheduler returns {actions}, its journal {step.actions}"
         plan = step.event.plan if isinstance(step.event, DispatchSolved) else plan
-        then_s = step.now_s
+        last_s = step.now_s
     return FreeWaits(
         longest_s=max(waited_s.values(), default=0.0),
         bound_s_max=max(bounds_s, default=None),
@@ -75,11 +76,14 @@ def is_free(scheduler: Scheduler) -> bool:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, in force from at_s on. arrival_rate_per_s: that it was made for; 0: of a load not known yet.
+    """A plan.
 
-    least: requests that each queue waits for, in the policy that waits longer; wait_s_max: for so long at most.
-    share: of decisions that follow the mixture's other policy.  response_s, power_w: what the model expects; None
-    where it expects nothing.
+    at_s                time from which the plan is in force
+    arrival_rate_per_s  rate for which the plan was made; 0: the load was not known yet
+    least               by queue: number of requests for which it waits, in the policy of the mixture that waits longer
+    wait_s_max          by queue: longest wait for this number
+    share               share of decisions that follow the other policy of the mixture
+    response_s          mean response time that the model expects, and power_w its power; None: no expectation
     """
 
     at_s: float
@@ -94,14 +98,14 @@ class Planned:
 
 
 def plans_of(steps: Sequence[Step]) -> list[Planned]:
-    found, rate_per_s = [], 0.0
+    plans, rate_per_s = [], 0.0
     for step in steps:
         if isinstance(step.event, DispatchSolved):
-            found.append(_planned(step.now_s, rate_per_s, step.event.plan))
+            plans.append(_planned(step.now_s, rate_per_s, step.event.plan))
         for action in step.actions:
             if isinstance(action, SolveDispatch):
                 rate_per_s = sum(action.observed.rates_per_s)
-    return found
+    return plans
 
 
 def _planned(now_s: float, rate_per_s: float, plan: DispatchPlan) -> Planned:
@@ -124,13 +128,13 @@ def _least(actions: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """One server's pass over a round's requests.
+    """A server's pass over the requests of a round.
 
-    summary                 as the simulator reports it
-    above_idle_j_per_token  by the profile, of the batches that ran
-    client_s_mean           latency that the client saw, prediction and HTTP included
-    planned_s_mean          latency of the requests that came after the first plan for a known load; None: none did
-    pace                    median of the batches' real time over what the profile expects of their size and length
+    summary                 the same as of a simulation
+    above_idle_j_per_token  energy of the batches above idle, by the profile
+    client_s_mean           mean latency for the client, including prediction and HTTP
+    planned_s_mean          mean latency of the requests after the first plan for a known load; None: no such request
+    pace                    median of the real time of a batch over the profile's time for its size and length
     """
 
     release: str
@@ -150,10 +154,10 @@ def run_of(
 ) -> Run:
     recorder, tokens = recorded(steps)
     elapsed_s, began_s = elapsed(recorder), float(np.nanmin(recorder.arrived_s))
-    ran = observations(steps)
-    times = profile.step_times(max([batch.size for batch in ran], default=1))
-    expected_s = [times.batch_s(batch.tokens, batch.size) for batch in ran]
-    expected_j = [profile.prefill_j + batch.tokens * float(profile.step_j.at(batch.size)) for batch in ran]
+    batches = observations(steps)
+    times = profile.step_times(max([batch.size for batch in batches], default=1))
+    expected_s = [times.batch_s(batch.tokens, batch.size) for batch in batches]
+    expected_j = [profile.prefill_j + batch.tokens * float(profile.step_j.at(batch.size)) for batch in batches]
     plans = plans_of(steps)
     return Run(
         release=release,
@@ -163,21 +167,21 @@ def run_of(
             tokens,
             times.batch_s(tokens, 1),
             header.scheduling.full_batch,
-            [sum(batch.seconds for batch in ran) / elapsed_s],
+            [sum(batch.seconds for batch in batches) / elapsed_s],
             joules_between(steps, profile, began_s, began_s + elapsed_s),
         ),
         batches=len(recorder.batches),
         above_idle_j_per_token=(sum(expected_j) - profile.idle_w * sum(expected_s)) / float(tokens.sum()),
         client_s_mean=statistics.mean(client_s),
         planned_s_mean=_planned_s_mean(recorder, plans),
-        pace=statistics.median(batch.seconds / s for batch, s in zip(ran, expected_s, strict=True)),
+        pace=statistics.median(batch.seconds / s for batch, s in zip(batches, expected_s, strict=True)),
         waits=free_waits(header, steps),
         plans=plans,
     )
 
 
 def recorded(steps: Sequence[Step]) -> tuple[Recorder, np.ndarray]:
-    """When each request came, started and ended, and its output tokens, by its id."""
+    """The times of arrival, start and end of each request, and output tokens by the id of the request."""
     ids = [step.event.request.id for step in steps if isinstance(step.event, RequestArrived)]
     recorder, tokens = Recorder(max(ids) + 1), np.zeros(max(ids) + 1)
     for step in steps:
@@ -188,7 +192,7 @@ def recorded(steps: Sequence[Step]) -> tuple[Recorder, np.ndarray]:
 
 
 def joules_between(steps: Sequence[Step], profile: Profile, from_s: float, to_s: float) -> float:
-    """from_s, to_s : times of steps."""
+    """Modelled energy between two times, which must be times of steps."""
     meter = ModelledEnergy({"": profile})
     before_j: float | None = None
     for step in itertools.takewhile(lambda step: step.now_s <= to_s, steps):

@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.arguments import parser_of
 from bench.client import MODEL
-from bench.progress import say, shared
+from bench.progress import log, shared
 from bench.results import write_text
 from bench.servers import MODEL_FOLDER
 
@@ -223,7 +223,7 @@ def write_lengths(model: LanguageModel, path: Path, prompts: int, seed: int) -> 
                 "finish_reason": answer.finish_reason,
             }
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    say(f"{path}: {prompts} rows")
+    log(f"{path}: {prompts} rows")
 
 
 # --- command line -------------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
 """How far dispatch plans are from the joint optimum, on two bins that share one engine.
 
-The scheduler solves each queue's decision process alone and serves the queue whose serving saves most for each second
-of the engine (bins/dispatch.py). Two queues small enough are solved jointly here, by policy iteration over both queue
-lengths at once; the plan's own policy is evaluated exactly in the same joint process, beside greedy (of two waiting
-queues the longer goes first).
+The scheduler solves the decision process of each queue alone. It then serves the queue that saves most for each second
+of the engine (bins/dispatch.py). This script solves two small queues jointly, by policy iteration over both queue
+lengths. It evaluates the plan's policy exactly in the same joint process, beside greedy, which serves the longer queue.
 
     python scripts/lab/measure_dispatch_gap.py [--json FILE]
 """
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from bench.arguments import parser_of
 from bench.results import write_json
+from bench.rows import Row
 from bench.tables import show
 
 from bins.average_cost import SemiMarkov, evaluate, policy_iteration
@@ -40,19 +40,20 @@ PROFILE = Profile(
 )
 LOADS = (0.1, 0.3, 0.5, 0.7, 0.85)
 WEIGHTS = (0.0, 1.0, 5.0, 20.0)
+STATE_PAIRS = [(first, second) for first in range(STATES) for second in range(STATES)]
 
 
 @dataclass(frozen=True)
 class Joint:
-    """Both queues as one process. actions: (0, 0) waits, (queue, size) serves."""
+    """Both queues as one process. actions : (0, 0) waits, (queue, size) serves a batch of this size"""
 
     model: SemiMarkov
     actions: list[tuple[int, int]]
 
-    def policy(self, choose: list[tuple[int, int]]) -> np.ndarray:
-        """Of an action for each state."""
+    def policy(self, choice: list[tuple[int, int]]) -> np.ndarray:
+        """The policy that takes choice[i] in state i, as indices of actions."""
         index = {action: place for place, action in enumerate(self.actions)}
-        return np.array([index[action] for action in choose])
+        return np.array([index[action] for action in choice])
 
 
 def services() -> list[ServiceTimes]:
@@ -61,43 +62,42 @@ def services() -> list[ServiceTimes]:
 
 
 def joint(rates: list[float], energy_weight: float) -> Joint:
-    """The joint process; what comes to a full queue is lost, which the loads make rare."""
+    """The joint process. A full queue drops arrivals; the loads make that rare."""
     total = sum(rates)
     sizes = np.arange(1, BATCH + 1)
     step_s, step_j = PROFILE.step_s.at(sizes), PROFILE.step_j.at(sizes)
     actions = [(0, 0)] + [(queue, size) for queue in (0, 1) for size in range(1, BATCH + 1)]
-    states = [(one, two) for one in range(STATES) for two in range(STATES)]
-    count = len(states)
+    count = len(STATE_PAIRS)
     cost = np.full((len(actions), count), np.inf)
     sojourn = np.ones((len(actions), count))
     transition = np.zeros((len(actions), count, count))
-    waiting = np.array([one + two for one, two in states])
+    waiting = np.array([sum(lengths) for lengths in STATE_PAIRS])
     sojourn[0] = 1 / total
     cost[0] = (MS_PER_S * waiting / total + energy_weight * PROFILE.idle_w) / total
-    for place, (one, two) in enumerate(states):
-        up = [min(one + 1, STATES - 1) * STATES + two, one * STATES + min(two + 1, STATES - 1)]
-        for rate, target in zip(rates, up, strict=True):
+    for place, (first, second) in enumerate(STATE_PAIRS):
+        after = [min(first + 1, STATES - 1) * STATES + second, first * STATES + min(second + 1, STATES - 1)]
+        for rate, target in zip(rates, after, strict=True):
             transition[0, place, target] += rate / total
     for index, (queue, size) in enumerate(actions[1:], start=1):
         service = services()[queue]
-        mean, second = float(service.mean_s[size - 1]), float(service.second_moment_s2[size - 1])
+        mean, second_moment = float(service.mean_s[size - 1]), float(service.second_moment_s2[size - 1])
         joules = mean / step_s[size - 1] * step_j[size - 1]
         kernels = [shifted(part, rates) for part in service.parts_s[size - 1]]
-        for place, state in enumerate(states):
+        for place, state in enumerate(STATE_PAIRS):
             if state[queue] < size:
                 continue
-            left = [state[0] - size, state[1]] if queue == 0 else [state[0], state[1] - size]
+            rest = [state[0] - size, state[1]] if queue == 0 else [state[0], state[1] - size]
             sojourn[index, place] = mean
-            held = (state[0] + state[1]) * mean + total * second / 2
-            cost[index, place] = MS_PER_S * held / total + energy_weight * joules
+            request_s = (state[0] + state[1]) * mean + total * second_moment / 2  # summed over all requests
+            cost[index, place] = MS_PER_S * request_s / total + energy_weight * joules
             transition[index, place] = np.mean(
-                [np.outer(one[left[0]], two[left[1]]).ravel() for one, two in kernels], axis=0
+                [np.outer(first[rest[0]], second[rest[1]]).ravel() for first, second in kernels], axis=0
             )
     return Joint(SemiMarkov(cost, sojourn, transition), actions)
 
 
 def shifted(seconds: float, rates: list[float]) -> list[Array]:
-    """For each queue (states, states): where arrivals during so many seconds lead from each length."""
+    """For each queue a matrix (states, states): probabilities of its length after the arrivals of these seconds."""
     kernels = []
     for rate in rates:
         p = ServiceTimes.deterministic([seconds]).arrivals(rate, STATES)[0]
@@ -110,24 +110,24 @@ def shifted(seconds: float, rates: list[float]) -> list[Array]:
 
 
 def planned(plan: DispatchPlan) -> list[tuple[int, int]]:
-    """What release `table` says in each state, of a free engine: the most urgent of the willing queues goes.
+    """The action of release `table` in each state of a free engine: of the ready queues the most urgent is served.
 
-    Only of two full queues the scheduler would take the one that was full first, which a state does not tell.
+    Of two full queues the scheduler serves the queue that was full first. A state does not contain that order.
     """
     release = Table(BATCH)
     release.plan = plan
     choice = []
-    for lengths in ((one, two) for one in range(STATES) for two in range(STATES)):
-        willing = []
+    for lengths in STATE_PAIRS:
+        ready = []
         for queue in [queue_of(index, length) for index, length in enumerate(lengths) if length]:
             if size := release.size(queue, 0.0, True):
-                willing.append((release.urgency(queue, 0.0), queue.index, size))
-        choice.append(max(willing)[1:] if willing else (0, 0))
+                ready.append((release.urgency(queue, 0.0), queue.index, size))
+        choice.append(max(ready)[1:] if ready else (0, 0))
     return choice
 
 
 def queue_of(index: int, length: int) -> BinQueue:
-    """A bin in which so many wait, since just now."""
+    """A bin with this many requests, which have just arrived."""
     queue = BinQueue(index)
     for request_id in range(length):
         queue.append(QueuedRequest(Request(request_id), index, 0.0))
@@ -136,14 +136,14 @@ def queue_of(index: int, length: int) -> BinQueue:
 
 def greedy() -> list[tuple[int, int]]:
     choice = []
-    for one, two in ((one, two) for one in range(STATES) for two in range(STATES)):
-        queue = int(two > one)
-        size = min((one, two)[queue], BATCH)
+    for first, second in STATE_PAIRS:
+        queue = int(second > first)
+        size = min((first, second)[queue], BATCH)
         choice.append((queue, size) if size else (0, 0))
     return choice
 
 
-def measure() -> list[dict[str, float]]:
+def measure() -> list[Row]:
     rows = []
     full_s = [float(service.mean_s[-1]) / BATCH for service in services()]
     for load in LOADS:
@@ -155,15 +155,9 @@ def measure() -> list[dict[str, float]]:
             plan = solver.plan_of(Observed(tuple(rates), lengths, engines=1, slots=BATCH, queues=2), 2)
             start = both.policy(greedy())
             optimum = policy_iteration(both.model, start)
-            rows.append(
-                {
-                    "load": load,
-                    "energy_weight": weight,
-                    "optimum_ms": optimum.average_cost,
-                    "plan_ms": evaluate(both.model, both.policy(planned(plan))),
-                    "greedy_ms": evaluate(both.model, start),
-                }
-            )
+            plan_ms, greedy_ms = evaluate(both.model, both.policy(planned(plan))), evaluate(both.model, start)
+            costs = {"optimum_ms": optimum.average_cost, "plan_ms": plan_ms, "greedy_ms": greedy_ms}
+            rows.append(Row({"load": load, "energy_weight": weight}, costs))
     return rows
 
 
@@ -178,7 +172,7 @@ def main() -> None:
         cells = (f"{row['load']:g}", f"{row['energy_weight']:g}", f"{row['optimum_ms']:.1f}")
         lines.append((*cells, *(f"+{gap:.2%}" for gap in gaps)))
     show(None, ("load", "ms/W", "optimum (ms)", "plan", "greedy"), lines)
-    write_json(args.json, rows)
+    write_json(args.json, [row.record for row in rows])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import torch
 from bench import ROOT
 from bench.arguments import parser_of
 from bench.client import MODEL
-from bench.progress import say, shared
+from bench.progress import log, shared
 from bench.servers import MODEL_FOLDER
 from evaluate_demo_model import ANSWER_TOKENS_MAX, evaluate, table, write_docs
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -299,7 +299,7 @@ def train(
                 saved = run.seconds
                 _save(checkpoint, model, optimizers, run)
     _save(checkpoint, model, optimizers, run)
-    say(f"trained {run.step} steps, {run.tokens:,} tokens, {run.seconds / 60:.1f} min, loss {loss_mean:.4f}")
+    log(f"trained {run.step} steps, {run.tokens:,} tokens, {run.seconds / 60:.1f} min, loss {loss_mean:.4f}")
     return run
 
 

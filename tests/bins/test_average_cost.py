@@ -252,8 +252,8 @@ def test_the_average_cost_is_that_of_the_relative_values(seed: int, reference: i
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sojourn": np.ones((1, 5))}, "are not of one process"),
-        ({"transition": np.ones((3, 5, 4))}, "are not of one process"),
+        ({"sojourn": np.ones((1, 5))}, "do not match"),
+        ({"transition": np.ones((3, 5, 4))}, "do not match"),
         ({"cost": np.full((3, 5), np.inf)}, "every state needs a feasible action"),
         ({"sojourn": np.zeros((3, 5))}, "must be positive"),
     ],

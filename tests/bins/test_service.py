@@ -181,7 +181,7 @@ def test_drawing_does_not_change_the_service() -> None:
         (lambda: ServiceTimes.deterministic([]), "must be consecutive and start at 1"),
         (lambda: ServiceTimes.deterministic([0.1], batch_min=0), "must be consecutive and start at 1"),
         (lambda: ServiceTimes(np.array([1, 3]), np.ones((2, 1)), np.ones(1)), "must be consecutive"),
-        (lambda: ServiceTimes(np.array([1, 2]), np.ones((2, 3)), np.ones(1)), "are not of 2 sizes and 1 parts"),
+        (lambda: ServiceTimes(np.array([1, 2]), np.ones((2, 3)), np.ones(1)), r"must have shape \(2, 1\)"),
         (lambda: ServiceTimes.longest_of([], [0.1]), "there must be some"),
         (lambda: ServiceTimes.longest_of([5.0, 0.0], [0.1]), "lengths must be positive"),
         (lambda: ServiceTimes.longest_of([5.0, np.inf], [0.1]), "lengths must be positive"),

@@ -118,9 +118,9 @@ def lists(kind: str, count: int) -> Health:
 def probe_operations(fleet: Fleet, count: int) -> int:
     """Operations of a probe that finds `count` new models on the first engine."""
     for handle in fleet.handles.values():
-        fleet._found(handle, lists("old", count))
+        fleet._update(handle, lists("old", count))
     first, *_ = fleet.handles.values()
-    return operations(partial(fleet._found, first, lists("new", count)))
+    return operations(partial(fleet._update, first, lists("new", count)))
 
 
 def watched(engines: int) -> Fleet:

@@ -434,7 +434,7 @@ async def test_a_preempted_request_that_waits_too_long_is_504_that_names_the_pre
     await until(lambda: not front.cluster.scheduler.requests)
     deadlines = await scrape(front, "llmserve_deadlines_total")
     assert (response.status, error["code"]) == (504, "deadline_exceeded")
-    assert error["message"] == "the request was put off for others and is too late now"
+    assert error["message"] == "the request was preempted for other requests and cannot meet its deadline now"
     assert ends_of(front, 2) == ["cancelled"]
     assert [action.request_id for action in actions(front, FailRequest)] == [2]
     assert deadlines["llmserve_deadlines_total", "large", "missed", ""] == 1

@@ -21,7 +21,7 @@ class Cluster:
         self.journal = Journal(Header(SchedulingConfig().resolved(barrier=True)))
         self.told: list[Event] = []
 
-    def tell(self, event: Event) -> None:
+    def notify(self, event: Event) -> None:
         self.told.append(event)
 
     async def rates_are(self, *rates: tuple[str, str, float]) -> None:

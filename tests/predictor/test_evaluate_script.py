@@ -112,8 +112,8 @@ def test_a_validation_report_compares_with_baselines_fitted_to_the_training_rows
     errors = [abs(row.output_tokens - constant) for row in SPLITS.validation]
     assert report.metrics["constant"].mae_tokens == pytest.approx(np.mean(errors))
     assert report.tables().startswith(f"{len(SPLITS.validation)} validation answers, ")
-    assert any("they can choose predictors" in note for note in report.notes)
-    assert not any("they can choose predictors" in note for note in held_out_report(reader, SPLITS).notes)
+    assert any("use them to choose a predictor" in note for note in report.notes)
+    assert not any("use them to choose a predictor" in note for note in held_out_report(reader, SPLITS).notes)
 
 
 def test_a_predictor_that_ranks_no_better_than_chance_is_marked() -> None:

@@ -54,13 +54,13 @@ def test_a_text_of_half_a_surrogate_pair_has_keys_too():
 
 
 def test_a_key_forecasts_its_own_lengths():
-    forecast = tokens(of([10, 20, 30, 40] * 8).says(WIDE))
+    forecast = tokens(of([10, 20, 30, 40] * 8).forecast(WIDE))
     assert forecast[0] == pytest.approx(10, rel=0.1)
     assert forecast[-1] == pytest.approx(40, rel=0.1)
 
 
 def test_a_few_equal_lengths_claim_less_certainty_than_many():
-    few, many = (tokens(of([30] * count).says(WIDE)) for count in (8, 32))
+    few, many = (tokens(of([30] * count).forecast(WIDE)) for count in (8, 32))
     assert few[MIDDLE] == many[MIDDLE] == pytest.approx(30)
     assert few[0] < 28 < 32 < few[-1]
     assert few[0] < many[0] < 30 < many[-1] < few[-1]
@@ -74,12 +74,12 @@ def test_capped_answers_only_raise_a_forecast():
     forecast = tokens(of([90] * 8, capped=True).says(WIDE))
     assert forecast[0] > 75  # the previous forecast was 50
     assert forecast[-1] == pytest.approx(tokens(WIDE)[-1])
-    assert tokens(of([400] * 8, capped=True).says(WIDE))[MIDDLE] > 300
+    assert tokens(of([400] * 8, capped=True).forecast(WIDE))[MIDDLE] > 300
 
 
 def test_old_lengths_are_forgotten():
     neighbours = of([10] * 32 + [500] * 36)
-    assert tokens(neighbours.says(WIDE))[MIDDLE] == pytest.approx(500)
+    assert tokens(neighbours.forecast(WIDE))[MIDDLE] == pytest.approx(500)
     assert neighbours.count == 32
 
 

@@ -218,7 +218,7 @@ async def test_calls_fail_at_once_while_the_child_is_down(tmp_path: Path) -> Non
 
 async def test_a_child_that_hangs_is_replaced(tmp_path: Path) -> None:
     async with PredictorProcess(tmp_path, reply_timeout_s=0.5, restart_delay_s=0.05) as predictor:
-        with pytest.raises(PredictorDied, match=r"said nothing for 0\.5 s"):
+        with pytest.raises(PredictorDied, match=r"did not answer within 0\.5 s"):
             await predicted(predictor, "hang")
         assert await predict_when_up(predictor, "abc") == 3.01
 
@@ -283,7 +283,7 @@ async def test_a_cancelled_start_leaves_no_child(tmp_path: Path, monkeypatch: py
 
 async def test_a_child_that_is_not_ready_in_time_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "worker_command", lambda *_: ["sleep", "600"])
-    with pytest.raises(PredictorDied, match=r"said nothing for 0\.2 s"):
+    with pytest.raises(PredictorDied, match=r"did not answer within 0\.2 s"):
         await PredictorProcess(tmp_path, start_timeout_s=0.2).start()
 
 

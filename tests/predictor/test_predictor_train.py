@@ -24,7 +24,7 @@ from predictor.numbers import SCALE, fix_number_embeddings, number_features
 from predictor.predict import LengthPredictor
 from predictor.prompt import Prompt
 from predictor.tokenizer import NUMBERS, train_tokenizer
-from predictor.train import FROM_SCRATCH, SIZES, PlainProgress, Trained, _take_the_best, train
+from predictor.train import FROM_SCRATCH, SIZES, PlainProgress, Trained, _load_best_weights, train
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -202,7 +202,7 @@ def test_the_average_of_a_soup_is_taken_only_when_it_is_better() -> None:
 
     for members, best in (([4.0, 6.5], 5.25), ([5.0, 9.0], 5.0)):
         trainer: Any = Losses()
-        _take_the_best(trainer, [{"weight": torch.tensor([[member]])} for member in members])
+        _load_best_weights(trainer, [{"weight": torch.tensor([[member]])} for member in members])
         assert trainer.model.weight.item() == best
 
 

@@ -1,4 +1,4 @@
-"""Longest waiting first, stopping what began last: an order of one's own that preempts."""
+"""Longest waiting first: an example of an order that preempts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from llmserve.scheduling.orders import Candidate, Key, MomentOrder, Running
 
 
 class LongestWaiting(MomentOrder):
-    """What has waited longest runs next, whatever its length. Where no engine is free for it, the batch that began last
-    makes room, if all of its requests came later.
+    """The batch whose oldest request has waited longest runs next, whatever its length. Where no engine is free, it
+    preempts the running batch that started last, if all requests of the running batch arrived later.
     """
 
     preempts = True

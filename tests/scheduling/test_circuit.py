@@ -58,7 +58,7 @@ def test_requests_sent_before_it_opened_do_not_change_the_pause() -> None:
 def test_a_trial_whose_client_leaves_makes_room_for_another() -> None:
     circuit = opened()
     circuit.started(3)
-    circuit.let_go(3)
+    circuit.end_trial(3)
     assert circuit.takes(1.0)
 
 

@@ -451,10 +451,10 @@ def test_random_fluctuations_request_no_plan() -> None:
     for window, count in enumerate([4, 8, 1, 7, 2, 6, 9], start=1):
         for _ in range(count):
             rates.observe("s", "m")
-        assert rates.look(float(window)) is None
+        assert rates.end_window(float(window)) is None
     for _ in range(40):
         rates.observe("s", "m")
-    assert rates.look(8.0) == (("s", "m", 40.0),)
+    assert rates.end_window(8.0) == (("s", "m", 40.0),)
 
 
 def test_streams_beyond_the_limit_are_counted_by_their_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,9 +136,9 @@ def test_an_evaluation_with_several_numbers_of_bins_needs_a_choice(tmp_path: Pat
     path = tmp_path / "metrics.json"
     path.write_text(json.dumps({"confusion": {"2": [[3, 1], [1, 3]], "3": COUNTS}}))
     assert read_confusion(f"{path}:2").tolist() == [[0.75, 0.25], [0.25, 0.75]]
-    with pytest.raises(ConfigError, match=r"metrics\.json'?: say which one of 2, 3 bins"):
+    with pytest.raises(ConfigError, match=r"metrics\.json'?: choose one of 2, 3 bins"):
         read_confusion(str(path))
-    with pytest.raises(ConfigError, match="say which one of 2, 3 bins"):
+    with pytest.raises(ConfigError, match="choose one of 2, 3 bins"):
         read_confusion(f"{path}:8")
 
 
@@ -157,7 +157,7 @@ def test_the_demo_predictors_evaluation_can_be_used(tmp_path: Path) -> None:
         ("a.json", "[[1, 2]]", "a matrix of K x K numbers"),
         ("a.json", '[["x"]]', "a.json"),
         ("a.csv", "1,-2\n3,4\n", "counts or shares"),
-        ("a.csv", "1,2\n0,0\n", "some in every row"),
+        ("a.csv", "1,2\n0,0\n", "a positive sum in every row"),
         ("a.csv", "1,2\n3\n", "a.csv"),
     ],
 )

@@ -34,7 +34,7 @@ def test_a_timeline_shows_the_share_of_the_slots_time_that_goes_into_answers(tmp
     run_story = story(tmp_path, "0,0,2\n0,0,4\n0,0,6\n0,0,6\n")
     figure = timeline_figure([run_story])
     assert figure is not None
-    assert figure.axes[0].get_title(loc="left") == "1 bin: answers grow in 90% of the time that slots are taken"
+    assert figure.axes[0].get_title(loc="left") == "1 bin: answers grow in 90% of the time that slots are in use"
     assert figure.axes[0].get_xlim() == (0.0, 10.0)
     assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["engine0"]
 

@@ -546,7 +546,7 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         ("--profile p4-googlenet --slots 64", "of 32 sequences, not 64"),
         ("--load 0.5 --arrival-rate 3", "arrival_rate cannot be given with load"),
         ("--load 0", "load"),
-        ("--load 0.5 --step-s 0", "no capacity"),
+        ("--load 0.5 --step-s 0", "no finite capacity"),
         ("--trace /nowhere.csv", "no trace '/nowhere.csv'"),
         ("--trace t.csv --lengths constant:3", "lengths cannot be given with trace"),
         ("--trace t.csv --arrivals constant", "arrivals cannot be given with trace"),

@@ -79,7 +79,7 @@ def _check_formed(choice: FixedChoice, group: Group, scheduler: Scheduler) -> No
             choice._aside |= {batch}
         else:  # the batch waits for room and blocks all later batches
             choice._block(queues.model)
-    for queues in choice._open():
+    for queues in choice._startable():
         idle = choice.idle(queues)
         for queue in queues.bins if idle is not None else ():
             size = scheduler._dispatch.forming.size(queues, queue, scheduler._now_s, idle)
@@ -89,7 +89,7 @@ def _check_formed(choice: FixedChoice, group: Group, scheduler: Scheduler) -> No
 def _check_idle(choice: MomentChoice, group: Group) -> None:
     for name in group.pool.free:
         engines = choice._sharing(name)
-        if any(engine.look_again_at_s is not None for engine in engines):
+        if any(engine.recheck_at_s is not None for engine in engines):
             continue
         for by_least in (False, True) if engines else ():
             in_time = choice._pick(engines, by_least=by_least) or choice._trial(engines)

@@ -111,11 +111,11 @@ def run(world: World, steps: list[Step]) -> Account:
     )
     for arrival in world.arrivals:
         if arrival.first:
-            cluster.tell(RequestArrived(arrival.request), arrival.at_s)
+            cluster.notify(RequestArrived(arrival.request), arrival.at_s)
     if world.drain_at_s is not None:
-        cluster.tell(DrainRequested(), world.drain_at_s)
+        cluster.notify(DrainRequested(), world.drain_at_s)
     for at_s, groups in world.grouping.plans[1:] if world.grouping else ():
-        cluster.tell(PlanChanged(groups), at_s)
+        cluster.notify(PlanChanged(groups), at_s)
     cluster.run(_others(world.arrivals), flush=False)
     leftover = [step.event.request_id for step in steps if _is_left_over(step, world, clients)]
     assert not leftover or world.drain_at_s is None, f"requests {leftover} would wait endlessly"
@@ -178,13 +178,13 @@ class Clients:
         begun = [request_id for request_id, at_s in self._begin_at_s.items() if at_s <= cluster.now_s]
         for request_id in begun:
             del self._begin_at_s[request_id]
-            cluster.tell(AnswerBegan(request_id), cluster.now_s)
+            cluster.notify(AnswerBegan(request_id), cluster.now_s)
 
     def _leave(self, cluster: SimulatedCluster, moment: str, request_id: int) -> None:
         leaving = self._leavings.get(request_id)
         if leaving is not None and leaving.after == moment:
             self.left.add(request_id)
-            cluster.tell(RequestCancelled(request_id), on_clock(cluster.now_s + leaving.seconds, self._tick_s))
+            cluster.notify(RequestCancelled(request_id), on_clock(cluster.now_s + leaving.seconds, self._tick_s))
 
 
 class Planners:
@@ -202,7 +202,7 @@ class Planners:
                 groups = next(self._answers, None)
                 if groups is not None:
                     at_s = on_clock(cluster.now_s + self._grouping.answers_late_s, self._tick_s)
-                    cluster.tell(PlanChanged(groups), at_s)
+                    cluster.notify(PlanChanged(groups), at_s)
 
 
 def _moments(event: Event, actions: Sequence[Action]) -> Iterator[tuple[str, int]]:

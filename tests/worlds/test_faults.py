@@ -161,7 +161,7 @@ def test_a_request_whose_engine_died_runs_again_when_it_is_back() -> None:
 
 def test_external_events_precede_engine_events_of_the_same_instant() -> None:
     cluster, steps = simulated(engine())
-    cluster.tell(RequestCancelled(1), 2.0)
+    cluster.notify(RequestCancelled(1), 2.0)
     cluster.run(iter([(0.0, Request(0)), (0.0, Request(1))]), flush=False)
     assert steps[3:] == [
         (2.0, RequestCancelled(1)),
@@ -173,8 +173,8 @@ def test_external_events_precede_engine_events_of_the_same_instant() -> None:
 def test_an_end_may_cross_the_abort_of_its_request() -> None:
     delays = Delays(abort_s=lambda: 1.5, plan_s=lambda: 0.0, timer_at_s=lambda wanted_s: wanted_s)
     cluster, steps = simulated(engine(), delays)
-    cluster.tell(RequestCancelled(1), 1.0)
-    cluster.tell(RequestCancelled(0), 1.0)
+    cluster.notify(RequestCancelled(1), 1.0)
+    cluster.notify(RequestCancelled(0), 1.0)
     cluster.run(iter([(0.0, Request(0)), (0.0, Request(1))]), flush=False)
     assert steps[5:] == [
         (2.0, ended(1, 2.0)),
@@ -194,4 +194,4 @@ def test_events_of_the_past_are_refused() -> None:
     cluster, _ = simulated(engine())
     cluster.run(iter([(1.0, Request(1))]))
     with pytest.raises(AssertionError, match="too late"):
-        cluster.tell(RequestCancelled(1), 0.5)
+        cluster.notify(RequestCancelled(1), 0.5)

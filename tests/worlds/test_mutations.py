@@ -244,10 +244,10 @@ def memory_stays_reserved(patch: Patch) -> None:
     let_go = EngineState.let_go
 
     def keep(self: EngineState, runs: Collection[Run]) -> None:
-        let_go(self, runs)
+        remove(self, runs)
         self.total_tokens += len(self.running) == 1
 
-    patch.setattr(EngineState, "let_go", keep)
+    patch.setattr(EngineState, "remove", keep)
 
 
 def an_engine_that_fails_is_used_on(patch: Patch) -> None:
@@ -317,18 +317,18 @@ def requests_that_wait_for_memory_are_overtaken_by_other_models(patch: Patch) ->
         self.__dict__.setdefault("waits", set()).add(model)
 
     def others(self: FixedChoice) -> list[ModelQueues]:
-        return [queues for queues in open_(self) if queues.model not in self.__dict__.get("waits", ())]
+        return [queues for queues in startable(self) if queues.model not in self.__dict__.get("waits", ())]
 
-    open_ = FixedChoice._open
+    startable = FixedChoice._startable
     patch.setattr(FixedChoice, "_block", block)
-    patch.setattr(FixedChoice, "_open", others)
+    patch.setattr(FixedChoice, "_startable", others)
 
 
 def the_model_with_most_waiting_requests_goes_first(patch: Patch) -> None:
     def first(
-        self: FixedChoice, open_: Sequence[ModelQueues]
+        self: FixedChoice, startable: Sequence[ModelQueues]
     ) -> tuple[tuple[ModelQueues, FormedBatch | None] | None, Sequence[ModelQueues]]:
-        with_some = [queues for queues in open_ if queues.formed.first(self._aside) is not None]
+        with_some = [queues for queues in startable if queues.formed.first(self._set_aside) is not None]
         if not with_some:
             return None, open_
         fullest = max(with_some, key=lambda queues: queues.waiting)
@@ -406,11 +406,11 @@ def a_worker_that_has_moved_is_never_used(patch: Patch) -> None:
     know = EnginePool.know
 
     def overlook(self: EnginePool, engine: EngineState, now_s: float) -> None:
-        know(self, engine, now_s)
+        update(self, engine, now_s)
         if now_s > 0 and engine.ready:
             self.free.pop(engine.info.name, None)
 
-    patch.setattr(EnginePool, "know", overlook)
+    patch.setattr(EnginePool, "update", overlook)
 
 
 def only_the_group_of_an_event_is_updated(patch: Patch) -> None:

@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch-size-max", type=_positive, default=8)
     add("--threads", type=_positive, help="CPU threads (default: 1 for a small model, else all cores)")
     add("--dtype", choices=("float32", "bfloat16", "auto"), default="float32")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a static cache and captured graphs")
     add("--queue-max", type=_positive, default=1024, help="requests that may wait; further ones get status 429")
     add("--gather-s", type=float, default=1.0, help="longest wait for a batch's missing members")
     add("--drain-s", type=float, default=3.0, help="longest wait for the running batch after SIGTERM")
@@ -93,7 +94,7 @@ def _loaded_model(arguments: argparse.Namespace) -> "LanguageModel":
 
     logging.disable_progress_bar()  # the ready line should be the only one
     try:
-        model = LanguageModel.load(arguments.model, arguments.dtype, arguments.threads)
+        model = LanguageModel.load(arguments.model, arguments.dtype, arguments.threads, arguments.device)
     except ModelLoadError as error:
         raise _StartError(str(error)) from None
     try:

@@ -14,12 +14,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from llmserve.engines.embedded.fusing import fuse
 from llmserve.engines.embedded.protocol import ChatMessage
 from llmserve.engines.embedded.sampling import Sampler, Sampling
-from llmserve.engines.embedded.text import TextStream
+from llmserve.engines.embedded.static_batch import StaticBatch, StaticDecoder
+from llmserve.engines.embedded.text import TextStream, WholeText
 
 # Below this size a step's matrices are so small that a second thread costs more than it brings.
 _ONE_THREAD_PARAMETERS_MAX = 30_000_000
+
+_WARM_COLUMNS = 2048  # of prompt and answer: steps of batches up to there are captured before the first
 
 
 class ModelLoadError(Exception):
@@ -46,7 +50,7 @@ class DecodingRow:
         max_tokens: int,
         sampling: Sampling,
         eos_ids: frozenset[int],
-        text: TextStream,
+        text: TextStream | WholeText,
     ) -> None:
         self.prompt_ids = prompt_ids
         self.max_tokens = max_tokens
@@ -61,6 +65,11 @@ class DecodingRow:
     def live(self) -> bool:
         """Whether the batch must go on for this row."""
         return not (self._ended or self.gone)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the row may want a token after the one that it takes next."""
+        return self.live and self.output_tokens + 1 < self.max_tokens
 
     def accept(self, token_id: int) -> Delta | None:
         """Takes the row's next token; None when there is nothing to tell (yet, or any more)."""
@@ -84,11 +93,17 @@ class DecodingRow:
 
 
 class LanguageModel:
-    """A tokenizer and a model, loaded. One thread at a time may tokenize, one may `run`."""
+    """A tokenizer and a model, loaded. One thread at a time may tokenize, one may `run`.
 
-    def __init__(self, tokenizer: Any, model: Any) -> None:
+    On a GPU a batch has tensors of fixed size, see static_batch.py; on a CPU its cache grows with its answers.
+    """
+
+    def __init__(self, tokenizer: Any, model: Any, *, static: bool | None = None) -> None:
+        """static : whether batches have tensors of fixed size; None: on a GPU. Raises ValueError where they cannot."""
         self._tokenizer = tokenizer
         self._model = model
+        on_gpu = next(model.parameters()).device.type != "cpu"
+        self._static = StaticDecoder(model) if (on_gpu if static is None else static) else None
         config = model.config.get_text_config(decoder=True)
         self.context_tokens = int(getattr(config, "max_position_embeddings", None) or 2048)
         self.vocabulary_size = int(config.vocab_size)
@@ -97,20 +112,27 @@ class LanguageModel:
         self._eos_ids = _eos_ids(model.generation_config.eos_token_id, tokenizer.eos_token_id)
 
     @classmethod
-    def load(cls, name: str, dtype: str = "float32", threads: int | None = None) -> "LanguageModel":
+    def load(
+        cls, name: str, dtype: str = "float32", threads: int | None = None, device: str = "cpu"
+    ) -> "LanguageModel":
         """Loads a folder or a hub id; raises ModelLoadError. threads None: as many as suit the model's size."""
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
             model = AutoModelForCausalLM.from_pretrained(
                 name, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
-            )
+            ).to(device)
         except Exception as error:  # transformers raises nearly anything for a folder or an id that is no model
             reason = str(error).strip().split("\n")[0] or type(error).__name__
             raise ModelLoadError(f"cannot load the model {name}: {reason}") from error
         model.eval().requires_grad_(False)
         small = sum(p.numel() for p in model.parameters()) <= _ONE_THREAD_PARAMETERS_MAX
         torch.set_num_threads(threads or (1 if small else os.cpu_count() or 1))
-        return cls(tokenizer, model)
+        if device != "cpu":
+            fuse(model)
+        try:
+            return cls(tokenizer, model)
+        except ValueError as error:
+            raise ModelLoadError(f"cannot run the model {name} on {device}: {error}") from error
 
     def chat_ids(self, messages: Sequence[ChatMessage]) -> list[int]:
         """A conversation as the model was trained to read it; raises PromptError."""
@@ -132,10 +154,12 @@ class LanguageModel:
         sampling: Sampling,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
+        streamed: bool = True,
     ) -> DecodingRow:
         """A request as a row; the prompt must be shorter than the context.
 
         max_tokens None: the generation configuration's max_new_tokens, else as many as fit.
+        streamed: False: its text is decoded at its end, at once.
         """
         room = self.context_tokens - len(prompt_ids)
         assert 0 < len(prompt_ids) < self.context_tokens
@@ -144,7 +168,7 @@ class LanguageModel:
             min(max_tokens or self._max_new_tokens or room, room),
             sampling,
             frozenset() if ignore_eos else self._eos_ids,
-            TextStream(self._decode, stop, prompt_ids),
+            TextStream(self._decode, stop, prompt_ids) if streamed or stop else WholeText(self._decode, prompt_ids),
         )
 
     def run(self, rows: Sequence[DecodingRow], emit: Callable[[list[Delta | None]], None]) -> None:
@@ -155,18 +179,32 @@ class LanguageModel:
         if not any(row.live for row in rows):
             return
         with torch.inference_mode():
-            batch = _PaddedBatch(self._model, rows)
+            batch = self._batch(rows)
             sampler = Sampler([row.sampling for row in rows], [row.prompt_ids for row in rows])
             logits = batch.prefill()
             while True:
                 ids = sampler.choose(logits)
-                emit([row.accept(token) for row, token in zip(rows, ids.tolist(), strict=True)])
+                tokens = _read(ids)
+                # A GPU runs the next step while the host delivers this step's tokens.
+                ahead = self._static is not None and any(row.may_go_on for row in rows)
+                if ahead:
+                    logits = batch.step(ids)
+                emit([row.accept(token) for row, token in zip(rows, tokens(), strict=True)])
                 if not any(row.live for row in rows):
                     return
-                logits = batch.step(ids)
+                if not ahead:
+                    logits = batch.step(ids)
+
+    def _batch(self, rows: Sequence[DecodingRow]) -> "_PaddedBatch | StaticBatch":
+        if self._static is None:
+            return _PaddedBatch(self._model, rows)
+        return self._static.batch([row.prompt_ids for row in rows], max(row.max_tokens for row in rows))
 
     def warm_up(self, rows: int) -> None:
-        """Pays the first batch's one-time costs before a client has to."""
+        """Pays the first batches' one-time costs before a client has to. rows : of the largest batch."""
+        if self._static is not None:
+            with torch.inference_mode():
+                self._static.capture_all(rows, min(self.context_tokens, _WARM_COLUMNS))
         self.run([self.row([0], 4, Sampling(seed=0), ignore_eos=True) for _ in range(rows)], lambda _: None)
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -266,6 +304,22 @@ def _growing_cache(config: Any) -> Any:
     cache = DynamicCache(config=config)
     cache.layers = [_GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def _read(ids: torch.Tensor) -> Callable[[], list[int]]:
+    """Begins to copy them to the host, and gives what waits for them, but not for work that is queued behind them."""
+    if ids.device.type == "cpu":
+        return ids.tolist  # type: ignore[no-any-return]
+    host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+    host.copy_(ids, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> list[int]:
+        copied.synchronize()
+        return host.tolist()  # type: ignore[no-any-return]
+
+    return read
 
 
 def _default_sampling(generation_config: Any) -> Sampling:

@@ -45,7 +45,12 @@ class Sampler:
         self._penalties = _Penalties(rows, prompts) if any(row.penalised for row in rows) else None
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """logits (rows, vocabulary) -> token ids (rows,), int64."""
+        """logits (rows, vocabulary) -> token ids (rows,), int64.
+
+        Of a GPU's logits only the greedy choice is made there; anything else is computed on the CPU.
+        """
+        if not self._all_greedy or self._penalties is not None:
+            logits = logits.cpu()
         if self._penalties is not None:
             logits = self._penalties.apply(logits.float())
         ids = logits.argmax(dim=-1)

@@ -174,7 +174,9 @@ class EmbeddedEngine:
                 param=param,
                 code="context_length_exceeded",
             )
-        return self.model.row(prompt_ids, call.max_tokens, call.sampling, call.stop, call.ignore_eos)
+        return self.model.row(
+            prompt_ids, call.max_tokens, call.sampling, call.stop, call.ignore_eos, streamed=call.stream
+        )
 
     async def _prompt_ids(self, call: CompletionCall) -> list[int]:
         tokenize = partial(asyncio.get_running_loop().run_in_executor, self._tokenizing)

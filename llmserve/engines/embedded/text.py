@@ -74,6 +74,27 @@ class TextStream:
         return text
 
 
+class WholeText:
+    """The text of an answer that nobody reads before its end, without stop strings: decoded once."""
+
+    stopped = False
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt_ids: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._context = list(prompt_ids[-_CONTEXT_TOKENS:])
+        self._ids: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """Takes the next token; there is no text yet."""
+        self._ids.append(token_id)
+        return ""
+
+    def flush(self) -> str:
+        """The text of all tokens."""
+        before = len(self._decode(self._context)) if self._context else 0
+        return self._decode([*self._context, *self._ids])[before:]
+
+
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,14 +1,15 @@
-"""What the laboratory's benchmarks and reproductions share.
+"""The kit that the laboratory's benchmarks and reproductions share.
 
-    client     one way to ask a server, at once or each request at its time
-    servers    front-ends, engines and vLLM as children that end with the script
-    progress   what is being done: a bar in a terminal, plain lines without one
-    results    rounds in turn, medians, JSON with a row a line
-    tables     Markdown, and tables for a terminal
-    figures    how figures look
+    client     send requests to a server, at once or each at its own time
+    servers    start front-ends, engines and vLLM as child processes that end with the script
+    progress   show progress: a bar in a terminal, plain lines without one
+    rows       rows of measured numbers: groups, medians, ratios
+    results    the order of rounds, and JSON files
+    tables     Markdown tables, and tables for a terminal
+    figures    the style of figures
     arguments  command lines
 
-Importing it puts this repository, which is what is measured, on the path.
+Importing this package puts the repository, which is measured, on the path.
 """
 
 import sys

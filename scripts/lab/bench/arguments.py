@@ -11,29 +11,29 @@ from pathlib import Path
 
 from llmserve.profile import whole
 
-__all__ = ["add_results", "ending_on", "numbers", "parser_of", "positive", "whole"]
+__all__ = ["add_results", "exit_on", "numbers", "parser_of", "positive", "whole"]
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """Its help is the script's own documentation, as it stands."""
+    """A parser whose help is the script's docstring, unchanged."""
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def add_results(parser: argparse.ArgumentParser, figure: str | None = None) -> None:
-    """--output, and a flag of this name for the figure."""
+    """Add --output, and the flag `figure` for the file of the figure."""
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
     if figure is not None:
-        parser.add_argument(figure, type=Path, metavar="FILE", help="draw them as PNG")
+        parser.add_argument(figure, type=Path, metavar="FILE", help="draw the results as PNG")
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Whole numbers above 0, between commas."""
+    """Whole numbers above 0, separated by commas."""
     return tuple(whole(1)(part) for part in text.split(","))
 
 
 @contextmanager
-def ending_on(*errors: type[Exception]) -> Iterator[None]:
-    """Such an error ends the script with what it says."""
+def exit_on(*errors: type[Exception]) -> Iterator[None]:
+    """Exit with the error's message when one of these errors is raised."""
     try:
         yield
     except errors as error:

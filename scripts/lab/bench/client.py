@@ -1,4 +1,4 @@
-"""Asking OpenAI-compatible servers: the load of every benchmark."""
+"""Requests to OpenAI-compatible servers: the load of every benchmark."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ import aiohttp
 from llmserve.headers import BATCH_HEADER
 
 MODEL = "llmserve-demo"
-BEGIN_S = 0.1  # before the first of several requests is due
+BEGIN_S = 0.1  # from the start of a load to time 0 of its requests
 JSON_HEADERS = {"content-type": "application/json"}
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """All that came back for a request. status : 0: nothing, or a broken connection.  body : bytes until then.
-    error : name of what broke it.
+    """The reply to a request.
+
+    status  of HTTP; 0: the connection failed or broke
+    body    bytes received, until the break if there was one
+    error   name of the exception that broke the connection
     """
 
     status: int
@@ -32,32 +35,33 @@ class Reply:
 
     @property
     def answer(self) -> Any:
-        """JSON of an answer. Raises AssertionError when it is anything else."""
+        """The answer, as JSON. Raises AssertionError when the status is not 200."""
         assert self.status == 200, f"{self.status} {self.error}{self.body.decode(errors='replace')}"
         return json.loads(self.body)
 
     @property
     def tokens(self) -> int:
-        """Of a whole answer."""
+        """Output tokens of an answer that was not streamed."""
         return int(self.answer["usage"]["completion_tokens"])
 
     @property
     def batch(self) -> str:
-        """The last that it ran in, as llmserve says; "": in none."""
+        """The id of the last batch that the request ran in, as llmserve reports it; "" without a batch."""
         return self.headers.get(BATCH_HEADER, "")
 
 
 def session_of(timeout_s: float | None = None, *, connections_kept: bool = True) -> aiohttp.ClientSession:
-    """As many connections as there are requests.
+    """A session without a limit on connections.
 
-    connections_kept : False: one for each request, for a server may close one that has rested just when it is used
+    connections_kept : False: open a connection for each request, for a server may close an idle connection just when
+    a request uses it
     """
     connector = aiohttp.TCPConnector(limit=0, force_close=not connections_kept)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=timeout_s))
 
 
 def body_of(prompt: str, **more: Any) -> dict[str, Any]:
-    """A greedy question to the demo model. more : further fields of the body, or others in their place."""
+    """The body of a greedy request to the demo model. more : fields of the body to add or replace."""
     return {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "temperature": 0, **more}
 
 
@@ -69,7 +73,7 @@ async def ask(
     *,
     on_chunk: Callable[[bytes], None] = lambda chunk: None,
 ) -> Reply:
-    """A whole reply; a broken connection is one, too. on_chunk : called with each piece when it comes."""
+    """Send a request and read the whole reply, also of a broken connection. on_chunk : called with each chunk."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     chunks: list[bytes] = []
     try:
@@ -85,9 +89,10 @@ async def ask(
 
 
 async def at_their_times(at_s: Sequence[float], do: Callable[[int, float], Awaitable[T]]) -> list[T]:
-    """do(index, due_s) for each, not before it is due, in the order of at_s; due_s on the clock of perf_counter.
+    """Call do(index, due_s) at each of these times, and return the results in the order of at_s.
 
-    Raises an ExceptionGroup when one raises; the others are then cancelled.
+    due_s : the time of the call, on the clock of perf_counter. Raises an ExceptionGroup when a call raises; all other
+    calls are then cancelled.
     """
     begin_s = time.perf_counter() + BEGIN_S
 
@@ -103,6 +108,6 @@ async def at_their_times(at_s: Sequence[float], do: Callable[[int, float], Await
 
 
 async def get_text(session: aiohttp.ClientSession, url: str) -> str:
-    """What a page says; Prometheus's lines, say."""
+    """The text of a page, for example Prometheus metrics."""
     async with session.get(url) as response:
         return await response.text()

@@ -1,4 +1,4 @@
-"""How figures look. matplotlib is imported where one is drawn: measuring does not need it."""
+"""The style of figures. Functions that draw import matplotlib themselves: measuring does not need it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DPI = 130
-GREY, BLUE, ORANGE, GREEN = "#8c8c8c", "#0072b2", "#d55e00", "#009e73"
+GREY, BLUE, ORANGE, GREEN = "#8c8c8c", "#0072b2", "#d55e00", "#009e73"  # Okabe and Ito's, as are the next
+SKY, YELLOW, PINK = "#56b4e9", "#e69f00", "#cc79a7"
 
 
 def new_figure(rows: int, columns: int, *, width: float, height: float, **subplots: Any) -> tuple[Figure, NDArray[Any]]:
-    """A figure and its axes, (rows, columns). width, height : inches.  subplots : matplotlib's own options."""
+    """A figure and its axes, an array (rows, columns). width, height : inches.  subplots : matplotlib's options."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
@@ -30,7 +31,7 @@ def new_figure(rows: int, columns: int, *, width: float, height: float, **subplo
 
 
 def log_ticks(axis: Axes, which: str = "x") -> None:
-    """A logarithmic axis with plain numbers at 1, 2 and 5. which : "x" or "y"."""
+    """Make an axis logarithmic, with plain numbers at 1, 2 and 5 times powers of ten. which : "x" or "y"."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axis.set(**{f"{which}scale": "log"})
@@ -41,7 +42,7 @@ def log_ticks(axis: Axes, which: str = "x") -> None:
 
 
 def finish(figure: Figure) -> Figure:
-    """Legends without a frame, in small type."""
+    """Give all legends small type and no frame."""
     for axis in figure.axes:
         legend = axis.get_legend()
         if legend is not None:
@@ -52,6 +53,6 @@ def finish(figure: Figure) -> Figure:
 
 
 def save(figure: Figure, path: Path, *, dpi: int = DPI) -> None:
-    """Finished, in a folder that is made where there is none."""
+    """Finish the figure and write it; make the folder if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     finish(figure).savefig(path, dpi=dpi)

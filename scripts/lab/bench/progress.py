@@ -1,4 +1,4 @@
-"""What is being done, on stderr: a bar in a terminal, plain lines without one."""
+"""Progress on stderr: a bar in a terminal, plain lines without one."""
 
 from __future__ import annotations
 
@@ -11,46 +11,47 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-LINES = 20  # of something that is counted, about, without a terminal
+LINES = 20  # that a counter prints without a terminal, about
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def counted(total: int) -> Iterator[Callable[[str], None]]:
-    """Gives what is called whenever one more of `total` is done, with what it was."""
+    """Yield a function to call whenever one of `total` items is done; its argument describes the item."""
     numbers, every = itertools.count(1), max(1, total // LINES)
     with _bar(total, MofNCompleteColumn()) as move:
 
-        def done(what: str) -> None:
+        def done(item: str) -> None:
             number = next(numbers)
             if move is not None:
-                move(what, number)
+                move(item, number)
             elif number % every == 0 or number == total:
-                say(f"{number} of {total}: {what}")
+                log(f"{number} of {total}: {item}")
 
         yield done
 
 
 @contextmanager
 def shared() -> Iterator[Callable[[str, float], None]]:
-    """Gives what is called with a part that begins, and the share of all that is done; without a terminal a line for
-    each part.
+    """Yield a function to call when a part begins, with the part's name and the share of all work that is done.
+
+    Without a terminal each part prints a line.
     """
     begun_s = time.perf_counter()
     with _bar(1.0) as move:
-        yield move or (lambda part, share: say(f"{time.perf_counter() - begun_s:6.0f} s  {part}"))
+        yield move or (lambda part, share: log(f"{time.perf_counter() - begun_s:6.0f} s  {part}"))
 
 
 @contextmanager
 def _bar(total: float, *counts: MofNCompleteColumn) -> Iterator[Callable[[str, float], None] | None]:
-    """Moves a bar to where it is; None without a terminal."""
+    """Yield a function that moves the bar, with a description and the completed amount; None without a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), *counts, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=total)
-        yield lambda what, completed: bar.update(task, description=what, completed=completed)
+        yield lambda text, completed: bar.update(task, description=text, completed=completed)

@@ -1,12 +1,11 @@
-"""Rounds, medians, and results as JSON."""
+"""The order of rounds, and results as JSON."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,18 +13,13 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def in_turn(these: Sequence[T], number: int) -> list[T]:
-    """All of them, another first in each round. number : of the round, from 0"""
-    first = number % len(these)
-    return [*these[first:], *these[:first]]
+def in_turn(items: Sequence[T], number: int) -> list[T]:
+    """All items; each round begins with another item. number : of the round, from 0"""
+    first = number % len(items)
+    return [*items[first:], *items[:first]]
 
 
-def median_of(these: Iterable[T], value: Callable[[T], float]) -> float:
-    return statistics.median(map(value, these))
-
-
-def made_on() -> dict[str, Any]:
-    """Day and machine of a result."""
+def day_and_machine() -> dict[str, Any]:
     return {"date": str(date.today()), **machine()}
 
 
@@ -34,33 +28,33 @@ def machine() -> dict[str, Any]:
 
 
 def rounded(value: Any) -> Any:
-    """Numbers to six digits, at any depth."""
+    """Round all floats to six significant digits, at any depth of lists and dictionaries."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {name: rounded(each) for name, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, list | tuple) else value
+        return {name: rounded(item) for name, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def write_json(path: Path | None, result: Any, *, indent: int = 1) -> None:
-    """Nothing where there is no path."""
+    """Does nothing without a path."""
     write_text(path, json.dumps(result, indent=indent))
 
 
-def write_rows(path: Path | None, rows: Iterable[Any]) -> None:
-    """A JSON list, a row a line."""
-    write_text(path, "[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]")
+def write_rows(path: Path | None, records: Iterable[Any]) -> None:
+    """A JSON list with one record a line. Does nothing without a path."""
+    write_text(path, "[\n" + ",\n".join(json.dumps(record, ensure_ascii=False) for record in records) + "\n]")
 
 
 def with_rows(result: Mapping[str, Any], name: str) -> str:
-    """JSON, one of its lists, the last, with an element a line."""
+    """JSON whose last field is the list `name`, with one element a line."""
     head = json.dumps({key: value for key, value in result.items() if key != name}, indent=1)
     lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in result[name])
     return f'{head[:-2]},\n "{name}": [\n{lines}\n]}}'
 
 
 def write_text(path: Path | None, text: str) -> None:
-    """With a line's end, in a folder that is made where there is none."""
+    """Write the text and a line break; make the folder if there is none. Does nothing without a path."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n", encoding="utf-8")

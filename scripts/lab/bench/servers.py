@@ -1,4 +1,4 @@
-"""Servers that a benchmark starts, and that end with it however that ends."""
+"""Servers that a benchmark starts. They end with the benchmark, even when the benchmark is killed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from typing import IO
 
 import aiohttp
 
+import predictor
 from bench.client import MODEL
+from llmserve.bench import Arrangement
 from llmserve.engines import embedded
 from llmserve.engines.engine_process import SUPERVISOR, free_port
 
 MODEL_FOLDER = Path(embedded.__file__).with_name("model")
-# vLLM's engine core and its worker wait for each other by spinning. As two processes they would leave two cores hardly
-# any time for its own API server, let alone for what stands before it: a request then waits half a second for its first
-# step. Here they are one process with one thread, which leaves the other core to the rest, as a GPU would; and where
-# there are more cores than servers, one core is its own, for every process that is woken there would halt its steps.
+# vLLM's engine core and its worker wait for each other by spinning. Two such processes would leave hardly any time of
+# two cores to vLLM's API server and to the front-end: a request then waits half a second for its first step. One
+# process with one thread leaves the second core to all others, as a GPU would. Where there are more cores than servers,
+# an engine gets a core of its own, because every other process that runs there would halt the engine's steps.
 VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
@@ -37,29 +39,29 @@ VLLM_ENVIRONMENT = {
 START_S, STOP_S = 300.0, 20.0
 
 Command = Callable[[int], list[str]]
-"""Makes the words of a command line from a port."""
+"""Port -> words of the command line."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """A child process that serves HTTP on a loopback port. It is the leader of a process group."""
+    """A child process that serves HTTP on a loopback port. The process leads its process group."""
 
     name: str
     port: int
     process: asyncio.subprocess.Process
-    said: IO[bytes]
+    output: IO[bytes]
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def kill(self) -> None:
-        """End it and all that it has started at once. Harmless when it has ended."""
+        """Kill the whole process group. Harmless when the process has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     async def until_ready(self, path: str) -> None:
-        """Until GET `path` answers 200. Raises RuntimeError with its last words when that never comes."""
+        """Wait until GET `path` answers 200. Raises RuntimeError with the last output if it never does."""
         until_s = time.monotonic() + START_S
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
             while self.process.returncode is None and time.monotonic() < until_s:
@@ -68,29 +70,29 @@ class Server:
                         if response.status == 200:
                             return
                 await asyncio.sleep(0.05)
-        self.said.seek(0)
-        raise RuntimeError(f"{self.name} did not start:\n{self.said.read()[-3000:].decode(errors='replace')}")
+        self.output.seek(0)
+        raise RuntimeError(f"{self.name} did not start:\n{self.output.read()[-3000:].decode(errors='replace')}")
 
 
 @asynccontextmanager
 async def running(
     name: str, command: Command, *, ready: str, environment: Mapping[str, str] | None = None
 ) -> AsyncIterator[Server]:
-    """command(port) as a server that ends with this script, however that ends; ready: see Server.until_ready.
+    """Run command(port) as a server until the context ends or this script is killed.
 
-    Unlike an EngineProcess it is not restarted when it ends.
+    ready : path that answers 200 once the server is ready. Unlike an EngineProcess, the server is never restarted.
     """
     port = free_port()
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         process = await asyncio.create_subprocess_exec(
             *SUPERVISOR,
             *command(port),
             stdin=asyncio.subprocess.PIPE,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             env={**os.environ, **(environment or {})},
         )
-        server = Server(name, port, process, said)
+        server = Server(name, port, process, output)
         try:
             await server.until_ready(ready)
             yield server
@@ -104,23 +106,42 @@ async def running(
 
 
 def module(name: str, *words: str) -> Command:
-    """A module run by this interpreter."""
+    """The command that runs a module with this interpreter."""
     return lambda port: [sys.executable, "-m", name, *words, "--port", str(port)]
 
 
 def front_end(name: str, *flags: str) -> AbstractAsyncContextManager[Server]:
-    """`llmserve serve` with these flags, ready."""
+    """`llmserve serve` with these flags."""
     return running(f"llmserve, {name}", module("llmserve", "serve", *flags), ready="/ready")
 
 
+def embedded_engine(batch_size: int) -> AbstractAsyncContextManager[Server]:
+    """The embedded engine: it runs static batches of at most `batch_size` requests."""
+    command = module("llmserve.engines.embedded", "--batch-size-max", str(batch_size))
+    return running("the embedded engine", command, ready="/health")
+
+
+def batching_front_end(
+    engine_url: str, arrangement: Arrangement, batch_size: int
+) -> AbstractAsyncContextManager[Server]:
+    """`llmserve serve` that forms the arrangement's batches for this engine. The first bin edges come from the training
+    lengths of the demo predictor, even where clients send oracle lengths.
+    """
+    chosen = "none" if arrangement.lengths == "none" else str(predictor.DEMO)
+    flags = ["--engine", engine_url, "--barrier", "--batch-size", str(batch_size), "--predictor", chosen]
+    return front_end(arrangement.name, *flags, *arrangement.flags)
+
+
 def fake_engine(model: str, *flags: str) -> AbstractAsyncContextManager[Server]:
-    """A timed engine in a process of its own."""
+    """A timed engine, which only waits as long as batches would take."""
     return running(f"timed {model}", module("llmserve.engines.fake", "--model", model, *flags), ready="/health")
 
 
 def vllm(python: str, name: str, slots: int, *flags: str, model: str = MODEL) -> AbstractAsyncContextManager[Server]:
-    """A vLLM server on the CPU with the demo model, which it serves as `model`: float32, prefix caching off, so that a
-    request costs the same each time. python : interpreter of an environment with vLLM in it
+    """A vLLM server on the CPU that serves the demo model under the name `model`.
+
+    Weights are float32 and prefix caching is off, so that a request costs the same each time.
+    python : interpreter of an environment that has vLLM
     """
 
     def command(port: int) -> list[str]:
@@ -133,5 +154,5 @@ def vllm(python: str, name: str, slots: int, *flags: str, model: str = MODEL) ->
 
 
 def flags_of(name: str, values: Sequence[str]) -> list[str]:
-    """A flag that is repeated: --engine A --engine B."""
+    """One flag for each value: --engine A --engine B."""
     return [word for value in values for word in (f"--{name}", value)]

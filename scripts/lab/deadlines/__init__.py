@@ -1,1 +1,1 @@
-"""Parts of benchmark_deadlines.py: deadlines kept, live and simulated."""
+"""Parts of benchmark_deadlines.py: shares of deadlines met, live and simulated."""

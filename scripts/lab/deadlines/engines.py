@@ -1,4 +1,4 @@
-"""The engines: timed ones, two GPUs with two models each, or two real vLLM servers that share this machine."""
+"""The engines: timed engines on two GPUs with two models each, or two real vLLM servers that share this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from deadlines.traffic import Setting, Stream
 
 @dataclass(frozen=True)
 class Timed:
-    """A batch of b whose longest answer has L tokens takes prefill_s + L (step_s + row_s b)."""
+    """A batch of b requests whose longest answer has L tokens takes prefill_s + L (step_s + row_s b)."""
 
     prefill_s: float
     step_s: float
@@ -31,7 +31,7 @@ class Timed:
 
 
 WORKERS = 2
-# An image classifier answers with one token; a batch takes alpha b + beta, as Table 4 of Shepherd has them.
+# An image classifier answers with one token, and its batch takes alpha b + beta, as in Table 4 of Shepherd.
 TIMED = {"classifier": Timed(0.0, 0.040, 0.005), "chat": Timed(0.3, 0.020, 0.0005)}
 FAKE = Setting(
     (
@@ -46,14 +46,10 @@ FAKE = Setting(
 
 @asynccontextmanager
 async def timed_engines(setting: Setting, timed: Mapping[str, Timed] = TIMED) -> AsyncIterator[Engines]:
-    """Each a process of its own."""
+    """Timed engines, each in a process of its own."""
+    source = "the settings of the timed engine"
     profiles = {
-        model: Profile.timed(
-            model,
-            Curve.affine(time_.row_s, time_.step_s),
-            prefill_s=time_.prefill_s,
-            source="what the timed engine was told",
-        )
+        model: Profile.timed(model, Curve.affine(time_.row_s, time_.step_s), prefill_s=time_.prefill_s, source=source)
         for model, time_ in timed.items()
     }
     placed = []
@@ -76,15 +72,15 @@ VLLM = Setting(
     burst_s=(10.0, 14.0),
     batch_size=8,
 )
-PROBES = (8, 200)  # tokens of the answers that batch times are measured with
-PROBED = (1, 2, 4, 8)  # sizes of such batches
+PROBES = (8, 200)  # tokens of the answers with which batch times are measured
+PROBED = (1, 2, 4, 8)  # sizes of the measured batches
 PROBE_ROUNDS = 3
 
 
 @asynccontextmanager
 async def vllm_engines(setting: Setting, python: str) -> AsyncIterator[Engines]:
-    """Two vLLM servers, each with the demo model under a name of its own, on one worker: they have this machine's
-    cores between them, as two models would a GPU.
+    """Two vLLM servers, which serve the demo model under two names. They are one worker, because they share this
+    machine's cores, as two models share a GPU.
     """
     placed, profiles = [], {}
     async with AsyncExitStack() as stack:
@@ -96,22 +92,22 @@ async def vllm_engines(setting: Setting, python: str) -> AsyncIterator[Engines]:
 
 
 async def measured(url: str, model: str) -> Profile:
-    """What batches take on an engine that is free: of sizes PROBED, with answers of PROBES tokens, medians."""
+    """The profile of an idle engine, from median times of batches of PROBED sizes and PROBES tokens."""
     took_s: dict[tuple[int, int], list[float]] = defaultdict(list)
     async with session_of() as session:
         for _, size, tokens in itertools.product(range(PROBE_ROUNDS), PROBED, PROBES):
             began_s = time.perf_counter()
-            ended = await asyncio.gather(*[ask(session, url, model, tokens) for _ in range(size)])
-            assert all(reply.status == 200 for reply in ended), ended
+            replies = await asyncio.gather(*[ask(session, url, model, tokens) for _ in range(size)])
+            assert all(reply.status == 200 for reply in replies), replies
             took_s[size, tokens].append(time.perf_counter() - began_s)
     return profile_of(model, {key: statistics.median(times) for key, times in took_s.items()})
 
 
 def profile_of(model: str, took_s: Mapping[tuple[int, int], float]) -> Profile:
-    """took_s : seconds of a batch, by its size and its answers' tokens, of two lengths."""
+    """took_s : (batch size, tokens of an answer) -> seconds of a batch, with the same two lengths for all sizes"""
     sizes, (few, many) = sorted({size for size, _ in took_s}), sorted({tokens for _, tokens in took_s})
     steps = [(took_s[size, many] - took_s[size, few]) / (many - few) for size in sizes]
     rising = np.maximum.accumulate(np.maximum(steps, 1e-6))
-    left_s = [took_s[size, few] - few * step for size, step in zip(sizes, rising, strict=True)]
-    prefill_s = max(0.0, statistics.median(left_s))
+    rest_s = [took_s[size, few] - few * step for size, step in zip(sizes, rising, strict=True)]
+    prefill_s = max(0.0, statistics.median(rest_s))
     return Profile.timed(model, Curve.table(sizes, rising), prefill_s=prefill_s, source="measured before the rounds")

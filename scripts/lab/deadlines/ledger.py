@@ -1,4 +1,4 @@
-"""What became of each request: by its client, and by the server's journal."""
+"""How each request ended: by its client, and by the server's journal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from deadlines.traffic import Asked
+from deadlines.traffic import Arrival
 from llmserve.cluster.journal import Step
 from llmserve.request import Batch, Request
 from llmserve.scheduling.messages import (
@@ -26,25 +26,34 @@ WARM_UP = "warm-up"  # a stream without deadlines
 
 @dataclass(frozen=True)
 class Answer:
-    """latency_s : since it was due, whole answer.  batch : the last that it ran in, as the server says; "": in none."""
+    """The answer as the client saw it.
 
-    asked: Asked
+    latency_s  from the due time to the end of the answer
+    batch      last batch of the request, as the server reports it; "": none
+    """
+
+    arrival: Arrival
     status: int
     latency_s: float
     batch: str
 
     @property
     def end(self) -> str:
-        """One of ENDS. Raises AssertionError on any other answer."""
+        """One of ENDS. Raises AssertionError when the status is neither 200 nor 504."""
         if self.status == 200:
-            return IN_TIME if self.latency_s <= self.asked.stream.slo_s else LATE
+            return IN_TIME if self.latency_s <= self.arrival.stream.slo_s else LATE
         assert self.status == 504, f"an answer with status {self.status}"
         return REFUSED
 
 
 @dataclass
-class Ran:
-    """A batch on an engine. Times in seconds of the journal.  stopped : for others.  open : requests that still run."""
+class BatchRun:
+    """A batch on an engine. Times are seconds of the journal.
+
+    stopped  the scheduler preempted the batch
+    in_time  number of answers in time
+    open     ids of the requests that still run
+    """
 
     id: int
     worker: str
@@ -58,9 +67,12 @@ class Ran:
 
 
 @dataclass
-class Course:
-    """What the journal tells of a request. ends : how it ended, once if all is well.  preempted : times that it was
-    told to stop for others.  batch : the last that it ran in; None: it never ran.
+class History:
+    """A request in the journal.
+
+    ends       how the request ended; exactly one entry unless there is a bug
+    preempted  number of preemptions
+    batch      last batch of the request; None: the request never ran
     """
 
     request: Request
@@ -76,35 +88,35 @@ class Course:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Requests with deadlines, by id; batches in the order of their beginnings. Nothing of the warm-up."""
+    """Requests with deadlines, by id, and batches in the order of their starts, both without the warm-up."""
 
-    courses: dict[int, Course]
-    batches: list[Ran]
+    histories: dict[int, History]
+    batches: list[BatchRun]
 
 
 def ledger_of(steps: Sequence[Step]) -> Ledger:
-    book = _Book()
+    replay = _Replay()
     for step in steps:
-        book.see(step)
-    dated = {id_: course for id_, course in book.courses.items() if course.request.deadline_s is not None}
-    return Ledger(dated, [ran for ran in book.batches if ran.stream != WARM_UP])
+        replay.apply(step)
+    histories = {id_: history for id_, history in replay.histories.items() if history.request.deadline_s is not None}
+    return Ledger(histories, [batch for batch in replay.batches if batch.stream != WARM_UP])
 
 
-class _Book:
+class _Replay:
     def __init__(self) -> None:
-        self.courses: dict[int, Course] = {}
-        self.batches: list[Ran] = []
-        self._worker: dict[str, str] = {}  # of each engine
-        self._runs: dict[int, Ran] = {}  # by request
+        self.histories: dict[int, History] = {}
+        self.batches: list[BatchRun] = []
+        self._worker: dict[str, str] = {}  # by engine
+        self._runs: dict[int, BatchRun] = {}  # by id of a request that runs
 
-    def see(self, step: Step) -> None:
+    def apply(self, step: Step) -> None:
         event, now_s = step.event, step.now_s
         if isinstance(event, EngineReady):
             self._worker[event.engine.name] = event.engine.worker or event.engine.name
         elif isinstance(event, RequestArrived):
-            self.courses[event.request.id] = Course(event.request, now_s)
+            self.histories[event.request.id] = History(event.request, now_s)
         elif isinstance(event, RequestCancelled):
-            self.courses[event.request_id].ends.append("left")
+            self.histories[event.request_id].ends.append("left")
         elif isinstance(event, RequestEnded):
             self._end(event, now_s)
         for action in step.actions:
@@ -112,50 +124,50 @@ class _Book:
                 self._start(action.engine, action.batch, now_s)
             elif isinstance(action, PreemptBatch):
                 for request_id in action.request_ids:
-                    self.courses[request_id].preempted += 1
+                    self.histories[request_id].preempted += 1
                     self._runs[request_id].stopped = True
             elif isinstance(action, FailRequest):
                 late = action.reason == "deadline_exceeded"
-                self.courses[action.request_id].ends.append(REFUSED if late else action.reason)
+                self.histories[action.request_id].ends.append(REFUSED if late else action.reason)
 
     def _start(self, engine: str, batch: Batch, now_s: float) -> None:
         stream = batch.requests[0].stream
         ids = {request.id for request in batch.requests}
-        ran = Ran(batch.id, self._worker[engine], stream, len(ids), now_s, open=ids)
-        self.batches.append(ran)
+        run = BatchRun(batch.id, self._worker[engine], stream, len(ids), now_s, open=ids)
+        self.batches.append(run)
         for request_id in ids:
-            self._runs[request_id] = ran
-            self.courses[request_id].batch = batch.id
+            self._runs[request_id] = run
+            self.histories[request_id].batch = batch.id
 
     def _end(self, event: RequestEnded, now_s: float) -> None:
-        ran, course = self._runs.pop(event.request_id), self.courses[event.request_id]
-        ran.open.discard(event.request_id)
-        ran.ended_s = now_s
+        run, history = self._runs.pop(event.request_id), self.histories[event.request_id]
+        run.open.discard(event.request_id)
+        run.ended_s = now_s
         if event.outcome == "completed":
-            deadline_s = course.request.deadline_s
-            course.ends.append(LATE if deadline_s is not None and now_s > deadline_s else IN_TIME)
-            ran.in_time += course.end == IN_TIME
+            deadline_s = history.request.deadline_s
+            history.ends.append(LATE if deadline_s is not None and now_s > deadline_s else IN_TIME)
+            run.in_time += history.end == IN_TIME
 
 
 def check(answers: Sequence[Answer], ledger: Ledger) -> None:
-    """Raises AssertionError where a request did not end exactly once, where client and journal differ, or where a
-    worker ran two batches at a time.
+    """Raises AssertionError if a request did not end exactly once, if clients and journal differ, or if a worker ran
+    two batches at a time.
     """
-    wrong = {id_: course.ends for id_, course in ledger.courses.items() if len(course.ends) != 1}
+    wrong = {id_: history.ends for id_, history in ledger.histories.items() if len(history.ends) != 1}
     assert not wrong, f"requests that did not end exactly once, and how they ended: {wrong}"
-    ours = Counter((answer.asked.stream.name, answer.status, answer.batch) for answer in answers)
-    theirs = Counter(
+    by_clients = Counter((answer.arrival.stream.name, answer.status, answer.batch) for answer in answers)
+    by_journal = Counter(
         (
-            course.request.stream,
-            504 if course.end == REFUSED else 200,
-            "" if course.batch is None else str(course.batch),
+            history.request.stream,
+            504 if history.end == REFUSED else 200,
+            "" if history.batch is None else str(history.batch),
         )
-        for course in ledger.courses.values()
-        if course.end in ENDS
+        for history in ledger.histories.values()
+        if history.end in ENDS
     )
-    assert ours == theirs, f"client: {ours - theirs}, journal: {theirs - ours}"
+    assert by_clients == by_journal, f"client: {by_clients - by_journal}, journal: {by_journal - by_clients}"
     last_s: dict[str, float] = defaultdict(float)
-    for ran in ledger.batches:
-        assert not ran.open, f"batch {ran.id} never ended"
-        assert ran.began_s >= last_s[ran.worker], f"{ran.worker} ran two batches at {ran.began_s} s"
-        last_s[ran.worker] = ran.ended_s
+    for batch in ledger.batches:
+        assert not batch.open, f"batch {batch.id} never ended"
+        assert batch.began_s >= last_s[batch.worker], f"{batch.worker} ran two batches at {batch.began_s} s"
+        last_s[batch.worker] = batch.ended_s

@@ -1,4 +1,4 @@
-"""What an order made of a round's requests."""
+"""A run: how the requests of a round ended under one policy, and what the engines ran."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from deadlines.traffic import Setting, Stream
 
 @dataclass(frozen=True)
 class Count:
-    """Of a stream's requests. ends : how many ended in each of ENDS, by the client's clock; those of the burst apart.
-    latency_s_p50, latency_s_p99 : of those in time; None: there are none.
+    """Requests of one stream.
+
+    ends           number of requests by end (ENDS), by the client's clock
+    burst          the same for the requests of the burst
+    latency_s_p50  of the answers in time, and so is latency_s_p99; None: no answer was in time
     """
 
     ends: dict[str, int]
@@ -26,14 +29,15 @@ class Count:
 
 @dataclass(frozen=True)
 class Run:
-    """What a policy made of a round's requests. Engine times in seconds, of all workers together.
+    """A policy's run over the requests of a round. Engine times are seconds, summed over all workers.
 
-    preempted  requests, by how they ended; by the journal's clock
-    stops      batches that were stopped for others
-    stopped_s  that these ran
-    too_late_s of batches that ran to their end, and no answer of which was in time
-    bars       (worker, stream, size, began_s, ended_s, stopped) of each batch, and
-    missed     (stream, deadline_s) of each request that was not in time; counted from the beginning of the traffic
+    preempted   number of preempted requests by end, by the journal's clock
+    stops       number of batches that were preempted
+    stopped_s   engine time of the preempted batches
+    too_late_s  engine time of the batches that ran to their end without an answer in time
+    bars        (worker, stream, size, began_s, ended_s, stopped) of each batch
+    missed      (stream, deadline_s) of each request that was not in time
+                Times in bars and missed are seconds since the beginning of the traffic.
     """
 
     policy: str
@@ -48,7 +52,7 @@ class Run:
     missed: list[tuple[str, float]]
 
     def share(self, stream: str | None = None, part: str = "all") -> float:
-        """In time, over all that were asked. stream : None: of all.  part : "all", "burst", or "steady"."""
+        """Requests in time over all requests. stream : None: all streams.  part : "all", "burst", or "steady" """
         counts = [count for name, count in self.counts.items() if stream in (None, name)]
         ends = sum([Counter(_part(count, part)) for count in counts], Counter())
         return ends[IN_TIME] / ends.total() if ends.total() else 1.0
@@ -63,27 +67,27 @@ def _part(count: Count, part: str) -> dict[str, int]:
 
 
 def run_of(policy: str, number: int, setting: Setting, answers: Sequence[Answer], ledger: Ledger) -> Run:
-    """Raises AssertionError: see check."""
+    """Raises AssertionError where `check` does."""
     check(answers, ledger)
-    first_s = min(course.arrived_s for course in ledger.courses.values()) - answers[0].asked.at_s
-    ran = ledger.batches
+    first_s = min(history.arrived_s for history in ledger.histories.values()) - answers[0].arrival.at_s
+    batches = ledger.batches
     return Run(
         policy,
         number,
         {stream.name: _count(stream, setting, answers) for stream in setting.streams},
-        _ends(course.end for course in ledger.courses.values() if course.preempted),
-        stops=sum(each.stopped for each in ran),
-        stopped_s=sum(each.ended_s - each.began_s for each in ran if each.stopped),
-        too_late_s=sum(each.ended_s - each.began_s for each in ran if not each.stopped and not each.in_time),
-        busy_s=sum(each.ended_s - each.began_s for each in ran),
+        _ends(history.end for history in ledger.histories.values() if history.preempted),
+        stops=sum(batch.stopped for batch in batches),
+        stopped_s=sum(batch.ended_s - batch.began_s for batch in batches if batch.stopped),
+        too_late_s=sum(batch.ended_s - batch.began_s for batch in batches if not batch.stopped and not batch.in_time),
+        busy_s=sum(batch.ended_s - batch.began_s for batch in batches),
         bars=[
-            (each.worker, each.stream, each.size, each.began_s - first_s, each.ended_s - first_s, each.stopped)
-            for each in ran
+            (batch.worker, batch.stream, batch.size, batch.began_s - first_s, batch.ended_s - first_s, batch.stopped)
+            for batch in batches
         ],
         missed=[
-            (each.asked.stream.name, each.asked.at_s + each.asked.stream.slo_s)
-            for each in answers
-            if each.end != IN_TIME
+            (answer.arrival.stream.name, answer.arrival.at_s + answer.arrival.stream.slo_s)
+            for answer in answers
+            if answer.end != IN_TIME
         ],
     )
 
@@ -94,8 +98,8 @@ def _ends(ends: Iterable[str]) -> dict[str, int]:
 
 
 def _count(stream: Stream, setting: Setting, answers: Sequence[Answer]) -> Count:
-    mine = [answer for answer in answers if answer.asked.stream == stream]
-    latencies = [answer.latency_s for answer in mine if answer.end == IN_TIME]
+    own = [answer for answer in answers if answer.arrival.stream == stream]
+    latencies = [answer.latency_s for answer in own if answer.end == IN_TIME]
     p50, p99 = np.percentile(latencies, (50, 99)).tolist() if latencies else (None, None)
-    burst = _ends(answer.end for answer in mine if setting.in_burst(answer.asked.at_s))
-    return Count(_ends(answer.end for answer in mine), burst, p50, p99)
+    burst = _ends(answer.end for answer in own if setting.in_burst(answer.arrival.at_s))
+    return Count(_ends(answer.end for answer in own), burst, p50, p99)

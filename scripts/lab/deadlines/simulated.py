@@ -1,12 +1,12 @@
-"""Simulated loads: shares of deadlines met against load, by the scheduler alone."""
+"""Simulated loads: shares of deadlines met at each load, with the scheduler alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bench.figures import new_figure
+from bench.rows import Row, group, select, values
 from bench.tables import markdown
 
 from llmserve.simulate import Case, run_cases
@@ -16,7 +16,7 @@ from llmserve.simulation.progress import RunsProgress
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PREDICTIONS = "quantiles:0.5"  # of an error of 0.5 in the logarithm, and known
+PREDICTIONS = "quantiles:0.5"  # with a lognormal error of sigma 0.5, which the scheduler knows
 SLOS_S = (8.0, 30.0)
 SIMULATED: dict[str, dict[str, Any]] = {
     "fffs": {"order": "fffs"},
@@ -25,7 +25,7 @@ SIMULATED: dict[str, dict[str, Any]] = {
     "flex, 1 bin": {"order": "flex", "bins": 1},
     "flex": {"order": "flex"},
 }
-STREAMED: dict[str, dict[str, Any]] = {  # shares of clients that stream; of all others nobody does
+STREAMED: dict[str, dict[str, Any]] = {  # shares of clients that stream; under all other policies no client streams
     "flex, half stream": {"order": "flex", "streaming": 0.5},
     "flex, all stream": {"order": "flex", "streaming": 1.0},
 }
@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {  # of engines
     "batches to their end": {"barrier": True, "batch_size": 8},
     "slots that refill": {"slots": 32},
 }
-# Of what the engines can serve, each kind in its own way: full batches of one bin, or slots that are all taken.
+# Shares of what the engines can serve with full batches of one bin, or with full slots.
 LOADS = {"batches to their end": (0.5, 0.8, 1.5, 2.5), "slots that refill": (0.5, 0.8, 1.5, 2.5)}
 PROFILE = "h100-llama-3.1-8b"
 LOAD_COLOURS = {
@@ -47,75 +47,61 @@ LOAD_COLOURS = {
 }
 
 
-@dataclass(frozen=True)
-class Cell:
-    """Means over seeds. half_width : of the 95 % confidence interval of in_time."""
-
-    workload: str
-    kind: str
-    policy: str
-    load: float
-    in_time: float
-    half_width: float
-    goodput_per_s: float
-    preempted: float
+CASE = ("workload", "kind", "policy", "load")
 
 
-def simulated(workloads: Mapping[str, Mapping[str, Any]], requests: int, seeds: int, jobs: int) -> list[Cell]:
-    """workloads : fields of a Scenario by name."""
+def simulated(workloads: Mapping[str, Mapping[str, Any]], requests: int, seeds: int, jobs: int) -> list[Row]:
+    """workloads : name -> fields of a Scenario"""
     keys, cases = [], []
-    for name, given in workloads.items():
+    for name, fields in workloads.items():
         for kind, engine in KINDS.items():
-            # Only batches that run to their end are preempted, so that elsewhere streaming changes nothing.
+            # Slots that refill are never preempted, so that streaming changes nothing there.
             orders = {**SIMULATED, **STREAMED} if engine.get("barrier") else SIMULATED
             for policy, order in orders.items():
                 for load in LOADS[kind]:
                     common = {"engines": 2, "requests": requests, "predictions": PREDICTIONS, "slo_s": SLOS_S}
-                    keys.append((name, kind, policy, load))
-                    cases.append(Case.of({**common, **given, **engine, **order, "load": load}, {}))
-    with RunsProgress(len(cases) * seeds) as told:
-        found = run_cases(cases, seeds, jobs, told)
-    return [cell_of(key, repeated) for key, repeated in zip(keys, found, strict=True)]
+                    keys.append(dict(zip(CASE, (name, kind, policy, load), strict=True)))
+                    cases.append(Case.of({**common, **fields, **engine, **order, "load": load}, {}))
+    with RunsProgress(len(cases) * seeds) as progress:
+        repeated = run_cases(cases, seeds, jobs, progress)
+    return [row_of(key, runs) for key, runs in zip(keys, repeated, strict=True)]
 
 
-def cell_of(key: tuple[str, str, str, float], repeated: Repeated) -> Cell:
-    in_time, goodput = repeated.estimates["in_time_share"], repeated.estimates["goodput_per_s"]
-    return Cell(*key, in_time.mean, in_time.half_width, goodput.mean, repeated.estimates["preempted"].mean)
+def row_of(case: Mapping[str, Any], runs: Repeated) -> Row:
+    """Means over seeds. half_width : of the 95 % confidence interval of in_time"""
+    in_time = runs.estimates["in_time_share"]
+    numbers = {"in_time": in_time.mean, "half_width": in_time.half_width}
+    return Row(case, numbers | {name: runs.estimates[name].mean for name in ("goodput_per_s", "preempted")})
 
 
-def load_tables(cells: Sequence[Cell]) -> list[str]:
+def load_tables(rows: Sequence[Row]) -> list[str]:
     """A table for each kind of engine: shares in time by workload, policy and load."""
     tables = []
-    for kind in dict.fromkeys(cell.kind for cell in cells):
-        rows: dict[tuple[str, str], list[Cell]] = {}
-        for cell in sorted([cell for cell in cells if cell.kind == kind], key=lambda cell: cell.load):
-            rows.setdefault((cell.workload, cell.policy), []).append(cell)
-        loads = [cell.load for cell in next(iter(rows.values()))]
+    for (kind,), of_kind in group(rows, "kind").items():
+        by_order = group(sorted(of_kind, key=lambda row: float(row["load"])), "workload", "policy")
+        loads = values(next(iter(by_order.values())), "load")
         head = ["answers", "order", *[f"load {load:g}" for load in loads], f"in time/s at {loads[-1]:g}"]
         lines = []
-        for key, mine in rows.items():
-            shares = [f"{100 * cell.in_time:.1f} ± {100 * cell.half_width:.1f}" for cell in mine]
-            lines.append([*key, *shares, f"{mine[-1].goodput_per_s:.2f}"])
+        for key, same in by_order.items():
+            shares = [f"{100 * row['in_time']:.1f} ± {100 * row['half_width']:.1f}" for row in same]
+            lines.append([*key, *shares, f"{same[-1]['goodput_per_s']:.2f}"])
         tables.append(markdown(head, lines, title=f"Deadlines met (%), {kind}", right=True))
     return tables
 
 
-def load_figure(cells: Sequence[Cell]) -> Figure:
-    kinds = list(dict.fromkeys(cell.kind for cell in cells))
-    workloads = list(dict.fromkeys(cell.workload for cell in cells))
+def load_figure(rows: Sequence[Row]) -> Figure:
+    kinds, workloads = [list(dict.fromkeys(values(rows, name))) for name in ("kind", "workload")]
     wide, high = 1.0 + 3.9 * len(workloads), 0.8 + 3.0 * len(kinds)
     figure, axes = new_figure(len(kinds), len(workloads), width=wide, height=high, sharex="row", sharey=True)
-    for row, kind in zip(axes, kinds, strict=True):
-        for axis, workload in zip(row, workloads, strict=True):
-            for policy in dict.fromkeys(cell.policy for cell in cells if cell.kind == kind):
-                mine = sorted(
-                    [c for c in cells if (c.workload, c.kind, c.policy) == (workload, kind, policy)],
-                    key=lambda cell: cell.load,
-                )
+    for panels, kind in zip(axes, kinds, strict=True):
+        for axis, workload in zip(panels, workloads, strict=True):
+            for policy in dict.fromkeys(values(select(rows, kind=kind), "policy")):
+                own = select(rows, workload=workload, kind=kind, policy=policy)
+                own.sort(key=lambda row: float(row["load"]))
                 axis.errorbar(
-                    [cell.load for cell in mine],
-                    [100 * cell.in_time for cell in mine],
-                    [100 * cell.half_width for cell in mine],
+                    values(own, "load"),
+                    [100 * share for share in values(own, "in_time")],
+                    [100 * width for width in values(own, "half_width")],
                     color=LOAD_COLOURS[policy],
                     marker="o",
                     markersize=4,
@@ -124,7 +110,7 @@ def load_figure(cells: Sequence[Cell]) -> Figure:
                     label=policy,
                 )
             axis.set_title(f"{workload}: {kind}", fontsize=10)
-        row[0].set_ylabel("deadlines met (%)")
+        panels[0].set_ylabel("deadlines met (%)")
     for axis in axes[-1]:
         axis.set(xlabel="load (1: all that full batches of one bin, or full slots, bear)", ylim=(0, 102))
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False)

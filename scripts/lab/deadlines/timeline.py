@@ -1,4 +1,4 @@
-"""The timeline of a round: what came, what the GPUs ran, and the deadlines that were missed."""
+"""The timeline of a round: the arrivals, the batches on the GPUs, and the missed deadlines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.figures import new_figure
 
 from deadlines.ledger import IN_TIME
 from deadlines.runs import Run
-from deadlines.traffic import Asked, Setting
+from deadlines.traffic import Arrival, Setting
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,12 +20,12 @@ DRAWN = ("flex", "flex, no preemption", "fffs")
 COLOURS = ("#0072B2", "#D55E00")  # of streams
 MISSED = "#333333"
 GAP = 0.3  # between the rows of two workers, each 1 high
-MISSES_AT = -0.42  # below the last worker's row
-BEFORE_S, AFTER_S = 3.0, 5.0  # that are drawn around the burst
+MISSES_AT = -0.42  # height of the missed deadlines, below the row of the last worker
+BEFORE_S, AFTER_S = 3.0, 5.0  # drawn before and after the burst
 
 
-def timeline(what: str, setting: Setting, runs: Sequence[Run], asked: Sequence[Asked]) -> Figure:
-    """The first round: arrivals on top, then what the GPUs ran under each of DRAWN."""
+def timeline(engines: str, setting: Setting, runs: Sequence[Run], arrivals: Sequence[Arrival]) -> Figure:
+    """The first round: arrivals on top, then the batches on the GPUs under each policy of DRAWN."""
     shown = [run for policy in DRAWN for run in runs if (run.policy, run.round) == (policy, 1)]
     workers = sorted({bar[0] for run in shown for bar in run.bars})
     panel = 0.55 + 0.62 * len(workers)
@@ -34,7 +34,7 @@ def timeline(what: str, setting: Setting, runs: Sequence[Run], asked: Sequence[A
     figure, grid = new_figure(1 + len(shown), 1, width=12.5, height=height, sharex=True, height_ratios=ratios)
     axes = grid[:, 0]
     colour = {stream.name: COLOURS[index] for index, stream in enumerate(setting.streams)}
-    _draw_arrivals(axes[0], setting, asked, colour)
+    _draw_arrivals(axes[0], setting, arrivals, colour)
     for axis, run in zip(axes[1:], shown, strict=True):
         _draw_panel(axis, setting, run, workers, colour)
     for axis in axes:
@@ -44,15 +44,15 @@ def timeline(what: str, setting: Setting, runs: Sequence[Run], asked: Sequence[A
         axis.tick_params(axis="y", length=0)
     axes[-1].set_xlabel("seconds")
     axes[-1].set_xlim(setting.burst_s[0] - BEFORE_S, setting.burst_s[1] + AFTER_S)
-    figure.suptitle(f"Two streams, a burst: {what}", x=0.01, ha="left", fontsize=12)
+    figure.suptitle(f"Two streams, a burst: {engines}", x=0.01, ha="left", fontsize=12)
     _explain(figure, setting, colour)
     return figure
 
 
-def _draw_arrivals(axis: Axes, setting: Setting, asked: Sequence[Asked], colour: Mapping[str, str]) -> None:
+def _draw_arrivals(axis: Axes, setting: Setting, arrivals: Sequence[Arrival], colour: Mapping[str, str]) -> None:
     width_s = 0.5
     edges = np.arange(0.0, setting.seconds + width_s, width_s)
-    counts = [np.histogram([e.at_s for e in asked if e.stream == s], edges)[0] / width_s for s in setting.streams]
+    counts = [np.histogram([a.at_s for a in arrivals if a.stream == s], edges)[0] / width_s for s in setting.streams]
     bottom = np.zeros(edges.size - 1)
     for stream, count in zip(setting.streams, counts, strict=True):
         axis.bar(edges[:-1], count, width_s * 0.9, bottom, align="edge", color=colour[stream.name])
@@ -67,10 +67,10 @@ def _draw_panel(axis: Axes, setting: Setting, run: Run, workers: Sequence[str], 
     base = {worker: (len(workers) - 1 - index) * (1 + GAP) for index, worker in enumerate(workers)}
     for worker, stream, size, began_s, ended_s, stopped in run.bars:
         height = max(0.1, size / setting.batch_size)
-        look: dict[str, Any] = {"facecolor": colour[stream], "edgecolor": "white", "linewidth": 0.4}
+        style: dict[str, Any] = {"facecolor": colour[stream], "edgecolor": "white", "linewidth": 0.4}
         if stopped:
-            look = {"facecolor": "white", "edgecolor": colour[stream], "linewidth": 0.6, "hatch": "/////"}
-        axis.bar(began_s, height, ended_s - began_s, base[worker], align="edge", **look)
+            style = {"facecolor": "white", "edgecolor": colour[stream], "linewidth": 0.6, "hatch": "/////"}
+        axis.bar(began_s, height, ended_s - began_s, base[worker], align="edge", **style)
         if stopped:
             axis.plot(
                 [ended_s] * 2, [base[worker] - 0.04, base[worker] + height + 0.12], color="#CC0000", linewidth=1.6
@@ -87,8 +87,8 @@ def _draw_panel(axis: Axes, setting: Setting, run: Run, workers: Sequence[str], 
     parts = ", ".join(f"{stream.name} {run.share(stream.name):.0%}" for stream in setting.streams)
     preempted = sum(run.preempted.values())
     again = f"; {preempted} requests preempted, {run.preempted[IN_TIME]} of them in time all the same"
-    said = again if preempted else ""
-    axis.set_title(f"{run.policy}: {run.share():.0%} in time ({parts}){said}", loc="left", fontsize=10)
+    ending = again if preempted else ""
+    axis.set_title(f"{run.policy}: {run.share():.0%} in time ({parts}){ending}", loc="left", fontsize=10)
 
 
 def _explain(figure: Figure, setting: Setting, colour: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""What is asked: two streams with deadlines of their own, and a burst of one."""
+"""The requests: two streams with different deadlines, and a burst of one stream."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Stream:
-    """Requests of one application. tokens : (least, most) of an answer, any as often.  burst_per_s : that come besides
-    rate_per_s while the burst lasts.
+    """Requests of one application.
+
+    tokens       (least, most) output tokens of an answer, uniformly distributed
+    burst_per_s  rate of additional requests during the burst
     """
 
     name: str
@@ -23,7 +25,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Setting:
-    """Traffic of `seconds`, with a burst from burst_s[0] to burst_s[1]. batch_size : the largest, of every engine."""
+    """Traffic of `seconds`, with a burst from burst_s[0] to burst_s[1]. batch_size : largest batch of every engine"""
 
     streams: tuple[Stream, ...]
     seconds: float
@@ -33,26 +35,25 @@ class Setting:
     def in_burst(self, at_s: float) -> bool:
         return self.burst_s[0] <= at_s < self.burst_s[1]
 
-    def stream(self, name: str) -> Stream:
-        return next(stream for stream in self.streams if stream.name == name)
-
 
 @dataclass(frozen=True)
-class Asked:
+class Arrival:
+    """A request. at_s : since the beginning of the traffic.  tokens : of the answer"""
+
     at_s: float
     stream: Stream
     tokens: int
 
 
-def draw(setting: Setting, seed: int) -> list[Asked]:
-    """A round's requests, in order of arrival: each stream Poisson, in the burst as well."""
+def draw(setting: Setting, seed: int) -> list[Arrival]:
+    """The requests of a round, in order of arrival. Each stream is a Poisson process, also in the burst."""
     rng = np.random.default_rng(seed)
-    asked = []
+    arrivals = []
     for stream in setting.streams:
         spans = ((0.0, setting.seconds, stream.rate_per_s), (*setting.burst_s, stream.burst_per_s))
         for from_s, to_s, rate_per_s in spans:
             count = rng.poisson(rate_per_s * (to_s - from_s))
             times_s = rng.uniform(from_s, to_s, count)
             lengths = rng.integers(stream.tokens[0], stream.tokens[1], count, endpoint=True)
-            asked += [Asked(*pair) for pair in zip(times_s, [stream] * count, lengths.tolist(), strict=True)]
-    return sorted(asked, key=lambda each: each.at_s)
+            arrivals += [Arrival(*fields) for fields in zip(times_s, [stream] * count, lengths.tolist(), strict=True)]
+    return sorted(arrivals, key=lambda arrival: arrival.at_s)

@@ -1,4 +1,4 @@
-"""The figures: what each arrangement makes of the same requests."""
+"""Figures that compare the arrangements on the same requests."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.figures import new_figure, save
+from bench.figures import BLUE, GREEN, GREY, ORANGE, SKY, YELLOW, new_figure, save
 
 COLORS = {
-    "direct": "#8c8c8c", "priority": "#d98a3d", "fffs": "#9dbfe8", "shortest": "#2f6fc4", "edf": "#2a9d5c",
-    "round_robin": "#8c8c8c", "power_of_two": "#b5a642",
+    "direct": GREY, "priority": ORANGE, "fffs": SKY, "shortest": BLUE, "edf": GREEN,
+    "round_robin": GREY, "power_of_two": YELLOW,
 }  # fmt: skip
 SIZE = {"fontsize": 9}
 WIDTH = 9.0  # inches: reads well at 900 pixels
 
 
 def draw_bars(axes: Any, section: Mapping[str, Any], values: Mapping[str, float], shape: str, label: str) -> None:
-    """One bar for each arrangement of the section, the first on top. shape: how a value is written beside its bar."""
+    """Draw a bar for each arrangement of the section, the first on top. shape : format of the value beside a bar"""
     drawn = [row for row in section["rows"] if row["arrangement"] in values]
     places = range(len(drawn))
     lengths = [values[row["arrangement"]] for row in drawn]
@@ -34,8 +34,8 @@ def draw_bars(axes: Any, section: Mapping[str, Any], values: Mapping[str, float]
 
 
 def ratios_to(section: Mapping[str, Any], baseline: str, name: str) -> dict[str, float]:
-    """By arrangement; the baseline itself is 1."""
-    return {row["arrangement"]: row["ratios"].get(baseline, {}).get(name, 1.0) for row in section["rows"]}
+    """Ratios by arrangement; the baseline has 1."""
+    return {row["arrangement"]: row.ratios.get(baseline, {}).get(name, 1.0) for row in section["rows"]}
 
 
 def column_of(section: Mapping[str, Any], name: str) -> dict[str, float]:
@@ -56,7 +56,7 @@ def draw_burst(section: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_load(results: Mapping[str, Any], path: Path) -> None:
-    """Rows: slow-down, p99 latency. Columns: the loads that were measured."""
+    """Rows: slow-down, p99 latency. Columns: the measured loads."""
     titles = {
         "poisson-0.7": "Poisson, 0.7 of capacity",
         "poisson-0.9": "Poisson, 0.9",
@@ -91,7 +91,7 @@ def draw_routers(section: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_figures(results: Mapping[str, Any], prefix: str) -> None:
-    """prefix-burst.png, prefix-load.png, prefix-routers.png; those whose parts were measured."""
+    """Draw prefix-burst.png, prefix-load.png and prefix-routers.png, as far as their parts were measured."""
     if "burst" in results:
         draw_burst(results["burst"], Path(f"{prefix}-burst.png"))
     if any(part in results for part in ("poisson-0.7", "poisson-0.9", "trace")):

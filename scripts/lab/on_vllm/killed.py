@@ -1,4 +1,4 @@
-"""One of two servers is killed: what becomes of each request."""
+"""One of two servers is killed: how each request ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from bench import client
 from bench.client import Reply
-from bench.progress import say
+from bench.progress import log
 
 from on_vllm.arrangements import arrangements_of
 from on_vllm.engines import Engines, front
@@ -22,7 +22,7 @@ from on_vllm.passes import code_of, session_of, streamed
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """kind : "answer", "error" (a clear one), "lost" (neither), or "twice" (more than one answer or error)."""
+    """kind : "answer", "error" (a clear error), "lost" (neither), or "twice" (more than one answer or error)"""
 
     kind: str
     code: str = ""
@@ -30,7 +30,7 @@ class Verdict:
 
 
 def judge(reply: Reply, *, stream: bool) -> Verdict:
-    """What a client has to make of a reply to a request with one choice."""
+    """Judge the reply to a request with one choice, as a client must."""
     if reply.status not in (0, 200):
         code = code_of(reply.body)
         return Verdict("error", f"{reply.status} {code}") if code != "unclear" else Verdict("lost", "an unclear error")
@@ -52,49 +52,46 @@ def judge(reply: Reply, *, stream: bool) -> Verdict:
 
 
 def _events(body: bytes) -> Iterator[dict[str, Any]]:
-    """The JSON of a stream's events. Raises ValueError where one is cut off."""
+    """The JSON of a stream's events. Raises ValueError where an event is cut off."""
     for line in body.splitlines():
         if line.startswith(b"data: ") and line != b"data: [DONE]":
             yield json.loads(line[6:])
 
 
 async def kill(args: argparse.Namespace, part: str, engines: Engines) -> dict[str, Any]:
-    """Every second request streams. The victim and all its processes die at once and stay dead."""
+    """Kill the first server and its processes when half of the requests have ended. Every second request streams."""
     count = requests_of(args, part)
     prompts = engines.prompts[:count]
     arrangement = arrangements_of(part, args.orders)[1]
     done = 0
     half_done = asyncio.Event()
-    async with session_of() as session, front(args, arrangement, engines) as url:
+    async with session_of() as session, front(args, arrangement, engines) as front_url:
 
-        async def asked_of(place: str, index: int, *, stream: bool) -> Verdict:
+        async def ask(url: str, index: int, *, stream: bool) -> Verdict:
             body = streamed(prompts[index]) if stream else client.body_of(prompts[index])
-            return judge(await client.ask(session, place, body), stream=stream)
+            return judge(await client.ask(session, url, body), stream=stream)
 
         async def verdict(index: int) -> Verdict:
             nonlocal done
-            found = await asked_of(url, index, stream=bool(index % 2))
+            own = await ask(front_url, index, stream=bool(index % 2))
             done += 1
             if 2 * done >= count:
                 half_done.set()
-            return found
+            return own
 
-        expected = await asyncio.gather(
-            *(asked_of(engines.urls[index % 2], index, stream=False) for index in range(count))
-        )
-        asked = asyncio.gather(*(verdict(index) for index in range(count)))
+        expected = await asyncio.gather(*(ask(engines.urls[index % 2], index, stream=False) for index in range(count)))
+        verdicts_later = asyncio.gather(*(verdict(index) for index in range(count)))
         await half_done.wait()
         engines.servers[0].kill()
         answered_before = done
         await engines.servers[0].process.wait()
-        verdicts = await asked
+        verdicts = await verdicts_later
     kinds = Counter(verdict.kind for verdict in verdicts)
-    found: dict[str, Any] = {kind: kinds[kind] for kind in ("answer", "error", "lost", "twice")}
-    found["answered_before_the_kill"] = answered_before
-    found["errors"] = dict(Counter(verdict.code for verdict in verdicts if verdict.kind in ("error", "lost")))
-    found["other_text"] = sum(
-        verdict.kind == "answer" and verdict.text != other.text
-        for verdict, other in zip(verdicts, expected, strict=True)
+    section: dict[str, Any] = {kind: kinds[kind] for kind in ("answer", "error", "lost", "twice")}
+    section["answered_before_the_kill"] = answered_before
+    section["errors"] = dict(Counter(verdict.code for verdict in verdicts if verdict.kind in ("error", "lost")))
+    section["other_text"] = sum(
+        verdict.kind == "answer" and verdict.text != own.text for verdict, own in zip(verdicts, expected, strict=True)
     )
-    say(f"kill: {found}")
-    return found
+    log(f"kill: {section}")
+    return section

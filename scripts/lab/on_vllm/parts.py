@@ -1,24 +1,23 @@
-"""The parts, but that of the killed server."""
+"""All parts except the part with the killed server."""
 
 from __future__ import annotations
 
 import argparse
 import re
-import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from bench import client
 from bench.client import get_text
-from bench.progress import say
+from bench.progress import log
 from bench.results import in_turn
+from bench.rows import Row, group, median
 
 from on_vllm.arrangements import DIRECT, PARTS, Arrangement, arrangements_of
 from on_vllm.engines import Engines, capacity_per_s, front
-from on_vllm.loads import Load, nearest_indices, poisson_arrivals_s, predictions, read_trace
+from on_vllm.loads import Load, draw_predictions, nearest_indices, poisson_arrivals_s, read_trace
 from on_vllm.passes import ANSWER_S_MAX, Outcome, all_at_once, ask, questions_of, rows, send, session_of, summary
 
 REQUESTS = {"idle": 200, "barrier": 400, "memory": 400, "kill": 500}  # of a pass; else REQUESTS_LOAD
@@ -39,29 +38,6 @@ def rounds_of(args: argparse.Namespace, part: str) -> int:
     return int(args.rounds or ROUNDS.get(part, ROUNDS_LOAD))
 
 
-@dataclass
-class Rounds:
-    """A part in the making: what each pass has shown, by arrangement; and of each round's load what it was like."""
-
-    arrangements: list[Arrangement]
-    shown: dict[str, list[dict[str, float]]] = field(default_factory=dict)
-    taus: list[dict[str, float]] = field(default_factory=list)
-    mean_tokens: list[float] = field(default_factory=list)
-    capacity_per_s: list[float] = field(default_factory=list)
-
-    def section(self) -> dict[str, Any]:
-        taus = {kind: statistics.median(these[kind] for these in self.taus) for kind in self.taus[0]}
-        found: dict[str, Any] = {
-            "mean_tokens": round(statistics.median(self.mean_tokens), 1),
-            "kendall_tau": {kind: round(tau, 3) for kind, tau in taus.items()},
-            "rows": rows(self.arrangements, self.shown),
-            "passes": self.shown,
-        }
-        if self.capacity_per_s:
-            found["capacity_requests_per_s"] = round(statistics.median(self.capacity_per_s), 2)
-        return found
-
-
 async def take_turns(
     args: argparse.Namespace,
     part: str,
@@ -69,39 +45,44 @@ async def take_turns(
     make: Callable[[np.random.Generator], Load],
     timed: Callable[[Load, float, np.random.Generator], Load] | None = None,
 ) -> dict[str, Any]:
-    """Round after round, the arrangements of a part over the same load.
+    """Run the arrangements of a part on the same load, in turn, round after round.
 
-    make : the requests of a round.  timed : gives them their arrivals, from the requests a second that engines can do;
-    without it all come at once.
+    make   returns the load of a round
+    timed  sets the arrivals of a load, from the requests per second of the engines; None: all requests come at once
     """
-    these = Rounds(arrangements_of(part, args.orders))
-    count = rounds_of(args, part)
+    arrangements, count = arrangements_of(part, args.orders), rounds_of(args, part)
+    loads, passes = [], []  # rows of the rounds and of the passes
     for number in range(count):
         rng = np.random.default_rng([args.seed, PARTS.index(part), number])
-        load = make(rng)
+        load, capacity = make(rng), None
         if timed is not None:
             capacity = await capacity_per_s(engines, load)
-            these.capacity_per_s.append(capacity)
             load = timed(load, capacity, rng)
-            say(f"{part} round {number + 1}/{count}: vLLM's capacity is {capacity:.2f} requests/s")
-        these.taus.append(load.taus)
-        these.mean_tokens.append(float(load.tokens.mean()))
-        for arrangement in in_turn(these.arrangements, number):
+            log(f"{part} round {number + 1}/{count}: vLLM's capacity is {capacity:.2f} requests/s")
+        mean_tokens = float(load.tokens.mean())
+        loads.append(Row({"round": number}, {"mean_tokens": mean_tokens, "capacity": capacity, **load.taus}))
+        for arrangement in in_turn(arrangements, number):
             before = await preemptions(engines)
             outcomes = await one_pass(args, arrangement, engines, load, burst=timed is None)
-            found = summary(outcomes, load, engines.service) | {"preemptions": await preemptions(engines) - before}
-            these.shown.setdefault(arrangement.name, []).append(found)
-            say(f"{part} round {number + 1}/{count}: {arrangement.name}: {in_words(found)}")
-    return these.section()
+            numbers = summary(outcomes, load, engines.service) | {"preemptions": await preemptions(engines) - before}
+            passes.append(Row({"arrangement": arrangement.name, "round": number}, numbers))
+            log(f"{part} round {number + 1}/{count}: {arrangement.name}: {in_words(numbers)}")
+    section = {
+        "mean_tokens": round(median(loads, "mean_tokens"), 1),
+        "kendall_tau": {kind: round(median(loads, kind), 3) for kind in load.taus},
+        "rows": [{**row.record, "ratios": row.ratios} for row in rows(arrangements, passes)],
+        "passes": {name: [row.numbers for row in own] for (name,), own in group(passes, "arrangement").items()},
+    }
+    return section if timed is None else section | {"capacity_requests_per_s": round(median(loads, "capacity"), 2)}
 
 
 async def preemptions(engines: Engines) -> float:
-    """Times so far that vLLM has evicted a request from its cache, to compute it again later."""
+    """How often vLLM has evicted a request from its cache so far, to compute the request again later."""
     count = 0.0
     async with session_of() as session:
         for url in engines.urls:
-            found = PREEMPTIONS.findall(await get_text(session, f"{url}/metrics"))
-            count += sum(float(number) for number in found)
+            counters = PREEMPTIONS.findall(await get_text(session, f"{url}/metrics"))
+            count += sum(map(float, counters))
     return count
 
 
@@ -109,27 +90,27 @@ async def one_pass(
     args: argparse.Namespace, arrangement: Arrangement, engines: Engines, load: Load, *, burst: bool
 ) -> list[Outcome]:
     async with front(args, arrangement, engines) as url:
-        some = engines.prompts[:WARM_UP_REQUESTS]
-        await send([url] * len(some), all_at_once(some))
+        warm_up = engines.prompts[:WARM_UP_REQUESTS]
+        await send([url] * len(warm_up), all_at_once(warm_up))
         return await send([url] * len(load.prompts), questions_of(arrangement, load, engines.service, burst=burst))
 
 
-def in_words(found: Mapping[str, float]) -> str:
+def in_words(numbers: Mapping[str, float]) -> str:
     text = (
-        f"{found['tokens_per_s']:,.0f} tokens/s, latency {found['latency_s_mean']:.2f} s mean, "
-        f"{found['latency_s_p99']:.2f} s p99, slow-down {found['slowdown_mean']:.2f}"
+        f"{numbers['tokens_per_s']:,.0f} tokens/s, latency {numbers['latency_s_mean']:.2f} s mean, "
+        f"{numbers['latency_s_p99']:.2f} s p99, slow-down {numbers['slowdown_mean']:.2f}"
     )
-    odd = {name: int(found[name]) for name in ("dropped", "failed", "other_length", "preemptions") if found[name]}
+    odd = {name: int(numbers[name]) for name in ("dropped", "failed", "other_length", "preemptions") if numbers[name]}
     return text + "".join(f", {count} {name.replace('_', ' ')}" for name, count in odd.items())
 
 
 def some_requests(engines: Engines, count: int) -> Callable[[np.random.Generator], Load]:
-    """Makes loads of the first `count` prompts, in another order each time, all arriving at once."""
+    """A function that returns a load of the first `count` prompts, in random order, all at once."""
 
     def make(rng: np.random.Generator) -> Load:
         order = rng.permutation(count)
         tokens = engines.tokens[order]
-        return Load([engines.prompts[index] for index in order], tokens, np.zeros(count), predictions(tokens, rng))
+        return Load([engines.prompts[index] for index in order], tokens, np.zeros(count), draw_predictions(tokens, rng))
 
     return make
 
@@ -137,7 +118,7 @@ def some_requests(engines: Engines, count: int) -> Callable[[np.random.Generator
 def at_poisson_times(share: float) -> Callable[[Load, float, np.random.Generator], Load]:
     def timed(load: Load, capacity: float, rng: np.random.Generator) -> Load:
         arrivals_s = poisson_arrivals_s(load.tokens.size, share * capacity, rng)
-        return Load(load.prompts, load.tokens, arrivals_s, load.told)
+        return Load(load.prompts, load.tokens, arrivals_s, load.predictions)
 
     return timed
 
@@ -148,7 +129,7 @@ async def at_once_or_poisson(args: argparse.Namespace, part: str, engines: Engin
 
 
 async def trace(args: argparse.Namespace, part: str, engines: Engines) -> dict[str, Any]:
-    """Each round another stretch of the trace."""
+    """Each round replays another stretch of the trace."""
     all_arrivals_s, all_tokens = read_trace(args.trace)
     count = min(requests_of(args, part), all_tokens.size)
     factor = float(engines.tokens.max() / all_tokens.max())
@@ -158,26 +139,26 @@ async def trace(args: argparse.Namespace, part: str, engines: Engines) -> dict[s
         chosen = nearest_indices(factor * all_tokens[start : start + count], engines.tokens, rng)
         tokens = engines.tokens[chosen]
         arrivals_s = all_arrivals_s[start : start + count] - all_arrivals_s[start]
-        return Load([engines.prompts[index] for index in chosen], tokens, arrivals_s, predictions(tokens, rng))
+        return Load([engines.prompts[index] for index in chosen], tokens, arrivals_s, draw_predictions(tokens, rng))
 
     def timed(load: Load, capacity: float, rng: np.random.Generator) -> Load:
-        # The stretch's own mean rate becomes the wanted one; the shape of its arrivals stays.
+        # The mean rate of the stretch is scaled to the part's load; the shape of the arrivals stays.
         scale = load.tokens.size / (LOADS[part] * capacity) / load.arrivals_s[-1]
-        return Load(load.prompts, load.tokens, scale * load.arrivals_s, load.told)
+        return Load(load.prompts, load.tokens, scale * load.arrivals_s, load.predictions)
 
-    found = await take_turns(args, part, engines, make, timed)
-    return {"trace": args.trace.name, "length_factor": round(factor, 3), **found}
+    section = await take_turns(args, part, engines, make, timed)
+    return {"trace": args.trace.name, "length_factor": round(factor, 3), **section}
 
 
 async def idle(args: argparse.Namespace, part: str, engines: Engines) -> dict[str, Any]:
-    """Pairs of one request through llmserve and one to vLLM, in turns."""
+    """Pairs of requests, one through llmserve and one directly to vLLM, in turn."""
     pairs = requests_of(args, part)
     near = np.argsort(np.abs(engines.tokens - IDLE_TOKENS), kind="stable")[:16]
     ways = arrangements_of(part, args.orders)
-    seen: dict[str, list[Outcome]] = {arrangement.name: [] for arrangement in ways}
+    outcomes: dict[str, list[Outcome]] = {arrangement.name: [] for arrangement in ways}
     async with (
         front(args, ways[1], engines) as through,
-        client.session_of(ANSWER_S_MAX) as session,  # one connection to each side, kept: the cheapest for both
+        client.session_of(ANSWER_S_MAX) as session,  # keeps one connection to each side, which is cheapest for both
     ):
         urls = {DIRECT.name: engines.urls[0], ways[1].name: through}
         warm_up = 10
@@ -188,18 +169,21 @@ async def idle(args: argparse.Namespace, part: str, engines: Engines) -> dict[st
                 if outcome.failure:
                     raise RuntimeError(f"{name}: {outcome.failure}")
                 if number >= warm_up:
-                    seen[name].append(outcome)
-    found: dict[str, Any] = {"tokens": int(np.median(engines.tokens[near])), "rows": []}
-    for name, outcomes in seen.items():
-        row: dict[str, Any] = {"arrangement": name}
-        for what, values in (
-            ("latency_ms", [outcome.latency_s for outcome in outcomes]),
-            ("first_token_ms", [outcome.first_s for outcome in outcomes]),
-        ):
-            row |= {f"{what}_{f'p{q}'}": round(1e3 * float(np.percentile(values, q)), 3) for q in (50, 95)}
-        found["rows"].append(row)
-    direct, llmserve = found["rows"]
-    found["added_latency_ms"] = round(llmserve["latency_ms_p50"] - direct["latency_ms_p50"], 3)
-    found["added_first_token_ms"] = round(llmserve["first_token_ms_p50"] - direct["first_token_ms_p50"], 3)
-    say(f"idle: {found['added_latency_ms']:.2f} ms added, {found['added_first_token_ms']:.2f} ms to the first token")
-    return found
+                    outcomes[name].append(outcome)
+    direct, llmserve = [_idle_row(name, own) for name, own in outcomes.items()]
+    latency_ms, first_ms = [
+        round(llmserve[name] - direct[name], 3) for name in ("latency_ms_p50", "first_token_ms_p50")
+    ]
+    log(f"idle: {latency_ms:.2f} ms added, {first_ms:.2f} ms to the first token")
+    section = {"tokens": int(np.median(engines.tokens[near])), "rows": [direct.record, llmserve.record]}
+    return {**section, "added_latency_ms": latency_ms, "added_first_token_ms": first_ms}
+
+
+def _idle_row(name: str, outcomes: Sequence[Outcome]) -> Row:
+    times_s = {"latency_ms": [o.latency_s for o in outcomes], "first_token_ms": [o.first_s for o in outcomes]}
+    percentiles = {
+        f"{quantity}_p{q}": round(1e3 * float(np.percentile(values, q)), 3)
+        for quantity, values in times_s.items()
+        for q in (50, 95)
+    }
+    return Row({"arrangement": name}, percentiles)

@@ -1,28 +1,26 @@
-"""Passes: what is asked, each request at its time, and what a pass has shown."""
+"""Passes: the requests of a pass, each sent at its time, and the numbers of the pass."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import aiohttp
 import numpy as np
 from bench import client
-from bench.results import median_of
+from bench.rows import Row, median, ratio, select
 
 from llmserve.headers import PREDICTED_HEADER, SLO_HEADER
 from on_vllm.arrangements import Arrangement, baselines_of
 from on_vllm.loads import Floats, Ints, Load, ServiceTime
 
 SLO_S, SLO_SERVICE_TIMES = 0.5, 5.0
-SLO_BURST_S = 600.0  # nothing waits so long
+SLO_BURST_S = 600.0  # longer than any request waits
 ANSWER_S_MAX = 900.0  # a request without an answer for so long is lost
 
 
@@ -35,7 +33,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a request. Times are seconds after its arrival; tokens is 0 and failure is said when it failed."""
+    """The end of a request. first_s, latency_s : seconds after arrival.  tokens : 0 if the request failed"""
 
     arrival_s: float
     first_s: float
@@ -45,24 +43,24 @@ class Outcome:
 
 
 def streamed(prompt: str, **more: Any) -> bytes:
-    """A question's body. No max_tokens: it would tell llmserve the length."""
+    """The body of a streaming request. max_tokens is absent, because it would tell llmserve the length."""
     return json.dumps(client.body_of(prompt, stream=True, stream_options={"include_usage": True}, **more)).encode()
 
 
 def questions_of(arrangement: Arrangement, load: Load, service: ServiceTime, *, burst: bool) -> list[Question]:
-    """burst: edf's deadlines are long, and come from the predictions."""
-    told = None if arrangement.predictions is None else load.told[arrangement.predictions]
+    """burst : give edf long deadlines, computed from the predictions"""
+    predictions = None if arrangement.predictions is None else load.predictions[arrangement.predictions]
     slos_s = SLO_S + SLO_SERVICE_TIMES * service(load.tokens)
-    if burst and told is not None:
-        slos_s = SLO_BURST_S + SLO_SERVICE_TIMES * service(told)
+    if burst and predictions is not None:
+        slos_s = SLO_BURST_S + SLO_SERVICE_TIMES * service(predictions)
     questions = []
     for index, prompt in enumerate(load.prompts):
         headers: dict[str, str] = {}
         priority: dict[str, int] = {}
-        if told is not None and arrangement.way == "priority":
-            priority["priority"] = int(told[index])
-        elif told is not None:
-            headers[PREDICTED_HEADER] = str(told[index])
+        if predictions is not None and arrangement.way == "priority":
+            priority["priority"] = int(predictions[index])
+        elif predictions is not None:
+            headers[PREDICTED_HEADER] = str(predictions[index])
         if arrangement.way == "edf":
             headers[SLO_HEADER] = f"{1e3 * slos_s[index]:.0f}"
         questions.append(Question(streamed(prompt, **priority), headers, float(load.arrivals_s[index])))
@@ -70,11 +68,11 @@ def questions_of(arrangement: Arrangement, load: Load, service: ServiceTime, *, 
 
 
 USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
-TAIL_BYTES = 1024  # hold the usage event and what follows it
+TAIL_BYTES = 1024  # contain the usage event and all later events
 
 
 async def ask(session: aiohttp.ClientSession, url: str, question: Question, due_s: float) -> Outcome:
-    """due_s: when it should have been sent, on the clock of perf_counter; everything is counted from then."""
+    """due_s : due time of the request on the clock of perf_counter, from which all times are counted"""
     head, first_s = b"", 0.0
 
     def on_chunk(chunk: bytes) -> None:
@@ -103,7 +101,7 @@ def session_of() -> aiohttp.ClientSession:
 
 
 def code_of(body: bytes) -> str:
-    """The code (or type) of an error in OpenAI's shape; "unclear" for anything else."""
+    """The code (or type) of an error in OpenAI's format; "unclear" for any other body."""
     try:
         error = json.loads(body)["error"]
         return str(error.get("code") or error["type"])
@@ -112,7 +110,7 @@ def code_of(body: bytes) -> str:
 
 
 async def send(urls: Sequence[str], questions: Sequence[Question]) -> list[Outcome]:
-    """Ask each question at its time, at the URL beside it."""
+    """Send each question at its time to the URL at the same index."""
     async with session_of() as session:
         return await client.at_their_times(
             [question.arrival_s for question in questions],
@@ -125,7 +123,7 @@ def all_at_once(prompts: Sequence[str]) -> list[Question]:
 
 
 def shares(tokens: Ints, count: int) -> list[int]:
-    """For each request which of `count` servers gets it, so that all get about the same number of tokens."""
+    """For each request the index of its server, of `count`, so that all servers get about as many tokens."""
     totals = [0] * count
     placed = [0] * tokens.size
     for index in np.argsort(-tokens, kind="stable"):
@@ -135,10 +133,10 @@ def shares(tokens: Ints, count: int) -> list[int]:
 
 
 def saturated_tokens_per_s(began_s: Floats, ended_s: Floats, tokens: Ints) -> float:
-    """Tokens per second until the last answer began, that is, while something waited. Seconds after the first arrival.
+    """Tokens per second until the last answer began, that is, while requests waited. Times start at the first arrival.
 
-    A burst's makespan also holds the time in which slots run empty: with the longest answers last that is the longest,
-    although none of it is lost where requests keep coming. An answer's tokens are taken to come evenly.
+    The makespan of a burst also contains the time in which slots run empty, which is longest if the longest answers
+    come last. Under steady arrivals that time is not lost. The tokens of an answer are assumed to come evenly.
     """
     until_s = began_s.max()
     shares = np.clip((until_s - began_s) / np.maximum(ended_s - began_s, 1e-9), 0.0, 1.0)
@@ -146,35 +144,38 @@ def saturated_tokens_per_s(began_s: Floats, ended_s: Floats, tokens: Ints) -> fl
 
 
 def summary(outcomes: Sequence[Outcome], load: Load, service: ServiceTime) -> dict[str, float]:
-    """Of one pass. Latencies and slow-downs are of answered requests, deadlines_met of all.
+    """The numbers of one pass. Latencies and slow-downs count answered requests, deadlines_met counts all requests.
 
-    tokens_per_s: from the first arrival to the end of the last answer. dropped: refused with 504; failed: any other
-    way of not being answered. other_length: answered with another length than in the first pass. Raises RuntimeError
-    when no request was answered.
+    tokens_per_s  from the first arrival to the end of the last answer
+    dropped       requests refused with 504
+    failed        other requests without an answer
+    other_length  answers with another length than in the first pass
+
+    Raises RuntimeError when no request was answered.
     """
     answered = [(index, outcome) for index, outcome in enumerate(outcomes) if outcome.failure is None]
     if not answered:
-        raise RuntimeError(f"no request was answered; the first says: {outcomes[0].failure}")
+        raise RuntimeError(f"no request was answered; the first failure: {outcomes[0].failure}")
     tokens = np.array([outcome.tokens for _, outcome in answered])
     first_s = np.array([outcome.first_s for _, outcome in answered])
     latency_s = np.array([outcome.latency_s for _, outcome in answered])
-    wanted = load.tokens[[index for index, _ in answered]]
-    taken_s = service(wanted)
-    slowdown = latency_s / taken_s
+    expected = load.tokens[[index for index, _ in answered]]
+    service_s = service(expected)
+    slowdown = latency_s / service_s
     dropped = sum((outcome.failure or "").startswith("504 ") for outcome in outcomes)
     since_s = np.array([o.arrival_s for _, o in answered]) - min(o.arrival_s for o in outcomes)
-    found = {
+    numbers = {
         "tokens_per_s": tokens.sum() / (since_s + latency_s).max(),
         "tokens_per_s_saturated": saturated_tokens_per_s(since_s + first_s, since_s + latency_s, tokens),
         **_spread("first_token_s", first_s, (50, 95)),
         **_spread("latency_s", latency_s, (50, 95, 99)),
         **_spread("slowdown", slowdown, (95,)),
-        "deadlines_met": (latency_s <= SLO_S + SLO_SERVICE_TIMES * taken_s).sum() / len(outcomes),
+        "deadlines_met": (latency_s <= SLO_S + SLO_SERVICE_TIMES * service_s).sum() / len(outcomes),
         "dropped": dropped,
         "failed": len(outcomes) - len(answered) - dropped,
-        "other_length": (tokens != wanted).sum(),
+        "other_length": (tokens != expected).sum(),
     }
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in numbers.items()}
 
 
 def _spread(name: str, values: Floats, percents: Sequence[int]) -> dict[str, float]:
@@ -192,24 +193,24 @@ RATIOS = (
 )
 
 
-def rows(arrangements: Sequence[Arrangement], rounds: Mapping[str, Sequence[dict[str, float]]]) -> list[dict[str, Any]]:
-    """Medians over the rounds; ratios round by round, then their median: a machine that slows down slows both sides."""
-    made = []
-    for arrangement in arrangements:
-        these = rounds[arrangement.name]
-        row: dict[str, Any] = {
-            "arrangement": arrangement.name,
-            "way": arrangement.way,
-            "predictions": arrangement.predictions,
-            "bins": arrangement.bins,
-        }
-        row |= {name: round(median_of(these, itemgetter(name)), 5) for name in these[0]}
-        row["ratios"] = {
-            label: {
-                name: round(statistics.median(a[name] / b[name] for a, b in zip(these, rounds[base], strict=True)), 4)
-                for name in RATIOS
-            }
-            for label, base in baselines_of(arrangement, list(rounds)).items()
-        }
-        made.append(row)
-    return made
+CASE = ("arrangement", "way", "predictions", "bins")
+
+
+def rows(arrangements: Sequence[Arrangement], passes: Sequence[Row]) -> list[Row]:
+    """A row for each arrangement: medians over the rounds, and ratios to its baselines.
+
+    passes : rows of the case (arrangement, round)
+    """
+    names = [arrangement.name for arrangement in arrangements]
+    by_name = {name: select(passes, arrangement=name) for name in names}
+    return [
+        Row(
+            dict(zip(CASE, (name, arrangement.way, arrangement.predictions, arrangement.bins), strict=True)),
+            {number: round(median(by_name[name], number), 5) for number in by_name[name][0].numbers},
+            {
+                label: {number: round(ratio(by_name[name], by_name[base], number, "round"), 4) for number in RATIOS}
+                for label, base in baselines_of(arrangement, names).items()
+            },
+        )
+        for name, arrangement in zip(names, arrangements, strict=True)
+    ]

@@ -1,15 +1,19 @@
-"""What the results say: tables, and the numbers to reach."""
+"""The report on the results: tables, and the goals."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from bench.tables import show
+from bench.rows import Row, select
+from bench.tables import cells, show
 from rich.console import Console
 
 from on_vllm.arrangements import ORDERS, ROUTER_POLICIES, arrangements_of
+from on_vllm.passes import CASE
 
 TITLES = {
     "burst": "all at once",
@@ -22,28 +26,34 @@ TITLES = {
 }
 
 
+def read_results(path: Path) -> dict[str, Any]:
+    """part -> section, whose "rows" are Rows; {} without a file."""
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    for section in results.values():
+        names = [name for name in CASE if name in section.get("rows", [{}])[0]]  # idle has arrangements only
+        section["rows"] = [Row.of_record(record, names) for record in section.get("rows", ())]
+    return results
+
+
 def row_of(
     results: Mapping[str, Any], part: str, way: str, predictions: str | None = None, bins: int = 1
-) -> dict[str, Any] | None:
-    for row in results.get(part, {}).get("rows", ()):
-        if (row["way"], row["predictions"], row["bins"]) == (way, predictions, bins):
-            return dict(row)
-    return None
+) -> Row | None:
+    rows = select(results.get(part, {}).get("rows", ()), way=way, predictions=predictions, bins=bins)
+    return rows[0] if rows else None
 
 
-def ratio_of(row: Mapping[str, Any] | None, baseline: str, name: str) -> float | None:
-    """None when the row, or the baseline beside it, was not measured, or some of its requests were not answered."""
-    if row and (row["failed"] or row["dropped"]):
+def ratio_of(row: Row | None, baseline: str, name: str) -> float | None:
+    """None when the row or its baseline was not measured, or when some requests of the row were not answered."""
+    if row is None or row["failed"] or row["dropped"]:
         return None
-    value = (row or {}).get("ratios", {}).get(baseline, {}).get(name)
-    return None if value is None else float(value)
+    return row.ratios.get(baseline, {}).get(name)
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One number to reach. value : None while it has not been measured."""
+    """A limit for a measured number. value : None: not measured yet"""
 
-    what: str
+    text: str
     value: float | None
     limit: float
     at_least: bool = False
@@ -57,43 +67,42 @@ class Goal:
 
 
 def goals(results: Mapping[str, Any]) -> list[Goal]:
-    """The numbers to reach, beside what was measured."""
-    found = []
+    """All goals, with the measured values."""
+    all_goals = []
     ordered = [row for row in results.get("burst", {}).get("rows", ()) if row["way"] in ORDERS]
-    for name, what in (("tokens_per_s_saturated", "while requests wait"), ("tokens_per_s", "to the last answer")):
+    for name, span in (("tokens_per_s_saturated", "while requests wait"), ("tokens_per_s", "to the last answer")):
         least, where = None, "the least"
         if ordered:
-            least, where = min((row["ratios"]["direct"][name], row["arrangement"]) for row in ordered)
-        found.append(Goal(f"burst: throughput to direct {what}, {where}", least, 0.98, at_least=True))
+            least, where = min((row.ratios["direct"][name], row["arrangement"]) for row in ordered)
+        all_goals.append(Goal(f"burst: throughput to direct {span}, {where}", least, 0.98, at_least=True))
     added = results.get("idle", {}).get("added_latency_ms")
-    found.append(Goal("idle: added median latency", added, 3.0, unit=" ms"))
+    all_goals.append(Goal("idle: added median latency", added, 3.0, unit=" ms"))
     for kind, limit in (("oracle", 0.60), ("predicted", 0.75)):
         value = ratio_of(row_of(results, "burst", "shortest", kind), "direct", "latency_s_mean")
-        found.append(Goal(f"burst: mean latency to direct, shortest, {kind}", value, limit))
+        all_goals.append(Goal(f"burst: mean latency to direct, shortest, {kind}", value, limit))
     for kind in ("oracle", "predicted"):
         row = row_of(results, "poisson-0.9", "shortest", kind)
         slowdown, p99 = ratio_of(row, "direct", "slowdown_mean"), ratio_of(row, "direct", "latency_s_p99")
-        found.append(Goal(f"poisson-0.9: mean slow-down to direct, shortest, {kind}", slowdown, 0.6))
-        found.append(Goal(f"poisson-0.9: p99 latency to direct, shortest, {kind}", p99, 1.1))
+        all_goals.append(Goal(f"poisson-0.9: mean slow-down to direct, shortest, {kind}", slowdown, 0.6))
+        all_goals.append(Goal(f"poisson-0.9: p99 latency to direct, shortest, {kind}", p99, 1.1))
     for part in ("burst", "poisson-0.7", "poisson-0.9", "trace"):
         for kind in ("oracle", "predicted"):
             row = row_of(results, part, "shortest", kind)
-            for name, what in (("latency_s_mean", "mean"), ("latency_s_p99", "p99")):
+            for name, text in (("latency_s_mean", "mean"), ("latency_s_p99", "p99")):
                 value = ratio_of(row, "priority", name)
-                found.append(Goal(f"{part}: {what} latency to vLLM's priorities, shortest, {kind}", value, 1.0))
+                all_goals.append(Goal(f"{part}: {text} latency to vLLM's priorities, shortest, {kind}", value, 1.0))
     for arrangement in arrangements_of("routers", ("fffs", "shortest"))[len(ROUTER_POLICIES) :]:
         row = row_of(results, "routers", arrangement.way, arrangement.predictions)
-        who = arrangement.name.removeprefix("llmserve ")
+        name = arrangement.name.removeprefix("llmserve ")
         for policy, limit in (("round_robin", 0.85), ("power_of_two", 1.0)):
             value = ratio_of(row, policy, "latency_s_p95")
-            found.append(Goal(f"routers: p95 latency to {policy}, {who}", value, limit))
+            all_goals.append(Goal(f"routers: p95 latency to {policy}, {name}", value, limit))
     bins = ratio_of(row_of(results, "barrier", "barrier", "oracle", 8), "no bins", "tokens_per_s")
-    found.append(Goal("barrier: throughput of 8 bins to none", bins, 1.4, at_least=True))
+    all_goals.append(Goal("barrier: throughput of 8 bins to none", bins, 1.4, at_least=True))
     killed = results.get("kill", {})
     ended = killed["answer"] + killed["error"] if killed else None
-    found.append(Goal("kill: answers and clear errors", ended, killed.get("requests", 500), at_least=True))
-    found += [Goal(f"kill: requests that were {kind}", killed.get(kind), 0) for kind in ("lost", "twice")]
-    return found
+    all_goals.append(Goal("kill: answers and clear errors", ended, killed.get("requests", 500), at_least=True))
+    return all_goals + [Goal(f"kill: requests that were {kind}", killed.get(kind), 0) for kind in ("lost", "twice")]
 
 
 def print_report(results: Mapping[str, Any]) -> None:
@@ -112,10 +121,10 @@ def _reached(goal: Goal) -> tuple[str, ...]:
     sign = "at least" if goal.at_least else "at most"
     value = "not measured" if goal.value is None else f"{goal.value:.4g}{goal.unit}"
     met = {None: "", True: "met", False: "not met"}[goal.met]
-    return goal.what, value, f"{sign} {goal.limit:g}{goal.unit}", met
+    return goal.text, value, f"{sign} {goal.limit:g}{goal.unit}", met
 
 
-COLUMNS = {  # of a part's table, and how their values are written
+COLUMNS = {  # of the table of a part
     "tokens/s": ("tokens_per_s", ",.0f"),
     "while\nsome wait": ("tokens_per_s_saturated", ",.0f"),
     "first token (s)\nmean": ("first_token_s_mean", ".2f"),
@@ -145,13 +154,12 @@ def print_part(console: Console, section: Mapping[str, Any], title: str) -> None
     )
     at_once = section["load"] is None
 
-    def cells(row: Mapping[str, Any]) -> list[str]:
-        values = {name: format(row[name], shape).replace("%", " %") for name, shape in COLUMNS.values()}
-        if not at_once:  # where requests come one by one, the last one seldom waits
-            values["tokens_per_s_saturated"] = ""
-        return [row["arrangement"], *values.values()]
-
-    show(f"{title}\n{setting}", ("arrangement", *COLUMNS), map(cells, section["rows"]), console=console)
+    columns = {"arrangement": ("arrangement", ""), **COLUMNS}
+    lines = [[cell.replace("%", " %") for cell in line] for line in cells(section["rows"], columns)]
+    if not at_once:  # where requests come one by one, the last request seldom waits
+        place = list(columns.values()).index(COLUMNS["while\nsome wait"])
+        lines = [[*line[:place], "", *line[place + 1 :]] for line in lines]
+    show(f"{title}\n{setting}", list(columns), lines, console=console)
     _print_ratios(console, section, ({"tokens_per_s_saturated": "while some wait"} if at_once else {}) | RATIO_COLUMNS)
     for note in notes(section):
         console.print(note)
@@ -159,13 +167,13 @@ def print_part(console: Console, section: Mapping[str, Any], title: str) -> None
 
 
 def _print_ratios(console: Console, section: Mapping[str, Any], shown: Mapping[str, str]) -> None:
-    labels = list(dict.fromkeys(label for row in section["rows"] for label in row["ratios"]))
+    labels = list(dict.fromkeys(label for row in section["rows"] for label in row.ratios))
     columns = [
         f"{f'to {label}' if not place else ''}\n{name}" for label in labels for place, name in enumerate(shown.values())
     ]
     rows = []
     for row in section["rows"]:
-        values = [row["ratios"].get(label, {}).get(name) for label in labels for name in shown]
+        values = [row.ratios.get(label, {}).get(name) for label in labels for name in shown]
         if any(value is not None for value in values):
             rows.append((row["arrangement"], *("" if value is None else f"{value:.3f}" for value in values)))
     title = "ratios, round by round (medians); latencies unless said otherwise"
@@ -174,18 +182,18 @@ def _print_ratios(console: Console, section: Mapping[str, Any], shown: Mapping[s
 
 def notes(section: Mapping[str, Any]) -> list[str]:
     taus = ", ".join(f"{kind} {tau:.2f}" for kind, tau in section["kendall_tau"].items())
-    found = [f"Kendall's tau of the predictions: {taus}."]
+    lines = [f"Kendall's tau of the predictions: {taus}."]
     for row in section["rows"]:
         if row["dropped"]:
-            found.append(
+            lines.append(
                 f"{row['arrangement']}: {row['dropped']:.0f} of {section['requests']} requests were dropped with 504; "
                 "they have no latency, and missed their deadline."
             )
-        if row.get("preemptions"):
-            found.append(f"{row['arrangement']}: vLLM evicted a request {row['preemptions']:.0f} times.")
+        if row.numbers.get("preemptions"):
+            lines.append(f"{row['arrangement']}: vLLM evicted a request {row['preemptions']:.0f} times.")
         if row["failed"]:
-            found.append(f"{row['arrangement']}: {row['failed']:.0f} of {section['requests']} requests failed.")
-    return found
+            lines.append(f"{row['arrangement']}: {row['failed']:.0f} of {section['requests']} requests failed.")
+    return lines
 
 
 def print_idle(console: Console, section: Mapping[str, Any]) -> None:

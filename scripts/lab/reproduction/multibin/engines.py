@@ -7,7 +7,6 @@ the variable VLLM_PYTHON names an interpreter that has it. The measuring is that
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -18,9 +17,8 @@ from dataclasses import dataclass
 
 import aiohttp
 import numpy as np
-from bench.servers import vllm
+from bench.servers import batching_front_end, embedded_engine, vllm
 
-import predictor
 from bins.fitting import Observation
 from llmserve import bench as throughput
 from llmserve.bench import BASELINE, Arrangement, BenchRun
@@ -131,11 +129,11 @@ def measure(seed: int, quick: bool, report: Report) -> Rows:
 async def observe(effort: Effort, report: Report) -> Observed:
     answers: dict[str, list[Observation]] = {}
     report("Fig. 1 (a): batches of the embedded engine", 0.0)
-    async with throughput.embedded_engine(max(effort.sizes)) as url:
+    async with embedded_engine(max(effort.sizes)) as server:
         plan = measuring.MeasuringPlan(effort.sizes, effort.tokens, effort.rounds, effort.seed)
-        measured = await measuring.measure(url, None, plan, None, idle_s=0, on_batch=lambda *_: None)
+        measured = await measuring.measure(server.url, None, plan, None, idle_s=0, on_batch=lambda *_: None)
         report("Fig. 5: its answers, one by one", 0.05)
-        answers[EMBEDDED] = await answer_times(url, effort)
+        answers[EMBEDDED] = await answer_times(server.url, effort)
     if effort.vllm_python:
         report("Fig. 5: vLLM's answers, one by one", 0.1)
         async with vllm(effort.vllm_python, VLLM, 1, "--scheduling-policy", "priority") as server:
@@ -164,12 +162,11 @@ async def answer_times(url: str, effort: Effort) -> list[Observation]:
 async def _all_at_once(effort: Effort, report: Report) -> tuple[dict[str, list[BenchRun]], np.poly1d]:
     """Fig. 7 and 11: every arrangement in turn, pass after pass, before one engine."""
     prompts = [example.prompt for example in demo_corpus.examples(effort.requests, seed=effort.seed, held_out=True)]
-    asked = argparse.Namespace(batch_size=BATCH, predictor=str(predictor.DEMO))
     found: dict[str, list[BenchRun]] = {arrangement.name: [] for arrangement in effort.arrangements}
     async with AsyncExitStack() as stack:
-        engine_url = await stack.enter_async_context(throughput.embedded_engine(BATCH))
+        engine_url = (await stack.enter_async_context(embedded_engine(BATCH))).url
         urls = [
-            await stack.enter_async_context(throughput.front_end(engine_url, arrangement, asked))
+            (await stack.enter_async_context(batching_front_end(engine_url, arrangement, BATCH))).url
             for arrangement in effort.arrangements
         ]
         await throughput.run(urls[0], prompts[:WARM_UP], None)

@@ -1,0 +1,90 @@
+"""Fewer kernels in a step: what transformers writes as several elementwise operations runs as one.
+
+A step of a large model reads its weights once. Beside that, each small kernel costs a few microseconds, and a Llama's
+normalisations, rotations and gates are thirty of them in every layer.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+log = logging.getLogger("llmserve.embedded")
+
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Makes a faster function that returns the same."""
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """By torch.compile, for all shapes at once."""
+    return torch.compile(function, dynamic=True)  # type: ignore[no-any-return]
+
+
+def fuse(model: Any, compile_: Compile = compiled) -> list[str]:
+    """Replace what is known in a model of transformers; it answers as before, to rounding. Returns what was replaced.
+
+    Parts of a kind that is not known stay as they are, and so does what cannot be compiled on this machine.
+    """
+    replaced = []
+    norms = [module for module in model.modules() if hasattr(module, "variance_epsilon") and hasattr(module, "weight")]
+    for norm in norms:
+        norm.forward = _normalisation(norm)
+    if norms:
+        replaced.append("normalisation")
+    gate = compile_(_gated)
+    if _runs(gate, *torch.ones(2, 2, 8, device=model.device, dtype=model.dtype)):
+        gated = [module for module in model.modules() if _is_gated(module)]
+        for module in gated:
+            module.forward = _gated_layer(module, gate)
+        replaced += ["gate"] if gated else []
+    modelling: Any = sys.modules[type(model).__module__]
+    rotate = getattr(modelling, "apply_rotary_pos_emb", None)
+    if rotate is not None:
+        fused = compile_(rotate)
+        angles = torch.ones(2, 1, 8, device=model.device, dtype=model.dtype)
+        if _runs(fused, torch.ones_like(angles)[:, None], torch.ones_like(angles)[:, None], angles, angles):
+            modelling.apply_rotary_pos_emb = fused  # of this process's models of the kind
+            replaced.append("rotation")
+    return replaced
+
+
+def _runs(function: Callable[..., Any], *inputs: torch.Tensor) -> bool:
+    try:
+        with torch.inference_mode():
+            function(*inputs)
+    except Exception as error:  # a compiler that is missing or fails raises whatever it likes
+        log.warning("cannot compile %s: %s", getattr(function, "__name__", function), str(error).split("\n")[0])
+        return False
+    return True
+
+
+def _normalisation(norm: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+    return forward
+
+
+def _is_gated(module: Any) -> bool:
+    """A feed-forward layer down(silu(gate(x)) * up(x))."""
+    parts = all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj"))
+    return parts and type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+
+
+def _gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return functional.silu(gate) * up
+
+
+def _gated_layer(
+    module: Any, gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = module.down_proj(gate(module.gate_proj(hidden), module.up_proj(hidden)))
+        return output
+
+    return forward

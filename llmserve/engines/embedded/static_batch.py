@@ -1,0 +1,313 @@
+"""A batch in tensors of fixed size, each step of which a GPU replays as one captured graph.
+
+A step of a large model is a thousand small kernels. Launched one by one from Python they take longer than the GPU
+needs to read the weights, which is the floor of a step's time. A captured graph is launched at once; in exchange its
+tensors keep their addresses and shapes. So rows are padded to a power of two, and attention reads the cache up to a
+column that is rounded up; each such pair has a graph, captured when it is first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface, Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+ATTENTION = "llmserve_grouped"
+"""The name of `grouped_attention` among transformers' attention functions."""
+COLUMNS_STEP = 128  # attention reads the cache up to a multiple of this
+
+Step = Callable[[], torch.Tensor]
+"""Runs one step and returns its logits, (rows, vocabulary)."""
+
+
+def grouped_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention that reads each key and value once, though several query heads share them.
+
+    query           (rows, heads, columns, size); one column while decoding
+    key, value      (rows, key heads, cached columns, size)
+    attention_mask  (rows, 1, columns, cached columns), True where a query may look; None: everywhere
+    Returns (rows, columns, heads, size), and None in place of the weights.
+    """
+    rows, heads, columns, size = query.shape
+    shared = heads // key.shape[1]
+    scale = size**-0.5 if scaling is None else scaling
+    if columns > 1:
+        key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+        output = functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scale)
+        return output.transpose(1, 2).contiguous(), None
+    grouped = (query * scale).reshape(rows * key.shape[1], shared, size)
+    scores = torch.bmm(grouped, key.flatten(0, 1).transpose(1, 2)).view(rows, heads, 1, -1)
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
+    output = torch.bmm(weights.view(rows * key.shape[1], shared, -1), value.flatten(0, 1))
+    return output.view(rows, 1, heads, size), None
+
+
+AttentionInterface.register(ATTENTION, grouped_attention)
+
+
+class StaticDecoder:
+    """Runs batches of one model in fixed tensors. Only one batch at a time: all share the same memory.
+
+    model    every layer of which attends to all columns, on the device that it is to run on
+    capture  makes a step that is replayed of one that is run; None: as the model's device has it
+    Raises ValueError for a model with layers of another kind.
+    """
+
+    def __init__(self, model: Any, capture: Callable[[Step], Step] | None = None) -> None:
+        config = model.config.get_text_config(decoder=True)
+        kinds = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers or [DynamicLayer()]}
+        if kinds != {"DynamicLayer"}:
+            raise ValueError(f"layers of the kind {', '.join(sorted(kinds))} have no static cache, only full attention")
+        model.set_attn_implementation(ATTENTION)
+        self.model = model
+        self.device: torch.device = next(model.parameters()).device
+        self.last_position = int(getattr(config, "max_position_embeddings", None) or 2048) - 1
+        self._capture = capture or (captured if self.device.type == "cuda" else _as_it_is)
+        self._layers = [_ColumnsLayer() for _ in range(config.num_hidden_layers)]
+        self._cache = Cache(layers=self._layers)
+        self._places = 0  # rows times columns that the cache has room for
+        self._steps: dict[tuple[int, int], _StaticStep] = {}  # by rows and columns read
+
+    @property
+    def graphs(self) -> int:
+        """Steps captured so far."""
+        return len(self._steps)
+
+    def batch(self, prompts: Sequence[Sequence[int]], tokens_max: int) -> StaticBatch:
+        """Begin a batch of prompts whose answers have at most `tokens_max` tokens; the batch before it has ended."""
+        rows = 1 << (len(prompts) - 1).bit_length()
+        longest = max(map(len, prompts))
+        self._make_room(rows * _rounded(longest + tokens_max))
+        return StaticBatch(self, prompts, rows, longest)
+
+    def prefill(self, ids: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        """Logits (rows, vocabulary) after the prompts. ids : (rows, columns).  start : (rows,) first column used."""
+        columns = torch.arange(ids.shape[1], device=self.device)
+        causal = columns[None, :] <= columns[:, None]
+        mask = causal & (columns >= start[:, None])[:, None, None, :]
+        # A query in the padding may look at itself, or its softmax would be over nothing.
+        mask = mask | torch.eye(ids.shape[1], dtype=torch.bool, device=self.device)
+        for layer in self._layers:
+            layer.read = 0
+        return self._forward(ids, (columns - start[:, None]).clamp(min=0, max=self.last_position), mask)
+
+    def step(self, rows: int, column: int) -> _StaticStep:
+        """The step that writes to this column."""
+        read = _rounded(column + 1)
+        step = self._steps.get((rows, read))
+        if step is None:
+            step = self._steps[rows, read] = _StaticStep(self, rows, read)
+        return step
+
+    def capture_all(self, rows_max: int, columns_max: int) -> None:
+        """Capture every step of batches up to this size whose prompt and answer have up to so many columns.
+
+        Else a step is captured in the middle of the first batch that needs it, which then takes longer.
+        """
+        rows = 1 << (rows_max - 1).bit_length()
+        while rows:  # the largest first: it makes room for the others
+            batch = self.batch([[0]] * rows, columns_max - 1)
+            ids = batch.prefill().argmax(dim=-1)
+            for column in range(COLUMNS_STEP - 1, _rounded(columns_max), COLUMNS_STEP):
+                batch.go_to(column)
+                batch.step(ids)
+            rows //= 2
+
+    def randomise(self) -> None:
+        """Fill the cache with random numbers, as a measurement of steps needs it: zeros may be computed faster."""
+        for layer in self._layers:
+            for room in (layer.keys, layer.values):
+                if room is not None:
+                    room.normal_()
+
+    def captured(self, step: Step) -> Step:
+        return self._capture(step)
+
+    def decode(self, ids: torch.Tensor, start: torch.Tensor, column: torch.Tensor, read: int) -> torch.Tensor:
+        """Logits (rows, vocabulary) of one more token in each row.
+
+        ids, start  (rows,)
+        column      (1,) where the token's keys and values are written
+        read        columns of the cache that attention reads
+        """
+        columns = torch.arange(read, device=self.device)
+        mask = (columns >= start[:, None]) & (columns <= column)
+        for layer in self._layers:
+            layer.read, layer.column = read, column
+        positions = (column - start)[:, None].clamp(max=self.last_position)
+        return self._forward(ids[:, None], positions, mask[:, None, None, :])
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        output = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
+
+    def _make_room(self, places: int) -> None:
+        """Graphs hold the cache's addresses: those of a smaller cache are dropped with it."""
+        if places > self._places:
+            self._steps.clear()
+            self._places = places
+            for layer in self._layers:
+                layer.allocate(places)
+
+
+class StaticBatch:
+    """One batch: its prompts' columns are padded on the left, so that all rows write to the same column.
+
+    Rows beyond the prompts are there to fill up a power of two; nothing is told of them.
+    """
+
+    def __init__(self, decoder: StaticDecoder, prompts: Sequence[Sequence[int]], rows: int, longest: int) -> None:
+        self._decoder = decoder
+        self._asked = len(prompts)
+        self._column = longest
+        ids = torch.zeros(rows, longest, dtype=torch.int64)
+        start = torch.full((rows,), longest - 1)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            start[row] = longest - len(prompt)
+        self._prompts = ids.to(decoder.device)
+        self._start = start.to(decoder.device)
+
+    def prefill(self) -> torch.Tensor:
+        """Logits (rows, vocabulary) after the prompts."""
+        return self._decoder.prefill(self._prompts, self._start)[: self._asked]
+
+    def go_to(self, column: int) -> None:
+        """Write the next token there, whatever was written before: the cost of a step depends on its column alone."""
+        self._column = column
+
+    def step(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits (rows, vocabulary) after one more token in each row. They stand until the next step."""
+        step = self._decoder.step(len(self._start), self._column)
+        logits = step.run(ids, self._start, self._column)
+        self._column += 1
+        return logits[: self._asked]
+
+
+class _StaticStep:
+    """A step of so many rows that reads so many columns, and the tensors that it takes its input from."""
+
+    def __init__(self, decoder: StaticDecoder, rows: int, read: int) -> None:
+        self._ids = torch.zeros(rows, dtype=torch.int64, device=decoder.device)
+        self._start = torch.zeros(rows, dtype=torch.int64, device=decoder.device)
+        self._column = torch.zeros(1, dtype=torch.int64, device=decoder.device)
+        self._decoder = decoder
+        self._read = read
+        self._replay: Step | None = None
+
+    def run(self, ids: torch.Tensor, start: torch.Tensor, column: int) -> torch.Tensor:
+        self._ids[: len(ids)] = ids
+        self._start.copy_(start)
+        self._column.fill_(column)
+        if self._replay is None:  # captured with its first input, for a warm-up writes to the cache, too
+            self._replay = self._decoder.captured(self._decode)
+        return self._replay()
+
+    def _decode(self) -> torch.Tensor:
+        return self._decoder.decode(self._ids, self._start, self._column, self._read)
+
+
+class _ColumnsLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer, in (columns, rows, heads, size): a batch that reads more columns finds the earlier
+    ones where they were.
+
+    read    columns that attention reads; 0 during a prefill, whose keys are at hand
+    column  (1,) where the next token's are written
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = 0
+        self.column: torch.Tensor | None = None
+        self._places = 0
+
+    def allocate(self, places: int) -> None:
+        self._places = places
+        self.keys = self.values = None
+        self.is_initialized = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.keys = key_states.new_zeros(self._places, *key_states.shape[1::2])
+        self.values = value_states.new_zeros(self._places, *value_states.shape[1::2])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write (rows, heads, columns, size), and return what attention reads in the same order of dimensions."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        rows, _, columns, _ = key_states.shape
+        if not self.read:
+            for room, states in ((self.keys, key_states), (self.values, value_states)):
+                self._by_column(room, rows)[:columns] = states.permute(2, 0, 1, 3)
+            return key_states, value_states
+        for room, states in ((self.keys, key_states), (self.values, value_states)):
+            self._by_column(room, rows).index_copy_(0, self.column, states.permute(2, 0, 1, 3))
+        keys, values = (
+            self._by_column(room, rows)[: self.read].permute(1, 2, 0, 3) for room in (self.keys, self.values)
+        )
+        return keys, values
+
+    def _by_column(self, room: torch.Tensor, rows: int) -> torch.Tensor:
+        columns = len(room) // rows
+        return room[: columns * rows].view(columns, rows, *room.shape[1:])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.read or query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def captured(step: Step) -> Step:
+    """A step as a CUDA graph: run twice beside the current stream, for what libraries set up once, then captured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return logits
+
+    return replay
+
+
+def _as_it_is(step: Step) -> Step:
+    return step
+
+
+def _rounded(columns: int) -> int:
+    return -(-columns // COLUMNS_STEP) * COLUMNS_STEP

@@ -1,0 +1,1 @@
+"""What a GPU can show, measured by one command: campaign.py."""

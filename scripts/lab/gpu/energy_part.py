@@ -1,0 +1,156 @@
+"""Joules for each token at low load, by the GPU's counter: releases that wait for a larger batch beside greedy."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench import client
+from bench.figures import BLUE, GREEN, GREY, new_figure, save
+from bench.servers import Server, front_end
+
+from gpu import profile_part
+from gpu.machine import Machine
+from gpu.models import prompt_for
+from gpu.plans import Plan
+from gpu.steps import Results, Step
+from llmserve.cluster import journal
+from llmserve.dispatch_config import DispatchConfig
+from llmserve.engines.measuring import sampling
+from llmserve.headers import PREDICTED_HEADER
+from llmserve.policies import SchedulingConfig
+from llmserve.scheduling.messages import DispatchSolved
+from llmserve.simulate import Scenario, prepare, run
+from llmserve.simulation.workload import Trace
+
+SETTING = ("shape", "energy_batch", "lengths", "loads", "requests", "seed")
+RELEASES = ("greedy", "full", "table")
+PERCENTILE, STRETCH = 95.0, 1.5  # the target of table: this percentile of the latency, so many times greedy's
+GOALS = {0.1: 0.25, 0.3: 0.15}  # by load: joules a token that table should save of greedy's
+DRAIN_S = 120.0
+
+
+def steps(plan: Plan, machine: Machine, costs: Results, results: Results) -> list[Step]:
+    """greedy comes first at each load: the latency target of table follows from what it took."""
+    return [
+        Step(_name(release, load), 120.0, partial(_measure, plan, machine, costs, results, release, load))
+        for load in plan.loads
+        for release in RELEASES
+    ]
+
+
+def _name(release: str, load: float) -> str:
+    return f"{release} at load {load:g}"
+
+
+async def _measure(plan: Plan, machine: Machine, costs: Results, results: Results, release: str, load: float) -> Any:
+    profile = profile_part.profile(costs, plan.shape)
+    path = machine.scratch / "profile.json"
+    profile.save(path)
+    target_s = None
+    if release == "table":
+        greedy = results.steps.get(_name("greedy", load))
+        if greedy is None:
+            raise LookupError("the target follows from greedy's latency, which was not measured")
+        target_s = STRETCH * greedy["latency_s_p95"]
+    scenario = Scenario(
+        requests=plan.requests, load=load, lengths=plan.lengths, barrier=True, profile=str(path), seed=plan.seed
+    )
+    scheduling = SchedulingConfig(batch_size=plan.energy_batch, bins=1, release=release).resolved(barrier=True)
+    dispatch = DispatchConfig(latency_target_s=target_s, latency_target_percentile=PERCENTILE if target_s else None)
+    work = prepare(scenario, scheduling)
+    forecast = run(scenario, scheduling, work, dispatch=dispatch)
+    url = await machine.engine(plan.shape, plan.energy_batch, max(work.trace.output_tokens))
+    flags = ["--engine", url, "--barrier", "--batch-size", str(plan.energy_batch), "--bins", "1", "--release", release]
+    flags += ["--predictor", "none", "--memory-keys", "0", "--profile", str(path), "--drain-s", str(DRAIN_S)]
+    if target_s is not None:
+        flags += ["--latency-target-s", f"{target_s:.6g}", "--latency-target-percentile", f"{PERCENTILE:g}"]
+    journal_path = machine.scratch / f"{release}-{load:g}.jsonl"
+    async with front_end(f"{release} at load {load:g}", *flags, "--journal", str(journal_path)) as server:
+        measured = await _serve(server, machine, plan, work.trace)
+    plans = [step.event.plan for step in journal.read(journal_path)[1] if isinstance(step.event, DispatchSolved)]
+    known = [plan for plan in plans if plan.power_w_mean is not None]
+    return {
+        **{"release": release, "load": load, "requests": plan.requests, "latency_target_s": target_s, **measured},
+        **{"forecast_joules_per_token": forecast.energy_j_per_token, "forecast_latency_s_p95": forecast.latency_s_p95},
+        **{"plan_power_w": known[-1].power_w_mean if known else None, "plans": len(plans)},
+    }
+
+
+async def _serve(server: Server, machine: Machine, plan: Plan, trace: Trace) -> dict[str, float]:
+    """Every request at its time; then SIGTERM, so that what still waits in a bin is released.
+
+    Joules are the GPU's from the first arrival to the last end, idle and busy.
+    """
+    at_s = [float(arrival_s - trace.arrivals_s[0]) for arrival_s in trace.arrivals_s]
+    gap_s = at_s[-1] / len(at_s)
+    tokens = [math.ceil(length) for length in trace.output_tokens]
+
+    async with client.session_of() as session:
+
+        async def send(index: int, due_s: float) -> tuple[float, float]:
+            if index == len(tokens):
+                server.process.send_signal(signal.SIGTERM)  # its supervisor passes it on
+                return 0.0, 0.0
+            body = client.body_of(prompt_for(tokens[index]), model=plan.shape)
+            reply = await client.ask(session, server.url, body, headers={PREDICTED_HEADER: str(tokens[index])})
+            assert reply.tokens == tokens[index], "an answer has another length than it was told"
+            ended_s = time.perf_counter()
+            return ended_s - due_s, machine.energy.energy_j(time.monotonic())
+
+        async with sampling(machine.energy):
+            before_j, began_s = machine.energy.energy_j(time.monotonic()), time.perf_counter()
+            answered = (await client.at_their_times([*at_s, at_s[-1] + gap_s], send))[:-1]
+    seconds = time.perf_counter() - began_s
+    latencies_s, joules = np.array(answered).T
+    drawn_j = float(joules.max()) - before_j
+    return {
+        **{"seconds": seconds, "joules": drawn_j, "joules_per_token": drawn_j / sum(tokens)},
+        **{"latency_s_mean": float(latencies_s.mean()), "latency_s_p95": float(np.percentile(latencies_s, PERCENTILE))},
+    }
+
+
+# ---- what comes of it ---------------------------------------------------------------------------------------------
+
+
+def savings(results: Results) -> list[dict[str, Any]]:
+    """Joules a token of each release, and what it saves of greedy's: measured and foretold."""
+    rows = list(results.steps.values())
+    greedy = {row["load"]: row for row in rows if row["release"] == "greedy"}
+    return [
+        {
+            **row,
+            "saved": 1 - row["joules_per_token"] / base["joules_per_token"],
+            "forecast_saved": 1 - row["forecast_joules_per_token"] / base["forecast_joules_per_token"],
+            "goal": GOALS.get(row["load"]) if row["release"] == "table" else None,
+        }
+        for row in rows
+        if (base := greedy.get(row["load"])) is not None
+    ]
+
+
+def draw(results: Results, path: Path, plan: Plan) -> None:
+    """For each load: joules a token against the latency's 95th percentile, measured and foretold."""
+    figure, (panels,) = new_figure(1, len(plan.loads), width=1.2 + 3.6 * len(plan.loads), height=3.6)
+    for axes, load in zip(panels, plan.loads, strict=True):
+        for release, color in zip(RELEASES, (GREY, BLUE, GREEN), strict=True):
+            row = results.steps.get(_name(release, load))
+            if row is not None:
+                axes.plot(row["latency_s_p95"], row["joules_per_token"], "o", color=color, label=release)
+                foretold = row["forecast_latency_s_p95"], row["forecast_joules_per_token"]
+                axes.plot(*foretold, "o", mfc="none", color=color)
+        axes.set(title=f"load {load:g}", xlabel="95th percentile of latency (s)", ylabel="J a token (hollow: foretold)")
+        axes.set(xlim=0, ylim=0)
+        axes.legend()
+    save(figure, path)
+
+
+def missed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that save less than their goal."""
+    return [row for row in rows if row["goal"] is not None and row["saved"] < row["goal"]]

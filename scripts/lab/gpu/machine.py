@@ -1,0 +1,133 @@
+"""What a campaign runs on: a GPU and its counters, or, to rehearse, a CPU and a counter that pretends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from bench import ROOT
+from bench.servers import module, running
+
+from gpu.models import PROMPT_WORDS
+from llmserve.engines.power import GpuEnergy, Handle
+
+LAB = Path(__file__).parents[1]
+PATHS = os.pathsep.join([str(LAB), str(ROOT), os.environ.get("PYTHONPATH", "")])
+ENVIRONMENT = {"PYTHONPATH": PATHS}
+IDLE_W, BUSY_W = 80.0, 400.0  # of the pretended GPU, whatever happens: their mean
+
+
+class PretendedNvml:
+    """As much of pynvml as llmserve reads, of a GPU that always draws the same."""
+
+    NVMLError = RuntimeError
+
+    def nvmlInit(self) -> None:
+        self._began_s = time.monotonic()
+
+    def nvmlShutdown(self) -> None:
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 1
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Handle:
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: Handle) -> str:
+        return "GPU-pretended"
+
+    def nvmlDeviceGetName(self, handle: Handle) -> str:
+        return "pretended GPU"
+
+    def nvmlDeviceGetPowerUsage(self, handle: Handle) -> int:
+        return int(1e3 * (IDLE_W + BUSY_W) / 2)
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Handle) -> int:
+        return int(self.nvmlDeviceGetPowerUsage(handle) * (time.monotonic() - self._began_s))
+
+
+class Machine:
+    """device : "cuda" or "cpu".  energy : of its GPU.  scratch : a folder that vanishes with it."""
+
+    def __init__(self, device: str, energy: GpuEnergy, scratch: Path) -> None:
+        self.device = device
+        self.scratch = scratch
+        self.energy = energy
+        self._stack = AsyncExitStack()
+        self._engine: tuple[str, int, int] | None = None
+        self._url = ""
+
+    @property
+    def name(self) -> str:
+        return ", ".join(self.energy.names)
+
+    async def engine(self, shape: str, batch_size_max: int, tokens_max: float) -> str:
+        """The URL of an engine of this shape, ready for answers of up to so many tokens.
+
+        It runs until another one is asked for: only one uses the GPU.
+        """
+        wanted = (shape, batch_size_max, PROMPT_WORDS + math.ceil(tokens_max) + 1)
+        if self._engine != wanted:
+            await self.stop_engine()
+            words = ("--shape", shape, "--device", self.device, "--batch-size-max", str(batch_size_max))
+            command = module("gpu.engine", *words, "--columns", str(wanted[2]))
+            server = await self._stack.enter_async_context(
+                running(f"the engine with {shape}", command, ready="/health", environment=ENVIRONMENT)
+            )
+            self._engine, self._url = wanted, server.url
+        return self._url
+
+    async def stop_engine(self) -> None:
+        self._engine = None
+        await self._stack.aclose()
+
+    async def alone(self, program: str, *words: str, timeout_s: float) -> Any:
+        """What a module prints as JSON on its last line, in a process that has the GPU to itself.
+
+        Raises RuntimeError with the end of what it said, TimeoutError.
+        """
+        await self.stop_engine()
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", program, *words, "--device", self.device),
+            env={**os.environ, **ENVIRONMENT},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                said, errors = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+        if process.returncode:
+            raise RuntimeError(f"{program} ended with {process.returncode}: {errors.decode(errors='replace')[-1500:]}")
+        return json.loads(said.decode().strip().splitlines()[-1])
+
+
+@asynccontextmanager
+async def machine(device: str) -> AsyncIterator[Machine]:
+    """Raises RuntimeError where a GPU is asked for and none can be measured."""
+    energy = GpuEnergy(PretendedNvml()) if device == "cpu" else GpuEnergy.open()
+    if energy is None:
+        raise RuntimeError("NVML measures no GPU here: is nvidia-ml-py installed?")
+    with tempfile.TemporaryDirectory() as scratch:
+        this = Machine(device, energy, Path(scratch))
+        try:
+            yield this
+        finally:
+            await this.stop_engine()
+            energy.close()
+
+
+def words_of(values: Sequence[float]) -> str:
+    return ",".join(f"{value:g}" for value in values)

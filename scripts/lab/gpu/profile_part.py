@@ -1,0 +1,147 @@
+"""What batches cost: steps by rows and context, whole batches by size and length, power; and the profile of it all."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from bench.figures import BLUE, GREY, ORANGE, log_ticks, new_figure, save
+
+from bins.fitting import Observation
+from bins.profile import Profile
+from gpu.machine import Machine, words_of
+from gpu.plans import Plan
+from gpu.steps import Results, Step
+from llmserve.engines import measuring
+from llmserve.profile import profile_of
+
+SETTING = ("shapes", "rows", "contexts", "tokens", "rounds", "idle_s", "answers", "tokens_max", "seed")
+LINE_BATCHES = (1, 8)  # sizes of the batches of Fig. 5
+STEPS, BATCHES, LINE = "steps", "batches", "time against the longest answer"
+
+
+def profile_name(shape: str) -> str:
+    return f"h200-{shape}"
+
+
+def steps(plan: Plan, machine: Machine) -> list[Step]:
+    return [
+        step
+        for shape in plan.shapes
+        for step in (
+            Step(f"{shape}: {STEPS}", 150, partial(_step_times, plan, machine, shape)),
+            Step(f"{shape}: {BATCHES}", 120, partial(_batches, plan, machine, shape)),
+            Step(f"{shape}: {LINE}", 90, partial(_line, plan, machine, shape)),
+        )
+    ]
+
+
+async def _step_times(plan: Plan, machine: Machine, shape: str) -> Any:
+    words = ("--shape", shape, "--rows", words_of(plan.rows), "--contexts", words_of(plan.contexts))
+    return await machine.alone("gpu.step_times", *words, timeout_s=300)
+
+
+async def _batches(plan: Plan, machine: Machine, shape: str) -> Any:
+    """As `llmserve profile` measures an engine, with the joules of the GPU's counter."""
+    url = await machine.engine(shape, max(*plan.rows, *LINE_BATCHES), max(plan.tokens, plan.tokens_max))
+    measured = await measuring.measure(
+        url,
+        shape,
+        measuring.MeasuringPlan(plan.rows, plan.tokens, plan.rounds, plan.seed),
+        machine.energy,
+        idle_s=plan.idle_s,
+        on_batch=lambda *_: None,
+    )
+    assert measured.idle_w is not None
+    return {"idle_w": measured.idle_w, "batches": [asdict(batch) for batch in measured.batches]}
+
+
+async def _line(plan: Plan, machine: Machine, shape: str) -> Any:
+    """Fig. 5: batches of answers of one length each, in an order drawn anew."""
+    url = await machine.engine(shape, max(*plan.rows, *LINE_BATCHES), max(plan.tokens, plan.tokens_max))
+    lengths = np.linspace(plan.tokens_max / plan.answers, plan.tokens_max, plan.answers).astype(int).tolist()
+    rng = random.Random(plan.seed)
+    timeout = aiohttp.ClientTimeout(total=measuring.ANSWER_S_MAX)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        client = measuring.Client(session, url, shape, plan.seed)
+        await client.learn(min(lengths))
+        batches = []
+        for size in LINE_BATCHES:
+            for length in rng.sample(lengths, len(lengths)):
+                batches.append(await measuring.observe(client, machine.energy, size, length))
+    return [{"size": size, **_straight(batches, size)} for size in LINE_BATCHES]
+
+
+def _straight(batches: Sequence[Observation], size: int) -> dict[str, Any]:
+    points = sorted((batch.tokens, batch.seconds) for batch in batches if batch.size == size)
+    tokens, seconds = np.array(points).T
+    slope_s, besides_s = np.polyfit(tokens, seconds, 1)
+    share = float(np.corrcoef(tokens, seconds)[0, 1] ** 2)
+    return {"points": points, "token_s": float(slope_s), "besides_s": float(besides_s), "r_squared": share}
+
+
+# ---- what comes of it ---------------------------------------------------------------------------------------------
+
+
+def profile(results: Results, shape: str) -> Profile:
+    """Fitted to the batches of one model. Raises LookupError where they were not measured."""
+    name = f"{shape}: {BATCHES}"
+    if name not in results.steps:
+        raise LookupError(f"{results.path} has no {name!r}: run the part profile first")
+    measured = results.steps[name]
+    batches = [Observation(**batch) for batch in measured["batches"]]
+    run = results.runs[-1]
+    origin = (
+        f"Measured by scripts/lab/gpu/campaign.py, {run['date']}: {shape} of random weights on {run['device']}, "
+        f"{len(batches)} batches of {min(batch.size for batch in batches)} to {max(batch.size for batch in batches)} "
+        "sequences, prompts of a few tokens"
+    )
+    return profile_of(batches, name=profile_name(shape), origin=origin, idle_w=measured["idle_w"])
+
+
+def draw(results: Results, path: Path, plan: Plan) -> None:
+    """For each model: a step's time beside its floor, watts by size, and time against the longest answer."""
+    figure, axes = new_figure(len(plan.shapes), 3, width=11, height=3.4 * len(plan.shapes))
+    for row, shape in zip(axes, plan.shapes, strict=True):
+        if (timed := results.steps.get(f"{shape}: {STEPS}")) is not None:
+            _draw_steps(row[0], [step for step in timed["steps"] if step["fused"]], shape)
+        if (measured := results.steps.get(f"{shape}: {BATCHES}")) is not None:
+            _draw_power(row[1], measured)
+        for color, line in zip((BLUE, ORANGE), results.steps.get(f"{shape}: {LINE}", ()), strict=False):
+            tokens, seconds = np.array(line["points"]).T
+            label = f"batches of {line['size']}, R² {line['r_squared']:.4f}"
+            row[2].plot(tokens, seconds, "o", ms=4, color=color, label=label)
+            row[2].plot(tokens, line["besides_s"] + line["token_s"] * tokens, color=color, lw=1)
+            row[2].set(xlabel="output tokens of the longest answer", ylabel="seconds of a batch")
+            row[2].legend()
+    save(figure, path)
+
+
+def _draw_steps(axes: Any, timed: Sequence[dict[str, float]], shape: str) -> None:
+    for context, color in zip(
+        sorted({step["context"] for step in timed}), (BLUE, ORANGE, "#009e73", GREY), strict=False
+    ):
+        mine = sorted((step["rows"], step["step_s"], step["floor_s"]) for step in timed if step["context"] == context)
+        rows, step_s, floor_s = np.array(mine).T
+        axes.plot(rows, 1e3 * step_s, "o-", ms=4, color=color, label=f"context {context:g}")
+        axes.plot(rows, 1e3 * floor_s, ":", color=color)
+    log_ticks(axes)
+    axes.set(title=shape, xlabel="sequences in a step", ylabel="ms a step (dotted: memory's floor)", ylim=0)
+    axes.legend()
+
+
+def _draw_power(axes: Any, measured: dict[str, Any]) -> None:
+    batches = [batch for batch in measured["batches"] if batch["joules"]]
+    axes.plot(
+        [batch["size"] for batch in batches], [batch["joules"] / batch["seconds"] for batch in batches], "o", ms=4
+    )
+    axes.axhline(measured["idle_w"], color=GREY, ls="--", label="idle")
+    log_ticks(axes)
+    axes.set(xlabel="sequences in a batch", ylabel="watts", ylim=0)
+    axes.legend()
