@@ -428,7 +428,7 @@ async def test_local_gpus_do_not_count_for_a_remote_engine(
 
 async def test_an_invalid_profile_is_an_error_for_every_release(start_front: StartFront) -> None:
     with pytest.raises(
-        ConfigError, match=r"'h100' is neither a published profile nor a file; published ones are h100-llama"
+        ConfigError, match=r"'h100' is neither a shipped profile nor a file; shipped profiles are h100-llama"
     ):
         await start_front("http://127.0.0.1:9", wait=False, dispatch=DispatchConfig(profile=("h100",)))
 

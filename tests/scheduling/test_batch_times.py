@@ -88,7 +88,7 @@ def test_bins_have_their_own_lengths() -> None:
 def paced(pace: float) -> EngineState:
     """An engine that takes `pace` seconds for each second that its declared speed promises."""
     gpu = engine(every=SPEED)
-    gpu.took("m", 1, 10.0, pace * 10.5, 0.0)
+    gpu.record_batch("m", 1, 10.0, pace * 10.5, 0.0)
     return gpu
 
 
@@ -103,10 +103,10 @@ def test_times_follow_changed_lengths_and_speeds() -> None:
     model_queues, gpu, times = queues(10.0), engine(every=SPEED), Timetable(4)
     first_times = times_of(times, gpu, model_queues)
     assert times_of(times, gpu, model_queues) is first_times
-    gpu.know(EngineInfo("gpu0", 4, True, speeds={"": StepTimes(0.0, SPEED.step_s)}))
+    gpu.update(EngineInfo("gpu0", 4, True, speeds={"": StepTimes(0.0, SPEED.step_s)}))
     assert times_of(times, gpu, model_queues).expected[0] == 10.0
     for request_id in range(1_100):
-        model_queues.see_answer(QueuedRequest(Request(request_id), 0, 0.0), 20.0, 1.0)
+        model_queues.record_answer(QueuedRequest(Request(request_id), 0, 0.0), 20.0, 1.0)
     assert times_of(times, gpu, model_queues).expected[0] == 20.0
 
 
@@ -114,7 +114,7 @@ def test_the_first_answers_are_known_at_once() -> None:
     """Otherwise an engine would seem to take no time until 64 answers are known."""
     model_queues, gpu, times = queues(), engine(every=SPEED), Timetable(4)
     assert times_of(times, gpu, model_queues).expected[0] == 0.5
-    model_queues.see_answer(QueuedRequest(Request(0), 0, 0.0), 20.0, 1.0)
+    model_queues.record_answer(QueuedRequest(Request(0), 0, 0.0), 20.0, 1.0)
     assert times_of(times, gpu, model_queues).expected[0] == 20.5
 
 
@@ -124,7 +124,7 @@ def test_while_predictions_are_not_trusted_the_one_bin_has_all_lengths() -> None
     answers = 0
     while model_queues.trust.trusted:
         score, tokens = (10.0, 100.0) if answers % 2 else (100.0, 10.0)  # reversed predictions
-        model_queues.see_answer(QueuedRequest(Request(answers, score), 0, 0.0, score), tokens, 1.0)
+        model_queues.record_answer(QueuedRequest(Request(answers, score), 0, 0.0, score), tokens, 1.0)
         model_queues.tokens(0)
         answers += 1
     assert model_queues.tokens(0).longest[0] == pytest.approx(55.0, abs=1.0)
@@ -159,38 +159,38 @@ def test_a_request_takes_no_time_on_an_engine_without_recent_answers() -> None:
 def test_the_first_answers_count_alike_and_later_ones_a_thirty_second() -> None:
     gpu = engine(every=SPEED)
     assert gpu.pace("m") == 1.0
-    assert gpu.took("m", 2, 10.0, 31.0, 0.0)  # declared: 15.5
+    assert gpu.record_batch("m", 2, 10.0, 31.0, 0.0)  # declared: 15.5
     assert gpu.pace("m") == 2.0
-    gpu.took("m", 2, 10.0, 15.5, 1.0)
+    gpu.record_batch("m", 2, 10.0, 15.5, 1.0)
     assert gpu.pace("m") == 1.5
     for _ in range(PACE_MEMORY - 2):
-        gpu.took("m", 2, 10.0, 1.5 * 15.5, 2.0)
+        gpu.record_batch("m", 2, 10.0, 1.5 * 15.5, 2.0)
     assert gpu.pace("m") == pytest.approx(1.5)
-    gpu.took("m", 2, 10.0, 4.7 * 15.5, 3.0)
+    gpu.record_batch("m", 2, 10.0, 4.7 * 15.5, 3.0)
     assert gpu.pace("m") == pytest.approx(1.5 + 3.2 / PACE_MEMORY)
     for _ in range(500):
-        gpu.took("m", 2, 10.0, 31.0, 4.0)
+        gpu.record_batch("m", 2, 10.0, 31.0, 4.0)
     assert gpu.pace("m") == pytest.approx(2.0, rel=1e-5)
 
 
 def test_answers_as_fast_as_declared_leave_the_pace_unchanged() -> None:
     gpu = engine(every=SPEED)
-    gpu.took("m", 2, 10.0, 15.5 * (1 + 1e-9), 0.0)
+    gpu.record_batch("m", 2, 10.0, 15.5 * (1 + 1e-9), 0.0)
     assert gpu.pace("m") == 1.0
     assert gpu.proven_until_s("m") == PROVEN_S
 
 
 def test_answers_that_show_no_speed_leave_the_pace_unchanged() -> None:
     gpu = engine(other=SPEED)
-    assert not gpu.took("m", 2, 10.0, 99.0, 0.0)
-    assert not gpu.took("other", 2, 0.0, 99.0, 0.0)
+    assert not gpu.record_batch("m", 2, 10.0, 99.0, 0.0)
+    assert not gpu.record_batch("other", 2, 0.0, 99.0, 0.0)
     assert gpu.pace("m") == gpu.pace("other") == 1.0
     assert gpu.proven_until_s("other") < 0
 
 
 def test_each_model_has_its_own_pace() -> None:
     gpu = engine(m=SPEED, n=SPEED)
-    gpu.took("m", 1, 10.0, 21.0, 0.0)
+    gpu.record_batch("m", 1, 10.0, 21.0, 0.0)
     assert (gpu.pace("m"), gpu.pace("n")) == (2.0, 1.0)
 
 

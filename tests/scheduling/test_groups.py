@@ -463,4 +463,4 @@ def test_streams_beyond_the_limit_are_counted_by_their_model(monkeypatch: pytest
     for stream in ("a", "b", "c", "d"):
         for _ in range(20):
             rates.observe(stream, "m")
-    assert rates.look(1.0) == (("", "m", 40.0), ("a", "m", 20.0), ("b", "m", 20.0))
+    assert rates.end_window(1.0) == (("", "m", 40.0), ("a", "m", 20.0), ("b", "m", 20.0))

@@ -59,7 +59,7 @@ def test_a_release_that_follows_plans_needs_a_profile(release: str) -> None:
     [
         ({"energy_weight": 1.0, "latency_target_s": 2.0}, "either an energy weight or a latency target"),
         ({"latency_target_percentile": 95.0}, "latency_target_percentile is of no use without latency_target_s"),
-        ({"profile": ("h100-llama-3.1",)}, "'h100-llama-3.1' is neither a published profile nor a file; did you mean"),
+        ({"profile": ("h100-llama-3.1",)}, "'h100-llama-3.1' is neither a shipped profile nor a file; did you mean"),
     ],
 )
 def test_settings_that_contradict_each_other_are_an_error(values: dict[str, object], message: str) -> None:

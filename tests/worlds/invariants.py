@@ -71,12 +71,12 @@ def _check_nothing_waits_in_vain(scheduler: Scheduler, group: Group) -> None:
 
 def _check_formed(choice: FixedChoice, group: Group, scheduler: Scheduler) -> None:
     """Check batches in order over all models: the next batch of one blocks later batches of other models."""
-    while first := choice._first(choice._open())[0]:
+    while first := choice._first(choice._startable())[0]:
         queues, batch = first
         engine = choice.engine_for(queues, batch, choice._blocked)
         assert engine is None, f"batch {batch.id} waits while an engine is free"
         if choice.waits_for_another_engine(queues, batch):
-            choice._aside |= {batch}
+            choice._set_aside |= {batch}
         else:  # the batch waits for room and blocks all later batches
             choice._block(queues.model)
     for queues in choice._startable():

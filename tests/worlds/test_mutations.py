@@ -241,7 +241,7 @@ def stale_ends_are_believed(patch: Patch) -> None:
 
 
 def memory_stays_reserved(patch: Patch) -> None:
-    let_go = EngineState.let_go
+    remove = EngineState.remove
 
     def keep(self: EngineState, runs: Collection[Run]) -> None:
         remove(self, runs)
@@ -330,9 +330,9 @@ def the_model_with_most_waiting_requests_goes_first(patch: Patch) -> None:
     ) -> tuple[tuple[ModelQueues, FormedBatch | None] | None, Sequence[ModelQueues]]:
         with_some = [queues for queues in startable if queues.formed.first(self._set_aside) is not None]
         if not with_some:
-            return None, open_
+            return None, startable
         fullest = max(with_some, key=lambda queues: queues.waiting)
-        return (fullest, fullest.formed.first(self._aside)), ()
+        return (fullest, fullest.formed.first(self._set_aside)), ()
 
     patch.setattr(FixedChoice, "_first", first)
 
@@ -403,7 +403,7 @@ def deadlines_of_requests_that_move_are_forgotten(patch: Patch) -> None:
 
 
 def a_worker_that_has_moved_is_never_used(patch: Patch) -> None:
-    know = EnginePool.know
+    update = EnginePool.update
 
     def overlook(self: EnginePool, engine: EngineState, now_s: float) -> None:
         update(self, engine, now_s)
