@@ -91,13 +91,16 @@ async def _measure(plan: Plan, machine: Machine, costs: Results, size: int, bins
     edges = equal_mass_edges(work.scores, bins) if bins > 1 else ()  # with which the simulated scheduler begins
     url = await machine.engine(plan.shape, max(plan.batch_sizes), max(tokens))
     async with _front(url, size, bins, edges) as server:
-        began_s, before_j = time.perf_counter(), machine.energy.energy_j(time.monotonic())
+        began_s, before_j = time.perf_counter(), machine.joules()
         answered = await _all_at_once(server.url, plan.shape, tokens, work.predictions.medians.tolist())
         seconds = time.perf_counter() - began_s
-        joules = machine.energy.energy_j(time.monotonic()) - before_j
+        after_j = machine.joules()
     return {
         **{"batch_size": size, "bins": bins, "predictions": predictions, "requests": len(tokens)},
-        **{"seconds": seconds, "tokens_per_s": sum(answered) / seconds, "joules_per_token": joules / sum(answered)},
+        **{"seconds": seconds, "tokens_per_s": sum(answered) / seconds},
+        "joules_per_token": (after_j - before_j) / sum(answered)
+        if before_j is not None and after_j is not None
+        else None,
         **{
             "forecast_tokens_per_s": forecast.output_tokens_per_s,
             "forecast_joules_per_token": forecast.energy_j_per_token,

@@ -64,7 +64,8 @@ async def _run(args: argparse.Namespace, plan: Plan, results: dict[str, Results]
     async with machine("cpu" if args.tiny else "cuda") as gpu:
         for name in args.parts:
             steps = _steps(name, plan, gpu, results, args.predictor)
-            results[name].begin(shlex.join(["python", *sys.argv]), gpu.name)
+            if any(left(steps, results[name])):
+                results[name].begin(shlex.join(["python", *sys.argv]), gpu.name)
             await run_steps(steps, results[name], clock)
             await gpu.stop_engine()
             _draw(name, plan, results[name])

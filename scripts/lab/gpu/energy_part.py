@@ -23,6 +23,7 @@ from gpu.steps import Results, Step
 from llmserve.cluster import journal
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.engines.measuring import sampling
+from llmserve.engines.power import GpuEnergy
 from llmserve.headers import PREDICTED_HEADER
 from llmserve.policies import SchedulingConfig
 from llmserve.scheduling.messages import DispatchSolved
@@ -50,6 +51,8 @@ def _name(release: str, load: float) -> str:
 
 
 async def _measure(plan: Plan, machine: Machine, costs: Results, results: Results, release: str, load: float) -> Any:
+    if machine.energy is None:
+        raise LookupError("NVML counts no joules on this machine")
     profile = profile_part.profile(costs, plan.shape)
     path = machine.scratch / "profile.json"
     profile.save(path)
@@ -73,7 +76,7 @@ async def _measure(plan: Plan, machine: Machine, costs: Results, results: Result
         flags += ["--latency-target-s", f"{target_s:.6g}", "--latency-target-percentile", f"{PERCENTILE:g}"]
     journal_path = machine.scratch / f"{release}-{load:g}.jsonl"
     async with front_end(f"{release} at load {load:g}", *flags, "--journal", str(journal_path)) as server:
-        measured = await _serve(server, machine, plan, work.trace)
+        measured = await _serve(server, machine.energy, plan, work.trace)
     plans = [step.event.plan for step in journal.read(journal_path)[1] if isinstance(step.event, DispatchSolved)]
     known = [plan for plan in plans if plan.power_w_mean is not None]
     return {
@@ -83,7 +86,7 @@ async def _measure(plan: Plan, machine: Machine, costs: Results, results: Result
     }
 
 
-async def _serve(server: Server, machine: Machine, plan: Plan, trace: Trace) -> dict[str, float]:
+async def _serve(server: Server, energy: GpuEnergy, plan: Plan, trace: Trace) -> dict[str, float]:
     """Every request at its time; then SIGTERM, so that what still waits in a bin is released.
 
     Joules are the GPU's from the first arrival to the last end, idle and busy.
@@ -102,10 +105,10 @@ async def _serve(server: Server, machine: Machine, plan: Plan, trace: Trace) -> 
             reply = await client.ask(session, server.url, body, headers={PREDICTED_HEADER: str(tokens[index])})
             assert reply.tokens == tokens[index], "an answer has another length than it was told"
             ended_s = time.perf_counter()
-            return ended_s - due_s, machine.energy.energy_j(time.monotonic())
+            return ended_s - due_s, energy.energy_j(time.monotonic())
 
-        async with sampling(machine.energy):
-            before_j, began_s = machine.energy.energy_j(time.monotonic()), time.perf_counter()
+        async with sampling(energy):
+            before_j, began_s = energy.energy_j(time.monotonic()), time.perf_counter()
             answered = (await client.at_their_times([*at_s, at_s[-1] + gap_s], send))[:-1]
     seconds = time.perf_counter() - began_s
     latencies_s, joules = np.array(answered).T

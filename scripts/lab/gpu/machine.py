@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import ROOT
+from bench.progress import log
 from bench.servers import module, running
 
 from gpu.models import PROMPT_WORDS
@@ -57,9 +58,12 @@ class PretendedNvml:
 
 
 class Machine:
-    """device : "cuda" or "cpu".  energy : of its GPU.  scratch : a folder that vanishes with it."""
+    """device   "cuda" or "cpu"
+    energy   counter of the GPU; None where NVML counts nothing
+    scratch  a folder that is deleted at the end
+    """
 
-    def __init__(self, device: str, energy: GpuEnergy, scratch: Path) -> None:
+    def __init__(self, device: str, energy: GpuEnergy | None, scratch: Path) -> None:
         self.device = device
         self.scratch = scratch
         self.energy = energy
@@ -69,22 +73,26 @@ class Machine:
 
     @property
     def name(self) -> str:
-        return ", ".join(self.energy.names)
+        return ", ".join(self.energy.names) if self.energy is not None else f"{self.device}, without NVML"
+
+    def joules(self) -> float | None:
+        """Joules drawn since the start; None where NVML counts nothing."""
+        return None if self.energy is None else self.energy.energy_j(time.monotonic())
 
     async def engine(self, shape: str, batch_size_max: int, tokens_max: float) -> str:
         """The URL of an engine of this shape, ready for answers of up to so many tokens.
 
         It runs until another one is asked for: only one uses the GPU.
         """
-        wanted = (shape, batch_size_max, PROMPT_WORDS + math.ceil(tokens_max) + 1)
-        if self._engine != wanted:
+        engine = (shape, batch_size_max, PROMPT_WORDS + math.ceil(tokens_max) + 1)
+        if self._engine != engine:
             await self.stop_engine()
             words = ("--shape", shape, "--device", self.device, "--batch-size-max", str(batch_size_max))
-            command = module("gpu.engine", *words, "--columns", str(wanted[2]))
+            command = module("gpu.engine", *words, "--columns", str(engine[2]))
             server = await self._stack.enter_async_context(
                 running(f"the engine with {shape}", command, ready="/health", environment=ENVIRONMENT)
             )
-            self._engine, self._url = wanted, server.url
+            self._engine, self._url = engine, server.url
         return self._url
 
     async def stop_engine(self) -> None:
@@ -92,9 +100,9 @@ class Machine:
         await self._stack.aclose()
 
     async def alone(self, program: str, *words: str, timeout_s: float) -> Any:
-        """What a module prints as JSON on its last line, in a process that has the GPU to itself.
+        """Run a module in a process that has the GPU to itself; return the JSON of its last line.
 
-        Raises RuntimeError with the end of what it said, TimeoutError.
+        Raises RuntimeError with the end of its output, or TimeoutError.
         """
         await self.stop_engine()
         process = await asyncio.create_subprocess_exec(
@@ -105,28 +113,29 @@ class Machine:
         )
         try:
             async with asyncio.timeout(timeout_s):
-                said, errors = await process.communicate()
+                output, errors = await process.communicate()
         finally:
             if process.returncode is None:
                 process.kill()
         if process.returncode:
             raise RuntimeError(f"{program} ended with {process.returncode}: {errors.decode(errors='replace')[-1500:]}")
-        return json.loads(said.decode().strip().splitlines()[-1])
+        return json.loads(output.decode().strip().splitlines()[-1])
 
 
 @asynccontextmanager
 async def machine(device: str) -> AsyncIterator[Machine]:
-    """Raises RuntimeError where a GPU is asked for and none can be measured."""
+    """The machine, and at the end no engine on it."""
     energy = GpuEnergy(PretendedNvml()) if device == "cpu" else GpuEnergy.open()
     if energy is None:
-        raise RuntimeError("NVML measures no GPU here: is nvidia-ml-py installed?")
+        log("NVML counts no joules here: the part energy will fail, the others have times only")
     with tempfile.TemporaryDirectory() as scratch:
         this = Machine(device, energy, Path(scratch))
         try:
             yield this
         finally:
             await this.stop_engine()
-            energy.close()
+            if energy is not None:
+                energy.close()
 
 
 def words_of(values: Sequence[float]) -> str:

@@ -1,7 +1,7 @@
-"""Llamas of real size with random weights: they cost what real ones cost, and say nothing.
+"""Llamas of real size with random weights: a step costs what a step of the real model costs.
 
-So an answer has the length that its prompt asks for: the last word of the prompt, if it is a number. That keeps the
-length out of max_tokens, which the scheduler may read.
+The text of an answer means nothing, so the prompt sets its length: the last word of the prompt is the number of tokens.
+The length is not in max_tokens, because the scheduler reads that field.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def tokenizer(shape: str) -> PreTrainedTokenizerFast:
     """A word that is a number is that token; every other word is token 0."""
     words = Tokenizer(WordLevel({str(number): number for number in range(SHAPES[shape].vocabulary)}, unk_token="0"))
     words.pre_tokenizer = WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=words, clean_up_tokenization_spaces=False)
-    made.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    return made
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, clean_up_tokenization_spaces=False)
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    return fast
 
 
 def prompt_for(tokens: float) -> str:

@@ -82,15 +82,19 @@ def _costs(results: Results) -> Iterator[str]:
                 f"once takes at the data sheet's {sheet:g} TB/s. A copy on the device moved {copied:.2f} TB/s."
             )
             yield _steps_table(timed["steps"])
-        if (measured := results.steps.get(f"{shape}: {profile_part.BATCHES}")) is not None:
+        if f"{shape}: {profile_part.BATCHES}" in results.steps:
             profile = profile_part.profile(results, shape)
             step_s, step_j = profile.step_s, profile.step_j
-            yield (
+            text = (
                 f"The profile `{profile.name}`: a step of b sequences takes {1e3 * step_s.slope:.4g} b + "
-                f"{1e3 * step_s.intercept:.4g} ms (error {step_s.error:.1%}) and {step_j.slope:.4g} b + "
-                f"{step_j.intercept:.4g} J (error {step_j.error:.1%}). A prefill takes "
-                f"{1e3 * profile.prefill_s:.4g} ms. The idle GPU draws {measured['idle_w']:.4g} W."
+                f"{1e3 * step_s.intercept:.4g} ms (error {step_s.error:.1%}), a prefill {1e3 * profile.prefill_s:.4g} ms."
             )
+            if profile.energy_known:
+                text += (
+                    f" A step draws {step_j.slope:.4g} b + {step_j.intercept:.4g} J (error {step_j.error:.1%}), the idle "
+                    f"GPU {profile.idle_w:.4g} W."
+                )
+            yield text
         for line in results.steps.get(f"{shape}: {profile_part.LINE}", ()):
             yield (
                 f"{shape}, batches of {line['size']}: time is linear in the longest answer with R² "

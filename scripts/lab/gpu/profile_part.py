@@ -58,7 +58,6 @@ async def _batches(plan: Plan, machine: Machine, shape: str) -> Any:
         idle_s=plan.idle_s,
         on_batch=lambda *_: None,
     )
-    assert measured.idle_w is not None
     return {"idle_w": measured.idle_w, "batches": [asdict(batch) for batch in measured.batches]}
 
 
@@ -127,8 +126,8 @@ def _draw_steps(axes: Any, timed: Sequence[dict[str, float]], shape: str) -> Non
     for context, color in zip(
         sorted({step["context"] for step in timed}), (BLUE, ORANGE, "#009e73", GREY), strict=False
     ):
-        mine = sorted((step["rows"], step["step_s"], step["floor_s"]) for step in timed if step["context"] == context)
-        rows, step_s, floor_s = np.array(mine).T
+        points = sorted((step["rows"], step["step_s"], step["floor_s"]) for step in timed if step["context"] == context)
+        rows, step_s, floor_s = np.array(points).T
         axes.plot(rows, 1e3 * step_s, "o-", ms=4, color=color, label=f"context {context:g}")
         axes.plot(rows, 1e3 * floor_s, ":", color=color)
     log_ticks(axes)
@@ -141,7 +140,8 @@ def _draw_power(axes: Any, measured: dict[str, Any]) -> None:
     axes.plot(
         [batch["size"] for batch in batches], [batch["joules"] / batch["seconds"] for batch in batches], "o", ms=4
     )
-    axes.axhline(measured["idle_w"], color=GREY, ls="--", label="idle")
+    if measured["idle_w"] is not None:
+        axes.axhline(measured["idle_w"], color=GREY, ls="--", label="idle")
     log_ticks(axes)
     axes.set(xlabel="sequences in a batch", ylabel="watts", ylim=0)
     axes.legend()

@@ -104,18 +104,18 @@ async def run_steps(steps: Sequence[Step], results: Results, clock: Clock) -> No
     """Run the steps that have no result, in order, while there is time. A step that fails does not stop the others."""
     missing = [step for step in steps if step.name not in results.steps]
     for number, step in enumerate(missing, start=1):
-        what = f"{results.part}, {number} of {len(missing)}: {step.name}"
+        title = f"{results.part}, {number} of {len(missing)}: {step.name}"
         if step.about_s > clock.left_s:
-            log(f"{what}: left for the next run, it takes some {step.about_s:.0f} s")
+            log(f"{title}: left for the next run, it takes some {step.about_s:.0f} s")
             continue
         began_s = monotonic()
         try:
             results.put(step.name, await step.measure())
-            log(f"{what}: {monotonic() - began_s:.1f} s")
+            log(f"{title}: {monotonic() - began_s:.1f} s")
         except Exception as error:  # whatever a machine that nobody has seen yet may do
             traceback.print_exc(file=sys.stderr)
             results.fail(step.name, error)
-            log(f"{what}: failed")
+            log(f"{title}: failed")
 
 
 def left(steps: Sequence[Step], results: Results) -> Iterator[str]:
