@@ -129,7 +129,7 @@ def watched(engines: int) -> Fleet:
     def drop(_: object) -> None:
         pass
 
-    return Fleet([Lists(f"gpu{number}") for number in range(engines)], LiveConfig(), tell=drop, lose=drop)
+    return Fleet([Lists(f"gpu{number}") for number in range(engines)], LiveConfig(), notify=drop, on_lost=drop)
 
 
 def test_four_times_as_many_new_models_take_four_times_as_long() -> None:

@@ -67,11 +67,11 @@ def test_a_few_equal_lengths_claim_less_certainty_than_many():
 
 
 def test_fewer_than_four_lengths_make_no_forecast():
-    assert of([30] * 3).says(WIDE) is None
+    assert of([30] * 3).forecast(WIDE) is None
 
 
 def test_capped_answers_only_raise_a_forecast():
-    forecast = tokens(of([90] * 8, capped=True).says(WIDE))
+    forecast = tokens(of([90] * 8, capped=True).forecast(WIDE))
     assert forecast[0] > 75  # the previous forecast was 50
     assert forecast[-1] == pytest.approx(tokens(WIDE)[-1])
     assert tokens(of([400] * 8, capped=True).forecast(WIDE))[MIDDLE] > 300

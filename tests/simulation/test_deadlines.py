@@ -128,7 +128,7 @@ def test_figures_separate_preempted_from_completed_work(tmp_path: Path) -> None:
     assert timeline is not None
     assert waiting is not None
     assert timeline.axes[0].get_title(loc="left").startswith("flex: answers grow in 97% of the time")
-    assert "stopped for others" in [text.get_text() for text in timeline.legends[0].get_texts()]
+    assert "preempted" in [text.get_text() for text in timeline.legends[0].get_texts()]
     forming = waiting.axes[0].containers[0]
     assert [bar.get_height() for bar in forming] == [0.0, 3.0]  # the long answer waits until its last start
 

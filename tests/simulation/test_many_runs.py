@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 from scipy import stats
-from server_process import gone
+from server_process import all_ended
 
 from llmserve.__main__ import main
 from llmserve.errors import ConfigError, LLMServeError
@@ -182,7 +182,7 @@ def test_an_interrupted_command_leaves_no_process(number: signal.Signals, status
     assert len(children) == 2
     assert process.returncode == status
     assert message is None or error == message
-    assert gone(children)
+    assert all_ended(children)
 
 
 def test_a_search_that_is_killed_leaves_no_process() -> None:
@@ -191,7 +191,7 @@ def test_a_search_that_is_killed_leaves_no_process() -> None:
         children = _workers(process.pid, 2)
         process.kill()
     assert len(children) == 2
-    assert gone(children)
+    assert all_ended(children)
 
 
 def _workers(pid: int, count: int) -> list[psutil.Process]:
