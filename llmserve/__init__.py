@@ -1,3 +1,3 @@
-"""An OpenAI-compatible front-end that predicts answer lengths and batches by them."""
+"""An OpenAI-compatible front-end that predicts answer lengths and batches requests by predicted length."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`llmserve COMMAND`. A command's module is imported when the command is asked for, and heavy imports inside it."""
+"""`llmserve COMMAND`. Only the chosen command's module is imported. Heavy imports are inside its functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-import numpy  # here, for its libraries must be loaded before they are limited
+import numpy  # numpy's libraries must be loaded before threadpool_limits can limit their threads
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from predictor.prompt import Prompt
 
 PROMPTS_COLUMN = re.compile(r"^(.+\.(?:jsonl|jsonl\.gz|json|parquet)):([^/]+)$")  # FILE:COLUMN
-FORECASTS_MAX = 10_000  # prompts that a predictor is asked about for a simulation: a random sample of more
+FORECASTS_MAX = 10_000  # prompts of a simulation with a predictor; a larger file is sampled at random
 FORECASTS_AT_ONCE = 256
-BROKEN_PIPE = 141  # exit status, as shells have it
+BROKEN_PIPE = 141  # exit status, as in shells
 COMMANDS = {  # modules of this package, each with add_arguments and main
-    "serve": "run the front-end, with its own engine or in front of others",
+    "serve": "run the front-end, with its own engine or other engines",
     "simulate": "run the same scheduler under a virtual clock",
-    "solve": "when a bin should wait and when it should go",
-    "advise": "how many length bins, which edges, what gain, what wait",
-    "plan": "which models share which GPUs, for bursts as large as possible",
-    "profile": "measure what an engine's batches take, in seconds and joules",
+    "solve": "compute when a bin should wait, and when to release a batch",
+    "advise": "recommend a number of length bins, with edges and gain",
+    "plan": "choose which models share which GPUs, for the largest bursts",
+    "profile": "measure the duration and energy of an engine's batches",
     "train": "train a predictor of answer lengths",
-    "evaluate": "how good a trained predictor is",
-    "bench": "what bins gain in throughput on a real engine",
+    "evaluate": "evaluate a trained predictor",
+    "bench": "measure the throughput gain of bins on a real engine",
 }
 USAGE = {"serve": "[options] [-- VLLM_OPTIONS]", "evaluate": "PREDICTOR [options]"}  # else: [options]
 
 
 def parser(chosen: str | None = None) -> argparse.ArgumentParser:
-    """Of all commands; the chosen one alone has its arguments, for the modules of others need not be loaded."""
+    """Return the parser of all commands. Only the chosen command has its arguments, and only its module is loaded."""
     top = argparse.ArgumentParser(
         prog="llmserve",
         description="An OpenAI-compatible front-end that batches prompts by predicted answer length.",
@@ -72,15 +72,15 @@ def parser(chosen: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 0 done, 1 failed at run time, 2 wrongly asked."""
-    # Our matrices are small: threads that share them cost more than they give, and plans are made beside a server that
-    # needs its cores.
+    """Run a command. Returns the exit status: 0 success, 1 run-time error, 2 wrong arguments or settings."""
+    # The matrices are small, so that several threads cost more time than they save. Also, plans are made next to a
+    # server that needs its cores.
     threadpool_limits(1, user_api="blas")
     words, for_engine = _split(sys.argv[1:] if argv is None else argv)
-    # What stands before a command can only be a flag, of which none takes a value.
-    place = next((place for place, word in enumerate(words) if not word.startswith("-")), len(words))
-    args, unknown = parser(*words[place : place + 1]).parse_known_args(words)
-    args.words = words[place + 1 :]
+    # Only flags without a value may precede the command.
+    index = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
+    args, unknown = parser(*words[index : index + 1]).parse_known_args(words)
+    args.words = words[index + 1 :]
     if for_engine:
         args.engine_args = for_engine
     try:
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         status = int(args.main(args))
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # who reads the output has enough of it: nothing is flushed into it at the exit either
+    except BrokenPipeError:  # the reader closed the pipe: do not flush into the pipe at the exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except ConfigError as error:
@@ -101,16 +101,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_script(program: str, command: ModuleType, argv: Sequence[str] | None = None) -> int:
-    """A command under a script's name; returns the exit status. Ends the process with one line on an error of ours.
+    """Run a command as a script. Returns the exit status; exits with one line on an LLMServeError.
 
-    argv : None: the command line's.
+    argv : None: the arguments of the command line.
     """
-    alone = argparse.ArgumentParser(
+    script_parser = argparse.ArgumentParser(
         prog=f"{program}.py", description=command.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    command.add_arguments(alone)
+    command.add_arguments(script_parser)
     words = sys.argv[1:] if argv is None else list(argv)
-    args = alone.parse_args(words, argparse.Namespace(program=program, words=words))
+    args = script_parser.parse_args(words, argparse.Namespace(program=program, words=words))
     try:
         return int(command.main(args))
     except LLMServeError as error:
@@ -118,10 +118,10 @@ def run_script(program: str, command: ModuleType, argv: Sequence[str] | None = N
 
 
 def read_answers(source: str, folder: str | None) -> Answers:
-    """What the simulator serves of a file of prompts; with a trained predictor's folder, what it says of each of them.
+    """Read a file of prompts for the simulator, with forecasts by the trained predictor in `folder`, if given.
 
-    Here, because the simulator knows no predictor. source : FILE[:COLUMN], a file as predictor.dataset.load_rows takes
-    it, and the column of the output tokens.  Raises ConfigError on a file or a folder that cannot be used.
+    This function is in this module because the simulator must not import the predictor. source : FILE[:COLUMN], a file
+    for predictor.dataset.load_rows, and its column of output tokens.  Raises ConfigError on a bad file or folder.
     """
     from llmserve.cluster.prompt_size import CHARACTERS_PER_TOKEN
     from llmserve.extras import need
@@ -129,8 +129,8 @@ def read_answers(source: str, folder: str | None) -> Answers:
     from predictor.dataset import Columns, load_rows
     from predictor.errors import PredictorError
 
-    found = PROMPTS_COLUMN.match(source)
-    name, columns = (source, Columns()) if found is None else (found[1], Columns(output_tokens=found[2]))
+    match = PROMPTS_COLUMN.match(source)
+    name, columns = (source, Columns()) if match is None else (match[1], Columns(output_tokens=match[2]))
     if name.endswith(".parquet"):
         need("train", "pyarrow", why=f"reading {name}")
     try:
@@ -147,7 +147,7 @@ def read_answers(source: str, folder: str | None) -> Answers:
 
 
 def _forecasts(folder: str, prompts: Sequence[Prompt]) -> NDArray[numpy.float64]:
-    """(prompts, quantiles) output tokens."""
+    """Return the predicted output tokens, (prompts, quantiles)."""
     from rich.console import Console
     from rich.progress import track
 
@@ -162,7 +162,7 @@ def _forecasts(folder: str, prompts: Sequence[Prompt]) -> NDArray[numpy.float64]
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """What is for us, and what follows `--`, which `serve` passes on to the engine."""
+    """Split the arguments of `serve` at `--`: llmserve's arguments, and the engine's."""
     if argv[:1] != ["serve"] or "--" not in argv:
         return argv, []
     cut = argv.index("--")

@@ -1,9 +1,11 @@
-"""Advise: how many length bins, which edges, what gain, what wait.
+"""Recommend a number of length bins, with their edges, gain and waiting time.
 
-For engines that run a batch to its end (--barrier): requests of like length wait together until a batch is full, as
-under --release full. Prints what each number of bins comes to, by the theory in bins/capacity.py, and recommends one.
+For engines that run each batch to its end (--barrier): requests of similar length wait together until a batch is full,
+as under --release full. Prints the performance of each number of bins, by the theory in bins/capacity.py, and
+recommends one number.
 
-Edges are fitted to one half of the lengths and judged by the other, both ways; the edges to use are fitted to all.
+The performance is cross-validated: edges are fitted to one half of the lengths and judged by the other half, and the
+other way round. The recommended edges are fitted to all lengths.
 """
 
 from __future__ import annotations
@@ -30,58 +32,58 @@ from llmserve.policies import WINDOW_BATCHES
 from llmserve.simulation import workload
 from llmserve.simulation.scenario import STEP_S
 
-HEADROOM = 0.8  # engines busier than this share of their time keep up, but batches wait long for them
-ENOUGH = 0.99  # of the most throughput is as good: the last bins cost more waiting than they give
-DRAWN = 20_000  # lengths, where a distribution is given
-WINDOW_DRAWS = 1 << 19  # lengths that go through windows
+HEADROOM = 0.8  # above this utilisation engines still keep up, but batches wait long for an engine
+ENOUGH = 0.99  # share of the highest throughput that is enough: the last bins cost more waiting than they gain
+DRAWN = 20_000  # lengths drawn from a distribution
+WINDOW_DRAWS = 1 << 19  # lengths drawn to judge windows
 
 Positive = Annotated[float, Meta(gt=0)]
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked. None where a default or another field decides, or nothing is said."""
+    """The question. None: a default or another field decides, or there is no value."""
 
     lengths: Annotated[
-        str | None, Meta(description=f"output tokens: PATH[:COLUMN] of a file, or {workload.LENGTHS_HELP}; needed")
+        str | None, Meta(description=f"output tokens: PATH[:COLUMN] of a file, or {workload.LENGTHS_HELP}; required")
     ] = None
-    arrival_rate: Annotated[Positive | None, Meta(description="Poisson arrivals a second; needed")] = None
+    arrival_rate: Annotated[Positive | None, Meta(description="Poisson arrivals per second; required")] = None
     batch_size: Annotated[int, Meta(ge=1, description="requests in a batch")] = 8
-    step_s: Annotated[Positive | None, Meta(description=f"seconds a token (default {STEP_S})")] = None
+    step_s: Annotated[Positive | None, Meta(description=f"seconds per token (default {STEP_S})")] = None
     profile: Annotated[
-        str | None, Meta(description=f"what steps take: {', '.join(PROFILES)}, or a file; instead of step-s")
+        str | None, Meta(description=f"duration of steps: {', '.join(PROFILES)}, or a file; instead of step-s")
     ] = None
-    engines: Annotated[int, Meta(ge=1, description="that run batches, of one kind")] = 1
-    bins_max: Annotated[int, Meta(ge=1, le=64, description="most bins that are tried")] = 32
+    engines: Annotated[int, Meta(ge=1, description="number of equal engines")] = 1
+    bins_max: Annotated[int, Meta(ge=1, le=64, description="largest number of bins to try")] = 32
     latency_target_s: Annotated[
-        Positive | None, Meta(description="the most throughput within this mean latency, instead of the least latency")
+        Positive | None, Meta(description="highest throughput within this mean latency, instead of the least latency")
     ] = None
-    seed: Annotated[int, Meta(ge=0, description="of every random draw")] = 0
+    seed: Annotated[int, Meta(ge=0, description="seed of all random draws")] = 0
 
     def check(self) -> tuple[str, float]:
-        """The lengths and the arrival rate. Raises ConfigError without them, and on settings that contradict."""
+        """Return the lengths and the arrival rate. Raises ConfigError if one is missing, or settings contradict."""
         if self.lengths is None:
             raise ConfigError(
-                "lengths is needed: a file of output lengths, or a distribution such as lognormal:5.2,0.8"
+                "lengths is required: a file of output lengths, or a distribution such as lognormal:5.2,0.8"
             )
         if self.arrival_rate is None:
-            raise ConfigError("arrival_rate is needed: how many requests come a second")
+            raise ConfigError("arrival_rate is required: requests per second")
         if not math.isfinite(self.arrival_rate):
-            raise ConfigError(f"arrival_rate: a finite number is needed, not {self.arrival_rate}")
+            raise ConfigError(f"arrival_rate: the number must be finite, not {self.arrival_rate}")
         if self.profile is not None and self.step_s is not None:
             raise ConfigError("step_s cannot be given with profile, which decides it")
         return self.lengths, self.arrival_rate
 
 
 class BinsRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What a number of bins comes to, with optimal edges unless it says equal mass.
+    """The performance of a number of bins, with optimal edges except in the fields with equal_mass.
 
     edges                 interior edges, tokens, fitted to all lengths
-    throughput_per_s      of all engines at saturation, requests a second; gain: over one bin, 0 for none
+    throughput_per_s      of all engines at saturation, requests per second; gain: relative to one bin, 0 for no gain
     forming_s             mean wait until the batch is full
-    forming_s_rarest      the same in the bin that fewest requests fall into
+    forming_s_rarest      the same in the bin with the fewest requests
     batch_s               mean time of a batch
-    latency_s             mean, of Lemma 5.1: when no batch waits for an engine
-    utilisation           share of their time that engines are busy; from 1 on they do not keep up
+    latency_s             mean latency by Lemma 5.1, without waiting for an engine
+    utilisation           share of time in which engines are busy; from 1 on engines do not keep up
     """
 
     bins: int
@@ -98,12 +100,12 @@ class BinsRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found, as --json prints it.
+    """The result, as --json prints it.
 
-    rows                  of 1, 2, ... bins
-    bins, edges, reason   recommended, and why
-    throughput_per_s_max  of all engines without any padding, however many bins
-    window                requests among which --release window looks for neighbours by length; its gain over one bin
+    rows                  performance of 1, 2, ... bins
+    bins, edges, reason   the recommendation and its reason
+    throughput_per_s_max  limit of all engines without padding, for any number of bins
+    window                number of requests in a window of --release window; window_gain: relative to one bin
     """
 
     lengths: int
@@ -131,12 +133,14 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def advise(question: Question) -> tuple[Advice, workload.Lengths]:
-    """The answer and the lengths it rests on. Raises ConfigError on a question that makes no sense."""
+    """Return the answer and the lengths behind it. Raises ConfigError on an invalid question."""
     text, rate_per_s = question.check()
     rng = np.random.default_rng(question.seed)
     lengths = rng.permutation(_lengths(text, rng))
     if lengths.size < 2:
-        raise ConfigError(f"lengths {text!r}: at least two are needed, to fit edges to some and judge them by others")
+        raise ConfigError(
+            f"lengths {text!r}: at least two are required, to fit edges to one half and judge by the other"
+        )
     step_s, prefill_s = _times(question)
     times = StepTimes(prefill_s, (step_s,))
     rows = _rows(question, lengths, rate_per_s, times)
@@ -165,21 +169,21 @@ def advise(question: Question) -> tuple[Advice, workload.Lengths]:
 
 
 def _lengths(text: str, rng: np.random.Generator) -> workload.Lengths:
-    """A file's lengths, each once; else as many as are drawn from a distribution."""
+    """Return a file's lengths, each once, or DRAWN lengths from a distribution."""
     if is_file(text):
         return workload.read_lengths(text.removeprefix("file:"))
     return workload.draw_lengths(text, DRAWN, rng)
 
 
 def is_file(text: str) -> bool:
-    """Whether it names a file, if only one that is not there; else it describes a distribution."""
+    """Whether the text names a file, existing or not; otherwise it describes a distribution."""
     name, colon, _ = text.partition(":")
-    like_a_path = "*" not in name and ("." in name or "/" in name)  # 0.5*uniform is none
+    like_a_path = "*" not in name and ("." in name or "/" in name)  # 0.5*uniform is a distribution
     return name == "file" or not colon or like_a_path or Path(name).is_file()
 
 
 def _times(question: Question) -> tuple[float, float]:
-    """(step_s, prefill_s) of a full batch."""
+    """Return (step_s, prefill_s) of a full batch."""
     if question.profile is None:
         return (STEP_S if question.step_s is None else question.step_s), 0.0
     try:
@@ -187,12 +191,14 @@ def _times(question: Question) -> tuple[float, float]:
     except ValueError as error:
         raise ConfigError(f"profile: {error}") from error
     if profile.slots_max is not None and question.batch_size > profile.slots_max:
-        raise ConfigError(f"profile {profile.name} is of {profile.slots_max} sequences, not {question.batch_size}")
+        raise ConfigError(
+            f"profile {profile.name} covers up to {profile.slots_max} sequences, not {question.batch_size}"
+        )
     return float(profile.step_s.at(question.batch_size)), profile.prefill_s
 
 
 def _rows(question: Question, lengths: workload.Lengths, rate_per_s: float, times: StepTimes) -> list[BinsRow]:
-    """Of 1, 2, ..., bins_max bins, or as many as the lengths can be cut into."""
+    """Return rows for 1, 2, ... bins, up to bins_max or the largest number into which the lengths can be split."""
     size, engines = question.batch_size, question.engines
     optimal = partial(optimal_edges, batch_size=size)
     rows: list[BinsRow] = []
@@ -225,14 +231,14 @@ def _rows(question: Question, lengths: workload.Lengths, rate_per_s: float, time
 def _judged(
     lengths: workload.Lengths, bins: int, batch_size: int, fit: Callable[[workload.Lengths, int], Edges]
 ) -> float:
-    """Tokens of a batch with edges that are fitted to each half of the lengths and judged by the other."""
+    """Return the mean steps of a batch, with edges fitted to each half of the lengths and judged by the other half."""
     first, second = _halves(lengths)
     pairs = (first, second), (second, first)
-    return sum([each.size * batch_time(each, fit(other, bins), batch_size) for each, other in pairs]) / lengths.size
+    return sum([test.size * batch_time(test, fit(train, bins), batch_size) for test, train in pairs]) / lengths.size
 
 
 def _judged_window(lengths: workload.Lengths, window: int, batch_size: int, rng: np.random.Generator) -> float:
-    """Tokens of a batch from a window, of each half of the lengths: what bins are judged by, or gains would differ."""
+    """Return the mean steps of a batch from a window, over each half of the lengths, for comparison with `_judged`."""
     windows = max(1, WINDOW_DRAWS // (2 * window))
     tokens = 0.0
     for half in _halves(lengths):
@@ -248,39 +254,45 @@ def _halves(lengths: workload.Lengths) -> tuple[workload.Lengths, workload.Lengt
 
 
 def recommend(rows: Sequence[BinsRow], question: Question, rate_per_s: float) -> tuple[BinsRow, str]:
-    """One of the rows, and why. rows : of 1, 2, ... bins.
+    """Return the recommended row and the reason. rows : of 1, 2, ... bins.
 
-    Throughput that arrivals do not need is of no use: of those that keep up with room to spare, the least latency, or
-    with a target the most throughput within it. Where none does, the fewest bins of all but the most throughput.
+    More throughput than the arrivals need has no value. Of the rows with a utilisation of at most HEADROOM, the row
+    with the least latency is recommended; with a target, the row with the highest throughput within the target. If no
+    row has that utilisation, the fewest bins with nearly the highest throughput (ENOUGH) are recommended.
     """
-    roomy = [row for row in rows if row.utilisation <= HEADROOM]
-    if not roomy:
-        return _most(rows, question, rate_per_s)
-    fastest = min(roomy, key=lambda row: row.latency_s)
-    those = f"of those that keep up with {rate_per_s:.4g} requests/s and leave engines {1 - HEADROOM:.0%} idle"
+    candidates = [row for row in rows if row.utilisation <= HEADROOM]
+    if not candidates:
+        return _highest_throughput(rows, question, rate_per_s)
+    fastest = min(candidates, key=lambda row: row.latency_s)
+    subject = (
+        f"among the numbers that keep up with {rate_per_s:.4g} requests/s and leave engines {1 - HEADROOM:.0%} idle"
+    )
     target_s = question.latency_target_s
     if target_s is None:
-        return fastest, f"{those}, the least latency, {fastest.latency_s:.3g} s; more throughput is not needed"
-    within = [row for row in roomy if row.latency_s <= target_s]
+        return fastest, f"{subject}, the least latency, {fastest.latency_s:.3g} s; more throughput is not needed"
+    within = [row for row in candidates if row.latency_s <= target_s]
     if not within:
         return (
             fastest,
-            f"{those}, none has a latency within {target_s:g} s; this is the least, {fastest.latency_s:.3g} s",
+            f"{subject}, none has a latency within {target_s:g} s; this is the least, {fastest.latency_s:.3g} s",
         )
-    return max(within, key=_throughput), f"{those}, the most throughput with a latency within {target_s:g} s"
+    return max(within, key=_throughput), f"{subject}, the highest throughput with a latency within {target_s:g} s"
 
 
-def _most(rows: Sequence[BinsRow], question: Question, rate_per_s: float) -> tuple[BinsRow, str]:
-    """Where engines are too busy whatever the bins."""
+def _highest_throughput(rows: Sequence[BinsRow], question: Question, rate_per_s: float) -> tuple[BinsRow, str]:
+    """Return the recommendation and the reason if engines are too busy with any number of bins."""
     enough = ENOUGH * max(map(_throughput, rows))
-    found = next(row for row in rows if row.throughput_per_s >= enough)
+    best = next(row for row in rows if row.throughput_per_s >= enough)
     state = f"no number of bins keeps up with {rate_per_s:.4g} requests/s"
-    if found.utilisation < 1:
+    if best.utilisation < 1:
         state += f" and leaves engines {1 - HEADROOM:.0%} idle"
     if question.latency_target_s is not None:
-        state += f", as a latency within {question.latency_target_s:g} s would need"
-    needed = math.ceil(found.utilisation * question.engines / HEADROOM)
-    return found, f"{state}, so the most throughput, {found.throughput_per_s:.3g} requests/s; {needed} engines would do"
+        state += f", as a latency within {question.latency_target_s:g} s requires"
+    needed = math.ceil(best.utilisation * question.engines / HEADROOM)
+    return (
+        best,
+        f"{state}, so the highest throughput, {best.throughput_per_s:.3g} requests/s; {needed} engines would suffice",
+    )
 
 
 def _throughput(row: BinsRow) -> float:
@@ -301,13 +313,13 @@ def main(args: argparse.Namespace) -> int:
     from llmserve import advise_report
 
     need_plot(args.plot)
-    given = vars(args)
-    question = convert(Question, {name: given[name] for name in Question.__struct_fields__ if name in given})
+    flags = vars(args)
+    question = convert(Question, {name: flags[name] for name in Question.__struct_fields__ if name in flags})
     answer, lengths = advise(question)
     if args.json:
         print(msgspec.json.encode(answer).decode())
     else:
         advise_report.print_answer(question, answer, Console())
-    if args.plot is not None:  # last: what was found is told even if it cannot be drawn
+    if args.plot is not None:  # last, so that the answer is printed even if drawing fails
         advise_report.plot(answer, lengths, args.plot)
     return 0

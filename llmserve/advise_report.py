@@ -1,4 +1,4 @@
-"""What `llmserve advise` prints and draws."""
+"""Prints and draws the result of `llmserve advise`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from llmserve.advise import Advice, BinsRow, Question, is_file
 from llmserve.errors import ConfigError
 from llmserve.simulation import workload
 
-FEW = 50  # lengths for each request of a batch; of fewer, the longest batches are yet to be seen
-SHOWN = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # bins in the table, and those recommended
-DRAWN_SHARE = 0.995  # of the lengths: the few longest would squeeze the rest
+FEW = 50  # lengths per request of a batch below which a sample is too small to contain the longest batches
+SHOWN = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # bins in the table, besides the recommended number
+DRAWN_SHARE = 0.995  # share of the lengths that is drawn: the few longest would compress the picture
 LATENCY_NOTE = (
-    "Latency is the wait for the batch to fill, and its run. At high load batches also wait for an engine: simulate. A "
-    "bin that few requests fall into fills slowly; --release timeout ends the wait."
+    "Latency is the time until the batch is full plus the batch's run time. At high load batches also wait for an "
+    "engine: simulate. A bin with few requests fills slowly; --release timeout limits the wait."
 )
 REFILL_NOTE = (
-    "Engines with continuous batching, as vLLM's, gain nothing from bins: there no answer waits for a longer one's end."
+    "Engines with continuous batching, such as vLLM, gain nothing from bins: no answer waits for a longer answer."
 )
 OPTIMAL_COLOUR, EQUAL_MASS_COLOUR = "#d55e00", "#0072b2"
 
 
 def print_answer(question: Question, answer: Advice, console: Console) -> None:
-    bins = "1 bin, that is none" if answer.bins == 1 else f"{answer.bins} bins"
+    bins = "1 bin, that is no binning" if answer.bins == 1 else f"{answer.bins} bins"
     edges = ", ".join([f"{edge:.6g}" for edge in answer.edges])
     console.print(_title(answer), highlight=False, soft_wrap=True)
     console.print(_table(answer))
@@ -55,7 +55,7 @@ def _title(answer: Advice) -> str:
 
 
 def _trial(question: Question, answer: Advice, release: Sequence[str]) -> str:
-    """The command that simulates a release, with all that the theory leaves out."""
+    """Return the command that simulates a release, with the effects that the theory ignores."""
     text = question.lengths or ""
     lengths = f"file:{text.removeprefix('file:')}" if is_file(text) else text
     steps = ["--profile", question.profile] if question.profile else ["--step-s", f"{answer.step_s:g}"]
@@ -71,15 +71,15 @@ def _bins_flags(answer: Advice) -> list[str]:
 
 def _few_note(answer: Advice) -> str:
     return (
-        f"With {answer.lengths:,} lengths the figures are rough: where the longest are missing, throughput is told too "
-        f"high. Batches of {answer.batch_size} want {FEW * answer.batch_size:,} lengths or more."
+        f"With {answer.lengths:,} lengths the figures are rough: if the longest are missing, the throughput is too "
+        f"high. Batches of {answer.batch_size} need {FEW * answer.batch_size:,} lengths or more."
     )
 
 
 def _window_note(answer: Advice, trial: str) -> str:
     return (
-        f"--release window, the default with --barrier, needs no bins: an engine that is free takes neighbours by "
-        f"length among the first {answer.window:,} that wait, and waits for none. While so many do wait it serves "
+        f"--release window, the default with --barrier, needs no bins: a free engine takes requests of similar length "
+        f"among the first {answer.window:,} waiting requests, without delay. With a full window it serves "
         f"{answer.window_throughput_per_s:.4g} requests/s, {answer.window_gain:+z.1%}. "
         f"To try it: {trial}"
     )
@@ -87,7 +87,7 @@ def _window_note(answer: Advice, trial: str) -> str:
 
 def _table(answer: Advice) -> Table:
     most = f"{answer.throughput_per_s_max:.4g} requests/s"
-    table = Table(caption=f"gains are over one bin; the limit, without any padding: {most}")
+    table = Table(caption=f"gains are relative to one bin; limit without padding: {most}")
     headings = ("bins", "equal\nmass", "optimal", "req/s", "fill\n(s)", "rarest\nbin (s)", "latency\n(s)", "busy")
     for heading in headings:
         table.add_column(heading, justify="right")
@@ -116,9 +116,9 @@ def _seconds(value: float) -> str:
 
 
 def plot(answer: Advice, lengths: workload.Lengths, path: Path) -> None:
-    """The lengths and the edges; throughput and latency by the number of bins.
+    """Draw the lengths with the edges, and throughput and latency by the number of bins.
 
-    Raises ConfigError on a path that cannot be written or is of no kind of picture.
+    Raises ConfigError on a path that cannot be written or has no known picture format.
     """
     from matplotlib.figure import Figure
 
@@ -165,5 +165,5 @@ def _draw_latency(axis: Any, answer: Advice) -> None:
     labels, colours = ["the batch runs", "the batch fills"], ["#d9d9d9", "#a6bddb"]
     axis.stackplot([row.bins for row in rows], *parts, labels=labels, colors=colours)
     axis.plot(best.bins, best.latency_s, "o", markersize=9, color=OPTIMAL_COLOUR, label="recommended")
-    axis.set(xlabel="bins", ylabel="mean latency (s)\nwithout wait for an engine", ylim=(0, None))
+    axis.set(xlabel="bins", ylabel="mean latency (s)\nwithout waiting for an engine", ylim=(0, None))
     axis.legend(fontsize=8, loc="upper left")

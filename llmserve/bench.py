@@ -1,25 +1,24 @@
-"""What bins gain on a real engine that runs batches to completion, and that they cost nothing on one that refills.
+"""Measure the throughput gain of bins on a real engine that runs batches to completion, and their cost with refill.
 
     llmserve bench --output docs/results/throughput.json --figure docs/results/throughput.png
     llmserve bench --engine http://127.0.0.1:8001 --refill-slots 10 \\
         --output docs/results/throughput-vllm.json --figure docs/results/throughput-vllm.png
 
-All requests come at once. One embedded engine serves every arrangement in turn, round after round: no bins; bins by
-the shipped predictor, by risk and by its median; bins by oracle lengths (the demo model answers greedily, so its
-lengths are known once it has answered); windows, which have no bins. Each arrangement is a `llmserve serve` of its own
-in front of the engine. The prompts are held out: neither the model nor the predictor was trained on them. Every round
-asks them again, so the servers' memory of earlier answers is switched off.
+All requests arrive at once. One embedded engine serves all arrangements in turn, in every round: no bins; bins by the
+shipped predictor, by risk and by median; bins by oracle lengths (the demo model decodes greedily, so its lengths are
+known after the first run); windows, which have no bins. Each arrangement has its own `llmserve serve` in front of the
+engine. The prompts are held out: neither the model nor the predictor was trained on these prompts. Every round repeats
+the prompts, so the servers' memory of earlier answers is switched off.
 
-With --engine, another server that serves the demo model (vLLM, say) takes the embedded engine's place, and two
-arrangements are added: the engine driven directly, and llmserve refilling its slots without a barrier.
+With --engine, another server of the demo model (such as vLLM) replaces the embedded engine, and two arrangements are
+added: the engine without llmserve, and llmserve refilling the engine's slots without a barrier.
 
-Beside each measured gain stands the gain that the seen lengths imply: a batch takes as long as its longest answer, so
-an arrangement takes the sum over its batches of what an answer of that length takes. What lengths take is measured
-beforehand on the engine alone, with full batches of fixed lengths. Batches are read from the answers' own receipts.
+The results also show the gain implied by the lengths. A batch takes as long as its longest answer, so the implied time
+of an arrangement is the sum over its batches of the cost of the longest answer. The cost by length is measured first,
+on the engine alone, with full batches of fixed lengths. Batches are read from the receipts in the answers' headers.
 
-Joules are what llmserve's own counter in /metrics moved by during a run: measured where the engine's GPUs are on this
-machine (nvml), else modelled from what ran, by --profile. With neither there are none, and none either of an engine
-that is driven directly.
+Joules are the change of llmserve's counter in /metrics during a run: measured if the engine's GPUs are on this machine
+(nvml), else modelled with --profile. Without both, and for an engine without llmserve, there are no joules.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from llmserve.extras import need_embedded, need_plot
 from llmserve.headers import BATCH_HEADER, BATCH_SIZE_HEADER
 
 MODEL = "llmserve-demo"
-ENERGY_SOURCES = ("nvml", "modelled")  # of the counter, the better first
+ENERGY_SOURCES = ("nvml", "modelled")  # label `source` of the counter, the better source first
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Arrangement:
     """How requests reach the engine.
 
     mode     "direct", "refill", "barrier" or "window" (a barrier without bins)
-    lengths  what bins and windows go by: "none" (one bin), "risk" or "median" (of the predictor), or "oracle"
+    lengths  lengths used by bins and windows: "none" (one bin), "risk" or "median" (of the predictor), or "oracle"
     """
 
     mode: str
@@ -88,9 +87,9 @@ BASELINE = Arrangement("barrier", 1, "none")
 
 @dataclass
 class BenchRun:
-    """One pass over all prompts. lengths and batches by prompt; seconds from the first request to the last answer.
+    """One run of all prompts. lengths and batches by prompt; seconds from the first request to the last answer.
 
-    joules  of the engine meanwhile, by source
+    joules  of the engine during the run, by source
     """
 
     seconds: float
@@ -130,7 +129,7 @@ async def embedded_engine(batch_size: int) -> AsyncIterator[str]:
 async def front_end(
     engine_url: str, arrangement: Arrangement, args: argparse.Namespace, *flags: str
 ) -> AsyncIterator[str]:
-    """`llmserve serve` in front of the engine, with these flags beside the arrangement's; yields its base URL."""
+    """Run `llmserve serve` with the arrangement's flags and `flags` in front of the engine. Yields the base URL."""
     if arrangement.mode == "direct":
         yield engine_url
         return
@@ -139,7 +138,7 @@ async def front_end(
         words = [sys.executable, "-m", "llmserve", "serve", "--engine", engine_url, "--port", str(port)]
         words += ["--barrier"] if arrangement.mode in ("barrier", "window") else ["--slots", str(args.refill_slots)]
         words += ["--batch-size", str(args.batch_size), *arrangement.flags, *flags]
-        # With oracle lengths too, the first edges come from the predictor's training lengths.
+        # The predictor's training lengths give the first edges, also with oracle lengths.
         return [*words, "--predictor", "none" if arrangement.lengths == "none" else args.predictor]
 
     process = EngineProcess(arrangement.name, command, start_s=120)
@@ -159,13 +158,13 @@ async def is_ready(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 async def run(url: str, prompts: list[str], oracle: list[int] | None) -> BenchRun:
-    """Send every prompt at once; oracle: lengths to send along as the client's own predictions."""
+    """Send all prompts at once. oracle: lengths to send as the client's predictions."""
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         before_j = await joules(session, url)
         began_s = time.perf_counter()
 
-        async def ask(index: int) -> tuple[int, str, float]:
+        async def complete(index: int) -> tuple[int, str, float]:
             body = {"model": MODEL, "messages": [{"role": "user", "content": prompts[index]}], "temperature": 0}
             headers = {"x-llmserve-predicted-tokens": str(oracle[index])} if oracle else {}
             async with session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response:
@@ -175,16 +174,16 @@ async def run(url: str, prompts: list[str], oracle: list[int] | None) -> BenchRu
                 batch = response.headers.get("x-llmserve-batch", f"alone {index}")
                 return tokens, batch, time.perf_counter() - began_s
 
-        results = await asyncio.gather(*(ask(index) for index in range(len(prompts))))
+        results = await asyncio.gather(*(complete(index) for index in range(len(prompts))))
         seconds = time.perf_counter() - began_s
         after_j = await joules(session, url)
     lengths, batches, latencies_s = zip(*results, strict=True)
-    taken_j = {source: after_j[source] - before_j[source] for source in before_j}
-    return BenchRun(seconds, list(lengths), list(batches), list(latencies_s), taken_j)
+    used_j = {source: after_j[source] - before_j[source] for source in before_j}
+    return BenchRun(seconds, list(lengths), list(batches), list(latencies_s), used_j)
 
 
 async def joules(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """What the server's energy counter stands at, by source; {} of a server without one."""
+    """Return the value of the server's energy counter by source; {} without a counter."""
     async with session.get(f"{url}/metrics") as response:
         text = await response.text() if response.status == 200 else ""
     return {
@@ -196,12 +195,12 @@ async def joules(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
 
 
 async def batch_cost(engine_url: str, batch_size: int, rounds: int = 5) -> np.poly1d:
-    """Seconds of a full batch as a polynomial of its tokens: a start, a step, and a step's growth with the context."""
+    """Return the seconds of a full batch as a quadratic polynomial of its tokens: start, step, and growth of steps."""
     lengths = (1, 30, 60, 120, 240, 480)
     seconds: dict[int, list[float]] = {length: [] for length in lengths}
     async with aiohttp.ClientSession() as session:
 
-        async def ask(length: int, batch: str) -> None:
+        async def complete(length: int, batch: str) -> None:
             body = {"model": MODEL, "messages": [{"role": "user", "content": "Count from 1 to 9."}]}
             fixed = {**body, "max_tokens": length, "ignore_eos": True, "temperature": 0}
             headers = {BATCH_HEADER: batch, BATCH_SIZE_HEADER: str(batch_size)}
@@ -211,7 +210,7 @@ async def batch_cost(engine_url: str, batch_size: int, rounds: int = 5) -> np.po
 
         for number, length in itertools.product(range(rounds), lengths):
             began_s = time.perf_counter()
-            await asyncio.gather(*(ask(length, f"cost-{number}-{length}") for _ in range(batch_size)))
+            await asyncio.gather(*(complete(length, f"cost-{number}-{length}") for _ in range(batch_size)))
             seconds[length].append(time.perf_counter() - began_s)
     medians = [statistics.median(seconds[length]) for length in lengths]
     return np.poly1d(np.polyfit(lengths, medians, deg=2))
@@ -237,54 +236,54 @@ async def measure(args: argparse.Namespace) -> tuple[dict[str, list[BenchRun]], 
         lengths: list[int] | None = None
         for number in range(args.rounds):
             for arrangement, url in zip(arrangements, urls, strict=True):
-                done = await run(url, prompts, lengths if arrangement.lengths == "oracle" else None)
-                lengths = lengths or done.lengths
-                runs[arrangement.name].append(done)
+                result = await run(url, prompts, lengths if arrangement.lengths == "oracle" else None)
+                lengths = lengths or result.lengths
+                runs[arrangement.name].append(result)
                 print(
-                    f"round {number + 1}/{args.rounds}: {arrangement.name}: {done.tokens_per_s:,.0f} tokens/s",
+                    f"round {number + 1}/{args.rounds}: {arrangement.name}: {result.tokens_per_s:,.0f} tokens/s",
                     file=sys.stderr,
                 )
     return runs, cost
 
 
 def rows(runs: dict[str, list[BenchRun]], cost: np.poly1d) -> list[dict[str, Any]]:
-    """Medians; gains over "no bins" round by round, so that a machine that slows down slows both sides."""
+    """Return medians per arrangement. Gains are relative to "no bins" in the same round: a slow machine slows both."""
     plain = runs[BASELINE.name]
     return [
         {
             "arrangement": name,
-            "tokens_per_s": round(statistics.median(done.tokens_per_s for done in these), 1),
+            "tokens_per_s": round(statistics.median(run.tokens_per_s for run in rounds), 1),
             "gain": round(
-                statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in zip(these, plain, strict=True)), 3
+                statistics.median(a.tokens_per_s / b.tokens_per_s for a, b in zip(rounds, plain, strict=True)), 3
             ),
-            "gain_implied": _implied(name, these, plain, cost),
-            "latency_s_mean": round(statistics.median(statistics.mean(done.latencies_s) for done in these), 2),
-            "seconds": round(statistics.median(done.seconds for done in these), 2),
-            **_energy(these),
+            "gain_implied": _implied(name, rounds, plain, cost),
+            "latency_s_mean": round(statistics.median(statistics.mean(run.latencies_s) for run in rounds), 2),
+            "seconds": round(statistics.median(run.seconds for run in rounds), 2),
+            **_energy(rounds),
         }
-        for name, these in runs.items()
+        for name, rounds in runs.items()
     ]
 
 
-def _energy(these: list[BenchRun]) -> dict[str, Any]:
-    """Medians over the rounds, by the best source that all of them have; None where there is none."""
-    source = next((source for source in ENERGY_SOURCES if all(source in done.joules for done in these)), None)
+def _energy(rounds: list[BenchRun]) -> dict[str, Any]:
+    """Return medians over the rounds, from the best source that all rounds have; None without a source."""
+    source = next((source for source in ENERGY_SOURCES if all(source in run.joules for run in rounds)), None)
     by_token = by_request = None
     if source is not None:
-        by_token = round(statistics.median(done.joules[source] / sum(done.lengths) for done in these), 4)
-        by_request = round(statistics.median(done.joules[source] / len(done.lengths) for done in these), 2)
+        by_token = round(statistics.median(run.joules[source] / sum(run.lengths) for run in rounds), 4)
+        by_request = round(statistics.median(run.joules[source] / len(run.lengths) for run in rounds), 2)
     return {"joules_per_token": by_token, "joules_per_request": by_request, "energy_source": source}
 
 
-def _implied(name: str, these: list[BenchRun], plain: list[BenchRun], cost: np.poly1d) -> float | None:
-    """None where there is no barrier: then an arrangement's batches imply nothing."""
+def _implied(name: str, rounds: list[BenchRun], plain: list[BenchRun], cost: np.poly1d) -> float | None:
+    """Return the gain implied by the lengths; None without a barrier, where batches do not determine the time."""
     if name.startswith(("engine", "refill")):
         return None
 
-    def seconds(done: BenchRun) -> float:
-        return float(sum(cost(length) for length in done.longest))
+    def seconds(run: BenchRun) -> float:
+        return float(sum(cost(length) for length in run.longest))
 
-    return round(statistics.median(seconds(b) / seconds(a) for a, b in zip(these, plain, strict=True)), 3)
+    return round(statistics.median(seconds(b) / seconds(a) for a, b in zip(rounds, plain, strict=True)), 3)
 
 
 def print_table(results: list[dict[str, Any]], title: str) -> None:
@@ -345,21 +344,19 @@ def draw(results: list[dict[str, Any]], title: str, path: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--bins", type=int, nargs="+", default=[8], help="numbers of bins beside none")
+    parser.add_argument("--bins", type=int, nargs="+", default=[8], help="numbers of bins to compare with no bins")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=2026, help="draws the prompts")
+    parser.add_argument("--seed", type=int, default=2026, help="seed of the prompts")
     parser.add_argument("--engine", help="URL of another engine that serves the demo model (default: the embedded one)")
-    parser.add_argument("--refill-slots", type=int, default=10, help="requests kept at an engine that refills")
+    parser.add_argument("--refill-slots", type=int, default=10, help="requests in flight on a refill engine")
     parser.add_argument("--predictor", help="folder (default: the demo predictor)")
-    parser.add_argument(
-        "--profile", metavar="FILE", help="what the engine's batches take, for joules (see `llmserve profile`)"
-    )
+    parser.add_argument("--profile", metavar="FILE", help="profile of the engine, for joules (see `llmserve profile`)")
     parser.add_argument("--output", type=Path, help="write the results as JSON")
     parser.add_argument("--figure", type=Path, help="write the results as PNG")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Returns the exit status. Raises LLMServeError, before it starts anything where an extra is missing."""
+    """Run the command. Returns the exit status. Raises LLMServeError, before any start if an extra is missing."""
     if args.engine is None:
         need_embedded()
     need_plot(args.figure, "--figure")

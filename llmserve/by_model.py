@@ -1,4 +1,4 @@
-"""Settings that are given for all models or for one: `VALUE` or `model:ID=VALUE`, several of them."""
+"""Settings with a value for all models or for single models: a list of `VALUE` and `model:ID=VALUE`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ PREFIX = "model:"
 
 
 def by_model(setting: str, texts: Iterable[str]) -> dict[str, str]:
-    """Values by their model's id; "": of every other model.
+    """Return the values by model id; "": for every other model.
 
-    setting : what the errors call it. Raises ValueError on a text of neither form, and on two for the same model.
+    setting : name in error messages. Raises ValueError on a text of neither form, and on two values for one model.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for text in texts:
         model, value = "", text
         if text.startswith(PREFIX):
             model, _, value = text.removeprefix(PREFIX).partition("=")
             if not model or not value:
                 raise ValueError(f"{setting}: {text!r} is not `{PREFIX}ID=VALUE`")
-        if model in found:
-            raise ValueError(f"{setting}: {text!r} stands beside another for the same")
-        found[model] = value
-    return found
+        if model in values:
+            raise ValueError(f"{setting}: {text!r} is a second value for the same model")
+        values[model] = value
+    return values

@@ -1,9 +1,9 @@
-"""Settings from flags, over environment, over a TOML file, over defaults.
+"""Settings from flags, which win over the environment, a TOML file and defaults, in this order.
 
-A tree of frozen structs says which settings there are: a section for each table of the file. Each field of a section
-is a flag (`--batch-size`), a variable (`LLMSERVE_BATCH_SIZE`) and a key of the table (`[scheduling] batch_size`). Field
-names are unique across sections. An unknown key is an error that names the nearest known one. Types, ranges and help
-texts stand with the fields. This module imports nothing of the server.
+A tree of frozen structs defines the settings, with a section for each table of the file. Each field of a section is a
+flag (`--batch-size`), a variable (`LLMSERVE_BATCH_SIZE`) and a key of the table (`[scheduling] batch_size`). Field
+names are unique across sections. An unknown key is an error that names the nearest known key. Each field has its type,
+range and help text. This module imports nothing of the server.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def sections(tree: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
-    """By name."""
+    """Return the sections by name."""
     return {field.name: field.type for field in msgspec.structs.fields(tree)}
 
 
@@ -49,10 +49,10 @@ def add_flags(
     common: Collection[str] | None = None,
     **defaults: Any,
 ) -> None:
-    """A group of flags, one per field but those to skip; absent flags leave no trace.
+    """Add a group of flags, one per field except `skip`. An absent flag sets no attribute.
 
-    common: those that `--help` shows, by the first sentence of their description; HelpAll shows all, whole. None: no
-    flag is hidden.  defaults: what the help shows instead.
+    common: the flags that `--help` shows, with the first sentence of their descriptions; HelpAll shows all flags with
+    whole descriptions. None: no flag is hidden.  defaults: default values shown in the help instead of the fields'.
     """
     group = parser.add_argument_group(title)
     hints = typing.get_type_hints(struct, include_extras=True)
@@ -67,7 +67,7 @@ def add_flags(
 
 
 class HelpAll(argparse.Action):
-    """Shows every flag with its whole description, and ends the program."""
+    """Shows every flag with its whole description, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         for action in parser._actions:
@@ -77,7 +77,7 @@ class HelpAll(argparse.Action):
 
 
 def _first_sentence(text: str) -> str:
-    """With the default that stands at the end of the text."""
+    """Return the first sentence, and the default at the end of the text."""
     first, separator, rest = text.partition(". ")
     default = re.search(r" \(default[^()]*\)$", rest)
     return first + (default[0] if separator and default else "")
@@ -88,9 +88,7 @@ def flag_of(field: str) -> str:
 
 
 def _extra(hint: Any) -> dict[str, Any]:
-    """What a field says beside its type and range. metavar: of its flag; flag: False when it has none; takes: which
-    values.
-    """
+    """Return a field's `extra`. metavar: of the flag; flag: False for no flag; takes: the field's values in words."""
     metas = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     return {name: value for meta in metas for name, value in (meta.extra or {}).items()}
 
@@ -124,60 +122,60 @@ def _metavar(kind: Any) -> str:
 def load(
     tree: type[S], flags: Mapping[str, Any], environment: Mapping[str, str], file: str | None
 ) -> tuple[S, dict[str, str]]:
-    """Merge the three sources and check them. Also where each setting that was given came from, by its name.
+    """Merge and check the three sources. Also returns the source of each given setting, by the setting's name.
 
-    tree : a struct of sections.  flags : setting -> text (or list, or bool), absent ones left out.
-    Raises ConfigError naming the key and where it came from.
+    tree : a struct of sections.  flags : setting -> text (or list, or bool), without absent flags.
+    Raises ConfigError, naming the key and its source.
     """
-    known = sections(tree)
-    section_of = {field: name for name, struct in known.items() for field in struct.__struct_fields__}
-    values: dict[str, dict[str, Any]] = {name: {} for name in known}
+    structs = sections(tree)
+    section_of = {field: name for name, struct in structs.items() for field in struct.__struct_fields__}
+    values: dict[str, dict[str, Any]] = {name: {} for name in structs}
     origin: dict[str, str] = {}
     for source, pairs in (
-        (file or "", _file_values(known, file) if file else []),
+        (file or "", _file_values(structs, file) if file else []),
         ("the environment", _environment_values(environment, section_of)),
         ("the command line", [(section_of[name], name, value) for name, value in flags.items()]),
     ):
         for section, name, value in pairs:
             values[section][name] = value
             origin[name] = source
-    return tree(**{name: convert(struct, values[name], origin) for name, struct in known.items()}), origin
+    return tree(**{name: convert(struct, values[name], origin) for name, struct in structs.items()}), origin
 
 
 def convert(struct: type[S], values: Mapping[str, Any], origin: Mapping[str, str] | None = None) -> S:
-    """A section from texts or values of the right type. Raises ConfigError."""
+    """Convert texts, or values of the right type, to a section. Raises ConfigError."""
     hints = typing.get_type_hints(struct, include_extras=True)
     prepared = {name: _split(name, hints[name], value) for name, value in values.items()}
     for name, value in prepared.items():
-        # Infinity and NaN would not survive in a journal; only an arrival rate has a use for one of them.
+        # A journal cannot store infinity or NaN. Only an arrival rate may be infinite.
         if name != "arrival_rate" and not _is_finite(value):
-            raise ConfigError(f"{name}: a finite number is needed, not {values[name]!r}")
+            raise ConfigError(f"{name}: the number must be finite, not {values[name]!r}")
     try:
         return msgspec.convert(prepared, struct, strict=False)
     except msgspec.ValidationError as error:
         name = str(error).partition(" - at `$.")[2].partition("`")[0].partition("[")[0]
-        if name not in hints:  # it is of the section, not of one setting
+        if name not in hints:  # an error of the whole section, not of one setting
             raise ConfigError(str(error)) from None
         source, expected = (origin or {}).get(name, "the command line"), takes(hints[name])
         raise ConfigError(f"{name} ({source}): expected {expected}, not {values.get(name)!r}") from None
 
 
 def takes(hint: Any) -> str:
-    """What a field takes, in words; of its type and range, or what it says itself (extra: takes)."""
-    said = _extra(hint).get("takes")
-    if said is not None:
-        return str(said)
+    """Return a field's values in words: its `takes` in extra, or else its type and range."""
+    words = _extra(hint).get("takes")
+    if words is not None:
+        return str(words)
     bounds = [
-        words.format(bound)
+        text.format(bound)
         for meta in _metas(hint)
-        for name, words in BOUNDS
+        for name, text in BOUNDS
         if (bound := getattr(meta, name)) is not None
     ]
     return ", ".join([*_kinds(hint), *bounds])
 
 
 def _metas(hint: Any) -> list[Meta]:
-    """Of the hint, and of what stands inside it."""
+    """Return the Metas of a hint and of all its parts."""
     inner, *own = get_args(hint) if get_origin(hint) is Annotated else (None, *get_args(hint))
     if get_origin(hint) is Annotated:
         return [*own, *_metas(inner)]
@@ -209,7 +207,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _split(name: str, kind: Any, value: Any) -> Any:
-    """Texts for a tuple are comma-separated; a program's arguments are written as for a shell."""
+    """Split a text for a tuple at commas, or a program's arguments as a shell does."""
     if not _is_tuple(kind) or not isinstance(value, str):
         return value
     if name != "engine_args":
@@ -221,7 +219,7 @@ def _split(name: str, kind: Any, value: Any) -> Any:
 
 
 def _is_tuple(kind: Any) -> bool:
-    """It is one, or one is among what it may be."""
+    """Whether a type is a tuple, or a union with a tuple."""
     return get_origin(kind) is tuple or any(_is_tuple(part) for part in get_args(kind))
 
 
@@ -232,26 +230,26 @@ def _environment_values(environment: Mapping[str, str], section_of: Mapping[str,
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
         if name not in section_of:
-            known = [ENVIRONMENT_PREFIX + field.upper() for field in section_of]
-            raise ConfigError(f"the environment has an unknown variable {variable}{nearest(variable, known)}")
+            variables = [ENVIRONMENT_PREFIX + field.upper() for field in section_of]
+            raise ConfigError(f"the environment has an unknown variable {variable}{nearest(variable, variables)}")
         values.append((section_of[name], name, environment[variable]))
     return values
 
 
-def _file_values(known: Sections, file: str) -> list[tuple[str, str, Any]]:
+def _file_values(structs: Sections, file: str) -> list[tuple[str, str, Any]]:
     try:
         tables = tomllib.loads(Path(file).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read the configuration {file}: {error}") from error
     values = []
     for section, table in tables.items():
-        if section not in known:
-            raise ConfigError(f"{file}: unknown table [{section}]{nearest(section, known)}")
+        if section not in structs:
+            raise ConfigError(f"{file}: unknown table [{section}]{nearest(section, structs)}")
         if not isinstance(table, dict):
             raise ConfigError(f"{file}: {section} must be a table, [{section}]")
         for name, value in table.items():
-            if name not in known[section].__struct_fields__:
-                fields = known[section].__struct_fields__
+            if name not in structs[section].__struct_fields__:
+                fields = structs[section].__struct_fields__
                 raise ConfigError(f"{file}: unknown key {name!r} in [{section}]{nearest(name, fields)}")
             values.append((section, name, value))
     return values
@@ -263,9 +261,9 @@ SECRETS = ("engine_api_key",)
 
 
 def shown(config: msgspec.Struct, origin: Mapping[str, str]) -> str:
-    """Every setting, its value and where it came from, as a TOML file.
+    """Return every setting with its value and source, as a TOML file.
 
-    config : a tree of sections.  origin : of the settings that were given, by name; of all others: a default.
+    config : a tree of sections.  origin : sources of the given settings, by name; all other settings are defaults.
     """
     lines = []
     for section in config.__struct_fields__:

@@ -1,17 +1,17 @@
-"""Joules that the engines take: read from this machine's GPUs, or modelled from what the engines run.
+"""Energy of the engines in joules: measured on this machine's GPUs, or modelled from the running requests.
 
-    n       sequences that run together on an engine
-    P(n)    W, its power: `Profile.power_w(n)` while it runs any, `Profile.idle_w` while it runs none
-    J       joules, the sum over engines of the integral of P over the time that each is up
+    n       number of sequences that run together on an engine
+    P(n)    power of the engine in W: `Profile.power_w(n)` for n > 0, `Profile.idle_w` for n = 0
+    J       joules, the sum over engines of the integral of P over the time in which the engine is up
 
-A static batch keeps all its rows until its last answer has ended, so a barrier engine runs the n that it began with.
-Its prefill takes `Profile.prefill_j`, once, and P(n) counts from `Profile.prefill_s` after its start on. A refill
-engine runs what it was sent, and what is beyond its slots waits inside; who is in prefill counts among the n, and
-prefills have no joules of their own. The simulator counts in the same way (simulation/engine_model.py). A model says
-what the profiled engine would have drawn in the time that this one really took.
+A static batch keeps all its rows until its last answer has ended, so n stays constant on a barrier engine. The prefill
+of the batch takes `Profile.prefill_j` once, and P(n) counts from `Profile.prefill_s` after the start. On a refill
+engine, requests beyond the slots wait inside and do not count. Requests in prefill count in n, and prefills have no
+joules of their own. The simulator uses the same rules (simulation/engine_model.py). The modelled energy is the energy
+of the profiled engine over the real durations of this engine.
 
-Models may have profiles of their own. While several run on one engine, P(n) is the mean of theirs over the sequences.
-Engines of one worker share a GPU: what it draws while it idles, the greatest of theirs, counts once.
+Each model may have its own profile. While several models run on one engine, P(n) is the mean over the sequences of the
+models' powers. Engines of one worker share a GPU: the GPU's idle power, the largest of its engines', counts once.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from llmserve.engines.power import GpuEnergy
 from llmserve.request import Batch, EngineInfo
 from llmserve.scheduling.messages import BatchEnded, EngineLost, EngineReady, RequestEnded, StartBatch
 
-SAMPLE_EVERY_S = 0.25  # between two readings of the GPUs: the age of the joules that are told
+SAMPLE_EVERY_S = 0.25  # interval between two readings of the GPUs, and the largest age of the reported joules
 
 
 class EnergyMeter(Protocol):
-    """Tells joules.
+    """A meter of the engines' energy.
 
-    source       how it knows: "nvml" (measured) or "modelled"
-    of_all_work  whether all engines' work is in them, so that they can be shared among all requests and tokens
+    source       "nvml" (measured) or "modelled"
+    of_all_work  whether the joules cover all engines, so that they can be shared among all requests and tokens
     """
 
     @property
@@ -46,7 +46,7 @@ class EnergyMeter(Protocol):
     def of_all_work(self) -> bool: ...
 
     def joules(self, now_s: float) -> float:
-        """Since it was made; it never falls, and is told at once. now_s : on the cluster's clock."""
+        """Return the joules since the meter was created, without I/O; never falls. now_s : on the cluster's clock."""
         ...
 
 
@@ -54,7 +54,7 @@ class EnergyMeter(Protocol):
 
 
 class MeasuredEnergy:
-    """What the GPUs of this machine that `GpuEnergy` counts have drawn, whoever used them.
+    """The energy of this machine's GPUs that `GpuEnergy` measures, including the energy of other programs.
 
     of_all_work  whether every engine runs on these GPUs
     """
@@ -67,12 +67,12 @@ class MeasuredEnergy:
         self._joules = 0.0
 
     def joules(self, now_s: float) -> float:
-        """As of the last reading in `sampling`: NVML takes milliseconds, and longer when its driver is busy."""
+        """Return the last reading in `sampling`: NVML takes milliseconds, and longer when its driver is busy."""
         return self._joules
 
     @contextlib.asynccontextmanager
     async def sampling(self, clock: Callable[[], float]) -> AsyncIterator[None]:
-        """Read the GPUs every SAMPLE_EVERY_S inside the block, in a thread; nothing else does."""
+        """Read the GPUs every SAMPLE_EVERY_S inside the block, in a thread. No other code reads the GPUs."""
         stop = asyncio.Event()
 
         async def sample() -> None:
@@ -85,7 +85,7 @@ class MeasuredEnergy:
         try:
             yield
         finally:
-            stop.set()  # and not cancelled: NVML must not be left while a thread still reads
+            stop.set()  # instead of cancelling: NVML must not be shut down while a thread still reads
             await task
 
     def _read(self, clock: Callable[[], float]) -> float:
@@ -96,26 +96,26 @@ class MeasuredEnergy:
 
 
 class ModelledEnergy:
-    """What engines of these profiles take for what they run; `observe` listens to a journal from its first step on.
+    """The modelled energy of engines with known profiles. `observe` follows a journal from its first step on.
 
-    Engines draw from EngineReady to EngineLost; between EngineClosed and EngineLost an engine is up and may still run
-    something. O(1) a step.
+    An engine draws power from EngineReady to EngineLost. Between EngineClosed and EngineLost the engine is up and may
+    still run requests. O(1) per step.
 
-    profiles     by model; "": of every other model
-    of_all_work  whether there is one for every model; what runs of others is taken to draw nothing
+    profiles     by model; "": every other model
+    of_all_work  whether every model has a profile; models without a profile draw no energy
     """
 
     source = "modelled"
 
     def __init__(self, profiles: Mapping[str, Profile]) -> None:
-        """Raises ValueError on a profile whose energy is unknown."""
+        """Raise ValueError on a profile without energy."""
         for profile in profiles.values():
             if not profile.energy_known:
-                raise ValueError(f"the profile {profile.name} tells no energy")
+                raise ValueError(f"the profile {profile.name} has no energy")
         self.of_all_work = "" in profiles
         self._powers = {model: _Power(profile) for model, profile in profiles.items()}
         self._engines: dict[str, _Engine] = {}
-        self._gpus: dict[tuple[str, str], _Gpu] = {}  # by worker, or by engine where it has none
+        self._gpus: dict[tuple[str, str], _Gpu] = {}  # by worker, or by engine for engines without a worker
 
     def joules(self, now_s: float) -> float:
         return sum([gpu.joules_at(now_s) for gpu in self._gpus.values()])
@@ -123,21 +123,21 @@ class ModelledEnergy:
     def observe(self, step: Step) -> None:
         event, now_s = step.event, step.now_s
         if type(event) is EngineReady:
-            self._find_up(event.engine, now_s)
+            self._set_up(event.engine, now_s)
         elif type(event) is RequestEnded or type(event) is BatchEnded or type(event) is EngineLost:
             engine = self._engines.get(event.engine)
-            if engine is not None:  # one that was never ready runs nothing: the scheduler ignores such news too
-                self._let_go(engine, event, now_s)
+            if engine is not None:  # the scheduler also ignores events of engines that were never ready
+                self._end(engine, event, now_s)
         for action in step.actions:
             if type(action) is StartBatch:
                 self._start(self._engines[action.engine], action.batch, now_s)
 
-    def _find_up(self, info: EngineInfo, now_s: float) -> None:
-        """It is up, or it was already and has other slots."""
+    def _set_up(self, info: EngineInfo, now_s: float) -> None:
+        """Mark an engine as up, or update the slots of an engine that is up."""
         engine = self._engines.get(info.name)
         if engine is None:
-            place = (info.worker, "") if info.worker else ("", info.name)
-            engine = self._engines[info.name] = _Engine(info, self._gpus.setdefault(place, _Gpu(now_s)))
+            gpu_key = (info.worker, "") if info.worker else ("", info.name)
+            engine = self._engines[info.name] = _Engine(info, self._gpus.setdefault(gpu_key, _Gpu(now_s)))
         engine.info, engine.up = info, True
         powers = [self._power_of(model) for model in info.models or ("",)]
         engine.idle_w = max([power.profile.idle_w for power in powers if power is not None], default=0.0)
@@ -150,8 +150,8 @@ class ModelledEnergy:
         if engine.info.barrier and power is not None:
             engine.gpu.prefill(power.profile)
 
-    def _let_go(self, engine: _Engine, event: RequestEnded | BatchEnded | EngineLost, now_s: float) -> None:
-        """However a request ended, it runs no more; a retry is a start of its own."""
+    def _end(self, engine: _Engine, event: RequestEnded | BatchEnded | EngineLost, now_s: float) -> None:
+        """Remove ended requests, for any outcome. A retry is a new start."""
         if type(event) is RequestEnded:
             engine.end(event.request_id)
         elif type(event) is BatchEnded:
@@ -162,16 +162,16 @@ class ModelledEnergy:
         self._settle(engine, now_s)
 
     def _settle(self, engine: _Engine, now_s: float) -> None:
-        """Charge the time that has passed at the old power; from now on it is what suits what runs."""
+        """Charge the elapsed time at the old power, then set the power of the requests that run now."""
         gpu = engine.gpu
-        up = [each for each in gpu.engines if each.up]
-        gpu.charge(now_s, is_busy=any(each.sequences for each in up))
-        idle_w = max([each.idle_w for each in up], default=0.0)
-        drawn_w = [self._drawn_w(each, idle_w) for each in up if each.sequences]
+        up = [sharer for sharer in gpu.engines if sharer.up]
+        gpu.charge(now_s, is_busy=any(sharer.sequences for sharer in up))
+        idle_w = max([sharer.idle_w for sharer in up], default=0.0)
+        drawn_w = [self._drawn_w(sharer, idle_w) for sharer in up if sharer.sequences]
         gpu.power_w = sum(drawn_w) - idle_w * (len(drawn_w) - 1) if drawn_w else idle_w
 
     def _drawn_w(self, engine: _Engine, idle_w: float) -> float:
-        """While it runs something; its GPU's idling counts. idle_w : of the GPU."""
+        """Return the power of a busy engine, its GPU's idle power included. idle_w : idle power of the GPU."""
         n, shares = engine.sequences, engine.by_model
         powers = [(count, self._power_of(model)) for model, count in shares.items()]
         if len(powers) == 1 and (only := powers[0][1]) is not None:
@@ -184,27 +184,27 @@ class ModelledEnergy:
 
 
 class _Power:
-    """Watts by sequences, as far as they have been asked for."""
+    """Power in W by number of sequences, computed on demand."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self._known = [profile.idle_w]
+        self._cached_w = [profile.idle_w]
 
     def at(self, sequences: int) -> float:
-        """Of more sequences than the profile knows of: as many as it does, for it could not run the others."""
+        """Return the power; above the profile's `slots_max` sequences, the power at `slots_max`."""
         most = self.profile.slots_max
         n = sequences if most is None else min(sequences, most)
-        known = self._known
-        if n >= len(known):
+        cached_w = self._cached_w
+        if n >= len(cached_w):
             end = 2 * n + 1 if most is None else min(2 * n, most) + 1
-            known += self.profile.power_w(np.arange(len(known), end)).tolist()
-        return known[n]
+            cached_w += self.profile.power_w(np.arange(len(cached_w), end)).tolist()
+        return cached_w[n]
 
 
 class _Gpu:
-    """An account, of an engine or of several that share it.
+    """The energy account of a GPU, with one or several engines.
 
-    joules   until since_s; from then on it draws power_w. While a batch is in prefill, since_s is still to come
+    joules   energy until since_s; from since_s on the GPU draws power_w. During a prefill, since_s is in the future
     """
 
     __slots__ = ("engines", "joules", "power_w", "since_s")
@@ -219,22 +219,22 @@ class _Gpu:
         return self.joules + self.power_w * max(0.0, now_s - self.since_s)
 
     def charge(self, now_s: float, *, is_busy: bool) -> None:
-        """is_busy : something runs from now on; else a prefill that has not ended yet never will."""
+        """Charge until now. is_busy : requests run from now on; if False, an unfinished prefill is aborted."""
         self.joules = self.joules_at(now_s)
         self.since_s = max(now_s, self.since_s) if is_busy else now_s
 
     def prefill(self, profile: Profile) -> None:
-        """A static batch begins with this instead of steps."""
+        """Charge the prefill of a static batch, which precedes the steps."""
         self.joules += profile.prefill_j
         self.since_s += profile.prefill_s
 
 
 class _Engine:
-    """What runs on one engine.
+    """The requests of one engine.
 
-    running  (model, sequences) of the requests on it, by request id: as many as a request has choices
-    by_model sequences that were sent to it and, on a barrier engine, are still rows of its batch
-    batch_id of the batch that it was sent last
+    running  (model, sequences) of the engine's requests, by request id; one sequence per choice
+    by_model sequences on the engine; on a barrier engine all rows of its batch, including ended rows
+    batch_id id of the last batch sent to the engine
     """
 
     __slots__ = ("batch_id", "by_model", "gpu", "idle_w", "info", "running", "up")
@@ -251,7 +251,7 @@ class _Engine:
 
     @property
     def sequences(self) -> int:
-        """That run, as against those that wait inside."""
+        """Number of running sequences, without the sequences that wait inside the engine."""
         sent = sum(self.by_model.values())
         return sent if self.info.barrier else min(sent, self.info.slots)
 
@@ -262,7 +262,7 @@ class _Engine:
             self.by_model[batch.model] = self.by_model.get(batch.model, 0) + request.choices
 
     def end(self, request_id: int) -> None:
-        """A request that is not here changes nothing: the engine had been lost with it."""
+        """Remove a request. No effect for an unknown request, which was lost together with the engine."""
         model, sequences = self.running.pop(request_id, ("", 0))
         if self.info.barrier:
             if not self.running:
@@ -273,7 +273,7 @@ class _Engine:
                 del self.by_model[model]
 
     def end_batch(self, batch_id: int) -> None:
-        """Only of the batch that runs; another's end is old news."""
+        """Remove the requests of the running batch. No effect for an earlier batch."""
         if batch_id == self.batch_id:
             self.end_all()
 

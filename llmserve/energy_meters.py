@@ -1,4 +1,4 @@
-"""Which energy meters a server has: of its GPUs' counters, and by a model of its engines' profiles."""
+"""Creates a server's energy meters: one from the GPUs' counters, and one from the engines' profiles."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ log = logging.getLogger("llmserve")
 async def energy_meters(
     config: Config, cluster: LiveCluster, profiles: Mapping[str, Profile], gpus: str | None, stack: AsyncExitStack
 ) -> list[EnergyMeter]:
-    """By NVML where an engine may run on this machine's GPUs, by a model where their profiles tell energy.
+    """Return a measuring meter if engines may run on local GPUs, and a modelled meter if the profiles have energy.
 
-    profiles : by model.  gpus : that were given to the engines started here, see _start_engines.
+    profiles : by model.  gpus : of the engines that llmserve started, see EngineKind.gpus.
     """
     meters: list[EnergyMeter] = []
     if (measured := await _gpu_meter(config, cluster, gpus, stack)) is not None:
         meters.append(measured)
     unknown = [profile.name for profile in profiles.values() if not profile.energy_known]
     if unknown:
-        log.warning("the profile %s tells no energy: /metrics has no modelled joules", ", ".join(unknown))
+        log.warning("the profile %s has no energy: /metrics has no modelled joules", ", ".join(unknown))
     elif profiles:
         modelled = ModelledEnergy(profiles)
         cluster.journal.listen(modelled.observe)
@@ -40,15 +40,15 @@ async def energy_meters(
 async def _gpu_meter(
     config: Config, cluster: LiveCluster, gpus: str | None, stack: AsyncExitStack
 ) -> MeasuredEnergy | None:
-    """Of the GPUs that engines on this machine may use; the embedded one uses none."""
+    """Measure the GPUs that engines on this machine may use. The embedded engine uses no GPU."""
     engines = config.engines
-    here = [is_loopback(urlsplit(url).hostname or "") for url in engines.urls]
-    if not engines.has_vllm and not any(here):
+    is_local = [is_loopback(urlsplit(url).hostname or "") for url in engines.urls]
+    if not engines.has_vllm and not any(is_local):
         return None
-    energy = GpuEnergy.open(None if any(here) else gpus)  # a server that runs already may use any of ours
+    energy = GpuEnergy.open(None if any(is_local) else gpus)  # a server that runs already may use any local GPU
     if energy is None:
         return None
     stack.callback(energy.close)
-    measured = MeasuredEnergy(energy, of_all_work=all(here) and not engines.has_embedded)
+    measured = MeasuredEnergy(energy, of_all_work=all(is_local) and not engines.has_embedded)
     await stack.enter_async_context(measured.sampling(cluster.now_s))
     return measured

@@ -1,7 +1,7 @@
-"""Where engines come from: the embedded one, vLLM started here, or servers that run already.
+"""The kinds of engines: the embedded engine, vLLM started by llmserve, and servers that run already.
 
-A kind of engine checks its settings, says which processes are to be started, and connects to its engines once these
-run. Another kind is one class here and one entry of KINDS.
+A kind of engine checks its settings, lists the processes to start, and connects to its engines once the processes run.
+To add a kind, write a class and add an entry to KINDS.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("llmserve")
 
-SLOTS_FIRST = 8  # until looks at the engine tell, when nobody has said
+SLOTS_FIRST = 8  # first guess of an engine's slots, without a setting
 
 
 class EngineKind:
-    """gpus : that its processes were given, as CUDA_VISIBLE_DEVICES names them; None: they see all that we see."""
+    """A kind of engine. gpus : its processes' GPUs, as in CUDA_VISIBLE_DEVICES; None: all GPUs visible to llmserve."""
 
     gpus: str | None = None
 
@@ -40,18 +40,19 @@ class EngineKind:
         self.settings = config.engines
 
     @staticmethod
-    def is_asked_for(settings: EngineConfig) -> bool:
+    def is_requested(settings: EngineConfig) -> bool:
+        """Whether the settings name an engine of this kind."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raises ConfigError on what can be known to fail before anything is started, where the settings agree."""
+        """Raise ConfigError on errors that can be found before any start. The settings agree with each other."""
 
     def processes(self) -> list[EngineProcess]:
-        """To be started; the same ones at every call."""
+        """Return the processes to start; the same objects at every call."""
         return []
 
     def connect(self) -> list[OpenAIEngine]:
-        """Its engines; its processes run."""
+        """Return clients of the engines, whose processes run already."""
         raise NotImplementedError
 
     def _connected(
@@ -68,17 +69,17 @@ class EngineKind:
         )
 
     def _info(self, name: str, slots: int | None, worker: str = "") -> EngineInfo:
-        """slots : None: not known yet."""
+        """Return the scheduler's description of an engine. slots : None: not known yet."""
         if self.settings.barrier:
             return EngineInfo(name, self.config.scheduling.full_batch, True, worker=worker)
         return EngineInfo(name, slots or SLOTS_FIRST, False, look_ahead=self.settings.look_ahead, worker=worker)
 
 
 class Embedded(EngineKind):
-    """A small model in a process of its own, on the CPU."""
+    """A small model in a separate process, on the CPU."""
 
     @staticmethod
-    def is_asked_for(settings: EngineConfig) -> bool:
+    def is_requested(settings: EngineConfig) -> bool:
         return settings.has_embedded
 
     def check(self) -> None:
@@ -102,10 +103,10 @@ class Embedded(EngineKind):
 
 
 class Vllm(EngineKind):
-    """vLLM servers that are started here, one for each GPU or group of GPUs."""
+    """vLLM servers that llmserve starts, one for each GPU or group of GPUs."""
 
     @staticmethod
-    def is_asked_for(settings: EngineConfig) -> bool:
+    def is_requested(settings: EngineConfig) -> bool:
         return settings.has_vllm
 
     def check(self) -> None:
@@ -129,16 +130,16 @@ class Vllm(EngineKind):
             gpus=vllm_process.visible_gpus(os.environ),
         )
         vllm_process.check_python(python)
-        # Two front-ends on one machine listen on different ports.
+        # The port makes the folder unique among the front-ends on one machine.
         folder = _log_folder(settings.engine_log_folder, str(self.config.server.port))
-        log.info("starting vLLM: %s; what it says goes to %s", ", ".join(replica.name for replica in replicas), folder)
-        given = [replica.environment.get("CUDA_VISIBLE_DEVICES") for replica in replicas]
-        self.gpus = ",".join(filter(None, given)) if all(given) else None
+        log.info("starting vLLM: %s; logs are in %s", ", ".join(replica.name for replica in replicas), folder)
+        visible = [replica.environment.get("CUDA_VISIBLE_DEVICES") for replica in replicas]
+        self.gpus = ",".join(filter(None, visible)) if all(visible) else None
         return vllm_process.processes(replicas, start_s=settings.engine_start_s, log_folder=folder)
 
     @cached_property
     def _slots_of_each(self) -> int | None:
-        """None: only vLLM knows them."""
+        """Slots of each data-parallel rank; None: vLLM's default, which llmserve does not know."""
         return vllm_process.slots_of(self.settings.slots, self.settings.engine_args)
 
     def connect(self) -> list[OpenAIEngine]:
@@ -156,13 +157,13 @@ class Servers(EngineKind):
     """OpenAI-compatible servers that run already, by URL."""
 
     @staticmethod
-    def is_asked_for(settings: EngineConfig) -> bool:
+    def is_requested(settings: EngineConfig) -> bool:
         return bool(settings.urls)
 
     def check(self) -> None:
         names = [engine_name(url) for url in self.settings.urls]
         if len(set(names)) < len(names):
-            raise ConfigError("engine: the same server stands twice")
+            raise ConfigError("engine: the same server is given twice")
 
     def connect(self) -> list[OpenAIEngine]:
         slots = self.settings.slots
@@ -174,16 +175,16 @@ class Servers(EngineKind):
 
 
 KINDS: dict[str, type[EngineKind]] = {"embedded": Embedded, "vllm": Vllm, "URL": Servers}
-"""By what --engine calls them."""
+"""The kinds by their values of --engine."""
 
 
 def kinds_of(config: Config) -> list[EngineKind]:
-    """Those that are asked for."""
-    return [kind(config) for kind in KINDS.values() if kind.is_asked_for(config.engines)]
+    """Return the requested kinds of engines."""
+    return [kind(config) for kind in KINDS.values() if kind.is_requested(config.engines)]
 
 
 def engine_name(url: str) -> str:
-    """Host, port and path of the URL: it is shown to clients. Raises ConfigError when it is not a plain http URL."""
+    """Return the URL's host, port and path, which clients see. Raises ConfigError when the URL is not plain http."""
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -198,7 +199,7 @@ def engine_name(url: str) -> str:
 
 
 def _log_folder(chosen: str | None, name: str) -> Path:
-    """Made if need be: `name` in our folder for logs, unless one was chosen. Raises ConfigError when it cannot be."""
+    """Create and return the folder for logs: `chosen`, or else `name` in llmserve's folder. Raises ConfigError."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     folder = Path(chosen or f"{state}/llmserve/{name}")
     try:
@@ -206,5 +207,5 @@ def _log_folder(chosen: str | None, name: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
-    except (OSError, RuntimeError) as error:  # RuntimeError: nobody's home
-        raise ConfigError(f"engine_log_folder: nothing can be written to {folder}: {error}") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
+        raise ConfigError(f"engine_log_folder: cannot write to {folder}: {error}") from error

@@ -1,13 +1,13 @@
-"""Every exception of llmserve, with what a client is told.
+"""All exceptions of llmserve, and the HTTP status of each.
 
 LLMServeError
 ├── ConfigError                 a flag, variable, file or folder is wrong (exit status 2)
-├── ListenError                 the address or port cannot be listened on (exit status 1)
-├── EngineStartError            a local engine did not come up (exit status 1)
+├── ListenError                 the server cannot listen on the address or port (exit status 1)
+├── EngineStartError            a local engine did not start (exit status 1)
 ├── JournalError                a journal file cannot be read or does not replay
-├── CannotMeasure               an engine does not do what is asked of it (exit status 1)
+├── CannotMeasure               an engine cannot be measured (exit status 1)
 ├── NoPlan                      models cannot be grouped onto GPUs within their limits (exit status 1)
-└── RequestError                answered to a client in OpenAI's error shape
+└── RequestError                sent to a client in OpenAI's error format
     ├── BadRequest          400
     ├── Unauthorized        401
     ├── NotFound            404  unknown path, or ModelNotFound
@@ -28,33 +28,33 @@ class LLMServeError(Exception):
 
 
 class ConfigError(LLMServeError):
-    """The configuration cannot be used; the message names the key and the nearest right one."""
+    """The configuration is invalid. The message names the key, and for an unknown key the nearest known key."""
 
 
 class ListenError(LLMServeError):
-    """The address or port cannot be listened on."""
+    """The server cannot listen on the address or port."""
 
 
 class EngineStartError(LLMServeError):
-    """A local engine process ended or stayed silent before it was ready."""
+    """A local engine process ended, or was not ready within its time limit."""
 
 
 class JournalError(LLMServeError):
-    """A journal cannot be read, or its replay differs from what it recorded."""
+    """A journal cannot be read, or its replay differs from the recorded actions."""
 
 
 class CannotMeasure(LLMServeError):
-    """An engine that is to be measured does not do what is asked of it; the message says what."""
+    """An engine cannot be measured. The message says why."""
 
 
 class NoPlan(LLMServeError):
-    """No plan keeps an instance's limits, or none was found in time. The message says why, and by how much."""
+    """No plan meets an instance's limits, or the search ran out of time. The message says why, and by how much."""
 
 
 class RequestError(LLMServeError):
-    """An answer other than success. Class attributes give the HTTP status and OpenAI's type and code.
+    """An error response to a client. Class attributes give the HTTP status and OpenAI's type and code.
 
-    `param` names the offending field; `retry_after_s` becomes the Retry-After header (whole seconds, rounded up).
+    `param` names the wrong field; `retry_after_s` becomes the Retry-After header (whole seconds, rounded up).
     """
 
     status: ClassVar[int] = 500
@@ -76,7 +76,7 @@ class RequestError(LLMServeError):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+        """Return OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 

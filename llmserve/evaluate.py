@@ -1,11 +1,11 @@
-"""How good a trained length predictor is: tables on the terminal; with --output also JSON and figures.
+"""Evaluate a trained length predictor: prints tables; with --output also writes JSON and figures.
 
-llmserve evaluate runs/predictor --data answers.jsonl                  # on what its training held out
-llmserve evaluate runs/predictor --data others.jsonl --part all        # on data it has seen nothing of
+llmserve evaluate runs/predictor --data answers.jsonl                  # on the held-out part of its data
+llmserve evaluate runs/predictor --data others.jsonl --part all        # on data without any training data
 llmserve evaluate runs/predictor --data answers.jsonl --part validation --compare runs/other  # to choose
 llmserve evaluate runs/predictor --data answers.jsonl --compare runs/older --output runs/figures
 
-For the held-out and the validation part, give the same files as in training: the split is by prompt, and is made again.
+For the held-out and the validation part, give the same files as in training: the split, by prompt, is repeated.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from predictor.report import Report
 
 MODULES = ("datasets", "datasketch", "matplotlib", "pyarrow", "scipy", "sklearn")
-"""Of the extra; a trained predictor runs without torch."""
+"""Modules of the extra; a trained predictor runs without torch."""
 
 
 def main(args: argparse.Namespace) -> int:
-    """Returns the exit status. Raises ConfigError without the extra."""
+    """Run the command. Returns the exit status. Raises ConfigError without the extra."""
     need("train", *MODULES, why="evaluating a predictor")
     try:
         result, text = evaluate(args)
@@ -63,33 +63,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--part",
         choices=["held-out", "validation", "all"],
         default="held-out",
-        help="validation: to choose between predictors; all: of data that it was not trained on",
+        help="validation: to choose between predictors; all: all rows, for data without training data",
     )
     for name, kind in (("seed", natural), ("held-out-share", share), ("validation-share", share)):
-        add(f"--{name}", type=kind, help="of the split (the one that the predictor was trained with)")
-    add("--model", metavar="NAME", help="only answers of this model")
-    add("--limit", type=positive, metavar="N", help="evaluate at most so many answers, drawn with the split's seed")
-    add("--compare", type=Path, metavar="FOLDER", help="another predictor, on the same answers")
+        add(f"--{name}", type=kind, help="of the split (default: the split of the predictor's training)")
+    add("--model", metavar="NAME", help="use only answers of this model")
+    add("--limit", type=positive, metavar="N", help="evaluate at most N answers, drawn with the split's seed")
+    add("--compare", type=Path, metavar="FOLDER", help="another predictor, evaluated on the same answers")
     add("--output", type=Path, metavar="FOLDER", help="for metrics.json, confusion.png, calibration.png, gains.png")
-    add("--threads", type=positive, default=1, help="of the model (%(default)s)")
+    add("--threads", type=positive, default=1, help="threads of the model (%(default)s)")
 
 
 def evaluate(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """What goes into metrics.json, and what is printed."""
+    """Return the content of metrics.json, and the printed text."""
     folders = [args.predictor, *([args.compare] if args.compare else [])]
     if args.output and args.output.resolve() in [folder.resolve() for folder in folders]:
-        raise PredictorError(f"{args.output / METRICS_FILE} says how the predictor was trained: give another --output")
+        raise PredictorError(f"{args.output / METRICS_FILE} describes the predictor's training: give another --output")
     split = chosen_split(args)
     predictors = [load_predictor(folder, args.threads) for folder in folders]
-    found = load_rows(args.data, columns(args), counter(args.answer_tokenizer))
+    data = load_rows(args.data, columns(args), counter(args.answer_tokenizer))
 
-    from predictor.report import shareable  # a second: not for --help, nor bad data
+    from predictor.report import shareable  # the import takes a second: avoid it for --help and bad data
 
     options = {"other": (*predictors, None)[1], "answers_max": args.limit, "seed": split.seed}
     if args.part == "all":
-        report = report_on_all(predictors[0], found.rows, args.model, options)
+        report = report_on_all(predictors[0], data.rows, args.model, options)
     else:
-        report = report_on_part(args, predictors[0], found.rows, split, options)
+        report = report_on_part(args, predictors[0], data.rows, split, options)
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)
         report.figures(args.output)
@@ -98,14 +98,14 @@ def evaluate(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "seed": split.seed,
         "split": None if args.part == "all" else dataclasses.asdict(split),
         "arguments": [shareable(argument) for argument in args.words],
-        "bad": dict(found.bad),
+        "bad": dict(data.bad),
     }
     names = [f"{name}: {folder.name}" for name, folder in zip(("predictor", "other"), folders, strict=False)]
-    return result, "\n\n".join([", ".join(names), *unusable(found), report.tables()])
+    return result, "\n\n".join([", ".join(names), *unusable(data), report.tables()])
 
 
 def report_on_all(predictor: Any, rows: list[Row], model: str | None, options: dict[str, Any]) -> Report:
-    """No split, for which there may be too few rows. options : of the report."""
+    """Evaluate on all rows, which may be too few for a split. options : of the report."""
     from predictor.report import transfer_report
 
     rows = rows if model is None else [row for row in rows if row.prompt.model == model]
@@ -137,38 +137,38 @@ def load_predictor(folder: Path, threads: int) -> Any:
 
 
 def chosen_split(args: argparse.Namespace) -> Split:
-    """What the options say, else what the predictor was trained with. Raises PredictorError when neither tells."""
+    """Return the split of the options, with the training's split as default. Raises PredictorError without both."""
     names = [field.name for field in dataclasses.fields(Split)]
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     trained = trained_split(args.predictor)
-    if trained is None and "seed" not in given and args.part != "all":
+    if trained is None and "seed" not in changes and args.part != "all":
         raise BadPredictor(f"{args.predictor / METRICS_FILE} does not say how the rows were split: give --seed")
-    split = dataclasses.replace(trained or Split(), **given)
+    split = dataclasses.replace(trained or Split(), **changes)
     if args.part != "all":
         split.check()
     return split
 
 
 def trained_split(folder: Path) -> Split | None:
-    said = trained_metrics(folder).get("split")
-    if said is None:
+    fields = trained_metrics(folder).get("split")
+    if fields is None:
         return None
     try:
-        return Split(natural(str(said["seed"])), float(said["held_out_share"]), float(said["validation_share"]))
+        return Split(natural(str(fields["seed"])), float(fields["held_out_share"]), float(fields["validation_share"]))
     except (KeyError, TypeError, ValueError, argparse.ArgumentTypeError) as error:
-        raise BadPredictor(f"{folder / METRICS_FILE} has no good split: {said!r}") from error
+        raise BadPredictor(f"{folder / METRICS_FILE} has no good split: {fields!r}") from error
 
 
 def trained_models(folder: Path) -> list[str] | None:
-    """The models whose answers the predictor was trained on; None: all of them."""
-    said = trained_metrics(folder).get("models")
-    if said is not None and not (isinstance(said, list) and all(isinstance(model, str) for model in said)):
-        raise BadPredictor(f"{folder / METRICS_FILE} has no good list of models: {said!r}")
-    return said
+    """Return the models whose answers the predictor was trained on; None: all models."""
+    models = trained_metrics(folder).get("models")
+    if models is not None and not (isinstance(models, list) and all(isinstance(model, str) for model in models)):
+        raise BadPredictor(f"{folder / METRICS_FILE} has no good list of models: {models!r}")
+    return models
 
 
 def trained_metrics(folder: Path) -> dict[str, Any]:
-    """metrics.json; {} when there is none."""
+    """Return the content of metrics.json; {} without the file."""
     path = folder / METRICS_FILE
     if not path.is_file():
         return {}
@@ -182,19 +182,19 @@ def trained_metrics(folder: Path) -> dict[str, Any]:
 
 
 def split_warnings(folders: Sequence[Path], split: Split, splits: Splits) -> list[str]:
-    """Why the answers of a part may not be new to a predictor."""
+    """Return warnings that a predictor may have been trained on some of the answers."""
     warnings = []
     for folder in folders:
         rows, sizes = trained_metrics(folder).get("rows"), part_sizes(splits, trained_models(folder))
         other_data = isinstance(rows, dict) and any(rows.get(name, size) != size for name, size in sizes.items())
         if trained_split(folder) != split or other_data:
-            reason = "other data" if other_data else "another split, or it does not say which"
+            reason = "other data" if other_data else "another split, or an unknown split"
             warnings.append(f"**{folder.name} was trained with {reason}: it may have seen some of these answers.**")
     return warnings
 
 
 def part_sizes(splits: Splits, models: Sequence[str] | None) -> dict[str, int]:
-    """By part, the number of rows of these models (None: of all)."""
+    """Return the number of rows of the models (None: all models) by part."""
     return {
         part.name: sum(models is None or row.prompt.model in models for row in getattr(splits, part.name))
         for part in dataclasses.fields(Splits)

@@ -1,4 +1,4 @@
-"""Which extra of the installation a command needs, told before the command does anything."""
+"""Checks that the extras of the installation that a command needs are installed, before the command does anything."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from llmserve.errors import ConfigError
 
 
 def need(extra: str, *modules: str, why: str, otherwise: str = "") -> None:
-    """Raises ConfigError with the line to run where one of the extra's modules is not installed.
+    """Raise ConfigError, with the command that installs the extra, if one of the modules is not installed.
 
-    why : what needs them, the subject of the sentence.  otherwise : what may be done instead.
+    why : what needs the modules, the subject of the message.  otherwise : an alternative, in the imperative.
     Nothing is imported: some of these modules take seconds.
     """
     for module in modules:
@@ -21,12 +21,12 @@ def need(extra: str, *modules: str, why: str, otherwise: str = "") -> None:
 
 
 def install(extra: str) -> str:
-    """The line that installs an extra."""
+    """Return the command that installs an extra."""
     return f"pip install 'llmserve[{extra}]'"
 
 
 def need_embedded() -> None:
-    """Raises ConfigError where the embedded engine cannot run."""
+    """Raise ConfigError if the embedded engine cannot run."""
     need(
         "embedded",
         *("torch", "transformers", "safetensors"),
@@ -36,9 +36,9 @@ def need_embedded() -> None:
 
 
 def need_plot(path: Path | None, flag: str = "--plot") -> None:
-    """Raises ConfigError where a picture is asked for and nothing can be drawn.
+    """Raise ConfigError if a picture is requested but matplotlib is missing.
 
-    path : of the picture; None: there is none.  flag : by which it was named.
+    path : of the picture; None: no picture.  flag : the flag that requests the picture.
     """
     if path is not None:
         need("plot", "matplotlib", why=flag)

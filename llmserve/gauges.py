@@ -1,4 +1,4 @@
-"""What `/metrics` shows of the scheduler, the engines' energy and the dispatch plans at the moment of a scrape."""
+"""Metrics of the scheduler, the engines' energy and the dispatch plans, read at the time of a scrape."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmserve.cluster.live import LiveCluster
 from llmserve.energy import EnergyMeter
 from llmserve.scheduling.messages import DispatchSolved
 
-BINS_LEAST = 8  # that accuracy is told of, however few serve
+BINS_MIN = 8  # least number of bins for which accuracy is computed, even if fewer bins are in use
 EXPECTATIONS = {
     "queues": "Queues that the bins are merged into",
     "response_seconds_expected": "Mean response time that the plan expects",
@@ -21,7 +21,7 @@ EXPECTATIONS = {
 
 
 class Gauges:
-    """State at the moment of the scrape."""
+    """Gauges of the scheduler's state."""
 
     def __init__(self, cluster: LiveCluster) -> None:
         self._cluster = cluster
@@ -29,15 +29,15 @@ class Gauges:
     def collect(self) -> Iterator[Metric]:
         scheduler = self._cluster.scheduler
         models = scheduler.models
-        of = ["model"] if len(models) > 1 else []
-        bins = GaugeMetricFamily("llmserve_bin_requests", "Requests that wait in a bin", labels=[*of, "bin"])
+        by = ["model"] if len(models) > 1 else []
+        bins = GaugeMetricFamily("llmserve_bin_requests", "Requests waiting in a bin", labels=[*by, "bin"])
         edges = GaugeMetricFamily(
-            "llmserve_bin_edge_tokens", "Lower edge of a bin, tokens (of risk or median)", labels=[*of, "bin"]
+            "llmserve_bin_edge_tokens", "Lower edge of a bin, tokens (of risk or median)", labels=[*by, "bin"]
         )
         for model, queues in sorted(models.items()):
             lower = (0.0, *queues.edges.edges)
             for queue in queues.bins:
-                labels = [*([model] if of else []), str(queue.index)]
+                labels = [*([model] if by else []), str(queue.index)]
                 bins.add_metric(labels, len(queue))
                 if queue.index < len(lower):
                     edges.add_metric(labels, lower[queue.index])
@@ -47,12 +47,12 @@ class Gauges:
         yield _by_model("llmserve_formed_requests", "Requests in formed batches", formed)
         ready = GaugeMetricFamily("llmserve_engine_ready", "1 when the engine is up", labels=["engine"])
         running = GaugeMetricFamily("llmserve_engine_running", "Requests on the engine", labels=["engine"])
-        slots = GaugeMetricFamily("llmserve_engine_slots", "Requests that it runs at once", labels=["engine"])
+        slots = GaugeMetricFamily("llmserve_engine_slots", "Requests that the engine runs at once", labels=["engine"])
         tokens = GaugeMetricFamily(
-            "llmserve_engine_predicted_tokens", "What its requests will hold at their ends", labels=["engine"]
+            "llmserve_engine_predicted_tokens", "Predicted final KV tokens of the engine's requests", labels=["engine"]
         )
         open_ = GaugeMetricFamily(
-            "llmserve_engine_circuit_open", "1 while it fails and is left alone or on trial", labels=["engine"]
+            "llmserve_engine_circuit_open", "1 while a failing engine gets no requests, or one trial", labels=["engine"]
         )
         for name, state in sorted(scheduler.engines.items()):
             ready.add_metric([name], float(state.ready))
@@ -64,24 +64,24 @@ class Gauges:
         yield from self._prediction()
 
     def _prediction(self) -> Iterator[Metric]:
-        """How predictions came true, over the scheduler's window."""
+        """Yield the accuracy of predictions over the scheduler's window."""
         models = self._cluster.scheduler.models
-        bins = max([BINS_LEAST, *[len(queues.bins) for queues in models.values()]])
+        bins = max([BINS_MIN, *[len(queues.bins) for queues in models.values()]])
         accuracy = {model: queues.trust.accuracy(bins) for model, queues in models.items()}
 
         def gauge(name: str, help_: str, values: Mapping[str, float]) -> Metric:
             return _by_model(f"llmserve_prediction_{name}", help_, values)
 
         def of(field: str) -> dict[str, float]:
-            return {model: getattr(one, field) for model, one in accuracy.items()}
+            return {model: getattr(values, field) for model, values in accuracy.items()}
 
         trusted = {model: float(queues.trust.trusted) for model, queues in models.items()}
-        yield gauge("trusted", "0 while predictions do not rank answers and one bin serves", trusted)
-        yield gauge("window_answers", "Answers that the next values look back on", of("answers"))
+        yield gauge("trusted", "0 while predictions do not rank answers, so that one bin is used", trusted)
+        yield gauge("window_answers", "Answers in the window of the prediction metrics", of("answers"))
         yield gauge("rank_correlation", "Spearman's, predicted with real lengths", of("rank_correlation"))
-        yield gauge("bin_accuracy", f"Share predicted into their own of {bins} bins", of("bin_accuracy"))
-        yield gauge("near_bin_accuracy", "Share predicted into their bin or the next", of("near_accuracy"))
-        yield gauge("calibration_error", "Mean miss of the predicted quantiles' levels", of("calibration_error"))
+        yield gauge("bin_accuracy", f"Share predicted into the right one of {bins} bins", of("bin_accuracy"))
+        yield gauge("near_bin_accuracy", "Share predicted into the right or an adjacent bin", of("near_accuracy"))
+        yield gauge("calibration_error", "Mean error of the predicted quantiles' levels", of("calibration_error"))
         fallbacks = CounterMetricFamily(
             "llmserve_prediction_fallbacks", "Forecasts made without the predictor", labels=["reason"]
         )
@@ -91,10 +91,10 @@ class Gauges:
 
 
 class EnergyGauges:
-    """Joules since the start, and what each completed request and each of its tokens took of them.
+    """Joules since the start, and joules per completed request and per output token.
 
-    What failed or was aborted took energy too, and so did waiting: those that completed bear it all. Of a meter that
-    leaves engines out only the joules are told: nobody knows whose requests took them.
+    The energy of failed and aborted requests, and of idle engines, is shared among the completed requests. A meter
+    that does not cover all engines exports only the total: its joules cannot be assigned to requests.
     """
 
     def __init__(self, cluster: LiveCluster, meters: Sequence[EnergyMeter]) -> None:
@@ -111,13 +111,13 @@ class EnergyGauges:
         if not self._meters:
             return
         total = CounterMetricFamily(
-            "llmserve_energy_joules", "Energy of the engines, of this machine's GPUs by nvml", labels=["source"]
+            "llmserve_energy_joules", "Energy of the engines; nvml: of this machine's GPUs", labels=["source"]
         )
         by_token = GaugeMetricFamily(
             "llmserve_energy_joules_per_output_token", "Of completed requests, since the start", labels=["source"]
         )
         by_request = GaugeMetricFamily(
-            "llmserve_energy_joules_per_request", "Of completed requests, since the start", labels=["source"]
+            "llmserve_energy_joules_per_request", "Per completed request, since the start", labels=["source"]
         )
         for meter in self._meters:
             joules = meter.joules(self._cluster.now_s())
@@ -132,21 +132,21 @@ class EnergyGauges:
 
 
 class DispatchGauges:
-    """The plans that the releases follow, and what is expected of them; nothing where they follow none.
+    """The dispatch plans that the releases follow, and the plans' expectations; empty for releases without plans.
 
-    asked  what the last plan of each model was asked for
+    observed  the arrival rates for which the last plan of each model was requested
     """
 
     def __init__(self, cluster: LiveCluster, energy_known: bool) -> None:
-        self.asked: dict[str, Observed] = {}
+        self.observed: dict[str, Observed] = {}
         self._cluster = cluster
         self._energy_known = energy_known
         self._plans: dict[str, DispatchPlan] = {}
         self._count = 0
 
     def keep(self, models: Collection[str]) -> None:
-        """What there is of other models is told no more."""
-        for by_model in (self.asked, self._plans):
+        """Remove the metrics of all other models."""
+        for by_model in (self.observed, self._plans):
             for model in [model for model in by_model if model not in models]:
                 del by_model[model]
 
@@ -155,34 +155,34 @@ class DispatchGauges:
         self._count += 1
 
     def collect(self) -> Iterator[Metric]:
-        if self.asked:
-            yield CounterMetricFamily(
-                "llmserve_dispatch_plans", "Dispatch plans that came into force", value=self._count
-            )
+        if self.observed:
+            yield CounterMetricFamily("llmserve_dispatch_plans", "Dispatch plans that took effect", value=self._count)
             yield from self._rates()
         if self._plans:
             yield from self._expectations()
 
     def _rates(self) -> Iterator[Metric]:
-        """Of all zeros nothing is known yet."""
-        rates = {model: sum(asked.rates_per_s) for model, asked in self.asked.items() if any(asked.rates_per_s)}
+        """Yield the arrival rates. All rates of a model are 0 until they have been measured."""
+        rates = {
+            model: sum(arrivals.rates_per_s) for model, arrivals in self.observed.items() if any(arrivals.rates_per_s)
+        }
         if rates:
             yield self._gauge(
                 "llmserve_arrival_rate_per_second",
-                "Arrivals a second for which the last dispatch plan was asked",
+                "Arrivals per second for which the last dispatch plan was requested",
                 rates,
             )
 
     def _expectations(self) -> Iterator[Metric]:
-        told: dict[str, dict[str, float]] = {}
+        by_name: dict[str, dict[str, float]] = {}
         for model, plan in self._plans.items():
-            for name, value in self._told(plan).items():
+            for name, value in self._expected(plan).items():
                 if value is not None:
-                    told.setdefault(name, {})[model] = value
-        for name, values in told.items():
+                    by_name.setdefault(name, {})[model] = value
+        for name, values in by_name.items():
             yield self._gauge(f"llmserve_dispatch_{name}", EXPECTATIONS[name], values)
 
-    def _told(self, plan: DispatchPlan) -> dict[str, float | None]:
+    def _expected(self, plan: DispatchPlan) -> dict[str, float | None]:
         expects = plan.response_s_mean is not None and plan.latency_target_s is not None
         return {
             "queues": len(plan.tables),
@@ -196,7 +196,7 @@ class DispatchGauges:
 
 
 def _by_model(name: str, help_: str, values: Mapping[str, float], *, several: bool = False) -> Metric:
-    """A value of each model; where there is only one, its name is left out."""
+    """Return a gauge with one value per model, without the label `model` for a single value."""
     if len(values) == 1 and not several:
         return GaugeMetricFamily(name, help_, value=next(iter(values.values())))
     family = GaugeMetricFamily(name, help_, labels=["model"])

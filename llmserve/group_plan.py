@@ -1,4 +1,4 @@
-"""The plan of serving groups that a server follows: its groups, engines and models, and when it plans anew."""
+"""The plan of serving groups that a server follows: its groups, engines and models, and when it is replanned."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmserve.spelling import nearest
 
 
 def planned_groups(config: Config) -> tuple[PlannedGroup, ...]:
-    """The groups that this server has; () without a plan, and where the server is one group. Raises ConfigError."""
+    """Return the server's groups; () without a plan, or for a server of a single group. Raises ConfigError."""
     if config.engines.plan is None or config.engines.group is not None:
         return ()
     return _groups_of(herd.Plan.load(config.engines.plan))
@@ -30,7 +30,7 @@ def _groups_of(plan: herd.Plan) -> tuple[PlannedGroup, ...]:
 
 
 def with_plan(config: Config) -> Config:
-    """Its files are looked at before anything slow is started; of one group, only the group's engines are left.
+    """Check the plan's files before any slow start. With `group` set, keep only the group's engines.
 
     Raises ConfigError.
     """
@@ -41,66 +41,66 @@ def with_plan(config: Config) -> Config:
     if engines.group is None:
         _check_workers(engines, plan)
         return config
-    left = _engines_of_group(engines, engines.group, plan)
-    return msgspec.structs.replace(config, engines=msgspec.structs.replace(engines, engine=left))
+    remaining = _engines_of_group(engines, engines.group, plan)
+    return msgspec.structs.replace(config, engines=msgspec.structs.replace(engines, engine=remaining))
 
 
 def _engines_of_group(engines: EngineConfig, group: str, plan: herd.Plan) -> tuple[str, ...]:
-    """Each --engine that serves the group. A worker that no group names may serve the fallback group, and every group
-    that names no worker.
+    """Return the --engine entries that serve a group. A worker that no group names serves the fallback group, and all
+    groups that name no worker.
 
-    Raises ConfigError when the plan has no such group, or the group no engine.
+    Raises ConfigError when the plan does not have the group, or the group has no engine.
     """
     workers = {FALLBACK: (), **{planned.name: planned.workers for planned in plan.groups}}
     if group not in workers:
         raise ConfigError(f"group: {engines.plan} has no group {group!r}{nearest(group, workers)}")
-    own, named = workers[group], {worker for some in workers.values() for worker in some}
+    own, named = workers[group], {worker for names in workers.values() for worker in names}
     takes_unnamed = group == FALLBACK or not own
-    found = []
+    entries = []
     for entry in engines.engine or ("embedded",):
         worker = _worker_of(engines, entry)
         if worker in own or (takes_unnamed and worker not in named):
-            found.append(entry)
-    if not found:
-        of = f"its workers, {', '.join(own)}" if own else "a worker that no other group names"
-        raise ConfigError(f"group {group}: none of the engines is on {of}")
-    return tuple(found)
+            entries.append(entry)
+    if not entries:
+        place = f"its workers, {', '.join(own)}" if own else "a worker that no other group names"
+        raise ConfigError(f"group {group}: none of the engines is on {place}")
+    return tuple(entries)
 
 
-def wanted_models(config: Config) -> Callable[[str], bool]:
-    """Whether a model that an engine lists is to be served: the one of --model, those of the --group."""
+def served_models(config: Config) -> Callable[[str], bool]:
+    """Return a test of whether to serve a model that an engine lists: the model of --model, or those of --group."""
     engines = config.engines
-    # What is started here serves nothing else; vLLM's adapters are models of their own.
+    # Engines that llmserve starts serve only --model; vLLM's adapters count as further models, and are served.
     only = None if engines.has_vllm or engines.has_embedded else engines.model
     if engines.plan is None or engines.group is None:
         return lambda model: only in (None, model)
     planned = _groups_of(herd.Plan.load(engines.plan))
     own = {model for group in planned if group.name == engines.group for model in group.served}
-    others = {model for group in planned if group.name != engines.group for model in group.models}
+    elsewhere = {model for group in planned if group.name != engines.group for model in group.models}
     takes_rest = engines.group == FALLBACK
-    return lambda model: only in (None, model) and (model in own or (takes_rest and model not in others))
+    return lambda model: only in (None, model) and (model in own or (takes_rest and model not in elsewhere))
 
 
 def _check_workers(engines: EngineConfig, plan: herd.Plan) -> None:
-    """Raises ConfigError on a worker that no engine can be on. vLLM's are known when it has been started."""
+    """Raise ConfigError on a worker without an engine. No check with vLLM, whose workers are known after its start."""
     if engines.has_vllm:
         return
-    known = {_worker_of(engines, entry) for entry in engines.engine or ("embedded",)}
+    workers = {_worker_of(engines, entry) for entry in engines.engine or ("embedded",)}
     for group in plan.groups:
         for worker in group.workers:
-            if worker not in known:
-                near = nearest(worker, known)
+            if worker not in workers:
+                near = nearest(worker, workers)
                 raise ConfigError(f"plan: group {group.name} has no engine on its worker {worker}{near}")
 
 
 def _worker_of(engines: EngineConfig, entry: str) -> str:
-    """The worker of an --engine, by the name that a plan has for it."""
+    """Return the name that a plan uses for the worker of an --engine entry."""
     placed = msgspec.structs.replace(engines, engine=(entry,)).placed_urls
     return placed[0][0] or engine_name(placed[0][1]) if placed else entry
 
 
 def replan_when(config: Config) -> Replan | None:
-    """Raises ConfigError."""
+    """Return the rates of the plan and the replanning interval; None without replanning. Raises ConfigError."""
     engines = config.engines
     if engines.replan_every_s is None or engines.plan_instance is None:
         return None
@@ -111,12 +111,12 @@ def replan_when(config: Config) -> Replan | None:
         for name, model, rate in zip(streams.names, models, streams.rate_per_s, strict=True)
         if rate > 0
     ]
-    # More than are counted apart cannot be compared one by one: the first look then asks for a plan.
+    # Only STREAMS_MAX streams are counted separately. Without planned rates to compare, the first check replans.
     return Replan(engines.replan_every_s, tuple(planned) if len(planned) <= STREAMS_MAX else ())
 
 
 def replanner(config: Config) -> Callable[[Rates], tuple[PlannedGroup, ...]] | None:
-    """Raises ConfigError when a file of it cannot be read."""
+    """Return a function that replans for measured rates; None without replanning. Raises ConfigError on a bad file."""
     engines = config.engines
     if engines.plan is None or engines.plan_instance is None:
         return None

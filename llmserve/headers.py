@@ -1,15 +1,15 @@
-"""What a client, or a front-end before this one, says of a request in its headers rather than in its body."""
+"""HTTP headers of llmserve. Requests may carry these, from a client or from another front-end."""
 
-SLO_HEADER = "x-llmserve-slo-ms"  # the answer is wanted within so many milliseconds
-STREAM_HEADER = "x-llmserve-stream"  # whose requests these are, where the client's key does not say
+SLO_HEADER = "x-llmserve-slo-ms"  # deadline, milliseconds after the arrival
+STREAM_HEADER = "x-llmserve-stream"  # name of the stream; default: the name of the client's key
 STREAM_CHARS_MAX = 64
-PREDICTED_HEADER = "x-llmserve-predicted-tokens"  # a client that knows its answer's length better than the predictor
+PREDICTED_HEADER = "x-llmserve-predicted-tokens"  # the client's own prediction, used instead of the predictor's
 
-# and what the answer's headers say of how it was served
+# Headers of an answer, which describe how it was served.
 BIN_HEADER = "x-llmserve-bin"
 BATCH_HEADER = "x-llmserve-batch"
 QUEUE_HEADER = "x-llmserve-queue-ms"
 ENGINE_HEADER = "x-llmserve-engine"
 
-# A static-batching engine learns from BATCH_HEADER and this which requests belong together.
+# A static-batching engine forms its batches by BATCH_HEADER and BATCH_SIZE_HEADER.
 BATCH_SIZE_HEADER = "x-llmserve-batch-size"

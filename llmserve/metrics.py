@@ -1,9 +1,8 @@
-"""From the journal to Prometheus: what `/metrics` shows.
+"""The Prometheus metrics of `/metrics`.
 
-Counters and histograms are made of the steps that pass through the journal; gauges (gauges.py) read the scheduler at
-the moment of a scrape. What there is of each model, bins and predictions and plans, is labelled with it where there are
-several.
-Counters of a model end when no engine lists the model any more.
+Counters and histograms follow the steps of the journal; gauges (gauges.py) read the scheduler at the time of a scrape.
+Metrics of bins, predictions and plans have the label `model` if there are several models. The counters of a model are
+removed when no engine lists the model any more.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ from llmserve.scheduling.messages import (
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 RATIO = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
-BATCHES_KNOWN = 100_000  # none waits in parts while so many others begin
+BATCHES_STORED = 100_000  # the last batch ids; all parts of a batch start before this many other batches have started
 Outcome = Literal["completed", "failed", "cancelled", "rejected"]
 OUTCOMES: tuple[Outcome, ...] = ("completed", "failed", "cancelled", "rejected")
-STREAMS_MAX = 100  # told of by name; a client may call its stream as it likes
+STREAMS_MAX = 100  # streams with their own labels; clients choose stream names freely
 OTHER_STREAMS = "(others)"
 FILL = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
 
 class Metrics:
-    """Listens to a live cluster's journal; `render()` is the text of /metrics.
+    """Listens to a live cluster's journal; `render()` returns the text of /metrics.
 
-    meters        of the engines' energy, each with a source of its own
-    energy_known  whether the watts that dispatch plans expect are watts; else they are not told
+    meters        meters of the engines' energy, each with a different source
+    energy_known  whether dispatch plans know real watts; if False, the expected power is not exported
     """
 
     def __init__(
@@ -70,9 +69,9 @@ class Metrics:
         self._tokens = Counter("llmserve_output_tokens", "Output tokens generated", registry=registry)
         self._lost = Counter("llmserve_engine_losses", "Times an engine was lost", ["engine"], registry=registry)
         self._batches = Counter("llmserve_batches", "Formed batches that began to run", registry=registry)
-        self._begun: OrderedDict[int, None] = OrderedDict()  # batches, the last that have begun to run
+        self._begun: OrderedDict[int, None] = OrderedDict()  # ids of the last batches that have started
         self._fill = Histogram(
-            "llmserve_batch_fill", "Requests of a formed batch, over the batch size", buckets=FILL, registry=registry
+            "llmserve_batch_fill", "Requests of a formed batch over the batch size", buckets=FILL, registry=registry
         )
         self._waiting = Histogram(
             "llmserve_waiting_seconds", "From arrival to start on an engine", buckets=SECONDS, registry=registry
@@ -101,7 +100,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def refused(self, reason: str) -> None:
-        """A request that the HTTP entrance turned away before the scheduler heard of it."""
+        """Count a request that the HTTP layer refused before the scheduler got it."""
         self._rejected.labels(reason).inc()
 
     def observe(self, step: Step) -> None:
@@ -122,14 +121,14 @@ class Metrics:
             self._lost.labels(event.engine).inc()
         elif type(event) is DispatchSolved:
             self._dispatch.follow(event)
-        elif type(event) is EngineReady:  # which may list other models than before
+        elif type(event) is EngineReady:  # the engine may list other models than before
             self._streams.keep(self._cluster.models)
             self._dispatch.keep(self._cluster.models)
         for action in step.actions:
             if type(action) is StartBatch:
                 self._start(action, step.now_s)
             elif type(action) is SolveDispatch:
-                self._dispatch.asked[action.model] = action.observed
+                self._dispatch.observed[action.model] = action.observed
             elif type(action) is PreemptBatch:
                 self._preempt(action, step.now_s)
             elif type(action) is FailRequest:
@@ -138,44 +137,47 @@ class Metrics:
                 self._end(action.request_id, "rejected" if refused else "failed", 0, step.now_s)
 
     def _start(self, action: StartBatch, now_s: float) -> None:
-        if self._begins(action.batch.id):
+        if self._is_first_start(action.batch.id):
             self._batches.inc()
             self._fill.observe(action.batch.size / self._batch_size)
         for request in action.batch.requests:
-            if (known := self._open.get(request.id)) is not None:
-                self._waiting.observe(now_s - known.arrived_at_s)
-                known.started_at_s, known.is_stopping = now_s, False
+            if (open_request := self._open.get(request.id)) is not None:
+                self._waiting.observe(now_s - open_request.arrived_at_s)
+                open_request.started_at_s, open_request.is_stopping = now_s, False
 
     def _preempt(self, action: PreemptBatch, now_s: float) -> None:
-        known = [self._open[id_] for id_ in action.request_ids if id_ in self._open]
-        for each in known:
-            each.is_stopping = True
-            self._streams.of(each.request).preempted.inc()
-        if known:
-            started_at_s = min([each.started_at_s for each in known])
-            self._streams.preempt_batch(known[0].request.model, now_s - started_at_s)
+        stopped = [self._open[id_] for id_ in action.request_ids if id_ in self._open]
+        for open_request in stopped:
+            open_request.is_stopping = True
+            self._streams.of(open_request.request).preempted.inc()
+        if stopped:
+            started_at_s = min([open_request.started_at_s for open_request in stopped])
+            self._streams.preempt_batch(stopped[0].request.model, now_s - started_at_s)
 
     def _may_run_again(self, event: RequestEnded) -> bool:
-        """Its end is still to come: failed before its first byte, or stopped for others. Else a FailRequest says so."""
+        """Whether the scheduler may retry the request: it failed before its first byte, or its batch was preempted.
+
+        If the scheduler does not retry, a FailRequest follows.
+        """
         if event.outcome == "failed":
             return event.retryable
-        known = self._open.get(event.request_id)
-        return event.outcome == "cancelled" and known is not None and known.is_stopping
+        open_request = self._open.get(event.request_id)
+        return event.outcome == "cancelled" and open_request is not None and open_request.is_stopping
 
-    def _begins(self, batch_id: int) -> bool:
-        """Whether it is seen for the first time: a refill engine takes a batch in parts, a retry brings one back."""
+    def _is_first_start(self, batch_id: int) -> bool:
+        """Whether the batch starts for the first time. A refill engine starts a batch in parts, and a retry again."""
         if batch_id in self._begun:
             return False
         self._begun[batch_id] = None
-        if len(self._begun) > BATCHES_KNOWN:
+        if len(self._begun) > BATCHES_STORED:
             self._begun.popitem(last=False)
         return True
 
     def _end(self, request_id: int, outcome: Outcome, tokens: float, now_s: float) -> None:
-        known = self._open.pop(request_id, None)
-        if known is None:
+        open_request = self._open.pop(request_id, None)
+        if open_request is None:
             return
-        request, latency_s = known.request, now_s - known.arrived_at_s
+        request, latency_s = open_request.request, now_s - open_request.arrived_at_s
         self._ended.labels(outcome).inc()
         stream = self._streams.of(request)
         stream.end(request, outcome, now_s)
@@ -193,7 +195,7 @@ class Metrics:
 
 
 class _Open:
-    """A request that has not ended. is_stopping: its batch was preempted, and it has not run again since."""
+    """A request that has not ended. is_stopping: its batch was preempted, and the request has not restarted yet."""
 
     __slots__ = ("arrived_at_s", "is_stopping", "request", "started_at_s")
 
@@ -223,40 +225,38 @@ class _Streams:
         )
         self.deadlines = Counter(
             "llmserve_deadlines",
-            "Requests with a deadline whose whole answer was there by then (met), later or never (missed)",
+            "Requests with a deadline: answer complete by the deadline (met), later or never (missed)",
             [*by, "outcome"],
             registry=registry,
         )
         self.preempted = Counter(
-            "llmserve_preempted_requests", "Times a running request was stopped for others", by, registry=registry
+            "llmserve_preempted_requests", "Times a running request was preempted", by, registry=registry
         )
-        self._batches = Counter(
-            "llmserve_preempted_batches", "Batches stopped for others", ["model"], registry=registry
-        )
+        self._batches = Counter("llmserve_preempted_batches", "Preempted batches", ["model"], registry=registry)
         self._seconds = Counter(
-            "llmserve_preempted_seconds", "Seconds that such batches had run, for nothing", ["model"], registry=registry
+            "llmserve_preempted_seconds", "Lost run time of preempted batches, seconds", ["model"], registry=registry
         )
-        self._known: dict[tuple[str, str], _Stream] = {}
+        self._by_labels: dict[tuple[str, str], _Stream] = {}
         self._names: set[str] = set()
         self._models_preempted: set[str] = set()
 
     def of(self, request: Request) -> _Stream:
-        """Beyond so many streams all new ones are one."""
+        """Return the counters of the request's stream. After STREAMS_MAX names, new names share OTHER_STREAMS."""
         name = request.stream
         if name not in self._names:
             if len(self._names) < STREAMS_MAX:
                 self._names.add(name)
             else:
                 name = OTHER_STREAMS
-        stream = self._known.get((request.model, name))
+        stream = self._by_labels.get((request.model, name))
         if stream is None:
-            stream = self._known[request.model, name] = _Stream(self, request.model, name)
+            stream = self._by_labels[request.model, name] = _Stream(self, request.model, name)
         return stream
 
     def keep(self, models: Collection[str]) -> None:
-        """Those of other models are told no more: names of adapters come and go for ever."""
-        for model, name in [key for key in self._known if key[0] not in models]:
-            del self._known[model, name]
+        """Remove the counters of all other models: new names of adapters may appear without limit."""
+        for model, name in [key for key in self._by_labels if key[0] not in models]:
+            del self._by_labels[model, name]
             for family in (self.tokens, self.latency, self.preempted):
                 family.remove(model, name)
             for outcome in OUTCOMES:
@@ -275,7 +275,7 @@ class _Streams:
 
 
 class _Stream:
-    """One stream's: to find them by their labels each time would cost a request more than all the rest here."""
+    """The counters of one stream. A lookup by label per request would cost more than the rest of this module."""
 
     def __init__(self, streams: _Streams, model: str, name: str) -> None:
         self.tokens = streams.tokens.labels(model, name)
@@ -286,7 +286,7 @@ class _Stream:
         self._missed = streams.deadlines.labels(model, name, "missed")
 
     def end(self, request: Request, outcome: Outcome, now_s: float) -> None:
-        """One whose client left had no deadline any more."""
+        """Count the end of a request. A cancelled request has no deadline any more."""
         self._requests[outcome].inc()
         if request.deadline_s is not None and outcome != "cancelled":
             in_time = outcome == "completed" and now_s <= request.deadline_s

@@ -1,4 +1,4 @@
-"""Releases and orders by name; MODULE:FUNCTION names an order of one's own."""
+"""Releases and orders by name; MODULE:FUNCTION names a custom order."""
 
 from __future__ import annotations
 
@@ -40,53 +40,55 @@ ORDERS: dict[str, Callable[[SchedulingConfig], Order]] = {
     ),
     "clockwork": lambda config: Clockwork(),
 }
-"""By name."""
+"""Constructors of the built-in orders, by name."""
 
 
 def order_of(config: SchedulingConfig) -> Order:
-    """By the name in a resolved configuration: one of ORDERS, or an order of one's own, MODULE:FUNCTION.
+    """Return the order that a resolved configuration names: one of ORDERS, or a custom order MODULE:FUNCTION.
 
-    Raises ConfigError when there is no such order.
+    Raises ConfigError when the order does not exist.
     """
     assert config.order is not None, "resolve the configuration first"
     make = ORDERS.get(config.order)
-    return make(config) if make is not None else own_order(config.order)
+    return make(config) if make is not None else custom_order(config.order)
 
 
-def own_order(name: str) -> Order:
-    """name : MODULE:FUNCTION; the function takes nothing and returns an order, as a class of one does. Modules in the
-    present folder are found, too.
+def custom_order(name: str) -> Order:
+    """Load a custom order. name : MODULE:FUNCTION, a function without arguments, or a class, that returns an order.
+    The current folder is searched, too.
 
-    Raises ConfigError when the module cannot be imported, or has no such function.
+    Raises ConfigError when the module cannot be imported, or the function is missing or fails.
     """
     module, _, function = name.partition(":")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, folder)
     try:
         order = getattr(importlib.import_module(module), function)()
-    except Exception as error:  # whatever the module raises
+    except Exception as error:  # the module may raise any exception
         raise ConfigError(f"order {name}: {type(error).__name__}: {error}") from error
     if not isinstance(order, FixedOrder | MomentOrder):
-        raise ConfigError(f"order {name}: {function}() gives a {type(order).__name__}, no FixedOrder or MomentOrder")
+        raise ConfigError(
+            f"order {name}: {function}() returns a {type(order).__name__}, not a FixedOrder or MomentOrder"
+        )
     return order
 
 
 def release_of(config: SchedulingConfig, arrivals: Arrivals) -> Release:
-    """The one that a resolved configuration names, for a model of these arrivals.
+    """Create the release that a resolved configuration names, for one model with its arrivals.
 
-    Raises ValueError on settings that the release has no use for, or that contradict it.
+    Raises ValueError on settings that have no effect in the release, or that contradict the release.
     """
     assert config.release is not None, "resolve the configuration first"
     size, (kind, _, static) = config.full_batch, config.release.partition(":")
     if kind != "window" and config.window is not None:
-        raise ValueError(f"window is of no use under release {config.release}, only under window")
+        raise ValueError(f"window has no effect under release {config.release}, only under window")
     if config.window is not None and config.goes_by_times:
-        raise ValueError(f"window is of no use under order {config.order}, which looks among all that wait")
+        raise ValueError(f"window has no effect under order {config.order}, which considers all waiting requests")
     if config.window is not None and config.window < size:
-        raise ValueError(f"window: {config.window} requests hold no batch of {size}")
+        raise ValueError(f"window: {config.window} requests are fewer than a batch of {size}")
     limit_s = math.inf if config.batch_wait_s is None else config.batch_wait_s
     if kind == "static" and int(static) > size:
-        raise ValueError(f"release {config.release}: a batch has {size} requests at most (--batch-size)")
+        raise ValueError(f"release {config.release}: a batch has at most {size} requests (--batch-size)")
     releases: dict[str, Callable[[], Release]] = {
         "window": lambda: Window(size),
         "full": lambda: Full(size),

@@ -1,22 +1,22 @@
-"""What an engine costs: seconds and joules of a batch, by its size, written as a profile (bins/profile.py).
+"""Measure the duration and energy of an engine's batches by size, and write a profile (bins/profile.py).
 
     llmserve profile --engine http://127.0.0.1:8001 --sizes 1,2,4,8,16,32 --output-tokens 64 \\
         --rounds 3 --output profile.json --plot profile.png
     llmserve profile --journal journal.jsonl --busy-power-w 400 --output profile.json
 
-Any OpenAI-compatible engine can be measured that does nothing else meanwhile. Each batch is so many completions sent at
-once, and takes from the first one's sending to the last one's end. In every round each size is asked for
---output-tokens and for a quarter of them, which tells a batch's prefill from its steps, in an order drawn anew.
-Answers are forced to their length where the engine knows min_tokens and ignore_eos (vLLM does); of others the true
-lengths count. Sizes beyond what the engine runs at once would measure its queue: leave them out.
+The engine can be any OpenAI-compatible server without other work. The completions of a batch are sent at once. A batch
+lasts from the first request to the end of the last answer. Each round runs each size with --output-tokens and with a
+quarter of --output-tokens, in random order, to separate the prefill from the steps. Answers have a forced length if the
+engine supports min_tokens and ignore_eos (as vLLM does); otherwise the actual lengths count. Leave out sizes beyond the
+engine's slots: they would measure the engine's queue.
 
-Energy is measured by NVML when the engine is on this machine, and its GPU has a driver and the package nvidia-ml-py.
-Of several GPUs, name the engine's in CUDA_VISIBLE_DEVICES. A GPU's counter moves about every 100 ms: ask for so many
-tokens that the smallest batch takes a second or more. Without NVML energy is --busy-power-w times the time. Without
-that too it is unknown: the profile has times only, and nothing tells joules by it.
+Energy is measured by NVML if the engine is on this machine and the GPU's driver and the package nvidia-ml-py are
+installed. With several GPUs, name the engine's GPUs in CUDA_VISIBLE_DEVICES. A GPU's counter is updated about every 100
+ms: choose enough tokens for the smallest batch to take a second or more. Without NVML, energy is --busy-power-w times
+the duration. Without NVML and --busy-power-w, the profile has no energy.
 
---journal FILE measures nothing: it takes the batches that barrier engines ran (`llmserve serve --barrier --journal`, or
-`llmserve simulate`), with the requests that really came. --plot needs matplotlib.
+--journal FILE fits the batches of barrier engines in a journal (`llmserve serve --barrier --journal`, or `llmserve
+simulate`), with real requests, and measures nothing. --plot needs matplotlib.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from llmserve.errors import CannotMeasure
 from llmserve.extras import need_plot
 
 IDLE_S = 3.0  # how long the idle power is measured
-FIT_ERROR_MAX = 0.15  # above, plans made by the profile say little
+FIT_ERROR_MAX = 0.15  # above this error, plans from the profile are not reliable
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
-# ---- what comes of it ---------------------------------------------------------------------------------------------
+# ---- the profile --------------------------------------------------------------------------------------------------
 
 
 def profile_of(
@@ -63,11 +63,11 @@ def profile_of(
     idle_w: float | None = None,
     busy_w: float | None = None,
 ) -> Profile:
-    """Fit a profile; its source says where time, energy and idle power are from.
+    """Fit a profile. Its `source` names the origin of times, energy and idle power.
 
-    origin : a sentence, without its full stop.  idle_w, busy_w : None: not known. Where the batches have no joules and
-    busy_w is None, the profile's energy is unknown. An idle power above the fitted power while running, which errors of
-    measurement can make it, is taken as that.
+    origin : a sentence without its full stop.  idle_w, busy_w : None: unknown. If the batches have no joules and busy_w
+    is None, the profile's energy is unknown. Measurement errors can make the idle power larger than the fitted least
+    power while running; the idle power is then reduced to that power.
     Raises ValueError when the batches allow no fit.
     """
     profile = fit(batches, name=name, idle_w=0.0, source=f"{origin}. Energy is not known.", busy_w=busy_w)
@@ -86,7 +86,7 @@ def profile_of(
 
 
 def print_table(profile: Profile, console: Console) -> None:
-    """Sizes that were measured, with the means there and the fit."""
+    """Print the measured means and the fit for each measured size."""
     step, energy = profile.step_s, profile.step_j
     headings = ("sequences", "step (ms)", "fitted", "tokens/s", "step (J)", "fitted", "power (W)")
     title = (
@@ -108,7 +108,7 @@ def print_table(profile: Profile, console: Console) -> None:
 
 
 def draw(profile: Profile, path: Path) -> None:
-    """A panel each for a step's time and, where it is known, its energy against the size: measured means and fit."""
+    """Draw the duration of a step and, if known, its energy by size: measured means and fit."""
     from matplotlib.figure import Figure
 
     panels = [(profile.step_s, 1e3, "step (ms)", "measured")]
@@ -132,7 +132,7 @@ def draw(profile: Profile, path: Path) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Returns the exit status. Raises LLMServeError."""
+    """Run the command. Returns the exit status. Raises LLMServeError."""
     need_plot(args.plot)
     try:
         profile = from_journal(args) if args.journal else from_engine(args)
@@ -145,7 +145,7 @@ def main(args: argparse.Namespace) -> int:
     if profile.step_s.error > FIT_ERROR_MAX:
         print(
             f"llmserve profile: the fit misses the measured steps by {profile.step_s.error:.0%}: other work disturbed "
-            "the engine, or too few batches ran. Measure again, with more --rounds.",
+            "the engine, or there were too few batches. Measure again, with more --rounds.",
             file=sys.stderr,
         )
     return 0
@@ -156,7 +156,7 @@ def from_journal(args: argparse.Namespace) -> Profile:
     _, steps = journal.read(args.journal)
     batches = observations(steps)
     if not batches:
-        raise CannotMeasure(f"{args.journal} has no batch that a barrier engine ran from beginning to end")
+        raise CannotMeasure(f"{args.journal} has no complete batch of a barrier engine")
     origin = f"Fitted by llmserve profile to the {len(batches)} batches of a journal, {date.today()}"
     name = args.name or args.journal.stem
     return profile_of(batches, name=name, origin=origin, idle_w=args.idle_power_w, busy_w=args.busy_power_w)
@@ -170,7 +170,7 @@ def from_engine(args: argparse.Namespace) -> Profile:
     with progress() as on_batch:
         measured = asyncio.run(measure(args.engine, args.model, plan, energy, idle_s=idle_s, on_batch=on_batch))
     if energy is not None and all(batch.joules is None for batch in measured.batches):
-        say_unmeasured(args, "the GPUs counted no joules")
+        log_unmeasured(args, "the GPUs counted no joules")
     where = f" on {', '.join(energy.names)}" if energy is not None else ""
     origin = (
         f"Measured by llmserve profile, {date.today()}: {measured.model}{where}, batches of "
@@ -183,46 +183,46 @@ def from_engine(args: argparse.Namespace) -> Profile:
 
 
 def check_powers(args: argparse.Namespace, energy: GpuEnergy | None) -> None:
-    """Say where the energy will be from, before anything is measured. Raises CannotMeasure on watts that make no sense.
+    """Log the source of the energy before any measurement. Raises CannotMeasure on contradictory watts.
 
     energy : None: no GPU is measured.
     """
     idle_w, busy_w = args.idle_power_w, args.busy_power_w
     if energy is not None:
-        say_measured(args, energy.names)
+        log_measured(args, energy.names)
     elif idle_w is not None and busy_w is None:
-        raise CannotMeasure("--idle-power-w needs --busy-power-w where no GPU is measured")
+        raise CannotMeasure("--idle-power-w needs --busy-power-w when no GPU is measured")
     elif idle_w is not None and idle_w > busy_w:
         raise CannotMeasure(f"--idle-power-w is {idle_w:g}, above --busy-power-w, {busy_w:g}")
     else:
-        say_unmeasured(args, "a journal holds no joules" if args.journal else "no GPU can be measured here")
+        log_unmeasured(args, "a journal holds no joules" if args.journal else "no GPU can be measured here")
 
 
-def say_measured(args: argparse.Namespace, gpus: Sequence[str]) -> None:
+def log_measured(args: argparse.Namespace, gpus: Sequence[str]) -> None:
     count = f"{len(gpus)} GPUs" if len(gpus) > 1 else "the GPU"
-    say(args, f"energy is measured on {count} {', '.join(gpus)}")
+    log(args, f"energy is measured on {count} {', '.join(gpus)}")
     if len(gpus) > 1:
-        say(args, "warning: all of them are counted; if the engine uses only some, name those in CUDA_VISIBLE_DEVICES")
+        log(args, "warning: all GPUs are counted; if the engine uses only some, name these in CUDA_VISIBLE_DEVICES")
 
 
-def say_unmeasured(args: argparse.Namespace, why: str) -> None:
+def log_unmeasured(args: argparse.Namespace, reason: str) -> None:
     if args.busy_power_w is None:
-        say(
+        log(
             args,
-            f"energy is not known: {why}, and --busy-power-w is not given. The profile has times only; give the watts "
-            "while running, --busy-power-w W, for joules",
+            f"energy is not known: {reason}, and --busy-power-w is not given. The profile has times only; for joules, "
+            "give the power while running, --busy-power-w W",
         )
 
 
-def say(args: argparse.Namespace, text: str) -> None:
+def log(args: argparse.Namespace, text: str) -> None:
     print(f"{args.program}: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def progress() -> Iterator[OnBatch]:
-    """On stderr: a bar in a terminal, plain lines without."""
+    """Show progress on stderr: a bar on a terminal, else plain lines."""
     if not sys.stderr.isatty():
-        yield say_plainly
+        yield print_batch
         return
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -230,10 +230,10 @@ def progress() -> Iterator[OnBatch]:
         yield lambda number, count, batch: bar.update(task, completed=number, total=count)
 
 
-def say_plainly(number: int, count: int, batch: Observation) -> None:
+def print_batch(number: int, count: int, batch: Observation) -> None:
     joules = "" if batch.joules is None else f", {batch.joules:.1f} J"
-    what = f"size {batch.size}, {batch.tokens:g} tokens, {batch.seconds:.3f} s{joules}"
-    print(f"batch {number}/{count}: {what}", file=sys.stderr, flush=True)
+    figures = f"size {batch.size}, {batch.tokens:g} tokens, {batch.seconds:.3f} s{joules}"
+    print(f"batch {number}/{count}: {figures}", file=sys.stderr, flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -241,29 +241,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     of = parser.add_mutually_exclusive_group(required=True)
     of.add_argument("--engine", metavar="URL", help="an OpenAI-compatible server")
     of.add_argument("--journal", type=Path, metavar="FILE", help="fit the batches of a journal instead")
-    add("--model", help="to be asked for (default: the first that the engine serves)")
-    add("--name", help="of the profile (default: the model's, or the journal's)")
-    add("--sizes", type=sizes, default=(1, 2, 4, 8, 16, 32), help="sequences at once (1,2,4,8,16,32)")
-    add("--output-tokens", type=whole(2), default=64, help="of the longer answers (%(default)s)")
-    add("--rounds", type=whole(1), default=3, help="times that everything is measured (%(default)s)")
-    add("--idle-power-w", type=power, metavar="W", help="while nothing runs (default: measured, else 0)")
-    add("--busy-power-w", type=power, metavar="W", help="while running, where no GPU can be measured")
-    add("--seed", type=int, default=0, help="draws the order and the prompts (%(default)s)")
+    add("--model", help="model to measure (default: the engine's first)")
+    add("--name", help="name of the profile (default: the model's, or the journal's)")
+    add("--sizes", type=sizes, default=(1, 2, 4, 8, 16, 32), help="batch sizes (1,2,4,8,16,32)")
+    add("--output-tokens", type=whole(2), default=64, help="tokens of the longer answers (%(default)s)")
+    add("--rounds", type=whole(1), default=3, help="number of measurements of each batch (%(default)s)")
+    add("--idle-power-w", type=power, metavar="W", help="power of the idle engine (default: measured, else 0)")
+    add("--busy-power-w", type=power, metavar="W", help="power while running, if no GPU can be measured")
+    add("--seed", type=int, default=0, help="seed of the order and the prompts (%(default)s)")
     add("--output", type=Path, default=Path("profile.json"), metavar="FILE", help="the profile (%(default)s)")
-    add("--plot", type=Path, metavar="FILE", help="a figure of it, as PNG; needs matplotlib")
+    add("--plot", type=Path, metavar="FILE", help="a figure of the profile, as PNG; needs matplotlib")
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    found = tuple(sorted({whole(1)(part) for part in text.split(",")}))
-    if len(found) < 2:
-        raise argparse.ArgumentTypeError(f"at least two different sizes are needed, not {text!r}")
-    return found
+    values = tuple(sorted({whole(1)(part) for part in text.split(",")}))
+    if len(values) < 2:
+        raise argparse.ArgumentTypeError(f"at least two different sizes are required, not {text!r}")
+    return values
 
 
 def whole(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         if not (text.isascii() and text.isdigit() and int(text) >= least):
-            raise argparse.ArgumentTypeError(f"a whole number of at least {least} is needed, not {text!r}")
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, not {text!r}")
         return int(text)
 
     return number
@@ -275,5 +275,5 @@ def power(text: str) -> float:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"watts above 0 are needed, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a number of watts above 0, not {text!r}")
     return value

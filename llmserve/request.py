@@ -1,7 +1,7 @@
-"""The nouns every room speaks.
+"""The data types shared by all packages.
 
-A `Request` and a `Batch` are what the scheduler sees and the journal keeps: identifiers, lengths, times, never
-a prompt or an answer. A `Call` is what the client really sent; it stays between the HTTP entrance and the engine.
+The scheduler and the journal use `Request` and `Batch`, which hold identifiers, lengths and times, but never a prompt
+or an answer. A `Call` holds the client's HTTP request; only the HTTP layer and the engine clients use calls.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from predictor.prompt import Prompt
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One completion asked for by one client.
+    """One completion request of a client.
 
-    id                unique within one server's or simulation's life
-    predicted_tokens  predicted output tokens, the median; None when nothing predicts (the request then shares bin 0)
+    id                unique within one run of a server or a simulation
+    predicted_tokens  predicted output tokens, the median; None without a prediction (the request then uses bin 0)
     deadline_s        on the scheduler's clock; None: no deadline
     quantiles         equally likely output lengths, ascending; () when only the median is known
     prompt_tokens     estimated; 0 when unknown
     choices           answers that share the prompt, each as long as predicted
-    prefixes          hashes of ever longer beginnings of what the engine reads; () when nothing is to be kept together
-    model             that is to answer; "" where there is only one
-    stream            whose requests these are: the name of a key or an application; "" when nobody says
+    prefixes          hashes of prefixes of the prompt, of growing length; () without grouping by prefix
+    model             id of the model; "" for a single model
+    stream            name of the client's key or application; "" when unknown
     """
 
     id: int
@@ -40,15 +40,15 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def expected_tokens(self) -> float | None:
-        """Mean predicted output tokens of one choice, where there are quantiles to take it of; else the median."""
+        """Mean predicted output tokens of one choice, from the quantiles; without quantiles the median."""
         return sum(self.quantiles) / len(self.quantiles) if self.quantiles else self.predicted_tokens
 
 
 class Batch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Requests released together from one bin, to run together; under some orders shorter ones ride along.
+    """Requests that were released together from one bin, to run together. Some orders add shorter requests.
 
-    A barrier engine starts a batch whole. A refill engine may start it in several parts, each with the same id.
-    size: requests that it was formed of, whether or not they are all in this part.  model: of all of them.
+    A barrier engine starts a batch as a whole. A refill engine may start a batch in parts with the same id.
+    size: number of requests when the batch was formed, in all parts.  model: of all requests.
     """
 
     id: int
@@ -60,16 +60,17 @@ class Batch(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An engine as the scheduler knows it.
+    """The scheduler's description of an engine.
 
-    slots       requests it runs at once, >= 1
-    barrier     True: runs one batch to its end (static batching); False: a slot refills as its request ends
-    look_ahead  requests that a refill engine may hold beyond its slots, so that a slot does not wait for the way there
-    tokens_max  tokens, prompts and answers, that its KV cache holds; None: not known, or no concern
-    models      that it serves; (): whatever is asked for
-    worker      the GPU that it shares with the other engines of this name: barrier engines of one worker run one batch
-                at a time between them; "": it has one for itself
-    speeds      what batches take, by model, where it is known ("": of every other model); in a journal
+    slots       requests that the engine runs at once, >= 1
+    barrier     True: runs each batch to its end (static batching); False: a slot refills when its request ends
+    look_ahead  requests that a refill engine may hold beyond its slots, so that a free slot need not wait for the
+                network
+    tokens_max  KV cache capacity in tokens, for prompts and answers; None: unknown, or not limited
+    models      models that the engine serves; (): any model
+    worker      name of the GPU; engines with the same name share the GPU, and barrier engines of one worker run only
+                one batch at a time in total; "": the engine shares its GPU with no other engine
+    speeds      known durations of batches, by model ("": every other model); in a journal
                 {model: {"prefill_s": seconds, "step_s": [seconds, ...]}}
     """
 
@@ -88,22 +89,22 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a client asked, as it came: forwarded to an engine unchanged but for `usage_added`.
+    """A client's HTTP request, forwarded to an engine unchanged except for `usage_added`.
 
     path               the endpoint, e.g. "/v1/chat/completions"
     body               JSON bytes for the engine
-    prompt             what the length predictor reads
-    stream             the client wants server-sent events
-    usage_added        `stream_options.include_usage` was put into `body` by us: its event is kept from the client
-    choices            answers asked for at once (`n` times the prompts): they share one count of output tokens
-    output_tokens_max  the client's limit on each
-    output_tokens_min  no answer is shorter than this (min_tokens; with ignore_eos the limit itself)
-    slo_s              the answer is wanted within so many seconds of its arrival
+    prompt             input of the length predictor
+    stream             the client requests server-sent events
+    usage_added        the front-end added `stream_options.include_usage` to `body`, and hides the event from the client
+    choices            number of answers (`n` times the prompts), which share one count of output tokens
+    output_tokens_max  the client's limit of each answer
+    output_tokens_min  least length of each answer (min_tokens; with ignore_eos the limit itself)
+    slo_s              deadline, seconds after the arrival
     predicted_tokens   the client's own prediction, used instead of the predictor's
-    opening            the first characters of what the engine reads, in its order
-    prompt_ids         tokens of a prompt that came as token ids; 0: it came as text
-    headers            of the client's, for the engine too: (lower-case name, value) pairs
-    stream_name        whose requests these are: the name of the client's key or application; "" when nobody says
+    opening            the first characters of the prompt, in the order of the engine's template
+    prompt_ids         number of tokens of a prompt in the form of token ids; 0 for text
+    headers            headers of the client that are sent to the engine: (lower-case name, value) pairs
+    stream_name        name of the client's key or application; "" when unknown
     """
 
     path: str

@@ -1,14 +1,14 @@
 """Run the front-end.
 
-    llmserve serve                                             no GPU: a small model on the CPU, which comes along
+    llmserve serve                                             no GPU: the built-in small model, on the CPU
     llmserve serve --engine http://127.0.0.1:8001              in front of vLLM, or any OpenAI-compatible server
     llmserve serve --engine vllm --model MODEL -- --dtype auto starts vLLM, one server for each GPU
-    llmserve serve --engine URL --engine URL --api-key-file F  two engines, for those who have a key
-    llmserve serve --engine URL --order edf --slo-ms 30000     answers are wanted within 30 s
+    llmserve serve --engine URL --engine URL --api-key-file F  two engines, for clients with a key
+    llmserve serve --engine URL --order edf --slo-ms 30000     deadline of each answer: 30 s after its arrival
     llmserve serve --config llmserve.toml                      all settings in a file
 
 Each setting is a flag (--batch-size), an environment variable (LLMSERVE_BATCH_SIZE) and a key of the TOML file
-([scheduling] batch_size): flags win over variables, variables over the file. These are the common ones.
+([scheduling] batch_size): flags win over variables, variables over the file. The common settings:
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ log = logging.getLogger("llmserve")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--help-all", action=configuration.HelpAll, nargs=0, help="show every setting, and end")
+    parser.add_argument("--help-all", action=configuration.HelpAll, nargs=0, help="show every setting, and exit")
     parser.add_argument("--config", metavar="FILE", help="TOML file, e.g. llmserve.toml")
-    parser.add_argument("--show-config", action="store_true", help="print all settings, and where each came from")
+    parser.add_argument("--show-config", action="store_true", help="print all settings and their sources")
     for section, struct in configuration.sections(Config).items():
         configuration.add_flags(parser, struct, TITLES[section], common=COMMON)
 
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _allow_many_sockets() -> None:
-    """Two sockets a request are needed: take all that the system grants."""
+    """Raise the limit of open files to the system's maximum: each request needs two sockets."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -76,37 +76,37 @@ def _allow_many_sockets() -> None:
 
 
 async def run(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT; then drain. Returns the exit status."""
-    stop, hurry = asyncio.Event(), asyncio.Event()
+    """Serve until SIGTERM or SIGINT, then drain. Returns the exit status."""
+    stop, stop_now = asyncio.Event(), asyncio.Event()
     starting = asyncio.current_task()
 
     def on_signal() -> None:
         nonlocal starting
-        if starting is not None:  # nothing serves yet: there is nothing to drain
+        if starting is not None:  # the server is not ready yet: no request to drain
             starting.cancel()
             starting = None
         elif stop.is_set():
-            hurry.set()
+            stop_now.set()
         stop.set()
 
     with _on_stop_signals(on_signal), contextlib.suppress(asyncio.CancelledError):
         async with serving(config) as (cluster, url):
-            await _until_an_engine_is_ready(cluster)
+            await _wait_for_engine(cluster)
             starting = None
             gc.collect()
-            gc.freeze()  # what has been loaded stays: a full collection that looks through it stalls every stream
-            _say_where(cluster, url, with_key=config.server.api_key_file is not None)
+            gc.freeze()  # loaded modules live forever: a full collection that scans these objects stalls every stream
+            _print_address(cluster, url, with_key=config.server.api_key_file is not None)
             await stop.wait()
-            await _drain(cluster, config.server.drain_s, hurry)
+            await _drain(cluster, config.server.drain_s, stop_now)
     return 0
 
 
-async def _drain(cluster: LiveCluster, within_s: float, hurry: asyncio.Event) -> None:
-    log.info("draining: new requests are refused, running ones have %.0f s; a second signal ends it now", within_s)
+async def _drain(cluster: LiveCluster, within_s: float, stop_now: asyncio.Event) -> None:
+    log.info("draining: new requests are refused, running requests have %.0f s; a second signal stops now", within_s)
     draining = asyncio.ensure_future(cluster.drain(within_s))
-    hurried = asyncio.ensure_future(hurry.wait())
-    await asyncio.wait({draining, hurried}, return_when=asyncio.FIRST_COMPLETED)
-    hurried.cancel()
+    stopping = asyncio.ensure_future(stop_now.wait())
+    await asyncio.wait({draining, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
     if not draining.done() or not draining.result():
         log.warning("some requests have not ended and are aborted")
     draining.cancel()
@@ -114,9 +114,9 @@ async def _drain(cluster: LiveCluster, within_s: float, hurry: asyncio.Event) ->
 
 @contextlib.asynccontextmanager
 async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
-    """The whole server inside the block: engines, predictor, cluster, endpoints. Yields the cluster and the base URL.
+    """Run the whole server inside the block: engines, predictor, cluster, endpoints. Yields the cluster and base URL.
 
-    Raises LLMServeError when it cannot start.
+    Raises LLMServeError when the server cannot start.
     """
     from llmserve.api.app import create_app
     from llmserve.api.limits import KeyLimits, read_keys
@@ -129,7 +129,7 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
     admin_keys = read_keys(Path(config.server.admin_key_file)) if config.server.admin_key_file else {}
     check_host(config.server.host, may_serve_anyone=bool(keys) or config.server.anonymous)
     if unknown := DefaultDeadlines(config.limits.slo_ms).keys - set(keys):
-        raise ConfigError(f"slo_ms: no key of --api-key-file is called {', '.join(sorted(unknown))}")
+        raise ConfigError(f"slo_ms: --api-key-file has no key named {', '.join(sorted(unknown))}")
     config = checked(config)
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(listening_socket(config.server.host, config.server.port))
@@ -150,8 +150,8 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
         app = create_app(cluster, metrics, key_limits, config.limits, admin=admin)
         await stack.enter_async_context(accepting(app, listener))
         cluster.start()
-        saying = asyncio.create_task(warn_of_unserved(config, cluster))
-        stack.callback(saying.cancel)
+        warning = asyncio.create_task(warn_of_unserved(config, cluster))
+        stack.callback(warning.cancel)
         yield cluster, base_url(listener)
 
 
@@ -167,17 +167,17 @@ def _on_stop_signals(callback: Callable[[], None]) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-async def _until_an_engine_is_ready(cluster: LiveCluster) -> None:
-    looks = 0
+async def _wait_for_engine(cluster: LiveCluster) -> None:
+    polls = 0
     while not any(cluster.engines_ready.values()):
         await asyncio.sleep(0.05)
-        looks += 1
-        if looks == 60:
+        polls += 1
+        if polls == 60:
             log.warning("no engine answers yet: %s", ", ".join(cluster.engines_ready))
 
 
-def _say_where(cluster: LiveCluster, url: str, *, with_key: bool) -> None:
-    """Tell a person where to go, now that there is somebody to answer."""
+def _print_address(cluster: LiveCluster, url: str, *, with_key: bool) -> None:
+    """Print the server's URL and an example request."""
     model = next(iter(cluster.models), "MODEL")
     body = {"model": model, "messages": [{"role": "user", "content": "Count from 1 to 20."}]}
     key = " -H 'authorization: Bearer YOUR_KEY'" if with_key else ""

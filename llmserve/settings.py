@@ -1,4 +1,4 @@
-"""The settings of `llmserve serve`: one frozen tree, a section for each table of the TOML file."""
+"""The settings of `llmserve serve`: a tree of frozen structs, with a section for each table of the TOML file."""
 
 from __future__ import annotations
 
@@ -19,64 +19,66 @@ WORKER = re.compile(r"[\w.-]+", re.ASCII)
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and for whom it listens"""
+    """Where the server listens, and for which clients"""
 
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free one")] = 8000
+    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free port")] = 8000
     api_key_file: Annotated[
-        str | None, Meta(description="file of `name: key` lines. Without it no key is asked for")
+        str | None, Meta(description="file of `name: key` lines. Without the file no key is required")
     ] = None
     admin_key_file: Annotated[
-        str | None, Meta(description="file with the key of /admin. Without it there is no /admin")
+        str | None, Meta(description="file with the key of /admin. Without the file /admin is disabled")
     ] = None
-    anonymous: Annotated[bool, Meta(description="listen beyond loopback although no key is asked for")] = False
+    anonymous: Annotated[bool, Meta(description="listen beyond loopback without requiring a key")] = False
     drain_s: Annotated[float, Meta(ge=0, description="how long a stop waits for running requests")] = 30.0
-    journal: Annotated[str | None, Meta(description="file that keeps every scheduling step, as JSON lines")] = None
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="what is logged")] = "info"
+    journal: Annotated[str | None, Meta(description="file for every scheduling step, as JSON lines")] = None
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level to log")] = "info"
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What runs the requests"""
+    """The engines that run the requests"""
 
     engine: Annotated[
         tuple[str, ...],
         Meta(
-            description="URL of an OpenAI-compatible server, `vllm` (started here, one for each GPU) or `embedded` (a "
-            "small model on the CPU); repeat for several. Engines with the same WORKER before their URLs share a GPU: "
-            "with --barrier they run one batch at a time between them (default: embedded)",
+            description="URL of an OpenAI-compatible server, `vllm` (llmserve starts one for each GPU) or `embedded` "
+            "(a small model on the CPU); repeat for several. Engines with the same WORKER before their URLs share a "
+            "GPU: with --barrier only one of them runs a batch at a time (default: embedded)",
             extra={"metavar": "[WORKER=]URL"},
         ),
     ] = ()
     model: Annotated[
         str | None,
-        Meta(description="embedded (default: the demo model), vllm: model folder or hub id; URLs: serve only this one"),
+        Meta(
+            description="embedded (default: the demo model), vllm: model folder or hub id; URLs: serve only this model"
+        ),
     ] = None
     replicas: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="vLLM servers started here (default: as many as the GPUs allow, or 1)"),
+        Meta(description="vLLM servers that llmserve starts (default: as many as the GPUs allow, or 1)"),
     ] = None
     slots: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="requests that each refill engine runs at once (default: read from the engine)"),
     ] = None
     look_ahead: Annotated[
-        int, Meta(ge=0, description="requests sent to a refill engine beyond its slots, to hide the way there")
+        int, Meta(ge=0, description="requests sent to a refill engine beyond its slots, to hide the network delay")
     ] = 2
     barrier: Annotated[
-        bool, Meta(description="URL and vllm engines run one batch to its end (static batching), without refill")
+        bool, Meta(description="URL and vllm engines run each batch to its end (static batching), without refill")
     ] = False
     engine_args: Annotated[
         tuple[str, ...],
-        Meta(description="arguments for vLLM; on the command line: all that follows `--`", extra={"flag": False}),
+        Meta(description="arguments for vLLM; on the command line: all words after `--`", extra={"flag": False}),
     ] = ()
     engine_python: Annotated[
-        str | None, Meta(description="interpreter of the environment that vLLM is installed in (default: this one)")
+        str | None, Meta(description="Python interpreter of vLLM's environment (default: the one of llmserve)")
     ] = None
     engine_log_folder: Annotated[
         str | None,
         Meta(
-            description="folder for what vLLM started here says, vllm-0.log, ... (default: $XDG_STATE_HOME/llmserve/"
-            "PORT, or ~/.local/state/llmserve/PORT)"
+            description="folder for the logs of vLLM started by llmserve, vllm-0.log, ... (default: $XDG_STATE_HOME/"
+            "llmserve/PORT, or ~/.local/state/llmserve/PORT)"
         ),
     ] = None
     engine_api_key: Annotated[str | None, Meta(description="bearer key for URL engines; better in the environment")] = (
@@ -85,31 +87,31 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     plan: Annotated[
         str | None,
         Meta(
-            description="file of `llmserve plan`: groups of workers, and which models and streams they serve. The "
-            "rest is the fallback group's. A group's `workers` names them (WORKER, or an engine's HOST:PORT); else it "
-            "gets as many as its `gpus` of those that serve its models"
+            description="file of `llmserve plan`: groups of workers, with their models and streams. All other models "
+            "and workers belong to the fallback group. A group's `workers` names its workers (WORKER, or an engine's "
+            "HOST:PORT); otherwise the group gets as many workers as its `gpus`, of the workers that serve its models"
         ),
     ] = None
     plan_instance: Annotated[
-        str | None, Meta(description="file of what the plan was made for, to plan anew by; with --replan-every-s")
+        str | None, Meta(description="file of the plan's problem instance, for replanning; with --replan-every-s")
     ] = None
     replan_every_s: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(
-            description="group workers anew, this often at most, when arrivals are others than were planned for "
+            description="least interval between two replans of the groups, which follow a change of the arrival rates "
             "(default: never)"
         ),
     ] = None
     group: Annotated[
         str | None,
         Meta(
-            description="serve one group of --plan, by itself: its models, on the engines of the workers that the plan "
-            "names for it, or else names for no group; `fallback` has what no group names"
+            description="serve only one group of --plan: its models, on its workers in the plan, or else on the "
+            "workers of no group; `fallback` is the group of all models and workers that the plan does not name"
         ),
     ] = None
     engine_connect_s: Annotated[float, Meta(gt=0, description="longest wait for a connection to an engine")] = 5.0
     engine_idle_s: Annotated[float, Meta(gt=0, description="longest silence of an engine inside an answer")] = 600.0
-    engine_start_s: Annotated[float, Meta(gt=0, description="longest start of an engine started here")] = 600.0
+    engine_start_s: Annotated[float, Meta(gt=0, description="longest start of an engine's process")] = 600.0
 
     @property
     def has_vllm(self) -> bool:
@@ -125,68 +127,69 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def placed_urls(self) -> tuple[tuple[str, str], ...]:
-        """(worker, URL) of each; worker "": it has a GPU, or what else it runs on, for itself."""
+        """(worker, URL) of each engine by URL; worker "": the engine shares its GPU or CPU with no other engine."""
         return tuple(_placed(entry) for entry in self.engine if entry not in ("vllm", "embedded"))
 
     def check(self) -> None:
-        """Raises ConfigError on settings that contradict each other."""
+        """Raise ConfigError on settings that contradict each other."""
         for worker, url in self.placed_urls:
             if url in ("", "vllm", "embedded"):
-                raise ConfigError(f"engine: a worker is for a URL, not {worker}={url}")
+                raise ConfigError(f"engine: only a URL can have a worker, not {worker}={url}")
             if worker == "embedded" and self.has_embedded and not self.barrier:
                 raise ConfigError(
-                    "engine: the worker embedded runs one batch to its end, and the slots of a URL refill: they cannot "
-                    "share it. Give --barrier, or the worker another name"
+                    "engine: the worker `embedded` runs each batch to its end, but the slots of a URL refill, so they "
+                    "cannot share a worker. Give --barrier, or another name for the worker"
                 )
         if len(set(self.engine)) < len(self.engine):
-            raise ConfigError("engine: the same server stands twice")
+            raise ConfigError("engine: the same server is given twice")
         if self.has_vllm and self.model is None:
             raise ConfigError("engine vllm needs --model FOLDER_OR_HUB_ID")
         for name in ("replicas", "engine_args", "engine_python", "engine_log_folder"):
             if getattr(self, name) and not self.has_vllm:
-                raise ConfigError(f"{name}: only for vLLM started here, --engine vllm")
+                raise ConfigError(f"{name}: only for vLLM that llmserve starts, --engine vllm")
         self._check_plan()
 
     def _check_plan(self) -> None:
         for name in ("plan_instance", "replan_every_s", "group"):
             if getattr(self, name) and self.plan is None:
-                raise ConfigError(f"{name} is of no use without --plan")
+                raise ConfigError(f"{name} has no effect without --plan")
         if (self.plan_instance is None) != (self.replan_every_s is None):
-            raise ConfigError("replan_every_s and plan_instance are of use only together")
+            raise ConfigError("replan_every_s and plan_instance must be given together")
         if self.group and self.replan_every_s:
-            raise ConfigError("group does not go with replan_every_s")
+            raise ConfigError("group and replan_every_s must not be given together")
 
 
 def _placed(entry: str) -> tuple[str, str]:
-    """A worker's name has no character that a URL's scheme ends with, so that a `=` inside a URL is none of ours."""
+    """Split WORKER=URL. A worker's name cannot contain `:` or `/`, so a `=` inside a URL is no separator."""
     worker, separator, url = entry.partition("=")
     return (worker, url) if separator and WORKER.fullmatch(worker) else ("", entry)
 
 
 class PredictorConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What predicts answer lengths"""
+    """Prediction of answer lengths"""
 
     predictor: Annotated[
         tuple[str, ...],
         Meta(
-            description="folder of a trained length predictor, or `none`: answers are predicted from earlier ones. "
-            "With model:ID= before it, for this model; repeat for several (default: the demo predictor with the demo "
-            "model, else none)",
+            description="folder of a trained length predictor, or `none`: lengths are predicted from earlier answers. "
+            "The prefix model:ID= limits the predictor to one model; repeat for several (default: the demo predictor "
+            "with the demo model, else none)",
             extra={"metavar": "[model:ID=]FOLDER"},
         ),
     ] = ()
     predictor_budget_s: Annotated[
-        float, Meta(gt=0, description="longest wait for a prediction; then earlier answers serve instead")
+        float,
+        Meta(gt=0, description="longest wait for a prediction; then the length is predicted from earlier answers"),
     ] = 1.0
-    predictor_threads: Annotated[int, Meta(ge=1, description="of the predictor's process, on a CPU")] = 1
+    predictor_threads: Annotated[int, Meta(ge=1, description="CPU threads of the predictor's process")] = 1
     memory_keys: Annotated[
         int, Meta(ge=0, description="templates and applications whose recent answer lengths are remembered; 0: none")
     ] = 10_000
     record: Annotated[
         str | None,
         Meta(
-            description="file to which prompts and answer lengths are appended, to train a predictor on. It has JSON "
-            "lines with the parameters of each request, and never an answer"
+            description="file to which prompts and answer lengths are appended, to train a predictor. The file has "
+            "JSON lines with the parameters of each request, and never an answer"
         ),
     ] = None
 
@@ -197,12 +200,13 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     body_bytes_max: Annotated[int, Meta(ge=1, description="largest request body, bytes")] = 4 << 20
     prompt_chars_max: Annotated[int, Meta(ge=1, description="longest prompt, characters")] = 1_000_000
     concurrent_max: Annotated[int, Meta(ge=0, description="requests in progress per API key; 0: no limit")] = 0
-    requests_per_minute_max: Annotated[int, Meta(ge=0, description="requests a minute per API key; 0: no limit")] = 0
+    requests_per_minute_max: Annotated[int, Meta(ge=0, description="requests per minute and API key; 0: no limit")] = 0
     slo_ms: Annotated[
         tuple[str, ...],
         Meta(
-            description="deadline of requests that bring none, milliseconds. `MS`, `model:ID=MS`, `stream:NAME=MS` or "
-            "`key:NAME=MS`, the key's before the stream's before the model's before the plain one; repeat for several",
+            description="default deadline of a request, milliseconds after its arrival. `MS`, `model:ID=MS`, "
+            "`stream:NAME=MS` or `key:NAME=MS`; key wins over stream, stream over model, model over plain `MS`; repeat "
+            "for several",
             extra={"metavar": "[model:ID=|stream:NAME=|key:NAME=]MS"},
         ),
     ] = ()
@@ -212,26 +216,26 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How engines are watched, and how much is kept for slow clients"""
+    """Health probes of engines, and limits for slow clients"""
 
     probes_failed_max: Annotated[
-        int, Meta(ge=1, description="health probes that an engine may miss in a row before it counts as lost")
+        int, Meta(ge=1, description="failed health probes in a row after which an engine counts as lost")
     ] = 3
-    probe_every_s: Annotated[float, Meta(gt=0, description="between two health probes of an engine")] = 2.0
+    probe_every_s: Annotated[float, Meta(gt=0, description="interval between two health probes of an engine")] = 2.0
     memory_bound: Annotated[
         bool,
-        Meta(description="hold back requests that an engine's KV cache, where it tells its size, would have to evict"),
+        Meta(description="delay requests that do not fit into an engine's KV cache, if its size is known"),
     ] = True
     buffer_bytes_max: Annotated[
-        int, Meta(ge=1, description="bytes kept for a client that reads slowly, before its engine is slowed down")
+        int, Meta(ge=1, description="bytes buffered for a slow client, before its engine is slowed down")
     ] = 8 << 20
     client_stall_s: Annotated[
-        float, Meta(gt=0, description="how long such a client may keep its engine waiting before it is cut off")
+        float, Meta(gt=0, description="how long a slow client may block its engine before the client is disconnected")
     ] = 60.0
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole tree."""
+    """All settings of a server."""
 
     server: ServerConfig = ServerConfig()
     engines: EngineConfig = EngineConfig()
@@ -243,11 +247,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def barrier(self) -> bool:
-        """Whether engines run batches to their end; mixed ones are taken for such."""
+        """Whether engines run batches to their end; true also for a mix with refill engines."""
         return self.engines.barrier or self.engines.has_embedded
 
     def shown(self, origin: Mapping[str, str]) -> str:
-        """See config.shown; with the defaults that depend on the engines."""
+        """Return all settings as TOML, see config.shown, with the defaults that depend on the engines."""
         scheduling = self.scheduling.resolved(self.barrier)
         kind = "engines that run batches to their end" if self.barrier else "engines whose slots refill"
         names = [name for name in scheduling.__struct_fields__ if getattr(self.scheduling, name) is None]
@@ -264,7 +268,7 @@ TITLES = {
     "limits": "limits",
     "live": "timing",
 }
-"""Of the sections, in the help."""
+"""Titles of the sections in the help."""
 COMMON = {
     *("host", "port", "api_key_file", "admin_key_file", "anonymous", "journal", "log_level"),
     *("engine", "model", "replicas", "slots", "barrier", "plan"),

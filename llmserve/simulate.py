@@ -1,9 +1,9 @@
-"""Simulate: the same scheduler as the server's, under a virtual clock, with timed engines.
+"""Run the server's scheduler under a virtual clock, with simulated engines.
 
 Prints a table of throughput, latency, waiting, batches, engine utilisation and, with a profile, energy; or JSON. Steps
-take a constant time (--step-s) or what they take on measured engines (--profile, --engine); requests come at random
-(--arrivals, --lengths), are those of a file of prompts (--prompts), or come as they were recorded (--trace). Several
-seeds (--seeds) give confidence intervals, several settings (--sweep) a comparison, and --plot draws it.
+take a constant time (--step-s) or the time of measured engines (--profile, --engine). Requests are random (--arrivals,
+--lengths), from a file of prompts (--prompts), or from a recorded trace (--trace). Several seeds (--seeds) give
+confidence intervals, several settings (--sweep) a comparison, and --plot draws the results.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from llmserve.spelling import nearest
 __all__ = ["Scenario", "Summary", "simulate"]  # for scripts: docs/guide/as-a-library.md
 
 PROGRESS_EVERY = 1_000  # arrivals between updates of the progress bar
-QUEUE_REQUESTS_MAX = 10**9  # a queue that refuses nobody
+QUEUE_REQUESTS_MAX = 10**9  # a practically unlimited queue
 SECTIONS = (Scenario, SchedulingConfig, DispatchConfig)
-SWEPT_MAX = 2  # fields; figures give the second one a line for each of its values
-INTERRUPTED = 130  # exit status, as shells have it
+SWEPT_MAX = 2  # largest number of swept fields; figures draw one line for each value of the second field
+INTERRUPTED = 130  # exit status, as in shells
 
 ReadAnswers = Callable[[str, str | None], Answers]
-"""(file of prompts, folder of a trained predictor or None) -> what was asked. Raises ConfigError."""
+"""(file of prompts, folder of a trained predictor or None) -> the requests' answers. Raises ConfigError."""
 
 
 def simulate(
@@ -62,10 +62,10 @@ def simulate(
     on_arrival: Callable[[int], None] | None = None,
     dispatch: DispatchConfig | None = None,
 ) -> Summary:
-    """Run a scenario. answers : those of scenario.prompts, where there are prompts.  on_arrival, when given, is called
-    with the number of arrivals so far, now and then.
+    """Run a scenario. answers : answers to scenario.prompts, if set.  on_arrival : called every PROGRESS_EVERY arrivals
+    with the number of arrivals so far.
 
-    Raises ConfigError on a scenario that makes no sense.
+    Raises ConfigError on an invalid scenario.
     """
     scheduling = scheduling.resolved(scenario.barrier)
     work = prepare(scenario, scheduling, answers)
@@ -85,44 +85,44 @@ def run(
     dispatch: DispatchConfig | None = None,
     recorder: Recorder | None = None,
 ) -> Summary:
-    """Serve a prepared workload. scheduling : resolved.  recorder : listens (default: a fresh one). See simulate."""
+    """Serve a prepared workload. scheduling : resolved.  recorder : of the steps (default: new). See simulate."""
     lengths = work.trace.output_tokens
     header = Header(scheduling, work.scores, work.lengths)
     recorder = Recorder(len(work)) if recorder is None else recorder
     scheduler, solver = header.scheduler(), _solver(scenario, scheduling, dispatch or DispatchConfig())
-    # As the live body does: only a scheduler that preempts is told when answers begin.
-    made = engines(scenario, scheduling, lengths.tolist(), work.streaming if scheduler.preempts else ())
-    journal = Journal(header, path=journal_path) if journal_path is not None else None  # once nothing is wrong
+    # As in the live cluster, only a scheduler that preempts gets an event when an answer begins.
+    timed_engines = engines(scenario, scheduling, lengths.tolist(), work.streaming if scheduler.preempts else ())
+    journal = Journal(header, path=journal_path) if journal_path is not None else None  # after all checks
     cluster = SimulatedCluster(
         scheduler,
-        list(made),
+        list(timed_engines),
         solver=solver,
         journal=journal,
         on_step=_listener(recorder, on_arrival),
     )
     try:
-        asked = workload.requests(work.trace, work.predictions, work.deadlines_s)
+        requests = workload.requests(work.trace, work.predictions, work.deadlines_s)
         with _collector_paused():
-            cluster.run(asked, flush=scenario.last_batch == "flush")
+            cluster.run(requests, flush=scenario.last_batch == "flush")
     finally:
         if journal is not None:
             journal.close()
     elapsed_s = elapsed(recorder)
-    joules = [energy_j for engine in made if (energy_j := engine.energy_j(elapsed_s)) is not None]
+    joules = [energy_j for engine in timed_engines if (energy_j := engine.energy_j(elapsed_s)) is not None]
     return summarise(
         recorder,
         lengths,
-        np.min([engine.costs.alone_s(lengths, work.trace.input_tokens) for engine in made], axis=0),
+        np.min([engine.costs.alone_s(lengths, work.trace.input_tokens) for engine in timed_engines], axis=0),
         scheduling.full_batch,
-        [engine.utilisation(elapsed_s) for engine in made],
-        sum(joules) if len(joules) == len(made) else None,
+        [engine.utilisation(elapsed_s) for engine in timed_engines],
+        sum(joules) if len(joules) == len(timed_engines) else None,
         work.deadlines_s,
     )
 
 
 @contextmanager
 def _collector_paused() -> Generator[None, None, None]:
-    """A run leaves no cycles, but the garbage collector looks for them among all that waits, again and again."""
+    """Pause the garbage collector: a run creates no cycles, but each collection would scan all waiting requests."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -133,10 +133,10 @@ def _collector_paused() -> Generator[None, None, None]:
 
 
 def _solver(scenario: Scenario, scheduling: SchedulingConfig, dispatch: DispatchConfig) -> DispatchSolver | None:
-    """Who makes plans: it knows the engines' own profile unless another is given."""
+    """Return the solver of dispatch plans, with the engines' profile unless the settings give another profile."""
     kinds = engine_kinds(scenario, scheduling)
     if scheduling.release in PLANNED and len({(kind.profile, kind.slots) for kind in kinds}) > 1:
-        raise ConfigError(f"release {scheduling.release} plans for engines of one kind, and there are several")
+        raise ConfigError(f"release {scheduling.release} plans for engines of one kind, but the engines differ")
     if not dispatch.profile:
         dispatch = msgspec.structs.replace(dispatch, profile=(kinds[0].name,) if kinds[0].name else ())
     return dispatch.solver(scheduling, barrier=scenario.barrier)
@@ -161,7 +161,7 @@ def _listener(
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """All that a run depends on. scheduling : resolved.  settings : what sets it apart from others, field -> text."""
+    """The inputs of a run. scheduling : resolved.  settings : the swept settings of this case, field -> text."""
 
     scenario: Scenario
     scheduling: SchedulingConfig
@@ -170,28 +170,28 @@ class Case:
     settings: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], settings: dict[str, str]) -> Case:
-        """given : fields of SECTIONS, as texts or of their types; settings come before them. Raises ConfigError."""
-        values = {**given, **settings}
+    def of(cls, flags: Mapping[str, Any], settings: dict[str, str]) -> Case:
+        """flags : fields of SECTIONS, as texts or of their types; `settings` override them. Raises ConfigError."""
+        values = {**flags, **settings}
         scenario = convert(Scenario, _fields(Scenario, values))
         defaults = {"queue_requests_max": QUEUE_REQUESTS_MAX}
-        asked = convert(SchedulingConfig, {**defaults, **_fields(SchedulingConfig, values)})
-        wanted = {name: value for name, value in _fields(DispatchConfig, values).items() if name != "profile"}
-        dispatch = convert(DispatchConfig, wanted)  # its profile is the scenario's
-        return cls(scenario, asked.resolved(scenario.barrier), dispatch, settings=settings)
+        scheduling = convert(SchedulingConfig, {**defaults, **_fields(SchedulingConfig, values)})
+        fields = {name: value for name, value in _fields(DispatchConfig, values).items() if name != "profile"}
+        dispatch = convert(DispatchConfig, fields)  # `profile` is a field of the scenario
+        return cls(scenario, scheduling.resolved(scenario.barrier), dispatch, settings=settings)
 
     def seeded(self, seed: int) -> Case:
         return replace(self, scenario=msgspec.structs.replace(self.scenario, seed=seed))
 
     def prepare(self) -> Workload:
-        """Raises ConfigError."""
+        """Prepare the workload. Raises ConfigError."""
         try:
             return prepare(self.scenario, self.scheduling, self.answers)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
     def run(self, work: Workload, **options: Any) -> Summary:
-        """options : those of `run`. Raises ConfigError."""
+        """Run the case. options : of the function `run`. Raises ConfigError."""
         try:
             return run(self.scenario, self.scheduling, work, dispatch=self.dispatch, **options)
         except ValueError as error:
@@ -203,29 +203,29 @@ def _fields(struct: type[msgspec.Struct], values: Mapping[str, Any]) -> dict[str
 
 
 def run_cases(cases: Sequence[Case], seeds: int, jobs: int, progress: RunsProgress) -> list[Repeated]:
-    """Each case under its own seed and the next ones, `seeds` in all. jobs : processes; 1: none but this one.
+    """Run each case with `seeds` consecutive seeds, from its own on. jobs : number of processes; 1: this process.
 
-    Raises ConfigError on a case that makes no sense.
+    Raises ConfigError on an invalid case.
     """
     tasks = [case.seeded(case.scenario.seed + number) for case in cases for number in range(seeds)]
-    found: dict[int, Summary] = {}
-    with closing(in_processes(_run_alone, tasks, jobs) if jobs > 1 else _one_by_one(tasks, progress)) as ran:
-        for index, summary in ran:
-            found[index] = summary
+    summaries: dict[int, Summary] = {}
+    with closing(in_processes(_run_task, tasks, jobs) if jobs > 1 else _run_here(tasks, progress)) as finished:
+        for index, summary in finished:
+            summaries[index] = summary
             progress.ended()
     results = []
     for case, first in zip(cases, range(0, len(tasks), seeds), strict=True):
-        mine = range(first, first + seeds)
-        seeds_of = [tasks[index].scenario.seed for index in mine]
-        results.append(Repeated.of(seeds_of, [found[index] for index in mine], case.settings))
+        indices = range(first, first + seeds)
+        seeds_of = [tasks[index].scenario.seed for index in indices]
+        results.append(Repeated.of(seeds_of, [summaries[index] for index in indices], case.settings))
     return results
 
 
-def _run_alone(case: Case) -> Summary:
+def _run_task(case: Case) -> Summary:
     return case.run(case.prepare())
 
 
-def _one_by_one(tasks: Sequence[Case], progress: RunsProgress) -> Generator[tuple[int, Summary], None, None]:
+def _run_here(tasks: Sequence[Case], progress: RunsProgress) -> Generator[tuple[int, Summary], None, None]:
     for index, case in enumerate(tasks):
         work = case.prepare()
         yield index, case.run(work, on_arrival=_counts(progress, work))
@@ -236,39 +236,39 @@ def _counts(progress: RunsProgress, work: Workload) -> Callable[[int], None]:
 
 
 def swept(texts: Sequence[str]) -> list[dict[str, str]]:
-    """Every combination of FIELD=VALUE,VALUE,...: the settings of each case. No text: one case with none.
+    """Return the settings of each case: all combinations of FIELD=VALUE,VALUE,... Without a text: one empty case.
 
-    Values with commas in them are separated by semicolons. Raises ConfigError.
+    Values that contain commas are separated by semicolons. Raises ConfigError.
     """
-    known = [name for struct in SECTIONS for name in struct.__struct_fields__]
-    sides = []
+    fields = [name for struct in SECTIONS for name in struct.__struct_fields__]
+    axes = []
     for text in texts:
         name, _, values = text.partition("=")
         name = name.strip().replace("-", "_")
-        if name not in known:
-            raise ConfigError(f"sweep {text!r}: there is nothing called {name}{nearest(name, known)}")
+        if name not in fields:
+            raise ConfigError(f"sweep {text!r}: unknown setting {name}{nearest(name, fields)}")
         parts = [value.strip() for value in values.split(";" if ";" in values else ",") if value.strip()]
         if not parts:
-            raise ConfigError(f"sweep {text!r}: FIELD=VALUE,VALUE,... is needed")
-        sides.append([(name, value) for value in parts])
-    if len(sides) > SWEPT_MAX or len({side[0][0] for side in sides}) < len(sides):
-        raise ConfigError(f"sweep: {SWEPT_MAX} different fields at most")
-    return [dict(combination) for combination in product(*sides)]
+            raise ConfigError(f"sweep {text!r} is not FIELD=VALUE,VALUE,...")
+        axes.append([(name, value) for value in parts])
+    if len(axes) > SWEPT_MAX or len({axis[0][0] for axis in axes}) < len(axes):
+        raise ConfigError(f"sweep: at most {SWEPT_MAX} different fields")
+    return [dict(combination) for combination in product(*axes)]
 
 
 # ---- the command ------------------------------------------------------------------------------------------------
 
 
 class Repetition(msgspec.Struct, frozen=True, kw_only=True):
-    """How many runs there are, and who does them."""
+    """The number of runs, and of processes."""
 
     seeds: Annotated[
-        int, Meta(ge=1, description="run with so many seeds, --seed and the next ones: means and 95 % intervals")
+        int, Meta(ge=1, description="number of seeds, from --seed on, for means and 95 % confidence intervals")
     ] = 1
     sweep: Annotated[
         tuple[str, ...],
         Meta(
-            description="compare values of any flag above, such as load=0.2,0.4,0.8; repeat it to combine two flags",
+            description="compare values of any flag above, such as load=0.2,0.4,0.8; repeat to combine two flags",
             extra={"metavar": "FLAG=VALUE,VALUE,..."},
         ),
     ] = ()
@@ -278,7 +278,7 @@ class Repetition(msgspec.Struct, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, Scenario, "scenario")
     add_flags(parser, SchedulingConfig, "scheduling", queue_requests_max=QUEUE_REQUESTS_MAX)
-    add_flags(parser, DispatchConfig, "dispatching", skip={"profile"})  # the scenario's serves for both
+    add_flags(parser, DispatchConfig, "dispatching", skip={"profile"})  # --profile of the scenario is used instead
     add_flags(parser, Repetition, "several runs")
     output = parser.add_argument_group("output")
     output.add_argument("--journal", type=Path, metavar="FILE", help="write every scheduling step, as JSON lines")
@@ -287,18 +287,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot",
         type=Path,
         metavar="FOLDER",
-        help="draw latencies, waiting by bin and the batches on their engines, or what --sweep compares, as PNG files",
+        help="draw latencies, waiting by bin and the engines' batches, or the comparison of --sweep, as PNG files",
     )
 
 
 def main(args: argparse.Namespace, read_answers: ReadAnswers | None = None) -> int:
-    """read_answers : how a file of prompts is read; None: it is not."""
-    given = {name: value for struct in SECTIONS for name, value in _fields(struct, vars(args)).items()}
+    """Run the command. read_answers : reads a file of prompts; None: files of prompts are not read."""
+    flags = {name: value for struct in SECTIONS for name, value in _fields(struct, vars(args)).items()}
     repetition = convert(Repetition, _fields(Repetition, vars(args)))
-    cases = [Case.of(given, settings) for settings in swept(repetition.sweep)]
+    cases = [Case.of(flags, settings) for settings in swept(repetition.sweep)]
     several = bool(repetition.sweep) or repetition.seeds > 1
     if args.journal is not None and several:
-        raise ConfigError("journal: of one run only, but --sweep or --seeds asks for several")
+        raise ConfigError("journal: only for a single run, without --sweep and --seeds")
     if args.plot is not None:
         figures.check(args.plot)
     try:
@@ -314,8 +314,8 @@ def main(args: argparse.Namespace, read_answers: ReadAnswers | None = None) -> i
 
 
 def _with_answers(cases: Sequence[Case], read_answers: ReadAnswers | None) -> list[Case]:
-    """With the rows of their prompts, each file and predictor read once."""
-    read: dict[tuple[str, str | None], Answers] = {}
+    """Return the cases with the answers to their prompts. Each pair of file and predictor is read once."""
+    cache: dict[tuple[str, str | None], Answers] = {}
     filled = []
     for case in cases:
         prompts, predictions = case.scenario.prompts, case.scenario.predictions
@@ -324,9 +324,9 @@ def _with_answers(cases: Sequence[Case], read_answers: ReadAnswers | None) -> li
             filled.append(case)
             continue
         key = prompts, predictions.removeprefix(TRAINED) if predictions.startswith(TRAINED) else None
-        if key not in read:
-            read[key] = read_answers(*key)
-        filled.append(replace(case, answers=read[key]))
+        if key not in cache:
+            cache[key] = read_answers(*key)
+        filled.append(replace(case, answers=cache[key]))
     return filled
 
 
@@ -345,16 +345,16 @@ def _run_one(case: Case, args: argparse.Namespace) -> None:
 
 def _run_several(cases: Sequence[Case], repetition: Repetition, args: argparse.Namespace) -> None:
     with RunsProgress(len(cases) * repetition.seeds) as progress:
-        found = run_cases(cases, repetition.seeds, repetition.jobs, progress)
+        results = run_cases(cases, repetition.seeds, repetition.jobs, progress)
     compared = bool(repetition.sweep)
     if args.json:
-        print(msgspec.json.encode(found if compared else found[0]).decode())
+        print(msgspec.json.encode(results if compared else results[0]).decode())
     elif compared:
-        print_comparison(found, _compared_title(cases, repetition), Console())
+        print_comparison(results, _compared_title(cases, repetition), Console())
     else:
-        print_intervals(found[0], _title(cases[0], cases[0].prepare(), repetition.seeds), Console())
+        print_intervals(results[0], _title(cases[0], cases[0].prepare(), repetition.seeds), Console())
     if args.plot is not None and compared:
-        _tell_drawn(figures.draw_comparison(args.plot, found))
+        _print_drawn(figures.draw_comparison(args.plot, results))
     elif args.plot is not None:
         work = cases[0].prepare()
         recorder = BatchRecorder(len(work))
@@ -363,26 +363,26 @@ def _run_several(cases: Sequence[Case], repetition: Repetition, args: argparse.N
 
 
 def _draw_run(case: Case, work: Workload, recorder: BatchRecorder, folder: Path) -> None:
-    """Pictures of a run; of batches that wait for their longest, beside those of the same requests in one bin."""
-    made = engines(case.scenario, case.scheduling, [])
-    asked = case.scheduling
-    stories = [figures.Story(_groups(asked), recorder, work.trace, made)]
-    if case.scenario.barrier and (asked.bins_count > 1 or asked.release == "window"):
-        release = "greedy" if asked.release == "window" else asked.release
-        one_bin = msgspec.structs.replace(asked, bins=1, edges=None, release=release, window=None)
+    """Draw pictures of a run. Barrier engines with several bins or windows: also draw the same requests in one bin."""
+    timed_engines = engines(case.scenario, case.scheduling, [])
+    scheduling = case.scheduling
+    stories = [figures.Story(_groups(scheduling), recorder, work.trace, timed_engines)]
+    if case.scenario.barrier and (scheduling.bins_count > 1 or scheduling.release == "window"):
+        release = "greedy" if scheduling.release == "window" else scheduling.release
+        one_bin = msgspec.structs.replace(scheduling, bins=1, edges=None, release=release, window=None)
         mixed = BatchRecorder(len(work))
         replace(case, scheduling=one_bin).run(work, recorder=mixed)
-        stories.insert(0, figures.Story(_groups(one_bin), mixed, work.trace, made))
-    _tell_drawn(figures.draw_run(folder, stories))
+        stories.insert(0, figures.Story(_groups(one_bin), mixed, work.trace, timed_engines))
+    _print_drawn(figures.draw_run(folder, stories))
 
 
-def _tell_drawn(paths: Sequence[Path]) -> None:
+def _print_drawn(paths: Sequence[Path]) -> None:
     for path in paths:
         print(f"drew {path}", file=sys.stderr)
 
 
 def _groups(scheduling: SchedulingConfig) -> str:
-    """What batches are made of."""
+    """Describe from what batches are formed: windows or bins."""
     count = scheduling.bins_count
     if scheduling.release == "window" and count == 1:
         return "windows"
@@ -397,7 +397,7 @@ def _title(case: Case, work: Workload, seeds: int = 1) -> str:
 
 
 def _compared_title(cases: Sequence[Case], repetition: Repetition) -> str:
-    """What all cases have in common."""
+    """Return the settings that all cases share."""
     case = cases[0]
     seeds = f"{repetition.seeds} seeds: means and 95 % confidence intervals" if repetition.seeds > 1 else ""
     engines_ = "" if {"engine", "engines", "barrier"} & set(case.settings) else _engines(case)
@@ -405,12 +405,12 @@ def _compared_title(cases: Sequence[Case], repetition: Repetition) -> str:
 
 
 def _policies(*cases: Case) -> str:
-    """Those that all cases share."""
-    said = []
+    """Describe the policies that all cases share."""
+    descriptions = []
     for scheduling in (case.scheduling for case in cases):
         sizes = (_groups(scheduling), f"batches of {scheduling.batch_size}")
-        said.append((*sizes, f"release {scheduling.release}", f"order {scheduling.order}"))
-    return ", ".join(texts[0] for texts in zip(*said, strict=True) if len(set(texts)) == 1)
+        descriptions.append((*sizes, f"release {scheduling.release}", f"order {scheduling.order}"))
+    return ", ".join(texts[0] for texts in zip(*descriptions, strict=True) if len(set(texts)) == 1)
 
 
 def _engines(case: Case) -> str:

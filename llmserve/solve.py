@@ -1,12 +1,12 @@
-"""Solve: when a bin should wait and when it should go.
+"""Compute when a bin should wait and when it should release a batch.
 
-One queue, Poisson arrivals, an engine that serves batches. Prints how many requests to serve by how many wait, of all
-policies the one of least mean response time (ms) + energy weight x mean power (W), or of least energy within a latency
-target; and what it comes to.
+The model is one queue with Poisson arrivals and an engine that serves batches. Prints a policy: the number of requests
+to serve for each number of waiting requests. The policy has the least mean response time (ms) + energy weight x mean
+power (W), or the least energy within a latency target. Also prints the policy's costs.
 
-A batch of b takes SLOPE b + INTERCEPT ms and mJ, or what its profile says; where nothing is said, what it takes in
-SMDP-J's basic scenario. With --service samples:FILE these are per step, there is no default, and a batch lasts as many
-steps as its longest answer has tokens.
+A batch of b takes SLOPE b + INTERCEPT ms and mJ, or the profile's times and energies; the default is SMDP-J's basic
+scenario. With --service samples:FILE the values are per step, there is no default, and a batch takes as many steps as
+its longest answer has tokens.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from llmserve.extras import need_plot
 from llmserve.simulation import workload
 
 BASIC = PROFILES["p4-googlenet"]
-ONE_STEP = [1.0]  # what a request takes there
-LOAD = 0.9  # where nothing is said
+ONE_STEP = [1.0]  # steps of a request in BASIC
+LOAD = 0.9  # default
 KINDS = {
     "deterministic": ServiceTimes.deterministic,
     "erlang2": ServiceTimes.erlang,
@@ -47,10 +47,10 @@ KINDS = {
 SAMPLES = "samples:"
 SERVICE_HELP = f"{' | '.join(KINDS)} | {SAMPLES}FILE[:COLUMN] (output lengths, one a line or CSV)"
 LEVELS = (50, 90, 95, 99)
-DRAWS = 200_000  # response times that percentiles are taken of
+DRAWS = 200_000  # sampled response times for percentiles
 GIB = 1 << 30
-TRANSITIONS_BYTES_MAX = GIB  # of the truncated model, which is held twice
-EXCLUDED = {  # what each of these leaves no room for
+TRANSITIONS_BYTES_MAX = GIB  # size of the truncated model's transitions, which memory holds twice
+EXCLUDED = {  # settings that each of these settings excludes
     "profile": ("latency_ms", "energy_mj"),
     "load": ("arrival_rate_per_s",),
     "latency_target_ms": ("energy_weight",),
@@ -61,7 +61,7 @@ Affine = tuple[float, float]
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """What is solved. None where a default or another field decides."""
+    """The problem to solve. None: a default or another field decides."""
 
     service: Annotated[str, Meta(description=f"distribution of a batch's time: {SERVICE_HELP}")] = "deterministic"
     latency_ms: Annotated[
@@ -81,89 +81,92 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     load: Annotated[
         Positive | None,
         Meta(
-            description="arrivals over what batches of the largest size serve; 1 is all that full batches of the one "
-            f"bin serve, each as long as its longest answer, and must not be reached (default {LOAD})"
+            description="arrival rate over the capacity of batches of the largest size, each as long as its longest "
+            f"answer; must be below 1 (default {LOAD})"
         ),
     ] = None
-    arrival_rate_per_s: Annotated[Positive | None, Meta(description="Poisson arrivals a second, instead of load")] = (
+    arrival_rate_per_s: Annotated[Positive | None, Meta(description="Poisson arrivals per second, instead of load")] = (
         None
     )
     energy_weight: Annotated[
         Annotated[float, Meta(ge=0)] | None,
-        Meta(description="milliseconds of mean response time that one watt is worth (default 1)"),
+        Meta(description="cost of one watt, in milliseconds of mean response time (default 1)"),
     ] = None
     latency_target_ms: Annotated[
         Positive | None, Meta(description="least energy within this response time, instead of energy-weight")
     ] = None
     latency_target_percentile: Annotated[
         Annotated[float, Meta(gt=0, lt=100)] | None,
-        Meta(description="of the response times, that the target is for (default: the target is for their mean)"),
+        Meta(description="percentile of the response times that the target limits (default: the mean)"),
     ] = None
     idle_power_w: Annotated[
         Annotated[float, Meta(ge=0)] | None,
-        Meta(description="what the engine draws while nothing runs (default: the profile's, else 0)"),
+        Meta(description="power of the idle engine (default: the profile's, else 0)"),
     ] = None
     solver: Annotated[
         Literal["exact", "rvi"],
-        Meta(description="exact: the infinite queue, by policy iteration; rvi: SMDP-J's truncated one, by values"),
+        Meta(
+            description="exact: infinite queue, by policy iteration; rvi: SMDP-J's truncated queue, by value iteration"
+        ),
     ] = "exact"
     s_max: Annotated[int, Meta(ge=1, le=5000, description="rvi: the last state before overflow")] = 70
-    overflow_cost: Annotated[float, Meta(ge=0, description="rvi: ms a unit of time in overflow, c_o")] = 100.0
-    epsilon: Annotated[float, Meta(gt=0, description="rvi: span at which it ends, ms")] = 0.01
-    seed: Annotated[int, Meta(ge=0, description="of the draws that percentiles are taken of")] = 0
+    overflow_cost: Annotated[float, Meta(ge=0, description="rvi: ms per unit of time in overflow, c_o")] = 100.0
+    epsilon: Annotated[float, Meta(gt=0, description="rvi: span at which the iteration ends, ms")] = 0.01
+    seed: Annotated[int, Meta(ge=0, description="seed of the draws for percentiles")] = 0
 
     def check(self) -> None:
-        """Raises ConfigError on settings that contradict each other."""
-        for name, others in EXCLUDED.items():
-            for other in others:
+        """Raise ConfigError on settings that contradict each other."""
+        for name, excluded in EXCLUDED.items():
+            for other in excluded:
                 if getattr(self, name) is not None and getattr(self, other) is not None:
                     raise ConfigError(f"{other} cannot be given with {name}, which decides it")
         if (self.latency_ms is None) != (self.energy_mj is None):
-            given, other = ("latency_ms", "energy_mj") if self.energy_mj is None else ("energy_mj", "latency_ms")
-            raise ConfigError(f"{given} needs {other}: the times and the energies of one engine")
+            present, other = ("latency_ms", "energy_mj") if self.energy_mj is None else ("energy_mj", "latency_ms")
+            raise ConfigError(f"{present} needs {other}: the times and the energies of one engine")
         if self.is_basic and self.service.startswith(SAMPLES):
-            raise ConfigError(f"service {SAMPLES}FILE needs profile, or latency_ms and energy_mj: what a step takes")
+            raise ConfigError(f"service {SAMPLES}FILE needs profile, or latency_ms and energy_mj: the costs of a step")
         if self.batch_min > self.batch_max:
             raise ConfigError(f"batch_min: {self.batch_min} is more than batch_max, {self.batch_max}")
         if self.latency_target_percentile is not None and self.latency_target_ms is None:
-            raise ConfigError("latency_target_percentile: there is no latency_target_ms")
+            raise ConfigError("latency_target_percentile needs latency_target_ms")
         if self.latency_target_ms is not None and self.solver == "rvi":
-            raise ConfigError("latency_target_ms: only the exact solver looks for it")
+            raise ConfigError("latency_target_ms: only the exact solver supports a latency target")
         if self.solver == "rvi":
             self._check_memory()
 
     def _check_memory(self) -> None:
-        """Raises ConfigError when the truncated model has more transition probabilities than memory should hold."""
+        """Raise ConfigError when the truncated model's transition probabilities would take too much memory."""
         states, actions = self.s_max + 2, self.batch_max - self.batch_min + 2
         size = 8 * actions * states**2
         if size > TRANSITIONS_BYTES_MAX:
             raise ConfigError(
                 f"s_max {self.s_max} with batch_max {self.batch_max}: the transitions of {states} states and {actions} "
-                f"actions take {size / GIB:,.1f} GiB, of {TRANSITIONS_BYTES_MAX / GIB:g} at most; --solver exact needs "
-                "no s_max"
+                f"actions take {size / GIB:,.1f} GiB, of {TRANSITIONS_BYTES_MAX / GIB:g} GiB at most; --solver exact "
+                "needs no s_max"
             )
 
     @property
     def is_basic(self) -> bool:
-        """Whether times and energies are SMDP-J's, because none are given."""
+        """Whether times and energies are those of SMDP-J's basic scenario, the default."""
         return self.profile is None and self.latency_ms is None and self.energy_mj is None
 
     @property
     def weight(self) -> float:
-        """ms a watt, where no latency target decides."""
+        """The energy weight in ms/W, used without a latency target."""
         return 1.0 if self.energy_weight is None else self.energy_weight
 
 
 class SolveReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What was found, as --json prints it.
+    """The solution, as --json prints it.
 
-    policy           (states,) requests to serve by how many wait, 0: wait; with more, as the last
-    average_cost     ms: response_ms_mean + energy_weight * power_w_mean, of the infinite queue; with a latency target,
-                     which weighs nothing, this and energy_weight are None
+    policy           (states,) requests to serve for each number of waiting requests, 0: wait; the last entry holds for
+                     all larger numbers
+    average_cost     ms: response_ms_mean + energy_weight * power_w_mean, of the infinite queue; None with a latency
+                     target, as is energy_weight
     power_w_mean     None: the profile has no energy
-    solve_ms         of this one solution, set-up included
-    target_met, other_policy, share   with a latency target; the decisions of that share follow the other policy
-    response_ms_p50 ...               when asked for
+    solve_ms         time of this solution, set-up included
+    target_met, other_policy, share   only with a latency target; a share of the decisions follows other_policy
+    response_ms_p50 ...               only with --percentiles
     """
 
     policy: list[int]
@@ -189,10 +192,10 @@ class SolveReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A policy; or two, of which `other` has that share of the decisions.
+    """A policy, or a mix of two policies, in which `other` makes the fraction `share` of the decisions.
 
-    evaluation : of it, or of both mixed, in the infinite queue.
-    values : (sizes + 1, states) ms s, of waiting and of each batch (Solution.values); None: the solver gives none.
+    evaluation : of the policy, or of the mix, in the infinite queue.
+    values : (sizes + 1, states) ms s, of waiting and of each batch (Solution.values); None: not known.
     """
 
     policy: Policy
@@ -208,9 +211,9 @@ class Decision:
 
 
 def queue_of(problem: Problem, profile: Profile, lengths: Array | None) -> Queue:
-    """The queue that a problem describes. lengths : what --service samples: names, tokens; None with other services.
+    """Return the queue that a problem describes. lengths : in tokens, from --service samples:; None for other services.
 
-    Raises ConfigError on one that cannot be, or cannot keep up.
+    Raises ConfigError on an impossible queue, or on one whose engine cannot keep up.
     """
     sizes = np.arange(problem.batch_min, problem.batch_max + 1)
     try:
@@ -228,17 +231,17 @@ def queue_of(problem: Problem, profile: Profile, lengths: Array | None) -> Queue
     rate_per_s = problem.arrival_rate_per_s or (problem.load or LOAD) * capacity_per_s
     if rate_per_s >= capacity_per_s:
         raise ConfigError(
-            f"{rate_per_s:,.6g} requests a second are too many, a load of {rate_per_s / capacity_per_s:.4g}: batches "
-            f"of {problem.batch_max} serve {capacity_per_s:,.6g} a second"
+            f"{rate_per_s:,.6g} requests per second are too many, a load of {rate_per_s / capacity_per_s:.4g}: batches "
+            f"of {problem.batch_max} serve {capacity_per_s:,.6g} per second"
         )
     idle_power_w = profile.idle_w if problem.idle_power_w is None else problem.idle_power_w
     return Queue(rate_per_s, service, energy_j, idle_power_w)
 
 
 def profile_of(problem: Problem) -> Profile:
-    """Of a batch where each request is one step, or of a step of the answers' samples.
+    """Return the profile of a batch in which each request takes one step; with --service samples:, of one step.
 
-    Raises ConfigError on one that cannot be read, or does not suit the problem.
+    Raises ConfigError on a profile that cannot be read, or does not fit the problem.
     """
     try:
         if problem.profile is None:
@@ -255,15 +258,16 @@ def profile_of(problem: Problem) -> Profile:
         raise ConfigError(str(error)) from error
     if profile.name != BASIC.name and not problem.service.startswith(SAMPLES):
         raise ConfigError(
-            f"profile {profile.name}: a batch lasts as its longest answer; --service {SAMPLES}FILE says how long"
+            f"profile {profile.name}: a batch lasts as long as its longest answer: give --service {SAMPLES}FILE with "
+            "the lengths of answers"
         )
     if not profile.energy_known and (problem.latency_target_ms is not None or problem.weight > 0):
-        raise ConfigError(f"profile {profile.name} has no energy: only --energy-weight 0 makes sense of it")
+        raise ConfigError(f"profile {profile.name} has no energy: give --energy-weight 0")
     return profile
 
 
 def _curve(name: str, values: Affine) -> Curve:
-    """From milliseconds or millijoules. Raises ValueError naming the field."""
+    """Return a curve in s or J from values in ms or mJ. Raises ValueError, naming the field."""
     slope, intercept = values
     try:
         return Curve.affine(slope / 1e3, intercept / 1e3)
@@ -283,9 +287,9 @@ def _lengths(service: str) -> Array | None:
 
 
 def solve(problem: Problem, *, percentiles: bool = False) -> tuple[Queue, Decision, SolveReport]:
-    """The queue, what to do in it, and what that comes to.
+    """Return the queue, the best decision, and a report.
 
-    Raises ConfigError on a problem that makes no sense, NotConverged when value iteration reaches its cap.
+    Raises ConfigError on an invalid problem, NotConverged when value iteration reaches its limit.
     """
     problem.check()
     lengths = _lengths(problem.service)
@@ -297,14 +301,14 @@ def solve(problem: Problem, *, percentiles: bool = False) -> tuple[Queue, Decisi
     except ValueError as error:
         raise ConfigError(str(error)) from error
     solve_ms = (time.perf_counter() - began_s) * 1e3
-    found, weighs = decision.evaluation, problem.latency_target_ms is None
+    evaluation, weighs = decision.evaluation, problem.latency_target_ms is None
     answer = SolveReport(
         policy=decision.policy.tolist(),
-        average_cost=found.cost_ms(problem.weight) if weighs else None,
-        response_ms_mean=found.response_s_mean * MS_PER_S,
-        power_w_mean=found.power_w_mean if profile.energy_known else None,
-        batch_size_mean=found.batch_size_mean,
-        utilisation=found.utilisation,
+        average_cost=evaluation.cost_ms(problem.weight) if weighs else None,
+        response_ms_mean=evaluation.response_s_mean * MS_PER_S,
+        power_w_mean=evaluation.power_w_mean if profile.energy_known else None,
+        batch_size_mean=evaluation.batch_size_mean,
+        utilisation=evaluation.utilisation,
         iterations=decision.iterations,
         solve_ms=solve_ms,
         solver=problem.solver,
@@ -322,30 +326,30 @@ def solve(problem: Problem, *, percentiles: bool = False) -> tuple[Queue, Decisi
 
 def _decide(queue: Queue, problem: Problem) -> Decision:
     if problem.latency_target_ms is not None:
-        return _within(queue, problem.latency_target_ms / MS_PER_S, problem.latency_target_percentile)
+        return _within_target(queue, problem.latency_target_ms / MS_PER_S, problem.latency_target_percentile)
     if problem.solver == "rvi":
-        return _by_values(queue, problem)
-    found = queue.solve(problem.weight)
-    return Decision(found.policy, found.evaluation, found.iterations, found.values)
+        return _by_value_iteration(queue, problem)
+    solution = queue.solve(problem.weight)
+    return Decision(solution.policy, solution.evaluation, solution.iterations, solution.values)
 
 
-def _by_values(queue: Queue, problem: Problem) -> Decision:
+def _by_value_iteration(queue: Queue, problem: Problem) -> Decision:
     """SMDP-J's Algorithm 1 on its truncated model; the overflow state has no policy in the infinite queue (eq. 30)."""
     model = queue.truncated(problem.weight, states_max=problem.s_max, overflow_cost=problem.overflow_cost)
-    found = relative_value_iteration(model, epsilon=problem.epsilon)
+    solution = relative_value_iteration(model, epsilon=problem.epsilon)
     actions = np.concatenate([[0], queue.service.sizes])
-    policy = actions[found.policy[:-1]]
+    policy = actions[solution.policy[:-1]]
     try:
-        return Decision(policy, queue.evaluate(policy), found.iterations)
+        return Decision(policy, queue.evaluate(policy), solution.iterations)
     except ValueError as error:
         raise ConfigError(
-            f"with s_max {problem.s_max} and overflow_cost {problem.overflow_cost:g} it is best to let the queue "
-            "overflow; raise one of them"
+            f"with s_max {problem.s_max} and overflow_cost {problem.overflow_cost:g} the best policy lets the queue "
+            "overflow; raise s_max or overflow_cost"
         ) from error
 
 
-def _within(queue: Queue, target_s: float, level: float | None) -> Decision:
-    """The policy of least energy whose mean response time, or that percentile of it, is within the target."""
+def _within_target(queue: Queue, target_s: float, level: float | None) -> Decision:
+    """Return the policy of least energy whose mean response time, or percentile `level`, is within the target."""
 
     def choose(response_s_max: float) -> tuple[Choice, list[Queue]]:
         return least_energy([queue], response_s_max), [queue]
@@ -361,8 +365,8 @@ def _within(queue: Queue, target_s: float, level: float | None) -> Decision:
 
 def _percentiles(queue: Queue, decision: Decision, seed: int) -> dict[str, float]:
     drawn_s = queue.draw_responses(decision.policy, DRAWS, np.random.default_rng(seed), decision.other, decision.share)
-    found_ms = np.percentile(drawn_s, LEVELS) * MS_PER_S
-    return {f"response_ms_p{level}": value for level, value in zip(LEVELS, found_ms.tolist(), strict=True)}
+    percentiles_ms = np.percentile(drawn_s, LEVELS) * MS_PER_S
+    return {f"response_ms_p{level}": value for level, value in zip(LEVELS, percentiles_ms.tolist(), strict=True)}
 
 
 # ---- the command ------------------------------------------------------------------------------------------------
@@ -371,8 +375,10 @@ def _percentiles(queue: Queue, decision: Decision, seed: int) -> dict[str, float
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, Problem, "problem")
     output = parser.add_argument_group("output")
-    output.add_argument("--percentiles", action="store_true", help="of the response time, by sampling the model")
-    output.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the policy and the costs it is made of")
+    output.add_argument(
+        "--percentiles", action="store_true", help="print percentiles of the response time, by sampling"
+    )
+    output.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the policy and the costs behind it")
     output.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
 
 
@@ -380,18 +386,18 @@ def main(args: argparse.Namespace) -> int:
     from llmserve import solve_report
 
     need_plot(args.plot)
-    given = vars(args)
-    problem = convert(Problem, {name: given[name] for name in Problem.__struct_fields__ if name in given})
+    flags = vars(args)
+    problem = convert(Problem, {name: flags[name] for name in Problem.__struct_fields__ if name in flags})
     try:
         queue, decision, answer = solve(problem, percentiles=args.percentiles)
     except NotConverged as error:
-        hint = "; a larger --epsilon or --overflow-cost, or --solver exact, ends" if problem.solver == "rvi" else ""
+        hint = "; try a larger --epsilon or --overflow-cost, or --solver exact" if problem.solver == "rvi" else ""
         print(f"llmserve: {error}{hint}", file=sys.stderr)
         return 1
     if args.json:
         print(msgspec.json.encode(answer).decode())
     else:
         solve_report.print_answer(problem, answer, Console())
-    if args.plot is not None:  # last: what was solved is told even if it cannot be drawn
+    if args.plot is not None:  # last, so that the solution is printed even if drawing fails
         solve_report.plot(queue, decision, args.plot)
     return 0

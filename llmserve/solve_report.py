@@ -1,4 +1,4 @@
-"""What `llmserve solve` prints and draws."""
+"""Prints and draws the result of `llmserve solve`."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ CHART_ROWS, CHART_MARGIN, AXIS_STEP = 4, 6, 8
 
 
 def runs(policy: list[int]) -> list[tuple[str, str]]:
-    """(states, what is done in them), for as long as it can be said in the same words; the last is without end."""
+    """Return (states, action) of each run of states with the same kind of action; the last run is unbounded."""
     largest = policy[-1]
-    found: list[tuple[int, str]] = []
+    starts: list[tuple[int, str]] = []
     for state, action in enumerate(policy):
         kind = "wait" if action == 0 else "all" if action == state else "full" if action == largest else "some"
-        if not found or found[-1][1] != kind:
-            found.append((state, kind))
-    ends = [state - 1 for state, _ in found[1:]]
+        if not starts or starts[-1][1] != kind:
+            starts.append((state, kind))
+    ends = [state - 1 for state, _ in starts[1:]]
     rows = []
-    for (first, kind), end in zip(found, [*ends, None], strict=True):
+    for (first, kind), end in zip(starts, [*ends, None], strict=True):
         states = f"{first}+" if end is None else f"{first}" if end == first else f"{first}..{end}"
         served = policy[first : None if end is None else end + 1]
-        some = f"{min(served)}" if min(served) == max(served) else f"{min(served)} to {max(served)}"
-        words = {"wait": "wait", "all": "serve all that wait", "full": f"serve {largest}", "some": f"serve {some}"}
+        counts = f"{min(served)}" if min(served) == max(served) else f"{min(served)} to {max(served)}"
+        words = {"wait": "wait", "all": "serve all that wait", "full": f"serve {largest}", "some": f"serve {counts}"}
         rows.append((states, words[kind]))
     return rows
 
 
 def chart(policy: list[int], width: int) -> list[str]:
-    """Bars of the action by the state, CHART_ROWS lines high, and an axis; as many states as there is room for.
+    """Return a bar chart of the action by state, CHART_ROWS lines high, with an axis; cut to `width` characters.
 
-    A bar is blank only where nothing is served.
+    A bar is blank only where no request is served.
     """
-    told = _told(policy)
-    count = min(told, width - CHART_MARGIN)
+    shown = _shown_states(policy)
+    count = min(shown, width - CHART_MARGIN)
     full = CHART_ROWS * (len(BLOCKS) - 1)
     levels = [max(round(action / max(policy) * full), int(action > 0)) for action in policy[:count]]
     lines = []
@@ -51,11 +51,11 @@ def chart(policy: list[int], width: int) -> list[str]:
         lines.append(f"{label:>{CHART_MARGIN - 2}} {bars}".rstrip())
     ticks = "".join(f"{state:<{AXIS_STEP}}" for state in range(0, count, AXIS_STEP))
     lines.append(" " * (CHART_MARGIN - 1) + ticks.rstrip())
-    return lines if count == told else [*lines, f"cut: goes on to {told - 1}"]
+    return lines if count == shown else [*lines, f"cut: ends at {shown - 1}"]
 
 
-def _told(policy: list[int]) -> int:
-    """States that tell all: some more than until what is done in all later ones begins."""
+def _shown_states(policy: list[int]) -> int:
+    """Return how many states to show: a few more than until the policy becomes constant."""
     return min(policy.index(policy[-1]) + AXIS_STEP + 1, len(policy))
 
 
@@ -86,9 +86,9 @@ def _title(problem: Problem, answer: SolveReport) -> str:
     rate, weight = f"{answer.arrival_rate_per_s:,.6g} requests/s", f"energy weight {problem.weight:g} ms/W"
     if problem.latency_target_ms is not None:
         level = problem.latency_target_percentile
-        what = "mean" if level is None else f"p{level:g}"
-        missed = "" if answer.target_met else ": it cannot be met, this is the fastest"
-        weight = f"least energy with {what} response time <= {problem.latency_target_ms:g} ms{missed}"
+        statistic = "mean" if level is None else f"p{level:g}"
+        missed = "" if answer.target_met else ": the target cannot be met, this is the fastest policy"
+        weight = f"least energy with {statistic} response time <= {problem.latency_target_ms:g} ms{missed}"
     batches = f"{problem.service} batches of {problem.batch_min} to {problem.batch_max}"
     if problem.is_basic:
         batches += " with the times and energies of SMDP-J's basic scenario"
@@ -98,7 +98,7 @@ def _title(problem: Problem, answer: SolveReport) -> str:
 
 
 def _totals(answer: SolveReport) -> list[tuple[str, str]]:
-    """What is not known has no row."""
+    """Return (label, value) rows of the known totals."""
     rows = [
         ("average cost (ms)", answer.average_cost, ".4f"),
         ("mean response time (ms)", answer.response_ms_mean, ".4f"),
@@ -113,17 +113,17 @@ def _totals(answer: SolveReport) -> list[tuple[str, str]]:
 
 
 def plot(queue: Queue, decision: Decision, path: Path) -> None:
-    """The policy; and, where the solver tells, how much more it costs to wait, or to serve, than to do the better.
+    """Draw the policy and, if known, the extra cost of waiting, or of serving, over the better action.
 
-    Raises ConfigError on a path that cannot be written or is of no kind of picture.
+    Raises ConfigError on a path that cannot be written or has no known picture format.
     """
     from matplotlib.figure import Figure
 
     panels = 1 if decision.values is None else 2
     figure = Figure(figsize=(7, 3.2 * panels), layout="constrained")
     axes = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
-    states = np.arange(_told(decision.policy.tolist()))
-    axes[0].plot(states, np.minimum(states, queue.service.sizes[-1]), color="0.8", label="all that wait")
+    states = np.arange(_shown_states(decision.policy.tolist()))
+    axes[0].plot(states, np.minimum(states, queue.service.sizes[-1]), color="0.8", label="all waiting")
     axes[0].step(states, decision.policy[: states.size], where="mid", label="policy")
     if decision.other is not None:
         axes[0].step(states, decision.other[: states.size], where="mid", label=f"in {decision.share:.1%} of decisions")
@@ -133,9 +133,9 @@ def plot(queue: Queue, decision: Decision, path: Path) -> None:
         wait, serve = decision.values[0, : states.size], decision.values[1:, : states.size].min(axis=0)
         axes[1].plot(states, wait - np.minimum(wait, serve), label="to wait")
         axes[1].plot(states, serve - np.minimum(wait, serve), label="to serve")
-        axes[1].set_ylabel("costs more by (ms s)")
+        axes[1].set_ylabel("extra cost (ms s)")
         axes[1].legend()
-    axes[-1].set_xlabel("requests that wait")
+    axes[-1].set_xlabel("waiting requests")
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What a server is made of, started: engines, predictors, and the cluster on top of them."""
+"""Starts the parts of a server: engines, predictors, and the cluster that uses both."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger("llmserve")
 
 
 def checked(config: Config) -> Config:
-    """With the defaults that depend on the engines. What makes no sense is said before anything slow is started.
+    """Fill in the defaults that depend on the engines, and check the settings before any slow start.
 
     Raises ConfigError.
     """
@@ -43,7 +43,7 @@ def checked(config: Config) -> Config:
     engines.check()
     scheduling = config.scheduling.resolved(barrier=config.barrier)
     if engines.barrier and engines.slots is not None and engines.slots < scheduling.full_batch:
-        raise ConfigError(f"slots: {engines.slots} of them cannot run a batch of {scheduling.full_batch} at once")
+        raise ConfigError(f"slots: {engines.slots} slots cannot run a batch of {scheduling.full_batch} at once")
     try:
         scheduling.scheduler()
         config.dispatch.solvers(scheduling, barrier=config.barrier)
@@ -53,8 +53,8 @@ def checked(config: Config) -> Config:
         raise ConfigError(str(error)) from error
     if scheduling.goes_by_times and not config.dispatch.profile:
         log.warning(
-            "order %s without --profile: how long batches take is not known, so requests are given up only when their "
-            "deadlines have passed",
+            "order %s without --profile: the duration of batches is not known, so requests are given up only after "
+            "their deadlines",
             scheduling.order,
         )
     config = msgspec.structs.replace(config, scheduling=scheduling)
@@ -68,11 +68,11 @@ def checked(config: Config) -> Config:
 
 
 async def start_cluster(config: Config, stack: AsyncExitStack) -> tuple[LiveCluster, str | None]:
-    """Engines and predictors up (all at once: each loads for seconds), then the cluster on top of them.
+    """Start engines and predictors concurrently (each loads for seconds), then create the cluster.
 
-    Also the GPUs that were given to engines started here, see EngineKind.
+    Returns the cluster, and the GPUs of the engines that llmserve started, see EngineKind.gpus.
     """
-    async with _at_once() as group:
+    async with _concurrently() as group:
         engines_task = group.create_task(_start_engines(config, stack))
         predictors_task = group.create_task(_start_predictors(config, stack))
     (engines, gpus), predictors = engines_task.result(), predictors_task.result()
@@ -93,7 +93,7 @@ async def start_cluster(config: Config, stack: AsyncExitStack) -> tuple[LiveClus
         forecaster=_forecaster(config, predictors),
         record=LengthRecord(Path(config.prediction.record)) if config.prediction.record else None,
         config=config.live,
-        is_served=group_plan.wanted_models(config),
+        is_served=group_plan.served_models(config),
         solvers=config.dispatch.solvers(config.scheduling, barrier=config.barrier),
         profiles=config.dispatch.profiles(),
     )
@@ -106,8 +106,8 @@ async def start_cluster(config: Config, stack: AsyncExitStack) -> tuple[LiveClus
 
 
 @contextlib.asynccontextmanager
-async def _at_once() -> AsyncIterator[asyncio.TaskGroup]:
-    """A group of tasks of which the first that fails ends the others; its exception is raised as it is."""
+async def _concurrently() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group. The first task that fails cancels the other tasks, and its exception is raised unwrapped."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group
@@ -119,9 +119,9 @@ async def _at_once() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 async def _start_engines(config: Config, stack: AsyncExitStack) -> tuple[list[Engine], str | None]:
-    """Engines that are started here are up when this returns; engines that are URLs may be down.
+    """Start the local engines, wait until all are up, and connect to all engines. Engines by URL may be down.
 
-    Also the GPUs that ours were given, see EngineKind.
+    Returns the engines, and the GPUs of the local engines, see EngineKind.gpus.
     """
     kinds = kinds_of(config)
     await _start_processes([process for kind in kinds for process in kind.processes()], stack)
@@ -132,22 +132,22 @@ async def _start_engines(config: Config, stack: AsyncExitStack) -> tuple[list[En
 
 
 async def _start_processes(processes: list[EngineProcess], stack: AsyncExitStack) -> None:
-    """All at once, and all are stopped at once. The first that fails ends the others. Raises EngineStartError."""
+    """Start, and later stop, all processes concurrently. The first failure ends all. Raises EngineStartError."""
 
     async def stop() -> None:
         await asyncio.gather(*(process.stop() for process in processes))
 
     stack.push_async_callback(stop)
-    async with _at_once() as group:
+    async with _concurrently() as group:
         for process in processes:
             group.create_task(process.start())
 
 
 async def warn_of_unserved(config: Config, cluster: LiveCluster) -> None:
-    """Warn of settings for models that no engine serves, once all engines have told what they do serve."""
-    if config.engines.group is not None:  # the others are its neighbours' models
+    """Wait until all engines are up, then warn of settings for models that no engine serves."""
+    if config.engines.group is not None:  # servers of other groups may serve the other models
         return
-    while not all(cluster.engines_ready.values()):  # noqa: ASYNC110 (nothing tells of it)
+    while not all(cluster.engines_ready.values()):  # noqa: ASYNC110 (no event to wait for)
         await asyncio.sleep(0.2)
     slos_ms = [text for text in config.limits.slo_ms if text.startswith(PREFIX)]
     for setting, texts in (
@@ -163,21 +163,24 @@ async def warn_of_unserved(config: Config, cluster: LiveCluster) -> None:
 
 
 def _forecaster(config: Config, predictors: Mapping[str, PredictorProcess]) -> Forecaster | ForecasterByModel:
-    """predictors : by model. A model that was given its own, or `none`, learns from its own answers alone."""
+    """Return the forecaster. predictors : by model.
+
+    A model with its own predictor, or with `none`, learns from its own answers only.
+    """
 
     def forecaster(model: str) -> Forecaster:
         learner = OnlineLearner(keys_max=config.prediction.memory_keys)
         return Forecaster(predictors.get(model), learner, budget_s=config.prediction.predictor_budget_s)
 
-    apart = set(by_model("predictor", config.prediction.predictor)) - {""}
-    if not apart:
+    separate = set(by_model("predictor", config.prediction.predictor)) - {""}
+    if not separate:
         return forecaster("")
-    return ForecasterByModel({model: forecaster(model) for model in sorted(apart)}, others=forecaster(""))
+    return ForecasterByModel({model: forecaster(model) for model in sorted(separate)}, others=forecaster(""))
 
 
 async def _start_predictors(config: Config, stack: AsyncExitStack) -> dict[str, PredictorProcess]:
-    """By model; "": for every other model."""
-    async with _at_once() as group:
+    """Start all predictors. Returns them by model; "": for every other model."""
+    async with _concurrently() as group:
         tasks = {
             model: group.create_task(_start_predictor(folder, config, stack))
             for model, folder in _predictor_folders(config).items()
@@ -196,9 +199,9 @@ async def _start_predictor(folder: Path, config: Config, stack: AsyncExitStack) 
 
 
 def _predictor_folders(config: Config) -> dict[str, Path]:
-    """By model; "": for every other model. Those that were told `none` are not among them."""
+    """Return the predictors' folders by model; "": for every other model. Models with `none` are left out."""
     chosen = by_model("predictor", config.prediction.predictor)
     folders = {model: Path(folder) for model, folder in chosen.items() if folder != "none"}
     if "" not in chosen and config.engines.engine in ((), ("embedded",)) and not config.engines.model:
-        folders[""] = predictor.DEMO  # which knows the demo model's answers only
+        folders[""] = predictor.DEMO  # the demo predictor fits the demo model only
     return folders

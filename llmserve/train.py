@@ -1,11 +1,11 @@
-"""Train a length predictor: prompts with the lengths of their answers in, a folder that the server can load out.
+"""Train a length predictor on prompts with the lengths of their answers, and write a folder for `llmserve serve`.
 
 llmserve train --data answers.jsonl --output runs/predictor                       # fine-tunes BERT
 llmserve train --data answers.jsonl --output runs/predictor --from-scratch tiny   # no download
 
-Data: flat rows (prompt, output_tokens and, if there are, model, system, ...), the server's own record (llmserve serve
---record), or conversations as LMSYS-Chat-1M, ShareGPT and OpenAI's messages lay them out; of these the answers' tokens
-are counted with --answer-tokenizer.
+Data: flat rows (prompt, output_tokens and optionally model, system, ...), the server's record (llmserve serve
+--record), or conversations in the format of LMSYS-Chat-1M, ShareGPT or OpenAI's messages. --answer-tokenizer counts the
+tokens of answers in conversations.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ from predictor.options import (
 OPTIONS = (
     *("base_model", "from_scratch", "loss", "quantiles", "epochs", "batch_size", "learning_rate", "dropout"),
     *("precision", "seed", "soup", "max_length_tokens", "pooling", "patience_epochs"),
-)  # of TrainingOptions, by the same names
+)  # fields of TrainingOptions
 MODULES = (
     *("torch", "transformers", "safetensors", "accelerate", "onnx"),
     *("datasets", "datasketch", "matplotlib", "pyarrow", "scipy", "sklearn"),
-)  # of the extra
+)  # modules of the extra
 
 
 def main(args: argparse.Namespace) -> int:
-    """Returns the exit status. Raises ConfigError without the extra."""
+    """Run the command. Returns the exit status. Raises ConfigError without the extra."""
     need("train", *MODULES, why="training")
     split = Split(args.seed, args.held_out_share, args.validation_share)
     try:
         split.check()
-        found = load_rows(args.data, columns(args), counter(args.answer_tokenizer))
-        splits = split_rows(found.rows, split.seed, split.validation_share, split.held_out_share)
+        data = load_rows(args.data, columns(args), counter(args.answer_tokenizer))
+        splits = split_rows(data.rows, split.seed, split.validation_share, split.held_out_share)
         if args.model:
             splits = of_models(splits, args.model)
-        print(describe(found, splits), file=sys.stderr, flush=True)
-        done = train_and_evaluate(args, found, splits, split)
+        print(describe(data, splits), file=sys.stderr, flush=True)
+        result = train_and_evaluate(args, data, splits, split)
     except (PredictorError, OSError) as error:
         print(f"{args.program}: {error}", file=sys.stderr)
         return 1
-    if done is None:
+    if result is None:
         return 0
-    report, tables = done
+    report, tables = result
     (args.output / METRICS_FILE).write_text(json.dumps(report, indent=1) + "\n")
     print(tables)
     return 0
@@ -72,32 +72,32 @@ def main(args: argparse.Namespace) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_data_options(parser)
-    add("--model", action="append", metavar="NAME", help="only answers of this model; repeatable")
+    add("--model", action="append", metavar="NAME", help="use only answers of this model; repeatable")
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--base-model", metavar="ID_OR_FOLDER", help="encoder to fine-tune (bert-base-uncased)")
     start.add_argument("--from-scratch", metavar="SIZE", choices=["tiny"], help="a new small BERT: tiny")
     add("--output", type=Path, required=True, metavar="FOLDER", help="for the predictor, its metrics.json and figures")
-    add("--resume", action="store_true", help="go on from the last checkpoint in the output folder")
+    add("--resume", action="store_true", help="resume from the last checkpoint in the output folder")
     add("--loss", choices=["quantile", "l1"], help="several quantiles at once (the default), or Multi-Bin's L1")
-    add("--quantiles", type=odd, metavar="N", help="of the quantile loss, an odd number (15)")
-    add("--epochs", type=positive, help="at most; this and the next three have defaults for either kind of training")
+    add("--quantiles", type=odd, metavar="N", help="number of quantiles of the quantile loss, odd (15)")
+    add("--epochs", type=positive, help="most epochs; the defaults of this and the next three depend on the start")
     add("--batch-size", type=positive)
     add("--learning-rate", type=above_zero)
-    add("--dropout", type=from_zero_to_one, help="of the encoder")
-    add("--precision", choices=["fp32", "bf16", "fp16"], help="of the training's matrix products (fp32)")
-    add("--seed", type=natural, default=0, help="of the split and of the training (%(default)s)")
+    add("--dropout", type=from_zero_to_one, help="dropout of the encoder")
+    add("--precision", choices=["fp32", "bf16", "fp16"], help="precision of the matrix products in training (fp32)")
+    add("--seed", type=natural, default=0, help="seed of the split and of the training (%(default)s)")
     add(
         "--soup",
         type=positive,
         metavar="N",
-        help="trainings whose weights are averaged (1): better, and N times as long",
+        help="number of trainings whose weights are averaged (1): better, but N times as long",
     )
-    add("--held-out-share", type=share, default=Split().held_out_share, help="of the prompts (%(default)s)")
-    add("--validation-share", type=share, default=Split().validation_share, help="of the prompts (%(default)s)")
-    add("--max-length-tokens", type=positive, help="longer prompts keep their head and tail")
+    add("--held-out-share", type=share, default=Split().held_out_share, help="share of the prompts (%(default)s)")
+    add("--validation-share", type=share, default=Split().validation_share, help="share of the prompts (%(default)s)")
+    add("--max-length-tokens", type=positive, help="limit of a prompt; longer prompts keep their head and tail")
     add("--pooling", choices=["mean", "cls"])
-    add("--patience-epochs", type=positive, help="stop when the validation loss has not fallen for so many epochs")
-    add("--threads", type=positive, help="of torch (its own choice: all cores); 1 is fastest on a busy machine")
+    add("--patience-epochs", type=positive, help="stop after this many epochs without a lower validation loss")
+    add("--threads", type=positive, help="threads of torch (default: all cores); 1 is fastest on a busy machine")
 
 
 def above_zero(text: str) -> float:
@@ -121,26 +121,26 @@ def number(text: str) -> float:
 
 def odd(text: str) -> int:
     if positive(text) % 2 == 0:
-        raise argparse.ArgumentTypeError(f"not odd, and so without a median: {text}")
+        raise argparse.ArgumentTypeError(f"not odd, so without a median: {text}")
     return int(text)
 
 
 def train_and_evaluate(
-    args: argparse.Namespace, found: Rows, splits: Splits, split: Split
+    args: argparse.Namespace, data: Rows, splits: Splits, split: Split
 ) -> tuple[dict[str, Any], str] | None:
-    """Train into args.output; how it was done and how good it is, as JSON and as tables.
+    """Train into args.output. Returns the options and the evaluation, as JSON and as tables.
 
-    None where another process of several reports.
+    Returns None in all processes of a distributed training but the first.
     """
-    import torch  # seconds of imports: not for --help, nor for bad data
+    import torch  # the import takes seconds: avoid it for --help and bad data
 
     from predictor.report import held_out_report, shareable
     from predictor.train import FINE_TUNING, FROM_SCRATCH, train
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
-    options = dataclasses.replace(FROM_SCRATCH if args.from_scratch else FINE_TUNING, **given)
+    changes = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
+    options = dataclasses.replace(FROM_SCRATCH if args.from_scratch else FINE_TUNING, **changes)
     started_s = time.monotonic()
     trained = train(splits, options, args.output, resume=args.resume)
     if trained is None:
@@ -158,11 +158,11 @@ def train_and_evaluate(
         "options": {name: shareable(value) for name, value in dataclasses.asdict(options).items()},
         "arguments": [shareable(argument) for argument in args.words],
         "rows": {"train": len(splits.train), "validation": len(splits.validation), "held_out": len(splits.held_out)},
-        "bad": dict(found.bad),
+        "bad": dict(data.bad),
         "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers", "onnxruntime", "numpy")},
     }, report.tables()
 
 
-def describe(found: Rows, splits: Splits) -> str:
-    sides = f"{len(splits.train)} to train, {len(splits.validation)} to validate, {len(splits.held_out)} held out"
-    return "\n".join([f"{len(found.rows)} rows: {sides}", *unusable(found)])
+def describe(data: Rows, splits: Splits) -> str:
+    parts = f"{len(splits.train)} to train, {len(splits.validation)} to validate, {len(splits.held_out)} held out"
+    return "\n".join([f"{len(data.rows)} rows: {parts}", *unusable(data)])

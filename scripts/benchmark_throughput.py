@@ -1,4 +1,4 @@
-"""What bins gain on a real engine that runs batches to completion: `llmserve bench`."""
+"""Measure the gain of bins on a real engine that runs batches to completion: `llmserve bench`."""
 
 import sys
 

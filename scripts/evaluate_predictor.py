@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How good a trained length predictor is: `llmserve evaluate`."""
+"""Evaluate a trained length predictor: `llmserve evaluate`."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What an engine costs, in seconds and joules of a batch by its size: `llmserve profile`."""
+"""Measure the seconds and joules of an engine's batches by size: `llmserve profile`."""
 
 import sys
 from collections.abc import Sequence

@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""Measure a paper's tables and figures again, beside what it prints.
+"""Measure the tables and figures of a paper again, beside the numbers that the paper prints.
 
-    python scripts/reproduce.py                   # lists what there is
-    python scripts/reproduce.py smdp              # some two to five minutes
-    python scripts/reproduce.py batchmonitor      # some six to nine minutes
-    python scripts/reproduce.py multibin --gsm8k FILE   # some fifteen to twenty minutes on two cores
-    python scripts/reproduce.py multibin-engines        # some fifteen minutes; nothing else should run
-    python scripts/reproduce.py shepherd --trace FILE   # some twenty minutes on two cores
+    python scripts/reproduce.py                   # list the papers
+    python scripts/reproduce.py smdp              # two to five minutes
+    python scripts/reproduce.py batchmonitor      # six to nine minutes
+    python scripts/reproduce.py multibin --gsm8k FILE   # fifteen to twenty minutes on two cores
+    python scripts/reproduce.py multibin-engines        # fifteen minutes; run nothing else meanwhile
+    python scripts/reproduce.py shepherd --trace FILE   # twenty minutes on two cores
     python scripts/reproduce.py smdp --quick --output-folder /tmp/smdp
 
-Writes results/NAME.json (a row for each number: expected and of what kind, measured, confidence interval),
-papers/NAME.md and its figures papers/NAME-*.png into the folder. Nothing here needs a GPU; figures and intervals need
-pip install '.[train]'. multibin-engines also measures vLLM on the CPU, where VLLM_PYTHON names an interpreter with it.
+Writes three things into the output folder: results/NAME.json (a row for each number: the expected number and its kind,
+the measured number, its confidence interval), papers/NAME.md, and the figures papers/NAME-*.png. No reproduction needs
+a GPU; figures and intervals need pip install '.[train]'. multibin-engines also measures vLLM on the CPU if VLLM_PYTHON
+names an interpreter that has vLLM.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent / "lab"))
@@ -42,7 +44,7 @@ EXTRA = ("matplotlib", "scipy")  # of the extra `train`, not needed to serve
 
 @dataclass(frozen=True, slots=True)
 class Reproduction:
-    """measure : (seed, quick, report) -> rows.  The rest makes the page of them."""
+    """How a paper is measured, and the parts of its page. measure : (seed, quick, report) -> rows"""
 
     title: str
     opening: Callable[[Rows], str]
@@ -52,8 +54,11 @@ class Reproduction:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What only some take. jobs : processes that simulate.  gsm8k : file of answers, for Fig. 6 of multibin.
-    trace : file of calls to functions, for shepherd.
+    """The options that only some reproductions take.
+
+    jobs   processes that simulate
+    gsm8k  file of answers, for Fig. 6 of multibin
+    trace  file of function calls, for shepherd
     """
 
     jobs: int
@@ -61,73 +66,66 @@ class Options:
     trace: Path | None = None
 
 
-def _smdp(_: Options) -> Reproduction:
-    from reproduction.smdp import page
-    from reproduction.smdp.measure import measure
-
-    return Reproduction(page.TITLE, page.opening, measure, page.SECTIONS)
-
-
-def _batchmonitor(_: Options) -> Reproduction:
-    from reproduction.batchmonitor import page
-    from reproduction.batchmonitor.measure import measure
-
-    return Reproduction(page.TITLE, page.opening, measure, page.SECTIONS)
+def _plain(page_module: str, measure_module: str, _: Options) -> Reproduction:
+    """Return a reproduction that takes no options."""
+    page, module = (import_module(f"reproduction.{name}") for name in (page_module, measure_module))
+    return Reproduction(page.TITLE, page.opening, module.measure, page.SECTIONS)
 
 
 def _multibin(options: Options) -> Reproduction:
     from reproduction.multibin import page
     from reproduction.multibin.simulated import measure
 
-    chosen = partial(measure, jobs=options.jobs, gsm8k_file=options.gsm8k)
-    return Reproduction(page.TITLE, page.opening, chosen, page.sections(with_answers=options.gsm8k is not None))
-
-
-def _multibin_engines(_: Options) -> Reproduction:
-    from reproduction.multibin import engines_page
-    from reproduction.multibin.engines import measure
-
-    return Reproduction(engines_page.TITLE, engines_page.opening, measure, engines_page.SECTIONS)
+    with_options = partial(measure, jobs=options.jobs, gsm8k_file=options.gsm8k)
+    return Reproduction(page.TITLE, page.opening, with_options, page.sections(with_answers=options.gsm8k is not None))
 
 
 def _shepherd(options: Options) -> Reproduction:
     from reproduction.shepherd import page
     from reproduction.shepherd.measure import measure
 
-    chosen = partial(measure, jobs=options.jobs, trace=options.trace)
+    with_options = partial(measure, jobs=options.jobs, trace=options.trace)
     opening = partial(page.opening, traced=options.trace is not None)
-    return Reproduction(page.TITLE, opening, chosen, page.SECTIONS)
+    return Reproduction(page.TITLE, opening, with_options, page.SECTIONS)
 
 
 MULTIBIN, SHEPHERD = "multibin", "shepherd"
 TAKEN_BY = {"jobs": (MULTIBIN, SHEPHERD), "gsm8k": (MULTIBIN,), "trace": (SHEPHERD,)}
 REPRODUCTIONS: dict[str, tuple[str, Callable[[Options], Reproduction]]] = {
-    "smdp": ("SMDP-based dynamic batching (Xu, Zhou, Niu), journal and conference version", _smdp),
-    "batchmonitor": ("BatchMonitor and BatchDispatcher (Khan, Yu, Kim, Seo)", _batchmonitor),
-    MULTIBIN: ("Multi-Bin Batching (Guldogan, Kunde, Lee, Pedarsani): its simulations", _multibin),
-    "multibin-engines": ("Multi-Bin Batching: its figures on a real engine, here on the CPU", _multibin_engines),
+    "smdp": (
+        "SMDP-based dynamic batching (Xu, Zhou, Niu), journal and conference version",
+        partial(_plain, "smdp.page", "smdp.measure"),
+    ),
+    "batchmonitor": (
+        "BatchMonitor and BatchDispatcher (Khan, Yu, Kim, Seo)",
+        partial(_plain, "batchmonitor.page", "batchmonitor.measure"),
+    ),
+    MULTIBIN: ("Multi-Bin Batching (Guldogan, Kunde, Lee, Pedarsani): the simulations", _multibin),
+    "multibin-engines": (
+        "Multi-Bin Batching: the figures on a real engine, here on the CPU",
+        partial(_plain, "multibin.engines_page", "multibin.engines"),
+    ),
     SHEPHERD: ("Shepherd (Zhang, Tang, Khandelwal, Stoica): FLEX, Clockwork and Nexus", _shepherd),
 }
 
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("name", nargs="?", choices=list(REPRODUCTIONS), help="what to reproduce; without it, a list")
+    parser.add_argument(
+        "name", nargs="?", choices=list(REPRODUCTIONS), help="paper to reproduce; none: list the papers"
+    )
     parser.add_argument("--output-folder", type=Path, help=f"(default {DOCS})")
     parser.add_argument("--quick", action="store_true", help="fewer samples and cases, in 10 s to some minutes")
-    parser.add_argument("--redraw", action="store_true", help="draw the figures anew, of the numbers that were kept")
+    parser.add_argument("--redraw", action="store_true", help="draw the figures again from the stored numbers")
     parser.add_argument("--seed", type=int, default=1, help="at least 0 (default 1)")
     parser.add_argument(
-        "--jobs", type=int, help="processes that simulate, for multibin and shepherd (default: one each core)"
+        "--jobs", type=int, help="processes that simulate, for multibin and shepherd (default: one a core)"
     )
     parser.add_argument(
         "--gsm8k", type=Path, metavar="FILE", help="answers, for Fig. 6 of multibin (JSON lines, .gz too)"
     )
     parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="calls to functions by the minute, for shepherd (Azure's CSV, .gz too)",
+        "--trace", type=Path, metavar="FILE", help="function calls a minute, for shepherd (Azure's CSV, .gz too)"
     )
     args = parser.parse_args(words)
     if args.name is None:
@@ -142,19 +140,17 @@ def main(words: Sequence[str] | None = None) -> None:
     if args.seed < 0:
         parser.error(f"--seed must be at least 0, not {args.seed}")
     if args.quick and args.output_folder is None:
-        parser.error(f"--quick needs --output-folder: its numbers are not those that {DOCS} should hold")
+        parser.error(f"--quick needs --output-folder: {DOCS} holds the numbers of full runs")
     chosen = _load(args.name, Options(args.jobs or os.cpu_count() or 1, args.gsm8k, args.trace))
     folder: Path = args.output_folder or DOCS
+    results, papers = folder / "results" / f"{args.name}.json", folder / "papers"
     try:
-        (folder / "results").mkdir(parents=True, exist_ok=True)
-        (folder / "papers").mkdir(exist_ok=True)
+        results.parent.mkdir(parents=True, exist_ok=True)
+        papers.mkdir(exist_ok=True)
     except OSError as error:
-        parser.error(f"--output-folder: cannot make {folder / 'results'}: {error.strerror}")
+        parser.error(f"--output-folder: cannot make {results.parent}: {error.strerror}")
     if args.redraw:
-        drawn = redraw(
-            args.name, chosen.sections, Rows.read(folder / "results" / f"{args.name}.json"), folder / "papers"
-        )
-        print(f"{folder / 'papers'}: {', '.join(drawn)}")
+        print(f"{papers}: {', '.join(redraw(args.name, chosen.sections, Rows.read(results), papers))}")
         return
     begun_s = time.perf_counter()
     try:
@@ -170,10 +166,10 @@ def main(words: Sequence[str] | None = None) -> None:
         quick=args.quick,
         date=datetime.date.today(),
     )
-    rows.write(folder / "results" / f"{args.name}.json")
-    write_page(args.name, chosen.title, chosen.opening(rows), chosen.sections, rows, about, folder / "papers")
+    rows.write(results)
+    write_page(args.name, chosen.title, chosen.opening(rows), chosen.sections, rows, about, papers)
     counts = ", ".join(f"{agree} of {compared} {kind}" for kind, (agree, compared) in rows.counts().items())
-    print(f"{folder / 'papers' / f'{args.name}.md'}: agree {counts}")
+    print(f"{papers / f'{args.name}.md'}: agree {counts}")
 
 
 def _load(name: str, options: Options) -> Reproduction:
@@ -191,7 +187,7 @@ def _command(args: argparse.Namespace) -> str:
     words += ["--output-folder", str(args.output_folder)] if args.output_folder else []
     words += ["--seed", str(args.seed)] if args.seed != 1 else []
     words += ["--jobs", str(args.jobs)] if args.jobs is not None else []
-    words += ["--gsm8k", args.gsm8k.name] if args.gsm8k is not None else []  # where it lies concerns nobody else
+    words += ["--gsm8k", args.gsm8k.name] if args.gsm8k is not None else []  # the name only: folders are private
     words += ["--trace", args.trace.name] if args.trace is not None else []
     return shlex.join(words)
 

@@ -164,12 +164,12 @@ def test_the_same_seed_gives_the_same_answer(capsys: pytest.CaptureFixture[str])
     [
         (1.0, None, 2, "the least latency, 7 s"),
         (7.5, None, 3, "the least latency, 8 s"),  # 2 bins would be busy 94 % of their time
-        (9.0, None, 3, "the most throughput, 10 requests/s; 2 engines would do"),
-        (30.0, None, 3, "no number of bins keeps up with 30 requests/s, so the most throughput"),
-        (1.0, 8.5, 3, "the most throughput with a latency within 8.5 s"),
-        (1.0, 7.5, 2, "the most throughput with a latency within 7.5 s"),
+        (9.0, None, 3, "the highest throughput, 10 requests/s; 2 engines would suffice"),
+        (30.0, None, 3, "no number of bins keeps up with 30 requests/s, so the highest throughput"),
+        (1.0, 8.5, 3, "the highest throughput with a latency within 8.5 s"),
+        (1.0, 7.5, 2, "the highest throughput with a latency within 7.5 s"),
         (1.0, 6.0, 2, "none has a latency within 6 s; this is the least, 7 s"),
-        (30.0, 8.0, 3, "as a latency within 8 s would need"),
+        (30.0, 8.0, 3, "as a latency within 8 s requires"),
     ],
 )
 def test_no_more_throughput_than_arrivals_need_is_recommended(
@@ -244,9 +244,9 @@ def test_a_figure_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--arrival-rate 4", "lengths is needed"),
-        ("--lengths uniform:1,20", "arrival_rate is needed"),
-        ("--lengths uniform:1,20 --arrival-rate inf", "arrival_rate: a finite number"),
+        ("--arrival-rate 4", "lengths is required"),
+        ("--lengths uniform:1,20", "arrival_rate is required"),
+        ("--lengths uniform:1,20 --arrival-rate inf", "arrival_rate: the number must be finite"),
         ("--lengths uniform:1,20 --arrival-rate 0", "arrival_rate (the command line)"),
         ("--lengths nowhere.csv --arrival-rate 4", "there is no lengths file 'nowhere.csv'"),
         ("--lengths nowhere.csv:tokens --arrival-rate 4", "there is no lengths file 'nowhere.csv'"),
@@ -255,7 +255,7 @@ def test_a_figure_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         ("--lengths uniform:1,20 --arrival-rate 4 --profile nothing", "profile: 'nothing'"),
         (
             "--lengths uniform:1,20 --arrival-rate 4 --batch-size 64 --profile p4-googlenet",
-            "is of 32 sequences, not 64",
+            "covers up to 32 sequences, not 64",
         ),
         ("--lengths uniform:1,20 --arrival-rate 4 --bins 3", "unknown argument --bins"),
         ("--lengths uniform:1,20 --arrival-rate 4 --plot a.nothing", "--plot: cannot draw a.nothing"),
@@ -274,7 +274,7 @@ def test_one_length_is_too_few(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     path = tmp_path / "one.csv"
     path.write_text("12\n")
     assert main(["advise", "--lengths", str(path), "--arrival-rate", "4"]) == 2
-    assert "at least two are needed" in capsys.readouterr().err
+    assert "at least two are required" in capsys.readouterr().err
 
 
 def test_without_matplotlib_the_plot_is_refused_before_anything_is_computed(

@@ -114,12 +114,12 @@ def test_a_url_may_name_a_worker_that_several_engines_share() -> None:
 @pytest.mark.parametrize(
     ("engines", "message"),
     [
-        (EngineConfig(engine=("gpu0=vllm",), model="m"), "a worker is for a URL, not gpu0=vllm"),
-        (EngineConfig(engine=("gpu0=embedded",)), "a worker is for a URL, not gpu0=embedded"),
-        (EngineConfig(engine=("gpu0=",)), "a worker is for a URL, not gpu0=$"),
-        (EngineConfig(engine=("embedded", "embedded=http://a")), "they cannot share it. Give --barrier"),
+        (EngineConfig(engine=("gpu0=vllm",), model="m"), "only a URL can have a worker, not gpu0=vllm"),
+        (EngineConfig(engine=("gpu0=embedded",)), "only a URL can have a worker, not gpu0=embedded"),
+        (EngineConfig(engine=("gpu0=",)), "only a URL can have a worker, not gpu0=$"),
+        (EngineConfig(engine=("embedded", "embedded=http://a")), "they cannot share a worker. Give --barrier"),
         (EngineConfig(engine=("vllm",)), "engine vllm needs --model"),
-        (EngineConfig(engine=("vllm", "vllm"), model="m"), "stands twice"),
+        (EngineConfig(engine=("vllm", "vllm"), model="m"), "is given twice"),
         (EngineConfig(replicas=2), "replicas: only for vLLM"),
         (EngineConfig(engine=("http://a",), engine_args=("--enforce-eager",)), "engine_args: only for vLLM"),
     ],

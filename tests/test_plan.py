@@ -47,7 +47,7 @@ def test_overloaded_groups_of_printed_plans_are_marked(problem: Path, capsys: py
     out = output(capsys)
     assert "as printed: without regard to groups' loads" in out
     assert "group-1 │ 4 │ 150% ! │ 12 │ 4 │ m0, m1, m2, m3 and 2 more" in out
-    assert "2 GPUs are of no use: no group may have more." in out
+    assert "2 GPUs are unused: no group may have more GPUs." in out
     assert "Overloaded (!): 1 of 1 groups, group-1 to 1.50 times its capacity." in out
 
 
@@ -59,7 +59,7 @@ def test_the_table_uses_singular_and_plural(problem: Path, capsys: pytest.Captur
     assert main(["plan", "--instance", str(problem)]) == 0
     out = output(capsys)
     assert "1 stream of 1 model on 2 GPUs of 16 GB, at most 1 group of 1" in out
-    assert "1 GPU is of no use: no group may have more." in out
+    assert "1 GPU is unused: no group may have more GPUs." in out
 
 
 def test_json_is_the_plan_that_output_writes(problem: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

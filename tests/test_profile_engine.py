@@ -230,7 +230,7 @@ async def test_where_lengths_cannot_be_forced_the_true_ones_count():
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ({"counts": False}, "the engine tells no usage.completion_tokens"),
+        ({"counts": False}, "the engine neither returns usage.completion_tokens"),
         ({"status": 404}, "the engine answers 404: .*unknown field min_tokens"),
         ({"status": 500}, "the engine answers 500"),
     ],
@@ -250,10 +250,10 @@ def test_a_missing_engine_is_an_error_of_one_line():
     ("flags", "message"),
     [
         ("--sizes 4", "at least two different sizes"),
-        ("--sizes 1,0", "a whole number of at least 1 is needed, not '0'"),
+        ("--sizes 1,0", "must be a whole number of at least 1, not '0'"),
         ("--output-tokens 1", "a whole number of at least 2"),
-        ("--busy-power-w 0", "watts above 0 are needed, not '0'"),
-        ("--busy-power-w warm", "watts above 0 are needed, not 'warm'"),
+        ("--busy-power-w 0", "must be a number of watts above 0, not '0'"),
+        ("--busy-power-w warm", "must be a number of watts above 0, not 'warm'"),
         ("--journal x", "not allowed with argument --engine"),
     ],
 )
@@ -309,7 +309,7 @@ def test_a_fit_that_misses_its_measurements_is_judged(
 
 def test_a_journal_without_barrier_batches_is_an_error(tmp_path: Path):
     journal = simulated(tmp_path / "refill.jsonl")
-    with pytest.raises(SystemExit, match="no batch that a barrier engine ran"):
+    with pytest.raises(SystemExit, match="no complete batch of a barrier engine"):
         script.main(["--journal", str(journal), "--output", str(tmp_path / "profile.json")])
     with pytest.raises(SystemExit, match="cannot read the journal"):
         script.main(["--journal", str(tmp_path / "none.jsonl")])

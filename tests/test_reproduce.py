@@ -463,11 +463,11 @@ def test_a_gain_stands_beside_the_one_that_its_batches_imply() -> None:
     plain, bins = run_of(shuffled), run_of(sorted(shuffled))
     runs = {each.name: [bins if each.bins > 1 else plain] for each in effort.arrangements}
     rows = Rows(engines.gain_rows(effort, runs, np.poly1d([0.01, 0.0])))
-    gain = rows.one(engines.ORACLE, engines.GAIN, k=2)
+    gain = rows.only(engines.ORACLE, engines.GAIN, k=2)
     assert gain.measured == pytest.approx(plain.seconds / bins.seconds, abs=1e-3)
     assert gain.measured == gain.expected
     assert gain.measured > 1.5
-    assert rows.one(engines.PREDICTED, engines.GAIN, k=4).note == "the paper: 1.08 (Vicuna-13B, A100)"
+    assert rows.only(engines.PREDICTED, engines.GAIN, k=4).note == "the paper: 1.08 (Vicuna-13B, A100)"
 
 
 @pytest.mark.parametrize("name", ["smdp", "batchmonitor", "multibin", "multibin-engines", "shepherd"])

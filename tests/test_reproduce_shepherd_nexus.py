@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from reproduction.shepherd.nexus_order import Nexus, Schedule, Turn
+from reproduction.shepherd.nexus import Cycle, Slot
+from reproduction.shepherd.nexus_order import Nexus, Schedule
 from reproduction.shepherd.worker import SimulatedWorker
 from worlds.invariants import check
 
@@ -26,10 +27,13 @@ def follow(*schedules: Schedule, engines: tuple[str, ...] = ("gpu0",)) -> Schedu
     return made
 
 
-def cycle(duty_ms: float, *turns: tuple[float, str, int], from_s: float = 0.0, engine: str = "gpu0") -> Schedule:
-    """turns : (offset_ms, model, batch_size)."""
-    slots = tuple([Turn(offset_ms * MS, model, size) for offset_ms, model, size in turns])
-    return Schedule(from_s, {engine: duty_ms * MS}, {engine: slots})
+def slot(offset_ms: float, model: str, size: int) -> Slot:
+    return Slot(model, size, offset_ms * MS, batch_s=0.0, rate_per_s=0.0)
+
+
+def cycle(duty_ms: float, *slots: tuple[float, str, int], from_s: float = 0.0, engine: str = "gpu0") -> Schedule:
+    """slots : (offset_ms, model, batch_size)."""
+    return Schedule(from_s, {engine: Cycle(duty_ms * MS, tuple([slot(*fields) for fields in slots]))})
 
 
 def step(made: Scheduler, event: Event, now_ms: float) -> list[Action]:
@@ -121,11 +125,7 @@ def test_the_next_schedule_replaces_the_first_when_its_time_has_come() -> None:
 
 
 def test_each_engine_follows_its_own_cycle_and_one_without_idles() -> None:
-    schedule = Schedule(
-        0.0,
-        {"gpu0": 20 * MS, "gpu1": 30 * MS},
-        {"gpu0": (Turn(0.0, "x", 1),), "gpu1": (Turn(10 * MS, "x", 2),)},
-    )
+    schedule = Schedule(0.0, {"gpu0": Cycle(20 * MS, (slot(0, "x", 1),)), "gpu1": Cycle(30 * MS, (slot(10, "x", 2),))})
     made = follow(schedule, engines=("gpu0", "gpu1", "gpu2"))
     arrive(made, range(6), "x", 1)
     assert made.wake_at_s == pytest.approx(10 * MS)

@@ -77,5 +77,5 @@ def test_a_request_that_is_not_there_cannot_be_stopped() -> None:
 
 
 def test_only_what_runs_a_batch_at_a_time_is_such_a_gpu() -> None:
-    with pytest.raises(AssertionError, match="a batch at a time"):
+    with pytest.raises(AssertionError, match="one batch at a time"):
         SimulatedWorker(EngineInfo("gpu0", 3, False, speeds=SPEEDS), LENGTHS)

@@ -168,9 +168,12 @@ async def test_groups_are_planned_again_for_the_current_rates(start_front: Start
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"group": "left"}, "group is of no use without --plan"),
-        ({"plan": "p", "replan_every_s": 5.0}, "of use only together"),
-        ({"plan": "p", "plan_instance": "i", "replan_every_s": 5.0, "group": "left"}, "group does not go with replan"),
+        ({"group": "left"}, "group has no effect without --plan"),
+        ({"plan": "p", "replan_every_s": 5.0}, "must be given together"),
+        (
+            {"plan": "p", "plan_instance": "i", "replan_every_s": 5.0, "group": "left"},
+            "group and replan_every_s must not be",
+        ),
         ({"plan": "/nowhere/plan.json"}, "/nowhere/plan.json"),
     ],
 )

@@ -253,7 +253,7 @@ def test_a_chart_fits_the_terminal_and_marks_the_cut() -> None:
     for width in (20, 40, 80):
         lines = chart([*range(101), 100], width)
         assert max(map(len, lines)) <= width
-        assert lines[-1] == "cut: goes on to 101"
+        assert lines[-1] == "cut: ends at 101"
     assert "cut" not in "".join(chart([*range(101), 100], 120))
 
 
@@ -319,16 +319,16 @@ def test_a_plot_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--load 1", "batches of 32 serve 2,958.69 a second"),
-        ("--arrival-rate-per-s 4000", "4,000 requests a second are too many, a load of 1.352"),
+        ("--load 1", "batches of 32 serve 2,958.69 per second"),
+        ("--arrival-rate-per-s 4000", "4,000 requests per second are too many, a load of 1.352"),
         ("--load 0", "load"),
         ("--load 0.5 --arrival-rate-per-s 3", "arrival_rate_per_s cannot be given with load"),
         ("--latency-target-ms 5 --energy-weight 1", "energy_weight cannot be given with latency_target_ms"),
-        ("--latency-target-percentile 95", "there is no latency_target_ms"),
+        ("--latency-target-percentile 95", "needs latency_target_ms"),
         ("--latency-target-ms 5 --solver rvi", "only the exact solver"),
         ("--profile p4-googlenet --latency-ms 1,1", "latency_ms cannot be given with profile"),
         ("--profile p4-googlent", "did you mean p4-googlenet"),
-        ("--profile h100-llama-3.1-8b", "--service samples:FILE says how long"),
+        ("--profile h100-llama-3.1-8b", "give --service samples:FILE"),
         ("--profile p4-googlenet --batch-max 64", "runs 32 sequences at once at most"),
         ("--profile p4-googlenet --batch-max 64 --service samples:LENGTHS", "runs 32 sequences at once at most"),
         ("--latency-ms 0.3", "latency_ms"),
@@ -347,7 +347,7 @@ def test_a_plot_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("--batch-min 9 --batch-max 8", "9 is more than batch_max, 8"),
         ("--energy-weight -1", "energy_weight"),
         ("--solver rvi --batch-max 80", "s_max must be at least the largest batch, 80, not 70"),
-        ("--solver rvi --overflow-cost 0", "it is best to let the queue overflow"),
+        ("--solver rvi --overflow-cost 0", "the best policy lets the queue overflow"),
         ("--batch-maks 8", "did you mean --batch-max?"),
     ],
 )

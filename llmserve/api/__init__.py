@@ -1,1 +1,1 @@
-"""HTTP in, HTTP out. FastAPI and pydantic live only here."""
+"""The HTTP side of the front-end. Only this package imports FastAPI and pydantic."""

@@ -1,4 +1,4 @@
-"""What operators may ask for: who runs what, and to drain, resume or restart an engine; all with the admin key only."""
+"""Endpoints for operators: list the engines, and drain, resume or restart an engine. All need the admin key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmserve.errors import BadRequest, NotFound
 
 
 class AdminEndpoints:
-    """key_limits: whose keys are taken; None: there is no office."""
+    """The endpoints below /admin. key_limits: the admin keys; None: every request gets status 404."""
 
     def __init__(self, fleet: Fleet, key_limits: KeyLimits | None) -> None:
         self._fleet = fleet
@@ -25,31 +25,33 @@ class AdminEndpoints:
         return json_response({"engines": [_describe(handle) for _, handle in sorted(self._fleet.handles.items())]})
 
     async def engine_action(self, request: Request) -> Response:
-        """drain and resume take effect at once; restart is under way when this answers, see list_engines."""
+        """Drain, resume or restart an engine. A restart is still in progress at the answer: see list_engines."""
         self._admit(request)
         name, order = request.path_params["name"], request.path_params["order"]
         handle = self._fleet.handles.get(name)
         if handle is None:
-            raise NotFound(f"there is no engine {name!r}; there are {', '.join(sorted(self._fleet.handles))}")
+            raise NotFound(f"there is no engine {name!r}; the engines are {', '.join(sorted(self._fleet.handles))}")
         if order in ("drain", "resume") and handle.restart is not None:
             raise BadRequest(f"engine {name} is being restarted")
         if order == "drain":
             if not handle.up:
-                raise BadRequest(f"engine {name} is down: it takes no requests as it is, and will when it is back")
+                raise BadRequest(
+                    f"engine {name} is down: it gets no requests now, and gets requests again once it is up"
+                )
             self._fleet.drain(handle)
         elif order == "resume":
             self._fleet.resume(handle)
         elif order == "restart":
             if handle.engine.restart is None:
-                raise BadRequest(f"engine {name} was not started here: drain it, then restart it where it runs")
+                raise BadRequest(f"engine {name} was not started by llmserve: drain it, then restart it where it runs")
             self._fleet.begin_restart(handle)
         else:
-            raise NotFound(f"an engine can be told to drain, resume or restart, not {order!r}")
+            raise NotFound(f"the actions of an engine are drain, resume and restart, not {order!r}")
         return json_response(_describe(handle), 202 if order == "restart" else 200)
 
     def _admit(self, request: Request) -> None:
         if self._key_limits is None:
-            raise NotFound("there is no /admin: start the server with --admin-key-file FILE to have it")
+            raise NotFound("/admin is disabled: start the server with --admin-key-file FILE to enable it")
         self._key_limits.authenticate(request.headers.get("authorization"))
 
 

@@ -1,4 +1,4 @@
-"""Answers of the front-end's own: JSON, and errors in OpenAI's shape."""
+"""Responses that the front-end itself makes: JSON, and errors in OpenAI's format."""
 
 from __future__ import annotations
 

@@ -43,10 +43,10 @@ def create_app(
     config: ApiConfig,
     admin: KeyLimits | None = None,
 ) -> ASGIApp:
-    """FastAPI serves everything but the completions themselves.
+    """Return the ASGI application. FastAPI serves all paths except the completions.
 
-    Those go straight to the endpoint: routing and middlewares would cost more than all of scheduling does
-    (scripts/lab/benchmark_frontend.py). admin: whose keys open /admin; None: it stays shut.
+    Completions bypass FastAPI: its routing and middlewares would cost more time than all of scheduling
+    (scripts/lab/benchmark_frontend.py). admin: the keys for /admin; None: /admin is disabled.
     """
     endpoints = _Endpoints(cluster, metrics, key_limits, config)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -55,26 +55,26 @@ def create_app(
     app.add_route("/health", endpoints.health, methods=["GET"])
     app.add_route("/ready", endpoints.ready, methods=["GET"])
     app.add_route("/metrics", endpoints.metrics_text, methods=["GET"])
-    office = AdminEndpoints(cluster.fleet, admin)
-    app.add_route("/admin/engines", office.list_engines, methods=["GET"])
-    app.add_route("/admin/engines/{name:path}/{order}", office.engine_action, methods=["POST"])
+    admin_endpoints = AdminEndpoints(cluster.fleet, admin)
+    app.add_route("/admin/engines", admin_endpoints.list_engines, methods=["GET"])
+    app.add_route("/admin/engines/{name:path}/{order}", admin_endpoints.engine_action, methods=["POST"])
     for path in BODIES:
         app.add_route(path, endpoints.wrong_method, methods=["GET", "PUT", "PATCH", "DELETE"])
     app.add_exception_handler(RequestError, endpoints.on_error)
     app.add_exception_handler(HTTPException, endpoints.on_http_exception)
     app.add_exception_handler(Exception, endpoints.on_error)
 
-    async def entrance(scope: Scope, receive: Receive, send: Send) -> None:
+    async def route(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in BODIES:
             await endpoints.complete(scope, receive, send)
         else:
             await app(scope, receive, send)
 
-    return entrance
+    return route
 
 
 def receipt_headers(receipt: Receipt, call: Call) -> list[tuple[bytes, bytes]]:
-    """What the front-end did for this answer. Its x-request-id is the client's own where that brought one."""
+    """Return the headers that describe how the front-end served a call. x-request-id is the client's, if sent."""
     request_id = dict(call.headers).get("x-request-id") or f"llmserve-{receipt.request_id}"
     headers = [
         (b"x-request-id", request_id.encode()),
@@ -89,8 +89,6 @@ def receipt_headers(receipt: Receipt, call: Call) -> list[tuple[bytes, bytes]]:
 
 
 class _Endpoints:
-    """The endpoints."""
-
     def __init__(self, cluster: LiveCluster, metrics: Metrics, key_limits: KeyLimits, config: ApiConfig) -> None:
         self._cluster = cluster
         self._metrics = metrics
@@ -101,7 +99,7 @@ class _Endpoints:
     # ---- completions ----
 
     async def complete(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI application: every answer, errors included, is sent here."""
+        """Serve a completion, as an ASGI application. Also sends the response of every error."""
         request = Request(scope, receive)
         try:
             name = self._key_limits.authenticate(request.headers.get("authorization"))
@@ -121,7 +119,7 @@ class _Endpoints:
             self._key_limits.release(name)
 
     async def _read_call(self, request: Request, receive: Receive, key: str) -> Call:
-        """key: the name of the client's."""
+        """Read and parse the body. key: the name of the client's API key."""
         call = parse_call(
             request.url.path,
             await self._read_body(receive),
@@ -136,7 +134,7 @@ class _Endpoints:
 
     async def _refuse(self, request: Request, error: Exception, send: Send) -> None:
         response = await self.on_error(request, error)
-        if "expect" in request.headers:  # its body may never have been asked for: nothing else can follow it
+        if "expect" in request.headers:  # the body may still be unread: the connection cannot carry another request
             response.headers["connection"] = "close"
         await response(request.scope, request.receive, send)
 
@@ -146,18 +144,18 @@ class _Endpoints:
         models = self._cluster.models
         if call.model in models:
             return
-        if not any(self._cluster.engines_ready.values()):  # nobody knows yet, or any more, what there is
+        if not any(self._cluster.engines_ready.values()):  # without an engine, the list of models is not known
             raise Unavailable("no engine is up", code="no_engine", retry_after_s=1.0)
         raise _model_not_found(call.model, list(models))
 
     async def _read_body(self, receive: Receive) -> bytes:
-        """Raises BadRequest when it is too large, ClientGone when it never ends."""
+        """Read the whole body. Raises BadRequest when it is too large, ClientGone when the client disconnects."""
         limit = self._config.body_bytes_max
         body = b""
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise ClientGone("the client has left")
+                raise ClientGone("the client has disconnected")
             part: bytes = message.get("body", b"")
             body += part
             if len(body) > limit:
@@ -198,7 +196,7 @@ class _Endpoints:
     async def metrics_text(self, request: Request) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    # ---- what goes wrong ----
+    # ---- errors ----
 
     async def on_error(self, request: Request, error: Exception) -> Response:
         if not isinstance(error, RequestError):
@@ -219,12 +217,12 @@ class _Endpoints:
         return response
 
 
-def _model_not_found(id_: str, known: list[str]) -> ModelNotFound:
-    return ModelNotFound(f"there is no model {id_!r}; this server has {', '.join(sorted(known))}", param="model")
+def _model_not_found(id_: str, models: list[str]) -> ModelNotFound:
+    return ModelNotFound(f"there is no model {id_!r}; this server has {', '.join(sorted(models))}", param="model")
 
 
 class _Completion:
-    """Queues a call, then sends the engine's own bytes. Watches for the client's leaving all the while."""
+    """Submits a call, then forwards the engine's bytes. Cancels the call when the client disconnects."""
 
     def __init__(self, cluster: LiveCluster, call: Call) -> None:
         self._cluster = cluster
@@ -234,23 +232,23 @@ class _Completion:
     async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.ensure_future(self._watch(receive))
         try:
-            in_flight = await self._cluster.submit(self._call, self._keep)
+            in_flight = await self._cluster.submit(self._call, self._set_in_flight)
             await self._answer(in_flight, scope, receive, send)
         finally:
             watcher.cancel()
             if self._in_flight is not None:
                 self._cluster.release(self._in_flight)
 
-    def _keep(self, in_flight: InFlightCall) -> None:
+    def _set_in_flight(self, in_flight: InFlightCall) -> None:
         self._in_flight = in_flight
 
     async def _watch(self, receive: Receive) -> None:
-        """Until the client leaves: then its request must not cost an engine anything more."""
+        """Wait until the client disconnects, then cancel the call to free the engine."""
         while (await receive())["type"] != "http.disconnect":
             pass
         if self._in_flight is not None:
             self._cluster.cancel(self._in_flight)
-            self._in_flight.fail(ClientGone("the client has left"))
+            self._in_flight.fail(ClientGone("the client has disconnected"))
 
     async def _answer(self, in_flight: InFlightCall, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -273,14 +271,14 @@ class _Completion:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except ClientGone:
             return
-        except RequestError as error:  # too late for a status: an event says so, as OpenAI's clients expect
+        except RequestError as error:  # the status is already sent: send an error event, as OpenAI's clients expect
             event = b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 
 class ClientGone(RequestError):
-    """The client has closed its connection; never sent to anyone."""
+    """The client has closed its connection. This error is never sent."""
 
 
 async def _send_start(send: Callable[[Any], Awaitable[None]], call: Call, head: Head, length: int | None) -> None:

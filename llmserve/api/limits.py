@@ -1,4 +1,4 @@
-"""Who may come in, and how often: API keys and the limits of each."""
+"""API keys and the limits of each key."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from llmserve.errors import ConfigError, RateLimited, Unauthorized
 
 
 def read_keys(path: Path) -> dict[str, str]:
-    """Keys of a file by their owner's name: one `name: key` or `key` a line; blank lines and #-lines are left out.
+    """Read a file of keys, one `name: key` or `key` per line. Returns name -> key. Blank and #-lines are skipped.
 
-    A key that holds a colon needs a name. Raises ConfigError on an unreadable or empty file, a key that stands twice,
-    or one that no HTTP header can carry.
+    A key with a colon needs a name. Raises ConfigError on an unreadable or empty file, a repeated name or key, or a
+    key that an HTTP header cannot carry.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -31,18 +31,18 @@ def read_keys(path: Path) -> dict[str, str]:
         if not name or not key or not key.isascii() or any(character.isspace() for character in key):
             raise ConfigError(f"{path}, line {number}: not `name: key` or `key` (ASCII, without white space)")
         if name in keys or key in keys.values():
-            raise ConfigError(f"{path}, line {number}: this name or key stands twice")
+            raise ConfigError(f"{path}, line {number}: this name or key is in the file twice")
         keys[name] = key
     if not keys:
-        raise ConfigError(f"{path} holds no API key")
+        raise ConfigError(f"{path} has no API key")
     return keys
 
 
 class KeyLimits:
-    """Checks keys in constant time and keeps each key's limits; 0 means no limit.
+    """Checks keys in constant time and enforces each key's limits; 0 means no limit.
 
-    concurrent_max           calls of one key in progress at once
-    requests_per_minute_max  a token bucket: that many at once at most, refilled evenly over a minute
+    concurrent_max           calls of one key in flight at once
+    requests_per_minute_max  size of a token bucket that is refilled evenly over a minute
     """
 
     def __init__(
@@ -58,24 +58,24 @@ class KeyLimits:
         self._per_minute = requests_per_minute_max
         self._clock = clock
         self._in_progress: dict[str, int] = {}
-        self._buckets: dict[str, tuple[float, float]] = {}  # name -> (calls left, when)
+        self._buckets: dict[str, tuple[float, float]] = {}  # name -> (calls left, time in s)
 
     def authenticate(self, authorization: str | None) -> str:
-        """The key's name ("" when no keys are asked for). Raises Unauthorized."""
+        """Return the name of the key ("" when no key is required). Raises Unauthorized."""
         if not self._names:
             return ""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key:
-            raise Unauthorized("no API key was given; send `Authorization: Bearer KEY`")
-        given = _digest(key.strip())
-        # Every key is compared, whichever fits, so that the time tells nothing.
-        found = [name for digest, name in self._names.items() if hmac.compare_digest(digest, given)]
-        if not found:
+            raise Unauthorized("the request has no API key; send `Authorization: Bearer KEY`")
+        key_digest = _digest(key.strip())
+        # Compare with every key, also after a match, so that the time reveals nothing.
+        names = [name for digest, name in self._names.items() if hmac.compare_digest(digest, key_digest)]
+        if not names:
             raise Unauthorized("the API key is wrong")
-        return found[0]
+        return names[0]
 
     def acquire(self, name: str) -> None:
-        """Count a call in; every `acquire` that returns needs one `release`. Raises RateLimited."""
+        """Count a new call of a key. Every `acquire` that returns needs one `release`. Raises RateLimited."""
         running = self._in_progress.get(name, 0)
         if self._concurrent_max and running >= self._concurrent_max:
             raise RateLimited(
@@ -84,28 +84,28 @@ class KeyLimits:
                 retry_after_s=1.0,
             )
         if self._per_minute:
-            self._take(name)
+            self._take_token(name)
         self._in_progress[name] = running + 1
 
     def release(self, name: str) -> None:
-        left = self._in_progress[name] - 1
-        if left:
-            self._in_progress[name] = left
+        running = self._in_progress[name] - 1
+        if running:
+            self._in_progress[name] = running
         else:
             del self._in_progress[name]
 
-    def _take(self, name: str) -> None:
+    def _take_token(self, name: str) -> None:
         now_s = self._clock()
-        left, since_s = self._buckets.get(name, (float(self._per_minute), now_s))
-        left = min(float(self._per_minute), left + (now_s - since_s) * self._per_minute / 60.0)
-        if left < 1.0:
-            self._buckets[name] = (left, now_s)
+        tokens, since_s = self._buckets.get(name, (float(self._per_minute), now_s))
+        tokens = min(float(self._per_minute), tokens + (now_s - since_s) * self._per_minute / 60.0)
+        if tokens < 1.0:
+            self._buckets[name] = (tokens, now_s)
             raise RateLimited(
-                f"this key may ask {self._per_minute} times a minute",
+                f"this key may send {self._per_minute} requests per minute",
                 code="requests_per_minute",
-                retry_after_s=(1.0 - left) * 60.0 / self._per_minute,
+                retry_after_s=(1.0 - tokens) * 60.0 / self._per_minute,
             )
-        self._buckets[name] = (left - 1.0, now_s)
+        self._buckets[name] = (tokens - 1.0, now_s)
 
 
 def _digest(key: str) -> bytes:

@@ -1,4 +1,4 @@
-"""The listening socket, and the HTTP server on it."""
+"""The listening socket and the HTTP server on the socket."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def is_loopback(host: str) -> bool:
 
 
 def check_host(host: str, *, may_serve_anyone: bool) -> None:
-    """Raises ConfigError when others could reach the server and nothing keeps them out."""
+    """Raise ConfigError when other machines can reach the server and nothing restricts access."""
     if not is_loopback(host) and not may_serve_anyone:
         raise ConfigError(
-            f"host {host} is reachable from outside and no key is asked for: give --api-key-file FILE, "
+            f"host {host} is reachable from other machines and no API key is required: give --api-key-file FILE, "
             "or --anonymous to serve anyone"
         )
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A listening socket, before anything slow is started. Raises ListenError when the port cannot be had."""
+    """Return a listening socket. Call before any slow start. Raises ListenError when the port is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), backlog=2048, family=family)
@@ -54,7 +54,7 @@ async def accepting(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None
     class Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            """Signals are ours: they drain the cluster first."""
+            """Install no handlers: llmserve handles signals and drains the cluster first."""
             yield
 
     server = Server(

@@ -1,4 +1,4 @@
-"""From a client's JSON to a Call. Only what the front-end itself needs is checked; the engine judges the rest."""
+"""Parses a client's JSON into a Call. Checks only the fields that the front-end needs; the engine checks the rest."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from llmserve.headers import PREDICTED_HEADER, SLO_HEADER, STREAM_CHARS_MAX, STR
 from llmserve.request import Call
 from predictor.prompt import Prompt
 
-FORWARDED_HEADERS = ("x-request-id", "traceparent", "tracestate")  # vLLM names answers and spans by them
+FORWARDED_HEADERS = ("x-request-id", "traceparent", "tracestate")  # vLLM names answers and spans by these headers
 FORWARDED_CHARS_MAX = 256
 OPENING_CHARS = 8192
 
 Item = TypeVar("Item")
-# Lists stop at their first wrong item: telling all of a large body's errors would take seconds.
+# Validation of a list stops at the first wrong item: reporting all errors of a large body would take seconds.
 Several = Annotated[list[Item], Field(fail_fast=True)]
 Positive = Annotated[StrictInt, Field(ge=1, lt=2**31)]
 NotNegative = Annotated[StrictInt, Field(ge=0, lt=2**31)]
@@ -42,7 +42,7 @@ class Message(_AnyFields):
 
 
 class Body(_AnyFields):
-    """What chat and plain completions share; fields not named here go to the engine unseen."""
+    """The common fields of chat and plain completions. Other fields are forwarded to the engine without a check."""
 
     model: StrictStr
     stream: StrictBool | None = None
@@ -53,12 +53,12 @@ class Body(_AnyFields):
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     stop: StrictStr | Several[StrictStr] | None = None
     seed: StrictInt | None = None
-    min_tokens: Any = None  # this and the next are vLLM's: it judges them
+    min_tokens: Any = None  # min_tokens and ignore_eos are extensions of vLLM, which checks both
     ignore_eos: Any = None
 
     @property
     def output_tokens_min(self) -> int | None:
-        """With ignore_eos an answer ends at its limit only."""
+        """The answer's least length in tokens. With ignore_eos an answer ends only at its limit."""
         if self.ignore_eos is True:
             return self.output_tokens_max
         return self.min_tokens if isinstance(self.min_tokens, int) and 0 < self.min_tokens < 2**31 else None
@@ -77,19 +77,19 @@ class Body(_AnyFields):
 
     @property
     def prompt_ids(self) -> int:
-        """Tokens of a prompt that came as token ids."""
+        """Number of tokens of a prompt in the form of token ids."""
         return 0
 
     @property
     def prompt_chars(self) -> int:
-        """Characters of everything that the engine reads."""
+        """Number of characters of the whole prompt."""
         raise AssertionError("each kind of body has its own prompt")
 
     def to_predict(self) -> Prompt:
         raise AssertionError("each kind of body has its own prompt")
 
     def opening(self) -> str:
-        """The first OPENING_CHARS of it, in the order in which an engine reads it, for finding equal beginnings."""
+        """Return the first OPENING_CHARS of the prompt, in the order of the engine's template, to compare prefixes."""
         raise AssertionError("each kind of body has its own prompt")
 
 
@@ -107,10 +107,10 @@ class ChatBody(Body):
         return sum(len(_text(message.content)) for message in self.messages)
 
     def to_predict(self) -> Prompt:
-        """The last user turn is what the answer answers; the system prompt says how; the rest only counts."""
-        asked = self._last("user") or self.messages[-1]
+        """Return the predictor's input: the last user turn, the system prompt, and the rest's length in characters."""
+        question = self._last("user") or self.messages[-1]
         system = self._last("system", "developer")
-        text, rules = _text(asked.content), _text(system.content) if system and system is not asked else ""
+        text, rules = _text(question.content), _text(system.content) if system and system is not question else ""
         history = self.prompt_chars - len(text) - len(rules)
         return Prompt(text, self.model, rules, history, self.stops)
 
@@ -129,7 +129,7 @@ class ChatBody(Body):
 
 class CompletionBody(Body):
     prompt: StrictStr | Several[StrictStr] | Several[StrictInt] | Several[Several[StrictInt]]
-    max_tokens: NotNegative | None = None  # none at all asks, with `echo`, what the model makes of the prompt itself
+    max_tokens: NotNegative | None = None  # 0 together with `echo` requests the prompt's own log probabilities
 
     @property
     def output_tokens_max(self) -> int | None:
@@ -147,7 +147,7 @@ class CompletionBody(Body):
 
     @property
     def prompts(self) -> int:
-        """Prompts in this body, each with its own answers."""
+        """Number of prompts in this body, each with its own answers."""
         several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
         return len(self.prompt) if several else 1
 
@@ -155,14 +155,14 @@ class CompletionBody(Body):
         return Prompt(self._prompt_text(), self.model, stop=self.stops)
 
     def opening(self) -> str:
-        """Of token ids, their digits."""
+        """Return the first OPENING_CHARS; token ids are written as decimal digits."""
         if isinstance(self.prompt, str):
             return self.prompt[:OPENING_CHARS]
         flat = chain.from_iterable((part,) if isinstance(part, str | int) else part for part in self.prompt)
         return _first_characters(str(part) for part in flat)
 
     def _prompt_text(self) -> str:
-        """The prompt's text; prompts given as token ids have none."""
+        """Return the prompt's text; "" for prompts in the form of token ids."""
         if isinstance(self.prompt, str):
             return self.prompt
         return " ".join(part for part in self.prompt if isinstance(part, str))
@@ -175,15 +175,15 @@ def _text(content: str | list[dict[str, Any]] | None) -> str:
 
 
 def _first_characters(parts: Iterable[str]) -> str:
-    """The first OPENING_CHARS of all parts, a line each; takes no more parts than that needs."""
-    taken: list[str] = []
-    left = OPENING_CHARS
+    """Join the parts with newlines and return the first OPENING_CHARS. Reads no more parts than necessary."""
+    lines: list[str] = []
+    remaining = OPENING_CHARS
     for part in parts:
-        if left <= 0:
+        if remaining <= 0:
             break
-        taken.append(part[:left])
-        left -= len(part) + 1
-    return "\n".join(taken)
+        lines.append(part[:remaining])
+        remaining -= len(part) + 1
+    return "\n".join(lines)
 
 
 BODIES: dict[str, type[ChatBody] | type[CompletionBody]] = {
@@ -195,7 +195,7 @@ BODIES: dict[str, type[ChatBody] | type[CompletionBody]] = {
 def parse_call(
     path: str, data: bytes, *, prompt_chars_max: int, headers: Mapping[str, str] = MappingProxyType({})
 ) -> Call:
-    """headers: the client's, found by lower-case names. Raises BadRequest naming the field."""
+    """Parse a request. headers: the client's, with lower-case names. Raises BadRequest, naming the field."""
     try:
         body = BODIES[path].model_validate_json(data)
     except ValidationError as error:
@@ -203,18 +203,18 @@ def parse_call(
     if body.prompt_chars > prompt_chars_max:
         field = "messages" if isinstance(body, ChatBody) else "prompt"
         raise BadRequest(
-            f"the prompt has {body.prompt_chars:,} characters; at most {prompt_chars_max:,} are taken",
+            f"the prompt has {body.prompt_chars:,} characters; at most {prompt_chars_max:,} are allowed",
             param=field,
             code="context_length_exceeded",
         )
     stream = bool(body.stream)
-    usage_asked = body.stream_options is not None and bool(body.stream_options.include_usage)
+    usage_requested = body.stream_options is not None and bool(body.stream_options.include_usage)
     if body.stream_options is not None and not stream:
-        raise BadRequest("stream_options is only for stream = true", param="stream_options")
-    usage_added = stream and not usage_asked
+        raise BadRequest("stream_options is only allowed with stream = true", param="stream_options")
+    usage_added = stream and not usage_requested
     return Call(
         path=path,
-        body=_ask_for_usage(data, body.stream_options is not None) if usage_added else data,
+        body=_with_usage(data, body.stream_options is not None) if usage_added else data,
         prompt=body.to_predict(),
         stream=stream,
         usage_added=usage_added,
@@ -243,19 +243,19 @@ def _stream_name(text: str | None) -> str:
 
 
 def _forwarded(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Those of the client's that its engine may see. Too long or unprintable ones are left out."""
-    found = [(name, headers.get(name)) for name in FORWARDED_HEADERS]
-    return tuple([(name, value) for name, value in found if value and _is_plain(value)])
+    """Return the client's headers that are sent to the engine. Too long or unprintable headers are dropped."""
+    candidates = [(name, headers.get(name)) for name in FORWARDED_HEADERS]
+    return tuple([(name, value) for name, value in candidates if value and _is_plain(value)])
 
 
 def _is_plain(value: str) -> bool:
     return len(value) <= FORWARDED_CHARS_MAX and value.isascii() and value.isprintable()
 
 
-def _ask_for_usage(data: bytes, has_options: bool) -> bytes:
-    """The body with stream_options.include_usage = true; every other byte stays unless options are there already.
+def _with_usage(data: bytes, has_options: bool) -> bytes:
+    """Return the body with stream_options.include_usage = true. Without stream_options, all other bytes stay the same.
 
-    vLLM heeds continuous_usage_stats only beside include_usage: what was of no effect stays so.
+    vLLM ignores continuous_usage_stats without include_usage. The field is removed, so that it stays without effect.
     """
     if not has_options and b'"stream_options"' not in data:
         start = data.index(b"{") + 1
@@ -282,14 +282,14 @@ def _positive(header: str, text: str | None, most: float, scale: float = 1.0) ->
 
 
 def _bad_request(error: ValidationError) -> BadRequest:
-    """OpenAI's words for the first thing that is wrong."""
+    """Return the first validation error in OpenAI's format."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return BadRequest(f"the body is not JSON: {first['msg']}")
-    # A union's branch adds its own type's name to the location: the field is what comes before it.
+    # For a union, pydantic appends the type's name to the location. The field is the part before the type's name.
     location = takewhile(lambda part: part not in ("str", "int") and not str(part).startswith("list["), first["loc"])
     param = ".".join(str(part) for part in location) or None
     if first["type"] == "missing":
         return BadRequest(f"`{param}` is required", param=param, code="missing_required_parameter")
-    what = f"`{param}`" if param else "the body"
-    return BadRequest(f"{what}: {first['msg']}", param=param, code="invalid_value")
+    subject = f"`{param}`" if param else "the body"
+    return BadRequest(f"{subject}: {first['msg']}", param=param, code="invalid_value")

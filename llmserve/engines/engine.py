@@ -1,4 +1,4 @@
-"""What the handle needs of an engine. A seam three methods wide."""
+"""The interface between an engine's handle and the engine: `open`, `probe` and `close`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from llmserve.request import Batch, Call, EngineInfo
 
 
 class EngineError(Exception):
-    """An engine did not do its work: refused, reset, silent too long, or cut off in the middle.
+    """An engine refused a request, reset the connection, was silent too long, or broke off the answer.
 
-    unreachable  nobody listens there: the engine is down, not merely this request
+    unreachable  no process listens on the engine's port: the engine is down, not only this request
     """
 
     def __init__(self, message: str, *, unreachable: bool = False) -> None:
@@ -27,7 +27,7 @@ ENGINE_FAULTS = (500, 502, 503, 504)  # statuses that are the engine's fault, no
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """A model as an engine lists it; context_tokens is vLLM's max_model_len where it is told."""
+    """A model in an engine's list; context_tokens is vLLM's max_model_len, or None if the engine omits it."""
 
     id: str
     context_tokens: int | None = None
@@ -35,11 +35,11 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What a probe found.
+    """The result of a probe.
 
-    slots        requests that it runs at once, where that is read from the engine; else None
-    tokens_max   tokens that its KV cache holds, where it tells
-    slots_found  these are all the slots there are, as far as looks at it tell
+    slots        requests that the engine runs at once, if learned from the engine; else None
+    tokens_max   capacity of the engine's KV cache in tokens; None if unknown
+    slots_found  the engine has no more slots than `slots`, according to the probes so far
     """
 
     models: tuple[ServedModel, ...]
@@ -49,9 +49,9 @@ class Health:
 
 
 class Answer(Protocol):
-    """An answer that has begun: its status line is there, its body follows.
+    """An answer whose status line has arrived, and whose body follows.
 
-    fault  it is none, by the engine's fault: the request may run elsewhere
+    fault  the engine failed (ENGINE_FAULTS): the request may run on another engine
     """
 
     status: int
@@ -60,29 +60,29 @@ class Answer(Protocol):
     retry_after: str | None
 
     async def read(self) -> bytes:
-        """The whole body. Raises EngineError when the engine stops in the middle."""
+        """Return the whole body. Raises EngineError when the engine breaks off the answer."""
         ...
 
     def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it arrives, in pieces of any size. Raises EngineError likewise."""
+        """Yield the body as it arrives, in pieces of any size. Raises EngineError as `read` does."""
         ...
 
 
 class Engine(Protocol):
-    """Runs requests somewhere else. Leaving the context of `open` before the end aborts the request there.
+    """A client of an engine. Leaving the context of `open` before the answer's end aborts the request.
 
-    restart  ends its process and starts it again, ready; None for an engine that somebody else runs
+    restart  restart the engine's process and wait until it is ready; None for an engine that llmserve did not start
     """
 
     info: EngineInfo
     restart: Callable[[], Awaitable[None]] | None
 
     def open(self, call: Call, batch: Batch) -> AbstractAsyncContextManager[Answer]:
-        """Send a call as a member of a batch. Raises EngineError when no answer begins."""
+        """Send a call as a member of a batch. Raises EngineError when no status line arrives."""
         ...
 
     async def probe(self) -> Health:
-        """The models it serves now, and what it can hold. Raises EngineError when it is not ready."""
+        """Read the engine's models and limits. Raises EngineError when the engine is not ready."""
         ...
 
     async def close(self) -> None: ...

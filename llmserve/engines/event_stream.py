@@ -1,4 +1,4 @@
-"""Reading how long an answer is, and whether it was cut, on its way through, without re-encoding it."""
+"""Reads an answer's token counts, and whether the answer hit a limit, from its bytes without re-encoding."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import msgspec
 from msgspec import Meta
 
 EVENT_END = re.compile(rb"(?<=\n)\r?\n")
-FINISHED = re.compile(rb'"finish_reason": ?"')  # text never matches: its quotes are escaped
+FINISHED = re.compile(rb'"finish_reason": ?"')  # generated text never matches: its quotes are escaped
 CUT = re.compile(rb'"finish_reason": ?"length"')
 PARTIAL_BYTES_MAX = 1 << 20
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens that an engine has counted; None where it does not tell."""
+    """Token counts of an engine; None where the engine sends none."""
 
     prompt_tokens: Annotated[int, Meta(ge=0)] | None = None
     completion_tokens: Annotated[int, Meta(ge=0)] | None = None
@@ -32,7 +32,7 @@ class _Signed(msgspec.Struct):
 
 
 def usage_of(body: bytes) -> Usage:
-    """`usage` of a whole answer."""
+    """Return the `usage` of a whole answer; without counts when there is none."""
     try:
         return msgspec.json.decode(body, type=_Answer).usage or Usage()
     except msgspec.MsgspecError:
@@ -40,44 +40,45 @@ def usage_of(body: bytes) -> Usage:
 
 
 def was_cut(body: bytes) -> bool:
-    """Whether the engine says of a whole answer, or of one of its choices, that it ran into a limit."""
+    """Whether a whole answer, or one of its choices, ended at a token limit."""
     return CUT.search(body) is not None
 
 
 class UsageFilter:
-    """Passes an event stream through, keeping the counts of tokens that it tells.
+    """Forwards an event stream and reads its token counts.
 
-    strip: the event that carries nothing but usage was asked for by us, not by the client: it is left out. vLLM signs
-    an answer's last event with its `system_fingerprint`, which is then that one. So the event with an answer's
-    finish_reason is held until the next; if that is left out, its signature goes where vLLM would have written it.
-    choices: answers in the stream. Of several each has its own end, at its own time: nothing is held, and their
-    signature is lost.
+    strip    remove the event that carries only usage: llmserve requested the event, the client did not. vLLM writes
+             its `system_fingerprint` into the last event, which is then the removed one. The filter therefore delays
+             the event with the finish_reason until the next event, and moves the fingerprint of a removed event into
+             the delayed event, where vLLM would have written the fingerprint.
+    choices  answers in the stream. Several answers end at different times: no event is delayed, and the fingerprint
+             is lost.
 
-    All other bytes pass unchanged. Only whole events pass: an incomplete one waits for its rest (a megabyte at most).
-    `output_tokens` is the engine's count, or the number of events that carried something where it tells none;
-    `prompt_tokens` is its count or None; `cut` says whether the answer ran into a limit.
+    All other bytes pass unchanged. Only whole events pass: an incomplete event waits for its rest (at most 1 MiB).
+    `output_tokens` is the engine's count, or else the number of events with content; `prompt_tokens` is the engine's
+    count or None; `cut`: the answer ended at a token limit.
     """
 
     def __init__(self, *, strip: bool, choices: int = 1) -> None:
         self._strip = strip
-        self._holds = strip and choices == 1
-        self._held = b""
+        self._delays_last = strip and choices == 1
+        self._delayed = b""
         self._partial = b""
         self._events = 0
-        self._told = Usage()
+        self._usage = Usage()
         self.cut = False
 
     @property
     def output_tokens(self) -> int:
-        told = self._told.completion_tokens
-        return told if told is not None else self._events
+        count = self._usage.completion_tokens
+        return count if count is not None else self._events
 
     @property
     def prompt_tokens(self) -> int | None:
-        return self._told.prompt_tokens
+        return self._usage.prompt_tokens
 
     def feed(self, chunk: bytes) -> bytes:
-        """Bytes that may go on to the client now."""
+        """Add bytes from the engine. Returns the bytes that may go to the client now."""
         data = self._partial + chunk if self._partial else chunk
         self._partial = b""
         if not data.endswith((b"\n\n", b"\n\r\n")):
@@ -88,17 +89,17 @@ class UsageFilter:
         return self._pass(data)
 
     def flush(self) -> bytes:
-        """What is left at the end of a stream: the event held, and one that did not end with an empty line."""
+        """Return the rest at the end of a stream: the delayed event, and an event without a final empty line."""
         rest, self._partial = self._partial, b""
         return self._pass(rest) + self.release()
 
     def release(self) -> bytes:
-        """The event held, if any; for a stream that broke off, of which nothing incomplete is to pass."""
-        held, self._held = self._held, b""
-        return held
+        """Return the delayed event, if any. For an interrupted stream, whose incomplete event must not pass."""
+        delayed, self._delayed = self._delayed, b""
+        return delayed
 
     def _pass(self, data: bytes) -> bytes:
-        if not self._held and b'"usage"' not in data and FINISHED.search(data) is None:
+        if not self._delayed and b'"usage"' not in data and FINISHED.search(data) is None:
             self._events += data.count(b"data:") - data.count(b"data: [DONE]")
             return data
         ends = [*(match.end() for match in EVENT_END.finditer(data)), len(data)]
@@ -107,19 +108,19 @@ class UsageFilter:
     def _pass_event(self, event: bytes) -> bytes:
         is_usage = self._is_usage(event)
         self._events += event.count(b"data:") - event.count(b"data: [DONE]") - is_usage
-        held = self.release()
+        delayed = self.release()
         if is_usage and self._strip:
-            return _signed(held, event) if held else b""
+            return _signed(delayed, event) if delayed else b""
         if FINISHED.search(event) is None:
-            return held + event
+            return delayed + event
         self.cut = self.cut or was_cut(event)
-        if not self._holds:
-            return held + event
-        self._held = event
-        return held
+        if not self._delays_last:
+            return delayed + event
+        self._delayed = event
+        return delayed
 
     def _is_usage(self, event: bytes) -> bool:
-        """True for the event that carries usage and no choice; remembers its counts."""
+        """Whether the event carries usage and no choice. Stores the event's counts."""
         if b'"usage"' not in event:
             return False
         try:
@@ -129,12 +130,12 @@ class UsageFilter:
         if answer.usage is None:
             return False
         if answer.usage.completion_tokens is not None:
-            self._told = answer.usage
+            self._usage = answer.usage
         return not answer.choices
 
 
 def _signed(event: bytes, usage: bytes) -> bytes:
-    """The event with the usage event's system_fingerprint as its last field, unless it has one or that has none."""
+    """Append the usage event's system_fingerprint to an event, unless the event has one or the usage event has none."""
     end = event.rfind(b"}")
     if b'"system_fingerprint"' not in usage or b'"system_fingerprint"' in event or end < 0:
         return event

@@ -1,12 +1,12 @@
 """A timed engine without a model: `python -m llmserve.engines.fake`.
 
-An answer takes as many steps as it has tokens, a step takes `step_s`, and every token is the same word. It runs
-`slots` requests at once and refills each slot as it becomes free, or, as a barrier engine, one static batch
-after the other, whose steps take `row_s` more for each of its rows: answers of one token then take what an image
-classifier does, alpha b + beta. It may serve several models, each at a pace of its own. With no step time it is as fast
-an upstream as aiohttp can be, for measuring a front-end.
+An answer takes one step per token, a step takes `step_s`, and every token is the same word. The engine runs `slots`
+requests at once and refills each slot as it becomes free. A barrier engine instead runs one static batch after the
+other, and each step takes `row_s` more per row: answers of one token then take alpha b + beta for a batch of b, as on
+an image classifier. The engine may serve several models, each with its own pace. With a step time of 0 the engine is
+as fast as aiohttp allows, for measuring a front-end.
 
-Tests start it in their own process:
+Tests start the engine in their own process:
 
     async with FakeEngine(slots=2, step_s=0.001) as engine:
         await session.post(engine.url + "/v1/chat/completions", json={..., "max_tokens": 5})
@@ -41,10 +41,10 @@ _SLOW_STEP_S_MIN = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong with the requests that arrive from now on.
+    """A fault of all requests that arrive from now on.
 
-    hang              no further byte after `after_tokens` tokens, until the client leaves
-    500               refused with status 500
+    hang              no further byte after `after_tokens` tokens, until the client disconnects
+    500               status 500
     close_mid_stream  the connection is cut after `after_tokens` tokens
     slow              every step takes ten times as long (10 ms at least)
     """
@@ -55,7 +55,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FakePace:
-    """Seconds: an answer of L tokens in a batch of b takes prefill_s + L (step_s + row_s b)."""
+    """Times in seconds: an answer of L tokens in a batch of b takes prefill_s + L (step_s + row_s b)."""
 
     step_s: float = 0.01
     prefill_s: float = 0.0
@@ -67,7 +67,7 @@ class _StreamOptions(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """The part of a request that an engine without a model cares for."""
+    """The fields of a request that an engine without a model reads."""
 
     model: str | None = None
     messages: msgspec.Raw = msgspec.Raw(b"")
@@ -79,8 +79,8 @@ class _Body(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class _Began:
-    """When a request began to run, and with how many others in its batch, itself counted; 0: in a slot."""
+class _Start:
+    """The time at which a request began to run, and the size of its batch; 0 rows: in a slot."""
 
     at_s: float
     rows: int = 0
@@ -88,17 +88,17 @@ class _Began:
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """A request's place in the engine."""
+    """A request of a barrier engine, waiting or running."""
 
-    began: asyncio.Future[_Began]
+    started: asyncio.Future[_Start]
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class FakeEngine:
-    """The engine and its HTTP server, as an async context manager; `url` is valid inside it.
+    """The engine and its HTTP server, as an async context manager; `url` is valid inside the context.
 
-    running, waiting : requests now.  running_max : most at once so far.  bodies : the last ones received.
-    others : models that it serves besides `model`, each with its pace. row_s is for barrier engines only: ValueError.
+    running, waiting : requests now.  running_max : largest `running` so far.  bodies : the last request bodies.
+    others : further models besides `model`, each with its pace.  row_s without barrier raises ValueError.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class FakeEngine:
         if not barrier and any(pace.row_s for pace in self._paces.values()):
             raise ValueError("row_s: only a barrier engine has batches of a size")
         self._output_tokens = output_tokens
-        self._tokens_max = tokens_max  # what it says its KV cache holds; it counts nothing itself
+        self._tokens_max = tokens_max  # reported as KV cache size; not enforced
         self._host, self._port = host, port
         self._runner: web.ServerRunner | None = None
         self._batches: asyncio.Task[None] | None = None
@@ -145,7 +145,7 @@ class FakeEngine:
         }
 
     async def __aenter__(self) -> FakeEngine:
-        # A bare web.Server: without an application's router and middlewares it is nearly twice as fast.
+        # A bare web.Server is nearly twice as fast as an application with router and middlewares.
         server = web.Server(
             self._handle,
             request_factory=_make_request,
@@ -176,9 +176,9 @@ class FakeEngine:
             return _Refused(404, f"no such path: {request.path}").response()
         try:
             return await handler(request)
-        except ValueError as error:  # a member that contradicts its batch
+        except ValueError as error:  # a member whose batch has another size
             return _Refused(400, str(error)).response()
-        except ConnectionError:  # the client left while its answer was written
+        except ConnectionError:  # the client disconnected during the answer
             return web.Response()
 
     async def _health(self, request: web.BaseRequest) -> web.Response:
@@ -216,10 +216,10 @@ class FakeEngine:
             if self.fault.mode == "500":
                 raise _Refused(500, "the engine was told to fail", "internal_error")
         except _Refused as error:
-            self._queue.excuse(seat)
+            self._queue.cancel_seat(seat)
             return error.response()
         except (msgspec.MsgspecError, ValueError) as error:
-            self._queue.excuse(seat)
+            self._queue.cancel_seat(seat)
             return _Refused(400, str(error)).response()
         answer = self._answer(body, chat=request.path == "/v1/chat/completions")
         return await (self._stream(request, answer, seat) if body.stream else self._whole(request, answer, seat))
@@ -229,7 +229,7 @@ class FakeEngine:
             body.model or self.model,
             chat,
             body.max_completion_tokens or body.max_tokens or self._output_tokens,
-            len(bytes(body.messages or body.prompt).split()),  # not tokens, but more of them for more text
+            len(bytes(body.messages or body.prompt).split()),  # words instead of tokens: grows with the text
             body.stream_options is not None and body.stream_options.include_usage,
             "length" if body.max_completion_tokens or body.max_tokens else "stop",
         )
@@ -237,8 +237,8 @@ class FakeEngine:
     async def _whole(self, request: web.BaseRequest, answer: FakeAnswer, seat: Seat | None) -> web.StreamResponse:
         if not self._is_instant(answer.model):
             fault = self.fault
-            async with self._turn(seat) as began:
-                async for due in self._steps(began, answer, fault, stride=answer.tokens):
+            async with self._running_turn(seat) as start:
+                async for due in self._steps(start, answer, fault, stride=answer.tokens):
                     if due is None:
                         _cut(request)
                         return web.Response()
@@ -252,8 +252,8 @@ class FakeEngine:
             await response.write(whole_stream(answer))
             return response
         fault = self.fault
-        async with self._turn(seat) as began:
-            async for due in self._steps(began, answer, fault):
+        async with self._running_turn(seat) as start:
+            async for due in self._steps(start, answer, fault):
                 if not response.prepared:
                     await response.prepare(request)
                 if due is None:
@@ -265,32 +265,32 @@ class FakeEngine:
         return response
 
     def _is_instant(self, model: str) -> bool:
-        """Whether answers need neither time nor a slot."""
+        """Whether an answer takes no time and no slot."""
         return self._paces[model] == FakePace(0.0) and not self._barrier and self.fault.mode == "ok"
 
     async def _steps(
-        self, began: _Began, answer: FakeAnswer, fault: Fault, stride: int = 1
+        self, start: _Start, answer: FakeAnswer, fault: Fault, stride: int = 1
     ) -> AsyncIterator[int | None]:
-        """Waits until `stride` more tokens are due, yields how many are; None where a fault cuts the answer off.
+        """Wait until `stride` more tokens are due and yield the number of due tokens; None where a fault cuts in.
 
-        Times are counted from the start, so that a late timer delays one token and not all that follow.
+        Times are counted from the start, so that a late timer does not delay all later tokens.
         """
         loop = asyncio.get_running_loop()
         tokens, pace = answer.tokens, self._paces[answer.model]
-        step_s = pace.step_s + pace.row_s * began.rows
+        step_s = pace.step_s + pace.row_s * start.rows
         if fault.mode == "slow":
             step_s = max(_SLOW_STEP_S_MIN, _SLOW_FACTOR * step_s)
         faulty = fault.mode in ("hang", "close_mid_stream")
         last = min(tokens, fault.after_tokens) if faulty else tokens
-        first_s = began.at_s + pace.prefill_s
+        first_s = start.at_s + pace.prefill_s
         done = 0
         while done < last:
-            wanted = min(done + stride, last)
-            due_s = began.at_s + batch_s(wanted, step_s, pace.prefill_s)
+            target = min(done + stride, last)
+            due_s = start.at_s + batch_s(target, step_s, pace.prefill_s)
             if (delay_s := due_s - loop.time()) > 0:
                 await asyncio.sleep(delay_s)
             due = int((loop.time() - first_s) / step_s) if step_s else last
-            due = min(max(due, wanted), last)
+            due = min(max(due, target), last)
             yield due - done
             done = due
         if fault.mode == "hang":
@@ -299,33 +299,33 @@ class FakeEngine:
             yield None
 
     @asynccontextmanager
-    async def _turn(self, seat: Seat | None) -> AsyncIterator[_Began]:
-        """A slot, or a place in the running batch; yields when it was got."""
+    async def _running_turn(self, seat: Seat | None) -> AsyncIterator[_Start]:
+        """Wait for a slot, or for the request's batch to run. Yields the start."""
         async with AsyncExitStack() as place:
             self.waiting += 1
             try:
                 wait = self._place_in_batch(seat) if self._barrier else self._slot()
-                began = await place.enter_async_context(wait)
+                start = await place.enter_async_context(wait)
             finally:
                 self.waiting -= 1
             self.running += 1
             self.running_max = max(self.running_max, self.running)
             try:
-                yield began
+                yield start
             finally:
                 self.running -= 1
 
     @asynccontextmanager
-    async def _slot(self) -> AsyncIterator[_Began]:
+    async def _slot(self) -> AsyncIterator[_Start]:
         async with self._slots:
-            yield _Began(asyncio.get_running_loop().time())
+            yield _Start(asyncio.get_running_loop().time())
 
     @asynccontextmanager
-    async def _place_in_batch(self, seat: Seat | None) -> AsyncIterator[_Began]:
+    async def _place_in_batch(self, seat: Seat | None) -> AsyncIterator[_Start]:
         turn = _Turn(asyncio.get_running_loop().create_future())
         self._queue.add(turn, seat)
         try:
-            yield await turn.began
+            yield await turn.started
         finally:
             turn.ended.set()
             self._queue.remove(turn)
@@ -333,16 +333,16 @@ class FakeEngine:
     async def _run_batches(self) -> None:
         while True:
             batch = await self._queue.take()
-            began = _Began(asyncio.get_running_loop().time(), len(batch))
+            start = _Start(asyncio.get_running_loop().time(), len(batch))
             for turn in batch:
-                if not turn.began.done():
-                    turn.began.set_result(began)
+                if not turn.started.done():
+                    turn.started.set_result(start)
             for turn in batch:
                 await turn.ended.wait()
 
 
 def _make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-    """What aiohttp's server makes, with room for large bodies."""
+    """Return the request object of aiohttp's server, with a higher limit for the body."""
     loop = asyncio.get_running_loop()
     return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=_BODY_BYTES_MAX)
 
@@ -375,27 +375,27 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def main() -> None:
-    """Serves until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(prog="python -m llmserve.engines.fake", description="A timed engine, no model.")
     add = parser.add_argument
     add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8002, help="0: any free port; the ready line tells which")
+    add("--port", type=int, default=8002, help="0: any free port, named in the ready line")
     add("--model", default="fake", help="name in the API")
     add("--slots", type=int, default=8, help="requests at once, or the largest batch with --barrier")
     add("--step-s", type=float, default=0.01, help="seconds per token")
     add("--prefill-s", type=float, default=0.0, help="seconds before the first step")
-    add("--row-s", type=float, default=0.0, help="seconds more a step for each row of a batch, with --barrier")
+    add("--row-s", type=float, default=0.0, help="further seconds per step for each row of a batch, with --barrier")
     add("--barrier", action="store_true", help="run one static batch at a time")
-    add("--tokens-max", type=int, help="tokens that it says its KV cache holds")
+    add("--tokens-max", type=int, help="KV cache size in tokens, in /metrics")
     add(
         "--other",
         type=_other,
         action="append",
         default=[],
         metavar="NAME=STEP_S[,PREFILL_S[,ROW_S]]",
-        help="a model served besides, with a pace of its own; repeat for several",
+        help="a further model with its own pace; repeat for several models",
     )
-    add("--output-tokens", type=int, default=16, help="tokens of an answer whose request does not say")
+    add("--output-tokens", type=int, default=16, help="tokens of an answer to a request without max_tokens")
     arguments = vars(parser.parse_args())
     arguments["others"] = dict(arguments.pop("other"))
     try:

@@ -10,7 +10,7 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class FakeAnswer:
-    """What an answer's bytes depend on. Answers that are alike share them, id included."""
+    """All values that determine an answer's bytes. Equal answers have equal bytes, including the id."""
 
     model: str
     chat: bool
@@ -45,7 +45,7 @@ def whole_stream(answer: FakeAnswer) -> bytes:
 
 @lru_cache(4096)
 def events(answer: FakeAnswer) -> tuple[bytes, bytes, bytes]:
-    """The event that opens a stream, the one of a token, and those that close it."""
+    """Return a stream's opening event, the event of one token, and the closing events."""
 
     def event(fields: dict[str, object]) -> bytes:
         return b"data: " + msgspec.json.encode({**answer.head(".chunk"), **fields}) + b"\n\n"

@@ -1,4 +1,4 @@
-"""Runs batches of completions on one engine, and measures each: what profiles are fitted to."""
+"""Runs batches of completions on one engine and measures each batch, as data for fitting a profile."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from llmserve.errors import CannotMeasure
 from llmserve.headers import BATCH_HEADER, BATCH_SIZE_HEADER
 from llmserve.request import EngineInfo
 
-SAMPLE_S = 0.05  # between readings of the GPUs
-ANSWER_S_MAX = 900.0  # a batch without an end for so long is given up
+SAMPLE_S = 0.05  # interval between readings of the GPUs
+ANSWER_S_MAX = 900.0  # time limit of a batch
 
 OnBatch = Callable[[int, int, Observation], None]
-"""Called after each batch with its number from 1, how many there are, and what was observed."""
+"""Called after each batch with the batch's number (from 1), the number of batches, and the observation."""
 
 
 class Refused(CannotMeasure):
-    """It finds fault with the request: a status of 4xx."""
+    """The engine refused the request with a status of 4xx."""
 
 
-# ---- asking -------------------------------------------------------------------------------------------------------
+# ---- requests -----------------------------------------------------------------------------------------------------
 
 
 async def first_model(url: str) -> str:
-    """The first model that the engine serves. Raises EngineError, or CannotMeasure when it serves none."""
+    """Return the engine's first model. Raises EngineError, or CannotMeasure when the engine serves no model."""
     engine = OpenAIEngine(EngineInfo(url, slots=1, barrier=False), url)
     try:
         health = await engine.probe()
@@ -57,7 +57,7 @@ class Client:
         self._forces_lengths = True
 
     async def learn(self, tokens: int) -> None:
-        """Find out whether answers can be forced to a length. Raises CannotMeasure when there are none either way."""
+        """Test whether the engine accepts a forced length. Raises CannotMeasure when a request without it fails too."""
         try:
             await self.batch(1, tokens)
         except Refused:
@@ -65,14 +65,14 @@ class Client:
             await self.batch(1, tokens)
 
     async def batch(self, size: int, tokens: int) -> float:
-        """Run so many completions at once; the output tokens of the longest. Raises CannotMeasure when one fails."""
+        """Run `size` completions at once. Returns the longest's output tokens. Raises CannotMeasure when one fails."""
         self._batches += 1
-        # A static-batching engine learns from these that they belong together; every other one ignores them.
+        # A static-batching engine forms its batches by these headers; other engines ignore the headers.
         headers = {BATCH_HEADER: f"profile-{self._batches}", BATCH_SIZE_HEADER: str(size)}
         return max(await asyncio.gather(*[self._complete(tokens, headers) for _ in range(size)]))
 
     async def _complete(self, tokens: int, headers: dict[str, str]) -> float:
-        """One completion's output tokens."""
+        """Run one completion. Returns its output tokens."""
         fields = {"model": self._model, "prompt": self._prompt(), "max_tokens": tokens, "temperature": 0}
         if self._forces_lengths:
             fields |= {"min_tokens": tokens, "ignore_eos": True}
@@ -83,11 +83,11 @@ class Client:
             raise kind(f"the engine answers {response.status}: {body[:300].decode(errors='replace')}")
         counted = usage_of(body).completion_tokens
         if not counted and not self._forces_lengths:
-            raise CannotMeasure("the engine tells no usage.completion_tokens, and takes no min_tokens")
+            raise CannotMeasure("the engine neither returns usage.completion_tokens nor accepts min_tokens")
         return float(counted or tokens)
 
     def _prompt(self) -> str:
-        """Short, and unlike all others from its first word on: no engine has it in a cache."""
+        """Return a short prompt with a unique first word, so that no engine has a cached prefix."""
         number = self._prompts.randrange(10**11, 10**12)
         return f"{number} is a number. Tell me all that you know about it:"
 
@@ -97,7 +97,7 @@ class Client:
 
 @dataclass(frozen=True)
 class MeasuringPlan:
-    """Which batches run: in every round each size with each length, shuffled."""
+    """The batches of a measurement: each round runs every size with every length, in random order."""
 
     sizes: Sequence[int]
     output_tokens: int
@@ -111,13 +111,13 @@ class MeasuringPlan:
     def batches(self) -> list[tuple[int, int]]:
         """(size, output tokens) in the order in which they run."""
         rng = random.Random(self.seed)
-        every = [(size, tokens) for size in self.sizes for tokens in self.lengths]
-        return [batch for _ in range(self.rounds) for batch in rng.sample(every, len(every))]
+        batches = [(size, tokens) for size in self.sizes for tokens in self.lengths]
+        return [batch for _ in range(self.rounds) for batch in rng.sample(batches, len(batches))]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """idle_w : None: not measured."""
+    """The result of a measurement. idle_w : idle power in W; None if not measured."""
 
     model: str
     batches: list[Observation]
@@ -127,9 +127,9 @@ class Measured:
 async def measure(
     url: str, model: str | None, plan: MeasuringPlan, energy: GpuEnergy | None, *, idle_s: float, on_batch: OnBatch
 ) -> Measured:
-    """Run a plan's batches, after a largest one that does not count.
+    """Run a plan's batches, after an unmeasured warm-up batch of the largest size.
 
-    model : None: the first that the engine serves.  idle_s : for so long idle power is measured; 0: not at all.
+    model : None: the engine's first model.  idle_s : seconds over which idle power is measured; 0: not measured.
     Raises CannotMeasure, EngineError, or an aiohttp.ClientError when the engine cannot be reached.
     """
     timeout = aiohttp.ClientTimeout(total=ANSWER_S_MAX)
@@ -140,12 +140,12 @@ async def measure(
         client = Client(session, url, model, plan.seed)
         await client.learn(min(plan.lengths))
         await client.batch(max(plan.sizes), plan.output_tokens)
-        found: list[Observation] = []
+        observations: list[Observation] = []
         batches = plan.batches()
         for size, tokens in batches:
-            found.append(await observe(client, energy, size, tokens))
-            on_batch(len(found), len(batches), found[-1])
-    return Measured(model, found, idle_w)
+            observations.append(await observe(client, energy, size, tokens))
+            on_batch(len(observations), len(batches), observations[-1])
+    return Measured(model, observations, idle_w)
 
 
 async def observe(client: Client, energy: GpuEnergy | None, size: int, tokens: int) -> Observation:
@@ -155,11 +155,11 @@ async def observe(client: Client, energy: GpuEnergy | None, size: int, tokens: i
     longest = await client.batch(size, tokens)
     ended_s = time.monotonic()
     joules = energy.energy_j(ended_s) - before_j if energy is not None else 0.0
-    return Observation(size, longest, ended_s - began_s, joules if joules > 0 else None)  # 0: the counter stood still
+    return Observation(size, longest, ended_s - began_s, joules if joules > 0 else None)  # 0: the counter did not move
 
 
 async def idle_power_w(energy: GpuEnergy, idle_s: float) -> float:
-    """Mean watts over the next `idle_s` seconds."""
+    """Wait for `idle_s` seconds and return the mean power in W."""
     began_s = time.monotonic()
     before_j = energy.energy_j(began_s)
     await asyncio.sleep(idle_s)
@@ -169,7 +169,7 @@ async def idle_power_w(energy: GpuEnergy, idle_s: float) -> float:
 
 @asynccontextmanager
 async def sampling(energy: GpuEnergy | None) -> AsyncIterator[None]:
-    """GPUs whose power is integrated are read all the while."""
+    """Sample the GPUs every SAMPLE_S inside the block, for GPUs whose power is integrated."""
 
     async def sample() -> None:
         while energy is not None:

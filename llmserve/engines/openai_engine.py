@@ -1,7 +1,7 @@
-"""Any OpenAI-compatible server by its URL: vLLM, SGLang, llama.cpp, TGI, the embedded engine, ...
+"""A client of any OpenAI-compatible server: vLLM, SGLang, llama.cpp, TGI, the embedded engine, ...
 
-The client's body goes out as it came and the engine's bytes come back as they are. A static-batching engine learns
-from two headers which requests belong together; every other server ignores them.
+The client's body and the engine's bytes are forwarded unchanged. Two headers name the batch of a request for a
+static-batching engine; other servers ignore both headers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llmserve.request import Batch, Call, EngineInfo
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds. idle_s: longest silence between two reads of an answer, its first byte included."""
+    """Times in seconds. idle_s: longest wait for the first or the next bytes of an answer."""
 
     connect_s: float = 5.0
     idle_s: float = 600.0
@@ -53,7 +53,7 @@ class HttpAnswer:
         try:
             return await self._response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineError(f"engine {self._name} broke off its answer: {_say(error)}") from error
+            raise EngineError(f"engine {self._name} broke off its answer: {_text(error)}") from error
 
     async def chunks(self) -> AsyncIterator[bytes]:
         content = self._response.content
@@ -61,14 +61,14 @@ class HttpAnswer:
             while chunk := await content.readany():
                 yield chunk
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineError(f"engine {self._name} broke off its answer: {_say(error)}") from error
+            raise EngineError(f"engine {self._name} broke off its answer: {_text(error)}") from error
 
 
 class OpenAIEngine:
-    """An engine behind `url` (scheme, host and port; a path prefix is kept, a trailing /v1 is not).
+    """An engine at `url` (scheme, host, port and optional path prefix; a trailing /v1 is removed).
 
-    api_key is sent as a bearer token; the client's own key stays with the front-end. learns_slots: `info.slots` is a
-    first guess, to be corrected by what the engine's metrics show. Must be made inside a running event loop.
+    api_key is sent as a bearer token; the client's key is never sent to the engine. learns_slots: `info.slots` is a
+    first guess, which the engine's metrics correct. Create the object inside a running event loop.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class OpenAIEngine:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.restart = restart
         self._slots = SlotsLearner(info.slots, info.look_ahead) if learns_slots else None
-        self._has_metrics = True  # until it answers 404
+        self._has_metrics = True  # until /metrics answers 404 or 405
         self._tokens_max: int | None = None
         self._timeouts = timeouts or Timeouts()
         self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
@@ -99,7 +99,7 @@ class OpenAIEngine:
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
-        # Probes knock anew each time: over an old connection, one who takes no more of them seems well.
+        # Each probe opens a new connection: a server that accepts no new connections may still answer on an old one.
         self._probing = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(force_close=True, ttl_dns_cache=60),
             timeout=aiohttp.ClientTimeout(total=self._timeouts.probe_s),
@@ -122,21 +122,21 @@ class OpenAIEngine:
         try:
             yield HttpAnswer(response, self.info.name)
         finally:
-            # A finished response has given its connection back; an unfinished one is cut off, which is abort.
+            # A finished response has returned its connection; closing an unfinished response aborts the request.
             response.close()
 
     async def probe(self) -> Health:
-        """GET /health where the server has one, then GET /v1/models, then vLLM's own figures in GET /metrics."""
+        """GET /health if the server has /health, then GET /v1/models, then vLLM's figures in GET /metrics."""
         try:
             url, headers = f"{self.url}/health", self._headers
             async with self._probing.get(url, headers=headers, allow_redirects=False) as response:
                 if response.status not in (200, 404, 405):
-                    raise EngineError(f"engine {self.info.name} is not healthy: /health says {response.status}")
+                    raise EngineError(f"engine {self.info.name} is not healthy: /health answers {response.status}")
             url = f"{self.url}/v1/models"
             async with self._probing.get(url, headers=headers, allow_redirects=False) as response:
                 body = await response.read()
                 if response.status != 200:
-                    raise EngineError(f"engine {self.info.name}: /v1/models says {response.status}")
+                    raise EngineError(f"engine {self.info.name}: /v1/models answers {response.status}")
             models = msgspec.json.decode(body, type=_ModelList)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._no_answer(error) from error
@@ -149,10 +149,10 @@ class OpenAIEngine:
                 self._slots.observe(load)
         if self._slots is None:
             return Health(served, None, self._tokens_max)
-        return Health(served, self._slots.slots, self._tokens_max, self._slots.found)
+        return Health(served, self._slots.slots, self._tokens_max, self._slots.limit_reached)
 
     async def _load(self) -> Load | None:
-        """None where there are no metrics of vLLM's, or none for once: an engine is not less well for that."""
+        """Read vLLM's metrics; None if missing or unreadable, which does not make the engine unhealthy."""
         if not self._has_metrics:
             return None
         try:
@@ -165,15 +165,15 @@ class OpenAIEngine:
             return None
 
     def _no_answer(self, error: BaseException) -> EngineError:
-        """Only a refused connection says that nobody is there; a slow one, or our own lack of sockets, does not."""
+        """Only a refused connection means unreachable; a timeout, or a lack of local sockets, does not."""
         refused = isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED
-        return EngineError(f"engine {self.info.name} does not answer: {_say(error)}", unreachable=refused)
+        return EngineError(f"engine {self.info.name} does not answer: {_text(error)}", unreachable=refused)
 
     async def close(self) -> None:
         await self._session.close()
         await self._probing.close()
 
 
-def _say(error: BaseException) -> str:
-    """The error in words; some have none of their own."""
+def _text(error: BaseException) -> str:
+    """Return the error's message, or its type's name if the message is empty."""
     return str(error) or type(error).__name__

@@ -1,15 +1,15 @@
-"""Energy that the GPUs of this machine have drawn, told by NVML.
+"""Measures the energy that this machine's GPUs draw, with NVML.
 
-NVML comes with NVIDIA's driver; the package `nvidia-ml-py` (module pynvml) speaks to it. Both are optional: where
-either is missing, there is nothing to measure and `GpuEnergy.open()` is None.
+NVML comes with NVIDIA's driver; the package `nvidia-ml-py` (module pynvml) calls NVML. Both are optional: where
+either is missing, `GpuEnergy.open()` returns None.
 
     energy = GpuEnergy.open()
     before_j = energy.energy_j(time.monotonic())
     ...                                             # energy.sample(time.monotonic()) every 50 ms or so
     drawn_j = energy.energy_j(time.monotonic()) - before_j
 
-GPUs since Volta count their energy themselves; the counter moves in steps of up to 100 ms, so what is measured should
-take longer. Of older ones the power is sampled and integrated, as finely as `sample` is called.
+GPUs since Volta have an energy counter. The counter is updated every 100 ms or faster, so measure over a longer
+time. For older GPUs the power is integrated over the calls of `sample`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any, Protocol
 log = logging.getLogger("llmserve")
 
 Handle = Any
-"""NVML's, opaque."""
+"""NVML's opaque handle of a GPU."""
 
 
 class Nvml(Protocol):
-    """What is used of the module pynvml. Every function raises NVMLError."""
+    """The functions used of the module pynvml. Every function raises NVMLError."""
 
     @property
     def NVMLError(self) -> type[Exception]: ...
@@ -46,13 +46,13 @@ class Nvml(Protocol):
 
 
 class GpuEnergy:
-    """Joules drawn by GPUs since this object was made, summed over them.
+    """The total energy, in joules, that GPUs have drawn since this object was created.
 
     nvml     the module pynvml
-    visible  CUDA_VISIBLE_DEVICES: indices, or beginnings of UUIDs; None: every GPU. Indices are NVML's order, by PCI
-             bus, which is CUDA's where GPUs are alike or CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    visible  CUDA_VISIBLE_DEVICES: indices, or beginnings of UUIDs; None: every GPU. Indices are in NVML's order, by
+             PCI bus, which equals CUDA's order if all GPUs are alike or CUDA_DEVICE_ORDER=PCI_BUS_ID.
 
-    `names` are the GPUs'; () when none can be measured. Raises nvml.NVMLError where there is no driver.
+    `names` are the names of the measured GPUs, possibly (). Raises nvml.NVMLError without a driver.
     """
 
     def __init__(self, nvml: Nvml, visible: str | None = None) -> None:
@@ -63,9 +63,9 @@ class GpuEnergy:
 
     @classmethod
     def open(cls, visible: str | None = None) -> GpuEnergy | None:
-        """Of the GPUs that `visible` names; without it, that our own CUDA_VISIBLE_DEVICES names, else of all.
+        """Measure the GPUs named in `visible`; default: in this process's CUDA_VISIBLE_DEVICES, else all GPUs.
 
-        None without the package, the driver or a GPU.
+        Returns None without the package, the driver or a GPU.
         """
         try:
             nvml = importlib.import_module("pynvml")
@@ -86,25 +86,25 @@ class GpuEnergy:
         return tuple([meter.name for meter in self._meters])
 
     def sample(self, now_s: float) -> None:
-        """Read the GPUs now. now_s : on any clock that does not run backwards, the same one each time."""
+        """Read the GPUs now. now_s : the time on any monotonic clock, the same clock in every call."""
         for meter in self._meters:
             meter.sample(now_s)
 
     def energy_j(self, now_s: float) -> float:
-        """Joules until now: since this object was made, or, of a GPU without a counter, since its first sample.
+        """Return the joules since this object was created, or, for a GPU without a counter, since its first sample.
 
-        Never falls. A GPU that cannot be read any more stays at its last value.
+        Never falls. A GPU that cannot be read any more keeps its last value.
         """
         self.sample(now_s)
         return sum([meter.joules for meter in self._meters])
 
     def close(self) -> None:
-        """Let go of NVML."""
+        """Shut down NVML."""
         self._nvml.nvmlShutdown()
 
 
 class _Meter:
-    """One GPU. A reading that fails is logged once; later ones are tried, for a driver may come back."""
+    """The energy of one GPU. The first failed reading is logged. Later samples try again: a driver may come back."""
 
     def __init__(self, nvml: Nvml, handle: Handle, name: str) -> None:
         self.name = name
@@ -126,11 +126,11 @@ class _Meter:
         raise NotImplementedError
 
     def _miss(self) -> None:
-        """A reading has failed."""
+        """Handle a failed reading."""
 
 
 class _CounterMeter(_Meter):
-    """By the GPU's own counter, which is exact however seldom it is read."""
+    """Reads the GPU's energy counter, which is exact at any sampling interval."""
 
     def __init__(self, nvml: Nvml, handle: Handle, name: str) -> None:
         super().__init__(nvml, handle, name)
@@ -138,19 +138,19 @@ class _CounterMeter(_Meter):
 
     def _read(self, now_s: float) -> None:
         counted_mj = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
-        # It went backwards: the driver was loaded again, or the counter wrapped. Either way it counts from 0 again,
-        # and what was drawn between the last reading and that is not known.
+        # A smaller count means that the driver was reloaded or that the counter wrapped. The counter then starts at 0
+        # again, and the energy between the last reading and the reset is lost.
         start_mj = self._last_mj if counted_mj >= self._last_mj else 0
         self.joules += (counted_mj - start_mj) / 1e3
         self._last_mj = counted_mj
 
 
 class _PowerMeter(_Meter):
-    """By its power, integrated between samples with the trapezoid rule. A gap of failed readings counts nothing."""
+    """Integrates the GPU's power over samples with the trapezoid rule. A gap of failed readings adds no energy."""
 
     def __init__(self, nvml: Nvml, handle: Handle, name: str) -> None:
         super().__init__(nvml, handle, name)
-        nvml.nvmlDeviceGetPowerUsage(handle)  # raises where there is no such reading either
+        nvml.nvmlDeviceGetPowerUsage(handle)  # raises if the GPU reports no power
         self._last: tuple[float, float] | None = None  # time in s, power in W
 
     def _read(self, now_s: float) -> None:
@@ -165,19 +165,19 @@ class _PowerMeter(_Meter):
 
 
 def _meter_of(nvml: Nvml, handle: Handle) -> _Meter | None:
-    """By its counter where it has one, else by its power; None where it has neither (a part of a GPU, with MIG)."""
+    """Return a counter meter, else a power meter, else None (a MIG instance reports neither energy nor power)."""
     name = nvml.nvmlDeviceGetName(handle)
     for kind in (_CounterMeter, _PowerMeter):
         try:
             return kind(nvml, handle, name)
         except nvml.NVMLError as error:
             log.debug("%s of GPU %s: %s", kind.__name__, name, error)
-    log.warning("GPU %s tells neither its energy nor its power", name)
+    log.warning("GPU %s reports neither energy nor power", name)
     return None
 
 
 def _visible_handles(nvml: Nvml, visible: str | None) -> list[Handle]:
-    """Handles of the GPUs that CUDA would show: as CUDA does it, nothing after an entry that names none."""
+    """Return the handles of the GPUs that CUDA would show. As in CUDA, an invalid entry ends the list."""
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     if visible is None:
         return handles

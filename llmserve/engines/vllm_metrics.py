@@ -1,4 +1,4 @@
-"""What vLLM's /metrics tell a scheduler: how much runs, how much waits, and how many tokens its KV cache holds."""
+"""Reads vLLM's /metrics for a scheduler: running and waiting requests, and the KV cache's capacity in tokens."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ RUNNING = re.compile(r"^vllm:num_requests_running(?:\{.*\})? (\S+)$", re.M)
 WAITING = re.compile(r"^vllm:num_requests_waiting(?:\{.*\})? (\S+)$", re.M)
 CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\} \S+$", re.M)
 CACHE_TOKENS = re.compile(r'\bkv_cache_size_tokens="(\d+)"')
-BLOCKS = re.compile(r'\bnum_gpu_blocks="(\d+)"')  # what older versions tell instead
+BLOCKS = re.compile(r'\bnum_gpu_blocks="(\d+)"')  # older versions have blocks instead of tokens
 BLOCK_SIZE = re.compile(r'\bblock_size="(\d+)"')
 
-FIRST_GROWTH = 2.0  # of the number of slots, when all of them are in use and nothing waits
-GROWTH = 1.25  # likewise, once they were found to be all that there are
+FIRST_GROWTH = 2.0  # growth factor of the number of slots, when all slots are in use and no request waits
+GROWTH = 1.25  # the same factor after requests have waited inside the engine once
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One look at an engine. tokens_max: tokens that its KV cache holds; None when it does not tell."""
+    """One reading of an engine's metrics. tokens_max: KV cache capacity in tokens; None if not reported."""
 
     running: int
     waiting: int
@@ -26,7 +26,7 @@ class Load:
 
 
 def read_load(text: str) -> Load | None:
-    """From the text of /metrics, summed over the engine's data-parallel ranks; None when it is not vLLM's."""
+    """Parse the text of /metrics, with sums over the engine's data-parallel ranks; None if not from vLLM."""
     if RUNNING.search(text) is None:
         return None
     tokens = sum(_cache_tokens(labels) for labels in CACHE.findall(text))
@@ -34,10 +34,10 @@ def read_load(text: str) -> Load | None:
 
 
 def _cache_tokens(labels: str) -> int:
-    """0 when they do not tell."""
-    told, blocks, size = (pattern.search(labels) for pattern in (CACHE_TOKENS, BLOCKS, BLOCK_SIZE))
-    if told is not None:
-        return int(told[1])
+    """Return the cache capacity in tokens; 0 if the labels have none."""
+    tokens, blocks, size = (pattern.search(labels) for pattern in (CACHE_TOKENS, BLOCKS, BLOCK_SIZE))
+    if tokens is not None:
+        return int(tokens[1])
     return int(blocks[1]) * int(size[1]) if blocks is not None and size is not None else 0
 
 
@@ -46,27 +46,27 @@ def _sum(pattern: re.Pattern[str], text: str) -> int:
 
 
 class SlotsLearner:
-    """How many requests an engine runs at once, from looks at it; vLLM does not tell its max_num_seqs.
+    """Estimates an engine's number of slots from readings of its metrics; vLLM does not report its max_num_seqs.
 
-    While more wait inside the engine than were sent to wait there, what runs is what fits; while all slots are in use
-    and nothing waits, there may be more. One look can fall between a request's arrival and its first step: two in a
-    row must agree that something waits.
+    While more requests than the look-ahead wait inside the engine, the number of running requests is the number of
+    slots. While all slots are in use and no request waits, the engine may have more slots. A reading may fall between
+    a request's arrival and its first step, so two readings in a row must show the waiting requests.
 
-    slots  to begin with; few, for what is sent too early waits inside the engine, first come first served
-    found  more waited inside than was sent to wait there: until then there may be far more slots
+    slots          first guess; choose few, because requests sent too early wait inside the engine in FCFS order
+    limit_reached  more requests than the look-ahead have waited; before that, there may be far more slots
     """
 
     def __init__(self, slots: int, look_ahead: int) -> None:
         self.slots = slots
-        self.found = False
+        self.limit_reached = False
         self._look_ahead = look_ahead
         self._before: Load | None = None
 
     def observe(self, load: Load) -> int:
-        """The number of slots to use from now on."""
+        """Add a reading. Returns the number of slots to use from now on."""
         before, self._before = self._before, load
         if before is not None and min(before.waiting, load.waiting) > self._look_ahead:
-            self.slots, self.found = max(1, before.running, load.running), True
+            self.slots, self.limit_reached = max(1, before.running, load.running), True
         elif load.waiting == 0 and load.running >= self.slots:
-            self.slots = int(self.slots * (GROWTH if self.found else FIRST_GROWTH)) + 1
+            self.slots = int(self.slots * (GROWTH if self.limit_reached else FIRST_GROWTH)) + 1
         return self.slots

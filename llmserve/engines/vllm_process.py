@@ -1,7 +1,7 @@
-"""vLLM servers of our own: one for each replica, each with GPUs of its own, started as `EngineProcess`es.
+"""vLLM servers that llmserve starts: one `EngineProcess` per replica, each replica with its own GPUs.
 
-What a server is started with is decided by functions that touch nothing; only `visible_gpus`, `check_model` and
-`check_python` look at the machine.
+All functions are pure, except `visible_gpus`, `check_model` and `check_python`, which read the machine's state, and
+`processes`, which reserves ports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llmserve.engines.engine_process import EngineProcess, free_ports
 from llmserve.errors import ConfigError
 from llmserve.extras import install
 
-OURS = ("--model", "--host", "--port", "--uds", "--api-key", "--ssl-keyfile", "--ssl-certfile")
+RESERVED = ("--model", "--host", "--port", "--uds", "--api-key", "--ssl-keyfile", "--ssl-certfile")  # set by llmserve
 DATA_PARALLEL = ("--data-parallel-size", "-dp")
 PARALLEL = (
     ("--tensor-parallel-size", "-tp"),
@@ -26,7 +26,7 @@ PARALLEL = (
     ("--prefill-context-parallel-size", "-pcp"),
     DATA_PARALLEL,
 )
-CHECK_S = 60.0  # longest answer of the interpreter, or of nvidia-smi
+CHECK_S = 60.0  # time limit of the interpreter, or of nvidia-smi
 HAS_VLLM = (
     "import importlib.util, sys; spec = importlib.util.find_spec('vllm'); sys.exit(spec is None or not spec.origin)"
 )
@@ -34,7 +34,7 @@ HAS_VLLM = (
 
 @dataclass(frozen=True)
 class Replica:
-    """One server to be: its name, its command line for a port, and variables beside our own."""
+    """A server to start: its name, its command line for a port, and additional environment variables."""
 
     name: str
     command: Callable[[int], list[str]]
@@ -52,7 +52,7 @@ class Replica:
 
 
 def processes(replicas: Sequence[Replica], *, start_s: float, log_folder: Path) -> list[EngineProcess]:
-    """Not started yet; each with a port of its own. Their logs are log_folder/vllm-0.log, ..."""
+    """Return unstarted processes, each with its own port. Logs are log_folder/vllm-0.log, ..."""
     ports = free_ports(len(replicas))
     pairs = zip(replicas, ports, strict=True)
     return [replica.process(port, start_s=start_s, log_folder=log_folder) for replica, port in pairs]
@@ -61,42 +61,44 @@ def processes(replicas: Sequence[Replica], *, start_s: float, log_folder: Path) 
 def plan(
     model: str, *, python: str, slots: int | None, args: Sequence[str], count: int | None, gpus: Sequence[str]
 ) -> list[Replica]:
-    """The replicas vllm-0, vllm-1, ...
+    """Return the replicas vllm-0, vllm-1, ...
 
-    slots  --max-num-seqs; None: vLLM's own  count  of replicas; None: as many as the GPUs allow, at least one
-    args   for vLLM, as the user gave them   gpus   as CUDA_VISIBLE_DEVICES names them; none: vLLM runs without
+    slots  --max-num-seqs; None: vLLM's default
+    count  number of replicas; None: as many as the GPUs allow, at least one
+    args   further arguments of vLLM, from the user
+    gpus   names as in CUDA_VISIBLE_DEVICES; empty: vLLM runs without a GPU
 
-    Raises ConfigError when the replicas need more GPUs than there are, or `args` say what is ours to say.
+    Raises ConfigError when the replicas need more GPUs than exist, or when `args` has a reserved flag.
     """
-    for flag in OURS:
+    for flag in RESERVED:
         if any(_flag_of(word) == flag for word in args):
-            raise ConfigError(f"{flag} is not for vLLM's arguments: llmserve chooses it")
+            raise ConfigError(f"{flag} is not allowed among vLLM's arguments: llmserve sets {flag}")
     command = partial(_command, python, os.path.expanduser(model), slots, tuple(args))
-    each = _gpus_each(args)
+    size = _gpus_per_replica(args)
     if not gpus:
         return [Replica(f"vllm-{index}", command) for index in range(count or 1)]
-    count = count or max(1, len(gpus) // each)
-    if count * each > len(gpus):
-        raise ConfigError(f"replicas: {count} of {each} GPUs each need {count * each}, there are {len(gpus)}")
-    parts = [",".join(gpus[index * each : (index + 1) * each]) for index in range(count)]
+    count = count or max(1, len(gpus) // size)
+    if count * size > len(gpus):
+        raise ConfigError(f"replicas: {count} of {size} GPUs each need {count * size} GPUs, there are {len(gpus)}")
+    parts = [",".join(gpus[index * size : (index + 1) * size]) for index in range(count)]
     return [Replica(f"vllm-{index}", command, {"CUDA_VISIBLE_DEVICES": part}) for index, part in enumerate(parts)]
 
 
 def slots_of(slots: int | None, args: Sequence[str]) -> int | None:
-    """Requests that a server, or each of its data-parallel ranks, runs at once: as said to us, or to vLLM.
+    """Return the slots of a server, or of each of its data-parallel ranks, from `slots` or vLLM's --max-num-seqs.
 
-    None when nobody has said: vLLM then chooses by its GPU's memory. Raises ConfigError when the two differ.
+    None when neither is set: vLLM then chooses by its GPU's memory. Raises ConfigError when the two differ.
     """
-    said = {_number(text, "--max-num-seqs") for text in _values(args, "--max-num-seqs")}
-    said |= {slots} if slots is not None else set()
-    if len(said) > 1:
-        numbers = " and ".join(map(str, sorted(said)))
-        raise ConfigError(f"slots: --slots and vLLM's --max-num-seqs are the same thing, but say {numbers}")
-    return said.pop() if said else None
+    values = {_number(text, "--max-num-seqs") for text in _values(args, "--max-num-seqs")}
+    values |= {slots} if slots is not None else set()
+    if len(values) > 1:
+        numbers = " and ".join(map(str, sorted(values)))
+        raise ConfigError(f"slots: --slots and vLLM's --max-num-seqs set the same limit, but differ: {numbers}")
+    return values.pop() if values else None
 
 
 def ranks_of(args: Sequence[str]) -> int:
-    """Data-parallel ranks of a server, each with its own requests."""
+    """Return the number of a server's data-parallel ranks, each of which has its own slots."""
     return _number_of(args, DATA_PARALLEL)
 
 
@@ -110,26 +112,26 @@ def _command(python: str, model: str, slots: int | None, args: tuple[str, ...], 
     return [*words, *args]
 
 
-def _gpus_each(args: Sequence[str]) -> int:
-    each = 1
+def _gpus_per_replica(args: Sequence[str]) -> int:
+    gpus = 1
     for flags in PARALLEL:
-        each *= _number_of(args, flags)
-    return each
+        gpus *= _number_of(args, flags)
+    return gpus
 
 
 def _number_of(args: Sequence[str], flags: tuple[str, str]) -> int:
-    """1 when it is not given; the last when it is given twice."""
+    """Return the last value of a flag; 1 when the flag is absent."""
     return _number((_values(args, *flags) or ["1"])[-1], flags[0])
 
 
 def _flag_of(word: str) -> str:
-    """vLLM takes underscores as well."""
+    """Return the flag of a word, with dashes: vLLM also accepts underscores."""
     name = word.partition("=")[0]
     return name.replace("_", "-") if name.startswith("--") else name
 
 
 def _values(args: Sequence[str], *flags: str) -> list[str]:
-    """What the flags are given, as `--flag VALUE` or `--flag=VALUE`, in order."""
+    """Return the values of the flags, from `--flag VALUE` and `--flag=VALUE`, in order."""
     values = []
     for word, following in zip_longest(args, args[1:], fillvalue=""):
         if _flag_of(word) in flags:
@@ -143,25 +145,25 @@ def _number(text: str, flag: str) -> int:
     return int(text)
 
 
-# ---- what there is on this machine --------------------------------------------------------------------------------
+# ---- checks of this machine ---------------------------------------------------------------------------------------
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """The GPUs that we may use, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the usable GPUs, by their names in CUDA_VISIBLE_DEVICES; by default nvidia-smi's indices."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         names = [name.strip() for name in visible.split(",") if name.strip()]
-        return names[: names.index("-1")] if "-1" in names else names  # so CUDA reads it
+        return names[: names.index("-1")] if "-1" in names else names  # as CUDA does
     try:
         query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-        asked = subprocess.run(query, capture_output=True, text=True, timeout=CHECK_S, check=True)
+        reply = subprocess.run(query, capture_output=True, text=True, timeout=CHECK_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in asked.stdout.splitlines() if line.strip().isdecimal()]
+    return [line.strip() for line in reply.stdout.splitlines() if line.strip().isdecimal()]
 
 
 def check_model(model: str) -> None:
-    """Raises ConfigError when this can be neither a model folder nor a hub id. What a hub id holds, vLLM says."""
+    """Raise ConfigError when the name is neither a model folder nor a possible hub id. vLLM itself checks hub ids."""
     path = Path(model).expanduser()
     if path.is_dir():
         if not any((path / name).is_file() for name in ("config.json", "params.json")):
@@ -171,17 +173,17 @@ def check_model(model: str) -> None:
 
 
 def _is_path(model: str) -> bool:
-    """A hub id is NAME or OWNER/NAME."""
+    """Whether the name cannot be a hub id, which is NAME or OWNER/NAME."""
     return model.startswith((".", "/", "~")) or model.endswith("/") or model.count("/") > 1
 
 
 def check_python(python: str) -> None:
-    """Raises ConfigError when it cannot be run or has no vLLM, which is not imported: that would take seconds."""
+    """Raise ConfigError when the interpreter cannot be run or has no vLLM. vLLM is not imported: that takes seconds."""
     try:
-        asked = subprocess.run([python, "-c", HAS_VLLM], capture_output=True, timeout=CHECK_S, check=False)
+        probe = subprocess.run([python, "-c", HAS_VLLM], capture_output=True, timeout=CHECK_S, check=False)
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"engine_python: {python} cannot be run: {error}") from error
-    if asked.returncode != 0:
+    if probe.returncode != 0:
         raise ConfigError(
             f"there is no vLLM for {python}: {install('vllm')}, or name the Python of an environment that has it with "
             "--engine-python"

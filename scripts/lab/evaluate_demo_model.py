@@ -1,10 +1,10 @@
-"""What the demo model really answers: held-out accuracy, lengths for the length predictor, the documents.
+"""Evaluate the demo model: accuracy on held-out prompts, lengths for the length predictor, and the documents.
 
     python scripts/lab/evaluate_demo_model.py                        # accuracy of the shipped model on held-out prompts
     python scripts/lab/evaluate_demo_model.py --lengths-output lengths.jsonl    # data for the length predictor instead
 
-All answers are greedy and batched. `output_tokens` means what OpenAI's `usage.completion_tokens` means: the
-tokens generated for the answer. The end token is not counted.
+All answers are greedy and batched. `output_tokens` counts the generated tokens of an answer without the end token, as
+OpenAI's `usage.completion_tokens`.
 """
 
 import json
@@ -29,7 +29,7 @@ from llmserve.engines.embedded.protocol import ChatMessage
 ANSWER_TOKENS_MAX = 480  # a right answer has at most about 420
 
 
-EVALUATION_SEED, LENGTHS_SEED = 1_000_003, 2_000_003  # added to the seed: other draws than training's
+EVALUATION_SEED, LENGTHS_SEED = 1_000_003, 2_000_003  # added to the seed, so that draws differ from training
 
 
 # --- evaluation -------------------------------------------------------------------------------------------
@@ -48,22 +48,22 @@ def answers(
     batch_size: int = 32,
     answer_tokens_max: int = ANSWER_TOKENS_MAX,
 ) -> list[Answer]:
-    """The model's greedy answers as the embedded engine gives them, in the order of `examples`.
+    """Return the model's greedy answers, from the embedded engine's decoder, in the order of `examples`.
 
-    Batches hold answers of like expected length: little is computed for answers that are already over.
+    A batch has answers of similar expected length, so that few steps run for answers that have ended.
     """
     order = sorted(range(len(examples)), key=lambda row: len(examples[row].answer))
-    found: dict[int, Answer] = {}
+    by_row: dict[int, Answer] = {}
     began = time.monotonic()
     with shared() as report:
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
-            asked = [model.chat_ids([ChatMessage("user", examples[row].prompt)]) for row in batch]
-            given = _run(model, [model.row(ids, answer_tokens_max, model.defaults) for ids in asked])
-            found |= zip(batch, given, strict=True)
-            tokens_per_s = sum(answer.output_tokens for answer in found.values()) / (time.monotonic() - began)
-            report(f"answered {len(found)}/{len(order)}  {tokens_per_s:,.0f} tokens/s", len(found) / len(order))
-    return [found[row] for row in range(len(examples))]
+            prompts = [model.chat_ids([ChatMessage("user", examples[row].prompt)]) for row in batch]
+            batch_answers = _run(model, [model.row(ids, answer_tokens_max, model.defaults) for ids in prompts])
+            by_row |= zip(batch, batch_answers, strict=True)
+            tokens_per_s = sum(answer.output_tokens for answer in by_row.values()) / (time.monotonic() - began)
+            report(f"answered {len(by_row)}/{len(order)}  {tokens_per_s:,.0f} tokens/s", len(by_row) / len(order))
+    return [by_row[row] for row in range(len(examples))]
 
 
 def _run(model: LanguageModel, rows: list[DecodingRow]) -> list[Answer]:
@@ -86,18 +86,18 @@ def evaluate(
     seed: int,
     answer_tokens_max: int = ANSWER_TOKENS_MAX,
 ) -> dict[str, Any]:
-    """Exact-match accuracy on held-out prompts, and the lengths of the right answers to them."""
-    asked = demo_corpus.examples(prompts, seed + EVALUATION_SEED, held_out=True)
+    """Measure exact-match accuracy on held-out prompts, and the lengths of the right answers."""
+    examples = demo_corpus.examples(prompts, seed + EVALUATION_SEED, held_out=True)
     began = time.monotonic()
-    given = answers(model, asked, answer_tokens_max=answer_tokens_max)
+    outputs = answers(model, examples, answer_tokens_max=answer_tokens_max)
     seconds = time.monotonic() - began
-    right = [answer.text == example.answer for answer, example in zip(given, asked, strict=True)]
-    prompts_of = Counter(example.family for example in asked)
-    right_of = Counter(example.family for example, ok in zip(asked, right, strict=True) if ok)
-    lengths = [len(model.text_ids(e.answer)) for e in asked]
-    lengths_of = {f: [n for n, e in zip(lengths, asked, strict=True) if e.family == f] for f in prompts_of}
+    right = [answer.text == example.answer for answer, example in zip(outputs, examples, strict=True)]
+    prompts_of = Counter(example.family for example in examples)
+    right_of = Counter(example.family for example, ok in zip(examples, right, strict=True) if ok)
+    lengths = [len(model.text_ids(e.answer)) for e in examples]
+    lengths_of = {f: [n for n, e in zip(lengths, examples, strict=True) if e.family == f] for f in prompts_of}
     return {
-        "held_out_prompts": len(asked),
+        "held_out_prompts": len(examples),
         "exact": round(mean(right), 4),
         "families": {
             family: {
@@ -108,9 +108,9 @@ def evaluate(
             for family in sorted(prompts_of)
         },
         "output_tokens": _spread(lengths),
-        "generated_tokens_per_s": round(sum(answer.output_tokens for answer in given) / seconds),
-        "failures": _failures(asked, given, right),
-        "samples": _samples(asked, given, lengths),
+        "generated_tokens_per_s": round(sum(answer.output_tokens for answer in outputs) / seconds),
+        "failures": _failures(examples, outputs, right),
+        "samples": _samples(examples, outputs, lengths),
     }
 
 
@@ -126,18 +126,18 @@ def _spread(lengths: list[int]) -> dict[str, float]:
     }
 
 
-def _failures(asked: list[Example], given: list[Answer], right: list[bool]) -> list[dict[str, str]]:
-    wrong = [(e, a) for e, a, ok in zip(asked, given, right, strict=True) if not ok]
+def _failures(examples: list[Example], outputs: list[Answer], right: list[bool]) -> list[dict[str, str]]:
+    wrong = [(e, a) for e, a, ok in zip(examples, outputs, right, strict=True) if not ok]
     return [{"prompt": e.prompt, "expected": e.answer[:200], "answered": a.text[:200]} for e, a in wrong[:12]]
 
 
-def _samples(asked: list[Example], given: list[Answer], lengths: list[int]) -> list[dict[str, str]]:
-    """One short prompt per family with what the model really answered, right or wrong."""
-    shown: dict[str, dict[str, str]] = {}
-    for example, answer, length in zip(asked, given, lengths, strict=True):
+def _samples(examples: list[Example], outputs: list[Answer], lengths: list[int]) -> list[dict[str, str]]:
+    """Return one short prompt of each family with the model's answer, right or wrong."""
+    by_family: dict[str, dict[str, str]] = {}
+    for example, answer, length in zip(examples, outputs, lengths, strict=True):
         if 8 < length < 60:
-            shown.setdefault(example.family, {"prompt": example.prompt, "answered": answer.text})
-    return [shown[family] for family in sorted(shown)]
+            by_family.setdefault(example.family, {"prompt": example.prompt, "answered": answer.text})
+    return [by_family[family] for family in sorted(by_family)]
 
 
 # --- documents and lengths -------------------------------------------------------------------------------------
@@ -153,32 +153,32 @@ def _page(m: dict[str, Any]) -> str:
     failures = "\n".join(f"* `{f['prompt']}` -> `{f['answered'][:80]!r}`" for f in m["failures"][:5])
     return f"""# The demo model
 
-A Llama-architecture model of {m["parameters"] / 1e6:.1f} M parameters ({m["weights_mb"]:.1f} MB), trained from nothing
-by `scripts/lab/train_demo_model.py` on text that `demo_corpus.py` makes up. It counts, recites lists and
-tables, spells, copies and makes a little small talk. It lets `llmserve serve` answer on any CPU without a download, and
-its answers have a wide spread of lengths that their prompts reveal, which is what llmserve is there to use.
+A Llama-architecture model of {m["parameters"] / 1e6:.1f} M parameters ({m["weights_mb"]:.1f} MB), trained from scratch
+by `scripts/lab/train_demo_model.py` on synthetic text from `demo_corpus.py`. The model counts, recites lists and
+tables, spells, copies and makes a little small talk. With it, `llmserve serve` answers on any CPU without a download.
+Its answers have a wide spread of lengths, which the prompts reveal, so that llmserve can use predictions of length.
 
-It is not an assistant. It has no numbers above {demo_corpus.NUMBER_MAX}, spells only
-{len(demo_corpus.SPELLABLE)} words, knows the times tables of 2 to 10, and was never asked anything outside
-these families: to other questions it gives some fluent answer that is wrong. Answers are greedy by default.
-A number up to {demo_corpus.NUMBER_MAX} is one token, and so is a letter.
+The model is not an assistant. It has no numbers above {demo_corpus.NUMBER_MAX}, spells only
+{len(demo_corpus.SPELLABLE)} words, knows the times tables of 2 to 10, and was trained only on these families of
+questions: to other questions it gives fluent but wrong answers. Answers are greedy by default. A number up to
+{demo_corpus.NUMBER_MAX} is one token, and so is a letter.
 
-## Made by
+## Training
 
     {m["command"]}
 
 {m["date"]}, {m["machine"]} shared with other work, {m["training"]["minutes"]:.0f} minutes of training:
-{m["training"]["steps"]} steps, {m["training"]["tokens"] / 1e6:.1f} M tokens. A run that ends by the clock
-takes as many steps as the machine manages, so another run differs a little.
+{m["training"]["steps"]} steps, {m["training"]["tokens"] / 1e6:.1f} M tokens. With a limit of time, the number of
+steps depends on the machine, so that another run differs slightly.
 
 ## Exact answers on held-out prompts
 
-Prompts that training never saw (a tenth of all, chosen by hash), greedy, the whole answer right to the last
-token. The same task may have been seen in other words.
+The held-out prompts are a tenth of all prompts, chosen by hash, and are not in the training data; the same task may be
+there in other words. Decoding is greedy. An answer is exact if every token is right.
 
 {table(m)}
 
-Lengths are of the right answers, without the end token; their coefficient of variation is
+Lengths are those of the right answers, without the end token; their coefficient of variation is
 {m["output_tokens"]["coefficient_of_variation"]}.
 
 ## Answers
@@ -192,7 +192,7 @@ Lengths are of the right answers, without the end token; their coefficient of va
 
 
 def table(m: dict[str, Any]) -> str:
-    """Accuracy and lengths per family, as Markdown."""
+    """Return accuracy and lengths by family, as Markdown."""
     together = {"exact": m["exact"], "prompts": m["held_out_prompts"], "output_tokens": m["output_tokens"]}
     rows = [_row(family, values) for family, values in [*m["families"].items(), ("**all**", together)]]
     head = ["| family | prompts | exact | tokens, median | mean | p95 | max |", "|---|---|---|---|---|---|---|"]
@@ -208,14 +208,14 @@ def _row(family: str, v: dict[str, Any]) -> str:
 
 
 def write_lengths(model: LanguageModel, path: Path, prompts: int, seed: int) -> None:
-    """JSONL rows for the length predictor: prompts and how many tokens the model answers with.
+    """Write JSONL rows for the length predictor: prompts, and the number of tokens of the model's answers.
 
-    Of the training split only, so that benchmarks can use held-out prompts that neither model has seen.
+    All prompts are of the training split, so that neither model has seen the held-out prompts of benchmarks.
     """
-    asked = demo_corpus.examples(prompts, seed + LENGTHS_SEED, held_out=False)
-    given = answers(model, asked)
+    examples = demo_corpus.examples(prompts, seed + LENGTHS_SEED, held_out=False)
+    outputs = answers(model, examples)
     with path.open("w") as file:
-        for example, answer in zip(asked, given, strict=True):
+        for example, answer in zip(examples, outputs, strict=True):
             row = {
                 "prompt": example.prompt,
                 "model": MODEL,
@@ -232,9 +232,9 @@ def write_lengths(model: LanguageModel, path: Path, prompts: int, seed: int) -> 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=MODEL_FOLDER)
-    parser.add_argument("--prompts", type=int, help="how many (1500 for accuracy, 12500 for lengths)")
-    parser.add_argument("--seed", type=int, default=0, help="draws the prompts")
-    parser.add_argument("--threads", type=int, default=1, help="more help only where cores are idle")
+    parser.add_argument("--prompts", type=int, help="number of prompts (1500 for accuracy, 12500 for lengths)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; more threads need idle cores")
     parser.add_argument("--lengths-output", type=Path, help="write (prompt, model, output_tokens, finish_reason) rows")
     args = parser.parse_args()
     model = LanguageModel.load(str(args.model), threads=args.threads)

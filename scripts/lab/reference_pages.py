@@ -1,9 +1,9 @@
-"""The pages of all settings and all metrics, from the code: docs/reference/settings.md and metrics.md.
+"""Write the pages of all settings and all metrics from the code: docs/reference/settings.md and metrics.md.
 
-    python scripts/lab/reference_pages.py           write them
-    python scripts/lab/reference_pages.py --check   exit status 1 when they are not what the code says
+    python scripts/lab/reference_pages.py           write the pages
+    python scripts/lab/reference_pages.py --check   exit status 1 if a page differs from the code
 
-tests/test_reference_pages.py compares them, too.
+tests/test_reference_pages.py compares the pages, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from llmserve.scheduling.messages import DispatchSolved, EngineReady, RequestArr
 from llmserve.settings import COMMON, TITLES, Config
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
-PROFILE = "p4-googlenet"  # any one that knows its energy
+PROFILE = "p4-googlenet"  # any profile with energy
 MADE = "<!-- made by scripts/lab/reference_pages.py: change the code, not this page -->"
 
 
@@ -47,10 +47,10 @@ def settings_page() -> str:
         "",
         "Each setting of `llmserve serve` is a flag (`--batch-size`), an environment variable (`LLMSERVE_BATCH_SIZE`) "
         "and a key of the TOML file that `--config` names (`[scheduling] batch_size`). Flags win over variables, and "
-        "variables over the file. `llmserve serve --help` shows those in bold, `--help-all` shows all, and "
-        "`--show-config` prints the value of each and where it came from.",
+        "variables over the file. `llmserve serve --help` shows the settings in bold, `--help-all` shows all settings, "
+        "and `--show-config` prints each value and its source.",
     ]
-    lines += ["", "| where nothing is chosen, and | release | order | batch size |", "|---|---|---|---|"]
+    lines += ["", "| defaults if | release | order | batch size |", "|---|---|---|---|"]
     lines += [f"| {kind} | {row.release} | {row.order} | {row.batch_size} |" for kind, row in DEFAULTS.items()]
     for name, struct in sections(Config).items():
         lines += ["", f"## [{name}]: {TITLES[name]}", "", "| setting | takes | default | |", "|---|---|---|---|"]
@@ -62,13 +62,13 @@ def settings_page() -> str:
 
 def _row(name: str, hint: Any, default: Any) -> str:
     text = next((meta.description for meta in typing.get_args(hint)[1:] if meta.description), "")
-    found = re.search(r" \(default:? ([^()]*)\)$", text)
-    if found is not None:
-        text, told = text[: found.start()], found[1]
+    match = re.search(r" \(default:? ([^()]*)\)$", text)
+    if match is not None:
+        text, default_text = text[: match.start()], match[1]
     else:
-        told = "none" if default is None or default == () else _value(default)
-    shown = f"**{name}**" if name in COMMON else name
-    return f"| {shown} | {takes(hint)} | {told} | {text} |"
+        default_text = "none" if default is None or default == () else _value(default)
+    cell = f"**{name}**" if name in COMMON else name
+    return f"| {cell} | {takes(hint)} | {default_text} | {text} |"
 
 
 def _value(default: Any) -> str:
@@ -83,9 +83,9 @@ def metrics_page() -> str:
         "# Metrics",
         MADE,
         "",
-        "`GET /metrics` tells these in Prometheus's text format. Counters end in `_total`; a histogram has `_bucket`, "
-        "`_sum` and `_count`. Where several models are served, what is told of bins has the label `model`, too. "
-        "Energy is told where it can be measured or modelled (`profile`), plans where the release follows them.",
+        "`GET /metrics` returns these metrics in Prometheus's text format. Counters end in `_total`; a histogram has "
+        "`_bucket`, `_sum` and `_count`. With several models, metrics of bins also have the label `model`. Metrics of "
+        "energy exist if energy can be measured or modelled (`profile`), metrics of plans if the release uses plans.",
         "",
         "| metric | kind | labels | |",
         "|---|---|---|---|",
@@ -96,7 +96,7 @@ def metrics_page() -> str:
 
 
 def _metrics() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
-    """(name, kind, labels, help) of all that a server may tell."""
+    """Yield (name, kind, labels, help) of every metric that a server may have."""
     metrics = _server_metrics()
     labels_of = {
         member._name: member._labelnames
@@ -114,7 +114,7 @@ def _full_name(family: Metric) -> str:
 
 
 def _server_metrics() -> Metrics:
-    """Of a server that has seen everything which brings a metric: a plan, energy, a request."""
+    """Return the metrics of a server with a plan, energy and a request, so that every metric exists."""
     scheduling = SchedulingConfig(release="table").resolved(barrier=True)
     header = Header(scheduling)
     profile = resolve(PROFILE)
@@ -133,7 +133,7 @@ def _server_metrics() -> Metrics:
 
 
 def pages() -> dict[str, str]:
-    """By file name."""
+    """Return the texts by file name."""
     return {"settings.md": settings_page(), "metrics.md": metrics_page()}
 
 
@@ -143,7 +143,7 @@ def main() -> int:
     args = parser.parse_args()
     stale = [name for name, text in pages().items() if not _is(FOLDER / name, text)]
     for name in stale:
-        print(f"{FOLDER / name} {'is not what the code says' if args.check else 'is written'}")
+        print(f"{FOLDER / name} {'differs from the code' if args.check else 'is written'}")
         if not args.check:
             FOLDER.mkdir(parents=True, exist_ok=True)
             (FOLDER / name).write_text(pages()[name])

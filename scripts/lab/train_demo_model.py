@@ -1,7 +1,7 @@
-"""Train the demo model: a tiny Llama that counts, lists, spells and copies, from nothing, on a CPU.
+"""Train the demo model from scratch on a CPU: a tiny Llama that counts, lists, spells and copies.
 
     python scripts/lab/train_demo_model.py                              # corpus, tokenizer, model, evaluation, docs
-    python scripts/lab/train_demo_model.py --quick --output /tmp/demo   # the same path in seconds; the model is useless
+    python scripts/lab/train_demo_model.py --quick --output /tmp/demo   # the same steps in seconds; a useless model
 
 scripts/lab/evaluate_demo_model.py measures a trained model and writes the lengths of its answers.
 """
@@ -54,16 +54,16 @@ SYSTEM_PROMPTS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how to train. One of steps and minutes ends the run: whichever comes first."""
+    """Duration and parameters of the training. The run ends after `steps` or `minutes`, whichever comes first."""
 
     steps: int = 3000
     minutes: float = math.inf
     seed: int = 0
     tokens_per_part: int = 1024
-    parts_per_step: int = 3  # parts hold conversations of like length; a step mixes lengths by summing parts
+    parts_per_step: int = 3  # a part has conversations of similar length; a step mixes lengths by summing parts
     learning_rate_max: float = 3e-3
     warmup: float = 0.03  # share of the run
-    cooldown_from: float = 0.5  # likewise
+    cooldown_from: float = 0.5  # share of the run
     evaluated_prompts: int = 1500
     evaluated_tokens_max: int = ANSWER_TOKENS_MAX
 
@@ -75,10 +75,10 @@ QUICK = Plan(steps=4, minutes=1, tokens_per_part=512, evaluated_prompts=8, evalu
 
 
 def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, so any UTF-8 text works, with whole tokens for the corpus's numbers and words.
+    """Build a byte-level BPE, for any UTF-8 text, with whole tokens for the corpus's numbers and words.
 
-    A number is one token whatever stands before it, so counting is a successor look-up; a lone letter is one
-    token too, so spelling is copying letters. `ignore_merges` takes a piece that is in the vocabulary whole.
+    A number is one token in any context, so that counting is a look-up of the successor. A single letter is one token,
+    so that spelling is copying letters. `ignore_merges` keeps a piece of the vocabulary whole.
     """
     pieces = pre_tokenizers.Sequence(
         [
@@ -115,11 +115,11 @@ def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 
 def _phrasing_only(seed: int) -> Iterator[str]:
-    """Training text without numbers and listed words: these become whole tokens without any merge."""
-    known = re.compile(r"\d+|\b(?:" + "|".join(demo_corpus.WORDS) + r")\b")
+    """Yield training text without numbers and listed words, which become whole tokens without merges."""
+    whole_tokens = re.compile(r"\d+|\b(?:" + "|".join(demo_corpus.WORDS) + r")\b")
     yield from SYSTEM_PROMPTS * 20
     for example in demo_corpus.examples(4000, seed, held_out=False):
-        yield known.sub("0", f"{example.prompt}\n{example.answer}")  # the pieces around them stay as they are
+        yield whole_tokens.sub("0", f"{example.prompt}\n{example.answer}")  # "0" keeps the surrounding pieces unchanged
 
 
 # --- training data ----------------------------------------------------------------------------------------
@@ -128,52 +128,55 @@ def _phrasing_only(seed: int) -> Iterator[str]:
 @dataclass(frozen=True)
 class Conversation:
     ids: list[int]
-    weights: list[float]  # same length; positive where the token is the model's to produce (answer and end token)
+    weights: list[float]  # same length; positive where the model produces the token (answer and end token)
 
 
 def conversations(
     tokenizer: PreTrainedTokenizerFast, rng: random.Random, examples: list[Example]
 ) -> list[Conversation]:
-    """Most examples alone; some after a system prompt, some after an earlier exchange that must not matter."""
+    """Encode examples as conversations: some after a system prompt, some after an earlier, irrelevant exchange."""
     encode = tokenizer.backend_tokenizer.encode_batch
     prompts = [e.ids for e in encode([example.prompt for example in examples], add_special_tokens=False)]
     answers = [e.ids for e in encode([example.answer for example in examples], add_special_tokens=False)]
     systems = [e.ids for e in encode(list(SYSTEM_PROMPTS), add_special_tokens=False)]
     system, user, assistant, end = tokenizer.convert_tokens_to_ids([SYSTEM, USER, ASSISTANT, END])
-    made: list[Conversation] = []
+    encoded: list[Conversation] = []
     previous: Conversation | None = None
     for prompt, answer in zip(prompts, answers, strict=True):
         head = [system, *rng.choice(systems), end] if rng.random() < 0.1 else []
-        asked, told = [user, *prompt, end, assistant], [*answer, end]
-        # Half way between each token counting alike (the one decision to stop would drown in long answers) and
-        # each answer counting alike (long answers would hardly be learnt).
-        exchange = Conversation(asked + told, [0.0] * len(asked) + [len(told) ** -0.5] * len(told))
+        question, reply = [user, *prompt, end, assistant], [*answer, end]
+        # The weights are a compromise. With equal weights of tokens, the single decision to stop would drown in long
+        # answers. With equal weights of answers, the model would hardly learn long answers.
+        exchange = Conversation(question + reply, [0.0] * len(question) + [len(reply) ** -0.5] * len(reply))
         before = previous if previous and len(previous.ids) < 100 and rng.random() < 0.12 else Conversation([], [])
-        made.append(
+        encoded.append(
             Conversation(head + before.ids + exchange.ids, [0.0] * len(head) + before.weights + exchange.weights)
         )
         previous = exchange
-    return made
+    return encoded
 
 
 def drills(tokenizer: PreTrainedTokenizerFast, rng: random.Random, n: int) -> list[Conversation]:
-    """Random tokens and the same tokens again. Every token of the answer asks the model to find its place in the
-    prompt, so it learns to look things up there much sooner than from the corpus alone."""
+    """Return n conversations whose answers repeat the random tokens of their prompts.
+
+    For every token of the answer the model must find a place in the prompt. So the model learns to look up tokens much
+    sooner than from the corpus alone.
+    """
     user, assistant, end = tokenizer.convert_tokens_to_ids([USER, ASSISTANT, END])
-    made = []
+    encoded = []
     for _ in range(n):
         ids = rng.sample(range(5, len(tokenizer)), rng.randint(2, 24))
         head, weight = [user, *ids, end, assistant], (len(ids) + 1) ** -0.5
-        made.append(Conversation([*head, *ids, end], [0.0] * len(head) + [weight] * (len(ids) + 1)))
-    return made
+        encoded.append(Conversation([*head, *ids, end], [0.0] * len(head) + [weight] * (len(ids) + 1)))
+    return encoded
 
 
 def parts(
     tokenizer: PreTrainedTokenizerFast, seed: int, tokens: int, answer_tokens_max: int, drills_per_chunk: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (ids, weights) of shape (rows, width), rows * width <= tokens where a row allows it.
+    """Yield (ids, weights) of shape (rows, width) without end; rows * width <= tokens unless a single row is longer.
 
-    Rows of like length share a part, so little of it is padding; the parts come in random order.
+    Rows of similar length share a part, which keeps padding small. The parts come in random order.
     """
     rng = random.Random(f"parts {seed}")
     source = demo_corpus.stream(seed, held_out=False, tokens_max=answer_tokens_max)
@@ -221,30 +224,33 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for the embedding and the norms, at one learning rate."""
+    """Return Muon for the matrices of the layers, and AdamW for the embedding and the norms, at one learning rate."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    others = [p for name, p in model.named_parameters() if "layers" not in name or p.ndim < 2]
+    embedding_and_norms = [p for name, p in model.named_parameters() if "layers" not in name or p.ndim < 2]
     return [
         torch.optim.Muon(matrices, lr=0.0, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.98), weight_decay=0.05, fused=True),
+        torch.optim.AdamW(embedding_and_norms, lr=0.0, betas=(0.9, 0.98), weight_decay=0.05, fused=True),
     ]
 
 
 def answer_loss(model: LlamaForCausalLM, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weighted sum of cross-entropies over answers. Padding is on the right, so causality alone hides it."""
+    """Return the weighted sum of cross-entropies over answers. Padding is on the right: the causal mask hides it."""
     weights = weights[:, 1:]
     answered = weights > 0
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state
-        logits = model.lm_head(hidden[answered])  # the vocabulary is only visited where it counts
+        logits = model.lm_head(hidden[answered])  # logits only of answer tokens
     losses = torch.nn.functional.cross_entropy(logits.float(), ids[:, 1:][answered], reduction="none")
     return (losses * weights[answered]).sum()
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What is practised. Short answers come first: they hold most decisions per token (where to start, what to
-    copy, when to stop); drills come first too, for looking things up is what those decisions need."""
+    """A stage of the training. Short answers and many drills come first.
+
+    Short answers have the most decisions per token: where to start, which token to copy, when to stop. Drills teach the
+    look-ups that these decisions need.
+    """
 
     until: float  # progress, 0..1
     answer_tokens_max: int
@@ -255,7 +261,7 @@ STAGES = (Stage(0.3, 40, 512), Stage(0.5, 40, 64), Stage(0.72, 120, 64), Stage(1
 
 
 def learning_rate(plan: Plan, progress: float) -> float:
-    """Linear warm-up, flat, then a cosine to zero, over progress 0..1."""
+    """Return the rate at a progress in 0..1: a linear warm-up, a flat part, then a cosine to zero."""
     warm = min(1.0, (progress + 1e-3) / (plan.warmup + 1e-3))
     cooled = max(0.0, (progress - plan.cooldown_from) / (1 - plan.cooldown_from))
     return plan.learning_rate_max * warm * 0.5 * (1 + math.cos(math.pi * cooled))
@@ -263,7 +269,7 @@ def learning_rate(plan: Plan, progress: float) -> float:
 
 @dataclass
 class Run:
-    """What a checkpoint holds beside the weights."""
+    """The part of a checkpoint besides the weights."""
 
     step: int = 0
     seconds: float = 0.0
@@ -273,16 +279,16 @@ class Run:
 def train(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, plan: Plan, checkpoint: Path, resume: bool
 ) -> Run:
-    """Train until `plan` ends. A checkpoint is written every two minutes and at the end."""
+    """Train until the end of the plan. Write a checkpoint every two minutes and at the end."""
     optimizers = build_optimizers(model)
     run = _load(checkpoint, model, optimizers) if resume else Run()
     began, saved = time.monotonic() - run.seconds, run.seconds
-    shown, loss_mean = run.seconds - 60, float("nan")
+    reported, loss_mean = run.seconds - 60, float("nan")
     stage: Stage | None = None
     model.train()
     with shared() as report:
         while (progress := max(run.step / plan.steps, run.seconds / 60 / plan.minutes)) < 1:
-            if stage is None or progress >= stage.until:  # a resumed run, too, draws fresh examples
+            if stage is None or progress >= stage.until:  # a resumed run also draws new examples
                 stage = next(stage for stage in STAGES if progress < stage.until)
                 data = parts(
                     tokenizer, plan.seed + run.step, plan.tokens_per_part, stage.answer_tokens_max, stage.drills
@@ -292,8 +298,8 @@ def train(
             )
             run.step, run.seconds = run.step + 1, time.monotonic() - began
             loss_mean = loss if math.isnan(loss_mean) else 0.95 * loss_mean + 0.05 * loss
-            if run.seconds - shown > 15:
-                shown = run.seconds
+            if run.seconds - reported > 15:
+                reported = run.seconds
                 report(_progress_line(run, loss_mean, progress), progress)
             if run.seconds - saved > 120:
                 saved = run.seconds
@@ -316,7 +322,7 @@ def _step(
     rate: float,
     run: Run,
 ) -> float:
-    """One update from all parts together. Returns the weighted mean loss per answer token."""
+    """Make one update from all parts. Returns the weighted mean loss per answer token."""
     weight = sum(float(weights.sum()) for _, weights in batch)
     total = 0.0
     for ids, weights in batch:
@@ -335,7 +341,7 @@ def _step(
 
 def _save(path: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], run: Run) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")  # so that a stop in the middle of writing leaves the old one whole
+    partial = path.with_suffix(".partial")  # an interrupted write leaves the old checkpoint intact
     optimizer_states = [optimizer.state_dict() for optimizer in optimizers]
     torch.save({"model": model.state_dict(), "optimizers": optimizer_states, "run": asdict(run)}, partial)
     partial.replace(path)
@@ -353,8 +359,10 @@ def _load(path: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Opti
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
-    """Write the model as transformers reads it, weights in float16 (they are small numbers, so it rounds them less
-    than bfloat16 would). `model` itself is rounded likewise: what is evaluated afterwards is what was saved."""
+    """Write the model for transformers, with weights in float16, which rounds small numbers less than bfloat16.
+
+    `model` itself is rounded, too, so that the evaluation measures the saved model.
+    """
     model.generation_config = GenerationConfig(
         do_sample=False,
         eos_token_id=tokenizer.eos_token_id,
@@ -369,8 +377,8 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Pa
 # --- command line -------------------------------------------------------------------------------------------
 
 
-def make(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
-    """Corpus to documents. Returns the metrics."""
+def run_all(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
+    """Run all steps from the corpus to the documents. Returns the metrics."""
     torch.manual_seed(plan.seed)
     tokenizer = build_tokenizer(plan.seed)
     model = build_model(tokenizer)
@@ -397,19 +405,19 @@ def make(plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
 
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="training time; the schedule fits it")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="training time; the schedule adapts to it")
     parser.add_argument("--steps", type=int, default=Plan.steps, help="training steps, unless the time ends first")
     parser.add_argument("--seed", type=int, default=Plan.seed)
-    parser.add_argument("--threads", type=int, default=1, help="more help only where cores are idle")
-    parser.add_argument("--output", type=Path, default=MODEL_FOLDER, help="where the model goes")
-    parser.add_argument("--docs", type=Path, help="for demo-model.{md,json} (docs/results; with --quick, --output)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; more threads need idle cores")
+    parser.add_argument("--output", type=Path, default=MODEL_FOLDER, help="folder for the model")
+    parser.add_argument("--docs", type=Path, help="folder for demo-model.{md,json} (docs/results; --quick: --output)")
     parser.add_argument("--checkpoint", type=Path, default=Path(gettempdir()) / "llmserve-demo-model.pt")
     parser.add_argument("--resume", action="store_true", help="continue from --checkpoint")
     parser.add_argument("--machine", default="2 CPU cores", help="the kind of machine, for the documents")
-    parser.add_argument("--quick", action="store_true", help="the whole path in seconds, for tests")
+    parser.add_argument("--quick", action="store_true", help="run all steps in seconds, for tests")
     args = parser.parse_args()
     if args.quick and args.output == MODEL_FOLDER:
-        parser.error("--quick would overwrite the shipped model: give it another --output")
+        parser.error("--quick would overwrite the shipped model: use another --output")
     args.docs = args.docs or (args.output if args.quick else ROOT / "docs" / "results")
     return args
 
@@ -421,7 +429,7 @@ def main() -> None:
         plan = replace(QUICK, seed=args.seed)
     else:
         plan = Plan(steps=args.steps, minutes=args.minutes, seed=args.seed)
-    print(table(make(plan, args)))
+    print(table(run_all(plan, args)))
 
 
 if __name__ == "__main__":

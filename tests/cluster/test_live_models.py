@@ -522,7 +522,7 @@ async def test_under_bursts_every_request_ends_exactly_once(start_front: StartFr
     ("profile", "message"),
     [
         (("model:large",), "profile: 'model:large' is not `model:ID=VALUE`"),
-        (("model:a=p4-googlenet", "model:a=h100-llama-3.1-8b"), "stands beside another for the same"),
+        (("model:a=p4-googlenet", "model:a=h100-llama-3.1-8b"), "is a second value for the same"),
         (("h100-llama-3.1-8b", "model:a=h100-llama"), "'h100-llama' is neither a published profile nor a file"),
     ],
 )

@@ -417,7 +417,7 @@ async def test_a_client_that_leaves_frees_the_batch(server: Server):
     async with server.post(batch="x", size=2, max_tokens=200, ignore_eos=True, stream=True) as response:
         assert await response.content.readany()
         response.close()
-    await until(lambda: any(row.gone for row in server.model.rows))
+    await until(lambda: any(row.cancelled for row in server.model.rows))
     server.model.open()
     assert (await short)[2] == 4
     assert (await server.answer(max_tokens=2))[2] == 2
@@ -517,7 +517,7 @@ async def test_draining_cuts_off_requests_that_take_too_long(language_model: Lan
             stream=True,
         )
         server.stop.set()
-        await until(lambda: server.model.rows[0].gone)
+        await until(lambda: server.model.rows[0].cancelled)
         server.model.open()
         with pytest.raises(openai.APIError, match="shutting down"):
             [chunk async for chunk in stream]

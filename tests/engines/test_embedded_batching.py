@@ -58,11 +58,11 @@ def test_a_batch_does_not_wait_for_a_member_that_leaves():
 
 def test_a_batch_does_not_wait_for_a_refused_first_or_last_member():
     waiting = batches()
-    waiting.excuse(Seat("x", 2), now_s=0.0)
+    waiting.cancel_seat(Seat("x", 2), now_s=0.0)
     waiting.add("a", Seat("x", 2), now_s=0.0)
     assert waiting.take(0.0) == ["a"]
     waiting.add("b", Seat("y", 2), now_s=0.0)
-    waiting.excuse(Seat("y", 2), now_s=0.0)
+    waiting.cancel_seat(Seat("y", 2), now_s=0.0)
     assert waiting.take(0.0) == ["b"]
 
 

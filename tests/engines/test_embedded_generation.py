@@ -85,7 +85,7 @@ def test_a_batch_whose_rows_have_left_ends():
     def emit(deltas) -> None:
         nonlocal steps
         steps += 1
-        rows[0].gone = steps == 2 or rows[0].gone
+        rows[0].cancelled = steps == 2 or rows[0].cancelled
 
     model.run(rows, emit)
     assert (steps, rows[0].output_tokens, rows[1].output_tokens) == (3, 2, 3)
@@ -94,7 +94,7 @@ def test_a_batch_whose_rows_have_left_ends():
 def test_a_batch_without_present_rows_never_runs_the_model():
     model = LanguageModel(Numbers(), transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]()).eval())
     row = model.row([5], 40, GREEDY)
-    row.gone = True
+    row.cancelled = True
     model.run([row], lambda _: pytest.fail("a step was made"))
 
 

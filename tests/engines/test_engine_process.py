@@ -199,7 +199,7 @@ async def test_a_killed_engine_comes_back_on_its_port_and_that_is_logged(
     await until(lambda: "vllm-0 is up again" in caplog.text)
     assert process.port == port
     assert server_of(process).pid != first.pid
-    assert "vllm-0 was ended by SIGKILL; starting it again in 0.5 s\n    I am nobody" in caplog.text
+    assert "vllm-0 was ended by SIGKILL; restarting in 0.5 s\n    I am nobody" in caplog.text
 
 
 async def test_an_engine_whose_supervisor_is_killed_leaves_no_process_and_comes_back(

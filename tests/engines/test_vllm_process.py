@@ -85,8 +85,8 @@ def test_data_parallel_ranks_have_slots_each() -> None:
 @pytest.mark.parametrize(
     ("slots", "args", "message"),
     [
-        (16, "--max-num-seqs 8", "say 8 and 16"),
-        (None, "--max-num-seqs 8 --max-num-seqs=16", "say 8 and 16"),
+        (16, "--max-num-seqs 8", "differ: 8 and 16"),
+        (None, "--max-num-seqs 8 --max-num-seqs=16", "differ: 8 and 16"),
         (None, "--max-num-seqs many", "not 'many'"),
         (None, "--max-num-seqs 0", "not '0'"),
         (None, "--max-num-seqs", "not ''"),
@@ -119,11 +119,11 @@ def test_each_replica_has_its_own_gpus(gpus: str, count: int | None, args: str, 
 @pytest.mark.parametrize(
     ("gpus", "count", "args", "message"),
     [
-        ("0 1", 3, "", "3 of 1 GPUs each need 3, there are 2"),
-        ("0 1 2 3", 2, "-tp 4", "2 of 4 GPUs each need 8, there are 4"),
-        ("0 1", None, "-tp 4", "1 of 4 GPUs each need 4, there are 2"),
+        ("0 1", 3, "", "3 of 1 GPUs each need 3 GPUs, there are 2"),
+        ("0 1 2 3", 2, "-tp 4", "2 of 4 GPUs each need 8 GPUs, there are 4"),
+        ("0 1", None, "-tp 4", "1 of 4 GPUs each need 4 GPUs, there are 2"),
         ("0 1", None, "-tp two", "--tensor-parallel-size must be a whole number of at least 1, not 'two'"),
-        ("", None, "--port 8001", "--port is not for vLLM's arguments: llmserve chooses it"),
+        ("", None, "--port 8001", "--port is not allowed among vLLM's arguments: llmserve sets --port"),
         ("", None, "--host=0.0.0.0", "--host is not"),
         ("", None, "--model other", "--model is not"),
     ],

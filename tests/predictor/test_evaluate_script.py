@@ -264,7 +264,7 @@ def test_the_split_is_that_of_the_predictors_training(
     text = capsys.readouterr().out
     assert text.startswith("predictor: one, other: noisy")
     assert "Not usable: 1 x not a JSON object." in text
-    assert "**noisy was trained with another split, or it does not say which" in text
+    assert "**noisy was trained with another split, or an unknown split" in text
     assert "**one was" not in text
     result = json.loads((tmp_path / "out" / "deep" / "metrics.json").read_text())
     assert result["split"] == TRAINED["split"]

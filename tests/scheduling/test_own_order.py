@@ -103,7 +103,7 @@ def test_the_command_line_names_the_order(capsys: pytest.CaptureFixture[str]) ->
     [
         ("nowhere:order", "order nowhere:order: ModuleNotFoundError: No module named 'nowhere'"),
         ("scheduling.longest_waiting:Shortest", "AttributeError: .* has no attribute 'Shortest'"),
-        ("pathlib:Path", "order pathlib:Path: Path\\(\\) gives a PosixPath, no FixedOrder or MomentOrder"),
+        ("pathlib:Path", "order pathlib:Path: Path\\(\\) returns a PosixPath, not a FixedOrder or MomentOrder"),
         ("soon", "order .the command line.: expected fffs, shortest, .* or MODULE:FUNCTION, not 'soon'"),
     ],
 )

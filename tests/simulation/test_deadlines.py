@@ -216,7 +216,7 @@ def test_a_comparison_is_drawn_with_shares_only_where_all_cases_have_deadlines()
     ("flags", "message"),
     [
         ("--slo-s 0", "slo_s (the command line): expected numbers, more than 0, not '0'"),
-        ("--slo-s 1,inf", "slo_s: a finite number is needed, not '1,inf'"),
+        ("--slo-s 1,inf", "slo_s: the number must be finite, not '1,inf'"),
         (
             "--order flex --preemption-factor 1",
             "preemption_factor (the command line): expected a number, more than 1, not '1'",

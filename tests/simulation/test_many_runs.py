@@ -122,14 +122,14 @@ def test_a_comparison_is_a_table_with_a_row_per_case(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--sweep lod=1,2", "there is nothing called lod; did you mean load?"),
+        ("--sweep lod=1,2", "unknown setting lod; did you mean load?"),
         ("--sweep load=", "FIELD=VALUE,VALUE,..."),
-        ("--sweep load=0.1 --sweep load=0.2", "2 different fields at most"),
-        ("--sweep load=0.1 --sweep bins=1 --sweep slots=1", "2 different fields at most"),
+        ("--sweep load=0.1 --sweep load=0.2", "at most 2 different fields"),
+        ("--sweep load=0.1 --sweep bins=1 --sweep slots=1", "at most 2 different fields"),
         ("--sweep bins=1,0", "bins"),
         ("--seeds 0", "seeds"),
         ("--jobs 0", "jobs"),
-        ("--seeds 2 --journal j", "journal: of one run only"),
+        ("--seeds 2 --journal j", "journal: only for a single run"),
         ("--seeds 2 --step-s 0", "no capacity"),
         ("--seeds 2 --jobs 2 --step-s 0", "no capacity"),
     ],

@@ -564,8 +564,8 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         ("--predictions neighbour:4,0.7", "neighbour:K,P with"),
         ("--predictions quantiles:-1", "is not one of"),
         ("--release table", "release table needs --profile"),
-        ("--energy-weight 20", "energy_weight is of no use under release greedy, only under table"),
-        ("--latency-target-s 9 --barrier", "latency_target_s is of no use under release window, only under table and"),
+        ("--energy-weight 20", "energy_weight has no effect under release greedy, only under table"),
+        ("--latency-target-s 9 --barrier", "latency_target_s has no effect under release window, only under table and"),
         ("--latency-target-s 0", "latency_target_s"),
     ],
 )

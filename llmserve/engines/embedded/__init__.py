@@ -1,5 +1,5 @@
-"""The embedded engine: a small local model behind an OpenAI-compatible server, in a process of its own.
+"""The embedded engine: a small local model behind an OpenAI-compatible server, in a separate process.
 
-Started with `python -m llmserve.engines.embedded`. It needs no GPU, and batches statically: the requests of
-one batch run together, as one padded tensor, until the longest of them has ended.
+Start the engine with `python -m llmserve.engines.embedded`. The engine needs no GPU and uses static batching: the
+requests of a batch run together, as one padded tensor, until the longest request has ended.
 """

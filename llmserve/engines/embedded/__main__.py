@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from llmserve.errors import ConfigError
 from llmserve.extras import need_embedded
 
-if TYPE_CHECKING:  # torch takes seconds to import: a wrong flag or a taken port is told before
+if TYPE_CHECKING:  # importing torch takes seconds: check flags and port first
     from llmserve.engines.embedded.generation import LanguageModel
 
 _DEMO_MODEL = Path(__file__).parent / "model"
@@ -22,15 +22,15 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def main() -> None:
-    """Parses the command line and serves; ends with status 1 and one line when it cannot."""
+    """Parse the command line and serve. On an error, print one line and exit with status 1."""
     arguments = _parser().parse_args()
-    for number in _STOP_SIGNALS:  # until the server listens, there is nothing to finish
+    for number in _STOP_SIGNALS:  # before the server listens, no request needs to finish
         signal.signal(number, lambda *_: sys.exit(0))
     try:
         need_embedded()
         _check_model(arguments.model)
-        # Bound before the model is loaded, so that a taken port is told at once; not listening, so that
-        # nobody is answered before the model is there.
+        # Bind the socket before the model is loaded, so that a port in use fails at once. The socket does not
+        # listen yet, so that clients cannot connect before the model is loaded.
         sock = _bound_socket(arguments.host, arguments.port)
         model = _loaded_model(arguments)
         asyncio.run(_serve(model, arguments, sock))
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 class _StartError(Exception):
-    """The engine cannot start; the message fits on one line."""
+    """The engine cannot start. The message fits on one line."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,12 +48,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", default=str(_DEMO_MODEL), help="folder or Hugging Face id (default: the demo model)")
     add("--served-model-name", help="name in the API (default: the id, or the folder's name)")
     add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8001, help="0: any free port; the ready line tells which")
+    add("--port", type=int, default=8001, help="0: any free port, named in the ready line")
     add("--batch-size-max", type=_positive, default=8)
     add("--threads", type=_positive, help="CPU threads (default: 1 for a small model, else all cores)")
     add("--dtype", choices=("float32", "bfloat16", "auto"), default="float32")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a static cache and captured graphs")
-    add("--queue-max", type=_positive, default=1024, help="requests that may wait; further ones get status 429")
+    add("--queue-max", type=_positive, default=1024, help="limit of waiting requests; above it, status 429")
     add("--gather-s", type=float, default=1.0, help="longest wait for a batch's missing members")
     add("--drain-s", type=float, default=3.0, help="longest wait for the running batch after SIGTERM")
     return parser
@@ -82,7 +82,7 @@ def _cannot_listen(host: str, port: int, error: Exception) -> _StartError:
 
 
 def _check_model(name: str) -> None:
-    """Refuses what is neither a folder nor of the form of a hub id, before anything slow happens."""
+    """Refuse a name that is neither a folder nor has the form of a hub id, before slow imports."""
     if not Path(name).is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise _StartError(f"the model folder {name} does not exist")
 
@@ -92,17 +92,17 @@ def _loaded_model(arguments: argparse.Namespace) -> "LanguageModel":
 
     from llmserve.engines.embedded.generation import LanguageModel, ModelLoadError
 
-    logging.disable_progress_bar()  # the ready line should be the only one
+    logging.disable_progress_bar()  # the ready line should be the only line on the terminal
     try:
         model = LanguageModel.load(arguments.model, arguments.dtype, arguments.threads, arguments.device)
     except ModelLoadError as error:
         raise _StartError(str(error)) from None
     try:
         model.warm_up(arguments.batch_size_max)
-    except Exception as error:  # an architecture without a key-value cache, or with other needs
+    except Exception as error:  # for example an architecture without a key-value cache
         raise _StartError(f"cannot run the model {arguments.model}: {error!r}") from None
     gc.collect()
-    gc.freeze()  # what torch and transformers have loaded stays; looking through it would only cost time
+    gc.freeze()  # objects of torch and transformers live forever: later collections need not scan them
     return model
 
 
@@ -124,7 +124,7 @@ async def _serve(model: "LanguageModel", arguments: argparse.Namespace, sock: so
     line = f"llmserve embedded engine: {name} is ready at http://{host}:{port}"
     try:
         await serve(engine, sock, stop, drain_s=arguments.drain_s, ready=lambda: print(line, flush=True))
-    except OSError as error:  # somebody else bound the port as we did, and listened first
+    except OSError as error:  # another process bound the same port with SO_REUSEADDR, and listened first
         raise _cannot_listen(host, port, error) from None
 
 

@@ -1,7 +1,7 @@
-"""Static batches formed from members that arrive one by one, each over a connection of its own.
+"""Static batches formed from members that arrive separately, each over its own connection.
 
-A member names its batch and the batch's size in two headers. `StaticBatches` is told who came, who left and
-what time it is, and says which batch runs next; `BatchQueue` is its asyncio body.
+A member names its batch and the batch's size in two headers. `StaticBatches` gets arrivals, departures and the
+time, and decides which batch runs next. `BatchQueue` wraps `StaticBatches` for asyncio.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ Member = TypeVar("Member")
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A place in a batch: the batch's name and how many members it will have."""
+    """A place in a batch: the batch's name and its number of members."""
 
     batch_id: str
     size: int
 
 
 def seat_of(headers: Mapping[str, str], size_max: int) -> Seat | None:
-    """The seat that a request's headers ask for; None without headers: a batch of one. Raises ValueError."""
+    """Return the seat that a request's headers name; None (a batch of one) without headers. Raises ValueError."""
     batch_id, size_text = headers.get(BATCH_HEADER), headers.get(BATCH_SIZE_HEADER)
     if batch_id is None and size_text is None:
         return None
@@ -42,17 +42,17 @@ class _Gathering(Generic[Member]):
     """A batch that still waits for members."""
 
     size: int
-    expected: int  # size, less the members that came and went or were refused
+    expected: int  # size, less the members that were removed or refused
     close_at_s: float
     members: list[Member] = field(default_factory=list)
 
 
 class StaticBatches(Generic[Member]):
-    """Who waits in which batch. Pure: time is an argument, nothing is awaited.
+    """The waiting batches and their members. No I/O: time is an argument.
 
-    A batch is formed when all its members have come or gone, or `gather_s` after the first of them came.
-    Formed batches are taken in the order in which they were formed. A member that comes after its batch was
-    formed starts a new one of the same name.
+    A batch is formed when all expected members have arrived, or `gather_s` after the arrival of the first member.
+    `take` returns batches in the order in which they were formed. A member that arrives after its batch was formed
+    starts a new batch of the same name.
     """
 
     def __init__(self, gather_s: float) -> None:
@@ -61,22 +61,22 @@ class StaticBatches(Generic[Member]):
         self._formed: deque[list[Member]] = deque()
 
     def add(self, member: Member, seat: Seat | None, now_s: float) -> None:
-        """Seats a member; raises ValueError when its batch is being gathered with another size."""
+        """Add a member to its batch. Raises ValueError when the waiting batch of that name has another size."""
         if seat is None:
             self._formed.append([member])
             return
         self._open(seat, now_s).members.append(member)
         self._form_if_complete(seat.batch_id)
 
-    def excuse(self, seat: Seat | None, now_s: float) -> None:
-        """The member of this seat will not come (its request was refused), so nobody need wait for it."""
+    def cancel_seat(self, seat: Seat | None, now_s: float) -> None:
+        """Stop waiting for the member of this seat: its request was refused."""
         if seat is None:
             return
         self._open(seat, now_s).expected -= 1
         self._form_if_complete(seat.batch_id)
 
     def remove(self, member: Member) -> bool:
-        """Takes out a member whose client has gone; False when it is not waiting here (any more)."""
+        """Remove a member whose client has disconnected. Returns False when the member is not waiting."""
         for batch_id, gathering in self._gathering.items():
             if member in gathering.members:
                 gathering.members.remove(member)
@@ -90,18 +90,18 @@ class StaticBatches(Generic[Member]):
         return False
 
     def take(self, now_s: float) -> list[Member] | None:
-        """The batch that runs next, never empty; None when there is none yet."""
+        """Remove and return the batch that runs next, never empty; None when no batch is ready."""
         while (due := next(iter(self._gathering), None)) is not None:
             if self._gathering[due].close_at_s > now_s:
                 break
             self._form(due)
         while self._formed:
-            if batch := self._formed.popleft():  # all of its members may have gone
+            if batch := self._formed.popleft():  # empty when all members were removed
                 return batch
         return None
 
     def clear(self) -> list[Member]:
-        """Takes out everyone who waits."""
+        """Remove and return all waiting members."""
         waiting = [member for gathering in self._gathering.values() for member in gathering.members]
         waiting += [member for batch in self._formed for member in batch]
         self._gathering.clear()
@@ -110,12 +110,12 @@ class StaticBatches(Generic[Member]):
 
     @property
     def wake_at_s(self) -> float | None:
-        """When `take` may next have something new to say although nobody came or went."""
+        """The time at which `take` may return another batch, without any arrival or departure."""
         first = next(iter(self._gathering.values()), None)
         return None if first is None else first.close_at_s
 
     def __len__(self) -> int:
-        """Members waiting."""
+        """Return the number of waiting members."""
         gathering = sum(len(batch.members) for batch in self._gathering.values())
         return gathering + sum(len(batch) for batch in self._formed)
 
@@ -140,7 +140,7 @@ class StaticBatches(Generic[Member]):
 
 
 class BatchQueue(Generic[Member]):
-    """`StaticBatches` for asyncio: the same words, with the event loop's clock, and a `take` that waits."""
+    """`StaticBatches` for asyncio: the same methods with the event loop's clock, and a `take` that waits."""
 
     def __init__(self, gather_s: float) -> None:
         self._batches: StaticBatches[Member] = StaticBatches(gather_s)
@@ -151,10 +151,10 @@ class BatchQueue(Generic[Member]):
         self._batches.add(member, seat, asyncio.get_running_loop().time())
         self._changed.set()
 
-    def excuse(self, seat: Seat | None) -> None:
-        """See `StaticBatches.excuse`; a seat that contradicts its batch excuses nobody."""
+    def cancel_seat(self, seat: Seat | None) -> None:
+        """See `StaticBatches.cancel_seat`. No effect when the seat's size contradicts its batch."""
         try:
-            self._batches.excuse(seat, asyncio.get_running_loop().time())
+            self._batches.cancel_seat(seat, asyncio.get_running_loop().time())
         except ValueError:
             return
         self._changed.set()
@@ -173,7 +173,7 @@ class BatchQueue(Generic[Member]):
         return len(self._batches)
 
     async def take(self) -> list[Member]:
-        """Waits for the batch that runs next."""
+        """Wait for the batch that runs next and remove it."""
         loop = asyncio.get_running_loop()
         while True:
             self._changed.clear()

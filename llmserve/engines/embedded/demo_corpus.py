@@ -1,12 +1,11 @@
-"""The demo model's world: prompts, each with its one right answer. Standard library only.
+"""The demo model's corpus: prompts, each with its only right answer. Standard library only.
 
-Every answer is a function of its prompt, and so is the answer's length: "Count from 3 to 9." can only be
-answered in one way. That makes the model checkable (exact match) and its lengths predictable, which is what a
-demonstration of length-aware batching needs. Lengths are drawn first (lognormal, 2 to 400 tokens), then a
-family that can fill them, then the prompt: so the spread is wide whatever the families are.
+Every answer, and its length, is a function of the prompt: "Count from 3 to 9." has one right answer. Answers can
+therefore be checked by exact match, and lengths can be predicted, as a demonstration of length-aware batching
+needs. A length is drawn first (lognormal, 2 to 400 tokens), then a family that allows the length, then the prompt.
+The lengths are therefore widely spread for any set of families.
 
-A prompt belongs to the held-out split by its own hash (`is_held_out`), so no prompt can be in both splits,
-whatever seeds made them.
+The hash of a prompt decides its split (`is_held_out`), so no prompt is in both splits, for any seeds.
 """
 
 import hashlib
@@ -16,13 +15,13 @@ import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-NUMBER_MAX = 250  # the tokenizer has one token per number 0..250; every number of the corpus is one
+NUMBER_MAX = 250  # the tokenizer has one token per number 0..250; the corpus has no larger number
 TARGET_TOKENS_MEDIAN, TARGET_TOKENS_SIGMA, TARGET_TOKENS_MAX = 65.0, 1.5, 400
 CHAT_SHARE = 0.08
 HELD_OUT_SHARE = 0.1
 
-# Lists are recited in this order, from the first item, and start over when they are exhausted. No word is in
-# two lists: the word alone tells which word comes next.
+# Answers recite a list in this order, from the first item, and start over after the last item. No word is in two
+# lists, so that a word determines the next word.
 LISTS: dict[str, tuple[str, ...]] = {
     name: tuple(words.split())
     for name, words in {
@@ -49,7 +48,7 @@ LISTS: dict[str, tuple[str, ...]] = {
     }.items()
 }
 WORDS: tuple[str, ...] = tuple(word for words in LISTS.values() for word in words)
-# A word is one token, so its letters must be learnt word by word: few and short ones are learnt in minutes.
+# A word is one token, so the model must learn the letters of each word. Few, short words are learnt in minutes.
 SPELLABLE: tuple[str, ...] = tuple(w for kind in ("animals", "fruits", "colors") for w in LISTS[kind] if len(w) <= 6)
 
 
@@ -72,8 +71,8 @@ _CLOSERS = (".", ".", ".", "", "", "!", " please.", ", please.", ". Thanks!", ".
 _TELL = ("write", "write down", "give me", "show me", "print", "tell me", "output", "say", "type", "produce")
 
 
-def _asked(rng: random.Random, task: str, *, closed: bool = True) -> str:
-    """A request for `task` (an imperative, lower case). With closed=False, nothing may follow the task's text."""
+def _phrase(rng: random.Random, task: str, *, closed: bool = True) -> str:
+    """Return a prompt for `task` (an imperative, lower case). closed=False: nothing follows the task's text."""
     opener = rng.choice(_OPENERS)
     question = opener.startswith(("could", "can", "would"))
     closer = "" if not closed else "?" if question else rng.choice(_CLOSERS)
@@ -85,7 +84,7 @@ def _join(numbers: range) -> str:
     return ", ".join(map(str, numbers))
 
 
-# --- families: (rng, about how many tokens) -> (prompt, answer) ---------------------------------------------
+# --- families: (rng, approximate answer tokens) -> (prompt, answer) -----------------------------------------
 
 _COUNT_UP = (
     "count from {a} to {b}", "count up from {a} to {b}", "count {a} to {b}", "count upwards from {a} to {b}",
@@ -108,7 +107,7 @@ def _count_up(rng: random.Random, tokens: int) -> tuple[str, str]:
     first = 1 if rng.random() < 0.25 else rng.randint(0, NUMBER_MAX + 1 - count)
     tasks: tuple[str, ...] = _COUNT_TO if first == 1 and rng.random() < 0.5 else _COUNT_UP
     last = first + count - 1
-    return _asked(rng, rng.choice(tasks).format(a=first, b=last, tell="{tell}")), _join(range(first, last + 1))
+    return _phrase(rng, rng.choice(tasks).format(a=first, b=last, tell="{tell}")), _join(range(first, last + 1))
 
 
 _COUNT_DOWN = (
@@ -129,7 +128,7 @@ def _count_down(rng: random.Random, tokens: int) -> tuple[str, str]:
     last = 1 if rng.random() < 0.25 else rng.randint(0, NUMBER_MAX + 1 - count)
     tasks: tuple[str, ...] = _COUNT_DOWN_TO_ONE if last == 1 and rng.random() < 0.5 else _COUNT_DOWN
     first = last + count - 1
-    prompt = _asked(rng, rng.choice(tasks).format(a=last, b=first, tell="{tell}"))
+    prompt = _phrase(rng, rng.choice(tasks).format(a=last, b=first, tell="{tell}"))
     return prompt, _join(range(first, last - 1, -1))
 
 
@@ -146,13 +145,13 @@ STEPS = (2, 3, 5, 10)
 
 
 def _count_by(rng: random.Random, tokens: int) -> tuple[str, str]:
-    """Steps start and end at a multiple of the step: then a step is a short table that can be learnt."""
+    """Start and end at multiples of the step, so that the model need only learn a short table per step."""
     count = max(2, (tokens + 1) // 2)
     step = rng.choice([step for step in STEPS if step * (count - 1) <= NUMBER_MAX])
     first = step * rng.randint(0, NUMBER_MAX // step - (count - 1))
     last = first + step * (count - 1)
     task = rng.choice(_COUNT_BY).format(a=first, b=last, s=step, tell="{tell}")
-    return _asked(rng, task), _join(range(first, last + 1, step))
+    return _phrase(rng, task), _join(range(first, last + 1, step))
 
 
 _MULTIPLES = (
@@ -175,14 +174,14 @@ _TABLES = (
 def _multiples(rng: random.Random, tokens: int) -> tuple[str, str]:
     count = max(2, (tokens + 1) // 2)
     factor = rng.choice([k for k in range(2, 11) if k * count <= NUMBER_MAX])
-    prompt = _asked(rng, rng.choice(_MULTIPLES).format(k=factor, b=factor * count, tell="{tell}"))
+    prompt = _phrase(rng, rng.choice(_MULTIPLES).format(k=factor, b=factor * count, tell="{tell}"))
     return prompt, _join(range(factor, factor * count + 1, factor))
 
 
 def _table(rng: random.Random, tokens: int) -> tuple[str, str]:
     rows = max(2, (tokens + 1) // 7)
     factor = rng.choice([k for k in range(2, 11) if k * rows <= NUMBER_MAX])
-    prompt = _asked(rng, rng.choice(_TABLES).format(k=factor, n=rows, tell="{tell}"))
+    prompt = _phrase(rng, rng.choice(_TABLES).format(k=factor, n=rows, tell="{tell}"))
     return prompt, "\n".join(f"{factor} x {row} = {factor * row}" for row in range(1, rows + 1))
 
 
@@ -205,7 +204,7 @@ def _list(rng: random.Random, tokens: int) -> tuple[str, str]:
     count = max(2, (tokens + 1) // 4)
     kind = rng.choice(sorted(LISTS))
     items = LISTS[kind]
-    prompt = _asked(rng, rng.choice(_LIST).format(n=count, kind=kind, tell="{tell}").replace("me me", "me"))
+    prompt = _phrase(rng, rng.choice(_LIST).format(n=count, kind=kind, tell="{tell}").replace("me me", "me"))
     return prompt, "\n".join(f"{i + 1}. {items[i % len(items)]}" for i in range(count))
 
 
@@ -214,7 +213,7 @@ def _repeat(rng: random.Random, tokens: int) -> tuple[str, str]:
     count = max(2, (tokens + 1) // (3 + words))
     text = " ".join(rng.sample(WORDS, words))
     quoted = rng.choice(('"{}"', "'{}'")).format(text)
-    prompt = _asked(rng, rng.choice(_REPEAT).format(n=count, text=quoted, tell="{tell}"))
+    prompt = _phrase(rng, rng.choice(_REPEAT).format(n=count, text=quoted, tell="{tell}"))
     return prompt, "\n".join(f"{i}. {text}" for i in range(1, count + 1))
 
 
@@ -234,9 +233,9 @@ _SPELL_MANY = (
 def _spell(rng: random.Random, tokens: int) -> tuple[str, str]:
     words = [rng.choice(SPELLABLE)]
     if tokens < 16:
-        return _asked(rng, rng.choice(_SPELL_ONE).format(w=words[0], tell="{tell}")), "-".join(words[0])
+        return _phrase(rng, rng.choice(_SPELL_ONE).format(w=words[0], tell="{tell}")), "-".join(words[0])
     words = rng.sample(SPELLABLE, max(2, round(tokens / 13)))
-    prompt = _asked(rng, rng.choice(_SPELL_MANY).format(w=", ".join(words), tell="{tell}"), closed=False)
+    prompt = _phrase(rng, rng.choice(_SPELL_MANY).format(w=", ".join(words), tell="{tell}"), closed=False)
     return prompt, "\n".join(f"{word}: {'-'.join(word)}" for word in words)
 
 
@@ -265,7 +264,7 @@ def _alphabet(rng: random.Random, tokens: int) -> tuple[str, str]:
     if count == 26 and rng.random() < 0.5:
         tasks = tuple(task + " backwards" * backwards for task in _WHOLE_ALPHABET)
     shown = (letters[0].upper(), letters[-1].upper()) if rng.random() < 0.2 else (letters[0], letters[-1])
-    prompt = _asked(rng, rng.choice(tasks).format(a=shown[0], b=shown[1], tell="{tell}"))
+    prompt = _phrase(rng, rng.choice(tasks).format(a=shown[0], b=shown[1], tell="{tell}"))
     return prompt, ", ".join(reversed(letters) if backwards else letters)
 
 
@@ -283,18 +282,18 @@ def _pseudo_word(rng: random.Random) -> str:
 
 
 def _copy(rng: random.Random, tokens: int) -> tuple[str, str]:
-    """Mostly known words, each at most once; sometimes nonsense, so that copying is learnt and not the words."""
+    """Mostly words of the lists, each at most once; sometimes nonsense, so that the model learns to copy any text."""
     nonsense = rng.random() < 0.15
     words = [_pseudo_word(rng) for _ in range(max(1, tokens // 3))] if nonsense else rng.sample(WORDS, max(2, tokens))
     text = " ".join(words)
-    return _asked(rng, rng.choice(_COPY).format(text=text, tell="{tell}"), closed=False), text
+    return _phrase(rng, rng.choice(_COPY).format(text=text, tell="{tell}"), closed=False), text
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
     make: Callable[[random.Random, int], tuple[str, str]]
     weight: float
-    tokens_max: int  # the longest answer that the family is asked for
+    tokens_max: int  # the longest answer that the family may make
 
 
 _FAMILIES = {
@@ -386,13 +385,13 @@ def example(rng: random.Random, tokens_max: int = TARGET_TOKENS_MAX) -> Example:
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether training must never see this prompt. A property of the text alone: upper and lower case are one."""
+    """Whether the prompt is excluded from training. Depends on the text only, and ignores upper and lower case."""
     digest = hashlib.sha256(prompt.casefold().encode()).digest()
     return int.from_bytes(digest[:8], "big") < HELD_OUT_SHARE * 2**64
 
 
 def stream(seed: int, *, held_out: bool | None = None, tokens_max: int = TARGET_TOKENS_MAX) -> Iterator[Example]:
-    """Examples without end, the same for the same seed; of one split, or (None) of both. Prompts may recur."""
+    """Yield examples without end, reproducible by seed; of one split, or of both (None). Prompts may recur."""
     rng = random.Random(seed)
     while True:
         drawn = example(rng, tokens_max)
@@ -401,15 +400,15 @@ def stream(seed: int, *, held_out: bool | None = None, tokens_max: int = TARGET_
 
 
 def examples(n: int, seed: int, *, held_out: bool | None = None) -> list[Example]:
-    """The first `n` examples of the stream whose prompts are all different."""
-    found: dict[str, Example] = {}
+    """Return the first `n` examples of the stream with different prompts."""
+    by_prompt: dict[str, Example] = {}
     for drawn in stream(seed, held_out=held_out):
-        if len(found) == n:
+        if len(by_prompt) == n:
             break
-        found.setdefault(drawn.prompt, drawn)
-    return list(found.values())
+        by_prompt.setdefault(drawn.prompt, drawn)
+    return list(by_prompt.values())
 
 
 def prompts(n: int, seed: int) -> list[str]:
-    """`n` different user messages in the distribution that the demo model was trained on (both splits)."""
+    """Return `n` different user messages from the demo model's training distribution (both splits)."""
     return [drawn.prompt for drawn in examples(n, seed)]

@@ -1,8 +1,8 @@
 """A causal language model and the loop that runs one static batch on it.
 
-The loop is our own rather than `model.generate`: rows have their own sampling parameters, random numbers,
-limits and stop strings, each token must reach its client at once, and a step's overhead counts when the model
-is small.
+The loop replaces `model.generate`, because each row has its own sampling parameters, random numbers, limits and
+stop strings, because each token must reach its client at once, and because a small model needs a low overhead
+per step.
 """
 
 import inspect
@@ -20,29 +20,29 @@ from llmserve.engines.embedded.sampling import Sampler, Sampling
 from llmserve.engines.embedded.static_batch import StaticBatch, StaticDecoder
 from llmserve.engines.embedded.text import TextStream, WholeText
 
-# Below this size a step's matrices are so small that a second thread costs more than it brings.
+# Up to this size a step's matrices are so small that a second thread costs more time than it saves.
 _ONE_THREAD_PARAMETERS_MAX = 30_000_000
 
-_WARM_COLUMNS = 2048  # of prompt and answer: steps of batches up to there are captured before the first
+_WARM_COLUMNS = 2048  # steps of prompts with answers of up to so many tokens are captured before the first batch
 
 
 class ModelLoadError(Exception):
-    """The model cannot be loaded; the message fits on one line."""
+    """The model cannot be loaded. The message fits on one line."""
 
 
 class PromptError(ValueError):
-    """The tokenizer or the chat template cannot take this prompt."""
+    """The tokenizer or the chat template cannot process the prompt."""
 
 
 class Delta(NamedTuple):
-    """What a step brought to one row. finish_reason is None while the row goes on."""
+    """New text of one row after a step. finish_reason is None until the row ends."""
 
     text: str
     finish_reason: str | None
 
 
 class DecodingRow:
-    """One request of a batch. The worker thread calls `accept`; any thread may set `gone`."""
+    """One request of a batch. The worker thread calls `accept`; any thread may set `cancelled`."""
 
     def __init__(
         self,
@@ -56,23 +56,23 @@ class DecodingRow:
         self.max_tokens = max_tokens
         self.sampling = sampling
         self.output_tokens = 0  # without the end-of-sequence token
-        self.gone = False  # its client has left
+        self.cancelled = False
         self._ended = False
         self._eos_ids = eos_ids
         self._text = text
 
     @property
     def live(self) -> bool:
-        """Whether the batch must go on for this row."""
-        return not (self._ended or self.gone)
+        """Whether the row needs further tokens."""
+        return not (self._ended or self.cancelled)
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the row may want a token after the one that it takes next."""
+        """Whether the row may need a further token after the next token."""
         return self.live and self.output_tokens + 1 < self.max_tokens
 
     def accept(self, token_id: int) -> Delta | None:
-        """Takes the row's next token; None when there is nothing to tell (yet, or any more)."""
+        """Append the row's next token. Returns None when the client gets no new text from this step."""
         if not self.live:
             return None
         if token_id in self._eos_ids:
@@ -80,7 +80,7 @@ class DecodingRow:
         self.output_tokens += 1
         text = self._text.push(token_id)
         if not self._text.stopped and self.output_tokens >= self.max_tokens:
-            text += self._text.flush()  # may complete a stop string
+            text += self._text.flush()  # the flushed text may complete a stop string
             if not self._text.stopped:
                 return self._end(text, "length")
         if self._text.stopped:
@@ -93,13 +93,13 @@ class DecodingRow:
 
 
 class LanguageModel:
-    """A tokenizer and a model, loaded. One thread at a time may tokenize, one may `run`.
+    """A loaded tokenizer and model. At most one thread may tokenize and at most one may `run` at a time.
 
-    On a GPU a batch has tensors of fixed size, see static_batch.py; on a CPU its cache grows with its answers.
+    On a GPU a batch has tensors of fixed size (static_batch.py). On a CPU the cache of a batch grows with its answers.
     """
 
     def __init__(self, tokenizer: Any, model: Any, *, static: bool | None = None) -> None:
-        """static : whether batches have tensors of fixed size; None: on a GPU. Raises ValueError where they cannot."""
+        """static : use tensors of fixed size (default: on a GPU). Raises ValueError if the model does not allow it."""
         self._tokenizer = tokenizer
         self._model = model
         on_gpu = next(model.parameters()).device.type != "cpu"
@@ -115,13 +115,13 @@ class LanguageModel:
     def load(
         cls, name: str, dtype: str = "float32", threads: int | None = None, device: str = "cpu"
     ) -> "LanguageModel":
-        """Loads a folder or a hub id; raises ModelLoadError. threads None: as many as suit the model's size."""
+        """Load a folder or a hub id. Raises ModelLoadError. threads None: chosen from the model's size."""
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
             model = AutoModelForCausalLM.from_pretrained(
                 name, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
             ).to(device)
-        except Exception as error:  # transformers raises nearly anything for a folder or an id that is no model
+        except Exception as error:  # transformers raises many exception types for a folder or id without a model
             reason = str(error).strip().split("\n")[0] or type(error).__name__
             raise ModelLoadError(f"cannot load the model {name}: {reason}") from error
         model.eval().requires_grad_(False)
@@ -135,16 +135,16 @@ class LanguageModel:
             raise ModelLoadError(f"cannot run the model {name} on {device}: {error}") from error
 
     def chat_ids(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """A conversation as the model was trained to read it; raises PromptError."""
+        """Return the token ids of a conversation, in the model's chat template. Raises PromptError."""
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template is a program: it refuses by raising, or fails anyhow
+        except Exception as error:  # a template is a program, and may raise any exception
             raise PromptError(f"the model's chat template refuses these messages: {error}") from error
-        return self._ids(text, add_special_tokens=False)  # the template has written them
+        return self._ids(text, add_special_tokens=False)  # the template has added the special tokens
 
     def text_ids(self, text: str) -> list[int]:
-        """A plain prompt, with the special tokens that the model expects around it."""
+        """Return the token ids of a plain prompt, with the special tokens that the model expects."""
         return self._ids(text, add_special_tokens=True)
 
     def row(
@@ -156,10 +156,10 @@ class LanguageModel:
         ignore_eos: bool = False,
         streamed: bool = True,
     ) -> DecodingRow:
-        """A request as a row; the prompt must be shorter than the context.
+        """Return a row for a request. The prompt must be shorter than the context.
 
-        max_tokens None: the generation configuration's max_new_tokens, else as many as fit.
-        streamed: False: its text is decoded at its end, at once.
+        max_tokens None: the generation configuration's max_new_tokens, else as many tokens as fit into the context.
+        streamed False: the text is decoded once, when the answer ends.
         """
         room = self.context_tokens - len(prompt_ids)
         assert 0 < len(prompt_ids) < self.context_tokens
@@ -172,9 +172,9 @@ class LanguageModel:
         )
 
     def run(self, rows: Sequence[DecodingRow], emit: Callable[[list[Delta | None]], None]) -> None:
-        """Runs a static batch until no row is live, telling after each step what it brought to each row.
+        """Run a static batch until no row is live, and emit each row's delta (or None) after each step.
 
-        A row that has ended stays in the tensors to the end of the batch, as padding.
+        A row that has ended stays in the tensors, as padding, to the end of the batch.
         """
         if not any(row.live for row in rows):
             return
@@ -201,7 +201,7 @@ class LanguageModel:
         return self._static.batch([row.prompt_ids for row in rows], max(row.max_tokens for row in rows))
 
     def warm_up(self, rows: int) -> None:
-        """Pays the first batches' one-time costs before a client has to. rows : of the largest batch."""
+        """Do one-time work before the first client waits for it. rows : of the largest batch"""
         if self._static is not None:
             with torch.inference_mode():
                 self._static.capture_all(rows, min(self.context_tokens, _WARM_COLUMNS))
@@ -215,7 +215,7 @@ class LanguageModel:
 
 
 class _PaddedBatch:
-    """The tensors of one batch: prompts padded on the left, so that all rows write to the same column."""
+    """The tensors of one batch. Prompts are padded on the left, so that all rows write to the same column."""
 
     def __init__(self, model: Any, rows: Sequence[DecodingRow]) -> None:
         self._model = model
@@ -229,25 +229,25 @@ class _PaddedBatch:
             self._mask[index, :padding] = 0
         config = model.config.get_text_config(decoder=True)
         last = (getattr(config, "max_position_embeddings", None) or total) - 1
-        # A row that has ended is carried on beyond its context: its positions must still exist.
+        # A row that has ended may grow beyond the context, as padding. Its positions must stay valid.
         self._positions = (self._mask.cumsum(dim=1) - 1).clamp(min=0, max=last)
         self._cache = _growing_cache(model.config)
-        self._takes = inspect.signature(model.forward).parameters.keys()
+        self._parameters = inspect.signature(model.forward).parameters.keys()
 
     def prefill(self) -> torch.Tensor:
-        """Logits (rows, vocabulary) after the prompts."""
+        """Return the logits (rows, vocabulary) after the prompts."""
         return self._forward(self._prompts, 0)
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits (rows, vocabulary) after one more token in each row."""
+        """Append one token to each row, ids (rows,). Returns the logits (rows, vocabulary)."""
         self._columns += 1
         return self._forward(ids[:, None], self._columns - 1)
 
     def _forward(self, ids: torch.Tensor, first: int) -> torch.Tensor:
         options: dict[str, Any] = {}
-        if "position_ids" in self._takes:
+        if "position_ids" in self._parameters:
             options["position_ids"] = self._positions[:, first : self._columns]
-        if "logits_to_keep" in self._takes:
+        if "logits_to_keep" in self._parameters:
             options["logits_to_keep"] = 1
         output = self._model(
             input_ids=ids,
@@ -261,7 +261,7 @@ class _PaddedBatch:
 
 
 class _GrowingLayer(DynamicLayer):  # type: ignore[misc]
-    """A DynamicLayer that grows like a list: in place, doubling its room, instead of a copy per token.
+    """A DynamicLayer that writes in place into buffers of doubling size, instead of one copy per token.
 
     With eight rows of a thousand tokens the copies would take longer than the model.
     """
@@ -269,8 +269,8 @@ class _GrowingLayer(DynamicLayer):  # type: ignore[misc]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         self._length = 0
-        self._key_room = key_states[:, :, :0]
-        self._value_room = value_states[:, :, :0]
+        self._key_buffer = key_states[:, :, :0]
+        self._value_buffer = value_states[:, :, :0]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -278,28 +278,28 @@ class _GrowingLayer(DynamicLayer):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, self._length = self._length, self._length + key_states.shape[-2]
-        if self._length > self._key_room.shape[-2]:
-            self._key_room = _doubled(self._key_room, start, self._length)
-            self._value_room = _doubled(self._value_room, start, self._length)
-        self._key_room[:, :, start : self._length] = key_states
-        self._value_room[:, :, start : self._length] = value_states
-        self.keys = self._key_room[:, :, : self._length]
-        self.values = self._value_room[:, :, : self._length]
+        if self._length > self._key_buffer.shape[-2]:
+            self._key_buffer = _enlarged(self._key_buffer, start, self._length)
+            self._value_buffer = _enlarged(self._value_buffer, start, self._length)
+        self._key_buffer[:, :, start : self._length] = key_states
+        self._value_buffer[:, :, start : self._length] = value_states
+        self.keys = self._key_buffer[:, :, : self._length]
+        self.values = self._value_buffer[:, :, : self._length]
         return self.keys, self.values
 
 
-def _doubled(room: torch.Tensor, used: int, needed: int) -> torch.Tensor:
-    """(rows, heads, columns, size) with at least twice the columns needed and the first `used` of them kept."""
-    rows, heads, _, size = room.shape
-    larger = room.new_empty(rows, heads, 2 * needed, size)
-    larger[:, :, :used] = room[:, :, :used]
+def _enlarged(buffer: torch.Tensor, used: int, needed: int) -> torch.Tensor:
+    """Return a buffer (rows, heads, 2 * needed columns, size) with a copy of the first `used` columns."""
+    rows, heads, _, size = buffer.shape
+    larger = buffer.new_empty(rows, heads, 2 * needed, size)
+    larger[:, :, :used] = buffer[:, :, :used]
     return larger
 
 
 def _growing_cache(config: Any) -> Any:
-    """transformers' cache for this model, its plain attention layers replaced by ours.
+    """Return transformers' cache for this model, with `_GrowingLayer` for plain attention layers.
 
-    Sliding-window, linear-attention and other layers stay what the model needs them to be.
+    Sliding-window, linear-attention and other special layers stay unchanged.
     """
     cache = DynamicCache(config=config)
     cache.layers = [_GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
@@ -307,7 +307,7 @@ def _growing_cache(config: Any) -> Any:
 
 
 def _read(ids: torch.Tensor) -> Callable[[], list[int]]:
-    """Begins to copy them to the host, and gives what waits for them, but not for work that is queued behind them."""
+    """Begin to copy the ids to the host. Return a function that waits for the copy, not for work queued behind it."""
     if ids.device.type == "cpu":
         return ids.tolist  # type: ignore[no-any-return]
     host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
@@ -323,19 +323,19 @@ def _read(ids: torch.Tensor) -> Callable[[], list[int]]:
 
 
 def _default_sampling(generation_config: Any) -> Sampling:
-    """What the model's authors recommend for a client that asks for nothing in particular."""
+    """Return the sampling parameters that the model's authors recommend as defaults."""
     if not generation_config.do_sample:
         return Sampling(temperature=0.0, repetition_penalty=generation_config.repetition_penalty or 1.0)
     return Sampling(
-        temperature=_given(generation_config.temperature, 1.0),
-        top_p=_given(generation_config.top_p, 1.0),
-        top_k=_given(generation_config.top_k, 0),
-        repetition_penalty=_given(generation_config.repetition_penalty, 1.0),
+        temperature=_value_or(generation_config.temperature, 1.0),
+        top_p=_value_or(generation_config.top_p, 1.0),
+        top_k=_value_or(generation_config.top_k, 0),
+        repetition_penalty=_value_or(generation_config.repetition_penalty, 1.0),
     )
 
 
-def _given(value: Any, otherwise: Any) -> Any:
-    return otherwise if value is None else value
+def _value_or(value: Any, default: Any) -> Any:
+    return default if value is None else value
 
 
 def _eos_ids(*values: int | list[int] | None) -> frozenset[int]:

@@ -1,6 +1,6 @@
 """OpenAI's completion protocol: JSON in, JSON out. No sockets, no model.
 
-What would change the answer and is not supported is refused by name; what would not is ignored.
+An unsupported parameter is an error, naming the parameter, if its value would change the answer; else it is ignored.
 """
 
 import json
@@ -19,7 +19,7 @@ from llmserve.errors import BadRequest
 _STOP_STRINGS_MAX = 4
 _TOP_K_MAX = 1 << 30  # more than any vocabulary, and an integer that a tensor can hold
 
-# Parameters that OpenAI or vLLM know and this engine does not, each with the values that ask for nothing.
+# Parameters that OpenAI or vLLM support and this engine does not, with the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -66,14 +66,14 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A prompt for the model's chat template; at least one message."""
+    """A prompt for the model's chat template, with at least one message."""
 
     messages: tuple[ChatMessage, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionCall:
-    """A valid request. `prompt` is a conversation, a text or token ids; max_tokens None: as many as fit."""
+    """A valid request. `prompt` is a conversation, a text or token ids; max_tokens None: no limit of the client."""
 
     prompt: Conversation | str | tuple[int, ...]
     model: str | None
@@ -86,7 +86,7 @@ class CompletionCall:
 
 
 def parse_call(raw: bytes, defaults: Sampling, *, chat: bool) -> CompletionCall:
-    """Checks a body and fills in the model's defaults. Raises BadRequest, naming the field."""
+    """Check a body and fill in the model's defaults. Raises BadRequest, naming the field."""
     fields = _Fields(_object(raw))
     fields.refuse_unsupported()
     max_tokens = fields.integer("max_tokens", 1)
@@ -109,7 +109,7 @@ def parse_call(raw: bytes, defaults: Sampling, *, chat: bool) -> CompletionCall:
 
 
 class _Fields:
-    """The fields of a JSON object, each fetched with its type and range. null is the same as absent."""
+    """The fields of a JSON object. Each method checks type and range; null is the same as absent."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._body = body
@@ -182,7 +182,7 @@ def _sampling(fields: _Fields, defaults: Sampling) -> Sampling:
     repetition_penalty = fields.number("repetition_penalty", 0.0, 2.0, defaults.repetition_penalty)
     if repetition_penalty == 0:
         raise BadRequest("repetition_penalty must be above 0", param="repetition_penalty")
-    top_k = fields.integer("top_k", -1)  # vLLM's -1 is no limit, too
+    top_k = fields.integer("top_k", -1)  # 0 and vLLM's -1 both mean no limit
     return Sampling(
         temperature=fields.number("temperature", 0.0, 2.0, defaults.temperature),
         top_p=top_p,
@@ -206,7 +206,7 @@ def _stop(value: Any) -> tuple[str, ...]:
 
 
 def _prompt(value: Any) -> str | tuple[int, ...]:
-    """A prompt is a text or token ids, or a list with one of them."""
+    """Return a prompt given as text, as token ids, or as a list with exactly one text or one list of token ids."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
     if isinstance(value, str):
@@ -228,7 +228,7 @@ def _message(item: Any, param: str) -> ChatMessage:
     if not isinstance(item, dict):
         raise BadRequest(f"{param} must be an object", param=param)
     role = item.get("role")
-    if role == "developer":  # OpenAI's newer name for system; no open model's template knows it
+    if role == "developer":  # OpenAI's newer name for system; chat templates of open models lack this role
         role = "system"
     if role not in ("system", "user", "assistant"):
         raise BadRequest(f"{param}.role must be system, user or assistant", param=f"{param}.role")
@@ -247,7 +247,7 @@ def _content(value: Any, param: str) -> str:
 
 
 def _encodable(text: str, param: str) -> str:
-    """JSON can spell half a character (a lone surrogate), which no tokenizer can read."""
+    """Refuse lone surrogates: JSON can express half a character, but a tokenizer cannot read half a character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -257,13 +257,13 @@ def _encodable(text: str, param: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """Token counts; the end-of-sequence token is not counted."""
+    """Token counts, without the end-of-sequence token."""
 
     prompt_tokens: int
     completion_tokens: int
 
     def as_json(self) -> dict[str, int]:
-        """OpenAI's usage object."""
+        """Return OpenAI's usage object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -272,7 +272,7 @@ class TokenUsage:
 
 
 class Writer:
-    """The JSON of one answer, whole or as server-sent events."""
+    """Writes the JSON of one answer, whole or as server-sent events."""
 
     DONE = b"data: [DONE]\n\n"
 
@@ -283,7 +283,7 @@ class Writer:
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def body(self, text: str, finish_reason: str, usage: TokenUsage) -> bytes:
-        """The whole answer."""
+        """Return the whole answer."""
         content: dict[str, Any] = {"text": text}
         if self._chat:
             content = {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -293,15 +293,15 @@ class Writer:
         return msgspec.json.encode(answer)
 
     def opening(self) -> bytes:
-        """The event that names the role; a plain completion has none."""
+        """Return the event that names the role; empty for a plain completion."""
         return self._choice({"delta": {"role": "assistant", "content": ""}}, None) if self._chat else b""
 
     def text(self, text: str) -> bytes:
-        """An event with a piece of the answer."""
+        """Return an event with a piece of the answer."""
         return self._choice({"delta": {"content": text}} if self._chat else {"text": text}, None)
 
     def closing(self, finish_reason: str, usage: TokenUsage) -> bytes:
-        """The last events: why it ended, how many tokens if the client asked, and that it is over."""
+        """Return the last events: the finish reason, the token usage if requested, and `[DONE]`."""
         events = self._choice({"delta": {}} if self._chat else {"text": ""}, finish_reason)
         if self._include_usage:
             events += self._event({"choices": [], "usage": usage.as_json()})
@@ -309,7 +309,7 @@ class Writer:
 
     @staticmethod
     def error(body: Mapping[str, Any]) -> bytes:
-        """The last event of an answer that broke off: OpenAI's clients raise it as an exception."""
+        """Return the last event of an interrupted answer. OpenAI's clients raise the event as an exception."""
         return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
     def _choice(self, content: dict[str, Any], finish_reason: str | None) -> bytes:

@@ -1,7 +1,7 @@
 """The embedded engine's HTTP server: OpenAI's endpoints in front of one model and one worker thread.
 
-The event loop reads requests, gathers them into batches and writes answers; tokenizing and the model have a
-thread each. One batch runs at a time, to its end, in the order in which the batches were formed.
+The event loop reads requests, gathers requests into batches and writes answers. The tokenizer and the model have
+a thread each. Batches run to completion, one at a time, in the order in which the batches were formed.
 """
 
 import asyncio
@@ -26,26 +26,26 @@ _BODY_BYTES_MAX = 16 << 20
 
 
 class Reply:
-    """One request on its way: its row for the worker, and the deltas for its client."""
+    """One request in flight: its row for the worker, and the deltas for its client."""
 
     def __init__(self, row: DecodingRow) -> None:
         self.row = row
         self._inbox: asyncio.Queue[Delta | RequestError] = asyncio.Queue()
 
-    def put(self, news: Delta | RequestError) -> None:
-        """On the event loop: a delta, or the error that ends the reply."""
-        self._inbox.put_nowait(news)
+    def put(self, item: Delta | RequestError) -> None:
+        """Add a delta, or the error that ends the reply. Call on the event loop only."""
+        self._inbox.put_nowait(item)
 
     async def next(self) -> Delta:
-        """All the news there are, at least one, as one delta. Raises the error that ended the reply."""
+        """Wait for at least one delta and return all queued deltas as one. Raises the error that ended the reply."""
         text = ""
         while True:
-            news = await self._inbox.get()
-            if isinstance(news, RequestError):
-                raise news
-            text += news.text
-            if news.finish_reason is not None or self._inbox.empty():
-                return Delta(text, news.finish_reason)
+            item = await self._inbox.get()
+            if isinstance(item, RequestError):
+                raise item
+            text += item.text
+            if item.finish_reason is not None or self._inbox.empty():
+                return Delta(text, item.finish_reason)
 
     @property
     def usage(self) -> TokenUsage:
@@ -53,7 +53,7 @@ class Reply:
 
 
 class EmbeddedMetrics:
-    """Counters of one engine, in a registry of their own."""
+    """Counters and gauges of one engine, in a separate registry."""
 
     def __init__(self, waiting: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
@@ -62,7 +62,7 @@ class EmbeddedMetrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the batches that have run")
         self.output_tokens = self._counter("output_tokens", "Tokens generated for clients")
         self.running = Gauge(
-            "llmserve_embedded_requests_running", "Rows of the running batch that go on", registry=self.registry
+            "llmserve_embedded_requests_running", "Unfinished rows of the running batch", registry=self.registry
         )
         gauge = Gauge("llmserve_embedded_requests_waiting", "Requests not yet running", registry=self.registry)
         gauge.set_function(waiting)
@@ -72,9 +72,9 @@ class EmbeddedMetrics:
 
 
 class EmbeddedEngine:
-    """Runs static batches on a model. `start` and `drain` bracket its life; everything is on one event loop.
+    """Runs static batches on a model. Call `start` first and `drain` last, and all methods on one event loop.
 
-    gather_s : longest wait for a batch's missing members.  queue_max : requests that may wait.
+    gather_s : longest wait for a batch's missing members.  queue_max : limit of waiting requests.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class EmbeddedEngine:
         self.metrics = EmbeddedMetrics(lambda: len(self._queue))
 
     def start(self) -> None:
-        """Begins to take batches."""
+        """Start to run batches."""
         self._task = asyncio.create_task(self._run_batches())
 
     async def drain(self, limit_s: float) -> None:
-        """Refuses what waits and what comes; lets the running batch end, but cuts it off after `limit_s`."""
+        """Refuse waiting and new requests; let the running batch end, but stop the batch after `limit_s`."""
         self._closing = True
         stopping = Unavailable("the engine is shutting down")
         for reply in self._queue.clear():
@@ -114,24 +114,24 @@ class EmbeddedEngine:
             await asyncio.wait_for(self._idle.wait(), limit_s)
         for reply in self._running:
             if reply.row.live:
-                reply.row.gone = True
+                reply.row.cancelled = True
                 reply.put(stopping)
-        await self._idle.wait()  # at most one step more
+        await self._idle.wait()  # takes at most one more step
         if self._task is not None:
             self._task.cancel()
         self._worker.shutdown()
         self._tokenizing.shutdown()
 
     async def submit(self, body: Awaitable[bytes], seat: Seat | None, *, chat: bool) -> tuple[CompletionCall, Reply]:
-        """Reads a request and seats it in its batch; raises RequestError, and then nobody waits for it."""
+        """Read a request and add it to its batch. After a RequestError the batch no longer expects the request."""
         try:
             call = parse_call(await body, self.model.defaults, chat=chat)
             if call.model is not None and call.model != self.name:
-                raise self.no_model(call.model)
+                raise self.model_not_found(call.model)
             reply = Reply(await self._row(call))
             self._check_room()
-        except BaseException:  # also a client that leaves before its prompt is tokenized
-            self._queue.excuse(seat)
+        except BaseException:  # includes cancellation: the client may disconnect before the prompt is tokenized
+            self._queue.cancel_seat(seat)
             raise
         try:
             self._queue.add(reply, seat)
@@ -143,19 +143,19 @@ class EmbeddedEngine:
         if self._closing:
             raise Unavailable("the engine is shutting down")
         if len(self._queue) >= self._queue_max:
-            raise RateLimited(f"{self._queue_max} requests wait already")
+            raise RateLimited(f"{self._queue_max} requests are waiting already")
 
-    def no_model(self, name: str) -> ModelNotFound:
-        """The error for a client that asks for another model."""
+    def model_not_found(self, name: str) -> ModelNotFound:
+        """Return the error for a request that names another model."""
         return ModelNotFound(f"the model {name!r} does not exist; this is {self.name!r}", param="model")
 
-    def leave(self, reply: Reply) -> None:
-        """The client of this reply wants no more of it. Harmless when it has ended."""
+    def cancel(self, reply: Reply) -> None:
+        """Stop work on a reply. No effect when the reply has ended."""
         if not self._queue.remove(reply):
-            reply.row.gone = True
+            reply.row.cancelled = True
 
     def seat(self, headers: Any) -> Seat | None:
-        """The seat in a batch that a request asks for; raises BadRequest."""
+        """Return the batch seat that a request's headers name. Raises BadRequest."""
         try:
             return seat_of(headers, self._batch_size_max)
         except ValueError as error:
@@ -169,8 +169,8 @@ class EmbeddedEngine:
             raise BadRequest("the prompt has no tokens", param=param)
         if len(prompt_ids) >= limit:
             raise BadRequest(
-                f"the prompt has {len(prompt_ids)} tokens, and the model's context of {limit} must hold "
-                "the answer, too",
+                f"the prompt has {len(prompt_ids)} tokens, but the model's context of {limit} tokens must hold "
+                "the prompt and the answer",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -231,7 +231,7 @@ class EmbeddedEngine:
 
 
 def make_app(engine: EmbeddedEngine) -> web.Application:
-    """The HTTP side of an engine."""
+    """Return the HTTP application of an engine."""
     routes = _Routes(engine)
     app = web.Application(middlewares=[_errors_as_json], client_max_size=_BODY_BYTES_MAX)
     app.router.add_get("/health", routes.health)
@@ -260,7 +260,7 @@ class _Routes:
     async def model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
         if name != self._engine.name:
-            raise self._engine.no_model(name)
+            raise self._engine.model_not_found(name)
         return web.json_response(self._model())
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -285,7 +285,7 @@ class _Routes:
             writer = Writer(self._engine.name, chat=chat, include_usage=call.include_usage)
             return await (_stream(request, reply, writer) if call.stream else _whole(reply, writer))
         finally:
-            self._engine.leave(reply)
+            self._engine.cancel(reply)
 
 
 async def _whole(reply: Reply, writer: Writer) -> web.Response:
@@ -297,7 +297,7 @@ async def _whole(reply: Reply, writer: Writer) -> web.Response:
 
 
 async def _stream(request: web.Request, reply: Reply, writer: Writer) -> web.StreamResponse:
-    # Nothing is sent before the first token: until then a failure still has a status code of its own.
+    # Send nothing before the first token, so that an earlier failure can still set the HTTP status code.
     delta = await reply.next()
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
@@ -324,10 +324,10 @@ async def _errors_as_json(
     except RequestError as error:
         return web.json_response(error.body(), status=error.status)
     except web.HTTPException as error:
-        wrong = NotFound if error.status == 404 else BadRequest
-        body = wrong(f"{request.method} {request.path}: {error.reason}").body()
+        error_class = NotFound if error.status == 404 else BadRequest
+        body = error_class(f"{request.method} {request.path}: {error.reason}").body()
         return web.json_response(body, status=error.status)
-    except ConnectionError:  # the client left while its answer was written: nobody reads this one
+    except ConnectionError:  # the client disconnected during the answer: this response is not read
         return web.Response()
     except Exception:
         log.exception("a request failed")
@@ -338,7 +338,7 @@ async def _errors_as_json(
 async def serve(
     engine: EmbeddedEngine, sock: Any, stop: asyncio.Event, *, drain_s: float, ready: Callable[[], None]
 ) -> None:
-    """Serves on a bound socket until `stop` is set; then drains the engine and returns."""
+    """Serve on a bound socket until `stop` is set, then drain the engine."""
     runner = web.AppRunner(
         make_app(engine), access_log=None, handler_cancellation=True, shutdown_timeout=1.0, keepalive_timeout=75.0
     )

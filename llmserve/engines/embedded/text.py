@@ -1,23 +1,23 @@
-"""From token ids to text as it may be sent: whole characters only, and nothing of a stop string."""
+"""Decoding of token ids into text for the client: whole characters only, and no part of a stop string."""
 
 from collections.abc import Callable, Sequence
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a decoder makes of an unfinished character
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # a decoder's output for an unfinished character
 
-# A character is at most four bytes long. Text that still ends in the middle of one after this many tokens
-# is not going to become valid, and waiting on would cost time that grows with its length.
+# A character is at most four bytes long. Text that still ends inside a character after this many tokens will not
+# become valid. Waiting longer would cost time that grows with the length of the text.
 _UNFINISHED_TOKENS_MAX = 16
 
-# Tokens before the first new one that are decoded with it: tokenizers of the SentencePiece family drop the
-# space in front of whatever comes first.
+# Number of earlier tokens that are decoded together with a new token. Tokenizers of the SentencePiece family drop
+# the space before the first token.
 _CONTEXT_TOKENS = 6
 
 
 class TextStream:
     """The text of one answer, token by token.
 
-    The pieces that `push` and `flush` return join to the answer: they hold whole characters, and neither a
-    stop string nor what may turn out to be the beginning of one. `stopped` tells that a stop string came.
+    The answer is the concatenation of the results of `push` and `flush`. A result holds whole characters, and
+    neither a stop string nor a possible beginning of a stop string. `stopped`: a stop string has occurred.
     """
 
     def __init__(
@@ -26,15 +26,15 @@ class TextStream:
         self.stopped = False
         self._decode = decode
         self._stop = stop
-        self._held = ""  # decoded, but perhaps the beginning of a stop string
-        # A window of tokens slides over the answer. Its first `_settled` tokens have been sent and are only
-        # there because a token's text may depend on the tokens before it.
+        self._unsent = ""  # decoded, but perhaps the beginning of a stop string
+        # A window of tokens slides over the answer. The first `_settled` tokens of the window have been sent. They
+        # stay in the window because the text of a token may depend on earlier tokens.
         self._window = list(prompt_ids[-_CONTEXT_TOKENS:])
         self._settled = len(self._window)
         self._sent_chars = len(decode(self._window)) if self._window else 0  # of the window's text
 
     def push(self, token_id: int) -> str:
-        """Takes the next token, returns the text that can be sent now."""
+        """Append the next token. Returns the text that can be sent now."""
         self._window.append(token_id)
         text = self._decode(self._window)
         pending = len(self._window) - self._settled
@@ -42,35 +42,35 @@ class TextStream:
             whole = text.rstrip(_REPLACEMENT)
             piece = whole[self._sent_chars :]
             self._sent_chars = max(self._sent_chars, len(whole))
-            return self._release(piece)
+            return self._sendable(piece)
         piece = text[self._sent_chars :]
         self._window = self._window[self._settled :]
         self._settled = len(self._window)
         self._sent_chars = len(self._decode(self._window))
-        return self._release(piece)
+        return self._sendable(piece)
 
     def flush(self) -> str:
-        """The rest, when no further token will come."""
+        """Return the remaining text after the last token."""
         piece = self._decode(self._window)[self._sent_chars :] if self._window else ""
         self._sent_chars += len(piece)
-        text = self._release(piece) + self._held
-        self._held = ""
+        text = self._sendable(piece) + self._unsent
+        self._unsent = ""
         return text
 
-    def _release(self, piece: str) -> str:
+    def _sendable(self, piece: str) -> str:
         if self.stopped:
             return ""
-        self._held += piece
+        self._unsent += piece
         if not self._stop:
-            text, self._held = self._held, ""
+            text, self._unsent = self._unsent, ""
             return text
-        cuts = [cut for stop in self._stop if (cut := self._held.find(stop)) >= 0]
+        cuts = [cut for stop in self._stop if (cut := self._unsent.find(stop)) >= 0]
         if cuts:
             self.stopped = True
-            text, self._held = self._held[: min(cuts)], ""
+            text, self._unsent = self._unsent[: min(cuts)], ""
             return text
-        border = len(self._held) - max(_overlap(self._held, stop) for stop in self._stop)
-        text, self._held = self._held[:border], self._held[border:]
+        border = len(self._unsent) - max(_overlap(self._unsent, stop) for stop in self._stop)
+        text, self._unsent = self._unsent[:border], self._unsent[border:]
         return text
 
 

@@ -87,12 +87,13 @@ def _costs(results: Results) -> Iterator[str]:
             step_s, step_j = profile.step_s, profile.step_j
             text = (
                 f"The profile `{profile.name}`: a step of b sequences takes {1e3 * step_s.slope:.4g} b + "
-                f"{1e3 * step_s.intercept:.4g} ms (error {step_s.error:.1%}), a prefill {1e3 * profile.prefill_s:.4g} ms."
+                f"{1e3 * step_s.intercept:.4g} ms (error {step_s.error:.1%}). A prefill takes "
+                f"{1e3 * profile.prefill_s:.4g} ms."
             )
             if profile.energy_known:
                 text += (
-                    f" A step draws {step_j.slope:.4g} b + {step_j.intercept:.4g} J (error {step_j.error:.1%}), the idle "
-                    f"GPU {profile.idle_w:.4g} W."
+                    f" A step draws {step_j.slope:.4g} b + {step_j.intercept:.4g} J (error {step_j.error:.1%}), "
+                    f"the idle GPU {profile.idle_w:.4g} W."
                 )
             yield text
         for line in results.steps.get(f"{shape}: {profile_part.LINE}", ()):

@@ -1,1 +1,1 @@
-"""The papers' numbers, measured again: what scripts/reproduce.py runs."""
+"""Measure the numbers of papers again, for scripts/reproduce.py."""

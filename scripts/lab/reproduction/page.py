@@ -1,4 +1,4 @@
-"""A page of Markdown from rows: each table beside the published one, each figure with what it shows."""
+"""A page of Markdown from rows: tables of measured beside expected numbers, and figures with a text for each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH = 120  # of lines of prose
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """How a page was made."""
+    """The command, the machine and the time of the run that made a page."""
 
     command: str
     machine: str
@@ -32,7 +32,7 @@ class About:
     date: datetime.date
 
     def text(self) -> str:
-        quick = " A quick run: fewer samples and cases than the page is meant to have." if self.quick else ""
+        quick = " A quick run, with fewer samples and cases than a full page." if self.quick else ""
         return (
             f"    {self.command}\n\n"
             f"Measured on {self.date.isoformat()} on {self.machine}, seed {self.seed}, in {self.seconds:.0f} s.{quick}"
@@ -41,7 +41,12 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Part of a page. text : what it shows, from the rows.  tables : of these rows.  figure : file stem and drawing."""
+    """A part of a page.
+
+    text    rows -> the text
+    tables  rows -> the rows that the table lists
+    figure  stem of the file's name, and rows -> the figure
+    """
 
     title: str
     text: Callable[[Rows], str]
@@ -50,31 +55,31 @@ class Section:
 
 
 def rows_of(*figures: str) -> Callable[[Rows], Sequence[Row]]:
-    """Rows of these figures that are no curves."""
+    """Select the rows of these figures that are no curves."""
     return lambda rows: [row for figure in figures for row in rows.of(figure) if row.curve is None]
 
 
 def compared_of(*figures: str) -> Callable[[Rows], Sequence[Row]]:
-    """Rows of these figures that are compared with something."""
+    """Select the rows of these figures that have an expected number."""
     return lambda rows: [row for figure in figures for row in rows.of(figure) if row.ok is not None]
 
 
 def write_page(
     name: str, title: str, opening: str, sections: Iterable[Section], rows: Rows, about: About, folder: Path
 ) -> None:
-    """folder/NAME.md and its figures, folder/NAME-*.png."""
+    """Write folder/NAME.md and the figures folder/NAME-*.png."""
     parts = [f"# {title}", opening, about.text(), _summary(rows)]
     for section in sections:
         parts += [f"## {section.title}", textwrap.fill(section.text(rows), WIDTH, break_long_words=False)]
-        if listed := section.tables(rows):
-            parts.append(table(listed))
+        if table_rows := section.tables(rows):
+            parts.append(table(table_rows))
         if section.figure is not None:
             parts.append(f"![{section.title}]({_draw(name, section.figure, rows, folder)})")
     (folder / f"{name}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 def redraw(name: str, sections: Iterable[Section], rows: Rows, folder: Path) -> list[str]:
-    """The figures alone, of rows that were kept. Returns the files' names."""
+    """Draw the figures from stored rows. Returns the names of the files."""
     return [_draw(name, section.figure, rows, folder) for section in sections if section.figure is not None]
 
 
@@ -85,9 +90,10 @@ def _draw(name: str, figure: tuple[str, Callable[[Rows], Figure]], rows: Rows, f
 
 
 def table(rows: Sequence[Row], *, figures: bool = False) -> str:
-    """Measured beside expected, with the deviation in per cent; "ok" says whether it is within tolerance.
+    """Return a table of measured beside expected numbers, with the deviation in per cent.
 
-    figures: with a first column that names the figure or table of the paper.
+    The column "ok" tells whether the deviation is within tolerance.
+    figures : add a first column that names the figure or table of the paper
     """
     columns: dict[str, Callable[[Row], str]] = {
         "figure": lambda row: row.figure,
@@ -111,12 +117,12 @@ def table(rows: Sequence[Row], *, figures: bool = False) -> str:
 
 
 def _summary(rows: Rows) -> str:
-    """Each kind of comparison counted apart, and every row that does not agree."""
-    counts = [[kind, KINDS[kind], str(all_), str(agree)] for kind, (agree, all_) in rows.counts().items()]
-    text = "What is compared, and how much of it agrees within tolerance:\n\n"
+    """Return the counts of each kind of comparison, and a table of all rows that do not agree."""
+    counts = [[kind, KINDS[kind], str(total), str(agree)] for kind, (agree, total) in rows.counts().items()]
+    text = "Rows by the kind of number that they are compared with, and how many agree within tolerance:\n\n"
     text += markdown(["kind", "compared with", "rows", "agree"], counts)
     if off := [row for row in rows if row.ok is False]:
-        text += "\n\nThese do not agree:\n\n" + table(off, figures=True)
+        text += "\n\nThese rows do not agree:\n\n" + table(off, figures=True)
     return text
 
 

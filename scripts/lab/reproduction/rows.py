@@ -1,4 +1,4 @@
-"""Rows: one measured number each, beside what a paper prints. Tables and figures are made of nothing else."""
+"""Rows: one measured number each, beside the number of the paper. Tables and figures are made of rows only."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from numpy.typing import ArrayLike
 
 from llmserve.simulation.estimates import estimate
 
-DIGITS = 7  # significant ones that are kept in files
+DIGITS = 7  # significant digits in files
 
 Case = Mapping[str, float | str]
 Kind = Literal["published", "computed", "derived", "fitted"]
 KINDS: Mapping[Kind, str] = {
     "published": "a number or statement of the paper",
-    "computed": "what a formula of the paper gives, evaluated here",
+    "computed": "the value of a formula of the paper, evaluated here",
     "derived": "arithmetic on the paper's inputs or on other rows, or a published number that another row has met",
     "fitted": "published numbers that assumptions were chosen to agree with",
 }
-"""What a row is compared with. Only the first kind tells whether a paper is reproduced."""
+"""Kinds of expected numbers. Only "published" tells whether a paper is reproduced."""
 Report = Callable[[str, float], None]
-"""Told what is measured next, and the share of all that is done."""
+"""Called with the name of the part that is measured next, and the share of the work that is done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A quantity along another: values[i] where `along` is at[i]."""
+    """A quantity against another: values[i] is the value where `along` is at[i]."""
 
     along: str
     at: tuple[float, ...]
@@ -43,11 +43,11 @@ class Curve:
     def of(cls, along: str, at: ArrayLike, values: ArrayLike) -> Curve:
         curve = cls(along, tuple(np.asarray(at, float).tolist()), tuple(np.asarray(values, float).tolist()))
         if len(curve.at) != len(curve.values):
-            raise ValueError(f"{len(curve.values)} values along {along} at {len(curve.at)} places")
+            raise ValueError(f"{len(curve.values)} values for {len(curve.at)} points along {along}")
         return curve
 
     def value(self, at: float) -> float:
-        """The value at one of its places; raises ValueError elsewhere."""
+        """Return the value at a point of the curve. Raises ValueError at any other point."""
         return self.values[self.at.index(at)]
 
 
@@ -55,10 +55,10 @@ class Curve:
 class Row:
     """One number of a figure or table.
 
-    case       what it was measured for
-    measured   None when the row is a curve
-    expected   what it is compared with, of this kind; None: with nothing
-    tolerance  relative, of measured to expected; 0: they must be equal
+    case       names and values of the setting that was measured
+    measured   None: the row is a curve
+    expected   number of this kind that `measured` is compared with; None: there is none
+    tolerance  relative, of measured to expected; 0: both must be equal
     low, high  95 % confidence interval of a simulated number, else None
     """
 
@@ -77,26 +77,32 @@ class Row:
 
     @classmethod
     def mean(cls, figure: str, case: Case, quantity: str, unit: str, values: Sequence[float], **fields: Any) -> Row:
-        """The mean over runs under different seeds, with Student's 95 % confidence interval.
+        """Return the mean over runs with different seeds, with Student's 95 % confidence interval.
 
-        fields : the row's others
+        fields : other fields of the row
         """
-        found = estimate(values)
-        return cls(figure, case, quantity, unit, found.mean, low=found.low, high=found.high, **fields)
+        mean = estimate(values)
+        return cls(figure, case, quantity, unit, mean.mean, low=mean.low, high=mean.high, **fields)
+
+    @classmethod
+    def of_curve(
+        cls, figure: str, case: Case, quantity: str, unit: str, along: str, at: ArrayLike, values: ArrayLike
+    ) -> Row:
+        return cls(figure, case, quantity, unit, None, curve=Curve.of(along, at, values))
 
     @property
     def deviation(self) -> float | None:
-        """Relative, of measured from expected; None without either, or from 0."""
+        """Relative deviation of measured from expected; None if one of them is missing, or expected is 0."""
         if self.measured is None or not self.expected:
             return None
         return self.measured / self.expected - 1.0
 
     @property
     def ok(self) -> bool | None:
-        """Whether measured is within tolerance of expected; None when it is compared with nothing.
+        """Whether measured is within tolerance of expected; None if there is no expected number.
 
-        A simulated number may differ from a published one by its interval's half width, times root 2, in addition: that
-        is taken to be a simulation's too, of as many samples.
+        A simulated number may differ from a published one by root 2 times half its interval in addition: the published
+        number is assumed to come from a simulation with as many samples.
         """
         if self.expected is None or self.measured is None:
             return None
@@ -113,8 +119,8 @@ class Row:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Row:
-        """As `record` wrote it, but for digits that it rounded."""
-        pairs = [part.partition("=") for part in re.split(r", (?=\w+=)", record["case"]) if part]
+        """Return the row that `record` wrote, with rounded numbers."""
+        pairs = [part.partition("=") for part in re.split(r", (?=[\w ]+=)", record["case"]) if part]
         names = ("figure", "quantity", "unit", "measured", "expected", "tolerance", "low", "high", "note")
         curve = record.get("curve")
         return cls(
@@ -146,13 +152,13 @@ class Row:
 
 
 def claim(figure: str, case: Case, text: str, holds: bool, note: str = "") -> Row:
-    """Something that a paper says without a number: expected is 1, measured as 1 when it holds here, else 0."""
+    """Return the row of a statement without a number: expected is 1; measured is 1 if the statement holds, else 0."""
     return Row(figure, case, text, "holds: 1", float(holds), 1.0, tolerance=0.0, note=note)
 
 
 @dataclass
 class Rows:
-    """Rows in the order in which they were measured."""
+    """Rows in the order of measurement."""
 
     rows: list[Row] = field(default_factory=list)
 
@@ -166,7 +172,7 @@ class Rows:
         self.rows.extend(rows)
 
     def of(self, figure: str, quantity: str | None = None, **case: float | str) -> list[Row]:
-        """Rows of a figure; of one quantity, and of cases that agree with `case`, where these are given."""
+        """Return the rows of a figure with this quantity, if given, and with these values in their case."""
         return [
             row
             for row in self.rows
@@ -175,41 +181,41 @@ class Rows:
             and all(row.case.get(name) == value for name, value in case.items())
         ]
 
-    def one(self, figure: str, quantity: str, **case: float | str) -> Row:
-        """The only such row; raises LookupError."""
-        found = self.of(figure, quantity, **case)
-        if len(found) != 1:
-            raise LookupError(f"{len(found)} rows of {quantity!r} in {figure!r} for {case}, not one")
-        return found[0]
+    def only(self, figure: str, quantity: str, **case: float | str) -> Row:
+        """Return the only row that matches. Raises LookupError if another number of rows matches."""
+        matches = self.of(figure, quantity, **case)
+        if len(matches) != 1:
+            raise LookupError(f"{len(matches)} rows of {quantity!r} in {figure!r} for {case}, not one")
+        return matches[0]
 
     def compared(self, kind: Kind) -> list[Row]:
-        """Rows of a kind that are compared with what they should be."""
+        """Return the rows that have an expected number of this kind."""
         return [row for row in self.rows if row.ok is not None and row.kind == kind]
 
     def counts(self) -> dict[Kind, tuple[int, int]]:
-        """Of each kind that there is: rows that agree, and rows."""
-        found = {kind: self.compared(kind) for kind in KINDS}
-        return {kind: (sum(bool(row.ok) for row in rows), len(rows)) for kind, rows in found.items() if rows}
+        """Return (rows that agree, all rows) of each kind that has rows."""
+        by_kind = {kind: self.compared(kind) for kind in KINDS}
+        return {kind: (sum(bool(row.ok) for row in rows), len(rows)) for kind, rows in by_kind.items() if rows}
 
     def number(self, figure: str, quantity: str, **case: float | str) -> float:
-        measured = self.one(figure, quantity, **case).measured
+        measured = self.only(figure, quantity, **case).measured
         if measured is None:
             raise LookupError(f"{quantity!r} in {figure!r} for {case} is a curve")
         return measured
 
     def curve(self, figure: str, quantity: str, **case: float | str) -> Curve:
-        curve = self.one(figure, quantity, **case).curve
+        curve = self.only(figure, quantity, **case).curve
         if curve is None:
             raise LookupError(f"{quantity!r} in {figure!r} for {case} is a number, not a curve")
         return curve
 
     @classmethod
     def read(cls, path: Path) -> Rows:
-        """What `write` wrote. Raises OSError, or ValueError when the file is none of it."""
+        """Read a file that `write` wrote. Raises OSError, or ValueError if the file is not JSON."""
         return cls([Row.of_record(record) for record in json.loads(path.read_text())])
 
     def write(self, path: Path) -> None:
-        """A JSON list, a row a line."""
+        """Write a JSON list, one row a line."""
         write_rows(path, [row.record() for row in self.rows])
 
 
@@ -221,7 +227,7 @@ def _number_or_text(text: str) -> float | str:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats to so many significant digits; whole ones as integers, infinite ones as none. Others as they are."""
+    """Round a float to DIGITS digits: a whole number becomes an integer, inf and nan None. Return others unchanged."""
     if not isinstance(value, float):
         return value
     if not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""Every world of a paper, under each of its seeds, on several cores."""
+"""Run all simulations of a paper, with each of their seeds, on several cores."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TypeVar
 from llmserve.simulation.many import in_processes
 from reproduction.rows import Report
 
-REPORTS = 100  # of progress, at most
+REPORTS = 100  # most reports of progress
 
 Key = tuple[str | float, ...]
-"""Names a world: what it is for, and its numbers."""
+"""Name of a world: the figure and the parameters."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -20,12 +20,12 @@ R = TypeVar("R")
 def run_all(
     run: Callable[[T], R], tasks: Mapping[Key, Iterable[T]], size: Callable[[T], float], jobs: int, report: Report
 ) -> dict[Key, list[R]]:
-    """Results of each key's tasks, in their order; the same however many processes there are.
+    """Return the results of each key's tasks, in the order of the tasks, for any number of processes.
 
-    size : of a task, of which a share is done
+    size : task -> work of the task, for the share that is done
     """
-    keyed = [(key, task) for key, each in tasks.items() for task in each]
-    order = sorted(range(len(keyed)), key=lambda place: -size(keyed[place][1]))  # so that the processes end together
+    keyed = [(key, task) for key, key_tasks in tasks.items() for task in key_tasks]
+    order = sorted(range(len(keyed)), key=lambda place: -size(keyed[place][1]))  # so that all processes end together
     todo = [keyed[place][1] for place in order]
     runs = in_processes(run, todo, jobs) if jobs > 1 else enumerate(map(run, todo))
     total, done = sum(map(size, todo)), 0.0
@@ -36,10 +36,10 @@ def run_all(
         if len(results) % math.ceil(len(todo) / REPORTS) == 0:
             last = key_text(keyed[order[index]][0])
             report(f"{len(results):,} of {len(todo):,} runs, the last of {last}", done / total)
-    found: dict[Key, list[R]] = {key: [] for key in tasks}
+    by_key: dict[Key, list[R]] = {key: [] for key in tasks}
     for place, (key, _) in enumerate(keyed):
-        found[key].append(results[place])
-    return found
+        by_key[key].append(results[place])
+    return by_key
 
 
 def key_text(key: Iterable[str | float]) -> str:

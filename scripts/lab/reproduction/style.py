@@ -6,16 +6,10 @@ COLOURS = {
     "static 8": "#009e73",
     "static 16": "#cc79a7",
     "static 32": "#555555",
-    "ad hoc": "#0072b2",  # is greedy
+    "ad hoc": "#0072b2",  # the greedy policy
     "largest batch": "#555555",
     "rate": "#e69f00",
     "rate repaired": "#f5d58a",
 }
-LABELS = {
-    "smdp": "SMDP",
-    "greedy": "greedy",
-    "static 8": "static 8",
-    "static 16": "static 16",
-    "static 32": "static 32",
-}
 MARKERS = {"smdp": "o", "greedy": "^", "static 8": "s", "static 16": "D", "static 32": "v"}
+LABELS = {name: name for name in MARKERS} | {"smdp": "SMDP"}

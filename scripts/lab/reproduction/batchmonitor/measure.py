@@ -1,8 +1,7 @@
-"""BatchMonitor and BatchDispatcher (Khan, Yu, Kim, Seo): its comparison, simulated with llmserve's own scheduler.
+"""BatchMonitor and BatchDispatcher (Khan, Yu, Kim, Seo): the paper's comparison, with llmserve's own scheduler.
 
-The request rate climbs from 1 to 240 a second in 300 s; one engine serves one model in static batches. The paper gives
-neither the time and energy of a batch, nor its GPU, nor the deadline and the largest batch: what is assumed of them
-stands here.
+The request rate climbs from 1 to 240 a second in 300 s; one engine serves one model in static batches. The paper does
+not print the time and energy of a batch, the GPU, the deadline and the largest batch: this module has assumptions.
 """
 
 from __future__ import annotations
@@ -28,28 +27,27 @@ from llmserve.simulate import run as run_workload
 from llmserve.simulation.report import Recorder, Summary
 from llmserve.simulation.scenario import prepare
 from reproduction.batchmonitor.printed_rate import PrintedScheduling
-from reproduction.rows import Case, Curve, Report, Row, Rows, claim
+from reproduction.rows import Case, Report, Row, Rows, claim
 
 FIGURE, CONSTANT = "Fig. 2", "Constant load"
-PRINTED = "rate"  # the release, as printed
+PRINTED = "rate"  # the release as printed
 BASIC = "p4-googlenet"  # the profile of SMDP-J's basic scenario
-RATE_FIRST, RATE_LAST, RAMP_S = 1.0, 240.0, 300.0  # of the paper's evaluation; that the rate climbs evenly is assumed
+RATE_FIRST, RATE_LAST, RAMP_S = 1.0, 240.0, 300.0  # of the paper's evaluation; assumed: the rate climbs evenly
 BATCH_MAX = 32  # assumed
-DEADLINE_S = 0.2  # assumed, of the largest batch within a deadline
-WAIT_S = 0.05  # limit to waiting for company under the repaired rule
+DEADLINE_S = 0.2  # assumed, for the largest batch within a deadline
+WAIT_S = 0.05  # longest wait for more requests under the repaired rule
 CONSTANT_LOAD = 0.7
 ENERGY_WEIGHT = 0.1  # ms/W, of the SMDP table: a watt is worth a tenth of a millisecond
-CALIBRATED = 0.1  # tolerance of what the assumed profiles were chosen for
+CALIBRATED = 0.1  # tolerance of numbers that the assumed profiles were chosen for
 
-# ResNet-50 on a V100 (16 GB), mixed precision: mean latency in ms of batches of 1, 2, 4, 8, 16, 32, as NVIDIA publishes
-# it (DeepLearningExamples, PyTorch, ResNet50 v1.5). 250 W and 40 W are the card's limit and about what it idles at.
+# ResNet-50 on a V100 (16 GB), mixed precision: mean latency in ms of batches of 1, 2, 4, 8, 16, 32, published by NVIDIA
+# (DeepLearningExamples, PyTorch, ResNet50 v1.5). 250 W is the card's limit, and 40 W approximately its idle power.
 V100_SIZES, V100_MS = (1, 2, 4, 8, 16, 32), (12.78, 13.01, 13.41, 13.65, 14.0, 15.84)
 V100_BUSY_W, V100_IDLE_W = 250.0, 40.0
 
-# The paper's GPU is not known. Assumed: 6e13 multiply-accumulates a second, which a batch's slope is made of; and
-# intercepts and powers with which the rule as printed comes near the latencies, and the range of requests per joule,
-# that the paper prints. The intercepts of the convolutional nets are about in proportion to their layers, though
-# nothing forced them to be.
+# The paper does not name its GPU. Assumed: 6e13 multiply-accumulates a second, which gives a batch's slope; and
+# intercepts and powers with which the rule as printed comes near the printed latencies and the printed range of
+# requests per joule. The intercepts of the convolutional nets came out about proportional to their layers.
 MULTIPLY_ACCUMULATES_PER_S = 6e13
 ASSUMED_BUSY_W, ASSUMED_IDLE_W = 360.0, 95.0
 
@@ -81,7 +79,7 @@ GAIN_OVER_AD_HOC, TIMES_BELOW_LARGEST = 5.0, 14.0  # per cent "up to"; of the la
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """When a batch goes. release : llmserve's, or PRINTED.  dispatch, wait_s : what differs from the defaults."""
+    """A release rule. release : one of llmserve's, or PRINTED.  dispatch, wait_s : settings other than the defaults"""
 
     release: str
     dispatch: DispatchConfig | None = None
@@ -104,15 +102,15 @@ RULES: Mapping[str, Rule] = {
 
 
 def modelled(name: str, step_s: profiles.Curve, busy_w: float, idle_w: float, source: str) -> Profile:
-    """A profile whose energy is a constant power times its time."""
+    """Return a profile whose energy is its time, times a constant power."""
     return Profile(
         name, step_s, step_s.times(busy_w), idle_w, slots_max=BATCH_MAX, source=source, energy_source="modelled"
     )
 
 
 def engine_profiles() -> dict[str, Profile]:
-    """By model: the four assumed ones, and the published one."""
-    found = {
+    """Return the four assumed profiles and the published profile, by model."""
+    by_model = {
         name: modelled(
             name,
             profiles.Curve.affine(model.slope_ms / 1e3, model.intercept_ms / 1e3),
@@ -123,15 +121,15 @@ def engine_profiles() -> dict[str, Profile]:
         for name, model in MODELS.items()
     }
     published = profiles.Curve.fit(V100_SIZES, np.array(V100_MS) / 1e3)
-    found[V100] = modelled(V100, published, V100_BUSY_W, V100_IDLE_W, "NVIDIA DeepLearningExamples, ResNet50 v1.5")
-    return found
+    by_model[V100] = modelled(V100, published, V100_BUSY_W, V100_IDLE_W, "NVIDIA DeepLearningExamples, ResNet50 v1.5")
+    return by_model
 
 
 def ramp(rng: np.random.Generator, seconds: float) -> NDArray[np.float64]:
-    """Poisson arrivals, seconds, whose rate climbs evenly from RATE_FIRST to RATE_LAST.
+    """Draw Poisson arrivals, in seconds, whose rate climbs evenly from RATE_FIRST to RATE_LAST.
 
-    By inversion: the expected count up to t, RATE_FIRST t + (RATE_LAST - RATE_FIRST) t^2 / (2 seconds), grows by an
-    exponential time of mean 1 from one arrival to the next.
+    By inversion: between two arrivals, the expected count up to t,
+    RATE_FIRST t + (RATE_LAST - RATE_FIRST) t^2 / (2 seconds), grows by an exponential variable of mean 1.
     """
     expected = (RATE_FIRST + RATE_LAST) / 2 * seconds
     counts = np.cumsum(rng.exponential(1.0, int(expected + 10 * math.sqrt(expected) + 10)))
@@ -164,24 +162,23 @@ mean_row = partial(Row.mean, tolerance=CALIBRATED)
 
 
 def measured(model: str, profile: Profile, effort: Effort, folder: Path) -> dict[str, list[Summary]]:
-    """Of each rule, a summary of each run; the rules meet the same arrivals."""
+    """Return the summaries of all runs of each rule. All rules get the same arrivals."""
     profile_path = folder / f"{model}.json"
     profile.save(profile_path)
-    found: dict[str, list[Summary]] = {}
+    by_rule: dict[str, list[Summary]] = {name: [] for name in RULES}
     for name, rule in RULES.items():
-        found[name] = []
         for run in range(effort.runs):
             trace = folder / f"{run}.csv"
             if not trace.exists():
                 write_trace(trace, ramp(np.random.default_rng([effort.seed, run]), effort.seconds))
             scenario = Scenario(trace=str(trace), profile=str(profile_path), barrier=True, predictions="none")
-            found[name].append(simulate(scenario, rule.scheduling, dispatch=rule.dispatch))
-    return found
+            by_rule[name].append(simulate(scenario, rule.scheduling, dispatch=rule.dispatch))
+    return by_rule
 
 
-def rows_of(model: str, profile: Profile, found: dict[str, list[Summary]]) -> Iterator[Row]:
+def rows_of(model: str, profile: Profile, by_rule: dict[str, list[Summary]]) -> Iterator[Row]:
     """Latency and energy of every rule."""
-    for name, runs in found.items():
+    for name, runs in by_rule.items():
         case: Case = {"model": model, "rule": name}
         latency = mean_row(FIGURE, case, "mean latency", "ms", [1e3 * run.latency_s_mean for run in runs])
         if name == "rate" and model in MODELS:
@@ -201,7 +198,7 @@ def rows_of(model: str, profile: Profile, found: dict[str, list[Summary]]) -> It
 
 
 def ratios(rows: Rows, models: tuple[str, ...]) -> Iterator[Row]:
-    """What the text says of the three techniques."""
+    """Statements of the text about the three techniques."""
     gains: dict[str, float] = {}
     for model in models:
         latency = {name: rows.number(FIGURE, "mean latency", model=model, rule=name) for name in RULES}
@@ -236,10 +233,10 @@ def ratios(rows: Rows, models: tuple[str, ...]) -> Iterator[Row]:
 
 
 def constant_load(effort: Effort) -> Iterator[Row]:
-    """The rule as printed at a constant load on SMDP-J's basic scenario, beside rules whose W is known."""
+    """The rule as printed at a constant load on SMDP-J's basic scenario, beside rules whose W can be computed."""
     queue = basic_queue()
-    known_size = preferred_size(queue.arrival_rate_per_s, profiles.PROFILES[BASIC])
-    exact = {f"static:{size}": queue.evaluate(queue.static(size)) for size in (8, known_size)}
+    mean_size = preferred_size(queue.arrival_rate_per_s, profiles.PROFILES[BASIC])
+    exact = {f"static:{size}": queue.evaluate(queue.static(size)) for size in (8, mean_size)}
     exact["greedy"] = queue.evaluate(queue.greedy())
     for release in ("greedy", "static:8", PRINTED, "rate-headroom"):
         runs = [_constant(release, effort, run) for run in range(effort.constant_runs)]
@@ -248,11 +245,11 @@ def constant_load(effort: Effort) -> Iterator[Row]:
         case: Case = {"release": release, "load": CONSTANT_LOAD}
         yield mean_row(CONSTANT, case, "mean latency", "ms", [1e3 * latency_s for latency_s, _ in runs], note=note)
         yield mean_row(CONSTANT, case, "utilisation", "1", [busy for _, busy in runs])
-    yield from _rate_known(known_size, exact[f"static:{known_size}"])
+    yield from _mean_counts(mean_size, exact[f"static:{mean_size}"])
 
 
 def basic_queue() -> Queue:
-    """SMDP-J's basic scenario at the constant load."""
+    """Return SMDP-J's basic scenario at the constant load."""
     profile = profiles.PROFILES[BASIC]
     sizes = np.arange(1, BATCH_MAX + 1)
     step_s = profile.step_s.at(sizes)
@@ -261,14 +258,14 @@ def basic_queue() -> Queue:
 
 
 def preferred_size(arrival_rate_per_s: float, profile: Profile) -> int:
-    """Algorithm 1: the least size, from 2 up, whose throughput exceeds the rate; the largest where none does."""
+    """Algorithm 1: return the least size, from 2 on, whose throughput exceeds the rate; BATCH_MAX without one."""
     sizes = np.arange(2, BATCH_MAX + 1)
     enough = sizes / profile.step_s.at(sizes) > arrival_rate_per_s
     return int(sizes[enough.argmax()]) if enough.any() else BATCH_MAX
 
 
-def _rate_known(size: int, exact: Evaluation) -> Iterator[Row]:
-    """What the rule as printed would be if every count were the mean: static batches of one size."""
+def _mean_counts(size: int, exact: Evaluation) -> Iterator[Row]:
+    """The rule as printed if every count equalled its mean: static batches of one size."""
     case: Case = {"release": f"static:{size}", "load": CONSTANT_LOAD}
     note = "exact; rate, if every count were its mean"
     yield Row(CONSTANT, case, "mean latency", "ms", 1e3 * exact.response_s_mean, note=note)
@@ -276,7 +273,7 @@ def _rate_known(size: int, exact: Evaluation) -> Iterator[Row]:
 
 
 def _constant(release: str, effort: Effort, run: int) -> tuple[float, float]:
-    """Mean latency, seconds, of requests that arrive after the warm-up, and the engine's utilisation from then on."""
+    """Simulate, and return `after_warm_up` of the run."""
     seconds = effort.warm_up_s + effort.constant_s
     scenario = Scenario(
         requests=round(basic_queue().arrival_rate_per_s * seconds),
@@ -296,10 +293,11 @@ def _constant(release: str, effort: Effort, run: int) -> tuple[float, float]:
 
 
 def after_warm_up(recorder: Recorder, warm_up_s: float) -> tuple[float, float]:
-    """Of a run of one barrier engine: mean latency, s, of arrivals from warm_up_s on, and utilisation from then to the
-    last arrival.
+    """Return the mean latency (s) of arrivals from warm_up_s on, and the utilisation from then to the last arrival.
+
+    recorder : of a run of one barrier engine
     """
-    arrived, started, ended = (np.array(each) for each in (recorder.arrived_s, recorder.started_s, recorder.ended_s))
+    arrived, started, ended = map(np.array, (recorder.arrived_s, recorder.started_s, recorder.ended_s))
     late = arrived >= warm_up_s
     batches = np.unique(np.stack([started, ended]), axis=1).clip(warm_up_s, arrived[-1])  # (start and end, batches)
     busy_s = float((batches[1] - batches[0]).sum())
@@ -307,7 +305,6 @@ def after_warm_up(recorder: Recorder, warm_up_s: float) -> tuple[float, float]:
 
 
 def measure(seed: int, quick: bool, report: Report) -> Rows:
-    """Every row."""
     effort = Effort.quick(seed) if quick else Effort(seed)
     rows = Rows()
     rows.extend([_rate_curve(effort)])
@@ -323,8 +320,8 @@ def measure(seed: int, quick: bool, report: Report) -> Rows:
 
 
 def _rate_curve(effort: Effort) -> Row:
-    """Fig. 2 (a): arrivals of the first run in every second."""
+    """Fig. 2 (a): arrivals in each second of the first run."""
     seconds = np.arange(math.ceil(effort.seconds))
     arrivals_s = ramp(np.random.default_rng([effort.seed, 0]), effort.seconds)
     counts = np.bincount(arrivals_s.astype(int), minlength=seconds.size)
-    return Row(FIGURE, {"run": 0}, "arrivals a second", "1/s", None, curve=Curve.of("s", seconds, counts))
+    return Row.of_curve(FIGURE, {"run": 0}, "arrivals a second", "1/s", "s", seconds, counts)

@@ -1,4 +1,4 @@
-"""The page of the BatchMonitor paper, with its one figure, from the rows measured."""
+"""The page of the BatchMonitor paper, with its single figure, from the rows."""
 
 from __future__ import annotations
 
@@ -32,43 +32,44 @@ from reproduction.style import COLOURS
 TITLE = "BatchMonitor and BatchDispatcher, reproduced"
 
 OPENING = f"""\
-"Efficient Adaptive Batching of DNN Inference Services for Improved Latency" (Khan, Yu, Kim, Seo): every second the
-arrivals of the last one choose the smallest batch, of at least two, whose throughput exceeds their rate. It is compared
-with ad-hoc batching (what is there goes as soon as the GPU is free) and with the largest batch within a deadline, while
-the request rate goes from 1 to 240 a second in 300 s. All rules here but `rate` are llmserve's own releases, on the
-same arrivals, simulated as by
+"Efficient Adaptive Batching of DNN Inference Services for Improved Latency" (Khan, Yu, Kim, Seo): every second the rule
+counts the arrivals of the last second, and chooses the smallest batch size, at least two, whose throughput exceeds
+their rate. The paper compares this rule with ad-hoc batching (all waiting requests start as soon as the GPU is free)
+and with the largest batch within a deadline, while the request rate climbs from 1 to 240 a second in 300 s. Except for
+`rate`, all rules here are llmserve's own releases, simulated on the same arrivals by
 
     llmserve simulate --barrier --bins 1 --batch-size {BATCH_MAX} --predictions none \\
         --trace ARRIVALS --profile PROFILE --release RULE
 
 * ad hoc: `greedy`
 * largest batch: `deadline --latency-target-s {DEADLINE_S:g}`
-* rate: as printed, which llmserve does not serve by (scripts/lab/reproduction/batchmonitor/printed_rate.py)
-* rate repaired: `rate-headroom --batch-wait-s {WAIT_S:g}`: head-room of 20 %, batches of one, the rate of the last
-  arrivals, and nobody waits longer than that while the engine is free
-* smdp: `table --energy-weight {ENERGY_WEIGHT:g}`: the SMDP's policy, a watt worth {ENERGY_WEIGHT:g} ms
+* rate: the rule as printed, which is not a release of llmserve (scripts/lab/reproduction/batchmonitor/printed_rate.py)
+* rate repaired: `rate-headroom --batch-wait-s {WAIT_S:g}`: head-room of 20 %, batches of one request allowed, the rate
+  of the last arrivals, and a longest wait of {WAIT_S:g} s while the engine is free
+* smdp: `table --energy-weight {ENERGY_WEIGHT:g}`: the SMDP policy, with {ENERGY_WEIGHT:g} ms as the price of a watt
 
-What the paper does not say, and is assumed:
+Assumed, because the paper does not give these facts:
 
-* An even climb of the rate, Poisson arrivals, batches up to {BATCH_MAX}, a deadline of {1e3 * DEADLINE_S:g} ms.
-* Times and powers. The four models' slopes are their multiply-accumulates at 6e13 a second; their intercepts and the
-  powers ({ASSUMED_BUSY_W:g} W busy, {ASSUMED_IDLE_W:g} W idle) were chosen so that the rule as printed comes near the
-  latencies and the requests per joule that the paper prints. That these agree ("fitted") is therefore no evidence;
-  what the rules do beside each other is.
-* One profile was not chosen so: ResNet50 on a V100, whose times NVIDIA published (assumed: {V100_BUSY_W:g} W busy,
-  {V100_IDLE_W:g} W idle)."""
+* The rate climbs evenly, arrivals are Poisson, batches have up to {BATCH_MAX} requests, and the deadline is
+  {1e3 * DEADLINE_S:g} ms.
+* Times and powers. The slopes of the four models are their multiply-accumulates at 6e13 a second. Their intercepts and
+  the powers ({ASSUMED_BUSY_W:g} W busy, {ASSUMED_IDLE_W:g} W idle) were chosen so that the rule as printed comes near
+  the printed latencies and requests per joule. Agreement with these numbers ("fitted") is therefore no evidence; the
+  relations between the rules are evidence.
+* One profile was not chosen in this way: ResNet50 on a V100, with times that NVIDIA published (assumed:
+  {V100_BUSY_W:g} W busy, {V100_IDLE_W:g} W idle)."""
 
 
 def opening(rows: Rows) -> str:
-    """First of all, how much of the paper is reproduced."""
+    """Begin with the number of statements that agree."""
     counts = rows.counts()
     if "published" not in counts:
         return OPENING
     agree, independent = counts["published"]
     fitted = counts["fitted"][1]
     verdict = (
-        f"{agree} of {independent} independent statements of the paper agree with what is measured here; the other "
-        f"{fitted} numbers compared are those that the assumptions below were chosen to meet."
+        f"{agree} of {independent} independent statements of the paper agree with the measurements. The assumptions "
+        f"below were chosen to meet the other {fitted} compared numbers."
     )
     return textwrap.fill(verdict, WIDTH) + "\n\n" + OPENING
 
@@ -86,7 +87,7 @@ def comparison(rows: Rows) -> str:
     return (
         "Mean latency and requests per joule, idle power included. "
         + "; ".join(text)
-        + ". Intervals are of the mean over runs with different seeds."
+        + ". Intervals are those of the mean over runs with different seeds."
     )
 
 
@@ -98,29 +99,30 @@ def relations(rows: Rows) -> str:
     better = sum(int(rows.number("Ratios", SMDP_IS_BETTER, model=model)) for model in models)
     return (
         f"The rule as printed serves {min(gains):.0f} to {max(gains):.0f} % more requests per joule than ad-hoc "
-        f"batching; the paper says up to 5 %. It pays with {min(slower):.1f} to {max(slower):.1f} times the latency, "
-        "where the paper has nearly the same: a lone request waits for a second one without a limit, and near the "
-        f"rate that a batch size can just serve queues grow. It is {min(below):.1f} to {max(below):.1f} times faster "
-        "than the largest batch within the deadline, which is a matter of the deadline above all. The SMDP policy, "
-        f"at one price for all, is better than it in both for {better} of {len(models)} profiles."
+        f"batching; the paper prints up to 5 %. Its latency is {min(slower):.1f} to {max(slower):.1f} times that of "
+        "ad-hoc batching, whereas the paper prints nearly the same latency: a single request waits without limit for "
+        "a second request, and queues grow at rates close to the throughput of the batch size. The rule is "
+        f"{min(below):.1f} to {max(below):.1f} times faster than the largest batch within the deadline; this factor "
+        "depends mostly on the deadline. The SMDP policy, with one price of power for all models, has less latency and "
+        f"more requests per joule than the rule for {better} of {len(models)} profiles."
     )
 
 
 def constant(rows: Rows) -> str:
     mean = {str(row.case["release"]): row for row in rows.of(CONSTANT, "mean latency")}
     busy = {str(row.case["release"]): row.measured or 0.0 for row in rows.of(CONSTANT, "utilisation")}
-    known = next(release for release in mean if release.startswith("static:") and release != "static:8")
-    size = known.partition(":")[2]
+    static = next(release for release in mean if release.startswith("static:") and release != "static:8")
+    size = static.partition(":")[2]
     return (
-        "On SMDP-J's basic scenario at a load of 0.7; means over seeds, without the warm-up, in which the rule as "
-        "printed drains the backlog of its first second, when there is no count yet and batches are of two. If every "
-        f"count were its mean, the rule would form batches of {size} for ever, which just match the rate: the engine "
-        f"would be busy for {100 * busy[known]:.1f} % of the time and the mean latency {mean[known].measured:.0f} ms. "
-        f"Counts scatter, and whenever one is above the throughput of {size} the next second's larger batches drain "
-        f"what waits: measured are {_interval(mean['rate'])} at a utilisation of {100 * busy['rate']:.1f} %, "
-        f"{_interval(mean['rate-headroom'])} with head-room, {_interval(mean['static:8'])} of static batches of 8 and "
-        f"{_interval(mean['greedy'])} of greedy ones. The simulated means of greedy and static batches stand "
-        "beside their exact values."
+        "SMDP-J's basic scenario at a load of 0.7. Numbers are means over seeds, without the warm-up: in its first "
+        "second the rule as printed has no count yet and forms batches of two, and then drains the backlog. If every "
+        f"count equalled its mean, the rule would always form batches of {size}, which just match the rate: the "
+        f"engine would be busy for {100 * busy[static]:.1f} % of the time, and the mean latency would be "
+        f"{mean[static].measured:.0f} ms. Real counts vary. After a count above the throughput of {size}, larger "
+        f"batches drain the queue in the next second: the measured mean latency is {_interval(mean['rate'])} at a "
+        f"utilisation of {100 * busy['rate']:.1f} %. With head-room it is {_interval(mean['rate-headroom'])}, with "
+        f"static batches of 8 {_interval(mean['static:8'])}, and with greedy batches {_interval(mean['greedy'])}. The "
+        "notes of greedy and static batches have the exact values."
     )
 
 
@@ -153,16 +155,16 @@ def comparison_figure(rows: Rows) -> Figure:
 
 
 def _bars(axis: Axes, rows: Rows, quantity: str) -> None:
-    """A group for each model, a bar for each rule, with intervals; a dash where the paper prints a number."""
+    """Draw a group of bars for each model, a bar with interval for each rule, and a dash at published numbers."""
     models = _models(rows)
     width = 0.8 / len(RULES)
     for place, rule in enumerate(RULES):
-        found = [rows.one(FIGURE, quantity, model=model, rule=rule) for model in models]
+        by_model = [rows.only(FIGURE, quantity, model=model, rule=rule) for model in models]
         at = np.arange(len(models)) + (place - (len(RULES) - 1) / 2) * width
-        heights = np.array([row.measured for row in found], float)
-        error = heights - np.array([row.low for row in found], float)
+        heights = np.array([row.measured for row in by_model], float)
+        error = heights - np.array([row.low for row in by_model], float)
         axis.bar(at, heights, width, yerr=error, color=COLOURS[rule], label=rule if rule != "smdp" else "SMDP table")
-        for x, row in zip(at, found, strict=True):
+        for x, row in zip(at, by_model, strict=True):
             if row.expected is not None:
                 axis.hlines(row.expected, x - width / 2, x + width / 2, color="black", linewidth=1.6)
     axis.set_xticks(range(len(models)), [model.replace(f" {V100.split()[-2]} ", "\non ") for model in models])
@@ -176,11 +178,11 @@ def _comparison_rows(rows: Rows) -> Sequence[Row]:
 
 SECTIONS = (
     Section("Fig. 2: latency and energy", comparison, _comparison_rows, ("fig2-comparison", comparison_figure)),
-    Section("What the rules do beside each other", relations, lambda rows: rows.of("Ratios")),
-    Section("At a constant load", constant, lambda rows: rows.of(CONSTANT)),
+    Section("Relations between the rules", relations, lambda rows: rows.of("Ratios")),
+    Section("Constant load", constant, lambda rows: rows.of(CONSTANT)),
     Section(
         "Profiles",
-        lambda rows: "Milliseconds of a batch: slope times its size, plus the intercept.",
+        lambda rows: "A batch takes the slope times its size, plus the intercept.",
         lambda rows: rows.of("Profiles"),
     ),
 )

@@ -1,7 +1,7 @@
-"""BatchMonitor and BatchDispatcher as printed (Algorithm 1): batches of the least size whose throughput exceeds the
-arrival rate, of sizes from 2 up, the rate counted over the last whole second, and no limit to waiting for company.
+"""BatchMonitor and BatchDispatcher as printed (Algorithm 1).
 
-llmserve's release `rate-headroom` is the same rule, repaired.
+The batch size is the least size, from 2 on, whose throughput exceeds the arrival rate of the last whole second. A batch
+waits without limit until it has this size. llmserve's release `rate-headroom` is the same rule, repaired.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ WINDOW_S = 1.0
 
 
 class WindowCount(ArrivalRate):
-    """Besides the rate of the last arrivals, how many came in the last whole window. Windows begin at multiples of
-    `window_s`.
-    """
+    """The rate of the last arrivals, and the count of the last whole window. Windows begin at multiples of window_s."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         super().__init__()
@@ -38,13 +36,13 @@ class WindowCount(ArrivalRate):
         return super().observe(now_s)
 
     def last_per_s(self, now_s: float) -> float:
-        """Arrivals a second in the last whole window."""
+        """Return the arrivals a second in the last whole window."""
         self._roll(now_s)
         return self._last / self._window_s
 
     @property
     def ends_at_s(self) -> float:
-        """When the window in progress at the last call ends."""
+        """End of the window that was in progress at the last call."""
         return (self._window + 1) * self._window_s
 
     def _roll(self, now_s: float) -> None:
@@ -56,13 +54,13 @@ class WindowCount(ArrivalRate):
 
 @dataclass(slots=True)
 class PrintedRate(Planned):
-    """count : of the arrivals to all bins, each of which goes by it as if all came to it."""
+    """count : of the arrivals to all bins. Each bin uses the whole count."""
 
     count: WindowCount
 
     def preferred(self, queue: BinQueue, now_s: float) -> int:
-        """The batch size for the present rate, by the plan's times; only with a plan."""
-        assert self.plan is not None, "times are of the plan"
+        """Return the batch size for the present rate, from the times of the plan. Needs a plan."""
+        assert self.plan is not None, "the plan has the times"
         return self.least_size(queue, self.count.last_per_s(now_s) / self.plan.engines, SIZE_LEAST)
 
     def size(self, queue: BinQueue, now_s: float, idle: bool | None) -> int:
@@ -73,12 +71,12 @@ class PrintedRate(Planned):
         return preferred if waiting >= preferred else 0
 
     def due_at_s(self, queue: BinQueue, idle: bool | None) -> float | None:
-        """Fewer may be wanted once the window is over; but never one."""
+        """Return the end of the window: the preferred size, at least SIZE_LEAST, may then be smaller."""
         return self.count.ends_at_s if self.plan is not None and len(queue) >= SIZE_LEAST else None
 
 
 class PrintedScheduling(SchedulingConfig, frozen=True, kw_only=True):
-    """Scheduling by that rule. Plans are asked for as the repaired rule, which `release` names, asks for them."""
+    """Scheduling by the printed rule. Plans are requested as by the repaired rule, which `release` names."""
 
     release: str | None = "rate-headroom"
 
@@ -86,5 +84,5 @@ class PrintedScheduling(SchedulingConfig, frozen=True, kw_only=True):
         return super().scheduler(scores, lengths, **{"release": self._printed, **options})
 
     def _printed(self, arrivals: Arrivals) -> PrintedRate:
-        arrivals.total = count = WindowCount()  # is told of every arrival
+        arrivals.total = count = WindowCount()  # observes every arrival
         return PrintedRate(self.full_batch, count)

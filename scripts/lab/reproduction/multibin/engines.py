@@ -1,8 +1,7 @@
-"""Fig. 1 (a), 5, 7 and 11: what a real engine does.
+"""Fig. 1 (a), 5, 7 and 11: measurements on a real engine.
 
-Here it is llmserve's embedded engine, a small model on the CPU that runs static batches; Fig. 5 is also of vLLM where
-the variable VLLM_PYTHON names an interpreter that has it. The measuring is that of `llmserve profile` and
-`llmserve bench`.
+The engine is llmserve's embedded engine: a small model on the CPU that runs static batches. Fig. 5 also has vLLM if the
+variable VLLM_PYTHON names an interpreter that has vLLM. `llmserve profile` and `llmserve bench` measure the same way.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from llmserve import bench as throughput
 from llmserve.bench import BASELINE, Arrangement, BenchRun
 from llmserve.engines import measuring
 from llmserve.engines.embedded import demo_corpus
-from llmserve.simulation.estimates import estimate
 from reproduction.multibin.table_1 import MEASURED
-from reproduction.rows import Curve, Report, Row, Rows, claim
+from reproduction.rows import Report, Row, Rows, claim
 
 BATCHING, LINEAR, ORACLE, PREDICTED = "Fig. 1 (a)", "Fig. 5", "Fig. 7", "Fig. 11"
 EMBEDDED, VLLM = "embedded", "vLLM, CPU"
@@ -36,20 +34,24 @@ PUBLISHED = {ORACLE: {4: 1.45, 32: 1.70}, PREDICTED: {4: 1.08}}  # gains, by num
 MODELS = {ORACLE: "Phi-3.5-mini, A100", PREDICTED: "Vicuna-13B, A100"}
 HOW = {ORACLE: "oracle", PREDICTED: "median"}
 TOKENS_MAX = 480  # of an answer in Fig. 5
-LINEAR_FROM = 0.99  # least R² that is called linear
+LINEAR_FROM = 0.99  # least R² of a linear relation
 IMPLIED_WITHIN = 0.1
 RATE, RATE_OVER_ONE = "output tokens a second", "output tokens a second over those of batches of one"
 SLOPE, BESIDES, R_SQUARED = "time of a token", "time besides", "R²"
 GAIN, IMPLIED = "gain over one bin, all at once", "gain implied by the lengths"
 WARM_UP = 16  # requests
-STARTED = 0.2  # share of all when Fig. 7 begins
+STARTED = 0.2  # share of the work that is done when Fig. 7 begins
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """sizes, tokens, rounds : of Fig. 1 (a).  answers, repeats : different lengths of Fig. 5, and how often each.
-    requests, passes, oracle, predicted : of Fig. 7 and 11, the last two numbers of bins.  cost_rounds : of measuring
-    what a batch takes, from which the lengths' own gain follows.
+    """How much is measured.
+
+    sizes, tokens, rounds  of Fig. 1 (a)
+    answers, repeats       lengths of Fig. 5, and measurements of each length
+    requests, passes       of Fig. 7 and 11
+    oracle, predicted      numbers of bins of Fig. 7, and of Fig. 11
+    cost_rounds            rounds that measure the time of a batch, for the gain that the lengths imply
     """
 
     seed: int
@@ -80,28 +82,16 @@ class Effort:
     @classmethod
     def quick(cls, seed: int) -> Effort:
         """Without vLLM, which takes half a minute to start."""
-        return cls(
-            seed,
-            sizes=(1, 8),
-            tokens=16,
-            rounds=2,
-            answers=6,
-            repeats=1,
-            requests=24,
-            passes=1,
-            cost_rounds=1,
-            oracle=(2, 4),
-            predicted=(4,),
-        )
+        return cls(seed, (1, 8), tokens=16, answers=6, requests=24, cost_rounds=1, oracle=(2, 4), predicted=(4,))
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What the engines did.
+    """Observations of the engines.
 
-    batches  full ones, of Fig. 1 (a)
-    answers  one at a time, of Fig. 5, by engine
-    runs     of Fig. 7 and 11: of each arrangement one in each pass
+    batches  full batches, of Fig. 1 (a)
+    answers  single answers, of Fig. 5, by engine
+    runs     of Fig. 7 and 11, by arrangement: one run for each pass
     cost     seconds of a full batch by its tokens, on the engine alone
     """
 
@@ -112,7 +102,6 @@ class Observed:
 
 
 def measure(seed: int, quick: bool, report: Report) -> Rows:
-    """Every row."""
     effort = Effort.quick(seed) if quick else Effort.full(seed)
     observed = asyncio.run(observe(effort, report))
     rows = Rows(batching_rows(effort, observed.batches))
@@ -123,7 +112,7 @@ def measure(seed: int, quick: bool, report: Report) -> Rows:
     return rows
 
 
-# ---- what the engines are asked to do ---------------------------------------------------------------------------
+# ---- measurements -----------------------------------------------------------------------------------------------
 
 
 async def observe(effort: Effort, report: Report) -> Observed:
@@ -144,7 +133,7 @@ async def observe(effort: Effort, report: Report) -> Observed:
 
 
 async def answer_times(url: str, effort: Effort) -> list[Observation]:
-    """Answers one after the other, in an order drawn anew for each repeat, after one that does not count."""
+    """Measure answers one after the other, in a new random order for each repeat, after a warm-up answer."""
     lengths = np.linspace(TOKENS_MAX / effort.answers, TOKENS_MAX, effort.answers).round().astype(int).tolist()
     rng = random.Random(effort.seed)
     timeout = aiohttp.ClientTimeout(total=measuring.ANSWER_S_MAX)
@@ -160,7 +149,7 @@ async def answer_times(url: str, effort: Effort) -> list[Observation]:
 
 
 async def _all_at_once(effort: Effort, report: Report) -> tuple[dict[str, list[BenchRun]], np.poly1d]:
-    """Fig. 7 and 11: every arrangement in turn, pass after pass, before one engine."""
+    """Run Fig. 7 and 11 on one engine: every arrangement in turn, pass after pass."""
     prompts = [example.prompt for example in demo_corpus.examples(effort.requests, seed=effort.seed, held_out=True)]
     found: dict[str, list[BenchRun]] = {arrangement.name: [] for arrangement in effort.arrangements}
     async with AsyncExitStack() as stack:
@@ -181,16 +170,16 @@ async def _all_at_once(effort: Effort, report: Report) -> tuple[dict[str, list[B
     return found, cost
 
 
-# ---- what comes of it -------------------------------------------------------------------------------------------
+# ---- rows -------------------------------------------------------------------------------------------------------
 
 
 def batching_rows(effort: Effort, batches: Iterable[Observation]) -> list[Row]:
-    """Fig. 1 (a): tokens a second by the size of the batch, of the longer ones of the plan."""
+    """Fig. 1 (a): tokens a second by batch size, from the batches of the plan's full length."""
     whole = [batch for batch in batches if batch.tokens == effort.tokens]
     rows = []
     for size in effort.sizes:
-        found = estimate([size * batch.tokens / batch.seconds for batch in whole if batch.size == size])
-        rows.append(Row(BATCHING, {"batch": size}, RATE, "1/s", found.mean, low=found.low, high=found.high))
+        rates = [size * batch.tokens / batch.seconds for batch in whole if batch.size == size]
+        rows.append(Row.mean(BATCHING, {"batch": size}, RATE, "1/s", rates))
     times = (rows[-1].measured or 0.0) / (rows[0].measured or 1.0)
     rows.append(Row(BATCHING, rows[-1].case, RATE_OVER_ONE, "1", times))
     return [*rows, claim(BATCHING, {}, "batch serving improves the throughput", times > 1)]
@@ -204,7 +193,7 @@ def line_rows(engine: str, answers: Sequence[Observation]) -> list[Row]:
     share = float(np.corrcoef(tokens, seconds)[0, 1] ** 2)
     case = {"engine": engine}
     return [
-        Row(LINEAR, case, "time of an answer", "s", None, curve=Curve.of("tokens", tokens, seconds)),
+        Row.of_curve(LINEAR, case, "time of an answer", "s", "tokens", tokens, seconds),
         Row(LINEAR, case, SLOPE, "ms", 1e3 * float(slope_s)),
         Row(LINEAR, case, BESIDES, "ms", 1e3 * float(besides_s)),
         Row(LINEAR, case, R_SQUARED, "1", share),
@@ -213,7 +202,7 @@ def line_rows(engine: str, answers: Sequence[Observation]) -> list[Row]:
 
 
 def gain_rows(effort: Effort, runs: dict[str, list[BenchRun]], cost: np.poly1d) -> list[Row]:
-    """Fig. 7 and 11, each gain beside the one that the seen lengths imply."""
+    """Fig. 7 and 11: each gain beside the gain that the observed lengths imply."""
     results = {result["arrangement"]: result for result in throughput.rows(runs, cost)}
     rows = [Row(ORACLE, {"k": 1}, RATE, "1/s", results[BASELINE.name]["tokens_per_s"])]
     gains: dict[str, list[float]] = {ORACLE: [], PREDICTED: []}
@@ -232,7 +221,7 @@ def gain_rows(effort: Effort, runs: dict[str, list[BenchRun]], cost: np.poly1d) 
 
 
 def people_rows() -> Iterator[Row]:
-    """What the lengths of large models' answers to people imply, as measured for docs/results/prediction.md."""
+    """Yield the gains that the lengths of large models' answers to people imply, from docs/results/prediction.md."""
     gains = json.loads(MEASURED.read_text(encoding="utf-8"))["gains"]
     for figure, name in ((ORACLE, "oracle"), (PREDICTED, "predictor, bins by median")):
         for bins, gain in gains[name][str(BATCH)].items():

@@ -1,4 +1,4 @@
-"""The page of Multi-Bin's figures on a real engine, drawn and told from the rows."""
+"""The page of Multi-Bin's figures on a real engine: texts and figures, from the rows."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ TITLE = "Multi-Bin Batching, reproduced: engines"
 
 OPENING = f"""\
 Figures 1 (a), 5, 7 and 11 of "Multi-Bin Batching for Increasing LLM Inference Throughput" (Guldogan, Kunde, Lee,
-Pedarsani) on a real engine; its simulations are in [multibin.md](multibin.md). The paper has
-Phi-3.5-mini (Fig. 1, 5, 7) and Vicuna-13B (Fig. 11) on an A100. Here it is llmserve's embedded engine with the demo
-model, on the CPU, which runs static batches as the paper's does, and vLLM on the CPU for Fig. 5 where {VLLM_PYTHON}
-names an interpreter that has it.
+Pedarsani) on a real engine; the simulations are in [multibin.md](multibin.md). The paper measures Phi-3.5-mini
+(Fig. 1, 5, 7) and Vicuna-13B (Fig. 11) on an A100. This page measures llmserve's embedded engine with the demo model on
+the CPU, which runs static batches as the paper's engine does. Fig. 5 also has vLLM on the CPU if {VLLM_PYTHON} names an
+interpreter that has vLLM.
 
 How to read the numbers:
 
-* Seconds and tokens a second are this machine's. What can be compared is shapes and ratios.
-* A gain depends on how the lengths are spread and on how well prompts tell them, and both are other ones here. So each
-  measured gain stands beside the one that the seen lengths imply ("derived"): a batch takes what its longest answer
-  takes on the engine alone. "ok" is within 10 % of it. The paper's gain is in the notes."""
+* Seconds and tokens a second depend on this machine. Only shapes and ratios can be compared with the paper.
+* A gain depends on the spread of the lengths, and on how well prompts predict them. Both differ from the paper. So each
+  measured gain is compared with the gain that the observed lengths imply ("derived"): a batch takes as long as its
+  longest answer takes on the engine alone. "ok" means within 10 %. The notes have the paper's gains."""
 
 
 def opening(rows: Rows) -> str:
     if any(row.case.get("engine") == VLLM for row in rows.of(LINEAR)):
         return OPENING
-    return f"{OPENING}\n\nNot measured here: Fig. 5 of vLLM, for {VLLM_PYTHON} was not set, or the run was a quick one."
+    return f"{OPENING}\n\nFig. 5 of vLLM is missing: {VLLM_PYTHON} was not set, or this was a quick run."
 
 
 def batching(rows: Rows) -> str:
     times = rows.of(BATCHING, RATE_OVER_ONE)[0]
     return (
-        "Full batches of answers of one length, so that nothing is padded: what batching itself gains. Batches of "
+        "The gain of batching itself: full batches of answers with one length, without padding. Batches of "
         f"{times.case['batch']:g} make {times.measured:.1f} times the tokens a second of batches of one."
     )
 
@@ -66,11 +66,11 @@ def linear(rows: Rows) -> str:
     for row in rows.of(LINEAR, R_SQUARED):
         engine = str(row.case["engine"])
         token_ms, besides_ms = (rows.number(LINEAR, quantity, engine=engine) for quantity in (SLOPE, BESIDES))
-        texts.append(f"{engine}: {token_ms:.2f} ms a token and {besides_ms:.1f} ms besides, R² = {row.measured:.4f}")
+        texts.append(f"{engine}: {token_ms:.2f} ms a token and {besides_ms:.1f} ms fixed, R² = {row.measured:.4f}")
     return (
         "Answers of fixed lengths, one at a time, in random order; the line is a least-squares fit. "
-        f"{'; '.join(texts)}. The paper shows the same picture without numbers. A step takes a little longer the "
-        "longer the context is, which bends the line and can make the time besides negative."
+        f"{'; '.join(texts)}. The paper shows the same relation without numbers. A step takes slightly longer with a "
+        "longer context, which bends the line and can make the fixed time negative."
     )
 
 
@@ -80,26 +80,26 @@ def gains(rows: Rows) -> str:
         for figure in (ORACLE, PREDICTED)
     }
     return (
-        "Held-out prompts of the demo model come at once, each arrangement in turn; static batches of 8, and where no "
-        "bin has so many left, what one has goes (release `greedy`). Oracle lengths are those of the first answers, "
-        "for the demo model answers greedily; the predictor is the demo model's, and bins go by its median. Gains with "
-        "oracle lengths: "
-        f"{measured[ORACLE]}; with the predictor: {measured[PREDICTED]}. The paper has {PUBLISHED[ORACLE][4]:g} with 4 "
-        f"bins and about {PUBLISHED[ORACLE][32]:g} with 32 for known lengths, and {PUBLISHED[PREDICTED][4]:g} with 4 "
-        "for its predictor. The demo model's lengths are spread more widely than a chat model's, hence larger gains, "
-        "and its prompts tell them, hence the small loss by predicting. Nearer to the paper are people's prompts to "
-        "large models: of these the table has what the lengths, and this project's predictor, imply with an endless "
-        "backlog ([prediction.md](../results/prediction.md)). Where bins are many and requests few, the last and "
-        "partial batches of all bins weigh: a gain then stops growing."
+        "Held-out prompts of the demo model come at once, for each arrangement in turn. Batches are static, of 8 "
+        "requests; if no bin has 8 requests, a bin releases fewer (release `greedy`). Oracle lengths are the lengths "
+        "of the first run, because the demo model decodes greedily. The predictor is the demo model's, and bins use "
+        f"its median. Gains with oracle lengths: {measured[ORACLE]}; with the predictor: {measured[PREDICTED]}. The "
+        f"paper has {PUBLISHED[ORACLE][4]:g} with 4 bins and about {PUBLISHED[ORACLE][32]:g} with 32 bins for known "
+        f"lengths, and {PUBLISHED[PREDICTED][4]:g} with 4 bins for its predictor. Gains are larger here, because the "
+        "demo model's lengths have a wider spread than a chat model's; prediction loses little, because the prompts "
+        "reveal the lengths. People's prompts to large models are closer to the paper: the table has the gains that "
+        "their lengths, and this project's predictor, imply with an endless backlog "
+        "([prediction.md](../results/prediction.md)). With many bins and few requests, the last, partial batches of "
+        "all bins limit the gain."
     )
 
 
 def batching_figure(rows: Rows) -> Figure:
     drawn, ((axis,),) = new_figure(1, 1, width=6, height=4)
-    found = rows.of(BATCHING, RATE)
-    sizes = [float(row.case["batch"]) for row in found]
-    rates = np.array([row.measured for row in found], float)
-    error = np.array([row.high or 0.0 for row in found]) - rates
+    by_size = rows.of(BATCHING, RATE)
+    sizes = [float(row.case["batch"]) for row in by_size]
+    rates = np.array([row.measured for row in by_size], float)
+    error = np.array([row.high or 0.0 for row in by_size]) - rates
     axis.errorbar(sizes, rates, error, color="#0072b2", marker="o", markersize=4)
     axis.set(xlabel="batch size", ylabel="output tokens a second", ylim=(0, None))
     log_ticks(axis)
@@ -107,9 +107,9 @@ def batching_figure(rows: Rows) -> Figure:
 
 
 def linear_figure(rows: Rows) -> Figure:
-    found = rows.of(LINEAR, "time of an answer")
-    drawn, (panels,) = new_figure(1, len(found), width=6 * len(found), height=4)
-    for axis, row in zip(panels, found, strict=True):
+    engines = rows.of(LINEAR, "time of an answer")
+    drawn, (panels,) = new_figure(1, len(engines), width=6 * len(engines), height=4)
+    for axis, row in zip(panels, engines, strict=True):
         assert row.curve is not None
         engine = str(row.case["engine"])
         tokens = np.array(row.curve.at)
@@ -123,15 +123,15 @@ def linear_figure(rows: Rows) -> Figure:
 
 
 def gains_figure(rows: Rows) -> Figure:
-    """Fig. 7 and 11: a panel each; measured, implied by the same lengths, implied by people's, published."""
+    """Fig. 7 and 11: measured gains, gains that the same lengths and people's lengths imply, published gains."""
     drawn, (panels,) = new_figure(1, 2, width=12, height=4.4)
     for axis, figure, title in zip(
         panels, (ORACLE, PREDICTED), ("Fig. 7: oracle lengths", "Fig. 11: with a predictor"), strict=True
     ):
-        ours, people = rows.of(figure, GAIN), rows.of(figure, IMPLIED)
-        at = [float(row.case["k"]) for row in ours]
-        axis.plot(at, [row.measured for row in ours], "o-", color="#0072b2", label="measured, embedded engine")
-        axis.plot(at, [row.expected for row in ours], "k_", markersize=16, label="implied by its lengths")
+        embedded, people = rows.of(figure, GAIN), rows.of(figure, IMPLIED)
+        at = [float(row.case["k"]) for row in embedded]
+        axis.plot(at, [row.measured for row in embedded], "o-", color="#0072b2", label="measured, embedded engine")
+        axis.plot(at, [row.expected for row in embedded], "k_", markersize=16, label="implied by the same lengths")
         x = [float(row.case["k"]) for row in people]
         axis.plot(x, [row.measured for row in people], ":", color="#555555", label="implied by people's prompts")
         paper = PUBLISHED[figure]

@@ -12,14 +12,11 @@ from reproduction.rows import Row
 
 FIGURE = "Fig. 1 (b)"
 LENGTHS_S = (1, 5, 2, 6)
-SECONDS: dict[Edges, float] = {
-    (): 11.0,
-    (3.5,): 8.0,
-}  # published: without bins, and with one up to 3 s and one from 4 s
+SECONDS: dict[Edges, float] = {(): 11.0, (3.5,): 8.0}  # published: with one bin, and with two (up to 3 s, from 4 s)
 
 
 def rows(folder: Path) -> Iterator[Row]:
-    """folder : for the trace that is simulated."""
+    """folder : for the simulated trace"""
     trace = folder / "example.csv"
     trace.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(f"0,0,{length}\n" for length in LENGTHS_S))
     for edges, published_s in SECONDS.items():

@@ -1,4 +1,4 @@
-"""Fig. 9: exponential lengths, batches of 200, one server; at the edges of Lemma A.1, and at those of equal mass."""
+"""Fig. 9: exponential lengths, batches of 200, one server; with the edges of Lemma A.1, and with equal-mass edges."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from bins.capacity import (
 )
 from bins.edges import Edges, exponential_edges
 from llmserve.simulation.report import Summary
-from reproduction.multibin.uniform import LATENCY, LEMMA_WITHIN, THROUGHPUT
 from reproduction.multibin.worlds import (
     Effort,
     Key,
     World,
-    latencies,
+    latency_row,
+    least_latency,
     mean_row,
     rates_up_to,
-    throughputs,
+    throughput_row,
 )
 from reproduction.rows import Row, Rows, claim
 
@@ -35,9 +35,9 @@ C_MAX = throughput_max(BATCH, MEAN)
 BINS = (1, 2, 4, 8)
 RATES_PER_S = (1.0, 3.0, 6.0, 10.0, 14.0, 18.0)
 FEW_SEEDS = 3
-EXCESS_WITHIN = 0.05  # of so many per cent
-LEMMA_BINS_MAX = 4  # with more, what is dropped of the rarest bins' last batches weighs
-QUANTILES = 1_000_000  # lengths that stand for the distribution
+EXCESS_WITHIN = 0.05  # relative tolerance of EXCESS
+LEMMA_BINS_MAX = 4  # with more bins, the dropped last batches of the rarest bins matter
+QUANTILES = 1_000_000  # lengths that represent the distribution
 LEMMA_A1, EQUAL_MASS = "Lemma A.1", "equal mass"
 BUSY = "throughput of the busy server"
 EXCESS = "throughput, Lemma A.1 above equal mass"
@@ -51,7 +51,7 @@ def edges_of(name: str, bins: int) -> Edges:
 
 @cache
 def batch_s(name: str, bins: int) -> float:
-    """Expected time of a batch, exactly but for the sample that stands for equal-mass bins' lengths."""
+    """Return the expected time of a batch: exact for Lemma A.1, from QUANTILES lengths for equal mass."""
     if name == LEMMA_A1:
         return batch_time_exponential(bins, BATCH, MEAN)
     return batch_time(-MEAN * np.log((np.arange(QUANTILES) + 0.5) / QUANTILES), edges_of(name, bins), BATCH)
@@ -68,56 +68,51 @@ def lemma(bins: int, rate_per_s: float, name: str = LEMMA_A1) -> float:
 
 
 def cases(effort: Effort) -> Iterator[tuple[str, int]]:
-    """(edges, number of bins). One bin has no edges: it stands under Lemma A.1."""
-    one, *more = effort.some(BINS)
-    yield LEMMA_A1, one
+    """Yield (edges, number of bins). A single bin has no edges, and counts as Lemma A.1."""
+    single, *more = effort.some(BINS)
+    yield LEMMA_A1, single
     yield from ((name, bins) for name in (LEMMA_A1, EQUAL_MASS) for bins in more)
 
 
 def worlds(effort: Effort) -> dict[Key, World]:
     lengths, requests = f"exponential:{MEAN}", BATCH * effort.batches
-    found: dict[Key, World] = {}
+    by_key: dict[Key, World] = {}
     for name, bins in cases(effort):
         seeds = effort.seeds if name == LEMMA_A1 else min(FEW_SEEDS, effort.seeds)
         edges = edges_of(name, bins)
         for rate_per_s in _rates(effort, bins):
-            found[FIGURE, name, bins, rate_per_s] = World.of(lengths, edges, BATCH, rate_per_s, requests, seeds)
-    return found
+            by_key[FIGURE, name, bins, rate_per_s] = World.of(lengths, edges, BATCH, rate_per_s, requests, seeds)
+    return by_key
 
 
 def _rates(effort: Effort, bins: int) -> Iterator[float]:
-    """The same for both kinds of edges."""
+    """Yield the arrival rates, which are the same for both kinds of edges."""
     return rates_up_to(effort.some(RATES_PER_S), throughput_exponential(bins, BATCH, MEAN))
 
 
-def rows(found: Mapping[Key, list[Summary]], effort: Effort) -> Iterator[Row]:
+def rows(summaries: Mapping[Key, list[Summary]], effort: Effort) -> Iterator[Row]:
     measured = Rows()
     for name, bins in cases(effort):
-        measured.extend(_of(found, effort, name, bins))
+        measured.extend(_of(summaries, effort, name, bins))
     measured.extend(_beside_equal_mass(measured, effort))
     yield from measured
     yield from _statements(measured, effort)
 
 
-def _of(found: Mapping[Key, list[Summary]], effort: Effort, name: str, bins: int) -> Iterator[Row]:
-    """Compared are latencies at the lowest rate; and throughputs at the highest while the server is busy, for it waits
-    for the first full batches.
+def _of(summaries: Mapping[Key, list[Summary]], effort: Effort, name: str, bins: int) -> Iterator[Row]:
+    """Latencies at the lowest rate are compared with theory, and throughputs at the highest rate.
+
+    The throughput is that of the busy server, because the server waits for the first full batches.
     """
     rates_per_s = list(_rates(effort, bins))
     for rate_per_s in rates_per_s:
-        runs = found[FIGURE, name, bins, rate_per_s]
+        runs = summaries[FIGURE, name, bins, rate_per_s]
         case = {"edges": name, "k": bins, "rate": rate_per_s}
-        yield mean_row(FIGURE, case, THROUGHPUT, "1/s", throughputs(runs))
+        yield throughput_row(FIGURE, case, runs)
         low = rate_per_s == RATES_PER_S[0] and bins <= LEMMA_BINS_MAX
-        unqueued_s = lemma(bins, rate_per_s, name) if low else None
-        yield mean_row(FIGURE, case, LATENCY, "s", latencies(runs), expected=unqueued_s, tolerance=LEMMA_WITHIN)
-    busy = [run.throughput_per_s / run.utilisation for run in found[FIGURE, name, bins, rates_per_s[-1]]]
+        yield latency_row(FIGURE, case, runs, lemma(bins, rate_per_s, name) if low else None)
+    busy = [run.throughput_per_s / run.utilisation for run in summaries[FIGURE, name, bins, rates_per_s[-1]]]
     yield mean_row(FIGURE, {"edges": name, "k": bins}, BUSY, "1/s", busy, expected=BATCH / batch_s(name, bins))
-
-
-def least_latency(measured: Rows, name: str, bins: int) -> Row:
-    """At the rate that suits so many bins best."""
-    return min(measured.of(FIGURE, LATENCY, edges=name, k=bins), key=lambda row: row.measured or 0.0)
 
 
 def _beside_equal_mass(measured: Rows, effort: Effort) -> Iterator[Row]:
@@ -128,17 +123,17 @@ def _beside_equal_mass(measured: Rows, effort: Effort) -> Iterator[Row]:
 
 
 def _statements(measured: Rows, effort: Effort) -> Iterator[Row]:
-    """What Corollary A.1.1 says, and what the text says of Fig. 9, for either kind of edges."""
+    """Corollary A.1.1, and statements of the text about Fig. 9, for either kind of edges."""
     for bins in effort.some(BINS):
-        row = measured.one(FIGURE, BUSY, edges=LEMMA_A1, k=bins)
+        row = measured.only(FIGURE, BUSY, edges=LEMMA_A1, k=bins)
         text = f"{BUSY} is at least B μ / L_k (Corollary A.1.1)"
         note = f"{row.measured:.4g} and {bound(bins):.4g} /s"
         yield claim(FIGURE, {"edges": LEMMA_A1, "k": bins}, text, (row.high or 0.0) >= bound(bins), note)
-    one, *more = effort.some(BINS)
+    single, *more = effort.some(BINS)
     for name in (LEMMA_A1, EQUAL_MASS):
-        each = ((LEMMA_A1, one), *((name, bins) for bins in more))
-        served = [measured.number(FIGURE, BUSY, edges=kind, k=bins) for kind, bins in each]
-        least_s = [least_latency(measured, kind, bins).measured or 0.0 for kind, bins in each]
+        settings = ((LEMMA_A1, single), *((name, bins) for bins in more))
+        served = [measured.number(FIGURE, BUSY, edges=kind, k=bins) for kind, bins in settings]
+        least_s = [least_latency(measured, FIGURE, edges=kind, k=bins).measured or 0.0 for kind, bins in settings]
         case = {"edges": name}
         yield claim(FIGURE, case, "throughput increases with the number of bins", served == sorted(served))
         yield claim(FIGURE, case, "more bins first lower the least latency", min(least_s) < least_s[0])

@@ -13,25 +13,34 @@ from bins.edges import equal_mass_edges
 from llmserve.errors import ConfigError
 from llmserve.simulation.files import records
 from llmserve.simulation.report import Summary
-from reproduction.multibin.uniform import LATENCY, LEMMA_WITHIN, THROUGHPUT
-from reproduction.multibin.worlds import AT_ONCE, Effort, Key, World, latencies, mean_row, rates_up_to, throughputs
+from reproduction.multibin.worlds import (
+    AT_ONCE,
+    THROUGHPUT,
+    Effort,
+    Key,
+    World,
+    latency_row,
+    least_latency,
+    rates_up_to,
+    throughput_row,
+)
 from reproduction.rows import Row, Rows, claim
 
 FIGURE = "Fig. 6"
 BATCH, ENGINES = 8, 8
-BATCHES_FACTOR = 2  # times the batches of other figures are in a run; assumed, as are as many seeds as this
-SEEDS = 5
-STEP_S = 0.025  # a token; assumed: it scales times, and nothing else
+BATCHES_FACTOR = 2  # a run has twice the batches of other figures; assumed
+SEEDS = 5  # assumed
+STEP_S = 0.025  # seconds a token, assumed: it only scales times
 BINS = (1, 2, 4, 8, 16, 32)
 RATES_PER_S = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 20.0, 24.0)
-FIELDS = ("output_tokens", "response_tokens_llama3")  # where an answer's tokens stand, the first that there is
+FIELDS = ("output_tokens", "response_tokens_llama3")  # fields with the number of tokens; the first present field counts
 GAIN = "gain over one bin, all at once"
 FIG_7_GAINS = {4: 1.45, 32: 1.70}  # published, of the paper's model on a GPU
 FIG_7_WITHIN = 0.1
 
 
 def read_lengths(path: Path) -> NDArray[np.float64]:
-    """(answers,) tokens, of a file of JSON lines, which may be compressed (.gz). Raises ConfigError."""
+    """Read (answers,) tokens from a file of JSON lines, which may be compressed (.gz). Raises ConfigError."""
     lengths = []
     for line, answer in records(str(path), "file of answers to GSM8K"):
         tokens = next((answer[field] for field in FIELDS if field in answer), None)
@@ -44,45 +53,38 @@ def read_lengths(path: Path) -> NDArray[np.float64]:
 
 
 def requests_of(batches: int) -> int:
-    """In a run, where other figures have so many full batches of them."""
+    """Return the requests of a run. batches : of the other figures' runs"""
     return BATCH * BATCHES_FACTOR * batches
 
 
 def worlds(effort: Effort, lengths: NDArray[np.float64], folder: Path) -> dict[Key, World]:
-    """folder : for the file that simulations read the lengths from."""
+    """folder : for the file of lengths that the simulations read"""
     file = folder / "gsm8k.csv"
     file.write_text("".join(f"{length:g}\n" for length in lengths))
     requests, seeds = requests_of(effort.batches), min(SEEDS, effort.seeds)
-    found: dict[Key, World] = {}
+    by_key: dict[Key, World] = {}
     for bins in effort.some(BINS):
         edges = equal_mass_edges(lengths, bins)
         for rate_per_s in (*_rates(effort, lengths, bins), AT_ONCE):
-            found[FIGURE, bins, rate_per_s] = World.of(
-                f"file:{file}",
-                edges,
-                BATCH,
-                rate_per_s,
-                requests,
-                seeds,
-                step_s=STEP_S,
-                engines=ENGINES,
+            by_key[FIGURE, bins, rate_per_s] = World.of(
+                f"file:{file}", edges, BATCH, rate_per_s, requests, seeds, step_s=STEP_S, engines=ENGINES
             )
-    return found
+    return by_key
 
 
 def capacity(lengths: NDArray[np.float64], bins: int) -> float:
-    """Requests a second of all engines at saturation."""
+    """Return the requests a second that all engines serve at saturation."""
     return ENGINES * throughput(lengths, equal_mass_edges(lengths, bins), BATCH) / STEP_S
 
 
-def rows(found: Mapping[Key, list[Summary]], lengths: NDArray[np.float64], effort: Effort) -> Iterator[Row]:
+def rows(summaries: Mapping[Key, list[Summary]], lengths: NDArray[np.float64], effort: Effort) -> Iterator[Row]:
     quantiles = np.percentile(lengths, (50, 95))
     spread = {"mean": lengths.mean(), "median": quantiles[0], "95th percentile": quantiles[1], "longest": lengths.max()}
     for name, value in spread.items():
         yield Row(FIGURE, {"answers": f"{lengths.size:,}"}, f"length, {name}", "tokens", float(value))
     measured = Rows()
     for bins in effort.some(BINS):
-        measured.extend(_of(found, lengths, effort, bins))
+        measured.extend(_of(summaries, lengths, effort, bins))
     yield from measured
     yield from _gains(measured, effort)
     yield from _statements(measured, effort)
@@ -92,28 +94,22 @@ def _rates(effort: Effort, lengths: NDArray[np.float64], bins: int) -> Iterator[
     return rates_up_to(effort.some(RATES_PER_S), capacity(lengths, bins))
 
 
-def _of(found: Mapping[Key, list[Summary]], lengths: NDArray[np.float64], effort: Effort, bins: int) -> Iterator[Row]:
-    """Compared are latencies at the lowest rate, and the throughput when all come at once."""
+def _of(
+    summaries: Mapping[Key, list[Summary]], lengths: NDArray[np.float64], effort: Effort, bins: int
+) -> Iterator[Row]:
+    """Latencies at the lowest rate, and the throughput with all requests at once, are compared with theory."""
     served = capacity(lengths, bins)
     batch_s = BATCH * ENGINES / served
     for rate_per_s in _rates(effort, lengths, bins):
-        runs, case = found[FIGURE, bins, rate_per_s], {"k": bins, "rate": rate_per_s}
-        low = rate_per_s == RATES_PER_S[0]
-        unqueued_s = latency(bins, BATCH, rate_per_s, batch_s) if low else None
-        yield mean_row(FIGURE, case, LATENCY, "s", latencies(runs), expected=unqueued_s, tolerance=LEMMA_WITHIN)
-    runs = found[FIGURE, bins, AT_ONCE]
+        expected_s = latency(bins, BATCH, rate_per_s, batch_s) if rate_per_s == RATES_PER_S[0] else None
+        yield latency_row(FIGURE, {"k": bins, "rate": rate_per_s}, summaries[FIGURE, bins, rate_per_s], expected_s)
     at_once = {"k": bins, "rate": "at once"}
-    yield mean_row(FIGURE, at_once, THROUGHPUT, "1/s", throughputs(runs), expected=served, kind="derived")
-
-
-def least_latency(measured: Rows, bins: int) -> Row:
-    """At the rate that suits so many bins best."""
-    return min(measured.of(FIGURE, LATENCY, k=bins), key=lambda row: row.measured or 0.0)
+    yield throughput_row(FIGURE, at_once, summaries[FIGURE, bins, AT_ONCE], served, kind="derived")
 
 
 def _gains(measured: Rows, effort: Effort) -> Iterator[Row]:
-    one, *more = effort.some(BINS)
-    single = measured.number(FIGURE, THROUGHPUT, k=one, rate="at once")
+    fewest, *more = effort.some(BINS)
+    single = measured.number(FIGURE, THROUGHPUT, k=fewest, rate="at once")
     for bins in more:
         gain = measured.number(FIGURE, THROUGHPUT, k=bins, rate="at once") / single
         note = "expected: Fig. 7's, of another model on a GPU" if bins in FIG_7_GAINS else ""
@@ -124,7 +120,7 @@ def _statements(measured: Rows, effort: Effort) -> Iterator[Row]:
     counts = effort.some(BINS)
     served = [measured.number(FIGURE, THROUGHPUT, k=bins, rate="at once") for bins in counts]
     yield claim(FIGURE, {}, "throughput increases with the number of bins", served == sorted(served))
-    least_s = {bins: least_latency(measured, bins).measured or 0.0 for bins in counts}
+    least_s = {bins: least_latency(measured, FIGURE, k=bins).measured or 0.0 for bins in counts}
     for bins in (2, 4):
         if bins in least_s:
             text = "the least latency is below that of one bin"
@@ -135,7 +131,7 @@ def _statements(measured: Rows, effort: Effort) -> Iterator[Row]:
 
 
 def drops_then_rises(values: list[float]) -> bool:
-    """Down to some inner one and up from there."""
+    """Return whether the values fall to an inner minimum and then rise."""
     turn = values.index(min(values))
     down, up = values[: turn + 1], values[turn:]
     return 0 < turn < len(values) - 1 and down == sorted(down, reverse=True) and up == sorted(up)

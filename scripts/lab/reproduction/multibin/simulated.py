@@ -1,4 +1,4 @@
-"""Every row of Multi-Bin that is simulated, and those of its predictor."""
+"""Measure the simulated rows of Multi-Bin, and the rows of its predictor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reproduction.rows import Report, Row, Rows
 
 
 def measure(seed: int, quick: bool, report: Report, *, jobs: int = 1, gsm8k_file: Path | None = None) -> Rows:
-    """jobs : processes.  gsm8k_file : of answers to GSM8K; without it there is no Fig. 6."""
+    """jobs : processes.  gsm8k_file : answers to GSM8K; None: no Fig. 6"""
     effort = Effort.quick(seed, jobs, gsm8k_file) if quick else Effort(seed, jobs, gsm8k_file)
     rows = Rows()
     with tempfile.TemporaryDirectory() as folder:
@@ -25,10 +25,10 @@ def _rows(effort: Effort, folder: Path, report: Report) -> Iterator[Row]:
     worlds = uniform.worlds(effort) | exponential.worlds(effort)
     if lengths is not None:
         worlds |= gsm8k.worlds(effort, lengths, folder)
-    found = simulate_all(worlds, effort, report)
+    summaries = simulate_all(worlds, effort, report)
     yield from example.rows(folder)
-    yield from uniform.rows(found, effort)
-    yield from exponential.rows(found, effort)
+    yield from uniform.rows(summaries, effort)
+    yield from exponential.rows(summaries, effort)
     if lengths is not None:
-        yield from gsm8k.rows(found, lengths, effort)
+        yield from gsm8k.rows(summaries, lengths, effort)
     yield from table_1.rows()

@@ -1,4 +1,4 @@
-"""Table 1 and Fig. 10: what this project's predictor does, as docs/results/prediction.md has measured it."""
+"""Table 1 and Fig. 10: the accuracy of this project's predictor, from the results of docs/results/prediction.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIELDS = {ACCURACY: "bin_accuracy", NEAR: "near_accuracy"}
 
 
 def rows() -> Iterator[Row]:
-    """No comparison: the paper's predictor was trained on other prompts (LMSYS-Chat-1M) and another model's answers."""
+    """No expected numbers: the paper's predictor was trained on other prompts (LMSYS-Chat-1M) and another model."""
     predictor = json.loads(MEASURED.read_text(encoding="utf-8"))["metrics"]["predictor"]
     for quantity, published in PUBLISHED.items():
         for bins, percent in published.items():

@@ -1,8 +1,8 @@
-"""What is simulated for Multi-Bin, and all of it under every seed, on several cores.
+"""The simulations of Multi-Bin, and their execution with every seed, on several cores.
 
-A world is the model of the paper's Section 3, run by llmserve's own scheduler: Poisson arrivals, bins with edges that
-stay, a batch goes when its bin holds B requests, first formed first served, and takes as long as its longest request.
-Two things that llmserve does of itself are switched off: edges that follow the lengths, and doubt about predictions.
+A world is the model of the paper's Section 3, run by llmserve's own scheduler: Poisson arrivals, and bins with fixed
+edges. A bin with B requests releases a batch; batches start in the order of release, and take as long as their longest
+request. Two default features of llmserve are off: refitting edges to the lengths, and testing predictions for trust.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -20,22 +20,27 @@ from bins.edges import Edges
 from llmserve.policies import SchedulingConfig
 from llmserve.simulate import Scenario, simulate
 from llmserve.simulation.report import Summary
-from reproduction.rows import Report, Row
+from reproduction.rows import Case, Report, Row, Rows
 from reproduction.simulated import Key, ends_of, run_all
 
-AT_ONCE = math.inf  # as an arrival rate
-ABOVE = 1.05  # times what k bins serve: from there on a rate is taken to saturate them
-BATCHES = 1_000  # of requests in a run: the paper's 128,000 at B = 128 and 200,000 at B = 200
+AT_ONCE = math.inf  # arrival rate when all requests come at the same time
+ABOVE = 1.05  # an arrival rate of at least so many times the capacity saturates the bins
+BATCHES = 1_000  # batches' worth of requests in a run: the paper's 128,000 at B = 128 and 200,000 at B = 200
 SEEDS = 10
-WITHIN = 0.01  # of a throughput that theory gives
+WITHIN, LEMMA_WITHIN = 0.01, 0.02  # tolerances of throughputs, and of latencies by Lemma 5.1
+THROUGHPUT, LATENCY = "throughput", "mean latency"
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """seeds : of a world, as a rule.  batches : of requests in a run.  ends : of what is varied, only the two ends.
-    gsm8k : answers whose lengths Fig. 6 takes; None: it is left out.
+    """How much is simulated.
+
+    gsm8k    file of the answers for Fig. 6; None: Fig. 6 is left out
+    seeds    of a world, unless a figure has fewer
+    batches  batches' worth of requests in a run
+    ends     use only the two ends of each range of parameters
     """
 
     seed: int = 1
@@ -55,7 +60,7 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """seeds : how many times it is run, under different ones."""
+    """seeds : number of runs, each with another seed"""
 
     scenario: Scenario
     scheduling: SchedulingConfig
@@ -76,9 +81,9 @@ class World:
         predictions: str = "oracle",
         last_batch: Literal["drop", "flush"] = "drop",
     ) -> World:
-        """lengths : as the simulator reads them; times step_s they are seconds.
+        """lengths : in the simulator's syntax, in units of step_s seconds.
 
-        last_batch : "drop": what is left in the bins when no more arrive is neither served nor counted.
+        last_batch : "drop": the requests that remain in the bins after the last arrival are neither served nor counted
         """
         scenario = Scenario(
             requests=requests,
@@ -97,19 +102,19 @@ class World:
             release="full",
             order="fffs",
             edges_refit_every=0,
-            trust_window=2 * requests + 2,  # judged when half of it is full: never
+            trust_window=2 * requests + 2,  # never half full, so that trust is never tested
             queue_requests_max=requests,
         )
         return cls(scenario, scheduling, seeds)
 
     def runs(self, seed: int) -> Iterator[Scenario]:
-        """The scenario under each of its seeds, which are the same for all worlds."""
+        """Yield the scenario with each seed; all worlds have the same seeds."""
         for run in range(self.seeds):
             yield msgspec.structs.replace(self.scenario, seed=1_000 * seed + run)
 
 
 def rates_up_to(rates_per_s: Iterable[float], capacity_per_s: float) -> Iterator[float]:
-    """Those below a capacity and the first well above it: beyond, nothing changes but how long the queue gets."""
+    """Yield the rates below a capacity, and the first well above it: at higher rates only the queue grows longer."""
     for rate_per_s in rates_per_s:
         yield rate_per_s
         if rate_per_s >= ABOVE * capacity_per_s:
@@ -117,7 +122,7 @@ def rates_up_to(rates_per_s: Iterable[float], capacity_per_s: float) -> Iterator
 
 
 def simulate_all(worlds: Mapping[Key, World], effort: Effort, report: Report) -> dict[Key, list[Summary]]:
-    """Summaries of each world, one for each of its seeds."""
+    """Return the summaries of each world, one for each seed."""
     tasks = {key: [(run, world.scheduling) for run in world.runs(effort.seed)] for key, world in worlds.items()}
     return run_all(_run, tasks, lambda task: task[0].requests or 0, effort.jobs, report)
 
@@ -129,9 +134,18 @@ def _run(task: tuple[Scenario, SchedulingConfig]) -> Summary:
 mean_row = partial(Row.mean, tolerance=WITHIN, kind="computed")
 
 
-def throughputs(summaries: Iterable[Summary]) -> list[float]:
-    return [summary.throughput_per_s for summary in summaries]
+def throughput_row(
+    figure: str, case: Case, runs: Iterable[Summary], expected: float | None = None, **fields: Any
+) -> Row:
+    values = [run.throughput_per_s for run in runs]
+    return mean_row(figure, case, THROUGHPUT, "1/s", values, expected=expected, **fields)
 
 
-def latencies(summaries: Iterable[Summary]) -> list[float]:
-    return [summary.latency_s_mean for summary in summaries]
+def latency_row(figure: str, case: Case, runs: Iterable[Summary], expected_s: float | None = None) -> Row:
+    values = [run.latency_s_mean for run in runs]
+    return mean_row(figure, case, LATENCY, "s", values, expected=expected_s, tolerance=LEMMA_WITHIN)
+
+
+def least_latency(rows: Rows, figure: str, **case: float | str) -> Row:
+    """Return the row with the least mean latency over all rates."""
+    return min(rows.of(figure, LATENCY, **case), key=lambda row: row.measured or 0.0)

@@ -1,7 +1,7 @@
-"""Readings of Clockwork, which Shepherd describes in a sentence: earliest deadline first, centralised, no preemption.
+"""Readings of Clockwork, which Shepherd describes in one sentence: earliest deadline first, centralised, no preemption.
 
-llmserve's order `clockwork` is one: the request whose deadline is the earliest that can still be met goes next, with as
-many of its queue as leave it in time. These are others.
+llmserve's order `clockwork` is one reading: the next batch is for the earliest deadline that can still be met, with as
+many requests of the same queue as this deadline allows. This module has two other readings.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from llmserve.scheduling.orders import Candidate, Key, MomentOrder
 
-SIZES = (1, 2, 4, 8, 16)  # for which Clockwork has its models compiled (Gujarati et al., OSDI 2020)
+SIZES = (1, 2, 4, 8, 16)  # batch sizes for which Clockwork compiles its models (Gujarati et al., OSDI 2020)
 
 
 class LargestBatch(MomentOrder):
-    """The model whose request has the earliest deadline that can still be met goes next, with its largest batch that
-    is in time: that request is left behind if only a smaller batch could hold it.
+    """The model with the earliest deadline that can still be met goes next, with its largest batch in time.
+
+    The request with that deadline is left behind if only a smaller batch could hold it.
     """
 
     def key(self, candidate: Candidate, now_s: float) -> Key:
@@ -25,11 +26,11 @@ class LargestBatch(MomentOrder):
 
 @dataclass(frozen=True)
 class Released(MomentOrder):
-    """As Clockwork is released: of each model and batch size for which there are enough requests that such a batch
-    leaves in time, when it must begin at the latest for the first of them; the model goes next for which that is the
-    earliest, with its largest such batch.
+    """Clockwork as its authors released it.
 
-    What is passed over by that is given up there, and may still be served here if a smaller batch leaves it in time.
+    Each batch size for which a model has enough requests in time has a latest start: the latest time at which the batch
+    meets the first deadline. The model with the earliest latest start goes next, with its largest such batch.
+    Clockwork drops requests that this batch passes over; here a smaller batch may still serve them.
 
     sizes : of batches, ascending.  Source: src/clockwork/controller/infer5 (new_strategies, try_dequeue).
     """
@@ -45,7 +46,7 @@ class Released(MomentOrder):
         return candidate.count > 0
 
     def key(self, candidate: Candidate, now_s: float) -> Key:
-        """When the most urgent of all sizes up to the largest must begin."""
+        """Return the earliest latest start of all sizes up to the batch."""
         queue, batch_s = candidate.queue, candidate.batch_s
         times_s = [batch_s[size - 1] for size in self.sizes if size <= candidate.count]
         return (min([queue.deadline_at(queue.first_at(now_s + time_s)) - time_s for time_s in times_s]),)

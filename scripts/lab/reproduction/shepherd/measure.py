@@ -1,4 +1,4 @@
-"""Every row of Shepherd."""
+"""Measure all rows of Shepherd."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from reproduction.shepherd.worlds import Effort, simulate_all
 
 
 def measure(seed: int, quick: bool, report: Report, *, jobs: int = 1, trace: Path | None = None) -> Rows:
-    """jobs : processes.  trace : of calls to functions; without it made-up ones take its place.
+    """jobs : processes.  trace : file of function calls; None: synthetic traffic.
 
-    Raises ConfigError on a trace that cannot be used.
+    Raises ConfigError if the trace cannot be read.
     """
     effort = Effort.of(seed, jobs, trace, quick=quick)
     rows = Rows()
@@ -24,8 +24,8 @@ def measure(seed: int, quick: bool, report: Report, *, jobs: int = 1, trace: Pat
 def _rows(effort: Effort, report: Report) -> Iterator[Row]:
     report("bursts and overload", 0.0)
     yield from micro.rows(effort)
-    found = simulate_all(load.worlds(effort) | slo.worlds(effort) | scaling.worlds(effort), effort, report)
-    yield from load.rows(found, effort)
-    yield from slo.rows(found, effort)
-    yield from scaling.rows(found, effort)
+    results = simulate_all(load.worlds(effort) | slo.worlds(effort) | scaling.worlds(effort), effort, report)
+    yield from load.rows(results, effort)
+    yield from slo.rows(results, effort)
+    yield from scaling.rows(results, effort)
     yield from table_5.rows()

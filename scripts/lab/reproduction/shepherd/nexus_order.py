@@ -1,8 +1,8 @@
-"""A fixed schedule for each engine, made ahead and followed whatever comes, as Nexus does (Shen et al., SOSP 2019).
+"""An order that follows a fixed schedule for each engine, as Nexus does (Shen et al., SOSP 2019).
 
-An engine's cycle repeats: at each of its slots it runs one batch of the slot's model, the largest of at most the slot's
-size that is in time; where there is none it idles until its next slot. From time to time another schedule replaces it,
-known ahead. Shepherd compares with that (Section 7); nexus.py makes the plans that schedules follow.
+Each engine repeats a cycle. In each slot the engine runs one batch of the slot's model: the largest batch that is in
+time, up to the slot's size. Without such a batch the engine idles until its next slot. Schedules replace each other at
+times that are known ahead. Shepherd compares with Nexus (Section 7); nexus.py makes the plans.
 """
 
 from __future__ import annotations
@@ -14,43 +14,32 @@ from dataclasses import dataclass
 
 from llmserve.scheduling.deadline_queue import ROUNDING_S, largest_feasible
 from llmserve.scheduling.orders import Candidate, Key, MomentOrder
+from reproduction.shepherd.nexus import Cycle, Slot
 
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A slot of a cycle: at most so many requests of a model, begun at offset_s seconds, 0 <= offset_s < duty_s."""
-
-    offset_s: float
-    model: str
-    batch_size: int
+IDLE = Cycle(0.0, ())
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What engines do from `from_s` on, until the next schedule.
-
-    duty_s  seconds of each engine's cycle, which begins at from_s; > 0
-    turns   of each engine, ascending by offset; an engine that is not named idles
-    """
+    """The cycles of the engines, which begin at from_s and repeat until the next schedule. Other engines idle."""
 
     from_s: float
-    duty_s: Mapping[str, float]
-    turns: Mapping[str, tuple[Turn, ...]]
+    cycles: Mapping[str, Cycle]
 
 
 class Nexus(MomentOrder):
-    """schedules : ascending by from_s, at least one; before the first every engine idles."""
+    """schedules : ascending by from_s, at least one; before the first schedule every engine idles."""
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:
         self._schedules = tuple(schedules)
-        self._asked: tuple[str, float] | None = None  # engine and time: every model that waits asks for the same slot
-        self._answer: Turn | None = None
+        self._cached_for: tuple[str, float] | None = None  # engine and time: the slot is the same for every model
+        self._cached: Slot | None = None
 
     def compose(self, candidate: Candidate, now_s: float) -> bool:
-        turn = self._turn(candidate.engine.info.name, now_s)
-        if turn is None or turn.model != candidate.model:
+        slot = self._slot(candidate.engine.info.name, now_s)
+        if slot is None or slot.model != candidate.model:
             return False
-        most = min(candidate.most, turn.batch_size)
+        most = min(candidate.most, slot.batch_size)
         candidate.count = largest_feasible((candidate.queue,), now_s, candidate.batch_s, most)
         return candidate.count > 0
 
@@ -58,50 +47,44 @@ class Nexus(MomentOrder):
         return (-candidate.count,)
 
     def wake_at_s(self, engine: str, now_s: float) -> float | None:
-        """When the engine's next slot begins, after the one that begins now, if any does."""
+        """Return the start of the engine's next slot that begins after now_s."""
         for place in self._schedules_around(now_s, after=True):
-            schedule = self._schedules[place]
-            turns = schedule.turns.get(engine, ())
-            if not turns:
-                continue
-            duty_s = schedule.duty_s[engine]
-            passed_s = now_s + ROUNDING_S - schedule.from_s  # a slot is to begin after it
-            at_s = min(
-                [
-                    schedule.from_s
-                    + max(0, math.floor((passed_s - turn.offset_s) / duty_s) + 1) * duty_s
-                    + turn.offset_s
-                    for turn in turns
-                ]
-            )
-            if at_s < self._until_s(place) - ROUNDING_S:
-                return at_s
+            from_s = self._schedules[place].from_s
+            cycle = self._schedules[place].cycles.get(engine, IDLE)
+            passed_s = now_s + ROUNDING_S - from_s  # the slot begins later
+            starts_s = [
+                from_s
+                + max(0, math.floor((passed_s - slot.offset_s) / cycle.duty_s) + 1) * cycle.duty_s
+                + slot.offset_s
+                for slot in cycle.slots
+            ]
+            if starts_s and min(starts_s) < self._until_s(place) - ROUNDING_S:
+                return min(starts_s)
         return None
 
-    def _turn(self, engine: str, now_s: float) -> Turn | None:
-        """The slot that begins now."""
-        if self._asked != (engine, now_s):
-            self._asked, self._answer = (engine, now_s), self._find_turn(engine, now_s)
-        return self._answer
+    def _slot(self, engine: str, now_s: float) -> Slot | None:
+        """Return the slot that begins now."""
+        if self._cached_for != (engine, now_s):
+            self._cached_for, self._cached = (engine, now_s), self._find_slot(engine, now_s)
+        return self._cached
 
-    def _find_turn(self, engine: str, now_s: float) -> Turn | None:
+    def _find_slot(self, engine: str, now_s: float) -> Slot | None:
         for place in self._schedules_around(now_s):
-            schedule = self._schedules[place]
-            turns = schedule.turns.get(engine, ())
-            if not turns or now_s > self._until_s(place) - ROUNDING_S:
+            from_s = self._schedules[place].from_s
+            cycle = self._schedules[place].cycles.get(engine, IDLE)
+            if now_s > self._until_s(place) - ROUNDING_S:
                 continue
-            duty_s = schedule.duty_s[engine]
-            for turn in turns:
-                cycles = round((now_s - schedule.from_s - turn.offset_s) / duty_s)
-                if cycles >= 0 and abs(schedule.from_s + cycles * duty_s + turn.offset_s - now_s) <= ROUNDING_S:
-                    return turn
+            for slot in cycle.slots:
+                cycles = round((now_s - from_s - slot.offset_s) / cycle.duty_s)
+                if cycles >= 0 and abs(from_s + cycles * cycle.duty_s + slot.offset_s - now_s) <= ROUNDING_S:
+                    return slot
         return None
 
     def _schedules_around(self, now_s: float, *, after: bool = False) -> range:
-        """Places of the schedule that is in force, and of the next one or of all that come after."""
+        """Return the places of the current and the next schedule; after: of all later schedules, too."""
         place = bisect_right(self._schedules, now_s + ROUNDING_S, key=lambda schedule: schedule.from_s) - 1
         return range(max(0, place), len(self._schedules) if after else max(0, place + 1))
 
     def _until_s(self, place: int) -> float:
-        """When the next schedule replaces this one."""
+        """Return the time when the next schedule replaces this one."""
         return self._schedules[place + 1].from_s if place + 1 < len(self._schedules) else math.inf

@@ -1,4 +1,4 @@
-"""The page of Shepherd's figures: what each shows, in numbers taken from the rows."""
+"""The page of Shepherd's figures: a text for each figure, with numbers from the rows."""
 
 from __future__ import annotations
 
@@ -25,35 +25,36 @@ from reproduction.shepherd.worlds import BURSTY, PART, SEEDS, STABLE, WITHIN
 TITLE = "Shepherd, reproduced"
 
 OPENING = f"""\
-"SHEPHERD: Serving DNNs in the Wild" (Zhang, Tang, Khandelwal, Stoica, NSDI 2023): on groups of GPUs that serve several
-models, FLEX runs the largest batch that can be in time, and stops far smaller ones for it. What counts is goodput:
-answers in time.
+"SHEPHERD: Serving DNNs in the Wild" (Zhang, Tang, Khandelwal, Stoica, NSDI 2023): groups of GPUs serve several models.
+The scheduler FLEX runs the largest batch that can be in time, and preempts far smaller batches for it. The measure is
+goodput: requests a second that are answered in time.
 
 How to read the numbers:
 
-* Every simulation is llmserve's own scheduler under a virtual clock, on 12 GPUs that run one batch at a time, each as
-  long as Table 4 says: alpha b + beta, at most 128 requests. Stopping a batch takes no time; nor does the network.
-* FLEX is order `flex`, with batches that are truly feasible. "As printed" is the paper's Algorithm 2, which tests a
-  deadline at the size of the batch before its request joins, and so runs batches of which some are late.
-* Of the 17 models the paper uses 13, and does not say which: here the ResNets, ResNeSts and DenseNets. Functions ask
-  them in turn, as in the paper; the SLO is 250 ms unless a section says otherwise.
-* A run is the beginning of one minute of the trace, another for each seed, scaled to the rate: 3 s at 3,000 requests a
-  second, 1 s at 24,000, 0.55 s at 144,000. What is answered in the first 0.3 s is not counted. The paper takes whole
-  traces; under overload the queues are full after one SLO, and nothing changes but which models burst.
-* In the bursty trace each model bursts for 0.5 s on average, with ten times the requests, and then does not for 4.5 s.
-  The paper does not print its own bursts.
-* Means over {SEEDS} seeds (one for Fig. 9, 10 and 11 (b)), with 95 % confidence intervals in brackets: Student's; of
-  quotients, by leaving one seed out. All policies see the same requests. "ok" is within {100 * WITHIN:.0f} % of a
-  published ratio (10 % for Fig. 11 (a)), for the paper's workload is not
-  printed, and its baselines are described in a sentence each; or nearer than the interval, which for bursts is wide.
-* Clockwork is described as earliest deadline first, centralised, without preemption; Nexus as a plan for 60 s, for the
-  peaks in them. Both can be read in several ways, which stand side by side below. fffs and edf are what llmserve does
-  where nobody tells how long batches take (release greedy: as many as there are, up to 128, as soon as a GPU is free;
-  this is greedy batching): they drop only what is past its deadline."""
+* Every simulation runs llmserve's own scheduler under a virtual clock, on 12 GPUs that run one batch at a time. A batch
+  of b requests, at most 128, takes alpha b + beta with the coefficients of Table 4. Preemption and the network take no
+  time.
+* FLEX is order `flex`: every request of a batch is in time. "FLEX as printed" is the paper's Algorithm 2, which tests a
+  deadline at the batch size before the request joins, so that some requests of a batch become late.
+* The paper uses 13 of the 17 models without naming them; assumed here: the ResNets, ResNeSts and DenseNets. Functions
+  call the models in turn, as in the paper. The SLO is 250 ms unless a section says otherwise.
+* A run is the beginning of one minute of the trace, with a different minute for each seed, scaled to the rate: 3 s at
+  3,000 requests a second, 1 s at 24,000, 0.55 s at 144,000. Answers in the first 0.3 s are not counted. The paper runs
+  whole traces. Under overload the queues are full after one SLO; afterwards only the bursting models change.
+* In the bursty trace each model bursts for 0.5 s on average, at ten times the rate, with 4.5 s between bursts. The
+  paper does not print its own bursts.
+* Numbers are means over {SEEDS} seeds (one seed for Fig. 9, 10 and 11 (b)), with 95 % confidence intervals in brackets:
+  Student's, and leave-one-out for ratios. All policies get the same requests. "ok" means within {100 * WITHIN:.0f} %
+  of a published ratio (10 % for Fig. 11 (a)), or within the confidence interval. The tolerance is wide because the
+  paper does not print its workload, and describes each baseline in one sentence.
+* The paper describes Clockwork as earliest deadline first, centralised, without preemption; and Nexus as a plan every
+  60 s for the peak rates of the next 60 s. Both descriptions allow several readings, which are compared below. fffs and
+  edf are llmserve's orders for engines with unknown batch times, with release greedy (greedy batching: as many requests
+  as wait, up to 128, as soon as a GPU is free). They drop only requests whose deadline has passed."""
 
 MADE_UP = (
-    "**Without a trace** (`--trace FILE`): functions here have made-up rates that stay, a few of which bring most. "
-    "MAF-stable and MAF-bursty are named so all the same."
+    "**Without a trace** (`--trace FILE`): functions have synthetic, constant rates here, and few functions send most "
+    "requests. The workloads keep the names MAF-stable and MAF-bursty."
 )
 
 
@@ -61,13 +62,13 @@ def opening(rows: Rows, *, traced: bool) -> str:
     if traced:
         return OPENING + (
             "\n* The trace is a sample of 1,350 functions of the Azure Functions 2019 trace\n"
-            "  (github.com/Azure/AzurePublicDataset); the paper has all 46,000."
+            "  (github.com/Azure/AzurePublicDataset); the paper uses all 46,000 functions."
         )
     return f"{OPENING}\n\n{MADE_UP}"
 
 
 def _ratio(rows: Rows, trace: str, rate_per_s: float, policy: str) -> float:
-    """FLEX's goodput over that of a policy; inf where that is none."""
+    """Return FLEX's goodput over the policy's; inf if the policy has no goodput."""
     for name in (load.READINGS, load.FIGURE):
         for row in rows.of(name, load.RATIO, trace=trace, rate=rate_per_s, policy=policy):
             return row.measured or 0.0
@@ -79,7 +80,7 @@ def _rates(rows: Rows) -> list[float]:
 
 
 def _range(values: Sequence[float], form: str) -> str:
-    """The least and the most of them."""
+    """Format the least and the greatest value."""
     least, most = format(min(values), form), format(max(values), form)
     return least if least == most else f"{least} to {most}"
 
@@ -101,17 +102,17 @@ def against_load(rows: Rows) -> str:
         for policies in ((CLOCKWORK, RELEASED), (NEXUS, PLANNED_SHARE))
     ]
     return (
-        f"At {high:,.0f} requests a second FLEX answers {goodput[STABLE]:,.0f} a second in time under the stable "
-        f"trace, and {goodput[BURSTY]:,.0f} under the bursty one. That is {gains[0]} times what Clockwork does, and "
-        f"{gains[1]} times what Nexus does, by trace and by reading. The reason is the paper's: whoever serves the "
-        "earliest deadline that can still be met finds, under overload, one that is just about to pass, and little "
-        f"fits into a batch with it. At {over:,.0f} requests a second, bursty, FLEX's batches are of "
-        f"{batches[FLEX]:.0f} requests, Clockwork's of {batches[CLOCKWORK]:.1f} as described and "
-        f"{batches[RELEASED]:.1f} as released, and Nexus's of {batches[NEXUS]:.0f}. FLEX's goodput goes on rising "
-        "beyond what 12 GPUs can do for all models, because it then serves the fast ones. Under these loads preemption "
-        f"gains nothing (FLEX serves {_range(plain, '.2f')} times what it does without): batches are large whoever has "
-        f"just begun. Its use is in Fig. 11 (a). Over batches as printed true feasibility gains "
-        f"{_range(printed, '.2f')} times."
+        f"At {high:,.0f} requests a second FLEX answers {goodput[STABLE]:,.0f} a second in time with the stable trace, "
+        f"and {goodput[BURSTY]:,.0f} with the bursty trace. This is {gains[0]} times Clockwork's goodput, and "
+        f"{gains[1]} times Nexus's, depending on the trace and the reading. The paper gives the reason: under "
+        "overload, the earliest deadline that can still be met is about to pass, and a batch for it has little room. "
+        f"At {over:,.0f} requests a second, bursty, FLEX's batches have {batches[FLEX]:.0f} requests on "
+        f"average, Clockwork's {batches[CLOCKWORK]:.1f} (as described) and {batches[RELEASED]:.1f} (as released), and "
+        f"Nexus's {batches[NEXUS]:.0f}. FLEX's goodput keeps rising beyond the capacity of 12 GPUs for all models, "
+        "because FLEX then serves the fast models. At these loads preemption gains nothing (FLEX's goodput is "
+        f"{_range(plain, '.2f')} times the goodput without preemption), because all batches are large. Preemption "
+        "gains in Fig. 11 (a). Truly feasible batches serve "
+        f"{_range(printed, '.2f')} times as much as batches as printed."
     )
 
 
@@ -127,22 +128,24 @@ def different_readings(rows: Rows) -> str:
         for trace in (STABLE, BURSTY)
     }
     return (
-        f"How much FLEX gains depends on what the others are taken to do. At {over:,.0f} requests a second, bursty. "
-        "Clockwork as described: the request with the earliest deadline that can be met goes next, with as many of its "
-        f"model as leave it in time ({at[CLOCKWORK]}). As released, after the authors' code: of each model, batches of "
-        "1, 2, 4, 8 and 16 that can be in time; the model goes next whose batch must begin first, with its largest "
-        f"({at[RELEASED]}); with sizes up to 128, which nobody has measured ({at[RELEASED_128]}). The largest feasible "
-        f"batch of the model whose deadline is the earliest ({at[LARGEST]}): then only the choice of the model is left "
-        "to gain from. All of these drop at once what cannot be in time. Published are 4.6 times (stable) and 5.2 "
-        f"(bursty), at {high:,.0f} requests a second; there the first two readings come to {most[STABLE]} and "
-        f"{most[BURSTY]} times. Without that dropping all is lost: edf, which drops only what is past its deadline, "
-        f"runs full batches of what will be late ({at[EDF]}), and so does fffs ({at[FFFS]}). Nexus, where 12 "
-        "GPUs do not suffice, plans for a share of all rates. If they take from a model's whole queue, slots are full "
-        f"under overload ({at[NEXUS]}; {busy[NEXUS]:.0f} % of the time at work at {high:,.0f}). If only the planned "
-        "share is admitted, which is how the paper explains its low utilisation, GPUs wait between the peaks that they "
-        f"are planned for ({at[PLANNED_SHARE]}; {busy[PLANNED_SHARE]:.0f} %). Published are 7.1 (stable) and 18.1 "
-        "times (bursty); how long a peak lasts is not: here a second. Intervals are wide: which models burst in so "
-        "short a time matters more than anything else."
+        "FLEX's gain depends on the reading of the baselines. The ratios in parentheses are FLEX's goodput over the "
+        f"baseline's at {over:,.0f} requests a second, bursty. Clockwork as described: the earliest deadline that can "
+        "be met goes next, with as many requests of its model as this deadline allows "
+        f"({at[CLOCKWORK]}). Clockwork as released, after the authors' code: each model has batches of 1, 2, 4, 8 and "
+        "16 that can be in time; the model whose batch must begin first goes next, with its largest batch "
+        f"({at[RELEASED]}); with sizes up to 128, which nobody has published ({at[RELEASED_128]}). Clockwork, largest "
+        "batch: the model with the earliest deadline goes next, with its largest feasible batch "
+        f"({at[LARGEST]}); FLEX then gains only by the choice of the model. All these readings drop at once the "
+        "requests that cannot be in time. Published ratios are 4.6 (stable) and 5.2 (bursty) at "
+        f"{high:,.0f} requests a second; there the first two readings give {most[STABLE]} and {most[BURSTY]}. Without "
+        "this dropping goodput is lost: edf drops only requests whose deadline has passed, and runs full batches of "
+        f"requests that will be late ({at[EDF]}); so does fffs ({at[FFFS]}). If 12 GPUs do not suffice, Nexus plans "
+        "for a share of all rates. If GPUs take requests from the whole queue of a model, slots are full under "
+        f"overload ({at[NEXUS]}; {busy[NEXUS]:.0f} % utilisation at {high:,.0f}). If only the planned share is "
+        "admitted, which is the paper's explanation of the low utilisation, GPUs idle between the planned peaks "
+        f"({at[PLANNED_SHARE]}; {busy[PLANNED_SHARE]:.0f} %). Published ratios are 7.1 (stable) and 18.1 (bursty). The "
+        "paper does not give the duration of a peak; here it is one second. Intervals are wide, because in so short a "
+        "time the result depends mostly on the models that burst."
     )
 
 
@@ -156,10 +159,10 @@ def distributions(rows: Rows) -> str:
         for name in ("low", "high")
     }
     return (
-        "Of requests in time only; the stable trace, at the lowest and the highest load. Over 200 of the 250 ms take, "
-        f"at low load, {beyond['low']}; at high load, {beyond['high']}. FLEX's batches are of those with the earliest "
-        "deadlines of all that the batch leaves in time, so that its answers, too, come late rather than early; but "
-        "models differ in how long a full batch takes."
+        "Latencies of requests in time, with the stable trace, at the lowest and the highest load. Shares of requests "
+        f"that take over 200 of the 250 ms: at low load, {beyond['low']}; at high load, {beyond['high']}. FLEX fills a "
+        "batch with the earliest deadlines that it can meet, so that FLEX's answers come close to the deadline, too; "
+        "the latencies spread because full batches of different models take different times."
     )
 
 
@@ -172,15 +175,15 @@ def against_slo(rows: Rows) -> str:
     }
     texts = [
         f"{at[trace, FLEX]:,.0f} with FLEX, {at[trace, CLOCKWORK]:,.0f} with Clockwork as described, "
-        f"{at[trace, RELEASED]:,.0f} as released, {at[trace, NEXUS]:,.0f} with Nexus, and "
-        f"{at[trace, PLANNED_SHARE]:,.0f} if it admits its planned share ({trace})"
+        f"{at[trace, RELEASED]:,.0f} with Clockwork as released, {at[trace, NEXUS]:,.0f} with Nexus, and "
+        f"{at[trace, PLANNED_SHARE]:,.0f} with Nexus's planned share ({trace})"
         for trace in (STABLE, BURSTY)
     ]
     return (
-        f"Of 3,000 requests a second there are in time, at {1e3 * tight:g} ms: {'; '.join(texts)}. Some models take "
-        "longer alone than a tight SLO allows (a ResNeSt269 79 ms, a ResNeSt200 49), and Nexus needs twice a batch's "
-        "time, so that it does not serve them at all. Published is an advantage of up to 38 times over Nexus: one that "
-        "serves 79 requests a second."
+        f"Goodput at 3,000 requests a second and an SLO of {1e3 * tight:g} ms: {'; '.join(texts)}. A single request to "
+        "some models takes longer than a tight SLO (79 ms for ResNeSt269, 49 ms for ResNeSt200). Nexus needs an SLO of "
+        "twice the time of a batch, and does not serve slower models at all. The published advantage over Nexus is up "
+        "to 38 times, which means a Nexus that serves 79 requests a second."
     )
 
 
@@ -197,20 +200,20 @@ def scale(rows: Rows) -> str:
     )
     over_alone = [rows.number(scaling.LIMITS, scaling.OVER_ALONE, trace=trace) for trace in (STABLE, BURSTY)]
     return (
-        f"{scaling.RATE_PER_WORKER_PER_S:g} requests a second for each worker. Streams are dealt to groups of 12 as "
-        "HERD's load constraint asks: as much work for each GPU, streams of more than "
-        f"{100 * PART:.0f} % of a group's cut into parts. Each group has a scheduler of its own; as they know nothing "
-        f"of each other, they are simulated one after the other. Up to {most} workers, goodput per worker is "
-        f"{least_most} times that of 12. Of a scheduler, the processor time of `handle` is measured, and nothing else "
-        f"of a server's work: for 12 workers a step takes {median:.0f} µs (median; mean {mean:.0f}, for a step that "
-        f"ends a batch ends all its requests), and one core decides on {first:,.0f} requests a second; for "
-        f"{counts[-1]} workers on {last:,.0f}, because FLEX looks at each worker that is free or might be stopped. "
-        f"{_saturates(rows, counts)} The paper's Clockwork saturates at 50,000 a second, at 200 workers; it is "
-        "not written in Python. So 12 workers in a group, and a process for each group, is what makes it scale "
-        "here, too. Dotted in (a), and without a limit in (b): the load, or as much of it as one core decides on, "
-        "derived from these times. Fig. 11 (b): groups of 12 serve "
-        f"{_range(over_alone, '.2f')} times what workers alone do (published: 1.7). Streams are dealt evenly here even "
-        "to single workers, each of which then has few models, and large batches of them: alone they lose less."
+        f"The load is {scaling.RATE_PER_WORKER_PER_S:g} requests a second for each worker. Streams are assigned to "
+        "groups of 12 by HERD's load constraint: equal work for each GPU, and streams with more than "
+        f"{100 * PART:.0f} % of a group's work are cut into parts. Each group has its own scheduler; groups are "
+        f"independent, and simulated one after the other. Up to {most} workers, goodput per worker is {least_most} "
+        "times the goodput per worker of one group of 12. The cost of a scheduler is the processor time of `handle`, "
+        f"without the rest of a server: with 12 workers a step takes {median:.0f} µs (median; mean {mean:.0f}, because "
+        f"the end of a batch ends all its requests), and one core decides on {first:,.0f} requests a second. With "
+        f"{counts[-1]} workers it decides on {last:,.0f}, because FLEX considers each worker that is free or might be "
+        f"preempted. {_saturates(rows, counts)} The paper's Clockwork, which is not written in Python, saturates at "
+        "50,000 a second, with 200 workers. So groups of 12 workers, with a process for each group, make the system "
+        "scale here, too. The dotted lines in Fig. 10, and the lines without a limit in Fig. 11 (b), are derived from "
+        "these times: the load, up to the capacity of one core. Fig. 11 (b): groups of 12 have "
+        f"{_range(over_alone, '.2f')} times the goodput of single workers (published: 1.7). Here streams are spread "
+        "evenly over single workers, too; each worker then has few models with large batches, and loses less."
     )
 
 
@@ -222,8 +225,8 @@ def _saturates(rows: Rows, counts: Sequence[int]) -> str:
         < scaling.RATE_PER_WORKER_PER_S * workers
     ]
     if not over:
-        return "None of these loads is beyond it."
-    return f"Of these loads that of {over[0]} workers is the first which one core does not keep up with."
+        return "One core keeps up with all these loads."
+    return f"The load of {over[0]} workers is the first of these loads that exceeds the capacity of one core."
 
 
 def bursts(rows: Rows) -> str:
@@ -233,13 +236,14 @@ def bursts(rows: Rows) -> str:
     )
     plain = rows.number(micro.FIGURE, micro.RATIO, slo_s=0.09, load=micro.STEADY, policy=WITHOUT_PREEMPTION)
     return (
-        "One GPU; 1,024 requests to ResNet18 at 5, 125, 245, ... ms, and one to ResNeSt269 at every millisecond. At "
-        f"250 ms in the steady state FLEX serves {loose:.2f} times what Clockwork as described does, and hardly more "
-        "than without preemption. At 90 ms the published 6.2 is that of the first burst: with preemption two batches "
-        "of 128 and one of 102 are in time; without, the request to ResNeSt269 that began at 0, and 57 of the burst. "
-        f"In the steady state it is {tight:.2f} times Clockwork, and {plain:.2f} times FLEX without preemption: "
-        "later bursts need not come just when a long request has begun. Published ratios stand beside the load that "
-        "comes near them."
+        "One GPU; 1,024 requests to ResNet18 at 5, 125, 245, ... ms, and one request to ResNeSt269 every millisecond. "
+        f"With an SLO of 250 ms, in the steady state, FLEX serves {loose:.2f} times as much as Clockwork as described, "
+        "and hardly more than FLEX without preemption. With 90 ms the published ratio of 6.2 is the ratio of the first "
+        "burst: with preemption two batches of 128 and a batch of 102 are in time; without preemption, the request to "
+        "ResNeSt269 that began at 0, and 57 requests of the burst. In the steady state FLEX serves "
+        f"{tight:.2f} times as much as Clockwork, and {plain:.2f} times as much as FLEX without preemption, because "
+        "later bursts do not always come just after the start of a long request. Each published ratio is compared with "
+        "the load that comes near it."
     )
 
 
@@ -250,22 +254,23 @@ def overloaded(rows: Rows) -> str:
     late = rows.number(micro.OVERLOAD, "answered late", policy=PRINTED)
     return (
         "2 GPUs, the first six models of Table 4, 6,000 requests a second, 100 ms, Poisson arrivals, "
-        f"{micro.OVERLOAD_SEEDS} seeds of {micro.OVERLOAD_REQUESTS / 6_000:g} s. FLEX answers {flex:,.0f} a second in "
-        f"time, {plain:,.0f} without preemption; with batches as printed {printed:,.0f}, and {late:,.0f} too late, "
-        "which cost as much. It is not in the paper: it is why Algorithm 2 is repaired here."
+        f"{micro.OVERLOAD_SEEDS} seeds of {micro.OVERLOAD_REQUESTS / 6_000:g} s. FLEX answers {flex:,.0f} requests a "
+        f"second in time, and {plain:,.0f} without preemption. With batches as printed FLEX answers {printed:,.0f} in "
+        f"time and {late:,.0f} too late; late answers cost as much. This experiment is not in the paper: it shows why "
+        "llmserve repairs Algorithm 2."
     )
 
 
 def planner(rows: Rows) -> str:
     published = ", ".join(f"{seconds:g} s ({models:,})" for models, seconds in table_5.SOLVER_S.items())
     text = (
-        f"The paper's solver takes {published} for so many models and workers, in 10 groups. That of llmserve is "
-        "measured by scripts/lab/benchmark_herd.py"
+        f"The paper's solver takes {published} for as many models and workers, in 10 groups. "
+        "scripts/lab/benchmark_herd.py measures llmserve's solver"
     )
     if rows.of(table_5.FIGURE):
         return text + (
-            ", on made-up instances of these sizes, for [herd.md](../results/herd.md); its medians are read from there."
-            " The machines and instances are others than the paper's, and nothing is compared."
+            " on synthetic instances of these sizes, for [herd.md](../results/herd.md); the table has its medians. The "
+            "times are not compared, because machines and instances differ from the paper's."
         )
     return text + "."
 
@@ -290,7 +295,7 @@ def _scale_table(rows: Rows) -> Sequence[Row]:
 
 
 def _bursts_table(rows: Rows) -> Sequence[Row]:
-    """Counts of all, and the ratios that are published."""
+    """Select all counts, and the published ratios."""
     return [row for row in rows.of(micro.FIGURE) if row.quantity == micro.IN_TIME or row.ok is not None]
 
 

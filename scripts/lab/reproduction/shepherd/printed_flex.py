@@ -1,5 +1,5 @@
-"""FLEX as Shepherd's Algorithm 2 is printed: a request's deadline is tested at the size of the batch before the request
-joins it, which makes those before it late. llmserve's order `flex` forms batches that are truly feasible.
+"""FLEX exactly as Shepherd's Algorithm 2: a deadline is tested at the batch size before the request joins, so that
+earlier requests may become late. llmserve's order `flex` forms batches in which every request is in time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from llmserve.scheduling.queues import QueuedRequest
 
 @dataclass(frozen=True)
 class PrintedFlex(Flex):
-    """The batch is of one bin: by deadline, each that could be in time in a batch of the size before it joined."""
+    """The batch has requests of one bin, by deadline: each would be in time at the size before it joined."""
 
     def compose(self, candidate: Candidate, now_s: float) -> bool:
         running_s = sorted([run.queued.deadline_s for run in candidate.running])
@@ -25,7 +25,7 @@ class PrintedFlex(Flex):
 
 
 class Chosen(DeadlineQueue):
-    """Some requests of a queue, which leave it when they are taken from here."""
+    """Some requests of a queue. A request that is taken from this view leaves the queue."""
 
     def __init__(self, queue: DeadlineQueue, places: Sequence[int]) -> None:
         super().__init__(queue.index)
@@ -34,7 +34,7 @@ class Chosen(DeadlineQueue):
 
     @property
     def earliest_deadline_s(self) -> float:
-        """Of the whole queue: FLEX serves the queue of the earliest among equal batches."""
+        """Earliest deadline of the whole queue: of equal batches, FLEX runs the one from the most urgent queue."""
         return self._queue.earliest_deadline_s
 
     def at(self, place: int) -> QueuedRequest:
@@ -42,18 +42,17 @@ class Chosen(DeadlineQueue):
 
     def take_at(self, start: int, count: int) -> list[QueuedRequest]:
         places = self._places[start : start + count]
-        taken = [self._queue.take_at(place, 1)[0] for place in reversed(places)]  # those before it keep their places
-        return taken[::-1]
+        requests = [self._queue.take_at(place, 1)[0] for place in reversed(places)]  # last first: places stay valid
+        return requests[::-1]
 
 
 def as_printed(
     queue: DeadlineQueue, now_s: float, batch_s: Sequence[float], most: int, running_s: Sequence[float] = ()
 ) -> tuple[int, list[int]]:
-    """Requests in the batch of Algorithm 2, and the places in the queue of those that wait. It may hold requests that
-    will be late.
+    """Return the size of the batch of Algorithm 2, and the queue places of its waiting requests. Some may be late.
 
-    batch_s : T(1), T(2), ...; a batch of none takes as much less than one as one takes less than two.  running_s :
-    ascending deadlines of others that would be in it
+    batch_s    T(1), T(2), ...; T(0) is extrapolated from T(1) and T(2)
+    running_s  ascending deadlines of running requests that the batch would contain
     """
     times_s = [max(0.0, 2 * batch_s[0] - batch_s[min(1, len(batch_s) - 1)]), *batch_s]
     places: list[int] = []

@@ -1,8 +1,8 @@
-"""One run: arrivals and a policy on simulated GPUs, by llmserve's own scheduler, and what it came to.
+"""One run: arrivals and a policy on simulated GPUs, with llmserve's own scheduler, and the outcome.
 
 goodput      requests a second that were answered in time
 utilisation  share of the GPUs' time at work
-wasted       share of the time at work that was spent on requests that were stopped, or answered late
+wasted       share of the time at work that went to stopped or late requests
 """
 
 from __future__ import annotations
@@ -18,26 +18,19 @@ from bins.profile import StepTimes
 from llmserve.cluster.simulated import SimulatedCluster
 from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo
-from llmserve.scheduling.messages import (
-    Action,
-    BatchEnded,
-    DrainRequested,
-    Event,
-    PreemptBatch,
-    StartBatch,
-)
+from llmserve.scheduling.messages import Action, BatchEnded, DrainRequested, Event, PreemptBatch, StartBatch
 from llmserve.scheduling.orders import Order
 from llmserve.scheduling.scheduler import Scheduler
 from reproduction.shepherd.clockwork import LargestBatch, Released
 from reproduction.shepherd.models import BATCH_MAX, TABLE_4
 from reproduction.shepherd.nexus import PERIOD_S, Plan
-from reproduction.shepherd.nexus_order import Nexus, Schedule, Turn
+from reproduction.shepherd.nexus_order import Nexus, Schedule
 from reproduction.shepherd.printed_flex import PrintedFlex
 from reproduction.shepherd.streams import Arrivals
 from reproduction.shepherd.worker import SimulatedWorker
 
-SHARES = tuple((np.arange(101) / 100).tolist())  # of requests, at which latencies are kept
-ROUNDING_S = 1e-9  # by which a request may be late and still be in time
+SHARES = tuple((np.arange(101) / 100).tolist())  # shares of the requests of which outcomes have quantiles of latency
+ROUNDING_S = 1e-9  # a request is in time up to so long after its deadline
 SPEEDS = {
     name: StepTimes(model.beta_ms / 1e3, tuple([model.alpha_ms / 1e3 * size for size in range(1, BATCH_MAX + 1)]))
     for name, model in TABLE_4.items()
@@ -48,7 +41,7 @@ FLEX, WITHOUT_PREEMPTION, PRINTED = "FLEX", "FLEX without preemption", "FLEX as 
 CLOCKWORK, NEXUS, PLANNED_SHARE, FFFS, EDF = "Clockwork", "Nexus", "Nexus, planned share", "fffs", "edf"
 LARGEST, RELEASED, RELEASED_128 = "Clockwork, largest batch", "Clockwork, as released", "Clockwork, as released, to 128"
 
-POLICIES: dict[str, dict[str, object]] = {  # llmserve's own
+POLICIES: dict[str, dict[str, object]] = {  # settings of llmserve's own policies
     FLEX: {"order": "flex"},
     WITHOUT_PREEMPTION: {"order": "flex", "preemption": "off"},
     CLOCKWORK: {"order": "clockwork"},
@@ -63,10 +56,10 @@ ORDERS: dict[str, Callable[[Sequence[Plan]], Order]] = {
     NEXUS: lambda plans: _nexus(plans),
     PLANNED_SHARE: lambda plans: _nexus(plans),
 }
-"""The paper's, in place of llmserve's `clockwork`: like that they choose when an engine is free."""
+"""Orders of the paper, in place of llmserve's `clockwork`: all of them choose when an engine becomes free."""
 
 BY_PLAN = (NEXUS, PLANNED_SHARE)
-"""The latter admits of every model's requests the share that the plan is made for, drawn, and refuses the others."""
+"""PLANNED_SHARE admits, at random, only the share of every model's requests that the plan is made for."""
 
 
 def gpu_names(count: int) -> list[str]:
@@ -74,13 +67,13 @@ def gpu_names(count: int) -> list[str]:
 
 
 def scheduler(policy: str, plans: Sequence[Plan] = ()) -> Scheduler:
-    """plans : Nexus's, of a period each."""
+    """plans : Nexus's plan for each period."""
     config = SchedulingConfig(
         bins=1,
         batch_size=BATCH_MAX,
         queue_requests_max=10**9,
         edges_refit_every=0,
-        trust_window=10**6,  # there is nothing to doubt: all answers are as long
+        trust_window=10**6,  # larger than any run: all answers have the same length, so predictions are exact
         **POLICIES.get(policy, POLICIES[CLOCKWORK]),  # type: ignore[arg-type]
     )
     order = ORDERS[policy](plans) if policy in ORDERS else None
@@ -88,40 +81,29 @@ def scheduler(policy: str, plans: Sequence[Plan] = ()) -> Scheduler:
 
 
 def _nexus(plans: Sequence[Plan]) -> Nexus:
-    return Nexus([_schedule(index * PERIOD_S, plan) for index, plan in enumerate(plans)])
-
-
-def _schedule(from_s: float, plan: Plan) -> Schedule:
-    cycles = dict(zip(gpu_names(len(plan.gpus)), plan.gpus, strict=True))
-    return Schedule(
-        from_s,
-        {name: cycle.duty_s for name, cycle in cycles.items()},
-        {
-            name: tuple([Turn(slot.offset_s, slot.model, slot.batch_size) for slot in cycle.slots])
-            for name, cycle in cycles.items()
-        },
-    )
+    cycles = [dict(zip(gpu_names(len(plan.gpus)), plan.gpus, strict=True)) for plan in plans]
+    return Nexus([Schedule(index * PERIOD_S, by_gpu) for index, by_gpu in enumerate(cycles)])
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run came to, counted between from_s and until_s.
+    """Results of a run. The counted interval is from from_s to until_s.
 
-    offered        requests that came then and were due then; kept: of these, in time
-    in_time        requests that were answered then, and in time
-    by_model       of these, by model
-    late           requests that were answered then, too late
+    offered        requests that came and were due in the interval; offered_in_time: of these, in time
+    in_time        requests that were answered in the interval, in time
+    by_model       in_time by model
+    late           requests that were answered in the interval, too late
     utilisation    share of the GPUs' time until until_s
-    wasted_s       of all GPUs' seconds in the whole run, on requests that were stopped or late; busy_s : at work
-    latencies_s    of those in time, at SHARES of them
-    batches        that were started; preemptions: of them, stopped
-    started        requests in them
-    arrived        requests in the whole run, on so many gpus
-    steps          of the scheduler in the whole run; step_s_median, step_s_mean: seconds, 0 where they were not timed
+    busy_s         all GPUs' seconds at work in the whole run; wasted_s: of these, for stopped or late requests
+    latencies_s    quantiles of the latencies in time, at SHARES
+    batches        started batches; preemptions: of these, stopped
+    started        requests in started batches
+    arrived        requests in the whole run
+    steps          scheduler steps in the whole run; step_s_median, step_s_mean: seconds, 0 if not timed
     """
 
     offered: int
-    kept: int
+    offered_in_time: int
     in_time: int
     by_model: dict[str, int]
     late: int
@@ -145,11 +127,11 @@ class Outcome:
 
     @property
     def share_in_time(self) -> float:
-        return self.kept / self.offered if self.offered else 0.0
+        return self.offered_in_time / self.offered if self.offered else 0.0
 
     @property
     def request_s(self) -> float:
-        """Seconds of the scheduler's for each request; 0 where they were not timed."""
+        """Scheduler seconds for each request; 0 if not timed."""
         return self.steps * self.step_s_mean / self.arrived
 
     @property
@@ -162,7 +144,7 @@ class Outcome:
 
 
 class _Timed:
-    """A scheduler, and how long each of its steps takes this thread: time that others take is not in it."""
+    """A scheduler that measures the processor time of each of its steps in this thread."""
 
     def __init__(self, inner: Scheduler) -> None:
         self._inner = inner
@@ -179,7 +161,7 @@ class _Timed:
 
 
 class _Watch:
-    """Listens to a run. ended_s : by request, when it was answered; nan: it was not."""
+    """Listener of a run. ended_s : by request, time of the answer; nan: no answer"""
 
     def __init__(self, arrivals: Arrivals, workers: Sequence[SimulatedWorker], gpus: int) -> None:
         self.ended_s = np.full(len(arrivals), math.nan)
@@ -227,28 +209,30 @@ def run(
     timed: bool = False,
     check: Callable[[Scheduler], None] | None = None,
 ) -> Outcome:
-    """arrivals, at least one, on so many GPUs that serve all their models.
+    """Run at least one arrival on GPUs that serve all models.
 
-    plans : for Nexus.  from_s, until_s : what is answered then is counted; until all is over where until_s is infinite.
-    timed : measure the scheduler's steps.  check : called after every step.
+    plans            for Nexus
+    from_s, until_s  the interval in which answers are counted; inf: until the end of the run
+    timed            measure the scheduler's steps
+    check            called after every step
     """
     workers = _workers(arrivals, gpus, plans if policy in BY_PLAN else ())
-    made = scheduler(policy, plans)
-    watch, timer = _Watch(arrivals, workers, gpus), _Timed(made)
+    tested = scheduler(policy, plans)
+    watch, timer = _Watch(arrivals, workers, gpus), _Timed(tested)
 
     def on_step(now_s: float, event: Event, actions: list[Action]) -> None:
         watch(now_s, event, actions)
         if check is not None:
-            check(made)
+            check(tested)
 
-    driven: Scheduler = timer if timed else made  # type: ignore[assignment]
+    driven: Scheduler = timer if timed else tested  # type: ignore[assignment]
     cluster = SimulatedCluster(driven, list(workers), on_step=on_step)
     cluster.run(arrivals.requests())
     return _outcome(arrivals, watch, workers, gpus, from_s, min(until_s, cluster.now_s), timer.step_s)
 
 
 def _workers(arrivals: Arrivals, gpus: int, plans: Sequence[Plan]) -> list[SimulatedWorker]:
-    """Each serves all models; under plans those that it is planned to, or it is left out."""
+    """Return workers that serve all models. With plans, each GPU serves its planned models; idle GPUs are left out."""
     lengths = [1.0] * len(arrivals)
     workers = []
     for index, name in enumerate(gpu_names(gpus)):
@@ -279,7 +263,7 @@ def _outcome(
     counts = np.bincount(arrivals.model[in_time], minlength=len(arrivals.streams.models)).tolist()
     return Outcome(
         offered=int(due.sum()),
-        kept=int((due & answered_in_time).sum()),
+        offered_in_time=int((due & answered_in_time).sum()),
         in_time=int(in_time.sum()),
         by_model=dict(zip(arrivals.streams.models, counts, strict=True)),
         late=int((counted & ~in_time).sum()),

@@ -1,12 +1,12 @@
-"""What the streams of several models bring: how many requests in each window of a trace, when within it, and for when.
+"""Streams of requests to several models: how many requests come in each window of a trace, when, and their deadlines.
 
-    stream   requests of one application to one model, wanted within one time (Shepherd, Section 2.1)
-    window   what a trace counts requests by: a minute, as a rule
-    phase    whether a burst goes on; streams share it or have one each
+    stream   requests of one application to one model, with one SLO (Shepherd, Section 2.1)
+    window   the time over which a trace counts requests: usually a minute
+    phase    whether a burst is in progress; all streams of a model share one phase
 
-A trace tells how many requests come in a window, not when within it. They are put there as a Poisson process puts them,
-or in bursts: as a Markov-modulated Poisson process of two states does, whose both rates are scaled in each window so
-that the number to be expected there, bursts and all, remains what the trace says.
+A trace gives the number of requests in a window, not their times. The times are drawn from a Poisson process, or from a
+Markov-modulated Poisson process with two states, whose rates are scaled in each window so that the expected number of
+requests in the window is the number of the trace.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,24 +25,22 @@ from llmserve.request import Request
 from llmserve.simulation.files import UNREADABLE, open_text
 from llmserve.simulation.workload import BURSTS_MAX, Bursts, Times
 
-NAME_COLUMNS = ("fn_hash8", "HashFunction")  # of a function: in a sample of the Azure Functions trace, and in itself
-MINUTE_COLUMN = re.compile(r"^m?([1-9]\d*)$")  # m1, m2, ... there, 1, 2, ... here
+NAME_COLUMNS = (
+    "fn_hash8",
+    "HashFunction",
+)  # function names: in a sample of the Azure Functions trace, and in the trace
+MINUTE_COLUMN = re.compile(r"^m?([1-9]\d*)$")  # m1, m2, ... in the sample; 1, 2, ... in the trace
 MINUTE_S = 60.0
-REQUESTS_MAX = 50_000_000  # to be expected of a run: more would fill the memory
+REQUESTS_MAX = 50_000_000  # expected requests of a run: more requests would fill the memory
 
 Indices = NDArray[np.intp]
-Phases = Literal["stream", "model", "common"]
-"""Who shares the phases of bursts: nobody, the streams of one model, or all.
-
-The more streams with phases of their own there are, the smoother is their sum.
-"""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """How many requests each stream is expected to send in each window.
+    """The expected number of requests of each stream in each window.
 
-    streams   their names; at least one
+    streams   names; at least one
     expected  (streams, windows) requests, real numbers >= 0; at least one window
     window_s  seconds of a window, > 0
     """
@@ -54,7 +51,7 @@ class Traffic:
 
     @classmethod
     def constant(cls, streams: Sequence[str], rates_per_s: ArrayLike, duration_s: float) -> Traffic:
-        """Streams of rates that stay: one window. rates_per_s : (streams,), or one number for all, finite and >= 0."""
+        """Return one window of constant rates. rates_per_s : (streams,), or one number for all, finite and >= 0."""
         rates = np.broadcast_to(np.asarray(rates_per_s, dtype=float), (len(streams),))
         if not streams or not (np.isfinite(rates) & (rates >= 0)).all() or not 0 < duration_s < math.inf:
             raise ConfigError("constant traffic needs streams, finite rates of at least 0, and a duration above 0")
@@ -70,17 +67,17 @@ class Traffic:
 
     @property
     def rate_per_s(self) -> float:
-        """Mean, over all streams and windows."""
+        """Mean rate of all streams together, over all windows."""
         return float(self.expected.sum()) / self.duration_s
 
     def part(self, first: int, windows: int) -> Traffic:
-        """These windows of it. first : >= 0.  windows : >= 1. Raises ConfigError where there are not so many."""
+        """Return some of the windows. first : >= 0.  windows : >= 1. Raises ConfigError if there are too few."""
         if first < 0 or windows < 1 or first + windows > self.windows:
             raise ConfigError(f"there are no {windows} windows from {first} on: there are {self.windows}")
         return replace(self, expected=self.expected[:, first : first + windows])
 
     def at_rate(self, rate_per_s: float) -> Traffic:
-        """The same, with this mean rate in all: every number is multiplied alike. rate_per_s : finite, > 0.
+        """Multiply all numbers by one factor, so that the mean rate is rate_per_s. rate_per_s : finite, > 0.
 
         Raises ConfigError on traffic without a request.
         """
@@ -92,10 +89,10 @@ class Traffic:
 
 
 def read_traffic(name: str) -> Traffic:
-    """Calls of functions in each minute, from a CSV file (.gz: compressed) of the Azure Functions 2019 trace's form.
+    """Read the calls of functions in each minute from a CSV file (.gz: compressed) of the Azure Functions 2019 trace.
 
-    A row for each function, named in a column of NAME_COLUMNS, with its calls in columns m1, m2, ... (or 1, 2, ...), in
-    this order; other columns are not read. Raises ConfigError naming the file and the row that cannot be used.
+    The file has a row for each function: the name in a column of NAME_COLUMNS, the calls in columns m1, m2, ... (or
+    1, 2, ...), in this order. Other columns are ignored. Raises ConfigError with the file and the row that is wrong.
     Source: github.com/Azure/AzurePublicDataset, AzureFunctionsDataset2019.
     """
     names: list[str] = []
@@ -115,17 +112,17 @@ def read_traffic(name: str) -> Traffic:
 
 
 def _find_columns(header: Sequence[str]) -> tuple[int, slice]:
-    """Of the name and of the minutes, which stand side by side. Raises ValueError."""
+    """Return the column of the name, and the adjacent columns of the minutes. Raises ValueError."""
     name_column = next((header.index(column) for column in NAME_COLUMNS if column in header), None)
     if name_column is None:
         raise ValueError(f"there is no column {' or '.join(NAME_COLUMNS)}; the first row names the columns")
-    found = [(index, int(match[1])) for index, cell in enumerate(header) if (match := MINUTE_COLUMN.match(cell))]
-    if not found:
+    minutes = [(index, int(match[1])) for index, cell in enumerate(header) if (match := MINUTE_COLUMN.match(cell))]
+    if not minutes:
         raise ValueError("there are no columns m1, m2, ... of calls in each minute")
-    first = found[0][0]
-    if found != [(first + place, place + 1) for place in range(len(found))]:
+    first = minutes[0][0]
+    if minutes != [(first + place, place + 1) for place in range(len(minutes))]:
         raise ValueError("the columns m1, m2, ... must stand side by side, in this order")
-    return name_column, slice(first, first + len(found))
+    return name_column, slice(first, first + len(minutes))
 
 
 def _calls(cells: list[str], minutes: int) -> NDArray[np.float64]:
@@ -142,12 +139,12 @@ def _calls(cells: list[str], minutes: int) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Who asks, whom, and how soon the answer is wanted.
+    """The model and the SLO of each stream.
 
     names     of streams
     models    names of models
     model_of  (streams,) index of each stream's model
-    slo_s     (streams,) seconds from arrival to deadline; inf: there is none
+    slo_s     (streams,) seconds from arrival to deadline; inf: no deadline
     """
 
     names: tuple[str, ...]
@@ -159,29 +156,21 @@ class Streams:
     def of(cls, names: Sequence[str], models: Sequence[str], model_of: ArrayLike, slo_s: ArrayLike) -> Streams:
         """slo_s : (streams,), or one number for all, > 0. Raises ConfigError."""
         indices = np.asarray(model_of, dtype=np.intp)
-        wanted_s = np.asarray(slo_s, dtype=float)
+        slos_s = np.asarray(slo_s, dtype=float)
         if not names or not models or indices.shape != (len(names),):
             raise ConfigError("there must be streams, and models, and one model for each stream")
         if not ((indices >= 0) & (indices < len(models))).all():
-            raise ConfigError(f"a stream's model must be one of the {len(models)} that there are")
-        if not (wanted_s > 0).all() or wanted_s.shape not in ((), (len(names),)):
+            raise ConfigError(f"a stream's model must be one of the {len(models)} models")
+        if not (slos_s > 0).all() or slos_s.shape not in ((), (len(names),)):
             raise ConfigError("slo_s must be above 0: one number, or one for each stream")
-        return cls(tuple(names), tuple(models), indices, np.broadcast_to(wanted_s, (len(names),)))
+        return cls(tuple(names), tuple(models), indices, np.broadcast_to(slos_s, (len(names),)))
 
     @classmethod
     def round_robin(cls, names: Sequence[str], models: Sequence[str], slo_s: ArrayLike) -> Streams:
-        """The first stream asks the first model, the next one the next, and so on in turn."""
+        """Assign the models to the streams in turn."""
         if not models:
             raise ConfigError("there must be models")
         return cls.of(names, models, np.arange(len(names)) % len(models), slo_s)
-
-    def phase_of(self, phases: Phases) -> Indices:
-        """(streams,) of which phase each stream is, counted from 0."""
-        if phases not in get_args(Phases):
-            raise ConfigError(f"phases {phases!r} is not one of {', '.join(get_args(Phases))}")
-        if phases == "model":
-            return self.model_of
-        return np.arange(len(self.names)) if phases == "stream" else np.zeros(len(self.names), dtype=np.intp)
 
 
 # ---- arrivals ---------------------------------------------------------------------------------------------------
@@ -189,10 +178,10 @@ class Streams:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Requests as they come, (count,) each, in order of time.
+    """Requests in order of time; arrays of shape (count,).
 
     times_s  >= 0
-    stream   index of the stream of each
+    stream   index of the stream of each request
     """
 
     streams: Streams
@@ -201,7 +190,7 @@ class Arrivals:
 
     @classmethod
     def of(cls, streams: Streams, times_s: ArrayLike, stream: ArrayLike) -> Arrivals:
-        """Of requests in any order; those of one instant keep theirs. times_s, stream : (count,)."""
+        """Sort requests by time; requests of the same time keep their order. times_s, stream : (count,)."""
         times, indices = np.asarray(times_s, dtype=float), np.asarray(stream, dtype=np.intp)
         assert times.shape == indices.shape, f"{times.size} times of {indices.size} requests"
         order = np.argsort(times, kind="stable")
@@ -212,37 +201,32 @@ class Arrivals:
 
     @property
     def model(self) -> Indices:
-        """(count,) index of the model of each."""
+        """(count,) index of the model of each request."""
         return self.streams.model_of[self.stream]
 
     @property
     def deadlines_s(self) -> Times:
-        """(count,) when each must have been answered; inf: it need not."""
+        """(count,) deadline of each request; inf: none."""
         return self.times_s + self.streams.slo_s[self.stream]
 
     def requests(self) -> Iterator[tuple[float, Request]]:
-        """(time_s, request) in order of arrival; request ids count from 0. Each is one token long."""
+        """Yield (time_s, request) in order of arrival; ids count from 0. Each request is one token long."""
         streams, models = self.streams.names, [self.streams.models[index] for index in self.streams.model_of]
-        each = zip(self.times_s.tolist(), self.deadlines_s.tolist(), self.stream.tolist(), strict=True)
-        for id_, (at_s, deadline_s, stream) in enumerate(each):
+        rows = zip(self.times_s.tolist(), self.deadlines_s.tolist(), self.stream.tolist(), strict=True)
+        for id_, (at_s, deadline_s, stream) in enumerate(rows):
             deadline = deadline_s if deadline_s < math.inf else None
             yield at_s, Request(id_, 1.0, deadline, model=models[stream], stream=streams[stream])
 
 
 def draw_requests(
-    traffic: Traffic,
-    streams: Streams,
-    rng: np.random.Generator,
-    *,
-    bursts: Bursts | None = None,
-    phases: Phases = "stream",
+    traffic: Traffic, streams: Streams, rng: np.random.Generator, *, bursts: Bursts | None = None
 ) -> Arrivals:
-    """Requests of these streams, in each window as many as a Poisson draw of the expected number gives.
+    """Draw the requests of all streams. The number in a window is Poisson, with the expected number as its mean.
 
-    streams : those of the traffic, in the same order.
-    bursts  : None: they are spread evenly over their window. Else more densely while a burst lasts; of its two rates,
-    which must be above 0, only their ratio matters. A window without a burst is one of even arrivals.
-    Raises ConfigError when the streams differ, and on more requests or bursts than can be kept.
+    streams : the streams of the traffic, in the same order
+    bursts  : None: requests are spread evenly over their window. Otherwise requests are denser during a burst; only the
+    ratio of the two rates matters, and both must be above 0. A window without a burst has even arrivals.
+    Raises ConfigError if the streams differ, and on more requests or bursts than the memory can hold.
     """
     if traffic.streams != streams.names:
         raise ConfigError("the traffic is not that of these streams")
@@ -253,9 +237,8 @@ def draw_requests(
     places = window + rng.random(stream.size)  # (requests,) in windows
     if bursts is None:
         return Arrivals.of(streams, places * traffic.window_s, stream)
-    phase_of = streams.phase_of(phases)
-    _check_bursts(bursts, traffic, int(phase_of.max()) + 1)
-    return Arrivals.of(streams, _in_bursts(places, phase_of[stream], bursts, traffic, rng), stream)
+    _check_bursts(bursts, traffic, int(streams.model_of.max()) + 1)
+    return Arrivals.of(streams, _in_bursts(places, streams.model_of[stream], bursts, traffic, rng), stream)
 
 
 def _check_bursts(bursts: Bursts, traffic: Traffic, phases: int) -> None:
@@ -266,19 +249,19 @@ def _check_bursts(bursts: Bursts, traffic: Traffic, phases: int) -> None:
 
 
 def _in_bursts(places: Times, phase: Indices, bursts: Bursts, traffic: Traffic, rng: np.random.Generator) -> Times:
-    """(requests,) times in seconds. places : (requests,) on the clock of each window's arrivals.  phase : of each."""
+    """Return (requests,) times in seconds. places, phase : (requests,); places are in expected windows, see _clock."""
     times_s = np.empty_like(places)
     order = np.argsort(phase, kind="stable")
-    firsts = np.flatnonzero(np.diff(phase[order], prepend=-1))  # of each phase that has requests
+    firsts = np.flatnonzero(np.diff(phase[order], prepend=-1))  # first request of each phase
     for rows in np.split(order, firsts[1:]):
         times_s[rows] = np.interp(places[rows], *_clock(bursts, traffic, rng))
     return times_s
 
 
 def _clock(bursts: Bursts, traffic: Traffic, rng: np.random.Generator) -> tuple[Times, Times]:
-    """One drawn path of bursts: windows passed by the arrivals to be expected, and by time, in seconds.
+    """Draw one path of bursts. Returns points (expected, seconds), both increasing, to interpolate linearly.
 
-    Both are increasing and linear between the places given; within window w the first goes from w to w + 1.
+    `expected` counts windows by expected arrivals: within window w it grows from w to w + 1.
     """
     changes_s, state = _state_changes(bursts, traffic.duration_s, rng)
     windows = traffic.windows
@@ -290,7 +273,7 @@ def _clock(bursts: Bursts, traffic: Traffic, rng: np.random.Generator) -> tuple[
 
 
 def _state_changes(bursts: Bursts, duration_s: float, rng: np.random.Generator) -> tuple[Times, int]:
-    """When the state changes before the end, and the first one, drawn as it is met at a random moment."""
+    """Draw the times at which the state changes before the end, and the first state, of a stationary process."""
     high_s, low_s = bursts.sojourns_s
     state = 0 if rng.random() < high_s / (high_s + low_s) else 1
     means_s = np.array(bursts.sojourns_s)[[state, 1 - state]]
@@ -301,19 +284,3 @@ def _state_changes(bursts: Bursts, duration_s: float, rng: np.random.Generator) 
         last_s = float(parts[-1][-1])
     changes_s = np.concatenate(parts)
     return changes_s[changes_s < duration_s], state
-
-
-def index_of_dispersion(times_s: Times, window_s: float, duration_s: float) -> float:
-    """Variance over mean of the arrivals in windows of this length: 1 for a Poisson process, more in bursts.
-
-    times_s : (count,), of which those in whole windows before duration_s are counted. Raises ConfigError without two
-    windows, or without arrivals in them.
-    """
-    windows = math.floor(duration_s / window_s * (1 + 1e-12)) if window_s > 0 else 0
-    if windows < 2:
-        raise ConfigError(f"there are no two windows of {window_s} s in {duration_s} s")
-    window = np.floor_divide(times_s, window_s).astype(np.intp)
-    counts = np.bincount(window[window < windows], minlength=windows)
-    if not counts.any():
-        raise ConfigError("without arrivals there is no dispersion")
-    return float(counts.var(ddof=1) / counts.mean())

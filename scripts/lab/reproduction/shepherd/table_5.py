@@ -1,4 +1,4 @@
-"""Table 5: how long HERD's solver takes, beside what docs/results/herd.md measured, where that has been."""
+"""Table 5: the published times of HERD's solver beside the times of docs/results/herd.json, if that file exists."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ RESULTS = Path(__file__).resolve().parents[4] / "docs" / "results" / "herd.json"
 
 
 def rows() -> Iterator[Row]:
-    """Of each number of models and form, the median over seeds; nothing where it has not been measured."""
+    """Yield the median over seeds for each number of models and form; nothing without measurements."""
     for (models, form), seconds in sorted(_measured().items()):
         note = f"published: {SOLVER_S[models]:g} s" if models in SOLVER_S else ""
         yield Row(FIGURE, {"models": models, "form": form}, "time to a plan", "s", median(seconds), note=note)
 
 
 def _measured() -> dict[tuple[int, str], list[float]]:
-    """Seconds under each seed, by number of models and form.
+    """Return the seconds with each seed, by number of models and form.
 
-    Source: scripts/lab/benchmark_herd.py, its usual instances.
+    Source: the usual instances of scripts/lab/benchmark_herd.py.
     """
     try:
-        found = json.loads(RESULTS.read_text(encoding="utf-8"))
+        cases = json.loads(RESULTS.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     seconds: dict[tuple[int, str], list[float]] = {}
-    for each in found:
-        if each["kind"] == KIND:
-            seconds.setdefault((each["models"], each["form"]), []).append(each["plan_s"])
+    for case in cases:
+        if case["kind"] == KIND:
+            seconds.setdefault((case["models"], case["form"]), []).append(case["plan_s"])
     return seconds

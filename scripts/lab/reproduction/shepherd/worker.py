@@ -1,8 +1,8 @@
-"""A simulated GPU that serves several models, a batch at a time, each as fast as it is told to be.
+"""A simulated GPU that serves several models, one batch at a time, with a given speed for each model.
 
     T = prefill_s + longest answer * step_s(b)      a batch of b requests of one model (bins.profile.StepTimes)
 
-A batch that is stopped before its end frees the worker at once; what it ran so far is `wasted_s`.
+A batch that is stopped before its end frees the GPU at once; its time counts as `wasted_s`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from llmserve.scheduling.messages import BatchEnded, Event
 
 
 class SimulatedWorker:
-    """info : a barrier engine with the speed of each model that it serves.  lengths : output tokens by request id.
+    """info : a barrier engine with the speed of each of its models.  lengths : output tokens by request id.
 
-    busy_s    spent on batches, stopped ones among them
-    wasted_s  of these, on requests that were stopped: a batch's time shared evenly by its requests
+    busy_s    seconds of batches, with stopped batches
+    wasted_s  of these seconds, the part of stopped requests: requests share the time of their batch evenly
     """
 
     def __init__(self, info: EngineInfo, lengths: Mapping[int, float] | Sequence[float]) -> None:
-        assert info.barrier, "a worker runs a batch at a time"
+        assert info.barrier, "a worker runs one batch at a time"
         self.info = info
         self.busy_s = 0.0
         self.wasted_s = 0.0

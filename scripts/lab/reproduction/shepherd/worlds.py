@@ -1,12 +1,12 @@
-"""What is simulated for Shepherd, and all of it, on several cores.
+"""The simulations of Shepherd, and their execution on several cores.
 
-A world is a workload, some GPUs and the policies that are compared on them: all see the very same requests.
+A world is a workload, a number of GPUs, and the policies to compare; all policies get the same requests.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,18 +25,23 @@ from reproduction.simulated import Key, ends_of, run_all
 STABLE, BURSTY = "MAF-stable", "MAF-bursty"
 GPUS = 12
 SEEDS = 3
-WITHIN = 0.25  # of a published ratio: workloads, and what the baselines do in detail, are not the paper's
+WITHIN = 0.25  # tolerance of a published ratio: workloads and details of the baselines differ from the paper's
 
 Trace = Literal["MAF-stable", "MAF-bursty"]
-Found = Mapping[Key, Sequence[Mapping[str, Outcome]]]
-"""Of each world, for each of its seeds: what each policy came to."""
+Outcomes = Sequence[Mapping[str, Outcome]]
+"""The outcome of each policy, for each seed of a world."""
+Results = Mapping[Key, Outcomes]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """traffic : the trace, or what stands in for it.  traced : whether it is the trace.
-    seeds : of a world.  spans : times the time that is simulated as a rule.  ends : of what is varied, only the ends.
+    """How much is simulated.
+
+    traffic  the trace, or synthetic traffic; traced: whether it is the trace
+    seeds    of a world
+    spans    factor of the simulated time
+    ends     use only the two ends of each range of parameters
     """
 
     traffic: Traffic
@@ -50,16 +55,16 @@ class Effort:
     @classmethod
     def of(cls, seed: int, jobs: int, trace: Path | None, *, quick: bool) -> Effort:
         traffic = made_up() if trace is None else read_traffic(str(trace))
-        made = cls(traffic, trace is not None, seed, jobs)
+        effort = cls(traffic, trace is not None, seed, jobs)
         if not quick:
-            return made
-        return replace(made, jobs=1, seeds=1, spans=0.1, ends=True)  # processes would take longer than they save
+            return effort
+        return replace(effort, jobs=1, seeds=1, spans=0.1, ends=True)  # starting processes takes longer than they save
 
     def some(self, values: Sequence[T]) -> Sequence[T]:
         return ends_of(values) if self.ends else values
 
     def minute(self, seed: int) -> Traffic:
-        """One of the traffic, another for each seed, with a request at least."""
+        """Draw a minute of the traffic that has requests."""
         minutes = np.flatnonzero(self.traffic.expected.sum(axis=0) > 0)
         return self.traffic.part(int(np.random.default_rng([seed, 7]).choice(minutes)), 1)
 
@@ -68,7 +73,7 @@ class Effort:
 
 
 def made_up() -> Traffic:
-    """In place of the trace: 1,350 functions, a few of which bring most, as there; an hour, all minutes alike."""
+    """Return synthetic traffic: an hour of equal minutes, and 1,350 functions of which few send most requests."""
     rng = np.random.default_rng(2019)
     rates = np.minimum(rng.pareto(0.6, 1_350) + 0.01, 3_000.0)
     names = tuple(f"f{index}" for index in range(rates.size))
@@ -77,9 +82,11 @@ def made_up() -> Traffic:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """traffic : a minute, of which the first span_s seconds are simulated; counted from from_s on.
-    group_gpus : of each of the groups into which the GPUs are divided; None: one group of them all.
-    timed : the scheduler's steps are.
+    """Parameters of a simulation.
+
+    traffic     a minute, of which the first span_s seconds are simulated; answers are counted from from_s on
+    group_gpus  GPUs of each group; None: one group of all GPUs
+    timed       measure the scheduler's steps
     """
 
     trace: Trace
@@ -96,17 +103,17 @@ class World:
 
     @property
     def requests(self) -> float:
-        """About so many are simulated."""
+        """Approximate number of simulated requests."""
         return self.rate_per_s * self.span_s * len(self.policies)
 
     def arrivals(self) -> Arrivals:
-        """All of the minute."""
-        make: Callable[..., Arrivals] = workloads.stable if self.trace == STABLE else workloads.bursty
-        return make(self.traffic, self.rate_per_s, np.random.default_rng(self.seed), slo_s=self.slo_s)
+        """Return the requests of the whole minute."""
+        draw = workloads.stable if self.trace == STABLE else workloads.bursty
+        return draw(self.traffic, self.rate_per_s, np.random.default_rng(self.seed), slo_s=self.slo_s)
 
 
 def simulate(world: World) -> dict[str, Outcome]:
-    """What each policy came to."""
+    """Return the outcome of each policy."""
     minute = world.arrivals()
     batch_s = [TABLE_4[name].batch_s for name in minute.streams.models]
     plans = list(nexus.plans(minute, batch_s, world.gpus)) if set(BY_PLAN) & set(world.policies) else []
@@ -139,33 +146,32 @@ def simulate(world: World) -> dict[str, Outcome]:
 
 
 def _planned_share(arrivals: Arrivals, plans: Sequence[nexus.Plan], rng: np.random.Generator) -> Arrivals:
-    """Those that are drawn of all, with the probability of the share that the first plan is made for."""
+    """Draw requests with the probability of the first plan's share."""
     chosen = rng.random(len(arrivals)) < (plans[0].share if plans else 1.0)
     return Arrivals(arrivals.streams, arrivals.times_s[chosen], arrivals.stream[chosen])
 
 
 def first(arrivals: Arrivals, span_s: float) -> Arrivals:
-    """Those before span_s seconds."""
+    """Return the requests before span_s seconds."""
     count = int(np.searchsorted(arrivals.times_s, span_s))
     return Arrivals(arrivals.streams, arrivals.times_s[:count], arrivals.stream[:count])
 
 
 # ---- groups -----------------------------------------------------------------------------------------------------
 
-PART = 0.25  # of what a GPU group is to serve: a stream that brings more goes to several
+PART = 0.25  # share of a group's work: a larger stream is cut into parts
 
 
 def group_sizes(gpus: int, most: int) -> list[int]:
-    """Groups of `most`, the last of what is left."""
+    """Divide GPUs into groups of `most`; the last group has the rest."""
     return [most] * (gpus // most) + ([gpus % most] if gpus % most else [])
 
 
 def divide(arrivals: Arrivals, traffic: Traffic, sizes: Sequence[int], rng: np.random.Generator) -> list[Arrivals]:
-    """The requests of each group of so many GPUs, as a plan divides streams: as much work for each GPU.
+    """Divide the requests among groups of these sizes, with equal work for each GPU.
 
-    Work is what a request takes in the largest batch. Streams that bring more than PART of a group's are cut into equal
-    parts, and each request goes to one of its stream's, drawn; parts go to the group that is the emptiest, the largest
-    first.
+    The work of a request is its time in the largest batch. Streams with more than PART of a group's work are cut into
+    equal parts, and each request goes to a random part. The largest part goes first, to the least loaded group.
     """
     models = [TABLE_4[arrivals.streams.models[index]] for index in arrivals.streams.model_of]
     batches = [max(1, model.size_within(slo_s)) for model, slo_s in zip(models, arrivals.streams.slo_s, strict=True)]
@@ -184,7 +190,7 @@ def divide(arrivals: Arrivals, traffic: Traffic, sizes: Sequence[int], rng: np.r
 
 
 def _dealt(work: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """(parts,) the group of each."""
+    """Return (parts,) the group of each part."""
     group = np.zeros(work.size, dtype=int)
     load, gpus = np.zeros(len(sizes)), np.asarray(sizes, float)
     for part in np.argsort(-work, kind="stable"):
@@ -194,32 +200,56 @@ def _dealt(work: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
 
 
 def together(outcomes: Sequence[Outcome], gpus: int) -> Outcome:
-    """What groups that know nothing of each other came to, all together. Of one of them its latencies are kept."""
+    """Add up the outcomes of independent groups. Latencies are those of the first group."""
     if len(outcomes) == 1:
         return outcomes[0]
-    names = ("offered", "kept", "in_time", "late", "busy_s", "wasted_s", "batches", "preemptions", "started", "arrived")
+    names = (
+        "offered",
+        "offered_in_time",
+        "in_time",
+        "late",
+        "busy_s",
+        "wasted_s",
+        "batches",
+        "preemptions",
+        "started",
+        "arrived",
+    )
     sums = {name: sum(getattr(outcome, name) for outcome in outcomes) for name in (*names, "steps")}
     return replace(
         outcomes[0],
         **sums,
-        by_model={name: sum(each.by_model[name] for each in outcomes) for name in outcomes[0].by_model},
-        utilisation=sum(each.utilisation * each.gpus for each in outcomes) / gpus,
+        by_model={name: sum(outcome.by_model[name] for outcome in outcomes) for name in outcomes[0].by_model},
+        utilisation=sum(outcome.utilisation * outcome.gpus for outcome in outcomes) / gpus,
         gpus=gpus,
-        step_s_median=float(np.median([each.step_s_median for each in outcomes])),
-        step_s_mean=sum(each.step_s_mean * each.steps for each in outcomes) / max(1, sums["steps"]),
+        step_s_median=float(np.median([outcome.step_s_median for outcome in outcomes])),
+        step_s_mean=sum(outcome.step_s_mean * outcome.steps for outcome in outcomes) / max(1, sums["steps"]),
     )
 
 
-# ---- all of them ------------------------------------------------------------------------------------------------
+# ---- all worlds -------------------------------------------------------------------------------------------------
 
 
-def simulate_all(worlds: Mapping[Key, Sequence[World]], effort: Effort, report: Report) -> Found:
-    """Of each world's seeds in ascending order; the same however many jobs there are, but for what is timed."""
-    by_seed = {key: sorted(each, key=lambda world: world.seed) for key, each in worlds.items()}
+def simulate_all(worlds: Mapping[Key, Sequence[World]], effort: Effort, report: Report) -> Results:
+    """Return outcomes by ascending seed. Except for times, they are the same for any number of jobs."""
+    by_seed = {key: sorted(with_key, key=lambda world: world.seed) for key, with_key in worlds.items()}
     return run_all(simulate, by_seed, lambda world: world.requests, effort.jobs, report)
 
 
 mean_row = partial(Row.mean, tolerance=WITHIN)
+
+
+def values(outcomes: Outcomes, policy: str, name: str) -> list[float]:
+    """Return a number of a policy's outcome for each seed. name : field or property of Outcome"""
+    return [getattr(by_policy[policy], name) for by_policy in outcomes if policy in by_policy]
+
+
+def mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def mean_of(outcomes: Outcomes, policy: str, name: str) -> float:
+    return mean(values(outcomes, policy, name))
 
 
 def ratio_row(
@@ -233,12 +263,12 @@ def ratio_row(
     tolerance: float = WITHIN,
     note: str = "",
 ) -> Row:
-    """The quotient of two sums over the same seeds; its interval is the jackknife's, which leaves out one at a time."""
+    """Return the ratio of two sums over the same seeds, with a jackknife interval (leave one seed out)."""
     ratio = sum(above) / sum(below) if sum(below) else math.inf
     low = high = None
     count = len(above)
     if count > 1 and math.isfinite(ratio):
-        left_out = [(sum(above) - a) / max(1e-9, sum(below) - b) for a, b in zip(above, below, strict=True)]
-        found = estimate([count * ratio - (count - 1) * each for each in left_out])
-        low, high = ratio - found.half_width, ratio + found.half_width
+        without_one = [(sum(above) - a) / max(1e-9, sum(below) - b) for a, b in zip(above, below, strict=True)]
+        half_width = estimate([count * ratio - (count - 1) * partial_ratio for partial_ratio in without_one]).half_width
+        low, high = ratio - half_width, ratio + half_width
     return Row(figure, case, quantity, "1", ratio, expected, tolerance, low, high, note)

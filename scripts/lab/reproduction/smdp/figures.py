@@ -19,24 +19,34 @@ from matplotlib.figure import Figure
 from reproduction.rows import Rows
 from reproduction.smdp.latencies import BOUND_MS
 from reproduction.smdp.policies import CASE_LOADS, CASE_WEIGHTS, EIGHT
-from reproduction.smdp.scenarios import DISTRIBUTIONS, STATIC, affine_ms, basic, constant_time, logarithmic_energy
+from reproduction.smdp.scenarios import (
+    BATCH_MAX,
+    BENCHMARKS,
+    DISTRIBUTIONS,
+    Array,
+    Scenario,
+    affine_ms,
+    basic,
+    constant_time,
+    logarithmic_energy,
+)
 from reproduction.smdp.truncation import OVERFLOW_COSTS
 from reproduction.style import COLOURS, LABELS, MARKERS
 
 RESPONSE, POWER, COST = "mean response time W", "mean power P", "average cost g"
-BENCHMARKS = ("greedy", *(f"static {size}" for size in STATIC))
-OTHER_COLOURS = ("#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#7f3c8d")  # of what is no policy
+SIZES = np.arange(1, BATCH_MAX + 1)
+OTHER_COLOURS = ("#0072b2", "#56b4e9", "#e69f00", "#d55e00", "#7f3c8d")  # of curves that are no policies
 
 
 def policies(rows: Rows, figure: str, cases: Iterable[int]) -> Figure:
-    """A block for each case, a chart for each w2: rows are loads, columns states, the number is what is served."""
+    """A row of charts for each case, a chart for each w2: loads by states, with the number of requests served."""
     cases = tuple(cases)
     drawn, axes = new_figure(len(cases), len(CASE_WEIGHTS), width=14, height=1.75 * len(cases) + 0.5)
     for row, case in enumerate(cases):
         for column, weight in enumerate(CASE_WEIGHTS):
             axis = axes[row, column]
-            found = [rows.curve(figure, "requests served", Case=case, w2=weight, rho=load) for load in CASE_LOADS]
-            _chart(axis, np.array([curve.values for curve in found]), 8)
+            served = [rows.curve(figure, "requests served", Case=case, w2=weight, rho=load) for load in CASE_LOADS]
+            _chart(axis, np.array([curve.values for curve in served]), 8)
             axis.set_title(f"Case {case}, $w_2$ = {weight:g}", fontsize=9)
             if column == 0:
                 axis.set_ylabel("load ρ")
@@ -46,7 +56,10 @@ def policies(rows: Rows, figure: str, cases: Iterable[int]) -> Figure:
 
 
 def _chart(axis: Axes, served: np.ndarray, batch_max: int, *, numbers: bool = True) -> None:
-    """served : (loads, states). Boxed: the least state served. Red: neither 0 below it nor as many as fit above."""
+    """Draw served : (loads, states). A box marks the control limit: the least state that is served.
+
+    Red numbers differ from the control limit's policy, which serves 0 below the limit, and all that fit from it on.
+    """
     limits = (served > 0).argmax(axis=1)
     states = np.arange(served.shape[1])
     fitting = np.where(states < limits[:, None], 0, np.minimum(states, batch_max))
@@ -64,7 +77,7 @@ def _chart(axis: Axes, served: np.ndarray, batch_max: int, *, numbers: bool = Tr
                 fontsize=7 if numbers else 5,
                 color="#d4006a" if odd else "white" if action > 0.75 * batch_max else "black",
                 fontweight="bold" if odd else "normal",
-                in_layout=False,  # or each would be measured, which takes seconds
+                in_layout=False,  # measuring each text would take seconds
             )
     for load, limit in enumerate(limits):
         axis.add_patch(_box(limit, load))
@@ -82,14 +95,14 @@ def conference_policies(rows: Rows) -> Figure:
     weights = sorted({float(row.case["w2"]) for row in rows.of(figure, "least state served")})
     drawn, axes = new_figure(2, 2, width=13, height=5)
     for axis, weight in zip(axes.flat, weights, strict=True):
-        found = [rows.curve(figure, "requests served", w2=weight, rho=load) for load in CASE_LOADS]
-        _chart(axis, np.array([curve.values for curve in found]), 32, numbers=False)
+        served = [rows.curve(figure, "requests served", w2=weight, rho=load) for load in CASE_LOADS]
+        _chart(axis, np.array([curve.values for curve in served]), 32, numbers=False)
         axis.set(title=f"$w_2$ = {weight:g}", xlabel="requests waiting s", ylabel="load ρ")
     return finish(drawn)
 
 
 def costs(rows: Rows, figure: str) -> Figure:
-    """Above: the costs. Below: by how much they exceed the SMDP policy's."""
+    """Above: the costs. Below: their excess over the SMDP policy's cost."""
     drawn, axes = new_figure(2, 3, width=13, height=6.4)
     for column, load in enumerate((0.1, 0.3, 0.7)):
         least = np.array(rows.curve(figure, COST, rho=load, policy="smdp").values)
@@ -107,10 +120,17 @@ def costs(rows: Rows, figure: str) -> Figure:
     return finish(drawn)
 
 
-def _tradeoff(
-    axis: Axes, rows: Rows, figure: str, loads: Iterable[float], measure: Callable[[float, float], float]
-) -> None:
-    """measure : (load, watts) -> what the y-axis shows."""
+def _tradeoffs(joules: Axes, efficiency: Axes, rows: Rows, figure: str, scenario: Scenario) -> None:
+    """Draw (b) power and (c) requests per joule against the mean response time, for all loads."""
+    _tradeoff(joules, rows, figure, lambda load, watts: watts)
+    joules.set(title="(b) at loads ρ as labelled", ylabel="mean power P (W)")
+    _tradeoff(efficiency, rows, figure, lambda load, watts: scenario.queue(load).arrival_rate_per_s / watts)
+    efficiency.set(title="(c)", ylabel="requests per joule λ/P")
+
+
+def _tradeoff(axis: Axes, rows: Rows, figure: str, measure: Callable[[float, float], float]) -> None:
+    """measure : (load, watts) -> value on the y-axis"""
+    loads = rows.curve(figure, RESPONSE, policy="greedy").at
     for load in loads:
         response = rows.curve(figure, RESPONSE, rho=load, policy="smdp")
         power = rows.curve(figure, POWER, rho=load, policy="smdp")
@@ -125,93 +145,53 @@ def _tradeoff(
     for name in BENCHMARKS:
         response = rows.curve(figure, RESPONSE, policy=name)
         power = rows.curve(figure, POWER, policy=name)
-        kept = [place for place, load in enumerate(response.at) if load in loads]
-        x = [response.values[place] for place in kept]
-        y = [measure(response.at[place], power.values[place]) for place in kept]
-        axis.scatter(x, y, s=26, color=COLOURS[name], marker=MARKERS[name], label=LABELS[name], zorder=2)
+        y = [measure(load, watts) for load, watts in zip(response.at, power.values, strict=True)]
+        axis.scatter(response.values, y, s=26, color=COLOURS[name], marker=MARKERS[name], label=LABELS[name], zorder=2)
     axis.set_xlabel("mean response time W (ms)")
     axis.margins(x=0.1)
     log_ticks(axis)
 
 
-def _watts(load: float, watts: float) -> float:
-    return watts
-
-
-def _requests_per_joule(scenario_rate_per_s: Callable[[float], float]) -> Callable[[float, float], float]:
-    return lambda load, watts: scenario_rate_per_s(load) / watts
-
-
-def _loads(rows: Rows, figure: str) -> list[float]:
-    return list(rows.curve(figure, RESPONSE, policy="greedy").at)
-
-
 def tradeoffs(rows: Rows) -> Figure:
-    """Fig. 5: (a) two loads, (b) all, (c) with the energy efficiency."""
+    """Fig. 5: (a) two loads, (b) all loads, (c) energy efficiency."""
     figure = "Fig. 5"
-    loads = _loads(rows, figure)
-    drawn, axes = new_figure(1, 3, width=14, height=4.6)
+    drawn, ((axis, joules, efficiency),) = new_figure(1, 3, width=14, height=4.6)
     for load, shade in ((0.3, "#9b59b6"), (0.7, COLOURS["smdp"])):
         response = rows.curve(figure, RESPONSE, rho=load, policy="smdp")
         power = rows.curve(figure, POWER, rho=load, policy="smdp")
-        axes.flat[0].plot(response.values, power.values, "o-", color=shade, markersize=3, label=f"ρ = {load:g}")
-    axes.flat[0].set(title="(a) SMDP along $w_2$", xlabel="mean response time W (ms)", ylabel="mean power P (W)")
-    axes.flat[0].legend()
-    _tradeoff(axes.flat[1], rows, figure, loads, _watts)
-    axes.flat[1].set(title="(b) at loads ρ as labelled", ylabel="mean power P (W)")
-    _tradeoff(
-        axes.flat[2], rows, figure, loads, _requests_per_joule(lambda load: basic().queue(load).arrival_rate_per_s)
-    )
-    axes.flat[2].set(title="(c)", ylabel="requests per joule λ/P")
-    axes.flat[1].legend(loc="center right")
+        axis.plot(response.values, power.values, "o-", color=shade, markersize=3, label=f"ρ = {load:g}")
+    axis.set(title="(a) SMDP along $w_2$", xlabel="mean response time W (ms)", ylabel="mean power P (W)")
+    axis.legend()
+    _tradeoffs(joules, efficiency, rows, figure, basic())
+    joules.legend(loc="center right")
     return finish(drawn)
 
 
-def _variation(rows: Rows, figure: str, first: Callable[[Axes], None], rate_per_s: Callable[[float], float]) -> Figure:
-    """Fig. 7 and 8: (a) what was varied, (b) and (c) the trade-offs."""
-    loads = _loads(rows, figure)
-    drawn, axes = new_figure(1, 3, width=14, height=4.6)
-    first(axes.flat[0])
-    axes.flat[0].set(xlabel="batch size b")
-    axes.flat[0].legend()
-    _tradeoff(axes.flat[1], rows, figure, loads, _watts)
-    axes.flat[1].set(title="(b) at loads ρ as labelled", ylabel="mean power P (W)")
-    _tradeoff(axes.flat[2], rows, figure, loads, _requests_per_joule(rate_per_s))
-    axes.flat[2].set(title="(c)", ylabel="requests per joule λ/P")
-    axes.flat[1].legend()
+def _variation(
+    rows: Rows, figure: str, name: str, scenario: Scenario, curve: Callable[[Scenario], Array], **labels: str
+) -> Figure:
+    """Fig. 7 and 8: (a) the scenario's curve against batch size, and the basic scenario's; (b) and (c) trade-offs."""
+    drawn, ((axis, joules, efficiency),) = new_figure(1, 3, width=14, height=4.6)
+    for label, compared, colour in ((name, scenario, "#0072b2"), ("basic scenario", basic(), "#999999")):
+        axis.plot(SIZES, curve(compared), color=colour, label=label)
+    axis.set(xlabel="batch size b", **labels)
+    axis.legend()
+    _tradeoffs(joules, efficiency, rows, figure, scenario)
+    joules.legend()
     return finish(drawn)
 
 
 def constant_times(rows: Rows) -> Figure:
-    sizes = np.arange(1, 33)
-
-    def speed(axis: Axes) -> None:
-        for name, scenario, colour in (
-            ("constant", constant_time(), "#0072b2"),
-            ("basic scenario", basic(), "#999999"),
-        ):
-            axis.plot(sizes, sizes / scenario.service_ms, color=colour, label=name)
-        axis.set(title="(a) throughput of batches", ylabel="b / l(b) (requests/ms)")
-
-    return _variation(rows, "Fig. 7", speed, lambda load: constant_time().queue(load).arrival_rate_per_s)
+    labels = {"title": "(a) throughput of batches", "ylabel": "b / l(b) (requests/ms)"}
+    return _variation(rows, "Fig. 7", "constant", constant_time(), lambda server: SIZES / server.service_ms, **labels)
 
 
 def logarithmic_energies(rows: Rows) -> Figure:
-    sizes = np.arange(1, 33)
-
-    def energy(axis: Axes) -> None:
-        for name, scenario, colour in (
-            ("105 log b + 60", logarithmic_energy(), "#0072b2"),
-            ("basic scenario", basic(), "#999999"),
-        ):
-            axis.plot(sizes, scenario.energy_mj, color=colour, label=name)
-        axis.set(title="(a) energy of batches", ylabel="ζ(b) (mJ)")
-
-    return _variation(rows, "Fig. 8", energy, lambda load: logarithmic_energy().queue(load).arrival_rate_per_s)
+    labels = {"title": "(a) energy of batches", "ylabel": "ζ(b) (mJ)"}
+    return _variation(rows, "Fig. 8", "105 log b + 60", logarithmic_energy(), lambda server: server.energy_mj, **labels)
 
 
 def latencies(rows: Rows) -> Figure:
-    """Fig. 6."""
     figure = "Fig. 6"
     drawn, axes = new_figure(1, 3, width=14, height=4.4)
     smdp = {"smdp w2=1.6": "-", "smdp w2=2.2": "--"}
@@ -229,10 +209,10 @@ def latencies(rows: Rows) -> Figure:
         ("(c)", "within 10 ms", "responses within 10 ms (%)", 95.0),
     )
     for axis, (part, quantity, label, bound) in zip(axes.flat[1:], bounds, strict=True):
-        found = [row for row in rows.of(figure, quantity) if "w2=" in str(row.case["policy"])]
-        power = [rows.number(figure, POWER, policy=row.case["policy"]) for row in found]
+        along_w2 = [row for row in rows.of(figure, quantity) if "w2=" in str(row.case["policy"])]
+        power = [rows.number(figure, POWER, policy=row.case["policy"]) for row in along_w2]
         axis.plot(
-            [row.measured for row in found], power, "o-", color=COLOURS["smdp"], markersize=4, label=LABELS["smdp"]
+            [row.measured for row in along_w2], power, "o-", color=COLOURS["smdp"], markersize=4, label=LABELS["smdp"]
         )
         for name in BENCHMARKS:
             axis.plot(
@@ -277,7 +257,7 @@ def distributions(rows: Rows) -> Figure:
 
 
 def _service_cdf(name: str, x: np.ndarray) -> np.ndarray:
-    """Of a service time of mean 1."""
+    """Return the distribution function of a service time with mean 1."""
     if name == "deterministic":
         return (x >= 1.0).astype(float)
     if name == "Erlang-2":
@@ -288,7 +268,6 @@ def _service_cdf(name: str, x: np.ndarray) -> np.ndarray:
 
 
 def truncations(rows: Rows) -> Figure:
-    """Fig. 10."""
     drawn, axes = new_figure(1, 2, width=11, height=4.2)
     for overflow_cost, colour in zip(OVERFLOW_COSTS, OTHER_COLOURS, strict=True):
         for axis, quantity in zip(axes.flat, (COST, "Delta"), strict=True):

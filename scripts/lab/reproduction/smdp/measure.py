@@ -1,4 +1,4 @@
-"""Every row of the two SMDP papers."""
+"""Measure all rows of the two SMDP papers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from reproduction.smdp.truncation import table_2, table_3, truncations
 
 
 def measure(seed: int, quick: bool, report: Report) -> Rows:
-    """Every row of both papers."""
     effort = Effort.quick(seed) if quick else Effort(seed)
     rows = Rows()
     weights = np.linspace(0.0, 15.0, 31)

@@ -1,4 +1,4 @@
-"""The page of the SMDP papers: what each table and figure shows, in numbers taken from the rows."""
+"""The page of the SMDP papers: a text for each table and figure, with numbers from the rows."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ TITLE = "SMDP-based dynamic batching, reproduced"
 
 OPENING = """\
 Two papers by Xu, Zhou and Niu: "SMDP-Based Dynamic Batching for Improving Responsiveness and Energy Efficiency of Batch
-Services" (SMDP-J), and the conference version (SMDP-C, ICC 2023). A batch of b images takes l(b) = 0.3051 b + 1.0524 ms
-and ζ(b) = 19.899 b + 19.603 mJ on a Tesla P4 (GoogLeNet), up to 32 images; ρ is arrivals over what full batches can
-serve; a policy minimises W + w2 P, the mean response time in ms and w2 times the mean power in watts.
+Services" (SMDP-J), and the conference version (SMDP-C, ICC 2023). A batch of b images, up to 32, takes
+l(b) = 0.3051 b + 1.0524 ms and ζ(b) = 19.899 b + 19.603 mJ on a Tesla P4 (GoogLeNet). The load ρ is the arrival rate
+over the throughput of full batches. A policy minimises W + w2 P: the mean response time W in ms, plus w2 times the mean
+power P in watts.
 
 How to read the numbers:
 
 * Means are exact: bins/smdp.py solves and evaluates the infinite queue. Percentiles are sampled, with 95 % confidence
   intervals from the means of 20 batches of successive responses.
-* The papers computed with more digits of l(b) than they print. We use 0.305058 b + 1.05244: the mean over b = 1 .. 8
-  and half of l(8) are then the 2.4252 and 1.7465 ms of their Cases 2 and 3. SMDP-C's figures use what SMDP-C prints.
-* "ok" is: within 0.01 % for averages, equal for whole numbers (iterations: within one), within rounding for ratios; for
-  percentiles within 0.2 % beyond what two such samples differ by; within a fifth where the text says "around". The
-  papers print no numbers for most curves; what their text says about them is checked as "holds"."""
+* The papers computed with more digits of l(b) than they print. This page uses 0.305058 b + 1.05244: the mean over
+  b = 1 .. 8 and half of l(8) are then the 2.4252 and 1.7465 ms of their Cases 2 and 3. SMDP-C's figures use SMDP-C's
+  printed coefficients.
+* "ok" means: within 0.01 % for averages; equal for whole numbers (iterations: within one); within rounding for ratios;
+  for percentiles within 0.2 % beyond the difference of two such samples; within a fifth where the text says "around".
+  The papers print no numbers for most curves; statements of their text about the curves are checked as "holds"."""
 
 
 def opening(rows: Rows) -> str:
@@ -38,57 +40,58 @@ def table_1(rows: Rows) -> str:
     latest = "95th percentile of the response time"
     static, waiting = (rows.number("Table I", latest, policy=name) for name in ("static 8", "smdp w2=1.6"))
     return (
-        f"At ρ = 0.7, w2 = 1.6 has a 95th percentile of {waiting:.2f} ms where static batches of 8 have {static:.2f} "
-        "ms, at less power. The paper's powers and means are a simulation's; ours are exact, so that its last digits "
-        "differ."
+        f"At ρ = 0.7, the SMDP policy of w2 = 1.6 has a 95th percentile of {waiting:.2f} ms, at less power than static "
+        f"batches of 8, which have {static:.2f} ms. The paper's powers and means are simulated; the measured ones are "
+        "exact, so that last digits differ."
     )
 
 
 def table_2(rows: Rows) -> str:
     text = (
-        "The least s_max at which the overflow state makes less than δ = 0.001 ms of the average cost (ρ = 0.9, w2 = "
-        "1, ε = 0.01, at most 10,000 iterations). We count the steps of value iteration; the paper's number is one "
-        "more, as of the value functions, which begin with number zero. "
+        "The least s_max at which the overflow state adds less than δ = 0.001 ms to the average cost (ρ = 0.9, w2 = 1, "
+        "ε = 0.01, at most 10,000 iterations). The measured number counts the steps of value iteration; the paper's "
+        "number is one more, because it counts value functions from number zero on. "
     )
-    found = {row.case["c_o"]: row.measured for row in rows.of("Table II", "least s_max, without the cap")}
-    if not found:
+    uncapped = {row.case["c_o"]: row.measured for row in rows.of("Table II", "least s_max, without the cap")}
+    if not uncapped:
         return text
     delta = {row.case["c_o"]: row for row in rows.of("Table II", "Delta")}
     return text + (
-        f"The s_max of the small abstract costs are the cap's work: where iterations may go on, {found[10.0]:g} "
-        f"(c_o = 10) and {found[0.0]:g} (c_o = 0) are enough. "
+        f"For small abstract costs the cap on iterations determines s_max: without the cap, {uncapped[10.0]:g} "
+        f"(c_o = 10) and {uncapped[0.0]:g} (c_o = 0) are enough. "
         f"Δ is {delta[10.0].measured:.3g} ms for c_o = 10, {'as printed' if delta[10.0].ok else 'not as printed'}, and "
-        f"{delta[0.0].measured:.3g} ms for c_o = 0 ({delta[0.0].note}): too small to compare."
+        f"{delta[0.0].measured:.3g} ms for c_o = 0 ({delta[0.0].note}), which is too small to compare."
     )
 
 
 def table_3(rows: Rows) -> str:
     g = rows.number("Table III", "average cost g", policy="greedy")
     return (
-        f"At ρ = 0.5, w2 = 1. The paper's approximate value and policy iterations (AVI, API) stop at {g:.2f} ms, "
-        "which is the greedy policy's average cost: they are not rebuilt here. Its times are a MacBook Air's and not "
-        "compared."
+        f"ρ = 0.5, w2 = 1. The paper's approximate value and policy iterations (AVI, API) stop at {g:.2f} ms, the "
+        "greedy policy's average cost; they are not implemented here. The paper's run times are from a MacBook Air, "
+        "and are not compared."
     )
 
 
 def figure_3(rows: Rows) -> str:
-    known = [row for row in rows.of("Fig. 3", "control limit Q") if row.kind == "computed" and row.ok is not None]
+    compared = [row for row in rows.of("Fig. 3", "control limit Q") if row.kind == "computed" and row.ok is not None]
     return (
-        "What is served in each state, batches of at most 8, service times that do not depend on the size; boxed is "
-        "the control limit. In Cases 2 and 3 (exponential) it is what Proposition 4, evaluated here, gives in "
-        f"{sum(bool(row.ok) for row in known)} of {len(known)} charts' rows. Assumed, because the text does not say "
-        "it: Case 1 is deterministic with Case 2's mean of 2.4252 ms, the mean of the basic scenario's over b = 1 .. 8."
+        "The number of requests served in each state, with batches of at most 8 and service times that are independent "
+        "of the batch size. A box marks the control limit. In Cases 2 and 3 (exponential) the limit equals that of "
+        f"Proposition 4, evaluated here, in {sum(bool(row.ok) for row in compared)} of {len(compared)} rows of the "
+        "charts. Assumed, because the text does not define it: Case 1 is deterministic with Case 2's mean of "
+        "2.4252 ms, the mean of the basic scenario's times over b = 1 .. 8."
     )
 
 
 def figure_11(rows: Rows) -> str:
-    said = [row for row in rows.of("Fig. 11") if row.ok is not None]
+    statements = [row for row in rows.of("Fig. 11") if row.ok is not None]
     return (
-        "Cases that break an assumption, with what departs from a control limit in red. Case 4 is Case 1 with batches "
-        "of at least 5. Assumed: Case 5 has Fig. 8's energy, 105 log b + 60 mJ; Case 6 the basic scenario's times; "
-        f"Case 7 both and batches of at least 5. With that, {sum(bool(row.ok) for row in said)} of {len(said)} things "
-        "that the text says of Cases 4 to 7 hold, among them the three w2 at which Case 4 serves fewer than 8 although "
-        "more wait, and Case 5's second threshold."
+        "Cases that break an assumption; deviations from a control limit are red. Case 4 is Case 1 with batches of at "
+        "least 5. Assumed: Case 5 has Fig. 8's energy, 105 log b + 60 mJ; Case 6 has the basic scenario's times; Case "
+        f"7 has both, and batches of at least 5. Then {sum(bool(row.ok) for row in statements)} of {len(statements)} "
+        "statements of the text about Cases 4 to 7 hold, among them the three w2 at which Case 4 serves fewer than 8 "
+        "requests although more wait, and Case 5's second threshold."
     )
 
 
@@ -96,9 +99,9 @@ def figure_4(rows: Rows) -> str:
     far = [rows.number("Fig. 4", "static 32 above SMDP", rho=load, w2=15.0) for load in (0.1, 0.3, 0.7)]
     near = [rows.number("Fig. 4", "greedy above SMDP", rho=load, w2=0.0) for load in (0.1, 0.3, 0.7)]
     return (
-        f"Without a price of power greedy is within {max(near):.2g} % of the optimum. At w2 = 15 static batches of "
-        f"32 are {far[0]:.0f}, {far[1]:.1f} and {far[2]:.1g} % above it at ρ = 0.1, 0.3 and 0.7: as in the paper, 15 "
-        "is not large enough for the lowest load."
+        f"At w2 = 0 (power has no price) greedy is within {max(near):.2g} % of the optimum. At w2 = 15 static batches "
+        f"of 32 are {far[0]:.0f}, {far[1]:.1f} and {far[2]:.1g} % above the optimum at ρ = 0.1, 0.3 and 0.7: as in the "
+        "paper, 15 is not large enough for the lowest load."
     )
 
 
@@ -108,20 +111,20 @@ def figure_5(rows: Rows) -> str:
     least, most = (rows.number("Fig. 5", f"{which} w2 with this W", **case) for which in ("least", "greatest"))
     unstable = rows.number("Fig. 5", "unstable from rho", policy="static 8")
     return (
-        "Latency against power and against requests per joule. W is a staircase in w2: at ρ = 0.3 the least power "
-        f"below 5 ms has W = {response:.2f} ms for every w2 from {least:.3f} to {most:.3f}; the paper "
-        "names 1.3 as the largest, which is among them but not the largest. "
-        f"Static batches of 8 are unstable from ρ = {unstable:.3f}; the paper, which looks at tenths, says 0.8."
+        "Latency against power and against requests per joule. W is a step function of w2: at ρ = 0.3 the policy of "
+        f"least power with W below 5 ms has W = {response:.2f} ms for every w2 from {least:.3f} to {most:.3f}. The "
+        "paper names 1.3 as the largest w2, which is in this range but not its end. Static batches of 8 are unstable "
+        f"from ρ = {unstable:.3f} on; the paper, which tests multiples of 0.1, prints 0.8."
     )
 
 
 def figure_6(rows: Rows) -> str:
     best = next(row for row in rows.of("Fig. 6", "least power with 95 % within 10 ms"))
-    crossing = rows.one("Fig. 6", "the tail is lighter than static 8's", w2=1.6)
+    crossing = rows.only("Fig. 6", "the tail is lighter than static 8's", w2=1.6)
     return (
-        "Response times at ρ = 0.7, (b) and (c) with a dotted line at the objective. Of the weights measured, "
-        f"{str(best.case['policy']).split('=')[1]} is the largest that answers 95 % within 10 ms, at "
-        f"{best.measured:.2f} W. Its tail is lighter than that of static batches of 8 {crossing.note}."
+        "Response times at ρ = 0.7; a dotted line in (b) and (c) marks the objective. Of the measured weights, "
+        f"{str(best.case['policy']).split('=')[1]} is the largest with 95 % of the responses within 10 ms, at "
+        f"{best.measured:.2f} W. Its tail is lighter than the tail of static batches of 8 {crossing.note}."
     )
 
 
@@ -131,23 +134,23 @@ def figure_7(rows: Rows) -> str:
         load: 100 * rows.number("Fig. 7", "W of static 32 over W of greedy", rho=load) - 100 for load in (0.6, 0.9)
     }
     return (
-        "Every batch takes 6.0859 ms. From ρ = 0.1 to 0.9 greedy's latency grows "
-        f"{grown['constant']:.2f} times instead of {grown['basic']:.1f} times. The paper finds full batches very "
-        f"close to greedy's latency from ρ = 0.6 on; here they are {ratio[0.6]:.0f} % above it at 0.6 and "
-        f"{ratio[0.9]:.0f} % at 0.9."
+        "Every batch takes 6.0859 ms. From ρ = 0.1 to 0.9 greedy's latency grows by a factor of "
+        f"{grown['constant']:.2f}, and by {grown['basic']:.1f} in the basic scenario. The paper calls the latency of "
+        f"full batches very close to greedy's from ρ = 0.6 on; here it is {ratio[0.6]:.0f} % above greedy's at 0.6, "
+        f"and {ratio[0.9]:.0f} % at 0.9."
     )
 
 
 def figure_8(rows: Rows) -> str:
-    falls = rows.one("Fig. 8", "greedy draws less at rho 0.8 than at 0.6", energy="logarithmic")
+    falls = rows.only("Fig. 8", "greedy draws less at rho 0.8 than at 0.6", energy="logarithmic")
     gain = {
         name: rows.number("Fig. 8", "requests per joule at b = 32 over b = 8", energy=name)
         for name in ("logarithmic", "basic")
     }
     return (
         "A batch takes 105 log b + 60 mJ (natural logarithm). Batches of 32 serve "
-        f"{gain['logarithmic']:.2f} times as many requests per joule as batches of 8, against {gain['basic']:.2f} "
-        f"times in the basic scenario; greedy draws less at ρ = 0.8 than at 0.6 ({falls.note}), as the text says."
+        f"{gain['logarithmic']:.2f} times as many requests per joule as batches of 8, and {gain['basic']:.2f} times as "
+        f"many in the basic scenario. Greedy draws less power at ρ = 0.8 than at 0.6 ({falls.note}), as in the text."
     )
 
 
@@ -157,9 +160,9 @@ def figure_9(rows: Rows) -> str:
         for load in (0.3, 0.7)
     }
     return (
-        "Four distributions of the service time with the same means; what the paper calls their coefficient of "
-        "variation (0, 0.5, 1, 2) is its square. Under greedy, hyperexponential times answer "
-        f"{slower[0.3]:.1f} times as late as fixed ones at ρ = 0.3 and {slower[0.7]:.1f} times at 0.7."
+        "Four distributions of the service time with the same means. The paper's coefficients of variation (0, 0.5, 1, "
+        "2) are squared coefficients. With greedy batching, the mean response time with hyperexponential times is "
+        f"{slower[0.3]:.1f} times that with fixed times at ρ = 0.3, and {slower[0.7]:.1f} times at 0.7."
     )
 
 
@@ -169,10 +172,10 @@ def single_threshold(rows: Rows) -> str:
         for name in DISTRIBUTIONS
     ]
     return (
-        "Not in the papers: what the best single threshold (wait for Q, then serve all that fit) costs above the "
-        "optimum, at most, over ρ = 0.1 .. 0.9 and w2 = 0 .. 15. With fixed times it is as good as optimal "
-        f"({gap[0]:.1g} %); with exponential and hyperexponential ones it loses up to {gap[2]:.1f} and {gap[3]:.1f} "
-        "%, because it serves all that wait where the optimum leaves some for the next batch."
+        "Not in the papers: the greatest excess cost of the best single threshold (wait for Q, then serve all that "
+        "fit) over the optimum, for ρ = 0.1 .. 0.9 and w2 = 0 .. 15. With fixed times the threshold is practically "
+        f"optimal ({gap[0]:.1g} %). With exponential and hyperexponential times it costs up to {gap[2]:.1f} and "
+        f"{gap[3]:.1f} % more, because it serves all waiting requests where the optimum leaves some for the next batch."
     )
 
 
@@ -180,41 +183,41 @@ def figure_10(rows: Rows) -> str:
     settled = {row.case["c_o"]: row.measured for row in rows.of("Fig. 10", SETTLED)}
     shares = [row.curve for row in rows.of("Fig. 10", "Delta") if row.curve is not None]
     last = [share.values[-1] for share in shares]
-    kept = (shares[0].values[-1] / shares[0].values[-2]) ** (1 / (shares[0].at[-1] - shares[0].at[-2]))
+    factor = (shares[0].values[-1] / shares[0].values[-2]) ** (1 / (shares[0].at[-1] - shares[0].at[-2]))
     return (
-        "The best policy of each truncated model (ρ = 0.9, w2 = 1), found by policy iteration, so without a cap. Large "
-        "abstract costs overestimate g and small ones underestimate it until waiting no longer pays in the overflow "
-        f"state, where Δ drops. g is within 1 % of its limit from s_max = {settled[10_000.0]:g}, "
-        f"{settled[1_000.0]:g} and {settled[100.0]:g} for c_o = 10,000, 1,000 and 100; the text lists 35, 50 and 70, "
-        f"the other way round than its own Table II. Δ falls by {100 - 100 * kept:.0f} % with each state, to between "
-        f"{min(last):.0e} and {max(last):.0e} ms at s_max = {shares[0].at[-1]:g}. The paper's almost converges beyond "
-        f"200, at no more than {ROUNDING_MS:g} ms, which is rounding: here a small probability is summed and not what "
-        "the others leave of 1."
+        "The best policy of each truncated model (ρ = 0.9, w2 = 1), from policy iteration, which needs no cap. Large "
+        "abstract costs overestimate g. Small abstract costs underestimate g until waiting no longer pays in the "
+        f"overflow state, where Δ drops. g is within 1 % of its limit from s_max = {settled[10_000.0]:g}, "
+        f"{settled[1_000.0]:g} and {settled[100.0]:g} on for c_o = 10,000, 1,000 and 100; the text lists 35, 50 and "
+        f"70, in the opposite order to its own Table II. Δ falls by {100 - 100 * factor:.0f} % with each state, to "
+        f"between {min(last):.0e} and {max(last):.0e} ms at s_max = {shares[0].at[-1]:g}. The paper's Δ almost "
+        f"converges beyond 200, at no more than {ROUNDING_MS:g} ms, which is a rounding error: the paper subtracts "
+        "the other probabilities from 1, whereas this reproduction sums the small probability."
     )
 
 
 def conference_policies(rows: Rows) -> str:
     limits = [rows.number("SMDP-C Fig. 4", "least state served", w2=0.0, rho=load) for load in CASE_LOADS]
     return (
-        "Batches up to 32. All policies wait below one limit and serve above it; red numbers are states in which "
-        f"fewer go than wait and fit. Without a price of power the limits are {min(limits):g} to {max(limits):g}; at "
-        "w2 = 500 all are 32."
+        "Batches up to 32. All policies wait below one limit and serve above it; red numbers mark states in which "
+        f"fewer requests are served than wait and fit. At w2 = 0 the limits are {min(limits):g} to {max(limits):g}; at "
+        "w2 = 500 all limits are 32."
     )
 
 
 def conference_costs(rows: Rows) -> str:
     gap = [rows.number("SMDP-C Fig. 5", "best of the others above SMDP, at most", rho=load) for load in (0.1, 0.3, 0.7)]
     return (
-        "The conference version's costs, w2 up to 20, with its own coefficients. At the w2 that suits it worst, the "
-        f"best of the benchmarks costs {gap[0]:.0f}, {gap[1]:.0f} and {gap[2]:.1f} % more than the SMDP policy at ρ "
-        "= 0.1, 0.3 and 0.7. The loads are SMDP-J's: SMDP-C's text names 0.1 only."
+        "Costs with the coefficients of the conference version, for w2 up to 20. At the worst w2, the best benchmark "
+        f"costs {gap[0]:.0f}, {gap[1]:.0f} and {gap[2]:.1f} % more than the SMDP policy at ρ = 0.1, 0.3 and 0.7. The "
+        "loads are SMDP-J's: SMDP-C's text names only 0.1."
     )
 
 
 def _limits_table(rows: Rows) -> Sequence[Row]:
-    """The statements, and the control limits that Proposition 4 does not agree with, if any."""
-    found = [row for row in rows.of("Fig. 3") if row.curve is None]
-    return [row for row in found if row.quantity != "control limit Q" or row.ok is False]
+    """Select the statements, and the control limits that differ from Proposition 4."""
+    numbers = [row for row in rows.of("Fig. 3") if row.curve is None]
+    return [row for row in numbers if row.quantity != "control limit Q" or row.ok is False]
 
 
 SECTIONS = (

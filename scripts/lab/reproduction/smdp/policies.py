@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from bins.average_cost import Policy
-from reproduction.rows import Case, Curve, Row, claim
+from reproduction.rows import Case, Row, claim
 from reproduction.smdp.scenarios import (
     BATCH_MAX,
     FIXED_MJ,
@@ -25,10 +25,10 @@ CASE_LOADS = (0.1, 0.3, 0.5, 0.7, 0.9)
 CASE_WEIGHTS = (0.0, 0.5, 1.0, 100.0)
 STATES_SHOWN = 17
 
-# The text says that Cases 1 to 3 have times that do not depend on the size, that Cases 2 and 3 are exponential with
-# 2.4252 and 1.7465 ms, that Case 4 is Case 1 with B_min = 5, that Case 5 breaks the linear energy, Case 6 the constant
-# time, and that Case 7 is more general. Assumed: Case 1 is deterministic with Case 2's mean (the basic scenario's, over
-# b = 1 .. 8), Case 5 has Fig. 8's energy, Case 6 the basic scenario's times, and Case 7 all three.
+# The text: Cases 1 to 3 have times that are independent of the size; Cases 2 and 3 are exponential with 2.4252 and
+# 1.7465 ms; Case 4 is Case 1 with B_min = 5; Case 5 breaks the linear energy, and Case 6 the constant time; Case 7 is
+# more general. Assumed: Case 1 is deterministic with Case 2's mean (the basic scenario's, over b = 1 .. 8), Case 5 has
+# Fig. 8's energy, Case 6 the basic scenario's times, and Case 7 all three.
 CASES = {
     1: Scenario(np.full(8, affine_ms(EIGHT).mean()), affine_mj(EIGHT)),
     2: Scenario(np.full(8, affine_ms(EIGHT).mean()), affine_mj(EIGHT), "exponential"),
@@ -43,13 +43,13 @@ CASES = {
 def control_limit(
     arrival_rate_per_ms: float, service_ms: float, batch_max: int, fixed_mj: float, energy_weight: float
 ) -> int:
-    """The optimal threshold of exponential service whose time does not depend on the size.
+    """Return the optimal threshold for exponential service times that are independent of the batch size.
 
-    Source: SMDP-J, Proposition 4. fixed_mj is its zeta_0.
+    Source: SMDP-J, Proposition 4. fixed_mj is zeta_0.
     """
     chi = arrival_rate_per_ms * service_ms
     psi = chi / (1.0 + chi)
-    # xi is 0 < xi < 1, 1 is a root too: that root divided out, what is left grows with xi.
+    # 0 < xi < 1. The equation also has the root 1; after division by (xi - 1), the left side grows with xi.
     low, high = 0.0, 1.0
     while high - low > 1e-15:
         xi = (low + high) / 2
@@ -64,12 +64,12 @@ def control_limit(
 
 
 def limit_of(policy: Policy) -> int:
-    """The least state that is served."""
+    """Return the least state in which the policy serves."""
     return int(np.flatnonzero(policy)[0])
 
 
 def exceptions(policy: Policy, batch_max: int) -> int:
-    """States in which it does not wait up to a threshold and then serve as many as fit (eq. 31)."""
+    """Count the states in which the policy differs from a control limit that serves all that fit (eq. 31)."""
     states = np.arange(policy.size)
     return int((policy != np.where(states < limit_of(policy), 0, np.minimum(states, batch_max))).sum())
 
@@ -87,14 +87,12 @@ def policies(effort: Effort) -> Iterator[Row]:
                 policy = queue.solve(weight).policy[:STATES_SHOWN]
                 limits[key], solved[key] = limit_of(policy), policy
                 case: Case = {"Case": number, "w2": weight, "rho": load}
-                yield Row(
-                    figure, case, "requests served", "", None, curve=Curve.of("s", np.arange(policy.size), policy)
-                )
+                yield Row.of_curve(figure, case, "requests served", "", "s", np.arange(policy.size), policy)
                 if number <= 3:
                     rate = queue.arrival_rate_per_s / 1e3
                     mean_ms = float(scenario.service_ms[0])
-                    known = control_limit(rate, mean_ms, 8, FIXED_MJ, weight) if number > 1 else None
-                    yield Row(figure, case, "control limit Q", "", limits[key], known, 0.0, kind="computed")
+                    exact = control_limit(rate, mean_ms, 8, FIXED_MJ, weight) if number > 1 else None
+                    yield Row(figure, case, "control limit Q", "", limits[key], exact, 0.0, kind="computed")
     yield from _claims_on_policies(limits, solved)
 
 
@@ -124,20 +122,22 @@ def _claims_on_policies(
         yield claim("Fig. 11", {"Case": 4, "w2": weight, "rho": 0.1}, "fewer than B_max served beyond B_max", beyond)
     twice = sum(bool(np.sum(np.diff(solved[5, w, rho] > 0)) > 1) for w, rho in grid)
     yield claim("Fig. 11", {"Case": 5}, "some have several thresholds", twice > 0, f"{twice} of {len(grid)}")
-    fewer = sum(_serves_less_than_it_could(solved[6, w, rho], 8) for w, rho in grid)
+    fewer = sum(_leaves_room(solved[6, w, rho], 8) for w, rho in grid)
     yield claim("Fig. 11", {"Case": 6}, "some serve fewer than wait and fit", fewer > 0, f"{fewer} of {len(grid)}")
     most = odd[7] > max(odd[4], odd[5], odd[6])
     counts = ", ".join(f"Case {number}: {odd[number]}" for number in (4, 5, 6, 7))
     yield claim("Fig. 11", {"Case": 7}, "has the most exceptions to a control limit", most, f"states: {counts}")
 
 
-def _serves_less_than_it_could(policy: Policy, batch_max: int) -> bool:
+def _leaves_room(policy: Policy, batch_max: int) -> bool:
+    """Return whether the policy, in some state, serves fewer requests than wait and fit."""
     states = np.arange(policy.size)
     return bool(((policy > 0) & (policy < np.minimum(states, batch_max))).any())
 
 
 def conference_policies(effort: Effort) -> Iterator[Row]:
-    """SMDP-C, Fig. 4: policies up to batches of 32."""
+    """SMDP-C, Fig. 4: policies with batches up to 32."""
+    figure = "SMDP-C Fig. 4"
     limits: dict[tuple[float, float], int] = {}
     serving, odd = 0, 0
     for weight in (0.0, 0.1, 1.0, 500.0):
@@ -147,14 +147,12 @@ def conference_policies(effort: Effort) -> Iterator[Row]:
             serving += bool((policy[limits[weight, load] :] > 0).all())
             odd += exceptions(policy, BATCH_MAX) > 0
             case: Case = {"w2": weight, "rho": load}
-            yield Row(
-                "SMDP-C Fig. 4", case, "requests served", "", None, curve=Curve.of("s", np.arange(policy.size), policy)
-            )
-            yield Row("SMDP-C Fig. 4", case, "least state served", "", limits[weight, load])
+            yield Row.of_curve(figure, case, "requests served", "", "s", np.arange(policy.size), policy)
+            yield Row(figure, case, "least state served", "", limits[weight, load])
     latency = [limits[0.0, load] for load in CASE_LOADS]
     note = f"{min(latency)} to {max(latency)}"
-    yield claim("SMDP-C Fig. 4", {"w2": 0.0}, "the control limits are close to 1", max(latency) <= 4, note)
+    yield claim(figure, {"w2": 0.0}, "the control limits are close to 1", max(latency) <= 4, note)
     full = all(limits[500.0, load] == BATCH_MAX for load in CASE_LOADS)
-    yield claim("SMDP-C Fig. 4", {"w2": 500.0}, "every control limit is B_max", full)
+    yield claim(figure, {"w2": 500.0}, "every control limit is B_max", full)
     note = f"{odd} of {len(limits)} serve fewer than wait and fit in some states above it"
-    yield claim("SMDP-C Fig. 4", {}, "all wait below one limit and serve above it", serving == len(limits), note)
+    yield claim(figure, {}, "all wait below one limit and serve above it", serving == len(limits), note)

@@ -1,22 +1,24 @@
-"""SMDP-based dynamic batching (Xu, Zhou, Niu): the servers that its figures are about, and how much is measured.
+"""SMDP-based dynamic batching (Xu, Zhou, Niu): the servers of the figures, and the effort of a measurement.
 
     SMDP-J  the journal version; SMDP-C the conference version (ICC 2023)
     rho     arrivals over what full batches can serve
     w2      milliseconds of mean response time that a watt is worth (w1 = 1)
 
-The journal prints l(b) = 0.3051 b + 1.0524 ms, but its g is that of coefficients with more digits. Those used here give
-the two other times that it prints: 2.4252 ms, the mean over b = 1 .. 8, and 1.7465 ms, half of l(8).
+The journal prints l(b) = 0.3051 b + 1.0524 ms, but its g needs coefficients with more digits. The coefficients here
+give the two other printed times: 2.4252 ms, the mean over b = 1 .. 8, and 1.7465 ms, half of l(8).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bins.average_cost import Policy
 from bins.service import ServiceTimes
 from bins.smdp import Evaluation, Queue
 from bins.smdp_model import Unstable
@@ -27,6 +29,7 @@ SLOPE_MS, FIXED_MS = 0.305058, 1.05244
 SLOPE_MJ, FIXED_MJ = 19.899, 19.603
 BATCH_MAX = 32
 STATIC = (8, 16, 32)
+BENCHMARKS = ("greedy", *(f"static {size}" for size in STATIC))
 DISTRIBUTIONS: dict[str, Callable[..., ServiceTimes]] = {
     "deterministic": ServiceTimes.deterministic,
     "Erlang-2": ServiceTimes.erlang,
@@ -37,8 +40,8 @@ SQUARED_COV = {"deterministic": 0.0, "Erlang-2": 0.5, "exponential": 1.0, "hyper
 
 LATENCIES = 1_660_000  # of Table I and Fig. 6 (a)
 
-EXACT = 1e-4  # tolerance of what both compute exactly, with coefficients of six digits
-ROUNDED = 2e-3  # of percentiles and means that the paper has from a simulation, besides their intervals
+EXACT = 1e-4  # tolerance of numbers that paper and reproduction compute exactly, with coefficients of six digits
+ROUNDED = 2e-3  # tolerance of percentiles and means that the paper simulated, in addition to their intervals
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,8 @@ class Effort:
 
     points      of each trade-off curve
     s_max_step  of Fig. 10
-    exhaustive  with the searches for an s_max that take minutes, and single thresholds at every load
-    latencies   of each distribution
+    exhaustive  with the searches for s_max, which take minutes, and single thresholds at every load
+    latencies   samples of each distribution
     """
 
     seed: int
@@ -64,13 +67,13 @@ class Effort:
 
     @property
     def weights(self) -> list[float]:
-        """w2 of the trade-off curves: from latency alone to power alone."""
+        """w2 of the trade-off curves, from latency only to power only."""
         return [0.0, *np.geomspace(0.02, 2000.0, self.points - 1).tolist()]
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A server. service_ms, energy_mj : (sizes,) of batches of batch_min, batch_min + 1, ..."""
+    """A server. service_ms, energy_mj : (sizes,) for batches of batch_min, batch_min + 1, ..."""
 
     service_ms: Array
     energy_mj: Array
@@ -79,7 +82,7 @@ class Scenario:
     _queues: dict[float, Queue] = field(default_factory=dict, repr=False, compare=False)
 
     def queue(self, load: float) -> Queue:
-        """At arrivals of `load` times what full batches can serve."""
+        """Return the queue whose arrival rate is `load` times the throughput of full batches."""
         if load not in self._queues:
             service = DISTRIBUTIONS[self.distribution](self.service_ms / 1e3, self.batch_min)
             rate_per_s = load * service.sizes[-1] / service.mean_s[-1]
@@ -87,7 +90,7 @@ class Scenario:
         return self._queues[load]
 
     def requests_per_ms(self, size: int) -> float:
-        """Served in batches of so many, one after the other."""
+        """Return the throughput of batches of one size, one after the other."""
         return size / float(self.service_ms[size - self.batch_min])
 
 
@@ -100,7 +103,7 @@ def affine_mj(sizes: Array) -> Array:
 
 
 def logarithmic_mj(sizes: Array) -> Array:
-    """105 log b + 60: the natural logarithm, with which it stays below the basic scenario's energy at b = 32."""
+    """105 log b + 60, with the natural logarithm: at b = 32 the energy is below the basic scenario's."""
     return 105.0 * np.log(sizes) + 60.0
 
 
@@ -112,7 +115,7 @@ def basic(distribution: str = "deterministic") -> Scenario:
 
 @cache
 def constant_time() -> Scenario:
-    """Ideal parallelism: each batch takes 6.0859 ms (Fig. 7)."""
+    """Ideal parallelism: every batch takes 6.0859 ms (Fig. 7)."""
     return Scenario(np.full(BATCH_MAX, 6.0859), basic().energy_mj)
 
 
@@ -129,11 +132,13 @@ def conference() -> Scenario:
 
 
 def benchmarks(queue: Queue) -> dict[str, Evaluation]:
-    """What the paper compares with, where it is stable."""
-    found = {"greedy": queue.evaluate(queue.greedy())}
-    for size in STATIC:
-        try:
-            found[f"static {size}"] = queue.evaluate(queue.static(size))
-        except Unstable:
-            continue
-    return found
+    """Return the results of the paper's benchmarks that are stable."""
+    results = {}
+    for name, policy in benchmark_policies(queue).items():
+        with suppress(Unstable):
+            results[name] = queue.evaluate(policy)
+    return results
+
+
+def benchmark_policies(queue: Queue) -> dict[str, Policy]:
+    return {"greedy": queue.greedy(), **{f"static {size}": queue.static(size) for size in STATIC}}

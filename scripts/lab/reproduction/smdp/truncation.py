@@ -1,4 +1,4 @@
-"""SMDP-J, Table II, Table III and Fig. 10: the truncated queue, as the paper solves it.
+"""SMDP-J, Table II, Table III and Fig. 10: the truncated queue, solved as in the paper.
 
 c_o     the abstract cost of the overflow state, ms; s_max the last state before it
 Delta   the overflow state's part of the average cost, ms
@@ -22,21 +22,21 @@ from bins.average_cost import (
     relative_value_iteration,
     stationary,
 )
-from reproduction.rows import Case, Curve, Row, claim
+from reproduction.rows import Case, Row, claim
 from reproduction.smdp.scenarios import BATCH_MAX, EXACT, Effort, basic
 
-EPSILON, ITERATIONS_MAX, DELTA = 0.01, 10_000, 1e-3  # of relative value iteration, and what may be lost beyond s_max
-# The text's converged values of Delta are "no more than" this. They are what rounding leaves of 1 - sum of p_k, times
-# the cost: without the subtraction Delta falls on.
+EPSILON, ITERATIONS_MAX, DELTA = 0.01, 10_000, 1e-3  # of relative value iteration, and the greatest acceptable Delta
+# The text's converged values of Delta are "no more than" this: the rounding error of 1 - sum of p_k, times the cost.
+# Without the subtraction, Delta keeps falling.
 ROUNDING_MS = 1e-13
 SETTLED = "s_max from which g is within 1 % of the limit"
-AROUND = 0.2  # tolerance of "converges around", which is read off a figure
+AROUND = 0.2  # tolerance of "converges around", which the paper reads off a figure
 OVERFLOW_COSTS = (10_000.0, 1_000.0, 100.0, 10.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """A truncated model's policy: its average cost, and Delta, the overflow state's part of it (eq. 22)."""
+    """The average cost of a policy of a truncated model, and Delta, the overflow state's part of the cost (eq. 22)."""
 
     average_cost: float
     overflow_share: float
@@ -52,15 +52,18 @@ def truncated(overflow_cost: float, states_max: int, load: float = 0.9) -> SemiM
     return basic().queue(load).truncated(1.0, states_max=states_max, overflow_cost=overflow_cost)
 
 
+def greedy_policy(states_max: int) -> Policy:
+    return np.minimum(np.minimum(np.arange(states_max + 2), states_max), BATCH_MAX)
+
+
 def converged(overflow_cost: float, states_max: int) -> Truncation:
-    """Of the best policy of the truncated model."""
+    """Solve the truncated model by policy iteration."""
     model = truncated(overflow_cost, states_max)
-    greedy = np.minimum(np.minimum(np.arange(states_max + 2), states_max), BATCH_MAX)
-    return Truncation.of(model, policy_iteration(model, greedy).policy)
+    return Truncation.of(model, policy_iteration(model, greedy_policy(states_max)).policy)
 
 
 def capped(model: SemiMarkov) -> IteratedSolution:
-    """Relative value iteration as the paper runs it: until the cap, if need be."""
+    """Run relative value iteration as in the paper, up to ITERATIONS_MAX."""
     try:
         return relative_value_iteration(model, epsilon=EPSILON, iterations_max=ITERATIONS_MAX)
     except NotConverged as error:
@@ -75,12 +78,12 @@ def truncations(effort: Effort) -> Iterator[Row]:
     yield Row(figure, {"rho": 0.9, "w2": 1.0}, "g of the infinite queue", "ms", exact, 66.1374, EXACT, kind="derived")
     s_max = np.arange(BATCH_MAX, 251, effort.s_max_step)
     for overflow_cost in OVERFLOW_COSTS:
-        found = [converged(overflow_cost, each) for each in s_max.tolist()]
-        g = np.array([each.average_cost for each in found])
-        share = np.array([each.overflow_share for each in found])
+        solved = [converged(overflow_cost, states_max) for states_max in s_max.tolist()]
+        g = np.array([truncation.average_cost for truncation in solved])
+        share = np.array([truncation.overflow_share for truncation in solved])
         case: Case = {"c_o": overflow_cost}
-        yield Row(figure, case, "average cost g", "ms", None, curve=Curve.of("s_max", s_max, g))
-        yield Row(figure, case, "Delta", "ms", None, curve=Curve.of("s_max", s_max, share))
+        yield Row.of_curve(figure, case, "average cost g", "ms", "s_max", s_max, g)
+        yield Row.of_curve(figure, case, "Delta", "ms", "s_max", s_max, share)
         note = 'the text: "converges around", without a bound'
         settled = _settled(s_max, np.abs(g - exact) > 0.01 * exact)
         yield Row(figure, case, SETTLED, "", settled, around[overflow_cost], AROUND, note=note)
@@ -95,7 +98,7 @@ def truncations(effort: Effort) -> Iterator[Row]:
 
 
 def _settled(s_max: NDArray[np.intp], off: NDArray[np.bool_]) -> int:
-    """The first s_max after the last that is off."""
+    """Return the first s_max after the last s_max that is off."""
     last = np.flatnonzero(off)
     return int(s_max[last[-1] + 1]) if last.size else int(s_max[0])
 
@@ -111,28 +114,28 @@ TABLE_2 = {
 
 
 def table_2(effort: Effort) -> Iterator[Row]:
-    """The least s_max whose policy is acceptable, as the paper finds it: with at most 10,000 iterations."""
+    """The least s_max whose policy is acceptable, with at most 10,000 iterations, as in the paper."""
     space: dict[float, float] = {}
     time: dict[float, float] = {}
     for overflow_cost, published in TABLE_2.items():
         if overflow_cost <= 10.0 and not effort.exhaustive:
             continue
-        solution, found, least = _least_acceptable(overflow_cost, published[0])
+        solution, truncation, least = _least_acceptable(overflow_cost, published[0])
         case: Case = {"c_o": overflow_cost}
         space[overflow_cost] = float(BATCH_MAX * least)
         time[overflow_cost] = float(solution.iterations) * BATCH_MAX * least**2
         yield Row("Table II", case, "least s_max", "", least, published[0], tolerance=0.0)
-        # Steps are counted here; theirs is one more, as of the value functions from H_0 on. Within one is agreement.
+        # Steps are counted here; the paper's count is one more, because it counts value functions from H_0 on.
         yield Row("Table II", case, "iterations", "", solution.iterations, published[1], tolerance=1.5 / published[1])
         yield Row("Table II", case, "space complexity", "", space[overflow_cost], published[2], 0.0, kind="derived")
         yield Row("Table II", case, "time complexity", "", time[overflow_cost], published[3], 3e-3, kind="derived")
         share = published[4] if published[4] > ROUNDING_MS else None
-        rounding_ms = published[4] - found.overflow_share
+        rounding_ms = published[4] - truncation.overflow_share
         note = (
             "" if share else f"published: {published[4]:.3g}; {rounding_ms:.1g} more, as much as Table III's rounding"
         )
-        yield Row("Table II", case, "Delta", "ms", found.overflow_share, share, tolerance=1e-3, note=note)
-        yield Row("Table II", case, "average cost g", "ms", found.average_cost, published[5], EXACT)
+        yield Row("Table II", case, "Delta", "ms", truncation.overflow_share, share, tolerance=1e-3, note=note)
+        yield Row("Table II", case, "average cost g", "ms", truncation.average_cost, published[5], EXACT)
     if effort.exhaustive:
         for name, share, complexity in (("space", 63.5, space), ("time", 98.0, time)):
             saved = 100 * (1 - complexity[100.0] / complexity[0.0])
@@ -140,7 +143,7 @@ def table_2(effort: Effort) -> Iterator[Row]:
 
 
 def _least_acceptable(overflow_cost: float, guess: int) -> tuple[IteratedSolution, Truncation, int]:
-    """The least acceptable s_max near a guess: it is, and one less is not."""
+    """Search near a guess for an acceptable s_max with s_max - 1 not acceptable."""
 
     def attempt(states_max: int) -> tuple[IteratedSolution, Truncation, int]:
         model = truncated(overflow_cost, states_max)
@@ -156,28 +159,18 @@ def _least_acceptable(overflow_cost: float, guess: int) -> tuple[IteratedSolutio
 
 
 def table_3(effort: Effort) -> Iterator[Row]:
-    """What relative value iteration comes to at rho = 0.5, and the greedy policy that the other two stay with."""
+    """Relative value iteration at rho = 0.5, and the greedy policy, with which AVI and API stop."""
     for overflow_cost, share in ((0.0, 3.63e-15), (100.0, 1.42e-15)):
         model = truncated(overflow_cost, 160, load=0.5)
         solution = relative_value_iteration(model, epsilon=EPSILON, iterations_max=ITERATIONS_MAX)
-        found = Truncation.of(model, solution.policy)
+        truncation = Truncation.of(model, solution.policy)
         case: Case = {"algorithm": "RVI", "c_o": overflow_cost, "s_max": 160}
-        yield Row("Table III", case, "average cost g", "ms", found.average_cost, 38.86, 2e-4)
+        yield Row("Table III", case, "average cost g", "ms", truncation.average_cost, 38.86, 2e-4)
         note = f"published: {share:.3g}, which is rounding"
-        yield Row("Table III", case, "Delta", "ms", found.overflow_share, note=note)
+        yield Row("Table III", case, "Delta", "ms", truncation.overflow_share, note=note)
         yield Row("Table III", case, "iterations", "", solution.iterations)
-    model = truncated(0.0, 160, load=0.5)
-    greedy = np.minimum(np.minimum(np.arange(162), 160), BATCH_MAX)
-    case = {"policy": "greedy"}
+    g = evaluate(truncated(0.0, 160, load=0.5), greedy_policy(160))
     note = "published as what AVI and API converge to"
-    yield Row("Table III", case, "average cost g", "ms", evaluate(model, greedy), 42.53, 2e-4, note=note)
-    yield Row(
-        "Table III",
-        {"policy": "smdp"},
-        "g of the infinite queue",
-        "ms",
-        basic().queue(0.5).solve(1.0).average_cost,
-        38.86,
-        2e-4,
-        kind="derived",
-    )
+    yield Row("Table III", {"policy": "greedy"}, "average cost g", "ms", g, 42.53, 2e-4, note=note)
+    g = basic().queue(0.5).solve(1.0).average_cost
+    yield Row("Table III", {"policy": "smdp"}, "g of the infinite queue", "ms", g, 38.86, 2e-4, kind="derived")
