@@ -22,5 +22,5 @@ def test_a_malformed_setting_for_a_model_is_an_error_that_quotes_it(text: str) -
 
 @pytest.mark.parametrize("texts", [("a", "b"), ("model:m=a", "model:m=b")])
 def test_two_settings_for_one_model_are_an_error(texts: tuple[str, str]) -> None:
-    with pytest.raises(ValueError, match=f"{texts[1]}' stands beside another for the same"):
+    with pytest.raises(ValueError, match=f"{texts[1]}' is a second value for the same"):
         by_model("profile", texts)

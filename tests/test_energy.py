@@ -242,7 +242,7 @@ def test_in_refill_slots_a_request_in_prefill_counts_as_running():
 
 
 def test_a_profile_without_energy_models_none():
-    with pytest.raises(ValueError, match="the profile timed tells no energy"):
+    with pytest.raises(ValueError, match="the profile timed has no energy"):
         ModelledEnergy({"": timed()})
 
 

@@ -396,7 +396,7 @@ async def test_a_profile_without_energy_serves_without_joules(
         metrics = await scrape(front, "llmserve_energy", "llmserve_dispatch")
     assert "llmserve_dispatch_plans_total" in metrics
     assert not [name for name in metrics if "energy" in name or "power" in name]
-    assert "the profile timed tells no energy" in caplog.text
+    assert "the profile timed has no energy" in caplog.text
 
 
 def test_a_simulation_with_a_profile_without_energy_reports_none(tmp_path: Path) -> None:

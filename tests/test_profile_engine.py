@@ -156,7 +156,7 @@ async def test_the_counted_gpus_are_named_and_several_cause_a_warning(
         assert "warning" not in output
     else:
         assert "energy is measured on 2 GPUs H100, P4\n" in output
-        assert "warning: all of them are counted; if the engine uses only some, name those in CUDA_VISIBLE" in output
+        assert "warning: all GPUs are counted; if the engine uses only some, name these in CUDA_VISIBLE" in output
 
 
 def test_the_idle_power_is_limited_to_the_least_measured_power():

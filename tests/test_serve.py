@@ -145,7 +145,7 @@ def test_when_one_replica_cannot_start_the_others_end_too(vllm_flags: list[str],
     status, error = failed_start("--port", "0", *vllm_flags, "--model", "one-of-two-fails")
     assert status == 1
     assert "ended with status 1\n    torch.OutOfMemoryError: CUDA out of memory" in error
-    assert f"(all of it is in {tmp_path}/llmserve/0/vllm-" in error
+    assert f"(the full log is {tmp_path}/llmserve/0/vllm-" in error
     assert "Traceback" not in error
 
 

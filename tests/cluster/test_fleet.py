@@ -296,7 +296,7 @@ async def test_a_healthy_engine_that_refuses_the_key_is_logged_once(start_front:
         await until(lambda: handle.trouble != "")
         await asyncio.sleep(0.3)
         assert not handle.up
-    messages = [record.message for record in caplog.records if "/v1/models says 401" in record.message]
+    messages = [record.message for record in caplog.records if "/v1/models answers 401" in record.message]
     assert len(messages) == 1
 
 

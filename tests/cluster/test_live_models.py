@@ -523,7 +523,7 @@ async def test_under_bursts_every_request_ends_exactly_once(start_front: StartFr
     [
         (("model:large",), "profile: 'model:large' is not `model:ID=VALUE`"),
         (("model:a=p4-googlenet", "model:a=h100-llama-3.1-8b"), "is a second value for the same"),
-        (("h100-llama-3.1-8b", "model:a=h100-llama"), "'h100-llama' is neither a published profile nor a file"),
+        (("h100-llama-3.1-8b", "model:a=h100-llama"), "'h100-llama' is neither a shipped profile nor a file"),
     ],
 )
 async def test_an_invalid_profile_is_an_error(start_front: StartFront, profile: tuple[str, ...], message: str) -> None:

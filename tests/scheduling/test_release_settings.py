@@ -22,7 +22,7 @@ def test_an_unknown_release_is_an_error_that_names_it(release: str) -> None:
 
 
 def test_static_batches_larger_than_the_largest_are_an_error() -> None:
-    with pytest.raises(ValueError, match="static:9: a batch has 8 requests at most"):
+    with pytest.raises(ValueError, match="static:9: a batch has at most 8 requests"):
         SchedulingConfig(release="static:9").resolved(barrier=True).scheduler()
     SchedulingConfig(release="static:8").resolved(barrier=True).scheduler()
 
@@ -35,7 +35,7 @@ def test_static_batches_larger_than_the_largest_are_an_error() -> None:
         ({"rate_factor": "1"}, "rate_factor .*more than 1, not '1'"),
         ({"batch_wait_s": "-1"}, "batch_wait_s .*at least 0, not '-1'"),
         ({"energy_weight": "-1"}, "energy_weight .*at least 0, not '-1'"),
-        ({"energy_weight": "nan"}, "energy_weight: a finite number is needed"),
+        ({"energy_weight": "nan"}, "energy_weight: the number must be finite"),
         ({"latency_target_s": "0"}, "latency_target_s .*more than 0, not '0'"),
         ({"latency_target_percentile": "100"}, "latency_target_percentile .*less than 100, not '100'"),
         ({"latency_target_percentile": "5"}, "latency_target_percentile .*at least 50, less than 100, not '5'"),
@@ -58,7 +58,7 @@ def test_a_release_that_follows_plans_needs_a_profile(release: str) -> None:
     ("values", "message"),
     [
         ({"energy_weight": 1.0, "latency_target_s": 2.0}, "either an energy weight or a latency target"),
-        ({"latency_target_percentile": 95.0}, "latency_target_percentile is of no use without latency_target_s"),
+        ({"latency_target_percentile": 95.0}, "latency_target_percentile has no effect without latency_target_s"),
         ({"profile": ("h100-llama-3.1",)}, "'h100-llama-3.1' is neither a shipped profile nor a file; did you mean"),
     ],
 )
@@ -71,19 +71,23 @@ def test_settings_that_contradict_each_other_are_an_error(values: dict[str, obje
 @pytest.mark.parametrize(
     ("release", "values", "message"),
     [
-        ("greedy", {"energy_weight": 20.0}, "energy_weight is of no use under release greedy, only under table$"),
-        ("static:4", {"latency_target_s": 9.0}, "latency_target_s is of no use under release static:4, only under tab"),
+        ("greedy", {"energy_weight": 20.0}, "energy_weight has no effect under release greedy, only under table$"),
+        (
+            "static:4",
+            {"latency_target_s": 9.0},
+            "latency_target_s has no effect under release static:4, only under tab",
+        ),
         (
             "rate-headroom",
             {"latency_target_s": 9.0},
-            "latency_target_s is .* under release rate-headroom, only under table and deadline",
+            "latency_target_s has .* under release rate-headroom, only under table and deadline",
         ),
-        ("rate-headroom", {"energy_weight": 1.0}, "energy_weight is of no use under release rate-headroom"),
-        ("deadline", {"energy_weight": 1.0}, "energy_weight is of no use under release deadline, only under table$"),
+        ("rate-headroom", {"energy_weight": 1.0}, "energy_weight has no effect under release rate-headroom"),
+        ("deadline", {"energy_weight": 1.0}, "energy_weight has no effect under release deadline, only under table$"),
         (
             "deadline",
             {"latency_target_s": 9.0, "latency_target_percentile": 95.0},
-            "latency_target_percentile is of no use under release deadline, only under table$",
+            "latency_target_percentile has no effect under release deadline, only under table$",
         ),
     ],
 )
@@ -116,7 +120,7 @@ def test_a_percentile_is_refused_where_only_the_mean_can_be_planned() -> None:
     dispatch = DispatchConfig(profile=("h100-llama-3.1-8b",), latency_target_s=5.0, latency_target_percentile=95.0)
     scheduling = SchedulingConfig(release="table")
     assert dispatch.solver(scheduling.resolved(barrier=True), barrier=True) is not None
-    with pytest.raises(ValueError, match="latency_target_percentile: of engines whose slots refill"):
+    with pytest.raises(ValueError, match="latency_target_percentile: plans for refill engines"):
         dispatch.solver(scheduling.resolved(barrier=False), barrier=False)
 
 

@@ -239,10 +239,10 @@ def test_windows_hold_32_batches_by_default() -> None:
 
 def test_only_the_window_release_has_windows() -> None:
     assert type(new_scheduler(release="greedy").queues("").bins[0]) is BinQueue
-    with pytest.raises(ValueError, match="window is of no use under release greedy"):
+    with pytest.raises(ValueError, match="window has no effect under release greedy"):
         new_scheduler(release="greedy", window=5)
 
 
 def test_a_window_that_holds_no_batch_is_an_error() -> None:
-    with pytest.raises(ValueError, match="window: 7 requests hold no batch of 8"):
+    with pytest.raises(ValueError, match="window: 7 requests are fewer than a batch of 8"):
         new_scheduler(release="window", batch_size=8, window=7)
