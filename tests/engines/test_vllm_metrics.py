@@ -54,8 +54,8 @@ def test_few_slots_double_until_something_waits() -> None:
         in_flight = learner.slots + 2
         estimates.append(learner.observe(Load(min(in_flight, 100), max(0, in_flight - 100), None)))
     assert estimates[:4] == [17, 35, 71, 143]
-    assert not SlotsLearner(8, 2).found
-    assert (estimates[5:], learner.found) == ([100] * 3, True)
+    assert not SlotsLearner(8, 2).limit_reached
+    assert (estimates[5:], learner.limit_reached) == ([100] * 3, True)
 
 
 def test_a_probe_between_arrival_and_first_step_changes_nothing() -> None:
