@@ -1,4 +1,4 @@
-"""Fixtures that several folders of tests share, and the lanes in which tests run (pyproject.toml lists the markers)."""
+"""Fixtures shared by several folders of tests, and the lanes in which tests run (pyproject.toml lists the markers)."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from llmserve.policies import SchedulingConfig
 from llmserve.serve import serving
 from llmserve.settings import Config, EngineConfig, LiveConfig, ServerConfig
 
-# How long an example takes says little where two workers share a machine with others.
+# On a shared machine with two workers the duration of one example says little.
 hypothesis.settings.register_profile("shared machine", deadline=None)
 hypothesis.settings.load_profile("shared machine")
 
-ONE_AT_A_TIME = (  # the beginnings of their names; they are marked `serial`, but for those of vLLM
+ONE_AT_A_TIME = (  # prefixes of test ids, marked `serial` unless they need vLLM
     "tests/cluster/test_fleet.py::test_after_thousands_of_disconnects",
     "tests/cluster/test_live_equals_simulated.py",
     "tests/predictor/test_predictor_online.py::test_forecasts_and_answers_take_microseconds",
     "tests/predictor/test_predictor_process.py::test_the_event_loop_keeps_ticking",
     "tests/vllm/",
 )
-SLOW_FIXTURES = {"shipped", "written"}  # the demo model, and what every reproduction writes
-SLOW = (  # the beginnings of names, where a whole file or a case among others is meant
-    "tests/herd/test_replan.py::test_few_models_move_when_they_must",
+SLOW_FIXTURES = {"shipped", "written"}  # the demo model, and the output of every reproduction
+SLOW = (  # prefixes of test ids: whole files or single cases
+    "tests/herd/test_replan.py::test_few_models_move_if_necessary",
     "tests/scheduling/test_engines.py::test_after_100_000_random_disconnects",
     "tests/simulation/test_against_theory.py",
     "tests/simulation/test_many_runs.py",
-    "tests/simulation/test_simulate.py::test_slots_that_serve_one_by_one_are_queues_of_known_waiting",
+    "tests/simulation/test_simulate.py::test_independent_slots_have_the_known_waiting_times",
     "tests/test_serve_plan.py::test_an_engine_that_is_silent_at_the_start",
     "tests/test_serve_plan.py::test_groups_are_processes",
     "tests/test_serve_plan.py::test_killing_one_groups_process",
@@ -47,7 +47,7 @@ SLOW = (  # the beginnings of names, where a whole file or a case among others i
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Marks the tests of the lists above."""
+    """Mark the tests of the lists above."""
     if item.nodeid.startswith(SLOW) or SLOW_FIXTURES.intersection(getattr(item, "fixturenames", ())):
         item.add_marker("slow")
     if item.nodeid.startswith(ONE_AT_A_TIME) and not item.get_closest_marker("vllm"):
@@ -56,8 +56,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A worker of pytest-xdist takes whole files, so that what a file's tests stand on is made once; one worker takes
-    all tests that must not run beside each other. (Its own `--dist loadgroup` groups nothing under pytest 9.2.)
+    """Give each pytest-xdist worker whole files, so that a file's fixtures are built once, and one worker all tests
+    that must not run beside each other. (pytest-xdist's `--dist loadgroup` groups nothing under pytest 9.2.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -69,7 +69,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The workers of pytest-xdist have ended by now, so that their time is our children's."""
+    """Print CPU time. The workers of pytest-xdist have ended by now, so that their time counts for the children."""
     spent = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     cpu_s = sum(usage.ru_utime + usage.ru_stime for usage in spent)
     terminalreporter.write_line(f"{cpu_s:.0f} CPU-seconds (user and system) in all processes of this run")
@@ -77,7 +77,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 async def start_front() -> AsyncIterator[StartFront]:
-    """`await start_front(engine, ..., scheduling={...}, config={...})` starts a server; it ends with the test."""
+    """`await start_front(engine, ..., scheduling={...}, config={...})` starts a server; the test's end stops it."""
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
 

@@ -1,4 +1,4 @@
-"""A small NVML: GPUs whose power and energy the test sets. Shaped like the module pynvml."""
+"""A small NVML with the interface of pynvml: the test sets the GPUs' power and energy."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 
 class NVMLError(Exception):
-    """As pynvml's."""
+    """Like pynvml's."""
 
 
 @dataclass
 class Gpu:
-    """None: it has no such reading. They may be functions, called at each reading. lost: every reading fails."""
+    """None: no such reading. Functions are called at each reading. lost: every reading fails."""
 
     energy_mj: int | Callable[[], int] | None = None
     power_mw: int | Callable[[], int] | None = None

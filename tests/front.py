@@ -1,4 +1,4 @@
-"""The real server, in this process, in front of fake engines: what several tests stand on."""
+"""The real server in this process, in front of fake engines, for several tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Front:
         self.session = session
 
     def post(self, path: str = "/v1/chat/completions", headers: dict[str, str] | None = None, **fields: Any) -> Any:
-        """A request with a message of its own unless `fields` says otherwise."""
+        """A request with a default message unless `fields` has another."""
         body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], **fields}
         return self.session.post(self.url + path, json=body, headers=headers)
 
@@ -29,7 +29,7 @@ StartFront = Callable[..., Awaitable[Front]]
 
 
 async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
-    """Let the loop run until the condition holds; fails the test when it never does."""
+    """Let the event loop run until the condition holds; fail the test after `within_s` seconds."""
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.002)

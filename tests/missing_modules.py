@@ -1,4 +1,4 @@
-"""An installation without some extra, for tests of what is said then."""
+"""An installation without some extra, for tests of the error messages."""
 
 import importlib.util
 from importlib.machinery import ModuleSpec
@@ -7,7 +7,7 @@ import pytest
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
-    """These top-level modules are not found by who looks for them before importing them."""
+    """Make find_spec find none of these top-level modules."""
     find_spec = importlib.util.find_spec
 
     def find(name: str, package: str | None = None) -> ModuleSpec | None:

@@ -1,4 +1,4 @@
-"""A command-line program of scripts/ or scripts/lab/ as a module, for tests of its parts."""
+"""A script of scripts/ or scripts/lab/ as a module, for tests of its parts."""
 
 import importlib.util
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-FOLDERS = (SCRIPTS, SCRIPTS / "lab")  # on pytest's path, as each script has them when it is run
+FOLDERS = (SCRIPTS, SCRIPTS / "lab")  # on pytest's path, as on each running script's path
 
 
 def load_script(name: str) -> ModuleType:
@@ -15,6 +15,6 @@ def load_script(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module

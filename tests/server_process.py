@@ -1,4 +1,4 @@
-"""`llmserve serve` as a person starts it: a process of its own."""
+"""`llmserve serve` in its own process, as a user starts it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ START_S = 300.0
 
 
 class Server:
-    """A `llmserve serve` child and all that it says.
+    """A `llmserve serve` child and its output.
 
-    environment: variables beside our own.  program: another installation's llmserve.
+    environment : additional variables.  program : the llmserve of another installation.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Server:
         self.children = psutil.Process(self.process.pid).children(recursive=True)
 
     def _await_ready(self) -> str:
-        """Raises AssertionError when it ends, or says nothing of being ready for too long."""
+        """Raises AssertionError if the process ends, or is not ready in time."""
         assert self.process.stdout is not None
         alarm = threading.Timer(START_S, self.process.kill)
         alarm.start()
@@ -63,7 +63,7 @@ class Server:
             return json.load(response), response.headers
 
     def chat_when_up(self, content: str, within_s: float, **fields: Any) -> dict[str, Any]:
-        """Asks again while no engine is up."""
+        """Ask again while no engine is up."""
         until_s = time.monotonic() + within_s
         while True:
             try:
@@ -84,15 +84,15 @@ class Server:
         self.process.stdout.close()
 
 
-def gone(processes: list[psutil.Process], within_s: float = 10.0) -> bool:
-    """They have ended, zombies that nobody has fetched included."""
+def all_ended(processes: list[psutil.Process], within_s: float = 10.0) -> bool:
+    """Whether the processes have ended, including unreaped zombies."""
     until_s = time.monotonic() + within_s
-    while any(_lives(process) for process in processes) and time.monotonic() < until_s:
+    while any(_is_alive(process) for process in processes) and time.monotonic() < until_s:
         time.sleep(0.02)
-    return not any(_lives(process) for process in processes)
+    return not any(_is_alive(process) for process in processes)
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -100,7 +100,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def failed_start(*flags: str, within_s: float = 120.0, **environment: str) -> tuple[int, str]:
-    """Exit status and what it said on standard error, of a `llmserve serve` that cannot start."""
+    """Exit status and standard error of a `llmserve serve` that cannot start."""
     done = subprocess.run(
         [sys.executable, "-m", "llmserve", "serve", *flags],
         capture_output=True,

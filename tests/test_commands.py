@@ -1,4 +1,4 @@
-"""The commands of the command line: which there are, what they load, and what they need beyond the base package."""
+"""The commands of the command line: their list, their imports, and the extras that they need."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ TRAIN = "pip install 'llmserve[train]'"
 EMBEDDED = "pip install 'llmserve[embedded]', or name a server with --engine URL"
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """By a command that refuses: one line, and nothing else."""
+def error_line(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line that a refused command prints."""
     assert main(list(words)) == 2
     out, error = capsys.readouterr()
     assert out == ""
     return error
 
 
-# ---- which there are ----------------------------------------------------------------------------------------------
+# ---- the list of commands -------------------------------------------------------------------------------------------
 
 
 def test_the_help_has_one_line_for_each_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -52,7 +52,7 @@ def test_a_commands_help_loads_nothing_heavy(command: str):
     assert done.stdout.startswith(f"usage: llmserve {command} ")
 
 
-def test_only_the_command_that_is_asked_for_is_loaded():
+def test_only_the_given_command_is_loaded():
     program = (
         "import sys\nfrom llmserve.__main__ import parser\nparser('plan')\n"
         f"print([name for name in {tuple(COMMANDS)} if f'llmserve.{{name}}' in sys.modules])"
@@ -61,7 +61,7 @@ def test_only_the_command_that_is_asked_for_is_loaded():
     assert done.stdout == "['plan']\n"
 
 
-def test_what_is_not_a_command_is_refused_with_those_there_are(capsys: pytest.CaptureFixture[str]):
+def test_an_unknown_command_is_refused_with_a_list_of_commands(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="2"):
         main(["trains"])
     assert "'serve', 'simulate'" in capsys.readouterr().err
@@ -70,31 +70,31 @@ def test_what_is_not_a_command_is_refused_with_those_there_are(capsys: pytest.Ca
 # ---- the predictor's commands -------------------------------------------------------------------------------------
 
 
-def test_training_says_what_is_wrong_with_the_data_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_training_reports_bad_data_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "a.jsonl").write_text("{}\n")
     assert main(["train", "--data", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "out")]) == 1
     assert capsys.readouterr().err.startswith("llmserve: no usable row in ")
 
 
-def test_an_evaluation_says_that_the_folder_has_no_predictor(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_evaluation_reports_a_folder_without_a_predictor(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["evaluate", str(tmp_path), "--data", "a.jsonl", "--seed", "1"]) == 1
     assert "is not a predictor's folder" in capsys.readouterr().err
 
 
-def test_a_profile_of_nobody_is_a_failure_in_one_line(capsys: pytest.CaptureFixture[str]):
+def test_profiling_without_an_engine_is_a_failure_in_one_line(capsys: pytest.CaptureFixture[str]):
     assert main(["profile", "--engine", "http://127.0.0.1:9", "--busy-power-w", "300"]) == 1
     assert re.fullmatch(r"llmserve: .*does not answer.*\n", capsys.readouterr().err)
 
 
-def test_an_unknown_flag_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]):
-    error = said(capsys, "evaluate", "folder", "--data", "a.jsonl", "--comparison", "other")
+def test_an_unknown_flag_is_an_error_with_the_nearest_flag(capsys: pytest.CaptureFixture[str]):
+    error = error_line(capsys, "evaluate", "folder", "--data", "a.jsonl", "--comparison", "other")
     assert error == "llmserve: unknown argument --comparison; did you mean --compare?\n"
 
 
-# ---- what they need -----------------------------------------------------------------------------------------------
+# ---- extras -----------------------------------------------------------------------------------------------
 
 
-def test_the_first_module_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_the_first_module_missing_is_named(monkeypatch: pytest.MonkeyPatch):
     need("plan", "numpy", "rich", why="planning")
     without(monkeypatch, "scipy", "torch")
     with pytest.raises(ConfigError) as refusal:
@@ -107,7 +107,7 @@ def test_training_without_its_extra_ends_before_the_data_are_read(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     without(monkeypatch, module)
-    error = said(capsys, "train", "--data", "absent.jsonl", "--output", "nowhere")
+    error = error_line(capsys, "train", "--data", "absent.jsonl", "--output", "nowhere")
     assert error == f"llmserve: training needs {module}: {TRAIN}\n"
     monkeypatch.setattr(sys, "argv", ["train_predictor.py", "--data", "absent.jsonl", "--output", "nowhere"])
     with pytest.raises(SystemExit, match=f"train_predictor: error: training needs {module}"):
@@ -118,7 +118,7 @@ def test_an_evaluation_without_its_extra_ends_before_anything_is_read(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     without(monkeypatch, "sklearn")
-    error = said(capsys, "evaluate", "nowhere", "--data", "absent.jsonl")
+    error = error_line(capsys, "evaluate", "nowhere", "--data", "absent.jsonl")
     assert error == f"llmserve: evaluating a predictor needs sklearn: {TRAIN}\n"
 
 
@@ -135,10 +135,10 @@ def test_without_its_extra_the_embedded_engine_is_refused_at_once(
 ):
     without(monkeypatch, module)
     port = ("--port", "0") if command[0] == "serve" and "--port" not in command else ()
-    assert said(capsys, *command, *port) == f"llmserve: the embedded engine needs {module}: {EMBEDDED}\n"
+    assert error_line(capsys, *command, *port) == f"llmserve: the embedded engine needs {module}: {EMBEDDED}\n"
 
 
-def test_the_embedded_engine_by_itself_says_so_too(monkeypatch: pytest.MonkeyPatch):
+def test_the_embedded_engine_alone_is_refused_too(monkeypatch: pytest.MonkeyPatch):
     without(monkeypatch, "torch")
     monkeypatch.setattr(sys, "argv", ["llmserve.engines.embedded", "--port", "0"])
     monkeypatch.setattr("signal.signal", lambda *_: None)
@@ -150,7 +150,7 @@ def test_the_benchmarks_figure_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     without(monkeypatch, "matplotlib")
-    error = said(capsys, "bench", "--engine", "http://127.0.0.1:9", "--figure", "figure.png")
+    error = error_line(capsys, "bench", "--engine", "http://127.0.0.1:9", "--figure", "figure.png")
     assert error == "llmserve: --figure needs matplotlib: pip install 'llmserve[plot]'\n"
 
 
@@ -158,13 +158,13 @@ def test_a_profiles_figure_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     without(monkeypatch, "matplotlib")
-    error = said(capsys, "profile", "--engine", "http://127.0.0.1:9", "--plot", "profile.png")
+    error = error_line(capsys, "profile", "--engine", "http://127.0.0.1:9", "--plot", "profile.png")
     assert error == "llmserve: --plot needs matplotlib: pip install 'llmserve[plot]'\n"
 
 
-def test_prompts_in_parquet_are_refused_where_nothing_reads_them(
+def test_prompts_in_parquet_are_refused_without_a_reader(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     without(monkeypatch, "pyarrow")
-    error = said(capsys, "simulate", "--prompts", "prompts.parquet")
+    error = error_line(capsys, "simulate", "--prompts", "prompts.parquet")
     assert error == f"llmserve: reading prompts.parquet needs pyarrow: {TRAIN}\n"

@@ -1,4 +1,4 @@
-"""Flags over environment over file over defaults; what is unknown names the nearest known."""
+"""Flags override the environment, the environment the file, the file the defaults; errors suggest the nearest name."""
 
 import argparse
 import contextlib
@@ -17,7 +17,7 @@ from llmserve.errors import ConfigError
 from llmserve.settings import COMMON, Config, EngineConfig
 
 
-def test_nothing_given_is_the_default() -> None:
+def test_without_settings_the_defaults_hold() -> None:
     assert load_config({}, {}, None) == Config()
 
 
@@ -50,14 +50,14 @@ def test_several_engines_come_from_repeated_flags_a_toml_list_or_commas(tmp_path
         ('[scheduling]\nrelease = "soon"\n', r"release .*not 'soon'"),
     ],
 )
-def test_a_wrong_file_is_an_error_that_says_what_and_where(tmp_path: Path, text: str, message: str) -> None:
+def test_a_wrong_file_is_an_error_that_names_key_and_file(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "llmserve.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_config({}, {}, str(file))
 
 
-def test_a_file_that_is_not_there_is_an_error() -> None:
+def test_a_missing_file_is_an_error() -> None:
     with pytest.raises(ConfigError, match="cannot read the configuration"):
         load_config({}, {}, "/nowhere/llmserve.toml")
 
@@ -67,14 +67,14 @@ def test_an_unknown_variable_is_an_error_that_names_the_nearest() -> None:
         load_config({}, {"LLMSERVE_PRT": "1", "PATH": "/bin"}, None)
 
 
-def test_a_wrong_variable_says_where_it_came_from() -> None:
+def test_the_error_of_a_wrong_variable_names_the_variable() -> None:
     with pytest.raises(
         ConfigError, match=r"port \(the environment\): expected a whole number, at least 0, at most 65535, not '70000'"
     ):
         load_config({}, {"LLMSERVE_PORT": "70000"}, None)
 
 
-def test_vllms_arguments_come_as_a_list_or_as_for_a_shell(tmp_path: Path) -> None:
+def test_vllms_arguments_are_a_list_or_a_shell_string(tmp_path: Path) -> None:
     file = tmp_path / "llmserve.toml"
     file.write_text('[engines]\nengine_args = ["--max-model-len", "1024"]\n')
     assert load_config({}, {}, str(file)).engines.engine_args == ("--max-model-len", "1024")
@@ -95,7 +95,7 @@ def test_vllms_arguments_come_as_a_list_or_as_for_a_shell(tmp_path: Path) -> Non
         (("http://a", "embedded"), True, False, ("http://a",)),
     ],
 )
-def test_an_engine_is_a_url_or_one_of_two_words(
+def test_an_engine_is_a_url_or_one_of_two_names(
     engine: tuple[str, ...], embedded: bool, vllm: bool, urls: tuple[str, ...]
 ) -> None:
     engines = EngineConfig(engine=engine, model="m")
@@ -103,7 +103,7 @@ def test_an_engine_is_a_url_or_one_of_two_words(
     assert (engines.has_embedded, engines.has_vllm, engines.urls) == (embedded, vllm, urls)
 
 
-def test_a_url_may_stand_on_a_worker_that_it_shares_with_others() -> None:
+def test_a_url_may_name_a_worker_that_several_engines_share() -> None:
     engines = EngineConfig(engine=("gpu-0=http://a", "gpu-0=http://b/v1", "http://c/x=y", "gpu.1_b=http://d"))
     engines.check()
     assert engines.urls == ("http://a", "http://b/v1", "http://c/x=y", "http://d")
@@ -141,7 +141,7 @@ def test_profiles_and_predictors_may_be_given_by_model(tmp_path: Path) -> None:
     assert [profile.name for profile in config.dispatch.profiles().values()] == ["h100-llama-3.1-8b"]
 
 
-def test_flags_are_those_of_a_section_but_for_what_is_skipped_and_say_what_they_take() -> None:
+def test_flags_are_the_unskipped_fields_of_a_section_and_show_their_values() -> None:
     parser = argparse.ArgumentParser(usage="")
     add_flags(parser, DispatchConfig, "dispatching", skip={"profile"}, energy_weight="none")
     help_ = " ".join(parser.format_help().split())
@@ -163,7 +163,7 @@ def flags_in(text: str) -> set[str]:
     return set(re.findall(r"^  (?:-h, )?(--[a-z-]+)", text, re.MULTILINE))
 
 
-def test_the_help_shows_the_common_settings_and_help_all_shows_every_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_help_shows_the_common_settings_and_help_all_shows_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     common, every = help_of("--help"), help_of("--help-all")
     assert len(common.splitlines()) <= 90
@@ -173,19 +173,19 @@ def test_the_help_shows_the_common_settings_and_help_all_shows_every_one(monkeyp
     assert {flag_of(name) for name in names} <= flags_in(every)
 
 
-def test_a_setting_that_the_help_does_not_show_is_a_flag_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_setting_hidden_from_the_help_is_still_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--patience", "3", "--show-config"]) == 0
     assert re.search(r"^patience = 3\.0 +# the command line$", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_the_shown_configuration_is_a_file_that_gives_the_same(
+def test_the_shown_configuration_is_a_file_with_the_same_effect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LLMSERVE_SLO_MS", "500,model:chat=60000")
     monkeypatch.setenv("LLMSERVE_ENGINE_API_KEY", "secret")
     assert main(["serve", "--engine", "http://127.0.0.1:1", "--edges", "10,20.5", "--show-config"]) == 0
-    shown = capsys.readouterr().out
-    assert "secret" not in shown
+    output = capsys.readouterr().out
+    assert "secret" not in output
     for line in (
         r'engine = \["http://127.0.0.1:1"\] +# the command line',
         r"slo_ms = .* +# the environment",
@@ -193,19 +193,19 @@ def test_the_shown_configuration_is_a_file_that_gives_the_same(
         r"port = 8000 +# default",
         r"# model = +# default",
     ):
-        assert re.search(f"^{line}$", shown, re.MULTILINE), line
+        assert re.search(f"^{line}$", output, re.MULTILINE), line
     monkeypatch.delenv("LLMSERVE_SLO_MS")
     monkeypatch.delenv("LLMSERVE_ENGINE_API_KEY")
     file = tmp_path / "shown.toml"
-    file.write_text(shown)
+    file.write_text(output)
     assert main(["serve", "--config", str(file), "--show-config"]) == 0
-    again = capsys.readouterr().out
-    assert [line.rpartition("#")[0] for line in again.splitlines()] == [
-        line.rpartition("#")[0] for line in shown.splitlines()
+    second_output = capsys.readouterr().out
+    assert [line.rpartition("#")[0] for line in second_output.splitlines()] == [
+        line.rpartition("#")[0] for line in output.splitlines()
     ]
 
 
-def test_what_a_section_refuses_as_a_whole_is_said_in_its_own_words() -> None:
+def test_an_error_of_a_whole_section_keeps_its_message() -> None:
     class Pair(msgspec.Struct):
         low: int = 0
         high: int = 1

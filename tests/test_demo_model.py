@@ -1,4 +1,4 @@
-"""The demo model: its corpus tells the truth, its splits do not meet, and what ships answers right."""
+"""The demo model: its corpus has true answers, its splits are disjoint, and the shipped model answers right."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ def integers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
 
 
-# What a reader of the prompt would answer, written without the generator's code. -------------------------------
+# Right answers to the prompts, written without the generator's code. -------------------------------
 
 
 def count_up(prompt: str) -> str:
@@ -40,11 +40,11 @@ def count_in_steps(prompt: str) -> str:
     step = int(re.findall(r"(?:by|of|add|every) (\d+)", prompt, re.IGNORECASE)[0])
     bounds = integers(prompt)
     bounds.remove(step)
-    found = [min(bounds)]
-    while found[-1] < max(bounds):
-        found.append(found[-1] + step)
-    assert found[-1] == max(bounds)
-    return ", ".join(map(str, found))
+    terms = [min(bounds)]
+    while terms[-1] < max(bounds):
+        terms.append(terms[-1] + step)
+    assert terms[-1] == max(bounds)
+    return ", ".join(map(str, terms))
 
 
 def multiples(prompt: str) -> str:
@@ -111,14 +111,14 @@ def corpus() -> list[Example]:
     return demo_corpus.examples(6000, seed=7)
 
 
-def test_same_seed_same_corpus_and_another_seed_another() -> None:
+def test_the_seed_determines_the_corpus() -> None:
     assert demo_corpus.examples(300, seed=3) == demo_corpus.examples(300, seed=3)
     assert demo_corpus.examples(300, seed=3) != demo_corpus.examples(300, seed=4)
     assert demo_corpus.prompts(50, seed=3) == [e.prompt for e in demo_corpus.examples(50, seed=3)]
 
 
 @pytest.mark.parametrize("family", sorted(SOLVERS))
-def test_answers_are_what_a_reader_of_the_prompt_would_answer(corpus: list[Example], family: str) -> None:
+def test_answers_are_the_right_answers_to_their_prompts(corpus: list[Example], family: str) -> None:
     of_family = [example for example in corpus if example.family == family]
     assert len(of_family) > 100
     for example in of_family:
@@ -131,7 +131,7 @@ def test_no_prompt_has_two_answers() -> None:
         assert answer_of.setdefault(example.prompt.casefold(), example.answer) == example.answer, example.prompt
 
 
-def test_every_family_is_there_and_no_other(corpus: list[Example]) -> None:
+def test_exactly_the_known_families_occur(corpus: list[Example]) -> None:
     assert {example.family for example in corpus} == {*SOLVERS, "chat"}
 
 
@@ -181,7 +181,7 @@ def test_shipped_model_is_small(shipped: Any) -> None:
     assert (MODEL_DIR / "model.safetensors").stat().st_size < 16_000_000
 
 
-def test_shipped_model_says_how_to_generate(shipped: Any) -> None:
+def test_shipped_model_has_generation_settings(shipped: Any) -> None:
     model, tokenizer = shipped
     assert not model.generation_config.do_sample
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
@@ -196,8 +196,8 @@ def test_tokenizer_takes_any_text_and_one_token_per_number(shipped: Any) -> None
 
 
 def test_shipped_model_answers_held_out_prompts(shipped: Any) -> None:
-    asked = [e for e in demo_corpus.examples(120, seed=5, held_out=True) if len(e.answer) < 120][:24]
-    right = [ask(shipped, user(example.prompt)) == example.answer for example in asked]
+    examples = [e for e in demo_corpus.examples(120, seed=5, held_out=True) if len(e.answer) < 120][:24]
+    right = [ask(shipped, user(example.prompt)) == example.answer for example in examples]
     assert sum(right) >= 22  # at least 90 %: the model is measured on more prompts in docs/results/demo-model.md
 
 
@@ -212,7 +212,7 @@ def test_shipped_model_answers_held_out_prompts(shipped: Any) -> None:
         ("Repeat after me: the tiger likes lemon", "the tiger likes lemon"),
     ],
 )
-def test_shipped_model_does_what_it_is_for(shipped: Any, prompt: str, answer: str) -> None:
+def test_shipped_model_answers_its_kinds_of_prompts(shipped: Any, prompt: str, answer: str) -> None:
     assert ask(shipped, user(prompt)) == answer
 
 
@@ -220,10 +220,10 @@ def test_shipped_model_says_what_it_is(shipped: Any) -> None:
     assert "llmserve demo model" in ask(shipped, user("What are you?"))
 
 
-def test_earlier_turns_and_a_system_prompt_do_not_disturb(shipped: Any) -> None:
+def test_earlier_turns_and_a_system_prompt_do_not_change_the_answer(shipped: Any) -> None:
     system = {"role": "system", "content": "You are a helpful assistant."}
-    earlier = [user("Hello!"), {"role": "assistant", "content": "Hello! What shall I count, spell or copy?"}]
-    assert ask(shipped, system, *earlier, user("Count from 8 to 12.")) == "8, 9, 10, 11, 12"
+    turns = [user("Hello!"), {"role": "assistant", "content": "Hello! What shall I count, spell or copy?"}]
+    assert ask(shipped, system, *turns, user("Count from 8 to 12.")) == "8, 9, 10, 11, 12"
 
 
 def test_published_accuracy_meets_the_promise() -> None:
@@ -232,7 +232,7 @@ def test_published_accuracy_meets_the_promise() -> None:
     assert metrics["held_out_prompts"] >= 1000
 
 
-# The way to make it -------------------------------------------------------------------------------------------
+# Training -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The files of deploy/: what they start is a command line that the server takes, and a stop leaves time to drain."""
+"""The files of deploy/: they start command lines that the server accepts, and a stop leaves time to drain."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ CHART = DEPLOY / "helm" / "llmserve"
 APP = (ROOT / "llmserve" / "api" / "app.py").read_text()
 
 
-def taken(words: list[str]) -> Config:
-    """The configuration of a `llmserve serve` with these words. Raises where one of them is not known."""
+def parsed(words: list[str]) -> Config:
+    """The configuration of `llmserve serve` with these arguments. Raises on an unknown argument."""
     args, unknown = parser("serve").parse_known_args(["serve", *words])
     assert unknown == []
     fields = {name for struct in sections(Config).values() for name in struct.__struct_fields__}
@@ -36,13 +36,13 @@ def taken(words: list[str]) -> Config:
 
 
 def instructions(name: str) -> list[str]:
-    """Of the Dockerfile, what follows each instruction of this name; lines that go on are one."""
+    """The arguments of each Dockerfile instruction of this name; continued lines are joined."""
     text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
     return [line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith(f"{name} ")]
 
 
 def image_words() -> list[str]:
-    """What the image gives `llmserve serve` before anybody's own flags."""
+    """The image's arguments of `llmserve serve`, before a user's flags."""
     (entry,) = instructions("ENTRYPOINT")
     program, command, *words = json.loads(entry)
     assert (program, command) == ("llmserve", "serve")
@@ -55,7 +55,7 @@ def compose() -> dict[str, Any]:
 
 
 def rendered(name: str) -> Any:
-    """A template as YAML, with both sides of each condition and `x` for each value."""
+    """A template as YAML, with both branches of each condition and `x` for each value."""
     text = (CHART / "templates" / name).read_text()
     lines = [line for line in text.splitlines() if not re.fullmatch(r"\s*\{\{-.*\}\}", line)]
     return yaml.safe_load(re.sub(r"\{\{.*?\}\}", "x", "\n".join(lines)))
@@ -69,19 +69,19 @@ def unit() -> dict[str, str]:
 # ---- Docker -------------------------------------------------------------------------------------------------------
 
 
-def test_the_image_refuses_to_serve_anyone_until_it_is_told_to():
-    served = taken(image_words()).server
+def test_the_image_refuses_to_serve_without_keys_or_consent():
+    served = parsed(image_words()).server
     assert (served.host, served.port, served.anonymous, served.api_key_file) == ("0.0.0.0", 8000, False, None)
 
 
-def test_what_the_image_copies_is_there_and_is_let_through():
+def test_the_files_that_the_image_copies_exist_and_are_not_ignored():
     passed = {line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().split() if line.startswith("!")}
     copied = {source for line in instructions("COPY") if "--from" not in line for source in line.split()[:-1]}
     assert copied == passed
     assert all((ROOT / source).exists() for source in copied)
 
 
-def test_the_image_runs_as_nobody_special_and_is_stopped_with_a_signal_that_drains():
+def test_the_image_runs_as_an_unprivileged_user_and_is_stopped_with_a_signal_that_drains():
     assert instructions("USER") == ["10001:10001"]
     assert instructions("STOPSIGNAL") == ["SIGTERM"]
 
@@ -97,7 +97,7 @@ def test_the_images_health_check_is_a_program_that_python_reads():
 def test_compose_starts_the_front_end_before_the_engine():
     services = compose()["services"]
     front, engine = services["llmserve"], services["vllm"]
-    configured = taken([*image_words(), *front["command"]])
+    configured = parsed([*image_words(), *front["command"]])
     port = engine["command"][engine["command"].index("--port") + 1]
     assert configured.engines.engine == (f"http://vllm:{port}",)
     assert configured.server.api_key_file == f"/run/secrets/{front['secrets'][0]}"
@@ -110,10 +110,10 @@ def test_compose_starts_the_front_end_before_the_engine():
 # ---- systemd ------------------------------------------------------------------------------------------------------
 
 
-def test_the_unit_starts_a_command_that_the_server_takes():
+def test_the_unit_starts_a_command_that_the_server_accepts():
     program, command, *words = shlex.split(unit()["ExecStart"])
     assert (Path(program).name, command) == ("llmserve", "serve")
-    assert taken(words).server.api_key_file == "%d/keys"
+    assert parsed(words).server.api_key_file == "%d/keys"
     assert words[words.index("--config") + 1] == "/etc/llmserve/llmserve.toml"
 
 
@@ -123,7 +123,7 @@ def test_the_units_settings_are_settings_and_its_stop_leaves_time_to_drain():
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not on this machine")
-def test_systemd_finds_no_fault_with_the_unit(tmp_path: Path):
+def test_systemd_accepts_the_unit(tmp_path: Path):
     text = (DEPLOY / "llmserve.service").read_text()
     (tmp_path / "llmserve.service").write_text(text.replace("/opt/llmserve/bin/llmserve", sys.executable))
     done = subprocess.run(
@@ -135,7 +135,7 @@ def test_systemd_finds_no_fault_with_the_unit(tmp_path: Path):
 # ---- Helm ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_chart_is_of_this_version():
+def test_the_chart_has_this_version():
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
 
@@ -152,7 +152,7 @@ def test_every_value_that_a_template_names_has_a_default():
                 value = value[part]
 
 
-def test_every_piece_that_a_template_includes_is_defined():
+def test_every_included_template_is_defined():
     defined = set(re.findall(r'define "([\w.]+)"', (CHART / "templates" / "_names.tpl").read_text()))
     for path in (CHART / "templates").iterdir():
         assert set(re.findall(r'include "([\w.]+)"', path.read_text())) <= defined
@@ -164,7 +164,7 @@ def test_the_charts_flags_are_flags_of_the_server():
     words: list[str] = container["args"]
     words[words.index("--drain-s") + 1] = str(values["drainSeconds"])
     assert words.pop() == "x", "one of .Values.args"
-    configured = taken([*image_words(), *words])
+    configured = parsed([*image_words(), *words])
     assert configured.server.drain_s == values["drainSeconds"]
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert configured.server.api_key_file is not None
@@ -173,14 +173,14 @@ def test_the_charts_flags_are_flags_of_the_server():
     assert variables <= set(EngineConfig.__struct_fields__)
 
 
-def test_the_charts_pod_is_asked_for_what_there_is_and_drains():
+def test_the_charts_pod_is_probed_at_existing_paths_and_drains():
     pod = rendered("deployment.yaml")["spec"]["template"]["spec"]
     container = pod["containers"][0]
-    assert pod["enableServiceLinks"] is False, "the Service's own variables would be taken for settings"
+    assert pod["enableServiceLinks"] is False, "the Service's variables would count as settings"
     assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
     assert container["livenessProbe"]["httpGet"]["path"] == "/health"
     assert 'add_route("/ready"' in APP
-    assert container["ports"][0]["containerPort"] == taken(image_words()).server.port
+    assert container["ports"][0]["containerPort"] == parsed(image_words()).server.port
     text = (CHART / "templates" / "deployment.yaml").read_text()
     assert "terminationGracePeriodSeconds: {{ add .Values.drainSeconds .Values.preStopSeconds 10 }}" in text
 

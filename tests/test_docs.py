@@ -1,4 +1,4 @@
-"""The documents keep their word: links lead somewhere, commands exist, and measured numbers are those of the JSON."""
+"""The documentation is right: links lead to pages, commands exist, and measured numbers match the JSON."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
 def prose(text: str) -> str:
-    """Without code, in which brackets are no links."""
+    """The text without code, where brackets are no links."""
     return re.sub(r"`[^`\n]*`", "", FENCED.sub("", text))
 
 
 def anchors(text: str) -> set[str]:
-    """Of the headings, as GitHub makes them."""
-    found: dict[str, int] = {}
+    """The anchors of the headings, as GitHub generates them."""
+    last_number: dict[str, int] = {}
     for heading in HEADING.findall(FENCED.sub("", text)):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
         slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
-        found[slug] = found.get(slug, -1) + 1
-    return {f"{slug}-{n}" if n else slug for slug, most in found.items() for n in range(most + 1)}
+        last_number[slug] = last_number.get(slug, -1) + 1
+    return {f"{slug}-{n}" if n else slug for slug, last in last_number.items() for n in range(last + 1)}
 
 
 def broken_links(page: Path, text: str) -> list[str]:
@@ -75,7 +75,7 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
     assert broken_links(page, page.read_text()) == []
 
 
-def test_a_broken_link_is_seen() -> None:
+def test_a_broken_link_is_detected() -> None:
     text = (
         "# A b\n[x](docs/no.md) ![y](no.png) [z](docs/index.md#no-such) [here](#a-b) [w](#c) [out](../../etc/passwd)\n"
     )
@@ -94,8 +94,8 @@ def test_every_page_and_picture_is_reached_from_the_readme() -> None:
         reached |= fresh
         ahead += [path for path in fresh if path.suffix == ".md"]
     kinds = (".md", ".png", ".svg")
-    there = {path for path in (ROOT / "docs").rglob("*") if path.suffix in kinds}
-    assert sorted(name_of(path) for path in there - reached) == []
+    existing = {path for path in (ROOT / "docs").rglob("*") if path.suffix in kinds}
+    assert sorted(name_of(path) for path in existing - reached) == []
 
 
 # ---- length -----------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= README_LINES
 
 
-def test_there_are_few_words_to_learn() -> None:
+def test_the_glossary_is_short() -> None:
     rows = [row[0] for row in table_rows((ROOT / "docs" / "reference" / "words.md").read_text())]
     assert 0 < len(rows) <= WORDS
     assert len(rows) == len(set(rows))
@@ -115,7 +115,7 @@ def test_there_are_few_words_to_learn() -> None:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of each command of ours in fenced blocks: of llmserve or of a script."""
+    """The words of each llmserve or script command in fenced blocks."""
     for _, block in FENCED.findall(text):
         for line in block.replace("\\\n", " ").splitlines():
             if not re.match(r"(\$ )?(llmserve|\./scripts/|python scripts/|pip )", line):
@@ -127,7 +127,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def script_path(name: str) -> Path:
-    """Of a script as documents name it. What is to move to scripts/lab/ may still lie in scripts/."""
+    """The path of a script as the documents name it. A script of scripts/lab/ may still be in scripts/."""
     path = ROOT / name
     return path if path.exists() else ROOT / name.replace("scripts/lab/", "scripts/")
 
@@ -140,7 +140,7 @@ def output_of(*words: str) -> str:
 
 @cache
 def known_flags(*command: str) -> frozenset[str]:
-    """Flags that --help knows. command : as the documents have it, without arguments."""
+    """Flags that --help lists. command : as in the documents, without arguments."""
     if command[0] != "llmserve":
         text = script_path(command[-1]).read_text() if command[0] != "python" else output_of(command[1], "--help")
     elif command[1] in re.findall(r"^    (\w+)  ", output_of("-m", "llmserve", "--help"), re.MULTILINE):
@@ -153,12 +153,12 @@ def known_flags(*command: str) -> frozenset[str]:
 
 
 def unknown_flags(words: list[str]) -> list[str]:
-    """Raises AssertionError where there is no such command or script."""
-    words = words[: words.index("--")] if "--" in words else words  # what follows is vLLM's
+    """Flags that the command does not know. Raises AssertionError without such a command or script."""
+    words = words[: words.index("--")] if "--" in words else words  # the rest is for vLLM
     if words[0].startswith("./"):
         command = (words[0].removeprefix("./"),)
         assert (ROOT / command[0]).is_file(), words[0]
-        if command == ("scripts/serve",):  # hands its arguments on
+        if command == ("scripts/serve",):  # passes its arguments on
             return unknown_flags(["llmserve", "serve", *words[1:]])
     else:
         command = tuple(words[:2])
@@ -166,8 +166,8 @@ def unknown_flags(words: list[str]) -> list[str]:
             path = script_path(words[1])
             assert path.is_file(), words[1]
             command = ("python", path.relative_to(ROOT).as_posix())
-    known = known_flags(*command)
-    return [flag for word in words if word.startswith("--") and (flag := word.partition("=")[0]) not in known]
+    flags = known_flags(*command)
+    return [flag for word in words if word.startswith("--") and (flag := word.partition("=")[0]) not in flags]
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_commands_exist_and_know_their_flags(page: Path) -> None:
     assert [(words, unknown) for words in listed if (unknown := unknown_flags(words))] == []
 
 
-def test_wrong_commands_are_seen() -> None:
+def test_wrong_commands_are_detected() -> None:
     lines = ("$ llmserve simulate --barier --load 1", "pip install . && llmserve serve --port 1 -- --vllms")
     first, second = commands("\n".join(("```", *lines, "```", "`llmserve no`")))
     assert unknown_flags(first) == ["--barier"]
@@ -189,7 +189,7 @@ def test_wrong_commands_are_seen() -> None:
 
 
 @every_page
-def test_every_script_that_is_named_exists(page: Path) -> None:
+def test_every_named_script_exists(page: Path) -> None:
     named = {name.rstrip("/") for name in SCRIPT.findall(page.read_text())} - {"scripts/lab"}
     assert sorted(name for name in named if not script_path(name).exists()) == []
 
@@ -201,8 +201,8 @@ def blocks(page: str, language: str) -> list[str]:
     return [block for kind, block in FENCED.findall((ROOT / page).read_text()) if kind == language]
 
 
-def shown(text: str) -> str:
-    """Without line breaks, and without times, which differ."""
+def normalised(text: str) -> str:
+    """The text without line breaks and without times, which differ."""
     text = re.sub(r"Planned in [\d.]+ s|solved in \(ms\) +│ +[\d.]+", "", text)
     return " ".join(re.sub(r"[━─]+", "-", text).split())
 
@@ -210,22 +210,26 @@ def shown(text: str) -> str:
 def test_the_readmes_simulation_prints_what_the_guide_shows() -> None:
     (words,) = [words for words in commands(README.read_text()) if words[:2] == ["llmserve", "simulate"]]
     (expected,) = [block for block in blocks("docs/guide/simulating.md", "") if "latency (s)" in block]
-    assert shown(output_of("-m", *words)) == shown(expected)
+    assert normalised(output_of("-m", *words)) == normalised(expected)
 
 
-def test_the_guides_policy_is_printed() -> None:
+def test_the_guides_policy_is_as_printed() -> None:
     (block,) = [block for block in blocks("docs/guide/energy.md", "") if block.startswith("$ llmserve solve")]
     command, _, expected = block.partition("\n")
-    assert shown(output_of("-m", *shlex.split(command)[1:])) == shown(expected)
+    assert normalised(output_of("-m", *shlex.split(command)[1:])) == normalised(expected)
 
 
 def test_the_guides_instance_is_planned_as_shown(tmp_path: Path) -> None:
     instance, _ = blocks("docs/guide/models-and-deadlines.md", "json")
     (tmp_path / "instance.json").write_text(instance)
-    (block,) = [each for each in blocks("docs/guide/models-and-deadlines.md", "") if each.startswith("$ llmserve plan")]
+    (block,) = [
+        candidate
+        for candidate in blocks("docs/guide/models-and-deadlines.md", "")
+        if candidate.startswith("$ llmserve plan")
+    ]
     expected = block.partition("\n")[2]
     words = ["--instance", str(tmp_path / "instance.json"), "--output", str(tmp_path / "plan.json")]
-    assert shown(output_of("-m", "llmserve", "plan", *words)) == shown(expected)
+    assert normalised(output_of("-m", "llmserve", "plan", *words)) == normalised(expected)
 
 
 def test_the_settings_file_is_accepted_as_it_stands(tmp_path: Path) -> None:
@@ -234,12 +238,12 @@ def test_the_settings_file_is_accepted_as_it_stands(tmp_path: Path) -> None:
     file.write_text(text)
     config = load_config({}, {}, str(file))
     assert config.scheduling.order == "edf"
-    assert not DefaultDeadlines(config.limits.slo_ms).keys, "keys are refused where no key file names them"
+    assert not DefaultDeadlines(config.limits.slo_ms).keys, "deadlines of keys are refused without a key file"
 
 
 @pytest.mark.filterwarnings("error")
 def test_the_library_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "tests" / "scheduling")  # where the page's file lies
+    monkeypatch.syspath_prepend(ROOT / "tests" / "scheduling")  # folder of the page's file
     names: dict[str, Any] = {}
     for number, block in enumerate(blocks("docs/guide/as-a-library.md", "python")):
         exec(compile(block, f"block {number}", "exec", dont_inherit=True), names)
@@ -248,7 +252,7 @@ def test_the_library_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_the_library_pages_scripts_are_typed(tmp_path: Path) -> None:
-    """Each block by itself is what a user might keep; the last goes on with the first one's imports."""
+    """A user might keep each block by itself; the last block uses the first one's imports."""
     parts = blocks("docs/guide/as-a-library.md", "python")
     files = []
     for number, block in enumerate(parts):
@@ -275,8 +279,8 @@ def results(name: str) -> Any:
     return json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())
 
 
-def row_of(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
-    (row,) = [row for row in rows if wanted.items() <= row.items()]
+def row_of(rows: list[dict[str, Any]], **cells: Any) -> dict[str, Any]:
+    (row,) = [row for row in rows if cells.items() <= row.items()]
     return row
 
 
@@ -291,7 +295,7 @@ def beside_power_of_two(arrangement: str) -> float:
 
 
 def deadlines_met(policy: str, streams: tuple[str, ...] = ("images", "chats")) -> float:
-    """Per cent, the median of the rounds."""
+    """Percentage, median of the rounds."""
 
     def met(run: Mapping[str, Any]) -> float:
         ends = [run["counts"][stream]["ends"] for stream in streams]
@@ -301,10 +305,10 @@ def deadlines_met(policy: str, streams: tuple[str, ...] = ("images", "chats")) -
 
 
 def waiting(quantity: str, case: str = "load 0.1") -> float:
-    """Of `table` with a target, over the best greedy."""
+    """Ratio of `table` with a target to the best greedy."""
     rows = results("dispatch")["rows"]
     rule = "table, p95 within 1.4 of greedy's"
-    table, greedy = (row_of(rows, part="load", case=case, rule=each)[quantity] for each in (rule, "greedy, 2 bins"))
+    table, greedy = (row_of(rows, part="load", case=case, rule=name)[quantity] for name in (rule, "greedy, 2 bins"))
     return float(table / greedy)
 
 
@@ -347,7 +351,7 @@ MEASURED: Claims = {
         lambda: results("vllm")["idle"]["added_latency_ms"],
     ),
 }
-SENTENCES: Claims = {  # of README's limits: what follows the number or numbers
+SENTENCES: Claims = {  # sentences of README's limits -> their numbers
     r"(\d\.\d\d) to (\d\.\d\d) times that of vllm-router's power of two": (
         lambda: beside_power_of_two("llmserve shortest, oracle"),
         lambda: beside_power_of_two(ROUGH),
@@ -357,57 +361,57 @@ SENTENCES: Claims = {  # of README's limits: what follows the number or numbers
         lambda: people("oracle"),
     ),
 }
-WORDS_OF_NUMBERS = re.compile(r"\bp\d\d\b|\b8 bins\b|`[^`]*`")  # that are no results
+WORDS_OF_NUMBERS = re.compile(r"\bp\d\d\b|\b8 bins\b|`[^`]*`")  # numbers that are no results
 
 
 def table_rows(text: str) -> list[list[str]]:
-    """Of the tables of a text, without their heads: cells."""
-    found: list[list[str]] = []
+    """Cells of all table rows of a text, without the heads."""
+    rows: list[list[str]] = []
     lines = text.splitlines()
     for number, line in enumerate(lines):
         is_head = number + 1 < len(lines) and lines[number + 1].startswith("|---")
         if line.startswith("|") and not line.startswith("|---") and not is_head:
-            found.append([cell.strip() for cell in line.strip("|").split("|")])
-    return found
+            rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
 
 
-def wrong_numbers(said: list[str], claim: tuple[Callable[[], float], ...]) -> list[tuple[str, float]]:
-    """Numbers, as they are written, that are not what was measured, rounded like them."""
-    assert len(said) == len(claim), said
-    measured = [each() for each in claim]
+def wrong_numbers(written: list[str], claim: tuple[Callable[[], float], ...]) -> list[tuple[str, float]]:
+    """Numbers as written that differ from the measured ones rounded to the same digits."""
+    assert len(written) == len(claim), written
+    measured = [value_of() for value_of in claim]
 
     def as_written(text: str, value: float) -> str:
         return f"{value:,.{len(text.partition('.')[2])}f}"
 
-    return [(text, value) for text, value in zip(said, measured, strict=True) if as_written(text, value) != text]
+    return [(text, value) for text, value in zip(written, measured, strict=True) if as_written(text, value) != text]
 
 
 def section(text: str, start: str) -> str:
-    """From a line that begins so to the next heading."""
-    found = re.search(rf"^{re.escape(start)}.*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    assert found, start
-    return found[0]
+    """From the line that begins with `start` to the next heading."""
+    match = re.search(rf"^{re.escape(start)}.*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert match, start
+    return match[0]
 
 
 @pytest.mark.parametrize(("start", "claims"), [("| arrangement", BURST), ("## Measured", MEASURED)])
-def test_every_measured_number_of_the_readme_is_that_of_the_results(start: str, claims: Claims) -> None:
+def test_every_measured_number_of_the_readme_is_in_the_results(start: str, claims: Claims) -> None:
     rows = table_rows(section(README.read_text(), start))
     assert [row[0] for row in rows] == list(claims)
-    for what, *cells in rows:
+    for label, *cells in rows:
         pages = LINK.findall(cells[-1])
         numbers = NUMBER.findall(WORDS_OF_NUMBERS.sub("", " ".join(cells[:-1] if pages else cells)))
-        assert wrong_numbers(numbers, claims[what]) == [], what
-        assert pages or start == "| arrangement", "each row of figures names its page"
+        assert wrong_numbers(numbers, claims[label]) == [], label
+        assert pages or start == "| arrangement", "each row of figures must name its page"
 
 
 @pytest.mark.parametrize("pattern", SENTENCES, ids=["routers", "people's prompts"])
 def test_the_limits_are_as_large_as_measured(pattern: str) -> None:
-    found = re.search(pattern, README.read_text())
-    assert found, pattern
-    assert wrong_numbers(list(found.groups()), SENTENCES[pattern]) == []
+    match = re.search(pattern, README.read_text())
+    assert match, pattern
+    assert wrong_numbers(list(match.groups()), SENTENCES[pattern]) == []
 
 
-def test_a_wrong_number_is_seen() -> None:
+def test_a_wrong_number_is_detected() -> None:
     claim = (lambda: 0.4861, lambda: 3237.0)
     assert wrong_numbers(["0.49", "3,237"], claim) == []
     assert wrong_numbers(["0.48", "3,238"], claim) == [("0.48", 0.4861), ("3,238", 3237.0)]

@@ -1,4 +1,4 @@
-"""What /metrics counts of a journal."""
+"""The counters in /metrics, for given journals."""
 
 from llmserve.cluster.journal import Header, Journal
 from llmserve.cluster.live import LiveCluster
@@ -21,7 +21,7 @@ from llmserve.scheduling.messages import (
 
 
 def started(*batches: tuple[int, int]) -> str:
-    """The metrics after these batches (id, request) have started, in this order."""
+    """The metrics after these batches (id, request) have started in this order."""
     header = Header(SchedulingConfig().resolved(barrier=True))
     cluster = LiveCluster(header.scheduler(), [], Journal(header), clock=lambda: 0.0)
     metrics = Metrics(cluster, 8)
@@ -58,7 +58,7 @@ class Scraped:
         self._journal.append(now_s, event, actions)
 
     def lists(self, *models: str) -> None:
-        """The one engine lists these now."""
+        """The single engine lists these models from now on."""
         listed = {model: ServedModel(model) for model in models}
         self._fleet._known_models.change(dict(self._fleet.models), listed)
         self.step(9.0, EngineReady(EngineInfo("a", 8, False, models=models)))
@@ -104,7 +104,7 @@ def test_a_deadline_is_met_by_a_whole_answer_in_time_and_missed_by_a_later_one_o
     )
 
 
-def test_a_preempted_request_has_not_ended_before_it_ends() -> None:
+def test_a_preempted_request_counts_as_ended_only_at_its_last_end() -> None:
     scraped = Scraped()
     for request_id in (1, 2, 3):
         scraped.step(0.0, arrived(request_id))
@@ -112,7 +112,7 @@ def test_a_preempted_request_has_not_ended_before_it_ends() -> None:
     scraped.step(3.5, TimerFired(), PreemptBatch("a", 1, (1, 2, 3)))
     scraped.step(3.5, ended(1, "cancelled"))
     scraped.step(3.5, ended(2, "cancelled"), FailRequest(2, "deadline_exceeded"))
-    scraped.step(3.5, ended(3))  # it ended in that very moment
+    scraped.step(3.5, ended(3))  # ended at the same time
     scraped.step(4.0, TimerFired(), start(1, batch=2))
     scraped.step(5.0, ended(1))
     assert scraped.has(
@@ -125,7 +125,7 @@ def test_a_preempted_request_has_not_ended_before_it_ends() -> None:
     )
 
 
-def test_a_client_that_calls_its_streams_as_it_likes_does_not_fill_the_memory() -> None:
+def test_a_client_with_many_stream_names_does_not_fill_the_memory() -> None:
     scraped = Scraped()
     for request_id in range(STREAMS_MAX + 50):
         scraped.step(0.0, arrived(request_id, stream=f"s{request_id}"))
@@ -137,7 +137,7 @@ def test_a_client_that_calls_its_streams_as_it_likes_does_not_fill_the_memory() 
     assert f's{STREAMS_MAX}"' not in scraped.metrics.render().decode()
 
 
-def test_counters_of_a_model_end_when_no_engine_lists_it_any_more_and_begin_anew() -> None:
+def test_counters_of_a_model_are_dropped_when_no_engine_lists_it_and_start_again() -> None:
     scraped = Scraped()
     scraped.lists("m", "n")
     for request_id in (1, 2):
@@ -149,7 +149,7 @@ def test_counters_of_a_model_end_when_no_engine_lists_it_any_more_and_begin_anew
     assert 'model="m"' in scraped.metrics.render().decode()
     scraped.lists("n")
     assert 'model="m"' not in scraped.metrics.render().decode()
-    scraped.step(9.0, ended(1))  # which ran on
+    scraped.step(9.0, ended(1))  # request 1 ran on
     assert scraped.has(
         'llmserve_stream_requests_total{model="m",outcome="completed",stream="chat"} 1.0',
         'llmserve_requests_total{outcome="completed"} 2.0',

@@ -1,4 +1,4 @@
-"""The script that measures engines: the fake engine's known step time, a simulation's journal, and what goes wrong."""
+"""The script that measures engines: the fake engine's known step time, a simulation's journal, and errors."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ script = load_script("profile_engine")
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine has; a test that wants a GPU brings its own."""
+    """Hide the machine's GPUs; a test that needs a GPU adds its own."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
 
 
 async def run(*argv: object) -> None:
-    """The command, beside the engine that runs in this event loop."""
+    """Run the command beside the engine that runs in this event loop."""
     await asyncio.to_thread(script.main, [str(word) for word in argv])
 
 
@@ -53,7 +53,7 @@ def plan(**changes: Any) -> Any:
 async def test_the_fake_engines_step_and_prefill_are_found(
     barrier: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Its steps cost the same at every size. A timer is late by a millisecond or so, never early."""
+    """The fake steps cost the same at every size. A timer is about a millisecond late, never early."""
     path, figure = tmp_path / "profile.json", tmp_path / "profile.png"
     async with FakeEngine(slots=8, step_s=STEP_S, prefill_s=PREFILL_S, barrier=barrier) as engine:
         flags = ["--sizes", "8,1,4", "--output-tokens", 32, "--rounds", 1, "--output", path, "--plot", figure]
@@ -69,7 +69,7 @@ async def test_the_fake_engines_step_and_prefill_are_found(
     assert "fake, batches of 1, 4, 8 sequences with 8 and 32 output tokens, 1 round." in profile.source
     assert "Energy modelled as 300 W while running." in profile.source
     assert figure.read_bytes().startswith(b"\x89PNG")
-    # One request to learn, one batch to warm up, then all sizes at two lengths.
+    # One request to learn, one batch to warm up, then all sizes with two lengths each.
     assert len(bodies) == 1 + 8 + 2 * (1 + 4 + 8)
     assert len({body["prompt"].split()[0] for body in bodies}) == len(bodies)
     assert all(body["min_tokens"] == body["max_tokens"] and body["ignore_eos"] for body in bodies)
@@ -78,8 +78,8 @@ async def test_the_fake_engines_step_and_prefill_are_found(
     assert "fake: step" in printed.out
 
 
-async def test_what_nvml_counts_is_the_profiles_energy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A GPU that draws 200 W all the time: 200 J for every second of a step, and 200 W when idle."""
+async def test_the_joules_of_nvml_become_the_profiles_energy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A GPU with a constant 200 W: 200 J for every second of a step, and 200 W when idle."""
     gpu = Gpu(energy_mj=lambda: round(200e3 * time.monotonic()), name="Fake H100")
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpu))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -96,20 +96,20 @@ async def test_what_nvml_counts_is_the_profiles_energy(tmp_path: Path, monkeypat
 
 
 async def test_a_gpu_without_a_counter_is_sampled_while_batches_run():
-    """Power that is 400 W while the engine runs something and 100 W else; a sample every 50 ms finds it."""
+    """The power is 400 W while the engine is busy and 100 W otherwise; a sample every 50 ms shows that."""
     async with FakeEngine(step_s=STEP_S) as engine:
         energy = GpuEnergy(FakeNvml(Gpu(power_mw=lambda: 400_000 if engine.running else 100_000)))
-        wanted = plan(output_tokens=100)
-        measured = await measuring.measure(engine.url, None, wanted, energy, idle_s=0.2, on_batch=lambda *_: None)
+        measurement = plan(output_tokens=100)
+        measured = await measuring.measure(engine.url, None, measurement, energy, idle_s=0.2, on_batch=lambda *_: None)
     assert measured.idle_w == pytest.approx(100, rel=1e-6)
     long = [batch for batch in measured.batches if batch.tokens == 100]
     assert len(long) == 2
     for batch in long:
-        # The edges of a second between two samples each count half.
+        # The interval between two samples counts half at each end.
         assert batch.joules == pytest.approx(400 * batch.seconds, rel=0.1)
 
 
-async def test_without_a_gpu_and_without_watts_the_profile_has_times_only_and_that_is_said(
+async def test_without_a_gpu_and_without_watts_the_profile_has_only_times_and_a_message_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     path, figure = tmp_path / "profile.json", tmp_path / "profile.png"
@@ -120,15 +120,15 @@ async def test_without_a_gpu_and_without_watts_the_profile_has_times_only_and_th
     assert profile.energy_source == "unknown"
     assert profile.source.endswith("1 round. Energy is not known.")
     printed = capsys.readouterr()
-    said = "profile_engine: energy is not known: no GPU can be measured here, and --busy-power-w is not given."
-    assert printed.err.startswith(said), "before anything is measured"
+    message = "profile_engine: energy is not known: no GPU can be measured here, and --busy-power-w is not given."
+    assert printed.err.startswith(message), "the message must come before the measurement"
     assert "step (ms)" in printed.out
     assert "step (J)" not in printed.out
     assert "power (W)" not in printed.out
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
-async def test_gpus_that_count_no_joules_leave_the_energy_unknown(
+async def test_constant_counters_of_gpus_leave_the_energy_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(Gpu(energy_mj=7)))
@@ -141,7 +141,7 @@ async def test_gpus_that_count_no_joules_leave_the_energy_unknown(
 
 
 @pytest.mark.parametrize("names", [["H100"], ["H100", "P4"]])
-async def test_the_gpus_that_are_counted_are_named_and_several_are_warned_of(
+async def test_the_counted_gpus_are_named_and_several_cause_a_warning(
     names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     gpus = [Gpu(energy_mj=lambda: round(200e3 * time.monotonic()), name=name) for name in names]
@@ -150,16 +150,16 @@ async def test_the_gpus_that_are_counted_are_named_and_several_are_warned_of(
     flags = ["--sizes", "1,2", "--output-tokens", 8, "--rounds", 1, "--idle-power-w", 9]
     async with FakeEngine(step_s=0.001) as engine:
         await run("--engine", engine.url, *flags, "--output", tmp_path / "profile.json")
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     if len(names) == 1:
-        assert "energy is measured on the GPU H100\n" in said
-        assert "warning" not in said
+        assert "energy is measured on the GPU H100\n" in output
+        assert "warning" not in output
     else:
-        assert "energy is measured on 2 GPUs H100, P4\n" in said
-        assert "warning: all GPUs are counted; if the engine uses only some, name these in CUDA_VISIBLE" in said
+        assert "energy is measured on 2 GPUs H100, P4\n" in output
+        assert "warning: all GPUs are counted; if the engine uses only some, name these in CUDA_VISIBLE" in output
 
 
-def test_an_idle_power_above_the_measured_one_is_taken_as_that_for_idle_engines_draw_no_more():
+def test_the_idle_power_is_limited_to_the_least_measured_power():
     batches = [Observation(size, tokens, 0.01 * tokens, 2.0 * tokens) for size in (1, 4) for tokens in (8, 32)]
     profile = profiling.profile_of(batches, name="x", origin="Made up", idle_w=203.0)
     assert profile.idle_w == pytest.approx(200.0)
@@ -175,7 +175,7 @@ def test_an_idle_power_above_the_measured_one_is_taken_as_that_for_idle_engines_
         ("--idle-power-w 90 --busy-power-w 80", "--idle-power-w is 90, above --busy-power-w, 80"),
     ],
 )
-def test_watts_that_make_no_sense_are_refused_before_anything_is_measured(flags: str, message: str):
+def test_invalid_watts_are_refused_before_anything_is_measured(flags: str, message: str):
     with pytest.raises(SystemExit, match=message):
         script.main(["--engine", "http://127.0.0.1:9", *flags.split()])
 
@@ -188,7 +188,7 @@ def test_without_matplotlib_a_figure_is_refused_before_anything_is_measured(monk
 
 @asynccontextmanager
 async def picky_engine(*, counts: bool = True, status: int = 400) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
-    """Refuses what it does not know, and ends answers on its own: the n-th at n tokens. Gives its URL and bodies."""
+    """An engine that refuses unknown fields and ends its n-th answer at n tokens. Yields its URL and the bodies."""
     bodies: list[dict[str, Any]] = []
 
     async def complete(request: web.Request) -> web.Response:
@@ -218,11 +218,11 @@ async def test_where_lengths_cannot_be_forced_the_true_ones_count():
         measured = await measuring.measure(url, "m", plan(), None, idle_s=0, on_batch=lambda *_: None)
     # One answer of one token to learn, then four to warm up, then batches of 1 and 4 with lengths up to 2 and 8.
     assert [body["max_tokens"] for body in bodies[:5]] == [2, 8, 8, 8, 8]
-    asked = plan().batches()
-    assert [batch.size for batch in measured.batches] == [size for size, _ in asked]
+    batches = plan().batches()
+    assert [batch.size for batch in measured.batches] == [size for size, _ in batches]
     answered, longest = 5, []
-    for size, most in asked:
-        longest.append(min(answered + size, most))
+    for size, tokens_max in batches:
+        longest.append(min(answered + size, tokens_max))
         answered += size
     assert [batch.tokens for batch in measured.batches] == longest
 
@@ -235,13 +235,13 @@ async def test_where_lengths_cannot_be_forced_the_true_ones_count():
         ({"status": 500}, "the engine answers 500"),
     ],
 )
-async def test_an_engine_that_cannot_be_measured_is_said_in_a_line(engine: dict[str, Any], message: str):
+async def test_an_engine_that_cannot_be_measured_is_an_error_of_one_line(engine: dict[str, Any], message: str):
     async with picky_engine(**engine) as (url, _):
         with pytest.raises(SystemExit, match=f"profile_engine: error: {message}"):
             await run("--engine", url, "--model", "m")
 
 
-def test_nobody_there_is_said_in_a_line():
+def test_a_missing_engine_is_an_error_of_one_line():
     with pytest.raises(SystemExit, match=r"profile_engine: error: .*does not answer"):
         script.main(["--engine", "http://127.0.0.1:9"])
 
@@ -257,7 +257,7 @@ def test_nobody_there_is_said_in_a_line():
         ("--journal x", "not allowed with argument --engine"),
     ],
 )
-def test_flags_that_make_no_sense_are_refused(flags: str, message: str, capsys: pytest.CaptureFixture[str]):
+def test_invalid_flags_are_refused(flags: str, message: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         script.main(["--engine", "http://127.0.0.1:9", *flags.split()])
     assert message in capsys.readouterr().err
@@ -307,7 +307,7 @@ def test_a_fit_that_misses_its_measurements_is_judged(
     assert "the fit misses the measured steps by 0%" in capsys.readouterr().err
 
 
-def test_a_journal_without_barrier_batches_is_said_so(tmp_path: Path):
+def test_a_journal_without_barrier_batches_is_an_error(tmp_path: Path):
     journal = simulated(tmp_path / "refill.jsonl")
     with pytest.raises(SystemExit, match="no complete batch of a barrier engine"):
         script.main(["--journal", str(journal), "--output", str(tmp_path / "profile.json")])

@@ -1,4 +1,4 @@
-"""The pages of settings and metrics say what the code says."""
+"""The reference pages of settings and metrics agree with the code."""
 
 import pytest
 from lab import reference_pages
@@ -8,7 +8,7 @@ from llmserve.settings import COMMON, Config
 
 
 @pytest.mark.parametrize("name", ["settings.md", "metrics.md"])
-def test_a_page_is_what_the_code_says(name: str) -> None:
+def test_a_page_is_generated_from_the_code(name: str) -> None:
     text = reference_pages.pages()[name]
     assert (reference_pages.FOLDER / name).read_text() == text, "python scripts/lab/reference_pages.py writes it"
 

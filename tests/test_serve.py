@@ -1,4 +1,4 @@
-"""`llmserve serve` as a person starts it: a process of its own, with the embedded engine."""
+"""`llmserve serve` in its own process, as a user starts it, with the embedded engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from front import StartFront, until
-from server_process import Server, failed_start, gone
+from server_process import Server, all_ended, failed_start
 from tiny_llama import save_tiny_llama
 
 from llmserve.__main__ import main
@@ -41,10 +41,10 @@ def start_server() -> Iterator[Callable[..., Server]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_person_chats_and_a_signal_ends_it_with_status_0_and_no_process_left(
+def test_a_user_chats_and_a_signal_ends_all_processes_with_status_0(
     start_server: Callable[..., Server], number: signal.Signals
 ) -> None:
-    """And the predictor tells short answers from long ones."""
+    """The predictor distinguishes short answers from long ones, too."""
     server = start_server()
     answer, headers = server.chat("Count from 3 to 9.")
     assert answer["choices"][0]["message"]["content"] == "3, 4, 5, 6, 7, 8, 9"
@@ -57,7 +57,7 @@ def test_a_person_chats_and_a_signal_ends_it_with_status_0_and_no_process_left(
     assert int(long_["x-llmserve-predicted-tokens"]) > 100
     assert len(server.children) == 3, "the engine, its supervisor, and the predictor"
     assert server.stop(number) == 0
-    assert gone(server.children)
+    assert all_ended(server.children)
 
 
 @pytest.mark.slow
@@ -67,18 +67,18 @@ def test_any_model_folder_is_served_instead(start_server: Callable[..., Server],
     answer, headers = server.chat("hello", model="tiny", max_tokens=5)
     assert answer["model"] == "tiny"
     assert 0 < answer["usage"]["completion_tokens"] <= 5
-    assert "x-llmserve-predicted-tokens" not in headers, "the demo predictor knows the demo model only"
+    assert "x-llmserve-predicted-tokens" not in headers, "the demo predictor knows only the demo model"
 
 
 @pytest.mark.slow
 def test_when_the_front_end_is_killed_its_processes_end_too(start_server: Callable[..., Server]) -> None:
     server = start_server()
     server.process.kill()
-    assert gone(server.children)
+    assert all_ended(server.children)
 
 
 @pytest.mark.slow
-def test_an_engine_that_dies_is_started_again_and_a_stop_finishes_the_answer_that_it_writes(
+def test_an_engine_that_dies_is_restarted_and_a_stop_finishes_the_running_answer(
     start_server: Callable[..., Server],
 ) -> None:
     server = start_server("--predictor", "none")
@@ -96,7 +96,7 @@ def test_an_engine_that_dies_is_started_again_and_a_stop_finishes_the_answer_tha
     assert server.process.wait(timeout=30) == 0
 
 
-# Takes the place of an interpreter that has vLLM. The name of the model decides what becomes of the server.
+# A stand-in for an interpreter that has vLLM. The name of the model decides the server's behaviour.
 STAND_IN = """#!{python}
 import os, sys, time
 if sys.argv[1] == "-c":
@@ -116,7 +116,7 @@ os.execv(sys.executable, [sys.executable, "-m", "llmserve.engines.fake", *words]
 
 @pytest.fixture
 def vllm_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Two replicas of a stand-in for vLLM; what they say is kept in tmp_path/llmserve/PORT."""
+    """Two replicas of a stand-in for vLLM; their output is kept in tmp_path/llmserve/PORT."""
     (tmp_path / "python").write_text(STAND_IN.format(python=sys.executable, folder=tmp_path))
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -125,7 +125,7 @@ def vllm_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.slow
-def test_replicas_are_started_beside_a_server_that_runs_already(
+def test_replicas_are_started_beside_a_running_server(
     start_server: Callable[..., Server], vllm_flags: list[str], tmp_path: Path
 ) -> None:
     other = start_server(*vllm_flags, "--model", "good", "--engine-log-folder", str(tmp_path / "other"))
@@ -138,15 +138,15 @@ def test_replicas_are_started_beside_a_server_that_runs_already(
     assert headers["x-llmserve-engine"] in engines
     assert [file.name for file in sorted((tmp_path / "llmserve" / "0").iterdir())] == ["vllm-0.log", "vllm-1.log"]
     assert server.stop() == 0
-    assert gone(server.children)
+    assert all_ended(server.children)
 
 
 def test_when_one_replica_cannot_start_the_others_end_too(vllm_flags: list[str], tmp_path: Path) -> None:
-    status, said = failed_start("--port", "0", *vllm_flags, "--model", "one-of-two-fails")
+    status, error = failed_start("--port", "0", *vllm_flags, "--model", "one-of-two-fails")
     assert status == 1
-    assert "ended with status 1\n    torch.OutOfMemoryError: CUDA out of memory" in said
-    assert f"(the full log is {tmp_path}/llmserve/0/vllm-" in said
-    assert "Traceback" not in said
+    assert "ended with status 1\n    torch.OutOfMemoryError: CUDA out of memory" in error
+    assert f"(the full log is {tmp_path}/llmserve/0/vllm-" in error
+    assert "Traceback" not in error
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -161,52 +161,52 @@ def test_a_signal_while_engines_start_ends_them_and_is_status_0(
             time.sleep(0.02)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
-        said = process.communicate(timeout=40)[1]
+        error = process.communicate(timeout=40)[1]
     assert len(children) == 4, "two supervisors and two engines"
     assert process.returncode == 0
-    assert "Traceback" not in said
-    assert gone(children)
+    assert "Traceback" not in error
+    assert all_ended(children)
 
 
-def test_a_model_folder_that_is_not_there_is_said_with_the_engines_own_words() -> None:
-    status, said = failed_start("--port", "0", "--model", "/nowhere/model", HF_HUB_OFFLINE="1")
+def test_the_error_of_a_missing_model_folder_quotes_the_engine() -> None:
+    status, error = failed_start("--port", "0", "--model", "/nowhere/model", HF_HUB_OFFLINE="1")
     assert status == 1
-    assert "/nowhere/model" in said
-    assert "Traceback" not in said
+    assert "/nowhere/model" in error
+    assert "Traceback" not in error
 
 
 @pytest.fixture
 def refusal(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str]]]:
-    """`refusal(*flags)`: exit status of `llmserve serve` in this process, where it cannot start, and what it says.
+    """`refusal(*flags)`: exit status and output of a `llmserve serve` in this process that cannot start.
 
-    What it logs is said too: pytest's handlers give way to the one that a process has.
+    The output includes the log: pytest's log handlers are replaced by those of a real process.
     """
     loggers = [logging.getLogger(name) for name in ("", "asyncio", "uvicorn")]
-    before = [(logger.level, logger.handlers) for logger in loggers]
+    settings_before = [(logger.level, logger.handlers) for logger in loggers]
 
     def refused(*flags: str) -> tuple[int, str]:
         logging.getLogger().handlers = []
         return main(["serve", *flags]), capsys.readouterr().err
 
     yield refused
-    for logger, (level, handlers) in zip(loggers, before, strict=True):
+    for logger, (level, handlers) in zip(loggers, settings_before, strict=True):
         logger.setLevel(level)
         logger.handlers = handlers
 
 
-def test_a_port_in_use_is_said_before_anything_is_loaded(refusal: Callable[..., tuple[int, str]]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        status, said = refusal("--port", str(taken.getsockname()[1]))
+def test_a_port_in_use_is_an_error_before_anything_is_loaded(refusal: Callable[..., tuple[int, str]]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        status, error = refusal("--port", str(listener.getsockname()[1]))
     assert status == 1
-    assert "Address already in use" in said
-    assert said.count("\n") == 1
+    assert "Address already in use" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("flags", [["--batch-sise", "4"], ["--predictor", "/nowhere"]])
-def test_a_process_that_is_wrongly_configured_ends_with_status_2_and_one_line(flags: list[str]) -> None:
-    status, said = failed_start("--port", "0", *flags)
-    assert (status, said.count("\n")) == (2, 1), said
-    assert ("/nowhere" if "/nowhere" in flags else "did you mean --batch-size?") in said
+def test_a_wrongly_configured_process_ends_with_status_2_and_one_line(flags: list[str]) -> None:
+    status, error = failed_start("--port", "0", *flags)
+    assert (status, error.count("\n")) == (2, 1), error
+    assert ("/nowhere" if "/nowhere" in flags else "did you mean --batch-size?") in error
 
 
 @pytest.mark.parametrize(
@@ -241,15 +241,15 @@ def test_a_wrong_configuration_is_status_2_and_one_line(
     refusal: Callable[..., tuple[int, str]], flags: list[str], message: str
 ) -> None:
     port = [] if "--port" in flags else ["--port", "0"]
-    status, said = refusal(*port, *flags)
-    assert (status, said.count("\n")) == (2, 1), said
-    assert message in said
+    status, error = refusal(*port, *flags)
+    assert (status, error.count("\n")) == (2, 1), error
+    assert message in error
 
 
-async def test_settings_for_models_that_no_engine_serves_are_said(
+async def test_settings_for_models_that_no_engine_serves_are_reported(
     start_front: StartFront, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The profile's model is not there, the deadline's is."""
+    """The profile's model is missing, the deadline's model is served."""
     settings = {
         "dispatch": DispatchConfig(profile=("model:chta=p4-googlenet",)),
         "limits": ApiConfig(slo_ms=("model:chat=500", "stream:night=5000")),
@@ -257,11 +257,11 @@ async def test_settings_for_models_that_no_engine_serves_are_said(
     async with FakeEngine(model="chat") as fake:
         await start_front(fake, **settings)
         await until(lambda: "no engine serves" in caplog.text)
-    said = [record.message for record in caplog.records if "no engine serves" in record.message]
-    assert said == ["profile: no engine serves a model chta; did you mean chat?"]
+    messages = [record.message for record in caplog.records if "no engine serves" in record.message]
+    assert messages == ["profile: no engine serves a model chta; did you mean chat?"]
 
 
-async def test_an_order_that_goes_by_batch_times_says_that_it_needs_a_profile(
+async def test_an_order_by_batch_times_reports_a_missing_profile(
     start_front: StartFront, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with FakeEngine(barrier=True) as fake:
@@ -274,11 +274,11 @@ async def test_an_order_that_goes_by_batch_times_says_that_it_needs_a_profile(
 
 
 def loaded(imported: Sequence[str], looked_for: Sequence[str]) -> list[str]:
-    """Of the modules that are looked for those that come along when others are imported in a fresh interpreter."""
+    """The modules among `looked_for` that a fresh interpreter loads when it imports `imported`."""
     script = f"import sys, {', '.join(imported)}\nprint([name for name in {looked_for} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    found: list[str] = ast.literal_eval(done.stdout)
-    return found
+    loaded: list[str] = ast.literal_eval(done.stdout)
+    return loaded
 
 
 def test_importing_llmserve_loads_neither_torch_nor_transformers() -> None:
@@ -287,16 +287,16 @@ def test_importing_llmserve_loads_neither_torch_nor_transformers() -> None:
     assert loaded(modules, ["torch", "transformers", "onnxruntime", "vllm", "ray"]) == []
 
 
-def test_commands_that_serve_nothing_load_no_server() -> None:
+def test_other_commands_load_no_server() -> None:
     server = ["llmserve.api", "llmserve.cluster.live", "llmserve.cluster.fleet", "llmserve.settings", "aiohttp"]
     assert loaded([f"llmserve.{command}" for command in ("solve", "advise", "plan", "simulate")], server) == []
-    assert loaded(["llmserve.serve"], server) == ["llmserve.settings"], "a name that is loaded is found"
+    assert loaded(["llmserve.serve"], server) == ["llmserve.settings"], "a loaded module must be found"
 
 
 def test_the_import_rules_hold() -> None:
-    """Who may import whom (the map in docs/design.md). Rooms are named by their first folder or module.
+    """Which folders may import which (the map in docs/design.md). Rooms are named by their first folder or module.
 
-    What a predictor may know of a request is a noun that all of llmserve speaks; the predictor itself is serve's alone.
+    The predictor's inputs are nouns that all of llmserve uses; only serve uses the predictor itself.
     """
     root = Path(__file__).parents[1]
     allowed = {
@@ -368,5 +368,5 @@ def test_the_import_rules_hold() -> None:
                     else []
                 )
                 for name in names:
-                    ours = room(name) if name.split(".")[0] in ("llmserve", "bins", "predictor") else owner
-                    assert ours in may | {owner}, f"{file.relative_to(root)} imports {name}"
+                    imported = room(name) if name.split(".")[0] in ("llmserve", "bins", "predictor") else owner
+                    assert imported in may | {owner}, f"{file.relative_to(root)} imports {name}"

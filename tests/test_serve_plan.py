@@ -1,4 +1,4 @@
-"""`--plan`: groups of workers behind one door; with `--group`, one of them by itself."""
+"""`--plan`: groups of workers behind one server; with `--group`, a single group."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ M_AND_N = {"n": FakePace(0.005)}
 
 @asynccontextmanager
 async def engines(count: int, slots: int = 1, **fields: Any) -> AsyncIterator[list[FakeEngine]]:
-    """That serve the models m and n both."""
+    """Engines that serve both models m and n."""
     async with AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(
@@ -49,7 +49,7 @@ def placed(fakes: Sequence[FakeEngine], slots: int = 1, **fields: Any) -> Engine
 
 
 async def ask(front: Front, model: str, stream: str = "", **fields: Any) -> tuple[int, str]:
-    """Status, and the engine that answered."""
+    """Return the status, and the engine that answered."""
     headers = {"x-llmserve-stream": stream} if stream else None
     async with front.post(model=model, headers=headers, **{"max_tokens": 2, **fields}) as response:
         await response.read()
@@ -89,7 +89,7 @@ async def test_requests_go_to_the_group_of_their_model_or_stream_and_the_rest_to
         assert (await ask(front, "other"))[0] == 404
 
 
-async def test_workers_that_a_plan_does_not_name_are_assigned_by_the_models_they_turn_out_to_serve(
+async def test_workers_that_a_plan_does_not_name_are_assigned_by_the_models_that_they_serve(
     start_front: StartFront, tmp_path: Path
 ) -> None:
     plan = saved(tmp_path, HerdGroup("left", 1, ("m",)), HerdGroup("right", 2, ("n",)))
@@ -105,7 +105,7 @@ async def test_workers_that_a_plan_does_not_name_are_assigned_by_the_models_they
             assert (await ask(front, "n"))[1] in (name_of(first), name_of(third))
 
 
-async def test_a_plan_that_changes_while_requests_run_and_wait_loses_none_and_runs_none_twice(
+async def test_a_plan_that_changes_under_load_loses_no_request_and_runs_none_twice(
     start_front: StartFront, tmp_path: Path
 ) -> None:
     left, right = HerdGroup("left", 1, ("m",), workers=("w0",)), HerdGroup("right", 1, ("n",), workers=("w1",))
@@ -115,25 +115,25 @@ async def test_a_plan_that_changes_while_requests_run_and_wait_loses_none_and_ru
         front = await start_front(engines=placed(fakes, 2, plan=saved(tmp_path, left, right)))
         asking = [asyncio.ensure_future(ask(front, "mn"[number % 2], max_tokens=8)) for number in range(90)]
 
-        def over(least: int) -> bool:
-            return sum(task.done() for task in asking) >= least
+        def over(count: int) -> bool:
+            return sum(task.done() for task in asking) >= count
 
         for ended, groups in zip((10, 20, 30, 40, 50), (swapped, merged, swapped, (), merged), strict=True):
             await until(partial(over, ended))
-            assert front.cluster.scheduler.waiting, "there must be something to move"
+            assert front.cluster.scheduler.waiting, "some requests must wait"
             front.cluster.notify(PlanChanged(groups))
             check(front.cluster.scheduler)
             asking += [asyncio.ensure_future(ask(front, "mn"[number % 2], max_tokens=8)) for number in range(4)]
         assert {status for status, _ in await asyncio.gather(*asking)} == {200}
-        assert sum(len(fake.bodies) for fake in fakes) == len(asking), "each has run once"
+        assert sum(len(fake.bodies) for fake in fakes) == len(asking), "each request must run once"
     steps = list(front.cluster.journal.steps)
     ended = [step.event.request_id for step in steps if isinstance(step.event, RequestEnded)]
     assert sorted(ended) == [step.event.request.id for step in steps if isinstance(step.event, RequestArrived)]
     assert journal.replay(front.cluster.journal.header, steps) == steps
 
 
-async def test_groups_are_planned_anew_for_the_rates_of_now(start_front: StartFront, tmp_path: Path) -> None:
-    """The plan has three GPUs for m and one for n; then all that comes is of n."""
+async def test_groups_are_planned_again_for_the_current_rates(start_front: StartFront, tmp_path: Path) -> None:
+    """The plan has three GPUs for m and one for n; then all arrivals are of n."""
     instance = Instance(
         streams=(Stream("all", "m", rate_per_s=90.0, slo_s=1.0), Stream("all", "n", rate_per_s=20.0, slo_s=1.0)),
         models=tuple([Model(name, 30.0, 20.0, 0.0, batch_size_max=1) for name in ("m", "n")]),
@@ -162,7 +162,7 @@ async def test_groups_are_planned_anew_for_the_rates_of_now(start_front: StartFr
     assert journal.replay(front.cluster.journal.header, steps) == steps
 
 
-# ---- what makes no sense ----
+# ---- invalid settings ----
 
 
 @pytest.mark.parametrize(
@@ -177,14 +177,14 @@ async def test_groups_are_planned_anew_for_the_rates_of_now(start_front: StartFr
         ({"plan": "/nowhere/plan.json"}, "/nowhere/plan.json"),
     ],
 )
-async def test_settings_of_plans_that_contradict_each_other_are_said(fields: dict[str, Any], message: str) -> None:
+async def test_contradictory_settings_of_plans_are_an_error(fields: dict[str, Any], message: str) -> None:
     config = Config(server=ServerConfig(port=0), engines=EngineConfig(**{"engine": ("http://127.0.0.1:9",), **fields}))
     with pytest.raises(ConfigError, match=message):
         async with serving(config):
             raise AssertionError("it must not start")
 
 
-async def test_a_group_that_the_plan_does_not_have_is_said_with_the_nearest(tmp_path: Path) -> None:
+async def test_an_unknown_group_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
     plan = saved(tmp_path, HerdGroup("left", 1, ("m",)))
     engine = EngineConfig(engine=("http://127.0.0.1:9",), plan=plan, group="lift")
     with pytest.raises(ConfigError, match="no group 'lift'; did you mean left"):
@@ -192,7 +192,7 @@ async def test_a_group_that_the_plan_does_not_have_is_said_with_the_nearest(tmp_
             raise AssertionError("it must not start")
 
 
-async def test_a_worker_that_no_engine_is_on_is_said_with_the_nearest(tmp_path: Path) -> None:
+async def test_a_worker_without_an_engine_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
     plan = saved(tmp_path, HerdGroup("left", 1, ("m",), workers=("gpu0", "gpu7")))
     urls = ("gpu0=http://127.0.0.1:9", "gpu1=http://127.0.0.1:10")
     with pytest.raises(ConfigError, match="plan: group left has no engine on its worker gpu7; did you mean gpu"):
@@ -200,7 +200,7 @@ async def test_a_worker_that_no_engine_is_on_is_said_with_the_nearest(tmp_path: 
             raise AssertionError("it must not start")
 
 
-# ---- one group by itself ----
+# ---- a single group ----
 
 
 async def test_one_groups_server_has_the_engines_of_the_workers_that_the_plan_names_for_it(
@@ -217,11 +217,11 @@ async def test_one_groups_server_has_the_engines_of_the_workers_that_the_plan_na
     ("group", "workers"),
     [
         ("left", (0,)),
-        ("right", (2, 3)),  # any that no group names: which ones, whoever places this server says by --engine
-        ("fallback", (1, 2, 3)),  # which the plan gives w1
+        ("right", (2, 3)),  # any workers without a named group; --engine selects them
+        ("fallback", (1, 2, 3)),  # the plan gives w1 to it
     ],
 )
-async def test_one_groups_server_has_no_engine_of_a_worker_that_another_group_names(
+async def test_one_groups_server_has_no_engine_of_another_groups_worker(
     start_front: StartFront, tmp_path: Path, group: str, workers: tuple[int, ...]
 ) -> None:
     named = HerdGroup("left", 1, ("m",), workers=("w0",)), HerdGroup("fallback", 1, ("n",), workers=("w1",))
@@ -231,7 +231,7 @@ async def test_one_groups_server_has_no_engine_of_a_worker_that_another_group_na
         assert set(front.cluster.engines_ready) == {name_of(fakes[number]) for number in workers}
 
 
-async def test_the_fallback_groups_server_has_the_workers_and_models_that_no_group_names(
+async def test_the_fallback_groups_server_has_the_unplanned_workers_and_models(
     start_front: StartFront, tmp_path: Path
 ) -> None:
     plan = saved(tmp_path, HerdGroup("left", 1, ("m",), streams=(("chat", "n"),), workers=("w0",)))
@@ -257,7 +257,7 @@ async def test_models_of_other_groups_are_404_whatever_the_engines_serve(
         assert not second.bodies
 
 
-async def test_one_groups_server_is_told_streams_deadlines_and_lengths_by_whoever_stands_before_it(
+async def test_one_groups_server_gets_streams_deadlines_and_lengths_from_a_router(
     tmp_path: Path, start_front: StartFront
 ) -> None:
     plan = saved(tmp_path, HerdGroup("left", 1, ("m",), workers=("w0",)))
@@ -281,7 +281,7 @@ async def test_one_groups_server_is_told_streams_deadlines_and_lengths_by_whoeve
     assert requests[0].deadline_s is not None
 
 
-async def test_a_group_without_an_engine_here_is_said(tmp_path: Path) -> None:
+async def test_a_group_without_an_engine_here_is_an_error(tmp_path: Path) -> None:
     plan = saved(
         tmp_path, HerdGroup("left", 1, ("m",), workers=("w1",)), HerdGroup("right", 1, ("n",), workers=("w0",))
     )

@@ -1,4 +1,4 @@
-"""`llmserve solve`: the numbers it prints, the policy as a person reads it, and what it says of nonsense."""
+"""`llmserve solve`: its numbers, its printed policy, and its errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ISSUE_FLAGS = (
     "--service deterministic --latency-ms 0.3051,1.0524 --energy-mj 19.899,19.603 --batch-min 1 --batch-max 32 "
     "--load 0.9 --energy-weight 1"
 )
-# The coefficients that the published averages were computed with.
+# The coefficients of the published averages.
 UNROUNDED = "--latency-ms 0.305058,1.05244 --energy-mj 19.899,19.603"
 
 
@@ -38,7 +38,7 @@ def lengths_file(tmp_path: Path) -> Path:
     return path
 
 
-def found(capsys: pytest.CaptureFixture[str], flags: str) -> dict[str, Any]:
+def solved(capsys: pytest.CaptureFixture[str], flags: str) -> dict[str, Any]:
     assert main(["solve", *flags.split(), "--json"]) == 0
     answer: dict[str, Any] = json.loads(capsys.readouterr().out)
     return answer
@@ -48,9 +48,9 @@ def found(capsys: pytest.CaptureFixture[str], flags: str) -> dict[str, Any]:
 
 
 def test_the_published_scenario_has_its_average_cost(capsys: pytest.CaptureFixture[str]) -> None:
-    """SMDP-J, Table II: 66.137 to 66.138, computed with coefficients that are rounded in print."""
-    assert found(capsys, f"{ISSUE_FLAGS}")["average_cost"] == pytest.approx(66.1374, rel=2e-4)
-    answer = found(capsys, f"{UNROUNDED} --load 0.9 --energy-weight 1")
+    """SMDP-J, Table II: 66.137 to 66.138, computed with coefficients that the paper prints rounded."""
+    assert solved(capsys, f"{ISSUE_FLAGS}")["average_cost"] == pytest.approx(66.1374, rel=2e-4)
+    answer = solved(capsys, f"{UNROUNDED} --load 0.9 --energy-weight 1")
     assert answer["average_cost"] == pytest.approx(66.1374, rel=2e-5)
     assert answer["average_cost"] == pytest.approx(answer["response_ms_mean"] + answer["power_w_mean"], rel=1e-12)
     assert answer["policy"][:34] == [0] * 7 + [*range(7, 33), 32]
@@ -64,7 +64,7 @@ def test_the_published_scenario_has_its_average_cost(capsys: pytest.CaptureFixtu
 
 
 def test_the_defaults_are_the_published_scenario_and_its_profile(capsys: pytest.CaptureFixture[str]) -> None:
-    answers = [found(capsys, flags) for flags in (ISSUE_FLAGS, "", "--profile p4-googlenet")]
+    answers = [solved(capsys, flags) for flags in (ISSUE_FLAGS, "", "--profile p4-googlenet")]
     for answer in answers[1:]:
         assert answer["policy"] == answers[0]["policy"]
         for name in ("average_cost", "response_ms_mean", "power_w_mean", "arrival_rate_per_s"):
@@ -80,8 +80,8 @@ def test_the_command_runs_as_a_process() -> None:
 def test_value_iteration_finds_the_same_policy_in_the_published_number_of_iterations(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    exact = found(capsys, UNROUNDED)
-    by_values = found(capsys, f"{UNROUNDED} --solver rvi --s-max 70 --overflow-cost 100 --epsilon 0.01")
+    exact = solved(capsys, UNROUNDED)
+    by_values = solved(capsys, f"{UNROUNDED} --solver rvi --s-max 70 --overflow-cost 100 --epsilon 0.01")
     assert by_values["policy"] == exact["policy"][:71]
     assert by_values["average_cost"] == pytest.approx(exact["average_cost"], rel=1e-9)
     assert by_values["iterations"] == pytest.approx(1483, rel=0.01)
@@ -89,48 +89,48 @@ def test_value_iteration_finds_the_same_policy_in_the_published_number_of_iterat
 
 
 def test_percentiles_are_those_of_table_i(capsys: pytest.CaptureFixture[str]) -> None:
-    answer = found(capsys, f"{UNROUNDED} --load 0.7 --energy-weight 1.6 --percentiles --seed 3")
+    answer = solved(capsys, f"{UNROUNDED} --load 0.7 --energy-weight 1.6 --percentiles --seed 3")
     percentiles_ms = [answer[f"response_ms_p{level}"] for level in (50, 90, 95)]
     assert percentiles_ms == pytest.approx([6.83, 9.23, 9.96], rel=0.015)
     assert answer["response_ms_p99"] > percentiles_ms[-1]
-    assert answer == {**found(capsys, f"{UNROUNDED} --load 0.7 --energy-weight 1.6 --percentiles --seed 3"),
+    assert answer == {**solved(capsys, f"{UNROUNDED} --load 0.7 --energy-weight 1.6 --percentiles --seed 3"),
                       "solve_ms": answer["solve_ms"]}  # fmt: skip
 
 
-def test_the_load_and_the_arrival_rate_are_two_names_of_one_thing(capsys: pytest.CaptureFixture[str]) -> None:
-    by_load = found(capsys, "--load 0.5")
-    by_rate = found(capsys, f"--arrival-rate-per-s {by_load['arrival_rate_per_s']!r}")
+def test_the_load_and_the_arrival_rate_are_equivalent(capsys: pytest.CaptureFixture[str]) -> None:
+    by_load = solved(capsys, "--load 0.5")
+    by_rate = solved(capsys, f"--arrival-rate-per-s {by_load['arrival_rate_per_s']!r}")
     assert by_rate["policy"] == by_load["policy"]
     assert by_rate["load"] == pytest.approx(0.5)
 
 
 def test_idle_power_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    without, with_idle = (found(capsys, f"--load 0.3 --energy-weight 0 --idle-power-w {idle_w}") for idle_w in (0, 20))
+    without, with_idle = (solved(capsys, f"--load 0.3 --energy-weight 0 --idle-power-w {idle_w}") for idle_w in (0, 20))
     added_w = 20 * (1 - without["utilisation"])
     assert with_idle["power_w_mean"] == pytest.approx(without["power_w_mean"] + added_w)
 
 
 @pytest.mark.parametrize("service", ["deterministic", "erlang2", "exponential", "hyperexponential"])
-def test_the_average_cost_is_that_of_a_queue_truncated_where_it_never_comes(service: str) -> None:
-    """Policy iteration on SMDP-J's finite model, long enough that where it ends is of no matter."""
+def test_the_average_cost_is_that_of_a_queue_truncated_beyond_its_reach(service: str) -> None:
+    """Policy iteration on SMDP-J's finite model, long enough that its end does not matter."""
     queue, _, answer = solve(Problem(service=service, batch_max=8, load=0.5))
     model = queue.truncated(1.0, states_max=250, overflow_cost=100.0)
     greedy = np.minimum(np.arange(252), 8)
     assert answer.average_cost == pytest.approx(policy_iteration(model, greedy).average_cost, rel=1e-9)
 
 
-def test_the_more_times_vary_the_more_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_variable_times_cost_more(capsys: pytest.CaptureFixture[str]) -> None:
     services = ("deterministic", "erlang2", "exponential", "hyperexponential")
-    costs = [found(capsys, f"--load 0.5 --service {service}")["average_cost"] for service in services]
+    costs = [solved(capsys, f"--load 0.5 --service {service}")["average_cost"] for service in services]
     assert costs == sorted(costs)
     assert costs[-1] > 1.05 * costs[0]
 
 
-# ---- batches that last as their longest answer ----
+# ---- batches as long as their longest answer ----
 
 
 def test_a_batch_of_samples_lasts_as_its_longest_answer(lengths_file: Path) -> None:
-    """With everybody's batch of 1, the mean time is the mean length times a step; of 32, that of the longest of 32."""
+    """A batch of 1 takes the mean length times a step; a batch of 32 the mean longest of 32."""
     problem = Problem(service=f"samples:{lengths_file}", profile="h100-llama-3.1-8b", load=0.5)
     queue, _, answer = solve(problem)
     profile = PROFILES["h100-llama-3.1-8b"]
@@ -143,7 +143,7 @@ def test_a_batch_of_samples_lasts_as_its_longest_answer(lengths_file: Path) -> N
     assert answer.load == pytest.approx(0.5)
 
 
-def test_latency_and_energy_are_per_step_then(lengths_file: Path) -> None:
+def test_latency_and_energy_are_per_step_for_samples(lengths_file: Path) -> None:
     problem = Problem(service=f"samples:{lengths_file}", latency_ms=(0.0, 10.0), energy_mj=(0.0, 3_000.0), batch_max=4)
     queue, _, _ = solve(problem)
     mean = np.loadtxt(lengths_file, skiprows=1).mean()
@@ -151,12 +151,12 @@ def test_latency_and_energy_are_per_step_then(lengths_file: Path) -> None:
     assert queue.energy_j == pytest.approx(300 * queue.service.mean_s)
 
 
-def test_a_profiles_own_idle_power_can_be_replaced(lengths_file: Path) -> None:
+def test_a_profiles_idle_power_can_be_replaced(lengths_file: Path) -> None:
     problem = Problem(service=f"samples:{lengths_file}", profile="h100-llama-3.1-8b", idle_power_w=0.0)
     assert solve(problem)[0].idle_power_w == 0.0
 
 
-def test_a_profile_without_energy_is_of_use_for_times_only(tmp_path: Path, lengths_file: Path) -> None:
+def test_a_profile_without_energy_gives_only_times(tmp_path: Path, lengths_file: Path) -> None:
     path = tmp_path / "times.json"
     Profile.timed("box", Curve.affine(1e-4, 1e-2), source="a test").save(path)
     problem = Problem(service=f"samples:{lengths_file}", profile=str(path), batch_max=4, energy_weight=0.0)
@@ -176,22 +176,22 @@ def test_a_profile_without_energy_is_of_use_for_times_only(tmp_path: Path, lengt
 
 
 def test_a_latency_target_is_met_with_a_mixture_of_two_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    """rho = 0.3: from the step at 4.88 ms (wait for 5) a share of that at 5.72 ms (wait for 6), and less energy."""
+    """rho = 0.3: a mixture of the steps at 4.88 ms (wait for 5) and at 5.72 ms (wait for 6), with less energy."""
     flags = f"{UNROUNDED} --load 0.3"
-    below = found(capsys, f"{flags} --energy-weight 1.2")
-    answer = found(capsys, f"{flags} --latency-target-ms 5")
+    below = solved(capsys, f"{flags} --energy-weight 1.2")
+    answer = solved(capsys, f"{flags} --latency-target-ms 5")
     assert answer["target_met"] is True
     assert 4.99 < answer["response_ms_mean"] <= 5.0
     assert answer["power_w_mean"] < below["power_w_mean"]
     assert 0.05 < answer["share"] < 0.3
     assert answer["policy"][:6] == [0, 0, 0, 0, 0, 5]
     assert answer["other_policy"][:7] == [0, 0, 0, 0, 0, 0, 6]
-    assert (answer["average_cost"], answer["energy_weight"]) == (None, None), "nothing was weighed"
+    assert (answer["average_cost"], answer["energy_weight"]) == (None, None), "a target excludes a weight"
 
 
-def test_a_target_that_cannot_be_met_gives_the_fastest_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    answer = found(capsys, "--load 0.3 --latency-target-ms 1")
-    fastest = found(capsys, "--load 0.3 --energy-weight 0")
+def test_an_unreachable_target_gives_the_fastest_policy_and_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = solved(capsys, "--load 0.3 --latency-target-ms 1")
+    fastest = solved(capsys, "--load 0.3 --energy-weight 0")
     assert answer["target_met"] is False
     assert answer["response_ms_mean"] == pytest.approx(fastest["response_ms_mean"])
     assert main(["solve", "--load", "0.3", "--latency-target-ms", "1"]) == 0
@@ -201,17 +201,17 @@ def test_a_target_that_cannot_be_met_gives_the_fastest_and_says_so(capsys: pytes
 
 
 def test_a_target_can_be_for_a_percentile(capsys: pytest.CaptureFixture[str]) -> None:
-    """Met, with no more to spare than what the search's own samples leave open."""
-    answer = found(capsys, "--load 0.3 --latency-target-ms 8 --latency-target-percentile 95 --percentiles")
+    """The target is met with no more slack than the search's samples cause."""
+    answer = solved(capsys, "--load 0.3 --latency-target-ms 8 --latency-target-percentile 95 --percentiles")
     assert answer["target_met"] is True
     assert 0.94 * 8.0 < answer["response_ms_p95"] <= 8.0
-    assert answer["power_w_mean"] < found(capsys, "--load 0.3 --energy-weight 0")["power_w_mean"]
+    assert answer["power_w_mean"] < solved(capsys, "--load 0.3 --energy-weight 0")["power_w_mean"]
 
 
-# ---- what a person sees ----
+# ---- printed output ----
 
 
-def test_a_policy_is_told_in_runs() -> None:
+def test_a_policy_is_printed_in_ranges() -> None:
     assert runs([0, 0, 2, 3, 4, 4, 4]) == [
         ("0..1", "wait"),
         ("2..4", "serve all that wait"),
@@ -233,7 +233,7 @@ def test_a_policy_is_told_in_runs() -> None:
     ]
 
 
-def test_bars_are_as_high_as_what_is_served() -> None:
+def test_bars_are_as_high_as_the_batches() -> None:
     lines = chart([*[0] * 4, *range(4, 33), *[32] * 20], width=100)
     assert len(lines) == 5
     heights = [sum(" ▁▂▃▄▅▆▇█".index(row[5 + state]) for row in lines[:-1]) for state in range(32)]
@@ -242,14 +242,14 @@ def test_bars_are_as_high_as_what_is_served() -> None:
 
 
 def test_a_bar_is_blank_only_where_nothing_is_served() -> None:
-    """Of a batch of 200, one request would be a sixth of the least block."""
+    """In a batch of 200, one request would be a sixth of the smallest block."""
     lines = chart([0, 0, *range(2, 201), 200], width=250)
     lowest = lines[3].removeprefix("   0 ")
     assert lowest.startswith("  ▁▁")
     assert " " not in lowest[2:]
 
 
-def test_a_chart_fits_the_terminal_and_says_where_it_is_cut() -> None:
+def test_a_chart_fits_the_terminal_and_marks_the_cut() -> None:
     for width in (20, 40, 80):
         lines = chart([*range(101), 100], width)
         assert max(map(len, lines)) <= width
@@ -257,7 +257,7 @@ def test_a_chart_fits_the_terminal_and_says_where_it_is_cut() -> None:
     assert "cut" not in "".join(chart([*range(101), 100], 120))
 
 
-def test_the_command_prints_what_was_solved_the_policy_and_the_averages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_problem_the_policy_and_the_averages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["solve", *ISSUE_FLAGS.split(), "--percentiles"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     for words in (
@@ -274,7 +274,7 @@ def test_the_command_prints_what_was_solved_the_policy_and_the_averages(capsys: 
         assert words in out
 
 
-def test_the_title_says_whose_times_and_energies_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_title_names_the_source_of_times_and_energies(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, words in (
         ("", "batches of 1 to 32 with the times and energies of SMDP-J's basic scenario, load 0.9"),
         ("--service erlang2", "erlang2 batches of 1 to 32 with the times and energies of SMDP-J's basic scenario,"),
@@ -284,18 +284,18 @@ def test_the_title_says_whose_times_and_energies_they_are(capsys: pytest.Capture
         assert words in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_plot_that_cannot_be_drawn_is_said_after_what_was_solved(
+def test_a_failure_to_draw_is_reported_after_the_solution(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def told(path: Path) -> str:
+    def error_of(path: Path) -> str:
         assert main(["solve", "--json", "--plot", str(path)]) == 2
         out, error = capsys.readouterr()
         assert json.loads(out)["average_cost"] == pytest.approx(66.1374, rel=2e-4)
         assert error.count("\n") == 1
         return error
 
-    assert "--plot: cannot draw" in told(tmp_path / "no-such-folder" / "policy.png")
-    assert "--plot: cannot draw" in told(tmp_path / "policy.xyz")
+    assert "--plot: cannot draw" in error_of(tmp_path / "no-such-folder" / "policy.png")
+    assert "--plot: cannot draw" in error_of(tmp_path / "policy.xyz")
 
 
 def test_without_matplotlib_a_plot_is_refused_before_anything_is_solved(
@@ -313,7 +313,7 @@ def test_a_plot_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     json.loads(capsys.readouterr().out.splitlines()[0])
 
 
-# ---- what makes no sense ----
+# ---- invalid flags ----
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_a_plot_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("--batch-maks 8", "did you mean --batch-max?"),
     ],
 )
-def test_what_makes_no_sense_is_said_in_one_line(
+def test_invalid_flags_are_an_error_of_one_line(
     flags: str, message: str, lengths_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["solve", *flags.replace("LENGTHS", str(lengths_file)).split()]) == 2
@@ -360,7 +360,7 @@ def test_what_makes_no_sense_is_said_in_one_line(
     assert error.count("\n") == 1
 
 
-def test_value_iteration_that_does_not_end_is_a_failure_that_says_what_helps(
+def test_value_iteration_that_does_not_converge_is_a_failure_with_advice(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     flags = "--solver rvi --batch-max 4 --s-max 30 --epsilon 1e-300"
@@ -370,7 +370,7 @@ def test_value_iteration_that_does_not_end_is_a_failure_that_says_what_helps(
     assert "--solver exact" in error
 
 
-def test_a_queue_is_made_of_a_problem_alone() -> None:
+def test_a_queue_is_built_from_a_problem_alone() -> None:
     problem = Problem(batch_min=2, batch_max=4, load=0.5)
     queue = queue_of(problem, profile_of(problem), None)
     assert queue.service.sizes.tolist() == [2, 3, 4]

@@ -1,4 +1,4 @@
-"""How large things may be: a class is a room, a file a house, and a function fits on a screen."""
+"""Limits of size: a class fits into a room, a file into a house, a function on a screen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("llmserve", "predictor", "bins", "scripts/lab")
 CLASS_LINES, FILE_LINES, FUNCTION_LINES = 300, 450, 60
-FLOORS = 5  # modules of scheduling above each other
+FLOORS = 5  # levels of imports among the modules of scheduling
 
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
@@ -22,7 +22,7 @@ def lines_of(node: ast.AST) -> int:
 
 
 def sizes(path: Path) -> Iterator[tuple[str, int, int]]:
-    """(what, its lines, how many it may have): of the file, its classes and its functions."""
+    """(name, lines, limit) of the file, its classes and its functions."""
     text, name = path.read_text(), path.relative_to(ROOT).as_posix()
     yield name, len(text.splitlines()), FILE_LINES
     for node in ast.walk(ast.parse(text)):
@@ -34,18 +34,18 @@ def sizes(path: Path) -> Iterator[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_nothing_is_too_large(path: Path) -> None:
-    found = {what: lines for what, lines, most in sizes(path) if lines > most}
-    assert not found
+    too_long = {name: lines for name, lines, lines_max in sizes(path) if lines > lines_max}
+    assert not too_long
 
 
 def imports(path: Path) -> set[str]:
-    """Modules of scheduling that one of them imports."""
+    """The modules of scheduling that a module of scheduling imports."""
     nodes = ast.walk(ast.parse(path.read_text()))
     named = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
     return {module.split(".")[2] for module in named if module.startswith("llmserve.scheduling.")}
 
 
-def test_scheduling_has_so_many_floors() -> None:
+def test_scheduling_has_the_documented_number_of_levels() -> None:
     modules = {path.stem: imports(path) for path in (ROOT / "llmserve" / "scheduling").glob("*.py")}
 
     def floor(module: str) -> int:

@@ -1,4 +1,4 @@
-"""The wheel, in an empty environment: what is in it, and what works without any extra."""
+"""The wheel in an empty environment: its files, and the commands that work without extras."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("bins", "llmserve", "predictor")
 NO_CONNECTION = re.compile(r"NewConnectionError|ConnectTimeoutError|NameResolutionError|Network is unreachable")
-CLEAN = {"PYTHONPATH": ""}  # else the checkout would be imported
+CLEAN = {"PYTHONPATH": ""}  # otherwise the checkout would be imported
 
 
 @dataclass(frozen=True)
 class Installed:
-    """wheel: the file.  folder: for what is started.  bin: the environment's programs."""
+    """wheel : the file.  folder : working directory of commands.  bin : the environment's programs."""
 
     wheel: Path
     folder: Path
@@ -43,17 +43,17 @@ class Installed:
 
 
 def pip(python: Path, *words: str) -> None:
-    """Skips the test where no index can be reached; fails it where pip fails otherwise."""
+    """Skips the test if no package index can be reached; fails it if pip fails otherwise."""
     command = [str(python), "-m", "pip", "--disable-pip-version-check", "--retries", "1", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=540, env={**os.environ, **CLEAN})
-    if done.returncode and (found := NO_CONNECTION.search(done.stdout + done.stderr)):
-        pytest.skip(f"pip reaches no index: {found[0]}")
+    if done.returncode and (match := NO_CONNECTION.search(done.stdout + done.stderr)):
+        pytest.skip(f"pip reaches no index: {match[0]}")
     assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """Made from a copy, so that nothing that an earlier build left behind gets in."""
+    """Built from a copy, so that files of an earlier build are not included."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
@@ -70,7 +70,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 @pytest.fixture
 def fake_engine(installed: Installed) -> Iterator[str]:
-    """The URL of the wheel's own fake engine."""
+    """The URL of a fake engine started from the wheel."""
     words = ["-m", "llmserve.engines.fake", "--port", "0", "--model", "llmserve-demo", "--step-s", "0.001"]
     command, environment = [str(installed.bin / "python"), *words], {**os.environ, **CLEAN}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=installed.folder)
@@ -90,10 +90,10 @@ def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(installed: 
         if path.is_file() and "__pycache__" not in path.parts
     }
     with zipfile.ZipFile(installed.wheel) as wheel:
-        held = {name for name in wheel.namelist() if not name.startswith(f"llmserve-{__version__}.dist-info/")}
-    assert held == files
-    assert {f"{package}/py.typed" for package in PACKAGES} < held
-    assert {"llmserve/engines/embedded/model/model.safetensors", "predictor/demo/predictor.json"} < held
+        packaged = {name for name in wheel.namelist() if not name.startswith(f"llmserve-{__version__}.dist-info/")}
+    assert packaged == files
+    assert {f"{package}/py.typed" for package in PACKAGES} < packaged
+    assert {"llmserve/engines/embedded/model/model.safetensors", "predictor/demo/predictor.json"} < packaged
 
 
 def test_the_environment_has_no_extra(installed: Installed):
@@ -103,7 +103,7 @@ def test_the_environment_has_no_extra(installed: Installed):
     assert "No module named 'torch'" in done.stderr
 
 
-def test_every_command_tells_its_flags_without_an_extra(installed: Installed):
+def test_every_command_prints_its_flags_without_an_extra(installed: Installed):
     assert installed.run("llmserve", "--version").stdout == f"llmserve {__version__}\n"
     for command in COMMANDS:
         done = installed.run("llmserve", command, "--help")
@@ -123,7 +123,7 @@ def test_every_command_tells_its_flags_without_an_extra(installed: Installed):
         ("simulate --requests 100000000 --plot folder", "--plot needs matplotlib: pip install 'llmserve[plot]'"),
     ],
 )
-def test_what_needs_an_extra_says_so_in_one_line(words: str, line: str, installed: Installed):
+def test_a_command_that_needs_an_extra_says_so_in_one_line(words: str, line: str, installed: Installed):
     done = installed.run("llmserve", *words.split())
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"llmserve: {line}\n")
 

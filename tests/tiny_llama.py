@@ -1,4 +1,4 @@
-"""A tiny random Llama and its tokenizer, made on the spot."""
+"""A tiny random Llama and its tokenizer, built on demand."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def build_tokenizer():
 
 
 def build_model(vocabulary_size: int):
-    """Random weights, spread wide enough that answers vary with the prompt and ties do not occur."""
+    """Random weights, spread widely enough that answers vary with the prompt and no ties occur."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -57,7 +57,7 @@ def build_model(vocabulary_size: int):
 
 
 def save_tiny_llama(folder: Path) -> None:
-    """Writes a model folder. The token that ends answers is chosen so that EOS_PROMPT's is short."""
+    """Write a model folder. The token that ends answers is chosen so that EOS_PROMPT has a short answer."""
     import torch
 
     tokenizer = build_tokenizer()

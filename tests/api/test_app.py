@@ -1,4 +1,4 @@
-"""The door over real HTTP: the official client, OpenAI's error shape, limits, receipts, metrics."""
+"""The API over real HTTP: the official client, OpenAI's error format, limits, receipts, metrics."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_the_official_client_chats(start_front: StartFront) -> None:
     assert answer.usage.completion_tokens == 5
 
 
-async def test_the_official_client_streams_without_the_usage_that_it_did_not_ask_for(start_front: StartFront) -> None:
+async def test_the_official_client_streams_without_usage_by_default(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0) as engine:
         front = await start_front(engine)
         stream = await client(front).chat.completions.create(model="fake", messages=MESSAGES, max_tokens=5, stream=True)
@@ -47,7 +47,7 @@ async def test_the_official_client_streams_without_the_usage_that_it_did_not_ask
     assert sum(bool(chunk.choices[0].delta.content) for chunk in chunks) == 5
 
 
-async def test_the_official_client_gets_usage_at_the_end_of_a_stream_when_it_asks(start_front: StartFront) -> None:
+async def test_the_official_client_gets_usage_at_the_end_of_a_stream_on_request(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0) as engine:
         front = await start_front(engine)
         stream = await client(front).chat.completions.create(
@@ -76,7 +76,7 @@ async def test_models_are_listed_and_retrieved(start_front: StartFront) -> None:
             await client(front).models.retrieve("other")
 
 
-async def test_wrong_input_raises_the_clients_own_exceptions(start_front: StartFront) -> None:
+async def test_wrong_input_raises_the_official_clients_exceptions(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0) as engine:
         front = await start_front(engine)
         with pytest.raises(openai.BadRequestError) as bad:
@@ -91,7 +91,7 @@ async def test_wrong_input_raises_the_clients_own_exceptions(start_front: StartF
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_bytes_are_the_engines_own_in_both_directions(start_front: StartFront, stream: bool) -> None:
+async def test_bytes_are_passed_unchanged_in_both_directions(start_front: StartFront, stream: bool) -> None:
     data = b'{"model":"fake","messages":[{"role":"user","content":"h\\u00e9"}], "max_tokens":4, "top_k": 3%s}' % (
         b', "stream":true, "stream_options":{"include_usage":true}' if stream else b""
     )
@@ -135,32 +135,32 @@ async def test_every_answer_has_its_receipt(start_front: StartFront) -> None:
     assert headers["x-llmserve-engine"] == engine.url.removeprefix("http://")
 
 
-async def test_the_clients_own_request_id_comes_back_and_nothing_but_naming_and_tracing_reaches_the_engine(
+async def test_a_clients_request_id_is_returned_and_only_id_and_tracing_headers_reach_the_engine(
     start_front: StartFront,
 ) -> None:
-    seen: list[Any] = []
+    headers_seen: list[Any] = []
 
     async def answer(request: web.Request) -> web.Response:
         if request.path == "/v1/models":
             return web.json_response({"data": [{"id": "fake"}]})
-        seen.append(request.headers)
+        headers_seen.append(request.headers)
         return web.json_response({"choices": [], "usage": {"completion_tokens": 1}})
 
     app = web.Application()
     app.router.add_route("*", "/v1/{path:.*}", answer)
-    ours = {"X-Request-Id": "job-7", "traceparent": "00-4bf9-00f0-01", "tracestate": "a=b"}
+    tracing = {"X-Request-Id": "job-7", "traceparent": "00-4bf9-00f0-01", "tracestate": "a=b"}
     async with TestServer(app) as engine:
         front = await start_front(str(engine.make_url("")))
-        async with front.post(headers={**ours, "authorization": "Bearer sk-1", "x-other": "1"}) as response:
+        async with front.post(headers={**tracing, "authorization": "Bearer sk-1", "x-other": "1"}) as response:
             assert response.headers["x-request-id"] == "job-7"
         async with front.post(headers={"x-request-id": "x" * 257}) as response:
             assert response.headers["x-request-id"] == "llmserve-2"
-    assert {name: seen[0][name] for name in ours} == ours
-    assert not {"authorization", "x-other"} & {name.lower() for name in seen[0]}
-    assert "x-request-id" not in seen[1]
+    assert {name: headers_seen[0][name] for name in tracing} == tracing
+    assert not {"authorization", "x-other"} & {name.lower() for name in headers_seen[0]}
+    assert "x-request-id" not in headers_seen[1]
 
 
-async def test_an_error_after_an_engine_began_has_its_receipt(start_front: StartFront) -> None:
+async def test_an_error_after_the_start_has_a_receipt(start_front: StartFront) -> None:
     async def hang_up(request: web.Request) -> web.Response:
         if request.path == "/v1/models":
             return web.json_response({"data": [{"id": "fake"}]})
@@ -179,8 +179,8 @@ async def test_an_error_after_an_engine_began_has_its_receipt(start_front: Start
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-async def test_a_stream_that_breaks_off_after_its_last_event_loses_none(start_front: StartFront, breaks: bool) -> None:
-    """The event with the finish_reason waits for the usage that we asked for."""
+async def test_a_stream_that_breaks_after_its_last_event_loses_no_event(start_front: StartFront, breaks: bool) -> None:
+    """The event with the finish_reason is held back until the usage that llmserve requested."""
     end = b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n'
 
     async def stream(request: web.Request) -> web.StreamResponse:
@@ -205,7 +205,7 @@ async def test_a_stream_that_breaks_off_after_its_last_event_loses_none(start_fr
     assert (b'"error"' in events[-2]) == breaks
 
 
-# ---- limits, one test for each row that has an answer ----
+# ---- limits ----
 
 
 async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
@@ -248,7 +248,7 @@ async def test_a_body_or_prompt_beyond_the_limit_is_400(start_front: StartFront)
             assert (response.status, (await error_of(response))["code"]) == (400, "context_length_exceeded")
 
 
-async def test_a_body_of_several_megabytes_is_taken(start_front: StartFront) -> None:
+async def test_a_body_of_several_megabytes_is_accepted(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0) as engine:
         front = await start_front(engine)
         async with front.post(user="x" * 3_000_000, max_tokens=2) as response:
@@ -284,7 +284,7 @@ async def test_a_missing_or_wrong_key_is_401_and_keys_have_limits(start_front: S
         await client(front, "sk-2").chat.completions.create(model="fake", messages=MESSAGES)
 
 
-async def test_one_key_has_only_so_many_requests_in_progress(start_front: StartFront) -> None:
+async def test_a_key_has_a_limit_of_requests_in_progress(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0.05) as engine:
         front = await start_front(engine, limits=ApiConfig(concurrent_max=1))
         first = asyncio.ensure_future(
@@ -310,7 +310,7 @@ async def test_a_deadline_that_passes_in_the_queue_is_504_and_costs_no_engine(st
     assert len(engine.bodies) == 1
 
 
-async def test_a_deadline_is_the_requests_own_or_its_keys_or_its_models(
+async def test_the_deadline_of_the_request_precedes_its_keys_and_its_models(
     start_front: StartFront, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys"
@@ -335,13 +335,13 @@ async def test_a_deadline_is_the_requests_own_or_its_keys_or_its_models(
         assert await asyncio.gather(first, *waiting) == [200, 504, 200, 200]
 
 
-async def test_without_keys_it_listens_on_loopback_only_unless_told_otherwise() -> None:
+async def test_without_keys_the_server_listens_on_loopback_by_default() -> None:
     with pytest.raises(ConfigError, match="--api-key-file"):
         async with serving(Config(server=ServerConfig(host="0.0.0.0", port=0))):
             raise AssertionError("it must not start")
 
 
-async def test_a_model_that_no_engine_promises_is_404_and_the_error_names_those_that_there_are(
+async def test_an_unknown_model_is_404_and_the_error_names_the_known_ones(
     start_front: StartFront,
 ) -> None:
     async with FakeEngine(step_s=0, model="a") as first, FakeEngine(step_s=0, model="b") as second:
@@ -352,7 +352,7 @@ async def test_a_model_that_no_engine_promises_is_404_and_the_error_names_those_
             assert error["message"] == "there is no model 'c'; this server has a, b"
 
 
-async def test_a_refused_upload_that_waits_for_a_go_ahead_closes_its_connection(start_front: StartFront) -> None:
+async def test_a_refused_upload_with_expect_100_closes_its_connection(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0) as engine:
         front = await start_front(engine, limits=ApiConfig(requests_per_minute_max=1))
         await client(front).chat.completions.create(model="fake", messages=MESSAGES)
@@ -360,12 +360,12 @@ async def test_a_refused_upload_that_waits_for_a_go_ahead_closes_its_connection(
         writer.write(
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\nExpect: 100-continue\r\n\r\n"
         )
-        answer = await asyncio.wait_for(reader.read(), 20)  # to the end of the connection
+        answer = await asyncio.wait_for(reader.read(), 20)  # until the connection closes
         writer.close()
         assert answer.startswith(b"HTTP/1.1 429")
 
 
-async def test_a_wrong_method_says_which_is_right(start_front: StartFront) -> None:
+async def test_a_wrong_method_names_the_right_ones(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0) as engine:
         front = await start_front(engine)
         async with front.session.get(f"{front.url}/v1/completions") as response:
@@ -407,7 +407,7 @@ async def test_a_client_that_leaves_the_queue_never_reaches_an_engine(start_fron
 # ---- metrics ----
 
 
-async def test_metrics_count_what_happened(start_front: StartFront) -> None:
+async def test_metrics_count_requests_and_outcomes(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0) as engine:
         front = await start_front(engine)
         for _ in range(3):
@@ -432,7 +432,7 @@ async def test_metrics_count_what_happened(start_front: StartFront) -> None:
         assert line in text, line
 
 
-async def test_a_failing_engine_gives_its_own_error_after_the_last_try(start_front: StartFront) -> None:
+async def test_a_failing_engine_returns_its_own_error_after_the_last_try(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0) as engine:
         engine.fault = Fault("500")
         front = await start_front(engine, scheduling={"retries_max": 2})

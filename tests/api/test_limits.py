@@ -43,11 +43,11 @@ def test_a_missing_or_wrong_key_is_unauthorized(header: str | None) -> None:
         KeyLimits({"alice": "sk-1"}).authenticate(header)
 
 
-def test_without_keys_everyone_is_admitted() -> None:
+def test_without_keys_every_client_is_admitted() -> None:
     assert KeyLimits({}).authenticate(None) == ""
 
 
-def test_one_key_may_have_only_so_many_requests_in_progress() -> None:
+def test_a_key_has_a_limit_of_requests_in_progress() -> None:
     key_limits = KeyLimits({}, concurrent_max=2)
     key_limits.acquire("alice")
     key_limits.acquire("alice")
@@ -58,7 +58,7 @@ def test_one_key_may_have_only_so_many_requests_in_progress() -> None:
     key_limits.acquire("alice")
 
 
-def test_one_key_may_ask_only_so_often_a_minute_and_learns_when_to_come_back() -> None:
+def test_a_key_has_a_limit_of_requests_per_minute_with_retry_after() -> None:
     now_s = [0.0]
     key_limits = KeyLimits({}, requests_per_minute_max=30, clock=lambda: now_s[0])
     for _ in range(30):
@@ -72,10 +72,10 @@ def test_one_key_may_ask_only_so_often_a_minute_and_learns_when_to_come_back() -
         key_limits.acquire("alice")
 
 
-# ---- deadlines for requests that bring none ----
+# ---- default deadlines ----
 
 
-def test_a_keys_deadline_goes_before_a_streams_that_before_a_models_and_that_before_the_plain_one() -> None:
+def test_default_deadlines_are_looked_up_by_key_then_stream_then_model() -> None:
     deadlines = DefaultDeadlines(("5000", "model:org/a:8b=2e3", "stream:chat=1000", "key:batch=60000"))
     assert deadlines.slo_s("batch", "chat", "org/a:8b") == 60
     assert deadlines.slo_s("alice", "chat", "org/a:8b") == 1
@@ -83,7 +83,7 @@ def test_a_keys_deadline_goes_before_a_streams_that_before_a_models_and_that_bef
     assert deadlines.slo_s("alice", "alice", "other") == 5
 
 
-def test_without_a_fitting_deadline_there_is_none() -> None:
+def test_without_a_matching_default_there_is_no_deadline() -> None:
     assert DefaultDeadlines(()).slo_s("", "", "m") is None
     assert DefaultDeadlines(("key:batch=1", "stream:chat=1", "model:a=1")).slo_s("", "", "b") is None
 
@@ -106,11 +106,11 @@ def test_without_a_fitting_deadline_there_is_none() -> None:
         "model:a=",
     ],
 )
-def test_a_deadline_in_no_known_form_is_an_error_that_shows_it(text: str) -> None:
+def test_a_malformed_default_deadline_is_an_error_that_quotes_it(text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         ApiConfig(slo_ms=("5000", text))
 
 
-def test_two_deadlines_for_the_same_are_an_error() -> None:
+def test_two_default_deadlines_for_one_key_are_an_error() -> None:
     with pytest.raises(ConfigError, match="key:a=2"):
         ApiConfig(slo_ms=("key:a=1", "key:a=2"))

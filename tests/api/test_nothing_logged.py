@@ -1,4 +1,4 @@
-"""SECURITY.md's promise: no prompt and no key in the log, the journal or /metrics, whatever goes wrong."""
+"""SECURITY.md's promise: no prompt and no key appears in the log, the journal or /metrics, whatever fails."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ async def test_no_prompt_and_no_key_is_written_anywhere(
             metrics = await answer.text()
         front.cluster.journal.close()
         bodies = b"".join(engine.bodies)
-    assert b"marzipan" in bodies, "the engine was asked"
+    assert b"marzipan" in bodies, "the engine must get the prompt"
     steps = journal.read_text()
-    assert "RequestArrived" in steps, "the file is whole"
+    assert "RequestArrived" in steps, "the journal must be complete"
     written = caplog.text + metrics + steps
     assert [secret for secret in SECRETS if secret in written] == []

@@ -1,4 +1,4 @@
-"""From JSON to a Call: what is read, what is refused, what is left alone."""
+"""From JSON to a Call: fields that are read, refused or left unchanged."""
 
 import json
 import time
@@ -25,28 +25,28 @@ def test_a_plain_body_is_forwarded_byte_for_byte() -> None:
     assert parse_call(CHAT, data, prompt_chars_max=100).body == data
 
 
-def test_a_streaming_body_gains_only_the_wish_for_usage() -> None:
+def test_a_streaming_body_gains_only_the_request_for_usage() -> None:
     data = b'{ "model":"m",  "messages":[{"role":"user","content":"hi"}], "stream": true }'
     call = parse_call(CHAT, data, prompt_chars_max=100)
     assert call.usage_added
     assert call.body == b'{"stream_options":{"include_usage":true},' + data[1:]
 
 
-def test_stream_options_of_the_client_are_kept_beside_ours() -> None:
+def test_stream_options_of_the_client_are_kept_beside_llmserves() -> None:
     call = parse(stream=True, stream_options={"other": 1})
     assert json.loads(call.body)["stream_options"] == {"other": 1, "include_usage": True}
     assert call.usage_added
 
 
-def test_usage_in_every_event_is_not_asked_for_by_our_wish_for_usage() -> None:
-    """vLLM heeds this option only beside include_usage."""
+def test_the_request_for_usage_does_not_switch_on_usage_in_every_event() -> None:
+    """vLLM obeys this option only together with include_usage."""
     call = parse(stream=True, stream_options={"continuous_usage_stats": True})
     assert json.loads(call.body)["stream_options"] == {"include_usage": True}
-    asked = {"include_usage": True, "continuous_usage_stats": True}
-    assert json.loads(parse(stream=True, stream_options=asked).body)["stream_options"] == asked
+    stream_options = {"include_usage": True, "continuous_usage_stats": True}
+    assert json.loads(parse(stream=True, stream_options=stream_options).body)["stream_options"] == stream_options
 
 
-def test_numbers_beyond_64_bits_are_kept_beside_our_wish_for_usage() -> None:
+def test_numbers_beyond_64_bits_are_kept_beside_the_request_for_usage() -> None:
     odd = {"large": 10**30, "small": 1e-300}
     data = json.dumps({**HELLO, "stream": True, "stream_options": {}, "metadata": odd}).encode()
     assert json.loads(parse_call(CHAT, data, prompt_chars_max=100).body)["metadata"] == odd
@@ -114,32 +114,32 @@ def test_bad_input_names_the_field(fields: dict[str, Any], param: str) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"nonsense", b"[]", b'"text"', b"\xff\xfe"])
-def test_what_is_not_a_json_object_is_refused(data: bytes) -> None:
+def test_a_body_that_is_no_json_object_is_refused(data: bytes) -> None:
     with pytest.raises(BadRequest):
         parse_call(CHAT, data, prompt_chars_max=100)
 
 
 @pytest.mark.parametrize(
-    ("fields", "least", "most", "stops"),
+    ("fields", "tokens_min", "tokens_max", "stops"),
     [
         ({"min_tokens": 5, "max_tokens": 9, "stop": "END"}, 5, 9, ("END",)),
         ({"ignore_eos": True, "max_tokens": 9, "stop": ["a", "b"]}, 9, 9, ("a", "b")),
-        ({"ignore_eos": "yes", "min_tokens": "many"}, None, None, ()),  # the engine's to judge
+        ({"ignore_eos": "yes", "min_tokens": "many"}, None, None, ()),  # the engine must reject it
     ],
 )
 def test_limits_and_stop_rules_bound_the_prediction(
-    fields: dict[str, Any], least: int | None, most: int | None, stops: tuple[str, ...]
+    fields: dict[str, Any], tokens_min: int | None, tokens_max: int | None, stops: tuple[str, ...]
 ) -> None:
     call = parse(**fields)
-    assert (call.output_tokens_min, call.output_tokens_max, call.prompt.stop) == (least, most, stops)
+    assert (call.output_tokens_min, call.output_tokens_max, call.prompt.stop) == (tokens_min, tokens_max, stops)
 
 
-def test_a_client_may_bring_its_own_prediction() -> None:
+def test_a_client_may_send_its_own_prediction() -> None:
     assert parse(headers={"x-llmserve-predicted-tokens": "320"}).predicted_tokens == 320
 
 
 def test_a_long_list_of_wrong_items_costs_little_more_than_reading_it() -> None:
-    """Telling every item's error would take hundreds of times as long."""
+    """An error for each item would take hundreds of times as long."""
     data = b'{"model":"m","prompt":[' + b"1.5," * 500_000 + b"1.5]}"
     began_s = time.process_time()
     json.loads(data)
@@ -175,7 +175,7 @@ def test_a_stream_name_that_cannot_be_printed_or_is_too_long_is_refused(name: st
 
 
 @pytest.mark.parametrize("slo_ms", ["soon", "0", "-5", "inf", "nan", "1e15"])
-def test_a_deadline_that_is_no_time_is_refused(slo_ms: str) -> None:
+def test_a_deadline_that_is_no_number_of_ms_is_refused(slo_ms: str) -> None:
     with pytest.raises(BadRequest, match="slo-ms"):
         parse(slo_ms=slo_ms)
 
@@ -183,10 +183,10 @@ def test_a_deadline_that_is_no_time_is_refused(slo_ms: str) -> None:
 # ---- headers for the engine ----
 
 
-def test_only_the_headers_that_name_and_trace_a_request_go_to_the_engine() -> None:
-    ours = {"x-request-id": "abc-1", "traceparent": "00-4bf9-00f0-01", "tracestate": "a=b,c=d"}
-    call = parse(headers={**ours, "authorization": "Bearer sk-1", "cookie": "a=b", "x-other": "1"})
-    assert dict(call.headers) == ours
+def test_only_request_id_and_tracing_headers_go_to_the_engine() -> None:
+    own_headers = {"x-request-id": "abc-1", "traceparent": "00-4bf9-00f0-01", "tracestate": "a=b,c=d"}
+    call = parse(headers={**own_headers, "authorization": "Bearer sk-1", "cookie": "a=b", "x-other": "1"})
+    assert dict(call.headers) == own_headers
 
 
 @pytest.mark.parametrize("value", ["", "x" * 257, "a\x00b", "a\tb", "a\x7f", "caf\xe9"])
@@ -202,7 +202,7 @@ def opening(path: str = CHAT, **fields: Any) -> str:
     return parse_call(path, data, prompt_chars_max=1_000_000).opening
 
 
-def test_the_opening_is_what_the_engine_reads_first() -> None:
+def test_the_opening_is_the_start_of_the_engines_prompt() -> None:
     messages = [
         {"role": "system", "content": "be short"},
         {"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {}}]},
@@ -211,7 +211,7 @@ def test_the_opening_is_what_the_engine_reads_first() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert opening(messages=messages) == "system\nbe short\nuser\nhi\nassistant\n"
     assert opening(messages=messages, tools=tools).startswith('{"type":"function","function":{"name":"f"}}\nsystem\n')
-    assert opening(messages=messages, tools="any") == opening(messages=messages), "the engine's to judge"
+    assert opening(messages=messages, tools="any") == opening(messages=messages), "the engine must reject it"
 
 
 @pytest.mark.parametrize(
@@ -230,5 +230,5 @@ def test_the_opening_ends_at_its_limit_and_keeps_a_common_beginning() -> None:
     assert len(opening("/v1/completions", prompt=[7] * 10_000)) <= 8192
 
 
-def test_the_opening_is_no_part_of_what_a_log_would_show() -> None:
+def test_the_opening_does_not_appear_in_the_repr_of_a_call() -> None:
     assert "hello" not in repr(parse())

@@ -1,4 +1,4 @@
-"""Average-cost semi-Markov decision processes: three ways to the same policy, and one policy's own numbers."""
+"""Average-cost semi-Markov decision processes: three solution methods agree, and the figures of a single policy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEEDS = range(12)
 
 
 def random_model(seed: int, states: int = 5, actions: int = 3) -> SemiMarkov:
-    """Every transition has a positive probability; some actions are not feasible, the first always is."""
+    """All transition probabilities are positive; the first action is always feasible, some others are not."""
     rng = np.random.default_rng(seed)
     cost = rng.uniform(0, 10, (actions, states))
     cost[1:][rng.random((actions - 1, states)) < 0.2] = np.inf
@@ -44,17 +44,17 @@ def least_cost_by_linear_programme(model: SemiMarkov) -> float:
     balance = np.eye(states)[state].T - model.transition[action, state].T  # (states, pairs)
     equalities = np.vstack([balance, model.sojourn[action, state]])
     right = np.concatenate([np.zeros(states), [1.0]])
-    found = linprog(model.cost[action, state], A_eq=equalities, b_eq=right, method="highs")
-    assert found.success, found.message
-    return float(found.fun)
+    optimum = linprog(model.cost[action, state], A_eq=equalities, b_eq=right, method="highs")
+    assert optimum.success, optimum.message
+    return float(optimum.fun)
 
 
-# ---- three ways to the same policy ----
+# ---- three solution methods ----
 
 
 def test_a_machine_that_may_be_repaired_at_once_or_later() -> None:
-    """Good for a mean of 10 h at no cost; then repaired in 1 h for 5, or used, broken, for 4 h at 2 an hour and then
-    repaired: (0 + 5) / 11 an hour or (0 + 8 + 5) / 15."""
+    """The machine works for a mean of 10 h at no cost. Then it is repaired in 1 h for 5; or it is used, broken, for 4 h
+    at 2 an hour and then repaired: (0 + 5) / 11 or (0 + 8 + 5) / 15 an hour."""
     good, broken, worn = 0, 1, 2
     transition = np.zeros((2, 3, 3))
     transition[:, good, broken] = 1.0
@@ -81,12 +81,12 @@ def test_value_iteration_policy_iteration_and_linear_programme_agree(seed: int) 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_policy_iteration_ends_at_the_same_cost_from_every_start(seed: int) -> None:
+def test_policy_iteration_ends_at_the_same_cost_from_every_first_policy(seed: int) -> None:
     model = random_model(seed)
     rng = np.random.default_rng(seed)
     start = np.array([rng.choice(np.flatnonzero(np.isfinite(column))) for column in model.cost.T])
-    found = policy_iteration(model, start)
-    assert found.average_cost == pytest.approx(policy_iteration(model, first_policy(model)).average_cost, rel=1e-12)
+    solution = policy_iteration(model, start)
+    assert solution.average_cost == pytest.approx(policy_iteration(model, first_policy(model)).average_cost, rel=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
@@ -103,11 +103,11 @@ def test_the_optimality_equation_holds(seed: int, states: int, actions: int) -> 
 def test_value_iteration_is_within_epsilon_of_the_least_cost(epsilon: float) -> None:
     for seed in SEEDS:
         model = random_model(seed)
-        least = policy_iteration(model, first_policy(model)).average_cost
-        found = relative_value_iteration(model, epsilon=epsilon)
-        assert found.span < epsilon
-        assert least <= evaluate(model, found.policy) + 1e-12 < least + epsilon
-        assert abs(found.average_cost - least) <= epsilon / 2 + 1e-12
+        least_cost = policy_iteration(model, first_policy(model)).average_cost
+        solution = relative_value_iteration(model, epsilon=epsilon)
+        assert solution.span < epsilon
+        assert least_cost <= evaluate(model, solution.policy) + 1e-12 < least_cost + epsilon
+        assert abs(solution.average_cost - least_cost) <= epsilon / 2 + 1e-12
 
 
 def test_value_iteration_that_reaches_its_cap_raises_and_carries_the_last_policy() -> None:
@@ -130,7 +130,7 @@ def test_policy_iteration_that_reaches_its_cap_raises_and_carries_the_last_polic
     assert raised.value.last.average_cost > needed.average_cost
 
 
-def test_rows_of_actions_that_are_not_feasible_are_not_read() -> None:
+def test_rows_of_actions_that_are_not_feasible_are_ignored() -> None:
     model = random_model(2)
     forbidden = ~np.isfinite(model.cost)
     assert forbidden.any()
@@ -193,7 +193,7 @@ def test_small_probabilities_keep_their_relative_accuracy() -> None:
 
 
 def test_a_link_of_1e_12_decides_between_two_halves() -> None:
-    """Two halves joined by links of 1e-12 and 3e-12: they hold 3/4 and 1/4, to full precision."""
+    """Two halves with links of 1e-12 and 3e-12 between them hold 3/4 and 1/4, to full precision."""
     transition = np.full((4, 4), 0.0)
     transition[:2, :2] = transition[2:, 2:] = 0.5
     transition[0, 0], transition[0, 2] = 0.5 - 1e-12, 1e-12
@@ -212,7 +212,7 @@ def test_a_periodic_chain_has_a_stationary_distribution() -> None:
 
 
 def two_classes(rng: np.random.Generator) -> Array:
-    """States 0 to 2 and 3 to 5 never meet, and 6 leads to both."""
+    """States 0 to 2 and states 3 to 5 do not communicate; state 6 leads to both."""
     transition = np.zeros((7, 7))
     transition[:3, :3] = rng.dirichlet(np.ones(3), 3)
     transition[3:6, 3:6] = rng.dirichlet(np.ones(3), 3)
@@ -225,14 +225,14 @@ def test_two_recurrent_classes_are_an_error_whatever_the_rounding(seed: int) -> 
     rng = np.random.default_rng(seed)
     transition = two_classes(rng)
     model = SemiMarkov(rng.random((1, 7)), 1.0 + rng.random((1, 7)), transition[None])
-    for asked in (
+    for call in (
         lambda: stationary(transition),
         lambda: evaluate(model, first_policy(model)),
         lambda: relative_values(model, first_policy(model)),
         lambda: policy_iteration(model, first_policy(model)),
     ):
         with pytest.raises(NotUnichain):
-            asked()
+            call()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -246,7 +246,7 @@ def test_the_average_cost_is_that_of_the_relative_values(seed: int, reference: i
     assert cost - average_cost * sojourn + transition @ values == pytest.approx(values, abs=1e-10)
 
 
-# ---- what is no process ----
+# ---- invalid processes ----
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_the_average_cost_is_that_of_the_relative_values(seed: int, reference: i
         ({"sojourn": np.zeros((3, 5))}, "must be positive"),
     ],
 )
-def test_what_is_no_process_is_an_error(change: dict[str, Array], message: str) -> None:
+def test_an_invalid_process_is_an_error(change: dict[str, Array], message: str) -> None:
     model = random_model(0)
     parts = {"cost": model.cost, "sojourn": model.sojourn, "transition": model.transition, **change}
     with pytest.raises(ValueError, match=message):

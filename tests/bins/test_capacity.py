@@ -52,15 +52,15 @@ def test_most_throughput_is_the_batch_size_over_the_mean() -> None:
 def test_a_fine_uniform_sample_in_equal_mass_bins_takes_the_time_of_theorem_4_2() -> None:
     fine = np.linspace(1, 20, 40_001)
     for bins, size in product((1, 2, 5, 8), (1, 8, 128)):
-        found = batch_time(fine, equal_mass_edges(fine, bins), size)
-        assert found == pytest.approx(batch_time_uniform(bins, size, 1, 20), rel=2e-4)
+        time_s = batch_time(fine, equal_mass_edges(fine, bins), size)
+        assert time_s == pytest.approx(batch_time_uniform(bins, size, 1, 20), rel=2e-4)
 
 
 @pytest.mark.parametrize("gap", [0.2, 0.5, 1.0, 2.0, 5.0])
 def test_bins_needed_are_the_fewest_within_the_gap(gap: float) -> None:
-    """Theorem 4.3 against the search that it answers."""
-    wanted = throughput_max(128, 10.5) - gap
-    fewest = next(bins for bins in range(1, 1000) if throughput_uniform(bins, 128, 1, 20) >= wanted)
+    """Theorem 4.3 against a search for the fewest bins."""
+    target_per_s = throughput_max(128, 10.5) - gap
+    fewest = next(bins for bins in range(1, 1000) if throughput_uniform(bins, 128, 1, 20) >= target_per_s)
     assert bins_needed_uniform(128, 1, 20, gap) == fewest
 
 
@@ -70,7 +70,7 @@ def test_the_gap_that_some_bins_leave_needs_those_bins(bins: int, size: int) -> 
     assert bins_needed_uniform(size, 1, 20, gap) == bins
 
 
-def test_bins_needed_are_one_where_lengths_or_batches_leave_nothing_to_gain() -> None:
+def test_bins_needed_are_one_where_bins_gain_nothing() -> None:
     assert bins_needed_uniform(128, 7, 7, 1e-6) == 1
     assert bins_needed_uniform(1, 1, 20, 1e-6) == 1
     assert bins_needed_uniform(128, 1, 20, 100.0) == 1
@@ -85,7 +85,7 @@ def test_one_bin_of_exponential_lengths_takes_the_harmonic_number_of_means() -> 
 
 
 @pytest.mark.parametrize(("bins", "size"), [(2, 8), (4, 8), (8, 200), (32, 1024)])
-def test_exponential_batch_time_is_the_integral_it_stands_for(bins: int, size: int) -> None:
+def test_exponential_batch_time_is_its_defining_integral(bins: int, size: int) -> None:
     from scipy.integrate import quad
 
     cuts = [0.0, *exponential_edges(size, bins, 1.0)]
@@ -100,12 +100,12 @@ def test_exponential_batch_time_is_the_integral_it_stands_for(bins: int, size: i
 
 @pytest.mark.parametrize("bins", [1, 2, 4, 8])
 def test_exponential_batch_time_is_that_of_drawn_batches(bins: int) -> None:
-    """mu = 0.1, B = 200, as in Fig. 9: each of 40,000 batches is of one bin's lengths, drawn by inversion."""
+    """mu = 0.1, B = 200, as in Fig. 9: each of 40,000 batches has lengths of one bin, drawn by inversion."""
     rng = np.random.default_rng(3)
     cuts = np.array([0.0, *exponential_edges(200, bins, 10.0), math.inf])
     below = -np.expm1(-cuts / 10.0)
     bin_of = rng.choice(bins, size=40_000, p=np.diff(below))
-    largest = rng.random(40_000) ** (1 / 200)  # of 200 uniform numbers
+    largest = rng.random(40_000) ** (1 / 200)  # the largest of 200 uniform numbers
     drawn = -10.0 * np.log1p(-(below[bin_of] + largest * np.diff(below)[bin_of]))
     error = drawn.std() / math.sqrt(drawn.size)
     assert batch_time_exponential(bins, 200, 10.0) == pytest.approx(drawn.mean(), abs=4 * error)
@@ -115,9 +115,9 @@ def test_exponential_batch_time_is_that_of_drawn_batches(bins: int) -> None:
 def test_lemma_a1_is_within_two_hundredths_of_a_percent_and_equal_mass_loses_a_quarter(bins: int) -> None:
     """mu = 0.1, B = 200: against the best edges of a fine sample, and against equal mass on it (24 to 30 %)."""
     fine = -10.0 * np.log1p(-(np.arange(400_000) + 0.5) / 400_000)
-    least = batch_time(fine, optimal_edges(fine, bins, 200, parts=1024), 200)
+    least_s = batch_time(fine, optimal_edges(fine, bins, 200, parts=1024), 200)
     lemma = batch_time(fine, exponential_edges(200, bins, 10.0), 200)
-    assert lemma <= 1.0002 * least
+    assert lemma <= 1.0002 * least_s
     loss = 1 - lemma / batch_time(fine, equal_mass_edges(fine, bins), 200)
     assert 0.24 <= loss <= 0.30
     assert batch_time_exponential(bins, 200, 10.0) == pytest.approx(lemma, rel=2e-3)  # the sample has no long tail
@@ -125,9 +125,9 @@ def test_lemma_a1_is_within_two_hundredths_of_a_percent_and_equal_mass_loses_a_q
 
 @given(st.integers(1, 64), st.integers(2, 2000))
 def test_the_bound_for_exponential_lengths_holds_and_throughput_grows_with_the_bins(bins: int, size: int) -> None:
-    found = throughput_exponential(bins, size, 10.0)
-    assert throughput_exponential_bound(bins, size, 10.0) <= found * (1 + 1e-12)
-    assert found < throughput_exponential(bins + 1, size, 10.0) < throughput_max(size, 10.0)
+    per_s = throughput_exponential(bins, size, 10.0)
+    assert throughput_exponential_bound(bins, size, 10.0) <= per_s * (1 + 1e-12)
+    assert per_s < throughput_exponential(bins + 1, size, 10.0) < throughput_max(size, 10.0)
 
 
 def test_batches_of_one_exponential_request_take_its_mean() -> None:
@@ -139,40 +139,40 @@ def test_batches_of_one_exponential_request_take_its_mean() -> None:
 
 
 def test_two_lengths_by_hand() -> None:
-    """Lengths 1 and 9, batches of 2: three of four have a 9, unless each length has its bin."""
+    """Lengths 1 and 9, batches of 2: three of four batches contain a 9, unless each length has its own bin."""
     assert batch_time([1, 9], (), 2) == pytest.approx(0.25 * 1 + 0.75 * 9)
     assert batch_time([1, 9], (5,), 2) == pytest.approx(5.0)
     assert throughput([1, 9], (5,), 2) == pytest.approx(2 / 5)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 3), st.sets(st.integers(1, 9), max_size=3))
-def test_batch_time_is_the_mean_over_every_batch_that_could_be(lengths: list[int], size: int, cuts: set[int]) -> None:
+def test_batch_time_is_the_mean_over_all_possible_batches(lengths: list[int], size: int, cuts: set[int]) -> None:
     edges = [cut + 0.5 for cut in sorted(cuts)]
     in_bins = index_of(edges, lengths)
-    wanted = 0.0
-    for each in np.unique(in_bins):
-        part = np.array(lengths)[in_bins == each]
-        wanted += part.size / len(lengths) * np.mean([max(batch) for batch in product(part, repeat=size)])
-    assert batch_time(lengths, edges, size) == pytest.approx(wanted, rel=1e-12)
+    expected = 0.0
+    for bin_index in np.unique(in_bins):
+        part = np.array(lengths)[in_bins == bin_index]
+        expected += part.size / len(lengths) * np.mean([max(batch) for batch in product(part, repeat=size)])
+    assert batch_time(lengths, edges, size) == pytest.approx(expected, rel=1e-12)
 
 
 @given(LENGTHS, st.integers(1, 200), st.floats(1.5, 39.5))
 def test_batches_take_no_less_than_the_mean_and_one_more_edge_never_slows_them(
     lengths: list[int], size: int, edge: float
 ) -> None:
-    one, two = batch_time(lengths, (), size), batch_time(lengths, (edge,), size)
-    assert np.mean(lengths) * (1 - 1e-12) <= two <= one * (1 + 1e-12)
+    without_edge, with_edge = batch_time(lengths, (), size), batch_time(lengths, (edge,), size)
+    assert np.mean(lengths) * (1 - 1e-12) <= with_edge <= without_edge * (1 + 1e-12)
 
 
-def test_a_window_of_one_batch_is_no_bins_and_a_wider_one_is_faster() -> None:
+def test_a_window_of_one_batch_equals_no_bins_and_a_wider_one_is_faster() -> None:
     lengths = lognormal(20_000, 1)
-    found = [batch_time_window(lengths, width, 8, np.random.default_rng(2)) for width in (8, 64, 256)]
-    assert found[0] == pytest.approx(batch_time(lengths, (), 8), rel=0.02)
-    assert found[0] > found[1] > found[2] > lengths.mean()
+    times_s = [batch_time_window(lengths, width, 8, np.random.default_rng(2)) for width in (8, 64, 256)]
+    assert times_s[0] == pytest.approx(batch_time(lengths, (), 8), rel=0.02)
+    assert times_s[0] > times_s[1] > times_s[2] > lengths.mean()
 
 
 def test_sorting_the_backlog_gives_the_published_gain() -> None:
-    """PAPERS: N = 800 sorted at once 2.40 times as fast as without bins; windows of 256 at least 2.2 times."""
+    """PAPERS: N = 800 sorted at once is 2.40 times as fast as no bins; windows of 256 at least 2.2 times."""
     lengths = lognormal(100_000, 3)
     alone = batch_time(lengths, (), 8)
     assert alone / batch_time_window(lengths, 800, 8, np.random.default_rng(4)) == pytest.approx(2.40, abs=0.02)
@@ -180,31 +180,31 @@ def test_sorting_the_backlog_gives_the_published_gain() -> None:
 
 
 def test_sorting_changes_nothing_where_lengths_are_equal_or_batches_single() -> None:
-    found = batch_time_window([3.0], 4, 2, np.random.default_rng(0), windows=5)
-    assert found == 3.0
-    found = batch_time_window([2.0, 4.0], 2, 1, np.random.default_rng(0), windows=50_000)
-    assert found == pytest.approx(3.0, abs=0.02)
+    time_s = batch_time_window([3.0], 4, 2, np.random.default_rng(0), windows=5)
+    assert time_s == 3.0
+    time_s = batch_time_window([2.0, 4.0], 2, 1, np.random.default_rng(0), windows=50_000)
+    assert time_s == pytest.approx(3.0, abs=0.02)
 
 
 # ---- latency ----
 
 
 @pytest.mark.parametrize("edges", [(), (6.0,), (2.0, 15.0), (1.5, 1.6, 19.0)])
-def test_lemma_5_1_is_the_latency_with_engines_enough_whatever_the_edges(edges: tuple[float, ...]) -> None:
-    """Poisson arrivals of uniform lengths, by hand: a bin's batch begins as its eighth request comes."""
+def test_lemma_5_1_is_the_latency_with_enough_engines_whatever_the_edges(edges: tuple[float, ...]) -> None:
+    """Poisson arrivals of uniform lengths, by hand: a bin's batch begins when its eighth request arrives."""
     rng, size, rate_per_s, count = np.random.default_rng(5), 8, 4.0, 400_000
     arrived_s = np.cumsum(rng.exponential(1 / rate_per_s, count))
     lengths = rng.uniform(1, 20, count)
     latencies_s = []
-    for each in range(len(edges) + 1):
-        here = np.flatnonzero(index_of(edges, lengths) == each)
-        batches = here[: here.size // size * size].reshape(-1, size)
+    for bin_index in range(len(edges) + 1):
+        members = np.flatnonzero(index_of(edges, lengths) == bin_index)
+        batches = members[: members.size // size * size].reshape(-1, size)
         ended_s = arrived_s[batches].max(axis=1) + lengths[batches].max(axis=1)
         latencies_s.append((ended_s[:, None] - arrived_s[batches]).ravel())
     time_s = batch_time(lengths, edges, size)
-    wanted = latency(len(edges) + 1, size, rate_per_s, time_s)
-    assert wanted == pytest.approx(np.concatenate(latencies_s).mean(), rel=0.02)
-    assert wanted - time_s == pytest.approx(forming_s(len(edges) + 1, size, rate_per_s))
+    expected_s = latency(len(edges) + 1, size, rate_per_s, time_s)
+    assert expected_s == pytest.approx(np.concatenate(latencies_s).mean(), rel=0.02)
+    assert expected_s - time_s == pytest.approx(forming_s(len(edges) + 1, size, rate_per_s))
 
 
 def test_lemma_5_1_as_printed() -> None:
@@ -223,19 +223,19 @@ def test_utilisation_is_one_where_arrivals_are_the_throughput() -> None:
 
 
 def test_best_bins_has_the_most_throughput_within_the_target() -> None:
-    """Against all numbers of bins, one by one."""
+    """Against all numbers of bins."""
     lengths, rate_per_s, step_s = lognormal(2_000, 6), 4.0, 0.01
     tried = []
     for bins in range(1, 13):
         time_s = step_s * batch_time(lengths, optimal_edges(lengths, bins, 8), 8)
         tried.append((latency(bins, 8, rate_per_s, time_s), 8 / time_s, bins))
     for target_s in (7.0, 8.0, 10.0):
-        found = best_bins(lengths, 8, rate_per_s, latency_target_s=target_s, bins_max=12, step_s=step_s)
-        assert found is not None
-        assert found.bins == max((each for each in tried if each[0] <= target_s), key=lambda each: each[1])[2]
-        assert found.latency_s <= target_s
-        assert found.edges == optimal_edges(lengths, found.bins, 8)
-        assert found.throughput_per_s == pytest.approx(8 / found.batch_time_s)
+        best = best_bins(lengths, 8, rate_per_s, latency_target_s=target_s, bins_max=12, step_s=step_s)
+        assert best is not None
+        assert best.bins == max((option for option in tried if option[0] <= target_s), key=lambda option: option[1])[2]
+        assert best.latency_s <= target_s
+        assert best.edges == optimal_edges(lengths, best.bins, 8)
+        assert best.throughput_per_s == pytest.approx(8 / best.batch_time_s)
 
 
 def test_there_are_no_best_bins_within_a_target_that_none_meets() -> None:
@@ -243,11 +243,11 @@ def test_there_are_no_best_bins_within_a_target_that_none_meets() -> None:
     assert best_bins(lengths, 8, 4.0, latency_target_s=1.0, step_s=0.01) is None
 
 
-def test_best_bins_uses_the_edges_it_is_given_and_never_more_than_lengths_tell_apart() -> None:
+def test_best_bins_uses_the_given_edges_and_no_more_bins_than_distinct_lengths() -> None:
     lengths = [1.0, 1.0, 5.0, 5.0]
-    found = best_bins(lengths, 2, 100.0, latency_target_s=100.0, edges=equal_mass_edges)
-    assert found is not None
-    assert (found.bins, found.edges, found.batch_time_s) == (2, (3.0,), 3.0)
+    best = best_bins(lengths, 2, 100.0, latency_target_s=100.0, edges=equal_mass_edges)
+    assert best is not None
+    assert (best.bins, best.edges, best.batch_time_s) == (2, (3.0,), 3.0)
 
 
 # ---- errors ----

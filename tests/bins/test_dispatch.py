@@ -1,4 +1,4 @@
-"""Plans: what waits, in how many queues, at the load of the moment."""
+"""Dispatch plans: which requests wait, in how many queues, at a given load."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from bins.smdp_model import Unstable
 from llmserve.scheduling.messages import DispatchSolved, SolveDispatch
 
 H100 = PROFILES["h100-llama-3.1-8b"]
-TOKENS_MEAN, SIGMA = 211.0, 0.55  # about Azure's conversations
+TOKENS_MEAN, SIGMA = 211.0, 0.55  # as in Azure's conversations
 BATCH = 32
 
 
-def lengths(bins: int, each: int = 32) -> tuple[tuple[float, ...], ...]:
+def lengths(bins: int, per_bin: int = 32) -> tuple[tuple[float, ...], ...]:
     """Lognormal lengths in bins of equal mass."""
-    levels = (np.arange(bins * each) + 0.5) / (bins * each)
+    levels = (np.arange(bins * per_bin) + 0.5) / (bins * per_bin)
     values = lognorm(s=SIGMA, scale=TOKENS_MEAN * np.exp(-(SIGMA**2) / 2)).ppf(levels).round(1)
-    return tuple([tuple(part.tolist()) for part in values.reshape(bins, each)])
+    return tuple([tuple(part.tolist()) for part in values.reshape(bins, per_bin)])
 
 
 def rate_per_s(load: float, batch_size: int = BATCH) -> float:
-    """A load of 1 are full batches that waste nothing."""
+    """A load of 1 equals full batches without waste."""
     return load * batch_size / (TOKENS_MEAN * float(H100.step_s.at(batch_size)))
 
 
@@ -50,10 +50,10 @@ def thresholds(plan: DispatchPlan) -> list[int]:
 
 
 def one_queue(load: float, batch_size: int = 16, bins: int = 1) -> Queue:
-    """All lengths in one queue, made by hand."""
+    """All lengths in one queue, built by hand."""
     sizes = np.arange(1, batch_size + 1)
     step_s, step_j = H100.step_s.at(sizes), H100.step_j.at(sizes)
-    service = ServiceTimes.longest_of([length for each in lengths(bins) for length in each], step_s, parts=16)
+    service = ServiceTimes.longest_of([length for part in lengths(bins) for length in part], step_s, parts=16)
     return Queue(rate_per_s(load, batch_size), service, service.mean_s * step_j / step_s, H100.idle_w)
 
 
@@ -62,7 +62,7 @@ def one_queue(load: float, batch_size: int = 16, bins: int = 1) -> Queue:
 
 @pytest.mark.parametrize("energy_weight", [0.0, 10.0])
 def test_the_number_of_queues_follows_the_load(energy_weight: float) -> None:
-    """Many fill too slowly when few come; when many come, one wastes too much of each batch to keep up."""
+    """At low rates many queues fill too slowly; at high rates one queue wastes too much of each batch."""
     weighing = solver(Objective(energy_weight=energy_weight))
     assert [len(weighing.solve(observed(load)).tables) for load in (0.05, 0.1, 0.2, 0.5, 0.7)] == [1, 1, 2, 4, 8]
 
@@ -79,14 +79,14 @@ def test_the_number_of_queues_is_the_cheapest_of_1_2_4_and_all() -> None:
         assert len(weighing.solve(observed(load)).tables) == min(costs, key=lambda count: costs[count])
 
 
-def test_the_number_in_force_stays_while_no_other_is_better_by_3_per_cent() -> None:
+def test_the_number_of_queues_stays_while_no_other_is_better_by_3_per_cent() -> None:
     """At this load one queue costs 2.4 % less than two, and two 9 % less than four."""
     weighing = solver(Objective(energy_weight=10.0))
     in_force = {queues: len(weighing.solve(observed(0.12, queues=queues)).tables) for queues in (0, 1, 2, 4)}
     assert in_force == {0: 1, 1: 1, 2: 2, 4: 2}
 
 
-def test_from_the_number_in_force_a_plan_moves_to_its_neighbours_only() -> None:
+def test_the_number_of_queues_moves_only_to_its_neighbours() -> None:
     weighing = solver(Objective(energy_weight=10.0))
     assert len(weighing.solve(observed(0.05, queues=8)).tables) == 4
     assert len(weighing.solve(observed(0.05, queues=0)).tables) == 1
@@ -102,7 +102,7 @@ def test_neighbouring_bins_share_a_queue_and_every_queue_has_bins(bins: int) -> 
         assert len(plan.tables) == count
 
 
-# ---- what waits ----
+# ---- waiting ----
 
 
 def test_one_queue_is_planned_as_it_is_solved() -> None:
@@ -118,7 +118,7 @@ def test_one_queue_is_planned_as_it_is_solved() -> None:
         assert (table.other, plan.share, plan.target_met) == ((), 0.0, True)
 
 
-def test_serving_is_of_advantage_where_the_table_serves() -> None:
+def test_the_advantage_is_positive_where_the_table_serves() -> None:
     (table,) = solver(Objective(energy_weight=10.0), 16).solve(observed(0.3, 1, batch_size=16)).tables
     assert len(table.advantage) == 16
     for waiting in range(1, 16):
@@ -126,25 +126,25 @@ def test_serving_is_of_advantage_where_the_table_serves() -> None:
     assert table.advantage[0] == 0.0
 
 
-def test_what_is_waited_for_comes_within_the_bound_all_but_surely() -> None:
-    """Three deviations of the time that as many arrivals take."""
+def test_the_awaited_requests_arrive_within_the_bound_almost_surely() -> None:
+    """The bound is three standard deviations of the time of that many arrivals."""
     plan = solver(Objective(energy_weight=20.0), 16).solve(observed(0.1, 2, batch_size=16, queues=2))
-    for table, least in zip(plan.tables, thresholds(plan), strict=True):
-        assert least > 1
+    for table, threshold in zip(plan.tables, thresholds(plan), strict=True):
+        assert threshold > 1
         own_rate = rate_per_s(0.1, 16) / len(plan.tables)
-        assert table.wait_s_max == pytest.approx((least + 3 * np.sqrt(least)) / own_rate)
+        assert table.wait_s_max == pytest.approx((threshold + 3 * np.sqrt(threshold)) / own_rate)
 
 
-def test_energy_that_counts_more_makes_more_wait() -> None:
-    found = [
+def test_a_larger_energy_weight_makes_more_requests_wait() -> None:
+    by_weight = [
         thresholds(solver(Objective(energy_weight=weight), 16).plan_of(observed(0.1, 2, batch_size=16), 1))
         for weight in (0.0, 5.0, 20.0)
     ]
-    assert found == sorted(found)
-    assert found[0] < found[1] < found[2]
+    assert by_weight == sorted(by_weight)
+    assert by_weight[0] < by_weight[1] < by_weight[2]
 
 
-def test_a_bin_that_nothing_comes_to_has_a_table_too() -> None:
+def test_a_bin_without_arrivals_has_a_table_too() -> None:
     rates = (0.0, rate_per_s(0.1, 8))
     plan = solver(Objective(energy_weight=5.0), 8).plan_of(Observed(rates, lengths(2), 1, 8, 0), 2)
     alone = solver(Objective(energy_weight=5.0), 8).plan_of(Observed(rates[1:], lengths(2)[1:], 1, 8, 0), 1)
@@ -153,7 +153,7 @@ def test_a_bin_that_nothing_comes_to_has_a_table_too() -> None:
     assert plan.response_s_mean == pytest.approx(alone.response_s_mean, rel=0.02)
 
 
-# ---- loads of which nothing can be said, or too much ----
+# ---- unknown loads and overload ----
 
 
 def serves_all(plan: DispatchPlan, batch_size: int = BATCH) -> bool:
@@ -164,22 +164,22 @@ def serves_all(plan: DispatchPlan, batch_size: int = BATCH) -> bool:
     "objective", [Objective(), Objective(energy_weight=50.0), Objective(0.0, 5.0), Objective(0.0, 5.0, 95.0)]
 )
 @pytest.mark.parametrize("load", [0.0, 1.2, 50.0])
-def test_in_overload_and_while_no_rate_is_known_nothing_waits(objective: Objective, load: float) -> None:
+def test_in_overload_and_at_unknown_rates_nothing_waits(objective: Objective, load: float) -> None:
     plan = solver(objective).solve(observed(load))
     assert serves_all(plan)
-    assert len(plan.tables) == 8, "as many queues as bins, for most throughput"
+    assert len(plan.tables) == 8, "one queue per bin, for the most throughput"
     assert (plan.response_s_mean, plan.power_w_mean) == (None, None)
     assert plan.latency_target_s == objective.latency_target_s
 
 
-def test_service_times_are_told_even_when_nothing_is_solved() -> None:
+def test_service_times_are_returned_even_if_nothing_is_solved() -> None:
     step_s = H100.step_s.at(np.arange(1, BATCH + 1))
     plan = solver().solve(observed(0.0))
     for table, own in zip(plan.tables, lengths(8), strict=True):
         assert table.service_s == pytest.approx(ServiceTimes.longest_of(own, step_s).mean_s)
 
 
-def test_a_solver_that_may_not_merge_holds_service_times_only() -> None:
+def test_a_solver_without_merging_returns_only_service_times() -> None:
     plan = DispatchSolver(H100, 8, Objective(energy_weight=50.0), barrier=True, merges=False).solve(
         observed(0.1, 4, batch_size=8)
     )
@@ -196,7 +196,7 @@ def test_a_plan_of_more_than_the_engines_can_serve_is_refused() -> None:
 
 
 def within(queues: list[Queue], response_s_max: float, weights: np.ndarray) -> list[Choice]:
-    """Single policies on a grid of weights that meet the target."""
+    """All single policies that meet the target, on a grid of weights."""
     choices = [least_cost(queues, float(weight)) for weight in weights]
     return [choice for choice in choices if choice.response_s_mean <= response_s_max]
 
@@ -205,7 +205,7 @@ TARGETS_S = (2.3, 3.0, 5.0, 8.0, 12.0)
 WEIGHTS = np.concatenate([[0.0], np.geomspace(0.1, 300.0, 40)])
 
 
-def test_least_energy_meets_its_target_and_no_single_policy_that_does_draws_less() -> None:
+def test_the_solution_meets_its_target_and_no_such_single_policy_draws_less() -> None:
     queue = one_queue(0.1, 8)
     fastest_s = least_cost([queue], 0.0).response_s_mean
     assert fastest_s < TARGETS_S[0] < least_cost([queue], 1e9).response_s_mean
@@ -219,7 +219,7 @@ def test_least_energy_meets_its_target_and_no_single_policy_that_does_draws_less
         assert choice.power_w_mean <= min(single.power_w_mean for single in singles) * (1 + 1e-9)
 
 
-def test_a_mixture_is_evaluated_as_what_it_is() -> None:
+def test_a_mixture_is_evaluated_exactly() -> None:
     queue = one_queue(0.1, 8)
     choice = least_energy([queue], 3.0)
     assert 0 < choice.share < 1
@@ -230,7 +230,7 @@ def test_a_mixture_is_evaluated_as_what_it_is() -> None:
         assert (alone.evaluation.response_s_mean > 3.0) is beyond
 
 
-def test_least_energy_of_several_queues_meets_their_common_target() -> None:
+def test_several_queues_meet_their_common_target() -> None:
     queues = [
         Queue(
             0.3 * rate_per_s(0.1, 8) / 0.6,
@@ -252,7 +252,7 @@ def test_least_energy_of_several_queues_meets_their_common_target() -> None:
 
 @pytest.mark.parametrize("slack", [1e-6, 1e-4, 3e-4, 6e-4, 2e-3])
 def test_a_target_just_beyond_the_fastest_is_met(slack: float) -> None:
-    """So near that the aim of the mixture lies before the fastest policy."""
+    """The target is so near that the mixture's aim lies before the fastest policy."""
     queue = one_queue(0.1, 8)
     fastest = least_cost([queue], 0.0)
     choice = least_energy([queue], fastest.response_s_mean * (1 + slack))
@@ -261,7 +261,7 @@ def test_a_target_just_beyond_the_fastest_is_met(slack: float) -> None:
     assert choice.power_w_mean <= fastest.power_w_mean * (1 + 1e-9)
 
 
-def test_a_target_that_nobody_meets_gives_the_fastest_and_says_so() -> None:
+def test_an_unreachable_target_gives_the_fastest_policy_and_is_reported() -> None:
     queue = one_queue(0.1, 8)
     fastest = least_cost([queue], 0.0)
     choice = least_energy([queue], 0.5 * fastest.response_s_mean)
@@ -273,7 +273,7 @@ def test_a_target_that_nobody_meets_gives_the_fastest_and_says_so() -> None:
     assert plan.response_s_mean == pytest.approx(speedy.response_s_mean)
 
 
-def test_a_target_that_even_the_thriftiest_policy_meets_costs_nothing_more() -> None:
+def test_a_target_that_the_least_energy_policy_meets_costs_nothing_more() -> None:
     queue = one_queue(0.1, 8)
     thrifty = least_cost([queue], 1e9)
     choice = least_energy([queue], 2 * thrifty.response_s_mean)
@@ -281,7 +281,7 @@ def test_a_target_that_even_the_thriftiest_policy_meets_costs_nothing_more() -> 
     assert choice.power_w_mean == pytest.approx(thrifty.power_w_mean)
 
 
-def test_a_plan_within_a_target_draws_less_than_the_fastest_and_says_what_it_expects() -> None:
+def test_a_plan_within_a_target_draws_less_than_the_fastest_and_reports_its_expectations() -> None:
     plan = solver(Objective(latency_target_s=8.0)).solve(observed(0.1))
     fastest = solver().solve(observed(0.1))
     assert plan.target_met
@@ -307,7 +307,7 @@ def test_a_percentile_is_met_with_little_to_spare_and_less_energy_than_the_faste
     assert choice.power_w_mean < fastest.power_w_mean
 
 
-def test_the_percentile_is_that_of_other_draws_too() -> None:
+def test_the_percentile_holds_for_other_draws_too() -> None:
     queue = one_queue(0.1, 8)
     choice = least_energy([queue], 3.0)
     drawn_s = queue.draw_responses(
@@ -317,7 +317,7 @@ def test_the_percentile_is_that_of_other_draws_too() -> None:
     assert drawn_s.mean() == pytest.approx(3.0, rel=0.01)
 
 
-def test_a_percentile_that_nobody_meets_gives_the_fastest_and_says_so() -> None:
+def test_an_unreachable_percentile_gives_the_fastest_policy_and_is_reported() -> None:
     queue = one_queue(0.1, 8)
     choice, _ = within_percentile(lambda mean_s: (least_energy([queue], mean_s), [queue]), 0.1, 95.0)
     assert not choice.target_met
@@ -346,7 +346,7 @@ def test_a_plan_for_a_percentile_leaves_a_margin_between_it_and_the_mean() -> No
 # ---- several engines ----
 
 
-def test_next_to_no_load_is_one_answer_at_a_time_on_idle_engines() -> None:
+def test_almost_no_load_is_one_answer_at_a_time_on_idle_engines() -> None:
     """W = E[S_1], and each engine draws its idle power."""
     for engines in (1, 3):
         plan = solver(batch_size=8).plan_of(observed(1e-7, 1, batch_size=8, engines=engines), 1)
@@ -370,38 +370,42 @@ def test_engines_that_share_their_load_serve_it_sooner_and_draw_in_proportion() 
 
 
 def test_a_refill_engine_has_one_queue_and_the_best_threshold() -> None:
-    seen = observed(0.1, 4, batch_size=16)
-    plan = solver(Objective(energy_weight=10.0), 16, barrier=False).solve(seen)
+    observation = observed(0.1, 4, batch_size=16)
+    plan = solver(Objective(energy_weight=10.0), 16, barrier=False).solve(observation)
     sizes = np.arange(1, 17)
     engine = RefillEngine(
-        sum(seen.rates_per_s), float(np.mean(seen.lengths)), H100.step_s.at(sizes), H100.step_j.at(sizes), H100.idle_w
+        sum(observation.rates_per_s),
+        float(np.mean(observation.lengths)),
+        H100.step_s.at(sizes),
+        H100.step_j.at(sizes),
+        H100.idle_w,
     )
-    least, response_s, power_w, _ = engine.best(10.0)
+    threshold, response_s, power_w, _ = engine.best(10.0)
     assert plan.queue_of == (0, 0, 0, 0)
-    assert thresholds(plan) == [least]
-    assert least > 1
+    assert thresholds(plan) == [threshold]
+    assert threshold > 1
     assert (plan.response_s_mean, plan.power_w_mean) == pytest.approx((response_s, power_w))
-    assert plan.tables[0].actions == tuple([count if count >= least else 0 for count in range(17)])
+    assert plan.tables[0].actions == tuple([count if count >= threshold else 0 for count in range(17)])
 
 
-def test_what_one_refill_engine_can_carry_leaves_the_others_idle() -> None:
-    """Who comes joins the engine that runs."""
-    seen = observed(0.05, 1, batch_size=16)
-    one, three = (
-        solver(Objective(energy_weight=10.0), 16, barrier=False).solve(replace(seen, engines=engines))
+def test_a_load_that_one_refill_engine_can_carry_leaves_the_others_idle() -> None:
+    """A request joins the engine that runs."""
+    observation = observed(0.05, 1, batch_size=16)
+    single, three = (
+        solver(Objective(energy_weight=10.0), 16, barrier=False).solve(replace(observation, engines=engines))
         for engines in (1, 3)
     )
-    assert thresholds(one) == thresholds(three)
-    assert three.response_s_mean == one.response_s_mean
-    assert one.power_w_mean is not None
-    assert three.power_w_mean == pytest.approx(one.power_w_mean + 2 * H100.idle_w)
+    assert thresholds(single) == thresholds(three)
+    assert three.response_s_mean == single.response_s_mean
+    assert single.power_w_mean is not None
+    assert three.power_w_mean == pytest.approx(single.power_w_mean + 2 * H100.idle_w)
 
 
-def test_what_one_refill_engine_cannot_carry_is_shared() -> None:
-    seen = observed(1.5, 1, batch_size=16)
-    whole = solver(Objective(energy_weight=10.0), 16, barrier=False).solve(replace(seen, engines=2, slots=16))
+def test_a_load_that_one_refill_engine_cannot_carry_is_shared() -> None:
+    observation = observed(1.5, 1, batch_size=16)
+    whole = solver(Objective(energy_weight=10.0), 16, barrier=False).solve(replace(observation, engines=2, slots=16))
     half = solver(Objective(energy_weight=10.0), 16, barrier=False).solve(
-        replace(seen, slots=16, rates_per_s=tuple(rate / 2 for rate in seen.rates_per_s))
+        replace(observation, slots=16, rates_per_s=tuple(rate / 2 for rate in observation.rates_per_s))
     )
     assert whole.response_s_mean == pytest.approx(half.response_s_mean)
     assert half.power_w_mean is not None
@@ -414,35 +418,37 @@ def test_refill_engines_in_overload_let_nothing_wait() -> None:
     )
 
 
-# ---- plans travel in the journal ----
+# ---- plans in the journal ----
 
 
 @pytest.mark.parametrize("objective", [Objective(), Objective(energy_weight=10.0), Objective(latency_target_s=5.0)])
 @pytest.mark.parametrize("load", [0.0, 0.1, 1.2])
-def test_questions_and_plans_come_back_from_json_as_they_were(objective: Objective, load: float) -> None:
+def test_questions_and_plans_survive_json_unchanged(objective: Objective, load: float) -> None:
     question = SolveDispatch(observed(load, 2, batch_size=8))
     answer = DispatchSolved(solver(objective, 8).solve(question.observed))
     for message in (question, answer):
         assert msgspec.json.decode(msgspec.json.encode(message), type=type(message)) == message
     if objective.latency_target_s and load == 0.1:
-        assert answer.plan.share > 0, "a mixture is among them"
+        assert answer.plan.share > 0, "the plan must be a mixture"
 
 
 @pytest.mark.parametrize(
     "objective", [Objective(energy_weight=10.0), Objective(latency_target_s=5.0), Objective(0.0, 9.0, 90.0)]
 )
 def test_the_same_question_has_the_same_answer(objective: Objective) -> None:
-    seen = observed(0.1, 2, batch_size=8)
-    assert solver(objective, 8).solve(seen) == solver(objective, 8).solve(seen)
+    observation = observed(0.1, 2, batch_size=8)
+    assert solver(objective, 8).solve(observation) == solver(objective, 8).solve(observation)
 
 
-def test_a_question_asked_twice_is_solved_once() -> None:
-    one = solver(batch_size=8)
-    assert one.solve(observed(0.1, 2, batch_size=8)) is one.solve(observed(0.1, 2, batch_size=8))
+def test_a_repeated_question_is_solved_once() -> None:
+    dispatch_solver = solver(batch_size=8)
+    assert dispatch_solver.solve(observed(0.1, 2, batch_size=8)) is dispatch_solver.solve(
+        observed(0.1, 2, batch_size=8)
+    )
 
 
 def test_prefill_counts_once_for_a_batch() -> None:
-    """Of 2 s and 100 J, beside steps of 10 ms and 3 J."""
+    """A prefill of 2 s and 100 J; steps of 10 ms and 3 J."""
     profile = Profile(
         "prefills",
         Curve.affine(0.0, 0.01),

@@ -27,7 +27,7 @@ def test_a_tie_is_never_split_and_no_bin_is_empty() -> None:
     assert np.bincount(index_of(edges, lengths)).tolist() == [90, 5, 5]
 
 
-def test_fewer_distinct_lengths_than_bins_give_as_many_bins_as_lengths() -> None:
+def test_fewer_distinct_lengths_than_bins_give_one_bin_per_length() -> None:
     assert equal_mass_edges([2, 2, 9, 9], 8) == (5.5,)
     assert equal_mass_edges([4, 4, 4], 8) == ()
 
@@ -41,12 +41,12 @@ def test_index_of_keeps_the_shape() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[], [1.0, float("nan")], [float("inf")]])
-def test_a_sample_that_says_nothing_is_an_error(lengths: list[float]) -> None:
+def test_a_useless_sample_is_an_error(lengths: list[float]) -> None:
     with pytest.raises(ValueError, match="finite lengths"):
         equal_mass_edges(lengths, 4)
 
 
-def test_no_bin_at_all_is_an_error() -> None:
+def test_zero_bins_are_an_error() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         equal_mass_edges([1.0], 0)
 
@@ -59,12 +59,12 @@ def test_every_bin_is_filled_and_each_edge_is_the_nearest_to_its_quantile(length
     assert np.all(np.diff(edges) > 0)
     counts = np.bincount(index_of(edges, lengths), minlength=len(edges) + 1)
     assert counts.min() > 0
-    # An edge that no neighbour displaces misses its quantile by half of the tie there, at most.
+    # An edge that no neighbour displaces is off its quantile by at most half of the tie there.
     largest_tie = np.unique(lengths, return_counts=True)[1].max()
     if bins <= distinct and largest_tie * bins <= len(lengths):
         below = np.cumsum(counts)[:-1]
-        wanted = np.arange(1, bins) / bins * len(lengths)
-        assert np.all(np.abs(below - wanted) <= largest_tie / 2 + 1e-9)
+        expected = np.arange(1, bins) / bins * len(lengths)
+        assert np.all(np.abs(below - expected) <= largest_tie / 2 + 1e-9)
 
 
 @given(st.integers(2, 16), st.integers(0, 2**32 - 1))
@@ -104,7 +104,7 @@ def test_exponential_edges_of_nothing_are_an_error(size: int, bins: int, mean: f
 
 
 @given(st.lists(st.integers(1, 25), min_size=1, max_size=40), st.integers(1, 5), st.sampled_from([1, 2, 8, 128, 1024]))
-def test_optimal_edges_are_the_best_of_all_that_could_be(lengths: list[int], bins: int, size: int) -> None:
+def test_optimal_edges_are_the_best_of_all_edges(lengths: list[int], bins: int, size: int) -> None:
     distinct = np.unique(lengths)
     cuts = (distinct[1:] + distinct[:-1]) / 2
     count = min(bins, distinct.size) - 1
@@ -135,8 +135,8 @@ def test_with_more_lengths_than_parts_no_bin_is_empty_and_equal_mass_is_not_bett
 
 @pytest.mark.parametrize("bins", [2, 4, 8])
 @pytest.mark.parametrize("size", [32, 200])
-def test_optimal_edges_of_exponential_lengths_are_worth_those_of_lemma_a1(bins: int, size: int) -> None:
-    """No worse on a fine sample, and of large batches the Lemma's are all but the best too."""
+def test_optimal_edges_of_exponential_lengths_are_as_good_as_those_of_lemma_a1(bins: int, size: int) -> None:
+    """They are no worse on a fine sample; for large batches the Lemma's edges are almost the best, too."""
     fine = -np.log1p(-(np.arange(200_000) + 0.5) / 200_000)
     best = batch_time(fine, optimal_edges(fine, bins, size), size)
     lemma = batch_time(fine, exponential_edges(size, bins, 1.0), size)
@@ -150,8 +150,8 @@ def test_optimal_edges_of_exponential_lengths_are_worth_those_of_lemma_a1(bins: 
     [(8, (9.5, 11.9, 7.9)), (32, (20.6, 18.3, 9.2)), (128, (24.3, 18.3, 9.0))],
     ids=["8", "32", "128"],
 )
-def test_gains_over_equal_mass_are_those_published_here(size: int, gains: tuple[float, ...]) -> None:
-    """Lognormal lengths, mu = 5.2, sigma = 0.8, cap 1024: percent at 2, 4 and 8 bins, judged by another sample."""
+def test_gains_over_equal_mass_are_those_in_the_documentation(size: int, gains: tuple[float, ...]) -> None:
+    """Lognormal lengths, mu = 5.2, sigma = 0.8, cap 1024: gain in percent at 2, 4 and 8 bins, on another sample."""
     fitted, judge = (np.minimum(np.random.default_rng(seed).lognormal(5.2, 0.8, 100_000), 1024) for seed in (1, 2))
     for bins, gain in zip((2, 4, 8), gains, strict=True):
         optimal = batch_time(judge, optimal_edges(fitted, bins, size), size)
@@ -160,29 +160,29 @@ def test_gains_over_equal_mass_are_those_published_here(size: int, gains: tuple[
 
 
 @pytest.mark.parametrize("size", [8, 128])
-def test_more_bins_than_are_useful_do_no_harm_to_lengths_not_seen(size: int) -> None:
+def test_more_bins_than_are_useful_do_no_harm_on_unseen_lengths(size: int) -> None:
     rng = np.random.default_rng(4)
     fitted, judge = rng.lognormal(5.2, 0.8, 1000), rng.lognormal(5.2, 0.8, 50_000)
-    found = [batch_time(judge, optimal_edges(fitted, bins, size), size) for bins in (8, 32, 128, 400)]
-    assert np.all(np.diff(found) < 0)
+    times_s = [batch_time(judge, optimal_edges(fitted, bins, size), size) for bins in (8, 32, 128, 400)]
+    assert np.all(np.diff(times_s) < 0)
     assert len(optimal_edges(fitted[:200], 2000, size)) == 199
 
 
 @pytest.mark.parametrize("size", [128, 1024, 100_000])
 def test_large_batches_do_not_underflow(size: int) -> None:
-    """The longest of very many is the longest there is: bins of equal requests want the cut where lengths jump."""
+    """The longest of very many requests is the longest possible: bins of equal requests are cut where lengths jump."""
     lengths = [*range(1, 101), *range(900, 1000)]
     assert optimal_edges(lengths, 2, size) == (500.0,)
 
 
-def test_a_few_outliers_get_a_bin_of_their_own() -> None:
+def test_a_few_outliers_get_their_own_bin() -> None:
     lengths = np.concatenate([np.random.default_rng(5).uniform(1, 20, 5000), [4000.0, 5000.0]])
     (edge,) = optimal_edges(lengths, 2, 8)
     assert 20 < edge < 4000
 
 
-def test_lengths_that_are_all_but_one_make_fewer_bins_and_none_is_empty() -> None:
-    """Most are 10, one is a million, and those between them have too little mass and range to be told apart."""
+def test_almost_equal_lengths_make_fewer_bins_and_none_is_empty() -> None:
+    """Most lengths are 10, one is a million, and the rest have too little mass and range to be separated."""
     lengths = np.concatenate([np.full(20_000, 10.0), np.linspace(11, 20, 300), [1e6]])
     edges = optimal_edges(lengths, 32, 8)
     assert 3 <= len(edges) + 1 < 32
@@ -205,18 +205,18 @@ def test_optimal_edges_of_nothing_are_an_error(lengths: list[float], bins: int, 
         optimal_edges(lengths, bins, size, parts=parts)
 
 
-# ---- edges over scores that tell lengths only roughly ----
+# ---- edges over inexact scores ----
 
 
 def answered(count: int, sigma: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scores that are off by a lognormal error, and the lengths of the answers."""
+    """Scores with a lognormal error, and the lengths of the answers."""
     rng = np.random.default_rng(seed)
     lengths = np.minimum(rng.lognormal(5.2, 0.8, count), 1024)
     return lengths * rng.lognormal(0, sigma, count), lengths
 
 
 def time_of(scores: np.ndarray, lengths: np.ndarray, edges: tuple[float, ...], size: int) -> float:
-    """Expected time of a batch of requests that were put into bins by score, tokens."""
+    """Expected time of a batch of requests that were binned by score, tokens."""
     bin_of = index_of(edges, scores)
     return sum(
         np.mean(bin_of == index) * batch_time(lengths[bin_of == index], (), size) for index in range(len(edges) + 1)
@@ -227,33 +227,35 @@ def time_of(scores: np.ndarray, lengths: np.ndarray, edges: tuple[float, ...], s
 @pytest.mark.parametrize("bins", [2, 4])
 def test_where_scores_are_lengths_edges_by_answers_are_the_optimal_ones(bins: int, size: int) -> None:
     scores, lengths = answered(4096, 0.0, seed=1)
-    _, others = answered(40_000, 0.0, seed=2)
-    optimal = batch_time(others, optimal_edges(lengths, bins, size), size)
-    assert batch_time(others, answered_edges(scores, lengths, bins, size), size) == pytest.approx(optimal, rel=0.01)
+    _, other_lengths = answered(40_000, 0.0, seed=2)
+    optimal = batch_time(other_lengths, optimal_edges(lengths, bins, size), size)
+    assert batch_time(other_lengths, answered_edges(scores, lengths, bins, size), size) == pytest.approx(
+        optimal, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("sigma", [0.3, 0.5, 0.7])
 @pytest.mark.parametrize("size", [8, 32, 128])
-def test_edges_by_answers_lose_nothing_to_equal_mass_where_those_by_scores_would(size: int, sigma: float) -> None:
+def test_edges_by_answers_are_as_good_as_equal_mass_where_edges_by_scores_are_worse(size: int, sigma: float) -> None:
     scores, lengths = answered(4096, sigma, seed=3)
-    others = answered(60_000, sigma, seed=4)
+    other_lengths = answered(60_000, sigma, seed=4)
     for bins in (2, 8):
-        equal = time_of(*others, equal_mass_edges(scores, bins), size)
-        assert time_of(*others, answered_edges(scores, lengths, bins, size), size) < 1.01 * equal
+        equal = time_of(*other_lengths, equal_mass_edges(scores, bins), size)
+        assert time_of(*other_lengths, answered_edges(scores, lengths, bins, size), size) < 1.01 * equal
     if (size, sigma) == (128, 0.7):
-        assert time_of(*others, optimal_edges(scores, 2, size), size) > 1.1 * time_of(
-            *others, equal_mass_edges(scores, 2), size
+        assert time_of(*other_lengths, optimal_edges(scores, 2, size), size) > 1.1 * time_of(
+            *other_lengths, equal_mass_edges(scores, 2), size
         )
 
 
-def test_edges_by_answers_gain_where_scores_tell_enough() -> None:
+def test_edges_by_answers_gain_where_scores_are_good_enough() -> None:
     scores, lengths = answered(4096, 0.3, seed=5)
-    others = answered(60_000, 0.3, seed=6)
-    equal = time_of(*others, equal_mass_edges(scores, 2), 32)
-    assert time_of(*others, answered_edges(scores, lengths, 2, 32), 32) < equal / 1.08
+    other_lengths = answered(60_000, 0.3, seed=6)
+    equal = time_of(*other_lengths, equal_mass_edges(scores, 2), 32)
+    assert time_of(*other_lengths, answered_edges(scores, lengths, 2, 32), 32) < equal / 1.08
 
 
-def test_edges_by_answers_of_scores_that_tell_nothing_are_of_equal_mass() -> None:
+def test_edges_by_answers_of_useless_scores_are_of_equal_mass() -> None:
     rng = np.random.default_rng(7)
     scores, lengths = rng.uniform(1, 100, 4096), rng.lognormal(5, 1, 4096)
     assert answered_edges(scores, lengths, 4, 8) == equal_mass_edges(scores, 4)
@@ -261,15 +263,15 @@ def test_edges_by_answers_of_scores_that_tell_nothing_are_of_equal_mass() -> Non
 
 
 def test_edges_by_answers_that_are_the_best_of_all_cuts() -> None:
-    """Few scores and lengths, so that nothing is grouped: brute force."""
+    """Few scores and lengths, so that none are grouped: brute force."""
     rng = np.random.default_rng(8)
     for _ in range(20):
         scores = rng.integers(1, 10, 60).astype(float)
         lengths = scores * rng.integers(1, 3, 60)
         cuts = (np.unique(scores)[1:] + np.unique(scores)[:-1]) / 2
-        least = min(time_of(scores, lengths, pair, 4) for pair in combinations(cuts.tolist(), 2))
+        least_s = min(time_of(scores, lengths, pair, 4) for pair in combinations(cuts.tolist(), 2))
         edges = answered_edges(scores, lengths, 3, 4, gain_min=0.0)
-        assert time_of(scores, lengths, edges, 4) == pytest.approx(least)
+        assert time_of(scores, lengths, edges, 4) == pytest.approx(least_s)
 
 
 def test_scores_without_their_answers_are_an_error() -> None:
@@ -277,10 +279,10 @@ def test_scores_without_their_answers_are_an_error() -> None:
         answered_edges([1.0, 2.0], [1.0], 2, 8)
 
 
-# ---- edges that follow ----
+# ---- edges that follow the traffic ----
 
 
-def test_edges_are_made_as_they_are_told_to_be() -> None:
+def test_edges_are_computed_by_the_given_function() -> None:
     edges = OnlineEdges(2, refit_every=3, window=2, fit=lambda values: (float(values.max()),))
     assert [edges.observe(length) for length in (30, 10, 20)] == [False, False, True]
     assert edges.edges == (20.0,)
@@ -299,7 +301,7 @@ def test_first_edges_come_from_the_sample() -> None:
     assert OnlineEdges(2, sample=range(1, 101)).edges == (50.5,)
 
 
-def test_without_sample_or_edges_one_bin_serves_until_lengths_are_seen() -> None:
+def test_without_sample_or_edges_one_bin_serves_until_lengths_are_observed() -> None:
     edges = OnlineEdges(2, refit_every=4)
     assert edges.bin_of(1e6) == 0
     assert [edges.observe(length) for length in (10, 20, 30, 40)] == [False, False, False, True]
@@ -323,7 +325,7 @@ def test_a_sample_is_displaced_evenly_not_from_its_short_end() -> None:
     assert edges.edges[0] == pytest.approx(500, rel=0.1)
 
 
-def test_refit_every_zero_keeps_the_edges_for_good() -> None:
+def test_refit_every_zero_keeps_the_edges() -> None:
     edges = OnlineEdges(2, edges=[100.0], refit_every=0)
     assert not any(edges.observe(1.0) for _ in range(1_000))
     assert edges.edges == (100.0,)

@@ -1,4 +1,4 @@
-"""Engine profiles: curves, what a batch costs, the published numbers, files, and fits that find what made the data."""
+"""Engine profiles: curves, costs of batches, published numbers, files, and fits that recover their data's source."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_an_affine_curve_is_a_line():
     assert Curve.affine(2.0, 3.0).at([1, 4, 10]).tolist() == [5.0, 11.0, 23.0]
 
 
-def test_a_table_is_interpolated_held_before_its_first_size_and_extended_by_its_last_slope():
+def test_a_table_is_interpolated_constant_before_its_first_size_and_linear_after_its_last():
     table = Curve.table([2, 4, 8], [10, 20, 22])
     assert table.at([1, 2, 3, 4, 6, 8, 12]).tolist() == [10, 10, 15, 20, 21, 22, 24]
 
@@ -59,7 +59,7 @@ def test_a_fit_of_points_on_a_line_finds_it_without_error_and_keeps_them():
 
 
 def test_a_fit_weighs_small_sizes_like_large_ones():
-    """Least squares of relative residuals: scaling one value scales its misfit with it. Beside numpy's own fit."""
+    """Least squares of relative residuals, compared with numpy's fit: scaling a value scales its residual."""
     sizes, values = np.array([1, 2, 4, 8, 512]), np.array([1.2, 1.1, 1.6, 2.2, 90.0])
     slope, intercept = np.polyfit(sizes, values, 1, w=1 / values)
     curve = Curve.fit(sizes, values)
@@ -67,7 +67,7 @@ def test_a_fit_weighs_small_sizes_like_large_ones():
     assert curve.error == pytest.approx(np.mean(np.abs((slope * sizes + intercept) / values - 1)))
 
 
-def test_a_fit_never_falls_and_never_passes_below_nothing():
+def test_a_fit_never_decreases_and_is_never_negative():
     assert Curve.fit([1, 2, 3], [3, 2, 1]).slope == 0.0
     assert Curve.fit([2, 3, 4], [1, 4, 9]).intercept == 0.0
 
@@ -94,40 +94,40 @@ def test_a_fit_never_falls_and_never_passes_below_nothing():
         (lambda: Curve("cubic"), "one of affine, table, not 'cubic'"),  # type: ignore[arg-type]
     ],
 )
-def test_numbers_that_give_no_curve_are_refused(make: Any, message: str):
+def test_numbers_that_make_no_curve_are_refused(make: Any, message: str):
     with pytest.raises(ValueError, match=message):
         make()
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 100), st.floats(0.1, 100)), min_size=2, max_size=12))
 def test_a_fit_is_the_non_negative_least_squares_optimum(points: list[tuple[float, float]]):
-    """Beside Lawson and Hanson's algorithm, on any points."""
+    """Compared with Lawson and Hanson's algorithm, on arbitrary points."""
     sizes, values = np.array(points).T
     if np.unique(sizes).size < 2:
         return
     columns = np.column_stack([sizes, np.ones_like(sizes)]) / values[:, None]
     _, residual = nnls(columns, np.ones_like(values))
     curve = Curve.fit(sizes, values)
-    ours = np.linalg.norm(columns @ [curve.slope, curve.intercept] - 1)
-    assert ours == pytest.approx(residual, rel=1e-6, abs=1e-6)
+    own_error = np.linalg.norm(columns @ [curve.slope, curve.intercept] - 1)
+    assert own_error == pytest.approx(residual, rel=1e-6, abs=1e-6)
 
 
-# ---- what a batch costs -------------------------------------------------------------------------------------------
+# ---- costs of a batch -------------------------------------------------------------------------------------------
 
 
 def test_a_batch_takes_its_prefill_and_a_step_of_its_size_for_each_token_of_its_longest_answer():
     """Multi-Bin, Section 3: 0.5 s of prefill, and 10 steps of 3 sequences, 30 ms each."""
     times = StepTimes(0.5, (0.01, 0.02, 0.03))
     assert times.batch_s(10, 3) == 0.5 + 10 * 0.03
-    assert times.batch_s(10, 1, prompts_s=0.25) == 0.75 + 10 * 0.01, "reading the prompts is prefill"
+    assert times.batch_s(10, 1, prompts_s=0.25) == 0.75 + 10 * 0.01, "reading the prompts counts as prefill"
     assert times.batch_s(np.array([0.0, 10.0]), 2).tolist() == [0.5, 0.7]
 
 
-def test_a_batch_beyond_the_sizes_that_are_known_takes_the_last_ones_steps():
+def test_a_batch_beyond_the_known_sizes_takes_the_steps_of_the_last():
     assert StepTimes(0.0, (1.0, 2.0)).batch_s(10, 8) == 20.0
 
 
-def test_a_profile_tells_the_steps_of_1_to_so_many_sequences():
+def test_a_profile_gives_the_step_times_of_all_sizes():
     profile = Profile.timed("p", Curve.affine(0.001, 0.009), prefill_s=0.5, source="Made up.")
     times = profile.step_times(3)
     assert (times.prefill_s, times.step_s) == (0.5, tuple(profile.step_s.at([1, 2, 3]).tolist()))
@@ -136,7 +136,7 @@ def test_a_profile_tells_the_steps_of_1_to_so_many_sequences():
 
 
 def test_the_longest_of_a_batch_is_exact():
-    """Beside all equally likely batches, one by one."""
+    """Compared with all equally likely batches."""
     sample = [3.0, 1.0, 10.0]
     for size in (1, 2, 4):
         every = [max(batch) for batch in product(sample, repeat=size)]
@@ -151,23 +151,23 @@ def test_the_longest_of_uniform_lengths_is_that_of_the_theory():
 
 
 def test_a_batch_takes_its_longest_answer_times_the_step_after_the_prefill():
-    it = profile(prefill_s=0.5, prefill_j=7.0)
-    lengths = [[100], [10, 30]]  # the second bin's longest of two: 30 three times in four
-    assert it.latency_s(lengths, [1, 2]) == pytest.approx(
+    engine_profile = profile(prefill_s=0.5, prefill_j=7.0)
+    lengths = [[100], [10, 30]]  # second bin: the longest of two is 30 in three of four cases
+    assert engine_profile.latency_s(lengths, [1, 2]) == pytest.approx(
         np.array([[0.5 + 100 * 0.010, 0.5 + 100 * 0.011], [0.5 + 20 * 0.010, 0.5 + 25 * 0.011]]), rel=1e-12
     )
-    assert it.energy_j(lengths, [1, 2]) == pytest.approx(
+    assert engine_profile.energy_j(lengths, [1, 2]) == pytest.approx(
         np.array([[7 + 100 * 1.0, 7 + 100 * 1.1], [7 + 20 * 1.0, 7 + 25 * 1.1]]), rel=1e-12
     )
-    assert it.power_w([1, 2]) == pytest.approx([1.0 / 0.010, 1.1 / 0.011])
+    assert engine_profile.power_w([1, 2]) == pytest.approx([1.0 / 0.010, 1.1 / 0.011])
 
 
-def test_relative_energy_is_a_watt_while_anything_runs_prefill_included():
-    it = timed()
-    assert not it.energy_known
-    assert it.power_w([1, 4, 8]).tolist() == [1.0, 1.0, 1.0]
-    assert it.idle_w == 0.0
-    assert it.energy_j([[10, 30]], [1, 4]) == pytest.approx(it.latency_s([[10, 30]], [1, 4]))
+def test_relative_energy_is_one_watt_while_batches_run_including_prefill():
+    engine_profile = timed()
+    assert not engine_profile.energy_known
+    assert engine_profile.power_w([1, 4, 8]).tolist() == [1.0, 1.0, 1.0]
+    assert engine_profile.idle_w == 0.0
+    assert engine_profile.energy_j([[10, 30]], [1, 4]) == pytest.approx(engine_profile.latency_s([[10, 30]], [1, 4]))
 
 
 WAVES = {"step_s": Curve.table([1, 4, 8], [0.01, 0.04, 0.041]), "step_j": Curve.table([0.5, 2, 8], [1.0, 1.0, 2.0])}
@@ -175,15 +175,17 @@ WAVES = {"step_s": Curve.table([1, 4, 8], [0.01, 0.04, 0.041]), "step_j": Curve.
 
 @pytest.mark.parametrize("slots_max", [None, 3, 6, 20])
 @pytest.mark.parametrize("curves", [WAVES, {}, {"step_j": Curve.affine(0.1, 0.0)}, {"step_j": Curve.affine(0.0, 1.0)}])
-def test_the_least_power_is_that_of_some_size_that_is_known(curves: dict[str, Curve], slots_max: int | None):
-    """Beside a fine grid; without a largest size, up to the last point of a curve: beyond, nobody has measured."""
-    it = profile(**curves, slots_max=slots_max, idle_w=0.0)
+def test_the_least_power_is_that_of_a_known_size(curves: dict[str, Curve], slots_max: int | None):
+    """On a fine grid; without a largest size up to the last point of a curve, beyond which there is no measurement."""
+    engine_profile = profile(**curves, slots_max=slots_max, idle_w=0.0)
     last = slots_max or (8 if curves is WAVES else 1)
-    assert it.power_w_min == pytest.approx(it.power_w(np.arange(1000, 1000 * last + 1) / 1000).min(), rel=1e-12)
+    assert engine_profile.power_w_min == pytest.approx(
+        engine_profile.power_w(np.arange(1000, 1000 * last + 1) / 1000).min(), rel=1e-12
+    )
 
 
-def test_nothing_draws_more_by_doing_nothing():
-    """profile() draws 100 W, whatever runs."""
+def test_idle_power_is_at_most_the_least_power():
+    """profile() draws 100 W at every size."""
     assert profile(idle_w=100.0).idle_w == 100.0
     with pytest.raises(ValueError, match=r"idle_w must be at most .* runs, 100 W, not 100\.1"):
         profile(idle_w=100.1)
@@ -213,7 +215,7 @@ def test_larger_batches_never_take_less_time_or_energy(lengths: list[int]):
         ([[5]], [33], "p4-googlenet runs 32 sequences at once at most, not 33"),
     ],
 )
-def test_lengths_and_sizes_that_make_no_sense_are_named(lengths: Any, sizes: Any, message: str):
+def test_invalid_lengths_and_sizes_are_named(lengths: Any, sizes: Any, message: str):
     with pytest.raises(ValueError, match=message):
         P4.latency_s(lengths, sizes)
 
@@ -221,7 +223,7 @@ def test_lengths_and_sizes_that_make_no_sense_are_named(lengths: Any, sizes: Any
 # ---- published profiles -------------------------------------------------------------------------------------------
 
 
-def test_the_h100_takes_these_steps():
+def test_the_h100_has_these_step_times():
     assert H100.step_s.at([1, 64]) == pytest.approx([6.619e-3, 11.596e-3])
     assert H100.step_j.at([1, 64]) == pytest.approx([3.2285, 7.418])
     assert H100.idle_w < H100.power_w(1)
@@ -229,8 +231,8 @@ def test_the_h100_takes_these_steps():
     assert "Prefill is not in it" in H100.source
 
 
-def test_the_p4_gives_the_static_batchings_of_the_papers_table_i():
-    """SMDP-J, static b = 8: 46.27 W at rho = 0.7, unstable from rho = 0.774 on, to its coefficients' rounding."""
+def test_the_p4_gives_the_static_batches_of_table_i():
+    """SMDP-J, static b = 8: 46.27 W at rho = 0.7, unstable from rho = 0.774 on, up to rounded coefficients."""
     seconds, joules = P4.latency_s([[1]], [8, 32])[0], P4.energy_j([[1]], [8, 32])[0]
     rate_max_per_s = 32 / seconds[1]
     assert 0.7 * rate_max_per_s * joules[0] / 8 == pytest.approx(46.27, rel=1e-3)
@@ -274,7 +276,7 @@ def test_a_published_profile_is_found_by_its_name():
     assert resolve("p4-googlenet") is P4
 
 
-def test_a_name_that_is_nearly_published_is_answered_with_the_right_one():
+def test_the_error_for_a_misspelt_name_suggests_the_right_one():
     with pytest.raises(ValueError, match=r"'h100-llama' is neither .* did you mean h100-llama-3\.1-8b\?"):
         resolve("h100-llama")
     with pytest.raises(ValueError, match=r"shipped profiles are h100-llama-3\.1-8b, p4-googlenet"):
@@ -303,7 +305,7 @@ def test_a_name_that_is_nearly_published_is_answered_with_the_right_one():
         ({"step_s": {"kind": "table", "sizes": [1], "values": ["3"]}}, "a curve's values must be a finite number"),
     ],
 )
-def test_a_wrong_profile_file_is_answered_with_its_path_and_key(change: dict[str, Any], message: str, tmp_path: Path):
+def test_a_wrong_profile_file_is_an_error_with_its_path_and_key(change: dict[str, Any], message: str, tmp_path: Path):
     path = tmp_path / "profile.json"
     H100.save(path)
     members = json.loads(path.read_text()) | change
@@ -313,7 +315,7 @@ def test_a_wrong_profile_file_is_answered_with_its_path_and_key(change: dict[str
     assert str(path) in str(refused.value)
 
 
-def test_a_file_that_is_no_profile_is_said_so(tmp_path: Path):
+def test_a_file_that_is_no_profile_is_an_error(tmp_path: Path):
     (tmp_path / "text").write_text("not JSON")
     (tmp_path / "list").write_text("[]")
     with pytest.raises(ValueError, match="is not JSON"):
@@ -327,68 +329,68 @@ def test_a_file_that_is_no_profile_is_said_so(tmp_path: Path):
 # ---- fits ---------------------------------------------------------------------------------------------------------
 
 
-def batches_of(known: Profile, *, noise: float = 0.0, joules: bool = True) -> list[Observation]:
-    """What would be observed of a known engine; noise: standard deviation of the relative errors."""
+def batches_of(true_profile: Profile, *, noise: float = 0.0, joules: bool = True) -> list[Observation]:
+    """Observations of a known engine; noise: standard deviation of the relative errors."""
     rng = np.random.default_rng(1)
-    found = []
+    observations = []
     for size, tokens in product((1, 2, 4, 8, 16, 32), (16, 64, 256)):
-        seconds = known.latency_s([[tokens]], [size])[0, 0] * (1 + noise * rng.standard_normal())
-        energy = known.energy_j([[tokens]], [size])[0, 0] * (1 + noise * rng.standard_normal())
-        found.append(Observation(size, tokens, seconds, energy if joules else None))
-    return found
+        seconds = true_profile.latency_s([[tokens]], [size])[0, 0] * (1 + noise * rng.standard_normal())
+        energy = true_profile.energy_j([[tokens]], [size])[0, 0] * (1 + noise * rng.standard_normal())
+        observations.append(Observation(size, tokens, seconds, energy if joules else None))
+    return observations
 
 
-def test_a_fit_finds_the_engine_that_was_observed():
-    known = profile(prefill_s=0.04, prefill_j=6.0)
-    found = fit(batches_of(known), name="found", idle_w=50.0, source="Made up.", slots_max=64)
-    assert (found.prefill_s, found.prefill_j) == pytest.approx((0.04, 6.0), rel=1e-9)
-    assert (found.step_s.slope, found.step_s.intercept) == pytest.approx((1e-3, 9e-3), rel=1e-9)
-    assert (found.step_j.slope, found.step_j.intercept) == pytest.approx((0.1, 0.9), rel=1e-9)
-    assert (found.step_s.error, found.step_j.error) == pytest.approx((0.0, 0.0), abs=1e-9)
-    assert found.step_s.values == pytest.approx(known.step_s.at(found.step_s.sizes), rel=1e-9)
-    assert (found.energy_source, found.slots_max, found.idle_w) == ("measured", 64, 50.0)
+def test_a_fit_recovers_the_observed_engine():
+    true_profile = profile(prefill_s=0.04, prefill_j=6.0)
+    fitted = fit(batches_of(true_profile), name="found", idle_w=50.0, source="Made up.", slots_max=64)
+    assert (fitted.prefill_s, fitted.prefill_j) == pytest.approx((0.04, 6.0), rel=1e-9)
+    assert (fitted.step_s.slope, fitted.step_s.intercept) == pytest.approx((1e-3, 9e-3), rel=1e-9)
+    assert (fitted.step_j.slope, fitted.step_j.intercept) == pytest.approx((0.1, 0.9), rel=1e-9)
+    assert (fitted.step_s.error, fitted.step_j.error) == pytest.approx((0.0, 0.0), abs=1e-9)
+    assert fitted.step_s.values == pytest.approx(true_profile.step_s.at(fitted.step_s.sizes), rel=1e-9)
+    assert (fitted.energy_source, fitted.slots_max, fitted.idle_w) == ("measured", 64, 50.0)
 
 
 def test_a_fits_error_is_that_of_its_predictions():
-    """A relative noise of 3 % has a mean absolute value of 0.03 sqrt(2 / pi) = 2.4 %, less what the fit follows."""
+    """A relative noise of 3 % has a mean absolute value of 0.03 sqrt(2 / pi) = 2.4 %; the fit follows a part of it."""
     batches = batches_of(profile(prefill_s=0.04), noise=0.03)
-    found = fit(batches, name="found", idle_w=0.0, source="Made up.")
-    misses = [found.latency_s([[batch.tokens]], [batch.size])[0, 0] / batch.seconds - 1 for batch in batches]
-    assert found.step_s.error == pytest.approx(np.mean(np.abs(misses)), rel=1e-9)
-    assert 0.01 < found.step_s.error < 0.03
+    fitted = fit(batches, name="found", idle_w=0.0, source="Made up.")
+    misses = [fitted.latency_s([[batch.tokens]], [batch.size])[0, 0] / batch.seconds - 1 for batch in batches]
+    assert fitted.step_s.error == pytest.approx(np.mean(np.abs(misses)), rel=1e-9)
+    assert 0.01 < fitted.step_s.error < 0.03
 
 
 def test_without_joules_energy_is_the_assumed_power_times_the_time():
     batches = batches_of(profile(prefill_s=0.04), joules=False)
-    found = fit(batches, name="found", idle_w=50.0, source="Made up.", busy_w=300.0)
-    assert found.energy_source == "modelled"
-    assert found.prefill_j == pytest.approx(300 * 0.04)
-    assert found.power_w([1, 8, 32]) == pytest.approx([300.0] * 3)
+    fitted = fit(batches, name="found", idle_w=50.0, source="Made up.", busy_w=300.0)
+    assert fitted.energy_source == "modelled"
+    assert fitted.prefill_j == pytest.approx(300 * 0.04)
+    assert fitted.power_w([1, 8, 32]) == pytest.approx([300.0] * 3)
 
 
 def test_without_joules_and_without_a_power_the_fit_has_times_only():
     batches = batches_of(profile(prefill_s=0.04), joules=False)
-    found = fit(batches, name="found", idle_w=50.0, source="Made up.", slots_max=32)
-    assert found.step_s.at([1, 8]) == pytest.approx([0.010, 0.017])
-    assert found == Profile.timed("found", found.step_s, prefill_s=found.prefill_s, slots_max=32, source="Made up.")
-    assert found.energy_source == "unknown"
+    fitted = fit(batches, name="found", idle_w=50.0, source="Made up.", slots_max=32)
+    assert fitted.step_s.at([1, 8]) == pytest.approx([0.010, 0.017])
+    assert fitted == Profile.timed("found", fitted.step_s, prefill_s=fitted.prefill_s, slots_max=32, source="Made up.")
+    assert fitted.energy_source == "unknown"
 
 
-def test_with_one_length_there_is_no_telling_prefill_from_steps_and_it_is_left_out():
+def test_with_one_length_the_prefill_is_unknown_and_set_to_zero():
     batches = [Observation(size, 50, 0.2 + 50 * (0.001 * size + 0.009)) for size in (1, 8)]
-    found = fit(batches, name="found", idle_w=0.0, source="Made up.", busy_w=1.0)
-    assert found.prefill_s == 0.0
-    assert found.latency_s([[50]], [1, 8])[0] == pytest.approx([batch.seconds for batch in batches])
+    fitted = fit(batches, name="found", idle_w=0.0, source="Made up.", busy_w=1.0)
+    assert fitted.prefill_s == 0.0
+    assert fitted.latency_s([[50]], [1, 8])[0] == pytest.approx([batch.seconds for batch in batches])
 
 
 def test_terms_that_would_be_negative_are_dropped_and_the_others_fitted_again():
-    """Seconds that grow faster than their tokens would ask for a prefill below 0."""
+    """Times that grow faster than their tokens would need a negative prefill."""
     batches = [Observation(size, tokens, 0.01 * tokens**1.3) for size in (1, 4) for tokens in (10, 20, 40)]
-    found = fit(batches, name="found", idle_w=0.0, source="Made up.", busy_w=1.0)
-    assert found.prefill_s == 0.0
+    fitted = fit(batches, name="found", idle_w=0.0, source="Made up.", busy_w=1.0)
+    assert fitted.prefill_s == 0.0
     tokens, seconds = np.array([(batch.tokens, batch.seconds) for batch in batches]).T
     alone = (tokens / seconds).sum() / ((tokens / seconds) ** 2).sum()  # least squares of one term
-    assert found.step_s.at(1) == pytest.approx(alone, rel=1e-9)
+    assert fitted.step_s.at(1) == pytest.approx(alone, rel=1e-9)
 
 
 def test_a_fit_of_one_size_is_refused():
@@ -407,6 +409,6 @@ def test_a_fit_of_one_size_is_refused():
         ((1, 1, 1, -2.0), "joules must be positive"),
     ],
 )
-def test_a_batch_that_cannot_have_been_is_refused(values: Any, message: str):
+def test_an_impossible_batch_is_refused(values: Any, message: str):
     with pytest.raises(ValueError, match=message):
         Observation(*values)

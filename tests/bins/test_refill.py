@@ -1,4 +1,4 @@
-"""When an idle engine whose slots refill should start: queueing theory's known answers, and the process itself."""
+"""When an idle refill engine should start: known results of queueing theory, and a simulated process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def h100(rate_per_s: float, slots: int = 16, tokens_mean: float = 211.0) -> Refi
 
 
 def constant(rate_per_s: float, slots: int, service_s: float, power_w: float = 300.0) -> RefillEngine:
-    """Every answer takes as long however many run: a step of a second a token, always the same power."""
+    """Every answer takes the same time whatever runs beside it: a step takes 1 s, always at the same power."""
     step_s = np.ones(slots)
     return RefillEngine(rate_per_s, service_s, step_s, power_w * step_s, 100.0)
 
@@ -35,15 +35,15 @@ def test_one_slot_is_an_m_m_1_queue(load: float) -> None:
     assert power_w == pytest.approx([100.0 + load * 200.0])
 
 
-def test_many_slots_that_slow_nobody_down_are_an_m_m_infinity_queue() -> None:
-    """W is the mean service time; somebody is there 1 - exp(-lambda S) of the time."""
+def test_many_independent_slots_are_an_m_m_infinity_queue() -> None:
+    """W is the mean service time; some request is present 1 - exp(-lambda S) of the time."""
     response_s, power_w = constant(1.5, 64, 2.0).thresholds()
     assert response_s[0] == pytest.approx(2.0, rel=1e-12)
     assert power_w[0] == pytest.approx(100.0 + 200.0 * (1.0 - np.exp(-3.0)), rel=1e-12)
 
 
 @pytest.mark.parametrize(("slots", "load"), [(2, 0.6), (4, 0.9), (10, 0.3)])
-def test_some_slots_that_slow_nobody_down_are_an_m_m_c_queue(slots: int, load: float) -> None:
+def test_some_independent_slots_are_an_m_m_c_queue(slots: int, load: float) -> None:
     """Erlang's C: W = S + C / (c mu - lambda)."""
     offered = load * slots  # at a mean service of 1 s
     terms = np.cumprod(np.concatenate([[1.0], offered / np.arange(1, slots + 1)]))
@@ -52,9 +52,9 @@ def test_some_slots_that_slow_nobody_down_are_an_m_m_c_queue(slots: int, load: f
     assert response_s[0] == pytest.approx(1.0 + waits / (slots - offered), rel=1e-9)
 
 
-def test_one_slot_that_waits_for_company_is_an_m_m_1_queue_with_an_n_policy() -> None:
-    """With a threshold of N, W = 1 / (mu - lambda) + (N - 1) / (2 lambda) (Yadin and Naor): here of engines that run
-    at a constant speed, whoever shares it.
+def test_one_slot_with_a_threshold_is_an_m_m_1_queue_with_an_n_policy() -> None:
+    """With a threshold of N, W = 1 / (mu - lambda) + (N - 1) / (2 lambda) (Yadin and Naor), here for
+    engines of a constant speed, whatever the number of requests.
     """
     slots, rate_per_s, mean_s = 6, 0.3, 2.0
     n = np.arange(1, slots + 1)
@@ -64,7 +64,7 @@ def test_one_slot_that_waits_for_company_is_an_m_m_1_queue_with_an_n_policy() ->
     assert power_w == pytest.approx([100.0 + rate_per_s * mean_s * 200.0] * slots)
 
 
-# ---- what thresholds do ----
+# ---- effects of thresholds ----
 
 
 @pytest.mark.parametrize("rate_per_s", [0.2, 1.0, 4.0])
@@ -79,27 +79,27 @@ def test_a_larger_threshold_draws_less_power_and_takes_longer(rate_per_s: float)
 def test_the_best_threshold_costs_least_at_its_weight_and_grows_with_it() -> None:
     engine = h100(1.0)
     response_s, power_w = engine.thresholds()
-    found = []
+    best_thresholds = []
     for weight in (0.0, 2.0, 10.0, 50.0, 1e6):
-        least, own_s, own_w, met = engine.best(weight)
-        assert (own_s, own_w, met) == (response_s[least - 1], power_w[least - 1], True)
+        threshold, own_s, own_w, met = engine.best(weight)
+        assert (own_s, own_w, met) == (response_s[threshold - 1], power_w[threshold - 1], True)
         assert 1e3 * own_s + weight * own_w == pytest.approx((1e3 * response_s + weight * power_w).min())
-        found.append(least)
-    assert found == sorted(found)
-    assert (found[0], found[-1]) == (1, 16)
-    assert len(set(found)) > 3
+        best_thresholds.append(threshold)
+    assert best_thresholds == sorted(best_thresholds)
+    assert (best_thresholds[0], best_thresholds[-1]) == (1, 16)
+    assert len(set(best_thresholds)) > 3
 
 
 def test_within_a_target_the_threshold_of_least_power_is_taken() -> None:
     engine = h100(1.0)
     response_s, _ = engine.thresholds()
-    for least in (1, 5, 16):
-        found, own_s, _, met = engine.best(0.0, float(response_s[least - 1]) * (1 + 1e-9))
-        assert (found, met) == (least, True)
-        assert own_s == response_s[least - 1]
+    for threshold in (1, 5, 16):
+        best_threshold, own_s, _, met = engine.best(0.0, float(response_s[threshold - 1]) * (1 + 1e-9))
+        assert (best_threshold, met) == (threshold, True)
+        assert own_s == response_s[threshold - 1]
 
 
-def test_a_target_that_no_threshold_meets_gives_the_fastest_and_says_so() -> None:
+def test_a_target_that_no_threshold_meets_gives_the_fastest_and_is_reported() -> None:
     engine = h100(1.0)
     assert engine.best(0.0, 0.5) == (1, engine.thresholds()[0][0], engine.thresholds()[1][0], False)
 
@@ -111,36 +111,40 @@ def test_more_arrivals_than_the_slots_serve_are_unstable() -> None:
         h100(1.001 * capacity_per_s).thresholds()
 
 
-# ---- the process itself ----
+# ---- the simulated process ----
 
 
 def simulated(engine: RefillEngine, threshold: int, arrivals: int, rng: np.random.Generator) -> tuple[float, float]:
-    """Mean response time and mean power of the birth-death process, event by event: lengths are exponential, and those
-    who are there, in slots or before them, are counted over time (Little).
+    """Mean response time and mean power of the birth-death process, event by event. Lengths are exponential; the
+    number of requests present, running or waiting, is integrated over time (Little).
     """
     rate, slots = engine.arrival_rate_per_s, engine.step_s.size
-    there, running, come = 0, False, 0
-    held, elapsed_s, energy_j = 0.0, 0.0, 0.0
+    present, running, arrived = 0, False, 0
+    present_s, elapsed_s, energy_j = 0.0, 0.0, 0.0
     exponential = rng.exponential(size=3 * arrivals).tolist()
     coins = rng.random(3 * arrivals).tolist()
-    while come < arrivals:
-        n = min(there, slots) if running else 0
+    while arrived < arrivals:
+        n = min(present, slots) if running else 0
         ends_per_s = n / (engine.tokens_mean * engine.step_s[n - 1]) if n else 0.0
         power_w = engine.step_j[n - 1] / engine.step_s[n - 1] if n else engine.idle_power_w
         stays_s = exponential.pop() / (rate + ends_per_s)
-        held, elapsed_s, energy_j = held + there * stays_s, elapsed_s + stays_s, energy_j + power_w * stays_s
+        present_s, elapsed_s, energy_j = (
+            present_s + present * stays_s,
+            elapsed_s + stays_s,
+            energy_j + power_w * stays_s,
+        )
         if coins.pop() * (rate + ends_per_s) < rate:
-            there, come = there + 1, come + 1
-            running = running or there >= threshold
+            present, arrived = present + 1, arrived + 1
+            running = running or present >= threshold
         else:
-            there -= 1
-            running = there > 0
-    return held / come, energy_j / elapsed_s
+            present -= 1
+            running = present > 0
+    return present_s / arrived, energy_j / elapsed_s
 
 
 @pytest.mark.parametrize(("rate_per_s", "threshold"), [(0.5, 1), (1.5, 4), (4.5, 3)])
 def test_the_averages_are_those_of_the_simulated_process(rate_per_s: float, threshold: int) -> None:
-    """Within a 99.9 % confidence interval of twelve runs; 7.6 a second are all that the slots serve."""
+    """Within the 99.9 % confidence interval of twelve runs; the slots serve 7.6 requests a second at most."""
     engine = h100(rate_per_s, slots=12)
     response_s, power_w = engine.thresholds()
     rng = np.random.default_rng(7)
@@ -148,4 +152,4 @@ def test_the_averages_are_those_of_the_simulated_process(rate_per_s: float, thre
     half: Array = student.ppf(0.9995, 11) * runs.std(axis=0, ddof=1) / np.sqrt(12)
     exact = np.array([response_s[threshold - 1], power_w[threshold - 1]])
     assert (np.abs(runs.mean(axis=0) - exact) < half).all()
-    assert (half < 0.03 * exact).all(), "or any value would do"
+    assert (half < 0.03 * exact).all(), "the interval must be narrow"

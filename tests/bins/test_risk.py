@@ -1,4 +1,4 @@
-"""What a request does to its batch."""
+"""The risk: how much longer a request makes its batch."""
 
 import numpy as np
 import pytest
@@ -22,11 +22,11 @@ def test_a_certain_length_is_its_own_risk() -> None:
     assert risk([50.0] * 15, 128) == pytest.approx(50.0)
 
 
-def test_many_at_once_are_the_same() -> None:
+def test_an_array_of_requests_gives_the_same() -> None:
     lengths = np.sort(np.random.default_rng(1).lognormal(4, 1, (5, 15)), axis=1)
     assert risks(lengths, 32) == pytest.approx([risk(row.tolist(), 32) for row in lengths])
 
 
-def test_nothing_has_no_risk() -> None:
+def test_an_empty_array_has_no_risk() -> None:
     with pytest.raises(ValueError, match="at least one length"):
         risk([], 8)

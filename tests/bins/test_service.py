@@ -1,4 +1,4 @@
-"""How long a batch takes: arrivals during it, its moments, its longest answer, its draws."""
+"""Service times of batches: arrivals meanwhile, moments, longest answers, draws."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from bins.service import Array, ServiceTimes, longest_slices
 MEAN_S = (0.3051 * np.arange(1, 33) + 1.0524) / 1e3  # the basic scenario of SMDP-J
 SQUARED_COV = {"deterministic": 0.0, "erlang": 0.5, "exponential": 1.0, "hyperexponential": 2.0}
 RATE_PER_S = 2_000.0
-COUNT = 2_000  # arrivals beyond have no weight
+COUNT = 2_000  # more arrivals have no weight
 LENGTHS = np.random.default_rng(0).lognormal(5.0, 0.8, 300)
 
 
 def of_kind(kind: str, mean_s: Array = MEAN_S) -> ServiceTimes:
-    made: Callable[[Array], ServiceTimes] = getattr(ServiceTimes, kind)
-    return made(mean_s)
+    construct: Callable[[Array], ServiceTimes] = getattr(ServiceTimes, kind)
+    return construct(mean_s)
 
 
 def of_lengths(parts: int = 32) -> ServiceTimes:
@@ -67,7 +67,7 @@ def test_arrivals_have_their_laws(kind: str, law: Callable[[Array, Array], Array
 
 
 def test_arrivals_of_a_long_batch_neither_overflow_nor_vanish() -> None:
-    """A mean of 5,000: no factorial of which is a float."""
+    """A mean of 5,000, whose factorial is no float."""
     p = ServiceTimes.deterministic([5.0]).arrivals(1_000.0, 10_000)
     assert p[0, 5_000] == pytest.approx(stats.poisson.pmf(5_000, 5_000), rel=1e-9)
     assert p.sum() == pytest.approx(1.0, rel=1e-9)
@@ -83,7 +83,7 @@ def test_arrivals_can_be_as_few_as_one_state() -> None:
 
 @pytest.mark.parametrize(("kind", "squared_cov"), SQUARED_COV.items())
 def test_kinds_have_their_means_and_coefficients_of_variation(kind: str, squared_cov: float) -> None:
-    """What SMDP-J calls CoV is its square."""
+    """SMDP-J's CoV is the square of the usual coefficient."""
     service = of_kind(kind)
     assert service.mean_s == pytest.approx(MEAN_S, rel=1e-14)
     assert service.second_moment_s2 / MEAN_S**2 - 1 == pytest.approx(np.full(32, squared_cov), abs=1e-13)
@@ -110,7 +110,7 @@ def test_the_longest_of_two_lengths_by_hand() -> None:
 
 
 def test_a_slice_that_spans_two_lengths_is_their_mean_by_share() -> None:
-    """The longest of two is 1 with probability 1/4: half of the first of two slices, none of the second."""
+    """The longest of two is 1 with probability 1/4: half of the first of two slices, and no part of the second."""
     assert longest_slices([1.0, 3.0], [2], 2) == pytest.approx(np.array([[2.0, 3.0]]))
 
 
@@ -125,15 +125,15 @@ def test_the_mean_of_the_longest_is_exact(parts: int) -> None:
         assert mean_s == pytest.approx(0.002 + 1e-5 * (1 + 0.1 * size) * longest, rel=1e-12)
 
 
-def test_more_parts_come_nearer_to_the_second_moment_from_below() -> None:
+def test_more_parts_approach_the_second_moment_from_below() -> None:
     ordered, n, size = np.sort(LENGTHS), LENGTHS.size, 8
     i = np.arange(1, n + 1)
     exact = float(ordered**2 @ ((i / n) ** size - ((i - 1) / n) ** size))
-    found = [float(np.mean(longest_slices(LENGTHS, [size], parts) ** 2)) for parts in (1, 8, 32, 512)]
-    assert found == sorted(found)
-    assert found[-1] <= exact * (1 + 1e-12)
-    assert found[2] == pytest.approx(exact, rel=0.01)
-    assert found[3] == pytest.approx(exact, rel=0.001)
+    second_moments = [float(np.mean(longest_slices(LENGTHS, [size], parts) ** 2)) for parts in (1, 8, 32, 512)]
+    assert second_moments == sorted(second_moments)
+    assert second_moments[-1] <= exact * (1 + 1e-12)
+    assert second_moments[2] == pytest.approx(exact, rel=0.01)
+    assert second_moments[3] == pytest.approx(exact, rel=0.001)
 
 
 @settings(max_examples=60, deadline=None)
@@ -162,18 +162,18 @@ def test_draws_have_the_moments(service: ServiceTimes) -> None:
         assert sample.mean() == pytest.approx(expected, abs=half_width + 1e-12 * expected)
 
 
-def test_drawing_leaves_the_service_as_it_was() -> None:
+def test_drawing_does_not_change_the_service() -> None:
     service = of_kind("exponential")
-    before = service.parts_s.copy()
+    parts_s_before = service.parts_s.copy()
     service.draw(3, 100, np.random.default_rng(0))
-    assert (service.parts_s == before).all()
+    assert (service.parts_s == parts_s_before).all()
 
 
-# ---- what makes no sense ----
+# ---- invalid values ----
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("construct", "message"),
     [
         (lambda: ServiceTimes.deterministic([0.1, 0.0]), "positive and finite"),
         (lambda: ServiceTimes.exponential([0.1, np.inf]), "positive and finite"),
@@ -187,6 +187,6 @@ def test_drawing_leaves_the_service_as_it_was() -> None:
         (lambda: ServiceTimes.longest_of([5.0, np.inf], [0.1]), "lengths must be positive"),
     ],
 )
-def test_what_makes_no_sense_is_an_error(made: Callable[[], ServiceTimes], message: str) -> None:
+def test_an_invalid_service_is_an_error(construct: Callable[[], ServiceTimes], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        made()
+        construct()

@@ -1,4 +1,4 @@
-"""When a bin's queue should wait and go: the published numbers, queueing theory, and that nothing is better."""
+"""When a bin's queue should wait or serve: published numbers, queueing theory, and proof that no policy is better."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ ENERGY_J = (19.899 * SIZES + 19.603) * 1e-3
 
 def basic(load: float, kind: str = "deterministic", batch_max: int = 32, **options: float) -> Queue:
     latency_s = LATENCY_S[:batch_max]
-    made: Callable[[Array], ServiceTimes] = getattr(ServiceTimes, kind)
-    return Queue(load * batch_max / latency_s[-1], made(latency_s), ENERGY_J[:batch_max], **options)  # type: ignore[arg-type]
+    construct: Callable[[Array], ServiceTimes] = getattr(ServiceTimes, kind)
+    return Queue(load * batch_max / latency_s[-1], construct(latency_s), ENERGY_J[:batch_max], **options)  # type: ignore[arg-type]
 
 
 def singles(rate_per_s: float, service: ServiceTimes, **options: float) -> Queue:
-    """Requests served one by one, for 0.05 J each."""
+    """Requests served singly, for 0.05 J each."""
     return Queue(rate_per_s, service, np.array([0.05]), **options)  # type: ignore[arg-type]
 
 
@@ -76,14 +76,14 @@ def test_average_cost_of_table_ii() -> None:
 
 
 def test_average_cost_of_table_iii() -> None:
-    """The 42.53 that the table gives of two other algorithms is what greedy costs."""
+    """The table's 42.53 for two other algorithms is the cost of greedy."""
     queue = basic(0.5)
     assert queue.solve(1.0).average_cost == pytest.approx(38.86, abs=0.005)
     assert queue.evaluate(queue.greedy()).cost_ms(1.0) == pytest.approx(42.53, abs=0.005)
 
 
 def overflow_cost_of(model: SemiMarkov, policy: NDArray[np.intp]) -> float:
-    """Delta: what the overflow state adds to the average cost (SMDP-J, eq. 22)."""
+    """Delta: the overflow state's part of the average cost (SMDP-J, eq. 22)."""
     cost, sojourn, transition = model.under(policy)
     weights = stationary(transition)
     return float(weights[-1] * cost[-1] / (weights @ sojourn))
@@ -94,32 +94,32 @@ def test_least_acceptable_truncations_of_table_ii(overflow_cost: float, states_m
     """Delta < 1e-3 at the printed s_max and not at one less, with the printed g and about the printed iterations."""
     queue = basic(0.9)
     iterations = {89: 1847, 78: 1635, 70: 1483}[states_max]
-    for least, acceptable in ((states_max, True), (states_max - 1, False)):
-        model = queue.truncated(1.0, states_max=least, overflow_cost=overflow_cost)
-        found = relative_value_iteration(model, epsilon=0.01)
-        assert (overflow_cost_of(model, found.policy) < 1e-3) is acceptable
-        assert evaluate(model, found.policy) == pytest.approx(66.1374, rel=1e-4)
-        assert found.iterations == pytest.approx(iterations, rel=0.02)
+    for states, acceptable in ((states_max, True), (states_max - 1, False)):
+        model = queue.truncated(1.0, states_max=states, overflow_cost=overflow_cost)
+        solution = relative_value_iteration(model, epsilon=0.01)
+        assert (overflow_cost_of(model, solution.policy) < 1e-3) is acceptable
+        assert evaluate(model, solution.policy) == pytest.approx(66.1374, rel=1e-4)
+        assert solution.iterations == pytest.approx(iterations, rel=0.02)
 
 
 @pytest.mark.parametrize(("overflow_cost", "states_max"), [(10.0, 150), (0.0, 177)])
 def test_truncations_whose_overflow_is_cheap_need_more_states(overflow_cost: float, states_max: int) -> None:
-    """With fewer it is cheapest to overflow for ever, at s_max / lambda + c_o < 66.137 ms. The 161 and 192 of the table
-    are where its ten thousand iterations ended."""
+    """With fewer states it is cheapest to overflow endlessly, at s_max / lambda + c_o < 66.137 ms. The 161 and 192 of
+    the table are where its ten thousand iterations ended."""
     queue = basic(0.9)
-    for least, acceptable in ((states_max, True), (states_max - 1, False)):
-        model = queue.truncated(1.0, states_max=least, overflow_cost=overflow_cost)
-        found = policy_iteration(model, np.minimum(np.arange(least + 2), 32))
-        assert (overflow_cost_of(model, found.policy) < 1e-3) is acceptable
-        assert found.policy[-1] == (32 if acceptable else 0)
-        forever_ms = 1e3 * least / queue.arrival_rate_per_s + overflow_cost
+    for states, acceptable in ((states_max, True), (states_max - 1, False)):
+        model = queue.truncated(1.0, states_max=states, overflow_cost=overflow_cost)
+        solution = policy_iteration(model, np.minimum(np.arange(states + 2), 32))
+        assert (overflow_cost_of(model, solution.policy) < 1e-3) is acceptable
+        assert solution.policy[-1] == (32 if acceptable else 0)
+        forever_ms = 1e3 * states / queue.arrival_rate_per_s + overflow_cost
         assert (forever_ms > 66.137) == acceptable
     with pytest.raises(NotConverged, match="after 1000 iterations"):
         relative_value_iteration(model, epsilon=0.01, iterations_max=1_000)
 
 
 def test_response_time_is_a_staircase_of_the_weight() -> None:
-    """rho = 0.3: 4.88 ms, the step just below a target of 5 ms, for every weight between 1.006 and 1.503."""
+    """rho = 0.3: 4.88 ms, the step below a target of 5 ms, for all weights between 1.006 and 1.503."""
     queue = basic(0.3)
 
     def response_ms(energy_weight: float) -> float:
@@ -144,7 +144,7 @@ def test_static_batches_of_8_are_unstable_from_their_capacity_on() -> None:
 
 def test_a_least_batch_above_1_breaks_the_control_limit() -> None:
     """SMDP-J, Appendix E, Case 4: B_min = 5 and B_max = 8, times that do not depend on the size, rho = 0.1. States
-    beyond a full batch serve less than one, so that what stays behind soon makes a batch of 5."""
+    beyond a full batch serve less than a full batch, so that the rest soon forms a batch of 5."""
     latency_s = np.full(8, 2.4252e-3)
     for batch_min, is_control_limit in ((1, True), (5, False)):
         service = ServiceTimes.deterministic(latency_s[batch_min - 1 :], batch_min)
@@ -165,28 +165,28 @@ def test_single_requests_wait_as_pollaczek_and_khinchine_say(kind: str, load: fl
     mean_s = 0.02
     service: ServiceTimes = getattr(ServiceTimes, kind)([mean_s])
     queue = singles(load / mean_s, service)
-    found = queue.evaluate(queue.greedy())
+    evaluation = queue.evaluate(queue.greedy())
     waiting_s = load * mean_s * (1 + SQUARED_COV[kind]) / (2 * (1 - load))
-    assert found.response_s_mean == pytest.approx(mean_s + waiting_s, rel=1e-8)
-    assert found.power_w_mean == pytest.approx(0.05 * load / mean_s, rel=1e-8)
-    assert found.utilisation == pytest.approx(load, rel=1e-8)
-    assert found.batch_size_mean == pytest.approx(1.0, rel=1e-8)
+    assert evaluation.response_s_mean == pytest.approx(mean_s + waiting_s, rel=1e-8)
+    assert evaluation.power_w_mean == pytest.approx(0.05 * load / mean_s, rel=1e-8)
+    assert evaluation.utilisation == pytest.approx(load, rel=1e-8)
+    assert evaluation.batch_size_mean == pytest.approx(1.0, rel=1e-8)
 
 
 def test_a_lone_request_takes_its_own_time_and_energy() -> None:
     queue = basic(1e-6)
-    found = queue.evaluate(queue.greedy())
-    assert found.response_s_mean == pytest.approx(LATENCY_S[0], rel=1e-5)
-    assert found.power_w_mean == pytest.approx(queue.arrival_rate_per_s * ENERGY_J[0], rel=1e-5)
+    evaluation = queue.evaluate(queue.greedy())
+    assert evaluation.response_s_mean == pytest.approx(LATENCY_S[0], rel=1e-5)
+    assert evaluation.power_w_mean == pytest.approx(queue.arrival_rate_per_s * ENERGY_J[0], rel=1e-5)
 
 
-def test_unlimited_batches_of_constant_time_leave_who_waits_half_of_it_and_more() -> None:
-    """Greedy batches of exponential times that hold everybody: those that come to an idle engine (probability p) take a
-    time l; the others wait for what is left of the batch that runs, again l, and take another."""
+def test_unlimited_batches_of_constant_time_have_a_known_waiting_time() -> None:
+    """Greedy batches of exponential times without a size limit: requests at an idle engine (probability p) take a time
+    l; the others wait for the rest of the running batch, again l on average, and take another l."""
     mean_s, rate_per_s = 0.05, 40.0
     queue = Queue(rate_per_s, ServiceTimes.exponential(np.full(64, mean_s)), np.ones(64))
-    found = queue.evaluate(queue.greedy())
-    assert found.response_s_mean == pytest.approx(mean_s * (1 + found.utilisation), rel=1e-6)
+    evaluation = queue.evaluate(queue.greedy())
+    assert evaluation.response_s_mean == pytest.approx(mean_s * (1 + evaluation.utilisation), rel=1e-6)
 
 
 def test_idle_power_is_drawn_while_nothing_runs() -> None:
@@ -197,27 +197,27 @@ def test_idle_power_is_drawn_while_nothing_runs() -> None:
 
 
 def test_idle_power_makes_waiting_less_worthwhile() -> None:
-    """What a batch costs above idle is what waiting can save."""
+    """Waiting can only save a batch's cost above idle."""
     without, with_idle = (basic(0.3, idle_power_w=idle_w).solve(1.5) for idle_w in (0.0, 15.0))
     assert with_idle.evaluation.response_s_mean < 0.9 * without.evaluation.response_s_mean
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_engines_free_the_queue_after_half_a_batch_and_answers_take_all_of_it(kind: str) -> None:
-    """M/G/1 of half the time, plus the other half; the idle power of both."""
+    """M/G/1 of half the time, plus the other half; the idle power of both engines."""
     mean_s, rate_per_s = 0.02, 70.0
     service: ServiceTimes = getattr(ServiceTimes, kind)([mean_s])
     queue = singles(rate_per_s, service, engines=2, idle_power_w=3.0)
-    found = queue.evaluate(queue.greedy())
+    evaluation = queue.evaluate(queue.greedy())
     load = rate_per_s * mean_s / 2
     waiting_s = load * mean_s / 2 * (1 + SQUARED_COV[kind]) / (2 * (1 - load))
     assert queue.load == pytest.approx(load)
-    assert found.response_s_mean == pytest.approx(mean_s + waiting_s, rel=1e-8)
-    assert found.utilisation == pytest.approx(load, rel=1e-8)
-    assert found.power_w_mean == pytest.approx(0.05 * rate_per_s + 2 * 3.0 * (1 - load), rel=1e-8)
+    assert evaluation.response_s_mean == pytest.approx(mean_s + waiting_s, rel=1e-8)
+    assert evaluation.utilisation == pytest.approx(load, rel=1e-8)
+    assert evaluation.power_w_mean == pytest.approx(0.05 * rate_per_s + 2 * 3.0 * (1 - load), rel=1e-8)
 
 
-def test_an_engine_that_is_half_elsewhere_is_free_again_after_twice_the_time() -> None:
+def test_an_engine_that_is_half_busy_elsewhere_is_free_again_after_twice_the_time() -> None:
     mean_s, rate_per_s = 0.02, 20.0
     queue = singles(rate_per_s, ServiceTimes.deterministic([mean_s]), busy_elsewhere=0.5)
     load = rate_per_s * 2 * mean_s
@@ -236,13 +236,13 @@ def test_more_engines_lower_the_response_time_down_to_that_of_a_lone_batch() -> 
 
 
 def test_the_response_weight_is_the_share_of_this_queue_in_the_cost() -> None:
-    """Half the share of all responses is worth a double energy weight."""
+    """Half the share of all responses equals a double energy weight."""
     whole, half = basic(0.5).solve(2.0), basic(0.5, response_weight=0.5).solve(1.0)
     assert half.policy.tolist() == whole.policy.tolist()
     assert half.average_cost == pytest.approx(whole.average_cost / 2, rel=1e-12)
 
 
-# ---- nothing is better ----
+# ---- no policy is better ----
 
 
 @pytest.mark.parametrize("load", [0.1, 0.5, 0.9])
@@ -257,16 +257,16 @@ def test_no_greedy_static_or_threshold_policy_is_better(kind: str, load: float) 
         solution = queue.solve(energy_weight)
         least = min(evaluation.cost_ms(energy_weight) for evaluation in evaluations)
         assert solution.average_cost <= least * (1 + 1e-9)
-        again = queue.evaluate(solution.policy)
-        assert again.cost_ms(energy_weight) == pytest.approx(solution.average_cost, rel=1e-8)
+        evaluated = queue.evaluate(solution.policy)
+        assert evaluated.cost_ms(energy_weight) == pytest.approx(solution.average_cost, rel=1e-8)
         assert solution.evaluation.cost_ms(energy_weight) == pytest.approx(solution.average_cost, rel=1e-12)
 
 
 @pytest.mark.parametrize(("kind", "least_loss"), [("exponential", 0.08), ("hyperexponential", 0.14)])
-def test_variable_times_make_full_batches_of_all_that_wait_a_bad_rule(kind: str, least_loss: float) -> None:
-    """rho = 0.7, response time alone: the best threshold is so much worse than to send less than all that wait."""
+def test_variable_times_make_batches_of_all_waiting_requests_a_bad_rule(kind: str, least_loss: float) -> None:
+    """rho = 0.7, response time alone: smaller batches beat the best threshold by this much."""
     queue = basic(0.7, kind)
-    best = min(queue.evaluate(queue.threshold(least)).cost_ms(0.0) for least in range(1, 17))
+    best = min(queue.evaluate(queue.threshold(threshold)).cost_ms(0.0) for threshold in range(1, 17))
     assert best > (1 + least_loss) * queue.solve(0.0).average_cost
 
 
@@ -276,16 +276,16 @@ def test_the_solution_is_that_of_value_iteration_on_a_long_truncated_model(kind:
     queue = basic(load, kind, batch_max=8, idle_power_w=5.0)
     exact = queue.solve(1.0)
     model = queue.truncated(1.0, states_max=200, overflow_cost=100.0)
-    found = relative_value_iteration(model, epsilon=1e-6, iterations_max=100_000)
-    assert evaluate(model, found.policy) == pytest.approx(exact.average_cost, rel=1e-6)
-    visited = np.flatnonzero(stationary(model.under(found.policy)[2])[:200] > 1e-7)
+    solution = relative_value_iteration(model, epsilon=1e-6, iterations_max=100_000)
+    assert evaluate(model, solution.policy) == pytest.approx(exact.average_cost, rel=1e-6)
+    visited = np.flatnonzero(stationary(model.under(solution.policy)[2])[:200] > 1e-7)
     assert visited.size > 8
     expected = exact.policy[np.minimum(visited, exact.policy.size - 1)]  # actions 0, 1, ..., 8 are their own indices
-    assert found.policy[visited].tolist() == expected.tolist()
+    assert solution.policy[visited].tolist() == expected.tolist()
 
 
 def free_states(queue: Queue, policy: NDArray[np.intp]) -> int:
-    """How many states policy iteration was free in: up to half of those beyond a full batch."""
+    """Number of states with a free choice: up to half of those beyond a full batch."""
     largest = int(queue.service.sizes[-1])
     return int(policy.size - max(1, (policy.size - largest) // 2))
 
@@ -299,14 +299,14 @@ def queues(draw: st.DrawFn) -> tuple[Queue, float]:
     latency_s = 1e-3 * (draw(st.floats(0.1, 5.0)) + np.cumsum(draw(rises)))
     energy_j = 1e-2 * (draw(st.floats(0.1, 5.0)) + np.cumsum(draw(rises)))
     kind = draw(st.sampled_from(KINDS))
-    made: Callable[..., ServiceTimes] = getattr(ServiceTimes, kind)
+    construct: Callable[..., ServiceTimes] = getattr(ServiceTimes, kind)
     rate_per_s = draw(st.floats(0.02, 0.8)) * (batch_min + sizes - 1) / latency_s[-1]
-    return Queue(rate_per_s, made(latency_s, batch_min), energy_j), draw(st.floats(0.0, 20.0))
+    return Queue(rate_per_s, construct(latency_s, batch_min), energy_j), draw(st.floats(0.0, 20.0))
 
 
 @settings(max_examples=60, deadline=None)
 @given(queues())
-def test_no_action_improves_in_any_state_that_was_free(drawn: tuple[Queue, float]) -> None:
+def test_no_action_improves_in_any_state_with_a_free_choice(drawn: tuple[Queue, float]) -> None:
     queue, energy_weight = drawn
     solution = queue.solve(energy_weight)
     states = free_states(queue, solution.policy)
@@ -318,7 +318,7 @@ def test_no_action_improves_in_any_state_that_was_free(drawn: tuple[Queue, float
 
 @settings(max_examples=60, deadline=None)
 @given(queues(), st.data())
-def test_another_action_in_one_state_never_lowers_the_average_cost(
+def test_a_different_action_in_one_state_never_lowers_the_average_cost(
     drawn: tuple[Queue, float], data: st.DataObject
 ) -> None:
     queue, energy_weight = drawn
@@ -333,7 +333,7 @@ def test_another_action_in_one_state_never_lowers_the_average_cost(
 
 @settings(max_examples=30, deadline=None)
 @given(queues())
-def test_the_start_does_not_matter(drawn: tuple[Queue, float]) -> None:
+def test_the_first_policy_does_not_matter(drawn: tuple[Queue, float]) -> None:
     queue, energy_weight = drawn
     largest = int(queue.service.sizes[-1])
     from_greedy, from_static = queue.solve(energy_weight), queue.solve(energy_weight, start=queue.static(largest))
@@ -341,7 +341,7 @@ def test_the_start_does_not_matter(drawn: tuple[Queue, float]) -> None:
 
 
 def test_where_the_largest_batch_is_not_the_fastest_smaller_ones_carry_the_load() -> None:
-    """Batches of 3 serve 2.5 requests a ms, of 4 only 0.67: 1 a ms is more than the largest can serve."""
+    """Batches of 3 serve 2.5 requests a ms, batches of 4 only 0.67: 1 a ms is more than batches of 4 can serve."""
     service = ServiceTimes.deterministic(np.array([1.0, 1.1, 1.2, 6.0]) / 1e3)
     queue = Queue(1_000.0, service, np.ones(4))
     assert queue.load == pytest.approx(0.4)
@@ -356,10 +356,10 @@ def test_where_the_largest_batch_is_not_the_fastest_smaller_ones_carry_the_load(
 
 
 def control_limit(queue: Queue, energy_weight: float, fixed_j: float) -> tuple[int, float]:
-    """Q of SMDP-J, Proposition 4 (eq. 32), and how near, relatively, the D_q that decided it came to 0."""
+    """Q of SMDP-J, Proposition 4 (eq. 32), and the relative distance from 0 of the D_q that decided it."""
     largest = queue.service.sizes.size
     chi = float(queue.arrival_rate_per_s * queue.service.mean_s[0])
-    # (1 - psi) xi^(B + 1) - xi + psi = 0 without its root at 1.
+    # (1 - psi) xi^(B + 1) - xi + psi = 0 divided by its root at 1.
     xi = brentq(lambda x: np.polyval(np.ones(largest + 1), x) / (1 + chi) - 1, 0.0, 1.0, xtol=1e-16, rtol=1e-15)
     r = xi / (1 - xi)
     q = np.arange(1, largest + 1)
@@ -371,8 +371,8 @@ def control_limit(queue: Queue, energy_weight: float, fixed_j: float) -> tuple[i
 
 
 def test_the_control_limit_is_that_of_proposition_4() -> None:
-    """200 random cases, without exception. Where some D_q is 0 but for rounding, either limit is right: such a case is
-    drawn again."""
+    """200 random cases without exception. Where some D_q is 0 up to rounding, either limit is right, and a new case is
+    drawn."""
     rng = np.random.default_rng(8)
     limits, undecided = [], 0
     while len(limits) < 200:
@@ -381,7 +381,7 @@ def test_the_control_limit_is_that_of_proposition_4() -> None:
         rate_per_s = rng.uniform(0.05, 0.9) * largest / mean_s
         energy_j = per_request_j * np.arange(1, largest + 1) + fixed_j
         queue = Queue(rate_per_s, ServiceTimes.exponential(np.full(largest, mean_s)), energy_j)
-        worth_j = 1e3 * (largest / rate_per_s) ** 2 / fixed_j  # at that weight the energy term is B^2
+        worth_j = 1e3 * (largest / rate_per_s) ** 2 / fixed_j  # with this weight the energy term is B^2
         energy_weight = worth_j * 10 ** rng.uniform(-3, 0.3)
         expected, nearness = control_limit(queue, energy_weight, fixed_j)
         if nearness < 1e-7:
@@ -398,7 +398,7 @@ def test_the_control_limit_is_that_of_proposition_4() -> None:
 # ---- mixtures of two policies ----
 
 
-def test_a_mixture_is_between_its_policies_and_at_its_ends_is_them() -> None:
+def test_a_mixture_is_between_its_policies_and_equals_them_at_its_ends() -> None:
     queue = basic(0.3)
     fast, slow = queue.solve(1.2), queue.solve(1.6)
     assert queue.evaluate(fast.policy, slow.policy, 0.0) == queue.evaluate(fast.policy)
@@ -406,12 +406,15 @@ def test_a_mixture_is_between_its_policies_and_at_its_ends_is_them() -> None:
     assert at_one.response_s_mean == pytest.approx(slow.evaluation.response_s_mean, rel=1e-9)
     assert at_one.power_w_mean == pytest.approx(slow.evaluation.power_w_mean, rel=1e-9)
     mixed = [queue.evaluate(fast.policy, slow.policy, share) for share in np.linspace(0, 1, 6)]
-    responses_s, powers_w = [each.response_s_mean for each in mixed], [each.power_w_mean for each in mixed]
+    responses_s, powers_w = (
+        [evaluation.response_s_mean for evaluation in mixed],
+        [evaluation.power_w_mean for evaluation in mixed],
+    )
     assert (np.diff(responses_s) > 0).all()
     assert (np.diff(powers_w) < 0).all()
 
 
-def test_a_mixture_is_what_its_draws_come_to() -> None:
+def test_a_mixture_equals_the_mean_of_its_draws() -> None:
     queue = basic(0.3)
     fast, slow = queue.solve(1.2).policy, queue.solve(1.6).policy
     drawn_s = queue.draw_responses(fast, 200_000, np.random.default_rng(2), other=slow, share=0.4)
@@ -424,10 +427,10 @@ def test_at_a_breakpoint_both_steps_and_all_their_mixtures_cost_the_same() -> No
     saved_w = fast.evaluation.power_w_mean - slow.evaluation.power_w_mean
     breakpoint = 1e3 * (slow.evaluation.response_s_mean - fast.evaluation.response_s_mean) / saved_w
     assert breakpoint == pytest.approx(1.503, abs=1e-3)
-    least = queue.solve(breakpoint).average_cost
+    least_cost = queue.solve(breakpoint).average_cost
     for share in (0.0, 0.3, 0.7, 1.0):
         mixed = queue.evaluate(fast.policy, slow.policy, share)
-        assert mixed.cost_ms(breakpoint) == pytest.approx(least, rel=1e-8)
+        assert mixed.cost_ms(breakpoint) == pytest.approx(least_cost, rel=1e-8)
 
 
 # ---- draws ----
@@ -436,7 +439,7 @@ def test_at_a_breakpoint_both_steps_and_all_their_mixtures_cost_the_same() -> No
 def within_batch_means(drawn: Array, expected: float, batches: int = 40) -> bool:
     """Whether a mean lies in the 99.9 % confidence interval of a stationary series, by the method of batch means.
 
-    The interval must be worth the name: within a tenth of the mean to each side.
+    The interval must be narrow: at most a tenth of the mean to each side.
     """
     means = drawn[: drawn.size // batches * batches].reshape(batches, -1).mean(axis=1)
     half_width = student.ppf(0.9995, batches - 1) * means.std(ddof=1) / np.sqrt(batches)
@@ -461,7 +464,7 @@ def test_draws_of_the_longest_answer_and_of_two_engines_have_the_exact_mean() ->
     assert within_batch_means(drawn_s, queue.evaluate(policy).response_s_mean)
 
 
-def test_every_request_of_a_draw_is_answered_even_the_last_that_nobody_joins() -> None:
+def test_every_request_of_a_draw_is_answered_even_in_a_last_incomplete_batch() -> None:
     queue = basic(0.5)
     for count in (1, 3, 8, 33, 1_001):
         for policy in (queue.static(8), np.array([0] * 40 + [32])):
@@ -476,7 +479,7 @@ def test_the_same_seed_draws_the_same() -> None:
     assert (first == second).all()
 
 
-# ---- what makes no sense ----
+# ---- invalid values ----
 
 
 @pytest.mark.parametrize(
@@ -491,7 +494,7 @@ def test_the_same_seed_draws_the_same() -> None:
         ({"busy_elsewhere": -0.1}, "must be left for this queue"),
     ],
 )
-def test_a_queue_that_makes_no_sense_is_an_error(change: dict[str, float], message: str) -> None:
+def test_an_invalid_queue_is_an_error(change: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(basic(0.5), **change)
 
@@ -507,7 +510,7 @@ def test_a_queue_that_makes_no_sense_is_an_error(change: dict[str, float], messa
         ([0, 1, 0], "must end in serving"),
     ],
 )
-def test_a_policy_that_is_none_is_an_error(policy: list[int], message: str) -> None:
+def test_an_invalid_policy_is_an_error(policy: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         basic(0.5).evaluate(policy)
 
@@ -519,7 +522,7 @@ def test_a_batch_below_the_least_is_an_error() -> None:
         queue.evaluate([0, 1, 2, 3, 4])
 
 
-def test_what_cannot_be_solved_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsolvable_queue_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = basic(0.5)
     for energy_weight in (-1.0, np.nan, np.inf):
         with pytest.raises(ValueError, match="energy weight must be finite and not negative"):

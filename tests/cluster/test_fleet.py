@@ -1,4 +1,4 @@
-"""Engines that are drained, restarted, killed, frozen and replaced, under load."""
+"""Engines that are drained, restarted, killed, frozen and replaced under load."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from predictor.prompt import Prompt
 
 @asynccontextmanager
 async def engine_process(*flags: str) -> AsyncIterator[EngineProcess]:
-    """A fake engine in a process of its own, which can be killed and frozen."""
+    """A fake engine in its own process, which can be killed and frozen."""
 
     def command(port: int) -> list[str]:
         return [sys.executable, "-m", "llmserve.engines.fake", "--port", str(port), *flags]
@@ -49,7 +49,7 @@ async def engine_process(*flags: str) -> AsyncIterator[EngineProcess]:
 
 
 async def ask(front: Front, *, stream: bool, **fields: Any) -> str:
-    """One request; how it ended: "done", an error's code, or "lost" when it neither ended nor failed properly."""
+    """Send a request; return its end: "done", an error's code, or "lost" without a proper end."""
     try:
         async with front.post(stream=stream, **fields) as response:
             body = (await response.read()).decode()
@@ -108,7 +108,7 @@ async def test_of_500_requests_none_is_lost_and_none_answered_twice_when_one_of_
 
 @pytest.mark.slow
 async def test_a_frozen_engine_is_given_up_and_its_requests_run_elsewhere(start_front: StartFront) -> None:
-    """Its kernel still accepts connections, but nothing ever answers."""
+    """The kernel still accepts connections, but the engine never answers."""
     flags = ("--step-s", "0.02", "--slots", "4")
     async with engine_process(*flags) as good, engine_process(*flags) as frozen:
         live = LiveConfig(probe_every_s=0.05, probes_failed_max=2)
@@ -125,14 +125,14 @@ async def test_a_frozen_engine_is_given_up_and_its_requests_run_elsewhere(start_
         await until(lambda: all(front.cluster.engines_ready.values()))
 
 
-async def test_an_engine_that_only_fails_is_left_alone_until_it_works_again(start_front: StartFront) -> None:
+async def test_an_engine_that_only_fails_gets_only_trial_requests_until_it_works_again(start_front: StartFront) -> None:
     scheduling = {"circuit_faults_max": 3, "circuit_pause_s": 0.2, "retries_max": 5}
     async with FakeEngine(step_s=0.001, slots=4) as good, FakeEngine(step_s=0.001, slots=4) as bad:
         bad.fault = Fault("500")
         front = await start_front(good, bad, slots=4, scheduling=scheduling)
         ends = [await ask(front, stream=False, max_tokens=3) for _ in range(60)]
         assert Counter(ends) == {"done": 60}
-        assert len(bad.bodies) < 12, "after three faults it got one request on trial now and then"
+        assert len(bad.bodies) < 12, "after three faults the engine may get only trial requests"
         bad.fault = Fault()
         served = len(bad.bodies)
         async with asyncio.timeout(30):
@@ -144,7 +144,7 @@ async def test_an_engine_that_only_fails_is_left_alone_until_it_works_again(star
 async def test_bad_requests_open_no_circuit(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0, model="other", others={"fake": FakePace(0.0)}) as engine:
         front = await start_front(engine, scheduling={"circuit_faults_max": 1}, live=LiveConfig(probe_every_s=60))
-        del engine._paces["fake"]  # which nobody hears of before the next probe
+        del engine._paces["fake"]  # llmserve learns of this only at the next probe
         ends = [await ask(front, stream=False, max_tokens=3) for _ in range(10)]
         assert ends == ["model_not_found"] * 10
         assert await ask(front, stream=False, max_tokens=3, model="other") == "done"
@@ -157,7 +157,7 @@ async def test_an_engine_that_refuses_connections_may_finish_its_streams(start_f
         await until(lambda: leaving.running == other.running == 1)
         assert leaving._runner is not None
         for site in list(leaving._runner.sites):
-            await site.stop()  # it listens no more; its connections live on
+            await site.stop()  # no new connections; open ones stay
         assert await ask(front, stream=False, max_tokens=3) == "done"
         assert state(front, name_of(leaving.url)) == "down"
         assert await asyncio.gather(*streams) == ["done", "done"]
@@ -166,52 +166,54 @@ async def test_an_engine_that_refuses_connections_may_finish_its_streams(start_f
 # ---- operators ----
 
 
-def office(tmp_path: Path) -> dict[str, Any]:
+def admin_config(tmp_path: Path) -> dict[str, Any]:
     keys = tmp_path / "admin-keys"
     keys.write_text("operator: let-me-in\n")
     return {"server": ServerConfig(port=0, admin_key_file=str(keys))}
 
 
-async def order(front: Front, name: str, what: str, key: str | None = "let-me-in") -> tuple[int, Any]:
+async def send_order(front: Front, name: str, command: str, key: str | None = "let-me-in") -> tuple[int, Any]:
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with front.session.post(f"{front.url}/admin/engines/{name}/{what}", headers=headers) as response:
+    async with front.session.post(f"{front.url}/admin/engines/{name}/{command}", headers=headers) as response:
         return response.status, await response.json()
 
 
-async def test_a_drained_engine_finishes_what_it_has_and_gets_no_more_until_it_is_resumed(
+async def test_a_drained_engine_finishes_its_requests_and_gets_no_more_until_it_is_resumed(
     start_front: StartFront, tmp_path: Path
 ) -> None:
     async with FakeEngine(step_s=0.01) as first, FakeEngine(step_s=0.01) as second:
-        front = await start_front(first, second, slots=2, **office(tmp_path))
+        front = await start_front(first, second, slots=2, **admin_config(tmp_path))
         name = name_of(first.url)
         requests = [asyncio.ensure_future(ask(front, stream=True, max_tokens=40)) for _ in range(8)]
         await until(lambda: first.running == second.running == 2)
-        status, said = await order(front, name, "drain")
-        assert (status, said["state"], said["running"]) == (200, "draining", 2)
+        status, reply = await send_order(front, name, "drain")
+        assert (status, reply["state"], reply["running"]) == (200, "draining", 2)
         served = len(first.bodies)
         assert Counter(await asyncio.gather(*requests)) == {"done": 8}
         assert len(first.bodies) == served, "a drained engine was given a request"
         assert state(front, name) == "drained"
-        assert (await order(front, name, "resume"))[1]["state"] == "ready"
+        assert (await send_order(front, name, "resume"))[1]["state"] == "ready"
         await asyncio.gather(*(ask(front, stream=False, max_tokens=5) for _ in range(4)))
         assert len(first.bodies) > served
 
 
-async def test_only_the_admin_key_opens_the_office(start_front: StartFront, tmp_path: Path) -> None:
+async def test_only_the_admin_key_gives_orders(start_front: StartFront, tmp_path: Path) -> None:
     async with FakeEngine(step_s=0) as engine:
         name = name_of(engine.url)
         shut = await start_front(engine)
-        assert (await order(shut, name, "drain"))[0] == 404
-        front = await start_front(engine, **office(tmp_path))
-        assert (await order(front, name, "drain", key=None))[0] == 401
-        assert (await order(front, name, "drain", key="guess"))[0] == 401
-        assert (await order(front, "nobody", "drain"))[0] == 404
+        assert (await send_order(shut, name, "drain"))[0] == 404
+        front = await start_front(engine, **admin_config(tmp_path))
+        assert (await send_order(front, name, "drain", key=None))[0] == 401
+        assert (await send_order(front, name, "drain", key="guess"))[0] == 401
+        assert (await send_order(front, "nobody", "drain"))[0] == 404
         handle = front.cluster.fleet.handles[name]
         handle.up = False
-        assert (await order(front, name, "drain"))[0] == 400, "it is down, and would be used when it is back"
+        assert (await send_order(front, name, "drain"))[0] == 400, (
+            "the engine is down and would be used when it is back"
+        )
         handle.up = True
-        assert (await order(front, name, "explode"))[0] == 404
-        assert (await order(front, name, "restart"))[0] == 400, "it was not started here"
+        assert (await send_order(front, name, "explode"))[0] == 404
+        assert (await send_order(front, name, "restart"))[0] == 400, "llmserve did not start this engine"
         assert state(front, name) == "ready"
         headers = {"authorization": "Bearer let-me-in"}
         async with front.session.get(f"{front.url}/admin/engines", headers=headers) as response:
@@ -222,11 +224,11 @@ async def test_only_the_admin_key_opens_the_office(start_front: StartFront, tmp_
 
 
 @pytest.mark.slow
-async def test_a_rolling_restart_under_load_loses_nothing(start_front: StartFront, tmp_path: Path) -> None:
-    """Drain one, restart it where it runs, wait until it is back; then the next."""
+async def test_a_rolling_restart_under_load_loses_no_request(start_front: StartFront, tmp_path: Path) -> None:
+    """Drain an engine, restart it on its port, wait until it is back; then the next engine."""
     flags = ("--step-s", "0.002", "--slots", "4")
     async with engine_process(*flags) as first, engine_process(*flags) as second:
-        front = await start_front(first.url, second.url, slots=4, **office(tmp_path))
+        front = await start_front(first.url, second.url, slots=4, **admin_config(tmp_path))
         stop, ends = asyncio.Event(), Counter[str]()
 
         async def keep_asking(number: int) -> None:
@@ -235,14 +237,14 @@ async def test_a_rolling_restart_under_load_loses_nothing(start_front: StartFron
 
         clients = [asyncio.ensure_future(keep_asking(number)) for number in range(12)]
         for process in (first, second):
-            name, before = name_of(process.url), sum(ends.values())
-            await until(lambda before=before: sum(ends.values()) > before + 20)  # type: ignore[misc]
-            await order(front, name, "drain")
+            name, ended_before = name_of(process.url), sum(ends.values())
+            await until(lambda ended_before=ended_before: sum(ends.values()) > ended_before + 20)  # type: ignore[misc]
+            await send_order(front, name, "drain")
             await until(lambda name=name: not front.cluster.fleet.handles[name].running)  # type: ignore[misc]
             await process.restart()
             await until(lambda name=name: front.cluster.engines_ready[name])  # type: ignore[misc]
-        before = sum(ends.values())
-        await until(lambda: sum(ends.values()) > before + 20)
+        ended_before = sum(ends.values())
+        await until(lambda: sum(ends.values()) > ended_before + 20)
         stop.set()
         await asyncio.gather(*clients)
     assert set(ends) == {"done"}, ends
@@ -265,7 +267,7 @@ def call(**fields: Any) -> Call:
     return Call("/v1/chat/completions", json.dumps(body).encode(), Prompt("", "fake"), stream=False, **fields)
 
 
-async def test_an_engine_started_here_is_restarted_on_order_once_it_is_empty() -> None:
+async def test_llmserves_own_engine_is_restarted_on_order_when_it_is_empty() -> None:
     async with engine_process("--step-s", "0.01") as process:
         engine = OpenAIEngine(EngineInfo("mine", 8, False), process.url, restart=process.restart)
         async with cluster_of(engine) as cluster:
@@ -273,7 +275,7 @@ async def test_an_engine_started_here_is_restarted_on_order_once_it_is_empty() -
             (handle,) = cluster.fleet.handles.values()
             first_pid = process.pid
             cluster.fleet.begin_restart(handle)
-            cluster.fleet.begin_restart(handle)  # once is enough
+            cluster.fleet.begin_restart(handle)  # a second order changes nothing
             assert (handle.state, handle.ready) == ("restarting", False)
             assert (await in_flight.head()).status == 200
             await until(lambda: cluster.engines_ready["mine"])
@@ -282,9 +284,7 @@ async def test_an_engine_started_here_is_restarted_on_order_once_it_is_empty() -
             assert (await in_flight.head()).status == 200
 
 
-async def test_an_engine_that_is_healthy_but_lets_nobody_in_is_said_to_once(
-    start_front: StartFront, caplog: Any
-) -> None:
+async def test_a_healthy_engine_that_refuses_the_key_is_logged_once(start_front: StartFront, caplog: Any) -> None:
     async def refuse(request: web.Request) -> web.Response:
         return web.Response(status=200 if request.path == "/health" else 401)
 
@@ -296,11 +296,11 @@ async def test_an_engine_that_is_healthy_but_lets_nobody_in_is_said_to_once(
         await until(lambda: handle.trouble != "")
         await asyncio.sleep(0.3)
         assert not handle.up
-    said = [record.message for record in caplog.records if "/v1/models answers 401" in record.message]
-    assert len(said) == 1
+    messages = [record.message for record in caplog.records if "/v1/models answers 401" in record.message]
+    assert len(messages) == 1
 
 
-async def test_metrics_that_fail_for_once_change_nothing(start_front: StartFront) -> None:
+async def test_a_single_failure_of_metrics_changes_nothing(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0.01, slots=3, tokens_max=5_000) as engine:
         front = await start_front(engine, slots=None)
         (handle,) = front.cluster.fleet.handles.values()
@@ -325,10 +325,10 @@ async def test_metrics_that_fail_for_once_change_nothing(start_front: StartFront
         await asyncio.gather(*requests)
 
 
-# ---- what is read from engines ----
+# ---- slots, memory and prefixes ----
 
 
-async def test_slots_that_nobody_told_are_read_from_the_engine(start_front: StartFront) -> None:
+async def test_undeclared_slots_are_read_from_the_engine(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0.01, slots=3) as engine:
         front = await start_front(engine, slots=None)
         (handle,) = front.cluster.fleet.handles.values()
@@ -338,8 +338,8 @@ async def test_slots_that_nobody_told_are_read_from_the_engine(start_front: Star
         assert Counter(await asyncio.gather(*requests)) == {"done": 30}
 
 
-async def test_an_engine_of_many_slots_is_soon_given_as_much_as_it_takes(start_front: StartFront) -> None:
-    """It is looked at again as soon as its slots are all in use, however seldom it is looked at otherwise."""
+async def test_an_engine_of_many_slots_soon_gets_as_many_requests_as_it_takes(start_front: StartFront) -> None:
+    """Full slots cause an immediate probe, however rare the other probes are."""
     async with FakeEngine(step_s=0.01, slots=40) as engine:
         front = await start_front(engine, slots=None, live=LiveConfig(probe_every_s=60.0))
         (handle,) = front.cluster.fleet.handles.values()
@@ -349,13 +349,13 @@ async def test_an_engine_of_many_slots_is_soon_given_as_much_as_it_takes(start_f
         assert Counter(await asyncio.gather(*requests)) == {"done": 90}
 
 
-async def test_the_engines_memory_bounds_what_is_sent_there(start_front: StartFront) -> None:
-    """Each request holds 100 tokens, and a block's rounding, at its end; the cache holds 400."""
+async def test_the_engines_memory_bounds_the_requests_sent_to_it(start_front: StartFront) -> None:
+    """At its end each request holds 100 tokens, plus a block's rounding; the cache holds 400."""
     async with FakeEngine(step_s=0.002, slots=64, tokens_max=400) as engine:
         front = await start_front(engine, slots=64)
         headers = {"x-llmserve-predicted-tokens": "100"}
         await asyncio.gather(*(ask(front, stream=False, max_tokens=100, headers=headers) for _ in range(12)))
-        assert engine.running_max <= 6  # 4, and who is let in early, for progress is told by time on a busy machine
+        assert engine.running_max <= 6  # 4, plus early ones: on a busy machine progress is estimated from time
         engine.running_max = 0
         unbound = await start_front(engine, slots=64, live=LiveConfig(probe_every_s=0.05, memory_bound=False))
         await asyncio.gather(*(ask(unbound, stream=False, max_tokens=100, headers=headers) for _ in range(12)))
@@ -381,7 +381,7 @@ async def test_a_conversation_stays_with_the_engine_that_has_its_prefix(start_fr
 
 
 @pytest.mark.slow
-async def test_after_thousands_of_disconnects_at_any_moment_nothing_is_left(start_front: StartFront) -> None:
+async def test_after_thousands_of_disconnects_at_any_moment_no_request_is_left(start_front: StartFront) -> None:
     limits = ApiConfig(concurrent_max=10_000)
     async with FakeEngine(step_s=0.002, slots=4) as first, FakeEngine(step_s=0.002, slots=4) as second:
         front = await start_front(first, second, slots=4, look_ahead=1, limits=limits)

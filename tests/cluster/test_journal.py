@@ -1,4 +1,4 @@
-"""Journal files: what cannot be read is said with its line."""
+"""Journal files: unreadable lines are named."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def written(path: Path) -> Path:
     return path
 
 
-def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     header, steps = journal.read(written(tmp_path / "j"))
     assert header == HEADER
     assert [step.event for step in steps] == [EngineReady(EngineInfo("e", 1, True)), RequestArrived(Request(1, 5.0))]
@@ -70,7 +70,7 @@ BEFORE_MODELS = """\
 """
 
 
-def test_a_journal_from_before_there_were_several_models_is_read_and_replayed(tmp_path: Path) -> None:
+def test_a_journal_from_before_several_models_is_read_and_replayed(tmp_path: Path) -> None:
     (tmp_path / "j").write_text(BEFORE_MODELS)
     header, steps = journal.read(tmp_path / "j")
     assert len(steps) == 2
@@ -79,14 +79,14 @@ def test_a_journal_from_before_there_were_several_models_is_read_and_replayed(tm
 
 @pytest.mark.parametrize("version", [3, 6])
 def test_a_journal_of_another_format_is_refused(tmp_path: Path, version: int) -> None:
-    """Fields that are not known would be left out in silence, and the replay would be of something else."""
+    """Unknown fields would be dropped silently, and the replay would be of another run."""
     (tmp_path / "j").write_text(BEFORE_MODELS.replace('"version":4', f'"version":{version}'))
     with pytest.raises(JournalError, match=f"has version {version} of the format; this is version 5"):
         journal.read(tmp_path / "j")
 
 
-class ToldOtherwise:
-    """An engine that is not what it is told to be."""
+class WrongInfo:
+    """An engine that differs from its declared info."""
 
     def __init__(self, engine: SimulatedWorker, info: EngineInfo) -> None:
         self._engine, self.info = engine, info
@@ -95,20 +95,23 @@ class ToldOtherwise:
         return getattr(self._engine, name)
 
 
-def test_a_replay_learns_paces_and_makes_room_as_the_first_time(tmp_path: Path) -> None:
-    """An engine that is slower than told, and bursts that stop what runs: told from the file, all is decided alike."""
-    told = EngineInfo("e", 8, True, speeds={"a": StepTimes(0.1, (0.1,) * 8), "b": StepTimes(0.1, (0.2,) * 8)})
+def test_a_replay_learns_the_same_paces_and_preempts_alike(tmp_path: Path) -> None:
+    """An engine slower than declared, and bursts that preempt: a replay from the file makes the same decisions."""
+    declared = EngineInfo("e", 8, True, speeds={"a": StepTimes(0.1, (0.1,) * 8), "b": StepTimes(0.1, (0.2,) * 8)})
     slower = EngineInfo("e", 8, True, speeds={"a": StepTimes(0.1, (0.13,) * 8), "b": StepTimes(0.1, (0.27,) * 8)})
     header = Header(SchedulingConfig(order="flex", batch_size=8, preemption_factor=2.0).resolved(barrier=True))
     arrivals = [
-        (0.37 * number, Request(4 * number + each, float(each + 1), 0.37 * number + 9.0, model="ab"[number % 3 == 0]))
+        (
+            0.37 * number,
+            Request(4 * number + offset, float(offset + 1), 0.37 * number + 9.0, model="ab"[number % 3 == 0]),
+        )
         for number in range(120)
-        for each in range(1 + 3 * (number % 3 == 0))
+        for offset in range(1 + 3 * (number % 3 == 0))
     ]
     scheduler = header.scheduler()
     lengths = [1.0 + number % 5 for number in range(480)]
     with Journal(header, path=tmp_path / "j") as book:
-        engine = ToldOtherwise(SimulatedWorker(slower, lengths), told)
+        engine = WrongInfo(SimulatedWorker(slower, lengths), declared)
         SimulatedCluster(scheduler, [engine], journal=book).run(iter(arrivals))  # type: ignore[list-item]
     assert scheduler.engines["e"].pace("a") > 1.1
     read, steps = journal.read(tmp_path / "j")
@@ -136,7 +139,7 @@ def test_a_line_that_is_not_a_step_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "nonsense\n"])
-def test_a_file_that_is_no_journal_is_an_error(tmp_path: Path, text: str) -> None:
+def test_a_file_other_than_a_journal_is_an_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "j"
     path.write_text(text)
     with pytest.raises(JournalError):

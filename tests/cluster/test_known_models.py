@@ -1,4 +1,4 @@
-"""Which models are known when engines list others than before, and how long it takes to hear of that."""
+"""Known models when engines change their lists, and the cost of such a change."""
 
 import random
 import sys
@@ -24,30 +24,30 @@ def listed(**contexts_tokens: int | None) -> Listed:
 
 
 def test_a_model_is_known_while_an_engine_lists_it() -> None:
-    known = KnownModels()
-    known.change({}, listed(a=None, b=None))
-    known.change({}, listed(b=None))
-    known.change(listed(a=None, b=None), listed(c=None))
-    assert list(known.by_id) == ["b", "c"]
-    assert [known.engines_of(model) for model in "abc"] == [0, 1, 1]
+    known_models = KnownModels()
+    known_models.change({}, listed(a=None, b=None))
+    known_models.change({}, listed(b=None))
+    known_models.change(listed(a=None, b=None), listed(c=None))
+    assert list(known_models.by_id) == ["b", "c"]
+    assert [known_models.engines_of(model) for model in "abc"] == [0, 1, 1]
 
 
-def test_of_several_sizes_of_context_the_least_is_told_as_long_as_an_engine_has_it() -> None:
-    known = KnownModels()
+def test_the_smallest_context_is_reported_while_an_engine_has_it() -> None:
+    known_models = KnownModels()
     for tokens in (None, 8192, 4096):
-        known.change({}, listed(m=tokens))
-    assert known.by_id["m"].context_tokens == 4096
-    known.change(listed(m=4096), listed(m=2048))
-    assert known.by_id["m"].context_tokens == 2048
-    known.change(listed(m=2048), {})
-    assert known.by_id["m"].context_tokens == 8192
-    known.change(listed(m=8192), {})
-    assert known.by_id["m"].context_tokens is None
+        known_models.change({}, listed(m=tokens))
+    assert known_models.by_id["m"].context_tokens == 4096
+    known_models.change(listed(m=4096), listed(m=2048))
+    assert known_models.by_id["m"].context_tokens == 2048
+    known_models.change(listed(m=2048), {})
+    assert known_models.by_id["m"].context_tokens == 8192
+    known_models.change(listed(m=8192), {})
+    assert known_models.by_id["m"].context_tokens is None
 
 
 def from_scratch(lists: Iterable[Listed]) -> dict[str, tuple[int | None, int]]:
-    """Of each model the least context and the number of engines."""
-    everywhere = [model for one in lists for model in one.values()]
+    """The smallest context and the number of engines of each model."""
+    everywhere = [model for listing in lists for model in listing.values()]
     return {
         id_: (
             min(
@@ -59,24 +59,24 @@ def from_scratch(lists: Iterable[Listed]) -> dict[str, tuple[int | None, int]]:
     }
 
 
-def test_after_any_changes_what_is_known_is_what_the_lists_say() -> None:
+def test_after_any_changes_the_known_models_are_those_of_the_lists() -> None:
     rng = random.Random(1)
-    known, lists = KnownModels(), [listed() for _ in range(5)]
+    known_models, lists = KnownModels(), [listed() for _ in range(5)]
     for _ in range(500):
         engine = rng.randrange(5)
-        after = listed(**{id_: rng.choice([None, 1024, 2048]) for id_ in "abcdef" if rng.random() < 0.4})
-        known.change(lists[engine], after)
-        lists[engine] = after
-        assert {id_: (model.context_tokens, known.engines_of(id_)) for id_, model in known.by_id.items()} == (
-            from_scratch(lists)
-        )
+        new_list = listed(**{id_: rng.choice([None, 1024, 2048]) for id_ in "abcdef" if rng.random() < 0.4})
+        known_models.change(lists[engine], new_list)
+        lists[engine] = new_list
+        assert {
+            id_: (model.context_tokens, known_models.engines_of(id_)) for id_, model in known_models.by_id.items()
+        } == (from_scratch(lists))
 
 
-# ---- how long it takes ----
+# ---- how long a change takes ----
 
 
 class Name(str):
-    """Whoever hashes or compares it, in a dict or a tuple, runs Python, so that it is counted."""
+    """A str whose hashes and comparisons run Python code, so that they are counted."""
 
     def __eq__(self, other: object) -> bool:
         return str.__eq__(self, other)  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ class Name(str):
 
 
 def operations(work: Callable[[], object]) -> int:
-    """Bytecodes that are run: the same each time, however busy the machine is."""
+    """The number of executed bytecodes, which does not depend on the machine's load."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
@@ -95,17 +95,17 @@ def operations(work: Callable[[], object]) -> int:
         frame.f_trace_opcodes = True
         return trace
 
-    before = sys.gettrace()
+    previous_trace = sys.gettrace()
     sys.settrace(trace)
     try:
         work()
     finally:
-        sys.settrace(before)
+        sys.settrace(previous_trace)
     return count
 
 
 class Lists(OpenAIEngine):
-    """An engine of which the test says what it lists."""
+    """An engine whose list of models is set by the test."""
 
     def __init__(self, name: str) -> None:
         self.info = EngineInfo(name, 8, False)
@@ -115,8 +115,8 @@ def lists(kind: str, count: int) -> Health:
     return Health(tuple([ServedModel(Name(f"{kind}-{number}"), 4096) for number in range(count)]))
 
 
-def to_hear_of(fleet: Fleet, count: int) -> int:
-    """Operations of a probe that finds so many models on the first engine, all others than before."""
+def probe_operations(fleet: Fleet, count: int) -> int:
+    """Operations of a probe that finds `count` new models on the first engine."""
     for handle in fleet.handles.values():
         fleet._update(handle, lists("old", count))
     first, *_ = fleet.handles.values()
@@ -124,27 +124,27 @@ def to_hear_of(fleet: Fleet, count: int) -> int:
 
 
 def watched(engines: int) -> Fleet:
-    """A fleet alone: nobody hears what it tells."""
+    """A fleet whose messages are dropped."""
 
-    def hear(_: object) -> None:
+    def drop(_: object) -> None:
         pass
 
-    return Fleet([Lists(f"gpu{number}") for number in range(engines)], LiveConfig(), notify=hear, on_lost=hear)
+    return Fleet([Lists(f"gpu{number}") for number in range(engines)], LiveConfig(), notify=drop, on_lost=drop)
 
 
-def test_to_hear_of_four_times_as_many_new_models_takes_four_times_as_long() -> None:
-    assert to_hear_of(watched(1), 1_000) < 5 * to_hear_of(watched(1), 250)
+def test_four_times_as_many_new_models_take_four_times_as_long() -> None:
+    assert probe_operations(watched(1), 1_000) < 5 * probe_operations(watched(1), 250)
 
 
-def test_to_hear_of_one_engines_models_takes_as_long_however_many_other_engines_there_are() -> None:
-    assert to_hear_of(watched(20), 100) < 1.5 * to_hear_of(watched(2), 100)
+def test_the_time_for_one_engines_models_does_not_depend_on_other_engines() -> None:
+    assert probe_operations(watched(20), 100) < 1.5 * probe_operations(watched(2), 100)
 
 
-def test_the_whole_server_hears_of_four_times_as_many_new_models_in_four_times_as_long() -> None:
-    def taken(count: int) -> int:
+def test_the_whole_server_takes_four_times_as_long_for_four_times_as_many_new_models() -> None:
+    def operations_for(count: int) -> int:
         header = Header(SchedulingConfig().resolved(barrier=False))
         cluster = LiveCluster(header.scheduler(), [Lists("gpu0")], Journal(header))
         Metrics(cluster, 8)
-        return to_hear_of(cluster.fleet, count)
+        return probe_operations(cluster.fleet, count)
 
-    assert taken(1_000) < 5 * taken(250)
+    assert operations_for(1_000) < 5 * operations_for(250)

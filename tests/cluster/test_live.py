@@ -1,4 +1,4 @@
-"""The live body: batches, faults, predictions, drain, and the journal, on fake HTTP engines."""
+"""The live body on fake HTTP engines: batches, faults, predictions, drain, and the journal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def answer(front: Front, **fields: Any) -> tuple[int, dict[str, Any], aioh
 
 
 async def stream(front: Front, **fields: Any) -> list[Any]:
-    """The events of a stream; the last is "[DONE]" when it ended well."""
+    """Return the events of a stream; the last is "[DONE]" after a proper end."""
     async with front.post(stream=True, **fields) as response:
         lines = [line.decode().removeprefix("data: ").strip() async for line in response.content if line.strip()]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
@@ -65,7 +65,7 @@ async def test_a_refill_engine_is_never_given_more_than_its_slots(start_front: S
     assert engine.running_max == 3
 
 
-async def test_a_timeout_release_lets_a_lone_request_go(start_front: StartFront) -> None:
+async def test_a_timeout_release_releases_a_lone_request(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0) as engine:
         front = await start_front(engine, scheduling={"release": "timeout", "batch_size": 8, "batch_wait_s": 0.05})
         status, _, headers = await answer(front)
@@ -77,7 +77,7 @@ async def test_a_timeout_release_lets_a_lone_request_go(start_front: StartFront)
 
 
 class Table:
-    """A predictor that looks its answers up; "slow" hangs and "broken" raises."""
+    """A predictor with a table of answers; "slow" hangs and "broken" raises."""
 
     async def predict(self, prompt: Prompt) -> tuple[float]:
         if prompt.text == "slow":
@@ -107,13 +107,13 @@ async def test_predictions_choose_the_bin_and_a_bad_predictor_costs_its_budget_a
         assert (await submit(cluster, "3000", predicted_tokens=7.0)).receipt.predicted_tokens == 7
         assert (await submit(cluster, "30")).receipt.bin == 0
         assert (await submit(cluster, "30000")).receipt.bin == 1
-        for prompt in ("slow", "broken"):  # both fall back on the lengths seen so far: 4 tokens each
+        for prompt in ("slow", "broken"):  # both fall back on the observed lengths: 4 tokens each
             assert (await submit(cluster, prompt)).receipt.predicted_tokens == pytest.approx(4, rel=0.05)
         assert dict(cluster.prediction_fallbacks) == {"slow": 1, "failed": 1}
         await cluster.close()
 
 
-async def test_whoever_stops_waiting_for_an_answer_can_still_cancel_it(start_front: StartFront) -> None:
+async def test_a_caller_that_stops_waiting_for_an_answer_can_still_cancel_it(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0.05) as engine:
         front = await start_front(engine)
         call = Call("/v1/chat/completions", b'{"max_tokens": 900}', Prompt("", "fake"), stream=False)
@@ -150,7 +150,7 @@ async def test_a_missed_health_probe_costs_no_stream(start_front: StartFront) ->
         assert front.cluster.engines_ready == {handle.engine.info.name: True}
 
 
-async def test_an_engine_that_talks_nonsense_about_tokens_leaks_no_slot(start_front: StartFront) -> None:
+async def test_senseless_token_counts_of_an_engine_leak_no_slot(start_front: StartFront) -> None:
     async def nonsense(request: web.Request) -> web.Response:
         if request.path == "/v1/models":
             return web.json_response({"data": [{"id": "fake"}]})
@@ -195,7 +195,7 @@ async def test_a_request_cut_off_before_its_first_byte_runs_elsewhere(start_fron
         assert [status for status, *_ in answers] == [200] * 4
 
 
-async def test_an_engine_that_answers_500_is_not_the_last_word(start_front: StartFront) -> None:
+async def test_a_request_is_retried_after_a_500_of_an_engine(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0.001) as good, FakeEngine(step_s=0.001) as bad:
         bad.fault = Fault("500")
         front = await start_front(good, bad, slots=1)
@@ -204,7 +204,7 @@ async def test_an_engine_that_answers_500_is_not_the_last_word(start_front: Star
         assert bad.bodies
 
 
-async def test_an_engine_that_hangs_is_left_for_another(start_front: StartFront) -> None:
+async def test_an_engine_that_hangs_is_given_up_for_another(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0.001) as good, FakeEngine(step_s=0.001) as bad:
         bad.fault = Fault("hang")
         front = await start_front(good, bad, slots=1, engine_idle_s=0.3)
@@ -256,7 +256,7 @@ async def test_a_client_that_never_reads_is_cut_off_once_its_buffer_is_full(star
         response.close()
 
 
-# ---- the end ----
+# ---- drain and close ----
 
 
 async def test_a_drain_waits_until_clients_have_read_their_answers(start_front: StartFront) -> None:
@@ -271,7 +271,7 @@ async def test_a_drain_waits_until_clients_have_read_their_answers(start_front: 
         assert await draining
 
 
-async def test_closing_starts_nothing_new_and_tells_those_who_wait(start_front: StartFront) -> None:
+async def test_closing_starts_nothing_and_fails_waiting_requests(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0.05) as engine:
         front = await start_front(engine, slots=1)
         requests = [asyncio.ensure_future(front.post(max_tokens=200).__aenter__()) for _ in range(3)]
@@ -281,10 +281,10 @@ async def test_closing_starts_nothing_new_and_tells_those_who_wait(start_front: 
         assert len(starts(front)) == 1
 
 
-async def test_a_drain_finishes_what_is_here_and_refuses_the_rest(start_front: StartFront) -> None:
+async def test_a_drain_finishes_present_requests_and_refuses_new_ones(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0.01) as engine:
         front = await start_front(engine, slots=1, scheduling={"release": "full", "batch_size": 2})
-        requests = [asyncio.ensure_future(answer(front, max_tokens=10)) for _ in range(3)]  # one batch, and one alone
+        requests = [asyncio.ensure_future(answer(front, max_tokens=10)) for _ in range(3)]  # one batch and a lone one
         await until(lambda: len(front.cluster.scheduler.requests) == 3)
         draining = asyncio.ensure_future(front.cluster.drain(10.0))
         await asyncio.sleep(0)
@@ -293,7 +293,7 @@ async def test_a_drain_finishes_what_is_here_and_refuses_the_rest(start_front: S
         assert [status for status, *_ in await asyncio.gather(*requests)] == [200] * 3
 
 
-async def test_a_drain_that_takes_too_long_says_so(start_front: StartFront) -> None:
+async def test_a_drain_that_takes_too_long_is_reported(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0.05) as engine:
         front = await start_front(engine)
         request = asyncio.ensure_future(answer(front, max_tokens=1_000))
@@ -306,7 +306,7 @@ async def test_a_drain_that_takes_too_long_says_so(start_front: StartFront) -> N
 # ---- the journal ----
 
 
-async def test_a_live_journal_replays_and_holds_no_word_of_prompt_or_answer(
+async def test_a_live_journal_replays_and_holds_no_text_of_prompts_or_answers(
     start_front: StartFront, tmp_path: Path
 ) -> None:
     path = tmp_path / "journal.jsonl"
@@ -341,26 +341,26 @@ async def test_a_journal_that_cannot_be_written_stops_nothing(start_front: Start
 
 def test_a_listener_that_fails_stops_nothing() -> None:
     journal_ = Journal(Header(SchedulingConfig().resolved(barrier=True)))
-    seen: list[float] = []
+    times_s: list[float] = []
 
     def fail(step: Step) -> None:
         raise RuntimeError("only a listener")
 
     journal_.listen(fail)
-    journal_.listen(lambda step: seen.append(step.now_s))
+    journal_.listen(lambda step: times_s.append(step.now_s))
     journal_.append(1.0, TimerFired(), [])
-    assert seen == [1.0]
+    assert times_s == [1.0]
 
 
 def test_a_journal_keeps_only_its_last_steps_in_memory() -> None:
-    kept = Journal(Header(SchedulingConfig().resolved(barrier=True)), steps_max=3)
+    journal_ = Journal(Header(SchedulingConfig().resolved(barrier=True)), steps_max=3)
     for now_s in range(5):
-        kept.append(float(now_s), TimerFired(), [])
-    assert [step.now_s for step in kept.steps] == [2.0, 3.0, 4.0]
+        journal_.append(float(now_s), TimerFired(), [])
+    assert [step.now_s for step in journal_.steps] == [2.0, 3.0, 4.0]
 
 
 async def scraped(front: Front) -> dict[str, float]:
-    """The metrics about predictions."""
+    """The metrics of predictions."""
     async with front.session.get(f"{front.url}/metrics") as response:
         lines = (await response.text()).splitlines()
     prefix = "llmserve_prediction_"
@@ -370,7 +370,7 @@ async def scraped(front: Front) -> dict[str, float]:
     }
 
 
-async def test_predictions_that_rank_nothing_are_given_up_said_and_taken_up_again(
+async def test_lost_and_regained_trust_in_predictions_is_applied_and_logged(
     start_front: StartFront, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="llmserve")
@@ -381,18 +381,18 @@ async def test_predictions_that_rank_nothing_are_given_up_said_and_taken_up_agai
             await answer(front, max_tokens=tokens, headers={"x-llmserve-predicted-tokens": str(tokens)})
 
         assert (await scraped(front))["trusted"] == 1.0
-        for _ in range(32):  # alike: nothing ranks them
+        for _ in range(32):  # equal lengths: no prediction can rank them
             await ask(5)
         assert (await scraped(front))["trusted"] == 0.0
         for tokens in range(1, 65):
             await ask(tokens)
-        after = await scraped(front)
-    assert after["trusted"] == 1.0
-    assert after["window_answers"] == 32
-    assert after["rank_correlation"] == pytest.approx(1.0)
-    assert after["bin_accuracy"] == after["near_bin_accuracy"] == 1.0
-    said = [record.getMessage() for record in caplog.records if "rank answers" in record.getMessage()]
-    assert [text.rpartition(": ")[2] for text in said] == ["one bin, first come first served", "bins are back"]
+        metrics = await scraped(front)
+    assert metrics["trusted"] == 1.0
+    assert metrics["window_answers"] == 32
+    assert metrics["rank_correlation"] == pytest.approx(1.0)
+    assert metrics["bin_accuracy"] == metrics["near_bin_accuracy"] == 1.0
+    messages = [record.getMessage() for record in caplog.records if "rank answers" in record.getMessage()]
+    assert [text.rpartition(": ")[2] for text in messages] == ["one bin, first come first served", "bins are back"]
 
 
 async def test_answers_teach_the_forecast_of_their_kind(start_front: StartFront) -> None:
@@ -406,8 +406,8 @@ async def test_answers_teach_the_forecast_of_their_kind(start_front: StartFront)
 
         assert math.isnan(await ask("be brief", "hi"))
         for _ in range(12):
-            await ask("be brief", "hi")  # 16 tokens
-            await ask("write essays", "hi", max_tokens=90)  # at least 90
+            await ask("be brief", "hi")  # an answer of 16 tokens
+            await ask("write essays", "hi", max_tokens=90)  # an answer of at least 90 tokens
         assert await ask("be brief", "something new") == pytest.approx(16, rel=0.1)
         assert await ask("write essays", "something new") >= 90
         assert await ask("write essays", "something new", max_tokens=20) == 20

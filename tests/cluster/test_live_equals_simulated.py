@@ -1,23 +1,23 @@
-"""The same requests through both bodies: over HTTP to fake engines, and through the simulator.
+"""The same requests through both bodies: over HTTP to fake engines, and simulated.
 
-Each world is served once by the real server, in front of two engines. First come a few requests one by one and two
-bursts, which tell what HTTP adds to an engine's own time here and now; then 500 requests at 0.7 of what the engines can
-do, in surges, a fifth of them with deadlines. The run's journal file says who came when and which engines there were;
-the simulated body serves these arrivals again.
+The real server serves each world once, in front of two engines. First come a few single requests and two bursts, which
+show how much time HTTP adds to an engine's own time on this machine; then 500 requests at 0.7 of the engines' capacity,
+in surges, a fifth of them with deadlines. The journal file of the run has the arrivals and the engines; the simulated
+body serves these arrivals again.
 
-* Told also how long each request was on its engine and when timers fired, it writes the very journal of the live run,
-  float for float: the bodies differ in nothing but the world's timing. No noise of the machine can change that.
-* Told instead only what the engines are made to take (a prefill, and a step for each token), what HTTP added before the
-  500 came, and how late the event loop woke while they were served, it foretells their mean latency, mean waiting and
-  throughput: they lie in INTERVAL. Nothing in it is fitted to them, and where the simulated engines are others than
-  those that ran, they do not.
+* With the recorded engine time of each request and the recorded times of timers, the simulated body writes the journal
+  of the live run, float for float: the bodies differ only in timing, and no noise of the machine can change that.
+* With only the engines' set times (a prefill, and a step for each token), the time that HTTP added before the 500 came,
+  and the lateness of the event loop meanwhile, the simulation predicts the mean latency, mean waiting and throughput of
+  the 500: the measured ones lie in INTERVAL. Nothing in INTERVAL is fitted to the 500 requests, and with wrong engines
+  in the simulation the measured ones lie outside.
 
 INTERVAL : 5 % below the least to 5 % above the greatest of 12 simulated runs. In six of them HTTP adds to each request
-what it added to one that came alone, of which the quicker half counts; in six what it added to one of a burst on all
-slots at once, and each of its turns of the event loop comes as late as one that was measured. What is added is drawn at
-random, because a millisecond decides who shares a batch with whom: one run alone says as little as one throw of dice.
-On a quiet machine the latencies' interval is about 0.9 to 1.2 times what is measured. A busy machine widens it; one
-that is too busy gets a second run at half the pace, in which HTTP weighs half as much.
+the time that it added to a lone request (the quicker half of them); in six the time that it added in a burst on all
+slots, and each turn of the event loop has a measured lateness. Added times are drawn at random, because a millisecond
+decides which requests share a batch, so that a single run is a matter of chance. On a quiet machine the interval of
+latencies is about 0.9 to 1.2 times the measured latency. A busy machine widens it; on a machine that is too busy, a
+second run has half the pace, where HTTP weighs half as much.
 """
 
 from __future__ import annotations
@@ -74,28 +74,28 @@ except ImportError:
 ENGINES, SLOTS = 2, 8
 PREFILL_S = 0.01
 BATCH_WAIT_S = 0.06
-TOKENS = (20, 80)  # least and most of an answer
-EDGE = 36.0  # of two bins of predicted tokens
-LONE_EVERY_S = 0.04  # so that few run at once
+TOKENS = (20, 80)  # shortest and longest answer
+EDGE = 36.0  # the edge between two bins of predicted tokens
+LONE_EVERY_S = 0.04  # slow enough that few run at once
 RATE_PER_S = 76.0
-SURGE_S, CALM_S, SURGE, CALM = 0.8, 1.2, 2.0, 1 / 3  # how long, and at how many times the mean rate
-SLO_S = 0.2  # of a fifth of the requests
-BUSY_S = 0.005  # an event loop that wakes so late on average is on a machine with something else to do
-TURNS = 4  # of the event loop, that a request waits for: to its engine, there, its engine's timer, and back
-RUNS, MARGIN = 6, 0.05  # of INTERVAL
+SURGE_S, CALM_S, SURGE, CALM = 0.8, 1.2, 2.0, 1 / 3  # durations, and multiples of the mean rate
+SLO_S = 0.2  # the deadline of a fifth of the requests
+BUSY_S = 0.005  # mean lateness of the event loop that shows a busy machine
+TURNS = 4  # turns of the event loop per request: to the engine, in it, its timer, and back
+RUNS, MARGIN = 6, 0.05  # see INTERVAL
 
 # Request ids count up from 1.
 LONE = range(1, 17)
-BURSTS = range(17, 17 + 2 * ENGINES * SLOTS)  # two, each of as many as there are slots
+BURSTS = range(17, 17 + 2 * ENGINES * SLOTS)  # two bursts, each with one request per slot
 MAIN = range(BURSTS.stop, BURSTS.stop + 500)
 
 
 @dataclass(frozen=True)
 class World:
-    """What engines there are, and who decides.
+    """The engines and the release of a test.
 
-    step_s  seconds a token, such that RATE_PER_S is 0.7 of what the engines do with full batches, or with full slots
-    pace    all that takes time takes so many times as long, but what HTTP adds: it weighs less
+    step_s  seconds per token, such that RATE_PER_S is 0.7 of the throughput with full batches, or with full slots
+    pace    factor of all durations except those that HTTP adds, which weigh less then
     """
 
     barrier: bool
@@ -112,7 +112,7 @@ class World:
         return SchedulingConfig(bins=2, edges=(EDGE,), release=self.release, batch_wait_s=self.pace * BATCH_WAIT_S)
 
     def alone_s(self, tokens: float) -> float:
-        """What an engine is made to take for an answer."""
+        """Seconds that an engine is set to take for an answer alone."""
         return self.prefill_s + self.step_s * tokens
 
     def slower(self, times: float) -> World:
@@ -128,20 +128,20 @@ WORLDS = {
 
 class Ask(NamedTuple):
     tokens: int
-    predicted_tokens: float  # no two alike: it tells whose request the journal speaks of
+    predicted_tokens: float  # unique: identifies the request in the journal
     slo_s: float | None
 
 
 def draw_asks(count: int, rng: np.random.Generator, slo_share: float = 0.0) -> list[Ask]:
-    """Predictions fall short of the truth by up to a half: what exceeds max_tokens would be cut at the door."""
+    """Predictions fall short of the truth by up to a half; a prediction above max_tokens would be cut by the server."""
     tokens = rng.integers(TOKENS[0], TOKENS[1] + 1, count)
     predicted = tokens * rng.uniform(0.5, 1.0, count)
     slos = [SLO_S if hurried else None for hurried in rng.random(count) < slo_share]
-    return [Ask(*each) for each in zip(tokens.tolist(), predicted.tolist(), slos, strict=True)]
+    return [Ask(*fields) for fields in zip(tokens.tolist(), predicted.tolist(), slos, strict=True)]
 
 
 def draw_arrivals(count: int, rng: np.random.Generator) -> list[float]:
-    """Seconds. A Poisson process whose rate is now above and now below what the engines can do."""
+    """Seconds. A Poisson process whose rate alternates between above and below the engines' throughput."""
     at_s, now_s = [], 0.0
     for _ in range(count):
         surges = now_s % (SURGE_S + CALM_S) < SURGE_S
@@ -155,12 +155,12 @@ def draw_arrivals(count: int, rng: np.random.Generator) -> list[float]:
 
 @dataclass(frozen=True)
 class Live:
-    """What a live run has left.
+    """Results of a live run.
 
     header, steps  its journal file
-    tokens         of each request's answer, by request id
-    answers_s      how long clients waited, by request id; not of those whose deadline passed
-    late_s         how late the event loop woke who slept, again and again while MAIN was served
+    tokens         tokens of each answer, by request id
+    answers_s      waiting time of clients, by request id, without those whose deadline passed
+    late_s         lateness of the event loop, sampled while MAIN was served
     """
 
     world: World
@@ -186,7 +186,7 @@ def arrivals(steps: Iterable[Step]) -> list[tuple[float, Request]]:
 @pytest.fixture(scope="module", params=WORLDS.values(), ids=WORLDS)
 def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Live:
     gc.collect()
-    gc.freeze()  # to look through all that a test session has loaded would stop the event loop for tenths of a second
+    gc.freeze()  # a full collection in a test session would stop the event loop for tenths of a second
     try:
         run = run_loop(serve(request.param, tmp_path_factory.mktemp("live") / "journal"))
         if mean(run.late_s) > BUSY_S:
@@ -215,7 +215,7 @@ async def serve(world: World, path: Path) -> Live:
 
 @contextlib.asynccontextmanager
 async def _client(world: World, path: Path) -> AsyncIterator[Client]:
-    """Of a server that writes its journal to `path`, in front of fake engines."""
+    """A client of a server that writes its journal to `path`, in front of fake engines."""
     async with AsyncExitStack() as stack:
         fakes = [
             FakeEngine(slots=SLOTS, step_s=world.step_s, prefill_s=world.prefill_s, barrier=world.barrier)
@@ -243,7 +243,7 @@ class Client:
         self._pace = pace
 
     async def send(self, asks: Sequence[Ask], at_s: Sequence[float]) -> None:
-        """Each at its time from now on, seconds at pace 1; returns when all are over."""
+        """Send each request at its time from now on, seconds at pace 1; return when all have ended."""
         await asyncio.gather(*map(self._send, asks, at_s))
 
     async def _send(self, ask: Ask, after_s: float) -> None:
@@ -263,7 +263,7 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def _lateness() -> AsyncIterator[list[float]]:
-    """How late the event loop wakes somebody who sleeps inside the block, seconds."""
+    """How late the event loop wakes a task that sleeps inside the block, seconds."""
     late_s = [0.0]
 
     async def watch() -> None:
@@ -285,7 +285,7 @@ async def _lateness() -> AsyncIterator[list[float]]:
 def simulate(
     live: Live, scheduler: Scheduler, engines: Sequence[EngineModel], book: Journal | None = None
 ) -> list[Step]:
-    """The live run's arrivals, served by the simulated body. Its steps."""
+    """Steps of the simulated body for the live run's arrivals."""
     steps: list[Step] = []
 
     def keep(now_s: float, event: Event, actions: list[Action]) -> None:
@@ -303,11 +303,11 @@ def timed_engines(live: Live, infos: Iterable[EngineInfo], took_s: Mapping[int, 
     return [TimedEngine(info, lengths, step_s=step_s, prefill_s=prefill_s) for info in infos]
 
 
-# ---- what they came to --------------------------------------------------------------------------------------------
+# ---- figures of a run --------------------------------------------------------------------------------------------
 
 
 class Times(NamedTuple):
-    """Seconds, by request id.  ended : its engine let go of it.  done : and, where it is a barrier, of its batch."""
+    """Seconds, by request id.  ended : its engine finished it.  done : on a barrier engine, its batch was finished."""
 
     arrived: dict[int, float]
     started: dict[int, float]
@@ -330,16 +330,16 @@ def times_of(steps: Iterable[Step], barrier: bool) -> Times:
                 ids = [request.id for request in action.batch.requests]
                 started |= dict.fromkeys(ids, step.now_s)
                 together |= {id_: ids if barrier else [id_] for id_ in ids}
-    done = {id_: max(ended[other] for other in together[id_]) for id_ in ended}
+    done = {id_: max(ended[member] for member in together[id_]) for id_ in ended}
     return Times(arrived, started, ended, done)
 
 
 class Figures(NamedTuple):
-    """Of the requests in MAIN that were answered.
+    """Means over the answered requests in MAIN.
 
-    answer_s   mean, that a client waits for its answer
-    latency_s  mean, from arrival until the engine is done: on a barrier engine with the whole batch, as papers count it
-    waiting_s  mean, from arrival to start
+    answer_s   seconds that a client waits for its answer
+    latency_s  seconds from arrival until the engine is done: on a barrier engine with the whole batch, as papers count
+    waiting_s  seconds from arrival to start
     """
 
     answer_s: float
@@ -364,10 +364,10 @@ def measured(live: Live) -> Figures:
     return figures(times_of(live.steps, live.world.barrier), live.answers_s)
 
 
-def foretold(
+def predicted_interval(
     live: Live, engines: Sequence[EngineInfo] | None = None, header: Header | None = None
 ) -> tuple[Figures, Figures]:
-    """INTERVAL, its lower and its upper end; of other engines, or another scheduler, than those of the live run."""
+    """Lower and upper end of INTERVAL, for the live run's engines and scheduler or for others."""
     rng = np.random.default_rng(7)
     engines, header = engines or live.engines, header or live.header
     rows = []
@@ -381,21 +381,21 @@ def foretold(
 
 
 def _added_alone(live: Live) -> tuple[NDArray[np.float64], float]:
-    """Seconds that HTTP added to requests while they were on an engine, a sample; and to all else that clients wait."""
+    """Seconds that HTTP added to lone requests: a sample of those on an engine, and the rest of a client's wait."""
     on_engine_s, elsewhere_s = _added(live, LONE)
     quicker = len(LONE) // 2
     return np.sort(on_engine_s)[:quicker], float(np.sort(elsewhere_s)[:quicker].mean())
 
 
 def _added_in_bursts(live: Live, rng: np.random.Generator) -> tuple[NDArray[np.float64], float]:
-    """The same of requests in bursts, on an event loop as late as it was while MAIN was served."""
+    """The same for requests in bursts, on an event loop as late as while MAIN was served."""
     on_engine_s, elsewhere_s = _added(live, BURSTS)
     late_s = rng.choice(live.late_s, (len(MAIN), TURNS)).sum(axis=1)
     return rng.choice(on_engine_s, len(MAIN)) + late_s, float(elsewhere_s.mean() + late_s.mean())
 
 
 def _added(live: Live, ids: Sequence[int]) -> NDArray[np.float64]:
-    """What HTTP added to each while it was on an engine, and to all else that its client waited: (2, ids) seconds."""
+    """Seconds that HTTP added to each request, on an engine and in the rest of its client's wait: shape (2, ids)."""
     arrived, started, ended, _ = times_of(live.steps, live.world.barrier)
     on_engine_s = [ended[id_] - started[id_] - live.world.alone_s(live.tokens[id_]) for id_ in ids]
     elsewhere_s = [live.answers_s[id_] - (ended[id_] - arrived[id_]) for id_ in ids]
@@ -413,11 +413,11 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-# ---- told what happened -------------------------------------------------------------------------------------------
+# ---- with recorded times -------------------------------------------------------------------------------------------
 
 
 class RecordedEngine:
-    """Ends each request as it ended in the live run, and as long after its start."""
+    """Ends each request as in the live run, and as long after its start."""
 
     def __init__(self, info: EngineInfo, live: Live) -> None:
         self.info = info
@@ -435,7 +435,7 @@ class RecordedEngine:
         started, ended = self._recorded.started, self._recorded.ended
         for id_ in [request.id for request in batch.requests]:
             assert id_ in ended, f"request {id_} starts at {now_s:.3f} s; in the live run it never ran"
-            later_s = now_s - started[id_]  # 0, not nearly 0, where the bodies agree: the end is then the very float
+            later_s = now_s - started[id_]  # exactly 0 where the bodies agree, so that the end is the same float
             heapq.heappush(self._running, (ended[id_] + later_s, id_))
 
     def abort(self, request_id: int, now_s: float) -> None:
@@ -447,7 +447,7 @@ class RecordedEngine:
 
 
 class TimersAsRecorded:
-    """A scheduler whose timers fire when they did in the live run, a little after it asked for them."""
+    """A scheduler whose timers fire as late as in the live run."""
 
     def __init__(self, scheduler: Scheduler, fired_at_s: Iterable[float]) -> None:
         self._scheduler = scheduler
@@ -484,34 +484,34 @@ def test_the_simulated_journal_replays_exactly(live: Live, tmp_path: Path) -> No
     assert first_difference(journal.replay(header, steps), steps) is None
 
 
-def test_told_the_timing_of_the_live_run_the_simulated_body_writes_its_journal(live: Live) -> None:
+def test_with_the_timing_of_the_live_run_the_simulated_body_writes_its_journal(live: Live) -> None:
     timers = [step.now_s for step in live.steps if isinstance(step.event, TimerFired)]
     scheduler = TimersAsRecorded(live.header.scheduler(), timers)
     steps = simulate(live, scheduler, [RecordedEngine(info, live) for info in live.engines])
     assert any(isinstance(action, FailRequest) for step in steps for action in step.actions), "no deadline passed"
-    # Simulated engines are ready at the first moment, live ones after their first probe.
+    # Simulated engines are ready at time 0, live ones after their first probe.
     assert first_difference(steps[ENGINES:], live.steps[ENGINES:]) is None
 
 
-def first_difference(steps: list[Step], others: list[Step]) -> tuple[Step | None, Step | None] | None:
-    """None: there is none."""
-    return next((pair for pair in zip_longest(steps, others) if pair[0] != pair[1]), None)
+def first_difference(steps: list[Step], other_steps: list[Step]) -> tuple[Step | None, Step | None] | None:
+    """The first pair of different steps; None: there is none."""
+    return next((pair for pair in zip_longest(steps, other_steps) if pair[0] != pair[1]), None)
 
 
-def test_the_simulation_foretells_the_live_run(live: Live) -> None:
-    low, high = foretold(live)
-    for name, least, is_, most in zip(Figures._fields, low, measured(live), high, strict=True):
-        assert least <= is_ <= most, f"{name} is {is_:.4f}, foretold were {least:.4f} to {most:.4f}"
+def test_the_simulation_predicts_the_live_run(live: Live) -> None:
+    low_values, high_values = predicted_interval(live)
+    for name, lowest, is_, highest in zip(Figures._fields, low_values, measured(live), high_values, strict=True):
+        assert lowest <= is_ <= highest, f"{name} is {is_:.4f}, predicted were {lowest:.4f} to {highest:.4f}"
 
 
-def test_the_simulation_of_an_engine_less_does_not_foretell_it(live: Live) -> None:
-    low, _ = foretold(live, live.engines[1:])
+def test_the_simulation_of_one_engine_less_does_not_predict_it(live: Live) -> None:
+    low, _ = predicted_interval(live, live.engines[1:])
     assert measured(live).latency_s < low.latency_s
 
 
-def test_the_simulation_of_engines_with_half_the_slots_does_not_foretell_it(live: Live) -> None:
+def test_the_simulation_of_engines_with_half_the_slots_does_not_predict_it(live: Live) -> None:
     engines = [msgspec.structs.replace(info, slots=SLOTS // 2) for info in live.engines]
     batch_size = min(live.header.scheduling.full_batch, SLOTS // 2)
     scheduling = msgspec.structs.replace(live.header.scheduling, batch_size=batch_size)
-    low, _ = foretold(live, engines, msgspec.structs.replace(live.header, scheduling=scheduling))
+    low, _ = predicted_interval(live, engines, msgspec.structs.replace(live.header, scheduling=scheduling))
     assert measured(live).latency_s < low.latency_s

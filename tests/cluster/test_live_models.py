@@ -77,8 +77,8 @@ def name_of(engine: FakeEngine) -> str:
     return engine.url.removeprefix("http://")
 
 
-async def told(front: Front, *names: str) -> dict[tuple[str, ...], float]:
-    """Samples of /metrics: the values of their labels behind their name, but those of buckets."""
+async def scrape(front: Front, *names: str) -> dict[tuple[str, ...], float]:
+    """Samples of /metrics without buckets, by name and label values."""
     async with front.session.get(f"{front.url}/metrics") as response:
         families = text_string_to_metric_families(await response.text())
     samples = [sample for family in families for sample in family.samples if sample.name in names]
@@ -87,7 +87,7 @@ async def told(front: Front, *names: str) -> dict[tuple[str, ...], float]:
     }
 
 
-# ---- who serves what ----
+# ---- models of engines ----
 
 
 async def test_each_model_is_answered_by_the_engines_that_serve_it(start_front: StartFront) -> None:
@@ -103,7 +103,7 @@ async def test_each_model_is_answered_by_the_engines_that_serve_it(start_front: 
         )
         assert ends == [Counter({200: 12}), Counter({200: 12})]
         assert (models_asked(first), models_asked(second)) == ({"small"}, {"large"})
-        assert models_asked(both) == {"small", "large"}, "it has room for either"
+        assert models_asked(both) == {"small", "large"}, "the engine serves both models"
         status, body = await ask(front, "medium")
         assert (status, body["error"]["code"]) == (404, "model_not_found")
         async with front.session.get(f"{front.url}/v1/models/medium") as response:
@@ -137,7 +137,7 @@ async def test_a_known_model_whose_engines_are_down_is_503_and_the_others_go_on(
             assert (await ask(front, "large"))[0] == 404
 
 
-async def test_requests_of_a_model_wait_out_a_restart_of_its_engine_while_others_are_served(
+async def test_requests_of_a_model_wait_for_the_restart_of_their_engine_while_others_are_served(
     start_front: StartFront,
 ) -> None:
     async with FakeEngine(step_s=0.005, model="small") as staying:
@@ -153,7 +153,7 @@ async def test_requests_of_a_model_wait_out_a_restart_of_its_engine_while_others
             assert (await waiting)[0] == 200
 
 
-async def test_an_engine_that_lists_nothing_to_serve_gets_no_requests(start_front: StartFront) -> None:
+async def test_an_engine_that_lists_no_models_gets_no_requests(start_front: StartFront) -> None:
     models: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -178,7 +178,7 @@ async def test_an_engine_that_lists_nothing_to_serve_gets_no_requests(start_fron
         assert (await ask(front, "large"))[0] == 404
 
 
-async def test_where_engines_differ_a_model_has_the_least_of_their_contexts(start_front: StartFront) -> None:
+async def test_a_model_has_the_smallest_context_of_its_engines(start_front: StartFront) -> None:
     @asynccontextmanager
     async def engine(context_tokens: int | None) -> AsyncIterator[TestServer]:
         async def list_models(request: web.Request) -> web.Response:
@@ -195,7 +195,7 @@ async def test_where_engines_differ_a_model_has_the_least_of_their_contexts(star
             assert (await response.json())["max_model_len"] == 4096
 
 
-async def test_the_scheduler_is_told_each_engines_models_worker_and_speeds_again_when_they_change(
+async def test_the_scheduler_gets_each_engines_models_worker_and_speeds_again_after_a_change(
     start_front: StartFront, tmp_path: Path
 ) -> None:
     for name, step_s in (("plain", Curve.affine(0.001, 0.01)), ("large", Curve.affine(0.0, 0.05))):
@@ -206,9 +206,9 @@ async def test_the_scheduler_is_told_each_engines_models_worker_and_speeds_again
         front = await start_front(f"gpu-0={engine.url}", slots=None, dispatch=DispatchConfig(profile=profiles))
         (ready,) = events(front, EngineReady)
         assert (ready.engine.models, ready.engine.worker) == (("small",), "gpu-0")
-        assert (ready.engine.slots, len(ready.engine.speeds[""].step_s)) == (8, 8), "a guess so far"
+        assert (ready.engine.slots, len(ready.engine.speeds[""].step_s)) == (8, 8), "a guess at first"
         requests = asyncio.ensure_future(statuses(front, "small", 20, max_tokens=20))
-        await until(lambda: events(front, EngineReady)[-1].engine.slots == 2)  # that is seen when they are full
+        await until(lambda: events(front, EngineReady)[-1].engine.slots == 2)  # measured when the slots are full
         learnt = events(front, EngineReady)[-1].engine
         engine._paces["large"] = FakePace(0.0)
         await until(lambda: events(front, EngineReady)[-1].engine.models != ("small",))
@@ -219,7 +219,7 @@ async def test_the_scheduler_is_told_each_engines_models_worker_and_speeds_again
     assert last.speeds == {"": plain, "large": large}
 
 
-async def test_prefixes_matter_where_several_engines_serve_the_model(start_front: StartFront) -> None:
+async def test_prefixes_count_where_several_engines_serve_the_model(start_front: StartFront) -> None:
     async with (
         FakeEngine(step_s=0, model="small") as first,
         FakeEngine(step_s=0, model="small") as second,
@@ -232,7 +232,7 @@ async def test_prefixes_matter_where_several_engines_serve_the_model(start_front
     assert [(request.model, len(request.prefixes)) for request in arrived(front)] == [("small", 1), ("large", 0)]
 
 
-async def test_engines_of_one_worker_run_one_batch_at_a_time_between_them(start_front: StartFront) -> None:
+async def test_engines_of_one_worker_run_one_batch_at_a_time_in_all(start_front: StartFront) -> None:
     async with AsyncExitStack() as stack:
         engines = [
             await stack.enter_async_context(FakeEngine(step_s=0.005, model=model, slots=4, barrier=True))
@@ -253,13 +253,13 @@ async def test_engines_of_one_worker_run_one_batch_at_a_time_between_them(start_
                 assert action.engine == name_of(engines[2]) or not any(shared), "its GPU is busy"
                 running[action.engine] |= {request.id for request in action.batch.requests}
         both_worked += bool(any(shared) and running[name_of(engines[2])])
-    assert both_worked, "another worker waits for nobody"
+    assert both_worked, "another worker need not wait"
 
 
 # ---- streams ----
 
 
-async def test_a_stream_is_what_its_header_says_or_the_name_of_its_key_and_may_have_a_deadline(
+async def test_a_stream_is_named_by_its_header_or_its_key_and_may_have_a_deadline(
     start_front: StartFront, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys"
@@ -285,7 +285,7 @@ async def test_a_stream_is_what_its_header_says_or_the_name_of_its_key_and_may_h
 
 
 @pytest.mark.parametrize("name", ["x" * 65, "caf\u00e9", "a\tb"])
-async def test_a_stream_name_that_no_label_should_carry_is_400(start_front: StartFront, name: str) -> None:
+async def test_a_stream_name_unfit_for_a_label_is_400(start_front: StartFront, name: str) -> None:
     async with FakeEngine(step_s=0) as engine:
         front = await start_front(engine)
         status, body = await ask(front, "fake", headers={"x-llmserve-stream": name})
@@ -293,17 +293,17 @@ async def test_a_stream_name_that_no_label_should_carry_is_400(start_front: Star
         assert (await ask(front, "fake", headers={"x-llmserve-stream": "x" * 64}, max_tokens=1))[0] == 200
 
 
-async def test_metrics_tell_models_and_streams_apart(start_front: StartFront) -> None:
+async def test_metrics_are_labelled_by_model_and_stream(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0.005, model="small", others={"large": FakePace(0.005)}) as engine:
         front = await start_front(engine)
         for _ in range(3):
             await ask(front, "small", max_tokens=4, headers={"x-llmserve-stream": "chat", **TIGHT})
-        late = {"x-llmserve-slo-ms": "20"}  # it starts at once, and ends too late
-        await ask(front, "large", max_tokens=40, headers=late)
+        short_deadline = {"x-llmserve-slo-ms": "20"}  # the request starts at once and ends too late
+        await ask(front, "large", max_tokens=40, headers=short_deadline)
         await until(lambda: not front.cluster.scheduler.requests)
         requests, deadlines = "llmserve_stream_requests_total", "llmserve_deadlines_total"
         tokens, bins = "llmserve_stream_output_tokens_total", "llmserve_bin_requests"
-        samples = await told(front, requests, deadlines, tokens, bins, "llmserve_prediction_trusted")
+        samples = await scrape(front, requests, deadlines, tokens, bins, "llmserve_prediction_trusted")
     assert samples[requests, "small", "completed", "chat"] == 3
     assert samples[requests, "large", "completed", ""] == 1
     assert samples[tokens, "small", "chat"] == 12
@@ -318,11 +318,11 @@ async def test_metrics_tell_models_and_streams_apart(start_front: StartFront) ->
 
 
 SMALL, LARGE = FakePace(0.02, prefill_s=0.05), FakePace(0.02, prefill_s=2.0)
-HURRY = {"x-llmserve-slo-ms": "1000"}  # too short to wait until a large one has ended
+HURRY = {"x-llmserve-slo-ms": "1000"}  # too short to wait for the end of a large answer
 
 
 def speeds(folder: Path, **paces: FakePace) -> DispatchConfig:
-    """Profiles of models that are as fast as they are made to be."""
+    """Profiles with the true speeds of the fake models."""
     for model, pace in paces.items():
         profile = Profile.timed(
             model, Curve.affine(0.0, pace.step_s), prefill_s=pace.prefill_s, source="The fake engine's."
@@ -361,7 +361,7 @@ async def test_a_preempted_request_is_started_again_and_ends_once(shared_gpu: tu
     preempted = {
         name: value
         for name, value in (
-            await told(
+            await scrape(
                 front,
                 "llmserve_preempted_requests_total",
                 "llmserve_preempted_batches_total",
@@ -376,8 +376,8 @@ async def test_a_preempted_request_is_started_again_and_ends_once(shared_gpu: tu
     assert ends_of(front, 1) == ["cancelled", "completed"]
     starts = [action for action in actions(front, StartBatch) if action.batch.requests[0].id == 1]
     assert len(starts) == 2
-    assert response.headers["x-llmserve-batch"] == str(starts[1].batch.id), "the receipt is of the run that answered"
-    assert float(response.headers["x-llmserve-queue-ms"]) > 50, "it waited for the others"
+    assert response.headers["x-llmserve-batch"] == str(starts[1].batch.id), "the receipt must be of the second run"
+    assert float(response.headers["x-llmserve-queue-ms"]) > 50, "the request waited for the preempting ones"
     seconds = preempted.pop(("llmserve_preempted_seconds_total", "large"))
     assert 0 < seconds < 60
     assert preempted == {
@@ -391,14 +391,14 @@ async def test_a_preempted_request_is_started_again_and_ends_once(shared_gpu: tu
     assert not front.cluster._in_flight
 
 
-async def test_a_stream_of_which_nobody_has_seen_a_byte_may_be_preempted_too(
+async def test_a_stream_without_a_first_byte_may_be_preempted_too(
     shared_gpu: tuple[Front, FakeEngine],
 ) -> None:
     front, engine = shared_gpu
     request = asyncio.ensure_future(front.post(model="large", max_tokens=3, stream=True).__aenter__())
     await until(lambda: engine.running == 1)
     assert await burst(front) == {200: 8}
-    assert not request.done(), "its engine runs one batch at a time: it was stopped there"
+    assert not request.done(), "the request must be preempted, as its engine runs one batch at a time"
     response = await request
     body = (await response.read()).decode()
     assert body.count('"tok "') == 3
@@ -408,7 +408,7 @@ async def test_a_stream_of_which_nobody_has_seen_a_byte_may_be_preempted_too(
 
 async def test_a_stream_that_has_begun_is_not_preempted(shared_gpu: tuple[Front, FakeEngine]) -> None:
     front, engine = shared_gpu
-    engine._paces["large"] = FakePace(0.02)  # which begins sooner than anybody was told
+    engine._paces["large"] = FakePace(0.02)  # begins sooner than declared
     response = await front.post(model="large", max_tokens=100, stream=True).__aenter__()
     assert await response.content.readany()
     assert await burst(front) == {504: 8}
@@ -419,20 +419,20 @@ async def test_a_stream_that_has_begun_is_not_preempted(shared_gpu: tuple[Front,
     assert ends_of(front, 1) == ["completed"]
 
 
-async def test_one_that_was_preempted_and_has_waited_too_long_is_504_that_says_so(
+async def test_a_preempted_request_that_waits_too_long_is_504_that_names_the_preemption(
     shared_gpu: tuple[Front, FakeEngine],
 ) -> None:
     front, engine = shared_gpu
-    async with front.post(model="large", max_tokens=1) as shows:  # that it is as fast as told
+    async with front.post(model="large", max_tokens=1) as shows:  # shows the declared speed
         assert shows.status == 200
     headers = {"x-llmserve-slo-ms": "2600"}
     large = asyncio.ensure_future(front.post(model="large", max_tokens=1, headers=headers).__aenter__())
     await until(lambda: engine.running == 1)
-    assert await burst(front, tokens=40) == {200: 8}  # who would have thought that it takes so long
+    assert await burst(front, tokens=40) == {200: 8}  # unexpectedly long
     response = await large
     error = (await response.json())["error"]
     await until(lambda: not front.cluster.scheduler.requests)
-    deadlines = await told(front, "llmserve_deadlines_total")
+    deadlines = await scrape(front, "llmserve_deadlines_total")
     assert (response.status, error["code"]) == (504, "deadline_exceeded")
     assert error["message"] == "the request was preempted for other requests and cannot meet its deadline now"
     assert ends_of(front, 2) == ["cancelled"]
@@ -441,26 +441,26 @@ async def test_one_that_was_preempted_and_has_waited_too_long_is_504_that_says_s
     assert deadlines["llmserve_deadlines_total", "small", "met", ""] == 8
 
 
-async def test_one_that_is_preempted_and_cannot_be_in_time_any_more_is_504_at_once(
+async def test_a_preempted_request_that_cannot_be_in_time_is_504_at_once(
     shared_gpu: tuple[Front, FakeEngine],
 ) -> None:
     front, engine = shared_gpu
-    async with front.post(model="large", max_tokens=1) as shows:  # that it is as fast as told
+    async with front.post(model="large", max_tokens=1) as shows:  # shows the declared speed
         assert shows.status == 200
     headers = {"x-llmserve-slo-ms": "2400"}
     large = asyncio.ensure_future(front.post(model="large", max_tokens=1, headers=headers).__aenter__())
     await until(lambda: engine.running == 1)
-    await asyncio.sleep(0.6)  # what is left of its time is less than it takes
+    await asyncio.sleep(0.6)  # the remaining time is too short for the answer
     requests = asyncio.ensure_future(burst(front, tokens=20))
     response = await large
     assert (response.status, requests.done()) == (504, False)
     assert await requests == {200: 8}
     (fail,) = actions(front, FailRequest)
     (step,) = [step for step in front.cluster.journal.steps if fail in step.actions]
-    assert isinstance(step.event, RequestEnded), "as soon as its engine had let go of it"
+    assert isinstance(step.event, RequestEnded), "the request must fail as soon as its engine has stopped it"
 
 
-async def test_a_client_that_leaves_after_its_preemption_costs_no_engine_any_more(
+async def test_a_client_that_leaves_after_its_preemption_uses_no_engine_any_more(
     shared_gpu: tuple[Front, FakeEngine],
 ) -> None:
     front, engine = shared_gpu
@@ -502,7 +502,7 @@ async def test_under_bursts_every_request_ends_exactly_once(start_front: StartFr
         large, small = await asyncio.gather(trickle(), bursts())
         await until(lambda: not front.cluster.scheduler.requests)
         check(front.cluster.scheduler)
-        ended = await told(front, "llmserve_requests_total")
+        ended = await scrape(front, "llmserve_requests_total")
     assert set(large) | set(small) <= {200, 504}
     assert (large.total(), small.total()) == (8, 12 * 16)
     assert sum(ended.values()) == 8 + 12 * 16, "each was counted once"
@@ -526,9 +526,7 @@ async def test_under_bursts_every_request_ends_exactly_once(start_front: StartFr
         (("h100-llama-3.1-8b", "model:a=h100-llama"), "'h100-llama' is neither a shipped profile nor a file"),
     ],
 )
-async def test_a_profile_that_makes_no_sense_is_said(
-    start_front: StartFront, profile: tuple[str, ...], message: str
-) -> None:
+async def test_an_invalid_profile_is_an_error(start_front: StartFront, profile: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         await start_front("http://127.0.0.1:9", wait=False, dispatch=DispatchConfig(profile=profile))
 
@@ -550,14 +548,14 @@ async def test_each_model_is_planned_for_by_its_own_profile(start_front: StartFr
             assert (await ask(front, "small", max_tokens=5))[0] == (await ask(front, "large", max_tokens=5))[0] == 200
         expected = "llmserve_dispatch_response_seconds_expected"
         async with asyncio.timeout(30):
-            while len(samples := await told(front, expected)) < 2:
+            while len(samples := await scrape(front, expected)) < 2:
                 await ask(front, "small", max_tokens=5)
                 await ask(front, "large", max_tokens=5)
                 await asyncio.sleep(0.05)
     assert samples[expected, "large"] > 5 * samples[expected, "small"]
 
 
-async def test_a_model_may_have_a_predictor_of_its_own(start_front: StartFront) -> None:
+async def test_a_model_may_have_its_own_predictor(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0, model="small", others={"large": FakePace(0.0)}) as engine:
         chosen = PredictorConfig(predictor=("none", f"model:large={predictor.DEMO}"))
         front = await start_front(engine, prediction=chosen)

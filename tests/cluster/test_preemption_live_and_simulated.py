@@ -1,8 +1,8 @@
-"""Who may be stopped for others is the same through both bodies: over HTTP to a fake engine, and simulated.
+"""Both bodies preempt the same requests: over HTTP to a fake engine, and simulated.
 
-A long answer runs, alone; then quick ones come that are in time only if it is stopped. They come before its first token
-or after; its client streams or does not. The live run's journal says who came when, and the simulated body serves these
-arrivals again, on an engine as fast as the fake one is made to be.
+A long answer runs alone; then quick requests come that are in time only if the long answer is preempted. They come
+before its first token or after; its client streams or does not. The journal of the live run has the arrivals, and the
+simulated body serves them again, on an engine with the fake engine's speed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from llmserve.simulation.engine_model import TimedEngine
 PREFILL_S, STEP_S = 0.4, 0.02
 LONG, QUICK = 100, 1  # tokens
 QUICK_COUNT = 8
-HURRY_S = 1.4  # less than the long answer takes, and enough for two batches of quick ones
+HURRY_S = 1.4  # too short for the long answer, enough for two quick batches
 FLEX = {"order": "flex", "batch_size": 8, "edges": (10.0,)}
 
 
 async def ask(front: Front, tokens: int, *, slo_s: float | None = None, stream: bool = False) -> int:
-    """The status of an answer that is read to its end."""
+    """Read an answer to its end; return its status."""
     headers = {"x-llmserve-predicted-tokens": str(tokens)}
     if slo_s is not None:
         headers["x-llmserve-slo-ms"] = str(1e3 * slo_s)
@@ -50,16 +50,18 @@ def stopped(steps: Iterable[Step]) -> list[tuple[int, ...]]:
 
 
 def simulated(header: Header, steps: Iterable[Step], engine: EngineInfo, streaming: set[int]) -> list[Step]:
-    """The steps of the simulated body, for the arrivals of these."""
+    """The simulated body's steps for the arrivals of these steps."""
     arrivals = [(step.now_s, step.event.request) for step in steps if isinstance(step.event, RequestArrived)]
     lengths = {request.id: _tokens(request) for _, request in arrivals}
     model = TimedEngine(engine, lengths, step_s=STEP_S, prefill_s=PREFILL_S, streaming=streaming)
-    seen: list[Step] = []
+    simulated_steps: list[Step] = []
     cluster = SimulatedCluster(
-        header.scheduler(), [model], on_step=lambda now_s, event, made: seen.append(Step(now_s, event, tuple(made)))
+        header.scheduler(),
+        [model],
+        on_step=lambda now_s, event, actions: simulated_steps.append(Step(now_s, event, tuple(actions))),
     )
     cluster.run(iter(arrivals), flush=False)
-    return seen
+    return simulated_steps
 
 
 def _tokens(request: Request) -> float:
@@ -69,7 +71,7 @@ def _tokens(request: Request) -> float:
 
 @pytest.mark.parametrize("answered", [False, True], ids=["before its first token", "after its first token"])
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
-async def test_both_bodies_stop_the_same_answers(
+async def test_both_bodies_preempt_the_same_answers(
     start_front: StartFront, tmp_path: Path, streams: bool, answered: bool
 ) -> None:
     profile = Profile.timed("fake", Curve.affine(0.0, STEP_S), prefill_s=PREFILL_S, source="The fake engine's.")
@@ -78,7 +80,7 @@ async def test_both_bodies_stop_the_same_answers(
         front = await start_front(
             engine, barrier=True, scheduling=FLEX, dispatch=DispatchConfig(profile=(str(tmp_path / "fake.json"),))
         )
-        assert await ask(front, QUICK) == 200, "so that it knows how long quick answers are"
+        assert await ask(front, QUICK) == 200, "teaches the scheduler the length of quick answers"
         long = asyncio.ensure_future(ask(front, LONG, stream=streams))
         await until(lambda: engine.running == 1)
         await asyncio.sleep(1.5 * PREFILL_S if answered else 0.0)
@@ -90,7 +92,7 @@ async def test_both_bodies_stop_the_same_answers(
     assert stopped(steps) == ([] if streams and answered else [(long_id,)])
     assert statuses == ({504} if streams and answered else {200})
     (info,) = [step.event.engine for step in steps if isinstance(step.event, EngineReady)]
-    again = simulated(front.cluster.journal.header, steps, info, {long_id} if streams else set())
-    assert stopped(again) == stopped(steps)
-    began = [step.now_s for step in again if step.event == AnswerBegan(long_id)]
-    assert len(began) == streams, "the simulated body says it of streams alone: a whole answer begins as it ends"
+    simulated_steps = simulated(front.cluster.journal.header, steps, info, {long_id} if streams else set())
+    assert stopped(simulated_steps) == stopped(steps)
+    began = [step.now_s for step in simulated_steps if step.event == AnswerBegan(long_id)]
+    assert len(began) == streams, "the simulated body reports first bytes of streams only"

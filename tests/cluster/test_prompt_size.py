@@ -1,4 +1,4 @@
-"""Sizes and beginnings of prompts, without a tokenizer."""
+"""Sizes and prefixes of prompts, without a tokenizer."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def test_tokens_of_a_prompt_follow_the_engines_own_counts() -> None:
     assert tokens.estimate(call("x" * 400)) == pytest.approx(200)
 
 
-def test_each_model_counts_tokens_in_its_own_way_and_one_unseen_for_long_is_forgotten() -> None:
+def test_tokens_are_counted_per_model_and_unused_models_are_forgotten() -> None:
     tokens = PromptTokensByModel(models_max=2)
     for model in ("a", "b", "a", "c"):
         tokens.observe(call("x" * 100, model=model), 50)
@@ -27,7 +27,7 @@ def test_each_model_counts_tokens_in_its_own_way_and_one_unseen_for_long_is_forg
     assert len(tokens) == 2
 
 
-def test_prompts_that_begin_alike_share_hashes_up_to_where_they_part() -> None:
+def test_prompts_share_the_hashes_of_their_common_prefix() -> None:
     common = "a system prompt " * 100
     first = prefix_hashes(common + "one" * 3_000, b"secret")
     second = prefix_hashes(common + "two" * 3_000, b"secret")

@@ -1,4 +1,4 @@
-"""The length record: what it keeps, and that it never costs a request."""
+"""The length record: its lines, and that it never fails a request."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ def test_each_line_is_a_training_row(tmp_path: Path) -> None:
     assert "alice" not in str(line)
 
 
-def test_a_record_goes_on_where_it_ended(tmp_path: Path) -> None:
+def test_a_record_is_continued_at_its_end(tmp_path: Path) -> None:
     for _ in range(2):
         record = LengthRecord(tmp_path / "lengths.jsonl")
         record.write(call(), 3, capped=False)
@@ -41,7 +41,7 @@ def test_a_record_goes_on_where_it_ended(tmp_path: Path) -> None:
     assert len(load_rows([tmp_path / "lengths.jsonl"]).rows) == 2
 
 
-def test_a_place_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
+def test_an_unwritable_record_is_an_error_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="cannot write the record"):
         LengthRecord(tmp_path / "nowhere" / "lengths.jsonl")
 
@@ -64,18 +64,18 @@ async def test_the_server_records_completed_answers_only_when_asked(start_front:
     assert sorted((row.output_tokens, row.capped) for row in rows) == [(5, True), (6, True)]
 
 
-async def test_numbers_that_json_has_not_cost_nothing(start_front: StartFront, tmp_path: Path) -> None:
+async def test_numbers_outside_json_do_no_harm(start_front: StartFront, tmp_path: Path) -> None:
     path = tmp_path / "lengths.jsonl"
     async with FakeEngine(step_s=0) as engine:
         front = await start_front(engine, slots=1, prediction=PredictorConfig(record=str(path)))
         body = b'{"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "x": 1e999}'
-        for _ in range(3):  # more than slots: each must be given back
+        for _ in range(3):  # more than there are slots: each slot must be freed
             async with front.session.post(f"{front.url}/v1/chat/completions", data=body) as response:
                 assert response.status == 200
     assert len(load_rows([path]).rows) == 3
 
 
-async def test_answers_that_were_forced_or_cut_are_told_apart(start_front: StartFront, tmp_path: Path) -> None:
+async def test_answers_that_were_forced_or_cut_are_marked(start_front: StartFront, tmp_path: Path) -> None:
     path = tmp_path / "lengths.jsonl"
     async with FakeEngine(step_s=0, output_tokens=9) as engine:
         front = await start_front(engine, prediction=PredictorConfig(record=str(path)))

@@ -1,4 +1,4 @@
-"""Who keeps a cluster's groups as planned: whatever comes of one plan, the next is made and taken."""
+"""The regrouper keeps a cluster's groups as planned: after a failed plan, the next is made and applied."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,7 +15,7 @@ RIGHT = PlannedGroup("right", 1, ("n",), workers=("w",))
 
 
 class Cluster:
-    """Of which a regrouper sees no more than its journal, and that it tells of plans."""
+    """A cluster as a regrouper sees it: a journal, and a method that takes plans."""
 
     def __init__(self) -> None:
         self.journal = Journal(Header(SchedulingConfig().resolved(barrier=True)))
@@ -29,13 +29,13 @@ class Cluster:
         await asyncio.sleep(0.05)  # the plan is made in a thread
 
 
-def regrouped(replan: Callable[[Rates], Planned], *told: Rates) -> list[Event]:
-    """What a cluster is told when such rates come one after the other."""
+def regrouped(replan: Callable[[Rates], Planned], *reports: Rates) -> list[Event]:
+    """The events that a cluster gets when these rates come one after the other."""
 
     async def run() -> list[Event]:
         cluster = Cluster()
         regrouper = Regrouper(cluster, (LEFT,), (ServingGroup("left", ("w",), ("m",)),), replan)  # type: ignore[arg-type]
-        for rates in told:
+        for rates in reports:
             await cluster.rates_are(*rates)
         await regrouper.close()
         return cluster.told
@@ -43,24 +43,24 @@ def regrouped(replan: Callable[[Rates], Planned], *told: Rates) -> list[Event]:
     return asyncio.run(run())
 
 
-def test_other_rates_get_other_groups() -> None:
-    told = regrouped(lambda rates: (RIGHT,), (("", "n", 1.0),))
-    assert told == [PlanChanged((ServingGroup("right", ("w",), ("n",)),))]
+def test_new_rates_get_new_groups() -> None:
+    events = regrouped(lambda rates: (RIGHT,), (("", "n", 1.0),))
+    assert events == [PlanChanged((ServingGroup("right", ("w",), ("n",)),))]
 
 
-def test_a_plan_that_cannot_be_made_leaves_the_groups_and_the_next_one_is_made() -> None:
+def test_a_failed_plan_leaves_the_groups_and_the_next_plan_is_made() -> None:
     def replan(rates: Rates) -> Planned:
         if rates[0][1] == "m":
             raise RuntimeError("no plan")
         return (RIGHT,)
 
-    told = regrouped(replan, (("", "m", 1.0),), (("", "n", 1.0),))
-    assert told == [PlanChanged((ServingGroup("right", ("w",), ("n",)),))]
+    events = regrouped(replan, (("", "m", 1.0),), (("", "n", 1.0),))
+    assert events == [PlanChanged((ServingGroup("right", ("w",), ("n",)),))]
 
 
-def test_a_plan_whose_groups_contradict_each_other_is_told_to_nobody_and_the_next_one_is_made() -> None:
+def test_contradictory_groups_are_not_applied_and_the_next_plan_is_made() -> None:
     def replan(rates: Rates) -> Planned:
         return (LEFT, RIGHT) if rates[0][1] == "m" else (RIGHT,)
 
-    told = regrouped(replan, (("", "m", 1.0),), (("", "n", 1.0),))
-    assert told == [PlanChanged((ServingGroup("right", ("w",), ("n",)),))]
+    events = regrouped(replan, (("", "m", 1.0),), (("", "n", 1.0),))
+    assert events == [PlanChanged((ServingGroup("right", ("w",), ("n",)),))]

@@ -1,4 +1,4 @@
-"""What the tests of the engines share."""
+"""Fixtures of the engines' tests."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tiny_llama import save_tiny_llama
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Tiny models on a busy machine: several threads would mostly wait for each other."""
+    """Use one thread: on a busy machine several threads of tiny models would mostly wait for each other."""
     pytest.importorskip("torch").set_num_threads(1)
 
 

@@ -1,4 +1,4 @@
-"""The embedded engine through its HTTP door: OpenAI's protocol, and what a static batch is."""
+"""The embedded engine over HTTP: OpenAI's protocol, and static batches."""
 
 import asyncio
 import json
@@ -23,25 +23,25 @@ LIMIT_S = 60.0  # a test that waits longer than this has failed
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Looks again and again: the worker thread and the server know no event that a test could await."""
+    """Poll the condition: the worker thread and the server have no event that a test could await."""
     async with asyncio.timeout(LIMIT_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
 class WatchedModel(LanguageModel):
-    """A model that tells which batches it ran, and whose steps can be let through one by one."""
+    """A model that records its batches, and whose steps can be released one by one."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__(model._tokenizer, model._model)
-        self.batches: list[int] = []  # rows of each batch, in order
-        self.rows: list = []  # of the last batch
+        self.batches: list[int] = []  # number of rows of each batch, in order
+        self.rows: list = []  # rows of the last batch
         self.running = self.running_max = 0
         self._gated = False
         self._permits = threading.Semaphore(0)
 
     def gate(self) -> None:
-        """From now on every step waits for a permit."""
+        """Make every further step wait for a permit."""
         self._gated = True
 
     def permit(self, steps: int) -> None:
@@ -68,7 +68,7 @@ class WatchedModel(LanguageModel):
 
 
 class Server:
-    """A running engine, and short ways to talk to it."""
+    """A running engine, with short methods for requests."""
 
     def __init__(self, url: str, engine: EmbeddedEngine, model: WatchedModel, stop: asyncio.Event) -> None:
         self.url = url
@@ -79,13 +79,13 @@ class Server:
         self.client = openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
 
     def post(self, prompt: str = "hi", *, batch: str | None = None, size: int = 1, path="chat/completions", **body):
-        """A request's context manager."""
+        """A request, as a context manager."""
         headers = {"x-llmserve-batch": batch, "x-llmserve-batch-size": str(size)} if batch else {}
         messages = {"messages": [{"role": "user", "content": prompt}]}
         return self.session.post(f"{self.url}/v1/{path}", json=messages | body, headers=headers)
 
     async def answer(self, prompt: str = "hi", **request) -> tuple[str, str, int]:
-        """An answer's text, finish reason and number of tokens."""
+        """Return an answer's text, finish reason and number of tokens."""
         async with self.post(prompt, **request) as response:
             body = await response.json()
             assert response.status == 200, body
@@ -93,7 +93,7 @@ class Server:
             return choice["message"]["content"], choice["finish_reason"], body["usage"]["completion_tokens"]
 
     async def until_waiting(self, count: int) -> None:
-        """Returns when this many requests wait in the engine."""
+        """Return when `count` requests wait in the engine."""
         await until(lambda: len(self.engine._queue) == count)
 
     async def until_running(self) -> None:
@@ -196,7 +196,7 @@ async def test_content_may_be_text_parts_and_developer_is_system(server: Server)
     assert await server.answer(messages=plain, max_tokens=8) == await server.answer(messages=newer, max_tokens=8)
 
 
-async def test_a_stream_brings_the_same_text_as_a_whole_answer(server: Server):
+async def test_a_stream_has_the_same_text_as_an_unstreamed_answer(server: Server):
     for prompt in PROMPTS:
         text, finish_reason, tokens = await server.answer(prompt, max_tokens=40)
         stream = await server.client.chat.completions.create(
@@ -216,10 +216,10 @@ async def test_a_stream_brings_the_same_text_as_a_whole_answer(server: Server):
 
 
 async def test_a_completion_streams_too(server: Server):
-    whole = await server.client.completions.create(model="tiny", prompt="Hello", max_tokens=9)
+    unstreamed = await server.client.completions.create(model="tiny", prompt="Hello", max_tokens=9)
     stream = await server.client.completions.create(model="tiny", prompt="Hello", max_tokens=9, stream=True)
     chunks = [chunk async for chunk in stream]
-    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert "".join(chunk.choices[0].text for chunk in chunks) == unstreamed.choices[0].text
     assert all(chunk.usage is None for chunk in chunks)
 
 
@@ -239,7 +239,7 @@ async def test_the_end_of_sequence_token_ends_the_answer_and_is_not_counted(serv
     assert longer.startswith(text)
 
 
-async def test_an_answer_may_fill_what_is_left_of_the_context(server: Server):
+async def test_an_answer_may_fill_the_rest_of_the_context(server: Server):
     for limit in ({}, {"max_tokens": 10**9}):
         async with server.post(ignore_eos=True, **limit) as response:
             body = await response.json()
@@ -250,9 +250,9 @@ async def test_an_answer_may_fill_what_is_left_of_the_context(server: Server):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(server: Server, stream: bool):
     text, _, _ = await server.answer(max_tokens=30)
-    for length in (1, 4, 9):  # longer than a token: it spans several
+    for length in (1, 4, 9):  # longer than a token, so that it spans several
         stop = text[7 : 7 + length]
-        before = text.partition(stop)[0]
+        expected_text = text.partition(stop)[0]
         request = {"max_tokens": 30, "stop": ["never there", stop], "stream": stream}
         if not stream:
             stopped, finish_reason, tokens = await server.answer(**request)
@@ -260,11 +260,11 @@ async def test_a_stop_string_ends_the_answer_and_is_not_part_of_it(server: Serve
         else:
             async with server.post(**request) as response:
                 stopped, finish_reason = joined(await response.text())
-        assert (stopped, finish_reason) == (before, "stop")
+        assert (stopped, finish_reason) == (expected_text, "stop")
 
 
 def joined(events: str) -> tuple[str, str]:
-    """The text of a chat stream and its finish reason."""
+    """Return the text of a chat stream and its finish reason."""
     lines = [line.removeprefix("data: ") for line in events.split("\n\n") if line and "[DONE]" not in line]
     choices = [json.loads(line)["choices"][0] for line in lines]
     return "".join(c["delta"].get("content", "") for c in choices), choices[-1]["finish_reason"]
@@ -310,13 +310,13 @@ async def test_a_wrong_or_unsupported_field_is_a_400_that_names_it(server: Serve
     assert raised.value.type == "invalid_request_error"
 
 
-async def test_half_a_character_in_a_prompt_is_a_400(server: Server):
+async def test_half_a_surrogate_pair_in_a_prompt_is_a_400(server: Server):
     async with server.post("\ud800") as response:
         assert (response.status, (await response.json())["error"]["param"]) == (400, "messages[0].content")
 
 
-async def test_fields_that_ask_for_nothing_are_ignored(server: Server):
-    nothing = {
+async def test_fields_with_neutral_values_are_ignored(server: Server):
+    neutral_fields = {
         "n": 1,
         "user": "me",
         "tools": [],
@@ -325,7 +325,7 @@ async def test_fields_that_ask_for_nothing_are_ignored(server: Server):
         "store": False,
     }
     plain = await server.answer(max_tokens=5)
-    assert await server.answer(max_tokens=5, metadata={"a": "b"}, temperature=None, **nothing) == plain
+    assert await server.answer(max_tokens=5, metadata={"a": "b"}, temperature=None, **neutral_fields) == plain
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b"", b"[" * 100_000])
@@ -365,7 +365,7 @@ async def test_a_greedy_answer_is_the_same_alone_and_in_a_padded_batch(server: S
     assert server.model.batches == [1, 1, 1, 1, 4]
 
 
-async def test_a_seeded_answer_is_the_same_whoever_shares_the_batch(server: Server):
+async def test_a_seeded_answer_is_the_same_whatever_else_is_in_the_batch(server: Server):
     request = {"temperature": 1.3, "top_p": 0.95, "max_tokens": 40}
     alone = await server.answer(seed=11, **request)
     neighbours = [server.answer(p, seed=5, batch="x", size=4, **request) for p in PROMPTS[1:]]
@@ -380,17 +380,17 @@ async def test_batches_run_one_at_a_time_in_the_order_in_which_they_were_formed(
     await server.until_running()
     half = asyncio.create_task(server.answer(batch="late", size=2, max_tokens=2))
     await server.until_waiting(1)
-    others = [asyncio.create_task(server.answer(batch="early", size=3, max_tokens=2)) for _ in range(3)]
+    early = [asyncio.create_task(server.answer(batch="early", size=3, max_tokens=2)) for _ in range(3)]
     await server.until_waiting(4)
-    rest = asyncio.create_task(server.answer(batch="late", size=2, max_tokens=2))
+    other_half = asyncio.create_task(server.answer(batch="late", size=2, max_tokens=2))
     await server.until_waiting(5)
     server.model.open()
-    await asyncio.gather(first, half, *others, rest)
+    await asyncio.gather(first, half, *early, other_half)
     assert server.model.batches == [1, 3, 2]
     assert server.model.running_max == 1
 
 
-async def test_a_short_answer_is_told_at_once_but_its_batch_ends_with_the_longest(server: Server):
+async def test_a_short_answer_is_sent_at_once_but_its_batch_ends_with_the_longest(server: Server):
     server.model.gate()
     short = asyncio.create_task(server.answer(batch="x", size=2, max_tokens=3, ignore_eos=True))
     long = asyncio.create_task(server.answer(batch="x", size=2, max_tokens=30, ignore_eos=True))
@@ -429,13 +429,13 @@ async def test_a_queued_request_whose_client_leaves_never_runs(server: Server):
     server.model.gate()
     first = asyncio.create_task(server.answer(max_tokens=2, ignore_eos=True))
     await server.until_running()
-    gone = asyncio.create_task(server.answer(max_tokens=2))
-    gone_too = asyncio.create_task(server.answer(batch="x", size=2, max_tokens=2))
+    cancelled = asyncio.create_task(server.answer(max_tokens=2))
+    cancelled_too = asyncio.create_task(server.answer(batch="x", size=2, max_tokens=2))
     await server.until_waiting(2)
     stays = asyncio.create_task(server.answer(batch="x", size=2, max_tokens=2))
     await server.until_waiting(3)
-    gone.cancel()
-    gone_too.cancel()
+    cancelled.cancel()
+    cancelled_too.cancel()
     await server.until_waiting(1)
     server.model.open()
     await asyncio.gather(first, stays)
@@ -448,7 +448,7 @@ async def test_a_batch_with_a_missing_member_starts_after_the_gather_limit(langu
         assert server.model.batches == [2]
 
 
-async def test_a_refused_member_is_not_waited_for(server: Server):
+async def test_a_batch_does_not_wait_for_a_refused_member(server: Server):
     async def refused() -> None:
         async with server.post(batch="x", size=2, temperature=9) as response:
             assert response.status == 400
@@ -489,10 +489,10 @@ async def test_a_failing_batch_is_a_500_and_the_next_one_runs(server: Server, mo
     assert (await server.answer(max_tokens=2))[2] == 2
 
 
-# ------------------------------------------------------------------------------------------------ the end
+# ------------------------------------------------------------------------------------------------ draining
 
 
-async def test_draining_finishes_what_runs_and_refuses_what_waits(language_model: LanguageModel):
+async def test_draining_finishes_running_requests_and_refuses_waiting_ones(language_model: LanguageModel):
     async with serving(language_model, drain_s=LIMIT_S) as server:
         server.model.gate()
         running = asyncio.create_task(server.answer(max_tokens=5, ignore_eos=True))
@@ -505,7 +505,7 @@ async def test_draining_finishes_what_runs_and_refuses_what_waits(language_model
         assert (await running)[2] == 5
 
 
-async def test_draining_cuts_off_what_takes_too_long(language_model: LanguageModel):
+async def test_draining_cuts_off_requests_that_take_too_long(language_model: LanguageModel):
     async with serving(language_model, drain_s=0.01) as server:
         server.model.gate()
         server.model.permit(2)

@@ -1,4 +1,4 @@
-"""Static batches: who waits for whom."""
+"""Static batches: which request waits for which."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def test_a_request_without_headers_is_a_batch_of_one():
     assert [waiting.take(0.0), waiting.take(0.0), waiting.take(0.0)] == [["a"], ["b"], None]
 
 
-def test_a_batch_is_formed_when_its_last_member_comes():
+def test_a_batch_is_formed_when_its_last_member_arrives():
     waiting = batches()
     waiting.add("a", Seat("x", 2), now_s=0.0)
     assert waiting.take(0.5) is None
@@ -24,7 +24,7 @@ def test_a_batch_is_formed_when_its_last_member_comes():
     assert waiting.take(0.5) == ["a", "b"]
 
 
-def test_batches_are_taken_in_the_order_in_which_they_were_formed():
+def test_batches_run_in_order_of_formation():
     waiting = batches()
     waiting.add("a1", Seat("a", 2), now_s=0.0)
     waiting.add("b1", Seat("b", 2), now_s=0.0)
@@ -44,7 +44,7 @@ def test_a_batch_with_a_missing_member_starts_after_the_gather_limit():
     assert waiting.wake_at_s is None
 
 
-def test_a_member_that_leaves_is_no_longer_waited_for():
+def test_a_batch_does_not_wait_for_a_member_that_leaves():
     waiting = batches()
     waiting.add("a", Seat("x", 2), now_s=0.0)
     waiting.add("b", Seat("y", 3), now_s=0.0)
@@ -56,7 +56,7 @@ def test_a_member_that_leaves_is_no_longer_waited_for():
     assert waiting.take(9.0) is None
 
 
-def test_a_refused_member_is_not_waited_for_whether_it_is_first_or_last():
+def test_a_batch_does_not_wait_for_a_refused_first_or_last_member():
     waiting = batches()
     waiting.cancel_seat(Seat("x", 2), now_s=0.0)
     waiting.add("a", Seat("x", 2), now_s=0.0)
@@ -84,7 +84,7 @@ def test_a_member_that_contradicts_its_batch_is_refused():
         waiting.add("b", Seat("x", 3), now_s=0.0)
 
 
-def test_clear_takes_out_everyone():
+def test_clear_removes_all_requests():
     waiting = batches()
     waiting.add("a", Seat("x", 2), now_s=0.0)
     waiting.add("b", None, now_s=0.0)
@@ -107,12 +107,12 @@ def test_wrong_batch_headers_are_refused(headers: dict[str, str], message: str):
         seat_of(headers, size_max=8)
 
 
-def test_batch_headers_name_the_seat():
+def test_batch_headers_name_batch_and_size():
     assert seat_of({}, 8) is None
     assert seat_of({"x-llmserve-batch": "a", "x-llmserve-batch-size": "8"}, 8) == Seat("a", 8)
 
 
-async def test_the_queue_wakes_by_itself_when_a_member_is_missing():
+async def test_the_queue_wakes_after_the_gather_limit():
     queue: BatchQueue[str] = BatchQueue(gather_s=0.01)
     queue.add("a", Seat("x", 2))
     assert await queue.take() == ["a"]

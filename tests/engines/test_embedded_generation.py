@@ -1,4 +1,4 @@
-"""The decoding loop against transformers' own, and across architectures."""
+"""The decoding loop against that of transformers, for several architectures."""
 
 from collections.abc import Sequence
 
@@ -46,7 +46,7 @@ def model(request: pytest.FixtureRequest) -> LanguageModel:
 
 
 def answers(model: LanguageModel, prompts: Sequence[list[int]], tokens: Sequence[int]) -> list[list[int]]:
-    """Greedy answers of one batch."""
+    """Greedy answers of a batch."""
     rows = [model.row(prompt, n, GREEDY) for prompt, n in zip(prompts, tokens, strict=True)]
     texts = [""] * len(rows)
 
@@ -64,7 +64,7 @@ def test_a_greedy_answer_is_that_of_transformers_generate(model: LanguageModel):
     assert answers(model, [prompt], [20]) == [expected]
 
 
-def test_a_padded_batch_answers_as_each_of_its_rows_alone(model: LanguageModel):
+def test_a_padded_batch_has_the_same_answers_as_its_rows_alone(model: LanguageModel):
     prompts = [[5], [17, 42, 8, 99, 3, 11, 64, 7, 23, 12, 13], [4, 4, 4]]
     tokens = [30, 3, 12]
     alone = [answers(model, [prompt], [n])[0] for prompt, n in zip(prompts, tokens, strict=True)]
@@ -76,7 +76,7 @@ def test_a_row_that_has_filled_its_context_does_not_disturb_a_longer_one(model: 
     assert answers(model, [[5], full], [50, 2])[0] == answers(model, [[5]], [50])[0]
 
 
-def test_a_row_that_is_gone_ends_the_batch():
+def test_a_batch_whose_rows_have_left_ends():
     torch.manual_seed(3)
     model = LanguageModel(Numbers(), transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]()).eval())
     rows = [model.row([5], 40, GREEDY), model.row([6, 7], 3, GREEDY)]
@@ -91,7 +91,7 @@ def test_a_row_that_is_gone_ends_the_batch():
     assert (steps, rows[0].output_tokens, rows[1].output_tokens) == (3, 2, 3)
 
 
-def test_a_batch_of_rows_that_are_all_gone_never_touches_the_model():
+def test_a_batch_without_present_rows_never_runs_the_model():
     model = LanguageModel(Numbers(), transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]()).eval())
     row = model.row([5], 40, GREEDY)
     row.cancelled = True

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-LIMIT_S = 120.0  # importing torch on a busy machine takes its time
+LIMIT_S = 120.0  # importing torch takes long on a busy machine
 COMMAND = [sys.executable, "-m", "llmserve.engines.embedded"]
 
 
@@ -32,7 +32,7 @@ def url_in(line: str) -> str:
 
 
 def refusal(*arguments: str) -> str:
-    """What a process that cannot start says, on one line, before it ends with an error."""
+    """The one line that a process prints when it cannot start and ends with an error."""
     ended = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert ended.returncode not in (0, -signal.SIGTERM)
     (line,) = ended.stderr.splitlines()
@@ -41,7 +41,7 @@ def refusal(*arguments: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_says_when_it_is_ready_and_a_signal_ends_it_with_status_0(tiny_model: Path, number: signal.Signals):
+def test_the_process_reports_readiness_and_a_signal_ends_it_with_status_0(tiny_model: Path, number: signal.Signals):
     with process([*COMMAND, "--model", str(tiny_model), "--served-model-name", "mini", "--port", "0"]) as engine:
         url = url_in(engine.stdout.readline())
         with urllib.request.urlopen(url + "/v1/models", timeout=LIMIT_S) as response:

@@ -1,4 +1,4 @@
-"""What of an answer may be sent when."""
+"""Which text of an answer may be sent at which time."""
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +15,7 @@ def tokenizer(tiny_model):
 
 
 def pieces(tokenizer, text: str, stop: tuple[str, ...] = ()) -> list[str]:
-    """The text's pieces as they would be sent, the last one at its end."""
+    """The pieces of the text as they are sent, and the rest at its end."""
     stream = TextStream(lambda ids: tokenizer.decode(ids, skip_special_tokens=True), stop)
     sent = []
     for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
@@ -41,7 +41,7 @@ def test_an_incomplete_character_is_held_back(tokenizer):
     sent = pieces(tokenizer, text)
     assert "".join(sent) == text
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in sent)
-    assert "😀" in sent  # it came as one piece, with the last of its tokens
+    assert "😀" in sent  # sent as one piece, with its last token
 
 
 def test_a_character_that_never_becomes_complete_is_sent_at_the_end(tokenizer):
@@ -52,7 +52,7 @@ def test_a_character_that_never_becomes_complete_is_sent_at_the_end(tokenizer):
     assert set(stream.flush()) == {"\N{REPLACEMENT CHARACTER}"}
 
 
-def test_bytes_that_are_no_text_do_not_hold_the_answer_back_for_ever(tokenizer):
+def test_bytes_that_are_no_text_do_not_hold_the_answer_back_endlessly(tokenizer):
     start = tokenizer("😀", add_special_tokens=False)["input_ids"][0]
     stream = TextStream(tokenizer.decode)
     assert "".join(stream.push(start) for _ in range(100)).count("\N{REPLACEMENT CHARACTER}") > 50
@@ -72,17 +72,17 @@ def test_the_answer_ends_before_the_first_stop_string_wherever_tokens_end(tokeni
     assert "".join(pieces(tokenizer, text, (stop,))) == text.partition(stop)[0]
 
 
-def test_only_what_may_begin_a_stop_string_is_held_back():
+def test_only_the_possible_start_of_a_stop_string_is_held_back():
     sent, stopped = spelled("aXXbXYc", stop=("XYZ", "XXX"))
     assert sent == ["a", "", "", "XXb", "", "", "XYc", ""]
     assert not stopped
 
 
-def test_whichever_stop_string_is_complete_first_ends_the_answer():
+def test_the_first_complete_stop_string_ends_the_answer():
     assert spelled("one two", stop=("two", "e")) == (["o", "n", "", ""], True)
 
 
-def test_nothing_comes_after_a_stop_string_in_the_same_token():
+def test_text_after_a_stop_string_in_the_same_token_is_dropped():
     stream = TextStream(lambda ids: "".join(("Hi ", "there. And", " more")[i] for i in ids), stop=(".",))
     assert [stream.push(0), stream.push(1), stream.stopped] == ["Hi ", "there", True]
     assert stream.flush() == ""
@@ -90,6 +90,6 @@ def test_nothing_comes_after_a_stop_string_in_the_same_token():
 
 def test_the_space_before_the_first_word_survives():
     def decode(ids: list[int]) -> str:
-        return "".join((" Hello", " world")[i] for i in ids).removeprefix(" ")  # as SentencePiece does
+        return "".join((" Hello", " world")[i] for i in ids).removeprefix(" ")  # SentencePiece does so, too
 
     assert TextStream(decode, prompt_ids=[0]).push(1) == " world"

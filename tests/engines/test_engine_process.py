@@ -1,4 +1,4 @@
-"""Engine processes: nothing is left behind, whatever the child does."""
+"""Engine processes: no process is left behind, whatever the child does."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def engine(script: str, *words: str, **options: Any) -> EngineProcess:
 
 
 def server_of(process: EngineProcess) -> psutil.Process:
-    """The command itself, which runs under the supervisor."""
+    """The command itself, which runs below the supervisor."""
     (child,) = psutil.Process(process.pid).children()
     return child
 
 
 @pytest.fixture
 async def started() -> AsyncIterator[Callable[..., Any]]:
-    """`await started(engine)` starts it; it is stopped with the test."""
+    """`await started(engine)` starts an engine; the test's end stops it."""
     async with AsyncExitStack() as stack:
 
         async def start(process: EngineProcess) -> EngineProcess:
@@ -68,10 +68,10 @@ async def started() -> AsyncIterator[Callable[..., Any]]:
         yield start
 
 
-def test_a_worker_that_ignores_its_signal_goes_with_its_leader_and_holds_nothing_up(
+def test_a_worker_that_ignores_its_signal_is_ended_with_its_leader_without_delay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Under uvloop, which the server uses: there the end of a process also waits for its output."""
+    """Under uvloop, as in the server: there the end of a process also waits for the end of its output."""
     monkeypatch.setattr(engine_process, "STOP_S", 1.0)
 
     async def run() -> list[psutil.Process]:
@@ -87,17 +87,17 @@ def test_a_worker_that_ignores_its_signal_goes_with_its_leader_and_holds_nothing
     assert not psutil.wait_procs(family, timeout=20)[1]
 
 
-async def test_an_engine_that_ends_at_once_is_quoted() -> None:
+async def test_an_engine_that_ends_at_once_is_quoted_in_the_error() -> None:
     with pytest.raises(EngineStartError, match=r"ended with status 3\n    no model here"):
         await engine("print('no model here', flush=True); raise SystemExit(3)").start()
 
 
-async def test_an_engine_that_was_killed_is_said_to_be_so() -> None:
+async def test_the_error_names_the_signal_that_killed_an_engine() -> None:
     with pytest.raises(EngineStartError, match="was ended by SIGKILL"):
         await engine("import os; os.kill(os.getpid(), 9)").start()
 
 
-async def test_a_cause_that_stands_long_before_the_last_lines_is_quoted_too() -> None:
+async def test_an_early_cause_in_the_log_is_quoted_too() -> None:
     script = (
         "print('(Worker pid=7) ERROR 11-20 [executor.py:9] RuntimeError: Cannot find any model weights')\n"
         "for number in range(100): print('  File line', number)\n"
@@ -105,13 +105,13 @@ async def test_a_cause_that_stands_long_before_the_last_lines_is_quoted_too() ->
     )
     with pytest.raises(EngineStartError) as failure:
         await engine(script).start()
-    said = str(failure.value).splitlines()
-    assert "RuntimeError: Cannot find any model weights" in said[1]
-    assert said[-1] == "      File line 99"
-    assert len(said) < 20
+    lines = str(failure.value).splitlines()
+    assert "RuntimeError: Cannot find any model weights" in lines[1]
+    assert lines[-1] == "      File line 99"
+    assert len(lines) < 20
 
 
-async def test_an_engine_that_never_gets_healthy_is_ended_in_time() -> None:
+async def test_an_engine_that_never_becomes_healthy_is_ended_in_time() -> None:
     process = engine("import time; print('loading', flush=True); time.sleep(600)", start_s=1)
     with pytest.raises(EngineStartError, match=r"was not ready within 1 s\n    loading"):
         await process.start()
@@ -119,12 +119,12 @@ async def test_an_engine_that_never_gets_healthy_is_ended_in_time() -> None:
     assert not psutil.pid_exists(process.pid)
 
 
-async def test_a_program_that_is_not_there_is_an_error() -> None:
+async def test_a_missing_program_is_an_error() -> None:
     with pytest.raises(EngineStartError, match="cannot run /nowhere/python"):
         await EngineProcess("an engine", lambda port: ["/nowhere/python"], start_s=5).start()
 
 
-async def test_an_engine_gets_variables_of_its_own_and_everything_it_says_is_kept(
+async def test_an_engine_gets_its_own_variables_and_its_output_is_kept(
     started: Callable[..., Any], tmp_path: Path
 ) -> None:
     file = tmp_path / "logs" / "vllm-0.log"
@@ -142,7 +142,7 @@ async def test_a_failure_names_the_log(tmp_path: Path) -> None:
     assert file.read_text() == "no\n"
 
 
-async def test_a_log_that_grows_too_large_begins_anew(
+async def test_a_log_that_grows_too_large_starts_again(
     started: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_process, "LOG_BYTES_MAX", 1000)
@@ -154,7 +154,7 @@ async def test_a_log_that_grows_too_large_begins_anew(
     assert (tmp_path / "vllm-0.log.1").stat().st_size < 3000
 
 
-async def test_a_slow_start_says_every_now_and_then_what_it_last_heard(
+async def test_a_slow_start_logs_the_last_output_from_time_to_time(
     started: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_process, "PROGRESS_EVERY_S", 0.2)
@@ -164,21 +164,21 @@ async def test_a_slow_start_says_every_now_and_then_what_it_last_heard(
     assert "vllm-0 is starting (0 s): weights: 20%" in [record.getMessage() for record in caplog.records]
 
 
-async def test_a_port_that_somebody_else_takes_first_is_replaced(started: Callable[..., Any]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+async def test_a_port_taken_by_another_process_is_replaced(started: Callable[..., Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         process = await started(engine(SERVER, port=port))
         assert process.port != port
         assert process.url.endswith(f":{process.port}")
 
 
-async def test_a_healthy_stranger_on_its_port_is_not_taken_for_it(started: Callable[..., Any]) -> None:
+async def test_a_healthy_foreign_server_on_the_port_is_recognised(started: Callable[..., Any]) -> None:
     stranger = await started(engine(SERVER))
     process = await started(engine(SERVER, port=stranger.port))
     assert process.port != stranger.port
 
 
-async def test_a_port_that_is_taken_again_and_again_is_an_error_in_the_end() -> None:
+async def test_a_port_that_is_always_taken_is_an_error_in_the_end() -> None:
     tried: list[int] = []
 
     def command(port: int) -> list[str]:
@@ -190,7 +190,7 @@ async def test_a_port_that_is_taken_again_and_again_is_an_error_in_the_end() -> 
     assert len(tried) == engine_process.START_TRIES
 
 
-async def test_a_killed_engine_comes_back_on_its_port_and_that_is_said(
+async def test_a_killed_engine_comes_back_on_its_port_and_that_is_logged(
     started: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     process = await started(engine(SERVER))
@@ -202,7 +202,7 @@ async def test_a_killed_engine_comes_back_on_its_port_and_that_is_said(
     assert "vllm-0 was ended by SIGKILL; restarting in 0.5 s\n    I am nobody" in caplog.text
 
 
-async def test_an_engine_whose_leash_is_killed_leaves_nothing_and_comes_back(
+async def test_an_engine_whose_supervisor_is_killed_leaves_no_process_and_comes_back(
     started: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     process = await started(engine(SERVER))
@@ -222,7 +222,7 @@ async def test_a_restart_returns_when_it_is_healthy_and_is_no_crash(
     assert server_of(process).pid != first.pid
     assert process.port == port
     assert caplog.text == ""
-    server_of(process).kill()  # it is still watched
+    server_of(process).kill()  # the process is still watched
     await until(lambda: "vllm-0 is up again" in caplog.text)
 
 

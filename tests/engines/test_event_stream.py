@@ -1,4 +1,4 @@
-"""Counting tokens in a stream on its way through."""
+"""Counting tokens in a stream while it passes."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def feed(data: bytes, cuts: list[int], *, strip: bool) -> tuple[bytes, int]:
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=40))
-def test_only_the_usage_event_is_taken_out_however_the_stream_is_cut(cuts: list[int]) -> None:
+def test_only_the_usage_event_is_removed_however_the_stream_is_cut(cuts: list[int]) -> None:
     assert feed(STREAM, cuts, strip=True) == (FIRST + SECOND + DONE, 7)
 
 
@@ -38,17 +38,17 @@ def test_carriage_returns_are_kept(cuts: list[int]) -> None:
     assert feed(data, cuts, strip=True)[0] == (FIRST + SECOND + DONE).replace(b"\n\n", b"\r\n\r\n")
 
 
-def test_without_a_told_count_events_are_counted() -> None:
+def test_without_usage_events_are_counted() -> None:
     assert feed(b'data: {"choices":[{}]}\n\n' * 4 + DONE, [], strip=True)[1] == 4
 
 
-def test_an_unfinished_event_goes_out_at_the_end() -> None:
+def test_an_unfinished_event_is_sent_at_the_end() -> None:
     assert feed(FIRST + b"data: {", [], strip=True)[0] == FIRST + b"data: {"
 
 
-def test_the_counts_of_a_whole_answer_are_read_from_its_usage() -> None:
-    told = usage_of(b'{"choices":[{"x":1}],"usage":{"completion_tokens":12,"prompt_tokens":3,"total_tokens":15}}')
-    assert told == Usage(prompt_tokens=3, completion_tokens=12)
+def test_the_counts_of_an_unstreamed_answer_are_read_from_its_usage() -> None:
+    usage = usage_of(b'{"choices":[{"x":1}],"usage":{"completion_tokens":12,"prompt_tokens":3,"total_tokens":15}}')
+    assert usage == Usage(prompt_tokens=3, completion_tokens=12)
     assert usage_of(b'{"choices":[]}') == usage_of(b"not json") == Usage(None, None)
 
 
@@ -57,13 +57,13 @@ def test_the_count_without_usage_does_not_depend_on_how_the_stream_is_cut() -> N
     assert feed(data, [], strip=True)[1] == feed(data, list(range(len(data))), strip=True)[1] == 3
 
 
-def test_the_usage_event_is_known_among_other_fields_and_without_a_last_empty_line() -> None:
+def test_the_usage_event_is_recognised_with_other_fields_and_without_a_last_empty_line() -> None:
     named = b": ping\nevent: usage\nid: 7\n" + USAGE
     assert feed(FIRST + named + DONE, [], strip=True) == (FIRST + DONE, 7)
     assert feed(FIRST + USAGE.rstrip(), [], strip=True) == (FIRST, 7)
 
 
-def test_a_count_that_is_no_count_is_not_believed() -> None:
+def test_a_count_that_is_no_number_is_ignored() -> None:
     assert usage_of(b'{"choices":[],"usage":{"completion_tokens":-1}}') == Usage()
     assert usage_of(b'{"choices":[],"usage":{"completion_tokens":null}}') == Usage()
 
@@ -76,7 +76,7 @@ def test_the_prompts_tokens_are_known_once_the_usage_has_passed() -> None:
     assert (usage.prompt_tokens, usage.output_tokens) == (3, 7)
 
 
-# ---- the engine's signature, lost with the event that we take out ----
+# ---- the engine's fingerprint, which the removed event carries ----
 
 END = b'data: {"choices":[{"delta":{"content":"}"},"finish_reason":"stop"}]}\n\n'
 SIGNED_USAGE = USAGE.replace(b'"usage"', b'"system_fingerprint":"vllm-\\u00e9 }","usage"')
@@ -84,16 +84,16 @@ SIGNED_END = END.replace(b"}]}\n", b'}],"system_fingerprint":"vllm-\\u00e9 }"}\n
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=40))
-def test_the_last_event_gets_the_fingerprint_of_the_usage_that_is_taken_out(cuts: list[int]) -> None:
+def test_the_last_event_gets_the_fingerprint_of_the_removed_usage(cuts: list[int]) -> None:
     assert feed(FIRST + END + SIGNED_USAGE + DONE, cuts, strip=True) == (FIRST + SIGNED_END + DONE, 7)
 
 
 @pytest.mark.parametrize(
     ("data", "passed"),
     [
-        (END + USAGE + DONE, END + DONE),  # nothing to give back
-        (SIGNED_END + SIGNED_USAGE + DONE, SIGNED_END + DONE),  # it has one
-        (END + b": ping\n\n" + SIGNED_USAGE, END + b": ping\n\n"),  # the next event is another one
+        (END + USAGE + DONE, END + DONE),  # no fingerprint to restore
+        (SIGNED_END + SIGNED_USAGE + DONE, SIGNED_END + DONE),  # the last event has one
+        (END + b": ping\n\n" + SIGNED_USAGE, END + b": ping\n\n"),  # another event follows
         (END + END + SIGNED_USAGE, END + SIGNED_END),
         (END + USAGE.replace(b'"usage"', b'"system_fingerprint":null,"usage"'), END),
         (END + b"data: {", END + b"data: {"),
@@ -101,12 +101,12 @@ def test_the_last_event_gets_the_fingerprint_of_the_usage_that_is_taken_out(cuts
         (END.rstrip(), END.rstrip()),
     ],
 )
-def test_without_a_fingerprint_to_give_back_nothing_changes(data: bytes, passed: bytes) -> None:
+def test_without_a_fingerprint_to_restore_nothing_changes(data: bytes, passed: bytes) -> None:
     for cuts in ([], list(range(len(data)))):
         assert feed(data, cuts, strip=True)[0] == passed
 
 
-def test_an_event_is_held_for_one_other_at_most_and_never_without_need() -> None:
+def test_an_event_is_held_back_for_at_most_one_other_and_only_if_needed() -> None:
     usage = UsageFilter(strip=True)
     assert (usage.feed(FIRST + END), usage.feed(DONE), usage.flush()) == (FIRST, END + DONE, b"")
     assert (usage.feed(END), usage.release(), usage.flush()) == (b"", END, b"")
@@ -114,7 +114,7 @@ def test_an_event_is_held_for_one_other_at_most_and_never_without_need() -> None
     assert UsageFilter(strip=True, choices=2).feed(END) == END
 
 
-def test_an_answer_that_ran_into_a_limit_is_known_by_its_last_event() -> None:
+def test_an_answer_cut_at_a_limit_is_recognised_by_its_last_event() -> None:
     usage = UsageFilter(strip=True)
     usage.feed(END)
     assert not usage.cut

@@ -1,4 +1,4 @@
-"""The timed fake engine: how long its answers take, who waits, and what goes wrong on request."""
+"""The timed fake engine: durations of answers, queues, and faults on request."""
 
 import asyncio
 import json
@@ -24,14 +24,14 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 def post(session: aiohttp.ClientSession, engine: FakeEngine, tokens: int, *, batch: str | None = None, size=1, **body):
-    """A request's context manager."""
+    """A request, as a context manager."""
     headers = {"x-llmserve-batch": batch, "x-llmserve-batch-size": str(size)} if batch else {}
     request = {"messages": [{"role": "user", "content": "Hi there"}], "max_tokens": tokens} | body
     return session.post(engine.url + "/v1/chat/completions", json=request, headers=headers)
 
 
 async def timed(session: aiohttp.ClientSession, engine: FakeEngine, tokens: int, **request) -> float:
-    """The time at which an answer has ended, on the event loop's clock."""
+    """When an answer has ended, on the event loop's clock, seconds."""
     async with post(session, engine, tokens, **request) as response:
         assert response.status == 200, await response.text()
         await response.read()
@@ -45,7 +45,7 @@ async def until(engine: FakeEngine, *, running: int, waiting: int) -> None:
 
 
 @pytest.mark.parametrize("step_s", [0.0, 0.001])
-async def test_it_speaks_openais_protocol(step_s: float):
+async def test_the_fake_engine_speaks_openais_protocol(step_s: float):
     async with (
         FakeEngine(step_s=step_s, model="f") as engine,
         openai.AsyncOpenAI(base_url=engine.url + "/v1", api_key="none", max_retries=0) as client,
@@ -78,7 +78,7 @@ async def test_an_answer_takes_a_step_for_each_token(session):
         assert long - started_s >= 0.05 + 0.20 - 0.001
 
 
-async def test_several_models_have_paces_of_their_own(session):
+async def test_several_models_have_their_own_paces(session):
     async with FakeEngine(step_s=0.1, others={"quick": FakePace(0.01, prefill_s=0.02)}) as engine:
         async with session.get(engine.url + "/v1/models") as response:
             assert [model["id"] for model in (await response.json())["data"]] == ["fake", "quick"]
@@ -108,12 +108,12 @@ async def test_a_batch_of_one_token_answers_takes_alpha_b_plus_beta(session):
         assert 4 * alpha_s + beta_s - 0.001 <= await seconds(4)
 
 
-def test_only_batches_have_rows_that_cost():
+def test_only_batches_have_a_cost_per_row():
     with pytest.raises(ValueError, match="row_s: only a barrier engine"):
         FakeEngine(row_s=0.1)
 
 
-async def test_a_refill_engine_fills_each_slot_as_it_becomes_free_first_come_first_served(session):
+async def test_a_refill_engine_fills_each_slot_as_soon_as_it_is_free_first_come_first_served(session):
     async with FakeEngine(slots=2, step_s=0.01) as engine:
         first = [asyncio.create_task(timed(session, engine, tokens)) for tokens in (30, 5)]
         await until(engine, running=2, waiting=0)
@@ -141,7 +141,7 @@ async def test_a_barrier_engine_runs_one_batch_at_a_time_to_the_end_of_its_longe
             assert response.status == 400
 
 
-async def test_a_barrier_engine_starts_without_a_member_that_was_refused_or_does_not_come(session):
+async def test_a_barrier_engine_starts_without_a_member_that_was_refused_or_does_not_arrive(session):
     async with FakeEngine(step_s=0.001, barrier=True, gather_s=LIMIT_S) as engine:
 
         async def refused() -> None:
@@ -167,7 +167,7 @@ async def test_a_client_that_leaves_frees_its_place(session, barrier: bool):
         await timed(session, engine, 1)
 
 
-async def test_it_can_be_told_to_hang(session):
+async def test_an_engine_can_be_made_to_hang(session):
     async with FakeEngine(step_s=0.001) as engine:
         engine.fault = Fault("hang", after_tokens=2)
         async with post(session, engine, 10, stream=True) as response:
@@ -175,11 +175,11 @@ async def test_it_can_be_told_to_hang(session):
             while text.count(b"tok ") < 2:
                 text += await response.content.readany()
             engine.fault = Fault()
-            await timed(session, engine, 3)  # others are served meanwhile
+            await timed(session, engine, 3)  # other requests are served meanwhile
             assert (engine.running, text.count(b"tok ")) == (1, 2)
 
 
-async def test_it_can_be_told_to_fail(session):
+async def test_an_engine_can_be_made_to_fail(session):
     async with FakeEngine(step_s=0.0) as engine:
         async with session.post(engine.url + "/fault", json={"mode": "500"}) as response:
             assert response.status == 200
@@ -194,7 +194,7 @@ async def test_it_can_be_told_to_fail(session):
 
 
 @pytest.mark.parametrize("step_s", [0.0, 0.001])
-async def test_it_can_be_told_to_close_the_connection_in_the_middle(session, step_s: float):
+async def test_an_engine_can_be_made_to_close_the_connection_in_the_middle(session, step_s: float):
     async with FakeEngine(step_s=step_s) as engine:
         engine.fault = Fault("close_mid_stream", after_tokens=3)
         async with post(session, engine, 10, stream=True) as response:
@@ -207,33 +207,33 @@ async def test_it_can_be_told_to_close_the_connection_in_the_middle(session, ste
             await timed(session, engine, 10)
 
 
-async def test_it_can_be_told_to_be_slow(session):
+async def test_an_engine_can_be_made_slow(session):
     async with FakeEngine(step_s=0.002) as engine:
         engine.fault = Fault("slow")
         started_s = asyncio.get_running_loop().time()
         assert await timed(session, engine, 5) - started_s >= 0.1 - 0.001
 
 
-async def test_it_keeps_the_bodies_it_received(session):
+async def test_received_bodies_are_kept(session):
     async with FakeEngine(step_s=0.0) as engine:
         await timed(session, engine, 7, user="me")
         assert json.loads(engine.bodies[0])["user"] == "me"
 
 
-async def test_many_clients_are_all_answered(session):
+async def test_all_of_many_clients_are_answered(session):
     async with FakeEngine(slots=8, step_s=0.0001) as engine:
         await asyncio.gather(*(timed(session, engine, 10, stream=bool(i % 2)) for i in range(200)))
         assert (engine.running, engine.waiting, engine.running_max) == (0, 0, 8)
 
 
-def test_the_process_says_where_it_listens_and_ends_with_status_0():
+def test_the_process_prints_its_address_and_ends_with_status_0():
     command = [sys.executable, "-m", "llmserve.engines.fake", "--port", "0", "--step-s", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
         try:
             line = engine.stdout.readline()
             assert "ready at http://127.0.0.1:" in line
-            taken = [*command, "--port", line.rsplit(":", 1)[1].strip()]
-            ended = subprocess.run(taken, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+            same_port = [*command, "--port", line.rsplit(":", 1)[1].strip()]
+            ended = subprocess.run(same_port, capture_output=True, text=True, timeout=LIMIT_S, check=False)
             assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1)
             engine.send_signal(signal.SIGTERM)
             assert engine.wait(LIMIT_S) == 0

@@ -1,4 +1,4 @@
-"""The energy of GPUs: counters and integrated power, which GPUs count, and what happens when one is lost."""
+"""The energy of GPUs: counters and integrated power, the GPUs that count, and lost GPUs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_power_is_integrated_between_samples_with_the_trapezoid_rule():
     assert energy.energy_j(12.5) == pytest.approx(400 + 125)
 
 
-def test_gpus_are_summed_each_by_its_own_means():
+def test_gpus_are_summed_each_by_counter_or_power():
     counted, sampled = Gpu(energy_mj=0, uuid="GPU-a"), Gpu(power_mw=50_000, uuid="GPU-b", name="Fake P100")
     energy = GpuEnergy(FakeNvml(counted, sampled))
     assert energy.names == ("Fake H100", "Fake P100")
@@ -79,7 +79,7 @@ def test_a_gpu_that_is_lost_keeps_its_last_value_is_logged_once_and_may_come_bac
         "the energy of GPU Fake H100 cannot be read any more: GPU is lost"
     ]
     lost.lost = False
-    energy.sample(5.0)  # of a power it is not known what it was in between
+    energy.sample(5.0)  # the power while the GPU was lost is unknown
     setattr(lost, reading, 6_000)
     assert energy.energy_j(6.0) == before_j + 1.0 + (2.0 if reading == "energy_mj" else 5.0)
 
@@ -94,8 +94,8 @@ def test_a_gpu_that_is_lost_keeps_its_last_value_is_logged_once_and_may_come_bac
         ("GPU-c", ("c",)),
         ("", ()),
         ("-1", ()),
-        ("0,7,1", ("a",)),  # CUDA shows nothing after an entry that names no GPU
-        ("GPU-", ()),  # names several
+        ("0,7,1", ("a",)),  # CUDA ignores all entries after an invalid one
+        ("GPU-", ()),  # an ambiguous name
         ("MIG-bb02", ()),
     ],
 )
@@ -116,7 +116,7 @@ def test_open_reads_the_environment(monkeypatch: pytest.MonkeyPatch):
     assert nvml.open == 0
 
 
-def test_open_counts_those_that_it_is_told_to_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch):
+def test_open_counts_the_given_gpus_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*[Gpu(energy_mj=0, name=name) for name in "abc"]))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     energy = GpuEnergy.open("2,0")
@@ -127,13 +127,15 @@ def test_open_counts_those_that_it_is_told_to_whatever_the_environment_says(monk
 @pytest.mark.parametrize(
     "nvml", [None, FakeNvml(driver=False), FakeNvml(), FakeNvml(Gpu())], ids=["package", "driver", "gpu", "reading"]
 )
-def test_where_something_is_missing_there_is_nothing_to_open(nvml: FakeNvml | None, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_gpu_that_can_be_read_there_is_nothing_to_open(
+    nvml: FakeNvml | None, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)  # None makes the import fail
     assert GpuEnergy.open() is None
     assert nvml is None or nvml.open == 0
 
 
-def test_a_failing_driver_is_said_to_who_asks_for_it():
+def test_a_failing_driver_is_an_error_for_explicit_requests():
     with pytest.raises(NVMLError, match="Driver Not Loaded"):
         GpuEnergy(FakeNvml(driver=False))

@@ -1,4 +1,4 @@
-"""The supervisor: what is started on it ends with whoever holds it, and leaves nothing behind."""
+"""The supervisor: a process below it ends with the supervisor's holder, and no process is left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from llmserve.engines.engine_process import SUPERVISOR
 
-# Starts a worker in its own process group, tells its process id, and does as it is told.
+# Starts a worker in its own process group, prints the worker's process id, and obeys its argument.
 LEADER = """
 import signal, subprocess, sys, time
 worker = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
@@ -22,7 +22,7 @@ exec(sys.argv[2])
 SLEEP = "import time; time.sleep(600)"
 DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
 
-# Holds two supervisors, as a front-end with two engines does, tells all process ids, and waits to be killed.
+# Holds two supervisors, as a front-end with two engines does, prints all process ids, and waits to be killed.
 HOLDER = """
 import asyncio, sys
 LEADER, SLEEP, SUPERVISOR = sys.argv[1], sys.argv[2], sys.argv[3:]
@@ -43,21 +43,21 @@ Supervised = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def supervised() -> Iterator[Supervised]:
-    """`supervised(word, ...)` runs a command on a supervisor that the test holds."""
-    held: list[subprocess.Popen[str]] = []
+    """`supervised(word, ...)` runs a command below a supervisor that the test holds."""
+    processes: list[subprocess.Popen[str]] = []
 
     def start(*command: str) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
-        held.append(subprocess.Popen([*SUPERVISOR, *command], stdin=pipe, stdout=pipe, stderr=pipe, text=True))
-        return held[-1]
+        processes.append(subprocess.Popen([*SUPERVISOR, *command], stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+        return processes[-1]
 
     yield start
-    for process in held:
-        with process:  # closes its pipes, which lets go
+    for process in processes:
+        with process:  # closes its pipes, which ends the supervisor
             pass
 
 
-def gone(*pids: int) -> bool:
+def all_ended(*pids: int) -> bool:
     processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     processes = [process for process in processes if process.status() != psutil.STATUS_ZOMBIE]
     return not psutil.wait_procs(processes, timeout=20)[1]
@@ -76,10 +76,10 @@ def test_the_supervisor_ends_as_its_command_does(supervised: Supervised, script:
 
 
 def test_a_command_that_cannot_be_run_is_one_line_and_status_127(supervised: Supervised) -> None:
-    said = supervised("/nowhere/python")
-    assert said.wait(timeout=20) == 127
-    assert said.stderr is not None
-    assert said.stderr.read() == "cannot run /nowhere/python: No such file or directory\n"
+    process = supervised("/nowhere/python")
+    assert process.wait(timeout=20) == 127
+    assert process.stderr is not None
+    assert process.stderr.read() == "cannot run /nowhere/python: No such file or directory\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -99,15 +99,15 @@ def test_a_signal_reaches_the_command_once(supervised: Supervised, number: signa
 
 
 @pytest.mark.parametrize("ending", ["pass", "import os; os.kill(os.getpid(), signal.SIGKILL)"])
-def test_what_a_command_leaves_of_its_group_ends_with_it(supervised: Supervised, ending: str) -> None:
+def test_the_rest_of_a_commands_group_ends_with_it(supervised: Supervised, ending: str) -> None:
     process = supervised(sys.executable, "-c", LEADER, SLEEP, ending)
     assert process.stdout is not None
     worker = int(process.stdout.readline())
     assert process.wait(timeout=20) in (0, 128 + 9)
-    assert gone(worker)
+    assert all_ended(worker)
 
 
-def test_a_command_and_a_worker_that_ignore_their_signals_are_killed_when_the_supervisor_is_let_go(
+def test_a_command_and_a_worker_that_ignore_their_signals_are_killed_when_the_supervisor_loses_its_holder(
     supervised: Supervised,
 ) -> None:
     process = supervised(sys.executable, "-c", LEADER, DEAF, DEAF)
@@ -117,12 +117,12 @@ def test_a_command_and_a_worker_that_ignore_their_signals_are_killed_when_the_su
     (leader,) = psutil.Process(process.pid).children()
     process.stdin.close()
     assert process.wait(timeout=30) == 128 + 9
-    assert gone(leader.pid, worker)
+    assert all_ended(leader.pid, worker)
 
 
 @pytest.mark.parametrize("loop", EVENT_LOOPS)
-def test_when_the_holder_of_two_leashes_is_killed_everything_on_both_ends(loop: str) -> None:
-    """Neither supervisor may keep the other's end open."""
+def test_when_the_holder_of_two_supervisors_is_killed_all_processes_end(loop: str) -> None:
+    """Neither supervisor may keep the other's pipe open."""
     script = HOLDER.replace("EVENT_LOOP", EVENT_LOOPS[loop])
     command = [sys.executable, "-c", script, LEADER, SLEEP, *SUPERVISOR]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
@@ -130,4 +130,4 @@ def test_when_the_holder_of_two_leashes_is_killed_everything_on_both_ends(loop: 
         pids = [int(word) for _ in range(2) for word in holder.stdout.readline().split()]
         holder.kill()
     assert len(set(pids)) == 4
-    assert gone(*pids)
+    assert all_ended(*pids)

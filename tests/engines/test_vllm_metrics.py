@@ -1,4 +1,4 @@
-"""What vLLM's metrics tell of its load, its memory and its slots."""
+"""Load, memory and slots in vLLM's metrics."""
 
 import random
 
@@ -20,12 +20,12 @@ def test_load_is_summed_over_the_ranks_of_an_engine() -> None:
     assert read_load(TEXT) == Load(running=7, waiting=2, tokens_max=2560)
 
 
-def test_older_versions_tell_blocks_and_their_size() -> None:
+def test_older_versions_report_blocks_and_their_size() -> None:
     text = 'vllm:num_requests_running 0.0\nvllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n'
     assert read_load(text) == Load(0, 0, 1_600)
 
 
-def test_what_is_not_told_is_not_made_up() -> None:
+def test_missing_metrics_stay_unknown() -> None:
     assert read_load("vllm:num_requests_running 0.0\n") == Load(0, 0, None)
     assert read_load(
         'vllm:num_requests_running 0.0\nvllm:cache_config_info{kv_cache_size_tokens="None"} 1.0\n'
@@ -34,14 +34,14 @@ def test_what_is_not_told_is_not_made_up() -> None:
 
 
 def test_the_number_of_slots_is_found_from_above_and_from_below() -> None:
-    """An engine of unknown size is kept as full as the guess allows; looks at it come now and then."""
+    """An engine of unknown size is kept as full as the guess allows; probes come from time to time."""
     rng = random.Random(2)
     for slots, guess in ((8, 256), (1_000, 256), (1_000, 8), (4, 8), (256, 256), (1, 64)):
         learner = SlotsLearner(guess, look_ahead=1)
         for _ in range(40):
-            held = learner.slots + 1
-            learner.observe(Load(min(held, slots), max(0, held - slots), None))
-            if rng.random() < 0.3:  # nothing to do for a while says nothing
+            in_flight = learner.slots + 1
+            learner.observe(Load(min(in_flight, slots), max(0, in_flight - slots), None))
+            if rng.random() < 0.3:  # an idle engine teaches nothing
                 learner.observe(Load(0, 0, None))
         assert slots <= learner.slots <= slots + 1 or (slots, guess) == (256, 256)
         assert learner.slots <= 1.3 * slots + 1
@@ -49,16 +49,16 @@ def test_the_number_of_slots_is_found_from_above_and_from_below() -> None:
 
 def test_few_slots_double_until_something_waits() -> None:
     learner = SlotsLearner(8, look_ahead=2)
-    seen = []
+    estimates = []
     for _ in range(8):
-        held = learner.slots + 2
-        seen.append(learner.observe(Load(min(held, 100), max(0, held - 100), None)))
-    assert seen[:4] == [17, 35, 71, 143]
+        in_flight = learner.slots + 2
+        estimates.append(learner.observe(Load(min(in_flight, 100), max(0, in_flight - 100), None)))
+    assert estimates[:4] == [17, 35, 71, 143]
     assert not SlotsLearner(8, 2).limit_reached
-    assert (seen[5:], learner.limit_reached) == ([100] * 3, True)
+    assert (estimates[5:], learner.limit_reached) == ([100] * 3, True)
 
 
-def test_one_look_between_arrival_and_first_step_changes_nothing() -> None:
+def test_a_probe_between_arrival_and_first_step_changes_nothing() -> None:
     learner = SlotsLearner(64, look_ahead=0)
     learner.observe(Load(10, 30, None))
     assert learner.observe(Load(40, 0, None)) == 64

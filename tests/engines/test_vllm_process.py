@@ -1,4 +1,4 @@
-"""What a vLLM server is started with, and what is refused before anything is started."""
+"""Arguments of a vLLM server, and settings that are refused before it starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def planned(
     return plan(model, python="python3", slots=slots, args=args, count=count, gpus=gpus.split())
 
 
-def test_a_server_is_started_as_a_module_with_what_the_user_added_at_the_end() -> None:
+def test_a_server_is_started_as_a_module_with_the_users_arguments_at_the_end() -> None:
     (replica,) = planned("Qwen/Qwen3-8B", "--max-model-len", "1024", slots=64)
     assert replica.name == "vllm-0"
     assert " ".join(replica.command(8123)) == (
@@ -51,7 +51,7 @@ def test_a_local_model_is_served_under_its_folders_name(tmp_path: Path, monkeypa
     assert value(planned("~/my-model")[0], "--model") == f"{tmp_path}/my-model"
 
 
-def test_what_the_user_says_to_vllm_is_not_said_twice() -> None:
+def test_arguments_that_the_user_gives_vllm_are_not_repeated() -> None:
     (replica,) = planned("m", "--served-model-name", "mine", "other", "--max_num_seqs=8", slots=8)
     assert value(replica, "--served-model-name") == "mine"
     assert replica.command(1)[-4:] == ["--served-model-name", "mine", "other", "--max_num_seqs=8"]
@@ -69,11 +69,11 @@ def test_what_the_user_says_to_vllm_is_not_said_twice() -> None:
         (8, "--max-num-seqs 8", 8),
     ],
 )
-def test_slots_are_what_was_said_to_us_or_to_vllm(slots: int | None, args: str, expected: int | None) -> None:
+def test_slots_are_set_for_llmserve_or_for_vllm(slots: int | None, args: str, expected: int | None) -> None:
     assert slots_of(slots, args.split()) == expected
 
 
-def test_when_nobody_says_how_many_slots_vllm_chooses() -> None:
+def test_without_a_setting_vllm_chooses_the_slots() -> None:
     (replica,) = planned("m", slots=None)
     assert "--max-num-seqs" not in replica.command(1)
 
@@ -110,7 +110,7 @@ def test_slots_that_contradict_each_other_are_refused(slots: int | None, args: s
         ("", 2, "-tp 2", [None, None]),
     ],
 )
-def test_each_replica_has_gpus_of_its_own(gpus: str, count: int | None, args: str, parts: list[str | None]) -> None:
+def test_each_replica_has_its_own_gpus(gpus: str, count: int | None, args: str, parts: list[str | None]) -> None:
     replicas = planned("m", *args.split(), count=count, gpus=gpus)
     assert [replica.name for replica in replicas] == [f"vllm-{index}" for index in range(len(parts))]
     assert [replica.environment.get("CUDA_VISIBLE_DEVICES") for replica in replicas] == parts
@@ -128,22 +128,22 @@ def test_each_replica_has_gpus_of_its_own(gpus: str, count: int | None, args: st
         ("", None, "--model other", "--model is not"),
     ],
 )
-def test_what_cannot_be_is_refused(gpus: str, count: int | None, args: str, message: str) -> None:
+def test_impossible_gpus_are_refused(gpus: str, count: int | None, args: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         planned("m", *args.split(), count=count, gpus=gpus)
 
 
 def test_replicas_get_different_ports_and_logs(tmp_path: Path) -> None:
-    made = processes(planned(count=3), start_s=1, log_folder=tmp_path)
-    assert [process.name for process in made] == ["vllm-0", "vllm-1", "vllm-2"]
-    assert len({process.port for process in made}) == 3
+    replicas = processes(planned(count=3), start_s=1, log_folder=tmp_path)
+    assert [process.name for process in replicas] == ["vllm-0", "vllm-1", "vllm-2"]
+    assert len({process.port for process in replicas}) == 3
 
 
 @pytest.mark.parametrize(
     ("visible", "gpus"),
     [("0,1", ["0", "1"]), ("2", ["2"]), ("", []), ("-1", []), ("0,-1,1", ["0"]), ("GPU-8a1, 3", ["GPU-8a1", "3"])],
 )
-def test_the_environment_says_which_gpus_are_ours(visible: str, gpus: list[str]) -> None:
+def test_the_environment_lists_the_usable_gpus(visible: str, gpus: list[str]) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": visible}) == gpus
 
 
@@ -151,7 +151,7 @@ def test_the_environment_says_which_gpus_are_ours(visible: str, gpus: list[str])
     ("script", "gpus"),
     [("printf '0\\n1\\n'", ["0", "1"]), ("echo 'no devices were found'; exit 6", []), ("echo nothing", []), (None, [])],
 )
-def test_else_the_driver_says_it_where_there_is_one(
+def test_otherwise_the_driver_lists_the_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, gpus: list[str]
 ) -> None:
     if script is not None:
@@ -190,11 +190,9 @@ def test_an_interpreter_without_vllm_is_refused_with_the_way_to_get_it(tmp_path:
         check_python("/nowhere/python")
 
 
-def test_whether_vllm_is_there_is_asked_of_the_interpreter_without_importing_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_interpreter_reports_vllm_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "vllm").mkdir()  # a folder of that name is no package
+    (tmp_path / "vllm").mkdir()  # a folder of that name is not a package
     with pytest.raises(ConfigError, match="there is no vLLM"):
         check_python(sys.executable)
     (tmp_path / "vllm" / "__init__.py").write_text("raise SystemExit('imported')")

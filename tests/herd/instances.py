@@ -1,4 +1,4 @@
-"""Instances to plan, the limits that every plan keeps, and brute force over all groupings."""
+"""Instances to plan, the limits that every plan must keep, and brute force over all groupings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROUNDING = 1e-6
 
 
 def instance(needs: list[float], memory_gb: list[float] | None = None, **limits: object) -> Instance:
-    """A stream a model, each of which needs so many GPUs."""
+    """One stream per model; stream k needs needs[k] GPUs."""
     sizes = memory_gb or [1.0] * len(needs)
     return Instance(
         streams=tuple(Stream(f"s{k}", f"m{k}", gpus_needed=need) for k, need in enumerate(needs)),
@@ -24,15 +24,15 @@ def instance(needs: list[float], memory_gb: list[float] | None = None, **limits:
     )
 
 
-def served(rates: list[float], **limits: object) -> Instance:
-    asked = instance([0.0] * len(rates), [6.0] * len(rates), **limits)
-    models = tuple(msgspec.structs.replace(model, goodput_per_s=10.0) for model in asked.models)
+def instance_of_rates(rates: list[float], **limits: object) -> Instance:
+    base = instance([0.0] * len(rates), [6.0] * len(rates), **limits)
+    models = tuple(msgspec.structs.replace(model, goodput_per_s=10.0) for model in base.models)
     streams = tuple(Stream(f"s{k}", f"m{k}", rate_per_s=rate) for k, rate in enumerate(rates))
-    return msgspec.structs.replace(asked, models=models, streams=streams)
+    return msgspec.structs.replace(base, models=models, streams=streams)
 
 
-def drawn(seed: int, models: int) -> Instance:
-    """Tight ones: of many, a good part has no plan."""
+def random_instance(seed: int, models: int) -> Instance:
+    """Tight instances: a good part of them has no plan."""
     rng = np.random.default_rng(seed)
     gpus, groups = int(rng.integers(2, 11)), int(rng.integers(1, 4))
     needs = rng.lognormal(0.0, 1.0, models)
@@ -51,7 +51,7 @@ def drawn(seed: int, models: int) -> Instance:
 
 
 def table_5(models: int, seed: int, groups: int = 10) -> Instance:
-    """As scripts/lab/benchmark_herd.py makes them, with a stream a model."""
+    """As scripts/lab/benchmark_herd.py draws them, with one stream per model."""
     rng = np.random.default_rng(seed)
     needs, memory = rng.lognormal(0.0, 1.0, models), rng.uniform(0.3, 1.7, models)
     names = [f"m{k}" for k in range(models)]
@@ -65,60 +65,62 @@ def table_5(models: int, seed: int, groups: int = 10) -> Instance:
     )
 
 
-def without_time(found: Plan) -> Plan:
-    return msgspec.structs.replace(found, solve_s=0.0)
+def without_time(solution: Plan) -> Plan:
+    return msgspec.structs.replace(solution, solve_s=0.0)
 
 
-def check(asked: Instance, found: Plan) -> None:
-    """Every limit of the instance, from the plan's own words."""
-    streams = streams_of(asked)
-    needs = np.bincount(streams.model, needs_of(asked, streams), len(asked.models))
-    need = {model.name: needs[k] for k, model in enumerate(asked.models)}
-    memory_gb = {model.name: model.memory_gb for model in asked.models}
-    kind = dict(zip(memory_gb, affinity_sets(asked.models, asked.affinity_max).tolist(), strict=True))
-    assert sorted(model for group in found.groups for model in group.models) == sorted(memory_gb), "each in one group"
-    assert len(found.groups) <= asked.groups
-    assert sum(group.gpus for group in found.groups) <= asked.gpus
-    for group in found.groups:
-        assert 1 <= group.gpus <= asked.group_gpus_max
-        assert sum(memory_gb[model] for model in group.models) <= asked.gpu_memory_gb * (1 + 1e-5)
+def check(problem: Instance, solution: Plan) -> None:
+    """Assert every limit of the instance on the plan's own figures."""
+    streams = streams_of(problem)
+    needs = np.bincount(streams.model, needs_of(problem, streams), len(problem.models))
+    need = {model.name: needs[k] for k, model in enumerate(problem.models)}
+    memory_gb = {model.name: model.memory_gb for model in problem.models}
+    kind = dict(zip(memory_gb, affinity_sets(problem.models, problem.affinity_max).tolist(), strict=True))
+    assert sorted(model for group in solution.groups for model in group.models) == sorted(memory_gb), (
+        "each model must be in one group"
+    )
+    assert len(solution.groups) <= problem.groups
+    assert sum(group.gpus for group in solution.groups) <= problem.gpus
+    for group in solution.groups:
+        assert 1 <= group.gpus <= problem.group_gpus_max
+        assert sum(memory_gb[model] for model in group.models) <= problem.gpu_memory_gb * (1 + 1e-5)
         assert len({kind[model] for model in group.models}) == 1
         load = sum(need[model] for model in group.models)
-        assert found.as_printed or load <= group.gpus + 1e-5
+        assert solution.as_printed or load <= group.gpus + 1e-5
         assert group.load == pytest.approx(load / group.gpus)
-    tolerances = [g.gpus / need[model] for g in found.groups for model in g.models if need[model] > 0]
-    assert found.burst_tolerance == (pytest.approx(min(tolerances)) if tolerances else None)
-    if found.burst_tolerance is not None and found.bound is not None:
-        assert found.bound >= found.burst_tolerance
-        assert found.gap == pytest.approx(found.bound / found.burst_tolerance - 1)
+    tolerances = [g.gpus / need[model] for g in solution.groups for model in g.models if need[model] > 0]
+    assert solution.burst_tolerance == (pytest.approx(min(tolerances)) if tolerances else None)
+    if solution.burst_tolerance is not None and solution.bound is not None:
+        assert solution.bound >= solution.burst_tolerance
+        assert solution.gap == pytest.approx(solution.bound / solution.burst_tolerance - 1)
 
 
-def best(asked: Instance, as_printed: bool) -> float | None:
-    """The largest least burst tolerance of all groupings and all sizes; None: there is none. A stream a model."""
-    needs = [stream.gpus_needed or 0.0 for stream in asked.streams if isinstance(stream, Stream)]
-    found: float | None = None
-    for group in partitions(len(needs), asked.groups):
+def best(problem: Instance, as_printed: bool) -> float | None:
+    """The largest least burst tolerance over all groupings and sizes; None: no plan. One stream per model."""
+    needs = [stream.gpus_needed or 0.0 for stream in problem.streams if isinstance(stream, Stream)]
+    best_tolerance: float | None = None
+    for group in partitions(len(needs), problem.groups):
         members = [[k for k, of in enumerate(group) if of == number] for number in range(max(group) + 1)]
-        if not all(fits(asked, each) for each in members):
+        if not all(fits(problem, part) for part in members):
             continue
-        for sizes in product(range(1, asked.group_gpus_max + 1), repeat=len(members)):
-            loads = [sum(needs[k] for k in each) for each in members]
+        for sizes in product(range(1, problem.group_gpus_max + 1), repeat=len(members)):
+            loads = [sum(needs[k] for k in part) for part in members]
             served = as_printed or all(load <= size + ROUNDING for load, size in zip(loads, sizes, strict=True))
-            if sum(sizes) <= asked.gpus and served:
-                least = min(size / max(needs[k] for k in each) for size, each in zip(sizes, members, strict=True))
-                found = least if found is None else max(found, least)
-    return found
+            if sum(sizes) <= problem.gpus and served:
+                tolerance = min(size / max(needs[k] for k in part) for size, part in zip(sizes, members, strict=True))
+                best_tolerance = tolerance if best_tolerance is None else max(best_tolerance, tolerance)
+    return best_tolerance
 
 
 def partitions(count: int, groups: int) -> Iterator[list[int]]:
-    """Of so many models into at most so many groups, each once."""
+    """All partitions of `count` models into at most `groups` groups, each once."""
     for group in product(range(groups), repeat=count):
         if all(number <= max(group[:at], default=-1) + 1 for at, number in enumerate(group)):
             yield list(group)
 
 
-def fits(asked: Instance, members: list[int]) -> bool:
-    models = [asked.models[k] for k in members]
-    together = sum(model.memory_gb for model in models) <= asked.gpu_memory_gb * (1 + ROUNDING)
-    sets = affinity_sets(asked.models, asked.affinity_max)
+def fits(problem: Instance, members: list[int]) -> bool:
+    models = [problem.models[k] for k in members]
+    together = sum(model.memory_gb for model in models) <= problem.gpu_memory_gb * (1 + ROUNDING)
+    sets = affinity_sets(problem.models, problem.affinity_max)
     return together and len({int(sets[k]) for k in members}) == 1

@@ -1,4 +1,4 @@
-"""The least burst tolerance: known answers, brute force, and every limit on random instances."""
+"""The least burst tolerance: known results, brute force, and every limit on random instances."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from contextlib import suppress
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from instances import best, check, drawn, instance, table_5
+from instances import best, check, instance, random_instance, table_5
 
 from llmserve.herd import Instance, Model, NoPlan, Stream, plan
 
 
-def test_each_of_two_groups_has_gpus_as_its_largest_model_needs_them() -> None:
-    """Two models fill a GPU's memory. 3 and 1 GPUs: min(3 / 1.5, 1 / 0.5); any other way gives less."""
-    found = plan(instance([1.5, 0.5], [10.0, 10.0]))
-    assert [(group.gpus, group.models) for group in found.groups] == [(3, ("m0",)), (1, ("m1",))]
-    assert found.burst_tolerance == pytest.approx(2.0)
-    assert (found.gap, found.bound) == (0.0, found.burst_tolerance)
-    assert [group.load for group in found.groups] == pytest.approx([0.5, 0.5])
+def test_each_of_two_groups_has_the_gpus_that_its_largest_model_needs() -> None:
+    """Two models fill a GPU's memory. 3 and 1 GPUs: min(3 / 1.5, 1 / 0.5); any other split gives less."""
+    solution = plan(instance([1.5, 0.5], [10.0, 10.0]))
+    assert [(group.gpus, group.models) for group in solution.groups] == [(3, ("m0",)), (1, ("m1",))]
+    assert solution.burst_tolerance == pytest.approx(2.0)
+    assert (solution.gap, solution.bound) == (0.0, solution.burst_tolerance)
+    assert [group.load for group in solution.groups] == pytest.approx([0.5, 0.5])
 
 
 def test_as_printed_an_optimum_loads_a_group_to_1_9_times_its_capacity() -> None:
-    """19 models of 1 GPU's load each, on 19 GPUs in groups of at most 10. As printed, sharing costs nothing: all go
-    into the one group that can have 10. With their load they fill two groups, and the smaller one has 9.
+    """19 models of 1 GPU's load each, on 19 GPUs in groups of at most 10. As printed, sharing costs nothing: all models
+    go into the one group that can have 10. With their load they fill two groups, and the smaller one has 9.
     """
-    asked = instance([1.0] * 19, [0.5] * 19, gpus=19, group_gpus_max=10, groups=2)
-    printed, usable = plan(asked, as_printed=True), plan(asked)
+    problem = instance([1.0] * 19, [0.5] * 19, gpus=19, group_gpus_max=10, groups=2)
+    printed, usable = plan(problem, as_printed=True), plan(problem)
     assert [(group.gpus, len(group.models), group.load) for group in printed.groups] == [(10, 19, 1.9)]
     assert printed.burst_tolerance == 10.0
     assert sorted((group.gpus, len(group.models), group.load) for group in usable.groups) == [
@@ -37,45 +37,45 @@ def test_as_printed_an_optimum_loads_a_group_to_1_9_times_its_capacity() -> None
     assert printed.gap == usable.gap == 0.0
 
 
-def test_what_the_printed_form_promises_beyond_the_load_is_not_to_be_had() -> None:
-    """One group of 3 GPUs for two models of 2 GPUs' load each; with the load, each needs a group of its own of 2."""
-    asked = instance([2.0, 2.0], gpus=4, group_gpus_max=3)
-    assert plan(asked, as_printed=True).burst_tolerance == pytest.approx(1.5)
-    assert plan(asked, as_printed=True).groups[0].load == pytest.approx(4 / 3)
-    assert plan(asked).burst_tolerance == pytest.approx(1.0)
+def test_the_printed_form_promises_more_than_the_load_permits() -> None:
+    """One group of 3 GPUs for two models of 2 GPUs' load each; with the load, each model needs its own group of 2."""
+    problem = instance([2.0, 2.0], gpus=4, group_gpus_max=3)
+    assert plan(problem, as_printed=True).burst_tolerance == pytest.approx(1.5)
+    assert plan(problem, as_printed=True).groups[0].load == pytest.approx(4 / 3)
+    assert plan(problem).burst_tolerance == pytest.approx(1.0)
 
 
-def test_a_burst_tolerance_is_a_groups_gpus_over_what_the_stream_needs() -> None:
-    """Of a model, at most that of each of its streams."""
+def test_a_burst_tolerance_is_a_groups_gpus_over_the_streams_need() -> None:
+    """A model's tolerance is at most that of each of its streams."""
     streams = (
         Stream("a", "m", gpus_needed=0.5),
         Stream("b", "m", gpus_needed=0.25),
         Stream("idle", "m", gpus_needed=0),
     )
-    found = plan(Instance(streams, (Model("m", 1.0, 1.0, 1.0),), 3, 16.0, 3, 1))
-    assert [stream.burst_tolerance for stream in found.streams] == [6.0, 12.0, None]
-    assert found.models[0].burst_tolerance == found.burst_tolerance == 4.0
-    assert found.models[0].streams == 3
+    solution = plan(Instance(streams, (Model("m", 1.0, 1.0, 1.0),), 3, 16.0, 3, 1))
+    assert [stream.burst_tolerance for stream in solution.streams] == [6.0, 12.0, None]
+    assert solution.models[0].burst_tolerance == solution.burst_tolerance == 4.0
+    assert solution.models[0].streams == 3
 
 
-def test_gpus_left_over_go_where_bursts_are_least_tolerated() -> None:
+def test_spare_gpus_go_where_the_burst_tolerance_is_least() -> None:
     """m0 can have no more than 3 of the 8 GPUs."""
-    found = plan(instance([1.5, 0.5, 0.4], [10.0] * 3, gpus=8, group_gpus_max=3, groups=3))
-    assert [group.gpus for group in found.groups] == [3, 3, 2]
-    assert found.burst_tolerance == pytest.approx(2.0)
+    solution = plan(instance([1.5, 0.5, 0.4], [10.0] * 3, gpus=8, group_gpus_max=3, groups=3))
+    assert [group.gpus for group in solution.groups] == [3, 3, 2]
+    assert solution.burst_tolerance == pytest.approx(2.0)
 
 
 def test_loads_are_levelled_among_equal_optima() -> None:
-    """m0 sets the optimum; the others are as well off in one group as in several, but not as evenly loaded."""
-    found = plan(instance([2.0] + [0.25] * 16, [0.5] * 17, gpus=12, group_gpus_max=4, groups=3))
-    assert found.burst_tolerance == 2.0
-    assert max(group.load for group in found.groups) < 0.6
+    """m0 sets the optimum. The others do as well in one group as in several, but with a less even load."""
+    solution = plan(instance([2.0] + [0.25] * 16, [0.5] * 17, gpus=12, group_gpus_max=4, groups=3))
+    assert solution.burst_tolerance == 2.0
+    assert max(group.load for group in solution.groups) < 0.6
 
 
 def test_without_any_load_there_is_a_plan_and_no_burst_tolerance() -> None:
-    found = plan(instance([0.0, 0.0], [10.0, 10.0]))
-    assert (found.burst_tolerance, found.bound, found.gap) == (None, None, 0.0)
-    assert len(found.groups) == 2
+    solution = plan(instance([0.0, 0.0], [10.0, 10.0]))
+    assert (solution.burst_tolerance, solution.bound, solution.gap) == (None, None, 0.0)
+    assert len(solution.groups) == 2
 
 
 @pytest.mark.parametrize("as_printed", [False, True])
@@ -83,28 +83,28 @@ def test_without_any_load_there_is_a_plan_and_no_burst_tolerance() -> None:
 def test_the_least_burst_tolerance_is_that_of_brute_force(part: int, as_printed: bool) -> None:
     planned = 0
     for seed in range(25 * part, 25 * (part + 1)):
-        asked = drawn(seed, models=2 + seed % 5)
-        expected = best(asked, as_printed)
+        problem = random_instance(seed, models=2 + seed % 5)
+        expected = best(problem, as_printed)
         if expected is None:
             with pytest.raises(NoPlan, match="there is no plan"):
-                plan(asked, as_printed=as_printed)
+                plan(problem, as_printed=as_printed)
             continue
-        found = plan(asked, as_printed=as_printed)
-        assert found.burst_tolerance == pytest.approx(expected, rel=1e-9), seed
-        assert found.gap == 0.0
-        check(asked, found)
+        solution = plan(problem, as_printed=as_printed)
+        assert solution.burst_tolerance == pytest.approx(expected, rel=1e-9), seed
+        assert solution.gap == 0.0
+        check(problem, solution)
         planned += 1
-    assert planned >= 5, "instances that have a plan"
+    assert planned >= 5, "too few instances have a plan"
 
 
 @pytest.mark.parametrize("as_printed", [False, True])
 def test_a_medium_instance_is_planned_to_the_optimum(as_printed: bool) -> None:
-    """200 models on 200 GPUs: no integer programme has to be solved for it."""
-    asked = table_5(200, seed=1)
-    found = plan(asked, as_printed=as_printed)
-    check(asked, found)
-    assert found.gap == 0.0
-    assert found.streams[7].group == found.group_of("m7", "m7")
+    """200 models on 200 GPUs, without an integer programme."""
+    problem = table_5(200, seed=1)
+    solution = plan(problem, as_printed=as_printed)
+    check(problem, solution)
+    assert solution.gap == 0.0
+    assert solution.streams[7].group == solution.group_of("m7", "m7")
 
 
 @st.composite
@@ -135,6 +135,6 @@ def instances(draw: st.DrawFn) -> Instance:
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(instances(), st.booleans())
-def test_a_plan_keeps_every_limit(asked: Instance, as_printed: bool) -> None:
+def test_a_plan_keeps_every_limit(problem: Instance, as_printed: bool) -> None:
     with suppress(NoPlan):
-        check(asked, plan(asked, as_printed=as_printed, time_limit_s=1.0))
+        check(problem, plan(problem, as_printed=as_printed, time_limit_s=1.0))

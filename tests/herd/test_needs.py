@@ -1,4 +1,4 @@
-"""What a GPU's goodput is, and what streams need of it: one by one, and as columns by the million."""
+"""A GPU's goodput, and the GPUs that streams need: as single streams, and as columns by the million."""
 
 from __future__ import annotations
 
@@ -7,46 +7,48 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from instances import instance, served, without_time
+from instances import instance, instance_of_rates, without_time
 
 from llmserve.herd import Instance, Model, Plan, Stream, StreamColumns, goodputs_per_s, plan, streams_of
 
 
 def test_a_gpus_goodput_is_that_of_the_largest_batch_that_ends_within_the_slo() -> None:
-    """ResNet18 of Table 4: 0.22 b + 3.74 ms. In 8.14 ms a batch of 20 ends; in 1 s one of 128, no larger is allowed."""
+    """ResNet18 of Table 4: 0.22 b + 3.74 ms. A batch of 20 ends in 8.14 ms; in 1 s one of 128, the largest allowed."""
     model = Model("RN18", 0.1, 0.22, 3.74)
     streams = tuple(Stream(f"{slo_s}", "RN18", rate_per_s=100.0, slo_s=slo_s) for slo_s in (0.00396, 0.00814, 1.0))
-    asked = Instance(streams, (model,), 4, 16.0, 4, 1)
+    problem = Instance(streams, (model,), 4, 16.0, 4, 1)
     expected = [1 / 0.00396, 20 / 0.00814, 128 / (128 * 0.00022 + 0.00374)]
-    assert goodputs_per_s(asked, streams_of(asked)) == pytest.approx(expected)
-    assert [stream.gpus_needed for stream in plan(asked).streams] == pytest.approx([100 / each for each in expected])
+    assert goodputs_per_s(problem, streams_of(problem)) == pytest.approx(expected)
+    assert [stream.gpus_needed for stream in plan(problem).streams] == pytest.approx(
+        [100 / goodput for goodput in expected]
+    )
 
 
 def test_a_measured_goodput_needs_no_slo() -> None:
-    asked = Instance((Stream("s", "m", rate_per_s=30.0),), (Model("m", 1, 1, 1, goodput_per_s=20.0),), 4, 16.0, 4, 1)
-    assert plan(asked).models[0].gpus_needed == 1.5
+    problem = Instance((Stream("s", "m", rate_per_s=30.0),), (Model("m", 1, 1, 1, goodput_per_s=20.0),), 4, 16.0, 4, 1)
+    assert plan(problem).models[0].gpus_needed == 1.5
 
 
-def test_columns_and_streams_one_by_one_are_the_same_instance() -> None:
-    asked = served([10.0, 8.0, 3.0])
-    assert isinstance(asked.streams, tuple)
+def test_columns_and_single_streams_are_the_same_instance() -> None:
+    problem = instance_of_rates([10.0, 8.0, 3.0])
+    assert isinstance(problem.streams, tuple)
     columns = StreamColumns(
-        np.array([stream.name for stream in asked.streams]),
-        np.array([stream.model for stream in asked.streams]),
-        np.array([stream.rate_per_s for stream in asked.streams]),
+        np.array([stream.name for stream in problem.streams]),
+        np.array([stream.model for stream in problem.streams]),
+        np.array([stream.rate_per_s for stream in problem.streams]),
     )
-    by_columns = plan(msgspec.structs.replace(asked, streams=columns))
-    assert without_time(by_columns) == without_time(plan(asked))
+    by_columns = plan(msgspec.structs.replace(problem, streams=columns))
+    assert without_time(by_columns) == without_time(plan(problem))
 
 
 def test_a_plan_of_many_streams_stays_small_and_knows_their_groups(tmp_path: Path) -> None:
     count = 100_000
     names, models = [f"s{k}" for k in range(count)], [f"m{k % 3}" for k in range(count)]
-    asked = instance([0.0] * 3)
-    asked = msgspec.structs.replace(asked, streams=StreamColumns(names, models, gpus_needed=np.full(count, 1e-5)))
-    found = plan(asked)
-    found.save(tmp_path / "plan.json")
+    problem = instance([0.0] * 3)
+    problem = msgspec.structs.replace(problem, streams=StreamColumns(names, models, gpus_needed=np.full(count, 1e-5)))
+    solution = plan(problem)
+    solution.save(tmp_path / "plan.json")
     assert (tmp_path / "plan.json").stat().st_size < 2_000
-    assert found.streams == ()
-    assert sum(model.streams for model in found.models) == count
-    assert Plan.load(tmp_path / "plan.json").group_of("s99999", "m0") == found.models[0].group
+    assert solution.streams == ()
+    assert sum(model.streams for model in solution.models) == count
+    assert Plan.load(tmp_path / "plan.json").group_of("s99999", "m0") == solution.models[0].group

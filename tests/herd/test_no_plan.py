@@ -9,7 +9,7 @@ from llmserve.herd import Instance, Model, NoPlan, plan
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("problem", "message"),
     [
         (instance([3.0, 2.5]), "the load needs 5.5 GPUs, 1.5 more than the 4 there are"),
         (instance([2.5], group_gpus_max=2), "the load of one model needs 2.5 GPUs, 0.5 more than the 2 of a group"),
@@ -20,13 +20,13 @@ from llmserve.herd import Instance, Model, NoPlan, plan
         (instance([1.1] * 3, gpus=4, group_gpus_max=2, groups=3), "6 GPUs would be enough"),
     ],
 )
-def test_where_there_is_no_plan_it_is_said_why_and_by_how_much(asked: Instance, message: str) -> None:
+def test_without_a_plan_the_error_says_why_and_by_how_much(problem: Instance, message: str) -> None:
     with pytest.raises(NoPlan) as caught:
-        plan(asked)
+        plan(problem)
     assert message in str(caught.value)
 
 
-def test_too_many_affinity_sets_are_said() -> None:
+def test_too_many_affinity_sets_are_an_error() -> None:
     models = tuple(Model(f"m{k}", 1.0, 4.0**k, 1.0) for k in range(3))
     with pytest.raises(NoPlan, match="the models fall into 3 affinity sets, each set needs its own groups"):
         plan(Instance((), models, 4, 16.0, 4, 2, affinity_max=1.5))

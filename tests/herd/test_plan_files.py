@@ -1,4 +1,4 @@
-"""Instances and plans as files, and what is said of those that make no sense."""
+"""Instances and plans as files, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -9,38 +9,43 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from instances import instance, served, table_5, without_time
+from instances import instance, instance_of_rates, table_5, without_time
 
 from llmserve.errors import ConfigError
 from llmserve.herd import HerdGroup, Instance, Model, Plan, StreamColumns, plan
 
 
-def test_an_instance_and_its_plan_come_back_from_their_files(tmp_path: Path) -> None:
-    asked = served([10.0, 8.0])
-    asked.save(tmp_path / "instance.json")
-    assert Instance.load(tmp_path / "instance.json") == asked
-    found = plan(asked)
-    found.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == found
+def test_an_instance_and_its_plan_are_loaded_as_they_were_saved(tmp_path: Path) -> None:
+    problem = instance_of_rates([10.0, 8.0])
+    problem.save(tmp_path / "instance.json")
+    assert Instance.load(tmp_path / "instance.json") == problem
+    solution = plan(problem)
+    solution.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == solution
 
 
 def test_columns_of_arrays_are_saved_as_lists(tmp_path: Path) -> None:
-    asked = table_5(5, seed=0, groups=2)
-    asked.save(tmp_path / "instance.json")
-    again = Instance.load(tmp_path / "instance.json")
-    assert without_time(plan(again)) == without_time(plan(asked))
+    problem = table_5(5, seed=0, groups=2)
+    problem.save(tmp_path / "instance.json")
+    loaded = Instance.load(tmp_path / "instance.json")
+    assert without_time(plan(loaded)) == without_time(plan(problem))
 
 
-def test_a_plan_written_by_hand_needs_groups_only(tmp_path: Path) -> None:
+def test_a_plan_written_by_hand_needs_only_groups(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     groups = [
         {"name": "a", "gpus": 1, "models": ["m", "n"]},
         {"name": "b", "gpus": 2, "models": [], "streams": [["x", "n"]]},
     ]
     path.write_text(json.dumps({"groups": groups}))
-    found = Plan.load(path)
-    assert found.groups[1] == HerdGroup("b", 2, (), (("x", "n"),))
-    assert [found.group_of(*pair) for pair in (("x", "n"), ("y", "n"), ("x", "m"), ("x", "o"))] == ["b", "a", "a", None]
+    loaded = Plan.load(path)
+    assert loaded.groups[1] == HerdGroup("b", 2, (), (("x", "n"),))
+    assert [loaded.group_of(*pair) for pair in (("x", "n"), ("y", "n"), ("x", "m"), ("x", "o"))] == [
+        "b",
+        "a",
+        "a",
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -68,27 +73,25 @@ def test_a_plan_written_by_hand_needs_groups_only(tmp_path: Path) -> None:
         ("streams", {"name": ["a"], "model": ["m0"], "rate": [1]}, "unknown key 'rate'; did you mean rate_per_s?"),
     ],
 )  # fmt: skip
-def test_an_instance_that_makes_no_sense_is_refused_by_name(
-    tmp_path: Path, path: str, value: object, message: str
-) -> None:
-    whole = {
+def test_an_invalid_instance_is_refused_by_name(tmp_path: Path, path: str, value: object, message: str) -> None:
+    document = {
         "streams": [{"name": f"s{k}", "model": f"m{k}", "rate_per_s": 5.0, "slo_s": 0.1} for k in range(2)],
         "models": [{"name": f"m{k}", "memory_gb": 4.0, "alpha_ms": 1.0, "beta_ms": 10.0} for k in range(2)],
         "gpus": 4, "gpu_memory_gb": 16.0, "group_gpus_max": 2, "groups": 2,
     }  # fmt: skip
-    place: object = whole
+    place: object = document
     *outer, last = [int(part) if part.isdigit() else part for part in path.split(".")]
     for part in outer:
         place = place[part]  # type: ignore[index]
     place[last] = value  # type: ignore[index]
     file = tmp_path / "instance.json"
-    file.write_text(json.dumps(whole))
+    file.write_text(json.dumps(document))
     with pytest.raises(ConfigError) as caught:
         plan(Instance.load(file))
     assert message in str(caught.value)
 
 
-def test_numbers_are_checked_in_instances_made_in_python_too() -> None:
+def test_numbers_are_checked_in_instances_built_in_python_too() -> None:
     for changes, message in (
         ({"gpus": 0}, "gpus must be a finite number of at least 1, not 0"),
         ({"gpu_memory_gb": math.nan}, "gpu_memory_gb must be a finite number above 0, not nan"),
@@ -111,7 +114,7 @@ def test_numbers_are_checked_in_instances_made_in_python_too() -> None:
         ('{"groups": [], "version": 2}', "version: invalid enum value 2"),
     ],
 )
-def test_a_plan_that_cannot_be_used_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+def test_an_unusable_plan_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -119,7 +122,7 @@ def test_a_plan_that_cannot_be_used_is_refused_by_name(tmp_path: Path, text: str
     assert message in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the plan .*nowhere\.json: No such file"):
         Plan.load(tmp_path / "nowhere.json")
     with pytest.raises(ConfigError, match=r"cannot write the plan .*: No such file"):

@@ -1,4 +1,4 @@
-"""Plans for other rates: as good as without a previous plan, and with few moves."""
+"""Plans for new rates: as good as without a previous plan, and with few moves."""
 
 from __future__ import annotations
 
@@ -7,73 +7,73 @@ import math
 import msgspec
 import numpy as np
 import pytest
-from instances import check, instance, served
+from instances import check, instance, instance_of_rates
 
 from llmserve.errors import ConfigError
 from llmserve.herd import Instance, Model, Rates, Stream, plan, planning, replan, streams_of, with_rates
 
 
-def test_nothing_moves_while_the_previous_groups_are_as_good_as_any() -> None:
-    asked = served([10.0, 8.0, 6.0, 4.0], gpus=8)
-    before = plan(asked)
-    again = replan(asked, {("s0", "m0"): 11.0}, before)
-    assert again.moves == 0
-    assert again.models[0].gpus_needed == pytest.approx(1.1)
-    assert [(group.name, group.models) for group in again.groups] == [(g.name, g.models) for g in before.groups]
+def test_nothing_moves_while_the_previous_groups_are_optimal() -> None:
+    problem = instance_of_rates([10.0, 8.0, 6.0, 4.0], gpus=8)
+    previous = plan(problem)
+    replanned = replan(problem, {("s0", "m0"): 11.0}, previous)
+    assert replanned.moves == 0
+    assert replanned.models[0].gpus_needed == pytest.approx(1.1)
+    assert [(group.name, group.models) for group in replanned.groups] == [(g.name, g.models) for g in previous.groups]
 
 
-def test_few_models_move_when_they_must_and_none_of_the_tolerance_is_given_up() -> None:
+def test_few_models_move_if_necessary_and_the_tolerance_stays_optimal() -> None:
     for seed in range(6):
         rng = np.random.default_rng(seed)
-        asked = served(rng.uniform(1.0, 9.0, 7).tolist(), gpus=9, group_gpus_max=4, groups=4)
+        problem = instance_of_rates(rng.uniform(1.0, 9.0, 7).tolist(), gpus=9, group_gpus_max=4, groups=4)
         rates = {f"m{k}": float(rate) for k, rate in enumerate(rng.uniform(1.0, 9.0, 7))}
-        before = plan(asked)
-        changed = with_rates(asked, rates)
-        again = replan(asked, rates, before)
-        check(changed, again)
-        assert again.burst_tolerance == pytest.approx(plan(changed).burst_tolerance)
-        old = {model: group.name for group in before.groups for model in group.models}
-        moved = sum(old[model] != group.name for group in again.groups for model in group.models)
-        assert again.moves == moved
+        previous = plan(problem)
+        changed = with_rates(problem, rates)
+        replanned = replan(problem, rates, previous)
+        check(changed, replanned)
+        assert replanned.burst_tolerance == pytest.approx(plan(changed).burst_tolerance)
+        old = {model: group.name for group in previous.groups for model in group.models}
+        moved = sum(old[model] != group.name for group in replanned.groups for model in group.models)
+        assert replanned.moves == moved
         assert moved <= 4
 
 
 def test_of_very_many_models_only_some_may_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """m0 comes to need all of a group of 4: of all models at most 2 may be placed anew by HiGHS."""
+    """m0 needs a whole group of 4 after the change; HiGHS may place at most 2 of all models again."""
     monkeypatch.setattr(planning, "WHOLE_SIZE", 0)
     monkeypatch.setattr(planning, "FREED", 2)
     freed = planning._some_freed(np.array([0, 1, -1, 1, 0]))
     assert freed[2] == -1
     assert np.count_nonzero(freed < 0) == 3
-    asked = served([10.0, 9.0, 9.0, 8.0], gpus=7, groups=3)
-    before = plan(asked)
-    again = replan(asked, {"m0": 39.0}, before)
-    check(with_rates(asked, {"m0": 39.0}), again)
-    assert again.burst_tolerance == pytest.approx(plan(with_rates(asked, {"m0": 39.0})).burst_tolerance)
+    problem = instance_of_rates([10.0, 9.0, 9.0, 8.0], gpus=7, groups=3)
+    previous = plan(problem)
+    replanned = replan(problem, {"m0": 39.0}, previous)
+    check(with_rates(problem, {"m0": 39.0}), replanned)
+    assert replanned.burst_tolerance == pytest.approx(plan(with_rates(problem, {"m0": 39.0})).burst_tolerance)
 
 
 def test_a_rate_by_model_changes_its_streams_in_proportion() -> None:
-    asked = served([10.0, 8.0])
-    asked = msgspec.structs.replace(asked, streams=(*asked.streams, Stream("more", "m0", rate_per_s=30.0)))
-    changed = streams_of(with_rates(asked, {"m0": 20.0}))
+    problem = instance_of_rates([10.0, 8.0])
+    problem = msgspec.structs.replace(problem, streams=(*problem.streams, Stream("more", "m0", rate_per_s=30.0)))
+    changed = streams_of(with_rates(problem, {"m0": 20.0}))
     assert changed.rate_per_s.tolist() == [5.0, 8.0, 15.0]
 
 
 def test_an_unknown_stream_counts_with_the_tightest_slo_of_its_model() -> None:
-    asked = Instance(
+    problem = Instance(
         (Stream("a", "m", rate_per_s=1.0, slo_s=0.1), Stream("b", "m", rate_per_s=1.0, slo_s=0.2)),
         (Model("m", 1.0, 1.0, 10.0),), 4, 16.0, 4, 1,
     )  # fmt: skip
-    changed = streams_of(with_rates(asked, {("new", "m"): 7.0}))
+    changed = streams_of(with_rates(problem, {("new", "m"): 7.0}))
     assert (changed.names[-1], changed.rate_per_s[-1], changed.slo_s[-1]) == ("new", 7.0, 0.1)
 
 
-def test_a_stream_that_said_its_gpus_counts_with_that_slo_too_once_its_rate_is_observed() -> None:
-    """In 0.1 s a GPU ends a batch of 90: 7 requests/s need 7 x 0.1 / 90 of it, whatever was said before."""
+def test_a_stream_with_declared_gpus_counts_by_its_observed_rate() -> None:
+    """A GPU ends a batch of 90 in 0.1 s: 7 requests/s need 7 x 0.1 / 90 GPUs, whatever was declared."""
     streams = (Stream("chat", "m", rate_per_s=1.0, slo_s=0.1), Stream("mail", "m", gpus_needed=0.5))
-    asked = Instance(streams, (Model("m", 1.0, 1.0, 10.0),), 4, 16.0, 4, 1)
-    again = replan(asked, {("mail", "m"): 7.0}, plan(asked))
-    assert again.streams[1].gpus_needed == pytest.approx(7 * 0.1 / 90)
+    problem = Instance(streams, (Model("m", 1.0, 1.0, 10.0),), 4, 16.0, 4, 1)
+    replanned = replan(problem, {("mail", "m"): 7.0}, plan(problem))
+    assert replanned.streams[1].gpus_needed == pytest.approx(7 * 0.1 / 90)
 
 
 @pytest.mark.parametrize(
@@ -84,13 +84,13 @@ def test_a_stream_that_said_its_gpus_counts_with_that_slo_too_once_its_rate_is_o
         ({"m0": math.inf}, "rates_per_s: 'm0': a finite number"),
     ],
 )
-def test_rates_that_make_no_sense_are_said(rates: Rates, message: str) -> None:
-    asked = served([10.0, 8.0])
+def test_invalid_rates_are_an_error(rates: Rates, message: str) -> None:
+    problem = instance_of_rates([10.0, 8.0])
     with pytest.raises(ConfigError, match=message):
-        replan(asked, rates, plan(asked))
+        replan(problem, rates, plan(problem))
 
 
 def test_needs_without_rates_do_not_change_in_proportion() -> None:
-    asked = instance([0.5, 0.5])
+    problem = instance([0.5, 0.5])
     with pytest.raises(ConfigError, match="the streams of model 'm0' have no rates"):
-        with_rates(asked, {"m0": 5.0})
+        with_rates(problem, {"m0": 5.0})

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def random_predictor(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a loadable predictor that has learnt nothing."""
+    """The folder of a loadable, untrained predictor."""
     from transformers import BertConfig, set_seed
 
     from predictor.encoding import Encoding

@@ -1,4 +1,4 @@
-"""The report on a predictor, and the command that makes it."""
+"""The report on a predictor, and the command that prints it."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ WORDS = ("apples", "pears", "plums", "figs", "dates", "limes", "nuts", "kale", "
 
 
 def toy_rows(n: int = 600) -> list[Row]:
-    """Answers whose length the prompt states, all but every tenth, which is twice as long."""
+    """Answers of the length that the prompt states; every tenth answer is twice as long."""
     rng = np.random.default_rng(0)
     rows = []
     for i in range(n):
@@ -40,7 +40,7 @@ def toy_rows(n: int = 600) -> list[Row]:
 
 
 class Reader:
-    """Reads the stated length and says that it may be half or, for every tenth level, double."""
+    """Predicts the stated length, with quantiles down to half and, for every tenth level, up to double."""
 
     training_lengths = tuple(range(1, 100))
 
@@ -61,7 +61,7 @@ SPLITS = split_rows(toy_rows(), seed=0, held_out_share=0.3)
 # --- reports ----------------------------------------------------------------------------------------------------
 
 
-def test_a_report_sets_the_predictor_beside_the_baselines_the_oracle_and_chance() -> None:
+def test_a_report_compares_the_predictor_with_the_baselines_the_oracle_and_chance() -> None:
     report = held_out_report(Reader(), SPLITS)
     assert list(report.metrics) == ["predictor", "constant", "prompt length", "TF-IDF ridge"]
     assert list(report.gains) == [
@@ -72,13 +72,13 @@ def test_a_report_sets_the_predictor_beside_the_baselines_the_oracle_and_chance(
     for size in BATCH_SIZES:
         for count in GAIN_BIN_COUNTS:
             oracle, risk, median, *_, chance = (gains[size][count] for gains in report.gains.values())
-            assert oracle >= risk == pytest.approx(median)  # every prompt's risk is the same multiple of its median
+            assert oracle >= risk == pytest.approx(median)  # each risk is the same multiple of its median
             assert oracle > chance
     assert report.metrics["predictor"].kendall_tau > 0.8 > report.metrics["TF-IDF ridge"].kendall_tau
 
 
-def test_bins_by_risk_set_apart_what_may_turn_out_long() -> None:
-    """Half of the prompts of one stated length are certain, half may take twenty times as long."""
+def test_bins_by_risk_separate_prompts_that_may_have_long_answers() -> None:
+    """Half of the prompts of one stated length are certain; the others may have answers twenty times as long."""
     rng = np.random.default_rng(0)
     wild = rng.random(4000) < 0.5
     rows = [
@@ -97,14 +97,14 @@ def test_bins_by_risk_set_apart_what_may_turn_out_long() -> None:
     assert report.gains["predictor, bins by risk"][8][2] == pytest.approx(of_all / ((10 + of_wild) / 2), rel=0.05)
 
 
-def test_only_held_out_prompts_are_asked_for_and_no_more_than_wanted() -> None:
+def test_only_held_out_prompts_are_predicted_and_no_more_than_the_limit() -> None:
     reader = Reader()
     assert held_out_report(reader, SPLITS, answers_max=50).answers == 50
     assert len(reader.asked) == 50
     assert set(reader.asked) <= {row.prompt for row in SPLITS.held_out}
 
 
-def test_a_validation_report_is_on_the_validation_rows_beside_baselines_fitted_to_the_training_rows() -> None:
+def test_a_validation_report_compares_with_baselines_fitted_to_the_training_rows() -> None:
     reader = Reader()
     report = validation_report(reader, SPLITS)
     assert reader.asked == [row.prompt for row in SPLITS.validation]
@@ -129,7 +129,7 @@ def test_a_predictor_that_ranks_no_better_than_chance_is_marked() -> None:
     assert "gives up to 0.21" in held_out_report(Backwards(), SPLITS, answers_max=42).warnings[0]
 
 
-def test_a_transfer_report_is_on_all_rows_in_bins_of_their_own_lengths() -> None:
+def test_a_transfer_report_is_on_all_rows_with_bins_of_their_own_lengths() -> None:
     class Stranger(Reader):
         training_lengths = (1000, 2000, 3000)
 
@@ -152,11 +152,11 @@ def test_predictions_end_at_the_ceilings_and_cut_answers_are_counted() -> None:
     assert report.metrics["predictor"].bin_accuracy[2] == 1
 
 
-def test_answers_cut_at_nobody_knows_what_do_not_count_as_complete() -> None:
-    """All were cut at half of what they would have been; quantiles that go beyond that are no error."""
+def test_answers_cut_at_an_unknown_length_do_not_count_as_complete() -> None:
+    """All answers were cut at half of their length; quantiles beyond the cut are no error."""
     cut = [replace(row, output_tokens=max(1, row.output_tokens // 2), capped=True) for row in SPLITS.held_out]
-    known = [replace(row, output_tokens_max=row.output_tokens) for row in cut]
-    unknown, by_max_tokens = (held_out_report(Reader(), replace(SPLITS, held_out=rows)) for rows in (cut, known))
+    with_limits = [replace(row, output_tokens_max=row.output_tokens) for row in cut]
+    unknown, by_max_tokens = (held_out_report(Reader(), replace(SPLITS, held_out=rows)) for rows in (cut, with_limits))
     assert unknown.metrics["predictor"] == by_max_tokens.metrics["predictor"]
     assert unknown.metrics["predictor"].pinball_tokens < 1
     assert unknown.metrics["predictor"].calibration_error == pytest.approx(0, abs=0.02)
@@ -174,7 +174,7 @@ def test_the_tables_are_markdown_with_the_published_line_and_no_gain_where_answe
     assert all(len({line.count("|") for line in lines}) == 1 for lines in tables)
 
 
-def test_the_json_holds_everything_once() -> None:
+def test_the_json_contains_every_figure_once() -> None:
     report = json.loads(json.dumps(held_out_report(Reader(), SPLITS, other=Reader(noise=0.5)).as_json()))
     assert report["metrics"]["constant"]["kendall_tau"] is None
     assert "gains" not in report["metrics"]["predictor"]
@@ -183,7 +183,7 @@ def test_the_json_holds_everything_once() -> None:
     assert set(report["differences"]["MAE, tokens"]) == {"value", "low", "high"}
 
 
-def test_two_predictors_stand_in_the_same_tables_and_their_difference_below() -> None:
+def test_two_predictors_are_in_the_same_tables_with_their_difference_below() -> None:
     report = held_out_report(Reader(), SPLITS, other=Reader(noise=0.5))
     assert list(report.metrics)[:2] == ["predictor", "other"]
     assert {"other, bins by risk", "other, bins by median"} < set(report.gains)
@@ -194,7 +194,7 @@ def test_two_predictors_stand_in_the_same_tables_and_their_difference_below() ->
 # --- options ----------------------------------------------------------------------------------------------------
 
 
-def test_the_rows_of_some_models_stay_on_their_sides() -> None:
+def test_the_rows_of_selected_models_stay_on_their_sides() -> None:
     dolls = of_models(SPLITS, ["doll"])
     assert dolls.held_out == [row for row in SPLITS.held_out if row.prompt.model == "doll"]
     assert 0 < len(dolls.train) < len(SPLITS.train)
@@ -222,7 +222,7 @@ def test_a_seed_is_a_natural_number_that_every_generator_takes(text: str) -> Non
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, for which every folder holds a predictor that reads what the prompt states."""
+    """The script, with a predictor in every folder that reads the length stated by the prompt."""
     load = lambda folder, threads: Reader(0.5 if "noisy" in folder.name else 0)  # noqa: E731
     monkeypatch.setattr(evaluate, "load_predictor", load)
     return load_script("evaluate_predictor")
@@ -251,16 +251,16 @@ def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object)
     return code
 
 
-def test_the_split_is_the_one_that_the_predictor_was_trained_with(
+def test_the_split_is_that_of_the_predictors_training(
     script: ModuleType,
     data: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    one, noisy = folder(tmp_path / "one", TRAINED), folder(tmp_path / "noisy", {})
+    model_folder, noisy = folder(tmp_path / "one", TRAINED), folder(tmp_path / "noisy", {})
     options = ["--data", data, "--prompt-column", "question", "--output", tmp_path / "out" / "deep", "--compare", noisy]
-    assert run(script, monkeypatch, one, *options) == 0
+    assert run(script, monkeypatch, model_folder, *options) == 0
     text = capsys.readouterr().out
     assert text.startswith("predictor: one, other: noisy")
     assert "Not usable: 1 x not a JSON object." in text
@@ -275,41 +275,41 @@ def test_the_split_is_the_one_that_the_predictor_was_trained_with(
 
 
 @pytest.mark.usefixtures("script")
-def test_the_command_evaluates_as_the_script_does_and_keeps_what_it_was_asked(
+def test_the_command_evaluates_as_the_script_does_and_records_its_arguments(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, out = folder(tmp_path / "one", TRAINED), tmp_path / "out"
-    words = [str(one), "--data", str(data), "--prompt-column", "question", "--output", str(out)]
+    model_folder, out = folder(tmp_path / "one", TRAINED), tmp_path / "out"
+    words = [str(model_folder), "--data", str(data), "--prompt-column", "question", "--output", str(out)]
     assert llmserve(["evaluate", *words]) == 0
     assert capsys.readouterr().out.startswith("predictor: one")
     result = json.loads((out / "metrics.json").read_text())
     assert result["arguments"] == ["one", "--data", "toy.jsonl", "--prompt-column", "question", "--output", "out"]
 
 
-def test_only_one_models_answers_and_a_limit_of_them(
+def test_a_model_and_a_limit_select_answers(
     script: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = folder(tmp_path / "one", {})
-    options = [one, "--data", data, "--prompt-column", "question", "--part", "all"]
+    model_folder = folder(tmp_path / "one", {})
+    options = [model_folder, "--data", data, "--prompt-column", "question", "--part", "all"]
     assert run(script, monkeypatch, *options, "--model", "doll") == 0
     assert "200 unseen answers" in capsys.readouterr().out
     assert run(script, monkeypatch, *options, "--limit", 40) == 0
     assert "40 unseen answers" in capsys.readouterr().out
     assert run(script, monkeypatch, *options, "--model", "absent") == 1
     assert capsys.readouterr().err == "evaluate_predictor: no row is of the model 'absent'\n"
-    assert run(script, monkeypatch, one, "--seed", 0, *options[1:5], "--model", "doll") == 0
+    assert run(script, monkeypatch, model_folder, "--seed", 0, *options[1:5], "--model", "doll") == 0
     assert "held-out answers" in capsys.readouterr().out
 
 
 def test_the_validation_part_is_that_of_the_predictors_split(
     script: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = folder(tmp_path / "one", TRAINED)
+    model_folder = folder(tmp_path / "one", TRAINED)
     options = ["--data", data, "--prompt-column", "question", "--part", "validation"]
-    assert run(script, monkeypatch, one, *options, "--compare", one) == 0
-    said = capsys.readouterr().out
-    assert f"{len(split_rows(toy_rows(), seed=4, held_out_share=0.3).validation)} validation answers" in said
-    assert "| gain at B=8, 8 bins by risk | +0.000 |" in said
+    assert run(script, monkeypatch, model_folder, *options, "--compare", model_folder) == 0
+    output = capsys.readouterr().out
+    assert f"{len(split_rows(toy_rows(), seed=4, held_out_share=0.3).validation)} validation answers" in output
+    assert "| gain at B=8, 8 bins by risk | +0.000 |" in output
     assert run(script, monkeypatch, folder(tmp_path / "untold", {}), *options) == 1
     assert "give --seed" in capsys.readouterr().err
 
@@ -317,7 +317,7 @@ def test_the_validation_part_is_that_of_the_predictors_split(
 def test_all_of_a_few_prompts_are_evaluated_without_a_split(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data, one = tmp_path / "few.jsonl", folder(tmp_path / "one", TRAINED)
+    data, model_folder = tmp_path / "few.jsonl", folder(tmp_path / "one", TRAINED)
     lines = [
         {"prompt": f"{i + 1} {word}", "model": model, "output_tokens": i + 1}
         for i, word in enumerate(WORDS[:6])
@@ -325,33 +325,33 @@ def test_all_of_a_few_prompts_are_evaluated_without_a_split(
     ]
     data.write_text("\n".join(map(json.dumps, lines)))
     options = ["--data", data, "--part", "all", "--model", "doll"]
-    assert run(script, monkeypatch, one, *options, "--output", tmp_path / "out") == 0
+    assert run(script, monkeypatch, model_folder, *options, "--output", tmp_path / "out") == 0
     assert "6 unseen answers" in capsys.readouterr().out
     result = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert (result["split"], result["seed"]) == (None, 4)
-    assert run(script, monkeypatch, one, *options, "--limit", 4) == 1
+    assert run(script, monkeypatch, model_folder, *options, "--limit", 4) == 1
     assert capsys.readouterr().err == "evaluate_predictor: too few different prompts for 5 folds\n"
 
 
-def test_a_predictor_of_one_models_rows_knows_its_data_again(
+def test_a_predictor_of_one_models_rows_recognises_its_data(
     script: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dolls = of_models(split_rows(toy_rows(), seed=4, held_out_share=0.3), ["doll"])
     rows = {name: len(getattr(dolls, name)) for name in ("train", "validation", "held_out")}
     options = ["--data", data, "--prompt-column", "question"]
     for number, (models, warned) in enumerate([(["doll"], False), (["toy"], True), (["absent"], True), (None, True)]):
-        one = folder(tmp_path / f"{number}", {**TRAINED, "rows": rows, "models": models})
-        assert run(script, monkeypatch, one, *options) == 0
+        model_folder = folder(tmp_path / f"{number}", {**TRAINED, "rows": rows, "models": models})
+        assert run(script, monkeypatch, model_folder, *options) == 0
         assert ("was trained with other data" in capsys.readouterr().out) is warned
     assert run(script, monkeypatch, folder(tmp_path / "bad", {**TRAINED, "models": "doll"}), *options) == 1
     assert "has no good list of models: 'doll'" in capsys.readouterr().err
 
 
-def test_other_data_than_in_training_is_said(
+def test_data_other_than_in_training_is_reported(
     script: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = folder(tmp_path / "one", {**TRAINED, "rows": {"train": 7}})
-    assert run(script, monkeypatch, one, "--data", data, "--prompt-column", "question") == 0
+    model_folder = folder(tmp_path / "one", {**TRAINED, "rows": {"train": 7}})
+    assert run(script, monkeypatch, model_folder, "--data", data, "--prompt-column", "question") == 0
     assert "**one was trained with other data: it may have seen some of these answers.**" in capsys.readouterr().out
 
 
@@ -370,7 +370,7 @@ def test_other_data_than_in_training_is_said(
         (None, ["--seed", "1", "--held-out-share", "x"], "not a share between 0 and 1: 'x'"),
     ],
 )
-def test_what_is_wrong_is_one_clear_line(
+def test_an_error_is_one_clear_line(
     metrics: str | None, options: list[str], complaint: str, data: Path, tmp_path: Path
 ) -> None:
     if metrics is not None:
@@ -385,7 +385,7 @@ def test_what_is_wrong_is_one_clear_line(
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ([], "no usable row in "),  # for the column is called "question"
+        ([], "no usable row in "),  # the column's name is "question"
         (["--data", "absent.jsonl"], "cannot read absent.jsonl"),
         (["--answer-tokenizer", str(SCRIPT)], f"cannot load the tokenizer {SCRIPT}"),
     ],
@@ -400,10 +400,10 @@ def test_bad_data_is_one_clear_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(script, monkeypatch, tmp_path, "--seed", 0, "--data", data, *options) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("evaluate_predictor: ")
-    assert complaint in said
-    assert said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("evaluate_predictor: ")
+    assert complaint in error
+    assert error.count("\n") == 1
 
 
 def test_an_output_that_cannot_be_written_is_one_clear_line(
@@ -417,7 +417,10 @@ def test_an_output_that_cannot_be_written_is_one_clear_line(
 def test_a_predictors_own_metrics_are_not_overwritten(
     script: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = folder(tmp_path / "one", TRAINED)
-    assert run(script, monkeypatch, one, "--data", data, "--prompt-column", "question", "--output", one) == 1
+    model_folder = folder(tmp_path / "one", TRAINED)
+    assert (
+        run(script, monkeypatch, model_folder, "--data", data, "--prompt-column", "question", "--output", model_folder)
+        == 1
+    )
     assert "give another --output" in capsys.readouterr().err
-    assert json.loads((one / "metrics.json").read_text()) == TRAINED
+    assert json.loads((model_folder / "metrics.json").read_text()) == TRAINED

@@ -1,4 +1,4 @@
-"""Files -> rows."""
+"""From files to rows."""
 
 import gzip
 import json
@@ -52,7 +52,7 @@ def write_jsonl(path: Path, records: list[Any]) -> Path:
 
 
 def words(text: str) -> int:
-    """Stands for an answer's tokenizer."""
+    """Stands for the tokenizer of answers."""
     return len(text.split())
 
 
@@ -68,9 +68,9 @@ def row(prompt: str, output_tokens: int = 1) -> Row:
 
 
 def test_jsonl_gives_rows(tmp_path: Path) -> None:
-    found = load_rows([write_jsonl(tmp_path / "a.jsonl", RECORDS)])
-    assert found.rows == ROWS
-    assert not found.bad
+    dataset = load_rows([write_jsonl(tmp_path / "a.jsonl", RECORDS)])
+    assert dataset.rows == ROWS
+    assert not dataset.bad
 
 
 def test_compressed_jsonl_gives_the_same_rows(tmp_path: Path) -> None:
@@ -85,11 +85,12 @@ def test_a_json_array_gives_the_same_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [('{"prompt": "a"}', "expected one array"), ("[{", "cannot read"), ("[" * 200_000, "cannot read")]
+    ("text", "message"),
+    [('{"prompt": "a"}', "expected one array"), ("[{", "cannot read"), ("[" * 200_000, "cannot read")],
 )
-def test_a_json_file_that_is_no_array_is_named(text: str, says: str, tmp_path: Path) -> None:
+def test_a_json_file_that_is_no_array_is_named(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(DatasetError, match=rf"(?=.*a\.json)(?=.*{says})"):
+    with pytest.raises(DatasetError, match=rf"(?=.*a\.json)(?=.*{message})"):
         load_rows([tmp_path / "a.json"])
 
 
@@ -102,7 +103,7 @@ def test_a_hub_dataset_gives_the_same_rows_by_split(tmp_path: Path, monkeypatch:
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    repository = tmp_path / "answers"  # load_dataset takes a folder for a hub repository
+    repository = tmp_path / "answers"  # load_dataset accepts a folder instead of a hub repository
     repository.mkdir()
     write_jsonl(repository / "train.jsonl", RECORDS)
     write_jsonl(repository / "test.jsonl", RECORDS[:1])
@@ -143,9 +144,9 @@ def test_bad_rows_are_counted_by_reason_and_the_others_kept(tmp_path: Path) -> N
     ]
     path = write_jsonl(tmp_path / "a.jsonl", [*bad, *RECORDS])
     path.write_bytes(path.read_bytes() + b'{"prompt": "cut off\n\xff\xfe\n\n')
-    found = load_rows([path])
-    assert found.rows == ROWS
-    assert found.bad == {
+    dataset = load_rows([path])
+    assert dataset.rows == ROWS
+    assert dataset.bad == {
         "not a JSON object": 3,
         "no text in 'prompt'": 1,
         "empty text in 'prompt'": 1,
@@ -154,42 +155,42 @@ def test_bad_rows_are_counted_by_reason_and_the_others_kept(tmp_path: Path) -> N
     }
 
 
-def test_a_line_nested_without_end_is_a_bad_row(tmp_path: Path) -> None:
+def test_an_endlessly_nested_line_is_a_bad_row(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
     path.write_text(path.read_text() + "[" * 200_000)
-    found = load_rows([path])
-    assert found.rows == ROWS
-    assert found.bad == {"not a JSON object": 1}
+    dataset = load_rows([path])
+    assert dataset.rows == ROWS
+    assert dataset.bad == {"not a JSON object": 1}
 
 
 @pytest.mark.parametrize("output_tokens", [10**400 - 1, 10_000_001, 1e8])
-def test_a_length_that_no_answer_has_is_a_bad_row(output_tokens: float, tmp_path: Path) -> None:
+def test_an_impossible_length_is_a_bad_row(output_tokens: float, tmp_path: Path) -> None:
     records = [{"prompt": "a", "output_tokens": output_tokens}, {"prompt": "b", "output_tokens": 10_000_000}]
-    found = load_rows([write_jsonl(tmp_path / "a.jsonl", records)])
-    assert found.rows == [row("b", 10_000_000)]
-    assert found.bad == {"not a plausible number in 'output_tokens': above 10000000": 1}
+    dataset = load_rows([write_jsonl(tmp_path / "a.jsonl", records)])
+    assert dataset.rows == [row("b", 10_000_000)]
+    assert dataset.bad == {"not a plausible number in 'output_tokens': above 10000000": 1}
 
 
-def test_other_numbers_may_be_as_large_as_no_limit_is_written(tmp_path: Path) -> None:
+def test_maxima_may_be_as_large_as_unlimited_ones_are_written(tmp_path: Path) -> None:
     records = [{"prompt": "a", "output_tokens": 4, "max_tokens": number} for number in (2**63 - 1, 2**63)]
-    found = load_rows([write_jsonl(tmp_path / "a.jsonl", records)])
-    assert [each.output_tokens_max for each in found.rows] == [2**63 - 1]
-    assert found.bad == {f"not a plausible number in 'max_tokens': above {2**63 - 1}": 1}
+    dataset = load_rows([write_jsonl(tmp_path / "a.jsonl", records)])
+    assert [row.output_tokens_max for row in dataset.rows] == [2**63 - 1]
+    assert dataset.bad == {f"not a plausible number in 'max_tokens': above {2**63 - 1}": 1}
 
 
-def test_half_a_surrogate_pair_becomes_a_question_mark_wherever_it_stands(tmp_path: Path) -> None:
+def test_half_a_surrogate_pair_becomes_a_question_mark_anywhere_in_a_row(tmp_path: Path) -> None:
     half = "a\ud800b"
     flat = {"prompt": half, "response": half, "model": half, "system": half, "stop": [half]}
     turns = [{"from": "human", "value": half}, {"from": "gpt", "value": half}]
     path = write_jsonl(tmp_path / "a.jsonl", [flat, {"conversations": turns}])
-    found = load_rows([path], answer_tokens=lambda text: len(text.encode()))
-    assert found.rows == [
+    dataset = load_rows([path], answer_tokens=lambda text: len(text.encode()))
+    assert dataset.rows == [
         Row(Prompt("a?b", "a?b", system="a?b", stop=("a?b",)), 3),
         Row(Prompt("a?b"), 3, group="a?b"),
     ]
 
 
-def test_no_usable_row_is_an_error_that_says_why(tmp_path: Path) -> None:
+def test_without_a_usable_row_the_error_says_why(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "hello"}])
     with pytest.raises(DatasetError, match=r"no usable row in .*a\.jsonl \(1 x no text in 'prompt'\)"):
         load_rows([path])
@@ -219,7 +220,7 @@ def test_a_compressed_file_with_a_damaged_middle_is_named(tmp_path: Path) -> Non
 # --- flat records -----------------------------------------------------------------------------------------------
 
 
-def test_the_servers_own_record_is_a_flat_record(tmp_path: Path) -> None:
+def test_the_servers_record_is_a_flat_record(tmp_path: Path) -> None:
     record = {
         **{"prompt": "and now?", "system": "Be brief.", "history_characters": 70, "model": "m", "max_tokens": 512},
         **{"stop": ["###", "User:"], "temperature": 0.7, "output_tokens": 33, "finish_reason": "stop"},
@@ -249,31 +250,31 @@ def test_a_single_stop_string_needs_no_list(tmp_path: Path) -> None:
     ("output_tokens", "max_tokens", "finish_reason", "capped"),
     [
         (7, None, "length", True),
-        (7, 100, "length", True),  # such as by the end of the context
+        (7, 100, "length", True),  # for example by the end of the context
         (7, 8, "stop", False),
-        (8, 8, "stop", True),  # with its end just there, or cut: who cuts does not always say so
+        (8, 8, "stop", True),  # ended there or was cut: the reason is not always given
         (9, 8, None, True),
         (7, None, None, False),
     ],
 )
-def test_an_answer_is_capped_when_it_says_so_or_has_reached_its_maximum(
+def test_an_answer_is_capped_if_marked_so_or_at_its_maximum(
     output_tokens: int, max_tokens: int | None, finish_reason: str | None, capped: bool, tmp_path: Path
 ) -> None:
     record = {"prompt": "a", "output_tokens": output_tokens, "max_tokens": max_tokens, "finish_reason": finish_reason}
-    found = load_rows([write_jsonl(tmp_path / "a.jsonl", [record])])
-    assert found.rows == [Row(Prompt("a"), output_tokens, capped, max_tokens)]
+    dataset = load_rows([write_jsonl(tmp_path / "a.jsonl", [record])])
+    assert dataset.rows == [Row(Prompt("a"), output_tokens, capped, max_tokens)]
 
 
-def test_a_response_is_counted_where_its_length_is_missing(tmp_path: Path) -> None:
+def test_the_tokens_of_a_response_are_counted_if_its_length_is_missing(tmp_path: Path) -> None:
     records = [
         {"prompt": "a", "response": "one two three"},
         {"prompt": "b", "response": "one two three", "output_tokens": 8},
         {"prompt": "c", "response": " "},
         {"prompt": "d", "response": 5},
     ]
-    found = load_rows([write_jsonl(tmp_path / "a.jsonl", records)], answer_tokens=words)
-    assert found.rows == [row("a", 3), row("b", 8)]
-    assert found.bad == {"empty text in 'response'": 1, "no number in 'output_tokens'": 1}
+    dataset = load_rows([write_jsonl(tmp_path / "a.jsonl", records)], answer_tokens=words)
+    assert dataset.rows == [row("a", 3), row("b", 8)]
+    assert dataset.bad == {"empty text in 'response'": 1, "no number in 'output_tokens'": 1}
 
 
 def test_an_answer_without_a_single_known_token_counts_as_one(tmp_path: Path) -> None:
@@ -291,10 +292,10 @@ def test_bad_values_of_optional_columns_are_counted_by_column(tmp_path: Path) ->
         {"stop": {"secret": 1}},
         {"stop": ["secret", 1]},
     ]
-    records = [{"prompt": "a", "output_tokens": 4, **each} for each in bad]
-    found = load_rows([write_jsonl(tmp_path / "a.jsonl", [*records, *RECORDS])])
-    assert found.rows == ROWS
-    assert found.bad == {
+    records = [{"prompt": "a", "output_tokens": 4, **fields} for fields in bad]
+    dataset = load_rows([write_jsonl(tmp_path / "a.jsonl", [*records, *RECORDS])])
+    assert dataset.rows == ROWS
+    assert dataset.bad == {
         "no text in 'system'": 1,
         "not a whole number above -1 in 'history_characters'": 1,
         "no number in 'history_characters'": 1,
@@ -357,7 +358,7 @@ def test_layouts_may_be_mixed_in_one_file(tmp_path: Path) -> None:
     assert load_rows([path], answer_tokens=words).rows == [*LMSYS_ROWS, *ROWS, *SHAREGPT_ROWS]
 
 
-def test_a_conversation_with_a_measured_prompt_is_flat_and_one_with_a_mere_prompt_is_not(tmp_path: Path) -> None:
+def test_a_record_with_a_measured_prompt_is_flat_and_with_a_mere_prompt_a_conversation(tmp_path: Path) -> None:
     records = [{**SHAREGPT, "prompt": "count to 3", "output_tokens": 5}, {**SHAREGPT, "prompt": "Hi", "response": None}]
     path = write_jsonl(tmp_path / "a.jsonl", records)
     assert load_rows([path], answer_tokens=words).rows == [row("count to 3", 5), *SHAREGPT_ROWS]
@@ -365,8 +366,8 @@ def test_a_conversation_with_a_measured_prompt_is_flat_and_one_with_a_mere_promp
 
 def test_only_an_answer_with_text_directly_after_a_question_is_a_row(tmp_path: Path) -> None:
     record = conversation(
-        ("assistant", "Welcome!"),  # answers nobody; 8 characters of history
-        ("user", "One"),  # 3; the next user turn is what is answered
+        ("assistant", "Welcome!"),  # answers no user turn; 8 characters of history
+        ("user", "One"),  # 3; the next user turn is answered
         ("user", "Two"),  # 3
         ("assistant", "first answer"),  # 12
         ("assistant", "more of it"),  # 10; answers no user turn
@@ -386,12 +387,12 @@ def test_only_an_answer_with_text_directly_after_a_question_is_a_row(tmp_path: P
     ]
 
 
-def test_the_group_is_normalised_and_passes_over_turns_without_text(tmp_path: Path) -> None:
+def test_the_group_is_normalised_and_skips_turns_without_text(tmp_path: Path) -> None:
     record = conversation(
         ("user", " "), ("user", "What  IS\nit"), ("assistant", "x"), ("user", "why"), ("assistant", "y")
     )
-    found = load_rows([write_jsonl(tmp_path / "a.jsonl", [record])], answer_tokens=words)
-    assert [each.group for each in found.rows] == ["what is it", "what is it"]
+    dataset = load_rows([write_jsonl(tmp_path / "a.jsonl", [record])], answer_tokens=words)
+    assert [row.group for row in dataset.rows] == ["what is it", "what is it"]
 
 
 def test_bad_conversations_are_counted_by_reason_and_the_others_kept(tmp_path: Path) -> None:
@@ -406,9 +407,9 @@ def test_bad_conversations_are_counted_by_reason_and_the_others_kept(tmp_path: P
         {"messages": [{"role": "user", "content": "secret"}, {"role": "assistant", "content": None}]},  # calls a tool
         {"messages": [{"content": "secret"}, {"content": "secret"}]},
     ]
-    found = load_rows([write_jsonl(tmp_path / "a.jsonl", [*bad, SHAREGPT])], answer_tokens=words)
-    assert found.rows == SHAREGPT_ROWS
-    assert found.bad == {
+    dataset = load_rows([write_jsonl(tmp_path / "a.jsonl", [*bad, SHAREGPT])], answer_tokens=words)
+    assert dataset.rows == SHAREGPT_ROWS
+    assert dataset.bad == {
         "no list in 'messages'": 1,
         "no answered user turn in 'conversation'": 1,
         "no answered user turn in 'messages'": 5,
@@ -418,14 +419,14 @@ def test_bad_conversations_are_counted_by_reason_and_the_others_kept(tmp_path: P
 
 
 @pytest.mark.parametrize("record", [LMSYS, SHAREGPT, {"prompt": "a", "response": "b"}])
-def test_answers_that_cannot_be_counted_are_an_error_that_says_what_is_missing(
+def test_uncountable_answers_are_an_error_that_names_the_missing_tokenizer(
     record: dict[str, Any], tmp_path: Path
 ) -> None:
     with pytest.raises(DatasetError, match=r"must be counted.*--answer-tokenizer"):
         load_rows([write_jsonl(tmp_path / "a.jsonl", [*RECORDS, record])])
 
 
-def test_no_usable_conversation_is_an_error_that_says_why(tmp_path: Path) -> None:
+def test_without_a_usable_conversation_the_error_says_why(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [conversation(("user", "secret"))])
     with pytest.raises(DatasetError, match=r"no usable row in .*a\.jsonl \(1 x no answered user turn in 'messages'\)"):
         load_rows([path])

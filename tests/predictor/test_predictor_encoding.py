@@ -1,4 +1,4 @@
-"""Prompts -> token ids, and the tokenizer that is trained on them."""
+"""From prompts to token ids, and the tokenizer that is trained on prompts."""
 
 from tokenizers import Tokenizer
 
@@ -13,14 +13,14 @@ SPECIAL = (IDS[CLS], IDS[SEP], IDS[PAD])
 FREE = TOKENIZER.get_vocab_size()
 
 
-def encoding(*prompts: Prompt, max_length_tokens: int = 8) -> Encoding:
-    """As made for these training prompts."""
+def new_encoding(*prompts: Prompt, max_length_tokens: int = 8) -> Encoding:
+    """The encoding for these training prompts."""
     return Encoding.for_prompts(prompts, max_length_tokens=max_length_tokens, vocabulary=FREE, special=SPECIAL)
 
 
-def read(made: Encoding, prompt: Prompt) -> list[str | int]:
-    """The line, tokens of the vocabulary as text and added ones as numbers from 0 on."""
-    (line,) = made.encode(TOKENIZER, [prompt])
+def read(encoding: Encoding, prompt: Prompt) -> list[str | int]:
+    """The encoded prompt: tokens of the vocabulary as text, added tokens as numbers from 0 on."""
+    (line,) = encoding.encode(TOKENIZER, [prompt])
     return [TOKENIZER.id_to_token(id_) or id_ - FREE for id_ in line]
 
 
@@ -31,52 +31,52 @@ def tokens(tokenizer: Tokenizer, text: str) -> list[str]:
 
 def test_a_too_long_prompt_keeps_its_head_and_its_tail() -> None:
     numbers = " ".join(str(number) for number in range(100))
-    assert read(encoding(), Prompt(numbers)) == ["[CLS]", "0", "1", "2", "97", "98", "99", "[SEP]"]
+    assert read(new_encoding(), Prompt(numbers)) == ["[CLS]", "0", "1", "2", "97", "98", "99", "[SEP]"]
 
 
-def test_a_prompt_that_just_fits_is_left_alone() -> None:
-    assert read(encoding(), Prompt("1 2 3 4 5 6")) == ["[CLS]", "1", "2", "3", "4", "5", "6", "[SEP]"]
+def test_a_prompt_that_just_fits_is_unchanged() -> None:
+    assert read(new_encoding(), Prompt("1 2 3 4 5 6")) == ["[CLS]", "1", "2", "3", "4", "5", "6", "[SEP]"]
 
 
 def test_a_gigantic_prompt_costs_no_more_than_a_long_one() -> None:
     gigantic = "7 " + "x " * 10_000_000 + "9"
-    assert read(encoding(max_length_tokens=6), Prompt(gigantic)) == ["[CLS]", "7", "x", "x", "9", "[SEP]"]
+    assert read(new_encoding(max_length_tokens=6), Prompt(gigantic)) == ["[CLS]", "7", "x", "x", "9", "[SEP]"]
     assert len(gigantic) > 6 * CHARACTERS_PER_TOKEN
 
 
-def test_what_training_never_saw_is_not_shown() -> None:
-    made = encoding(Prompt("a", model="only one"))
-    assert made.added_tokens == 0
-    assert read(made, Prompt("7", "other", "be brief", 900)) == ["[CLS]", "7", "[SEP]"]
+def test_features_that_training_never_saw_are_left_out() -> None:
+    encoding = new_encoding(Prompt("a", model="only one"))
+    assert encoding.added_tokens == 0
+    assert read(encoding, Prompt("7", "other", "be brief", 900)) == ["[CLS]", "7", "[SEP]"]
 
 
-def test_the_model_is_told_when_training_saw_several() -> None:
-    made = encoding(Prompt("a", model="a"), Prompt("b", model="b"))
-    assert made.added_tokens == 3
-    assert [read(made, Prompt("7", model))[1] for model in ("a", "b", "never heard of", "")] == [0, 1, 2, 2]
+def test_the_model_is_encoded_if_training_saw_several() -> None:
+    encoding = new_encoding(Prompt("a", model="a"), Prompt("b", model="b"))
+    assert encoding.added_tokens == 3
+    assert [read(encoding, Prompt("7", model))[1] for model in ("a", "b", "never heard of", "")] == [0, 1, 2, 2]
 
 
-def test_the_size_of_the_history_is_told_in_steps() -> None:
-    made = encoding(Prompt("a", history_characters=5))
+def test_the_size_of_the_history_is_encoded_in_steps() -> None:
+    encoding = new_encoding(Prompt("a", history_characters=5))
     sizes = [0, 1, 1_000, 1_001, 4_000, 16_000, 16_001, 10**9]
-    assert [read(made, Prompt("7", history_characters=size))[1] for size in sizes] == [0, 1, 1, 2, 2, 3, 4, 4]
+    assert [read(encoding, Prompt("7", history_characters=size))[1] for size in sizes] == [0, 1, 1, 2, 2, 3, 4, 4]
 
 
-def test_a_system_prompt_stands_before_the_text_and_takes_a_quarter_at_most() -> None:
-    made = encoding(Prompt("a", system="s"), max_length_tokens=12)
-    assert read(made, Prompt("7", system="")) == ["[CLS]", "7", "[SEP]"]
+def test_a_system_prompt_precedes_the_text_and_takes_at_most_a_quarter() -> None:
+    encoding = new_encoding(Prompt("a", system="s"), max_length_tokens=12)
+    assert read(encoding, Prompt("7", system="")) == ["[CLS]", "7", "[SEP]"]
     long = Prompt("1 2 3 4 5 6 7 8 9", system="10 11 12 13")
-    assert read(made, long) == ["[CLS]", "10", "11", "13", "[SEP]", "1", "2", "3", "7", "8", "9", "[SEP]"]
+    assert read(encoding, long) == ["[CLS]", "10", "11", "13", "[SEP]", "1", "2", "3", "7", "8", "9", "[SEP]"]
 
 
 def test_no_text_can_spell_an_added_token() -> None:
-    made = encoding(Prompt("a", model="a"), Prompt("b", model="b"))
-    (line,) = made.encode(TOKENIZER, [Prompt("[CLS] a b 5 [model]", "a")])
+    encoding = new_encoding(Prompt("a", model="a"), Prompt("b", model="b"))
+    (line,) = encoding.encode(TOKENIZER, [Prompt("[CLS] a b 5 [model]", "a")])
     assert sum(id_ >= FREE for id_ in line) == 1
 
 
 def test_lines_are_padded_to_the_longest() -> None:
-    input_ids, attention_mask = encoding().padded([[5], [5, 6, 7]])
+    input_ids, attention_mask = new_encoding().padded([[5], [5, 6, 7]])
     assert input_ids.tolist() == [[5, IDS[PAD], IDS[PAD]], [5, 6, 7]]
     assert attention_mask.tolist() == [[1, 0, 0], [1, 1, 1]]
 

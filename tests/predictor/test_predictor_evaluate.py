@@ -1,4 +1,4 @@
-"""What the measures of a predictor say, on answers where what they should say is known."""
+"""Measures of a predictor, on answers with known results."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def test_the_point_prediction_is_the_median_of_the_quantiles() -> None:
     assert metrics.bin_accuracy[8] == 1
 
 
-def test_the_likeliest_bin_is_read_off_the_distribution() -> None:
+def test_the_likeliest_bin_is_derived_from_the_distribution() -> None:
     edges = np.array([10.0, 100.0])
     certain, split = np.full((1, 15), 50.0), np.array([[3.0] * 6 + [90.0] * 4 + [800.0] * 5])
     assert bin_probabilities(certain, edges)[0] == pytest.approx([0, 1, 0], abs=0.01)
@@ -93,7 +93,7 @@ def test_a_confusion_counts_answers_by_real_and_predicted_bin() -> None:
     assert confusion([1, 2, 3, 8, 5, 6, 7, 8], ONE_TO_EIGHT, edges).tolist() == [[3, 1], [0, 4]]
 
 
-def test_a_constant_has_no_rank_correlation() -> None:
+def test_a_constant_prediction_has_no_rank_correlation() -> None:
     metrics = evaluate([4.0] * 8, ONE_TO_EIGHT, ONE_TO_EIGHT)
     assert math.isnan(metrics.kendall_tau)
     assert json.loads(json.dumps(metrics.as_json()))["kendall_tau"] is None
@@ -164,21 +164,21 @@ def test_the_expected_longest_of_a_batch_is_the_mean_over_all_batches(lengths: l
 THROUGHPUT = {1: 6.4475, 2: 8.4342, 4: 9.9703, 8: 10.9692, 16: 11.5476, 32: 11.8603}
 
 
-def test_uniform_lengths_gain_what_multi_bins_equation_17_says() -> None:
+def test_uniform_lengths_gain_as_in_multi_bins_equation_17() -> None:
     """B = 128, lengths uniform on [1, 20], equal-mass bins: its throughput, tabulated to four decimals."""
     actual = 1 + 19 * midpoints(64_000)
     assert 128 / expected_longest(actual, 128) == pytest.approx(THROUGHPUT[1], rel=2e-5)
     gains = gains_of(lambda k, _: equal_mass_bins(actual, k), actual)[128]
     assert gains == pytest.approx({k: THROUGHPUT[k] / THROUGHPUT[1] for k in gains}, rel=5e-5)
-    assert evaluate(np.sqrt(actual), actual, [1]).gains[128] == pytest.approx(gains)  # it is the order that counts
+    assert evaluate(np.sqrt(actual), actual, [1]).gains[128] == pytest.approx(gains)  # only the order counts
 
 
 def test_one_bin_gains_nothing() -> None:
     assert saturated_gain(np.zeros(8), ONE_TO_EIGHT, 8) == pytest.approx(1)
 
 
-def test_bins_whose_answers_are_alike_gain_by_the_whole_spread() -> None:
-    """Batches of 2: alone they take 1 or 3; mixed they take 3 three times out of four."""
+def test_bins_of_equal_answers_gain_the_whole_spread() -> None:
+    """Batches of 2 take 1 or 3 in separate bins; mixed they take 3 in three of four cases."""
     assert saturated_gain([0, 0, 1, 1], [1, 1, 3, 3], 2) == pytest.approx((0.25 * 1 + 0.75 * 3) / 2)
 
 
@@ -188,7 +188,7 @@ def test_shuffled_predictions_gain_nothing() -> None:
     assert [gain for by_count in gains.values() for gain in by_count.values()] == pytest.approx([1] * 15, abs=0.01)
 
 
-def test_a_constant_gains_as_much_as_random_bins_in_whatever_order_the_answers_come() -> None:
+def test_a_constant_gains_as_much_as_random_bins_in_any_order_of_the_answers() -> None:
     actual = np.sort(np.random.default_rng(0).lognormal(5, 1, 2000))
     gains = evaluate(np.full(2000, 7.0), actual, [1]).gains
     assert gains == gains_of(lambda k, _: equal_mass_bins(np.zeros(2000), k), actual)
@@ -196,7 +196,7 @@ def test_a_constant_gains_as_much_as_random_bins_in_whatever_order_the_answers_c
     assert evaluate(actual, actual, [1]).gains[8][8] > 2
 
 
-def test_equal_mass_bins_follow_the_scores_and_differ_by_one_answer_at_most() -> None:
+def test_equal_mass_bins_follow_the_scores_and_differ_by_at_most_one_answer() -> None:
     assert equal_mass_bins([30, 10, 20, 50, 40], 2).tolist() == [0, 0, 0, 1, 1]
     assert np.bincount(equal_mass_bins(np.zeros(11), 4)).tolist() == [3, 3, 3, 2]
     assert sorted(equal_mass_bins([5, 6], 4).tolist()) == [0, 2]  # fewer answers than bins leave some empty
@@ -225,12 +225,12 @@ def test_the_interval_of_a_clear_difference_leaves_zero_out_and_holds_the_differ
     assert differences == compare(LENGTHS, blurred, LENGTHS, LENGTHS.tolist(), resamples=200)
 
 
-def test_what_may_turn_out_long_makes_a_difference_by_risk_and_none_by_median() -> None:
-    """Half of the answers are certain, half may be twenty times as long; one predictor knows which."""
+def test_possibly_long_answers_make_a_difference_by_risk_and_none_by_median() -> None:
+    """Half of the answers are certain, the others may be twenty times as long; one predictor knows which."""
     rng = np.random.default_rng(0)
     wild = rng.random(2000) < 0.5
     actual = np.where(wild & (rng.random(2000) < 0.2), 200, 10)
-    knowing = np.array([[10, 10, 10, 10, 200 if each else 10] for each in wild])
+    knowing = np.array([[10, 10, 10, 10, 200 if is_wild else 10] for is_wild in wild])
     differences = compare(knowing, np.full((2000, 5), 10), actual, actual, resamples=50)
     assert differences["gain at B=8, 8 bins by median"] == Difference(0, 0, 0)
     by_risk = differences["gain at B=8, 8 bins by risk"]
@@ -262,10 +262,10 @@ def test_the_ridge_knows_lengths_by_words_and_by_the_model() -> None:
         for task, length in (("greet", 10), ("essay", 400))
         for model, factor in (("terse", 1), ("chatty", 2))
     ]
-    asked = [("greet number 9", "terse"), ("greet number 9", "chatty"), ("essay number 9", "terse"), ("?", "new")]
-    predicted = baselines(training, [row(text, 1, model) for text, model in asked])["TF-IDF ridge"]
+    questions = [("greet number 9", "terse"), ("greet number 9", "chatty"), ("essay number 9", "terse"), ("?", "new")]
+    predicted = baselines(training, [row(text, 1, model) for text, model in questions])["TF-IDF ridge"]
     assert predicted[:3] == pytest.approx([10, 20, 400], rel=0.25)
-    assert 10 <= predicted[3] <= 800  # nothing is known of it: within what was seen
+    assert 10 <= predicted[3] <= 800  # unknown prompt: within the range of the data
 
 
 def test_the_ridge_of_too_few_prompts_for_its_folds_is_their_geometric_mean() -> None:
@@ -273,14 +273,16 @@ def test_the_ridge_of_too_few_prompts_for_its_folds_is_their_geometric_mean() ->
 
 
 def test_out_of_fold_a_prompt_is_predicted_from_other_prompts_only() -> None:
-    """Five prompts are five folds; with its near duplicate, the essay is one of them."""
+    """Five prompts are five folds; the essay and its near duplicate share a fold."""
     tasks = ["greet", "count", "spell", "sing to us", "write an essay on the many uses of iron and of steel today"]
     rows = [row(text, 10 * (i + 1)) for i, text in enumerate(tasks) for _ in range(3)]
     rows.append(row(f"{tasks[4].upper()}!", 50))
-    found = out_of_fold_baselines(rows)
-    others = [10] * 3 + [20] * 3 + [30] * 3 + [40] * 3
-    assert found["TF-IDF ridge"][-4:] == pytest.approx([np.exp(np.mean(np.log(others)))] * 4)  # 4 prompts: their mean
-    assert found["constant"].tolist() == [30] * 16
+    predictions = out_of_fold_baselines(rows)
+    other_lengths = [10] * 3 + [20] * 3 + [30] * 3 + [40] * 3
+    assert predictions["TF-IDF ridge"][-4:] == pytest.approx(
+        [np.exp(np.mean(np.log(other_lengths)))] * 4
+    )  # the mean of the 4 other prompts
+    assert predictions["constant"].tolist() == [30] * 16
     with pytest.raises(DatasetError, match="too few different prompts"):
         out_of_fold_baselines(rows[:12])
 
@@ -288,8 +290,8 @@ def test_out_of_fold_a_prompt_is_predicted_from_other_prompts_only() -> None:
 # --- figures ----------------------------------------------------------------------------------------------------
 
 
-def drawn(path: Path) -> None:
-    """A white picture of some size, with something on it."""
+def assert_drawn(path: Path) -> None:
+    """Assert that the file is a picture of some size that is not all white."""
     pixels = imread(path)[..., :3]
     assert min(pixels.shape[:2]) > 500
     assert pixels[0].min() == 1
@@ -306,7 +308,7 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
     calibration_figure(tmp_path / "calibration.png", {"one": metrics.coverage, "other": midpoints(9)}, "calibration")
     gains_figure(tmp_path / "gains.png", {"oracle": metrics.gains, "random": metrics.gains}, "gains")
     for name in ("confusion", "calibration", "gains"):
-        drawn(tmp_path / f"{name}.png")
+        assert_drawn(tmp_path / f"{name}.png")
 
 
 def test_a_confusion_of_collapsed_bins_is_drawn(tmp_path: Path) -> None:

@@ -39,14 +39,14 @@ def test_a_request_has_keys_from_its_model_to_its_whole_text():
         (Prompt(LONG, "m", "s", stop=("END",)), 0),
     ],
 )
-def test_requests_share_the_keys_that_they_agree_on(other, shared):
-    mine, theirs = keys_of(Prompt(LONG, "m", "s")), keys_of(other)
-    assert [a == b for a, b in zip(mine, theirs, strict=True)] == [True] * shared + [False] * (5 - shared)
+def test_requests_share_the_keys_of_their_common_part(other, shared):
+    own_keys, other_keys = keys_of(Prompt(LONG, "m", "s")), keys_of(other)
+    assert [a == b for a, b in zip(own_keys, other_keys, strict=True)] == [True] * shared + [False] * (5 - shared)
 
 
 def test_different_stop_strings_are_different_applications_of_one_kind():
-    one, two = keys_of(Prompt("a", "m", stop=("X",))), keys_of(Prompt("a", "m", stop=("X", "Y")))
-    assert [a == b for a, b in zip(one, two, strict=True)] == [True, False, False]
+    first, second = keys_of(Prompt("a", "m", stop=("X",))), keys_of(Prompt("a", "m", stop=("X", "Y")))
+    assert [a == b for a, b in zip(first, second, strict=True)] == [True, False, False]
 
 
 def test_a_text_of_half_a_surrogate_pair_has_keys_too():
@@ -66,13 +66,13 @@ def test_a_few_equal_lengths_claim_less_certainty_than_many():
     assert few[0] < many[0] < 30 < many[-1] < few[-1]
 
 
-def test_fewer_lengths_than_four_say_nothing():
+def test_fewer_than_four_lengths_make_no_forecast():
     assert of([30] * 3).forecast(WIDE) is None
 
 
-def test_answers_that_were_all_capped_only_keep_a_forecast_from_being_shorter():
+def test_capped_answers_only_raise_a_forecast():
     forecast = tokens(of([90] * 8, capped=True).forecast(WIDE))
-    assert forecast[0] > 75  # the standing forecast said 50
+    assert forecast[0] > 75  # the previous forecast was 50
     assert forecast[-1] == pytest.approx(tokens(WIDE)[-1])
     assert tokens(of([400] * 8, capped=True).forecast(WIDE))[MIDDLE] > 300
 
@@ -92,11 +92,11 @@ def test_a_finer_key_is_opened_once_its_coarser_one_was_seen():
     assert opened == [1, 2, 3, 4, 4]
 
 
-def test_what_was_not_used_for_longest_goes_first():
-    kept = RecentlyUsed[str, list[int]](2, list)
+def test_the_least_recently_used_entry_is_dropped_first():
+    recent = RecentlyUsed[str, list[int]](2, list)
     for key in ("a", "b", "a", "c"):
-        kept.used(key).append(1)
-    assert (kept.get("a"), kept.get("b"), kept.get("c"), len(kept)) == ([1, 1], None, [1], 2)
+        recent.used(key).append(1)
+    assert (recent.get("a"), recent.get("b"), recent.get("c"), len(recent)) == ([1, 1], None, [1], 2)
 
 
 def test_a_memory_of_no_keys_still_knows_the_models_recent_lengths():

@@ -33,12 +33,12 @@ def loss(forecast, length):
     return crps(tuple(map(math.log, forecast.lengths)), math.log(length), False)
 
 
-def test_nothing_is_forecast_before_anything_is_known():
+def test_there_is_no_forecast_without_data():
     forecast = OnlineLearner().forecast(Prompt("Hello"), None)
     assert (forecast.lengths, forecast.source, forecast.median) == ((), "", None)
 
 
-def test_a_predictor_is_taken_at_its_word_before_any_answer():
+def test_a_predictor_is_trusted_before_any_answer():
     forecast = OnlineLearner().forecast(Prompt("Hello"), prediction(100))
     assert forecast.source == "predictor"
     assert forecast.lengths == pytest.approx(prediction(100))
@@ -84,7 +84,7 @@ def test_a_template_whose_lengths_shift_is_followed():
     assert forecast.median == pytest.approx(40)
 
 
-def test_unrelated_prompts_with_one_beginning_keep_their_predictor():
+def test_unrelated_prompts_with_a_common_beginning_keep_their_predictor():
     learner, rng, sources = OnlineLearner(), random.Random(0), []
     for i in range(500):
         length = rng.choice([10, 100, 1000])
@@ -102,7 +102,7 @@ def test_a_poor_predictor_that_ranks_is_corrected_and_kept():
     assert forecast.median == pytest.approx(actual, rel=0.2)
 
 
-def test_without_a_predictor_applications_are_told_apart():
+def test_without_a_predictor_applications_are_distinguished():
     learner, rng, forecasts, lengths = OnlineLearner(), random.Random(0), [], []
     for i in range(300):
         size = rng.choice([20, 100, 500])
@@ -133,7 +133,7 @@ def test_half_the_traffic_of_a_template_does_not_spoil_the_predictor_for_the_oth
     assert median(medians[1000:]) == pytest.approx(100, rel=0.15)
 
 
-def test_after_a_drift_the_predictor_is_corrected_even_while_a_memory_serves():
+def test_after_a_drift_the_predictor_is_corrected_even_while_forecasts_come_from_memory():
     learner, rng, sources, errors = OnlineLearner(), random.Random(1), [], []
     for i in range(5000):
         centre = 100 * math.exp(rng.gauss(0, 1))
@@ -147,7 +147,7 @@ def test_after_a_drift_the_predictor_is_corrected_even_while_a_memory_serves():
 
 
 def test_memory_does_no_harm_to_a_calibrated_predictor():
-    # a tenth of the prompts come again, the others share beginnings at random: nothing that memory could know better
+    # a tenth of the prompts come again, the others share random beginnings: memory has no advantage
     rng, losses = random.Random(0), {0: 0.0, 10_000: 0.0}
     learners = {keys_max: OnlineLearner(keys_max=keys_max) for keys_max in losses}
     raw_loss = 0.0
@@ -163,7 +163,7 @@ def test_memory_does_no_harm_to_a_calibrated_predictor():
     assert losses[10_000] < 1.01 * raw_loss
 
 
-def test_stop_strings_set_the_corrections_apart():
+def test_stop_strings_separate_the_corrections():
     learner = OnlineLearner()
     for i in range(200):
         serve(learner, Prompt(f"{i}", stop=("\n",)), prediction(100), 10)
@@ -181,7 +181,7 @@ def test_capped_answers_are_known_to_be_longer():
 
 
 @pytest.mark.parametrize("raw", [[], [math.nan] * 15, [1, math.inf], [0.0, 5.0], [-3.0], [math.nan, 4.0]])
-def test_predictions_that_are_no_lengths_are_counted_and_not_used(raw):
+def test_invalid_predictions_are_counted_and_not_used(raw):
     learner = OnlineLearner()
     assert learner.forecast(Prompt("Hello"), raw).lengths == ()
     assert learner.raw_invalid == 1
@@ -199,10 +199,10 @@ def test_thousands_of_different_prompts_are_held_in_bounded_memory():
     tracemalloc.start()
     for i in range(5_000):
         serve(learner, Prompt(f"{i} {'x' * 200}", f"model {i % 300}", f"system {i % 5000}"), None, 1 + i % 100)
-    held, _ = tracemalloc.get_traced_memory()
+    memory_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(learner.memory) == 200
-    assert held < 200 * 2000 + 128 * 10_000  # bytes: 2 kB a key, 10 kB a model
+    assert memory_bytes < 200 * 2000 + 128 * 10_000  # bytes: 2 kB per key, 10 kB per model
 
 
 def test_bad_limits_are_refused():
@@ -210,7 +210,7 @@ def test_bad_limits_are_refused():
         OnlineLearner(window=0)
 
 
-def test_a_forecast_is_kept_within_the_requests_own_limits():
+def test_a_forecast_is_bounded_by_the_requests_limits():
     assert bounded((5.0, 50.0, 500.0), least=10, most=100) == (10, 50, 100)
     assert bounded((5.0, 50.0), least=None, most=None) == (5, 50)
     assert bounded((), least=10, most=100) == ()
@@ -226,7 +226,7 @@ def test_forecasts_and_answers_take_microseconds():
         learner.observe(forecast, 100 * math.exp(rng.gauss(0, 0.5)), capped=i % 10 == 0)
         forecast_s.append(middle - start)
         observe_s.append(time.perf_counter() - middle)
-    assert median(forecast_s) < 300e-6  # some 60 µs and 80 µs; the rest is for slow and busy machines
+    assert median(forecast_s) < 300e-6  # usually 60 µs and 80 µs; the limits allow for slow and busy machines
     assert np.mean(observe_s) < 500e-6
 
 
@@ -244,14 +244,14 @@ worlds = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(worlds)
-def test_forecasts_are_ascending_finite_and_of_a_token_at_least_whatever_happens(world):
+def test_forecasts_are_always_ascending_finite_and_at_least_one_token(world):
     learner = OnlineLearner(keys_max=5, lengths_per_key=9, window=9, models_max=1)
     waiting = []
-    for who, raw, length, capped, answers_now in world:
-        forecast = learner.forecast(Prompt("x" * 40 * who, "m", "s" * (who % 2)), raw)
+    for number, raw, length, capped, answers_now in world:
+        forecast = learner.forecast(Prompt("x" * 40 * number, "m", "s" * (number % 2)), raw)
         assert len(forecast.lengths) == (LEVELS if forecast.source else 0)
         assert list(forecast.lengths) == sorted(forecast.lengths)
-        assert all(1 <= each < math.inf for each in forecast.lengths)
+        assert all(1 <= tokens < math.inf for tokens in forecast.lengths)
         waiting.append((forecast, length, capped))
         while answers_now and waiting:
             learner.observe(*waiting.pop())

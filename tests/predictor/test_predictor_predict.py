@@ -1,4 +1,4 @@
-"""A predictor's folder in memory, and the folder itself."""
+"""A predictor in memory, and its folder."""
 
 import shutil
 import subprocess
@@ -19,7 +19,7 @@ TEXTS = ["count", "spell banana " * 50, "", "7", "half a \ud800 pair", "x" * 10_
 
 @pytest.fixture
 def folder(random_predictor: Path, tmp_path: Path) -> Path:
-    """A copy that may be damaged."""
+    """A copy of the folder, which a test may damage."""
     return Path(shutil.copytree(random_predictor, tmp_path / "predictor"))
 
 
@@ -33,7 +33,7 @@ def test_a_prediction_does_not_depend_on_its_batch(random_predictor: Path) -> No
     assert len(loaded.predict([])) == 0
 
 
-def test_eight_bits_say_nearly_what_thirty_two_do(folder: Path) -> None:
+def test_the_8_bit_model_predicts_nearly_as_the_32_bit_model(folder: Path) -> None:
     prompts = [Prompt(text) for text in TEXTS]
     full = LengthPredictor.load(folder).predict(prompts)
     quantize(folder)
@@ -62,7 +62,7 @@ def test_a_folder_without_training_lengths_is_an_error(folder: Path) -> None:
         LengthPredictor.load(folder)
 
 
-def test_another_models_folder_is_one_clear_error(tmp_path: Path) -> None:
+def test_the_folder_of_another_kind_of_model_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(BadPredictor, match=r"no predictor\.json"):
         LengthPredictor.load(tmp_path)
 

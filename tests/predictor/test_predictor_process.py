@@ -1,7 +1,7 @@
-"""The predictor in a process of its own.
+"""The predictor in its own process.
 
-Most tests put a small worker of their own in place of the real one: the same pipes and the same protocol.
-Its answer tells the length of the prompt, and in its fraction how many prompts came in the same batch.
+Most tests replace the real worker by a small one with the same pipes and protocol. Its answer is the length of the
+prompt, and the fraction of the answer is the number of prompts in the batch.
 """
 
 import asyncio
@@ -69,14 +69,14 @@ async def predicted(predictor: PredictorProcess, text: str) -> float:
 
 
 async def busy(predictor: PredictorProcess) -> "asyncio.Task[float]":
-    """The child is at work on a batch for half a second from now on."""
+    """Keep the child busy with a batch for half a second."""
     task = asyncio.create_task(predicted(predictor, "slow"))
     await asyncio.sleep(0.1)
     return task
 
 
 async def predict_when_up(predictor: PredictorProcess, prompt: str, unless: int | None = None) -> float:
-    """From the next child that is up; `unless` is the process id of one that will be down in a moment."""
+    """A prediction of the next child that is up; `unless` is the process id of a child that is about to end."""
     async with asyncio.timeout(30):
         while True:
             try:
@@ -97,7 +97,7 @@ async def test_a_prediction_comes_back(predictor: PredictorProcess) -> None:
     assert predictor.forecasts == [(1.0, 2.0)]
 
 
-async def test_prompts_that_differ_in_anything_the_predictor_reads_are_not_mixed_up(
+async def test_prompts_that_differ_in_any_input_of_the_predictor_are_not_confused(
     predictor: PredictorProcess,
 ) -> None:
     running = await busy(predictor)
@@ -106,7 +106,7 @@ async def test_prompts_that_differ_in_anything_the_predictor_reads_are_not_mixed
     await running
 
 
-async def test_a_batch_holds_a_bounded_amount_of_text(predictor: PredictorProcess) -> None:
+async def test_the_text_of_a_batch_is_bounded(predictor: PredictorProcess) -> None:
     predictor.batch_characters_max = 1500
     running = await busy(predictor)
     long = [letter * 900 for letter in "abc"]
@@ -114,7 +114,7 @@ async def test_a_batch_holds_a_bounded_amount_of_text(predictor: PredictorProces
     await running
 
 
-async def test_prompts_that_wait_while_a_batch_runs_go_together(predictor: PredictorProcess) -> None:
+async def test_prompts_that_wait_while_a_batch_runs_form_a_batch(predictor: PredictorProcess) -> None:
     running = await busy(predictor)
     assert await gather(predictor, "a", "bb", "ccc") == [1.03, 2.03, 3.03]
     assert await running == 4.01
@@ -127,7 +127,9 @@ async def test_a_batch_is_never_larger_than_batch_max(predictor: PredictorProces
     await running
 
 
-async def test_under_overload_the_newest_are_answered_and_the_oldest_told_at_once(predictor: PredictorProcess) -> None:
+async def test_under_overload_the_newest_prompts_are_answered_and_the_oldest_fail_at_once(
+    predictor: PredictorProcess,
+) -> None:
     predictor.waiting_max = 6
     running = await busy(predictor)
     waiting = [asyncio.create_task(predicted(predictor, letter)) for letter in "abcdefgh"]
@@ -137,7 +139,7 @@ async def test_under_overload_the_newest_are_answered_and_the_oldest_told_at_onc
     await running
 
 
-async def test_prompts_that_nobody_waits_for_any_more_leave_nothing_behind(predictor: PredictorProcess) -> None:
+async def test_abandoned_prompts_leave_nothing_behind(predictor: PredictorProcess) -> None:
     running = await busy(predictor)
     waiting = [asyncio.create_task(predicted(predictor, letter)) for letter in "abc"]
     await asyncio.sleep(0.05)
@@ -148,7 +150,7 @@ async def test_prompts_that_nobody_waits_for_any_more_leave_nothing_behind(predi
     await running
 
 
-async def test_a_prompt_that_several_wait_for_is_computed_once(predictor: PredictorProcess) -> None:
+async def test_a_prompt_with_several_callers_is_computed_once(predictor: PredictorProcess) -> None:
     running = await busy(predictor)
     assert await gather(predictor, *["same"] * 10) == [4.01] * 10
     await running
@@ -161,7 +163,7 @@ async def test_a_repeated_prompt_needs_no_child(predictor: PredictorProcess) -> 
 
 
 async def test_the_least_recently_used_prompt_is_forgotten_first(predictor: PredictorProcess) -> None:
-    for prompt in ["a", "b", "c", "a", "d"]:  # cache_max is 3: "b" had to go
+    for prompt in ["a", "b", "c", "a", "d"]:  # cache_max is 3: "b" is dropped
         await predicted(predictor, prompt)
     await predictor.close()
     assert await gather(predictor, *"acd") == [1.01] * 3
@@ -186,7 +188,7 @@ async def test_a_failed_prompt_is_reported_and_harms_no_other(predictor: Predict
     assert predictor.pid == child
 
 
-async def test_the_childs_death_is_told_to_whoever_waits_and_another_child_follows(
+async def test_the_childs_death_fails_waiting_calls_and_a_new_child_starts(
     predictor: PredictorProcess,
 ) -> None:
     running = await busy(predictor)
@@ -204,7 +206,7 @@ async def test_an_idle_childs_death_is_noticed(predictor: PredictorProcess) -> N
     assert await predict_when_up(predictor, "abc", unless=killed) == 3.01
 
 
-async def test_nobody_waits_for_a_child_that_is_down(tmp_path: Path) -> None:
+async def test_calls_fail_at_once_while_the_child_is_down(tmp_path: Path) -> None:
     async with PredictorProcess(tmp_path, restart_delay_s=3600) as predictor:
         with pytest.raises(PredictorDied):
             await predicted(predictor, "die")
@@ -234,13 +236,13 @@ async def test_a_child_that_cannot_start_again_is_tried_less_and_less_often(tmp_
         assert await predict_when_up(predictor, "abc") == 3.01
 
 
-async def test_a_caller_that_gives_up_disturbs_nobody(predictor: PredictorProcess) -> None:
+async def test_a_caller_that_gives_up_does_not_disturb_others(predictor: PredictorProcess) -> None:
     running = await busy(predictor)
     other = asyncio.create_task(predicted(predictor, "other"))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
             await asyncio.gather(predicted(predictor, "impatient"), predicted(predictor, "other"))
-    assert await other == 5.01  # alone in its batch: nobody wants "impatient" any more
+    assert await other == 5.01  # alone in its batch: "impatient" was abandoned
     assert await running == 4.01
 
 
@@ -253,7 +255,7 @@ async def test_a_batch_whose_callers_have_all_given_up_still_fills_the_cache(pre
     assert await predicted(predictor, "slow") == 4.01
 
 
-async def test_closing_tells_whoever_waits_and_leaves_no_child(predictor: PredictorProcess) -> None:
+async def test_closing_fails_waiting_calls_and_leaves_no_child(predictor: PredictorProcess) -> None:
     assert predictor.pid is not None
     child = predictor.pid
     running = await busy(predictor)
@@ -264,7 +266,7 @@ async def test_closing_tells_whoever_waits_and_leaves_no_child(predictor: Predic
     await predictor.close()
 
 
-async def test_a_predictor_that_was_not_started_says_so(tmp_path: Path) -> None:
+async def test_a_predictor_that_was_not_started_raises_an_error(tmp_path: Path) -> None:
     predictor = PredictorProcess(tmp_path)
     with pytest.raises(PredictorDied, match="not been started"):
         await predicted(predictor, "abc")
@@ -311,7 +313,7 @@ async def test_the_event_loop_keeps_ticking_and_ctrl_c_does_not_reach_the_child(
     took_s = time.monotonic() - started_s
     ticking.cancel()
     assert all(length[0] >= 1 for length in lengths)
-    assert max(gaps_s) < took_s / 4  # loading takes nearly all of the time, and blocks nothing
+    assert max(gaps_s) < took_s / 4  # loading takes nearly all of the time and must not block the loop
 
 
 PARENT = """
@@ -333,15 +335,15 @@ asyncio.run(main())
 
 
 @pytest.mark.real_worker
-def test_the_parent_never_imports_torch_and_takes_its_child_along_when_it_is_killed(random_predictor: Path) -> None:
+def test_the_parent_never_imports_torch_and_its_child_ends_when_the_parent_is_killed(random_predictor: Path) -> None:
     parent = subprocess.run(
         [sys.executable, "-c", PARENT, str(random_predictor)],
         cwd=ROOT, stdout=subprocess.PIPE, timeout=120, check=False,
     )  # fmt: skip
     assert parent.returncode == -signal.SIGKILL
-    seen = json.loads(parent.stdout)
-    assert seen["heavy"] == []
+    report = json.loads(parent.stdout)
+    assert report["heavy"] == []
     deadline_s = time.monotonic() + 10
-    while psutil.pid_exists(seen["child"]) and psutil.Process(seen["child"]).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline_s, "the child outlives its parent"
+    while psutil.pid_exists(report["child"]) and psutil.Process(report["child"]).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline_s, "the child has outlived its parent"
         time.sleep(0.05)

@@ -27,16 +27,16 @@ def test_capped_values_shift_the_mass_to_the_longer_ones_as_kaplan_and_meier_do(
     assert np.isnan(sample_quantiles(values, capped, np.array([0.63]))).all()
 
 
-def test_nothing_is_known_of_answers_that_were_all_capped():
+def test_all_capped_answers_give_no_quantiles():
     assert np.isnan(sample_quantiles(np.ones(5), ~NONE_CAPPED, midpoints(15))).all()
 
 
 def test_the_median_of_a_capped_sample_is_that_of_the_uncapped_one():
     rng = np.random.default_rng(1)
     values, caps = rng.normal(size=20_000), rng.normal(0.5, size=20_000)
-    seen = np.minimum(values, caps)
-    assert float(sample_quantiles(seen, values > caps, np.array(0.5))) == pytest.approx(0, abs=0.03)
-    assert np.median(seen) < -0.2  # what leaving out the flags would make of it
+    observed = np.minimum(values, caps)
+    assert float(sample_quantiles(observed, values > caps, np.array(0.5))) == pytest.approx(0, abs=0.03)
+    assert np.median(observed) < -0.2  # the result without the flags
 
 
 def test_any_number_of_quantiles_becomes_fifteen_on_the_same_line():
@@ -45,7 +45,7 @@ def test_any_number_of_quantiles_becomes_fifteen_on_the_same_line():
     assert list(at_levels([4.0])) == [4.0] * LEVELS
 
 
-def test_lengths_are_kept_within_one_token_and_the_most_a_model_writes():
+def test_lengths_are_bounded_by_one_token_and_the_longest_possible_answer():
     assert log_length(0.2) == 0
     assert log_length(1e300) == math.log(LENGTH_MAX)
     assert ascending([3.0, -1.0, 2.0, 99.0]) == (0, 2, 3, math.log(LENGTH_MAX))
@@ -58,6 +58,6 @@ def test_the_score_is_twice_the_mean_pinball_loss(forecast, actual):
     assert crps(forecast, actual, capped=False) == pytest.approx(2 * pinball, abs=1e-9)
 
 
-def test_of_a_capped_answer_only_what_was_said_below_the_cap_is_judged():
+def test_of_a_capped_answer_only_quantiles_below_the_cap_are_scored():
     assert crps((7.0,) * LEVELS, 5.0, capped=True) == 0
     assert crps((4.0,) * LEVELS, 5.0, capped=True) == 1

@@ -14,14 +14,14 @@ WINDOW = 512
 
 
 def world(answers, seed=0, sigma=0.5):
-    """(answers,) logarithms of lengths, and (answers, LEVELS) what is right to predict of each."""
+    """(answers,) logarithms of lengths, and (answers, LEVELS) the right quantiles of each."""
     rng = np.random.default_rng(seed)
     centre = rng.normal(5, 0.7, answers)
     return rng.normal(centre, sigma), centre[:, None] + sigma * NORMAL
 
 
 def corrected_in_turn(actual, predicted, capped=None, recalibration=None):
-    """Each prediction as corrected by the answers before it."""
+    """Each prediction, corrected by the answers before it."""
     recalibration = recalibration or Recalibration(WINDOW)
     capped = np.zeros(actual.size, dtype=bool) if capped is None else capped
     corrected = []
@@ -52,7 +52,7 @@ def skewed(logs):
     ],
     ids=["half as long", "too wide", "too narrow", "skewed", "a point"],
 )
-def test_what_is_wrong_with_a_predictor_is_corrected(wrong):
+def test_the_errors_of_a_predictor_are_corrected(wrong):
     actual, right = world(6000)
     predicted = wrong(right)
     corrected = corrected_in_turn(actual, predicted)
@@ -63,20 +63,22 @@ def test_what_is_wrong_with_a_predictor_is_corrected(wrong):
 def test_a_predictor_that_is_far_too_short_keeps_its_ranking_however_its_widths_differ():
     actual, right = world(1500)
     widths = np.random.default_rng(1).uniform(0.2, 2.0, (1500, 1))
-    predicted = right[:, 7:8] - 1.8 + widths * NORMAL  # a sixth of the real lengths; widths mean nothing
+    predicted = right[:, 7:8] - 1.8 + widths * NORMAL  # a sixth of the real lengths, with useless widths
     corrected = corrected_in_turn(actual, predicted)
-    late = slice(WINDOW, None)
-    before, after = (spearmanr(logs[late, 7], actual[late]).statistic for logs in (predicted, corrected))
-    assert after > before - 0.01
-    assert abs(np.median(actual[late] - corrected[late, 7])) < 0.1
+    after_window = slice(WINDOW, None)
+    rank_before, rank_after = (
+        spearmanr(logs[after_window, 7], actual[after_window]).statistic for logs in (predicted, corrected)
+    )
+    assert rank_after > rank_before - 0.01
+    assert abs(np.median(actual[after_window] - corrected[after_window, 7])) < 0.1
 
 
 def test_a_calibrated_predictor_is_not_harmed():
     actual, predicted = world(4000)
     corrected = corrected_in_turn(actual, predicted)
-    before = np.mean([crps(tuple(q), y, False) for q, y in zip(predicted, actual, strict=True)])
-    after = np.mean([crps(tuple(q), y, False) for q, y in zip(corrected, actual, strict=True)])
-    assert after < 1.005 * before
+    crps_before = np.mean([crps(tuple(q), y, False) for q, y in zip(predicted, actual, strict=True)])
+    crps_after = np.mean([crps(tuple(q), y, False) for q, y in zip(corrected, actual, strict=True)])
+    assert crps_after < 1.005 * crps_before
 
 
 def test_a_drift_is_followed_within_a_window():
@@ -86,7 +88,7 @@ def test_a_drift_is_followed_within_a_window():
     assert np.median(actual[-WINDOW:] - corrected[-WINDOW:, 7]) == pytest.approx(0, abs=0.1)
 
 
-def test_a_bias_is_mostly_gone_after_sixteen_answers():
+def test_a_bias_is_mostly_corrected_after_sixteen_answers():
     actual, predicted = world(17)
     corrected = corrected_in_turn(actual, predicted - math.log(4))
     assert corrected[-1, 7] - predicted[-1, 7] == pytest.approx(0, abs=0.4)  # three standard errors
@@ -94,7 +96,7 @@ def test_a_bias_is_mostly_gone_after_sixteen_answers():
 
 def test_each_request_keeps_its_own_shape():
     actual, right = world(4000)
-    uncertain = slice(WINDOW, None, 2)  # half of the requests are twice as uncertain, and the predictor knows it
+    uncertain = slice(WINDOW, None, 2)  # half of the requests are twice as uncertain, as predicted
     actual[::2] = right[::2, 7] + 2 * (actual[::2] - right[::2, 7])
     right[::2] = right[::2, 7:8] + 2 * (right[::2] - right[::2, 7:8])
     corrected = corrected_in_turn(actual, right[:, 7:8] + 3 * (right - right[:, 7:8]))
@@ -111,13 +113,13 @@ def test_capped_answers_do_not_make_forecasts_shorter():
     assert miscalibration(actual[WINDOW:], corrected[WINDOW:]) < 0.05
 
 
-def test_answers_that_were_all_capped_correct_nothing_that_was_predicted_longer():
+def test_capped_answers_do_not_correct_longer_predictions():
     _, predicted = world(200)
     short = predicted[:, 0] - 1
     assert corrected_in_turn(short, predicted, np.ones(200, dtype=bool)) == pytest.approx(predicted)
 
 
-def test_before_any_answer_a_point_is_a_point_with_equal_quantiles():
+def test_before_any_answer_a_point_prediction_has_equal_quantiles():
     point = at_levels([math.log(70)])
     assert Recalibration(WINDOW).corrected(point, 1.0) == (math.log(70),) * LEVELS
 

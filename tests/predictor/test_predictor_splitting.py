@@ -1,4 +1,4 @@
-"""Rows -> clusters of near duplicates -> sides of a split."""
+"""From rows to clusters of near duplicates to the sides of a split."""
 
 import os
 import random
@@ -16,7 +16,7 @@ from predictor.splitting import near_duplicates, representatives
 from predictor.text import normalised
 
 ROOT = Path(__file__).resolve().parents[2]
-FILLER = [f"prompt {i}" for i in range(100)]  # enough that no side stays empty
+FILLER = [f"prompt {i}" for i in range(100)]  # enough to leave no side empty
 FACTORIAL = "write a python program that computes the factorial of a given whole number using recursion only please"
 CHINESE = "请用简单的语言向一个小学生解释为什么天空在白天是蓝色的而在傍晚的时候却会变成红色,并且举出两个生活中的例子"
 URL = "https://example.com/archive/2023/11/annual-report-on-the-state-of-the-harbour/chapter-7/page-12.html"
@@ -34,10 +34,10 @@ def side(splits: Splits, prompt: str, group: str = "") -> str:
 
 
 def together(rows: list[Row], seeds: int = 60) -> bool:
-    """Whether the rows are on one side whatever the seed; by chance, two are with 0.66 ** 60."""
+    """Whether the rows are on one side for every seed; by chance two rows are with probability 0.66 ** 60."""
     for seed in range(seeds):
         splits = split_rows([*rows, *map(row, FILLER)], seed)
-        if len({side(splits, each.prompt.text, each.group) for each in rows}) > 1:
+        if len({side(splits, entry.prompt.text, entry.group) for entry in rows}) > 1:
             return False
     return True
 
@@ -48,12 +48,12 @@ def shingles(text: str) -> set[tuple[str, ...]]:
 
 
 def jaccard(a: str, b: str) -> float:
-    """By the book, for texts of 3 words or more."""
+    """By definition, for texts of 3 words or more."""
     return len(shingles(a) & shingles(b)) / len(shingles(a) | shingles(b))
 
 
 def near_pairs(texts: list[str]) -> set[tuple[str, str]]:
-    """All of them, by brute force."""
+    """All near pairs, by brute force."""
     sets = {text: shingles(text) for text in sorted(set(texts))}
     overlapping = ((a, b) for a, b in combinations(sets, 2) if not sets[a].isdisjoint(sets[b]))
     return {(a, b) for a, b in overlapping if jaccard(a, b) >= 0.7}
@@ -71,26 +71,31 @@ def sentences(count: int, words: int, seed: int = 0) -> list[str]:
 def test_a_prompt_falls_on_one_side_whatever_its_case_and_spacing() -> None:
     rows = [row(f"{prefix} {i}") for i in range(300) for prefix in ("Count to", "count  TO")]
     splits = split_rows(rows, seed=0)
-    sides = [{r.prompt.text.split()[-1] for r in each} for each in (splits.train, splits.validation, splits.held_out)]
+    sides = [{r.prompt.text.split()[-1] for r in part} for part in (splits.train, splits.validation, splits.held_out)]
     assert sum(map(len, sides)) == 300
     assert set.union(*sides) == {str(i) for i in range(300)}
 
 
-def test_a_prompts_side_depends_on_the_seed_but_not_on_the_other_rows() -> None:
+def test_a_prompts_side_depends_on_the_seed_and_not_on_the_other_rows() -> None:
     rows = [row(f"prompt {i}") for i in range(500)]
     splits = split_rows(rows, seed=1)
-    again = split_rows([*rows[::-1], row("one more")], seed=1)
-    assert set(splits.held_out) <= set(again.held_out) <= {*splits.held_out, row("one more")}
+    second_split = split_rows([*rows[::-1], row("one more")], seed=1)
+    assert set(splits.held_out) <= set(second_split.held_out) <= {*splits.held_out, row("one more")}
     assert set(split_rows(rows, seed=2).held_out) != set(splits.held_out)
 
 
-def test_the_sides_of_prompts_without_near_duplicates_stay_what_they_have_always_been() -> None:
+def test_the_sides_of_prompts_without_near_duplicates_never_change() -> None:
     splits = split_rows([row(f"Count to {i}") for i in range(30)], seed=0)
-    assert [each.prompt.text for each in splits.held_out] == ["Count to 3", "Count to 5", "Count to 17", "Count to 20"]
-    assert [each.prompt.text for each in splits.validation] == ["Count to 4", "Count to 27"]
+    assert [entry.prompt.text for entry in splits.held_out] == [
+        "Count to 3",
+        "Count to 5",
+        "Count to 17",
+        "Count to 20",
+    ]
+    assert [entry.prompt.text for entry in splits.validation] == ["Count to 4", "Count to 27"]
 
 
-def test_the_sides_have_the_shares_that_were_asked_for() -> None:
+def test_the_sides_have_the_requested_shares() -> None:
     splits = split_rows([row(f"prompt {i}") for i in range(10_000)], 0, validation_share=0.1, held_out_share=0.2)
     assert len(splits.validation) == pytest.approx(1000, abs=5 * 30)  # 5 standard deviations
     assert len(splits.held_out) == pytest.approx(2000, abs=5 * 40)
@@ -122,16 +127,16 @@ def test_a_turn_falls_on_the_side_of_the_same_prompt_alone() -> None:
     assert together([row("now say it in French", "what is bread"), row("Now say it  in french")])
 
 
-def test_a_turn_that_is_mere_glue_ties_no_conversations_together() -> None:
+def test_a_mere_filler_turn_does_not_join_conversations() -> None:
     assert not together([row("please go on", "what is bread"), row("please go on", "what is water")])
 
 
 @pytest.mark.parametrize("turn", [CHINESE, URL, f"summarise {URL}"])
-def test_a_turn_of_few_words_is_no_glue_when_it_is_long(turn: str) -> None:
+def test_a_turn_of_few_words_is_no_filler_if_it_is_long(turn: str) -> None:
     assert together([row(turn, "what is bread"), row(turn, "what is water")])
 
 
-def test_a_short_turn_without_spaces_is_glue() -> None:
+def test_a_short_turn_without_spaces_is_filler() -> None:
     assert not together([row("请继续", "what is bread"), row("请继续", "what is water")])
 
 
@@ -158,7 +163,7 @@ def test_near_duplicates_fall_on_one_side_whatever_the_seed(variant: str) -> Non
         (CHINESE, CHINESE + "谢谢"),
         (CHINESE, CHINESE.replace("两个", "三个")),
         (CHINESE[:40], CHINESE[:40].replace("天空", "大空")),
-        (CHINESE, CHINESE.replace(",", "。 ")),  # a space does not make words
+        (CHINESE, CHINESE.replace(",", "。 ")),  # a space does not separate words
         (URL, URL.replace("12", "13")),
     ],
 )
@@ -166,20 +171,20 @@ def test_near_duplicates_without_spaces_fall_on_one_side_whatever_the_seed(text:
     assert together([row(text), row(variant)])
 
 
-def test_different_texts_without_spaces_are_on_their_own() -> None:
+def test_different_texts_without_spaces_are_separate_clusters() -> None:
     rng = random.Random(0)
     texts = ["".join(chr(rng.randrange(0x4E00, 0x9FA5)) for _ in range(40)) for _ in range(200)]
     assert representatives(texts) == {text: text for text in texts}
 
 
-def test_prompts_below_the_similarity_are_on_their_own() -> None:
+def test_prompts_below_the_similarity_are_separate_clusters() -> None:
     variant = FACTORIAL.replace("computes the factorial", "prints the square")
     assert 0.4 < jaccard(FACTORIAL, variant) < 0.7
     assert not together([row(FACTORIAL), row(variant)])
 
 
 def test_the_similarity_may_be_reached_exactly() -> None:
-    texts = ["a b c d e f g h i j", "b c d e f g h i j k l"]  # 7 shingles are shared, 1 + 2 are not
+    texts = ["a b c d e f g h i j", "b c d e f g h i j k l"]  # 7 shared shingles, 1 + 2 different ones
     assert jaccard(*texts) == 0.7
     assert near_duplicates(texts).shape == (1, 2)
 
@@ -211,8 +216,8 @@ def test_near_duplicates_agree_with_brute_force() -> None:
             words[rng.randrange(25)] = "changed"
     texts = sorted(set(texts))
     near = near_pairs(texts)
-    found = {(texts[min(pair)], texts[max(pair)]) for pair in near_duplicates(texts).tolist()}
-    assert found <= near
+    pairs = {(texts[min(pair)], texts[max(pair)]) for pair in near_duplicates(texts).tolist()}
+    assert pairs <= near
     assert len(near) > 100
     cluster = representatives(texts)
     assert all(cluster[a] == cluster[b] for a, b in near)
@@ -228,7 +233,7 @@ def test_no_two_sides_share_a_near_duplicate() -> None:
     for seed in range(20):
         splits = split_rows(map(row, texts), seed)
         sides = (splits.train, splits.validation, splits.held_out)
-        number = {each.prompt.text: i for i, rows in enumerate(sides) for each in rows}
+        number = {entry.prompt.text: i for i, rows in enumerate(sides) for entry in rows}
         assert len(number) == len(set(texts))
         assert all(number[a] == number[b] for a, b in near)
 
@@ -247,7 +252,7 @@ def test_a_template_does_not_chain_unrelated_prompts() -> None:
     assert representatives(texts) == {text: text for text in texts}
 
 
-def test_prompts_that_are_hardly_more_than_their_template_are_one_cluster() -> None:
+def test_prompts_that_are_almost_equal_to_their_template_are_one_cluster() -> None:
     (template,) = sentences(1, 200)
     texts = [f"{template} {text}" for text in sentences(1000, 10, seed=3)]
     assert len(set(representatives(texts).values())) == 1
@@ -263,7 +268,7 @@ def test_near_duplicates_are_found_among_a_templates_many_prompts() -> None:
     assert len(set(cluster.values())) == 1000
 
 
-# --- always the same --------------------------------------------------------------------------------------------
+# --- independent of order and process ---------------------------------------------------------------------------------
 
 
 def test_neither_the_order_of_the_rows_nor_their_copies_matter() -> None:
@@ -272,21 +277,21 @@ def test_neither_the_order_of_the_rows_nor_their_copies_matter() -> None:
     splits = split_rows(rows, seed=0)
     for seed in range(3):
         shuffled = random.Random(seed).sample(rows, len(rows))
-        again = split_rows([*shuffled, *shuffled[:50]], seed=0)
-        assert set(again.train) == set(splits.train)
-        assert set(again.validation) == set(splits.validation)
-        assert set(again.held_out) == set(splits.held_out)
+        second_split = split_rows([*shuffled, *shuffled[:50]], seed=0)
+        assert set(second_split.train) == set(splits.train)
+        assert set(second_split.validation) == set(splits.validation)
+        assert set(second_split.held_out) == set(splits.held_out)
 
 
-def test_a_new_prompt_moves_only_what_it_is_near_to() -> None:
+def test_a_new_prompt_moves_only_its_near_duplicates() -> None:
     texts = sentences(300, 20)
     splits = split_rows(map(row, texts), seed=0)
-    again = split_rows(map(row, [*texts, f"a {texts[0]}"]), seed=0)
-    moved = [text for text in texts if side(splits, text) != side(again, text)]
+    second_split = split_rows(map(row, [*texts, f"a {texts[0]}"]), seed=0)
+    moved = [text for text in texts if side(splits, text) != side(second_split, text)]
     assert set(moved) <= {texts[0]}
 
 
-def test_every_process_splits_alike() -> None:
+def test_every_process_splits_the_same_way() -> None:
     program = """
 from predictor.dataset import Row, split_rows
 from predictor.prompt import Prompt
@@ -309,6 +314,6 @@ print([row.prompt.text for row in split_rows([Row(Prompt(text), 1, group=texts[i
     assert len(outputs[0]) > 100
 
 
-def test_pairs_that_were_tied_have_one_representative_and_it_is_the_first() -> None:
+def test_joined_pairs_have_the_first_as_their_representative() -> None:
     assert representatives(["d", "b"], [("d", "c"), ("c", "a")]) == {"a": "a", "b": "b", "c": "a", "d": "a"}
     assert representatives([]) == {}

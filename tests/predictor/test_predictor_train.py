@@ -1,4 +1,4 @@
-"""From rows to a predictor, and what the predictor then says."""
+"""From rows to a trained predictor and its predictions."""
 
 import json
 import math
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Threads that wait for each other on a busy machine make such small models many times slower."""
+    """Use one thread: on a busy machine threads of such small models slow each other down many times."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -39,7 +39,7 @@ def one_thread() -> Iterator[None]:
 
 
 def toy_rows(n: int) -> list[Row]:
-    """Answers whose length the prompt states."""
+    """Answers of the length that the prompt states."""
     words = ("apples", "pears", "plums", "figs")
     return [Row(Prompt(f"write {i % 50 + 1} {words[i // 50 % 4]}, number {i}", "toy"), i % 50 + 1) for i in range(n)]
 
@@ -54,14 +54,14 @@ LEAST = {"hidden_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 
 @pytest.fixture(autouse=True, scope="module")
 def least_network() -> Iterator[None]:
-    """What tests of the way to a predictor train: how well it predicts is nothing to them."""
+    """Train the smallest network, in tests that do not judge its predictions."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SIZES, "least", LEAST)
         yield
 
 
 def predictor_of(trained: Trained | None) -> LengthPredictor:
-    assert trained is not None, "there is one process only"
+    assert trained is not None, "there is only one process"
     return trained.predictor
 
 
@@ -69,7 +69,7 @@ SEVEN = [Prompt("write 7 figs")]
 TINY = BertConfig(vocab_size=10, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
 
 
-# --- the whole way ----------------------------------------------------------------------------------------------
+# --- from script to predictor -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -84,11 +84,11 @@ def test_the_script_trains_a_predictor_that_beats_the_baselines(
     columns = ["--prompt-column", "question", "--length-column", "tokens"]
     monkeypatch.setattr(sys, "argv", [*command, *options, *columns, "--threads", "1"])
     status = load_script("train_predictor").main()
-    said = capsys.readouterr()
-    assert status == 0, said.err
-    assert "Not usable: 1 x not a JSON object." in said.err
-    assert "epoch 8/8: validation loss" in said.err
-    assert "| predictor |" in said.out
+    output = capsys.readouterr()
+    assert status == 0, output.err
+    assert "Not usable: 1 x not a JSON object." in output.err
+    assert "epoch 8/8: validation loss" in output.err
+    assert "| predictor |" in output.out
 
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     held_out = metrics["metrics"]
@@ -109,7 +109,7 @@ def test_the_script_trains_a_predictor_that_beats_the_baselines(
     assert {"confusion.png", "gains.png", "calibration.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
 
 
-def test_the_script_says_what_is_wrong_with_the_data_in_one_line(tmp_path: Path) -> None:
+def test_the_script_reports_bad_data_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
     command = [sys.executable, ROOT / "scripts" / "train_predictor.py", "--data", tmp_path / "a.jsonl"]
     done = subprocess.run(
@@ -120,7 +120,7 @@ def test_the_script_says_what_is_wrong_with_the_data_in_one_line(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_an_interrupted_training_is_resumed_and_ends_like_an_undisturbed_one(
+def test_an_interrupted_training_is_resumed_and_ends_like_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     splits, prompts = toy_splits(), [row.prompt for row in toy_splits().held_out]
@@ -158,7 +158,7 @@ def test_a_training_with_other_options_is_not_resumed(
 
 
 @pytest.mark.slow
-def test_a_training_that_failed_before_its_first_checkpoint_is_simply_begun_again(
+def test_a_training_that_failed_before_its_first_checkpoint_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: Any, **__: Any) -> None:
@@ -172,7 +172,7 @@ def test_a_training_that_failed_before_its_first_checkpoint_is_simply_begun_agai
 
 
 @pytest.mark.slow
-def test_the_trainings_of_a_soup_are_each_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trainings_of_a_soup_are_resumed_separately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
 
     def count(_callback: PlainProgress, args: Any, *_: Any, **__: Any) -> None:
@@ -191,7 +191,7 @@ def test_the_trainings_of_a_soup_are_each_resumed(tmp_path: Path, monkeypatch: p
 
 def test_the_average_of_a_soup_is_taken_only_when_it_is_better() -> None:
     class Losses:
-        """Says how far the weight is from 5."""
+        """The loss is the distance of the weight from 5."""
 
         def __init__(self) -> None:
             self.model = torch.nn.Linear(1, 1, bias=False)
@@ -219,16 +219,16 @@ def test_nothing_to_resume_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_predictor_and_another_seed_another(tmp_path: Path) -> None:
     quick = replace(QUICK, epochs=1)
-    once, again, other = (
+    first, same_seed, other_seed = (
         predictor_of(train(toy_splits(), replace(quick, seed=seed), tmp_path / str(i))).predict(SEVEN).tolist()
         for i, seed in enumerate([1, 1, 2])
     )
-    assert once == again != other
+    assert first == same_seed != other_seed
 
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A small BERT as a hub would give it."""
+    """A small BERT in the format of the hub."""
     tokenizer = train_tokenizer([row.prompt.text for row in toy_rows(60)], words_max=100)
     special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=24, **special).save_pretrained(
@@ -246,7 +246,9 @@ def base(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_fine_tuning_starts_from_the_base_model_and_reads_as_much_as_it_can(base: Path, tmp_path: Path) -> None:
+def test_fine_tuning_starts_from_the_base_model_and_reads_as_long_a_prompt_as_it_can(
+    base: Path, tmp_path: Path
+) -> None:
     options = replace(QUICK, base_model=str(base), epochs=1, learning_rate=1e-9, max_length_tokens=512)
     tuned = predictor_of(train(toy_splits(), options, tmp_path / "out"))
     assert tuned.encoding.max_length_tokens == 24
@@ -259,7 +261,7 @@ def test_fine_tuning_starts_from_the_base_model_and_reads_as_much_as_it_can(base
 
 
 def untrained(model: LengthModel) -> list[float]:
-    """What it says before it has seen a prompt: the quantiles of the training lengths."""
+    """The predictions before training: the quantiles of the training lengths."""
     with torch.no_grad():
         lengths = model._ascending(model.head.bias.unsqueeze(0)).exp() * model.config.length_unit
     result: list[float] = lengths[0].tolist()
@@ -281,7 +283,9 @@ def test_one_predictor_serves_several_models_and_reads_system_prompts_and_histor
         return float(trained.predict([Prompt("number 7", **fields)])[0, 7])
 
     assert median(model="wordy") > 1.5 * median(model="terse")
-    assert median(model="terse") > 1.1 * median(model="terse", system="be brief")  # 1 without reading it, 2 in truth
+    assert median(model="terse") > 1.1 * median(
+        model="terse", system="be brief"
+    )  # 1 if the system prompt is ignored, 2 in truth
     assert median(model="terse", history_characters=60_000) > 1.2 * median(model="terse")
     assert median(model="terse") < median(model="never heard of") < median(model="wordy")
 
@@ -291,7 +295,7 @@ def test_the_papers_loss_gives_a_point(tmp_path: Path) -> None:
     assert predictor_of(train(toy_splits(), replace(QUICK, loss="l1"), tmp_path)).predict(SEVEN).shape == (1, 1)
 
 
-def test_a_cut_answer_teaches_that_its_length_was_at_least_that() -> None:
+def test_a_cut_answer_is_a_lower_bound_in_the_loss() -> None:
     model = LengthModel(LengthConfig(encoder=TINY.to_diff_dict(), quantiles=3, length_unit=100.0)).eval()
     model.start_from([50, 100, 200])
     ids = torch.tensor([[1, 2]])
@@ -306,14 +310,14 @@ def test_a_cut_answer_teaches_that_its_length_was_at_least_that() -> None:
     assert loss(9_000.0, ceiling=9_000.0) == pytest.approx(loss(9_000.0, ceiling=math.inf))
 
 
-def test_ceilings_that_differ_from_answer_to_answer_bias_no_quantile() -> None:
+def test_different_ceilings_of_answers_bias_no_quantile() -> None:
     rng = np.random.default_rng(0)
     lengths, ceilings = rng.lognormal(np.log(200), 1, 20_000), np.tile([100.0, 2000.0], 10_000)
     model = LengthModel(LengthConfig(encoder=TINY.to_diff_dict(), quantiles=3, length_unit=1.0)).eval()
-    seen, ceiling = (torch.tensor(x).unsqueeze(1) for x in (np.minimum(lengths, ceilings), ceilings))
+    observed, ceiling = (torch.tensor(x).unsqueeze(1) for x in (np.minimum(lengths, ceilings), ceilings))
 
     def loss(guess: float) -> float:
-        return float(model._pinball(torch.minimum(torch.full((len(seen), 3), guess), ceiling), seen))
+        return float(model._pinball(torch.minimum(torch.full((len(observed), 3), guess), ceiling), observed))
 
     guesses = np.geomspace(50, 800, 120)
     model.levels[:] = 0.5  # three times the median
@@ -324,17 +328,17 @@ def test_the_pinball_loss_is_least_at_the_quantiles() -> None:
     config = LengthConfig(encoder=TINY.to_diff_dict(), quantiles=5, length_unit=100.0)
     model = LengthModel(config).eval()
     lengths = np.random.default_rng(0).lognormal(4, 1, 4001)
-    seen = torch.tensor(lengths / 100.0).unsqueeze(1)
+    observed = torch.tensor(lengths / 100.0).unsqueeze(1)
     best = torch.tensor(np.quantile(lengths, model.levels.numpy()) / 100.0)
 
     def loss(guess: torch.Tensor) -> float:
-        return float(model._pinball(guess.expand(len(lengths), -1), seen))
+        return float(model._pinball(guess.expand(len(lengths), -1), observed))
 
     for i in range(5):
         for factor in (0.8, 1.25):
-            other = best.clone()
-            other[i] *= factor
-            assert loss(other) > loss(best)
+            shifted = best.clone()
+            shifted[i] *= factor
+            assert loss(shifted) > loss(best)
 
 
 def test_quantiles_never_cross_whatever_the_weights() -> None:
@@ -355,17 +359,19 @@ def test_near_numbers_have_near_features_all_along() -> None:
     steps = (features[1:] - features[:-1]).norm(dim=1)
     far = (features[100:] - features[:-100]).norm(dim=1)
     assert steps.min() > 0
-    assert steps[10:].max() < far.min()  # the logarithm spreads the smallest numbers out
+    assert steps[10:].max() < far.min()  # the logarithm spreads the smallest numbers
 
 
-def test_training_leaves_the_numbers_where_they_were() -> None:
+def test_training_does_not_change_the_features_of_numbers() -> None:
     tokenizer = train_tokenizer(["count"], words_max=10)
     embeddings = torch.nn.Embedding(tokenizer.get_vocab_size(), 96)
     fix_number_embeddings(embeddings, tokenizer)
     optimizer = torch.optim.SGD(embeddings.parameters(), lr=1.0)
     embeddings.weight.sum().backward()
-    before = embeddings.weight.detach().clone()
+    weights_before = embeddings.weight.detach().clone()
     optimizer.step()
     rows = torch.tensor([tokenizer.token_to_id(number) for number in NUMBERS])
     assert torch.allclose(embeddings.weight[rows], SCALE * number_features(torch.arange(1001), 96))
-    assert not torch.allclose(embeddings.weight[tokenizer.token_to_id("[UNK]")], before[tokenizer.token_to_id("[UNK]")])
+    assert not torch.allclose(
+        embeddings.weight[tokenizer.token_to_id("[UNK]")], weights_before[tokenizer.token_to_id("[UNK]")]
+    )

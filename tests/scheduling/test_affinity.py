@@ -1,9 +1,9 @@
-"""Which engine has served a prompt's beginning lately."""
+"""Which engine recently served a prompt's prefix."""
 
 from llmserve.scheduling.engines import PREFIX_ENGINES_MAX, PrefixMemory
 
 
-def test_the_longest_beginning_that_is_known_counts() -> None:
+def test_the_longest_known_prefix_counts() -> None:
     memory = PrefixMemory()
     memory.served((1, 2), "a")
     memory.served((1, 2, 3), "b")
@@ -14,7 +14,7 @@ def test_the_longest_beginning_that_is_known_counts() -> None:
     assert memory.among((), {"a", "b"}) == []
 
 
-def test_it_remembers_a_bounded_number_of_prefixes_and_engines() -> None:
+def test_affinity_remembers_a_bounded_number_of_prefixes_and_engines() -> None:
     memory = PrefixMemory(prefixes_max=100)
     for number in range(10_000):
         memory.served((number,), "a")

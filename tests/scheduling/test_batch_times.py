@@ -1,4 +1,4 @@
-"""How long a batch would take, by hand."""
+"""Expected times of batches, worked out by hand."""
 
 import pytest
 
@@ -15,13 +15,13 @@ SPEED = StepTimes(0.5, (1.0, 1.5, 2.0, 2.5))
 
 
 def engine(*, slots: int = 4, barrier: bool = True, **speeds: StepTimes) -> EngineState:
-    """speeds : of models; `every`: of every other."""
-    told = {"" if model == "every" else model: speed for model, speed in speeds.items()}
-    return EngineState(EngineInfo("gpu0", slots, barrier, speeds=told), Circuit(0, 1.0), Worker("gpu0", ""))
+    """speeds : by model; `every` is the speed of all other models."""
+    speed_of = {"" if model == "every" else model: speed for model, speed in speeds.items()}
+    return EngineState(EngineInfo("gpu0", slots, barrier, speeds=speed_of), Circuit(0, 1.0), Worker("gpu0", ""))
 
 
 def queues(*lengths: float, bins: int = 1, edges: tuple[float, ...] | None = None, batch_size: int = 4) -> ModelQueues:
-    """Of which so long answers are known."""
+    """Queues whose past answers had these lengths."""
     config = SchedulingConfig(order="flex", bins=bins, edges=edges, batch_size=batch_size).resolved(barrier=True)
     return config.queues("m", lengths)
 
@@ -50,13 +50,13 @@ def test_where_slots_refill_each_answer_takes_its_own_steps_which_all_slots_shar
     assert of_eight.expected == (25.5,) * 8
 
 
-def test_where_slots_refill_the_least_time_is_that_of_slots_which_nobody_else_shares() -> None:
-    """Else an idle engine of many slots would be given nothing that would be in time only because it is idle."""
+def test_where_slots_refill_the_least_time_is_that_of_a_batch_alone_on_the_engine() -> None:
+    """Otherwise an idle engine of many slots would refuse requests that are in time only because it is idle."""
     times = times_of(Timetable(2), engine(barrier=False, every=SPEED), queues(10.0, batch_size=2))
     assert times.least == (10.5, 15.5)
 
 
-def test_a_speed_told_of_fewer_sequences_holds_for_more() -> None:
+def test_a_speed_declared_for_few_sequences_holds_for_more() -> None:
     times = times_of(Timetable(6), engine(slots=6, every=SPEED), queues(10.0, batch_size=6))
     assert times.expected == (10.5, 15.5, 20.5, 25.5, 25.5, 25.5)
 
@@ -66,30 +66,30 @@ def test_a_larger_batch_takes_no_less_than_a_smaller_one_whatever_was_measured()
     assert times.expected == (10.0, 10.0, 20.0)
 
 
-def test_each_model_has_its_own_speed_or_that_of_all_others() -> None:
-    made = engine(m=StepTimes(0.0, (3.0,)), every=SPEED)
-    assert times_of(Timetable(1), made, queues(10.0, batch_size=1)).expected == (30.0,)
+def test_each_model_has_its_own_speed_or_the_common_one() -> None:
+    gpu = engine(m=StepTimes(0.0, (3.0,)), every=SPEED)
+    assert times_of(Timetable(1), gpu, queues(10.0, batch_size=1)).expected == (30.0,)
     assert times_of(Timetable(1), engine(other=SPEED), queues(10.0, batch_size=1)).expected == (0.0,)
 
 
-def test_what_nobody_told_takes_no_time_as_far_as_is_known() -> None:
-    nothing = times_of(Timetable(2), engine(), queues(10.0, batch_size=2))
-    assert (nothing.expected, nothing.least) == ((0.0, 0.0), (0.0, 0.0))
+def test_a_model_without_a_declared_speed_takes_no_time() -> None:
+    unknown = times_of(Timetable(2), engine(), queues(10.0, batch_size=2))
+    assert (unknown.expected, unknown.least) == ((0.0, 0.0), (0.0, 0.0))
     before_the_first_answer = times_of(Timetable(1), engine(every=SPEED), queues(batch_size=1))
     assert before_the_first_answer.expected == (0.5,)
 
 
 def test_bins_have_their_own_lengths() -> None:
-    made = queues(*[10.0] * 8, *[100.0] * 8, bins=2, edges=(50.0,))
-    times = [times_of(Timetable(4), engine(every=SPEED), made, index).expected[0] for index in (0, 1)]
+    model_queues = queues(*[10.0] * 8, *[100.0] * 8, bins=2, edges=(50.0,))
+    times = [times_of(Timetable(4), engine(every=SPEED), model_queues, index).expected[0] for index in (0, 1)]
     assert times == [10.5, 100.5]
 
 
 def paced(pace: float) -> EngineState:
-    """That takes so many seconds for each second that it was told to take."""
-    made = engine(every=SPEED)
-    made.record_batch("m", 1, 10.0, pace * 10.5, 0.0)
-    return made
+    """An engine that takes `pace` seconds for each second that its declared speed promises."""
+    gpu = engine(every=SPEED)
+    gpu.record_batch("m", 1, 10.0, pace * 10.5, 0.0)
+    return gpu
 
 
 def test_times_follow_the_pace_in_steps_of_two_percent() -> None:
@@ -99,42 +99,42 @@ def test_times_follow_the_pace_in_steps_of_two_percent() -> None:
     assert times_of(times, paced(1e-9), queues(10.0)).expected[0] > 0
 
 
-def test_times_follow_lengths_and_speeds_that_have_become_others() -> None:
-    made, known, times = queues(10.0), engine(every=SPEED), Timetable(4)
-    before = times_of(times, known, made)
-    assert times_of(times, known, made) is before
-    known.update(EngineInfo("gpu0", 4, True, speeds={"": StepTimes(0.0, SPEED.step_s)}))
-    assert times_of(times, known, made).expected[0] == 10.0
+def test_times_follow_changed_lengths_and_speeds() -> None:
+    model_queues, gpu, times = queues(10.0), engine(every=SPEED), Timetable(4)
+    first_times = times_of(times, gpu, model_queues)
+    assert times_of(times, gpu, model_queues) is first_times
+    gpu.update(EngineInfo("gpu0", 4, True, speeds={"": StepTimes(0.0, SPEED.step_s)}))
+    assert times_of(times, gpu, model_queues).expected[0] == 10.0
     for request_id in range(1_100):
-        made.record_answer(QueuedRequest(Request(request_id), 0, 0.0), 20.0, 1.0)
-    assert times_of(times, known, made).expected[0] == 20.0
+        model_queues.record_answer(QueuedRequest(Request(request_id), 0, 0.0), 20.0, 1.0)
+    assert times_of(times, gpu, model_queues).expected[0] == 20.0
 
 
 def test_the_first_answers_are_known_at_once() -> None:
-    """Else an engine would be thought to take no time for the length of 64 answers."""
-    made, known, times = queues(), engine(every=SPEED), Timetable(4)
-    assert times_of(times, known, made).expected[0] == 0.5
-    made.record_answer(QueuedRequest(Request(0), 0, 0.0), 20.0, 1.0)
-    assert times_of(times, known, made).expected[0] == 20.5
+    """Otherwise an engine would seem to take no time until 64 answers are known."""
+    model_queues, gpu, times = queues(), engine(every=SPEED), Timetable(4)
+    assert times_of(times, gpu, model_queues).expected[0] == 0.5
+    model_queues.record_answer(QueuedRequest(Request(0), 0, 0.0), 20.0, 1.0)
+    assert times_of(times, gpu, model_queues).expected[0] == 20.5
 
 
-def test_when_predictions_are_found_to_say_nothing_the_one_bin_has_the_lengths_of_all() -> None:
-    made = queues(*[10.0] * 64, *[100.0] * 64, bins=2, edges=(50.0,))
-    assert made.tokens(0).longest[0] == 10.0
+def test_while_predictions_are_not_trusted_the_one_bin_has_all_lengths() -> None:
+    model_queues = queues(*[10.0] * 64, *[100.0] * 64, bins=2, edges=(50.0,))
+    assert model_queues.tokens(0).longest[0] == 10.0
     answers = 0
-    while made.trust.trusted:
-        score, tokens = (10.0, 100.0) if answers % 2 else (100.0, 10.0)  # the wrong way round
-        made.record_answer(QueuedRequest(Request(answers, score), 0, 0.0, score), tokens, 1.0)
-        made.tokens(0)
+    while model_queues.trust.trusted:
+        score, tokens = (10.0, 100.0) if answers % 2 else (100.0, 10.0)  # reversed predictions
+        model_queues.record_answer(QueuedRequest(Request(answers, score), 0, 0.0, score), tokens, 1.0)
+        model_queues.tokens(0)
         answers += 1
-    assert made.tokens(0).longest[0] == pytest.approx(55.0, abs=1.0)
+    assert model_queues.tokens(0).longest[0] == pytest.approx(55.0, abs=1.0)
 
 
 # ---- late ----
 
 
 def late_at_s(*engines: EngineState, tokens: float, now_s: float = 0.0) -> float:
-    """Of a request that is due at 100 s, where the shortest answers have so many tokens."""
+    """When a request that is due at 100 s is late, if the shortest answers have `tokens` tokens."""
     queued = QueuedRequest(Request(0, deadline_s=100.0, model="m"), 0, 0.0)
     return Timetable(4).late_at_s(queued, engines, tokens, now_s)
 
@@ -146,7 +146,7 @@ def test_a_request_alone_takes_its_prefill_and_a_step_for_each_token() -> None:
     assert late_at_s(paced(3.0), paced(1.0), tokens=10.0) == pytest.approx(89.5, abs=1e-5)
 
 
-def test_as_far_as_is_known_a_request_takes_no_time_on_an_engine_that_has_shown_nothing_lately() -> None:
+def test_a_request_takes_no_time_on_an_engine_without_recent_answers() -> None:
     assert late_at_s(engine(every=SPEED), tokens=10.0) == 100.0
     assert late_at_s(paced(1.0), engine(every=SPEED), tokens=10.0) == 100.0
     assert late_at_s(engine(), tokens=10.0) == 100.0
@@ -157,42 +157,42 @@ def test_as_far_as_is_known_a_request_takes_no_time_on_an_engine_that_has_shown_
 
 
 def test_the_first_answers_count_alike_and_later_ones_a_thirty_second() -> None:
-    made = engine(every=SPEED)
-    assert made.pace("m") == 1.0
-    assert made.record_batch("m", 2, 10.0, 31.0, 0.0)  # told: 15.5
-    assert made.pace("m") == 2.0
-    made.record_batch("m", 2, 10.0, 15.5, 1.0)
-    assert made.pace("m") == 1.5
+    gpu = engine(every=SPEED)
+    assert gpu.pace("m") == 1.0
+    assert gpu.record_batch("m", 2, 10.0, 31.0, 0.0)  # declared: 15.5
+    assert gpu.pace("m") == 2.0
+    gpu.record_batch("m", 2, 10.0, 15.5, 1.0)
+    assert gpu.pace("m") == 1.5
     for _ in range(PACE_MEMORY - 2):
-        made.record_batch("m", 2, 10.0, 1.5 * 15.5, 2.0)
-    assert made.pace("m") == pytest.approx(1.5)
-    made.record_batch("m", 2, 10.0, 4.7 * 15.5, 3.0)
-    assert made.pace("m") == pytest.approx(1.5 + 3.2 / PACE_MEMORY)
+        gpu.record_batch("m", 2, 10.0, 1.5 * 15.5, 2.0)
+    assert gpu.pace("m") == pytest.approx(1.5)
+    gpu.record_batch("m", 2, 10.0, 4.7 * 15.5, 3.0)
+    assert gpu.pace("m") == pytest.approx(1.5 + 3.2 / PACE_MEMORY)
     for _ in range(500):
-        made.record_batch("m", 2, 10.0, 31.0, 4.0)
-    assert made.pace("m") == pytest.approx(2.0, rel=1e-5)
+        gpu.record_batch("m", 2, 10.0, 31.0, 4.0)
+    assert gpu.pace("m") == pytest.approx(2.0, rel=1e-5)
 
 
-def test_what_takes_as_long_as_told_leaves_the_pace_as_it_is() -> None:
-    made = engine(every=SPEED)
-    made.record_batch("m", 2, 10.0, 15.5 * (1 + 1e-9), 0.0)
-    assert made.pace("m") == 1.0
-    assert made.proven_until_s("m") == PROVEN_S
+def test_answers_as_fast_as_declared_leave_the_pace_unchanged() -> None:
+    gpu = engine(every=SPEED)
+    gpu.record_batch("m", 2, 10.0, 15.5 * (1 + 1e-9), 0.0)
+    assert gpu.pace("m") == 1.0
+    assert gpu.proven_until_s("m") == PROVEN_S
 
 
-def test_what_tells_nothing_of_speed_leaves_the_pace_as_it_is() -> None:
-    made = engine(other=SPEED)
-    assert not made.record_batch("m", 2, 10.0, 99.0, 0.0)
-    assert not made.record_batch("other", 2, 0.0, 99.0, 0.0)
-    assert made.pace("m") == made.pace("other") == 1.0
-    assert made.proven_until_s("other") < 0
+def test_answers_that_show_no_speed_leave_the_pace_unchanged() -> None:
+    gpu = engine(other=SPEED)
+    assert not gpu.record_batch("m", 2, 10.0, 99.0, 0.0)
+    assert not gpu.record_batch("other", 2, 0.0, 99.0, 0.0)
+    assert gpu.pace("m") == gpu.pace("other") == 1.0
+    assert gpu.proven_until_s("other") < 0
 
 
-def test_each_model_has_a_pace_of_its_own() -> None:
-    made = engine(m=SPEED, n=SPEED)
-    made.record_batch("m", 1, 10.0, 21.0, 0.0)
-    assert (made.pace("m"), made.pace("n")) == (2.0, 1.0)
+def test_each_model_has_its_own_pace() -> None:
+    gpu = engine(m=SPEED, n=SPEED)
+    gpu.record_batch("m", 1, 10.0, 21.0, 0.0)
+    assert (gpu.pace("m"), gpu.pace("n")) == (2.0, 1.0)
 
 
-def test_an_answer_that_took_for_ever_says_little() -> None:
+def test_an_endless_answer_changes_the_pace_little() -> None:
     assert paced(1e6).pace("m") == PACE_MOST

@@ -11,7 +11,7 @@ def opened(at_s: float = 0.0) -> Circuit:
     return circuit
 
 
-def test_faults_in_a_row_open_it_and_a_success_between_them_does_not() -> None:
+def test_faults_in_a_row_open_the_circuit_unless_a_success_interrupts_them() -> None:
     circuit = Circuit(faults_max=2, pause_s=1.0)
     circuit.fault(1, 0.0)
     circuit.success([2])
@@ -48,7 +48,7 @@ def test_each_failed_trial_doubles_the_pause_up_to_a_limit_and_success_shortens_
     assert circuit.open_until_s == now_s + 1.0
 
 
-def test_requests_sent_before_it_opened_neither_lengthen_the_pause_nor_end_it() -> None:
+def test_requests_sent_before_it_opened_do_not_change_the_pause() -> None:
     circuit = opened()
     circuit.fault(99, 0.9)
     circuit.success([98])
@@ -62,7 +62,7 @@ def test_a_trial_whose_client_leaves_makes_room_for_another() -> None:
     assert circuit.takes(1.0)
 
 
-def test_with_no_limit_it_never_opens() -> None:
+def test_without_a_limit_the_circuit_never_opens() -> None:
     circuit = Circuit(faults_max=0, pause_s=1.0)
     for request_id in range(1000):
         circuit.fault(request_id, 0.0)

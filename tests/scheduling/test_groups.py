@@ -1,24 +1,19 @@
-"""Serving groups: whose request goes where, and what becomes of it when the plan changes."""
+"""Serving groups: which group gets a request, and where it goes when the plan changes."""
 
 from __future__ import annotations
 
-import hypothesis.strategies as st
-import msgspec
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from worlds.invariants import check
 
 from bins.dispatch import DispatchPlan, DispatchTable
 from bins.profile import StepTimes
-from llmserve.cluster.journal import Header, Step, replay
+from llmserve.cluster.journal import Header
 from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.layout import FALLBACK, Layout
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
-    AnswerBegan,
     BatchEnded,
     DispatchSolved,
     DrainRequested,
@@ -53,22 +48,22 @@ def engine(name: str, slots: int = 1, **fields: object) -> EngineInfo:
 def grouped(
     plan: tuple[ServingGroup, ...], *engines: EngineInfo, replan: Replan | None = None, **config: object
 ) -> Scheduler:
-    """One request after the other, of a token each, unless told otherwise; these engines are up."""
+    """By default, batches of one request of one token; these engines are up."""
     values = {"bins": 1, "batch_size": 1, "release": "greedy", "order": "fffs", **config}
-    made = Header(SchedulingConfig(**values), (1.0,) * 64, groups=plan, replan=replan).scheduler()  # type: ignore[arg-type]
+    scheduler = Header(SchedulingConfig(**values), (1.0,) * 64, groups=plan, replan=replan).scheduler()  # type: ignore[arg-type]
     for info in engines:
-        step(made, EngineReady(info))
-    return made
+        step(scheduler, EngineReady(info))
+    return scheduler
 
 
-def step(made: Scheduler, event: Event, now_s: float = 0.0) -> list[Action]:
-    actions = made.handle(event, now_s)
-    check(made)
+def step(scheduler: Scheduler, event: Event, now_s: float = 0.0) -> list[Action]:
+    actions = scheduler.handle(event, now_s)
+    check(scheduler)
     return actions
 
 
-def arrive(made: Scheduler, *requests: Request, now_s: float = 0.0) -> list[Action]:
-    return [action for request in requests for action in step(made, RequestArrived(request), now_s)]
+def arrive(scheduler: Scheduler, *requests: Request, now_s: float = 0.0) -> list[Action]:
+    return [action for request in requests for action in step(scheduler, RequestArrived(request), now_s)]
 
 
 def m(request_id: int, **fields: object) -> Request:
@@ -84,7 +79,7 @@ def ended(engine_name: str, request_id: int) -> RequestEnded:
 
 
 def placed(actions: list[Action]) -> list[tuple[int, str]]:
-    """(request, engine) of all that started."""
+    """(request, engine) of all started requests."""
     return [
         (request.id, action.engine)
         for action in actions
@@ -93,314 +88,319 @@ def placed(actions: list[Action]) -> list[tuple[int, str]]:
     ]
 
 
-def home(made: Scheduler, request_id: int) -> str:
-    return made.requests[request_id].group
+def group_of(scheduler: Scheduler, request_id: int) -> str:
+    return scheduler.requests[request_id].group
 
 
-# ---- whose request ----
+# ---- the group of a request ----
 
 
 def test_a_request_goes_to_the_group_of_its_model_although_another_has_a_free_engine() -> None:
-    made = grouped((LEFT, RIGHT), engine("a"), engine("b"))
-    assert placed(arrive(made, m(1), m(2))) == [(1, "a")]
-    assert placed(arrive(made, n(3))) == [(3, "b")]
-    assert placed(step(made, ended("b", 3))) == []
-    assert placed(step(made, ended("a", 1))) == [(2, "a")]
+    scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
+    assert placed(arrive(scheduler, m(1), m(2))) == [(1, "a")]
+    assert placed(arrive(scheduler, n(3))) == [(3, "b")]
+    assert placed(step(scheduler, ended("b", 3))) == []
+    assert placed(step(scheduler, ended("a", 1))) == [(2, "a")]
 
 
-def test_a_stream_named_by_a_group_goes_there_although_another_has_its_model() -> None:
+def test_a_groups_own_stream_goes_there_although_another_group_has_its_model() -> None:
     right = ServingGroup("right", ("b",), ("n",), streams=(("chat", "m"),))
-    made = grouped((LEFT, right), engine("a"), engine("b"))
-    assert placed(arrive(made, m(1, stream="chat"), m(2, stream="mail"))) == [(1, "b"), (2, "a")]
+    scheduler = grouped((LEFT, right), engine("a"), engine("b"))
+    assert placed(arrive(scheduler, m(1, stream="chat"), m(2, stream="mail"))) == [(1, "b"), (2, "a")]
 
 
-def test_what_no_group_names_is_the_fallback_groups() -> None:
-    made = grouped((LEFT, RIGHT), engine("a", models=("m",)), engine("c", models=("k",)))
-    assert placed(arrive(made, Request(1, model="k"))) == [(1, "c")]
-    assert home(made, 1) == FALLBACK
+def test_unplanned_models_belong_to_the_fallback_group() -> None:
+    scheduler = grouped((LEFT, RIGHT), engine("a", models=("m",)), engine("c", models=("k",)))
+    assert placed(arrive(scheduler, Request(1, model="k"))) == [(1, "c")]
+    assert group_of(scheduler, 1) == FALLBACK
 
 
-def test_a_group_that_no_engine_serves_sends_its_requests_to_the_least_loaded_that_one_does() -> None:
+def test_a_group_that_no_engine_serves_sends_its_requests_to_the_least_loaded_served_group() -> None:
     third = ServingGroup("third", ("c",), ("k",))
-    made = grouped((LEFT, RIGHT, third), engine("b"), engine("c", 2))
-    assert placed(arrive(made, n(1))) == [(1, "b")]
-    assert placed(arrive(made, m(2), m(3))) == [(2, "c"), (3, "c")]
-    arrive(made, m(4))
-    assert home(made, 4) == "right", "with a request for each slot everywhere the name decides"
+    scheduler = grouped((LEFT, RIGHT, third), engine("b"), engine("c", 2))
+    assert placed(arrive(scheduler, n(1))) == [(1, "b")]
+    assert placed(arrive(scheduler, m(2), m(3))) == [(2, "c"), (3, "c")]
+    arrive(scheduler, m(4))
+    assert group_of(scheduler, 4) == "right", "at equal load the name decides"
 
 
 def test_an_engine_of_another_group_that_does_not_serve_the_model_is_no_help() -> None:
-    made = grouped((LEFT, RIGHT), engine("b", models=("n",)))
-    assert arrive(made, m(1)) == [FailRequest(1, "no_engine", None)]
-    assert not made.requests
+    scheduler = grouped((LEFT, RIGHT), engine("b", models=("n",)))
+    assert arrive(scheduler, m(1)) == [FailRequest(1, "no_engine", None)]
+    assert not scheduler.requests
 
 
-def test_who_waits_for_an_engine_that_goes_away_goes_where_another_serves_and_comes_back_with_it() -> None:
-    made = grouped((LEFT, RIGHT), engine("a"), engine("b"))
-    arrive(made, m(1), n(2), m(3), m(4))
-    step(made, EngineClosed("a"))
-    assert [home(made, id_) for id_ in (1, 3, 4)] == ["left", "right", "right"]
-    assert placed(step(made, ended("b", 2))) == [(3, "b")]
-    step(made, EngineReady(engine("a")))
-    assert [home(made, id_) for id_ in (1, 3, 4)] == ["left", "right", "left"]
+def test_waiting_requests_move_when_their_engine_is_lost_and_return_with_it() -> None:
+    scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
+    arrive(scheduler, m(1), n(2), m(3), m(4))
+    step(scheduler, EngineClosed("a"))
+    assert [group_of(scheduler, id_) for id_ in (1, 3, 4)] == ["left", "right", "right"]
+    assert placed(step(scheduler, ended("b", 2))) == [(3, "b")]
+    step(scheduler, EngineReady(engine("a")))
+    assert [group_of(scheduler, id_) for id_ in (1, 3, 4)] == ["left", "right", "left"]
 
 
-def test_a_lost_engines_requests_run_again_where_an_engine_is() -> None:
-    made = grouped((LEFT, RIGHT), engine("a"), engine("b"))
-    arrive(made, m(1), m(2))
-    assert placed(step(made, EngineLost("a"))) == [(1, "b")]
-    assert placed(step(made, ended("b", 1))) == [(2, "b")]
+def test_a_lost_engines_requests_run_again_in_a_group_with_an_engine() -> None:
+    scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
+    arrive(scheduler, m(1), m(2))
+    assert placed(step(scheduler, EngineLost("a"))) == [(1, "b")]
+    assert placed(step(scheduler, ended("b", 1))) == [(2, "b")]
 
 
 def test_no_two_batches_have_one_id() -> None:
-    made = grouped((LEFT, RIGHT), engine("a", 3), engine("b", 3))
-    actions = arrive(made, m(1), n(2), m(3), n(4))
+    scheduler = grouped((LEFT, RIGHT), engine("a", 3), engine("b", 3))
+    actions = arrive(scheduler, m(1), n(2), m(3), n(4))
     assert [action.batch.id for action in actions if isinstance(action, StartBatch)] == [1, 2, 3, 4]
 
 
 def test_each_group_holds_its_own_queue_to_its_limit() -> None:
-    made = grouped((LEFT, RIGHT), engine("a"), engine("b"), queue_requests_max=1)
-    assert arrive(made, m(1), m(2), m(3))[-1] == FailRequest(3, "queue_full", None)
-    assert placed(arrive(made, n(4))) == [(4, "b")]
+    scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"), queue_requests_max=1)
+    assert arrive(scheduler, m(1), m(2), m(3))[-1] == FailRequest(3, "queue_full", None)
+    assert placed(arrive(scheduler, n(4))) == [(4, "b")]
 
 
-def test_one_cancelled_is_found_in_its_group() -> None:
-    made = grouped((LEFT, RIGHT), engine("a"), engine("b"))
-    arrive(made, m(1), m(2))
-    assert step(made, RequestCancelled(1)) == [AbortRequest("a", 1)]
-    assert step(made, RequestCancelled(2)) == []
-    assert step(made, RequestCancelled(99)) == []
-    assert sorted(made.requests) == [1]
+def test_a_cancelled_request_is_found_in_its_group() -> None:
+    scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
+    arrive(scheduler, m(1), m(2))
+    assert step(scheduler, RequestCancelled(1)) == [AbortRequest("a", 1)]
+    assert step(scheduler, RequestCancelled(2)) == []
+    assert step(scheduler, RequestCancelled(99)) == []
+    assert sorted(scheduler.requests) == [1]
 
 
-def test_draining_reaches_every_group_and_those_made_later() -> None:
-    made = grouped((LEFT,), engine("a"), engine("b"))
-    step(made, DrainRequested())
-    step(made, PlanChanged((LEFT, RIGHT)))
-    assert arrive(made, m(1), n(2)) == [FailRequest(1, "draining", None), FailRequest(2, "draining", None)]
+def test_draining_reaches_every_group_and_groups_of_later_plans() -> None:
+    scheduler = grouped((LEFT,), engine("a"), engine("b"))
+    step(scheduler, DrainRequested())
+    step(scheduler, PlanChanged((LEFT, RIGHT)))
+    assert arrive(scheduler, m(1), n(2)) == [FailRequest(1, "draining", None), FailRequest(2, "draining", None)]
 
 
-def test_the_earliest_group_wakes_all_and_only_those_whose_time_has_come() -> None:
-    made = grouped((LEFT, RIGHT), engine("a"), engine("b"))
-    arrive(made, m(1), m(2, deadline_s=3.0), n(3), n(4, deadline_s=2.0))
-    assert made.wake_at_s == 2.0
-    assert step(made, TimerFired(), 2.0) == [FailRequest(4, "deadline_exceeded")]
-    assert made.wake_at_s == 3.0
-    assert step(made, TimerFired(), 3.0) == [FailRequest(2, "deadline_exceeded")]
-    assert made.wake_at_s is None
+def test_the_timer_is_the_earliest_of_all_groups_and_releases_only_due_ones() -> None:
+    scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
+    arrive(scheduler, m(1), m(2, deadline_s=3.0), n(3), n(4, deadline_s=2.0))
+    assert scheduler.wake_at_s == 2.0
+    assert step(scheduler, TimerFired(), 2.0) == [FailRequest(4, "deadline_exceeded")]
+    assert scheduler.wake_at_s == 3.0
+    assert step(scheduler, TimerFired(), 3.0) == [FailRequest(2, "deadline_exceeded")]
+    assert scheduler.wake_at_s is None
 
 
-def test_the_earliest_of_many_deadlines_wakes_and_of_no_request_that_is_over() -> None:
-    made = grouped((LEFT,), engine("a"))
-    arrive(made, m(0))
+def test_the_timer_is_the_earliest_deadline_of_the_present_requests() -> None:
+    scheduler = grouped((LEFT,), engine("a"))
+    arrive(scheduler, m(0))
     for number in range(1, 1_000):
-        arrive(made, m(number, deadline_s=1_000.0 - number * 0.5))
-    assert made.wake_at_s == 500.5
+        arrive(scheduler, m(number, deadline_s=1_000.0 - number * 0.5))
+    assert scheduler.wake_at_s == 500.5
     for number in range(1, 1_000):
-        step(made, RequestCancelled(number))
-    step(made, TimerFired(), 500.5)
-    assert made.wake_at_s is None
+        step(scheduler, RequestCancelled(number))
+    step(scheduler, TimerFired(), 500.5)
+    assert scheduler.wake_at_s is None
 
 
 # ---- plans ----
 
 
-def test_a_worker_joins_its_new_group_when_what_it_ran_has_ended() -> None:
-    made = grouped((LEFT, RIGHT), engine("a"), engine("b"))
-    arrive(made, m(1), n(2), m(3), n(4))
-    assert step(made, PlanChanged(SWAPPED), 1.0) == []
-    assert placed(step(made, ended("a", 1), 2.0)) == [(4, "a")]
-    assert placed(step(made, ended("b", 2), 3.0)) == [(3, "b")]
-    assert [made.engines[name].ready for name in ("a", "b")] == [True, True]
+def test_a_worker_joins_its_new_group_when_its_running_requests_have_ended() -> None:
+    scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
+    arrive(scheduler, m(1), n(2), m(3), n(4))
+    assert step(scheduler, PlanChanged(SWAPPED), 1.0) == []
+    assert placed(step(scheduler, ended("a", 1), 2.0)) == [(4, "a")]
+    assert placed(step(scheduler, ended("b", 2), 3.0)) == [(3, "b")]
+    assert [scheduler.engines[name].ready for name in ("a", "b")] == [True, True]
 
 
 def test_an_idle_worker_joins_at_once() -> None:
-    made = grouped((LEFT, RIGHT), engine("a"), engine("b"))
-    arrive(made, n(1), n(2))
-    assert placed(step(made, PlanChanged((ServingGroup("right", ("a", "b"), ("m", "n")),)))) == [(2, "a")]
+    scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
+    arrive(scheduler, n(1), n(2))
+    assert placed(step(scheduler, PlanChanged((ServingGroup("right", ("a", "b"), ("m", "n")),)))) == [(2, "a")]
 
 
-def test_while_every_worker_moves_those_who_come_wait() -> None:
-    made = grouped((LEFT, RIGHT), engine("a"), engine("b"))
-    arrive(made, m(1), n(2))
-    step(made, PlanChanged(SWAPPED))
-    assert arrive(made, m(3), n(4)) == []
-    assert placed(step(made, ended("a", 1))) == [(4, "a")]
-    assert placed(step(made, ended("b", 2))) == [(3, "b")]
+def test_while_every_worker_moves_new_requests_wait() -> None:
+    scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
+    arrive(scheduler, m(1), n(2))
+    step(scheduler, PlanChanged(SWAPPED))
+    assert arrive(scheduler, m(3), n(4)) == []
+    assert placed(step(scheduler, ended("a", 1))) == [(4, "a")]
+    assert placed(step(scheduler, ended("b", 2))) == [(3, "b")]
 
 
-def test_who_waits_moves_with_arrival_time_deadline_and_retries() -> None:
-    made = grouped((LEFT, RIGHT), engine("a"), engine("b"), retries_max=1)
-    arrive(made, m(1), n(2), now_s=1.0)
-    arrive(made, m(3, deadline_s=9.0), now_s=2.0)
+def test_waiting_requests_move_with_arrival_time_deadline_and_retries() -> None:
+    scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"), retries_max=1)
+    arrive(scheduler, m(1), n(2), now_s=1.0)
+    arrive(scheduler, m(3, deadline_s=9.0), now_s=2.0)
     fault = RequestEnded("a", 1, "failed", fault=True, retryable=True)
-    assert placed(step(made, fault, 3.0)) == [(1, "a")]
-    step(made, EngineClosed("a"), 3.0)
-    step(made, PlanChanged((ServingGroup("right", ("a", "b"), ("m", "n")),)), 4.0)
-    assert step(made, fault, 5.0) == [FailRequest(1, "engine_failed", None)]
-    assert home(made, 3) == "right"
-    assert made.requests[3].arrived_at_s == 2.0
-    assert made.wake_at_s == 9.0
-    assert step(made, TimerFired(), 9.0) == [FailRequest(3, "deadline_exceeded")]
+    assert placed(step(scheduler, fault, 3.0)) == [(1, "a")]
+    step(scheduler, EngineClosed("a"), 3.0)
+    step(scheduler, PlanChanged((ServingGroup("right", ("a", "b"), ("m", "n")),)), 4.0)
+    assert step(scheduler, fault, 5.0) == [FailRequest(1, "engine_failed", None)]
+    assert group_of(scheduler, 3) == "right"
+    assert scheduler.requests[3].arrived_at_s == 2.0
+    assert scheduler.wake_at_s == 9.0
+    assert step(scheduler, TimerFired(), 9.0) == [FailRequest(3, "deadline_exceeded")]
 
 
-def test_what_arrived_first_runs_first_wherever_it_waited() -> None:
-    made = grouped((LEFT, RIGHT), engine("a"), engine("b"))
-    arrive(made, m(1), n(2), m(3), n(4), m(5))
-    step(made, PlanChanged((ServingGroup("all", ("a",), ("m", "n")),)), 1.0)
-    assert placed(step(made, ended("a", 1), 2.0)) == [(3, "a")]
-    assert placed(step(made, ended("a", 3), 3.0)) == [(4, "a")]
-    assert placed(step(made, ended("a", 4), 4.0)) == [(5, "a")]
+def test_the_first_to_arrive_runs_first_in_whichever_group_it_waited() -> None:
+    scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
+    arrive(scheduler, m(1), n(2), m(3), n(4), m(5))
+    step(scheduler, PlanChanged((ServingGroup("all", ("a",), ("m", "n")),)), 1.0)
+    assert placed(step(scheduler, ended("a", 1), 2.0)) == [(3, "a")]
+    assert placed(step(scheduler, ended("a", 3), 3.0)) == [(4, "a")]
+    assert placed(step(scheduler, ended("a", 4), 4.0)) == [(5, "a")]
 
 
-def test_what_fails_after_the_plan_has_changed_runs_again_in_its_new_group() -> None:
-    made = grouped((LEFT, RIGHT), engine("a"), engine("b"))
-    arrive(made, m(1))
-    step(made, PlanChanged((ServingGroup("right", ("b",), ("m", "n")),)), 1.0)
+def test_a_request_that_fails_after_a_new_plan_runs_again_in_its_new_group() -> None:
+    scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
+    arrive(scheduler, m(1))
+    step(scheduler, PlanChanged((ServingGroup("right", ("b",), ("m", "n")),)), 1.0)
     failed = RequestEnded("a", 1, "failed", fault=True, retryable=True)
-    assert placed(step(made, failed, 2.0)) == [(1, "b")]
-    assert home(made, 1) == "right"
+    assert placed(step(scheduler, failed, 2.0)) == [(1, "b")]
+    assert group_of(scheduler, 1) == "right"
 
 
-def test_what_fails_where_its_model_no_longer_is_runs_again_in_its_new_group_although_the_worker_stays() -> None:
-    made = grouped((LEFT, RIGHT), engine("a"), engine("b"), circuit_faults_max=1)
-    arrive(made, m(1))
-    step(made, PlanChanged((ServingGroup("left", ("a",), ()), ServingGroup("right", ("b",), ("m", "n")))), 1.0)
-    assert home(made, 1) == "left", "what runs ends where it is"
-    fault = RequestEnded("a", 1, "failed", fault=True, retryable=True)  # after which it gets nothing for a while
-    assert placed(step(made, fault, 2.0)) == [(1, "b")]
+def test_a_request_that_fails_on_a_staying_worker_runs_again_in_its_new_group() -> None:
+    scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"), circuit_faults_max=1)
+    arrive(scheduler, m(1))
+    step(scheduler, PlanChanged((ServingGroup("left", ("a",), ()), ServingGroup("right", ("b",), ("m", "n")))), 1.0)
+    assert group_of(scheduler, 1) == "left", "a running request ends in its old group"
+    fault = RequestEnded("a", 1, "failed", fault=True, retryable=True)  # opens the circuit of a
+    assert placed(step(scheduler, fault, 2.0)) == [(1, "b")]
 
 
-def test_those_whom_a_batch_was_stopped_for_move_when_they_cannot_run_there_after_all() -> None:
+def test_requests_that_caused_a_preemption_move_if_they_cannot_run_there() -> None:
     """They wait for the engine that is being emptied for them, and for no other, until it is empty."""
     speeds = {"": StepTimes(0.0, (0.1, 0.2, 0.3, 0.4))}
     barrier = [engine(name, 4, barrier=True, speeds=speeds) for name in ("a", "b")]
     first = (ServingGroup("left", ("a",), ("m", "n")), ServingGroup("right", ("b",), ()))
-    made = grouped(first, *barrier, order="flex", release="window", batch_size=4, preemption_factor=3.5)
-    arrive(made, m(1, predicted_tokens=1.0))
+    scheduler = grouped(first, *barrier, order="flex", release="window", batch_size=4, preemption_factor=3.5)
+    arrive(scheduler, m(1, predicted_tokens=1.0))
     waiting = [n(number, predicted_tokens=1.0, deadline_s=0.45) for number in range(2, 6)]
-    assert arrive(made, *waiting) == [PreemptBatch("a", 1, (1,))]
-    assert step(made, PlanChanged((ServingGroup("left", ("a",), ("m",)), ServingGroup("right", ("b",), ("n",))))) == []
-    assert [home(made, request.id) for request in waiting] == ["left"] * 4
-    actions = step(made, RequestEnded("a", 1, "cancelled"), 0.2)  # two are in time on each engine, four on none
+    assert arrive(scheduler, *waiting) == [PreemptBatch("a", 1, (1,))]
+    assert (
+        step(scheduler, PlanChanged((ServingGroup("left", ("a",), ("m",)), ServingGroup("right", ("b",), ("n",)))))
+        == []
+    )
+    assert [group_of(scheduler, request.id) for request in waiting] == ["left"] * 4
+    actions = step(scheduler, RequestEnded("a", 1, "cancelled"), 0.2)  # two are in time on each engine, four on none
     assert [name for _, name in placed(actions)] == ["a", "a", "b", "b"]
 
 
 def test_a_worker_that_changes_groups_keeps_its_circuit() -> None:
-    made = grouped((LEFT, RIGHT), engine("a"), engine("b", models=("m",)), circuit_faults_max=1, circuit_pause_s=5.0)
-    arrive(made, m(1))
-    step(made, RequestEnded("a", 1, "failed", fault=True))
-    step(made, PlanChanged(SWAPPED), 1.0)
-    assert arrive(made, n(2), now_s=1.0) == []
-    assert home(made, 2) == "right"
-    assert made.wake_at_s == 5.0
-    assert placed(step(made, TimerFired(), 5.0)) == [(2, "a")]
+    scheduler = grouped(
+        (LEFT, RIGHT), engine("a"), engine("b", models=("m",)), circuit_faults_max=1, circuit_pause_s=5.0
+    )
+    arrive(scheduler, m(1))
+    step(scheduler, RequestEnded("a", 1, "failed", fault=True))
+    step(scheduler, PlanChanged(SWAPPED), 1.0)
+    assert arrive(scheduler, n(2), now_s=1.0) == []
+    assert group_of(scheduler, 2) == "right"
+    assert scheduler.wake_at_s == 5.0
+    assert placed(step(scheduler, TimerFired(), 5.0)) == [(2, "a")]
 
 
-def test_those_that_are_late_fail_whichever_groups_event_comes() -> None:
-    made = grouped((LEFT, RIGHT), engine("a"), engine("b"))
-    arrive(made, m(1), m(2, deadline_s=3.0), n(3))
-    assert step(made, ended("b", 3), 3.0) == [FailRequest(2, "deadline_exceeded")]
+def test_late_requests_fail_at_an_event_of_any_group() -> None:
+    scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
+    arrive(scheduler, m(1), m(2, deadline_s=3.0), n(3))
+    assert step(scheduler, ended("b", 3), 3.0) == [FailRequest(2, "deadline_exceeded")]
 
 
-def test_who_waited_behind_those_that_moved_is_next() -> None:
-    made = grouped((ServingGroup("left", ("a",), ("m", "n")), ServingGroup("right", ("b",), ())), engine("b"))
-    step(made, EngineReady(engine("a", 8, tokens_max=1_000)))
-    arrive(made, m(1, predicted_tokens=600.0), m(2, predicted_tokens=600.0))
-    assert placed(arrive(made, n(3, predicted_tokens=10.0))) == [], "nothing overtakes what waits for room"
+def test_the_request_behind_those_that_moved_is_next() -> None:
+    scheduler = grouped((ServingGroup("left", ("a",), ("m", "n")), ServingGroup("right", ("b",), ())), engine("b"))
+    step(scheduler, EngineReady(engine("a", 8, tokens_max=1_000)))
+    arrive(scheduler, m(1, predicted_tokens=600.0), m(2, predicted_tokens=600.0))
+    assert placed(arrive(scheduler, n(3, predicted_tokens=10.0))) == [], "nothing overtakes a wait for memory"
     plan = (ServingGroup("left", ("a",), ("n",)), ServingGroup("right", ("b",), ("m",)))
-    assert sorted(placed(step(made, PlanChanged(plan), 1.0))) == [(2, "b"), (3, "a")]
+    assert sorted(placed(step(scheduler, PlanChanged(plan), 1.0))) == [(2, "b"), (3, "a")]
 
 
-def test_a_worker_that_joins_a_group_starts_none_of_those_that_leave_it() -> None:
+def test_a_worker_that_joins_a_group_starts_no_request_that_leaves_it() -> None:
     left = ServingGroup("left", ("a", "c"), ("m", "k"))
-    made = grouped((left, RIGHT), engine("a"), engine("b"), engine("c"))
-    arrive(made, m(1), n(2), m(3), n(4))  # on a, b and c; the last one waits for b
-    step(made, ended("a", 1))
+    scheduler = grouped((left, RIGHT), engine("a"), engine("b"), engine("c"))
+    arrive(scheduler, m(1), n(2), m(3), n(4))  # on a, b and c; the last request waits for b
+    step(scheduler, ended("a", 1))
     left, right = ServingGroup("left", ("b", "c"), ("n",)), ServingGroup("right", ("a",), ("m", "k"))
-    assert placed(step(made, PlanChanged((left, right)))) == []
-    assert home(made, 4) == "left"
+    assert placed(step(scheduler, PlanChanged((left, right)))) == []
+    assert group_of(scheduler, 4) == "left"
 
 
-def test_a_group_that_is_no_longer_there_is_kept_until_it_is_empty() -> None:
-    made = grouped((LEFT, RIGHT), engine("a"), engine("b"))
-    arrive(made, m(1))
-    step(made, PlanChanged((RIGHT,)))
-    assert sorted(made.groups.by_name) == [FALLBACK, "left", "right"]
-    step(made, ended("a", 1))
-    assert sorted(made.groups.by_name) == [FALLBACK, "right"]
+def test_a_group_that_is_no_longer_planned_is_kept_until_it_is_empty() -> None:
+    scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
+    arrive(scheduler, m(1))
+    step(scheduler, PlanChanged((RIGHT,)))
+    assert sorted(scheduler.groups.by_name) == [FALLBACK, "left", "right"]
+    step(scheduler, ended("a", 1))
+    assert sorted(scheduler.groups.by_name) == [FALLBACK, "right"]
 
 
 def test_the_engines_of_one_worker_move_together() -> None:
     pair = [engine(name, barrier=True, worker="gpu0", models=(name,)) for name in ("m", "n")]
     first = (ServingGroup("left", ("gpu0",), ("m", "n")), ServingGroup("right", (), ()))
-    made = grouped(first, *pair)
-    assert placed(arrive(made, m(1), n(2))) == [(1, "m")]
-    step(made, PlanChanged((ServingGroup("right", ("gpu0",), ("m", "n")),)), 1.0)
-    assert home(made, 2) == "right"
-    assert placed(step(made, BatchEnded("m", 1, {1: 5.0}), 2.0)) == [(2, "n")]
-    assert sorted(made.groups.by_name) == [FALLBACK, "right"]
+    scheduler = grouped(first, *pair)
+    assert placed(arrive(scheduler, m(1), n(2))) == [(1, "m")]
+    step(scheduler, PlanChanged((ServingGroup("right", ("gpu0",), ("m", "n")),)), 1.0)
+    assert group_of(scheduler, 2) == "right"
+    assert placed(step(scheduler, BatchEnded("m", 1, {1: 5.0}), 2.0)) == [(2, "n")]
+    assert sorted(scheduler.groups.by_name) == [FALLBACK, "right"]
 
 
-def test_a_plan_that_is_taken_back_leaves_a_worker_where_it_is() -> None:
-    made = grouped((LEFT, RIGHT), engine("a", 2), engine("b"))
-    arrive(made, m(1))
-    step(made, PlanChanged(SWAPPED), 1.0)
-    step(made, PlanChanged((LEFT, RIGHT)), 2.0)
-    assert placed(arrive(made, m(2), now_s=2.0)) == [(2, "a")]
+def test_a_plan_that_is_reverted_leaves_a_worker_where_it_is() -> None:
+    scheduler = grouped((LEFT, RIGHT), engine("a", 2), engine("b"))
+    arrive(scheduler, m(1))
+    step(scheduler, PlanChanged(SWAPPED), 1.0)
+    step(scheduler, PlanChanged((LEFT, RIGHT)), 2.0)
+    assert placed(arrive(scheduler, m(2), now_s=2.0)) == [(2, "a")]
 
 
 def test_a_moving_worker_that_is_lost_loses_nothing_and_comes_back_in_its_new_group() -> None:
-    made = grouped((LEFT, RIGHT), engine("a"), engine("b"))
-    arrive(made, m(1), n(2))
-    step(made, PlanChanged(SWAPPED), 1.0)
-    assert step(made, EngineLost("a"), 2.0) == []
-    assert placed(step(made, ended("b", 2), 3.0)) == [(1, "b")]
-    step(made, EngineReady(engine("a")), 4.0)
-    assert placed(arrive(made, n(3), now_s=4.0)) == [(3, "a")]
+    scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
+    arrive(scheduler, m(1), n(2))
+    step(scheduler, PlanChanged(SWAPPED), 1.0)
+    assert step(scheduler, EngineLost("a"), 2.0) == []
+    assert placed(step(scheduler, ended("b", 2), 3.0)) == [(1, "b")]
+    step(scheduler, EngineReady(engine("a")), 4.0)
+    assert placed(arrive(scheduler, n(3), now_s=4.0)) == [(3, "a")]
 
 
-def test_stale_news_of_a_request_that_runs_elsewhere_changes_nothing() -> None:
-    made = grouped((LEFT, RIGHT), engine("a"), engine("b"))
-    arrive(made, m(1))
-    assert placed(step(made, EngineLost("a"))) == [(1, "b")]
-    assert step(made, ended("a", 1)) == []
-    assert sorted(made.requests) == [1]
+def test_a_stale_end_of_a_request_that_runs_elsewhere_changes_nothing() -> None:
+    scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
+    arrive(scheduler, m(1))
+    assert placed(step(scheduler, EngineLost("a"))) == [(1, "b")]
+    assert step(scheduler, ended("a", 1)) == []
+    assert sorted(scheduler.requests) == [1]
 
 
-def test_a_plan_of_unknown_workers_leaves_nobody_without_an_engine() -> None:
-    made = grouped((LEFT, RIGHT), engine("a"), engine("b"))
-    arrive(made, m(1), m(2))
-    step(made, PlanChanged((ServingGroup("left", ("x", "y"), ("m", "n")),)))
-    assert home(made, 2) == FALLBACK
-    assert placed(arrive(made, n(3))) == []
-    assert placed(step(made, ended("a", 1))) == [(3, "a")]
+def test_a_plan_of_unknown_workers_leaves_no_request_without_an_engine() -> None:
+    scheduler = grouped((LEFT, RIGHT), engine("a"), engine("b"))
+    arrive(scheduler, m(1), m(2))
+    step(scheduler, PlanChanged((ServingGroup("left", ("x", "y"), ("m", "n")),)))
+    assert group_of(scheduler, 2) == FALLBACK
+    assert placed(arrive(scheduler, n(3))) == []
+    assert placed(step(scheduler, ended("a", 1))) == [(3, "a")]
 
 
 def test_groups_that_share_a_model_ask_for_its_dispatch_plans_one_after_the_other() -> None:
     right = ServingGroup("right", ("b",), (), streams=(("chat", "m"),))
-    made = grouped((LEFT, right), release="deadline", batch_size=2)
-    first = step(made, EngineReady(engine("a", models=("m",))))
+    scheduler = grouped((LEFT, right), release="deadline", batch_size=2)
+    first = step(scheduler, EngineReady(engine("a", models=("m",))))
     assert [type(action) for action in first] == [SolveDispatch]
-    assert step(made, EngineReady(engine("b", 3, models=("m",)))) == []
+    assert step(scheduler, EngineReady(engine("b", 3, models=("m",)))) == []
     plan = DispatchPlan(queue_of=(0,), tables=(DispatchTable((0, 1, 2), (), (), (1.0, 1.0), (1.0, 1.0), 10.0),))
-    (second,) = step(made, DispatchSolved(plan, "m"))
+    (second,) = step(scheduler, DispatchSolved(plan, "m"))
     assert isinstance(second, SolveDispatch)
     assert second.observed.slots == 3
-    assert step(made, DispatchSolved(plan, "m")) == []
+    assert step(scheduler, DispatchSolved(plan, "m")) == []
 
 
-def test_no_dispatch_plan_is_asked_for_by_an_engine_that_is_yet_to_come() -> None:
-    made = grouped((LEFT, RIGHT), release="deadline", batch_size=1)
-    asked = step(made, EngineReady(engine("a", models=("m", "n"))))
-    assert [action.model for action in asked if isinstance(action, SolveDispatch)] == ["m", "n"]
+def test_an_engine_that_has_yet_to_join_requests_no_dispatch_plan() -> None:
+    scheduler = grouped((LEFT, RIGHT), release="deadline", batch_size=1)
+    actions = step(scheduler, EngineReady(engine("a", models=("m", "n"))))
+    assert [action.model for action in actions if isinstance(action, SolveDispatch)] == ["m", "n"]
     plan = DispatchPlan(queue_of=(0,), tables=(DispatchTable((0, 1), (), (), (1.0,), (1.0,), 10.0),))
     for model in ("m", "n"):
-        step(made, DispatchSolved(plan, model))
-    assert placed(arrive(made, m(1))) == [(1, "a")]
-    assert step(made, PlanChanged((ServingGroup("right", ("a",), ("m", "n")),))) == []
-    asked = step(made, ended("a", 1))
-    assert [action.observed.slots for action in asked if isinstance(action, SolveDispatch)] == [1, 1]
+        step(scheduler, DispatchSolved(plan, model))
+    assert placed(arrive(scheduler, m(1))) == [(1, "a")]
+    assert step(scheduler, PlanChanged((ServingGroup("right", ("a",), ("m", "n")),))) == []
+    actions = step(scheduler, ended("a", 1))
+    assert [action.observed.slots for action in actions if isinstance(action, SolveDispatch)] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -420,33 +420,33 @@ def test_a_plan_that_contradicts_itself_is_refused(group: ServingGroup, message:
 # ---- rates ----
 
 
-def test_groups_are_planned_anew_when_arrivals_are_others_than_planned() -> None:
+def test_groups_are_planned_again_when_arrival_rates_differ_from_the_plan() -> None:
     replan = Replan(10.0, planned=(("", "m", 3.0), ("", "n", 3.0)))
-    made = grouped((LEFT, RIGHT), engine("a", 100), engine("b", 100), replan=replan)
+    scheduler = grouped((LEFT, RIGHT), engine("a", 100), engine("b", 100), replan=replan)
     for number in range(30):
-        arrive(made, m(number), n(100 + number), now_s=number / 3)
-    assert step(made, TimerFired(), 10.0) == [], "as planned"
+        arrive(scheduler, m(number), n(100 + number), now_s=number / 3)
+    assert step(scheduler, TimerFired(), 10.0) == [], "as planned"
     for number in range(60):
-        arrive(made, m(200 + number), now_s=10 + number / 6)
-    assert made.wake_at_s == 20.0
-    assert step(made, TimerFired(), 20.0) == [PlanGroups((("", "m", 6.0),))]
+        arrive(scheduler, m(200 + number), now_s=10 + number / 6)
+    assert scheduler.wake_at_s == 20.0
+    assert step(scheduler, TimerFired(), 20.0) == [PlanGroups((("", "m", 6.0),))]
     for number in range(60):
-        arrive(made, m(300 + number), now_s=20 + number / 6)
-    assert step(made, TimerFired(), 30.0) == [], "as last asked for"
+        arrive(scheduler, m(300 + number), now_s=20 + number / 6)
+    assert step(scheduler, TimerFired(), 30.0) == [], "as last requested"
 
 
-def test_a_silence_wakes_nobody_and_asks_for_nothing() -> None:
-    made = grouped((LEFT,), engine("a", 100), replan=Replan(10.0, planned=(("", "m", 3.0),)))
-    assert made.wake_at_s is None
-    arrive(made, m(1), now_s=5.0)
-    assert made.wake_at_s == 10.0
-    assert step(made, TimerFired(), 10.0) == [PlanGroups((("", "m", 0.1),))]
-    assert made.wake_at_s is None
-    assert placed(arrive(made, m(2), now_s=95.0)) == [(2, "a")]
-    assert made.wake_at_s == 100.0
+def test_without_arrivals_no_timer_is_set_and_no_plan_requested() -> None:
+    scheduler = grouped((LEFT,), engine("a", 100), replan=Replan(10.0, planned=(("", "m", 3.0),)))
+    assert scheduler.wake_at_s is None
+    arrive(scheduler, m(1), now_s=5.0)
+    assert scheduler.wake_at_s == 10.0
+    assert step(scheduler, TimerFired(), 10.0) == [PlanGroups((("", "m", 0.1),))]
+    assert scheduler.wake_at_s is None
+    assert placed(arrive(scheduler, m(2), now_s=95.0)) == [(2, "a")]
+    assert scheduler.wake_at_s == 100.0
 
 
-def test_chance_alone_asks_for_no_plan() -> None:
+def test_random_fluctuations_request_no_plan() -> None:
     rates = GroupRates(Replan(1.0, planned=(("s", "m", 4.0),)))
     for window, count in enumerate([4, 8, 1, 7, 2, 6, 9], start=1):
         for _ in range(count):
@@ -464,234 +464,3 @@ def test_streams_beyond_the_limit_are_counted_by_their_model(monkeypatch: pytest
         for _ in range(20):
             rates.observe(stream, "m")
     assert rates.end_window(1.0) == (("", "m", 40.0), ("a", "m", 20.0), ("b", "m", 20.0))
-
-
-# ---- laws ----
-
-POLICIES = [
-    ("fffs", "greedy"),
-    ("edf", "full"),
-    ("fffs", "timeout"),
-    ("edf", "window"),
-    ("flex", "window"),
-    ("flex", "timeout"),
-    ("clockwork", "full"),
-]
-WORKERS = ("w0", "w1", "w2")
-MODELS = ("m", "n", "k")
-STREAMS = ("", "chat")
-
-
-@st.composite
-def plans(draw: st.DrawFn) -> tuple[ServingGroup, ...]:
-    """Any plan, wise or not: up to three groups, some of unknown workers or of no models."""
-    names = draw(st.lists(st.sampled_from(["g0", "g1", "g2", FALLBACK]), unique=True, max_size=3))
-    if not names:
-        return ()
-    of = st.sampled_from([*names, None])
-    workers = {worker: draw(of) for worker in (*WORKERS, "unknown")}
-    models = {model: draw(of) for model in MODELS}
-    pairs = {(stream, model): draw(of) for stream in STREAMS[1:] for model in MODELS}
-    return tuple(
-        ServingGroup(
-            name,
-            tuple([worker for worker, owner in workers.items() if owner == name]),
-            tuple([model for model, owner in models.items() if owner == name]),
-            tuple([pair for pair, owner in pairs.items() if owner == name]),
-        )
-        for name in names
-    )
-
-
-class AnyPlans(RuleBasedStateMachine):
-    """The outside world: what each engine runs, and who has ended, by what it was told."""
-
-    @initialize(
-        plan=plans(),
-        engines=st.lists(
-            st.builds(
-                EngineInfo,
-                name=st.just(""),
-                slots=st.integers(1, 3),
-                barrier=st.just(False),
-                look_ahead=st.integers(0, 1),
-                models=st.sampled_from([(), ("m",), ("n",), ("m", "n"), ("k",)]),
-                worker=st.sampled_from(["", "w0", "w1"]),
-                speeds=st.sampled_from([{}, {"": StepTimes(0.1, (0.01, 0.02, 0.03))}]),
-            ),
-            min_size=1,
-            max_size=4,
-        ),
-        config=st.builds(
-            SchedulingConfig,
-            bins=st.integers(1, 2),
-            batch_size=st.integers(1, 3),
-            queue_requests_max=st.sampled_from([4, 1_000]),
-            retries_max=st.integers(0, 2),
-            engine_wait_s=st.sampled_from([0.0, 2.0]),
-            circuit_faults_max=st.integers(0, 2),
-            preemption_factor=st.just(1.5),
-        ),
-        policy=st.sampled_from(POLICIES),
-        barrier=st.booleans(),
-    )
-    def begin(
-        self,
-        plan: tuple[ServingGroup, ...],
-        engines: list[EngineInfo],
-        config: SchedulingConfig,
-        policy: tuple[str, str],
-        barrier: bool,
-    ) -> None:
-        config = msgspec.structs.replace(config, order=policy[0], release=policy[1])
-        self.header = Header(config, groups=plan or (LEFT,), replan=Replan(1.0))
-        made = self.header.scheduler()
-        self.made = made
-        self.now_s = 0.0
-        self.steps: list[Step] = []
-        self.alive: dict[int, str | None] = {}  # the engine that it runs on; None: it waits
-        self.began: set[int] = set()
-        self.arrived: dict[int, float] = {}
-        self.count = 0
-        self.up: set[str] = set()
-        self.engines = {
-            f"e{index}": msgspec.structs.replace(info, name=f"e{index}", barrier=barrier)
-            for index, info in enumerate(engines)
-        }
-        for name in self.engines:
-            self.come_up(name)
-
-    # ---- the world's account ----
-
-    def tell(self, event: Event) -> None:
-        actions = self.made.handle(event, self.now_s)
-        self.steps.append(Step(self.now_s, event, tuple(actions)))
-        for action in actions:
-            if isinstance(action, StartBatch):
-                assert action.engine in self.up, "nothing starts on an engine that takes nothing"
-                for request in action.batch.requests:
-                    assert self.alive[request.id] is None, f"{request.id} is started twice, or is over"
-                    assert self.engines[action.engine].serves(request.model)
-                    self.alive[request.id] = action.engine
-            elif isinstance(action, FailRequest):
-                assert self.alive.pop(action.request_id) is None, f"{action.request_id} fails while it runs"
-            elif isinstance(action, PreemptBatch | AbortRequest):
-                ids = action.request_ids if isinstance(action, PreemptBatch) else (action.request_id,)
-                assert all(self.alive[id_] == action.engine for id_ in ids)
-
-    def come_up(self, name: str) -> None:
-        self.up.add(name)
-        self.tell(EngineReady(self.engines[name]))
-
-    @rule(model=st.sampled_from(MODELS), stream=st.sampled_from(STREAMS), slo_s=st.sampled_from([None, 0.5, 5.0]))
-    def someone_arrives(self, model: str, stream: str, slo_s: float | None) -> None:
-        self.count += 1
-        self.alive[self.count] = None
-        self.arrived[self.count] = self.now_s
-        deadline_s = None if slo_s is None else self.now_s + slo_s
-        self.tell(RequestArrived(Request(self.count, 5.0, deadline_s, model=model, stream=stream)))
-
-    @rule(plan=plans())
-    def the_plan_changes(self, plan: tuple[ServingGroup, ...]) -> None:
-        self.tell(PlanChanged(plan))
-
-    @precondition(lambda self: any(self.running()))
-    @rule(
-        data=st.data(),
-        how=st.sampled_from(["completed", "completed", "completed", "failed", "fault", "fault", "cancelled"]),
-    )
-    def one_ends(self, data: st.DataObject, how: str) -> None:
-        request_id = data.draw(st.sampled_from(self.running()))
-        engine_name = self.alive[request_id]
-        queued = self.made.requests[request_id]
-        assert queued.run is not None
-        retryable = request_id not in self.began
-        again = (how == "fault" and retryable) or (how == "cancelled" and queued.run.stopping)
-        if again and not queued.cancelled:
-            self.alive[request_id] = None
-        else:
-            del self.alive[request_id]
-        outcome = "failed" if how == "fault" else how
-        event = RequestEnded(engine_name or "", request_id, outcome, 5.0, how == "fault", retryable)  # type: ignore[arg-type]
-        self.tell(event)
-
-    @precondition(lambda self: any(self.running()))
-    @rule(data=st.data())
-    def a_first_byte_is_sent(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(self.running()))
-        self.began.add(request_id)
-        self.tell(AnswerBegan(request_id))
-
-    @precondition(lambda self: self.alive)
-    @rule(data=st.data())
-    def a_client_leaves(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.alive)))
-        if self.alive[request_id] is None:
-            del self.alive[request_id]
-        self.tell(RequestCancelled(request_id))
-
-    @rule(data=st.data())
-    def an_engine_closes(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.engines)))
-        self.up.discard(name)
-        self.tell(EngineClosed(name))
-
-    @rule(data=st.data())
-    def an_engine_dies(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.engines)))
-        self.up.discard(name)
-        answered = []
-        for request_id in [id_ for id_, where in self.alive.items() if where == name]:
-            self.alive[request_id] = None
-            if request_id in self.began:
-                answered.append(request_id)
-            if self.made.requests[request_id].cancelled:
-                del self.alive[request_id]
-        self.tell(EngineLost(name, tuple(answered)))
-
-    @rule(data=st.data())
-    def an_engine_comes_up(self, data: st.DataObject) -> None:
-        self.come_up(data.draw(st.sampled_from(sorted(self.engines))))
-
-    @rule(seconds=st.sampled_from([0.1, 1.0, 10.0]))
-    def time_passes(self, seconds: float) -> None:
-        until_s = self.now_s + seconds
-        while (wake_at_s := self.made.wake_at_s) is not None and wake_at_s <= until_s:
-            self.now_s = max(self.now_s, wake_at_s)
-            self.tell(TimerFired())
-        self.now_s = until_s
-
-    def running(self) -> list[int]:
-        return sorted(id_ for id_, where in self.alive.items() if where is not None)
-
-    # ---- laws ----
-
-    @invariant()
-    def each_is_where_the_world_knows_it(self) -> None:
-        check(self.made)
-        assert set(self.made.requests) == set(self.alive), "somebody was lost, or told of twice"
-        for request_id, where in self.alive.items():
-            queued = self.made.requests[request_id]
-            runs_on = None if queued.run is None else queued.run.engine
-            assert runs_on == where, f"{request_id} runs on {where}, by its own account on {runs_on}"
-            assert queued.arrived_at_s == self.arrived[request_id]
-
-    def teardown(self) -> None:
-        if not hasattr(self, "made"):
-            return
-        for name in self.engines:
-            self.come_up(name)
-        self.tell(DrainRequested())
-        for _ in range(10 * self.count):
-            self.time_passes(100.0)
-            for request_id in self.running():
-                self.tell(RequestEnded(self.alive.pop(request_id) or "", request_id, "completed", 5.0))
-        assert all(not self.served(self.made.requests[id_].request.model) for id_ in self.alive), "somebody is stuck"
-        assert replay(self.header, self.steps) == self.steps
-
-    def served(self, model: str) -> bool:
-        return any(info.serves(model) for info in self.engines.values())
-
-
-TestAnyPlans = AnyPlans.TestCase
-TestAnyPlans.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -1,4 +1,4 @@
-"""How fast things come, seen through a bounded memory: it converges, forgets what has changed, and rarely errs."""
+"""Arrival rates estimated with a bounded memory: they converge, forget old rates, and raise few false alarms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MEMORY = 128
 
 
 def observe(rate: ArrivalRate, gaps_s: np.ndarray, start_s: float = 0.0) -> tuple[float, list[int]]:
-    """Arrivals after each of these gaps: the time of the last, and which of them showed a jump."""
+    """Observe arrivals after these gaps; return the time of the last, and the indices of those that showed a jump."""
     times_s = start_s + np.cumsum(gaps_s)
     jumps = [index for index, now_s in enumerate(times_s.tolist()) if rate.observe(now_s)]
     return float(times_s[-1]), jumps
@@ -43,14 +43,14 @@ def test_arrivals_at_one_moment_have_no_bounded_rate() -> None:
     assert rate.per_s(5.0) == pytest.approx(rate.per_s(4.0) / 2)  # type: ignore[operator]
 
 
-def test_even_arrivals_are_told_exactly() -> None:
+def test_the_rate_of_even_arrivals_is_exact() -> None:
     rate = ArrivalRate(MEMORY)
     now_s, jumps = observe(rate, np.full(1_000, 0.25))
     assert rate.per_s(now_s) == pytest.approx(4.0, rel=1e-12)
     assert jumps == []
 
 
-def test_poisson_arrivals_are_told_within_the_error_of_the_memory() -> None:
+def test_the_rate_of_poisson_arrivals_is_within_the_error_of_the_memory() -> None:
     """The estimate is a mean of gaps with weights keep^i, whose effective number is (1 + keep) / (1 - keep) = 255."""
     estimates = []
     for seed in range(200):
@@ -58,14 +58,14 @@ def test_poisson_arrivals_are_told_within_the_error_of_the_memory() -> None:
         now_s, _ = observe(rate, poisson(10.0, 1_500, seed))
         estimates.append(1.0 / (rate.per_s(now_s) or math.nan))
     gaps = (2 - 1 / MEMORY) * MEMORY
-    # Of the mean of 200 runs three standard errors; of their spread as much. False alarms leave a few runs with less.
+    # Three standard errors of the mean of 200 runs, and of their spread. False alarms shorten the memory of a few runs.
     assert np.mean(estimates) == pytest.approx(0.1, rel=3 / math.sqrt(200 * gaps))
     assert np.std(estimates) / 0.1 == pytest.approx(1 / math.sqrt(gaps), rel=0.3)
 
 
 @pytest.mark.parametrize("factor", [10.0, 30.0, 0.05, 0.02])
-def test_a_jump_up_or_down_is_seen_and_what_was_before_forgotten_within_twenty_arrivals(factor: float) -> None:
-    """A memory of 128 that forgot nothing would still be 7 times too low after a jump by 10, and 13 after one by 30."""
+def test_a_jump_up_or_down_is_seen_and_the_old_rate_forgotten_within_twenty_arrivals(factor: float) -> None:
+    """A memory of 128 without forgetting would still be 7 times too low after a jump by 10, and 13 times after 30."""
     errors = []
     for seed in range(100):
         rate = ArrivalRate(MEMORY)
@@ -87,12 +87,12 @@ def test_a_doubled_rate_is_no_jump_but_is_followed() -> None:
 
 
 def test_false_alarms_are_rare() -> None:
-    """The bounds are left once in some thousand arrivals; alarms come in pairs, for the way back is a jump again."""
+    """The bounds are exceeded once in some thousand arrivals; alarms come in pairs, as the way back is a jump again."""
     counts = [len(observe(ArrivalRate(), poisson(7.0, 20_000, seed))[1]) for seed in range(3)]
     assert max(counts) < 20
 
 
-def test_no_second_jump_is_seen_in_arrivals_that_have_shown_one() -> None:
+def test_the_arrivals_of_a_jump_show_no_second_jump() -> None:
     rate = ArrivalRate()
     now_s, _ = observe(rate, np.full(100, 1.0))
     gaps_s = np.concatenate([np.full(40, 0.01), np.full(40, 1.0)])
@@ -111,7 +111,7 @@ def test_the_rate_falls_in_a_silence_that_is_longer_than_the_mean_gap() -> None:
         assert rate.per_s(now_s + silence_s) == pytest.approx((gaps + 1) / (0.5 * gaps + silence_s))
 
 
-def test_a_silence_brings_the_rate_below_any_other_at_a_time_that_can_be_told() -> None:
+def test_the_time_at_which_a_silence_lowers_the_rate_below_a_limit_is_known() -> None:
     rate = ArrivalRate()
     now_s, _ = observe(rate, poisson(10.0, 300, seed=4))
     for below_per_s in (8.0, 1.0, 1e-3):

@@ -1,4 +1,4 @@
-"""Several models share the engines: each has queues of its own, and none is forgotten for another."""
+"""Several models share the engines: each has its own queues, and no model starves another."""
 
 import pytest
 from worlds.invariants import check
@@ -25,13 +25,13 @@ from llmserve.scheduling.scheduler import Scheduler
 Starts = list[tuple[str, list[int]]]
 
 
-def scheduler(*engines: EngineInfo, plan: tuple[ServingGroup, ...] = (), **config: object) -> Scheduler:
-    """Batches of 2 of one bin, formed when an engine is free, unless told otherwise."""
+def new_scheduler(*engines: EngineInfo, plan: tuple[ServingGroup, ...] = (), **config: object) -> Scheduler:
+    """By default, batches of 2 of one bin, formed when an engine is free."""
     values = {"bins": 1, "batch_size": 2, "release": "greedy", "order": "fffs", **config}
-    made = SchedulingConfig(**values).resolved(barrier=True).scheduler(plan=plan)  # type: ignore[arg-type]
+    scheduler = SchedulingConfig(**values).resolved(barrier=True).scheduler(plan=plan)  # type: ignore[arg-type]
     for engine in engines:
-        step(made, EngineReady(engine))
-    return made
+        step(scheduler, EngineReady(engine))
+    return scheduler
 
 
 def barrier(name: str = "gpu0", *models: str, slots: int = 2, worker: str = "") -> EngineInfo:
@@ -42,20 +42,20 @@ def refill(name: str, *models: str, slots: int = 2, tokens_max: int | None = Non
     return EngineInfo(name, slots, False, tokens_max=tokens_max, models=models)
 
 
-def step(made: Scheduler, event: Event, now_s: float = 0.0) -> list[Action]:
-    actions = made.handle(event, now_s)
-    check(made)
+def step(scheduler: Scheduler, event: Event, now_s: float = 0.0) -> list[Action]:
+    actions = scheduler.handle(event, now_s)
+    check(scheduler)
     return actions
 
 
-def arrive(made: Scheduler, model: str, *ids: int, now_s: float = 0.0, prompt_tokens: float = 0.0) -> list[Action]:
-    requests = [Request(each, 4.0, prompt_tokens=prompt_tokens, model=model) for each in ids]
-    return [action for request in requests for action in step(made, RequestArrived(request), now_s)]
+def arrive(scheduler: Scheduler, model: str, *ids: int, now_s: float = 0.0, prompt_tokens: float = 0.0) -> list[Action]:
+    requests = [Request(request_id, 4.0, prompt_tokens=prompt_tokens, model=model) for request_id in ids]
+    return [action for request in requests for action in step(scheduler, RequestArrived(request), now_s)]
 
 
-def ends(made: Scheduler, engine: str, *ids: int, now_s: float) -> list[Action]:
-    batch_id = made.engines[engine].running[ids[0]].batch_id
-    return step(made, BatchEnded(engine, batch_id, dict.fromkeys(ids, 1.0)), now_s)
+def ends(scheduler: Scheduler, engine: str, *ids: int, now_s: float) -> list[Action]:
+    batch_id = scheduler.engines[engine].running[ids[0]].batch_id
+    return step(scheduler, BatchEnded(engine, batch_id, dict.fromkeys(ids, 1.0)), now_s)
 
 
 def starts(actions: list[Action]) -> Starts:
@@ -70,246 +70,248 @@ def failed(actions: list[Action]) -> list[tuple[int, str]]:
     return [(action.request_id, action.reason) for action in actions if isinstance(action, FailRequest)]
 
 
-# ---- who serves what ----
+# ---- models of engines ----
 
 
 def test_a_batch_is_of_one_model() -> None:
-    made = scheduler(barrier())
-    arrive(made, "a", 0)
-    assert arrive(made, "b", 1) + arrive(made, "a", 2) + arrive(made, "b", 3) == []
-    (start,) = ends(made, "gpu0", 0, now_s=1.0)
+    scheduler = new_scheduler(barrier())
+    arrive(scheduler, "a", 0)
+    assert arrive(scheduler, "b", 1) + arrive(scheduler, "a", 2) + arrive(scheduler, "b", 3) == []
+    (start,) = ends(scheduler, "gpu0", 0, now_s=1.0)
     assert isinstance(start, StartBatch)
     assert (start.batch.model, [request.id for request in start.batch.requests]) == ("b", [1, 3])
-    assert starts(ends(made, "gpu0", 1, 3, now_s=2.0)) == [("gpu0", [2])]
+    assert starts(ends(scheduler, "gpu0", 1, 3, now_s=2.0)) == [("gpu0", [2])]
 
 
-def test_an_engine_is_given_only_what_it_serves() -> None:
-    made = scheduler(barrier("gpu0", "a"), barrier("gpu1", "b"), barrier("gpu2"))
-    assert starts(arrive(made, "b", 0)) == [("gpu1", [0])]
-    assert starts(arrive(made, "b", 1)) == [("gpu2", [1])]
-    assert arrive(made, "b", 2) == []
-    assert starts(arrive(made, "a", 3)) == [("gpu0", [3])]
-    assert starts(ends(made, "gpu0", 3, now_s=1.0)) == []
-    assert starts(ends(made, "gpu2", 1, now_s=1.0)) == [("gpu2", [2])]
+def test_an_engine_is_given_only_models_that_it_serves() -> None:
+    scheduler = new_scheduler(barrier("gpu0", "a"), barrier("gpu1", "b"), barrier("gpu2"))
+    assert starts(arrive(scheduler, "b", 0)) == [("gpu1", [0])]
+    assert starts(arrive(scheduler, "b", 1)) == [("gpu2", [1])]
+    assert arrive(scheduler, "b", 2) == []
+    assert starts(arrive(scheduler, "a", 3)) == [("gpu0", [3])]
+    assert starts(ends(scheduler, "gpu0", 3, now_s=1.0)) == []
+    assert starts(ends(scheduler, "gpu2", 1, now_s=1.0)) == [("gpu2", [2])]
 
 
-def test_a_model_of_which_nobody_takes_requests_refuses_them_and_others_go_on() -> None:
-    made = scheduler(barrier("gpu0", "a"))
-    assert failed(arrive(made, "b", 0)) == [(0, "no_engine")]
-    assert starts(arrive(made, "a", 1)) == [("gpu0", [1])]
+def test_requests_of_a_model_without_open_engines_are_refused_and_others_go_on() -> None:
+    scheduler = new_scheduler(barrier("gpu0", "a"))
+    assert failed(arrive(scheduler, "b", 0)) == [(0, "no_engine")]
+    assert starts(arrive(scheduler, "a", 1)) == [("gpu0", [1])]
 
 
-def test_a_model_that_nobody_serves_gets_no_queues_however_often_it_is_asked_for() -> None:
-    made = scheduler(barrier("gpu0", "a"))
+def test_an_unserved_model_gets_no_queues_however_often_it_is_requested() -> None:
+    scheduler = new_scheduler(barrier("gpu0", "a"))
     for number in range(9):
-        assert failed(arrive(made, f"unknown-{number}", number)) == [(number, "no_engine")]
-    assert list(made.models) == ["a"]
+        assert failed(arrive(scheduler, f"unknown-{number}", number)) == [(number, "no_engine")]
+    assert list(scheduler.models) == ["a"]
 
 
-def test_who_waits_for_an_engine_that_has_gone_waits_only_so_long_and_others_are_not_concerned() -> None:
-    made = scheduler(barrier("gpu0", "a"), barrier("gpu1", "b"), engine_wait_s=5.0)
-    arrive(made, "a", 0, 1)
-    arrive(made, "b", 2, 3)
-    step(made, EngineClosed("gpu1"), 1.0)
-    assert made.wake_at_s == 6.0
-    assert failed(step(made, TimerFired(), 6.0)) == [(3, "no_engine")]
-    assert starts(ends(made, "gpu0", 0, now_s=7.0)) == [("gpu0", [1])]
-    assert failed(arrive(made, "b", 4, now_s=7.0)) == [(4, "no_engine")]
+def test_requests_wait_at_most_engine_wait_s_for_a_lost_engine_and_others_go_on() -> None:
+    scheduler = new_scheduler(barrier("gpu0", "a"), barrier("gpu1", "b"), engine_wait_s=5.0)
+    arrive(scheduler, "a", 0, 1)
+    arrive(scheduler, "b", 2, 3)
+    step(scheduler, EngineClosed("gpu1"), 1.0)
+    assert scheduler.wake_at_s == 6.0
+    assert failed(step(scheduler, TimerFired(), 6.0)) == [(3, "no_engine")]
+    assert starts(ends(scheduler, "gpu0", 0, now_s=7.0)) == [("gpu0", [1])]
+    assert failed(arrive(scheduler, "b", 4, now_s=7.0)) == [(4, "no_engine")]
 
 
-def test_an_engine_that_comes_back_serves_those_that_waited_for_it() -> None:
-    made = scheduler(barrier("gpu0", "a"), barrier("gpu1", "b"))
-    arrive(made, "b", 0, 1)
-    step(made, EngineClosed("gpu1"), 1.0)
-    assert starts(step(made, EngineReady(barrier("gpu2", "b")), 2.0)) == [("gpu2", [1])]
+def test_an_engine_that_comes_back_serves_the_requests_that_waited_for_it() -> None:
+    scheduler = new_scheduler(barrier("gpu0", "a"), barrier("gpu1", "b"))
+    arrive(scheduler, "b", 0, 1)
+    step(scheduler, EngineClosed("gpu1"), 1.0)
+    assert starts(step(scheduler, EngineReady(barrier("gpu2", "b")), 2.0)) == [("gpu2", [1])]
 
 
-def test_an_engine_that_is_known_to_serve_more_serves_it() -> None:
-    made = scheduler(barrier("gpu0", "a"), barrier("gpu1", "b"))
-    arrive(made, "b", 0, 1)
-    assert starts(step(made, EngineReady(barrier("gpu0", "a", "b")), 1.0)) == [("gpu0", [1])]
+def test_an_engine_that_declares_more_models_serves_them() -> None:
+    scheduler = new_scheduler(barrier("gpu0", "a"), barrier("gpu1", "b"))
+    arrive(scheduler, "b", 0, 1)
+    assert starts(step(scheduler, EngineReady(barrier("gpu0", "a", "b")), 1.0)) == [("gpu0", [1])]
 
 
 # ---- turns ----
 
 
 def test_batches_of_all_models_go_in_the_order_in_which_they_formed() -> None:
-    made = scheduler(barrier(), release="full")
-    arrive(made, "a", 0, 1)
-    arrive(made, "b", 2, 3)
-    arrive(made, "a", 4, 5)
-    assert starts(ends(made, "gpu0", 0, 1, now_s=1.0)) == [("gpu0", [2, 3])]
-    assert starts(ends(made, "gpu0", 2, 3, now_s=2.0)) == [("gpu0", [4, 5])]
+    scheduler = new_scheduler(barrier(), release="full")
+    arrive(scheduler, "a", 0, 1)
+    arrive(scheduler, "b", 2, 3)
+    arrive(scheduler, "a", 4, 5)
+    assert starts(ends(scheduler, "gpu0", 0, 1, now_s=1.0)) == [("gpu0", [2, 3])]
+    assert starts(ends(scheduler, "gpu0", 2, 3, now_s=2.0)) == [("gpu0", [4, 5])]
 
 
 def test_a_model_that_seldom_fills_a_batch_is_not_starved_by_one_that_always_does() -> None:
-    """2 of b has waited since before the batch of 3 and 4 formed: it is next after that at the latest."""
-    made = scheduler(barrier())
-    arrive(made, "a", 0, 1)
-    arrive(made, "b", 2)
+    """2 of b has waited since before the batch of 3 and 4 formed: it starts directly after that batch at the latest."""
+    scheduler = new_scheduler(barrier())
+    arrive(scheduler, "a", 0, 1)
+    arrive(scheduler, "b", 2)
     order: list[list[int]] = []
     running, fresh = [0], 3
     for second in range(1, 5):
-        arrive(made, "a", fresh, fresh + 1, now_s=float(second))
+        arrive(scheduler, "a", fresh, fresh + 1, now_s=float(second))
         fresh += 2
-        ((_, running),) = starts(ends(made, "gpu0", *running, now_s=float(second)))
+        ((_, running),) = starts(ends(scheduler, "gpu0", *running, now_s=float(second)))
         order.append(running)
     assert [2] in order[:2]
 
 
-def test_what_waits_for_company_waits_on_however_old_it_is() -> None:
-    made = scheduler(barrier(), release="full")
-    arrive(made, "b", 9)
-    arrive(made, "a", 0, 1, 2, 3)
-    assert starts(ends(made, "gpu0", 0, 1, now_s=1.0)) == [("gpu0", [2, 3])]
-    assert ends(made, "gpu0", 2, 3, now_s=2.0) == []
-    assert starts(arrive(made, "b", 4, now_s=3.0)) == [("gpu0", [9, 4])]
+def test_a_request_that_waits_for_a_full_batch_waits_on_however_old_it_is() -> None:
+    scheduler = new_scheduler(barrier(), release="full")
+    arrive(scheduler, "b", 9)
+    arrive(scheduler, "a", 0, 1, 2, 3)
+    assert starts(ends(scheduler, "gpu0", 0, 1, now_s=1.0)) == [("gpu0", [2, 3])]
+    assert ends(scheduler, "gpu0", 2, 3, now_s=2.0) == []
+    assert starts(arrive(scheduler, "b", 4, now_s=3.0)) == [("gpu0", [9, 4])]
 
 
-def test_a_queue_limit_is_of_all_models_together() -> None:
-    made = scheduler(barrier(), queue_requests_max=2)
-    arrive(made, "a", 0, 1)
-    arrive(made, "b", 2)
-    assert failed(arrive(made, "b", 3)) == [(3, "queue_full")]
+def test_the_queue_limit_counts_all_models_together() -> None:
+    scheduler = new_scheduler(barrier(), queue_requests_max=2)
+    arrive(scheduler, "a", 0, 1)
+    arrive(scheduler, "b", 2)
+    assert failed(arrive(scheduler, "b", 3)) == [(3, "queue_full")]
 
 
 # ---- memory ----
 
 
-def test_nothing_overtakes_what_waits_for_memory_on_an_engine_that_serves_it_and_others_go_on() -> None:
-    """1 of a does not fit beside 0 on the only engine of a. 2 of b, which would fit there, may not pass it; it goes to
-    the engine that serves b alone, and 3, for which that is full, waits.
+def test_only_on_its_own_engines_nothing_overtakes_a_request_that_waits_for_memory() -> None:
+    """1 of a does not fit beside 0 on the only engine of a. 2 of b would fit there, but may not overtake 1: it runs on
+    the engine that serves b alone. 3 waits, because that engine is full.
     """
-    made = scheduler(refill("both", tokens_max=200), refill("only b", "b", slots=1), batch_size=1)
-    assert starts(arrive(made, "a", 0, prompt_tokens=120.0)) == [("both", [0])]
-    assert arrive(made, "a", 1, prompt_tokens=120.0) == []
-    assert starts(arrive(made, "b", 2)) == [("only b", [2])]
-    assert arrive(made, "b", 3) == []
-    actions = step(made, RequestEnded("both", 0, "completed", 4.0), 1.0)
+    scheduler = new_scheduler(refill("both", tokens_max=200), refill("only b", "b", slots=1), batch_size=1)
+    assert starts(arrive(scheduler, "a", 0, prompt_tokens=120.0)) == [("both", [0])]
+    assert arrive(scheduler, "a", 1, prompt_tokens=120.0) == []
+    assert starts(arrive(scheduler, "b", 2)) == [("only b", [2])]
+    assert arrive(scheduler, "b", 3) == []
+    actions = step(scheduler, RequestEnded("both", 0, "completed", 4.0), 1.0)
     assert starts(actions) == [("both", [1]), ("both", [3])]
 
 
 # ---- one GPU, two engines ----
 
 
-def test_engines_of_one_gpu_run_one_batch_between_them() -> None:
-    made = scheduler(barrier("a", "a", worker="gpu0"), barrier("b", "b", worker="gpu0"), barrier("c", "b"))
-    assert starts(arrive(made, "a", 0)) == [("a", [0])]
-    assert starts(arrive(made, "b", 1)) == [("c", [1])]
-    assert arrive(made, "b", 2, now_s=0.1) + arrive(made, "a", 3, now_s=0.2) == []
-    assert starts(ends(made, "a", 0, now_s=1.0)) == [("b", [2])]
-    assert starts(ends(made, "b", 2, now_s=2.0)) == [("a", [3])]
+def test_engines_of_one_gpu_run_one_batch_at_a_time() -> None:
+    scheduler = new_scheduler(barrier("a", "a", worker="gpu0"), barrier("b", "b", worker="gpu0"), barrier("c", "b"))
+    assert starts(arrive(scheduler, "a", 0)) == [("a", [0])]
+    assert starts(arrive(scheduler, "b", 1)) == [("c", [1])]
+    assert arrive(scheduler, "b", 2, now_s=0.1) + arrive(scheduler, "a", 3, now_s=0.2) == []
+    assert starts(ends(scheduler, "a", 0, now_s=1.0)) == [("b", [2])]
+    assert starts(ends(scheduler, "b", 2, now_s=2.0)) == [("a", [3])]
 
 
 def test_a_gpu_whose_busy_engine_is_lost_is_free_for_the_other() -> None:
-    made = scheduler(barrier("a", "a", worker="gpu0"), barrier("b", "b", worker="gpu0"))
-    arrive(made, "a", 0)
-    assert arrive(made, "b", 1) == []
-    step(made, RequestCancelled(0))
-    assert starts(step(made, RequestEnded("a", 0, "cancelled"), 1.0)) == [("b", [1])]
+    scheduler = new_scheduler(barrier("a", "a", worker="gpu0"), barrier("b", "b", worker="gpu0"))
+    arrive(scheduler, "a", 0)
+    assert arrive(scheduler, "b", 1) == []
+    step(scheduler, RequestCancelled(0))
+    assert starts(step(scheduler, RequestEnded("a", 0, "cancelled"), 1.0)) == [("b", [1])]
 
 
-# ---- queues of its own ----
+# ---- queues of each model ----
 
 
-def test_each_model_has_bins_and_edges_of_its_own() -> None:
-    made = scheduler(barrier(slots=1), bins=2, edges_refit_every=1, edges_window=16, batch_size=1)
+def test_each_model_has_its_own_bins_and_edges() -> None:
+    scheduler = new_scheduler(barrier(slots=1), bins=2, edges_refit_every=1, edges_window=16, batch_size=1)
     for number in range(16):
-        arrive_with(made, number, "short", 1.0 + number)
-        arrive_with(made, 100 + number, "long", 1_000.0 + number)
-    edges = {model: made.queues(model).edges.edges for model in ("short", "long")}
+        arrive_with(scheduler, number, "short", 1.0 + number)
+        arrive_with(scheduler, 100 + number, "long", 1_000.0 + number)
+    edges = {model: scheduler.queues(model).edges.edges for model in ("short", "long")}
     assert edges["short"][0] < 20.0 < 1_000.0 <= edges["long"][0]
 
 
-def arrive_with(made: Scheduler, request_id: int, model: str, tokens: float) -> None:
-    step(made, RequestArrived(Request(request_id, tokens, model=model)))
+def arrive_with(scheduler: Scheduler, request_id: int, model: str, tokens: float) -> None:
+    step(scheduler, RequestArrived(Request(request_id, tokens, model=model)))
 
 
-def test_answers_of_one_model_teach_nothing_about_another() -> None:
-    made = scheduler(barrier())
-    arrive(made, "a", 0)
-    step(made, BatchEnded("gpu0", made.engines["gpu0"].running[0].batch_id, {0: 500.0}), 1.0)
-    assert made.queues("a").service.tokens_mean == 500.0
-    assert made.queues("b").service.tokens_mean == 256.0
+def test_answers_of_one_model_do_not_change_another_models_lengths() -> None:
+    scheduler = new_scheduler(barrier())
+    arrive(scheduler, "a", 0)
+    step(scheduler, BatchEnded("gpu0", scheduler.engines["gpu0"].running[0].batch_id, {0: 500.0}), 1.0)
+    assert scheduler.queues("a").service.tokens_mean == 500.0
+    assert scheduler.queues("b").service.tokens_mean == 256.0
 
 
 # ---- moving to another group ----
 
 
 def plan(here: str, there: str, *, streams: tuple[tuple[str, str], ...] = ()) -> tuple[ServingGroup, ...]:
-    """gpu0 serves the models of `here`, each a letter; gpu1 those of `there`, and these streams."""
+    """gpu0 serves the models of `here`, one per letter; gpu1 serves those of `there`, and these streams."""
     return ServingGroup("here", ("gpu0",), tuple(here)), ServingGroup("there", ("gpu1",), tuple(there), streams)
 
 
-def groups(made: Scheduler) -> dict[int, str]:
-    return {request_id: queued.group for request_id, queued in made.requests.items()}
+def groups(scheduler: Scheduler) -> dict[int, str]:
+    return {request_id: queued.group for request_id, queued in scheduler.requests.items()}
 
 
 @pytest.mark.parametrize("order", ["fffs", "flex"])
-def test_who_moves_has_waited_as_long_and_tried_as_often_there_as_here(order: str) -> None:
+def test_a_moved_request_keeps_its_arrival_time_and_tries(order: str) -> None:
     release = "window" if order == "flex" else "greedy"
-    made = scheduler(barrier("gpu0"), barrier("gpu1"), plan=plan("ab", ""), order=order, release=release)
-    step(made, RequestArrived(Request(0, deadline_s=50.0, model="a")), 0.0)
-    step(made, RequestArrived(Request(1, deadline_s=60.0, model="a")), 1.0)
-    step(made, RequestArrived(Request(2, model="b")), 2.0)
-    step(made, RequestEnded("gpu0", 0, "failed", fault=True, retryable=True), 3.0)  # runs again, alone
-    assert starts(step(made, PlanChanged(plan("b", "a")), 4.0)) == [("gpu1", [1])]
-    assert groups(made) == {0: "here", 1: "there", 2: "here"}
-    moved = made.requests[1]
+    scheduler = new_scheduler(barrier("gpu0"), barrier("gpu1"), plan=plan("ab", ""), order=order, release=release)
+    step(scheduler, RequestArrived(Request(0, deadline_s=50.0, model="a")), 0.0)
+    step(scheduler, RequestArrived(Request(1, deadline_s=60.0, model="a")), 1.0)
+    step(scheduler, RequestArrived(Request(2, model="b")), 2.0)
+    step(scheduler, RequestEnded("gpu0", 0, "failed", fault=True, retryable=True), 3.0)  # 0 must run again, alone
+    assert starts(step(scheduler, PlanChanged(plan("b", "a")), 4.0)) == [("gpu1", [1])]
+    assert groups(scheduler) == {0: "here", 1: "there", 2: "here"}
+    moved = scheduler.requests[1]
     assert (moved.arrived_at_s, moved.request.deadline_s, moved.retries) == (1.0, 60.0, 0)
 
 
-def test_who_moves_after_a_try_has_one_less_left() -> None:
-    made = scheduler(barrier("gpu0"), barrier("gpu1"), plan=plan("a", ""), retries_max=1)
-    arrive(made, "a", 0)
-    step(made, EngineClosed("gpu0"), 0.5)
-    step(made, EngineClosed("gpu1"), 0.5)
-    assert step(made, RequestEnded("gpu0", 0, "failed", fault=True, retryable=True), 1.0) == []
-    assert groups(made) == {0: "here"}
-    assert starts(step(made, EngineReady(barrier("gpu1")), 2.0)) == [("gpu1", [0])]
-    assert groups(made) == {0: "there"}
-    again = step(made, RequestEnded("gpu1", 0, "failed", fault=True, retryable=True), 3.0)
-    assert failed(again) == [(0, "engine_failed")]
+def test_a_moved_request_keeps_its_count_of_retries() -> None:
+    scheduler = new_scheduler(barrier("gpu0"), barrier("gpu1"), plan=plan("a", ""), retries_max=1)
+    arrive(scheduler, "a", 0)
+    step(scheduler, EngineClosed("gpu0"), 0.5)
+    step(scheduler, EngineClosed("gpu1"), 0.5)
+    assert step(scheduler, RequestEnded("gpu0", 0, "failed", fault=True, retryable=True), 1.0) == []
+    assert groups(scheduler) == {0: "here"}
+    assert starts(step(scheduler, EngineReady(barrier("gpu1")), 2.0)) == [("gpu1", [0])]
+    assert groups(scheduler) == {0: "there"}
+    actions = step(scheduler, RequestEnded("gpu1", 0, "failed", fault=True, retryable=True), 3.0)
+    assert failed(actions) == [(0, "engine_failed")]
 
 
-def test_what_runs_stays_where_it_is() -> None:
-    made = scheduler(barrier("gpu0"), barrier("gpu1"), plan=plan("a", ""))
-    arrive(made, "a", 0, 1)
-    assert starts(step(made, PlanChanged(plan("", "a")))) == [("gpu1", [1])]
-    assert groups(made) == {0: "here", 1: "there"}
-    assert list(made.engines["gpu0"].running) == [0]
+def test_running_requests_stay_in_their_group() -> None:
+    scheduler = new_scheduler(barrier("gpu0"), barrier("gpu1"), plan=plan("a", ""))
+    arrive(scheduler, "a", 0, 1)
+    assert starts(step(scheduler, PlanChanged(plan("", "a")))) == [("gpu1", [1])]
+    assert groups(scheduler) == {0: "here", 1: "there"}
+    assert list(scheduler.engines["gpu0"].running) == [0]
 
 
-def test_who_moves_has_its_deadline_watched_there() -> None:
-    made = scheduler(barrier("gpu0"), barrier("gpu1"), plan=plan("a", "b"))
-    arrive(made, "a", 0)
-    arrive(made, "b", 10)
-    step(made, RequestArrived(Request(1, deadline_s=9.0, model="a")))
-    assert step(made, PlanChanged(plan("", "ab")), 1.0) == []
-    assert groups(made)[1] == "there"
-    assert made.wake_at_s == 9.0
-    assert failed(step(made, TimerFired(), 9.0)) == [(1, "deadline_exceeded")]
+def test_the_deadline_of_a_moved_request_is_kept() -> None:
+    scheduler = new_scheduler(barrier("gpu0"), barrier("gpu1"), plan=plan("a", "b"))
+    arrive(scheduler, "a", 0)
+    arrive(scheduler, "b", 10)
+    step(scheduler, RequestArrived(Request(1, deadline_s=9.0, model="a")))
+    assert step(scheduler, PlanChanged(plan("", "ab")), 1.0) == []
+    assert groups(scheduler)[1] == "there"
+    assert scheduler.wake_at_s == 9.0
+    assert failed(step(scheduler, TimerFired(), 9.0)) == [(1, "deadline_exceeded")]
 
 
-def test_who_moves_takes_its_place_by_arrival() -> None:
-    """0 has waited since 0 s, longer than 10 has."""
-    told = {"release": "timeout", "batch_wait_s": 5.0, "batch_size": 4}
-    made = scheduler(barrier("gpu0"), barrier("gpu1", slots=4), plan=plan("a", "", streams=(("s", "a"),)), **told)
-    arrive(made, "a", 0)
-    step(made, RequestArrived(Request(10, 4.0, model="a", stream="s")), 3.0)
-    assert groups(made) == {0: "here", 10: "there"}
-    assert step(made, PlanChanged(plan("", "a")), 4.0) == []
-    assert groups(made) == {0: "there", 10: "there"}
-    assert made.wake_at_s == 5.0
-    assert starts(step(made, TimerFired(), 5.0)) == [("gpu1", [0, 10])]
+def test_a_moved_request_is_queued_by_arrival_time() -> None:
+    """0 has waited since 0 s, longer than 10."""
+    settings = {"release": "timeout", "batch_wait_s": 5.0, "batch_size": 4}
+    scheduler = new_scheduler(
+        barrier("gpu0"), barrier("gpu1", slots=4), plan=plan("a", "", streams=(("s", "a"),)), **settings
+    )
+    arrive(scheduler, "a", 0)
+    step(scheduler, RequestArrived(Request(10, 4.0, model="a", stream="s")), 3.0)
+    assert groups(scheduler) == {0: "here", 10: "there"}
+    assert step(scheduler, PlanChanged(plan("", "a")), 4.0) == []
+    assert groups(scheduler) == {0: "there", 10: "there"}
+    assert scheduler.wake_at_s == 5.0
+    assert starts(step(scheduler, TimerFired(), 5.0)) == [("gpu1", [0, 10])]
 
 
-def test_a_batch_that_room_is_made_for_does_not_move() -> None:
-    told = {"order": "flex", "release": "window", "batch_size": 8}
-    made = scheduler(barrier("gpu0", slots=8), barrier("gpu1", slots=8), plan=plan("abc", ""), **told)
-    arrive(made, "a", 0)
-    arrive(made, "b", 1, 2, 3, 4)  # 0 is told to make room
-    arrive(made, "c", 5)
-    assert starts(step(made, PlanChanged(plan("a", "bc")))) == [("gpu1", [5])]
-    assert groups(made) == {5: "there", **dict.fromkeys(range(5), "here")}
-    assert starts(step(made, RequestEnded("gpu0", 0, "cancelled"), 0.5)) == [("gpu0", [1, 2, 3, 4])]
+def test_a_batch_for_which_room_is_made_does_not_move() -> None:
+    settings = {"order": "flex", "release": "window", "batch_size": 8}
+    scheduler = new_scheduler(barrier("gpu0", slots=8), barrier("gpu1", slots=8), plan=plan("abc", ""), **settings)
+    arrive(scheduler, "a", 0)
+    arrive(scheduler, "b", 1, 2, 3, 4)  # 0 is told to make room
+    arrive(scheduler, "c", 5)
+    assert starts(step(scheduler, PlanChanged(plan("a", "bc")))) == [("gpu1", [5])]
+    assert groups(scheduler) == {5: "there", **dict.fromkeys(range(5), "here")}
+    assert starts(step(scheduler, RequestEnded("gpu0", 0, "cancelled"), 0.5)) == [("gpu0", [1, 2, 3, 4])]

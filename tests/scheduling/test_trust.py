@@ -1,4 +1,4 @@
-"""Whether predictions say anything about the answers."""
+"""Whether predictions rank the answers."""
 
 import math
 
@@ -10,8 +10,8 @@ from llmserve.request import Request
 from llmserve.scheduling.trust import Trust, spearman
 
 
-def told(predicted: list[float], actual: list[float], window: int = 64) -> tuple[Trust, list[int]]:
-    """A judge that has seen these, and after which of them it changed its mind."""
+def observed(predicted: list[float], actual: list[float], window: int = 64) -> tuple[Trust, list[int]]:
+    """A judge that has observed these pairs, and the indices at which its verdict changed."""
     trust = Trust(window)
     pairs = enumerate(zip(predicted, actual, strict=True))
     return trust, [i for i, (guess, truth) in pairs if trust.observe(Request(i, guess), guess, truth)]
@@ -21,7 +21,7 @@ def noise(n: int, seed: int) -> list[float]:
     return [float(x) for x in np.random.default_rng(seed).lognormal(4, 1, n)]
 
 
-def test_spearman_is_scipys_ties_and_all() -> None:
+def test_spearman_equals_scipys_with_ties() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         x, y = rng.integers(0, 6, (2, 40)).astype(float)
@@ -29,42 +29,42 @@ def test_spearman_is_scipys_ties_and_all() -> None:
     assert math.isnan(spearman(np.ones(9), np.arange(9.0)))
 
 
-def test_right_predictions_are_never_distrusted_however_wrong_their_scale() -> None:
+def test_right_predictions_are_never_distrusted_whatever_their_scale() -> None:
     lengths = noise(2000, 0)
-    assert told([x**0.3 / 50 for x in lengths], lengths)[1] == []
+    assert observed([x**0.3 / 50 for x in lengths], lengths)[1] == []
 
 
 def test_weak_but_real_predictions_are_kept() -> None:
     lengths, other = noise(2000, 0), noise(2000, 1)
     blurred = [x**0.8 * y for x, y in zip(lengths, other, strict=True)]
-    assert told(blurred, lengths, window=256)[1] == []
+    assert observed(blurred, lengths, window=256)[1] == []
 
 
 def test_shuffled_predictions_are_distrusted_within_a_window_and_stay_so() -> None:
-    trust, changes = told(noise(2000, 0), noise(2000, 1), window=256)
+    trust, changes = observed(noise(2000, 0), noise(2000, 1), window=256)
     assert len(changes) == 1
     assert changes[0] < 256
     assert not trust.trusted
 
 
-def test_right_predictions_win_trust_back_by_themselves() -> None:
+def test_right_predictions_regain_trust_by_themselves() -> None:
     first, lengths = noise(600, 0), noise(1200, 1)
-    trust, changes = told(first + lengths[600:], lengths, window=256)
+    trust, changes = observed(first + lengths[600:], lengths, window=256)
     assert len(changes) == 2
     assert changes[1] < 600 + 256
     assert trust.trusted
 
 
 def test_answers_of_one_length_need_one_bin() -> None:
-    assert not told(noise(64, 0), [512.0] * 64)[0].trusted
+    assert not observed(noise(64, 0), [512.0] * 64)[0].trusted
 
 
 def test_accuracy_over_the_window() -> None:
     lengths = [float(x) for x in range(1, 65)]
-    accuracy = told(lengths, lengths)[0].accuracy(bins=4)
+    accuracy = observed(lengths, lengths)[0].accuracy(bins=4)
     assert (accuracy.answers, accuracy.rank_correlation) == (64, pytest.approx(1.0))
     assert (accuracy.bin_accuracy, accuracy.near_accuracy) == (1.0, 1.0)
-    reverse = told(lengths, lengths[::-1])[0].accuracy(bins=4)
+    reverse = observed(lengths, lengths[::-1])[0].accuracy(bins=4)
     assert (reverse.bin_accuracy, reverse.near_accuracy) == (0.0, 0.5)
 
 
@@ -79,7 +79,7 @@ def test_calibration_is_the_share_of_answers_below_each_quantile() -> None:
     assert trust.accuracy(2).calibration_error == pytest.approx(0.5 - 0.03, abs=0.011)
 
 
-def test_answers_that_all_ran_into_their_limit_are_no_sign_of_bad_calibration() -> None:
+def test_answers_cut_at_their_limit_do_not_count_as_bad_calibration() -> None:
     trust = Trust(64)
     for i in range(64):
         trust.observe(Request(i, 64.0, quantiles=(64.0,) * 5), 64.0, 64.0)

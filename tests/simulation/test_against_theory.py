@@ -1,4 +1,4 @@
-"""The scheduler under a virtual clock does what bins/smdp.py computes: response time and power, by 99 % intervals."""
+"""The simulated scheduler agrees with bins/smdp.py in response time and power, by 99 % intervals."""
 
 import math
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from llmserve.simulation.report import Recorder
 SIZES = np.arange(1, 9)
 MEAN_S = 0.3 * SIZES + 1.0
 ENERGY_J = 20.0 * SIZES + 20.0
-GROUPS = 40  # of successive requests: means of groups are all but independent
+GROUPS = 40  # groups of successive requests, whose means are almost independent
 
 
 class RandomEngine:
-    """A barrier engine whose batches take random times, however long their answers."""
+    """A barrier engine whose batches take random times, independent of their answers."""
 
     def __init__(self, service: ServiceTimes, rng: np.random.Generator) -> None:
         self.info = EngineInfo("e", int(SIZES[-1]), True)
@@ -45,7 +45,7 @@ class RandomEngine:
 
 
 class Fixed:
-    """Answers every question with one policy."""
+    """Answers every question with the same policy."""
 
     def __init__(self, queue: Queue) -> None:
         actions = tuple(queue.solve(10.0).policy[: SIZES.size + 1].tolist())
@@ -57,7 +57,7 @@ class Fixed:
 
 
 def run(queue: Queue, release: str, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Response times (count,) in order of arrival, and the energy share (count,) of each request in its batch."""
+    """Response times (count,) in order of arrival, and each request's share (count,) of its batch's energy."""
     rng = np.random.default_rng(5)
     recorder, energy = Recorder(count), np.zeros(count)
 

@@ -1,4 +1,4 @@
-"""`simulate --slo-s`: how many answers are in time, under each order, and where that is told."""
+"""`simulate --slo-s`: the share of answers in time under each order, and where it is reported."""
 
 import json
 from dataclasses import replace
@@ -19,10 +19,8 @@ from llmserve.simulation.scenario import engines
 OVERLOAD = ["simulate", "--barrier", "--engines", "2", "--load", "1.5", "--requests", "1000", "--slo-s", "8,30"]
 
 
-class Told:
-    """A run whose requests, (arrival, output tokens, deadline) in seconds, are served by an engine that takes 1 s a
-    token.
-    """
+class DeadlineRun:
+    """A run of requests, each (arrival, output tokens, deadline) in seconds, on an engine that takes 1 s per token."""
 
     def __init__(
         self, folder: Path, requests: list[tuple[float, float, float]], streaming: float = 0.0, **config: Any
@@ -33,9 +31,9 @@ class Told:
         scenario = Scenario(trace=str(path), step_s=1.0, barrier=True, streaming=streaming)
         self.scheduling = SchedulingConfig(**{"bins": 1, "batch_size": 1, **config}).resolved(barrier=True)
         work = prepare(scenario, self.scheduling)
-        known = tuple([tokens for _, tokens, _ in requests] * ENOUGH)  # so that each bin has seen its own lengths
+        lengths = tuple([tokens for _, tokens, _ in requests] * ENOUGH)  # so that each bin has its own lengths
         deadlines_s = np.array([deadline_s for _, _, deadline_s in requests])
-        work = replace(work, scores=known, lengths=known, deadlines_s=deadlines_s)
+        work = replace(work, scores=lengths, lengths=lengths, deadlines_s=deadlines_s)
         self.recorder = BatchRecorder(len(work))
         self.summary: Summary = run(scenario, self.scheduling, work, recorder=self.recorder)
         self.story = Story(
@@ -43,9 +41,9 @@ class Told:
         )
 
 
-def test_the_share_in_time_is_of_all_that_came(tmp_path: Path) -> None:
-    """One ends at 3 s, in time; one at 6 s, a second late; one still waits at its deadline and is sent away."""
-    summary = Told(tmp_path, [(0, 3, 5), (0, 3, 5), (0, 3, 5)], order="fffs").summary
+def test_the_share_in_time_is_of_all_arrivals(tmp_path: Path) -> None:
+    """One ends at 3 s, in time; one at 6 s, a second late; one still waits at its deadline and fails."""
+    summary = DeadlineRun(tmp_path, [(0, 3, 5), (0, 3, 5), (0, 3, 5)], order="fffs").summary
     assert summary.completed == 2
     assert summary.elapsed_s == 6.0
     assert summary.in_time_share == pytest.approx(1 / 3)
@@ -53,49 +51,51 @@ def test_the_share_in_time_is_of_all_that_came(tmp_path: Path) -> None:
     assert summary.preempted == 0
 
 
-def test_an_answer_at_its_very_deadline_is_in_time(tmp_path: Path) -> None:
-    assert Told(tmp_path, [(0.1, 0.2, 0.1 + 0.2)]).summary.in_time_share == 1.0
+def test_an_answer_exactly_at_its_deadline_is_in_time(tmp_path: Path) -> None:
+    assert DeadlineRun(tmp_path, [(0.1, 0.2, 0.1 + 0.2)]).summary.in_time_share == 1.0
 
 
-def test_the_earliest_deadline_first_is_in_time_where_the_first_come_is_not(tmp_path: Path) -> None:
-    """While the first runs two come, and the second of them is the one in a hurry."""
+def test_the_earliest_deadline_first_is_in_time_where_first_come_first_served_is_not(tmp_path: Path) -> None:
+    """Two requests arrive while the first runs; the second of them is urgent."""
     requests = [(0, 2, 10), (0.5, 2, 10), (1, 2, 4.5)]
-    assert Told(tmp_path, requests, order="fffs").summary.in_time_share == pytest.approx(2 / 3)
-    assert Told(tmp_path, requests, order="edf").summary.in_time_share == 1.0
+    assert DeadlineRun(tmp_path, requests, order="fffs").summary.in_time_share == pytest.approx(2 / 3)
+    assert DeadlineRun(tmp_path, requests, order="edf").summary.in_time_share == 1.0
 
 
 BURST = [(0.0, 20.0, 100.0), *[(1.0, 2.0, 5.0)] * 4]  # one long answer, and four short ones that cannot wait for it
 FLEX = {"order": "flex", "bins": None, "edges": (10.0,), "batch_size": 4}
 
 
-def test_who_makes_room_is_counted_and_runs_again(tmp_path: Path) -> None:
-    """From 1 to 3 s the four run, and then the one that was stopped, from its beginning."""
-    summary = Told(tmp_path, BURST, **FLEX).summary
+def test_a_preempted_request_is_counted_and_runs_again(tmp_path: Path) -> None:
+    """The four run from 1 to 3 s, then the preempted request runs from its beginning."""
+    summary = DeadlineRun(tmp_path, BURST, **FLEX).summary
     assert (summary.preempted, summary.in_time_share, summary.elapsed_s) == (1, 1.0, 23.0)
 
 
-def test_without_preemption_nobody_makes_room(tmp_path: Path) -> None:
-    summary = Told(tmp_path, BURST, **FLEX, preemption="off").summary
+def test_without_preemption_no_request_is_stopped(tmp_path: Path) -> None:
+    summary = DeadlineRun(tmp_path, BURST, **FLEX, preemption="off").summary
     assert (summary.preempted, summary.completed, summary.in_time_share) == (0, 1, 0.2)
 
 
-def test_an_answer_of_which_a_client_has_seen_a_byte_is_not_stopped(tmp_path: Path) -> None:
-    """The long answer's first byte is seen after its first token, at 1 s: before the four come, or after."""
+def test_an_answer_is_not_preempted_after_its_first_byte(tmp_path: Path) -> None:
+    """The client sees the long answer's first byte after its first token, at 1 s: before the four come, or after."""
     long, *four = BURST
     for come_s, preempted in ((0.9, 1), (1.1, 0)):
         requests = [long, *[(come_s, tokens, deadline_s) for _, tokens, deadline_s in four]]
-        assert Told(tmp_path, requests, streaming=1.0, **FLEX).summary.preempted == preempted
-        assert Told(tmp_path, requests, streaming=0.0, **FLEX).summary.preempted == 1, "its client does not stream"
+        assert DeadlineRun(tmp_path, requests, streaming=1.0, **FLEX).summary.preempted == preempted
+        assert DeadlineRun(tmp_path, requests, streaming=0.0, **FLEX).summary.preempted == 1, (
+            "its client does not stream"
+        )
 
 
-def test_who_runs_again_streams_again(tmp_path: Path) -> None:
-    """Stopped at 0.9 s it begins again at 2.9 s and answers at 3.9 s: those who come then, at 4 s, do not stop it."""
+def test_a_request_that_runs_again_streams_again(tmp_path: Path) -> None:
+    """Preempted at 0.9 s, it starts again at 2.9 s and answers at 3.9 s: arrivals at 4 s do not preempt it."""
     requests = [BURST[0], *[(0.9, 2.0, 5.0)] * 4, *[(4.0, 2.0, 8.0)] * 4]
-    summary = Told(tmp_path, requests, streaming=1.0, **FLEX).summary
+    summary = DeadlineRun(tmp_path, requests, streaming=1.0, **FLEX).summary
     assert (summary.preempted, summary.completed) == (1, 5)
 
 
-def test_a_scheduler_that_does_not_preempt_is_not_told_when_answers_begin(tmp_path: Path) -> None:
+def test_a_scheduler_that_does_not_preempt_gets_no_events_of_first_bytes(tmp_path: Path) -> None:
     texts = {}
     for streaming in (0.0, 1.0):
         scenario = Scenario(requests=50, barrier=True, slo_s=(8.0,), streaming=streaming)
@@ -103,43 +103,45 @@ def test_a_scheduler_that_does_not_preempt_is_not_told_when_answers_begin(tmp_pa
             path = tmp_path / f"{streaming}-{preemption}"
             simulate(scenario, SchedulingConfig(order="flex", preemption=preemption), journal_path=path)  # type: ignore[arg-type]
             texts[streaming, preemption] = path.read_text()
-    assert texts[1.0, "on"].count("AnswerBegan") >= 50 * 0.5, "all that ran"
+    assert texts[1.0, "on"].count("AnswerBegan") >= 50 * 0.5, "every request that ran"
     assert texts[0.0, "off"] == texts[1.0, "off"]
     assert "AnswerBegan" not in texts[0.0, "on"]
 
 
-def test_who_streams_is_drawn_at_random_and_changes_nothing_else() -> None:
+def test_streaming_requests_are_random_and_change_nothing_else() -> None:
     config = SchedulingConfig().resolved(barrier=False)
-    none, some = (prepare(Scenario(requests=4_000, slo_s=(8.0, 30.0), streaming=s), config) for s in (0.0, 0.25))
-    assert not none.streaming
-    assert abs(len(some.streaming) - 1_000) < 4 * np.sqrt(4_000 * 0.25 * 0.75)  # four standard deviations
-    assert none.deadlines_s is not None
-    assert some.deadlines_s is not None
-    assert none.deadlines_s.tolist() == some.deadlines_s.tolist()
-    assert none.trace.output_tokens.tolist() == some.trace.output_tokens.tolist()
+    no_streams, some_streams = (
+        prepare(Scenario(requests=4_000, slo_s=(8.0, 30.0), streaming=s), config) for s in (0.0, 0.25)
+    )
+    assert not no_streams.streaming
+    assert abs(len(some_streams.streaming) - 1_000) < 4 * np.sqrt(4_000 * 0.25 * 0.75)  # four standard deviations
+    assert no_streams.deadlines_s is not None
+    assert some_streams.deadlines_s is not None
+    assert no_streams.deadlines_s.tolist() == some_streams.deadlines_s.tolist()
+    assert no_streams.trace.output_tokens.tolist() == some_streams.trace.output_tokens.tolist()
 
 
-def test_pictures_tell_what_was_stopped_from_what_was_answered(tmp_path: Path) -> None:
-    """28 of the 29 slot-seconds that were taken went into answers, and one was for nothing."""
-    story = Told(tmp_path, BURST, **FLEX).story
+def test_figures_separate_preempted_from_completed_work(tmp_path: Path) -> None:
+    """28 of the 29 occupied slot-seconds went into answers; one was wasted."""
+    story = DeadlineRun(tmp_path, BURST, **FLEX).story
     timeline, waiting = timeline_figure([story]), waiting_figure(story)
     assert timeline is not None
     assert waiting is not None
     assert timeline.axes[0].get_title(loc="left").startswith("flex: answers grow in 97% of the time")
     assert "preempted" in [text.get_text() for text in timeline.legends[0].get_texts()]
-    company = waiting.axes[0].containers[0]
-    assert [bar.get_height() for bar in company] == [0.0, 3.0]  # of the long one: until it began for good
+    forming = waiting.axes[0].containers[0]
+    assert [bar.get_height() for bar in forming] == [0.0, 3.0]  # the long answer waits until its last start
 
 
-def test_those_who_were_stopped_and_never_answered_have_no_end(tmp_path: Path) -> None:
-    story = Told(tmp_path, [(0.0, 20.0, 21.0), *BURST[1:]], **FLEX).story
+def test_preempted_requests_that_were_never_answered_have_no_end(tmp_path: Path) -> None:
+    story = DeadlineRun(tmp_path, [(0.0, 20.0, 21.0), *BURST[1:]], **FLEX).story
     assert np.isnan(story.recorder.ended_s[0])
     figure = timeline_figure([story])
     assert figure is not None
     assert figure.axes[0].get_xlim() == (0.0, 3.0)
 
 
-def test_deadlines_are_drawn_after_each_arrival_any_as_often() -> None:
+def test_deadlines_are_drawn_with_equal_probabilities() -> None:
     scenario = Scenario(requests=4_000, slo_s=(8.0, 30.0), seed=5)
     work = prepare(scenario, SchedulingConfig().resolved(barrier=False))
     assert work.deadlines_s is not None
@@ -156,7 +158,7 @@ def test_deadlines_change_neither_arrivals_nor_lengths() -> None:
     assert plain.trace.output_tokens.tolist() == dated.trace.output_tokens.tolist()
 
 
-def test_without_deadlines_nothing_is_said_of_them() -> None:
+def test_without_deadlines_no_output_mentions_them() -> None:
     summary = simulate(Scenario(requests=50), SchedulingConfig())
     assert (summary.in_time_share, summary.goodput_per_s, summary.preempted) == (None, None, None)
 
@@ -172,18 +174,18 @@ def test_under_overload_flex_is_in_time_more_often_than_edf_and_fffs() -> None:
     assert shares["flex"] > shares["fffs"] + 0.05
 
 
-def test_a_table_and_json_tell_who_was_in_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_and_the_json_have_the_share_in_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*OVERLOAD, "--order", "flex", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert 0.8 < found["in_time_share"] < 1
+    result = json.loads(capsys.readouterr().out)
+    assert 0.8 < result["in_time_share"] < 1
     assert main([*OVERLOAD, "--order", "flex"]) == 0
     rows = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in _rows(capsys)}
-    assert rows["in time"] == f"{found['in_time_share']:.1%}"
-    assert rows["in time/s"] == f"{found['goodput_per_s']:.4f}"
-    assert rows["preempted"] == f"{found['preempted']:,}"
+    assert rows["in time"] == f"{result['in_time_share']:.1%}"
+    assert rows["in time/s"] == f"{result['goodput_per_s']:.4f}"
+    assert rows["preempted"] == f"{result['preempted']:,}"
 
 
-def test_a_sweep_has_a_column_of_who_was_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_has_a_column_for_the_share_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*OVERLOAD, "--sweep", "order=fffs,flex", "--plot", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "in time" in out
@@ -202,8 +204,8 @@ def test_a_comparison_is_drawn_with_shares_only_where_all_cases_have_deadlines()
     from llmserve.simulation.estimates import Estimate, Repeated
 
     def case(*names: str) -> Repeated:
-        known = ("throughput_per_s", "latency_s_mean", "latency_s_p95", *names)
-        return Repeated((1,), {name: Estimate(0.5) for name in known}, (), {"load": "1"})
+        metrics = ("throughput_per_s", "latency_s_mean", "latency_s_p95", *names)
+        return Repeated((1,), {name: Estimate(0.5) for name in metrics}, (), {"load": "1"})
 
     dated, undated = case("in_time_share"), case()
     assert [axes.get_title() for axes in comparison_figure([dated]).axes][2:] == ["Answered in time, share of requests"]
@@ -221,7 +223,7 @@ def test_a_comparison_is_drawn_with_shares_only_where_all_cases_have_deadlines()
         ),
     ],
 )
-def test_what_makes_no_sense_is_said_in_one_line(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_are_an_error_of_one_line(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--requests", "10", *flags.split()]) == 2
     assert capsys.readouterr().err == f"llmserve: {message}\n"
 

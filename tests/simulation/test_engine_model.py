@@ -1,4 +1,4 @@
-"""Simulated engines: hand-made examples, the theory of processor sharing, and ends that move under a cluster."""
+"""Simulated engines: worked examples, the theory of processor sharing, and ends that move in a cluster."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -45,7 +45,7 @@ def batch(*request_ids: int, batch_id: int = 1) -> Batch:
 
 
 def run_out(engine: StepEngine) -> list[tuple[float, object]]:
-    """(time_s, request or batch id) of everything that still ends."""
+    """(time_s, request or batch id) of all remaining ends."""
     ends: list[tuple[float, object]] = []
     while (at_s := engine.next_end_s) is not None:
         event = engine.end(at_s)
@@ -65,7 +65,7 @@ def test_a_request_alone_takes_its_tokens_times_the_step_of_one() -> None:
     assert engine.energy_j(elapsed_s=10) == 3 * 15 + 3.0 * (10 - 6)
 
 
-def test_sequences_that_run_together_share_steps_that_take_longer() -> None:
+def test_sequences_that_run_together_share_longer_steps() -> None:
     """Lengths 2, 3, 5 at once: 2 steps of three, 1 of two, 2 of one."""
     engine = refill([2, 3, 5])
     engine.start(batch(0, 1, 2), 0.0)
@@ -75,7 +75,7 @@ def test_sequences_that_run_together_share_steps_that_take_longer() -> None:
 
 
 def test_a_request_that_joins_delays_the_ends_of_the_others() -> None:
-    """Alone for one second it has done half a token of two; the other 1.5 go at three seconds each."""
+    """Alone for a second it has done half of two tokens' first; the other 1.5 tokens take three seconds each."""
     engine = refill([2, 9])
     engine.start(batch(0), 0.0)
     assert engine.next_end_s == 4.0
@@ -83,26 +83,26 @@ def test_a_request_that_joins_delays_the_ends_of_the_others() -> None:
     assert engine.next_end_s == pytest.approx(1 + 1.5 * 3)
 
 
-def test_what_is_sent_beyond_the_slots_waits_inside_for_one() -> None:
+def test_requests_beyond_the_slots_wait_inside_the_engine() -> None:
     engine = refill([4, 6, 1], slots=2, look_ahead=1)
     engine.start(batch(0, 1), 0.0)
     engine.start(batch(2), 1.0)
     assert run_out(engine) == [(12, 0), (15, 2), (17, 1)]
 
 
-def test_a_prefill_comes_first_and_slows_nobody() -> None:
-    """The first runs alone from 10 s; the second's prefill ends at 13 s, and they share the first's second token."""
+def test_a_prefill_comes_first_and_slows_no_other_request() -> None:
+    """The first runs alone from 10 s; the second's prefill ends at 13 s; then both share the first's second token."""
     engine = refill([2, 2], prefill_s=10.0, prefill_j=7.0, step_s=Curve.affine(1, 1))
     engine.start(batch(0), 0.0)
     assert engine.next_end_s == 14.0
     engine.start(batch(1), 3.0)
     assert run_out(engine) == [(13 + 0.5 * 3, 0), (14.5 + 1.5 * 2, 1)]
     assert engine.busy_s == 17.5
-    # 7.5 W with one request, in prefill or not, and 25/3 W with two. Prefills have no joules of their own.
+    # 7.5 W with one request, in prefill or not, and 25/3 W with two. Prefills cost no energy of their own.
     assert engine.busy_j == pytest.approx((3 + 3) * 7.5 + (10 + 1.5) * 25 / 3)
 
 
-def test_a_refilling_engine_draws_for_a_prefill_as_for_a_step() -> None:
+def test_a_refill_engine_draws_the_same_power_in_prefill_as_in_a_step() -> None:
     engine = refill([2, 2], prefill_s=10.0, prefill_j=7.0)
     engine.start(batch(0, 1), 0.0)
     run_out(engine)
@@ -110,7 +110,7 @@ def test_a_refilling_engine_draws_for_a_prefill_as_for_a_step() -> None:
     assert engine.energy_j(elapsed_s=20) == pytest.approx(16 * 25 / 3 + 4 * 3.0)
 
 
-def test_two_requests_that_are_both_in_prefill_are_foreseen_to_share_their_steps() -> None:
+def test_two_requests_that_are_both_in_prefill_are_predicted_to_share_their_steps() -> None:
     engine = refill([2, 2], prefill_s=1.0)
     engine.start(batch(0, 1), 0.0)
     assert engine.next_end_s == 1 + 2 * 3
@@ -120,19 +120,19 @@ def test_two_requests_that_are_both_in_prefill_are_foreseen_to_share_their_steps
 def test_an_aborted_request_leaves_its_slot_and_the_others_run_faster(prefill_s: float) -> None:
     engine = refill([4, 4, 2], slots=2, look_ahead=1, prefill_s=prefill_s)
     engine.start(batch(0, 1, 2), 0.0)
-    engine.abort(2, prefill_s)  # while it waits
-    engine.abort(1, prefill_s + 3.0)  # while it runs: both have a token
+    engine.abort(2, prefill_s)  # while request 2 waits
+    engine.abort(1, prefill_s + 3.0)  # while request 1 runs: both have a token
     assert run_out(engine) == [(prefill_s + 3 + 3 * 2, 0)]
 
 
-def test_a_slot_that_an_aborted_request_leaves_goes_to_the_one_that_waits() -> None:
+def test_a_slot_that_an_aborted_request_leaves_goes_to_a_waiting_request() -> None:
     engine = refill([4, 1], slots=1, look_ahead=1)
     engine.start(batch(0, 1), 0.0)
     engine.abort(0, 5.0)
     assert run_out(engine) == [(7, 1)]
 
 
-def test_an_abort_in_prefill_and_one_of_a_stranger_are_taken_calmly() -> None:
+def test_aborts_in_prefill_and_of_unknown_requests_do_no_harm() -> None:
     engine = refill([4, 1], prefill_s=2.0)
     engine.start(batch(0, 1), 0.0)
     engine.abort(1, 1.0)
@@ -145,10 +145,8 @@ def test_an_abort_in_prefill_and_one_of_a_stranger_are_taken_calmly() -> None:
     st.integers(1, 4),
     st.sampled_from([0.0, 2.0]),
 )
-def test_virtual_steps_give_what_small_ticks_of_time_give(
-    arrivals: list[tuple[int, int]], slots: int, prefill_s: float
-) -> None:
-    """Against ticks of a 60th of a second that each advance every running request by 1 / (60 step_s(n)) tokens."""
+def test_virtual_steps_equal_small_ticks_of_time(arrivals: list[tuple[int, int]], slots: int, prefill_s: float) -> None:
+    """Against ticks of 1/60 s, each of which advances every running request by 1 / (60 step_s(n)) tokens."""
     arrivals = sorted(arrivals)
     lengths = [float(length) for _, length in arrivals]
     engine = refill(lengths, slots=slots, look_ahead=99, prefill_s=prefill_s)
@@ -160,36 +158,36 @@ def test_virtual_steps_give_what_small_ticks_of_time_give(
         engine.start(batch(request_id), float(at_s))
     ends += run_out(engine)  # type: ignore[arg-type]
     ticked = _tick([at_s for at_s, _ in arrivals], lengths, slots, prefill_s)
-    late_s = 2 * len(lengths) / 60  # an end is noticed up to a tick late, and holds the others up by no more
+    late_s = 2 * len(lengths) / 60  # an end is noticed at most a tick late, and delays the others by no more
     assert {request_id: pytest.approx(at_s, abs=late_s) for at_s, request_id in ends} == ticked
 
 
 def _tick(arrivals_s: list[int], lengths: list[float], slots: int, prefill_s: float) -> dict[int, float]:
-    """request id -> its end."""
-    left = dict(enumerate(lengths))
-    prefill = dict.fromkeys(left, prefill_s * 60)
+    """Ends by request id."""
+    steps_left = dict(enumerate(lengths))
+    prefill = dict.fromkeys(steps_left, prefill_s * 60)
     inside: list[int] = []
     ends: dict[int, float] = {}
     tick = 0
-    while left:
-        waiting = [id_ for id_ in left if id_ not in inside and arrivals_s[id_] * 60 <= tick]
+    while steps_left:
+        waiting = [id_ for id_ in steps_left if id_ not in inside and arrivals_s[id_] * 60 <= tick]
         inside += waiting[: slots - len(inside)]
         running = [id_ for id_ in inside if prefill[id_] <= 0]
         for id_ in inside:
             prefill[id_] -= 1
         tick += 1
         for id_ in running:
-            left[id_] -= 1 / (60 * (len(running) + 1))
-            if left[id_] <= 1e-9:
+            steps_left[id_] -= 1 / (60 * (len(running) + 1))
+            if steps_left[id_] <= 1e-9:
                 ends[id_] = tick / 60
-                del left[id_]
+                del steps_left[id_]
                 inside.remove(id_)
     return ends
 
 
 @pytest.mark.parametrize("sigma", [0.3, 1.2])
-def test_many_slots_are_processor_sharing_whose_latency_does_not_depend_on_the_spread(sigma: float) -> None:
-    """M/G/1-PS: a step of n takes n times one; the mean latency is E[S] / (1 - rho), whatever the distribution."""
+def test_many_slots_equal_processor_sharing_whose_latency_does_not_depend_on_the_spread(sigma: float) -> None:
+    """M/G/1-PS: a step of n takes n times a step of one; the mean latency is E[S] / (1 - rho) for any distribution."""
     rng = np.random.default_rng(1)
     lengths = rng.lognormal(-(sigma**2) / 2, sigma, 60_000)  # mean 1
     arrivals_s = np.cumsum(rng.exponential(2.0, lengths.size)).tolist()
@@ -206,7 +204,7 @@ def test_many_slots_are_processor_sharing_whose_latency_does_not_depend_on_the_s
     let_end(np.inf)
     latency_s = ended_s - arrivals_s
     assert latency_s.mean() == pytest.approx(1 / (1 - 0.5), rel=0.04)
-    long = lengths > 1.2  # and a request of length x takes x / (1 - rho)
+    long = lengths > 1.2  # a request of length x takes x / (1 - rho)
     assert latency_s[long].mean() == pytest.approx(2 * lengths[long].mean(), rel=0.05)
     assert engine.busy_s == pytest.approx(lengths.sum())
 
@@ -224,13 +222,13 @@ def test_a_batch_takes_its_longest_length_times_the_step_of_its_size() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_batch_takes_the_joules_that_its_profile_says(size: int) -> None:
+def test_a_batch_takes_the_energy_of_its_profile(size: int) -> None:
     lengths = [2.0, 7.0, 3.0, 5.0][:size]
     engine = barrier(lengths, prefill_s=1.5, prefill_j=20.0)
     engine.start(batch(*range(size)), 0.0)
     run_out(engine)
-    said = profile(prefill_s=1.5, prefill_j=20.0).energy_j([[max(lengths)]], [size])[0, 0]
-    assert engine.busy_j == pytest.approx(said)
+    expected_j = profile(prefill_s=1.5, prefill_j=20.0).energy_j([[max(lengths)]], [size])[0, 0]
+    assert engine.busy_j == pytest.approx(expected_j)
 
 
 @pytest.mark.parametrize("is_barrier", [False, True])
@@ -243,7 +241,7 @@ def test_a_profile_whose_energy_is_unknown_gives_times_and_no_joules(is_barrier:
 
 
 @pytest.mark.parametrize("prefill_s", [0.0, 5.0])
-def test_a_batch_whose_longest_is_aborted_ends_with_the_longest_that_is_left(prefill_s: float) -> None:
+def test_a_batch_whose_longest_is_aborted_ends_with_the_longest_remaining_one(prefill_s: float) -> None:
     engine = barrier([2, 7, 3], prefill_s=prefill_s)
     engine.start(batch(0, 1, 2), 0.0)
     engine.abort(1, 1.0)
@@ -251,7 +249,7 @@ def test_a_batch_whose_longest_is_aborted_ends_with_the_longest_that_is_left(pre
     assert engine.end(prefill_s + 12) == BatchEnded("e", 1, {0: 2, 2: 3})
 
 
-def test_a_batch_that_is_already_past_what_is_left_ends_at_once() -> None:
+def test_a_batch_that_is_past_its_remaining_requests_ends_at_once() -> None:
     engine = barrier([2, 7])
     engine.start(batch(0, 1), 0.0)
     engine.abort(1, 10.0)
@@ -259,7 +257,7 @@ def test_a_batch_that_is_already_past_what_is_left_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize("prefill_s", [0.0, 5.0])
-def test_a_batch_that_is_aborted_whole_leaves_its_engine_free(prefill_s: float) -> None:
+def test_a_batch_whose_requests_are_all_aborted_leaves_its_engine_free(prefill_s: float) -> None:
     engine = barrier([2, 7], prefill_s=prefill_s)
     engine.start(batch(0, 1), 0.0)
     engine.abort(0, 1.0)
@@ -269,36 +267,33 @@ def test_a_batch_that_is_aborted_whole_leaves_its_engine_free(prefill_s: float) 
     assert engine.next_end_s == 1 + prefill_s + 2 * 2
 
 
-# ---- all ----
-
-
 # ---- first bytes ----
 
 
-def happenings(engine: StepEngine) -> list[tuple[float, Event]]:
-    """(time_s, event) of everything that still happens."""
-    seen = []
+def remaining_events(engine: StepEngine) -> list[tuple[float, Event]]:
+    """(time_s, event) of all remaining events."""
+    events = []
     while (at_s := engine.next_end_s) is not None:
-        seen.append((at_s, engine.end(at_s)))
-    return seen
+        events.append((at_s, engine.end(at_s)))
+    return events
 
 
-def test_a_batch_answers_those_who_stream_after_its_prefill_and_its_first_step() -> None:
+def test_streams_of_a_batch_begin_after_its_prefill_and_first_step() -> None:
     engine = TimedEngine(EngineInfo("e", 4, True), [5.0, 8.0, 3.0], step_s=0.5, prefill_s=1.0, streaming={0, 2})
     engine.start(batch(0, 1, 2), 0.0)
-    assert happenings(engine) == [
+    assert remaining_events(engine) == [
         (1.5, AnswerBegan(0)),
         (1.5, AnswerBegan(2)),
         (5.0, BatchEnded("e", 1, {0: 5.0, 1: 8.0, 2: 3.0})),
     ]
 
 
-def test_in_slots_each_answers_after_a_step_of_its_own_which_takes_as_long_as_so_many_sequences_do() -> None:
-    """Alone a step takes 2 s, of two 3 s: the second joins in the middle of the first one's first step."""
+def test_in_slots_each_stream_begins_after_its_own_first_step_at_the_shared_speed() -> None:
+    """Alone a step takes 2 s, with two sequences 3 s: the second joins in the middle of the first's first step."""
     engine = StepEngine(EngineInfo("e", 2, False), [2.0, 2.0], Costs([0.0, 2.0, 3.0], [0.0] * 3), streaming={0, 1})
     engine.start(batch(0), 0.0)
     engine.start(batch(1), 1.0)
-    assert happenings(engine) == [
+    assert remaining_events(engine) == [
         (2.5, AnswerBegan(0)),
         (4.0, AnswerBegan(1)),
         (5.5, RequestEnded("e", 0, "completed", 2.0)),
@@ -309,47 +304,47 @@ def test_in_slots_each_answers_after_a_step_of_its_own_which_takes_as_long_as_so
 def test_an_answer_shorter_than_a_token_begins_as_it_ends() -> None:
     engine = TimedEngine(EngineInfo("e", 1, False), [0.5], step_s=1.0, streaming={0})
     engine.start(batch(0), 0.0)
-    assert happenings(engine) == [(0.5, AnswerBegan(0)), (0.5, RequestEnded("e", 0, "completed", 0.5))]
+    assert remaining_events(engine) == [(0.5, AnswerBegan(0)), (0.5, RequestEnded("e", 0, "completed", 0.5))]
 
 
-def test_who_left_before_the_first_byte_is_told_of_no_more() -> None:
+def test_an_aborted_request_has_no_first_byte() -> None:
     engine = TimedEngine(EngineInfo("e", 2, True), [5.0, 8.0], step_s=1.0, streaming={0, 1})
     engine.start(batch(0, 1), 0.0)
     engine.abort(0, 0.5)
-    assert happenings(engine) == [(1.0, AnswerBegan(1)), (8.0, BatchEnded("e", 1, {1: 8.0}))]
+    assert remaining_events(engine) == [(1.0, AnswerBegan(1)), (8.0, BatchEnded("e", 1, {1: 8.0}))]
 
 
 @pytest.mark.parametrize("is_barrier", [False, True])
-def test_constant_steps_do_not_depend_on_who_else_runs_and_have_no_known_energy(is_barrier: bool) -> None:
+def test_constant_steps_do_not_depend_on_other_requests_and_have_no_known_energy(is_barrier: bool) -> None:
     engine = TimedEngine(EngineInfo("e", 2, is_barrier), [5.0, 8.0], step_s=0.5, prefill_s=1.0)
     engine.start(batch(0, 1), 0.0)
     assert run_out(engine) == ([(5.0, 1)] if is_barrier else [(3.5, 0), (5.0, 1)])
     assert engine.energy_j(10.0) is None
 
 
-def asked(*prompt_tokens: float) -> Batch:
-    """Requests 0, 1, ... with prompts of so many tokens."""
+def batch_of_prompts(*prompt_tokens: float) -> Batch:
+    """Requests 0, 1, ... with prompts of these sizes."""
     requests = tuple([Request(id_, prompt_tokens=tokens) for id_, tokens in enumerate(prompt_tokens)])
     return Batch(1, 0, requests, 0.0, len(requests))
 
 
-def test_a_static_batch_reads_its_prompts_one_after_the_other() -> None:
+def test_a_static_batch_prefills_its_prompts_in_turn() -> None:
     engine = TimedEngine(EngineInfo("e", 2, True), [5.0, 8.0], step_s=0.5, prefill_s=1.0, prefill_s_per_token=0.1)
-    engine.start(asked(20, 30), 0.0)
+    engine.start(batch_of_prompts(20, 30), 0.0)
     assert run_out(engine) == [(1 + 50 * 0.1 + 8 * 0.5, 1)]
     assert engine.costs.batch_s([8.0], 2, prompt_tokens_mean=25) == pytest.approx(10.0)
 
 
-def test_a_short_prompt_that_comes_later_may_be_read_earlier() -> None:
+def test_a_short_prompt_that_comes_later_may_be_prefilled_earlier() -> None:
     engine = TimedEngine(EngineInfo("e", 3, False), [5.0, 5.0, 5.0], step_s=1.0, prefill_s_per_token=0.1)
-    engine.start(asked(40, 10, 0), 2.0)
+    engine.start(batch_of_prompts(40, 10, 0), 2.0)
     assert run_out(engine) == [(7.0, 2), (8.0, 1), (11.0, 0)]
     assert engine.costs.alone_s([5.0, 5.0], [40, 10]).tolist() == [9.0, 6.0]
 
 
-def test_a_prefill_that_is_aborted_lets_the_others_be_read_on_time() -> None:
+def test_an_aborted_prefill_does_not_delay_the_others() -> None:
     engine = TimedEngine(EngineInfo("e", 2, False), [5.0, 5.0, 5.0], step_s=1.0, prefill_s_per_token=0.1)
-    engine.start(asked(40, 10, 20), 0.0)
+    engine.start(batch_of_prompts(40, 10, 20), 0.0)
     engine.abort(1, 0.5)
     assert run_out(engine) == [(0.5 + 2.0 + 5.0, 2), (9.0, 0)]
 
@@ -369,7 +364,7 @@ def test_a_profile_of_fewer_sequences_than_the_engine_runs_is_refused() -> None:
 
 
 class Script:
-    """A scheduler that does as it is told: actions by what has happened."""
+    """A scheduler that returns set actions for set events."""
 
     requests: tuple[int, ...] = ()
     wake_at_s = None
@@ -389,7 +384,7 @@ class Script:
         return self.actions.get(key, [])
 
 
-def test_an_end_that_moves_is_told_once_and_at_its_new_time() -> None:
+def test_an_end_that_moves_is_reported_once_and_at_its_new_time() -> None:
     script = Script({0: [StartBatch("e", batch(0))], 1: [StartBatch("e", batch(1))]})
     cluster = SimulatedCluster(script, [refill([2, 9])])  # type: ignore[arg-type]
     cluster.run(iter([(0.0, Request(0)), (1.0, Request(1))]), flush=False)
@@ -397,14 +392,14 @@ def test_an_end_that_moves_is_told_once_and_at_its_new_time() -> None:
     assert ends == [(pytest.approx(5.5), ("completed", 0)), (pytest.approx(5.5 + 7.5 * 2), ("completed", 1))]
 
 
-def test_an_aborted_request_is_told_of_at_once_and_never_again() -> None:
+def test_an_aborted_request_is_reported_at_once_and_never_again() -> None:
     script = Script({0: [StartBatch("e", batch(0, 1))], 2: [AbortRequest("e", 0)]})
     cluster = SimulatedCluster(script, [refill([2, 9, 1])])  # type: ignore[arg-type]
     cluster.run(iter([(0.0, Request(0)), (3.0, Request(2)), (3.0, Request(3))]), flush=False)
     assert script.seen[2:] == [(3.0, 2), (3.0, ("cancelled", 0)), (3.0, 3), (3 + 8 * 2, ("completed", 1))]
 
 
-def test_a_cancelled_request_makes_room_for_the_next_on_a_real_scheduler() -> None:
+def test_a_cancelled_request_frees_its_slot_for_the_next_on_a_real_scheduler() -> None:
     scheduler = SchedulingConfig(bins=1, release="greedy").resolved(barrier=False).scheduler()
     handle, ended = scheduler.handle, {}
 

@@ -1,4 +1,4 @@
-"""Several seeds and several settings: intervals, comparisons, processes and their end."""
+"""Several seeds and settings: intervals, comparisons, and processes."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 from scipy import stats
-from server_process import gone
+from server_process import all_ended
 
 from llmserve.__main__ import main
 from llmserve.errors import ConfigError, LLMServeError
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "simulate --requests 300 --barrier --bins 2 --load 0.5"
 
 
-def told(capsys: pytest.CaptureFixture[str], flags: str) -> object:
+def run_command(capsys: pytest.CaptureFixture[str], flags: str) -> object:
     assert main([*COMMAND.split(), *flags.split(), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -39,12 +39,12 @@ def test_the_quantile_is_students(degrees: int, level: float) -> None:
 
 
 def test_an_interval_is_students_around_the_mean() -> None:
-    """Of 1, 2, 3: 4.3027 times the standard error, 1 / sqrt(3)."""
-    found = estimate([1.0, 2.0, 3.0])
-    assert found.mean == 2.0
-    assert found.half_width == pytest.approx(4.3027 / np.sqrt(3), rel=1e-4)
-    assert found.low == pytest.approx(2.0 - found.half_width)
-    assert estimate([7.0]) == Estimate(7.0, None, None), "of one run there is no interval"
+    """For 1, 2, 3: 4.3027 times the standard error, 1 / sqrt(3)."""
+    interval = estimate([1.0, 2.0, 3.0])
+    assert interval.mean == 2.0
+    assert interval.half_width == pytest.approx(4.3027 / np.sqrt(3), rel=1e-4)
+    assert interval.low == pytest.approx(2.0 - interval.half_width)
+    assert estimate([7.0]) == Estimate(7.0, None, None), "a single run has no interval"
 
 
 @pytest.mark.parametrize(
@@ -52,23 +52,23 @@ def test_an_interval_is_students_around_the_mean() -> None:
     [(4.33123, 0.2441, "4.331 ± 0.24"), (242.31, 112.4, "242.3 ± 112"), (31_104.9, 20.4, "31,105 ± 20")],
 )
 def test_an_interval_is_written_in_plain_numbers(mean: float, half_width: float, text: str) -> None:
-    found = Estimate(mean, mean - half_width, mean + half_width)
-    assert Repeated((1, 2), {"latency_s_mean": found}, ()).cell("latency_s_mean", ".3f") == text
+    interval = Estimate(mean, mean - half_width, mean + half_width)
+    assert Repeated((1, 2), {"latency_s_mean": interval}, ()).cell("latency_s_mean", ".3f") == text
 
 
-def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
+def test_intervals_cover_the_mean_as_often_as_their_level() -> None:
     rng = np.random.default_rng(0)
-    found = [estimate(values) for values in rng.normal(3.0, 2.0, (2_000, 5)).tolist()]
-    covered = np.mean([one.low < 3.0 < one.high for one in found])  # type: ignore[operator]
+    intervals = [estimate(values) for values in rng.normal(3.0, 2.0, (2_000, 5)).tolist()]
+    covered = np.mean([interval.low < 3.0 < interval.high for interval in intervals])  # type: ignore[operator]
     assert covered == pytest.approx(0.95, abs=4 * np.sqrt(0.95 * 0.05 / 2_000))
 
 
 # ---- seeds ----
 
 
-def test_each_seed_is_the_run_that_it_would_be_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    several = told(capsys, "--seeds 3 --seed 4")
-    alone = [told(capsys, f"--seed {seed}") for seed in (4, 5, 6)]
+def test_each_seed_gives_the_same_run_as_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    several = run_command(capsys, "--seeds 3 --seed 4")
+    alone = [run_command(capsys, f"--seed {seed}") for seed in (4, 5, 6)]
     assert several["seeds"] == [4, 5, 6]
     assert several["runs"] == alone
     latency = several["estimates"]["latency_s_mean"]
@@ -78,23 +78,23 @@ def test_each_seed_is_the_run_that_it_would_be_alone(capsys: pytest.CaptureFixtu
     assert "energy_j" not in several["estimates"]
 
 
-def test_two_processes_find_what_one_finds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_give_the_results_of_one(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--seeds 2 --sweep bins=1,2"
-    assert told(capsys, f"{flags} --jobs 2") == told(capsys, flags)
+    assert run_command(capsys, f"{flags} --jobs 2") == run_command(capsys, flags)
 
 
 def test_a_table_of_several_seeds_has_intervals(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND.split(), "--seeds", "3"]) == 0
-    said = capsys.readouterr()
-    assert "3 seeds: means and 95 % confidence intervals" in " ".join(said.out.split())
-    assert "±" in said.out
-    assert said.err.splitlines() == [f"{number} of 3 runs are done" for number in (1, 2, 3)]
+    output = capsys.readouterr()
+    assert "3 seeds: means and 95 % confidence intervals" in " ".join(output.out.split())
+    assert "±" in output.out
+    assert output.err.splitlines() == [f"{number} of 3 runs are done" for number in (1, 2, 3)]
 
 
 # ---- comparisons ----
 
 
-def test_every_combination_of_what_is_swept_is_a_case(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_combination_of_swept_values_is_a_case(capsys: pytest.CaptureFixture[str]) -> None:
     command = "simulate --requests 300 --barrier --sweep arrival-rate=1,inf --sweep bins=1,4 --json"
     assert main(command.split()) == 0
     cases = json.loads(capsys.readouterr().out)
@@ -110,7 +110,7 @@ def test_values_with_commas_are_separated_by_semicolons() -> None:
     assert swept([]) == [{}]
 
 
-def test_a_comparison_is_a_table_with_a_row_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_is_a_table_with_a_row_per_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND.split(), "--sweep", "predictions=oracle;neighbour:2,0.3;none"]) == 0
     out = capsys.readouterr().out
     rows = [line for line in out.splitlines() if line.startswith("│")]
@@ -134,7 +134,7 @@ def test_a_comparison_is_a_table_with_a_row_each(capsys: pytest.CaptureFixture[s
         ("--seeds 2 --jobs 2 --step-s 0", "no capacity"),
     ],
 )
-def test_what_makes_no_sense_is_said_in_one_line(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_are_an_error_of_one_line(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND.split(), *flags.split()]) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -148,32 +148,32 @@ def test_results_come_with_the_index_of_their_task() -> None:
     assert dict(in_processes(abs, [-3, 4, -5], 2)) == {0: 3, 1: 4, 2: 5}
 
 
-def test_what_a_task_raises_is_raised_and_leaves_no_process() -> None:
-    before = psutil.Process().children()
+def test_an_error_of_a_task_is_raised_and_leaves_no_process() -> None:
+    children_before = psutil.Process().children()
     with pytest.raises(ConfigError, match="gaussian"):
         list(in_processes(_fails, [1, 2, 3], 2))
-    left = [child for child in psutil.Process().children() if child not in before]
-    assert all("resource_tracker" in " ".join(child.cmdline()) for child in left)
+    children_left = [child for child in psutil.Process().children() if child not in children_before]
+    assert all("resource_tracker" in " ".join(child.cmdline()) for child in children_left)
 
 
 def _fails(number: int) -> int:
     raise ConfigError(f"gaussian {number}")
 
 
-def test_a_process_that_dies_is_an_error_and_not_a_wait_for_ever() -> None:
+def test_a_process_that_dies_is_an_error_and_not_an_endless_wait() -> None:
     with pytest.raises(LLMServeError, match="has died"):
         list(in_processes(os._exit, [1, 1, 1], 2))
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "said"),
+    ("number", "status", "message"),
     [(signal.SIGINT, 130, "llmserve: interrupted\n"), (signal.SIGKILL, -signal.SIGKILL, None)],
 )
-def test_an_interrupted_command_leaves_no_process(number: signal.Signals, status: int, said: str | None) -> None:
-    """Ctrl-C is said in one line; and workers do not outlive a parent that was killed."""
+def test_an_interrupted_command_leaves_no_process(number: signal.Signals, status: int, message: str | None) -> None:
+    """Ctrl-C is reported in one line; workers do not outlive a parent that was killed."""
     flags = ["simulate", "--requests", "500000", "--arrival-rate", "inf", "--seeds", "4", "--jobs", "2"]
     command = [sys.executable, "-m", "llmserve", *flags]
-    # Where tests run in the background, shells have them ignore Ctrl-C, and children would inherit that.
+    # Shells make background commands ignore Ctrl-C, which children would inherit.
     heeds = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **heeds) as process:  # type: ignore[call-overload]
         children = _workers(process.pid, 2)
@@ -181,8 +181,8 @@ def test_an_interrupted_command_leaves_no_process(number: signal.Signals, status
         error = process.communicate(timeout=30)[1]
     assert len(children) == 2
     assert process.returncode == status
-    assert said is None or error == said
-    assert gone(children)
+    assert message is None or error == message
+    assert all_ended(children)
 
 
 def test_a_search_that_is_killed_leaves_no_process() -> None:
@@ -191,11 +191,11 @@ def test_a_search_that_is_killed_leaves_no_process() -> None:
         children = _workers(process.pid, 2)
         process.kill()
     assert len(children) == 2
-    assert gone(children)
+    assert all_ended(children)
 
 
 def _workers(pid: int, count: int) -> list[psutil.Process]:
-    """The processes that simulate, once there are so many and they have begun."""
+    """The simulating processes, once `count` of them run."""
     until_s = time.monotonic() + 60
     while time.monotonic() < until_s:
         workers = [child for child in psutil.Process(pid).children() if "spawn_main" in " ".join(child.cmdline())]
@@ -205,7 +205,7 @@ def _workers(pid: int, count: int) -> list[psutil.Process]:
     return []
 
 
-def test_a_reader_who_has_enough_of_the_output_is_no_error() -> None:
+def test_a_reader_that_closes_the_pipe_is_no_error() -> None:
     command = [sys.executable, "-m", "llmserve", "simulate", "--requests", "20", "--seeds", "2", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

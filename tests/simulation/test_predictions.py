@@ -1,4 +1,4 @@
-"""What is predicted: errors of a known distribution, mistakes in bins, and those that a predictor really made."""
+"""Simulated predictions: errors of a known distribution, mistakes in bins, and a predictor's real errors."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ def medians(text: str, lengths: np.ndarray = LENGTHS, **options: object) -> np.n
 
 
 def shares(real: np.ndarray, predicted: np.ndarray, bins: int) -> np.ndarray:
-    """(bins, bins) of the requests of each real bin (rows), how many are predicted into which."""
+    """(bins, bins) number of requests of each real bin (rows) by predicted bin."""
     counts = np.zeros((bins, bins))
     np.add.at(counts, (real, predicted), 1)
     return counts / counts.sum(axis=1, keepdims=True)
@@ -34,8 +34,8 @@ def shares(real: np.ndarray, predicted: np.ndarray, bins: int) -> np.ndarray:
 # ---- known errors ----
 
 
-def test_predicted_quantiles_tell_the_error_that_the_medians_have() -> None:
-    """The true length is below the quantile of level p in a share p of the cases, but for the lengths' own spread."""
+def test_predicted_quantiles_have_the_spread_of_the_medians_errors() -> None:
+    """The true length is below the quantile of level p in a share p of the cases, up to the spread of the lengths."""
     lengths = np.full(40_000, 100.0)
     predictions = predict("quantiles:0.5", lengths, np.random.default_rng(0))
     assert predictions is not None
@@ -60,8 +60,8 @@ def test_requests_carry_their_quantiles_around_their_median() -> None:
 # ---- mistakes in bins ----
 
 
-def test_each_neighbour_of_the_right_bin_is_hit_with_the_papers_probability() -> None:
-    """Multi-Bin's p_e: the outer bins have one neighbour, and so half as many mistakes."""
+def test_each_neighbour_of_the_right_bin_is_predicted_with_the_papers_probability() -> None:
+    """Multi-Bin's p_e: the outer bins have a single neighbour, and so half as many mistakes."""
     assert neighbour_mistakes(4, 0.1).tolist() == [
         [0.9, 0.1, 0, 0],
         [0.1, 0.8, 0.1, 0],
@@ -69,9 +69,9 @@ def test_each_neighbour_of_the_right_bin_is_hit_with_the_papers_probability() ->
         [0, 0, 0.1, 0.9],
     ]
     edges = equal_mass_edges(LENGTHS, 4)
-    found = shares(index_of(edges, LENGTHS), index_of(edges, medians("neighbour:4,0.1")), 4)
-    assert found == pytest.approx(neighbour_mistakes(4, 0.1), abs=4 * np.sqrt(0.25 / 10_000))
-    assert found[neighbour_mistakes(4, 0.1) == 0].max() == 0
+    measured = shares(index_of(edges, LENGTHS), index_of(edges, medians("neighbour:4,0.1")), 4)
+    assert measured == pytest.approx(neighbour_mistakes(4, 0.1), abs=4 * np.sqrt(0.25 / 10_000))
+    assert measured[neighbour_mistakes(4, 0.1) == 0].max() == 0
 
 
 @pytest.mark.parametrize("text", ["neighbour:4,0", "neighbour:1,0.5", "lognormal:0", "oracle"])
@@ -79,7 +79,7 @@ def test_no_mistakes_are_the_oracle(text: str) -> None:
     assert medians(text).tolist() == LENGTHS.tolist()
 
 
-def test_a_mistaken_request_is_as_long_as_another_of_that_bin_and_the_others_are_exact() -> None:
+def test_a_mistaken_prediction_is_a_length_of_the_wrong_bin_and_the_others_are_exact() -> None:
     edges = equal_mass_edges(LENGTHS, 8)
     predicted = medians("neighbour:8,0.25")
     right = index_of(edges, LENGTHS) == index_of(edges, predicted)
@@ -88,8 +88,8 @@ def test_a_mistaken_request_is_as_long_as_another_of_that_bin_and_the_others_are
 
 
 @pytest.mark.parametrize("edges", [None, (100.0, 180.0, 330.0)], ids=["refit off", "fixed edges"])
-def test_the_schedulers_bins_see_exactly_the_papers_mistakes(edges: tuple[float, ...] | None) -> None:
-    """Mistakes in as many bins as the scheduler has are mistakes in its own: none is rounded away or doubled."""
+def test_the_schedulers_bins_have_exactly_the_papers_mistakes(edges: tuple[float, ...] | None) -> None:
+    """With as many bins as the scheduler has, no mistake is lost or doubled by its edges."""
     scenario = Scenario(requests=20_000, arrival_rate=np.inf, predictions="neighbour:4,0.1", barrier=True, seed=2)
     config = SchedulingConfig(
         bins=4, batch_size=8, release="full", edges=edges, edges_refit_every=0, queue_requests_max=10**9
@@ -101,9 +101,9 @@ def test_the_schedulers_bins_see_exactly_the_papers_mistakes(edges: tuple[float,
     for start in recorder.starts:
         bins[list(start.request_ids)] = start.bin
     real = index_of(config.scheduler(work.scores, work.lengths).queues("").edges.edges, work.trace.output_tokens)
-    found = shares(real, bins, 4)
-    assert found == pytest.approx(neighbour_mistakes(4, 0.1), abs=4 * np.sqrt(0.25 / 4_000))
-    assert found[neighbour_mistakes(4, 0.1) == 0].max() == 0
+    measured = shares(real, bins, 4)
+    assert measured == pytest.approx(neighbour_mistakes(4, 0.1), abs=4 * np.sqrt(0.25 / 4_000))
+    assert measured[neighbour_mistakes(4, 0.1) == 0].max() == 0
     if edges is None:
         assert np.bincount(real) / real.size == pytest.approx(0.25, abs=0.03)
 
@@ -120,19 +120,19 @@ COUNTS = [[80, 20, 0], [10, 80, 10], [30, 30, 60]]
         ("shares.csv", "0.8,0.2,0\n0.1,0.8,0.1\n0.25,0.25,0.5\n"),
     ],
 )
-def test_bins_are_confused_as_an_evaluation_says(tmp_path: Path, name: str, text: str) -> None:
+def test_bins_are_confused_with_the_shares_of_an_evaluation(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_text(text)
-    wanted = np.array([[0.8, 0.2, 0], [0.1, 0.8, 0.1], [0.25, 0.25, 0.5]])
-    assert read_confusion(str(path)) == pytest.approx(wanted)
+    expected = np.array([[0.8, 0.2, 0], [0.1, 0.8, 0.1], [0.25, 0.25, 0.5]])
+    assert read_confusion(str(path)) == pytest.approx(expected)
     edges = equal_mass_edges(LENGTHS, 3)
     predicted = medians(f"confusion:{path}")
-    found = shares(index_of(edges, LENGTHS), index_of(edges, predicted), 3)
-    assert found == pytest.approx(wanted, abs=4 * np.sqrt(0.25 / 13_000))
-    assert found[0, 2] == 0
+    measured = shares(index_of(edges, LENGTHS), index_of(edges, predicted), 3)
+    assert measured == pytest.approx(expected, abs=4 * np.sqrt(0.25 / 13_000))
+    assert measured[0, 2] == 0
 
 
-def test_of_an_evaluation_in_several_numbers_of_bins_one_is_named(tmp_path: Path) -> None:
+def test_an_evaluation_with_several_numbers_of_bins_needs_a_choice(tmp_path: Path) -> None:
     path = tmp_path / "metrics.json"
     path.write_text(json.dumps({"confusion": {"2": [[3, 1], [1, 3]], "3": COUNTS}}))
     assert read_confusion(f"{path}:2").tolist() == [[0.75, 0.25], [0.25, 0.75]]
@@ -142,7 +142,7 @@ def test_of_an_evaluation_in_several_numbers_of_bins_one_is_named(tmp_path: Path
         read_confusion(f"{path}:8")
 
 
-def test_the_demo_predictors_own_evaluation_is_one(tmp_path: Path) -> None:
+def test_the_demo_predictors_evaluation_can_be_used(tmp_path: Path) -> None:
     path = Path(__file__).parents[2] / "docs" / "results" / "demo-predictor.json"
     mistakes = read_confusion(f"{path}:8")
     assert mistakes.shape == (8, 8)
@@ -161,7 +161,7 @@ def test_the_demo_predictors_own_evaluation_is_one(tmp_path: Path) -> None:
         ("a.csv", "1,2\n3\n", "a.csv"),
     ],
 )
-def test_a_confusion_file_that_holds_none_is_an_error_that_names_it(
+def test_a_file_without_a_confusion_is_an_error_that_names_it(
     tmp_path: Path, name: str, text: str, message: str
 ) -> None:
     (tmp_path / name).write_text(text)
@@ -178,8 +178,8 @@ def test_residuals_of_one_ratio_are_that_ratio(tmp_path: Path) -> None:
     assert medians(f"residuals:{path}") == pytest.approx(2 * LENGTHS)
 
 
-def test_residuals_are_drawn_among_those_of_like_length(tmp_path: Path) -> None:
-    """A predictor that doubles short answers and halves long ones, compressed JSON lines under the other names."""
+def test_residuals_are_drawn_among_answers_of_similar_length(tmp_path: Path) -> None:
+    """A predictor that doubles short and halves long answers, as compressed JSON lines with the alternative names."""
     rows = [{"actual": n, "predicted": 2 * n if n <= 500 else n / 2} for n in range(1, 1001)]
     path = tmp_path / "residuals.jsonl.gz"
     path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
@@ -190,7 +190,7 @@ def test_residuals_are_drawn_among_those_of_like_length(tmp_path: Path) -> None:
     assert 0.3 < (ratios[(lengths > 490) & (lengths < 510)] == 2).mean() < 0.7
 
 
-def test_resampled_residuals_have_the_spread_of_the_predictors_own(tmp_path: Path) -> None:
+def test_resampled_residuals_have_the_spread_of_the_predictors_residuals(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     actual = rng.lognormal(5.2, 0.8, 4_000)
     predicted = actual * rng.lognormal(0.1, 0.4, actual.size)
@@ -211,9 +211,7 @@ def test_resampled_residuals_have_the_spread_of_the_predictors_own(tmp_path: Pat
         ("predicted,actual\nmany,4\n", "line 2: predicted_tokens must be above 0, not 'many'"),
     ],
 )
-def test_residuals_that_cannot_be_used_are_an_error_that_names_the_line(
-    tmp_path: Path, text: str, message: str
-) -> None:
+def test_unusable_residuals_are_an_error_that_names_the_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "residuals.csv"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message) as error:
@@ -234,18 +232,18 @@ def test_residuals_that_cannot_be_used_are_an_error_that_names_the_line(
         ("predictor:folder", "is not one of"),
     ],
 )
-def test_predictions_that_make_no_sense_are_an_error(text: str, message: str) -> None:
+def test_invalid_predictions_are_an_error(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         medians(text)
 
 
-def test_lengths_that_are_all_alike_leave_no_room_for_mistakes_in_bins() -> None:
+def test_equal_lengths_permit_no_mistakes_in_bins() -> None:
     with pytest.raises(ConfigError, match="too much alike"):
         medians("neighbour:2,0.1", np.full(10, 5.0))
 
 
-def test_first_edges_are_of_what_bins_go_by() -> None:
-    """Of predictions that are off by a lognormal error: they spread wider than the lengths."""
+def test_first_edges_are_those_of_the_predictions() -> None:
+    """Predictions with a lognormal error spread wider than the lengths."""
 
     def spread(predictions: str) -> float:
         scenario = Scenario(barrier=True, requests=10, lengths="lognormal:5,0.5", predictions=predictions)

@@ -1,4 +1,4 @@
-"""What pictures of runs say, and that they are made only where they are asked for."""
+"""Figures of runs: their contents, and that they are drawn only on request."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ PNG = b"\x89PNG"
 
 
 def story(tmp_path: Path, trace: str, label: str = "1 bin", **values: object) -> Story:
-    """Of a trace with lines of arrival_s,input_tokens,output_tokens; a token takes 1 s."""
+    """The story of a trace with lines of arrival_s,input_tokens,output_tokens; a token takes 1 s."""
     path = tmp_path / "trace.csv"
     path.write_text("arrival_s,input_tokens,output_tokens\n" + trace)
     scenario = Scenario(trace=str(path), step_s=1.0, barrier=True, **values)  # type: ignore[arg-type]
@@ -29,10 +29,10 @@ def story(tmp_path: Path, trace: str, label: str = "1 bin", **values: object) ->
     return Story(label, recorder, work.trace, engines(scenario, config, []))
 
 
-def test_a_timeline_says_what_share_of_the_slots_time_goes_into_answers(tmp_path: Path) -> None:
-    """Batches of lengths 2 and 4, and 6 and 6: 18 of 20 slot-seconds."""
-    found = story(tmp_path, "0,0,2\n0,0,4\n0,0,6\n0,0,6\n")
-    figure = timeline_figure([found])
+def test_a_timeline_shows_the_share_of_the_slots_time_that_goes_into_answers(tmp_path: Path) -> None:
+    """Batches of lengths 2 and 4, then 6 and 6: 18 of 20 slot-seconds."""
+    run_story = story(tmp_path, "0,0,2\n0,0,4\n0,0,6\n0,0,6\n")
+    figure = timeline_figure([run_story])
     assert figure is not None
     assert figure.axes[0].get_title(loc="left") == "1 bin: answers grow in 90% of the time that slots are in use"
     assert figure.axes[0].get_xlim() == (0.0, 10.0)
@@ -40,7 +40,7 @@ def test_a_timeline_says_what_share_of_the_slots_time_goes_into_answers(tmp_path
 
 
 def test_a_prefill_is_part_of_the_answer(tmp_path: Path) -> None:
-    """3 s of prefill for both: the answer of 2 tokens is complete at 5 s of 7."""
+    """A prefill of 3 s for both: the answer of 2 tokens is complete at 5 of 7 s."""
     figure = timeline_figure([story(tmp_path, "0,1,2\n0,2,4\n", prefill_s_per_token=1.0)])
     assert figure is not None
     assert "86%" in figure.axes[0].get_title(loc="left")
@@ -54,12 +54,12 @@ def test_stories_share_one_axis_of_time(tmp_path: Path) -> None:
     assert figure.axes[0].get_xlim() == figure.axes[1].get_xlim() == (1.0, 11.0)
 
 
-def test_waiting_is_told_apart_for_company_and_for_an_engine(tmp_path: Path) -> None:
-    """The first waits 1 s for its company; the second two come together at 2 s and wait 3 s for the engine."""
+def test_waiting_is_split_into_forming_a_batch_and_waiting_for_an_engine(tmp_path: Path) -> None:
+    """The first request waits 1 s for its batch; the second two come together at 2 s and wait 3 s for the engine."""
     figure = waiting_figure(story(tmp_path, "0,0,4\n1,0,4\n2,0,6\n2,0,6\n"))
     assert figure is not None
-    company, engine = (bars[0].get_height() for bars in figure.axes[0].containers)
-    assert (company, engine) == ((1 + 0 + 0 + 0) / 4, (0 + 0 + 3 + 3) / 4)
+    forming, engine = (bars[0].get_height() for bars in figure.axes[0].containers)
+    assert (forming, engine) == ((1 + 0 + 0 + 0) / 4, (0 + 0 + 3 + 3) / 4)
 
 
 def test_the_latency_figure_names_percentiles(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_the_command_draws_into_a_folder(flags: str, names: list[str], tmp_path:
     assert all(path.read_bytes()[:4] == PNG for path in folder.iterdir())
 
 
-def test_settings_that_are_no_numbers_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_other_than_numbers_are_drawn_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     from llmserve.simulation.estimates import Estimate, Repeated
 
     names = ("throughput_per_s", "latency_s_mean", "latency_s_p95")
@@ -121,7 +121,7 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_runs(
     assert not (tmp_path / "folder").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_folder_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert main(["simulate", "--requests", "10", "--plot", str(tmp_path / "file" / "folder")]) == 2
     assert "cannot make the folder" in capsys.readouterr().err

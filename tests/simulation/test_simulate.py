@@ -1,4 +1,4 @@
-"""The simulated body: known answers of the theory, laws of every run, and the command."""
+"""The simulated body: known results of theory, laws of every run, and the command."""
 
 import gc
 import json
@@ -10,18 +10,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from bins.curve import Curve
-from bins.profile import Profile
 from llmserve.__main__ import main, read_answers
 from llmserve.cluster import journal
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.policies import SchedulingConfig
 from llmserve.scheduling.messages import RequestArrived, StartBatch
 from llmserve.simulate import Case, Scenario, prepare, run, run_cases, simulate
-from llmserve.simulation.engine_model import Costs
 from llmserve.simulation.progress import RunsProgress
 from llmserve.simulation.report import Recorder
-from llmserve.simulation.scenario import Answers, engines
+from llmserve.simulation.scenario import Answers
 from predictor.prompt import Prompt
 
 ISSUE_COMMAND = (
@@ -38,7 +35,7 @@ def scheduling(**values: object) -> SchedulingConfig:
     ("bins", "throughput_per_s"), [(1, 6.4475), (2, 8.4342), (4, 9.9703), (8, 10.9692)], ids=lambda value: str(value)
 )
 def test_saturated_throughput_is_that_of_theorem_4_2(bins: int, throughput_per_s: float) -> None:
-    """Uniform service on [1, 20], B = 128: B / E[t_service,k] of Multi-Bin's eq. 17, to the paper's own 1 %."""
+    """Uniform service on [1, 20], B = 128: B / E[t_service,k] of Multi-Bin's eq. 17, within the paper's 1 %."""
     scenario = Scenario(
         requests=64_000,
         arrival_rate=np.inf,
@@ -65,23 +62,23 @@ def erlang_c(servers: int, offered: float) -> float:
         ("exponential:1", 1, 0.5 / (1 - 0.5)),  # M/M/1: rho / (mu (1 - rho))
         ("constant:1", 1, 0.5 * 1.0 / (2 * (1 - 0.5))),  # M/D/1, Pollaczek-Khinchine: lambda E[S^2] / (2 (1 - rho))
         ("uniform:0,2", 1, 0.5 * 4 / 3 / (2 * (1 - 0.5))),  # M/G/1
-        ("lognormal:-0.32,0.8", 1, 0.5 * math.exp(0.64) / (2 * (1 - 0.5))),  # M/G/1, of mean 1 too
+        ("lognormal:-0.32,0.8", 1, 0.5 * math.exp(0.64) / (2 * (1 - 0.5))),  # M/G/1, also of mean 1
         ("exponential:1", 3, erlang_c(3, 1.5) / (3 - 1.5)),  # M/M/3
     ],
     ids=["M/M/1", "M/D/1", "M/G/1 uniform", "M/G/1 lognormal", "M/M/3"],
 )
-def test_slots_that_serve_one_by_one_are_queues_of_known_waiting(lengths: str, servers: int, waiting_s: float) -> None:
-    """The theory's mean waiting lies in the 95 % confidence interval of six runs, at half of what the slots serve."""
+def test_independent_slots_have_the_known_waiting_times(lengths: str, servers: int, waiting_s: float) -> None:
+    """The theory's mean waiting lies in the 95 % confidence interval of six runs, at half of the slots' capacity."""
     scenario = Scenario(requests=6_000, arrival_rate=0.5 * servers, lengths=lengths, step_s=1.0, slots=servers, seed=1)
     config = scheduling(bins=1, batch_size=1, release="greedy", order="fffs").resolved(barrier=False)
-    with RunsProgress(6) as told:
-        (found,) = run_cases([Case(scenario, config, DispatchConfig())], 6, 1, told)
-    waiting = found.estimates["waiting_s_mean"]
+    with RunsProgress(6) as progress:
+        (repeated,) = run_cases([Case(scenario, config, DispatchConfig())], 6, 1, progress)
+    waiting = repeated.estimates["waiting_s_mean"]
     assert waiting.low is not None
     assert waiting.high is not None
     assert waiting.low <= waiting_s <= waiting.high
     assert waiting.half_width < 0.2 * waiting_s
-    assert found.estimates["utilisation"].mean == pytest.approx(0.5, rel=0.02)
+    assert repeated.estimates["utilisation"].mean == pytest.approx(0.5, rel=0.02)
 
 
 LITTLE = {
@@ -103,7 +100,7 @@ LITTLE = {
 
 @pytest.mark.parametrize(("scenario", "values"), LITTLE.values(), ids=LITTLE)
 def test_littles_law_holds(scenario: Scenario, values: dict[str, object]) -> None:
-    """Mean number present = completions a second x mean latency, exactly, over a run that starts and ends empty."""
+    """Mean number present = completions per second x mean latency, exactly, in a run that starts and ends empty."""
     scenario = msgspec.structs.replace(scenario, requests=1_500, step_s=None if scenario.engine else 0.005, seed=2)
     summary = simulate(scenario, scheduling(**values))
     assert summary.completed == 1_500
@@ -123,15 +120,15 @@ def test_requests_that_are_refused_or_dropped_are_present_until_they_leave(
     work = prepare(scenario, config)
     recorder = Recorder(len(work))
     summary = run(scenario, config, work, recorder=recorder)
-    gone = {id_: left_s for id_, left_s in recorder.left_s.items() if np.isnan(recorder.ended_s[id_])}
-    assert len(gone) == 1_500 - summary.completed > 0
+    unanswered = {id_: left_s for id_, left_s in recorder.left_s.items() if np.isnan(recorder.ended_s[id_])}
+    assert len(unanswered) == 1_500 - summary.completed > 0
     last_s = np.nanmax(recorder.ended_s)
-    stayed_s = sum(max(0.0, min(left_s, last_s) - recorder.arrived_s[id_]) for id_, left_s in gone.items())
+    stayed_s = sum(max(0.0, min(left_s, last_s) - recorder.arrived_s[id_]) for id_, left_s in unanswered.items())
     present_s = summary.latency_s_mean * summary.completed + stayed_s
     assert summary.in_system_mean * summary.elapsed_s == pytest.approx(present_s, rel=1e-9)
 
 
-def test_the_number_present_is_the_schedulers_own(tmp_path: Path) -> None:
+def test_the_number_present_is_the_schedulers_count(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     scenario = Scenario(requests=2_000, arrival_rate=3.0, barrier=True, engines=2, step_s=0.005, seed=2)
     summary = simulate(scenario, scheduling(bins=4), journal_path=path)
@@ -171,7 +168,7 @@ def test_a_journal_of_other_decisions_does_not_replay(tmp_path: Path) -> None:
     assert journal.replay(other, steps) != steps
 
 
-def test_a_partial_last_batch_is_flushed_or_dropped_as_asked() -> None:
+def test_a_partial_last_batch_is_flushed_or_dropped_as_set() -> None:
     config = scheduling(bins=1, batch_size=8)
     for last_batch, completed in (("flush", 20), ("drop", 16)):
         scenario = Scenario(requests=20, arrival_rate=np.inf, barrier=True, last_batch=last_batch)  # type: ignore[arg-type]
@@ -196,11 +193,11 @@ def test_bins_gain_on_a_barrier_engine_and_cost_nothing_on_a_refill_engine() -> 
 # ---- profiles ----
 
 H100 = "h100-llama-3.1-8b"
-TOKENS_MEAN = 211.0  # of Azure's conversations
+TOKENS_MEAN = 211.0  # as in Azure's conversations
 
 
 def conversations(rho: float, seed: int = 1, **values: object) -> Scenario:
-    """One barrier engine at rho times the rate of full batches of 32 that waste nothing: 32 / (E[L] step_s(32)).
+    """One barrier engine at rho times the rate of full batches of 32 without waste: 32 / (E[L] step_s(32)).
 
     Lognormal lengths with about the mean and the 95th percentile of Azure's conversations.
     """
@@ -210,8 +207,8 @@ def conversations(rho: float, seed: int = 1, **values: object) -> Scenario:
     return Scenario(barrier=True, seed=seed, **values)  # type: ignore[arg-type]
 
 
-def test_a_greedy_barrier_engine_is_the_obvious_loop() -> None:
-    """Serve at most 32 of those that wait, oldest first, whenever free: times and joules written out by hand."""
+def test_a_greedy_barrier_engine_equals_a_simple_loop() -> None:
+    """Serve at most 32 waiting requests, oldest first, whenever free: times and joules by hand."""
     scenario = conversations(0.3)
     work = prepare(scenario, scheduling(bins=1, batch_size=32))
     arrivals_s, lengths = work.trace.arrivals_s, work.trace.output_tokens
@@ -240,7 +237,7 @@ def test_waiting_saves_energy_at_low_load_for_latency_and_fewer_bins_are_better_
     """The pattern of a table made on Azure's conversations at rho = 0.1 (mean batch, J/token, p50 / p95 s):
 
     1 bin greedy 4.3, 1.39, 4.4 / 6.9; 8 bins greedy 2.6, 1.39, 7.3 / 12.8; 1 bin of 16 or 15 s 16.0, 0.78, 8.2 / 14.2.
-    Lognormal lengths are not quite these conversations', hence the width.
+    Lognormal lengths differ slightly from these conversations, hence the wide tolerances.
     """
     greedy = simulate(conversations(0.1), scheduling(bins=1, batch_size=32, release="greedy"))
     binned = simulate(conversations(0.1), scheduling(bins=8, batch_size=32, release="greedy"))
@@ -254,13 +251,13 @@ def test_waiting_saves_energy_at_low_load_for_latency_and_fewer_bins_are_better_
     assert greedy.latency_s_p95 < 0.7 * patient.latency_s_p95
 
 
-def test_energy_is_not_known_of_constant_steps() -> None:
+def test_constant_steps_have_no_known_energy() -> None:
     summary = simulate(Scenario(requests=50, barrier=True), scheduling())
     assert (summary.energy_j, summary.energy_j_per_token) == (None, None)
     assert (summary.energy_j_per_request, summary.power_w_mean) == (None, None)
 
 
-def test_a_refill_engine_that_is_always_full_draws_the_power_of_its_slots() -> None:
+def test_an_always_full_refill_engine_draws_the_power_of_its_slots() -> None:
     scenario = Scenario(requests=3_000, arrival_rate=np.inf, profile=H100, slots=16, lengths="constant:50")
     summary = simulate(scenario, scheduling(release="greedy"))
     step_s, step_j = 0.0790e-3 * 16 + 6.54e-3, 0.0665 * 16 + 3.162
@@ -277,90 +274,23 @@ def test_a_refill_engine_that_is_always_full_draws_the_power_of_its_slots() -> N
         ({"barrier": True, "arrival_rate": 9.0, "slo_s": (4.0, 20.0)}, {"order": "flex", "release": None}),
     ],
 )
-def test_a_run_leaves_no_cycles_for_a_collector_that_is_paused(
-    values: dict[str, Any], config: dict[str, object]
-) -> None:
+def test_a_run_leaves_no_reference_cycles(values: dict[str, Any], config: dict[str, object]) -> None:
     def garbage(requests: int) -> int:
         gc.collect()
-        gc.disable()  # all of it: what is made before and after the run too
+        gc.disable()  # collect all objects, also those from before and after the run
         try:
             simulate(Scenario(requests=requests, **values), scheduling(**config))
             return gc.collect()
         finally:
             gc.enable()
 
-    garbage(100)  # what is imported and made once
-    assert garbage(2_000) - garbage(100) < 200, "far less than one for each request"
+    garbage(100)  # one-time imports and objects
+    assert garbage(2_000) - garbage(100) < 200, "far fewer than one per request"
 
 
-def test_the_collector_that_a_run_paused_goes_on_after_it() -> None:
+def test_the_garbage_collector_is_enabled_again_after_a_run() -> None:
     simulate(Scenario(requests=10), scheduling())
     assert gc.isenabled()
-
-
-# ---- load ----
-
-
-@pytest.mark.parametrize(
-    ("values", "capacity_per_s"),
-    [
-        ({"barrier": True}, 128 / (1 + 19 * 128 / 129)),
-        ({"barrier": True, "engines": 3, "prefill_s": 4.0}, 3 * 128 / (4 + 1 + 19 * 128 / 129)),
-        ({"slots": 64}, 64 / 10.5),
-        ({"slots": 64, "engines": 3, "prefill_s": 4.0}, 3 * 64 / (4 + 10.5)),
-    ],
-)
-def test_load_1_is_the_rate_of_engines_that_are_full(values: dict[str, object], capacity_per_s: float) -> None:
-    """The longest of B lengths uniform on [1, 20] has mean 1 + 19 B / (B + 1) (Multi-Bin, eq. 17): a batch of one bin
-    takes as long. A slot that refills is taken for an answer's own length, 10.5 on average.
-    """
-    scenario = Scenario(lengths="uniform:1,20", load=0.5, **{"step_s": 1.0, **values})  # type: ignore[arg-type]
-    work = prepare(scenario, scheduling(batch_size=128))
-    # A mean of 40,000 lengths is known to 1 % (four standard deviations), that of the longest of many far better.
-    rel = 2e-3 if scenario.barrier else 1e-2
-    assert work.arrival_rate_per_s == pytest.approx(0.5 * capacity_per_s, rel=rel)
-    assert work.trace.rate_per_s == pytest.approx(work.arrival_rate_per_s, rel=0.03)
-
-
-def test_load_of_a_profile_takes_its_step_at_the_full_batch() -> None:
-    scenario = Scenario(lengths="constant:1", load=0.7, profile="p4-googlenet", barrier=True)
-    work = prepare(scenario, scheduling(batch_size=32))
-    assert work.arrival_rate_per_s == pytest.approx(0.7 * 32 / (0.3051e-3 * 32 + 1.0524e-3))
-
-
-def test_load_of_slots_that_refill_takes_the_step_of_all_slots_and_the_prompts_that_are_read() -> None:
-    scenario = Scenario(lengths="constant:10", load=0.7, profile="p4-googlenet", slots=32)
-    work = prepare(scenario, scheduling(batch_size=8))
-    assert work.arrival_rate_per_s == pytest.approx(0.7 * 32 / (10 * (0.3051e-3 * 32 + 1.0524e-3)))
-    costs = Costs.constant(0.1, 2.0, 4, prefill_s_per_token=0.01)
-    assert costs.slot_s(30.0, 4, 50.0) == pytest.approx(2.0 + 0.5 + 3.0)
-
-
-@pytest.mark.parametrize("values", [{"slots": 8}, {"slots": 32, "engines": 2, "prefill_s": 0.5}])
-def test_at_load_0_97_slots_that_refill_are_97_percent_busy(values: dict[str, Any]) -> None:
-    """Little's law: the slots that are taken are arrivals a second times the seconds that each takes one. Steps of the
-    same time, however many run. Lengths cut off at 500 tokens, so that a run of these is like any other.
-    """
-    summary = simulate(
-        Scenario(requests=20_000, load=0.97, lengths="lognormal:5.2,0.8,500", seed=3, **values),
-        scheduling(release="greedy"),
-    )
-    assert summary.utilisation == pytest.approx(0.97, abs=0.02)
-
-
-def test_slots_that_refill_hold_just_under_load_1_and_not_above_it() -> None:
-    def waiting_s(load: float) -> float:
-        return simulate(Scenario(requests=10_000, load=load, seed=2), scheduling(release="greedy")).waiting_s_p50
-
-    assert waiting_s(1.2) > 50 * waiting_s(0.97)
-
-
-def test_one_bin_holds_just_under_load_1_and_not_above_it() -> None:
-    def latency_s(load: float) -> float:
-        scenario = Scenario(requests=20_000, load=load, barrier=True, seed=2)
-        return simulate(scenario, scheduling(bins=1)).latency_s_p50
-
-    assert latency_s(1.3) > 10 * latency_s(0.8)
 
 
 # ---- traces ----
@@ -390,8 +320,8 @@ def test_a_trace_is_replayed_in_order_with_its_lengths_and_prompts(trace: str, t
     assert summary.completed == 3
 
 
-def test_a_trace_is_replayed_at_the_load_or_the_rate_asked_for(trace: str) -> None:
-    """Alone with a barrier, batches of 1 of lengths 100, 50 and 10 take 5.33 s on average at 0.1 s a token."""
+def test_a_trace_is_replayed_at_the_set_load_or_rate(trace: str) -> None:
+    """On one barrier engine batches of 1 of lengths 100, 50 and 10 take 5.33 s on average at 0.1 s per token."""
     options = {"trace": trace, "step_s": 0.1, "barrier": True}
     loaded = prepare(Scenario(load=0.8, **options), scheduling(batch_size=1))  # type: ignore[arg-type]
     assert loaded.arrival_rate_per_s == pytest.approx(0.8 * 3 / 16)
@@ -410,62 +340,12 @@ def test_answers_can_be_made_longer(options: dict[str, str | None], trace: str) 
     assert lengths == ([200, 100, 20] if "trace" in options else [8.0] * 3 if "prompts" in options else [14.0] * 3)
 
 
-def test_a_trace_can_be_cut_and_hurried(trace: str) -> None:
+def test_a_trace_can_be_cut_and_accelerated(trace: str) -> None:
     work = prepare(Scenario(trace=trace, trace_speed=5.0, requests=2), scheduling(batch_size=8))
     assert work.trace.arrivals_s.tolist() == [0.1, 0.5]
     assert work.trace.output_tokens.tolist() == [100, 50]
     assert work.arrival_rate_per_s == pytest.approx(1 / 0.4)
     assert sorted(work.scores) == [50, 100]
-
-
-# ---- engines of several kinds ----
-
-
-@pytest.fixture
-def profiles(tmp_path: Path) -> tuple[str, str]:
-    """Of engines whose every token takes 1 s, and 2 s."""
-    paths = tmp_path / "fast.json", tmp_path / "slow.json"
-    for path, step_s in zip(paths, (1.0, 2.0), strict=True):
-        Profile.timed(path.stem, Curve.affine(0, step_s), source="a test").save(path)
-    return str(paths[0]), str(paths[1])
-
-
-@pytest.mark.parametrize("barrier", [True, False])
-def test_each_engine_has_the_costs_of_its_own_profile(profiles: tuple[str, str], barrier: bool) -> None:
-    """Two requests of 10 tokens at once: one takes 10 s, the other 20 s."""
-    scenario = Scenario(
-        requests=2, arrival_rate=np.inf, lengths="constant:10", engine=profiles, barrier=barrier, slots=1
-    )
-    config = scheduling(bins=1, batch_size=1).resolved(barrier)
-    work = prepare(scenario, config)
-    recorder = Recorder(2)
-    summary = run(scenario, config, work, recorder=recorder)
-    assert sorted(recorder.ended_s) == [10.0, 20.0]
-    assert summary.slowdown_p99 == pytest.approx(2.0, rel=0.02), "over the time alone on the fastest"
-    assert summary.utilisation == pytest.approx((0.5 + 1) / 2)
-
-
-def test_engines_are_counted_and_have_slots_of_their_own(profiles: tuple[str, str]) -> None:
-    fast, slow = profiles
-    scenario = Scenario(engine=(f"2x{fast}:3", slow), slots=5, load=1.0, lengths="constant:4")
-    config = scheduling(bins=1).resolved(barrier=False)
-    made = engines(scenario, config, [])
-    assert [(engine.info.name, engine.info.slots, engine.costs.step_s[1]) for engine in made] == [
-        ("engine0", 3, 1.0),
-        ("engine1", 3, 1.0),
-        ("engine2", 5, 2.0),
-    ]
-    assert prepare(scenario, config).arrival_rate_per_s == pytest.approx(2 * 3 / 4 + 5 / 8)
-
-
-def test_a_barrier_engine_with_fewer_slots_takes_a_batch_in_parts(profiles: tuple[str, str]) -> None:
-    scenario = Scenario(
-        requests=4, arrival_rate=np.inf, lengths="constant:10", engine=(f"{profiles[0]}:2",), barrier=True
-    )
-    summary = simulate(scenario, scheduling(bins=1, batch_size=4))
-    assert summary.elapsed_s == 20.0
-    generous = msgspec.structs.replace(scenario, engine=(f"{profiles[0]}:9",))
-    assert engines(generous, scheduling(batch_size=4).resolved(barrier=True), [])[0].info.slots == 4
 
 
 # ---- prompts ----
@@ -483,7 +363,7 @@ def prompts(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_each_request_is_a_row_of_a_file_of_prompts(prompts: str) -> None:
+def test_each_request_is_a_row_of_the_prompts_file(prompts: str) -> None:
     answers = read_answers(prompts, None)
     assert answers.output_tokens.tolist() == [13, 400]
     assert answers.input_tokens.tolist() == [len("Count from 3 to 9.") / 4, len("Count from 1 to 150.") / 4]
@@ -495,15 +375,15 @@ def test_each_request_is_a_row_of_a_file_of_prompts(prompts: str) -> None:
     assert set(work.scores) == {13, 400}
 
 
-def test_a_trained_predictor_says_how_long_the_answers_of_prompts_will_be(prompts: str) -> None:
+def test_a_trained_predictor_predicts_the_answers_of_prompts(prompts: str) -> None:
     import predictor
     from predictor.predict import LengthPredictor
 
     answers = read_answers(prompts, str(predictor.DEMO))
-    said = LengthPredictor.load(predictor.DEMO).predict(
+    expected = LengthPredictor.load(predictor.DEMO).predict(
         [Prompt("Count from 3 to 9.", "llmserve-demo"), Prompt("Count from 1 to 150.", "llmserve-demo")]
     )
-    assert answers.forecasts == pytest.approx(said.astype(float))
+    assert answers.forecasts == pytest.approx(expected.astype(float))
     scenario = Scenario(requests=50, prompts=prompts, predictions=f"predictor:{predictor.DEMO}")
     work = prepare(scenario, scheduling(batch_size=8).resolved(barrier=True), answers)
     assert work.predictions is not None
@@ -512,12 +392,12 @@ def test_a_trained_predictor_says_how_long_the_answers_of_prompts_will_be(prompt
         work.trace.output_tokens, work.predictions.medians, work.predictions.quantiles, strict=True
     ):
         row = 0 if tokens == 13 else 1
-        assert quantiles == pytest.approx(said[row])
-        assert median == pytest.approx(np.median(said[row]))
-    assert len(set(work.scores)) == 2, "bins go by the risk of what is predicted"
+        assert quantiles == pytest.approx(expected[row])
+        assert median == pytest.approx(np.median(expected[row]))
+    assert len(set(work.scores)) == 2, "bins use the risk of the predictions"
 
 
-def test_the_output_tokens_of_prompts_may_stand_in_a_column_of_another_name(prompts: str) -> None:
+def test_the_output_tokens_of_prompts_may_be_in_a_column_of_another_name(prompts: str) -> None:
     path = Path(prompts).with_name("renamed.jsonl")
     path.write_text(Path(prompts).read_text().replace("output_tokens", "response_tokens"))
     assert read_answers(f"{path}:response_tokens", None).output_tokens.tolist() == [13, 400]
@@ -541,7 +421,7 @@ def test_the_command_serves_prompts_with_a_trained_predictor(prompts: str, capsy
         ("--prompts {prompts} --lengths constant:3", "lengths cannot be given with prompts"),
     ],
 )
-def test_prompts_that_cannot_be_used_are_said_in_one_line(
+def test_unusable_prompts_are_an_error_of_one_line(
     flags: str, message: str, prompts: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["simulate", *flags.format(prompts=prompts).split()]) == 2
@@ -576,17 +456,17 @@ def test_the_command_reports_energy_with_a_profile(capsys: pytest.CaptureFixture
     assert "200 requests at " in out
 
 
-def told(capsys: pytest.CaptureFixture[str], flags: str) -> dict[str, float]:
-    """1,000 requests on an H100 that runs batches of up to 8 to their end, unless the flags say otherwise."""
+def run_command(capsys: pytest.CaptureFixture[str], flags: str) -> dict[str, float]:
+    """1,000 requests on an H100 barrier engine with batches of up to 8, unless the flags set other values."""
     command = f"simulate --requests 1000 --profile {H100} --batch-size 8 --bins 4 --load 0.4 --seed 1 {flags} --json"
     assert main(command.split()) == 0
     summary: dict[str, float] = json.loads(capsys.readouterr().out)
     return summary
 
 
-def test_the_command_weighs_energy_and_latency_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_weighs_energy_and_latency_as_set(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--release table --barrier"
-    fast, frugal = told(capsys, flags), told(capsys, f"{flags} --energy-weight 20")
+    fast, frugal = run_command(capsys, flags), run_command(capsys, f"{flags} --energy-weight 20")
     assert frugal["energy_j_per_token"] < 0.92 * fast["energy_j_per_token"]
     assert frugal["latency_s_mean"] > 1.1 * fast["latency_s_mean"]
     assert frugal["batch_size_mean"] > 1.5 * fast["batch_size_mean"]
@@ -594,14 +474,16 @@ def test_the_command_weighs_energy_and_latency_as_asked(capsys: pytest.CaptureFi
 
 def test_the_command_keeps_a_latency_target_with_least_energy(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--release table --barrier"
-    fast, within = told(capsys, flags), told(capsys, f"{flags} --latency-target-s 6")
+    fast, within = run_command(capsys, flags), run_command(capsys, f"{flags} --latency-target-s 6")
     assert fast["latency_s_mean"] < 0.8 * 6
     assert 0.85 * 6 < within["latency_s_mean"] < 1.1 * 6
     assert within["energy_j_per_token"] < 0.92 * fast["energy_j_per_token"]
 
 
-def test_the_command_makes_batches_as_large_as_a_deadline_allows(capsys: pytest.CaptureFixture[str]) -> None:
-    summaries = [told(capsys, f"--release deadline --barrier --latency-target-s {target_s}") for target_s in (10, 30)]
+def test_the_command_forms_batches_as_large_as_a_deadline_allows(capsys: pytest.CaptureFixture[str]) -> None:
+    summaries = [
+        run_command(capsys, f"--release deadline --barrier --latency-target-s {target_s}") for target_s in (10, 30)
+    ]
     for summary, target_s in zip(summaries, (10, 30), strict=True):
         assert 0.5 * target_s < summary["latency_s_mean"] < target_s
     assert summaries[1]["batch_size_mean"] > 1.2 * summaries[0]["batch_size_mean"]
@@ -618,8 +500,8 @@ def test_the_command_has_the_defaults_of_the_server_for_each_kind_of_engine(
         ("--release full", "--release full --batch-size 32", "batches of 32, release full, order shortest, 1 refill"),
     ):
         outs = []
-        for each in (flags, same):
-            assert main([*command.split(), *each.split()]) == 0
+        for options in (flags, same):
+            assert main([*command.split(), *options.split()]) == 0
             outs.append(" ".join(capsys.readouterr().out.split()))
         assert outs[0] == outs[1]
         assert title in outs[0]
@@ -687,14 +569,14 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         ("--latency-target-s 0", "latency_target_s"),
     ],
 )
-def test_what_makes_no_sense_is_said_in_one_line(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_are_an_error_of_one_line(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--requests", "10", *flags.split()]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
 
 
-def test_what_makes_no_sense_leaves_an_earlier_journal_alone(tmp_path: Path) -> None:
+def test_invalid_flags_leave_an_earlier_journal_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_text("of an earlier run")
     for flags in ("--release table", "--edges 5,5 --bins 3"):
@@ -702,9 +584,11 @@ def test_what_makes_no_sense_leaves_an_earlier_journal_alone(tmp_path: Path) -> 
     assert path.read_text() == "of an earlier run"
 
 
-def test_first_edges_go_by_the_risk_of_predicted_quantiles() -> None:
+def test_first_edges_use_the_risk_of_predicted_quantiles() -> None:
     lengths = {"lengths": "lognormal:5,0.5", "requests": 10}
-    known = prepare(Scenario(predictions="quantiles:0.8", **lengths), scheduling(batch_size=8))  # type: ignore[arg-type]
+    by_risk = prepare(Scenario(predictions="quantiles:0.8", **lengths), scheduling(batch_size=8))  # type: ignore[arg-type]
     oracle = prepare(Scenario(**lengths), scheduling(batch_size=8))  # type: ignore[arg-type]
-    longest_of_8 = np.exp(0.8 * 1.4236)  # about, of its median: the expected largest of 8 normals is 1.4236
-    assert np.median(known.scores) > 0.9 * longest_of_8 * np.median(oracle.scores)
+    longest_of_8 = np.exp(
+        0.8 * 1.4236
+    )  # approximately, as a multiple of the median: the expected largest of 8 normals is 1.4236
+    assert np.median(by_risk.scores) > 0.9 * longest_of_8 * np.median(oracle.scores)

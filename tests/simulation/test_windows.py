@@ -1,4 +1,4 @@
-"""What windows gain, through the scheduler, where requests never run out."""
+"""The gain of windows, through the scheduler, with an endless supply of requests."""
 
 from functools import cache
 
@@ -29,7 +29,7 @@ def test_windows_serve_more_than_twice_as_much_as_one_bin(window: int, gain: flo
 
 
 @pytest.mark.parametrize("window", [64, 256])
-def test_the_row_that_wastes_least_serves_more_than_sorting_a_window_and_cutting_it(window: int) -> None:
+def test_the_batch_that_wastes_least_beats_sorting_and_cutting_a_window(window: int) -> None:
     cut_per_s = 8 / (0.01 * batch_time_window(drawn(), window, 8, np.random.default_rng(2)))
     assert throughput_per_s(window=window) > 1.02 * cut_per_s
 
@@ -38,8 +38,8 @@ def test_a_window_serves_more_than_bins() -> None:
     assert throughput_per_s(window=256) > 1.1 * throughput_per_s(bins=8, release="greedy")
 
 
-def test_sorting_and_cutting_gives_what_the_theory_says() -> None:
-    """Sorted, 800 requests at once take 2.40 times less than in order; by windows of 256 of them, 2.28 times."""
+def test_sorting_and_cutting_agrees_with_theory() -> None:
+    """Sorted, 800 requests at once take 2.40 times less than in order; in windows of 256, 2.28 times less."""
     one_bin = batch_time_window(drawn(), 8, 8, np.random.default_rng(4))
     assert one_bin / batch_time_window(drawn(), 256, 8, np.random.default_rng(4)) == pytest.approx(2.28, rel=0.03)
     assert one_bin / batch_time_window(drawn(), 800, 8, np.random.default_rng(4)) == pytest.approx(2.40, rel=0.03)

@@ -1,4 +1,4 @@
-"""When requests come and how long their answers are: files, distributions, and what theory says of them."""
+"""Arrival times and answer lengths: files, distributions, and their theory."""
 
 import gzip
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_distributions_have_their_means(text: str, mean: float) -> None:
 
 
 @pytest.mark.parametrize(("text", "mean"), [("exponential:50,50", 50 * (1 - np.exp(-1))), ("lognormal:0,9,1e-9", 1e-6)])
-def test_what_is_longer_is_cut_off(text: str, mean: float) -> None:
+def test_longer_answers_are_cut_off(text: str, mean: float) -> None:
     lengths = workload.draw_lengths(text, 100_000, np.random.default_rng(0))
     assert lengths.max() == pytest.approx(50 if mean > 1 else mean)
     assert lengths.mean() == pytest.approx(mean, rel=0.02)
@@ -61,7 +61,7 @@ def test_what_is_longer_is_cut_off(text: str, mean: float) -> None:
 @pytest.mark.parametrize(
     "text", ["constant:3,5", "exponential:5,0", "lognormal:1,2,3,4", "lognormal:1", "uniform:1,2,3"]
 )
-def test_what_cannot_be_cut_off_is_an_error(text: str) -> None:
+def test_an_invalid_cut_is_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match="lengths"):
         workload.draw_lengths(text, 1, np.random.default_rng(0))
 
@@ -75,7 +75,7 @@ def test_what_cannot_be_cut_off_is_an_error(text: str) -> None:
         ("1*constant:5", {5: 1.0}),
     ],
 )
-def test_lengths_of_several_models_come_as_often_as_their_weights_say(text: str, parts: dict[float, float]) -> None:
+def test_lengths_of_several_models_are_as_frequent_as_their_weights(text: str, parts: dict[float, float]) -> None:
     drawn = draw_lengths(text, 40_000, np.random.default_rng(1))
     values, counts = np.unique(drawn, return_counts=True)
     assert dict(zip(values.tolist(), counts / drawn.size, strict=True)) == {
@@ -83,7 +83,7 @@ def test_lengths_of_several_models_come_as_often_as_their_weights_say(text: str,
     }
 
 
-def test_a_file_may_be_one_of_several_models_and_have_a_plus_in_its_name(tmp_path: Path) -> None:
+def test_a_file_may_be_one_part_of_a_mixture_and_have_a_plus_in_its_name(tmp_path: Path) -> None:
     path = tmp_path / "c++.csv"
     path.write_text("3\n4\n")
     assert set(draw_lengths(f"1*constant:9+2*file:{path}", 200, np.random.default_rng(0))) == {3, 4, 9}
@@ -98,7 +98,7 @@ def test_a_file_may_be_one_of_several_models_and_have_a_plus_in_its_name(tmp_pat
         ("constant:5+2*constant:3", "is not one of"),
     ],
 )
-def test_a_mixture_that_makes_no_sense_is_an_error(text: str, message: str) -> None:
+def test_an_invalid_mixture_is_an_error(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         draw_lengths(text, 10, np.random.default_rng(0))
 
@@ -106,7 +106,7 @@ def test_a_mixture_that_makes_no_sense_is_an_error(text: str, message: str) -> N
 # ---- arrivals ----
 
 
-def test_poisson_arrivals_have_their_rate_and_infinite_means_all_at_once() -> None:
+def test_poisson_arrivals_have_their_rate_and_an_infinite_rate_is_all_at_once() -> None:
     arrivals_s = workload.poisson_arrivals(4.0, 40_000, np.random.default_rng(0))
     assert arrivals_s[-1] == pytest.approx(10_000, rel=0.02)
     assert np.diff(arrivals_s).std() == pytest.approx(0.25, rel=0.03)
@@ -118,7 +118,7 @@ def test_constant_arrivals_are_evenly_spaced() -> None:
 
 
 @pytest.mark.parametrize("text", ["poisson", "constant", "mmpp:3,10"])
-def test_an_infinite_rate_is_all_at_once_however_they_are_spread(text: str) -> None:
+def test_an_infinite_rate_is_all_at_once_for_every_distribution(text: str) -> None:
     assert not draw_arrivals(text, np.inf, 5, np.random.default_rng(0)).any()
 
 
@@ -154,8 +154,10 @@ def test_bursts_have_their_mean_rate_and_their_index_of_dispersion(
 
 
 def test_bursts_are_written_with_their_mean_rate_ratio_and_sojourns() -> None:
-    asked = draw_arrivals("mmpp:10,2,8", 3.0, 1_000, np.random.default_rng(4))
-    assert asked.tolist() == bursty_arrivals(Bursts.of(3.0, 10.0, 2.0, 8.0), 1_000, np.random.default_rng(4)).tolist()
+    arrivals_s = draw_arrivals("mmpp:10,2,8", 3.0, 1_000, np.random.default_rng(4))
+    assert (
+        arrivals_s.tolist() == bursty_arrivals(Bursts.of(3.0, 10.0, 2.0, 8.0), 1_000, np.random.default_rng(4)).tolist()
+    )
     alike = draw_arrivals("mmpp:10,2", 3.0, 1_000, np.random.default_rng(4))
     assert alike.tolist() == draw_arrivals("mmpp:10,2,2", 3.0, 1_000, np.random.default_rng(4)).tolist()
 
@@ -174,7 +176,7 @@ def test_bursts_are_written_with_their_mean_rate_ratio_and_sojourns() -> None:
         "mmpp:3,1e-9",
     ],
 )
-def test_arrivals_that_make_no_sense_are_an_error(text: str) -> None:
+def test_invalid_arrivals_are_an_error(text: str) -> None:
     with pytest.raises(ConfigError, match="arrivals"):
         draw_arrivals(text, 1.0, 10, np.random.default_rng(0))
 
@@ -191,7 +193,7 @@ def trace(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_compressed_trace_reads_as_the_plain_one(trace: str, tmp_path: Path) -> None:
+def test_a_compressed_trace_gives_the_same_as_the_plain_one(trace: str, tmp_path: Path) -> None:
     (tmp_path / "trace.csv.gz").write_bytes(gzip.compress(TRACE.encode()))
     plain, compressed = workload.read_trace(trace), workload.read_trace(f"{trace}.gz")
     for column in ("arrivals_s", "input_tokens", "output_tokens"):
@@ -238,12 +240,12 @@ def test_a_trace_is_replayed_at_any_rate_with_its_gaps_in_proportion() -> None:
     assert not replay_at(trace, np.inf).arrivals_s.any()
 
 
-def test_a_trace_whose_requests_all_come_at_once_has_no_rate_to_scale() -> None:
+def test_a_trace_whose_requests_all_arrive_at_once_has_no_rate_to_scale() -> None:
     with pytest.raises(ConfigError, match="no rate to scale"):
         replay_at(Trace(np.ones(3), np.ones(3), np.zeros(3)), 6.0)
 
 
-def test_a_byte_order_mark_belongs_to_no_column(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_part_of_a_column(tmp_path: Path) -> None:
     path = tmp_path / "from-a-spreadsheet.csv"
     path.write_text("arrival_s,input_tokens,output_tokens\n0,5,7\n", encoding="utf-8-sig")
     assert workload.read_trace(str(path)).arrivals_s.tolist() == [0.0]

@@ -1,4 +1,4 @@
-"""A profile that is wrong by a factor of three is found out by what batches really take, and mended."""
+"""A profile that is wrong by a factor of three is detected from real batch times, and corrected."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SIZES, TOKENS, SLO_S = 8, 100.0, 4.0
 TRUE = StepTimes(0.05, tuple([0.008 + 0.001 * size for size in range(1, SIZES + 1)]))
 
 
-def told(factor: float) -> StepTimes:
+def declared(factor: float) -> StepTimes:
     return StepTimes(factor * TRUE.prefill_s, tuple([factor * step_s for step_s in TRUE.step_s]))
 
 
 class Goodput:
-    """Requests in time, of those that arrive once so many batches have ended."""
+    """Requests in time, among those that arrive after a number of batches have ended."""
 
     def __init__(self, deadlines_s: dict[int, float], batches: int) -> None:
         self.in_time = self.judged = 0
@@ -44,7 +44,7 @@ class Goodput:
 
 
 def share_in_time(factor: float, order: str, seed: int) -> float:
-    """Of the requests that come after 50 batches; the engine believes that it takes `factor` times what it does."""
+    """The share among requests after 50 batches, for a profile of `factor` times the true durations."""
     rng = np.random.default_rng(seed)
     count, rate_per_s = 3_000, 2.2
     arrivals_s = np.cumsum(rng.exponential(1 / rate_per_s, count)).tolist()
@@ -54,7 +54,7 @@ def share_in_time(factor: float, order: str, seed: int) -> float:
         for number, (at_s, length) in enumerate(zip(arrivals_s, lengths, strict=True))
     ]
     config = SchedulingConfig(order=order, bins=2, batch_size=SIZES).resolved(barrier=True)  # type: ignore[arg-type]
-    info = EngineInfo("gpu", SIZES, True, speeds={"": told(factor)})
+    info = EngineInfo("gpu", SIZES, True, speeds={"": declared(factor)})
     engine = StepEngine(info, lengths, Costs([0.0, *TRUE.step_s], [0.0] * (SIZES + 1), TRUE.prefill_s, metered=False))
     goodput = Goodput({request.id: request.deadline_s or 0.0 for request in requests}, 50)
     cluster = SimulatedCluster(config.scheduler(lengths[:500]), [engine], on_step=goodput.see)
@@ -68,5 +68,5 @@ def share_in_time(factor: float, order: str, seed: int) -> float:
 def test_after_50_batches_a_wrong_profile_costs_at_most_a_twentieth_of_the_goodput(order: str, factor: float) -> None:
     right = np.mean([share_in_time(1.0, order, seed) for seed in (1, 2)])
     wrong = np.mean([share_in_time(factor, order, seed) for seed in (1, 2)])
-    assert 0.5 < right < 0.99, "or the profile makes no difference"
+    assert 0.5 < right < 0.99, "otherwise the profile makes no difference"
     assert wrong >= 0.95 * right

@@ -1,4 +1,4 @@
-"""One real vLLM server on the CPU, serving the demo model, for all tests of this folder."""
+"""One real vLLM server on the CPU with the demo model, for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ START_S = 240
 
 @pytest.fixture
 def start_front(start_front: StartFront) -> StartFront:
-    """Looks after vLLM as seldom as a server does: each look costs milliseconds there."""
+    """Probe vLLM as rarely as a server does: each probe costs milliseconds there."""
     return partial(start_front, live=LiveConfig())
 
 
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
-    """The interpreter of an environment with vLLM in it, as VLLM_PYTHON names it; scripts/test makes one."""
+    """The interpreter of an environment with vLLM, which VLLM_PYTHON names; scripts/test creates one."""
     python = os.environ.get("VLLM_PYTHON")
     if not python:
         pytest.skip("VLLM_PYTHON is not set: run ./scripts/test, which installs vLLM in an environment of its own")
@@ -40,7 +40,7 @@ def vllm_python() -> str:
 
 @pytest.fixture(scope="session")
 def vllm_url(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Base URL."""
+    """The server's base URL."""
     port = free_port()
     command = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), "--port", str(port)]
     command += ["--served-model-name", "llmserve-demo", "--host", "127.0.0.1", "--max-num-seqs", str(SLOTS)]

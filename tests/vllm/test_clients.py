@@ -1,4 +1,4 @@
-"""Clients that nobody here wrote, against the front-end before the real vLLM."""
+"""Third-party clients against the front-end with the real vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.vllm
 
 COUNT: Any = [{"role": "user", "content": "Count from 3 to 9."}]
 ANSWER = "3, 4, 5, 6, 7, 8, 9"
-# The `vllm` command of the CPU package does not start, so its benchmark's own main is called, once for each argument.
+# The `vllm` command of the CPU package does not start, so its benchmark's main is called, once for each argument.
 BENCHMARK = (
     "import argparse, shlex, sys; from vllm.benchmarks.serve import add_cli_args, main; "
     "parser = argparse.ArgumentParser(); add_cli_args(parser); "
@@ -90,15 +90,15 @@ async def test_the_official_client_reads_answers_headers_and_log_probabilities(
 
 async def test_the_official_client_streams_with_and_without_usage(start_front: StartFront, vllm_url: str) -> None:
     front = await start_front(vllm_url, slots=4)
-    for asked in (False, True):
-        options: Any = {"stream_options": {"include_usage": True}} if asked else {}
+    for with_usage in (False, True):
+        options: Any = {"stream_options": {"include_usage": True}} if with_usage else {}
         stream = await client(front).chat.completions.create(
             model="llmserve-demo", messages=COUNT, stream=True, **options
         )
         chunks = [chunk async for chunk in stream]
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
-        assert [chunk.usage.completion_tokens for chunk in chunks if chunk.usage] == [14] * asked
-        assert chunks[-1].system_fingerprint, "which vLLM tells with its last event, whatever that is"
+        assert [chunk.usage.completion_tokens for chunk in chunks if chunk.usage] == [14] * with_usage
+        assert chunks[-1].system_fingerprint, "vLLM sends the fingerprint with its last event"
     texts = await client(front).completions.create(model="llmserve-demo", prompt="Once", max_tokens=9, stream=True)
     assert [chunk.choices[0].finish_reason async for chunk in texts][-1] == "length"
 

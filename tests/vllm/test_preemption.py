@@ -1,6 +1,6 @@
-"""FLEX stops what runs on the real vLLM: the batch is aborted there, long before its end, and started again later.
+"""FLEX preempts on the real vLLM: the batch is aborted there, long before its end, and started again later.
 
-vLLM and a timed engine share a GPU, as far as the scheduler is told: one batch at a time between them.
+As far as the scheduler knows, vLLM and a timed engine share a GPU: one batch at a time on both together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llmserve.scheduling.messages import PreemptBatch, RequestEnded
 pytestmark = pytest.mark.vllm
 
 ESSAY = {"model": "llmserve-demo", "max_tokens": 900, "ignore_eos": True}
-QUICK_TOKENS = 40  # as many steps of 25 ms: a second in which to look at vLLM
+QUICK_TOKENS = 40  # 40 steps of 25 ms: a second for reading vLLM's metrics
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ async def shared_gpu(start_front: StartFront, vllm_url: str) -> AsyncIterator[Fr
 
 
 async def sample(session: aiohttp.ClientSession, url: str, name: str) -> float:
-    """Of vLLM's metrics, whatever their labels, added up."""
+    """The sum of a metric of vLLM over its labels."""
     async with session.get(f"{url}/metrics") as response:
         return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", await response.text(), re.M))
 
@@ -53,7 +53,7 @@ async def generated(front: Front, url: str) -> float:
 
 
 async def finished(front: Front, url: str) -> float:
-    """Answers, whatever ended them."""
+    """Number of answers, whatever ended them."""
     return await sample(front.session, url, "vllm:request_success_total")
 
 
@@ -66,10 +66,10 @@ async def test_a_preempted_batch_is_aborted_on_vllm_and_started_again(shared_gpu
     burst = [asyncio.ensure_future(ask_quick(front)) for _ in range(8)]
     await until_running(front, vllm_url, 0)
     stopped_at = await generated(front, vllm_url)
-    assert stopped_at - tokens_before < ESSAY["max_tokens"], "it ended by itself, before anybody could stop it"
+    assert stopped_at - tokens_before < ESSAY["max_tokens"], "the batch ended before it could be preempted"
     assert not any(request.done() for request in burst)
     await asyncio.sleep(0.3)
-    assert await generated(front, vllm_url) == stopped_at, "vLLM goes on with what was stopped"
+    assert await generated(front, vllm_url) == stopped_at, "vLLM goes on with the preempted batch"
     assert not essay.done()
 
     assert await asyncio.gather(*burst) == [200] * 8
@@ -87,8 +87,10 @@ async def test_a_preempted_batch_is_aborted_on_vllm_and_started_again(shared_gpu
     ]
     name = vllm_url.removeprefix("http://")
     assert (preemption.engine, ends) == (name, [(name, "cancelled"), (name, "completed")])
-    assert await generated(front, vllm_url) == stopped_at + ESSAY["max_tokens"], "from its beginning"
-    assert await finished(front, vllm_url) == answers_before + 1, "it began two and finished one"
+    assert await generated(front, vllm_url) == stopped_at + ESSAY["max_tokens"], (
+        "the second run must start from the beginning"
+    )
+    assert await finished(front, vllm_url) == answers_before + 1, "vLLM must begin two answers and finish one"
     assert journal.replay(front.cluster.journal.header, front.cluster.journal.steps) == list(
         front.cluster.journal.steps
     )
@@ -101,7 +103,7 @@ async def test_a_stream_that_vllm_has_begun_to_answer_is_not_preempted(shared_gp
     assert await essay.content.readany()
     burst = [asyncio.ensure_future(ask_quick(front)) for _ in range(8)]
     assert (await essay.read()).endswith(b"data: [DONE]\n\n")
-    assert await asyncio.gather(*burst) == [200] * 8, "nobody's deadline has passed"
+    assert await asyncio.gather(*burst) == [200] * 8, "no deadline may pass"
     actions = [action for step in front.cluster.journal.steps for action in step.actions]
     assert not any(isinstance(action, PreemptBatch) for action in actions)
     assert await generated(front, vllm_url) == tokens_before + ESSAY["max_tokens"]

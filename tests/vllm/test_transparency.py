@@ -1,11 +1,10 @@
-"""The front-end before the real vLLM gives what vLLM itself gives: each request is asked both ways, and bytes compared.
+"""The front-end returns what vLLM returns: each request is sent both ways, and the bytes are compared.
 
-Two askings of one vLLM differ in the answer's id, in the time it was created and in the ids of tool calls: these are
-masked. Where several choices are streamed, vLLM orders the events of one step as it likes: theirs are compared choice
-by choice. When its server is busy it puts tokens that are ready at once into one event: a stream is asked for again,
-both ways, until one has come both ways, and of a long one only what that leaves is compared: all texts together, and
-all that is around them. One thing is lost on purpose: of several choices streamed without usage, vLLM's
-`system_fingerprint` (event_stream.py).
+Two answers of one vLLM differ in the answer's id, in its creation time and in the ids of tool calls: these are masked.
+Where several choices are streamed, vLLM orders the events of a step arbitrarily: events are compared choice by choice.
+A busy vLLM server puts several ready tokens into one event: a stream is repeated, both ways, until both ways have had
+the same events; of a long stream only the joined texts and all the rest are compared. One thing is lost on purpose:
+vLLM's `system_fingerprint`, if several choices are streamed without usage (event_stream.py).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 COUNT = "Count from 3 to 9."
 TEMPLATED = f"<|user|>{COUNT}<|end|><|assistant|>"
 ASKINGS_MAX = 25
-LARGE_TOKENS = 400  # streamed, they are about 70 kB: more than one read from a socket brings
+LARGE_TOKENS = 400  # about 70 kB as a stream: more than one read from a socket
 
 TOOL = {
     "type": "function",
@@ -38,7 +37,7 @@ SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required
 
 @dataclass(frozen=True)
 class Case:
-    """fields: of the body. shows: a pattern that vLLM's own answer must have, so that the case is what it is called."""
+    """fields : of the body.  shows : a pattern that vLLM's answer must have, so that the case tests its subject."""
 
     name: str
     path: str
@@ -48,14 +47,14 @@ class Case:
     streams: tuple[bool, ...] = (False, True)
 
 
-def chat(name: str, shows: bytes = rb"[34]", /, **rest: Any) -> Case:
-    known = {key: rest.pop(key) for key in ("status", "streams") if key in rest}
-    return Case(name, CHAT, {"messages": [{"role": "user", "content": COUNT}], **rest}, shows, **known)
+def chat(name: str, shows: bytes = rb"[34]", /, **fields: Any) -> Case:
+    expectations = {key: fields.pop(key) for key in ("status", "streams") if key in fields}
+    return Case(name, CHAT, {"messages": [{"role": "user", "content": COUNT}], **fields}, shows, **expectations)
 
 
-def completion(name: str, shows: bytes = rb"[34]", /, **rest: Any) -> Case:
-    known = {key: rest.pop(key) for key in ("status", "streams") if key in rest}
-    return Case(name, COMPLETIONS, {"prompt": TEMPLATED, **rest}, shows, **known)
+def completion(name: str, shows: bytes = rb"[34]", /, **fields: Any) -> Case:
+    expectations = {key: fields.pop(key) for key in ("status", "streams") if key in fields}
+    return Case(name, COMPLETIONS, {"prompt": TEMPLATED, **fields}, shows, **expectations)
 
 
 def words(count: int) -> list[dict[str, str]]:
@@ -167,16 +166,16 @@ def masked(answer: bytes) -> bytes:
 
 
 def by_choice(stream: bytes) -> bytes:
-    """A stream of several choices: events by choice, each choice's in their order, without the signature."""
+    """A stream of several choices: the events in order of the choices, without the fingerprint."""
     events = re.sub(rb',"system_fingerprint":"[^"]*"', b"", stream).split(b"\n\n")
     return b"\n\n".join(sorted(events, key=lambda event: re.findall(rb'"index":\d+', event)[:1]))
 
 
 def text_apart(stream: bytes) -> tuple[bytes, list[bytes]]:
-    """A long stream's texts, joined, and all that is around them, where repeated once."""
+    """A long stream's joined texts, and the rest of its events without repetitions."""
     text = re.compile(rb'(?<="content":")(?:[^"\\]|\\.)*|(?<="text":")(?:[^"\\]|\\.)*')
     around = [text.sub(b"", event) for event in stream.split(b"\n\n")]
-    changed = [event for event, before in zip(around, [None, *around], strict=False) if event != before]
+    changed = [event for event, previous in zip(around, [None, *around], strict=False) if event != previous]
     return b"".join(text.findall(stream)), changed
 
 
@@ -188,7 +187,7 @@ def text_apart(stream: bytes) -> tuple[bytes, list[bytes]]:
         for stream in case.streams
     ],
 )
-async def test_an_answer_is_vllms_own_byte_for_byte(
+async def test_an_answer_is_vllms_byte_for_byte(
     start_front: StartFront, vllm_url: str, case: Case, stream: bool
 ) -> None:
     front = await start_front(vllm_url, slots=4)
@@ -205,7 +204,7 @@ async def test_an_answer_is_vllms_own_byte_for_byte(
         if own_ways & ways_through:
             return
     assert stream, (own, through)
-    assert case.name == "large", "no way of cutting the answer into events was seen both ways"
+    assert case.name == "large", "no split into events occurred both ways"
     assert text_apart(through[2]) == text_apart(own[2])
     assert through[:2] == own[:2]
 

@@ -1,4 +1,4 @@
-"""The front-end before the real vLLM: what passes through, what is kept back, what is aborted."""
+"""The front-end before the real vLLM: passed, held back and aborted requests."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ async def test_the_official_client_chats_with_vllm(start_front: StartFront, vllm
     assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", 14)
 
 
-async def test_the_demo_model_answers_alike_on_vllm_and_on_its_own_engine(
+async def test_the_demo_model_answers_alike_on_vllm_and_on_the_embedded_engine(
     start_front: StartFront, vllm_url: str
 ) -> None:
-    """One greedy model, two engines. Where the model itself is unsure, rounding may decide: two may differ."""
+    """One greedy model, two engines. Where the model is unsure, rounding may decide: two answers may differ."""
     from llmserve.engines.embedded import demo_corpus
     from llmserve.serve import serving
     from llmserve.settings import Config, ServerConfig
@@ -54,10 +54,10 @@ async def test_the_demo_model_answers_alike_on_vllm_and_on_its_own_engine(
     async def answers(url: str) -> list[str | None]:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as asking:
             ask = asking.chat.completions
-            made = await asyncio.gather(
+            answers = await asyncio.gather(
                 *(ask.create(model="llmserve-demo", messages=[{"role": "user", "content": p}]) for p in prompts)
             )
-        return [answer.choices[0].message.content for answer in made]
+        return [answer.choices[0].message.content for answer in answers]
 
     front = await start_front(vllm_url, slots=4)
     async with serving(Config(server=ServerConfig(port=0))) as (cluster, url):
@@ -66,7 +66,7 @@ async def test_the_demo_model_answers_alike_on_vllm_and_on_its_own_engine(
     assert sum(embedded == vllm for embedded, vllm in pairs) >= len(prompts) - 2
 
 
-async def test_a_stream_is_vllms_own_without_the_usage_that_was_not_asked_for(
+async def test_a_stream_is_vllms_without_the_usage_that_was_not_requested(
     start_front: StartFront, vllm_url: str
 ) -> None:
     front = await start_front(vllm_url, slots=4)
@@ -79,7 +79,7 @@ async def test_a_stream_is_vllms_own_without_the_usage_that_was_not_asked_for(
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
     def text(chunks: list[Any]) -> str:
-        """vLLM puts as many tokens into an event as are ready, so only their sum is the same twice."""
+        """vLLM puts all ready tokens into one event, so that only the joined text is reproducible."""
         return "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
 
     through, own = await events(front.url), await events(vllm_url)
@@ -89,7 +89,7 @@ async def test_a_stream_is_vllms_own_without_the_usage_that_was_not_asked_for(
     assert front.cluster.journal.steps[-1].event.output_tokens == 14  # type: ignore[union-attr]
 
 
-async def test_vllms_own_parameters_and_errors_pass_through(start_front: StartFront, vllm_url: str) -> None:
+async def test_vllms_parameters_and_errors_pass_through(start_front: StartFront, vllm_url: str) -> None:
     front = await start_front(vllm_url, slots=4)
     fields = {"model": "llmserve-demo", "messages": COUNT}
     async with front.post(**fields, n=2, logprobs=True, top_logprobs=2, min_tokens=3) as response:
@@ -127,7 +127,9 @@ async def test_the_queue_is_kept_in_front_so_that_vllm_never_queues(start_front:
     running = []
     while not all(request.done() for request in requests):
         running.append(await gauge(front.session, vllm_url, "vllm:num_requests_running"))
-        assert await gauge(front.session, vllm_url, "vllm:num_requests_waiting") <= 2, "at most what has just been sent"
+        assert await gauge(front.session, vllm_url, "vllm:num_requests_waiting") <= 2, (
+            "at most the requests that were just sent"
+        )
         await asyncio.sleep(0.01)
     assert max(running) <= 2
     assert all(request.result().status == 200 for request in requests)

@@ -1,7 +1,7 @@
-"""The laws, by an account kept outside the scheduler: of what it was told and what it answered, of nothing else.
+"""The laws of the scheduler, checked from outside: from the events that it was given and the actions that it returned.
 
-`Account.step` takes each step of a run and raises AssertionError where a law is broken; `Account.close` when nothing is
-left to happen. Numbers are those of DESIGN's laws.
+`Account.step` checks each step of a run and raises AssertionError where a law is broken. `Account.close` checks the end
+of the run. Numbers in parentheses are those of the laws in DESIGN.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from llmserve.scheduling.messages import (
 from llmserve.scheduling.orders import UNDATED_S
 from llmserve.scheduling.scheduler import Scheduler
 
-NEVER_IDLE = ("greedy", "window")  # releases under which nothing waits for company
-NEAR_S = 1e-9  # of times that are sums of others
-JUST_S = 2e-6  # so much longer something may wait that could only just be in time
+NEVER_IDLE = ("greedy", "window")  # releases under which no request waits for others to form a batch
+NEAR_S = 1e-9  # tolerance for times that are sums of other times
+JUST_S = 2e-6  # a request that could only just be in time may wait this much longer
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What is known of how long things take.
+    """How long batches take, as far as that is certain.
 
-    batch_s   seconds of a batch of so many on an engine; no request takes less
-    tokens    of every answer
-    foreseen  the scheduler knows it as well
+    batch_s   seconds that a batch of this size takes on an engine; no request takes less
+    tokens    length of every answer
+    foreseen  the scheduler knows these times, too
     """
 
     batch_s: Callable[[EngineInfo, int], float]
@@ -64,13 +64,13 @@ class Times:
     foreseen: bool
 
     def hopes(self, request: Request) -> bool:
-        """It is predicted to be shorter than any answer is: nobody gives it up for lost before its deadline."""
+        """Whether the prediction is shorter than every answer: the scheduler then waits until the deadline is past."""
         own = request.quantiles[0] if request.quantiles else request.predicted_tokens
         return own is not None and own < self.tokens
 
 
 class Plan:
-    """Who belongs to which serving group. Without groups all belong to one."""
+    """Maps workers and requests to their serving groups. Without groups everything belongs to one."""
 
     def __init__(self, groups: Sequence[ServingGroup]) -> None:
         self._of_worker = {worker: group.name for group in groups for worker in group.workers}
@@ -86,9 +86,12 @@ class Plan:
 
 
 class Worker:
-    """A GPU. group : whose requests it runs.  stopping : requests that were told to make room and still run.  stopped :
-    how many all in all; None: all are gone, or something happened besides, so that what runs next may be anything.
-    kept : nothing has been started since some were told to make room.
+    """A GPU.
+
+    group     the group whose requests the worker runs
+    stopping  requests that were told to make room and still run
+    stopped   number of requests that made room. None: all left, or another event occurred: any batch may follow
+    kept      no batch has started since requests were told to make room
     """
 
     def __init__(self, name: str, group: str) -> None:
@@ -105,7 +108,7 @@ class Worker:
 
 
 class Engine:
-    """One engine as it must be. open_until_s : while its circuit is not closed, when it may be tried again."""
+    """Expected state of an engine. open_until_s : when an open circuit permits a trial; None: the circuit is closed"""
 
     def __init__(self, info: EngineInfo, worker: Worker) -> None:
         self.info = info
@@ -113,19 +116,19 @@ class Engine:
         worker.engines.append(self)
         self.up = False
         self.open_until_s: float | None = None
-        self.shown_s: dict[str, float] = {}  # by model: when an answer last showed how fast it is
+        self.shown_s: dict[str, float] = {}  # by model: when an answer last showed the engine's speed
         self.running: dict[int, int] = {}  # request id -> batch id
 
     @property
     def free(self) -> bool:
-        """It must not be left without work."""
+        """Whether the engine must be given work."""
         idle = not self.running or not (self.info.barrier or self.info.tokens_max)
         if self.worker.stopping or (self.info.barrier and self.worker.runs_a_batch):
             return False
         return self.works and idle and len(self.running) < self.info.slots
 
     def is_tried(self, model: str, now_s: float) -> bool:
-        """Nothing has shown lately whether it is as fast as it was told to be."""
+        """Whether no recent answer has shown the engine to be as fast as its declared speed."""
         return bool(self.info.speeds) and now_s >= self.shown_s.get(model, -math.inf) + PROVEN_S
 
     @property
@@ -138,8 +141,11 @@ class Engine:
 
 
 class Life:
-    """One accepted request. failed_on : the engine that it came back from last.  began, preempted : while it runs, its
-    client has seen a byte; it was told to make room.
+    """One accepted request.
+
+    failed_on  engine on which the last try failed
+    began      the client has received a byte of the running request
+    preempted  the running request was told to make room
     """
 
     __slots__ = ("arrived_at_s", "began", "engine", "failed_on", "gone", "preempted", "request", "tries")
@@ -154,10 +160,11 @@ class Life:
 
 
 class Account:
-    """steps_max : more than these, and something goes round in circles.  times : None: nobody knows them.
+    """Checks the laws of the scheduler after each step.
 
-    grouped : there are serving groups. None of the laws is asked that speak of all engines of a model, or of the order
-    of all its batches.
+    steps_max  largest number of steps up to a time; more mean an endless loop
+    times      how long batches take; None: unknown
+    grouped    there are serving groups: laws about all engines of a model, or the order of its batches, do not apply
     """
 
     def __init__(
@@ -177,9 +184,9 @@ class Account:
         self._scheduler = scheduler
         self._steps_max = steps_max
         self.steps = 0
-        self.outcomes: Counter[str] = Counter()  # how many ended in each way
-        self.present_s = 0.0  # integral of the number present over time
-        self.stayed_s = 0.0  # sum over requests of the time that they were present
+        self.outcomes: Counter[str] = Counter()  # requests by outcome
+        self.present_s = 0.0  # integral over time of the number of requests present
+        self.stayed_s = 0.0  # sum over requests of the time for which each was present
         self._now_s = 0.0
         self._alive: dict[int, Life] = {}
         self._waiting: dict[int, Life] = {}
@@ -188,16 +195,16 @@ class Account:
         self._workers: dict[str, Worker] = {}
         self._plan = Plan(scheduler.plan)
         self._draining = False
-        self._steady = True  # no engine has gone
-        self._asked: set[str] = set()  # models that a plan is being made for
-        self._models: dict[str, None] = {}  # that were heard of
-        self._helpless_since_s: dict[str, float] = {}  # of these, that no engine works for
-        self._formed: dict[int, tuple[int, int, int]] = {}  # batch -> its bin, its size, requests started first
+        self._steady = True  # no engine was closed or lost
+        self._asked: set[str] = set()  # models whose dispatch plan is being solved
+        self._models: dict[str, None] = {}  # all models that engines or requests have named, as an ordered set
+        self._helpless_since_s: dict[str, float] = {}  # since when no working engine serves the model
+        self._formed: dict[int, tuple[int, int, int]] = {}  # batch -> its bin, its size, requests in its first start
         self._last_formed: Counter[str] = Counter()  # by model, the last batch whose first part was started
-        # By group and model: when another model's batch went before what had waited for longer.
+        # By group and model: when a batch of another model overtook requests that had waited longer.
         self._passed_s: dict[tuple[str, str], float] = {}
-        self._expected: dict[int, str] = {}  # requests of which this step must say that they fail, and why
-        self._hear: dict[type, Callable[..., None]] = {
+        self._expected: dict[int, str] = {}  # requests that must fail in this step -> reason
+        self._handlers: dict[type, Callable[..., None]] = {
             RequestArrived: self._arrived,
             RequestCancelled: self._cancelled,
             RequestEnded: self._ended,
@@ -217,46 +224,46 @@ class Account:
         self.present_s += len(self._alive) * (now_s - self._now_s)
         self._now_s = now_s
         self.steps += 1
-        assert self.steps <= self._steps_max(now_s), "it goes round in circles"
+        assert self.steps <= self._steps_max(now_s), "the scheduler loops"
         self._expected = {}
-        self._hear[type(event)](event, actions)
-        self._see_who_has_moved(event)
-        self._see_who_makes_room(event)
-        self._obey(event, actions)
+        self._handlers[type(event)](event, actions)
+        self._move_idle_workers(event)
+        self._update_preemptions(event)
+        self._apply(event, actions)
         making_room = [worker for worker in self._workers.values() if worker.stopping]
         for worker in self._workers.values():
-            # What leaves one GPU may start on another that makes room; or find other edges, and wait in another bin.
+            # A request that leaves a GPU may start on another that makes room, or wait in another bin after new edges.
             if making_room != [worker] or self._config.bins_count > 1:
                 worker.stopped = None
-        self._see_that_nothing_is_forgotten(event)
+        self._assert_nothing_is_forgotten(event)
         check(self._scheduler)
 
     def close(self) -> None:
-        """Nothing is left, and nothing more will happen."""
+        """Check that nothing is left when no more events will occur."""
         assert not self._alive, f"requests {sorted(self._alive)} have no outcome"
-        assert not self._scheduler.requests, "the scheduler keeps requests that are over"
+        assert not self._scheduler.requests, "the scheduler keeps requests that have ended"
         for name, engine in self._scheduler.engines.items():
-            assert not engine.running, f"the scheduler believes that {name} runs something"
-            assert engine.total_tokens == 0, f"{name} has memory on account that nobody holds"
+            assert not engine.running, f"the scheduler counts requests as running on {name}"
+            assert engine.total_tokens == 0, f"{name} has memory reserved for no request"
 
     def assert_time_is_conserved(self) -> None:
-        """Little's law (10): the time that requests were present, counted by time and by request."""
+        """Little's law (10): the time that requests were present is the same, counted over time and over requests."""
         assert math.isclose(self.present_s, self.stayed_s, rel_tol=1e-9, abs_tol=1e-9), "Little's law does not hold"
 
-    # ---- what it was told ----
+    # ---- events ----
 
     def _arrived(self, event: RequestArrived, actions: Sequence[Action]) -> None:
         request = event.request
         up = any(engine.up for engine in self._serving(request.model))
         self._models[request.model] = None
-        self._see_who_helps()
+        self._update_helpless()
         full = len(self._waiting) >= self._config.queue_requests_max
-        late = request.deadline_s is not None and request.deadline_s <= self._now_s
+        expired = request.deadline_s is not None and request.deadline_s <= self._now_s
         reasons = [
             (self._draining, "draining"),
             (not up, "no_engine"),
             (full, "queue_full"),
-            (late, "deadline_exceeded"),
+            (expired, "deadline_exceeded"),
         ]
         expected = next((reason for applies, reason in reasons if applies), None)
         self._alive[request.id] = self._waiting[request.id] = Life(request, self._now_s)
@@ -267,14 +274,14 @@ class Account:
         life = self._alive.get(event.request_id)
         aborts = [action for action in actions if isinstance(action, AbortRequest)]
         if life is None or life.gone:
-            assert not aborts, "what is over is aborted"
+            assert not aborts, "a request is aborted after its end"
             return
         if life.engine is None:
             self._end(event.request_id, "cancelled")
-            assert not aborts, "what does not run is aborted"
+            assert not aborts, "a request is aborted that does not run"
         else:
             life.gone = True
-            assert aborts == [AbortRequest(life.engine, event.request_id)], "its engine goes on for nobody"
+            assert aborts == [AbortRequest(life.engine, event.request_id)], "the engine does not abort the request"
 
     def _ended(self, event: RequestEnded, actions: Sequence[Action]) -> None:
         life = self._alive.get(event.request_id)
@@ -310,15 +317,15 @@ class Account:
             name = event.engine.worker or event.engine.name
             worker = self._workers.setdefault(name, Worker(name, self._plan.of_worker(name)))
             engine = self._engines[event.engine.name] = Engine(event.engine, worker)
-        if not engine.up:  # whatever was wrong with it, it has come back
+        if not engine.up:  # the engine is back: its earlier failures no longer count
             engine.open_until_s = None
         engine.info, engine.up = event.engine, True
         self._models.update(dict.fromkeys(event.engine.models))
-        self._see_who_helps()
+        self._update_helpless()
 
     def _closed(self, event: EngineClosed, actions: Sequence[Action]) -> None:
         self._engines[event.engine].up = self._steady = False
-        self._see_who_helps()
+        self._update_helpless()
 
     def _lost(self, event: EngineLost, actions: Sequence[Action]) -> None:
         engine = self._engines[event.engine]
@@ -332,7 +339,7 @@ class Account:
                 self._alive[request_id].engine = None
             else:
                 self._back(request_id, event.engine, "engine_lost")
-        self._see_who_helps()
+        self._update_helpless()
 
     def _drain(self, event: DrainRequested, actions: Sequence[Action]) -> None:
         self._draining = True
@@ -341,11 +348,11 @@ class Account:
         self._plan = Plan(event.groups)
 
     def _solved(self, event: DispatchSolved, actions: Sequence[Action]) -> None:
-        assert event.model in self._asked, "a plan comes that nobody asked for"
+        assert event.model in self._asked, "a plan arrives that was not requested"
         self._asked.remove(event.model)
 
     def _back(self, request_id: int, engine: str, reason: str) -> None:
-        """An engine has let go of it before its client saw a byte: it runs again, unless it did too often (9)."""
+        """The engine failed a request before its client saw a byte: it runs again unless its tries are used up (9)."""
         life = self._alive[request_id]
         life.engine, life.failed_on = None, engine
         if life.tries > self._config.retries_max:
@@ -354,11 +361,11 @@ class Account:
             self._waiting[request_id] = life
 
     def _end(self, request_id: int, outcome: str) -> None:
-        """Exactly one outcome (1)."""
+        """Each request has exactly one outcome (1)."""
         assert request_id not in self._over, f"request {request_id} ended twice"
         life = self._alive.pop(request_id)
         if self._waiting.pop(request_id, None) is not None:
-            self._passed_s.pop((self._plan.of_request(life.request), life.request.model), None)  # all that was formed
+            self._passed_s.pop((self._plan.of_request(life.request), life.request.model), None)  # all were formed
         self._over.add(request_id)
         self.outcomes[outcome] += 1
         self.stayed_s += self._now_s - life.arrived_at_s
@@ -366,15 +373,15 @@ class Account:
     def _serving(self, model: str) -> list[Engine]:
         return [engine for engine in self._engines.values() if engine.info.serves(model)]
 
-    def _see_who_helps(self) -> None:
+    def _update_helpless(self) -> None:
         for model in self._models:
             if any(engine.works for engine in self._serving(model)):
                 self._helpless_since_s.pop(model, None)
             else:
                 self._helpless_since_s.setdefault(model, self._now_s)
 
-    def _see_who_has_moved(self, event: Event) -> None:
-        """A worker joins the group that it belongs to when it has nothing left to run; those who wait may follow."""
+    def _move_idle_workers(self, event: Event) -> None:
+        """A worker joins its planned group when it runs nothing more; waiting requests may follow it."""
         moves = isinstance(event, EngineReady | EngineClosed | EngineLost | PlanChanged)
         for worker in self._workers.values():
             if not self._stays(worker) and not any(engine.running for engine in worker.engines):
@@ -385,7 +392,7 @@ class Account:
     def _stays(self, worker: Worker) -> bool:
         return worker.group == self._plan.of_worker(worker.name)
 
-    def _see_who_makes_room(self, event: Event) -> None:
+    def _update_preemptions(self, event: Event) -> None:
         for worker in self._workers.values():
             if worker.stopping:
                 still = {request_id for engine in worker.engines for request_id in engine.running}
@@ -394,9 +401,9 @@ class Account:
                     worker.stopped = None
                 worker.stopping &= still
 
-    # ---- what it answered ----
+    # ---- actions ----
 
-    def _obey(self, event: Event, actions: Sequence[Action]) -> None:
+    def _apply(self, event: Event, actions: Sequence[Action]) -> None:
         helpless_since_s = dict(self._helpless_since_s)
         for action in actions:
             if isinstance(action, StartBatch):
@@ -406,26 +413,26 @@ class Account:
             elif isinstance(action, ReportCircuit):
                 until_s = None if action.open_s is None else self._now_s + action.open_s
                 self._engines[action.engine].open_until_s = until_s
-                self._see_who_helps()
+                self._update_helpless()
             elif isinstance(action, PreemptBatch):
                 self._preempt(action)
             elif isinstance(action, AbortRequest):
-                assert isinstance(event, RequestCancelled), "only a client that leaves stops a request"
+                assert isinstance(event, RequestCancelled), "requests are aborted only when their client leaves"
             elif isinstance(action, PlanGroups):
-                assert self._grouped, "groups are asked for where there are none"
+                assert self._grouped, "a group plan is requested although there are no groups"
             elif isinstance(action, ReportTrust):
                 assert self._grouped or action.trusted == self._scheduler.queues(action.model).trust.trusted
             else:
                 assert isinstance(action, SolveDispatch)
-                assert action.model not in self._asked, "two plans are made at once"
+                assert action.model not in self._asked, "two plans are requested at once"
                 self._asked.add(action.model)
-        assert not self._expected, f"not told: {self._expected}"
+        assert not self._expected, f"missing failures: {self._expected}"
 
     def _start(self, engine: Engine, batch: Batch) -> None:
         info = engine.info
         assert engine.up, f"{info.name} is down and was given work"
         assert info.serves(batch.model), f"{info.name} was given {batch.model!r}, which it does not serve"
-        assert not engine.worker.stopping, f"{info.name} was given work that others shall make room for"
+        assert not engine.worker.stopping, f"{info.name} was given work while running requests must make room"
         assert self._stays(engine.worker), f"{info.name} was given work before it joined its group"
         assert batch.requests, "an empty batch was started"
         assert batch.formed_at_s <= self._now_s, "a batch was started before it formed"
@@ -433,25 +440,25 @@ class Account:
         if info.barrier:
             assert not engine.worker.runs_a_batch, f"the GPU of {info.name} was given a second batch"  # (2)
         if engine.open_until_s is not None:
-            assert self._now_s >= engine.open_until_s, f"{info.name} fails everything and was given work"
-            assert info.barrier or len(batch.requests) == 1, f"{info.name} is tried with more than one request"
+            assert self._now_s >= engine.open_until_s, f"{info.name} was given work while its circuit was open"
+            assert info.barrier or len(batch.requests) == 1, f"{info.name} was given a trial of more than one request"
         if self._config.order == "fffs" and batch.id not in self._formed:
-            self._assert_nobody_is_kept_waiting(engine, batch)
+            self._assert_not_overtaken(engine, batch)
         if self._foreseen is not None:
             self._assert_it_is_the_best(self._foreseen, engine, batch)
-        self._passed_s.pop((engine.worker.group, batch.model), None)  # also where a batch starts in parts
+        self._passed_s.pop((engine.worker.group, batch.model), None)  # also when a batch starts in parts
         self._count_batch(engine.worker, batch)
-        self._see_what_was_made_room_for(engine.worker, batch)
+        self._assert_preemption_pays(engine.worker, batch)
         for request in batch.requests:
             self._start_request(request, engine, batch)
         engine.worker.kept = False
-        most = info.slots + (0 if info.barrier else info.look_ahead)
-        assert len(engine.running) <= most, f"{info.name} was given more than it takes"  # (2)
+        requests_max = info.slots + (0 if info.barrier else info.look_ahead)
+        assert len(engine.running) <= requests_max, f"{info.name} was given more requests than it has places"  # (2)
 
     def _start_request(self, request: Request, engine: Engine, batch: Batch) -> None:
         life = self._waiting.pop(request.id, None)
         assert life is not None, f"request {request.id} is in its batch twice"
-        assert life.request == request, f"request {request.id} was started as another"
+        assert life.request == request, f"request {request.id} was changed before its start"
         assert not life.gone, f"request {request.id} was started for a client that has gone"  # (6)
         assert request.model == batch.model, f"request {request.id} is of another model than its batch"
         self._assert_it_may_run_there(request, engine)
@@ -459,11 +466,11 @@ class Account:
             assert request.deadline_s > self._now_s, f"request {request.id} was started late"
             tried = len(batch.requests) == 1 and not engine.running and engine.is_tried(request.model, self._now_s)
             if self._times is not None and not tried and not (life.tries and self._times.hopes(request)):
-                # What it learns of slots that others share is less exact.
+                # Where sequences share slots the scheduler learns less exact times.
                 share = 1.0 if engine.info.barrier else 0.75
                 ends_s = self._now_s + share * self._times.batch_s(engine.info, len(batch.requests))
-                assert ends_s <= request.deadline_s + NEAR_S, f"request {request.id} was started to be late"
-        if life.preempted:  # it may go where others run, and is missing where it made room
+                assert ends_s <= request.deadline_s + NEAR_S, f"request {request.id} was started too late"
+        if life.preempted:  # it may join a running batch; no preemption can be checked for its old worker
             for worker in self._workers.values():
                 if worker is not engine.worker:
                     worker.stopped = None
@@ -474,51 +481,57 @@ class Account:
         engine.running[request.id] = batch.id
 
     def _assert_it_may_run_there(self, request: Request, engine: Engine) -> None:
-        """Elsewhere than in its group only while no engine there serves its model; or where room was made for it."""
+        """A request starts outside its group only if no engine there serves its model, or if room was made for it."""
         own, group = self._plan.of_request(request), engine.worker.group
         if own != group and not engine.worker.kept:
-            there = [other for other in self._members(own, request.model) if other.up and self._stays(other.worker)]
-            assert not there, f"request {request.id} of {own} was started in {group}"
+            candidates = [
+                candidate
+                for candidate in self._members(own, request.model)
+                if candidate.up and self._stays(candidate.worker)
+            ]
+            assert not candidates, f"request {request.id} of {own} was started in {group}"
 
     def _members(self, group: str, model: str) -> list[Engine]:
-        """Engines that serve the model, and belong to the group or are about to."""
+        """Engines that serve the model and belong to the group, or will join it."""
         return [engine for engine in self._serving(model) if self._plan.of_worker(engine.worker.name) == group]
 
-    def _assert_nobody_is_kept_waiting(self, engine: Engine, batch: Batch) -> None:
-        """A batch is started for the first time, and what the engine serves besides has waited longer.
+    def _assert_not_overtaken(self, engine: Engine, batch: Batch) -> None:
+        """Check a batch that starts for the first time against requests of the same engine that have waited longer.
 
-        Where each request is a batch from its arrival on nothing overtakes what waits for memory. Else who came before
-        a batch of another model formed is next after that at the latest, if nothing but an engine is wanted for it.
+        If each request is its own batch, nothing overtakes a request that waits for memory. Otherwise a request that
+        arrived before a batch of another model formed starts directly after it, unless it needs more than an engine.
         """
         release, info, group = self._config.release or "", engine.info, engine.worker.group
-        here = {id_: life for id_, life in self._waiting.items() if info.serves(life.request.model)}
-        first = {id_: life for id_, life in here.items() if self._is_new_in(group, life)}
+        servable = {id_: life for id_, life in self._waiting.items() if info.serves(life.request.model)}
+        first = {id_: life for id_, life in servable.items() if self._is_new_in(group, life)}
         alone = release == "static:1" or (self._config.full_batch == 1 and release != "window")
         if alone and not self._grouped:
             assert next(iter(first)) == batch.requests[0].id, f"request {next(iter(first))} was overtaken"
         self._passed_s.pop((group, batch.model), None)
         for model in sorted({life.request.model for life in first.values()}):
             was_passed = batch.formed_at_s > self._passed_s.get((group, model), math.inf)
-            assert not was_passed, f"requests of {model!r} are passed over by {batch.model!r} again and again"
-        others = {life.request.model for life in here.values() if not self._is_new_in(group, life)} | {batch.model}
+            assert not was_passed, f"requests of {model!r} are overtaken by {batch.model!r} repeatedly"
+        other_models = {life.request.model for life in servable.values() if not self._is_new_in(group, life)} | {
+            batch.model
+        }
         oldest = {life.request.model: life for life in reversed(first.values())}
         for model, life in oldest.items():
             goes = life.arrived_at_s < batch.formed_at_s and self._due_s(life, info) <= self._now_s
-            if model not in others and engine.has_room and goes:
+            if model not in other_models and engine.has_room and goes:
                 self._passed_s.setdefault((group, model), self._now_s)
 
     def _is_new_in(self, group: str, life: Life) -> bool:
         return not life.tries and self._plan.of_request(life.request) == group
 
     def _assert_it_is_the_best(self, times: Times, engine: Engine, batch: Batch) -> None:
-        """Of all that wait: under flex the largest, under clockwork the earliest. Where nothing else is of weight."""
+        """Under flex the batch is the largest that waits, under clockwork the earliest, unless another rule applies."""
         lives = [life for life in self._waiting.values() if not life.tries and engine.info.serves(life.request.model)]
         undated = [life for life in lives if life.request.deadline_s is None]
         old = any(life.arrived_at_s + UNDATED_S <= self._now_s for life in undated)
-        again = any(self._waiting[request.id].tries for request in batch.requests if request.id in self._waiting)
+        retried = any(self._waiting[request.id].tries for request in batch.requests if request.id in self._waiting)
         makes_room = engine.worker.kept or any(worker.stopping for worker in self._workers.values())
-        if old or again or makes_room or self._config.release != "window":
-            return  # others form batches before it is known who can be in time
+        if old or retried or makes_room or self._config.release != "window":
+            return  # other releases form batches before their requests' chances are known
         rows: dict[str, list[float]] = {}
         for life in lives:
             rows.setdefault(life.request.model, []).append(life.request.deadline_s or math.inf)
@@ -526,7 +539,7 @@ class Account:
             earliest_s = min([request.deadline_s or math.inf for request in batch.requests])
             possible_s = self._now_s + times.batch_s(engine.info, 1) + JUST_S
             missed = [at_s for row in rows.values() for at_s in row if possible_s <= at_s < earliest_s]
-            assert not missed, f"what is due at {min(missed)} s could be in time, and something else was started"
+            assert not missed, f"what is due at {min(missed)} s could be in time, but another batch was started"
             return
         for model, row in rows.items():
             for size in range(len(batch.requests) + 1, min(self._config.full_batch, engine.info.slots) + 1):
@@ -535,61 +548,61 @@ class Account:
                 assert together < size, f"{size} requests of {model!r} could be in time together"
 
     def _count_batch(self, worker: Worker, batch: Batch) -> None:
-        """Batches are numbered as they form: under fffs they are first started in that order (3)."""
+        """Batches have numbers in the order of their formation: under fffs they first start in that order (3)."""
         lives = [self._waiting.get(request.id) for request in batch.requests]
         assert None not in lives, f"batch {batch.id} holds a request that does not wait"
         first = [life for life in lives if life is not None and life.tries == 0]
-        before = self._formed.get(batch.id)
-        if before is None:
+        previous = self._formed.get(batch.id)
+        if previous is None:
             last = self._last_formed[batch.model]
             in_order = self._config.order != "fffs" or self._grouped or batch.id > last
             assert in_order, f"batch {batch.id} was overtaken"
             self._last_formed[batch.model] = max(last, batch.id)
             self._assert_released(worker, batch)
-            before = batch.bin, batch.size, 0
-        index, size, started = before
+            previous = batch.bin, batch.size, 0
+        index, size, started = previous
         assert self._direct or index == batch.bin, f"batch {batch.id} has two bins"
-        assert batch.size <= size, f"batch {batch.id} has grown"  # what comes back of it is a smaller one
+        assert batch.size <= size, f"batch {batch.id} has grown"  # requests that come back form a smaller batch
         assert started + len(first) <= size, f"batch {batch.id} has more requests than it was formed of"
         self._formed[batch.id] = index, size, started + len(first)
 
     def _assert_released(self, worker: Worker, batch: Batch) -> None:
-        """What the simplest releases promise of a batch's size. Room is made for what is left of one, too."""
+        """Check the batch size that the simple releases promise. Rests of batches may preempt, too."""
         if worker.kept or self._draining or batch.size == self._config.full_batch:
             return
         kind, _, size = (self._config.release or "").partition(":")
-        assert kind != "full", "a batch is not full"
+        assert kind != "full", "a batch that is not full was released"
         assert kind != "static" or batch.size == int(size), f"a batch is not of {size}"
 
     def _preempt(self, action: PreemptBatch) -> None:
-        """Only a batch that is small enough, of which nobody has seen a byte, and all of it; once."""
+        """Check that the batch is small enough, unread, stopped as a whole, and stopped once."""
         config, engine = self._config, self._engines[action.engine]
-        assert config.order == "flex", "an order stops batches that does not say so"
-        assert config.preemption != "off", "batches are stopped although nobody wants that"
+        assert config.order == "flex", "an order that does not preempt stops a batch"
+        assert config.preemption != "off", "a batch is stopped although preemption is off"
         assert engine.info.barrier, f"{action.engine} refills its slots and was told to make room"
         assert set(engine.running.values()) == {action.batch_id}, f"batch {action.batch_id} does not run there"
         lives = {request_id: self._alive[request_id] for request_id in engine.running}
-        assert action.request_ids, f"nobody is left of batch {action.batch_id} whom others could stop"
+        assert action.request_ids, f"batch {action.batch_id} has no requests left to stop"
         assert set(action.request_ids) == {id_ for id_, life in lives.items() if not life.gone}, "a batch stops in part"
-        assert not any(life.began for life in lives.values()), f"batch {action.batch_id} is stopped while it is read"
+        assert not any(life.began for life in lives.values()), f"batch {action.batch_id} is stopped after a first byte"
         assert not engine.worker.stopping, "a batch is stopped twice"
-        assert len(lives) * config.preemption_factor <= config.full_batch, "no batch could be worth so much more"
+        assert len(lives) * config.preemption_factor <= config.full_batch, "no batch could be so much larger"
         for request_id in action.request_ids:
             lives[request_id].preempted = True
         engine.worker.stopping, engine.worker.stopped, engine.worker.kept = set(lives), len(lives), True
 
-    def _see_what_was_made_room_for(self, worker: Worker, batch: Batch) -> None:
-        """Where nothing happened meanwhile, it is as much larger as it was to be."""
-        if worker.stopped is not None and self._config.release == "window":  # others may form them into several batches
-            least = self._config.preemption_factor * worker.stopped
-            assert len(batch.requests) >= least, f"{worker.stopped} made room for only {len(batch.requests)}"
+    def _assert_preemption_pays(self, worker: Worker, batch: Batch) -> None:
+        """If nothing else happened since the preemption, the new batch is larger by at least the preemption factor."""
+        if worker.stopped is not None and self._config.release == "window":  # other releases may form several batches
+            requests_min = self._config.preemption_factor * worker.stopped
+            assert len(batch.requests) >= requests_min, f"{worker.stopped} made room for only {len(batch.requests)}"
             worker.stopped = None
 
     def _fail(self, action: FailRequest, event: Event, helpless_since_s: dict[str, float]) -> None:
         life = self._alive.get(action.request_id)
         assert life is not None, f"request {action.request_id} failed after its end"
         assert life.engine is None, f"request {action.request_id} failed while it ran"
-        assert action.retry_after_s is None or 0 <= action.retry_after_s < math.inf, "nobody can wait so long"
+        assert action.retry_after_s is None or 0 <= action.retry_after_s < math.inf, "the advised wait is endless"
         expected = self._expected.pop(action.request_id, None)
         if expected is not None:
             assert action.reason == expected, f"request {action.request_id} fails: {action.reason}, not {expected}"
@@ -597,12 +610,12 @@ class Account:
             deadline_s = life.request.deadline_s
             assert deadline_s is not None, f"request {action.request_id} has no deadline"
             self._assert_it_is_late(life.request, deadline_s)
-            if life.preempted:  # it was to run again in the batch that it made room for
+            if life.preempted:  # it was to run again in the batch for which it made room
                 for worker in self._workers.values():
                     worker.stopped = None
         else:
             assert action.reason == "no_engine", f"no reason to fail request {action.request_id}: {action.reason}"
-            assert isinstance(event, TimerFired), "only time tells that no engine comes"
+            assert isinstance(event, TimerFired), "only a timer may end the wait for an engine"
             if not self._grouped:
                 self._assert_engines_were_waited_for(life.request.model, helpless_since_s)
         self._end(action.request_id, action.reason)
@@ -610,27 +623,27 @@ class Account:
     def _assert_engines_were_waited_for(self, model: str, helpless_since_s: dict[str, float]) -> None:
         assert model in helpless_since_s, "an engine is up"
         wait_s = self._now_s - helpless_since_s[model]
-        assert wait_s >= self._config.engine_wait_s - NEAR_S, f"engines were waited for only {wait_s} s"
+        assert wait_s >= self._config.engine_wait_s - NEAR_S, f"requests waited for engines only {wait_s} s"
 
     def _assert_it_is_late(self, request: Request, deadline_s: float) -> None:
-        """It cannot be in time. Before its deadline only those can say so who know how long it takes."""
+        """The request cannot be in time. Before its deadline only known times can show that."""
         assert self._direct or deadline_s <= self._now_s, f"request {request.id} failed before its deadline"
         if self._foreseen is not None:
             ends_s = self._now_s + self._least_s(request.model)
             assert deadline_s < ends_s + NEAR_S, f"request {request.id} failed, and could have been in time"
 
     def _least_s(self, model: str) -> float:
-        """Seconds that a request takes alone on the fastest engine that serves it; 0 where there is none."""
+        """Seconds that a request takes alone on the fastest engine that serves its model; 0 where no engine does."""
         assert self._foreseen is not None, "only where times are known"
         up = [engine.info for engine in self._serving(model) if engine.up]
         return min([self._foreseen.batch_s(info, 1) for info in up], default=0.0)
 
     # ---- after each step ----
 
-    def _see_that_nothing_is_forgotten(self, event: Event) -> None:
+    def _assert_nothing_is_forgotten(self, event: Event) -> None:
         wake_at_s = self._scheduler.wake_at_s
         if isinstance(event, TimerFired):
-            assert wake_at_s is None or wake_at_s > self._now_s, "the timer would fire for ever"
+            assert wake_at_s is None or wake_at_s > self._now_s, "the timer would fire endlessly"
         if not self._waiting:
             return
         deadlines_s = [
@@ -643,7 +656,7 @@ class Account:
         for life in self._waiting.values():
             self._assert_it_has_a_chance(life.request)
         if any(life.request.model in self._helpless_since_s for life in self._waiting.values()):
-            assert wake_at_s is not None, "requests wait for an engine for ever"
+            assert wake_at_s is not None, "requests would wait endlessly for an engine"
         for engine in self._engines.values():
             if engine.free and self._stays(engine.worker):
                 self._assert_it_idles_with_reason(engine, math.inf if wake_at_s is None else wake_at_s)
@@ -656,13 +669,13 @@ class Account:
             return
         if not foreseen.hopes(request):
             ends_s = self._now_s + self._least_s(request.model)
-            assert ends_s <= request.deadline_s + JUST_S, f"request {request.id} waits, and cannot be in time"
+            assert ends_s <= request.deadline_s + JUST_S, f"request {request.id} waits although it cannot be in time"
 
     def _assert_it_idles_with_reason(self, engine: Engine, wake_at_s: float) -> None:
-        """An engine is idle only for what waits for company, was failed by it while another works, cannot be in time on
-        it, has others make room for it, or is of another group (4).
+        """An idle engine leaves only requests that wait to form a batch, that it failed while another engine works,
+        that cannot be in time on it, for which others make room, or that belong to another group (4).
 
-        The second may wait for the memory of another engine, and nothing overtakes what waits for memory.
+        A request that the engine failed may wait for memory of another engine; nothing overtakes a wait for memory.
         """
         name = engine.info.name
         group = engine.worker.group
@@ -681,27 +694,27 @@ class Account:
             return
         dues_s = {id_: self._due_s(life, engine.info) for id_, life in waiting.items() if id_ not in avoids}
         stuck = [id_ for id_, due_s in dues_s.items() if due_s <= self._now_s]
-        assert not stuck, f"requests {stuck} wait while {name} is idle"
+        assert not stuck, f"requests {stuck} wait although {name} is idle"
         assert wake_at_s <= min(dues_s.values(), default=math.inf), f"{name} will idle too long"
 
     def _due_s(self, life: Life, engine: EngineInfo) -> float:
-        """When a request must start at the latest on an engine that is idle."""
+        """When a request must start at the latest on an idle engine."""
         config = self._config
         if self._direct and not self._could_start(life.request, engine):
             return math.inf
-        came_back = life.tries and not self._grouped  # one that has moved since waits for company again
-        if self._draining or came_back or config.release in NEVER_IDLE:
+        retries = life.tries and not self._grouped  # a request that moved between groups waits for a batch again
+        if self._draining or retries or config.release in NEVER_IDLE:
             return self._now_s
         if config.release == "timeout":
             return life.arrived_at_s + (TIMEOUT_S if config.batch_wait_s is None else config.batch_wait_s)
         return math.inf
 
     def _could_start(self, request: Request, engine: EngineInfo) -> bool:
-        """Whether, as far as anybody knows, it would be in time."""
+        """Whether the request would be in time, as far as times are known."""
         if any(worker.stopping for worker in self._workers.values()):
-            return False  # it may be one of those that room is made for
+            return False  # other requests may be making room for this one
         if request.deadline_s is None or not engine.speeds:
             return True
         if self._foreseen is None:
-            return False  # the scheduler may think otherwise
+            return False  # the scheduler may expect other times
         return self._now_s + self._foreseen.batch_s(engine, 1) <= request.deadline_s

@@ -1,7 +1,7 @@
-"""What the scheduler did in some thousands of worlds: proof that a change of its code changed nothing.
+"""Digests of the scheduler's actions in thousands of worlds: proof that a code change changed no decision.
 
-A digest is of all actions of a world's run, each with its time. `digests.txt` has a line for each world, `SEED DIGEST`;
-a digest that ends with ! is of a run that ended with a broken law.
+A digest covers all actions of a world's run and their times. `digests.txt` has a line for each world, `SEED DIGEST`;
+a digest ends with ! if the run broke a law.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ DIGITS = 12  # hexadecimal, of SHA-256
 
 
 def digest(seed: int) -> str:
-    """Of a world's actions and their times."""
+    """The digest of a world's actions and their times."""
     steps: list[Step] = []
     broken = ""
     try:
         run(draw(seed), steps)
-    except Exception:  # whatever the scheduler raises is a finding
+    except Exception:  # every error of the scheduler is a finding
         broken = "!"
-    said = [(step.now_s, step.actions) for step in steps if step.actions]
-    return hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:DIGITS] + broken
+    acted = [(step.now_s, step.actions) for step in steps if step.actions]
+    return hashlib.sha256(msgspec.json.encode(acted)).hexdigest()[:DIGITS] + broken
 
 
 def recorded() -> dict[int, str]:
-    """By seed."""
+    """The digests of the file, by seed."""
     lines = [line.split() for line in FILE.read_text().splitlines()]
-    return {int(seed): known for seed, known in lines}
+    return {int(seed): digest_ for seed, digest_ in lines}
 
 
 def write(digests: dict[int, str]) -> None:

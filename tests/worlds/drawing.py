@@ -1,8 +1,7 @@
-"""Random worlds: everything that a seed draws.
+"""Random worlds: all that is derived from a seed.
 
-unit_s   seconds that a mean request takes where it runs alone, and what all other times are measured by
-kinds    of trouble that are on. A world that has few of them goes deeper into each than one that has all: the
-         pool is what finds things, not the single world
+unit_s   seconds that a mean request takes alone: the unit of all other times
+kinds    the kinds of trouble that are on. Few kinds in a world test each more deeply; many worlds cover all kinds
 """
 
 from __future__ import annotations
@@ -34,22 +33,29 @@ KINDS = (
     *ENGINE_FAULTS,
     *("request faults", "stale news", "leaving", "late aborts", "late timers", "slow plans", "early drain"),
 )
-TIMES_STAND = {"deaths", "closures", "changes", "leaving", "late aborts", "early drain"}  # kinds that slow nothing
+TIMES_STAND = {
+    "deaths",
+    "closures",
+    "changes",
+    "leaving",
+    "late aborts",
+    "early drain",
+}  # kinds of trouble that slow no engine
 LENGTHS = ("constant", "lognormal", "heavy", "ties", "tiny")
 PREDICTORS = ("oracle", "noisy", "none", "constant", "reversed", "swapped", "garbage")
-PROFILE = "h100-llama-3.1-8b"  # of the solver, where it is a real one
-SPEED_SIZES = 12  # batches of up to so many whose time is told; engines have no more slots
+PROFILE = "h100-llama-3.1-8b"  # profile of the solver where a real solver makes plans
+SPEED_SIZES = 12  # largest declared batch; engines have no more slots
 T = TypeVar("T", str, tuple[str, str])
 
-UNIT_LEAST_S = 1 / 16  # where requests take no time
-GROUPED_EVERY = 4  # worlds: one has serving groups
+UNIT_LEAST_S = 1 / 16  # used where requests take no time
+GROUPED_EVERY = 4  # one world in this many has serving groups
 GROUPS = ("left", "right", "third", FALLBACK)
 STREAMS = ("", "chat", "mail")
 
 
 @dataclass(frozen=True, slots=True)
 class Odds:
-    """Of a request_fault: of each start, that one is injected; of each kind; share of them that come at once."""
+    """Odds of request faults: per start, of each kind, and the share that come at once."""
 
     request_fault: float
     kinds: tuple[str, ...]
@@ -58,7 +64,7 @@ class Odds:
 
 @dataclass(frozen=True, slots=True)
 class EngineLife:
-    """step_s : of one sequence, and what each further one adds, whatever `info` says.  The rest: see FaultyEngine."""
+    """step_s : true seconds of a step with one sequence, and of each further sequence. The rest: see FaultyEngine."""
 
     info: EngineInfo
     step_s: float
@@ -70,13 +76,13 @@ class EngineLife:
     stale_s: float | None
 
     def batch_s(self, size: int, tokens: float) -> float:
-        """Seconds of a batch of so many, the longest of them of so many tokens, if no fault is injected."""
+        """Seconds that a batch of `size` takes if its longest answer has `tokens` tokens and no fault is injected."""
         return self.prefill_s + tokens * (self.step_s + self.step_s_more * (size - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """first : before all else that happens at that instant; otherwise after it.  tokens : what it really generates."""
+    """first : the arrival precedes all other events of its instant; otherwise it follows.  tokens : true length."""
 
     at_s: float
     request: Request
@@ -86,7 +92,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A client leaves so long after its request has arrived, started (at each start) or ended."""
+    """A client leaves `seconds` after its request has arrived, started (at each start) or ended."""
 
     after: Literal["arrival", "start", "end"]
     seconds: float
@@ -94,9 +100,11 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Serving groups. plans : each with the time from which it holds, the first one with the time 0.
+    """Serving groups.
 
-    answers : plans for those whom the scheduler asks for one, in turn.  answers_late_s : on average.
+    plans           each plan with the time from which it holds; the first has the time 0
+    answers         plans that answer the scheduler's requests for a plan, in turn
+    answers_late_s  mean delay of an answer
     """
 
     plans: tuple[tuple[float, tuple[ServingGroup, ...]], ...]
@@ -107,10 +115,15 @@ class Grouping:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """kinds : of trouble.  drain_at_s : None: arrivals just cease.  real_plans : a solver makes them, not chance.
-    scores, lengths : as in a journal's header.  tokens : of every answer, where the scheduler knows that, and how fast
-    each engine is; None: it may err.  begins : seconds from its start to its first byte, of requests whose clients see
-    one before the end.  timers_late_s, aborts_late_s, plans_late_s : the latter two on average.
+    """A world.
+
+    kinds           kinds of trouble
+    drain_at_s      None: arrivals end without a drain
+    real_plans      a solver makes the dispatch plans; otherwise they are random
+    scores, lengths  as in a journal's header
+    tokens          length of every answer, if the scheduler knows it and each engine's speed; None: it may err
+    begins          request -> seconds from its start to its first byte, if the client sees one before the end
+    timers_late_s   delay of timers; aborts_late_s and plans_late_s are mean delays
     """
 
     seed: int
@@ -138,13 +151,13 @@ class World:
 
     @property
     def foreseen(self) -> bool:
-        """The scheduler knows to the end how long each batch takes: nothing happens that teaches it otherwise."""
+        """Whether the scheduler knows throughout how long each batch takes: no event changes its estimates."""
         plain = all(life.info.barrier and not life.one_by_one for life in self.engines)
         return self.tokens is not None and plain and not self.grouping and not self.kinds & {"leaving", "changes"}
 
     @property
     def title(self) -> str:
-        """One line for people."""
+        """One line that describes the world."""
         config = self.config
         barriers = sum(life.info.barrier for life in self.engines)
         models = len({arrival.request.model for arrival in self.arrivals})
@@ -160,25 +173,25 @@ def draw(seed: int) -> World:
     rng = random.Random(seed)
     kinds = _kinds(rng)
     order = rng.choice(ORDERS)
-    known = _goes_by_times(order) and rng.random() < 0.5  # how long everything takes
-    tick_s = 0.0 if known or rng.random() < 0.7 else rng.choice([1 / 64, 1 / 8, 1.0])
+    times_known = _goes_by_times(order) and rng.random() < 0.5  # the scheduler knows how long batches take
+    tick_s = 0.0 if times_known or rng.random() < 0.7 else rng.choice([1 / 64, 1 / 8, 1.0])
     models = rng.choice([("",), ("",), ("a",), ("a", "b"), ("a", "b"), ("a", "b", "c")])
-    tokens = _lengths(rng, _count(rng), "constant" if known else rng.choice(LENGTHS))
+    tokens = _lengths(rng, _count(rng), "constant" if times_known else rng.choice(LENGTHS))
     infos, costs = _engines(rng, sum(tokens) / len(tokens), direct=_goes_by_times(order))
-    infos = [_speeds(rng, info, costs, models, known=known) for info in _shared(rng, infos, models)]
+    infos = [_speeds(rng, info, costs, models, times_known=times_known) for info in _shared(rng, infos, models)]
     mean_s = sum(tokens) / len(tokens) * costs[0] + costs[2]
     unit_s = max(mean_s, UNIT_LEAST_S)
     slots = sum(info.slots for info in infos)
     arrivals = _arrivals(rng, tokens, models, slots / unit_s, unit_s, tick_s, dated=_goes_by_times(order))
     horizon_s = arrivals[-1].at_s + rng.choice([0.0, 2.0, 20.0]) * unit_s
-    config = _config(rng, unit_s, infos, order, known=known)
-    scores, lengths = _sample(rng, tokens, least=1 if known else 0)
-    if known:
+    config = _config(rng, unit_s, infos, order, times_known=times_known)
+    scores, lengths = _sample(rng, tokens, scores_min=1 if times_known else 0)
+    if times_known:
         kinds &= TIMES_STAND
     grouping = None
     if seed % GROUPED_EVERY == GROUPED_EVERY - 1:
         grouping, arrivals = _grouping(random.Random(f"{seed} groups"), infos, models, arrivals, unit_s, tick_s)
-        config = msgspec.structs.replace(config, queue_requests_max=1_000)  # each group has a limit of its own
+        config = msgspec.structs.replace(config, queue_requests_max=1_000)  # each group has its own limit
     return World(
         seed=seed,
         kinds=kinds,
@@ -190,7 +203,7 @@ def draw(seed: int) -> World:
         engines=tuple([_life(rng, info, costs, kinds, unit_s, horizon_s, tick_s) for info in infos]),
         arrivals=arrivals,
         leavings=_leavings(rng, len(arrivals), unit_s) if "leaving" in kinds else {},
-        tokens=tokens[0] if known else None,
+        tokens=tokens[0] if times_known else None,
         begins=_begins(rng, len(arrivals), unit_s),
         drain_at_s=_drain_at_s(rng, kinds, horizon_s, tick_s),
         timers_late_s=rng.choice([0.01, 1.0]) * unit_s if "late timers" in kinds else 0.0,
@@ -207,7 +220,7 @@ def _kinds(rng: random.Random) -> frozenset[str]:
 
 
 def on_clock(at_s: float, tick_s: float) -> float:
-    """The next tick."""
+    """Round a time up to the next tick."""
     return math.ceil(at_s / tick_s) * tick_s if tick_s else at_s
 
 
@@ -241,15 +254,15 @@ def _arrivals(
     *,
     dated: bool,
 ) -> tuple[Arrival, ...]:
-    """dated : more have deadlines, and tighter ones."""
+    """dated : more requests have deadlines, and the deadlines are tighter."""
     times_s = [on_clock(at_s, tick_s) for at_s in _times(rng, len(tokens), capacity_per_s)]
     predicted = _predictions(rng, tokens)
     first = rng.choice([0.0, 0.5, 1.0])
     share = rng.choice([0.0, 0.7, 0.9, 1.0] if dated else [0.0, 0.0, 0.3, 1.0])
     patience_s = rng.choice([1.5, 3.0, 3.0, 20.0] if dated else [0.5, 3.0, 20.0, 5_000.0]) * unit_s
-    models = [*models, *models[:1] * rng.choice([0, 0, 5])]  # one may be asked for more than others
+    models = [*models, *models[:1] * rng.choice([0, 0, 5])]  # one model may get more requests than the others
     with_quantiles, prompts, prefixes = rng.choice([0.0, 0.5, 1.0]), rng.random() < 0.5, rng.random() < 0.5
-    found = []
+    arrivals = []
     for number, (at_s, length, median) in enumerate(zip(times_s, tokens, predicted, strict=True)):
         slo_s = rng.choice([0.0, 0.1, 1.0, 1.0, 1.0]) * patience_s if rng.random() < share else None
         request = Request(
@@ -262,12 +275,12 @@ def _arrivals(
             prefixes=(number % 2, 10 + number % 5) if prefixes else (),
             model=rng.choice(models),
         )
-        found.append(Arrival(at_s, request, length, rng.random() < first))
-    return tuple(found)
+        arrivals.append(Arrival(at_s, request, length, rng.random() < first))
+    return tuple(arrivals)
 
 
 def _times(rng: random.Random, count: int, capacity_per_s: float) -> list[float]:
-    """In order, seconds: from nearly idle to all at once; one by one or in bursts; at random or evenly."""
+    """Ascending times, seconds. The load ranges from idle to all at once, single or in bursts, random or even."""
     load = rng.choice([0.05, 0.3, 0.8, 1.2, 4.0, math.inf])
     burst = rng.choice([1, 1, 1, 3, 12])
     even = rng.random() < 0.2
@@ -281,19 +294,19 @@ def _times(rng: random.Random, count: int, capacity_per_s: float) -> list[float]
 
 
 def _predictions(rng: random.Random, tokens: Sequence[float]) -> list[float | None]:
-    """Medians; the predictor may change its ways in between."""
+    """Medians; the predictor may change in between."""
     parts = sorted([0, len(tokens), *[rng.randrange(len(tokens) + 1) for _ in range(rng.choice([0, 0, 1, 2]))]])
-    found: list[float | None] = []
+    predicted: list[float | None] = []
     for start, stop in itertools.pairwise(parts):
-        found += _predict(rng, rng.choice(PREDICTORS), tokens[start:stop])
-    return found
+        predicted += _predict(rng, rng.choice(PREDICTORS), tokens[start:stop])
+    return predicted
 
 
-def _predict(rng: random.Random, how: str, tokens: Sequence[float]) -> list[float | None]:
-    if how == "reversed":
-        most, least = max(tokens, default=1.0), min(tokens, default=1.0)
-        return [most + least - length for length in tokens]
-    if how == "swapped":
+def _predict(rng: random.Random, predictor: str, tokens: Sequence[float]) -> list[float | None]:
+    if predictor == "reversed":
+        longest, shortest = max(tokens, default=1.0), min(tokens, default=1.0)
+        return [longest + shortest - length for length in tokens]
+    if predictor == "swapped":
         return rng.sample(tokens, len(tokens))
     draws: dict[str, Callable[[float], float | None]] = {
         "oracle": lambda length: length,
@@ -302,24 +315,26 @@ def _predict(rng: random.Random, how: str, tokens: Sequence[float]) -> list[floa
         "constant": lambda length: 100.0,
         "garbage": lambda length: rng.choice([None, 1e-6, 1.0, 2.0**31, 10.0 ** rng.uniform(-3.0, 9.0)]),
     }
-    return [draws[how](length) for length in tokens]
+    return [draws[predictor](length) for length in tokens]
 
 
 def _quantiles(median: float) -> tuple[float, ...]:
     return (0.25 * median, 0.75 * median, median, 1.5 * median, 4.0 * median)
 
 
-def _sample(rng: random.Random, tokens: Sequence[float], *, least: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """What the first edges are made of, at least so many, and how long the answers of these were."""
-    scores = tuple(rng.choices(tokens, k=max(least, rng.choice([0, 0, 1, 20, 20, 600]))))
+def _sample(
+    rng: random.Random, tokens: Sequence[float], *, scores_min: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Scores of at least `scores_min` answers for the first edges, and the lengths of these answers."""
+    scores = tuple(rng.choices(tokens, k=max(scores_min, rng.choice([0, 0, 1, 20, 20, 600]))))
     return scores, tuple(rng.choices(tokens, k=len(scores))) if rng.random() < 0.5 else ()
 
 
 def _leavings(rng: random.Random, count: int, unit_s: float) -> dict[int, Leaving]:
     share = rng.choice([0.1, 0.5])
-    after: tuple[Literal["arrival", "start", "end"], ...] = ("arrival", "arrival", "start", "start", "end")
+    moments: tuple[Literal["arrival", "start", "end"], ...] = ("arrival", "arrival", "start", "start", "end")
     return {
-        number: Leaving(rng.choice(after), rng.choice([0.0, rng.expovariate(1.0)]) * unit_s)
+        number: Leaving(rng.choice(moments), rng.choice([0.0, rng.expovariate(1.0)]) * unit_s)
         for number in range(count)
         if rng.random() < share
     }
@@ -341,10 +356,10 @@ def _grouping(
     unit_s: float,
     tick_s: float,
 ) -> tuple[Grouping, tuple[Arrival, ...]]:
-    """The groups, and the arrivals with streams."""
+    """Return the groups, and the arrivals with their streams."""
     streams = STREAMS[: rng.randint(1, len(STREAMS))]
-    requests = [msgspec.structs.replace(each.request, stream=rng.choice(streams)) for each in arrivals]
-    found = [replace(each, request=request) for each, request in zip(arrivals, requests, strict=True)]
+    requests = [msgspec.structs.replace(arrival.request, stream=rng.choice(streams)) for arrival in arrivals]
+    with_streams = [replace(arrival, request=request) for arrival, request in zip(arrivals, requests, strict=True)]
     horizon_s = arrivals[-1].at_s + 10.0 * unit_s
     times_s = sorted([on_clock(rng.random() * horizon_s, tick_s) for _ in range(rng.choice([0, 1, 2, 6]))])
     every_s = rng.choice([1.0, 5.0, 30.0]) * unit_s
@@ -354,20 +369,20 @@ def _grouping(
         answers=tuple([_groups(rng, infos, models, streams) for _ in range(4)]),
         answers_late_s=rng.choice([0.0, 3.0]) * unit_s,
     )
-    return grouping, tuple(found)
+    return grouping, tuple(with_streams)
 
 
 def _groups(
     rng: random.Random, infos: Sequence[EngineInfo], models: Sequence[str], streams: Sequence[str]
 ) -> tuple[ServingGroup, ...]:
-    """Any groups at all: some without a worker, a model, or an engine that serves one of theirs. At least one."""
+    """Any groups, at least one: some lack a worker, a model, or an engine that serves one of their models."""
     names = sorted(rng.sample(GROUPS, rng.randint(1, len(GROUPS))))
     workers = sorted({info.worker or info.name for info in infos})
     pairs = [(stream, model) for stream in streams[1:] for model in models]
 
-    def shared_out(things: Sequence[T], share: float) -> dict[str, tuple[T, ...]]:
-        owner = {thing: rng.choice(names) for thing in things if rng.random() < share}
-        return {name: tuple([thing for thing in things if owner.get(thing) == name]) for name in names}
+    def shared_out(items: Sequence[T], share: float) -> dict[str, tuple[T, ...]]:
+        owner = {item: rng.choice(names) for item in items if rng.random() < share}
+        return {name: tuple([item for item in items if owner.get(item) == name]) for name in names}
 
     of_workers, of_models, of_pairs = shared_out(workers, 0.9), shared_out(models, 0.9), shared_out(pairs, 0.3)
     return tuple([ServingGroup(name, of_workers[name], of_models[name], of_pairs[name]) for name in names])
@@ -381,11 +396,11 @@ def _goes_by_times(order: str) -> bool:
 
 
 def _config(
-    rng: random.Random, unit_s: float, infos: Sequence[EngineInfo], order: str, *, known: bool
+    rng: random.Random, unit_s: float, infos: Sequence[EngineInfo], order: str, *, times_known: bool
 ) -> SchedulingConfig:
     direct = _goes_by_times(order)
     bins, batch_size = rng.randint(1, 4), rng.choice([2, 4, 8, 12]) if direct else rng.randint(1, 6)
-    release = "window" if direct and rng.random() < 0.5 else rng.choice(RELEASES)  # most often as they come
+    release = "window" if direct and rng.random() < 0.5 else rng.choice(RELEASES)  # usually any release
     edges = tuple(sorted(rng.sample(range(1, 100), bins - 1))) if rng.random() < 0.2 else None
     config = SchedulingConfig(
         bins=bins,
@@ -415,7 +430,7 @@ def _config(
 
 
 class ChancePlans:
-    """Any plan that a solver might answer with, wise or not."""
+    """Answers with random plans that a solver might return, wise or not."""
 
     def __init__(self, rng: random.Random, batch_size: int, unit_s: float) -> None:
         self._rng = rng
@@ -456,7 +471,7 @@ class ChancePlans:
 def _engines(
     rng: random.Random, tokens_mean: float, *, direct: bool
 ) -> tuple[list[EngineInfo], tuple[float, float, float]]:
-    """The engines, and seconds of a step, of each further sequence in it, and of a prefill."""
+    """Return the engines, and the seconds of a step, of each further sequence in it, and of a prefill."""
     barriers = rng.choice([0.0, 0.5, 1.0, 1.0] if direct else [0.0, 0.5, 1.0])
     look_ahead = rng.choice([0, 0, 1, 3])
     tokens_max = rng.choice([None, None, None, 3 * math.ceil(tokens_mean + 16)])
@@ -471,26 +486,26 @@ def _engines(
 
 
 def _shared(rng: random.Random, infos: Sequence[EngineInfo], models: Sequence[str]) -> list[EngineInfo]:
-    """Some serve some of the models only; some barrier engines share a GPU."""
+    """Limit some engines to some models, and let some barrier engines share a GPU."""
     all_serve_all, workers = rng.random() < 0.4, rng.random() < 0.4
-    found = []
+    restricted = []
     for number, info in enumerate(infos):
         serves = () if all_serve_all or rng.random() < 0.3 else tuple(rng.sample(models, rng.randint(1, len(models))))
         worker = f"w{number // 2}" if workers and info.barrier else ""
-        found.append(msgspec.structs.replace(info, models=serves, worker=worker))
-    return found
+        restricted.append(msgspec.structs.replace(info, models=serves, worker=worker))
+    return restricted
 
 
 def _speeds(
-    rng: random.Random, info: EngineInfo, costs: tuple[float, float, float], models: Sequence[str], *, known: bool
+    rng: random.Random, info: EngineInfo, costs: tuple[float, float, float], models: Sequence[str], *, times_known: bool
 ) -> EngineInfo:
-    """The engine told how fast it is: rightly, wrongly, of some models only, or not at all."""
+    """Return the engine with a declared speed: right, wrong, for some models only, or none."""
     step_s, step_s_more, prefill_s = costs
-    off = 1.0 if known else rng.choice([0.0, 0.5, 1.0, 1.0, 2.0])
+    off = 1.0 if times_known else rng.choice([0.0, 0.5, 1.0, 1.0, 2.0])
     if not off:
         return info
-    speed = StepTimes(off * prefill_s, tuple([off * (step_s + step_s_more * more) for more in range(SPEED_SIZES)]))
-    whose = [""] if known or rng.random() < 0.7 else rng.sample(models, rng.randint(1, len(models)))
+    speed = StepTimes(off * prefill_s, tuple([off * (step_s + step_s_more * others) for others in range(SPEED_SIZES)]))
+    whose = [""] if times_known or rng.random() < 0.7 else rng.sample(models, rng.randint(1, len(models)))
     return msgspec.structs.replace(info, speeds=dict.fromkeys(whose, speed))
 
 
@@ -515,18 +530,18 @@ def _life(
 
 
 def _faults(rng: random.Random, kinds: Sequence[str], unit_s: float, horizon_s: float) -> list[tuple[float, Fault]]:
-    """One after the other, until the horizon."""
+    """Faults one after the other, until the horizon."""
     if not kinds or rng.random() < 0.2:
         return []
     gap_s = rng.choice([1.0, 5.0, 30.0]) * unit_s
-    most = rng.choice([1, 4, 30])
-    found: list[tuple[float, Fault]] = []
+    episodes_left = rng.choice([1, 4, 30])
+    faults: list[tuple[float, Fault]] = []
     now_s = rng.choice([0.0, rng.expovariate(1 / gap_s)])
-    while now_s <= horizon_s and most > 0:
-        found += _episode(rng, rng.choice(kinds), now_s, unit_s)
-        now_s = found[-1][0] + rng.expovariate(1 / gap_s)
-        most -= 1
-    return found
+    while now_s <= horizon_s and episodes_left > 0:
+        faults += _episode(rng, rng.choice(kinds), now_s, unit_s)
+        now_s = faults[-1][0] + rng.expovariate(1 / gap_s)
+        episodes_left -= 1
+    return faults
 
 
 def _episode(rng: random.Random, kind: str, now_s: float, unit_s: float) -> list[tuple[float, Fault]]:
@@ -558,7 +573,7 @@ def _odds(rng: random.Random) -> Odds:
 
 
 def draw_request_fault(rng: random.Random, odds: Odds, unit_s: float) -> RequestFault | None:
-    """The fault that is injected into a request that starts."""
+    """The fault that is injected into a starting request; None: no fault."""
     if rng.random() >= odds.request_fault:
         return None
     after_s = 0.0 if rng.random() < odds.at_once else rng.expovariate(1 / unit_s)

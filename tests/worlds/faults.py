@@ -1,15 +1,15 @@
-"""Simulated engines to which things happen: they die and come back, hang, slow down, close, change, fail requests.
+"""Simulated engines with faults: they die and come back, hang, slow down, close, change, or fail requests.
 
-A fault is injected into an engine at a time that is known beforehand. What has a length is made of two:
+A fault is injected into an engine at a time that is fixed beforehand. A fault that lasts consists of two:
 
     dies and comes back     Lost, Ready
-    hangs until given up    Pace(0), Lost (what watches it declares it lost), Ready
+    hangs until given up    Pace(0), Lost (a watchdog declares it lost), Ready
     slow for a while        Pace(1/8), Pace(1)
     drained and resumed     Closed, Ready
 
-A request fault is injected into one request, some time after it starts: it fails, or its answer ends before its time.
+A request fault is injected into one request, some time after it starts: it fails, or its answer ends early.
 
-An engine that slows down has a clock of its own, which goes slower than the world's:
+An engine that slows down has its own clock, which is slower than the world's:
 
     own time = own_from_s + pace * (time - from_s)          pace is constant from from_s on
 """
@@ -35,14 +35,14 @@ Chance = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The engine is gone with all it runs. answered : share of its requests whose clients have seen bytes."""
+    """The engine and all that it runs are lost. answered : share of its requests whose clients have seen bytes."""
 
     answered: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """It takes requests (again), or is known better. slots, tokens_max : None: as before."""
+    """The engine takes requests (again) or declares new limits. slots, tokens_max : None: unchanged."""
 
     slots: int | None = None
     tokens_max: int | None = None
@@ -50,12 +50,12 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """It takes no more requests; those that it runs go on."""
+    """The engine takes no new requests; running requests go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """It goes at this share of its speed from now on; 0: it hangs. An engine that comes back has its full speed."""
+    """The engine's speed from now on, as a share of full speed; 0: it hangs. It returns from a loss with full speed."""
 
     pace: float
 
@@ -65,7 +65,7 @@ Fault = Lost | Ready | Closed | Pace
 
 @dataclass(frozen=True, slots=True)
 class RequestFault:
-    """How a request ends before its time, `after_s` (>= 0) after its start. The rest as in RequestEnded."""
+    """How a request ends early, `after_s` (>= 0) after its start. Other fields: see RequestEnded."""
 
     after_s: float
     outcome: Literal["completed", "failed", "cancelled"]
@@ -77,13 +77,13 @@ class RequestFault:
 class FaultyEngine:
     """An engine model with faults and request faults.
 
-    make         a fresh engine model, at its beginning and after each loss
+    make         returns a fresh engine model; called at the beginning and after each loss
     faults       (time_s, fault), in any order; between a loss and `Ready` no other fault is injected
-    request_fault  of a request that starts, None when none is injected; called once for each start, in order
-    chance       which clients have seen bytes when the engine is lost
-    tick_s       its clock: whatever ends does so at the next multiple of this; 0: exactly
-    one_by_one   of a barrier engine: tell each request's end, not the batch's
-    stale_s      after a loss, still tell the ends of what it ran, so much later; None: never
+    request_fault  returns the fault of a starting request, or None; called once for each start, in order
+    chance       draws the clients that have seen bytes when the engine is lost
+    tick_s       clock tick: every end is reported at the next multiple of tick_s; 0: exact times
+    one_by_one   for a barrier engine: report the end of each request, not of the batch
+    stale_s      after a loss, report the ends of lost requests this much later; None: never
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class FaultyEngine:
         self._from_s = self._own_from_s = 0.0
         self._pace = 1.0
         self._starts = 0
-        self._runs: dict[int, int] = {}  # request id -> number of its start: what the scheduler believes to run here
+        self._runs: dict[int, int] = {}  # request id -> number of its start; as the scheduler knows them
         self._serial = 0
         self._due: list[tuple[float, int, Callable[[], Event | None]]] = []  # heap
         for at_s, fault in faults:
-            self._later(at_s, partial(self._inject, fault))
+            self._schedule(at_s, partial(self._inject, fault))
 
-    # ---- what the cluster asks for ----
+    # ---- methods for the cluster ----
 
     @property
     def next_end_s(self) -> float | None:
@@ -131,13 +131,13 @@ class FaultyEngine:
             self._runs[request.id] = self._starts
             request_fault = self._request_fault(request.id)
             if request_fault is not None:
-                self._later(
+                self._schedule(
                     now_s + request_fault.after_s, partial(self._happen, request_fault, request.id, self._starts)
                 )
 
     def abort(self, request_id: int, now_s: float) -> None:
         self._now_s = now_s
-        self._let_go(request_id)
+        self._drop(request_id)
 
     def end(self, now_s: float) -> Event | None:
         self._now_s = now_s
@@ -146,7 +146,7 @@ class FaultyEngine:
             return heapq.heappop(self._due)[2]()
         own_end_s = self._engine.next_end_s
         assert own_end_s is not None, "nothing ends"
-        return self._tell(self._engine.end(own_end_s))
+        return self._report(self._engine.end(own_end_s))
 
     # ---- faults and request faults ----
 
@@ -181,17 +181,17 @@ class FaultyEngine:
         self._pace = 1.0
         if self._stale_s is not None:
             for request_id in lost:
-                self._later(self._now_s + self._stale_s, partial(self._stale, request_id))
+                self._schedule(self._now_s + self._stale_s, partial(self._stale, request_id))
         return EngineLost(self.info.name, answered)
 
     def _stale(self, request_id: int) -> Event | None:
-        """An end that was under way when the engine was lost. Of a request that runs here again nothing is told."""
+        """The end of a request of a lost engine; None if the request runs on this engine again."""
         return None if request_id in self._runs else RequestEnded(self.info.name, request_id, "completed", 1.0)
 
     def _happen(self, request_fault: RequestFault, request_id: int, start: int) -> Event | None:
         if self._runs.get(request_id) != start:
-            return None  # it has ended
-        self._let_go(request_id)
+            return None  # the request has ended
+        self._drop(request_id)
         name = self.info.name
         return RequestEnded(
             name,
@@ -204,26 +204,26 @@ class FaultyEngine:
 
     # ---- ends ----
 
-    def _tell(self, event: Event) -> Event | None:
-        """What the engine model says, as this engine says it."""
+    def _report(self, event: Event) -> Event | None:
+        """The engine model's event, as this engine reports it."""
         if isinstance(event, RequestEnded):
             del self._runs[event.request_id]
             return event
-        assert isinstance(event, BatchEnded), "engine models tell of ends"
+        assert isinstance(event, BatchEnded), "engine models report only ends"
         if not self._one_by_one:
             for request_id in event.output_tokens:
                 del self._runs[request_id]
             return event
         for request_id, tokens in event.output_tokens.items():
             request_fault = RequestFault(0.0, "completed", tokens)
-            self._later(self._now_s, partial(self._happen, request_fault, request_id, self._runs[request_id]))
+            self._schedule(self._now_s, partial(self._happen, request_fault, request_id, self._runs[request_id]))
         return None
 
-    def _let_go(self, request_id: int) -> None:
+    def _drop(self, request_id: int) -> None:
         if self._runs.pop(request_id, None) is not None:
             self._engine.abort(request_id, self._own_s(self._now_s))
 
-    def _later(self, at_s: float, happen: Callable[[], Event | None]) -> None:
+    def _schedule(self, at_s: float, happen: Callable[[], Event | None]) -> None:
         self._serial += 1
         heapq.heappush(self._due, (at_s, self._serial, happen))
 
@@ -238,13 +238,13 @@ class FaultyEngine:
         self._pace = pace
 
     def _own_s(self, now_s: float) -> float:
-        """The engine's own time; what has ended on it but waits for the next tick holds it back."""
+        """The engine's own time, which does not pass an end that waits for the next tick."""
         own_s = self._own_from_s + self._pace * (now_s - self._from_s)
         end_s = self._engine.next_end_s
         return own_s if end_s is None else min(own_s, end_s)
 
     def _model_end_s(self) -> float | None:
-        """When the engine model's next end is, on the world's clock; None: never, unless the pace changes."""
+        """When the engine model's next end is, on the world's clock; None: never at the current pace."""
         own_end_s = self._engine.next_end_s
         if own_end_s is None or not self._pace:
             return None

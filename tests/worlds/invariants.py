@@ -1,4 +1,4 @@
-"""What holds of a scheduler after every step (DESIGN's laws that one state can show), looked at from inside."""
+"""Invariants of a scheduler after every step: the laws of DESIGN that its internal state can show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmserve.scheduling.scheduler import Scheduler
 
 
 def check(scheduler: Scheduler) -> None:
-    """Assert all of it. O(requests)."""
+    """Assert all invariants. O(requests)."""
     requests, groups = scheduler.requests, scheduler.groups
     _check_workers(groups)
     _check_places(requests, groups)
@@ -28,26 +28,26 @@ def check(scheduler: Scheduler) -> None:
 
 
 def _check_workers(groups: Groups) -> None:
-    """Every worker belongs where the plan has it, and every engine to one group."""
+    """Check that every worker belongs to its planned group, and every engine to one group."""
     workers = {engine.worker.name: engine.worker for engine in groups.engines.values()}
     for name, worker in workers.items():
         belongs = worker.next or worker.group
-        assert belongs == groups.layout.group_of_worker(name), f"{name} is in {belongs}"
-        assert worker.next is None or worker.running, f"{name} could join {belongs}"
+        assert belongs == groups.layout.group_of_worker(name), f"{name} belongs to {belongs}, against the plan"
+        assert worker.next is None or worker.running, f"{name} runs nothing and has not joined its next group"
         for engine in worker.engines:
             pools = [group.name for group in groups if engine.info.name in group.pool.engines]
             assert pools == [belongs], f"{engine.info.name} is in the pools of {pools}"
-    left = {worker.group for worker in workers.values()} | groups.layout.names
+    existing = {worker.group for worker in workers.values()} | groups.layout.names
     for group in groups:
-        assert group.name in left or not group.empty, f"{group.name} is over"
+        assert group.name in existing or not group.empty, f"{group.name} should have been removed"
 
 
 def _check_counts(group: Group, requests: dict[int, QueuedRequest]) -> None:
     for model, queues in group.queues.items():
         waiting = sum([len(queue) for queue in queues.bins]) + len(queues.formed)
         assert queues.waiting == waiting, f"{model!r} has {waiting} waiting requests, not {queues.waiting}"
-        here = [queued for queued in requests.values() if queued.group == group.name and queued.request.model == model]
-        assert queues.present == len(here), f"{model!r} has {len(here)} requests, not {queues.present}"
+        own = [queued for queued in requests.values() if queued.group == group.name and queued.request.model == model]
+        assert queues.present == len(own), f"{model!r} has {len(own)} requests, not {queues.present}"
     assert group.tally.waiting == sum([queues.waiting for queues in group.queues.values()]), "waiting is miscounted"
     waits = {model for model, queues in group.queues.items() if queues.waiting}
     assert set(group.tally.queues) == waits, f"{set(group.tally.queues) ^ waits} wait, or do not"
@@ -56,7 +56,7 @@ def _check_counts(group: Group, requests: dict[int, QueuedRequest]) -> None:
 
 
 def _check_nothing_waits_in_vain(scheduler: Scheduler, group: Group) -> None:
-    """Nothing waits past its release, and no engine that could run something is idle."""
+    """Check that no request waits past its release, and that no engine idles beside work that it could run."""
     dispatch, now_s = scheduler._dispatch, scheduler._now_s
     for queues in group.queues.values():
         for queue in queues.bins:
@@ -70,14 +70,14 @@ def _check_nothing_waits_in_vain(scheduler: Scheduler, group: Group) -> None:
 
 
 def _check_formed(choice: FixedChoice, group: Group, scheduler: Scheduler) -> None:
-    """By turn, over all models: what is dispatched next by one is blocked by what comes before it of another."""
+    """Check batches in order over all models: the next batch of one blocks later batches of other models."""
     while first := choice._first(choice._startable())[0]:
         queues, batch = first
         engine = choice.engine_for(queues, batch, choice._blocked)
         assert engine is None, f"batch {batch.id} waits while an engine is free"
         if choice.waits_for_another_engine(queues, batch):
             choice._set_aside |= {batch}
-        else:  # it waits for room, and all others for it
+        else:  # the batch waits for room and blocks all later batches
             choice._block(queues.model)
     for queues in choice._startable():
         idle = choice.idle(queues)
@@ -92,33 +92,33 @@ def _check_idle(choice: MomentChoice, group: Group) -> None:
         if any(engine.recheck_at_s is not None for engine in engines):
             continue
         for by_least in (False, True) if engines else ():
-            found = choice._pick(engines, by_least=by_least) or choice._trial(engines)
-            assert found is None, f"{name} is idle while {found.count if found else 0} could be in time"
+            in_time = choice._pick(engines, by_least=by_least) or choice._trial(engines)
+            assert in_time is None, f"{name} is idle while {in_time.count if in_time else 0} could be in time"
 
 
 def _check_places(requests: dict[int, QueuedRequest], groups: Groups) -> None:
-    """Each request is in exactly one place, and its own account of that is right."""
+    """Check that each request is in exactly one place, and that its own record names that place."""
     reserved = [engine.worker.reserved[1] for engine in groups.engines.values() if engine.worker.reserved is not None]
-    found: list[int] = []
+    placed: list[int] = []
     for group in groups:
         for queues in group.queues.values():
             for queued in [queued for queue in queues.bins for queued in queue]:
                 assert queued.formed is None, f"request {queued.request.id} is in a bin and in a batch"
-                found.append(queued.request.id)
+                placed.append(queued.request.id)
             for batch in queues.formed.batches():
-                found += batch.requests
+                placed += batch.requests
                 assert all(queued.formed is batch for queued in batch.requests.values()), f"batch {batch.id} is unknown"
-    found += {request_id: None for batch in reserved for request_id in batch.requests}
-    waiting = set(found)
+    placed += {request_id: None for batch in reserved for request_id in batch.requests}
+    waiting = set(placed)
     for name, engine in groups.engines.items():
         for request_id, run in engine.running.items():
-            assert run.queued.run is run, f"request {request_id} does not know of its run"
-            assert run.engine == name, f"request {request_id} believes to run on {run.engine}, not on {name}"
-            found.append(request_id)
-    assert len(found) == len(set(found)), "a request is in two places"
-    assert set(found) == set(requests), "a request is in no place, or one that is over in some"
+            assert run.queued.run is run, f"request {request_id} does not record its run"
+            assert run.engine == name, f"request {request_id} records a run on {run.engine}, not on {name}"
+            placed.append(request_id)
+    assert len(placed) == len(set(placed)), "a request is in two places"
+    assert set(placed) == set(requests), "a request is in no place, or an ended request is in a place"
     for request_id, queued in requests.items():
-        assert (queued.run is None) == (request_id in waiting), f"request {request_id} is not where it believes to be"
+        assert (queued.run is None) == (request_id in waiting), f"request {request_id} is not where its record says"
         group = groups.by_name[queued.group]
         waits = queued.run is None and queued.formed not in reserved
         assert not waits or not groups.is_misplaced(group, queued.request), (
@@ -129,10 +129,10 @@ def _check_places(requests: dict[int, QueuedRequest], groups: Groups) -> None:
 def _check_engine(engine: EngineState) -> None:
     info, name = engine.info, engine.info.name
     if info.barrier:
-        batches = {run.batch_id for each in engine.worker.engines for run in each.running.values()}
+        batches = {run.batch_id for peer in engine.worker.engines for run in peer.running.values()}
         assert len(batches) <= 1, f"the barrier worker of {name} runs batches {batches}"
     totals = sum([run.queued.total_tokens for run in engine.running.values()])
-    assert engine.total_tokens == totals, f"{name} has {engine.total_tokens} tokens on account, not {totals}"
+    assert engine.total_tokens == totals, f"{name} has {engine.total_tokens} tokens reserved, not {totals}"
     trial = engine.circuit.trial
     assert trial is None or trial in engine.running, f"{name} waits for a trial that it does not run"
     if engine.worker.reserved is not None:

@@ -1,4 +1,4 @@
-"""From a seed to a verdict: a world is run through the body that simulates, and every step is judged."""
+"""Run a world in the simulated body and check every step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from worlds.account import Account, Times
 from worlds.drawing import PROFILE, Arrival, ChancePlans, EngineLife, Leaving, World, draw, draw_request_fault, on_clock
 from worlds.faults import FaultyEngine
-from worlds.story import tell_story
+from worlds.story import story_of
 
 from bins.dispatch import DispatchSolver
 from llmserve.cluster.journal import Header, Step, replay
@@ -37,19 +37,19 @@ from llmserve.scheduling.messages import (
 )
 from llmserve.simulation.engine_model import Costs, StepEngine
 
-TWICE_EVERY = 8  # worlds: one is run again, to give the same journal
-SEQUENCES_MAX = 64  # more than any engine is ever sent
+TWICE_EVERY = 8  # one world in this many runs twice and must give the same journal
+SEQUENCES_MAX = 64  # more than any engine ever runs
 
 
 class Violation(AssertionError):
-    """A law is broken. Says which, the last steps, and how to see the world again."""
+    """A law is broken. The message has the law, the last steps, and the command that replays the world."""
 
     def __init__(self, world: World, law: str, steps: Sequence[Step]) -> None:
         self.seed = world.seed
         self.law = law
         self.steps = steps
         super().__init__(
-            f"world {world.seed}: {law}\n{world.title}\n{tell_story(steps[-12:])}\nreplay: {replay_line(world.seed)}"
+            f"world {world.seed}: {law}\n{world.title}\n{story_of(steps[-12:])}\nreplay: {replay_line(world.seed)}"
         )
 
 
@@ -58,7 +58,7 @@ def replay_line(seed: int) -> str:
 
 
 def judge(seed: int) -> int:
-    """Draw and run a world; returns its steps. Raises Violation."""
+    """Draw and run a world; return its number of steps. Raises Violation."""
     world = draw(seed)
     steps: list[Step] = []
     try:
@@ -68,21 +68,21 @@ def judge(seed: int) -> int:
             account.assert_time_is_conserved()
             _assert_batches_take_their_time(world, steps)
         _assert_it_happens_again(world, steps)
-    except Exception as error:  # whatever the scheduler raises is a finding
+    except Exception as error:  # every error of the scheduler is a finding
         law = str(error) if isinstance(error, AssertionError) and str(error) else repr(error)
         raise Violation(world, law, steps) from error
     return len(steps)
 
 
 def journal(world: World) -> list[Step]:
-    """All steps of a world."""
+    """Return all steps of a world."""
     steps: list[Step] = []
     run(world, steps)
     return steps
 
 
 def run(world: World, steps: list[Step]) -> Account:
-    """Appends to `steps` as they are made, so that those before a violation are there."""
+    """Run a world. Each step is appended to `steps` at once, so that steps before a violation are kept."""
     scheduler = _header(world).scheduler()
     unit_s, count = world.unit_s, len(world.arrivals)
     account = Account(
@@ -117,13 +117,13 @@ def run(world: World, steps: list[Step]) -> Account:
     for at_s, groups in world.grouping.plans[1:] if world.grouping else ():
         cluster.notify(PlanChanged(groups), at_s)
     cluster.run(_others(world.arrivals), flush=False)
-    left = [step.event.request_id for step in steps if _is_left_over(step, world, clients)]
-    assert not left or world.drain_at_s is None, f"requests {left} would wait for ever"
+    leftover = [step.event.request_id for step in steps if _is_left_over(step, world, clients)]
+    assert not leftover or world.drain_at_s is None, f"requests {leftover} would wait endlessly"
     return account
 
 
 def _is_left_over(step: Step, world: World, clients: Clients) -> bool:
-    """The body gives up what still waits when nothing more will happen."""
+    """Whether the body gives up a waiting request because no more events will occur."""
     event = step.event
     return isinstance(event, RequestCancelled) and event.request_id not in clients.left
 
@@ -139,7 +139,7 @@ def _times(world: World) -> Times | None:
     tokens = world.tokens
 
     def batch_s(info: EngineInfo, size: int) -> float:
-        """Where slots refill nothing is faster than alone, and everything may be."""
+        """The least time: where slots refill, no batch is faster than a request alone."""
         return lives[info.name].batch_s(size if info.barrier else 1, tokens)
 
     return Times(batch_s, tokens, world.foreseen)
@@ -152,25 +152,25 @@ def _header(world: World) -> Header:
     return Header(world.config, world.scores, world.lengths, groups=grouping.plans[0][1], replan=grouping.replan)
 
 
-# ---- what surrounds the scheduler -------------------------------------------------------------------------------
+# ---- clients and planners -------------------------------------------------------------------------------
 
 
 class Clients:
-    """They leave, and see their first byte, when they were drawn to. left : those who have."""
+    """Clients leave and receive first bytes when the world says so. left : requests whose clients have left."""
 
     def __init__(self, leavings: dict[int, Leaving], begins: dict[int, float], tick_s: float) -> None:
         self._leavings = leavings
         self._begins = begins
-        self._begin_at_s: dict[int, float] = {}  # of those that run
+        self._begin_at_s: dict[int, float] = {}  # running requests only
         self._tick_s = tick_s
         self.left: set[int] = set()
 
     def see(self, cluster: SimulatedCluster, event: Event, actions: Sequence[Action]) -> None:
-        for after, request_id in _what_happens(event, actions):
-            self._leave(cluster, after, request_id)
-            if after == "start" and request_id in self._begins:
+        for moment, request_id in _moments(event, actions):
+            self._leave(cluster, moment, request_id)
+            if moment == "start" and request_id in self._begins:
                 self._begin_at_s[request_id] = cluster.now_s + self._begins[request_id]
-            elif after in ("end", "stop"):
+            elif moment in ("end", "stop"):
                 self._begin_at_s.pop(request_id, None)
         if isinstance(event, EngineLost):
             running = {id_ for engine in cluster.scheduler.engines.values() for id_ in engine.running}
@@ -180,15 +180,15 @@ class Clients:
             del self._begin_at_s[request_id]
             cluster.notify(AnswerBegan(request_id), cluster.now_s)
 
-    def _leave(self, cluster: SimulatedCluster, after: str, request_id: int) -> None:
+    def _leave(self, cluster: SimulatedCluster, moment: str, request_id: int) -> None:
         leaving = self._leavings.get(request_id)
-        if leaving is not None and leaving.after == after:
+        if leaving is not None and leaving.after == moment:
             self.left.add(request_id)
             cluster.notify(RequestCancelled(request_id), on_clock(cluster.now_s + leaving.seconds, self._tick_s))
 
 
 class Planners:
-    """They answer to a scheduler that asks for other groups, as long as they were drawn to."""
+    """Planners answer the scheduler's requests for groups with the drawn plans, until those run out."""
 
     def __init__(self, world: World) -> None:
         self._grouping = world.grouping
@@ -198,15 +198,15 @@ class Planners:
     def see(self, cluster: SimulatedCluster, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, PlanGroups):
-                assert self._grouping is not None, "groups are planned where there are none"
+                assert self._grouping is not None, "a group plan is requested although there are no groups"
                 groups = next(self._answers, None)
                 if groups is not None:
                     at_s = on_clock(cluster.now_s + self._grouping.answers_late_s, self._tick_s)
                     cluster.notify(PlanChanged(groups), at_s)
 
 
-def _what_happens(event: Event, actions: Sequence[Action]) -> Iterator[tuple[str, int]]:
-    """(what, request id), in order."""
+def _moments(event: Event, actions: Sequence[Action]) -> Iterator[tuple[str, int]]:
+    """Yield (kind of event, request id), in order."""
     if isinstance(event, RequestArrived):
         yield "arrival", event.request.id
     elif isinstance(event, RequestEnded):
@@ -226,7 +226,7 @@ def _what_happens(event: Event, actions: Sequence[Action]) -> Iterator[tuple[str
 
 
 def _engine(world: World, life: EngineLife) -> EngineModel:
-    """The plain model where no fault is injected: so that this one is judged, too."""
+    """The plain engine model if no fault is injected, so that the plain model is tested, too."""
     lengths = {arrival.request.id: arrival.tokens for arrival in world.arrivals}
     make = partial(StepEngine, life.info, lengths, _costs(life))
     if world.untroubled and not life.one_by_one:
@@ -276,20 +276,20 @@ def _delays(world: World, rng: random.Random) -> Delays | None:
 
 
 def _assert_it_happens_again(world: World, steps: Sequence[Step]) -> None:
-    """A journal replays to itself; the same seed gives the same journal, byte for byte (8)."""
+    """Check that a journal replays to itself, and that a seed gives the same journal, byte for byte (8)."""
     assert replay(_header(world), steps) == steps, "the journal does not replay to itself"
     if world.seed % TWICE_EVERY:
         return
     encoded = msgspec.json.encode(steps)
     assert msgspec.json.encode(journal(world)) == encoded, "the same seed gives another journal"
-    assert msgspec.json.decode(encoded, type=list[Step]) == steps, "a step does not survive being written down"
+    assert msgspec.json.decode(encoded, type=list[Step]) == steps, "a step changes when it is encoded and decoded"
 
 
 def _assert_batches_take_their_time(world: World, steps: Sequence[Step]) -> None:
-    """Without trouble, a barrier engine's batch takes its prefill and the steps of its longest answer, no more."""
+    """Check that without trouble a barrier engine's batch takes its prefill and the steps of its longest answer."""
     lives = {life.info.name: life for life in world.engines if life.info.barrier}
     tokens = {arrival.request.id: arrival.tokens for arrival in world.arrivals}
-    started: dict[str, tuple[float, float]] = {}  # by engine: when its batch was started, and the seconds that takes
+    started: dict[str, tuple[float, float]] = {}  # engine -> start of its batch, and the batch's seconds
     for step in steps:
         if isinstance(step.event, BatchEnded):
             started_s, takes_s = started.pop(step.event.engine)

@@ -1,4 +1,4 @@
-"""Steps of a journal, in words."""
+"""Prints the steps of a journal in words."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from llmserve.scheduling.messages import (
 )
 
 
-def tell_story(steps: Sequence[Step]) -> str:
-    """A line for each event, and one for each action that it led to."""
+def story_of(steps: Sequence[Step]) -> str:
+    """Return one line for each event and one for each resulting action."""
     lines = []
     for step in steps:
         lines.append(f"{step.now_s:12.6f} s  {_event(step.event)}")
@@ -48,8 +48,8 @@ def _event(event: Event) -> str:
         case RequestCancelled(request_id):
             return f"the client of request {request_id} leaves"
         case RequestEnded(engine, request_id, outcome, tokens, fault, retryable):
-            blame = f", by its own fault, {'no byte' if retryable else 'some'} sent" if fault else ""
-            return f"{engine} lets go of request {request_id}: {outcome}, {tokens:g} tokens{blame}"
+            blame = f", by the engine's fault, {'no byte' if retryable else 'some bytes'} sent" if fault else ""
+            return f"{engine} ends request {request_id}: {outcome}, {tokens:g} tokens{blame}"
         case AnswerBegan(request_id):
             return f"the client of request {request_id} sees its first byte"
         case BatchEnded(engine, batch_id, tokens):
@@ -59,13 +59,13 @@ def _event(event: Event) -> str:
         case EngineClosed(engine):
             return f"{engine} takes no more requests"
         case EngineLost(engine, answered):
-            return f"{engine} is lost{f', having begun to answer {_list(answered)}' if answered else ''}"
+            return f"{engine} is lost{f', after first bytes of {_list(answered)}' if answered else ''}"
         case DispatchSolved(plan):
-            return f"a plan comes, queues {plan.queue_of}"
+            return f"a dispatch plan arrives, queues {plan.queue_of}"
         case PlanChanged(groups):
             return f"groups from now on: {_list([group.name for group in groups])}"
         case DrainRequested():
-            return "no more arrivals are wanted"
+            return "the drain begins"
         case TimerFired():
             return "the timer fires"
 
@@ -76,29 +76,29 @@ def _action(action: Action) -> str:
             ids = _list([request.id for request in batch.requests])
             return f"{engine} starts requests {ids} of batch {batch.id} ({batch.size} from bin {batch.bin})"
         case AbortRequest(engine, request_id):
-            return f"{engine} shall stop request {request_id}"
+            return f"{engine} must abort request {request_id}"
         case PreemptBatch(engine, batch_id, request_ids):
-            return f"{engine} shall stop batch {batch_id}, requests {_list(request_ids)}, for others"
+            return f"{engine} must preempt batch {batch_id}, requests {_list(request_ids)}"
         case FailRequest(request_id, reason, _):
             return f"request {request_id} fails: {reason}"
         case ReportCircuit(engine, open_s):
-            return f"{engine} works again" if open_s is None else f"{engine} gets nothing for {open_s:g} s"
+            return f"{engine} works again" if open_s is None else f"{engine} gets no requests for {open_s:g} s"
         case ReportTrust(trusted, _):
             return "predictions are trusted again" if trusted else "predictions are not trusted"
         case SolveDispatch(observed):
-            return f"a plan is wanted for {sum(observed.rates_per_s):g} requests a second"
+            return f"a dispatch plan is requested for {sum(observed.rates_per_s):g} requests a second"
         case PlanGroups(rates_per_s):
-            return f"groups are wanted for {sum(rate for *_, rate in rates_per_s):g} requests a second"
+            return f"groups are requested for {sum(rate for *_, rate in rates_per_s):g} requests a second"
 
 
 def _details(request: Request) -> str:
-    known = f" for {request.model}" if request.model else ""
-    known += "" if request.predicted_tokens is None else f", {request.predicted_tokens:g} tokens predicted"
-    return known if request.deadline_s is None else f"{known}, due at {request.deadline_s:g} s"
+    details = f" for {request.model}" if request.model else ""
+    details += "" if request.predicted_tokens is None else f", {request.predicted_tokens:g} tokens predicted"
+    return details if request.deadline_s is None else f"{details}, due at {request.deadline_s:g} s"
 
 
 def _kind(engine: EngineInfo) -> str:
-    kind = "barrier" if engine.barrier else f"refill, looks {engine.look_ahead} ahead"
+    kind = "barrier" if engine.barrier else f"refill, look-ahead {engine.look_ahead}"
     memory = f", {engine.tokens_max} tokens" if engine.tokens_max else ""
     models = f", serves {' '.join(engine.models)}" if engine.models else ""
     worker = f", on {engine.worker}" if engine.worker else ""
@@ -106,4 +106,4 @@ def _kind(engine: EngineInfo) -> str:
 
 
 def _list(ids: Iterable[object]) -> str:
-    return " ".join(str(each) for each in ids)
+    return " ".join(str(id_) for id_ in ids)

@@ -1,4 +1,4 @@
-"""Many worlds, on several processes, until enough have been run or time is up."""
+"""Runs many worlds in several processes until a number or a time is reached."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from worlds.run import Violation, judge
 
 from llmserve.simulation.many import belong_to_parent
 
-BLOCK = 20  # worlds that a process is given at once
-WORLD_S_MAX = 60.0  # of a processor: more, and a world never ends
+BLOCK = 20  # worlds per task of a process
+WORLD_S_MAX = 60.0  # CPU seconds; a world that takes longer counts as endless
 
 
 @dataclass(slots=True)
 class Findings:
-    """violations : (seed, what is said of it), as they were found."""
+    """violations : (seed, message), in the order of their discovery."""
 
     worlds: int = 0
     steps: int = 0
@@ -33,7 +33,7 @@ class Findings:
 
 
 def explore(seeds: range) -> Findings:
-    """Judge each of these worlds."""
+    """Run and check each of these worlds."""
     findings = Findings()
     for seed in seeds:
         findings.worlds += 1
@@ -52,9 +52,9 @@ def swarm(
     jobs: int,
     on_progress: Callable[[Findings, Findings], None],
 ) -> Findings:
-    """Explore worlds from a seed on: `count` of them, or for so long. None: no such limit.
+    """Explore worlds from `first_seed` on, up to a count or for a time. None: no limit.
 
-    on_progress is called with all findings and the latest. Ctrl-C ends the search with what has been found.
+    on_progress gets all findings and the latest. Ctrl-C ends the search and keeps its findings.
     """
     findings = Findings()
     until_s = None if seconds is None else time.monotonic() + seconds
@@ -86,7 +86,7 @@ def _blocks(first_seed: int, count: int | None) -> Iterator[range]:
 
 
 def _begin() -> None:
-    """In each process: Ctrl-C and the end are the parent's affair, and a world that never ends is a violation."""
+    """Set up a process: the parent handles Ctrl-C and the end; a world that never ends is a violation."""
     belong_to_parent()
     signal.signal(signal.SIGVTALRM, _give_up)
 

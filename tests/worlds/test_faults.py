@@ -1,4 +1,4 @@
-"""Engines to which things happen: times and events worked out by hand. A token takes a second."""
+"""Faulty engines: times and events worked out by hand. A token takes a second."""
 
 import pytest
 from worlds.faults import Closed, Fault, FaultyEngine, Lost, Pace, Ready, RequestFault
@@ -31,70 +31,70 @@ def batch(*request_ids: int) -> Batch:
     return Batch(1, 0, tuple([Request(request_id) for request_id in request_ids]), 0.0, len(request_ids))
 
 
-def happenings(faulty: FaultyEngine) -> list[tuple[float, Event]]:
-    """All that is still to come and told."""
-    told = []
+def remaining_events(faulty: FaultyEngine) -> list[tuple[float, Event]]:
+    """All events that the engine still reports."""
+    events = []
     while (at_s := faulty.next_end_s) is not None:
         event = faulty.end(at_s)
         if event is not None:
-            told.append((at_s, event))
-    return told
+            events.append((at_s, event))
+    return events
 
 
 def ended(request_id: int, tokens: float) -> RequestEnded:
     return RequestEnded("e", request_id, "completed", tokens)
 
 
-def test_without_faults_it_is_the_engine_itself() -> None:
+def test_without_faults_the_engine_behaves_as_its_model() -> None:
     faulty = engine()
     faulty.start(batch(0, 1), 3.0)
-    assert happenings(faulty) == [(5.0, ended(1, 2.0)), (7.0, ended(0, 4.0))]
+    assert remaining_events(faulty) == [(5.0, ended(1, 2.0)), (7.0, ended(0, 4.0))]
 
 
-def test_what_slows_down_ends_later_by_what_it_lost() -> None:
+def test_a_slower_engine_ends_later_by_the_lost_time() -> None:
     """Two of four tokens at full speed, then one in four seconds, then the last at full speed."""
     faulty = engine((2.0, Pace(1 / 4)), (6.0, Pace(1.0)))
     faulty.start(batch(0), 0.0)
-    assert happenings(faulty) == [(7.0, ended(0, 4.0))]
+    assert remaining_events(faulty) == [(7.0, ended(0, 4.0))]
 
 
-def test_what_hangs_never_ends_until_it_goes_on() -> None:
+def test_a_hanging_engine_ends_nothing_until_it_goes_on() -> None:
     faulty = engine((1.0, Pace(0.0)), (11.0, Pace(1.0)))
     faulty.start(batch(0), 0.0)
-    assert faulty.end(1.0) is None  # nobody is told
+    assert faulty.end(1.0) is None  # the pace changes without an event
     faulty.start(batch(1), 5.0)
-    assert happenings(faulty) == [(13.0, ended(1, 2.0)), (14.0, ended(0, 4.0))]
+    assert remaining_events(faulty) == [(13.0, ended(1, 2.0)), (14.0, ended(0, 4.0))]
 
 
-def test_a_lost_engine_forgets_what_it_ran_and_comes_back_whole() -> None:
+def test_a_lost_engine_forgets_its_requests_and_comes_back_at_full_speed() -> None:
     faulty = engine((1.0, Pace(0.0)), (3.0, Lost()), (4.0, Closed()), (5.0, Ready(slots=7)))
     faulty.start(batch(0, 1), 0.0)
-    assert happenings(faulty) == [
+    assert remaining_events(faulty) == [
         (3.0, EngineLost("e")),
         (5.0, EngineReady(EngineInfo("e", 7, False))),
     ]
     faulty.start(batch(0), 6.0)
-    assert happenings(faulty) == [(10.0, ended(0, 4.0))]
+    assert remaining_events(faulty) == [(10.0, ended(0, 4.0))]
 
 
-def test_clients_have_seen_bytes_of_the_share_that_was_asked_for() -> None:
+def test_the_given_share_of_clients_has_seen_bytes() -> None:
     chances = iter([0.9, 0.1])
     faulty = engine((1.0, Lost(answered=0.5)), chance=lambda: next(chances))
     faulty.start(batch(0, 2), 0.0)
-    assert happenings(faulty) == [(1.0, EngineLost("e", answered=(2,)))]
+    assert remaining_events(faulty) == [(1.0, EngineLost("e", answered=(2,)))]
 
 
-def test_a_closed_engine_finishes_what_it_has() -> None:
+def test_a_closed_engine_finishes_its_requests() -> None:
     faulty = engine((1.0, Closed()), (1.5, Closed()))
     faulty.start(batch(1), 0.0)
-    assert happenings(faulty) == [(1.0, EngineClosed("e")), (2.0, ended(1, 2.0))]
+    assert remaining_events(faulty) == [(1.0, EngineClosed("e")), (2.0, ended(1, 2.0))]
 
 
-def test_a_request_fault_is_injected_into_the_start_that_it_was_drawn_for() -> None:
+def test_a_request_fault_is_injected_into_its_own_start() -> None:
     drawn = {0: RequestFault(1.0, "failed", fault=True, retryable=True), 1: RequestFault(9.0, "failed")}
     faulty = engine(request_fault=drawn.get)
     faulty.start(batch(0, 1), 0.0)
-    assert happenings(faulty) == [
+    assert remaining_events(faulty) == [
         (1.0, RequestEnded("e", 0, "failed", 0.0, fault=True, retryable=True)),
         (2.0, ended(1, 2.0)),
     ]
@@ -103,18 +103,18 @@ def test_a_request_fault_is_injected_into_the_start_that_it_was_drawn_for() -> N
 def test_an_early_end_leaves_the_rest_of_its_batch_running() -> None:
     faulty = engine(info=EngineInfo("e", 2, True), request_fault={2: RequestFault(3.0, "completed", 3.0)}.get)
     faulty.start(batch(0, 2), 0.0)
-    assert happenings(faulty) == [(3.0, ended(2, 3.0)), (4.0, BatchEnded("e", 1, {0: 4.0}))]
+    assert remaining_events(faulty) == [(3.0, ended(2, 3.0)), (4.0, BatchEnded("e", 1, {0: 4.0}))]
 
 
-def test_a_batch_may_be_told_of_one_by_one() -> None:
+def test_a_batch_may_be_reported_one_by_one() -> None:
     faulty = engine(info=EngineInfo("e", 2, True), one_by_one=True)
     faulty.start(batch(0, 1), 0.0)
-    assert happenings(faulty) == [(4.0, ended(0, 4.0)), (4.0, ended(1, 2.0))]
+    assert remaining_events(faulty) == [(4.0, ended(0, 4.0)), (4.0, ended(1, 2.0))]
 
 
-def test_an_aborted_request_is_let_go_even_where_all_hangs() -> None:
+def test_an_aborted_request_is_dropped_even_by_a_hanging_engine() -> None:
     faulty = engine((0.0, Pace(0.0)))
-    assert happenings(faulty) == []
+    assert remaining_events(faulty) == []
     faulty.start(batch(0), 1.0)
     faulty.abort(0, 2.0)
     assert faulty.next_end_s is None
@@ -123,16 +123,16 @@ def test_an_aborted_request_is_let_go_even_where_all_hangs() -> None:
 def test_a_coarse_clock_lets_ends_coincide() -> None:
     faulty = engine(tick_s=4.0)
     faulty.start(batch(1, 3), 0.0)
-    assert happenings(faulty) == [(4.0, ended(3, 1.5)), (4.0, ended(1, 2.0))]
+    assert remaining_events(faulty) == [(4.0, ended(3, 1.5)), (4.0, ended(1, 2.0))]
 
 
-def test_a_lost_engine_may_still_tell_of_what_it_ran_but_not_of_what_it_runs() -> None:
+def test_a_lost_engine_may_report_old_ends_but_none_of_running_requests() -> None:
     faulty = engine((1.0, Lost()), (1.0, Ready()), stale_s=1.0)
     faulty.start(batch(0, 1), 0.0)
-    told = [faulty.end(1.0), faulty.end(1.0)]
+    events = [faulty.end(1.0), faulty.end(1.0)]
     faulty.start(batch(0), 1.0)
-    assert told == [EngineLost("e"), EngineReady(INFO)]
-    assert happenings(faulty) == [(2.0, ended(1, 1.0)), (5.0, ended(0, 4.0))]
+    assert events == [EngineLost("e"), EngineReady(INFO)]
+    assert remaining_events(faulty) == [(2.0, ended(1, 1.0)), (5.0, ended(0, 4.0))]
 
 
 # ---- in the simulated body ----
@@ -159,7 +159,7 @@ def test_a_request_whose_engine_died_runs_again_when_it_is_back() -> None:
     ]
 
 
-def test_what_is_told_besides_comes_before_what_happens_by_itself_at_that_instant() -> None:
+def test_external_events_precede_engine_events_of_the_same_instant() -> None:
     cluster, steps = simulated(engine())
     cluster.notify(RequestCancelled(1), 2.0)
     cluster.run(iter([(0.0, Request(0)), (0.0, Request(1))]), flush=False)
@@ -170,7 +170,7 @@ def test_what_is_told_besides_comes_before_what_happens_by_itself_at_that_instan
     ]
 
 
-def test_news_may_cross_the_end_that_an_abort_was_to_prevent() -> None:
+def test_an_end_may_cross_the_abort_of_its_request() -> None:
     delays = Delays(abort_s=lambda: 1.5, plan_s=lambda: 0.0, timer_at_s=lambda wanted_s: wanted_s)
     cluster, steps = simulated(engine(), delays)
     cluster.notify(RequestCancelled(1), 1.0)
@@ -183,14 +183,14 @@ def test_news_may_cross_the_end_that_an_abort_was_to_prevent() -> None:
     ]
 
 
-def test_a_timer_that_fires_late_lets_go_late() -> None:
+def test_a_late_timer_releases_late() -> None:
     delays = Delays(abort_s=lambda: 0.0, plan_s=lambda: 0.0, timer_at_s=lambda wanted_s: wanted_s + 0.25)
     cluster, steps = simulated(engine(), delays)
     cluster.run(iter([(0.0, Request(1))]), flush=False)
     assert steps[2:] == [(0.75, TimerFired()), (2.75, ended(1, 2.0))]
 
 
-def test_the_past_cannot_be_told() -> None:
+def test_events_of_the_past_are_refused() -> None:
     cluster, _ = simulated(engine())
     cluster.run(iter([(1.0, Request(1))]))
     with pytest.raises(AssertionError, match="too late"):

@@ -1,4 +1,4 @@
-"""What worlds have found, worked out by hand, so that it stays found when worlds are drawn otherwise."""
+"""Bugs that random worlds found, worked out by hand, so that other draws of worlds do not lose them."""
 
 from worlds.invariants import check
 
@@ -7,27 +7,27 @@ from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import Action, EngineReady, RequestArrived, RequestEnded, StartBatch, TimerFired
 from llmserve.scheduling.scheduler import Scheduler
 
-SMALL, LARGE, LARGER = 0.0, 60.0, 90.0  # prompts, tokens; an answer of 4 takes 20 more
+SMALL, LARGE, LARGER = 0.0, 60.0, 90.0  # prompt tokens; an answer of 4 takes 20 more
 
 
-def scheduler(*engines: EngineInfo, **values: object) -> Scheduler:
+def new_scheduler(*engines: EngineInfo, **values: object) -> Scheduler:
     config = SchedulingConfig(**{"bins": 1, "batch_size": 1, "order": "fffs", **values})  # type: ignore[arg-type]
-    made = config.resolved(barrier=False).scheduler()
+    scheduler = config.resolved(barrier=False).scheduler()
     for engine in engines:
-        made.handle(EngineReady(engine), 0.0)
-    return made
+        scheduler.handle(EngineReady(engine), 0.0)
+    return scheduler
 
 
 def engine(name: str, slots: int, look_ahead: int = 0, tokens_max: int | None = 100) -> EngineInfo:
     return EngineInfo(name, slots, False, look_ahead, tokens_max)
 
 
-def arrive(made: Scheduler, request_id: int, prompt_tokens: float = SMALL) -> list[tuple[str, int]]:
-    return starts(made.handle(RequestArrived(Request(request_id, 4.0, prompt_tokens=prompt_tokens)), 0.0))
+def arrive(scheduler: Scheduler, request_id: int, prompt_tokens: float = SMALL) -> list[tuple[str, int]]:
+    return starts(scheduler.handle(RequestArrived(Request(request_id, 4.0, prompt_tokens=prompt_tokens)), 0.0))
 
 
-def fails(made: Scheduler, name: str, request_id: int) -> list[tuple[str, int]]:
-    return starts(made.handle(RequestEnded(name, request_id, "failed", fault=True, retryable=True), 0.0))
+def fails(scheduler: Scheduler, name: str, request_id: int) -> list[tuple[str, int]]:
+    return starts(scheduler.handle(RequestEnded(name, request_id, "failed", fault=True, retryable=True), 0.0))
 
 
 def starts(actions: list[Action]) -> list[tuple[str, int]]:
@@ -39,63 +39,63 @@ def starts(actions: list[Action]) -> list[tuple[str, int]]:
     ]
 
 
-def test_what_does_not_fit_beside_others_starts_on_an_idle_engine_also_where_plans_would_rather_join() -> None:
-    """Before: it waited for the memory of the busy engine, and all behind it, while the other one stood idle."""
-    made = scheduler(engine("a", 2), engine("b", 2), release="table")
-    assert arrive(made, 0, LARGE) == [("a", 0)]
-    assert arrive(made, 1, LARGE) == [("b", 1)]
+def test_a_request_too_large_for_a_busy_engine_starts_on_an_idle_one_even_if_plans_prefer_joining() -> None:
+    """Before: the request waited for memory of the busy engine and blocked the queue beside an idle engine."""
+    scheduler = new_scheduler(engine("a", 2), engine("b", 2), release="table")
+    assert arrive(scheduler, 0, LARGE) == [("a", 0)]
+    assert arrive(scheduler, 1, LARGE) == [("b", 1)]
 
 
-def test_a_batch_set_aside_counts_among_those_for_which_places_to_look_ahead_are_given_out() -> None:
-    """Before: 4 waited here although more wait than there are other engines. 0 may not go back to a, b is full."""
-    made = scheduler(engine("a", 1, 1, None), engine("b", 1, 1, None), release="greedy")
-    assert [arrive(made, number) for number in range(5)] == [[("a", 0)], [("b", 1)], [], [("a", 2)], [("b", 3)]]
-    assert fails(made, "a", 0) == [("a", 4)]
-    check(made)
+def test_a_batch_set_aside_counts_when_look_ahead_places_are_shared() -> None:
+    """Before: 4 waited although more requests waited than other engines existed. 0 may not return to a; b is full."""
+    scheduler = new_scheduler(engine("a", 1, 1, None), engine("b", 1, 1, None), release="greedy")
+    assert [arrive(scheduler, number) for number in range(5)] == [[("a", 0)], [("b", 1)], [], [("a", 2)], [("b", 3)]]
+    assert fails(scheduler, "a", 0) == [("a", 4)]
+    check(scheduler)
 
 
 def test_a_bin_is_not_due_behind_a_batch_that_waits_for_memory() -> None:
-    """Before: the timer fired for ever.
+    """Before: the timer fired endlessly.
 
-    0 came back and waits for b; 4 waits for memory on a; 6 waits in its bin, whose time is over.
+    0 came back and waits for b. 4 waits for memory on a. 6 waits in its bin, whose timeout is over.
     """
-    made = scheduler(engine("a", 3), engine("b", 1), release="timeout", batch_wait_s=0.5, batch_size=2)
-    told = [arrive(made, number, LARGER if number in (4, 5) else SMALL) for number in range(7)]
-    assert told == [[], [("a", 0), ("a", 1)], [], [("a", 2), ("b", 3)], [], [], []]
-    assert fails(made, "a", 0) == []
-    made.handle(TimerFired(), 0.75)
-    assert made.wake_at_s is not None
-    assert made.wake_at_s > 0.75
+    scheduler = new_scheduler(engine("a", 3), engine("b", 1), release="timeout", batch_wait_s=0.5, batch_size=2)
+    started = [arrive(scheduler, number, LARGER if number in (4, 5) else SMALL) for number in range(7)]
+    assert started == [[], [("a", 0), ("a", 1)], [], [("a", 2), ("b", 3)], [], [], []]
+    assert fails(scheduler, "a", 0) == []
+    scheduler.handle(TimerFired(), 0.75)
+    assert scheduler.wake_at_s is not None
+    assert scheduler.wake_at_s > 0.75
 
 
-def test_an_engine_that_is_not_asked_is_not_looked_at_again() -> None:
-    """Before: the timer fired for ever.
+def test_an_engine_that_was_not_tried_sets_no_timer() -> None:
+    """Before: the timer fired endlessly.
 
-    4 was refused by a; then 0, which came back from a, is refused by b: only that is worth another look.
+    a refused 4. Then b refuses 0, which came back from a: only this refusal sets a timer.
     """
-    made = scheduler(engine("a", 2), engine("b", 2), release="greedy")
-    told = [arrive(made, number, prompt) for number, prompt in enumerate([LARGE, 10.0, SMALL, 10.0, LARGER])]
-    assert told == [[("a", 0)], [("b", 1)], [("a", 2)], [("b", 3)], []]
-    assert fails(made, "a", 0) == []
-    assert made.wake_at_s == 0.1
-    made.handle(RequestEnded("b", 3, "completed", 2.5), 0.05)
-    made.handle(TimerFired(), 0.1)
-    assert made.wake_at_s is not None
-    assert made.wake_at_s > 0.1
+    scheduler = new_scheduler(engine("a", 2), engine("b", 2), release="greedy")
+    started = [arrive(scheduler, number, prompt) for number, prompt in enumerate([LARGE, 10.0, SMALL, 10.0, LARGER])]
+    assert started == [[("a", 0)], [("b", 1)], [("a", 2)], [("b", 3)], []]
+    assert fails(scheduler, "a", 0) == []
+    assert scheduler.wake_at_s == 0.1
+    scheduler.handle(RequestEnded("b", 3, "completed", 2.5), 0.05)
+    scheduler.handle(TimerFired(), 0.1)
+    assert scheduler.wake_at_s is not None
+    assert scheduler.wake_at_s > 0.1
 
 
 def test_a_bin_is_not_due_behind_another_models_batch_that_waits_for_memory() -> None:
-    """Before: the timer fired for ever.
+    """Before: the timer fired endlessly.
 
-    1 of b waits for memory, and nothing overtakes it; 2 of a waits in its bin, whose time is over.
+    1 of b waits for memory, and nothing overtakes it; 2 of a waits in its bin, whose timeout is over.
     """
-    made = scheduler(engine("e", 3), release="timeout", batch_wait_s=0.5, batch_size=2)
-    told = [
-        starts(made.handle(RequestArrived(Request(number, 4.0, prompt_tokens=prompt, model=model)), 0.0))
+    scheduler = new_scheduler(engine("e", 3), release="timeout", batch_wait_s=0.5, batch_size=2)
+    started = [
+        starts(scheduler.handle(RequestArrived(Request(number, 4.0, prompt_tokens=prompt, model=model)), 0.0))
         for number, (model, prompt) in enumerate([("b", LARGE), ("b", LARGE), ("a", SMALL)])
     ]
-    assert told == [[], [("e", 0)], []]
-    made.handle(TimerFired(), 0.5)
-    assert made.wake_at_s is not None
-    assert made.wake_at_s > 0.5
-    assert starts(made.handle(RequestEnded("e", 0, "completed", 4.0), 0.55)) == [("e", 1), ("e", 2)]
+    assert started == [[], [("e", 0)], []]
+    scheduler.handle(TimerFired(), 0.5)
+    assert scheduler.wake_at_s is not None
+    assert scheduler.wake_at_s > 0.5
+    assert starts(scheduler.handle(RequestEnded("e", 0, "completed", 4.0), 0.55)) == [("e", 1), ("e", 2)]

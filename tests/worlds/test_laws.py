@@ -1,7 +1,7 @@
-"""The laws, over arbitrary interleavings of arrivals, ends, cancellations, losses and time.
+"""The laws hold under arbitrary interleavings of arrivals, ends, cancellations, losses and time.
 
-The machine below is the outside world: it knows only what it told the scheduler and what the scheduler answered, and
-keeps its own account of where every request must be.
+The state machine below is the outside world. It knows only the events and actions of the scheduler, and keeps its own
+record of where every request must be.
 """
 
 from collections import Counter
@@ -100,7 +100,7 @@ ENGINES = st.lists(
 
 @st.composite
 def plans(draw: st.DrawFn, observed: Observed, batch_size: int) -> DispatchPlan:
-    """Any plan that a solver might answer with, wise or not."""
+    """Any plan that a solver might return, wise or not."""
     bins = len(observed.rates_per_s)
     queues = draw(st.integers(1, bins))
     actions = st.tuples(*[st.integers(0, waiting) for waiting in range(batch_size + 1)])
@@ -125,7 +125,7 @@ def plans(draw: st.DrawFn, observed: Observed, batch_size: int) -> DispatchPlan:
 
 
 class Fickle(Trust):
-    """Changes its mind at every third answer: worlds are too short for a judge to."""
+    """Changes its verdict at every third answer, because worlds are too short for the real judge to change."""
 
     def observe(self, request: Request, score: float, output_tokens: float) -> bool:
         super().observe(request, score, output_tokens)
@@ -136,13 +136,13 @@ class Fickle(Trust):
 
 
 class World(RuleBasedStateMachine):
-    """Everything outside the scheduler."""
+    """All that is outside the scheduler."""
 
     @initialize(config=CONFIGS, engines=ENGINES)
     def begin(self, config: SchedulingConfig, engines: list[EngineInfo]) -> None:
         self.header = Header(config, (10.0, 20.0, 30.0, 40.0))
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(policies, "Trust", Fickle)  # in the replay too
+        self.patch.setattr(policies, "Trust", Fickle)  # for the replay, too
         self.scheduler = self.header.scheduler()
         self.engines = [msgspec.structs.replace(engine, name=f"e{index}") for index, engine in enumerate(engines)]
         self.up: set[str] = set()
@@ -153,15 +153,15 @@ class World(RuleBasedStateMachine):
         self.gone: set[int] = set()
         self.tries: Counter[int] = Counter()
         self.first_starts: dict[str, list[int]] = {}  # batches by model, in the order of their first starts
-        self.began: set[int] = set()  # of those that run
-        self.stopping: set[int] = set()  # of those that run
+        self.began: set[int] = set()  # running requests only
+        self.stopping: set[int] = set()  # running requests only
         self.steps: list[Step] = []
-        self.asked: dict[str, Observed] = {}  # plans that are being made, by model
+        self.asked: dict[str, Observed] = {}  # model -> question of the plan that is being solved
         self.now_s = 0.0
-        for engine in self.engines[:2]:  # else most worlds would refuse most of what comes
+        for engine in self.engines[:2]:  # otherwise most worlds would reject most requests
             self.come_up(engine)
 
-    # ---- what the world does ----
+    # ---- events of the world ----
 
     def tell(self, event: Event) -> None:
         actions = self.scheduler.handle(event, self.now_s)
@@ -181,7 +181,7 @@ class World(RuleBasedStateMachine):
             running = self.running[action.engine]
             for request in action.batch.requests:
                 assert self.outcomes[request.id] == 0, "an ended request was started"
-                assert not any(request.id in others for others in self.running.values()), "a request runs twice"
+                assert not any(request.id in engine_ids for engine_ids in self.running.values()), "a request runs twice"
                 assert request.id not in self.gone, "a request whose client has gone was started"
                 assert request.deadline_s is None or request.deadline_s > self.now_s, "a late request was started"
                 assert request.model == action.batch.model, "a batch is of two models"
@@ -189,8 +189,8 @@ class World(RuleBasedStateMachine):
                 self.tries[request.id] += 1
                 self.began.discard(request.id)
                 self.stopping.discard(request.id)
-            most = engine.slots + (0 if engine.barrier else engine.look_ahead)
-            assert len(running) <= most, "an engine was given more than it takes"
+            requests_max = engine.slots + (0 if engine.barrier else engine.look_ahead)
+            assert len(running) <= requests_max, "an engine was given more requests than it has places"
             firsts = self.first_starts.setdefault(action.batch.model, [])
             if action.batch.id not in firsts:
                 firsts.append(action.batch.id)
@@ -205,12 +205,12 @@ class World(RuleBasedStateMachine):
         elif isinstance(action, ReportTrust):
             assert action.trusted == self.scheduler.queues(action.model).trust.trusted
         elif isinstance(action, SolveDispatch):
-            assert action.model not in self.asked, "two plans are made at once"
+            assert action.model not in self.asked, "two plans are requested at once"
             self.asked[action.model] = action.observed
         elif isinstance(action, PreemptBatch):
             ids, running = set(action.request_ids), self.running[action.engine]
             assert ids == {id_ for id_ in running if id_ not in self.gone} != set(), "a batch is stopped in part"
-            assert not ids & (self.began | self.stopping), "a request is stopped that may not be"
+            assert not ids & (self.began | self.stopping), "a request is stopped that has begun or is stopping"
             assert set(running.values()) == {action.batch_id}
             self.stopping |= ids
         else:
@@ -218,7 +218,7 @@ class World(RuleBasedStateMachine):
             assert action.request_id in self.running[action.engine]
 
     def come_up(self, engine: EngineInfo) -> None:
-        if engine.name not in self.up:  # whatever was wrong with it, it has come back
+        if engine.name not in self.up:  # the engine is back: its earlier failures no longer count
             self.no_requests_until_s.pop(engine.name, None)
         self.up.add(engine.name)
         self.tell(EngineReady(engine))
@@ -259,13 +259,13 @@ class World(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.0, 0.1, 0.5, 5.0]))
     def time_passes(self, seconds: float) -> None:
-        """A body fires the timer when it is due, though its clock may be late."""
+        """The body fires the timer when it is due, though its clock may be late."""
         wake_at_s = self.scheduler.wake_at_s
         self.now_s += seconds
         if wake_at_s is not None and self.now_s >= wake_at_s:
             self.tell(TimerFired())
             after_s = self.scheduler.wake_at_s
-            assert after_s is None or after_s > self.now_s, "the timer would fire for ever"
+            assert after_s is None or after_s > self.now_s, "the timer would fire endlessly"
 
     @precondition(lambda self: any(self.running.values()))
     @rule(data=st.data(), outcome=st.sampled_from(["completed", "completed", "failed", "broke off", "retryable"]))
@@ -274,7 +274,7 @@ class World(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.running[name])))
         del self.running[name][request_id]
         if outcome == "retryable":
-            self.outcomes[request_id] += request_id in self.gone  # nobody waits for it: it is not tried again
+            self.outcomes[request_id] += request_id in self.gone  # its client has left: no retry
             self.tell(RequestEnded(name, request_id, "failed", fault=True, retryable=True))
             return
         self.outcomes[request_id] += 1
@@ -305,15 +305,17 @@ class World(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.arrived))
     @rule(data=st.data(), retryable=st.booleans())
-    def stale_news_comes_from_an_engine_that_does_not_run_the_request(
+    def a_stale_end_comes_from_an_engine_that_does_not_run_the_request(
         self, data: st.DataObject, retryable: bool
     ) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.arrived)))
         name = data.draw(st.sampled_from([engine.name for engine in self.engines]))
         if request_id not in self.running[name]:
-            before = len(self.steps)
+            steps_before = len(self.steps)
             self.tell(RequestEnded(name, request_id, "failed", fault=True, retryable=retryable))
-            assert not any(isinstance(action, FailRequest) for step in self.steps[before:] for action in step.actions)
+            assert not any(
+                isinstance(action, FailRequest) for step in self.steps[steps_before:] for action in step.actions
+            )
 
     @precondition(lambda self: any(engine.barrier and self.running[engine.name] for engine in self.engines))
     @rule(data=st.data())
@@ -349,7 +351,7 @@ class World(RuleBasedStateMachine):
 
     @precondition(lambda self: self.up)
     @rule(data=st.data())
-    def an_engine_closes_and_goes_on_with_what_it_has(self, data: st.DataObject) -> None:
+    def an_engine_closes_and_finishes_its_requests(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.up)))
         self.up.remove(name)
         self.tell(EngineClosed(name))
@@ -364,7 +366,7 @@ class World(RuleBasedStateMachine):
         self.outcomes.update(id_ for id_ in running if id_ in self.gone)
         self.tell(EngineLost(name, answered))
 
-    # ---- what must hold ----
+    # ---- invariants ----
 
     @invariant()
     def every_invariant_of_the_scheduler_holds(self) -> None:
@@ -388,14 +390,14 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def batches_start_in_the_order_in_which_they_formed(self) -> None:
-        """Under fffs, of each model. Batches are numbered as they form; only one that came back overtakes."""
+        """Under fffs, per model. Numbers follow the order of formation; only a batch that came back overtakes."""
         if getattr(self, "header", None) is None or self.header.scheduling.order != "fffs":
             return
         for firsts in getattr(self, "first_starts", {}).values():
             assert firsts == sorted(firsts)
 
     def teardown(self) -> None:
-        """Let everything end: nothing may be left, and the journal must replay."""
+        """Let everything end: no request may be left, and the journal must replay."""
         if not hasattr(self, "scheduler"):
             return
         try:
@@ -408,7 +410,7 @@ class World(RuleBasedStateMachine):
             self.come_up(engine)
         self.tell(DrainRequested())
         while self.scheduler.requests:
-            if not any(self.running.values()):  # all wait for the end of a pause
+            if not any(self.running.values()):  # all requests wait for the end of a circuit's pause
                 assert self.scheduler.wake_at_s is not None
                 self.now_s = self.scheduler.wake_at_s
                 self.tell(TimerFired())
@@ -419,7 +421,7 @@ class World(RuleBasedStateMachine):
             self.outcomes[request_id] += 1
             self.tell(RequestEnded(name, request_id, "completed", 9.0))
             check(self.scheduler)
-        assert all(not engine.total_tokens for engine in self.scheduler.engines.values()), "memory is still on account"
+        assert all(not engine.total_tokens for engine in self.scheduler.engines.values()), "memory is still reserved"
         assert all(self.outcomes[request_id] == 1 for request_id in self.arrived)
         assert replay(self.header, self.steps) == self.steps
 

@@ -1,6 +1,6 @@
-"""Worlds that can fail: bugs planted into the scheduler are caught, by the account alone.
+"""Planted bugs in the scheduler must be caught by the account alone.
 
-The look inside (worlds/invariants.py) is switched off, so that what is caught is caught from outside.
+The check of the scheduler's inner state (worlds/invariants.py) is off, so that bugs are caught from outside.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from llmserve.scheduling.queues import FormedBatch, FormedQueue, QueuedRequest, 
 from llmserve.scheduling.release import Full, Planned, Timeout
 from llmserve.scheduling.scheduler import Scheduler
 
-SEEDS = 200  # within so many worlds each bug must be found
+SEEDS = 200  # each bug must be found within this many worlds
 
 Patch = pytest.MonkeyPatch
 
@@ -52,7 +52,7 @@ def a_batch_is_started_twice(patch: Patch) -> None:
     patch.setattr(Scheduler, "handle", stutter)
 
 
-def clients_that_leave_the_queue_are_not_heard(patch: Patch) -> None:
+def cancellations_in_the_queue_are_ignored(patch: Patch) -> None:
     def deaf(self: Scheduler, event: RequestCancelled) -> None:
         queued = self.requests.get(event.request_id)
         if queued is not None and queued.run is not None:
@@ -62,7 +62,7 @@ def clients_that_leave_the_queue_are_not_heard(patch: Patch) -> None:
     patch.setattr(Scheduler, "_on_request_cancelled", deaf)
 
 
-def engines_are_not_told_of_clients_that_leave(patch: Patch) -> None:
+def engines_are_not_told_of_cancellations(patch: Patch) -> None:
     def silent(self: Scheduler, event: RequestCancelled) -> None:
         queued = self.requests.get(event.request_id)
         if queued is not None and queued.run is not None:
@@ -82,9 +82,9 @@ def deadlines_of_requests_that_come_back_are_forgotten(patch: Patch) -> None:
     run_again = RequestBook.run_again
 
     def forget(self: RequestBook, runs: list[Run], reason: str, avoid: str) -> None:
-        before = list(self.deadlines._heap)
+        heap_before = list(self.deadlines._heap)
         run_again(self, runs, reason, avoid)  # type: ignore[arg-type]
-        self.deadlines._heap = before
+        self.deadlines._heap = heap_before
 
     patch.setattr(RequestBook, "run_again", forget)
 
@@ -95,7 +95,7 @@ def an_engine_has_one_slot_more(patch: Patch) -> None:
     patch.setattr(EngineState, "room", property(lambda self: room(self) + 1))
 
 
-def a_barrier_engine_takes_what_has_room(patch: Patch) -> None:
+def a_barrier_engine_takes_requests_while_it_has_room(patch: Patch) -> None:
     patch_room(patch, lambda engine: engine.info.slots - len(engine.running))
 
 
@@ -129,44 +129,44 @@ def all_models_wait_in_one_queue(patch: Patch) -> None:
     patch.setattr(Group, "queues_of", of_any)
 
 
-def who_made_room_is_forgotten(patch: Patch) -> None:
+def preempted_requests_are_forgotten(patch: Patch) -> None:
     patch.setattr(RequestBook, "wait_again", lambda self, queued: self.forget(queued))
 
 
-def who_made_room_fails_though_it_could_be_in_time(patch: Patch) -> None:
+def preempted_requests_fail_although_they_could_be_in_time(patch: Patch) -> None:
     patch.setattr(RequestBook, "wait_again", lambda self, queued: self.fail(queued, "deadline_exceeded"))
 
 
-def who_has_seen_a_byte_makes_room(patch: Patch) -> None:
+def a_batch_is_preempted_after_its_first_byte(patch: Patch) -> None:
     patch.setattr(Scheduler, "_on_answer_began", lambda self, event: None)
 
 
-def a_batch_makes_room_for_one_little_larger(patch: Patch) -> None:
+def a_batch_makes_room_for_a_slightly_larger_one(patch: Patch) -> None:
     patch.setitem(ORDERS, "flex", lambda config: Flex(None if config.preemption == "off" else 1.01))
 
 
-def room_is_made_although_nobody_wants_that(patch: Patch) -> None:
+def batches_are_preempted_although_preemption_is_off(patch: Patch) -> None:
     patch.setitem(ORDERS, "flex", lambda config: Flex())
 
 
-def an_engine_is_not_kept_for_whom_it_was_emptied_for(patch: Patch) -> None:
+def a_freed_engine_is_not_kept_for_the_larger_batch(patch: Patch) -> None:
     patch.setattr(EngineState, "takes", lambda self, now_s: self.ready and self.circuit.takes(now_s) and self.room > 0)
     patch.setattr(Worker, "running", property(lambda self: 0, lambda self, requests: None))
 
 
-def who_room_was_made_for_never_gets_it(patch: Patch) -> None:
+def the_larger_batch_never_gets_the_freed_engine(patch: Patch) -> None:
     patch.setattr(Dispatch, "start_reserved", lambda self, group, worker, now_s: None)
 
 
 class AllThatWait(Flex):
-    """In time or not."""
+    """Composes batches of all requests, in time or not."""
 
     def compose(self, candidate: Candidate, now_s: float) -> bool:
         candidate.place, candidate.count = 0, min(candidate.most, len(candidate.queue))
         return True
 
 
-def batches_are_formed_of_all_that_waits_in_time_or_not(patch: Patch) -> None:
+def batches_are_formed_of_all_waiting_requests_in_time_or_not(patch: Patch) -> None:
     patch.setitem(ORDERS, "flex", lambda config: AllThatWait(None))
 
 
@@ -181,7 +181,7 @@ def any_batch_is_thought_to_take_as_long_as_one_request(patch: Patch) -> None:
     patch.setattr(Timetable, "of", hopeful)
 
 
-def who_cannot_be_in_time_waits_on(patch: Patch) -> None:
+def requests_that_cannot_be_in_time_wait_on(patch: Patch) -> None:
     patch.setattr(RequestBook, "_late_at_s", lambda self, queued, now_s: queued.request.deadline_s)
 
 
@@ -214,7 +214,7 @@ def the_last_formed_is_served_first(patch: Patch) -> None:
     patch.setattr(FormedQueue, "push", push_in_front)
 
 
-def nobody_wakes_for_a_missing_engine(patch: Patch) -> None:
+def no_timer_is_set_for_a_missing_engine(patch: Patch) -> None:
     settle = Scheduler._settle
 
     def sleep_on(self: Scheduler) -> None:
@@ -225,11 +225,11 @@ def nobody_wakes_for_a_missing_engine(patch: Patch) -> None:
     patch.setattr(Scheduler, "_settle", sleep_on)
 
 
-def time_does_not_let_batches_go(patch: Patch) -> None:
+def timeouts_release_no_batches(patch: Patch) -> None:
     patch.setattr(Dispatch, "_dues_s", lambda self, group, choice: iter(()))
 
 
-def stale_news_is_believed(patch: Patch) -> None:
+def stale_ends_are_believed(patch: Patch) -> None:
     def believe(self: Scheduler, event: RequestEnded) -> None:
         queued = self.requests.get(event.request_id)
         if queued is not None and queued.run is not None:
@@ -240,7 +240,7 @@ def stale_news_is_believed(patch: Patch) -> None:
     patch.setattr(Scheduler, "_on_request_ended", believe)
 
 
-def memory_stays_on_account(patch: Patch) -> None:
+def memory_stays_reserved(patch: Patch) -> None:
     remove = EngineState.remove
 
     def keep(self: EngineState, runs: Collection[Run]) -> None:
@@ -279,7 +279,7 @@ def a_free_engine_is_overlooked_after_a_loss(patch: Patch) -> None:
     patch.setattr(Scheduler, "_on_engine_ready", overlook)
 
 
-def decisions_hang_on_what_other_schedulers_did(patch: Patch) -> None:
+def decisions_depend_on_other_schedulers(patch: Patch) -> None:
     count = itertools.count()
 
     def whim(self: EnginePool, engines: list[EngineState], prefixes: tuple[int, ...]) -> EngineState:
@@ -288,7 +288,7 @@ def decisions_hang_on_what_other_schedulers_did(patch: Patch) -> None:
     patch.setattr(EnginePool, "preferred", whim)
 
 
-def a_plan_is_asked_for_again_and_again(patch: Patch) -> None:
+def a_plan_is_requested_repeatedly(patch: Patch) -> None:
     wants = Planner.wants
 
     def impatient(self: Planner, *values: object, **named: object) -> object:
@@ -302,17 +302,17 @@ def a_plan_is_asked_for_again_and_again(patch: Patch) -> None:
 # ---- in the dispatch ----
 
 
-def an_order_of_the_moment_takes_what_a_release_holds_back(patch: Patch) -> None:
+def an_order_of_the_moment_takes_requests_that_a_release_holds_back(patch: Patch) -> None:
     for release in (Full, Timeout, Planned):
         patch.setattr(release, "waits", False)
 
 
-def what_came_back_is_no_candidate(patch: Patch) -> None:
+def returned_requests_are_no_candidates(patch: Patch) -> None:
     patch.setattr(FormedQueue, "first", lambda self, without=(): self.fresh())
     patch.setattr(MomentChoice, "_returned", lambda self, engine: None)
 
 
-def what_waits_for_memory_is_overtaken_by_other_models(patch: Patch) -> None:
+def requests_that_wait_for_memory_are_overtaken_by_other_models(patch: Patch) -> None:
     def block(self: FixedChoice, model: str) -> None:
         self.__dict__.setdefault("waits", set()).add(model)
 
@@ -324,20 +324,20 @@ def what_waits_for_memory_is_overtaken_by_other_models(patch: Patch) -> None:
     patch.setattr(FixedChoice, "_startable", others)
 
 
-def the_model_of_which_most_waits_goes_first(patch: Patch) -> None:
+def the_model_with_most_waiting_requests_goes_first(patch: Patch) -> None:
     def first(
         self: FixedChoice, startable: Sequence[ModelQueues]
     ) -> tuple[tuple[ModelQueues, FormedBatch | None] | None, Sequence[ModelQueues]]:
         with_some = [queues for queues in startable if queues.formed.first(self._set_aside) is not None]
         if not with_some:
             return None, startable
-        most = max(with_some, key=lambda queues: queues.waiting)
-        return (most, most.formed.first(self._set_aside)), ()
+        fullest = max(with_some, key=lambda queues: queues.waiting)
+        return (fullest, fullest.formed.first(self._set_aside)), ()
 
     patch.setattr(FixedChoice, "_first", first)
 
 
-def a_larger_batch_is_passed_over_for_one_a_little_smaller(patch: Patch) -> None:
+def a_slightly_smaller_batch_is_preferred(patch: Patch) -> None:
     patch.setattr(Flex, "least_key", lambda self, count: (-count + 2,))
 
 
@@ -350,12 +350,12 @@ def the_latest_deadline_that_can_be_met_goes_first(patch: Patch) -> None:
     patch.setattr(Clockwork, "key", latest)
 
 
-def who_leaves_is_counted_on(patch: Patch) -> None:
+def cancelled_requests_still_count_as_waiting(patch: Patch) -> None:
     def leave(self: ModelQueues, queued: QueuedRequest) -> None:
-        left(self, queued)
+        original_leave(self, queued)
         self._tally.waiting += 1
 
-    left = ModelQueues.leave
+    original_leave = ModelQueues.leave
     patch.setattr(ModelQueues, "leave", leave)
 
 
@@ -385,7 +385,7 @@ def requests_wait_in_any_group_that_serves_them(patch: Patch) -> None:
     patch.setattr(Groups, "own", first_that_serves)
 
 
-def who_waits_stays_when_the_plan_changes(patch: Patch) -> None:
+def waiting_requests_stay_when_the_plan_changes(patch: Patch) -> None:
     patch.setattr(Groups, "is_misplaced", lambda self, group, request: False)
 
 
@@ -394,15 +394,15 @@ def deadlines_of_requests_that_move_are_forgotten(patch: Patch) -> None:
 
     def forget(self: RequestBook, candidates: Iterable[QueuedRequest]) -> None:
         waiting = list(candidates)
-        before = {queued.request.id: queued.group for queued in waiting}
+        group_before = {queued.request.id: queued.group for queued in waiting}
         place_again(self, waiting)
-        moved = {queued.request.id for queued in waiting if queued.group != before[queued.request.id]}
+        moved = {queued.request.id for queued in waiting if queued.group != group_before[queued.request.id]}
         self.deadlines._heap = [entry for entry in self.deadlines._heap if entry[1] not in moved]
 
     patch.setattr(RequestBook, "place_again", forget)
 
 
-def a_worker_that_has_moved_is_never_looked_at(patch: Patch) -> None:
+def a_worker_that_has_moved_is_never_used(patch: Patch) -> None:
     update = EnginePool.update
 
     def overlook(self: EnginePool, engine: EngineState, now_s: float) -> None:
@@ -413,7 +413,7 @@ def a_worker_that_has_moved_is_never_looked_at(patch: Patch) -> None:
     patch.setattr(EnginePool, "update", overlook)
 
 
-def only_the_group_that_something_happened_to_is_looked_at(patch: Patch) -> None:
+def only_the_group_of_an_event_is_updated(patch: Patch) -> None:
     touch = RequestBook.touch
 
     def touch_one(self: RequestBook, group: Group) -> None:
@@ -426,14 +426,14 @@ def only_the_group_that_something_happened_to_is_looked_at(patch: Patch) -> None
 def groups_that_share_a_model_ask_for_plans_at_once(patch: Patch) -> None:
     def ask(self: Scheduler, group: Group, queues: ModelQueues) -> None:
         if queues.slots and (observed := queues.wants_plan(self._now_s)) is not None:
-            wanted = SolveDispatch(observed, queues.model)
-            self._solving.setdefault(queues.model, deque()).append((group, wanted))
-            self._actions.append(wanted)
+            question = SolveDispatch(observed, queues.model)
+            self._solving.setdefault(queues.model, deque()).append((group, question))
+            self._actions.append(question)
 
     patch.setattr(Scheduler, "_ask_for_plan", ask)
 
 
-def the_wakes_of_all_groups_but_the_first_are_overlooked(patch: Patch) -> None:
+def the_timers_of_all_groups_but_the_first_are_ignored(patch: Patch) -> None:
     settle = Scheduler._settle
 
     def sleep_on(self: Scheduler) -> None:
@@ -449,56 +449,56 @@ def the_wakes_of_all_groups_but_the_first_are_overlooked(patch: Patch) -> None:
 BUGS: list[Callable[[Patch], None]] = [
     a_request_that_comes_back_is_dropped,
     a_batch_is_started_twice,
-    clients_that_leave_the_queue_are_not_heard,
-    engines_are_not_told_of_clients_that_leave,
+    cancellations_in_the_queue_are_ignored,
+    engines_are_not_told_of_cancellations,
     deadlines_are_forgotten,
     deadlines_of_requests_that_come_back_are_forgotten,
     an_engine_has_one_slot_more,
-    a_barrier_engine_takes_what_has_room,
+    a_barrier_engine_takes_requests_while_it_has_room,
     a_gpu_runs_a_batch_on_each_of_its_engines,
     an_engine_is_given_models_that_it_does_not_serve,
     all_models_wait_in_one_queue,
-    who_made_room_is_forgotten,
-    who_made_room_fails_though_it_could_be_in_time,
-    who_has_seen_a_byte_makes_room,
-    a_batch_makes_room_for_one_little_larger,
-    room_is_made_although_nobody_wants_that,
-    an_engine_is_not_kept_for_whom_it_was_emptied_for,
-    who_room_was_made_for_never_gets_it,
-    batches_are_formed_of_all_that_waits_in_time_or_not,
+    preempted_requests_are_forgotten,
+    preempted_requests_fail_although_they_could_be_in_time,
+    a_batch_is_preempted_after_its_first_byte,
+    a_batch_makes_room_for_a_slightly_larger_one,
+    batches_are_preempted_although_preemption_is_off,
+    a_freed_engine_is_not_kept_for_the_larger_batch,
+    the_larger_batch_never_gets_the_freed_engine,
+    batches_are_formed_of_all_waiting_requests_in_time_or_not,
     any_batch_is_thought_to_take_as_long_as_one_request,
-    who_cannot_be_in_time_waits_on,
+    requests_that_cannot_be_in_time_wait_on,
     a_request_that_would_just_be_in_time_is_given_up,
     a_request_is_tried_once_more,
     the_last_formed_is_served_first,
-    nobody_wakes_for_a_missing_engine,
-    time_does_not_let_batches_go,
-    stale_news_is_believed,
-    memory_stays_on_account,
+    no_timer_is_set_for_a_missing_engine,
+    timeouts_release_no_batches,
+    stale_ends_are_believed,
+    memory_stays_reserved,
     an_engine_that_fails_is_used_on,
     a_queue_takes_one_more_than_its_limit,
     a_free_engine_is_overlooked_after_a_loss,
-    decisions_hang_on_what_other_schedulers_did,
-    a_plan_is_asked_for_again_and_again,
-    an_order_of_the_moment_takes_what_a_release_holds_back,
-    what_came_back_is_no_candidate,
-    what_waits_for_memory_is_overtaken_by_other_models,
-    the_model_of_which_most_waits_goes_first,
-    a_larger_batch_is_passed_over_for_one_a_little_smaller,
+    decisions_depend_on_other_schedulers,
+    a_plan_is_requested_repeatedly,
+    an_order_of_the_moment_takes_requests_that_a_release_holds_back,
+    returned_requests_are_no_candidates,
+    requests_that_wait_for_memory_are_overtaken_by_other_models,
+    the_model_with_most_waiting_requests_goes_first,
+    a_slightly_smaller_batch_is_preferred,
     the_latest_deadline_that_can_be_met_goes_first,
-    who_leaves_is_counted_on,
+    cancelled_requests_still_count_as_waiting,
     a_worker_that_moves_takes_work_before_it_is_idle,
     requests_wait_in_any_group_that_serves_them,
-    who_waits_stays_when_the_plan_changes,
+    waiting_requests_stay_when_the_plan_changes,
     deadlines_of_requests_that_move_are_forgotten,
-    a_worker_that_has_moved_is_never_looked_at,
-    only_the_group_that_something_happened_to_is_looked_at,
+    a_worker_that_has_moved_is_never_used,
+    only_the_group_of_an_event_is_updated,
     groups_that_share_a_model_ask_for_plans_at_once,
-    the_wakes_of_all_groups_but_the_first_are_overlooked,
+    the_timers_of_all_groups_but_the_first_are_ignored,
 ]
 
 
-FIRST_SEEDS = {who_has_seen_a_byte_makes_room: 450}  # where few worlds in a row would show it; 0 otherwise
+FIRST_SEEDS = {a_batch_is_preempted_after_its_first_byte: 450}  # for bugs that few worlds in a row show; otherwise 0
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)

@@ -1,4 +1,4 @@
-"""A few hundred random worlds with faults, and what can be said of all of them. scripts/worlds runs more."""
+"""A few hundred random worlds with faults, and checks of all worlds. scripts/worlds runs more."""
 
 import itertools
 import subprocess
@@ -25,21 +25,21 @@ def test_worlds_keep_the_laws(first_seed: int) -> None:
 
 
 @pytest.mark.parametrize("first_seed", range(0, digests.WORLDS, 1_000))
-def test_the_scheduler_does_what_it_did(first_seed: int) -> None:
-    """In a quarter of the worlds; `scripts/worlds --digests check` tries all."""
-    known = digests.recorded()
-    assert len(known) == digests.WORLDS
+def test_the_schedulers_decisions_are_those_recorded(first_seed: int) -> None:
+    """For a quarter of the worlds; `scripts/worlds --digests check` tries all."""
+    recorded = digests.recorded()
+    assert len(recorded) == digests.WORLDS
     seeds = range(first_seed, first_seed + 250)
-    others = [seed for seed in seeds if digests.digest(seed) != known[seed]]
-    assert not others, "python scripts/worlds --digests write, if that was wanted"
+    changed = [seed for seed in seeds if digests.digest(seed) != recorded[seed]]
+    assert not changed, "python scripts/worlds --digests write, if the change was intended"
 
 
-def test_a_seed_draws_one_world_and_other_seeds_others() -> None:
+def test_a_seed_always_draws_the_same_world_and_other_seeds_others() -> None:
     assert draw(5) == draw(5)
     assert len({draw(seed).title for seed in range(20)}) == 20
 
 
-def test_everything_is_drawn() -> None:
+def test_every_kind_of_world_is_drawn() -> None:
     worlds = [draw(seed) for seed in range(BLOCK * BLOCKS)]
     assert {kind for world in worlds for kind in world.kinds} == set(KINDS)
     pairs = {
@@ -92,7 +92,7 @@ def script(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, ROOT / "scripts" / "worlds", *words], capture_output=True, text=True)
 
 
-def test_the_script_tells_the_story_of_a_world() -> None:
+def test_the_script_prints_the_story_of_a_world() -> None:
     done = script("--seed", "7", "--steps", "0")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"world 7: {draw(7).title}\n")
@@ -120,14 +120,14 @@ def test_a_swarm_by_time_stops_by_itself() -> None:
         *(("--steps", "-3"), ("--count", "5", "--seed", "1")),
     ],
 )
-def test_the_script_refuses_what_makes_no_sense(words: tuple[str, ...]) -> None:
+def test_the_script_refuses_senseless_arguments(words: tuple[str, ...]) -> None:
     done = script(*words)
     assert done.returncode == 2
     assert f"argument {words[0] if len(words) == 2 else '--seed'}" in done.stderr
 
 
 def test_worlds_are_made_of_plain_values() -> None:
-    """So that the whole of a world can be printed, compared and written down."""
+    """So that a world can be printed, compared and encoded."""
     world = draw(11)
     assert msgspec.to_builtins(world.config)["bins"] == world.config.bins
     assert repr(world) == repr(draw(11))
