@@ -1,4 +1,4 @@
-"""How long the length predictor takes, on the GPU beside the CPU."""
+"""Times of the length predictor on the GPU and on the CPU."""
 
 from __future__ import annotations
 
