@@ -103,8 +103,8 @@ def _costs(results: Results) -> Iterator[str]:
             rates = profile_part.rates(results.steps[f"{shape}: {profile_part.BATCHES}"])
             least, most = min(rates), max(rates)
             yield (
-                f"Batches of {most} produce {rates[most]:,.0f} tokens/s, {rates[most] / rates[least]:.1f} times batches "
-                f"of {least} (Multi-Bin, Fig. 1 a)."
+                f"Batches of {most} produce {rates[most]:,.0f} tokens/s, {rates[most] / rates[least]:.1f} times "
+                f"batches of {least} (Multi-Bin, Fig. 1 a)."
             )
         for line in results.steps.get(f"{shape}: {profile_part.LINE}", ()):
             yield (
