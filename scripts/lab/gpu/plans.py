@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CampaignPlan:
     """shapes           models of the part profile
     rows, contexts   of the timed steps: sequences, and cached columns that attention reads
     tokens, rounds   of the batches for the profile, see MeasuringPlan
@@ -48,8 +48,8 @@ class Plan:
         return {name: value for name, value in asdict(self).items() if name in names}
 
 
-FULL = Plan()
-TINY = Plan(
+FULL = CampaignPlan()
+TINY = CampaignPlan(
     shapes=("tiny",),
     rows=(1, 2),
     contexts=(16, 64),
@@ -70,7 +70,7 @@ TINY = Plan(
 )
 
 
-def changed(plan: Plan, values: dict[str, Any]) -> Plan:
+def changed(plan: CampaignPlan, values: dict[str, Any]) -> CampaignPlan:
     """The plan with all values that are not None."""
-    known = {field.name for field in fields(Plan)}
+    known = {field.name for field in fields(CampaignPlan)}
     return replace(plan, **{name: value for name, value in values.items() if name in known and value is not None})

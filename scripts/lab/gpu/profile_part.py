@@ -18,8 +18,8 @@ from bench.figures import BLUE, GREEN, GREY, ORANGE, log_ticks, new_figure, save
 from bins.fitting import Observation
 from bins.profile import Profile
 from gpu.machine import Machine, words_of
-from gpu.plans import Plan
-from gpu.steps import Results, Step
+from gpu.plans import CampaignPlan
+from gpu.steps import CampaignStep, Results
 from llmserve.engines import measuring
 from llmserve.profile import profile_of
 
@@ -32,24 +32,24 @@ def profile_name(shape: str) -> str:
     return f"h200-{shape}"
 
 
-def steps(plan: Plan, machine: Machine) -> list[Step]:
+def steps(plan: CampaignPlan, machine: Machine) -> list[CampaignStep]:
     return [
         step
         for shape in plan.shapes
         for step in (
-            Step(f"{shape}: {STEPS}", 150, partial(_step_times, plan, machine, shape)),
-            Step(f"{shape}: {BATCHES}", 120, partial(_batches, plan, machine, shape)),
-            Step(f"{shape}: {LINE}", 90, partial(_line, plan, machine, shape)),
+            CampaignStep(f"{shape}: {STEPS}", 150, partial(_step_times, plan, machine, shape)),
+            CampaignStep(f"{shape}: {BATCHES}", 120, partial(_batches, plan, machine, shape)),
+            CampaignStep(f"{shape}: {LINE}", 90, partial(_line, plan, machine, shape)),
         )
     ]
 
 
-async def _step_times(plan: Plan, machine: Machine, shape: str) -> Any:
+async def _step_times(plan: CampaignPlan, machine: Machine, shape: str) -> Any:
     words = ("--shape", shape, "--rows", words_of(plan.rows), "--contexts", words_of(plan.contexts))
     return await machine.alone("gpu.step_times", *words, timeout_s=300)
 
 
-async def _batches(plan: Plan, machine: Machine, shape: str) -> Any:
+async def _batches(plan: CampaignPlan, machine: Machine, shape: str) -> Any:
     """As `llmserve profile` measures an engine, with the joules of the GPU's counter."""
     url = await machine.engine(shape, max(*plan.rows, *LINE_BATCHES), max(plan.tokens, plan.tokens_max))
     measured = await measuring.measure(
@@ -63,7 +63,7 @@ async def _batches(plan: Plan, machine: Machine, shape: str) -> Any:
     return {"idle_w": measured.idle_w, "batches": [asdict(batch) for batch in measured.batches]}
 
 
-async def _line(plan: Plan, machine: Machine, shape: str) -> Any:
+async def _line(plan: CampaignPlan, machine: Machine, shape: str) -> Any:
     """Fig. 5: batches of answers of one length each, in an order drawn anew."""
     url = await machine.engine(shape, max(*plan.rows, *LINE_BATCHES), max(plan.tokens, plan.tokens_max))
     lengths = np.linspace(plan.tokens_max / plan.answers, plan.tokens_max, plan.answers).astype(int).tolist()
@@ -106,7 +106,7 @@ def profile(results: Results, shape: str) -> Profile:
     return profile_of(batches, name=profile_name(shape), origin=origin, idle_w=measured["idle_w"])
 
 
-def draw(results: Results, path: Path, plan: Plan) -> None:
+def draw(results: Results, path: Path, plan: CampaignPlan) -> None:
     """For each model: step times beside the floor; watts and tokens/s by size; time against the longest answer."""
     figure, axes = new_figure(len(plan.shapes), 4, width=15, height=3.4 * len(plan.shapes))
     for row, shape in zip(axes, plan.shapes, strict=True):

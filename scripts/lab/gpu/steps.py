@@ -16,7 +16,7 @@ from bench.results import day_and_machine, rounded, write_json
 
 
 @dataclass(frozen=True)
-class Step:
+class CampaignStep:
     """Something to measure. about_s : seconds that it may take.  measure : returns what goes into the JSON."""
 
     name: str
@@ -100,7 +100,7 @@ class Clock:
         return self.until_s - monotonic()
 
 
-async def run_steps(steps: Sequence[Step], results: Results, clock: Clock) -> None:
+async def run_steps(steps: Sequence[CampaignStep], results: Results, clock: Clock) -> None:
     """Run the steps that have no result, in order, while there is time. A step that fails does not stop the others."""
     missing = [step for step in steps if step.name not in results.steps]
     for number, step in enumerate(missing, start=1):
@@ -118,6 +118,6 @@ async def run_steps(steps: Sequence[Step], results: Results, clock: Clock) -> No
             log(f"{title}: failed")
 
 
-def left(steps: Sequence[Step], results: Results) -> Iterator[str]:
+def left(steps: Sequence[CampaignStep], results: Results) -> Iterator[str]:
     """Names of the steps that have no result."""
     return (step.name for step in steps if step.name not in results.steps)
