@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -35,6 +35,7 @@ from llmserve.scheduling.messages import Action, Event, RequestArrived
 from llmserve.simulation import figures, workload
 from llmserve.simulation.estimates import Repeated, print_comparison, print_intervals
 from llmserve.simulation.many import in_processes
+from llmserve.simulation.online import OnlineForecasts
 from llmserve.simulation.predictions import TRAINED
 from llmserve.simulation.progress import RunsProgress
 from llmserve.simulation.report import BatchRecorder, Recorder, Summary, elapsed, print_table, summarise
@@ -49,8 +50,14 @@ SECTIONS = (Scenario, SchedulingConfig, DispatchConfig)
 SWEPT_MAX = 2  # largest number of swept fields; figures draw one line for each value of the second field
 INTERRUPTED = 130  # exit status, as in shells
 
-ReadAnswers = Callable[[str, str | None], Answers]
-"""(file of prompts, folder of a trained predictor or None) -> the requests' answers. Raises ConfigError."""
+
+class ReadAnswers(Protocol):
+    """Reads a file of prompts. folder : of a trained predictor.  learning : with the rows for a learner.
+
+    Raises ConfigError.
+    """
+
+    def __call__(self, source: str, folder: str | None, *, learning: bool = False) -> Answers: ...
 
 
 def simulate(
@@ -62,8 +69,8 @@ def simulate(
     on_arrival: Callable[[int], None] | None = None,
     dispatch: DispatchConfig | None = None,
 ) -> Summary:
-    """Run a scenario. answers : answers to scenario.prompts, if set.  on_arrival : called every PROGRESS_EVERY arrivals
-    with the number of arrivals so far.
+    """Run a scenario. answers : answers to scenario.rows_file, if set.  on_arrival : called every PROGRESS_EVERY
+    arrivals with the number of arrivals so far.
 
     Raises ConfigError on an invalid scenario.
     """
@@ -93,12 +100,14 @@ def run(
     # As in the live cluster, only a scheduler that preempts gets an event when an answer begins.
     timed_engines = engines(scenario, scheduling, lengths.tolist(), work.streaming if scheduler.preempts else ())
     journal = Journal(header, path=journal_path) if journal_path is not None else None  # after all checks
+    forecasts = None if work.online is None else work.online.forecasts()
     cluster = SimulatedCluster(
         scheduler,
         list(timed_engines),
         solver=solver,
         journal=journal,
-        on_step=_listener(recorder, on_arrival),
+        on_step=_listener(recorder, forecasts, on_arrival),
+        predict=None if forecasts is None else forecasts.predicted,
     )
     try:
         requests = workload.requests(work.trace, work.predictions, work.deadlines_s)
@@ -143,14 +152,16 @@ def _solver(scenario: Scenario, scheduling: SchedulingConfig, dispatch: Dispatch
 
 
 def _listener(
-    recorder: Recorder, on_arrival: Callable[[int], None] | None
+    recorder: Recorder, forecasts: OnlineForecasts | None, on_arrival: Callable[[int], None] | None
 ) -> Callable[[float, Event, list[Action]], None]:
-    if on_arrival is None:
+    if forecasts is None and on_arrival is None:
         return recorder
 
     def listen(now_s: float, event: Event, actions: list[Action]) -> None:
         recorder(now_s, event, actions)
-        if type(event) is RequestArrived and (event.request.id + 1) % PROGRESS_EVERY == 0:
+        if forecasts is not None:
+            forecasts.learn(event)
+        if on_arrival is not None and type(event) is RequestArrived and (event.request.id + 1) % PROGRESS_EVERY == 0:
             on_arrival(event.request.id + 1)
 
     return listen
@@ -314,18 +325,19 @@ def main(args: argparse.Namespace, read_answers: ReadAnswers | None = None) -> i
 
 
 def _with_answers(cases: Sequence[Case], read_answers: ReadAnswers | None) -> list[Case]:
-    """Return the cases with the answers to their prompts. Each pair of file and predictor is read once."""
-    cache: dict[tuple[str, str | None], Answers] = {}
+    """Return the cases with the answers to their prompts. A file is read once for each way to predict its answers."""
+    cache: dict[tuple[str, str | None, bool], Answers] = {}
     filled = []
     for case in cases:
-        prompts, predictions = case.scenario.prompts, case.scenario.predictions
+        prompts, predictions = case.scenario.rows_file, case.scenario.predictions
         case.scenario.check()
         if prompts is None or read_answers is None:
             filled.append(case)
             continue
-        key = prompts, predictions.removeprefix(TRAINED) if predictions.startswith(TRAINED) else None
+        folder = predictions.removeprefix(TRAINED) if predictions.startswith(TRAINED) else None
+        key = prompts, folder, case.scenario.learns
         if key not in cache:
-            cache[key] = read_answers(*key)
+            cache[key] = read_answers(prompts, folder, learning=case.scenario.learns)
         filled.append(replace(case, answers=cache[key]))
     return filled
 

@@ -111,7 +111,8 @@ class SimulatedCluster:
 
     solver   makes plans, where the scheduler's release follows plans
     delays   None: nothing is late
-    on_step  called after each step with (now_s, event, actions), for reports
+    on_step  called after each step with (now_s, event, actions), for reports and learners
+    predict  called with each request at the time of its arrival; returns the request with its forecast of that time
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class SimulatedCluster:
         journal: Journal | None = None,
         delays: Delays | None = None,
         on_step: Callable[[float, Event, list[Action]], None] | None = None,
+        predict: Callable[[Request], Request] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.now_s = 0.0
@@ -131,6 +133,7 @@ class SimulatedCluster:
         self._journal = journal
         self._delays = delays
         self._on_step = on_step
+        self._predict = predict
         self._heap: list[tuple[float, int, _Scheduled]] = []
         self._serial = 0
         self._at_once: deque[Event] = deque()  # events for the scheduler before time goes on
@@ -146,7 +149,7 @@ class SimulatedCluster:
             self._schedule(scheduled)
         for at_s, request in arrivals:
             self._advance(at_s)
-            self._step(RequestArrived(request))
+            self._step(RequestArrived(request if self._predict is None else self._predict(request)))
         if flush:
             self._step(DrainRequested())
         self._advance(math.inf)
