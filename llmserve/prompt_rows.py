@@ -20,7 +20,8 @@ from llmserve.simulation.online import OnlineRows
 from llmserve.simulation.scenario import Answers
 from predictor.dataset import Row, load_rows
 from predictor.errors import PredictorError
-from predictor.online import Forecast, OnlineLearner, bounded
+from predictor.online import Forecast, bounded
+from predictor.prequential import repeatable_learner
 
 if TYPE_CHECKING:
     from predictor.predict import LengthPredictor
@@ -67,7 +68,7 @@ class RowLearner:
     """A server's learner that gets the rows of a file."""
 
     def __init__(self) -> None:
-        self._learner = OnlineLearner()
+        self._learner = repeatable_learner()
 
     def forecast(self, row: Row) -> Forecast:
         """The forecast for the row's prompt, at most the row's max_tokens."""

@@ -21,7 +21,7 @@ def kendall_tau(x: ArrayLike, y: ArrayLike) -> float:
         return math.nan
     discordant = _inversions(second[np.argsort(both, kind="stable")])
     concordant = in_x + in_y - pairs + _ties(both) - discordant
-    return (concordant - discordant) / math.sqrt(in_x) / math.sqrt(in_y)
+    return (concordant - discordant) / math.sqrt(in_x * in_y)
 
 
 def _ranks(values: ArrayLike) -> Ranks:

@@ -30,7 +30,7 @@ PREDICTIONS_HELP = (
     "confusion:FILE[:K] (bins confused as in a predictor's evaluation, or in a K x K matrix: real bins are rows) | "
     "residuals:FILE (errors of a predictor for answers of similar length: columns predicted_tokens and "
     "output_tokens) | predictor:FOLDER (a trained predictor's, for --prompts) | online:FILE[:COLUMN] (a server's "
-    "without a trained predictor: FILE replaces --prompts, and each answer is learnt when it ends)"
+    "without a trained predictor: FILE is the one of --prompts, and each answer is learnt when it ends)"
 )
 TRAINED = "predictor:"  # before the folder of a trained predictor
 ONLINE = "online:"  # before a file of prompts

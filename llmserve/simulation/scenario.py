@@ -33,7 +33,7 @@ EXCLUDED = {  # fields that cannot be set together with the field on the left
     "prompts": ("lengths",),
 }
 REQUESTS, ARRIVAL_RATE, LENGTHS, STEP_S = 10_000, 5.0, "lognormal:5.2,0.8", 0.01  # defaults
-DECIDED_ONLINE = ("prompts", "lengths", "lengths_factor", "trace")  # fields that the rows of online:FILE decide
+DECIDED_ONLINE = ("lengths", "lengths_factor", "trace")  # fields that the rows of online:FILE decide
 BETWEEN_BINS = ("neighbour:", "confusion:")  # predictions that mistake one bin for another
 KIND = re.compile(r"^(?:([1-9]\d*)x)?(.+?)(?::([1-9]\d*))?$")  # [COUNTx]PROFILE[:SLOTS]
 
@@ -88,7 +88,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="instead of lengths: file of prompts and the lengths of their answers, such as serve's "
             "--record writes (FILE[:COLUMN], as for llmserve train --data; COLUMN: the output tokens); each "
-            "request is a row of the file, drawn at random"
+            "request is a row of the file; in a random order, all rows come before one comes again"
         ),
     ] = None
     slo_s: Annotated[
@@ -157,6 +157,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             for excluded in excluded_names:
                 if {name, excluded} <= changed:
                     raise ConfigError(f"{excluded} cannot be given with {name}, which decides it")
+        if self.learns and self.prompts not in (None, self.rows_file):
+            raise ConfigError(f"prompts must be the file of predictions {self.predictions!r}, or left out")
         for excluded in DECIDED_ONLINE:
             if self.learns and excluded in changed:
                 raise ConfigError(f"{excluded} cannot be given with predictions {self.predictions!r}, which decide it")
@@ -254,6 +256,8 @@ def prepare(scenario: Scenario, scheduling: SchedulingConfig, answers: Answers |
     deadlines_s = trace.arrivals_s + slo_rng.choice(scenario.slo_s, len(trace)) if scenario.slo_s else None
     streaming = frozenset(np.flatnonzero(streaming_rng.random(len(trace)) < scenario.streaming).tolist())
     if scenario.learns:
+        if drawn.online is None:
+            raise ConfigError(f"predictions {scenario.predictions!r}: the answers came without the rows for a learner")
         return Workload(trace, None, (), (), rate_per_s, deadlines_s, streaming, drawn.online)
     predictions = _predict(scenario, scheduling, drawn, sample, predictions_rng)
     scores = _scores(scenario, scheduling, sample, _predict(scenario, scheduling, sample, sample, sample_rng))
@@ -277,18 +281,16 @@ def _replayed(scenario: Scenario, scheduling: SchedulingConfig) -> workload.Trac
 def _draw(scenario: Scenario, answers: Answers | None, count: int, rng: np.random.Generator) -> Answers:
     """Draw `count` requests, from the rows of the prompts or from the distribution of the lengths.
 
-    A learner would know rows that repeat: of its file each row is drawn once, before any row is drawn again.
+    Each row is drawn once before any row is drawn again: a learner would know the rows that repeat.
     """
     if scenario.rows_file is None:
         lengths = workload.draw_lengths(or_default(scenario.lengths, LENGTHS), count, rng)
         drawn = Answers(lengths, np.zeros(count))
     elif answers is None:
         raise ConfigError(f"prompts: the answers of {scenario.rows_file!r} were not read: pass them as `answers`")
-    elif scenario.learns:
+    else:
         rounds = -(-count // len(answers))
         drawn = answers.rows(np.concatenate([rng.permutation(len(answers)) for _ in range(rounds)])[:count])
-    else:
-        drawn = answers.rows(rng.integers(len(answers), size=count))
     return drawn if scenario.lengths_factor is None else drawn.times(scenario.lengths_factor)
 
 
