@@ -18,6 +18,7 @@ from predictor.memory import Memory, RecentlyUsed, Verdict, keys_of
 from predictor.prompt import Prompt
 from predictor.quantiles import LENGTH_MAX, LEVELS, MIDDLE, ascending, at_levels, log_length
 from predictor.recalibration import Recalibration, width
+from predictor.state import Saving, State, part, whole
 
 __all__ = ["LEVELS", "Forecast", "OnlineLearner", "bounded"]
 
@@ -60,15 +61,24 @@ class OnlineLearner:
     lengths_per_key  last lengths of each key; below 8 no key ever takes over
     window           last answers of a model that correct its predictions, or are the forecast without predictions
     models_max       remembered models (two entries with and without stop strings), up to 80 kB each
+    secret           key of the hashes under which templates and applications are remembered; at most 64 bytes
     """
 
     def __init__(
-        self, *, keys_max: int = 10_000, lengths_per_key: int = 32, window: int = 512, models_max: int = 128
+        self,
+        *,
+        keys_max: int = 10_000,
+        lengths_per_key: int = 32,
+        window: int = 512,
+        models_max: int = 128,
+        secret: bytes = b"",
     ) -> None:
         if min(lengths_per_key, window, models_max) < 1 or keys_max < 0:
             raise ValueError("lengths_per_key, window and models_max must be at least 1, keys_max at least 0")
         self.memory = Memory(keys_max, lengths_per_key, window, models_max)
         self.raw_invalid = 0
+        self._secret = secret
+        self._window = window
         self._recalibrations = RecentlyUsed[tuple[str, bool, bool], Recalibration](
             models_max, lambda: Recalibration(window)
         )
@@ -85,7 +95,7 @@ class OnlineLearner:
         if predicted:
             recalibration = self._recalibrations.get(kind)
             calibrated = recalibration.corrected(predicted, s) if recalibration else ascending(predicted)
-        chain = keys_of(prompt)
+        chain = keys_of(prompt, self._secret)
         verdict = self.memory.judge(chain, calibrated)
         lengths = tuple([math.exp(log) for log in verdict.logs])
         return Forecast(lengths, verdict.source, _Trace(kind, predicted, s, chain, verdict))
@@ -111,6 +121,31 @@ class OnlineLearner:
         coarsest_learnt = self.memory.learn(trace.chain, trace.verdict, actual, capped, bool(trace.predicted))
         if coarsest_learnt and trace.predicted:
             self._recalibrations.used(trace.kind).learn(trace.predicted, trace.width, actual, capped)
+
+    def saving(self) -> Saving:
+        """Make the state in slices; see predictor/state.py."""
+        recalibrations = []
+        for kind, recalibration in self._recalibrations.entries():
+            recalibrations.append({"kind": list(kind), **recalibration.state()})
+            yield
+        memory = yield from self.memory.saving()
+        return {"secret": self._secret.hex(), "recalibrations": recalibrations, "memory": memory}
+
+    def state(self) -> State:
+        """What was learnt, and the secret of the hashes; see predictor/state.py."""
+        return whole(self.saving())
+
+    def restore(self, state: State) -> None:
+        """Continue from a state, with its secret. Raises ValueError for a state of other sizes, or of something else."""
+        secret, recalibrations = bytes.fromhex(part(state, "secret")), []
+        for saved in part(state, "recalibrations"):
+            model, has_stop, single = part(saved, "kind")
+            recalibration = Recalibration(self._window)
+            recalibration.restore(saved)
+            recalibrations.append(((str(model), bool(has_stop), bool(single)), recalibration))
+        self.memory.restore(part(state, "memory"))
+        self._recalibrations.fill(recalibrations)
+        self._secret = secret
 
 
 def bounded(lengths: tuple[float, ...], *, least: float | None = None, most: float | None = None) -> tuple[float, ...]:
