@@ -179,6 +179,15 @@ class Neighbours:
             return self.count >= TRUSTED_MIN and not predicted
         return duel.own < MARGIN * duel.standing
 
+    def ranks(self, predicted: bool) -> bool:
+        """For a model's key: whether the text learner is no worse than a predictor, or not clearly worse than the recent
+        lengths, which do not rank requests at all.
+        """
+        duel = self.over_predictor if predicted else self.over_others
+        if duel.count < TRUSTED_MIN:
+            return not predicted
+        return duel.own < (1.0 if predicted else 1 / MARGIN) * duel.standing
+
     def write(self, columns: State, row: int) -> None:
         """Write everything into a row of the arrays of `_columns`."""
         columns["logs"][row, : self.count] = self._logs[: self.count]
@@ -271,14 +280,23 @@ class Memory:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def judge(self, chain: tuple[bytes, ...], predicted: Logs | None) -> Verdict:
-        """The forecast of the best key. chain : from `keys_of`.  predicted : a predictor's quantiles, if any."""
+    def judge(self, chain: tuple[bytes, ...], predicted: Logs | None, learnt: Logs | None = None) -> Verdict:
+        """The best forecast. chain : from `keys_of`.  predicted : a predictor's quantiles, if any.  learnt : quantiles by
+        the text learner, if any; the model's key has their scores.
+        """
         standing, source = predicted, "predictor" if predicted else ""
         by_key: list[KeyForecast] = []
         place = 0
         recent = self._recent.get(chain[0]) if not standing else None  # even a poor predictor ranks better
         if recent and (own := recent.forecast(None)):
             standing, source = own, "recent"
+        if learnt and standing:
+            by_key.append(KeyForecast(chain[0], learnt, standing))
+            model = self._recent.get(chain[0])
+            if model.ranks(predicted is not None) if model else not predicted:
+                standing, source = learnt, "learner"
+        elif learnt:
+            standing, source = learnt, "learner"
         for finer, key in enumerate(chain[1:], 1):
             neighbours = self._keys.get(key)
             own = neighbours.forecast(standing) if neighbours and standing else None
@@ -334,7 +352,7 @@ class Memory:
     def _score(self, forecasts: Sequence[KeyForecast], actual: float, capped: bool, predicted: bool) -> None:
         score, standing = 0.0, None
         for forecast in forecasts:
-            neighbours = self._keys.get(forecast.key)
+            neighbours = self._keys.get(forecast.key) or self._recent.get(forecast.key)
             if forecast.standing is not standing:
                 standing, score = forecast.standing, crps(forecast.standing, actual, capped)
             if neighbours:

@@ -44,6 +44,9 @@ LEVEL_RATE = 0.02
 """Of the latest answer in a model's level: a level follows a change within some 100 answers."""
 LEAST = 4
 """Answers before the first forecast."""
+KEPT = 0.998
+COVARIANCE_MAX = 10.0
+"""Bounds what one answer changes in a mixture after many answers without information."""
 ERRORS = 256
 """Latest errors of a model that give the spread."""
 _STEP = 7919  # a prime: the visits go through the window in an order unlike that of the answers
@@ -63,6 +66,41 @@ class Example:
     high: float
 
 
+class Mixture:
+    """Forecasts from a text's forecast and a prediction: a regression on both, which forgets.
+
+    It begins as the prediction alone. The latest 1 / (1 - KEPT) answers count.
+    """
+
+    def __init__(self) -> None:
+        self._weights = np.array([0.0, 0.0, 1.0])
+        self._covariance = np.diag([1.0, 0.3, 0.3])
+        self._centre = (0.0, 0.0)
+        self._count = 0
+
+    def mixed(self, text: float, predicted: float) -> float:
+        return float(self._inputs(text, predicted).dot(self._weights)) + self._centre[1]
+
+    def _inputs(self, text: float, predicted: float) -> np.ndarray:
+        return np.array([1.0, text - self._centre[0], predicted - self._centre[1]])
+
+    def learn(self, text: float, predicted: float, actual: float, capped: bool) -> None:
+        """All as z."""
+        if not self._count:
+            self._centre = text, predicted
+        self._count += 1
+        inputs = self._inputs(text, predicted)
+        error = _bounded(actual - self._centre[1] - float(inputs.dot(self._weights)), capped)
+        if not error:
+            return
+        moved = self._covariance.dot(inputs)
+        gain = moved / (KEPT + float(inputs.dot(moved)))
+        self._weights += gain * error
+        self._covariance -= np.outer(gain, moved)
+        self._covariance /= KEPT
+        self._covariance *= min(1.0, COVARIANCE_MAX / float(np.trace(self._covariance)))
+
+
 @dataclass(slots=True)
 class Level:
     value: float
@@ -71,16 +109,24 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class TextForecast:
-    """middle : w x + b.  logs : LEVELS quantiles of z before their correction, around `middle`.  width : their width."""
+    """text : w x + b.  middle : the same, or its mixture with a prediction.  logs : quantiles of z around `middle`, before
+    their correction.  width : theirs.
+    """
 
     features: Features
+    text: float
+    predicted: float | None
     middle: float
     logs: tuple[float, ...]
     width: float
 
 
 class TextLearner:
-    """Learns from answers to texts. models_max : models with a level and a spread of their own."""
+    """Learns from answers to texts.
+
+    secret      key of the words' hashes, at most 64 bytes
+    models_max  models with a level and a spread of their own
+    """
 
     def __init__(self, secret: bytes, models_max: int) -> None:
         self._reader = TextFeatures(secret)
@@ -90,52 +136,57 @@ class TextLearner:
         self._count = 0
         self._visited = 0
         self._start = 0.0  # the level of a new model
+        self._error = 0.5  # mean absolute error
         self._levels = RecentlyUsed[str, Level](models_max, lambda: Level(self._start))
-        self._spread = 0.5  # mean absolute error
-        self._recalibrations = RecentlyUsed[str, Recalibration](models_max, lambda: Recalibration(ERRORS))
+        self._mixtures = RecentlyUsed[str, Mixture](models_max, Mixture)
+        self._recalibrations = RecentlyUsed[tuple[str, bool], Recalibration](models_max, lambda: Recalibration(ERRORS))
 
-    def forecast(self, prompt: Prompt) -> TextForecast:
-        return self.again(prompt.model, self._reader.read(prompt))
+    def read(self, prompt: Prompt) -> Features:
+        return self._reader.read(prompt)
 
-    def again(self, model: str, features: Features) -> TextForecast:
-        """The forecast for the features of an earlier forecast, by what is known now."""
+    def forecast(self, model: str, features: Features, predicted: float | None) -> TextForecast:
+        """predicted : a trained predictor's median for the prompt, the logarithm of tokens."""
         level = self._levels.get(model)
-        middle = float(self._weights.take(features.indices).dot(features.values))
-        middle += level.value if level else self._start
-        width = 1.25 * self._spread
-        return TextForecast(features, middle, tuple([middle + width * normal for normal in _NORMAL]), width)
+        text = float(self._weights.take(features.indices).dot(features.values))
+        text += level.value if level else self._start
+        middle = text
+        prediction = None if predicted is None else _soft(predicted)
+        if prediction is not None:
+            middle = (self._mixtures.get(model) or Mixture()).mixed(text, prediction)
+        width = 1.25 * self._error
+        logs = tuple([middle + width * normal for normal in _NORMAL])
+        return TextForecast(features, text, prediction, middle, logs, width)
 
     def quantiles(self, model: str, forecast: TextForecast) -> Logs | None:
         """LEVELS quantiles of the logarithm of the length; None before the first answers."""
         if self._count < LEAST:
             return None
-        recalibration = self._recalibrations.get(model)
+        recalibration = self._recalibrations.get((model, forecast.predicted is not None))
         corrected = recalibration.corrected(forecast.logs, forecast.width) if recalibration else forecast.logs
         return tuple([math.log(min(max(math.exp(z) - SOFT, 1.0), LENGTH_MAX)) for z in corrected])
 
-    def learn(self, model: str, forecast: TextForecast, output_tokens: float, capped: bool, spread: bool) -> None:
-        """Learn the length of an answer.
+    def learn(self, model: str, forecast: TextForecast, actual: float, capped: bool, spread: bool) -> None:
+        """Learn the logarithm of a real length, or, if capped, of a lower bound.
 
-        spread : whether the error of the forecast counts in the spread of this model's forecasts.
+        spread : whether the error of the forecast counts in the spread of the model's forecasts.
         """
-        z = math.log(output_tokens + SOFT)
-        error = z - forecast.middle
-        if capped:
-            error = max(error, 0.0)
+        z = _soft(actual)
+        error = _bounded(z - forecast.text, capped)
         if not self._count:
             self._start = z
         self._count += 1
         level = self._levels.used(model)
         level.count += 1
-        bounded = min(max(error, -ERROR_MAX), ERROR_MAX)
         target = z - level.value
-        level.value += bounded * max(LEVEL_RATE, 1 / (level.count + 4))
+        level.value += error * max(LEVEL_RATE, 1 / (level.count + 4))
         self._start += 0.01 * (level.value - self._start)
         self._add(forecast.features, target, capped)
+        if forecast.predicted is not None:
+            self._mixtures.used(model).learn(forecast.text, forecast.predicted, z, capped)
         if spread:
-            if not capped:
-                self._spread += max(0.01, 1 / (self._count + 4)) * (abs(bounded) - self._spread)
-            self._recalibrations.used(model).learn(forecast.logs, forecast.width, z, capped)
+            self._error += max(0.01, 1 / (self._count + 4)) * (abs(error) - self._error)
+            recalibration = self._recalibrations.used((model, forecast.predicted is not None))
+            recalibration.learn(forecast.logs, forecast.width, z, capped)
 
     def _add(self, features: Features, target: float, capped: bool) -> None:
         give = RIDGE
@@ -164,3 +215,12 @@ class TextLearner:
         example.dual = min(max(best, example.low), example.high)
         if example.dual != dual:
             np.add.at(weights, indices, (example.dual - dual) * values)
+
+
+def _soft(log: float) -> float:
+    """z of the logarithm of a length."""
+    return math.log(math.exp(log) + SOFT)
+
+
+def _bounded(error: float, capped: bool) -> float:
+    return min(max(error, 0.0 if capped else -ERROR_MAX), ERROR_MAX)
