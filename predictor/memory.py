@@ -9,11 +9,12 @@ An answer teaches the key whose forecast stands, and the finer keys. The coarser
 learn only one answer in OVERRULED_LEARNT. If they learnt all answers, they would forecast the lengths of templates that
 finer keys serve; if they learnt none, they would stay wrong after a finer key has taken over.
 
-The memory holds only hashes and lengths, never a text.
+The memory holds only hashes and lengths, never a text. With a secret, nobody without the secret can tell whether a hash is
+that of a given text.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from statistics import NormalDist
@@ -24,6 +25,7 @@ import numpy as np
 from bins.calibration import midpoints
 from predictor.prompt import Prompt
 from predictor.quantiles import LEVELS, MIDDLE, Logs, ascending, crps, sample_quantiles
+from predictor.state import Saving, State, array, part
 
 PREFIXES = (32, 128)
 """Numbers of first characters that define a template."""
@@ -38,6 +40,8 @@ BORROWED = 2.0
 
 OVERRULED_LEARNT = 8
 
+KEY_BYTES = 16
+ROWS_A_SLICE = 64  # keys that are saved at once, in about 0.3 ms
 _TEXT_END = 4096  # a longer text is hashed by its two ends and its length, to bound the time per request
 _LEVELS = midpoints(LEVELS)
 _NOTHING_KNOWN: Logs = tuple(NormalDist().inv_cdf(float(p)) for p in _LEVELS)  # a spread of e, for a first length
@@ -60,6 +64,16 @@ class RecentlyUsed(Generic[K, V]):
     def get(self, key: K) -> V | None:
         """The entry, if there is one. A `get` is not a use: requests that never end must not displace learnt keys."""
         return self._entries.get(key)
+
+    def entries(self) -> list[tuple[K, V]]:
+        """All entries, the least recently used first."""
+        return list(self._entries.items())
+
+    def fill(self, entries: Iterable[tuple[K, V]]) -> None:
+        """Replace all entries. entries : as from `entries`; the first ones are left out where there are too many."""
+        self._entries = OrderedDict(entries)
+        while len(self._entries) > self._size:
+            self._entries.popitem(last=False)
 
     def used(self, key: K) -> V:
         """The entry, made if there is none, and marked as the most recently used."""
@@ -90,6 +104,13 @@ class Duel:
         rate = 1 / min(self.count, self.window)
         self.own += rate * (own - self.own)
         self.standing += rate * (standing - self.standing)
+
+    def numbers(self) -> tuple[float, ...]:
+        return self.own, self.standing, self.count
+
+    def take(self, numbers: Sequence[float]) -> None:
+        """numbers : as from `numbers`."""
+        self.own, self.standing, self.count = numbers[0], numbers[1], int(numbers[2])
 
 
 class Neighbours:
@@ -158,6 +179,74 @@ class Neighbours:
             return self.count >= TRUSTED_MIN and not predicted
         return duel.own < MARGIN * duel.standing
 
+    def ranks(self, predicted: bool) -> bool:
+        """For a model's key: whether the text learner is no worse than a predictor, or not clearly worse than the recent
+        lengths, which do not rank requests at all.
+        """
+        duel = self.over_predictor if predicted else self.over_others
+        if duel.count < TRUSTED_MIN:
+            return not predicted
+        return duel.own < (1.0 if predicted else 1 / MARGIN) * duel.standing
+
+    def write(self, columns: State, row: int) -> None:
+        """Write everything into a row of the arrays of `_columns`."""
+        columns["logs"][row, : self.count] = self._logs[: self.count]
+        columns["capped"][row, : self.count] = self._capped[: self.count]
+        columns["numbers"][row] = (
+            *(self._at, self.count, self._unused, self._cap, len(self._quantiles)),
+            *self.over_others.numbers(),
+            *self.over_predictor.numbers(),
+        )
+        if self._quantiles:
+            columns["quantiles"][row] = self._quantiles
+
+    def read(self, columns: State, row: int) -> None:
+        """Take back what `write` wrote."""
+        self._logs[:], self._capped[:] = columns["logs"][row], columns["capped"][row]
+        numbers: list[float] = columns["numbers"][row].tolist()
+        self._at, self.count, self._unused = map(int, numbers[:3])
+        if not (0 <= self._at < self._logs.size and 0 <= self.count <= self._logs.size):
+            raise ValueError("the state of a key names lengths that it does not hold")
+        self._cap = numbers[3]
+        self._quantiles = columns["quantiles"][row].tolist() if numbers[4] else []
+        self.over_others.take(numbers[5:8])
+        self.over_predictor.take(numbers[8:])
+
+
+def _columns(keys: int, size: int) -> State:
+    """Arrays for the states of `keys` Neighbours of `size` lengths, one row each."""
+    return {
+        "key": np.zeros((keys, KEY_BYTES), dtype=np.uint8),
+        "logs": np.zeros((keys, size)),
+        "capped": np.zeros((keys, size), dtype=bool),
+        "numbers": np.zeros((keys, 11)),
+        "quantiles": np.zeros((keys, LEVELS)),
+    }
+
+
+def _saving(entries: list[tuple[bytes, Neighbours]], size: int) -> Saving:
+    columns = _columns(len(entries), size)
+    for row, (key, neighbours) in enumerate(entries):
+        if row and row % ROWS_A_SLICE == 0:
+            yield
+        columns["key"][row] = np.frombuffer(key, np.uint8)
+        neighbours.write(columns, row)
+    yield
+    return columns
+
+
+def _restored(columns: State, size: int, least: int) -> list[tuple[bytes, Neighbours]]:
+    """The entries of a state. Raises ValueError when they were of another size."""
+    keys = array(columns, "key", (None, KEY_BYTES), "u")
+    for name, own in _columns(0, size).items():
+        array(columns, name, (len(keys), *own.shape[1:]), own.dtype.kind)
+    entries = []
+    for row, key in enumerate(keys):
+        neighbours = Neighbours(size, least)
+        neighbours.read(columns, row)
+        entries.append((key.tobytes(), neighbours))
+    return entries
+
 
 class KeyForecast(NamedTuple):
     """A key's own forecast, and the standing forecast without this key."""
@@ -183,6 +272,7 @@ class Memory:
     """The keys of all models. keys_max : remembered applications and templates.  models_max : remembered models."""
 
     def __init__(self, keys_max: int, lengths_per_key: int, window: int, models_max: int) -> None:
+        self._sizes = lengths_per_key, window
         self._keys = RecentlyUsed[bytes, Neighbours](keys_max, lambda: Neighbours(lengths_per_key, SCORED_MIN))
         self._recent = RecentlyUsed[bytes, Neighbours](models_max, lambda: Neighbours(window, 1))
         self._overruled = 0
@@ -190,14 +280,23 @@ class Memory:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def judge(self, chain: tuple[bytes, ...], predicted: Logs | None) -> Verdict:
-        """The forecast of the best key. chain : from `keys_of`.  predicted : a predictor's quantiles, if any."""
+    def judge(self, chain: tuple[bytes, ...], predicted: Logs | None, learnt: Logs | None = None) -> Verdict:
+        """The best forecast. chain : from `keys_of`.  predicted : a predictor's quantiles, if any.  learnt : quantiles by
+        the text learner, if any; the model's key has their scores.
+        """
         standing, source = predicted, "predictor" if predicted else ""
         by_key: list[KeyForecast] = []
         place = 0
         recent = self._recent.get(chain[0]) if not standing else None  # even a poor predictor ranks better
         if recent and (own := recent.forecast(None)):
             standing, source = own, "recent"
+        if learnt and standing:
+            by_key.append(KeyForecast(chain[0], learnt, standing))
+            model = self._recent.get(chain[0])
+            if model.ranks(predicted is not None) if model else not predicted:
+                standing, source = learnt, "learner"
+        elif learnt:
+            standing, source = learnt, "learner"
         for finer, key in enumerate(chain[1:], 1):
             neighbours = self._keys.get(key)
             own = neighbours.forecast(standing) if neighbours and standing else None
@@ -237,10 +336,23 @@ class Memory:
             coarser_exists = exists
         return not skipped
 
+    def saving(self) -> Saving:
+        """Make the state of all keys in slices. A key that learns meanwhile is saved as before or as after."""
+        size, window = self._sizes
+        keys = yield from _saving(self._keys.entries(), size)
+        recent = yield from _saving(self._recent.entries(), window)
+        return {"keys": keys, "recent": recent, "overruled": self._overruled}
+
+    def restore(self, state: State) -> None:
+        size, window = self._sizes
+        self._keys.fill(_restored(part(state, "keys"), size, SCORED_MIN))
+        self._recent.fill(_restored(part(state, "recent"), window, 1))
+        self._overruled = int(part(state, "overruled"))
+
     def _score(self, forecasts: Sequence[KeyForecast], actual: float, capped: bool, predicted: bool) -> None:
         score, standing = 0.0, None
         for forecast in forecasts:
-            neighbours = self._keys.get(forecast.key)
+            neighbours = self._keys.get(forecast.key) or self._recent.get(forecast.key)
             if forecast.standing is not standing:
                 standing, score = forecast.standing, crps(forecast.standing, actual, capped)
             if neighbours:
@@ -248,9 +360,13 @@ class Memory:
                 duel.score(crps(forecast.own, actual, capped), score)
 
 
-def keys_of(prompt: Prompt) -> tuple[bytes, ...]:
-    """The prompt's keys, coarse to fine: each hashes the content of the coarser keys and more."""
-    kind = blake2b(repr((prompt.model, bool(prompt.stop))).encode("utf-8", "backslashreplace"), digest_size=16)
+def keys_of(prompt: Prompt, secret: bytes = b"") -> tuple[bytes, ...]:
+    """The prompt's keys, coarse to fine: each hashes the content of the coarser keys and more.
+
+    secret : at most 64 bytes, the key of the hashes.
+    """
+    model = repr((prompt.model, bool(prompt.stop))).encode("utf-8", "backslashreplace")
+    kind = blake2b(model, digest_size=KEY_BYTES, key=secret)
     keys = [kind.digest()]
     application = kind.copy()
     if prompt.system or prompt.stop:

@@ -1,0 +1,226 @@
+"""The length of an answer from the words of its prompt, learnt while serving.
+
+    x    the prompt's features (text_features.py)
+    z    log(tokens + SOFT): differences among the shortest answers count less than their logarithms say
+    b    the level of the model: a mean of its latest z - w x
+    w x + b   the forecast of z
+
+The weights w are a ridge regression of z - b on x over the latest answers, solved in its dual (Shalev-Shwartz and Zhang
+2013): w is the sum of a_i x_i over the answers, and a visit of answer i sets a_i to its best value, given the others. Each
+answer is visited when it comes, and VISITS earlier answers with it, in turn. So a few hundred answers are used as well as
+by a regression over all of them, and there is no learning rate. Three kinds of answers only bound their a_i:
+
+    capped        a_i >= 0: the full length is longer, so the answer can only raise forecasts
+    absurd        |a_i| is at most that of an error of ERROR_MAX (Huber's loss)
+    of a sender who sends more than all others together: counts as if it sent as many
+
+The answers that leave the window keep their part of w. The spread of the forecasts is that of their latest errors, per
+model, by `recalibration`.
+
+Pure: no clock, no randomness but the order of visits, which is fixed. Not thread-safe.
+"""
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from bins.calibration import midpoints
+from predictor.memory import RecentlyUsed
+from predictor.prompt import Prompt
+from predictor.quantiles import LENGTH_MAX, LEVELS, Logs
+from predictor.recalibration import Recalibration
+from predictor.text_features import BITS, Features, TextFeatures
+
+SOFT = 20.0
+"""Tokens."""
+RIDGE = 3.0
+WINDOW = 2000
+"""Answers that are visited again."""
+VISITS = 12
+ERROR_MAX = 1.5
+LEVEL_RATE = 0.02
+"""Of the latest answer in a model's level: a level follows a change within some 100 answers."""
+LEAST = 4
+"""Answers before the first forecast."""
+KEPT = 0.998
+COVARIANCE_MAX = 10.0
+"""Bounds what one answer changes in a mixture after many answers without information."""
+ERRORS = 256
+"""Latest errors of a model that give the spread."""
+_STEP = 7919  # a prime: the visits go through the window in an order unlike that of the answers
+_NORMAL = [NormalDist().inv_cdf(float(p)) for p in midpoints(LEVELS)]
+
+
+@dataclass(slots=True)
+class Example:
+    """An answer in the window. give : RIDGE over the answer's weight.  dual : a_i, within low and high."""
+
+    features: Features
+    square: float  # x x
+    target: float
+    give: float
+    dual: float
+    low: float
+    high: float
+
+
+class Mixture:
+    """Forecasts from a text's forecast and a prediction: a regression on both, which forgets.
+
+    It begins as the prediction alone. The latest 1 / (1 - KEPT) answers count.
+    """
+
+    def __init__(self) -> None:
+        self._weights = np.array([0.0, 0.0, 1.0])
+        self._covariance = np.diag([1.0, 0.3, 0.3])
+        self._centre = (0.0, 0.0)
+        self._count = 0
+
+    def mixed(self, text: float, predicted: float) -> float:
+        return float(self._inputs(text, predicted).dot(self._weights)) + self._centre[1]
+
+    def _inputs(self, text: float, predicted: float) -> np.ndarray:
+        return np.array([1.0, text - self._centre[0], predicted - self._centre[1]])
+
+    def learn(self, text: float, predicted: float, actual: float, capped: bool) -> None:
+        """All as z."""
+        if not self._count:
+            self._centre = text, predicted
+        self._count += 1
+        inputs = self._inputs(text, predicted)
+        error = _bounded(actual - self._centre[1] - float(inputs.dot(self._weights)), capped)
+        if not error:
+            return
+        moved = self._covariance.dot(inputs)
+        gain = moved / (KEPT + float(inputs.dot(moved)))
+        self._weights += gain * error
+        self._covariance -= np.outer(gain, moved)
+        self._covariance /= KEPT
+        self._covariance *= min(1.0, COVARIANCE_MAX / float(np.trace(self._covariance)))
+
+
+@dataclass(slots=True)
+class Level:
+    value: float
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TextForecast:
+    """text : w x + b.  middle : the same, or its mixture with a prediction.  logs : quantiles of z around `middle`, before
+    their correction.  width : theirs.
+    """
+
+    features: Features
+    text: float
+    predicted: float | None
+    middle: float
+    logs: tuple[float, ...]
+    width: float
+
+
+class TextLearner:
+    """Learns from answers to texts.
+
+    secret      key of the words' hashes, at most 64 bytes
+    models_max  models with a level and a spread of their own
+    """
+
+    def __init__(self, secret: bytes, models_max: int) -> None:
+        self._reader = TextFeatures(secret)
+        self._weights = np.zeros(1 << BITS, dtype=np.float32)
+        self._scratch = np.zeros(1 << BITS, dtype=np.float32)
+        self._examples: list[Example] = []
+        self._count = 0
+        self._visited = 0
+        self._start = 0.0  # the level of a new model
+        self._error = 0.5  # mean absolute error
+        self._levels = RecentlyUsed[str, Level](models_max, lambda: Level(self._start))
+        self._mixtures = RecentlyUsed[str, Mixture](models_max, Mixture)
+        self._recalibrations = RecentlyUsed[tuple[str, bool], Recalibration](models_max, lambda: Recalibration(ERRORS))
+
+    def read(self, prompt: Prompt) -> Features:
+        return self._reader.read(prompt)
+
+    def forecast(self, model: str, features: Features, predicted: float | None) -> TextForecast:
+        """predicted : a trained predictor's median for the prompt, the logarithm of tokens."""
+        level = self._levels.get(model)
+        text = float(self._weights.take(features.indices).dot(features.values))
+        text += level.value if level else self._start
+        middle = text
+        prediction = None if predicted is None else _soft(predicted)
+        if prediction is not None:
+            middle = (self._mixtures.get(model) or Mixture()).mixed(text, prediction)
+        width = 1.25 * self._error
+        logs = tuple([middle + width * normal for normal in _NORMAL])
+        return TextForecast(features, text, prediction, middle, logs, width)
+
+    def quantiles(self, model: str, forecast: TextForecast) -> Logs | None:
+        """LEVELS quantiles of the logarithm of the length; None before the first answers."""
+        if self._count < LEAST:
+            return None
+        recalibration = self._recalibrations.get((model, forecast.predicted is not None))
+        corrected = recalibration.corrected(forecast.logs, forecast.width) if recalibration else forecast.logs
+        return tuple([math.log(min(max(math.exp(z) - SOFT, 1.0), LENGTH_MAX)) for z in corrected])
+
+    def learn(self, model: str, forecast: TextForecast, actual: float, capped: bool, spread: bool) -> None:
+        """Learn the logarithm of a real length, or, if capped, of a lower bound.
+
+        spread : whether the error of the forecast counts in the spread of the model's forecasts.
+        """
+        z = _soft(actual)
+        error = _bounded(z - forecast.text, capped)
+        if not self._count:
+            self._start = z
+        self._count += 1
+        level = self._levels.used(model)
+        level.count += 1
+        target = z - level.value
+        level.value += error * max(LEVEL_RATE, 1 / (level.count + 4))
+        self._start += 0.01 * (level.value - self._start)
+        self._add(forecast.features, target, capped)
+        if forecast.predicted is not None:
+            self._mixtures.used(model).learn(forecast.text, forecast.predicted, z, capped)
+        if spread:
+            self._error += max(0.01, 1 / (self._count + 4)) * (abs(error) - self._error)
+            recalibration = self._recalibrations.used((model, forecast.predicted is not None))
+            recalibration.learn(forecast.logs, forecast.width, z, capped)
+
+    def _add(self, features: Features, target: float, capped: bool) -> None:
+        give = RIDGE
+        scratch, indices = self._scratch, features.indices
+        np.add.at(scratch, indices, features.values)
+        square = float(scratch.take(indices).dot(features.values))
+        scratch[indices] = 0.0
+        high = ERROR_MAX / give
+        example = Example(features, square, target, give, 0.0, 0.0 if capped else -high, high)
+        examples = self._examples
+        if len(examples) < WINDOW:
+            examples.append(example)
+        else:
+            examples[(self._count - 1) % WINDOW] = example
+        self._visit(example)
+        size = len(examples)
+        for number in range(self._visited + 1, self._visited + 1 + min(VISITS, size)):
+            self._visit(examples[number * _STEP % size])
+        self._visited += VISITS
+
+    def _visit(self, example: Example) -> None:
+        indices, values = example.features
+        weights, dual = self._weights, example.dual
+        error = example.target - float(weights.take(indices).dot(values)) - example.give * dual
+        best = dual + error / (example.square + example.give)
+        example.dual = min(max(best, example.low), example.high)
+        if example.dual != dual:
+            np.add.at(weights, indices, (example.dual - dual) * values)
+
+
+def _soft(log: float) -> float:
+    """z of the logarithm of a length."""
+    return math.log(math.exp(log) + SOFT)
+
+
+def _bounded(error: float, capped: bool) -> float:
+    return min(max(error, 0.0 if capped else -ERROR_MAX), ERROR_MAX)
