@@ -28,6 +28,7 @@ from llmserve.extras import need
 from llmserve.prompt_rows import forecasts_by, need_readers, with_bar
 from predictor.dataset import Row, Splits, load_rows, split_rows
 from predictor.errors import BadPredictor, DatasetError, PredictorError
+from predictor.online import OnlineLearner
 from predictor.options import (
     METRICS_FILE,
     Split,
@@ -40,7 +41,7 @@ from predictor.options import (
     share,
     unusable,
 )
-from predictor.prequential import ANSWERS_MAX, forecast_stream, repeatable_learner, scores_by_range
+from predictor.prequential import ANSWERS_MAX, forecast_stream, scores_by_range
 from predictor.text import markdown
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def evaluate_online(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         rows = [rows[place] for place in np.random.default_rng(args.shuffle).permutation(len(rows))]
     rows = rows[: min(args.limit or ANSWERS_MAX, ANSWERS_MAX)]
     raw = None if predictor is None else forecasts_by(predictor, [row.prompt for row in rows]).tolist()
-    forecasts = forecast_stream(repeatable_learner(), with_bar(rows, "learning"), raw)
+    forecasts = forecast_stream(OnlineLearner(), with_bar(rows, "learning"), raw)
     result = {
         "ranges": scores_by_range(forecasts, rows),
         "answers": len(rows),

@@ -20,8 +20,7 @@ from llmserve.simulation.online import OnlineRows
 from llmserve.simulation.scenario import Answers
 from predictor.dataset import Row, load_rows
 from predictor.errors import PredictorError
-from predictor.online import Forecast, bounded
-from predictor.prequential import repeatable_learner
+from predictor.online import Forecast, OnlineLearner, bounded
 
 if TYPE_CHECKING:
     from predictor.predict import LengthPredictor
@@ -68,7 +67,7 @@ class RowLearner:
     """A server's learner that gets the rows of a file."""
 
     def __init__(self) -> None:
-        self._learner = repeatable_learner()
+        self._learner = OnlineLearner()
 
     def forecast(self, row: Row) -> Forecast:
         """The forecast for the row's prompt, at most the row's max_tokens."""

@@ -30,11 +30,6 @@ LOW, HIGH = 1, LEVELS - 2
 NOTHING = (math.nan,) * LEVELS
 
 
-def repeatable_learner(**options: Any) -> OnlineLearner:
-    """A server's learner that gives the same forecasts in every run. options : of OnlineLearner."""
-    return OnlineLearner(**options)
-
-
 def forecast_stream(
     learner: OnlineLearner, rows: Iterable[Row], raw: Sequence[Sequence[float]] | None = None
 ) -> Forecasts:

@@ -13,7 +13,8 @@ from missing_modules import without
 import predictor
 from llmserve.__main__ import main
 from predictor.dataset import Row
-from predictor.prequential import forecast_stream, repeatable_learner, scores, scores_by_range
+from predictor.online import OnlineLearner
+from predictor.prequential import forecast_stream, scores, scores_by_range
 from predictor.prompt import Prompt
 
 
@@ -47,15 +48,15 @@ def printed(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
 def test_a_forecast_does_not_know_its_own_answer() -> None:
     rows = rows_of(60)
     other = [*rows[:-1], Row(rows[-1].prompt, 9_999)]
-    first, second = forecast_stream(repeatable_learner(), rows), forecast_stream(repeatable_learner(), other)
+    first, second = forecast_stream(OnlineLearner(), rows), forecast_stream(OnlineLearner(), other)
     assert first.shape == (60, 15)
     np.testing.assert_array_equal(first, second)
     assert np.isnan(first[0]).all(), "nothing is known before the first answer"
 
 
 def test_forecasts_are_those_of_the_servers_learner() -> None:
-    rows, learner = rows_of(60), repeatable_learner()
-    for row, forecast in zip(rows, forecast_stream(repeatable_learner(), rows), strict=True):
+    rows, learner = rows_of(60), OnlineLearner()
+    for row, forecast in zip(rows, forecast_stream(OnlineLearner(), rows), strict=True):
         expected = learner.forecast(row.prompt, None)
         learner.observe(expected, row.output_tokens, row.capped)
         assert tuple(forecast[~np.isnan(forecast)]) == expected.lengths
@@ -63,7 +64,7 @@ def test_forecasts_are_those_of_the_servers_learner() -> None:
 
 def test_a_forecast_is_at_most_the_requests_limit() -> None:
     rows = [Row(row.prompt, min(row.output_tokens, 50), row.output_tokens >= 50, 50) for row in rows_of(100)]
-    forecasts = forecast_stream(repeatable_learner(), rows)
+    forecasts = forecast_stream(OnlineLearner(), rows)
     assert np.nanmax(forecasts) == 50
 
 
@@ -88,7 +89,7 @@ def test_answers_without_a_forecast_have_no_part_in_the_scores() -> None:
 
 def test_ranges_go_as_far_as_the_rows() -> None:
     rows = rows_of(350)
-    ranges = scores_by_range(forecast_stream(repeatable_learner(), rows), rows)
+    ranges = scores_by_range(forecast_stream(OnlineLearner(), rows), rows)
     assert [(scored["from"], scored["to"]) for scored in ranges] == [(0, 100), (100, 300), (300, 350)]
     assert all(list(scored) == ["from", "to", "tau", "mae_tokens", "coverage80"] for scored in ranges)
     assert ranges[-1]["tau"] > 0.4, "the templates are learnt"
@@ -101,7 +102,7 @@ def test_ranges_go_as_far_as_the_rows() -> None:
 def test_the_command_prints_the_scores_by_answers_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(120)
     result = printed(capsys, "--data", write(tmp_path / "rows.jsonl", rows))
-    assert result["ranges"] == scores_by_range(forecast_stream(repeatable_learner(), rows), rows)
+    assert result["ranges"] == scores_by_range(forecast_stream(OnlineLearner(), rows), rows)
     assert (result["answers"], result["capped"], result["without_forecast"]) == (120, 0, 1)
     assert main(["evaluate", "--online", "--data", str(tmp_path / "rows.jsonl")]) == 0
     text = capsys.readouterr().out
@@ -115,7 +116,7 @@ def test_several_files_may_count_their_tokens_in_different_columns(
     rows = rows_of(120)
     files = [write(tmp_path / "a.jsonl", rows[:70], "tokens"), write(tmp_path / "b.jsonl", rows[70:], "length")]
     result = printed(capsys, "--data", f"{files[0]}:tokens", "--data", f"{files[1]}:length")
-    assert result["ranges"] == scores_by_range(forecast_stream(repeatable_learner(), rows), rows)
+    assert result["ranges"] == scores_by_range(forecast_stream(OnlineLearner(), rows), rows)
     assert printed(capsys, "--data", files[0], "--length-column", "tokens")["answers"] == 70
 
 

@@ -41,7 +41,7 @@ from predictor.errors import DatasetError, PredictorError
 from predictor.evaluate import equal_mass_bins, saturated_gain
 from predictor.online import OnlineLearner
 from predictor.predict import LengthPredictor
-from predictor.prequential import Forecasts, forecast_stream, repeatable_learner, scores, scores_by_range
+from predictor.prequential import Forecasts, forecast_stream, scores, scores_by_range
 from predictor.quantiles import LEVELS, at_levels
 
 LEARNER, TEMPLATES, PROMPT_LENGTH = "learner", "templates alone", "prompt length"
@@ -143,23 +143,18 @@ def facts(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def templates_alone() -> OnlineLearner:
-    """The server's learner without its learner of texts."""
-    return repeatable_learner()
-
-
 def stream(rows: Sequence[Row], predictor: LengthPredictor | None) -> dict[str, Any]:
     """The scores of each way to forecast these rows, in this order."""
     characters = [[float(len(row.prompt.text))] * LEVELS for row in rows]
     ways: dict[str, Forecasts] = {
-        LEARNER: forecast_stream(repeatable_learner(), rows),
-        TEMPLATES: forecast_stream(templates_alone(), rows),
+        LEARNER: forecast_stream(OnlineLearner(), rows),
+        TEMPLATES: forecast_stream(OnlineLearner(learns_text=False), rows),
         PROMPT_LENGTH: np.array(characters),
     }
     if predictor is not None:
         raw = predictor.predict([row.prompt for row in rows]).astype(float)
         ways[PREDICTOR] = np.exp([at_levels(line) for line in np.log(raw).tolist()])
-        ways[CORRECTED] = forecast_stream(repeatable_learner(), rows, raw.tolist())
+        ways[CORRECTED] = forecast_stream(OnlineLearner(), rows, raw.tolist())
     begin = min(GAIN_FROM, len(rows) // 2)
     actual = np.array([row.output_tokens for row in rows[begin:]], float)
     oracle = gain(actual, actual)
@@ -225,7 +220,7 @@ def new_models(rows: Sequence[Row], seeds: int, done: Callable[[str], None]) -> 
             new = [row for row in order if row.prompt.model == model][:FIRST]
             asked = set() if prompts_known else {row.prompt.text for row in new}
             others = [row for row in order if row.prompt.model != model and row.prompt.text not in asked][:OTHERS]
-            forecasts = forecast_stream(repeatable_learner(), [*others, *new])
+            forecasts = forecast_stream(OnlineLearner(), [*others, *new])
             found[prompts_known].append(scores(forecasts[len(others) :], new) | {"others": len(others)})
         done(f"new models, seed {seed}")
     return [{"prompts_known": known, "models": len(parts), **means(parts)} for known, parts in found.items()]
@@ -236,7 +231,7 @@ def cost_of(rows: Sequence[Row]) -> dict[str, Any]:
     took_ns = np.min([times_ns(rows) for _ in range(PASSES)], axis=0)  # (2, rows)
     both = took_ns.sum(axis=0)
     tracemalloc.start()
-    learner = repeatable_learner()
+    learner = OnlineLearner()
     for row in rows:
         learner.observe(learner.forecast(row.prompt, None), row.output_tokens, row.capped)
     gc.collect()
@@ -253,7 +248,7 @@ def cost_of(rows: Sequence[Row]) -> dict[str, Any]:
 
 def times_ns(rows: Sequence[Row]) -> list[list[int]]:
     """Nanoseconds of each row's forecast, and of its learning."""
-    learner, clock = repeatable_learner(), time.perf_counter_ns
+    learner, clock = OnlineLearner(), time.perf_counter_ns
     forecast_ns, learn_ns = [], []
     for row in rows:
         begin = clock()
