@@ -12,6 +12,8 @@ Pure: the same secret and prompt always give the same features.
 
 import math
 import re
+from collections.abc import Iterable
+from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -19,27 +21,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from predictor.prompt import Prompt
+from predictor.task_words import TASK_OF
 
 BITS = 18
 """Features are indices below 2**BITS. Two features with the same index share a weight."""
 WORDS_MAX = 96
 SYSTEM_WORDS_MAX = 32
+MODEL_CHARACTERS = 100
 TEXT_FIRST, TEXT_LAST = 1400, 600
 """Characters of a long text that are read."""
 STEM_LETTERS = 4
 VOCABULARY_MAX = 1 << 14
 """Words whose hashes are kept for the next prompt; the oldest half is forgotten when there are more."""
 
-FIRST, EARLY = 4, 12
+FIRST, EARLY = 4, 8
 """Words with a feature of their place; words with a feature of being among the first."""
 FORMS = 6
 """Facts that every request has."""
 
 _WORD = re.compile(r"[\u3040-\u9fff\uac00-\ud7a3]|[^\W\d_]{1,30}|\d{1,9}|[^\w\s]")
-# Of a word, its first letters, a pair, a pair around a word, and a word for the model alone, each over the root of the
-# number of words; an early word, a word's place, the first two and three, the last word, the model, a form, a fact, and a
-# word of the system prompt, over the root of their number.
-_SIZES = np.array([1.0, 1.5, 1.0, 0.5, 0.3, 0.25, 0.5, 0.5, 0.5, 1.0, 0.15, 0.5, 0.5], dtype=np.float32)
+# The kinds of features, with their sizes. The sizes of the words' own kinds are over the root of the number of words.
+_WORDS = {"word": 1.0, "first letters": 1.5, "pair": 1.0, "word for the model": 0.6}
+_OTHERS = {
+    "early word": 0.5,
+    **{f"word {place}": 0.5 for place in range(FIRST)},
+    **{f"pair {place}": 0.5 for place in range(2)},
+    "last word": 0.5,
+    "model": 1.0,
+    "form": 0.15,
+    "fact": 0.5,
+    "word of the system prompt": 0.5,  # over the root of their number
+}
+_SIZES = np.array([*_WORDS.values(), *_OTHERS.values()], dtype=np.float32)
 
 
 class Features(NamedTuple):
@@ -49,15 +62,14 @@ class Features(NamedTuple):
     values: NDArray[np.float32]
 
 
-def _multipliers(count: int) -> list[np.uint64]:
-    """Fixed odd numbers, one for each kind of feature: they keep the kinds of a word's features apart."""
+def _multipliers(count: int) -> NDArray[np.uint64]:
+    """(count,) fixed odd numbers, which keep the kinds of a word's features apart."""
     digests = [blake2b(b"%d" % number, digest_size=8).digest() for number in range(count)]
-    return [np.uint64(int.from_bytes(digest, "big") | 1) for digest in digests]
+    return np.array([int.from_bytes(digest, "big") | 1 for digest in digests], dtype=np.uint64)
 
 
-_INDEX, _EARLY, _LAST, _SYSTEM, *_rest = _multipliers(7 + FIRST)
-_PAIRS = np.array(_rest[:3], dtype=np.uint64).reshape(3, 1)  # for the left word next to another, beyond one, the right
-_PLACES = np.array(_rest[3:], dtype=np.uint64)
+_KINDS = _multipliers(len(_SIZES))
+_PAIR = _multipliers(len(_SIZES) + 2)[-2:].reshape(2, 1)  # for the left and the right word of a pair
 _SHIFT = np.uint64(64 - BITS)
 
 
@@ -70,35 +82,20 @@ class TextFeatures:
         self._rows = np.empty((VOCABULARY_MAX, 2), dtype=np.uint64)  # hashes of each word and of its first letters
 
     def read(self, prompt: Prompt) -> Features:
-        words, facts = _words(prompt.text, WORDS_MAX), _facts(prompt)
+        words = _words(prompt.text, WORDS_MAX)
         seen = dict.fromkeys(words)  # a word counts once, a pair of words as often as it occurs
+        facts = [*_facts(prompt), *_tasks(seen)]
         system = dict.fromkeys(_words(prompt.system, SYSTEM_WORDS_MAX)) if prompt.system else ()
         hashes = self._hashes([*facts, *seen, *words, *system])
         one, stems = hashes[:, 0], hashes[len(facts) : len(facts) + len(seen), 1]
         own, rest = one[len(facts) : len(facts) + len(seen)], one[len(facts) + len(seen) :]
         text, system_words = rest[: len(words)], rest[len(words) :]
-        left, around, right = text * _PAIRS
-        placed = text[:FIRST] * _PLACES[: min(FIRST, len(words))]
-        parts = (
-            own,
-            stems,
-            left[:-1] + right[1:],
-            around[:-2] + right[2:],
-            own * one[0],
-            text[:EARLY] * _EARLY,
-            placed,
-            placed.cumsum()[1:3],
-            text[-1:] * _LAST,
-            one[:1],
-            one[1:FORMS],
-            one[FORMS : len(facts)],
-            system_words * _SYSTEM,
-        )
-        values = _SIZES.copy()
-        values[:5] /= math.sqrt(max(1, len(words)))
-        values[-1] /= math.sqrt(max(1, len(system_words)))
-        indices = np.concatenate(parts) * _INDEX >> _SHIFT
-        return Features(indices.astype(np.int64), values.repeat([len(part) for part in parts]))
+        left, right = text * _PAIR
+        pairs = left[:-1] + right[1:]
+        parts = (own, stems, pairs, own * one[0], text[:EARLY], text[:FIRST], pairs[:2], text[-1:], one[: len(facts)])
+        kinds, values = _kinds(len(words), len(seen), len(facts), len(system))
+        indices = np.concatenate((*parts, system_words)) * kinds >> _SHIFT
+        return Features(indices.astype(np.int64), values)
 
     def _hashes(self, words: list[str]) -> NDArray[np.uint64]:
         """(n, 2) hashes of each word and of its first letters."""
@@ -120,12 +117,24 @@ class TextFeatures:
         return int.from_bytes(digest.digest(), "big")
 
 
+@lru_cache(maxsize=4096)
+def _kinds(words: int, seen: int, facts: int, system: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
+    """The multipliers and the sizes of the features, in their order."""
+    sizes = _SIZES.copy()
+    sizes[: len(_WORDS)] /= math.sqrt(max(1, words))
+    sizes[-1] /= math.sqrt(max(1, system))
+    pairs = max(0, words - 1)
+    places = [*(place < words for place in range(FIRST)), *(place < pairs for place in range(2)), words > 0]
+    counts = [seen, seen, pairs, seen, min(EARLY, words), *places, 1, FORMS - 1, facts - FORMS, system]
+    return _KINDS.repeat(counts), sizes.repeat(counts)
+
+
 def _facts(prompt: Prompt) -> list[str]:
     """The model, the text's length and form, then the facts that not every request has."""
     text = prompt.text
     log = math.log(len(text) + 1)
     facts = [
-        f"model {prompt.model}",
+        f"model {prompt.model[:MODEL_CHARACTERS]}",
         f"length {int(2 * log)}",
         f"about {int(log)}",
         f"lines {min(text.count(chr(10)), 6)}",
@@ -133,12 +142,23 @@ def _facts(prompt: Prompt) -> list[str]:
         f"end {text[-1:]}",
     ]
     if prompt.system:
-        facts.append(f"system {prompt.system[:TEXT_FIRST]}")
+        facts.append(f"system {_digest(prompt.system[:TEXT_FIRST])}")
     if prompt.history_characters:
         facts.append(f"history {int(math.log(prompt.history_characters))}")
     if prompt.stop:
-        facts.append(f"stop {prompt.stop!r}"[:TEXT_FIRST])
+        facts.append(f"stop {_digest(repr(prompt.stop))}")
     return facts
+
+
+def _tasks(words: Iterable[str]) -> list[str]:
+    """The tasks that the text names, those that its first words name, and the first two of these together."""
+    named = [(place, TASK_OF[word]) for place, word in enumerate(words) if word in TASK_OF]
+    first = [task for place, task in named if place < EARLY]
+    return [*{f"task {task}": 0 for _, task in named}, *{f"early task {task}": 0 for task in first}, f"tasks {first[:2]}"]
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def _words(text: str, words_max: int) -> list[str]:

@@ -23,8 +23,10 @@ Pure: no clock, no randomness but the order of visits, which is fixed. Not threa
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bins.calibration import midpoints
 from predictor.memory import RecentlyUsed
@@ -33,12 +35,12 @@ from predictor.quantiles import LENGTH_MAX, LEVELS, Logs
 from predictor.recalibration import Recalibration
 from predictor.text_features import BITS, Features, TextFeatures
 
-SOFT = 20.0
+SOFT = 30.0
 """Tokens."""
-RIDGE = 3.0
+RIDGE = 2.0
 WINDOW = 2000
 """Answers that are visited again."""
-VISITS = 12
+VISITS = 10
 ERROR_MAX = 1.5
 LEVEL_RATE = 0.02
 """Of the latest answer in a model's level: a level follows a change within some 100 answers."""
@@ -53,15 +55,14 @@ _STEP = 7919  # a prime: the visits go through the window in an order unlike tha
 _NORMAL = [NormalDist().inv_cdf(float(p)) for p in midpoints(LEVELS)]
 
 
-@dataclass(slots=True)
-class Example:
-    """An answer in the window. give : RIDGE over the answer's weight.  dual : a_i, within low and high."""
+class Example(NamedTuple):
+    """An answer in the window. give : RIDGE over the answer's weight.  low, high : bounds of a_i."""
 
-    features: Features
+    indices: NDArray[np.int64]
+    values: NDArray[np.float32]
     square: float  # x x
     target: float
     give: float
-    dual: float
     low: float
     high: float
 
@@ -133,6 +134,7 @@ class TextLearner:
         self._weights = np.zeros(1 << BITS, dtype=np.float32)
         self._scratch = np.zeros(1 << BITS, dtype=np.float32)
         self._examples: list[Example] = []
+        self._duals: list[float] = []  # a_i
         self._count = 0
         self._visited = 0
         self._start = 0.0  # the level of a new model
@@ -174,7 +176,6 @@ class TextLearner:
         error = _bounded(z - forecast.text, capped)
         if not self._count:
             self._start = z
-        self._count += 1
         level = self._levels.used(model)
         level.count += 1
         target = z - level.value
@@ -189,32 +190,38 @@ class TextLearner:
             recalibration.learn(forecast.logs, forecast.width, z, capped)
 
     def _add(self, features: Features, target: float, capped: bool) -> None:
-        give = RIDGE
-        scratch, indices = self._scratch, features.indices
-        np.add.at(scratch, indices, features.values)
-        square = float(scratch.take(indices).dot(features.values))
-        scratch[indices] = 0.0
-        high = ERROR_MAX / give
-        example = Example(features, square, target, give, 0.0, 0.0 if capped else -high, high)
-        examples = self._examples
-        if len(examples) < WINDOW:
-            examples.append(example)
+        """Put an answer into the window, and visit it and VISITS others."""
+        place = self._count % WINDOW
+        self._count += 1
+        give, high = RIDGE, ERROR_MAX / RIDGE
+        example = Example(*features, self._square(features), target, give, 0.0 if capped else -high, high)
+        if place == len(self._examples):
+            self._examples.append(example)
+            self._duals.append(0.0)
         else:
-            examples[(self._count - 1) % WINDOW] = example
-        self._visit(example)
-        size = len(examples)
-        for number in range(self._visited + 1, self._visited + 1 + min(VISITS, size)):
-            self._visit(examples[number * _STEP % size])
-        self._visited += VISITS
+            self._examples[place], self._duals[place] = example, 0.0
+        size = len(self._examples)
+        first = self._visited + 1
+        self._visited += min(VISITS, size)
+        self._visit([place, *[number * _STEP % size for number in range(first, self._visited + 1)]])
 
-    def _visit(self, example: Example) -> None:
-        indices, values = example.features
-        weights, dual = self._weights, example.dual
-        error = example.target - float(weights.take(indices).dot(values)) - example.give * dual
-        best = dual + error / (example.square + example.give)
-        example.dual = min(max(best, example.low), example.high)
-        if example.dual != dual:
-            np.add.at(weights, indices, (example.dual - dual) * values)
+    def _square(self, features: Features) -> float:
+        """x x; an index may be there twice."""
+        indices, values = features
+        self._scratch[indices] = 0.0
+        np.add.at(self._scratch, indices, values)
+        return float(self._scratch.take(indices).dot(values))
+
+    def _visit(self, places: list[int]) -> None:
+        weights, duals, add_at = self._weights, self._duals, np.add.at
+        for place in places:
+            indices, values, square, target, give, low, high = self._examples[place]
+            dual = duals[place]
+            error = target - float(weights.take(indices).dot(values)) - give * dual
+            best = min(max(dual + error / (square + give), low), high)
+            if best != dual:
+                add_at(weights, indices, (best - dual) * values)
+                duals[place] = best
 
 
 def _soft(log: float) -> float:
