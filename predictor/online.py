@@ -81,11 +81,23 @@ class OnlineLearner:
         predicted = self._read(raw)
         kind = (prompt.model, bool(prompt.stop), raw is not None and len(raw) == 1)
         s = 1.0 if kind[2] or not predicted else width(predicted)
+        return self._forecast(kind, predicted, s, keys_of(prompt))
+
+    def revise(self, forecast: Forecast) -> Forecast:
+        """The forecast of the same request by what was learnt since. Its prompt is not read again.
+
+        To be given to `observe` instead of the earlier forecast.
+        """
+        trace = forecast._trace
+        return self._forecast(trace.kind, trace.predicted, trace.width, trace.chain)
+
+    def _forecast(
+        self, kind: tuple[str, bool, bool], predicted: Sequence[float], s: float, chain: tuple[bytes, ...]
+    ) -> Forecast:
         calibrated = None
         if predicted:
             recalibration = self._recalibrations.get(kind)
             calibrated = recalibration.corrected(predicted, s) if recalibration else ascending(predicted)
-        chain = keys_of(prompt)
         verdict = self.memory.judge(chain, calibrated)
         lengths = tuple([math.exp(log) for log in verdict.logs])
         return Forecast(lengths, verdict.source, _Trace(kind, predicted, s, chain, verdict))
