@@ -144,6 +144,7 @@ class Metrics:
             if (open_request := self._open.get(request.id)) is not None:
                 self._waiting.observe(now_s - open_request.arrived_at_s)
                 open_request.started_at_s, open_request.is_stopping = now_s, False
+                open_request.request = request  # with its last forecast
 
     def _preempt(self, action: PreemptBatch, now_s: float) -> None:
         stopped = [self._open[id_] for id_ in action.request_ids if id_ in self._open]

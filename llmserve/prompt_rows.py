@@ -71,7 +71,13 @@ class RowLearner:
 
     def forecast(self, row: Row) -> Forecast:
         """The forecast for the row's prompt, at most the row's max_tokens."""
-        forecast = self._learner.forecast(row.prompt, None)
+        return self._bounded(row, self._learner.forecast(row.prompt, None))
+
+    def revise(self, row: Row, forecast: Forecast) -> Forecast:
+        """The same forecast by what was learnt since."""
+        return self._bounded(row, self._learner.revise(forecast))
+
+    def _bounded(self, row: Row, forecast: Forecast) -> Forecast:
         return replace(forecast, lengths=bounded(forecast.lengths, most=row.output_tokens_max))
 
     def observe(self, row: Row, forecast: Forecast) -> None:

@@ -32,10 +32,10 @@ from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError
 from llmserve.policies import PLANNED, SchedulingConfig
 from llmserve.scheduling.messages import Action, Event, RequestArrived
+from llmserve.simulated_learning import SimulatedLearning
 from llmserve.simulation import figures, workload
 from llmserve.simulation.estimates import Repeated, print_comparison, print_intervals
 from llmserve.simulation.many import in_processes
-from llmserve.simulation.online import OnlineForecasts
 from llmserve.simulation.predictions import TRAINED
 from llmserve.simulation.progress import RunsProgress
 from llmserve.simulation.report import BatchRecorder, Recorder, Summary, elapsed, print_table, summarise
@@ -100,14 +100,15 @@ def run(
     # As in the live cluster, only a scheduler that preempts gets an event when an answer begins.
     timed_engines = engines(scenario, scheduling, lengths.tolist(), work.streaming if scheduler.preempts else ())
     journal = Journal(header, path=journal_path) if journal_path is not None else None  # after all checks
-    forecasts = None if work.online is None else work.online.forecasts()
+    learning = None if work.online is None else SimulatedLearning(work.online, scheduler.requests)
     cluster = SimulatedCluster(
         scheduler,
         list(timed_engines),
         solver=solver,
         journal=journal,
-        on_step=_listener(recorder, forecasts, on_arrival),
-        predict=None if forecasts is None else forecasts.predicted,
+        on_step=_listener(recorder, on_arrival),
+        predict=None if learning is None else learning.predicted,
+        revise=None if learning is None else learning.learn,
     )
     try:
         requests = workload.requests(work.trace, work.predictions, work.deadlines_s)
@@ -152,16 +153,14 @@ def _solver(scenario: Scenario, scheduling: SchedulingConfig, dispatch: Dispatch
 
 
 def _listener(
-    recorder: Recorder, forecasts: OnlineForecasts | None, on_arrival: Callable[[int], None] | None
+    recorder: Recorder, on_arrival: Callable[[int], None] | None
 ) -> Callable[[float, Event, list[Action]], None]:
-    if forecasts is None and on_arrival is None:
+    if on_arrival is None:
         return recorder
 
     def listen(now_s: float, event: Event, actions: list[Action]) -> None:
         recorder(now_s, event, actions)
-        if forecasts is not None:
-            forecasts.learn(event)
-        if on_arrival is not None and type(event) is RequestArrived and (event.request.id + 1) % PROGRESS_EVERY == 0:
+        if type(event) is RequestArrived and (event.request.id + 1) % PROGRESS_EVERY == 0:
             on_arrival(event.request.id + 1)
 
     return listen

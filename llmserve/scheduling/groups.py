@@ -53,9 +53,6 @@ class Groups:
     def _make_groups(self) -> None:
         for name in sorted(self.layout.names - set(self.by_name)):
             self.by_name[name] = self._new_group(name)
-        self._note_only()
-
-    def _note_only(self) -> None:
         self.only = next(iter(self)) if len(self.by_name) == 1 else None
 
     # ---- requests ----
@@ -165,7 +162,7 @@ class Groups:
         for name in sorted(set(self.by_name) - self.layout.names - leaving):
             if self.by_name[name].empty:
                 del self.by_name[name]
-        self._note_only()
+        self.only = next(iter(self)) if len(self.by_name) == 1 else None
 
 
 class RequestBook:
@@ -316,6 +313,19 @@ class RequestBook:
         self.touch(self.group_of(queued))
         self.deadlines.watch(queued, self.now_s)
         self.place_again([queued])
+
+    def revise(self, changes: Mapping[int, Callable[[Request], Request]]) -> None:
+        """Change the forecasts of waiting requests, by id. They preempt nothing, for that could go on without end."""
+        waiting: dict[ModelQueues, list[tuple[QueuedRequest, Request]]] = {}
+        for request_id, change in changes.items():
+            if (queued := self.by_id.get(request_id)) is not None and queued.run is None:
+                waiting.setdefault(self.queues_of(queued), []).append((queued, change(queued.request)))
+        for queues, requests in waiting.items():
+            self.touch(self._groups.by_name[queues.group])
+            for queue in queues.revise(requests):
+                self._forming.form_early(queues, queue, self.now_s)
+            for queued, _ in requests:
+                self.deadlines.watch(queued, self.now_s)
 
     def sort_into_queues(self, queues: ModelQueues) -> None:
         self.touch(self._groups.by_name[queues.group])

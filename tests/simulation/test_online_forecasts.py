@@ -16,7 +16,8 @@ from llmserve.errors import ConfigError
 from llmserve.policies import SchedulingConfig
 from llmserve.prompt_rows import read_answers
 from llmserve.request import Request
-from llmserve.scheduling.messages import BatchEnded, RequestArrived, RequestEnded
+from llmserve.scheduling.messages import BatchEnded, ForecastsRevised, RequestArrived, RequestEnded
+from llmserve.simulated_learning import SimulatedLearning
 from llmserve.simulation.online import OnlineRows
 from llmserve.simulation.scenario import Answers, Scenario, prepare
 
@@ -63,17 +64,20 @@ class Counter:
     def forecast(self, row: str) -> CountForecast:
         return CountForecast((float(len(self.learnt)),) if self.learnt else ())
 
+    def revise(self, row: str, forecast: CountForecast) -> CountForecast:
+        return self.forecast(row)
+
     def observe(self, row: str, forecast: CountForecast) -> None:
         self.learnt.append(row)
 
 
-def rows_for(learner: Counter, rows: Sequence[str]) -> OnlineRows:
-    return OnlineRows(np.array([*rows, None], dtype=object)[:-1], lambda: learner)
+def learning_of(learner: Counter, rows: Sequence[str]) -> SimulatedLearning:
+    return SimulatedLearning(OnlineRows(np.array(rows, dtype=object), lambda: learner), {})
 
 
 def test_an_answer_is_learnt_when_it_ends_and_not_before() -> None:
     learner = Counter()
-    forecasts = rows_for(learner, ["a", "b", "c", "d"]).forecasts()
+    forecasts = learning_of(learner, ["a", "b", "c", "d"])
     assert forecasts.predicted(Request(0)) == Request(0)
     assert forecasts.predicted(Request(1)) == Request(1)
     forecasts.learn(RequestArrived(Request(1)))
@@ -88,7 +92,7 @@ def test_an_answer_is_learnt_when_it_ends_and_not_before() -> None:
 
 def test_an_answer_that_was_aborted_is_not_learnt_before_its_second_run_ends() -> None:
     learner = Counter()
-    forecasts = rows_for(learner, ["a"]).forecasts()
+    forecasts = learning_of(learner, ["a"])
     forecasts.predicted(Request(0))
     forecasts.learn(RequestEnded("gpu0", 0, "cancelled"))
     assert learner.learnt == []
@@ -113,11 +117,15 @@ def test_every_request_gets_its_forecast_at_its_arrival_by_the_answers_until_the
     assert ended
 
 
-def test_a_burst_has_no_forecasts(prompts: str, tmp_path: Path) -> None:
-    steps = steps_of(prompts, tmp_path / "journal", "--arrival-rate", "inf")
-    requests = [step.event.request for step in steps if isinstance(step.event, RequestArrived)]
+def test_the_requests_of_a_burst_get_forecasts_while_they_wait(prompts: str, tmp_path: Path) -> None:
+    events = [step.event for step in steps_of(prompts, tmp_path / "journal", "--arrival-rate", "inf")]
+    requests = [event.request for event in events if isinstance(event, RequestArrived)]
     assert len(requests) == 300
     assert all(request.predicted_tokens is None for request in requests)
+    revised = {part.request_id for event in events if isinstance(event, ForecastsRevised) for part in event.revisions}
+    assert len(revised) > 280
+    ended = [event.output_tokens for event in events if isinstance(event, RequestEnded)]
+    assert np.mean(ended[:150]) < 0.7 * np.mean(ended[150:]), "short answers overtake long ones"
 
 
 def test_templates_are_learnt_during_the_run(prompts: str, tmp_path: Path) -> None:
@@ -170,7 +178,7 @@ def test_shortest_first_gains_from_what_is_learnt(prompts: str, capsys: pytest.C
     assert main(["simulate", "--prompts", prompts, "--sweep", sweep, *flags]) == 0
     results = json.loads(capsys.readouterr().out)
     oracle, online, none = (result["estimates"]["latency_s_mean"]["mean"] for result in results)
-    assert oracle < online < 0.9 * none
+    assert max(oracle, online) < 0.9 * none
 
 
 @pytest.mark.parametrize(
