@@ -46,12 +46,12 @@ LEVEL_RATE = 0.02
 """Of the latest answer in a model's level: a level follows a change within some 100 answers."""
 LEAST = 4
 """Answers before the first forecast."""
-KEPT = 0.998
-COVARIANCE_MAX = 10.0
-"""Bounds what one answer changes in a mixture after many answers without information."""
+KEPT = 0.997
+"""Weight of an answer in a mixture, relative to the next answer."""
 ERRORS = 256
 """Latest errors of a model that give the spread."""
 _STEP = 7919  # a prime: the visits go through the window in an order unlike that of the answers
+_RIDGES = np.diag([0.1, 0.3, 0.3])
 _NORMAL = [NormalDist().inv_cdf(float(p)) for p in midpoints(LEVELS)]
 
 
@@ -68,38 +68,34 @@ class Example(NamedTuple):
 
 
 class Mixture:
-    """Forecasts from a text's forecast and a prediction: a regression on both, which forgets.
+    """Forecasts from a text's forecast and a prediction: a ridge regression on both over about the latest 300 answers.
 
-    It begins as the prediction alone. The latest 1 / (1 - KEPT) answers count.
+    It begins as the prediction alone.
     """
 
     def __init__(self) -> None:
-        self._weights = np.array([0.0, 0.0, 1.0])
-        self._covariance = np.diag([1.0, 0.3, 0.3])
-        self._centre = (0.0, 0.0)
-        self._count = 0
+        self._products = _RIDGES.copy()  # of the inputs with each other; at first the ridge alone
+        self._errors = np.zeros(3)  # products of the inputs with the predictions' errors
+        self._weights = [0.0, 0.0, 0.0]
+        self._centre: tuple[float, float] | None = None
 
     def mixed(self, text: float, predicted: float) -> float:
-        return float(self._inputs(text, predicted).dot(self._weights)) + self._centre[1]
-
-    def _inputs(self, text: float, predicted: float) -> np.ndarray:
-        return np.array([1.0, text - self._centre[0], predicted - self._centre[1]])
+        """All as z."""
+        if self._centre is None:
+            return predicted
+        level, own, other = self._weights
+        return predicted + level + own * (text - self._centre[0]) + other * (predicted - self._centre[1])
 
     def learn(self, text: float, predicted: float, actual: float, capped: bool) -> None:
-        """All as z."""
-        if not self._count:
-            self._centre = text, predicted
-        self._count += 1
-        inputs = self._inputs(text, predicted)
-        error = _bounded(actual - self._centre[1] - float(inputs.dot(self._weights)), capped)
-        if not error:
-            return
-        moved = self._covariance.dot(inputs)
-        gain = moved / (KEPT + float(inputs.dot(moved)))
-        self._weights += gain * error
-        self._covariance -= np.outer(gain, moved)
-        self._covariance /= KEPT
-        self._covariance *= min(1.0, COVARIANCE_MAX / float(np.trace(self._covariance)))
+        self._centre = self._centre or (text, predicted)
+        mixed = self.mixed(text, predicted)
+        error = mixed + _bounded(actual - mixed, capped) - predicted
+        inputs = np.array([1.0, text - self._centre[0], predicted - self._centre[1]])
+        self._products *= KEPT
+        self._products += np.outer(inputs, inputs) + (1 - KEPT) * _RIDGES
+        self._errors *= KEPT
+        self._errors += error * inputs
+        self._weights = np.linalg.solve(self._products, self._errors).tolist()
 
 
 @dataclass(slots=True)
