@@ -79,7 +79,14 @@ def check_flags(args: argparse.Namespace) -> None:
         for name in ("compare", "output"):
             if getattr(args, name) is not None:
                 raise ConfigError(f"--{name} cannot be given with --online; --json prints all figures")
-        if args.part in ("held-out", "validation") and args.predictor is None and args.predictor_flag is None:
+        if args.part in (None, "all"):
+            given = [name for name in ("seed", "held_out_share", "validation_share") if getattr(args, name) is not None]
+            if given:
+                flag = f"--{given[0].replace('_', '-')}"
+                raise ConfigError(
+                    f"{flag} is of a split: with --online give --part too; --shuffle SEED orders the rows"
+                )
+        elif args.predictor is None and args.predictor_flag is None:
             raise ConfigError(f"--part {args.part} with --online needs a predictor, whose training was split")
     elif args.shuffle is not None:
         raise ConfigError("--shuffle orders the requests of --online: give --online too")

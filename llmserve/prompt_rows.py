@@ -46,11 +46,10 @@ def read_answers(source: str, folder: str | None, *, learning: bool = False) -> 
         forecasts = None if folder is None else _forecasts(folder, [row.prompt for row in rows])
     except PredictorError as error:
         raise ConfigError(f"prompts: {error}") from error
-    characters = [
-        len(row.prompt.text) + len(row.prompt.system) + row.prompt.history_characters for row in rows
-    ]  # fmt: skip
+    prompts = [row.prompt for row in rows]
+    characters = [len(prompt.text) + len(prompt.system) + prompt.history_characters for prompt in prompts]
     output_tokens = np.array([row.output_tokens for row in rows], dtype=float)
-    online = OnlineRows(np.array([*rows, None], dtype=object)[:-1], RowLearner) if learning else None
+    online = OnlineRows(np.array(rows, dtype=object), RowLearner) if learning else None
     return Answers(output_tokens, np.array(characters) / CHARACTERS_PER_TOKEN, forecasts, online)
 
 

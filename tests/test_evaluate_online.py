@@ -179,6 +179,7 @@ def test_no_extra_is_needed(
         (["--online", "--compare", "other"], "--compare cannot be given with --online"),
         (["--online", "--output", "folder"], "--output cannot be given with --online"),
         (["--online", "--part", "held-out"], "--part held-out with --online needs a predictor"),
+        (["--online", "--seed", "1"], "--shuffle SEED orders the rows"),
         (["folder", "--shuffle", "1"], "--shuffle orders the requests of --online"),
         (["folder", "--predictor", "folder"], "the predictor's folder is given twice"),
         ([], "give a predictor's folder, or --online"),
