@@ -313,14 +313,20 @@ class Memory:
         actual: float,
         capped: bool,
         predicted: bool,
+        heard: bool = True,
     ) -> bool:
         """Score the forecasts that were made before the length was known, then remember the length.
 
-        Returns whether the coarsest key learnt the length; a predictor's correction should then learn it too.
+        heard : False for an answer that may be nonsense: its model learns only one in OVERRULED_LEARNT of them, and no
+        score. Returns whether the coarsest key learnt the length; a predictor's correction should then learn it
+        too.
         """
-        self._overruled += bool(verdict.overruled)
-        skipped = verdict.overruled if self._overruled % OVERRULED_LEARNT else ()
-        self._score([forecast for forecast in verdict.by_key if forecast.key not in skipped], actual, capped, predicted)
+        overruled = verdict.overruled or (() if heard else chain[:1])
+        self._overruled += bool(overruled)
+        skipped = overruled if self._overruled % OVERRULED_LEARNT else ()
+        unscored = skipped if heard else (chain[0], *skipped)
+        scored = [forecast for forecast in verdict.by_key if forecast.key not in unscored]
+        self._score(scored, actual, capped, predicted)
         recent = self._recent.used(chain[0])
         if not skipped:
             recent.learn(actual, capped)
