@@ -9,8 +9,8 @@ An answer teaches the key whose forecast stands, and the finer keys. The coarser
 learn only one answer in OVERRULED_LEARNT. If they learnt all answers, they would forecast the lengths of templates that
 finer keys serve; if they learnt none, they would stay wrong after a finer key has taken over.
 
-The memory holds only hashes and lengths, never a text. With a secret, nobody without the secret can tell whether a hash is
-that of a given text.
+The memory holds only hashes and lengths, never a text. Hashes with a secret cannot be compared with those of guessed
+texts by somebody who does not know the secret.
 """
 
 from collections import OrderedDict
