@@ -55,7 +55,7 @@ class LearntParts:
         for model, learner in self.learners.items():
             state = yield from learner.saving()
             learners[model] = {"predictor": self.predictors[model], **state}
-        scheduled = yield from scheduler_saving(scheduler, self.config.scheduling)
+        scheduled = yield from scheduler_saving(scheduler, self.config.scheduling, self.models, self.paces)
         prompt_tokens = self.prompt_tokens.state()
         yield
         return {
@@ -120,5 +120,8 @@ def _nothing_learnt(
 
 
 def _mark(predictor: PredictorProcess | None) -> str:
-    """A hash of the predictor's forecasts for its validation prompts; "" without a predictor."""
-    return blake2b(repr(predictor.forecasts).encode(), digest_size=16).hexdigest() if predictor is not None else ""
+    """A hash of the lengths and forecasts that come with the predictor; "" without a predictor."""
+    if predictor is None:
+        return ""
+    content = repr((predictor.training_lengths, predictor.forecasts))
+    return blake2b(content.encode(), digest_size=16).hexdigest()

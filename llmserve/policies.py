@@ -303,12 +303,13 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     ) -> ModelQueues:
         """Create the queues of a model. Arguments and errors are those of `scheduler`. learnt : of this model."""
         bins = self.bins_count
-        if learnt.scores:
-            scores, lengths = learnt.scores, learnt.lengths
         order = order or order_of(self)
         arrivals = Arrivals(bins)
         model_release = release(arrivals) if release is not None else release_of(self, arrivals)
-        lengths_seen = self._lengths_seen(model_release, scores, lengths)
+        if learnt.scores:
+            scores, lengths = learnt.scores, learnt.lengths
+        has_lengths = lengths or not learnt.scores
+        lengths_seen = self._lengths_seen(model_release, scores if has_lengths else (), lengths)
         return ModelQueues(
             model,
             release=model_release,

@@ -5,7 +5,7 @@ The scheduler takes its part back from the journal's header, so that a replay be
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from heapq import nlargest
 from typing import Any
 
@@ -24,22 +24,28 @@ Header = tuple[dict[str, Learnt], dict[str, dict[str, float]]]
 """The journal's `learnt` and `paces`."""
 
 
-def scheduler_saving(scheduler: Scheduler, config: SchedulingConfig) -> Generator[None, None, dict[str, Any]]:
-    """Make the state of a scheduler in slices (predictor/state.py)."""
-    queues = [own for own in list(scheduler.models.items()) if own[1].service.answers > 0]
+def scheduler_saving(
+    scheduler: Scheduler, config: SchedulingConfig, learnt: Mapping[str, Learnt], paces: Mapping[str, dict[str, float]]
+) -> Generator[None, None, dict[str, Any]]:
+    """Make the state of a scheduler in slices (predictor/state.py).
+
+    learnt, paces : from before the start; they hold for models and engines that have not come back yet.
+    """
+    queues = {model: own for model, own in scheduler.models.items() if own.service.answers > 0}
     yield
     models = {}
-    for model, own in nlargest(MODELS_MAX, queues, key=lambda item: item[1].service.answers):
-        models[model] = _of_model(own)
+    for model in nlargest(MODELS_MAX, queues, key=lambda model: queues[model].service.answers):
+        models[model] = _of_model(queues[model])
         yield
-    paces = {
-        name: {model: pace.value for model, pace in state.paces.items()} for name, state in scheduler.engines.items()
+    for model in [model for model in learnt if model not in queues][: MODELS_MAX - len(models)]:
+        models[model] = _of_learnt(learnt[model])
+        yield
+    present = {
+        name: {model: pace.value for model, pace in engine.paces.items()}
+        for name, engine in scheduler.engines.items()
+        if engine.paces
     }
-    return {
-        "scored_by": _scored_by(config),
-        "models": models,
-        "paces": {name: own for name, own in paces.items() if own},
-    }
+    return {"scored_by": _scored_by(config), "models": models, "paces": {**paces, **present}}
 
 
 def _of_model(queues: ModelQueues) -> dict[str, Any]:
@@ -51,6 +57,11 @@ def _of_model(queues: ModelQueues) -> dict[str, Any]:
         "service": [service.seconds_per_token, service.tokens_mean, service.answers],
         "trusted": queues.trust.trusted,
     }
+
+
+def _of_learnt(learnt: Learnt) -> dict[str, Any]:
+    scores, lengths = np.array(learnt.scores), np.array(learnt.lengths)
+    return {"scores": scores, "lengths": lengths, "service": learnt.service, "trusted": learnt.trusted}
 
 
 def _scored_by(config: SchedulingConfig) -> list[Any]:

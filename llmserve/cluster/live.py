@@ -87,7 +87,7 @@ class LiveCluster:
         self.fleet = Fleet(
             engines, self._config, notify=self._step, on_lost=self._lose, is_served=is_served, profiles=profiles
         )
-        self._prompt_tokens = prompt_tokens or PromptTokensByModel()
+        self._prompt_tokens = PromptTokensByModel() if prompt_tokens is None else prompt_tokens
         self._calls = RunningCalls(
             suspect=self.fleet.suspect, prompt_tokens=self._prompt_tokens, on_began=self._began, on_ended=self._ended
         )

@@ -73,7 +73,7 @@ class PromptTokensByModel:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a state. Raises ValueError for anything else."""
         models, sums = state.get("models"), np.asarray(state.get("sums"))
-        if not isinstance(models, list) or sums.shape != (len(models), 2) or not (sums > 0).all():
+        if not isinstance(models, list) or sums.shape != (len(models), 2) or not (sums >= 0).all():
             raise ValueError("the state has no prompt sizes")
         self._by_model = OrderedDict(
             (model, PromptTokens(characters, tokens))

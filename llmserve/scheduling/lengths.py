@@ -23,7 +23,7 @@ ENOUGH = 8  # answers; a bin with fewer answers uses the lengths of all bins
 class Learnt(msgspec.Struct, frozen=True, omit_defaults=True):
     """What was learnt of a model before the scheduler's start.
 
-    scores, lengths  sample of scores, and one length for each; lengths () when the scores are lengths
+    scores, lengths  sample of scores, and the length of each one's answer; lengths () when they are not known
     service          seconds a token, tokens an answer, and the weight of both in answers (ServiceTime)
     trusted          whether predictions ranked answers
     """
