@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
@@ -28,6 +29,7 @@ from llmserve.errors import ConfigError
 
 VERSION = 1
 MAGIC = "llmserve-learnt"
+ARRAYS_AT_ONCE, PAUSE_S = 16, 0.0001  # after some arrays, another thread, which waits to run, gets its turn
 NUMBERS = "biuf"  # numpy's kinds of types that the file may hold
 
 log = logging.getLogger("llmserve")
@@ -128,6 +130,8 @@ def encoded(state: dict[str, Any]) -> tuple[list[bytes | memoryview], bytes]:
         if not isinstance(value, np.ndarray) or value.dtype.kind not in NUMBERS:
             raise TypeError(f"a state cannot hold {value!r}")
         whole = np.ascontiguousarray(value)
+        if len(arrays) % ARRAYS_AT_ONCE == 0:
+            time.sleep(PAUSE_S)
         arrays.append(whole.reshape(-1).view(np.uint8).data)
         return {"array": [whole.dtype.str, list(value.shape)]}
 
