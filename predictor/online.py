@@ -170,7 +170,7 @@ class OnlineLearner:
         return whole(self.saving())
 
     def restore(self, state: State) -> None:
-        """Continue from a state, with its secret. Raises ValueError for a state of other sizes, or of something else."""
+        """Continue from a state, with its secret. Raises ValueError for a state of other sizes, or none at all."""
         secret, recalibrations = bytes.fromhex(part(state, "secret")), []
         for saved in part(state, "recalibrations"):
             model, has_stop, single = part(saved, "kind")
