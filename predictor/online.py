@@ -35,6 +35,7 @@ class _Trace:
     chain: tuple[bytes, ...]
     verdict: Verdict
     text: TextForecast | None
+    sender: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class OnlineLearner:
         kind = (prompt.model, bool(prompt.stop), raw is not None and len(raw) == 1)
         s = 1.0 if kind[2] or not predicted else width(predicted)
         features = self._text.read(prompt) if self._text else None
-        return self._forecast(kind, predicted, s, keys_of(prompt, self._secret), features)
+        return self._forecast(kind, predicted, s, keys_of(prompt, self._secret), features, prompt.sender)
 
     def revise(self, forecast: Forecast) -> Forecast:
         """The forecast of the same request by what was learnt since. Its prompt is not read again.
@@ -106,7 +107,7 @@ class OnlineLearner:
         """
         trace = forecast._trace
         features = trace.text.features if trace.text else None
-        return self._forecast(trace.kind, trace.predicted, trace.width, trace.chain, features)
+        return self._forecast(trace.kind, trace.predicted, trace.width, trace.chain, features, trace.sender)
 
     def _forecast(
         self,
@@ -115,6 +116,7 @@ class OnlineLearner:
         s: float,
         chain: tuple[bytes, ...],
         features: Features | None,
+        sender: str,
     ) -> Forecast:
         calibrated = text = learnt = None
         if predicted:
@@ -125,7 +127,7 @@ class OnlineLearner:
             learnt = self._text.quantiles(kind[0], text)
         verdict = self.memory.judge(chain, calibrated, learnt)
         lengths = tuple([math.exp(log) for log in verdict.logs])
-        return Forecast(lengths, verdict.source, _Trace(kind, predicted, s, chain, verdict, text))
+        return Forecast(lengths, verdict.source, _Trace(kind, predicted, s, chain, verdict, text, sender))
 
     def _read(self, raw: Sequence[float] | None) -> Sequence[float]:
         """Logarithms at LEVELS; () without a valid prediction."""
@@ -145,9 +147,12 @@ class OnlineLearner:
         if not 0.0 < output_tokens <= LENGTH_MAX:
             return
         actual, trace = log_length(output_tokens), forecast._trace
-        coarsest_learnt = self.memory.learn(trace.chain, trace.verdict, actual, capped, bool(trace.predicted))
+        heard = True
         if self._text and trace.text:
-            self._text.learn(trace.kind[0], trace.text, actual, capped, coarsest_learnt)
+            spread = not trace.verdict.overruled
+            heard = self._text.learn(trace.kind[0], trace.sender, trace.text, actual, capped, spread)
+        predicted = bool(trace.predicted)
+        coarsest_learnt = self.memory.learn(trace.chain, trace.verdict, actual, capped, predicted, heard)
         if coarsest_learnt and trace.predicted:
             self._recalibrations.used(trace.kind).learn(trace.predicted, trace.width, actual, capped)
 
@@ -165,7 +170,7 @@ class OnlineLearner:
         return whole(self.saving())
 
     def restore(self, state: State) -> None:
-        """Continue from a state, with its secret. Raises ValueError for a state of other sizes, or of something else."""
+        """Continue from a state, with its secret. Raises ValueError for a state of other sizes, or none at all."""
         secret, recalibrations = bytes.fromhex(part(state, "secret")), []
         for saved in part(state, "recalibrations"):
             model, has_stop, single = part(saved, "kind")

@@ -1,8 +1,8 @@
 """What a learning part has learnt, as data that can be written and taken back.
 
 A state is a dictionary of numbers, texts, lists, further states and numpy arrays. `state()` makes one. A large part has
-`saving()` too, which makes the same state in slices, so that an event loop can do other work in between. `restore(state)`
-takes a state back, and raises ValueError for a state that the part cannot use; the part must not be used afterwards.
+`saving()` too, which makes the state in slices, so that an event loop can do other work in between. `restore(state)`
+takes a state back. It raises ValueError for a state that it cannot use; the part must not be used afterwards.
 """
 
 from collections.abc import Generator

@@ -27,7 +27,7 @@ BITS = 18
 """Features are indices below 2**BITS. Two features with the same index share a weight."""
 WORDS_MAX = 96
 SYSTEM_WORDS_MAX = 32
-MODEL_CHARACTERS = 100
+NAME_CHARACTERS = 100
 TEXT_FIRST, TEXT_LAST = 1400, 600
 """Characters of a long text that are read."""
 STEM_LETTERS = 4
@@ -134,7 +134,7 @@ def _facts(prompt: Prompt) -> list[str]:
     text = prompt.text
     log = math.log(len(text) + 1)
     facts = [
-        f"model {prompt.model[:MODEL_CHARACTERS]}",
+        f"model {prompt.model[:NAME_CHARACTERS]}",
         f"length {int(2 * log)}",
         f"about {int(log)}",
         f"lines {min(text.count(chr(10)), 6)}",
@@ -147,6 +147,12 @@ def _facts(prompt: Prompt) -> list[str]:
         facts.append(f"history {int(math.log(prompt.history_characters))}")
     if prompt.stop:
         facts.append(f"stop {_digest(repr(prompt.stop))}")
+    if prompt.tools:
+        facts.append(f"tools {int(math.log2(prompt.tools))}")
+    if prompt.format:
+        facts.append(f"format {prompt.format[:NAME_CHARACTERS]}")
+    if prompt.output_tokens_max:
+        facts.append(f"most {int(2 * math.log2(prompt.output_tokens_max))}")
     return facts
 
 

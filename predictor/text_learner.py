@@ -46,6 +46,13 @@ LEVEL_RATE = 0.02
 """Of the latest answer in a model's level: a level follows a change within some 100 answers."""
 LEAST = 4
 """Answers before the first forecast."""
+SENDERS_MAX = 1000
+SHARE_RATE = 0.002
+CORRELATION_RATE = 0.003
+CORRELATED, WEIGHT_MIN, HEARD = 0.1, 0.02, 0.1
+SMALL, JUDGED = 0.3, 100
+ALONE = 0.98
+"""A sender with a greater share has nobody to outweigh."""
 KEPT = 0.997
 """Weight of an answer in a mixture, relative to the next answer."""
 ERRORS = 256
@@ -53,18 +60,6 @@ ERRORS = 256
 _STEP = 7919  # a prime: the visits go through the window in an order unlike that of the answers
 _RIDGES = np.diag([0.1, 0.3, 0.3])
 _NORMAL = [NormalDist().inv_cdf(float(p)) for p in midpoints(LEVELS)]
-
-
-class Example(NamedTuple):
-    """An answer in the window. give : RIDGE over the answer's weight.  low, high : bounds of a_i."""
-
-    indices: NDArray[np.int64]
-    values: NDArray[np.float32]
-    square: float  # x x
-    target: float
-    give: float
-    low: float
-    high: float
 
 
 class Mixture:
@@ -104,6 +99,59 @@ class Level:
     count: int = 0
 
 
+class Sender:
+    """What the answers of one sender count: little while its lengths do not follow the forecasts.
+
+    Nonsense cannot be forecast. A sender of nonsense is known by the correlation of its lengths with their forecasts, which
+    is near zero. Until a sender with a large share of the answers has shown a correlation, its answers count little.
+
+    share   of the latest answers, when answer number `place` came
+    weight  of an answer, in (0, 1]
+    """
+
+    __slots__ = ("_count", "_moments", "_place", "_share", "weight")
+
+    def __init__(self) -> None:
+        self._share, self._place, self._count = 0.0, 0, 0
+        self._moments = [0.0] * 5  # means of z and of its forecast, their variances and covariance
+        self.weight = 1.0
+
+    def learn(self, actual: float, forecast: float, place: int) -> None:
+        """actual, forecast : as z.  place : number of answers before."""
+        self._share = self._share * (1 - SHARE_RATE) ** (place - self._place) + SHARE_RATE
+        self._place = place
+        self._count += 1
+        rate = max(1 / self._count, CORRELATION_RATE)
+        mean, mean_forecast, variance, variance_forecast, covariance = self._moments
+        error, error_forecast = actual - mean, forecast - mean_forecast
+        self._moments = [
+            mean + rate * error,
+            mean_forecast + rate * error_forecast,
+            (1 - rate) * (variance + rate * error * error),
+            (1 - rate) * (variance_forecast + rate * error_forecast * error_forecast),
+            (1 - rate) * (covariance + rate * error * error_forecast),
+        ]
+        share = self._share / (1 - (1 - SHARE_RATE) ** (place + 1))
+        if share > ALONE or (share < SMALL and self._count < JUDGED):
+            self.weight = 1.0
+            return
+        product = self._moments[2] * self._moments[3]
+        correlation = self._moments[4] / math.sqrt(product) if product > 0 else 0.0
+        shown = correlation - 1 / math.sqrt(min(self._count, 1 / CORRELATION_RATE))
+        self.weight = min(max(shown / CORRELATED, WEIGHT_MIN), 1.0)
+
+
+class Example(NamedTuple):
+    """An answer in the window."""
+
+    indices: NDArray[np.int64]
+    values: NDArray[np.float32]
+    square: float  # x x
+    target: float
+    capped: bool
+    sender: Sender
+
+
 @dataclass(frozen=True, slots=True)
 class TextForecast:
     """text : w x + b.  middle : the same, or its mixture with a prediction.  logs : quantiles of z around `middle`, before
@@ -133,10 +181,12 @@ class TextLearner:
         self._duals: list[float] = []  # a_i
         self._count = 0
         self._visited = 0
+        self._answers = 0
         self._start = 0.0  # the level of a new model
         self._error = 0.5  # mean absolute error
         self._levels = RecentlyUsed[str, Level](models_max, lambda: Level(self._start))
         self._mixtures = RecentlyUsed[str, Mixture](models_max, Mixture)
+        self._senders = RecentlyUsed[str, Sender](SENDERS_MAX, Sender)
         self._recalibrations = RecentlyUsed[tuple[str, bool], Recalibration](models_max, lambda: Recalibration(ERRORS))
 
     def read(self, prompt: Prompt) -> Features:
@@ -163,7 +213,7 @@ class TextLearner:
         corrected = recalibration.corrected(forecast.logs, forecast.width) if recalibration else forecast.logs
         return tuple([math.log(min(max(math.exp(z) - SOFT, 1.0), LENGTH_MAX)) for z in corrected])
 
-    def learn(self, model: str, forecast: TextForecast, actual: float, capped: bool, spread: bool) -> None:
+    def learn(self, model: str, sender: str, forecast: TextForecast, actual: float, capped: bool, spread: bool) -> bool:
         """Learn the logarithm of a real length, or, if capped, of a lower bound.
 
         spread : whether the error of the forecast counts in the spread of the model's forecasts.
@@ -175,22 +225,26 @@ class TextLearner:
         level = self._levels.used(model)
         level.count += 1
         target = z - level.value
-        level.value += error * max(LEVEL_RATE, 1 / (level.count + 4))
+        teacher = self._senders.used(sender)
+        teacher.learn(z, forecast.middle, self._answers)
+        self._answers += 1
+        level.value += teacher.weight * error * max(LEVEL_RATE, 1 / (level.count + 4))
         self._start += 0.01 * (level.value - self._start)
-        self._add(forecast.features, target, capped)
+        if teacher.weight >= HEARD or not self._answers % 10:
+            self._add(forecast.features, target, capped, teacher)
         if forecast.predicted is not None:
             self._mixtures.used(model).learn(forecast.text, forecast.predicted, z, capped)
-        if spread:
+        if spread and teacher.weight >= HEARD:
             self._error += max(0.01, 1 / (self._count + 4)) * (abs(error) - self._error)
             recalibration = self._recalibrations.used((model, forecast.predicted is not None))
             recalibration.learn(forecast.logs, forecast.width, z, capped)
+        return teacher.weight >= HEARD
 
-    def _add(self, features: Features, target: float, capped: bool) -> None:
+    def _add(self, features: Features, target: float, capped: bool, sender: Sender) -> None:
         """Put an answer into the window, and visit it and VISITS others."""
         place = self._count % WINDOW
         self._count += 1
-        give, high = RIDGE, ERROR_MAX / RIDGE
-        example = Example(*features, self._square(features), target, give, 0.0 if capped else -high, high)
+        example = Example(*features, self._square(features), target, capped, sender)
         if place == len(self._examples):
             self._examples.append(example)
             self._duals.append(0.0)
@@ -211,10 +265,11 @@ class TextLearner:
     def _visit(self, places: list[int]) -> None:
         weights, duals, add_at = self._weights, self._duals, np.add.at
         for place in places:
-            indices, values, square, target, give, low, high = self._examples[place]
-            dual = duals[place]
+            indices, values, square, target, capped, sender = self._examples[place]
+            dual, give = duals[place], RIDGE / sender.weight
+            high = ERROR_MAX / give
             error = target - float(weights.take(indices).dot(values)) - give * dual
-            best = min(max(dual + error / (square + give), low), high)
+            best = min(max(dual + error / (square + give), 0.0 if capped else -high), high)
             if best != dual:
                 add_at(weights, indices, (best - dual) * values)
                 duals[place] = best

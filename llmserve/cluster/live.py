@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from bins.dispatch import DispatchSolver
@@ -62,12 +62,13 @@ class LiveCluster:
     solvers     by model ("": every other model): make plans, where the scheduler's release follows plans
     profiles    by model ("": every other model): how long batches take on the engines
     is_served   whether the server serves a model that an engine lists
+    prompt_tokens  sizes of prompts from before the start; None: none are known
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        engines: list[Engine],
+        engines: Sequence[Engine],
         journal: Journal,
         *,
         forecaster: LengthForecaster | None = None,
@@ -76,6 +77,7 @@ class LiveCluster:
         is_served: Callable[[str], bool] = lambda model: True,
         solvers: Mapping[str, DispatchSolver] = MappingProxyType({}),
         profiles: Mapping[str, Profile] = MappingProxyType({}),
+        prompt_tokens: PromptTokensByModel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
@@ -88,7 +90,7 @@ class LiveCluster:
         self.fleet = Fleet(
             engines, self._config, notify=self._step, on_lost=self._lose, is_served=is_served, profiles=profiles
         )
-        self._prompt_tokens = PromptTokensByModel()
+        self._prompt_tokens = PromptTokensByModel() if prompt_tokens is None else prompt_tokens
         self._calls = RunningCalls(
             suspect=self.fleet.suspect, prompt_tokens=self._prompt_tokens, on_began=self._began, on_ended=self._ended
         )
