@@ -23,8 +23,9 @@ from llmserve.scheduling.messages import Action, Event, ServingGroup
 from llmserve.scheduling.rates import GroupRates, Replan
 from llmserve.scheduling.scheduler import Scheduler
 
-VERSION = 5
-READABLE = (4, VERSION)  # version 4 has one model and no groups, which are the defaults of the fields that it lacks
+VERSION = 6
+# Version 4 has one model and no groups, which are the defaults of the fields that it lacks; 5 has no ForecastsRevised.
+READABLE = (4, 5, VERSION)
 
 log = logging.getLogger("llmserve")
 
