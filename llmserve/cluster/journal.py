@@ -27,6 +27,7 @@ from llmserve.scheduling.scheduler import Scheduler
 VERSION = 6
 READABLE = (4, 5, VERSION)
 # Version 4 has one model and no groups, version 5 nothing learnt before: the defaults of the fields that they lack.
+# Neither has ForecastsRevised.
 
 log = logging.getLogger("llmserve")
 

@@ -349,11 +349,15 @@ class FormedQueue:
     def sort_again(self, batch: FormedBatch) -> None:
         """Give a batch the key, and the place, that follow from the present forecasts of its requests."""
         key = self._key(batch)
-        if key != batch.key:
-            batch.key = key
-            if batch.serial:
-                self._enter(batch)  # the batch's former entry is void from now on
-                self._drop_void()
+        if key == batch.key:
+            return
+        batch.key = key
+        if batch.serial:
+            self._enter(batch)  # the batch's former entry is void from now on
+            if len(self._heap) > 2 * self._requests + ENTRIES_SPARE:  # a valid entry has a request at least
+                self._heap = [entry for entry in self._heap if _is_valid(entry)]
+                heapq.heapify(self._heap)
+            self._drop_void()
 
     def push_returned(self, batch: FormedBatch) -> None:
         self.hold(batch)
@@ -433,13 +437,10 @@ class FormedQueue:
         return leaving
 
     def _drop_void(self) -> None:
-        """Pop void entries, so that the first batch of the heap holds a request. Drop all, when most are void."""
+        """Pop void entries, so that the first batch of the heap holds a request."""
         heap = self._heap
         while heap and not (heap[0][3].requests and heap[0][2] == heap[0][3].serial):
             heapq.heappop(heap)
-        if len(heap) > 2 * self._requests + ENTRIES_SPARE:  # a valid entry has a request at least
-            self._heap = [entry for entry in heap if _is_valid(entry)]
-            heapq.heapify(self._heap)
 
 
 def _is_valid(entry: tuple[float, int, int, FormedBatch]) -> bool:
