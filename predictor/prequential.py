@@ -7,6 +7,7 @@ Pure: no clock, no I/O, no randomness.
 """
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from predictor.dataset import Row
 from predictor.evaluate import absolute_errors
-from predictor.online import OnlineLearner, bounded
+from predictor.online import Forecast, OnlineLearner, bounded
 from predictor.quantiles import LEVELS, MIDDLE
 from predictor.ranking import kendall_tau
 
@@ -31,17 +32,27 @@ NOTHING = (math.nan,) * LEVELS
 
 
 def forecast_stream(
-    learner: OnlineLearner, rows: Iterable[Row], raw: Sequence[Sequence[float]] | None = None
+    learner: OnlineLearner,
+    rows: Iterable[Row],
+    raw: Sequence[Sequence[float]] | None = None,
+    *,
+    in_flight: int = 1,
 ) -> Forecasts:
     """(rows, LEVELS) forecasts of the rows' answers, each made when all earlier answers have been learnt.
 
+    in_flight : at least 1; requests of a server that are unanswered when the next one is forecast, itself included. Each
+    answer is learnt in turn, so with 64 the last 63 rows have not been learnt when a row is forecast.
     raw : (rows, Q) a trained predictor's equally likely lengths; None: no predictor.
     A forecast is at most the row's max_tokens, as in a server.
     """
     made = []
+    unanswered: deque[tuple[Row, Forecast]] = deque()
     for place, row in enumerate(rows):
         forecast = learner.forecast(row.prompt, None if raw is None else raw[place])
-        learner.observe(forecast, row.output_tokens, row.capped)
+        unanswered.append((row, forecast))
+        if len(unanswered) >= in_flight:
+            answered, earlier = unanswered.popleft()
+            learner.observe(earlier, answered.output_tokens, answered.capped)
         made.append(bounded(forecast.lengths, most=row.output_tokens_max) or NOTHING)
     return np.array(made).reshape(-1, LEVELS)
 

@@ -76,7 +76,14 @@ def test_a_predictor_and_a_new_model_are_measured_where_they_are_asked_for(
     result = run(script, monkeypatch, tmp_path / "learner.json", *words)
     ways = result["sets"][0]["ways"]
     assert list(ways) == [
-        *("learner", "templates alone", "prompt length", "predictor alone", "predictor and learner"),
+        *(
+            "learner",
+            "learner, 64 in flight",
+            "templates alone",
+            "prompt length",
+            "predictor alone",
+            "predictor and learner",
+        ),
     ]
     assert ways["predictor and learner"]["ranges"][-1]["tau"] > ways["predictor alone"]["ranges"][-1]["tau"]
     known, unknown = result["new_model"]

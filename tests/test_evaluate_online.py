@@ -62,6 +62,15 @@ def test_forecasts_are_those_of_the_servers_learner() -> None:
         assert tuple(forecast[~np.isnan(forecast)]) == expected.lengths
 
 
+def test_answers_in_flight_have_not_been_learnt() -> None:
+    rows = rows_of(60)
+    forecasts = forecast_stream(OnlineLearner(), rows, in_flight=8)
+    assert np.isnan(forecasts[:8]).all(), "the first answer is learnt after the eighth forecast"
+    other = [*rows[:-8], *[Row(row.prompt, 9_999) for row in rows[-8:]]]
+    np.testing.assert_array_equal(forecasts, forecast_stream(OnlineLearner(), other, in_flight=8))
+    assert not np.isnan(forecasts[8:]).any()
+
+
 def test_a_forecast_is_at_most_the_requests_limit() -> None:
     rows = [Row(row.prompt, min(row.output_tokens, 50), row.output_tokens >= 50, 50) for row in rows_of(100)]
     forecasts = forecast_stream(OnlineLearner(), rows)

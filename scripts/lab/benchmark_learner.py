@@ -6,9 +6,10 @@
         --set "many models=$D/alpaca_eval.jsonl.gz$C" --new-model "many models" \\
         --predictor "two=runs/other" --output docs/results/learner.json --plot docs/results/learner.png
 
-Each row of a set is forecast, then learnt, in an order drawn by seed. Four ways forecast the same rows: the learner of
-a server without a predictor; its memory of templates alone; the prompt's length, which only ranks; and with --predictor
-a trained predictor, alone and corrected by the learner. Rows of the predictor's training flatter it: give it others.
+Each row of a set is forecast, then learnt, in an order drawn by seed. These ways forecast the same rows: the learner
+of a server without a predictor, with one request at a time and with 64 in flight, whose answers are learnt later; its
+memory of templates alone; the prompt's length, which only ranks; and with --predictor a trained predictor, alone and
+corrected by the learner. Rows of the predictor's training flatter it: give it others.
 
 --new-model: after 20,000 answers of the other models of this set, the forecasts for a model that is asked for the first
 time. Its prompts are those that other models answered before, and then prompts that none has answered.
@@ -30,7 +31,7 @@ from typing import Any
 
 import numpy as np
 from bench.arguments import add_results, exit_on, parser_of, whole
-from bench.figures import BLUE, GREEN, GREY, ORANGE, PINK, log_ticks, new_figure, save
+from bench.figures import BLUE, GREEN, GREY, ORANGE, PINK, SKY, log_ticks, new_figure, save
 from bench.progress import counted
 from bench.results import day_and_machine, rounded, write_json
 from bench.tables import markdown
@@ -44,9 +45,11 @@ from predictor.predict import LengthPredictor
 from predictor.prequential import Forecasts, forecast_stream, scores, scores_by_range
 from predictor.quantiles import LEVELS, at_levels
 
-LEARNER, TEMPLATES, PROMPT_LENGTH = "learner", "templates alone", "prompt length"
+IN_FLIGHT = 64
+LEARNER, DELAYED = "learner", f"learner, {IN_FLIGHT} in flight"
+TEMPLATES, PROMPT_LENGTH = "templates alone", "prompt length"
 PREDICTOR, CORRECTED = "predictor alone", "predictor and learner"
-COLORS = {LEARNER: BLUE, TEMPLATES: ORANGE, PROMPT_LENGTH: GREY, PREDICTOR: PINK, CORRECTED: GREEN}
+COLORS = {LEARNER: BLUE, DELAYED: SKY, TEMPLATES: ORANGE, PROMPT_LENGTH: GREY, PREDICTOR: PINK, CORRECTED: GREEN}
 CURVE = (0, 50, *(100 * 2**doubling for doubling in range(12)))
 """Numbers of answers seen between which the figure has a point, at their geometric mean."""
 SEEN_LEAST = 10  # in place of 0, which has no place on a logarithmic axis
@@ -148,6 +151,7 @@ def stream(rows: Sequence[Row], predictor: LengthPredictor | None) -> dict[str, 
     characters = [[float(len(row.prompt.text))] * LEVELS for row in rows]
     ways: dict[str, Forecasts] = {
         LEARNER: forecast_stream(OnlineLearner(), rows),
+        DELAYED: forecast_stream(OnlineLearner(), rows, in_flight=IN_FLIGHT),
         TEMPLATES: forecast_stream(OnlineLearner(learns_text=False), rows),
         PROMPT_LENGTH: np.array(characters),
     }
