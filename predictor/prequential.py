@@ -40,8 +40,8 @@ def forecast_stream(
 ) -> Forecasts:
     """(rows, LEVELS) forecasts of the rows' answers, each made when all earlier answers have been learnt.
 
-    in_flight : at least 1; requests of a server that are unanswered when the next one is forecast, itself included. Each
-    answer is learnt in turn, so with 64 the last 63 rows have not been learnt when a row is forecast.
+    in_flight : at least 1; requests that a server answers at once. Answers are learnt in turn, so with 64 the last 63
+    rows have not been learnt when a row is forecast.
     raw : (rows, Q) a trained predictor's equally likely lengths; None: no predictor.
     A forecast is at most the row's max_tokens, as in a server.
     """
