@@ -323,18 +323,18 @@ class Memory:
         actual: float,
         capped: bool,
         predicted: bool,
-        heard: bool = True,
+        counts: bool = True,
     ) -> bool:
         """Score the forecasts that were made before the length was known, then remember the length.
 
-        heard : False for an answer that may be nonsense: its model learns only one in OVERRULED_LEARNT of them, and no
+        counts : False for an answer that may be nonsense: its model learns only one in OVERRULED_LEARNT of them, and no
         score. Returns whether the coarsest key learnt the length; a predictor's correction should then learn it
         too.
         """
-        overruled = verdict.overruled or (() if heard else chain[:1])
+        overruled = verdict.overruled or (() if counts else chain[:1])
         self._overruled += bool(overruled)
         skipped = overruled if self._overruled % OVERRULED_LEARNT else ()
-        unscored = skipped if heard else (chain[0], *skipped)
+        unscored = skipped if counts else (chain[0], *skipped)
         scored = [forecast for forecast in verdict.by_key if forecast.key not in unscored]
         self._score(scored, actual, capped, predicted)
         recent = self._recent.used(chain[0])

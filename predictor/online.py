@@ -1,11 +1,11 @@
 """Learning from the lengths of the answers, while serving and without training.
 
-    predictor's quantiles --recalibration--> calibrated --memory--> forecast --answer--> observe
+    predictor's quantiles --recalibration--> calibrated --text learner--> mixed --memory--> forecast --answer--> observe
 
 The predictor may be missing, slow, dead, biased or trained for other traffic. `recalibration` maps its quantiles to the
-observed lengths; `memory` takes over where the recent lengths of an application or a template forecast better. The
-learner starts empty, and every part is bounded. Without a predictor, a model's recent lengths are the forecast where no
-finer key is known.
+observed lengths; `text_learner` forecasts from the words of the prompt, and mixes its forecast with the predictor's; `memory`
+takes over where the recent lengths of an application or a template forecast better. The learner starts empty, and every part
+is bounded. Before the first answers of a model that is the first, nothing is known.
 
 Pure: no clock, no randomness, no I/O. Not thread-safe.
 """
@@ -35,7 +35,6 @@ class _Trace:
     chain: tuple[bytes, ...]
     verdict: Verdict
     text: TextForecast | None
-    sender: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,8 @@ class OnlineLearner:
     lengths_per_key  last lengths of each key; below 8 no key ever takes over
     window           last answers of a model that correct its predictions, or are the forecast without predictions
     models_max       remembered models (two entries with and without stop strings), up to 80 kB each
-    secret           key of the hashes under which templates and applications are remembered; at most 64 bytes
+    secret           key of the hashes under which templates, applications and words are remembered; at most 64 bytes
+    learns_text      whether lengths are learnt from the words of prompts, in at most 16 MB
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class OnlineLearner:
         self.raw_invalid = 0
         self._secret = secret
         self._window = window
+        self._models_max = models_max
         self._text = TextLearner(secret, models_max) if learns_text else None
         self._recalibrations = RecentlyUsed[tuple[str, bool, bool], Recalibration](
             models_max, lambda: Recalibration(window)
@@ -98,7 +99,7 @@ class OnlineLearner:
         kind = (prompt.model, bool(prompt.stop), raw is not None and len(raw) == 1)
         s = 1.0 if kind[2] or not predicted else width(predicted)
         features = self._text.read(prompt) if self._text else None
-        return self._forecast(kind, predicted, s, keys_of(prompt, self._secret), features, prompt.sender)
+        return self._forecast(kind, predicted, s, keys_of(prompt, self._secret), features)
 
     def revise(self, forecast: Forecast) -> Forecast:
         """The forecast of the same request by what was learnt since. Its prompt is not read again.
@@ -107,7 +108,7 @@ class OnlineLearner:
         """
         trace = forecast._trace
         features = trace.text.features if trace.text else None
-        return self._forecast(trace.kind, trace.predicted, trace.width, trace.chain, features, trace.sender)
+        return self._forecast(trace.kind, trace.predicted, trace.width, trace.chain, features)
 
     def _forecast(
         self,
@@ -116,7 +117,6 @@ class OnlineLearner:
         s: float,
         chain: tuple[bytes, ...],
         features: Features | None,
-        sender: str,
     ) -> Forecast:
         calibrated = text = learnt = None
         if predicted:
@@ -127,7 +127,7 @@ class OnlineLearner:
             learnt = self._text.quantiles(kind[0], text)
         verdict = self.memory.judge(chain, calibrated, learnt)
         lengths = tuple([math.exp(log) for log in verdict.logs])
-        return Forecast(lengths, verdict.source, _Trace(kind, predicted, s, chain, verdict, text, sender))
+        return Forecast(lengths, verdict.source, _Trace(kind, predicted, s, chain, verdict, text))
 
     def _read(self, raw: Sequence[float] | None) -> Sequence[float]:
         """Logarithms at LEVELS; () without a valid prediction."""
@@ -147,12 +147,12 @@ class OnlineLearner:
         if not 0.0 < output_tokens <= LENGTH_MAX:
             return
         actual, trace = log_length(output_tokens), forecast._trace
-        heard = True
+        counts = True
         if self._text and trace.text:
             spread = not trace.verdict.overruled
-            heard = self._text.learn(trace.kind[0], trace.sender, trace.text, actual, capped, spread)
+            counts = self._text.learn(trace.kind[0], trace.text, actual, capped, spread)
         predicted = bool(trace.predicted)
-        coarsest_learnt = self.memory.learn(trace.chain, trace.verdict, actual, capped, predicted, heard)
+        coarsest_learnt = self.memory.learn(trace.chain, trace.verdict, actual, capped, predicted, counts)
         if coarsest_learnt and trace.predicted:
             self._recalibrations.used(trace.kind).learn(trace.predicted, trace.width, actual, capped)
 
@@ -163,7 +163,8 @@ class OnlineLearner:
             recalibrations.append({"kind": list(kind), **recalibration.state()})
             yield
         memory = yield from self.memory.saving()
-        return {"secret": self._secret.hex(), "recalibrations": recalibrations, "memory": memory}
+        text = (yield from self._text.saving()) if self._text else None
+        return {"secret": self._secret.hex(), "recalibrations": recalibrations, "memory": memory, "text": text}
 
     def state(self) -> State:
         """What was learnt, and the secret of the hashes; see predictor/state.py."""
@@ -179,6 +180,10 @@ class OnlineLearner:
             recalibrations.append(((str(model), bool(has_stop), bool(single)), recalibration))
         self.memory.restore(part(state, "memory"))
         self._recalibrations.fill(recalibrations)
+        saved = part(state, "text")
+        if self._text and saved is not None:
+            self._text = TextLearner(secret, self._models_max)
+            self._text.restore(saved)
         self._secret = secret
 
 

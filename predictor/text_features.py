@@ -25,7 +25,7 @@ from predictor.task_words import TASK_OF
 
 BITS = 18
 """Features are indices below 2**BITS. Two features with the same index share a weight."""
-WORDS_MAX = 96
+WORDS_MAX = 64
 SYSTEM_WORDS_MAX = 32
 NAME_CHARACTERS = 100
 TEXT_FIRST, TEXT_LAST = 1400, 600
@@ -56,10 +56,13 @@ _SIZES = np.array([*_WORDS.values(), *_OTHERS.values()], dtype=np.float32)
 
 
 class Features(NamedTuple):
-    """indices : (n,) below 2**BITS.  values : (n,) positive. An index that is there twice counts twice."""
+    """indices : (n,) below 2**BITS.  values : (n,) positive. An index that is there twice counts twice.
+    sender : hash of who sent the prompt; no feature.
+    """
 
     indices: NDArray[np.int64]
     values: NDArray[np.float32]
+    sender: int
 
 
 def _multipliers(count: int) -> NDArray[np.uint64]:
@@ -86,16 +89,18 @@ class TextFeatures:
         seen = dict.fromkeys(words)  # a word counts once, a pair of words as often as it occurs
         facts = [*_facts(prompt), *_tasks(seen)]
         system = dict.fromkeys(_words(prompt.system, SYSTEM_WORDS_MAX)) if prompt.system else ()
-        hashes = self._hashes([*facts, *seen, *words, *system])
-        one, stems = hashes[:, 0], hashes[len(facts) : len(facts) + len(seen), 1]
-        own, rest = one[len(facts) : len(facts) + len(seen)], one[len(facts) + len(seen) :]
-        text, system_words = rest[: len(words)], rest[len(words) :]
+        sender = f"sender {prompt.sender[:NAME_CHARACTERS]}"
+        hashes = self._hashes([*facts, sender, *seen, *words, *system])
+        one, start = hashes[:, 0], len(facts) + 1
+        end = start + len(seen)
+        own, stems = one[start:end], hashes[start:end, 1]
+        text, system_words = one[end : end + len(words)], one[end + len(words) :]
         left, right = text * _PAIR
         pairs = left[:-1] + right[1:]
         parts = (own, stems, pairs, own * one[0], text[:EARLY], text[:FIRST], pairs[:2], text[-1:], one[: len(facts)])
         kinds, values = _kinds(len(words), len(seen), len(facts), len(system))
         indices = np.concatenate((*parts, system_words)) * kinds >> _SHIFT
-        return Features(indices.astype(np.int64), values)
+        return Features(indices.astype(np.int64), values, int(one[len(facts)]))
 
     def _hashes(self, words: list[str]) -> NDArray[np.uint64]:
         """(n, 2) hashes of each word and of its first letters."""
