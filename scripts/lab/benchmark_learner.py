@@ -42,7 +42,7 @@ from predictor.errors import DatasetError, PredictorError
 from predictor.evaluate import equal_mass_bins, saturated_gain
 from predictor.online import OnlineLearner
 from predictor.predict import LengthPredictor
-from predictor.prequential import Forecasts, forecast_stream, scores, scores_by_range
+from predictor.prequential import RANGES, Forecasts, forecast_stream, scores, scores_by_range
 from predictor.quantiles import LEVELS, at_levels
 
 IN_FLIGHT = 64
@@ -268,21 +268,9 @@ def times_ns(rows: Sequence[Row]) -> list[list[int]]:
 
 
 def print_tables(result: Mapping[str, Any]) -> None:
-    for part in result["sets"]:
-        ranges = next(iter(part["ways"].values()))["ranges"]
-        head = ["answers seen", *(f"{r['from']}-{r['to']}" for r in ranges), "share of the oracle's gain"]
-        rows = []
-        for label, key, shape in (
-            ("tau", "tau", ".2f"),
-            ("MAE, tokens", "mae_tokens", ".1f"),
-            ("80 %", "coverage80", ".1%"),
-        ):
-            for name, way in part["ways"].items():
-                if key == "tau" or name != PROMPT_LENGTH:
-                    share = text(way["share_of_oracles_gain"], ".0%") if key == "tau" else ""
-                    rows.append([f"{label}, {name}", *(text(r[key], shape) for r in way["ranges"]), share])
-        title = f"{part['name']}: {part['rows']:,} rows, models: {part['models']}"
-        print(markdown(head, rows, title=title, right=True), end="\n\n")
+    print(table(result, "Kendall's tau, and the share of the oracle's gain", "tau", ".2f"), end="\n\n")
+    print(table(result, "MAE, tokens", "mae_tokens", ".1f"), end="\n\n")
+    print(table(result, "Share of the answers in the 80 % interval", "coverage80", ".1%"), end="\n\n")
     for part in result.get("new_model", []):
         prompts = "prompts that they answered" if part["prompts_known"] else "other prompts"
         tau = text(part["tau"], ".2f")
@@ -293,6 +281,20 @@ def print_tables(result: Mapping[str, Any]) -> None:
     ]
     title = f"{cost['memory_mib']:.1f} MiB after {cost['answers']:,} answers"
     print(markdown(["µs an answer", "median", "p99", "largest"], rows, title=title, right=True))
+
+
+def table(result: Mapping[str, Any], title: str, key: str, shape: str) -> str:
+    """A Markdown table of one score: a line for each set and way, a column for each range of answers seen."""
+    head = ["set", "forecasts", *(f"{first:,}-{last:,}" for first, last in RANGES), *(["gain"] if key == "tau" else [])]
+    lines = []
+    for part in result["sets"]:
+        for name, way in part["ways"].items():
+            if key != "tau" and name == PROMPT_LENGTH:
+                continue
+            scored = {scores["from"]: scores[key] for scores in way["ranges"]}
+            share = [text(way["share_of_oracles_gain"], ".0%")] if key == "tau" else []
+            lines.append([part["name"], name, *(text(scored.get(first), shape) for first, _ in RANGES), *share])
+    return markdown(head, lines, title=title, right=True)
 
 
 def text(value: float | None, shape: str) -> str:
