@@ -287,6 +287,11 @@ class OnlineEdges:
         else:
             self.edges = self._fit(start) if start.size and bins > 1 else ()
 
+    @property
+    def values(self) -> Floats:
+        """(n,) the last values, in order of arrival."""
+        return np.concatenate([self._values, self._new])[-self._window :]
+
     def bin_of(self, length: float) -> int:
         """Bin of one value by the present edges (a scalar bisect, for every request pays for it)."""
         return bisect_right(self.edges, length)

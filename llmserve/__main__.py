@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import random
-import re
 import sys
 from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-import numpy  # numpy's libraries must be loaded before threadpool_limits can limit their threads
-from numpy.typing import NDArray
+import numpy  # noqa: F401  numpy's libraries must be loaded before threadpool_limits can limit their threads
 from threadpoolctl import threadpool_limits
 
 from llmserve import __version__
@@ -23,11 +20,7 @@ from llmserve.spelling import nearest
 
 if TYPE_CHECKING:
     from llmserve.simulation.scenario import Answers
-    from predictor.prompt import Prompt
 
-PROMPTS_COLUMN = re.compile(r"^(.+\.(?:jsonl|jsonl\.gz|json|parquet)):([^/]+)$")  # FILE:COLUMN
-FORECASTS_MAX = 10_000  # prompts of a simulation with a predictor; a larger file is sampled at random
-FORECASTS_AT_ONCE = 256
 BROKEN_PIPE = 141  # exit status, as in shells
 COMMANDS = {  # modules of this package, each with add_arguments and main
     "serve": "run the front-end, with its own engine or other engines",
@@ -37,10 +30,10 @@ COMMANDS = {  # modules of this package, each with add_arguments and main
     "plan": "choose which models share which GPUs, for the largest bursts",
     "profile": "measure the duration and energy of an engine's batches",
     "train": "train a predictor of answer lengths",
-    "evaluate": "evaluate a trained predictor",
+    "evaluate": "evaluate a predictor, or what a server learns online",
     "bench": "measure the throughput gain of bins on a real engine",
 }
-USAGE = {"serve": "[options] [-- VLLM_OPTIONS]", "evaluate": "PREDICTOR [options]"}  # else: [options]
+USAGE = {"serve": "[options] [-- VLLM_OPTIONS]", "evaluate": "[PREDICTOR | --online] [options]"}  # else: [options]
 
 
 def parser(chosen: str | None = None) -> argparse.ArgumentParser:
@@ -66,7 +59,7 @@ def parser(chosen: str | None = None) -> argparse.ArgumentParser:
         )
         module.add_arguments(command)
         flags = [flag for action in command._actions for flag in action.option_strings]
-        run = partial(module.main, read_answers=read_answers) if name == "simulate" else module.main
+        run = partial(module.main, read_answers=_read_answers) if name == "simulate" else module.main
         command.set_defaults(main=run, flags=flags, program="llmserve")
     return top
 
@@ -117,48 +110,11 @@ def run_script(program: str, command: ModuleType, argv: Sequence[str] | None = N
         sys.exit(f"{program}: error: {error}")
 
 
-def read_answers(source: str, folder: str | None) -> Answers:
-    """Read a file of prompts for the simulator, with forecasts by the trained predictor in `folder`, if given.
+def _read_answers(source: str, folder: str | None, *, learning: bool = False) -> Answers:
+    """Call llmserve.prompt_rows.read_answers: the simulator gets the function from here, and imports no predictor."""
+    from llmserve.prompt_rows import read_answers
 
-    This function is in this module because the simulator must not import the predictor. source : FILE[:COLUMN], a file
-    for predictor.dataset.load_rows, and its column of output tokens.  Raises ConfigError on a bad file or folder.
-    """
-    from llmserve.cluster.prompt_size import CHARACTERS_PER_TOKEN
-    from llmserve.extras import need
-    from llmserve.simulation.scenario import Answers
-    from predictor.dataset import Columns, load_rows
-    from predictor.errors import PredictorError
-
-    match = PROMPTS_COLUMN.match(source)
-    name, columns = (source, Columns()) if match is None else (match[1], Columns(output_tokens=match[2]))
-    if name.endswith(".parquet"):
-        need("train", "pyarrow", why=f"reading {name}")
-    try:
-        rows = load_rows([name], columns).rows
-        if folder is not None and len(rows) > FORECASTS_MAX:
-            rows = random.Random(0).sample(rows, FORECASTS_MAX)
-        prompts = [row.prompt for row in rows]
-        forecasts = None if folder is None else _forecasts(folder, prompts)
-    except PredictorError as error:
-        raise ConfigError(f"prompts: {error}") from error
-    characters = [len(prompt.text) + len(prompt.system) + prompt.history_characters for prompt in prompts]
-    output_tokens = numpy.array([row.output_tokens for row in rows], dtype=float)
-    return Answers(output_tokens, numpy.array(characters) / CHARACTERS_PER_TOKEN, forecasts)
-
-
-def _forecasts(folder: str, prompts: Sequence[Prompt]) -> NDArray[numpy.float64]:
-    """Return the predicted output tokens, (prompts, quantiles)."""
-    from rich.console import Console
-    from rich.progress import track
-
-    from predictor.predict import LengthPredictor
-
-    predictor = LengthPredictor.load(folder)
-    print(f"predicting the answers to {len(prompts):,} prompts", file=sys.stderr)
-    console = Console(stderr=True)
-    parts = [prompts[start : start + FORECASTS_AT_ONCE] for start in range(0, len(prompts), FORECASTS_AT_ONCE)]
-    bar = track(parts, "predicting", console=console, transient=True, disable=not console.is_terminal)
-    return numpy.concatenate([predictor.predict(part).astype(float) for part in bar])
+    return read_answers(source, folder, learning=learning)
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -24,6 +24,7 @@ from llmserve.scheduling.messages import (
     EngineLost,
     EngineReady,
     FailRequest,
+    ForecastsRevised,
     PreemptBatch,
     RequestArrived,
     RequestCancelled,
@@ -82,6 +83,7 @@ class Metrics:
         self._predicted = Histogram(
             "llmserve_predicted_tokens", "Predicted output tokens", buckets=TOKENS, registry=registry
         )
+        self._revised = Counter("llmserve_revised_forecasts", "Later forecasts for waiting requests", registry=registry)
         self._actual = Histogram("llmserve_actual_tokens", "Actual output tokens", buckets=TOKENS, registry=registry)
         self._ratio = Histogram(
             "llmserve_predicted_over_actual_tokens",
@@ -117,6 +119,8 @@ class Metrics:
                 self._end(request_id, "completed", tokens, step.now_s)
         elif type(event) is RequestCancelled:
             self._end(event.request_id, "cancelled", 0, step.now_s)
+        elif type(event) is ForecastsRevised:
+            self._revised.inc(len(event.revisions))
         elif type(event) is EngineLost and not event.planned:
             self._lost.labels(event.engine).inc()
         elif type(event) is DispatchSolved:
@@ -144,6 +148,7 @@ class Metrics:
             if (open_request := self._open.get(request.id)) is not None:
                 self._waiting.observe(now_s - open_request.arrived_at_s)
                 open_request.started_at_s, open_request.is_stopping = now_s, False
+                open_request.predicted_tokens = request.predicted_tokens
 
     def _preempt(self, action: PreemptBatch, now_s: float) -> None:
         stopped = [self._open[id_] for id_ in action.request_ids if id_ in self._open]
@@ -190,18 +195,21 @@ class Metrics:
             self._tokens.inc(tokens * request.choices)
             stream.tokens.inc(tokens * request.choices)
             self._actual.observe(tokens)
-            if request.predicted_tokens is not None:
-                self._ratio.observe(request.predicted_tokens / tokens)
+            if open_request.predicted_tokens is not None:
+                self._ratio.observe(open_request.predicted_tokens / tokens)
 
 
 class _Open:
-    """A request that has not ended. is_stopping: its batch was preempted, and the request has not restarted yet."""
+    """A request that has not ended. predicted_tokens: at its last start.  is_stopping: its batch was preempted, and the
+    request has not restarted yet.
+    """
 
-    __slots__ = ("arrived_at_s", "is_stopping", "request", "started_at_s")
+    __slots__ = ("arrived_at_s", "is_stopping", "predicted_tokens", "request", "started_at_s")
 
     def __init__(self, request: Request, arrived_at_s: float) -> None:
         self.request = request
         self.arrived_at_s = arrived_at_s
+        self.predicted_tokens = request.predicted_tokens
         self.started_at_s = 0.0
         self.is_stopping = False
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -16,7 +17,7 @@ from llmserve.policy_names import ORDERS, RATE_WAIT_S, TIMEOUT_S, order_of, rele
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.deadline_queue import DeadlineQueue
 from llmserve.scheduling.dispatch import Dispatch
-from llmserve.scheduling.lengths import SeenLengths
+from llmserve.scheduling.lengths import Learnt, SeenLengths
 from llmserve.scheduling.messages import ServingGroup
 from llmserve.scheduling.model_queues import ModelQueues, Tally
 from llmserve.scheduling.orders import (
@@ -28,7 +29,7 @@ from llmserve.scheduling.orders import (
 )
 from llmserve.scheduling.planner import Planner
 from llmserve.scheduling.queues import BinQueue, FormedQueue, WindowQueue
-from llmserve.scheduling.rates import Arrivals, GroupRates
+from llmserve.scheduling.rates import Arrivals, GroupRates, ServiceTime
 from llmserve.scheduling.release import Planned, Release
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.scheduling.trust import WINDOW_MIN, Trust
@@ -59,6 +60,7 @@ WINDOW_BATCHES = 32
 ORDER_PATTERN = rf"^({'|'.join(ORDERS)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 RELEASE_PATTERN = r"^(window|full|static:[1-9]\d*|timeout|greedy|rate-headroom|deadline|table)$"
 SEEN_LEAST = 1024  # least window of answers whose lengths plans use
+NOTHING_LEARNT = Learnt()
 ANSWERS_LEAST = 512  # answers before edges are fitted to answers
 PLANNED = ("rate-headroom", "deadline", "table")  # releases that follow plans
 
@@ -248,6 +250,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         release: Callable[[Arrivals], Release] | None = None,
         plan: tuple[ServingGroup, ...] = (),
         rates: GroupRates | None = None,
+        learnt: Mapping[str, Learnt] = MappingProxyType({}),
+        paces: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
     ) -> Scheduler:
         """Create a scheduler from a resolved configuration.
 
@@ -255,6 +259,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         lengths         one likely length for each of the same forecasts; () when the scores are lengths
         order, release  used instead of the named ones; `release` is called for each model, with its arrivals
         plan, rates     of serving groups
+        learnt          by model, used instead of scores and lengths where it has some
+        paces           of engines, by engine and model
 
         Raises ValueError when `edges` does not fit `bins`, or groups contradict each other.
         """
@@ -263,12 +269,20 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         self.queues("", scores, lengths, order=order, release=release)  # raise errors now, not at the first request
         return Scheduler(
             new_queues=lambda model, group, tally: self.queues(
-                model, scores, lengths, order=order, release=release, group=group, tally=tally
+                model,
+                scores,
+                lengths,
+                order=order,
+                release=release,
+                group=group,
+                tally=tally,
+                learnt=learnt.get(model, NOTHING_LEARNT),
             ),
             order=order,
             dispatch=Dispatch(order, self.full_batch),
             circuit=lambda: Circuit(self.circuit_faults_max, self.circuit_pause_s),
             plan=plan,
+            paces=paces,
             rates=rates,
             queue_requests_max=self.queue_requests_max,
             retries_max=self.retries_max,
@@ -285,13 +299,17 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         release: Callable[[Arrivals], Release] | None = None,
         group: str = "",
         tally: Tally | None = None,
+        learnt: Learnt = NOTHING_LEARNT,
     ) -> ModelQueues:
-        """Create the queues of a model. Arguments and errors are those of `scheduler`."""
+        """Create the queues of a model. Arguments and errors are those of `scheduler`. learnt : of this model."""
         bins = self.bins_count
         order = order or order_of(self)
         arrivals = Arrivals(bins)
         model_release = release(arrivals) if release is not None else release_of(self, arrivals)
-        lengths_seen = self._lengths_seen(model_release, scores, lengths)
+        if learnt.scores:
+            scores, lengths = learnt.scores, learnt.lengths
+        has_lengths = lengths or not learnt.scores
+        lengths_seen = self._lengths_seen(model_release, scores if has_lengths else (), lengths)
         return ModelQueues(
             model,
             release=model_release,
@@ -301,7 +319,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             formed=FormedQueue(order.key if isinstance(order, FixedOrder) else fffs),
             edges=_edges(self, lengths_seen, scores),
             batch_size=self.full_batch,
-            trust=Trust(max(self.trust_window, 4 * self._kinds_of_batch * self.full_batch)),
+            trust=Trust(max(self.trust_window, 4 * self._kinds_of_batch * self.full_batch), trusted=learnt.trusted),
+            service=_service(learnt),
             seen=lengths_seen,
             queue=self._queue(order),
             by_risk=self.bins_by == "risk",
@@ -343,6 +362,13 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     def likely_lengths(self, forecasts: Iterable[Sequence[float]]) -> tuple[float, ...]:
         """Return one length of each forecast. The quantile levels are used in turn, so that all occur equally often."""
         return tuple([lengths[index % len(lengths)] for index, lengths in enumerate(forecasts)])
+
+
+def _service(learnt: Learnt) -> ServiceTime | None:
+    if learnt.service is None:
+        return None
+    seconds_per_token, tokens_mean, answers = learnt.service
+    return ServiceTime(seconds_per_token=seconds_per_token, tokens_mean=tokens_mean, answers=answers)
 
 
 def _edges(config: SchedulingConfig, lengths_seen: SeenLengths | None, scores: Sequence[float]) -> OnlineEdges:

@@ -118,6 +118,7 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
 
     Raises LLMServeError when the server cannot start.
     """
+    from llmserve import state_file
     from llmserve.api.app import create_app
     from llmserve.api.limits import KeyLimits, read_keys
     from llmserve.api.listening import accepting, base_url, check_host, listening_socket
@@ -132,8 +133,9 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
         raise ConfigError(f"slo_ms: --api-key-file has no key named {', '.join(sorted(unknown))}")
     config = checked(config)
     async with AsyncExitStack() as stack:
+        kept = stack.enter_context(state_file.opened(Path(config.server.state))) if config.server.state else None
         listener = stack.enter_context(listening_socket(config.server.host, config.server.port))
-        cluster, gpus = await start_cluster(config, stack)
+        cluster, gpus = await start_cluster(config, stack, kept)
         profiles = config.dispatch.profiles()
         metrics = Metrics(
             cluster,

@@ -32,6 +32,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     anonymous: Annotated[bool, Meta(description="listen beyond loopback without requiring a key")] = False
     drain_s: Annotated[float, Meta(ge=0, description="how long a stop waits for running requests")] = 30.0
     journal: Annotated[str | None, Meta(description="file for every scheduling step, as JSON lines")] = None
+    state: Annotated[
+        str | None,
+        Meta(
+            description="folder in which what was learnt is kept for the next start, and written every minute and at "
+            "the end: lengths under hashes of prompts, no text of a prompt or an answer (default: none is kept)",
+            extra={"metavar": "DIR"},
+        ),
+    ] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level to log")] = "info"
 
 

@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -32,6 +32,7 @@ from llmserve.dispatch_config import DispatchConfig
 from llmserve.errors import ConfigError
 from llmserve.policies import PLANNED, SchedulingConfig
 from llmserve.scheduling.messages import Action, Event, RequestArrived
+from llmserve.simulated_learning import SimulatedLearning
 from llmserve.simulation import figures, workload
 from llmserve.simulation.estimates import Repeated, print_comparison, print_intervals
 from llmserve.simulation.many import in_processes
@@ -49,8 +50,14 @@ SECTIONS = (Scenario, SchedulingConfig, DispatchConfig)
 SWEPT_MAX = 2  # largest number of swept fields; figures draw one line for each value of the second field
 INTERRUPTED = 130  # exit status, as in shells
 
-ReadAnswers = Callable[[str, str | None], Answers]
-"""(file of prompts, folder of a trained predictor or None) -> the requests' answers. Raises ConfigError."""
+
+class ReadAnswers(Protocol):
+    """Reads a file of prompts. folder : of a trained predictor.  learning : with the rows for a learner.
+
+    Raises ConfigError.
+    """
+
+    def __call__(self, source: str, folder: str | None, *, learning: bool = False) -> Answers: ...
 
 
 def simulate(
@@ -62,8 +69,8 @@ def simulate(
     on_arrival: Callable[[int], None] | None = None,
     dispatch: DispatchConfig | None = None,
 ) -> Summary:
-    """Run a scenario. answers : answers to scenario.prompts, if set.  on_arrival : called every PROGRESS_EVERY arrivals
-    with the number of arrivals so far.
+    """Run a scenario. answers : answers to scenario.rows_file, if set.  on_arrival : called every PROGRESS_EVERY
+    arrivals with the number of arrivals so far.
 
     Raises ConfigError on an invalid scenario.
     """
@@ -93,12 +100,15 @@ def run(
     # As in the live cluster, only a scheduler that preempts gets an event when an answer begins.
     timed_engines = engines(scenario, scheduling, lengths.tolist(), work.streaming if scheduler.preempts else ())
     journal = Journal(header, path=journal_path) if journal_path is not None else None  # after all checks
+    learning = None if work.online is None else SimulatedLearning(work.online, scheduler.requests)
     cluster = SimulatedCluster(
         scheduler,
         list(timed_engines),
         solver=solver,
         journal=journal,
         on_step=_listener(recorder, on_arrival),
+        predict=None if learning is None else learning.predicted,
+        revise=None if learning is None else learning.learn,
     )
     try:
         requests = workload.requests(work.trace, work.predictions, work.deadlines_s)
@@ -314,18 +324,19 @@ def main(args: argparse.Namespace, read_answers: ReadAnswers | None = None) -> i
 
 
 def _with_answers(cases: Sequence[Case], read_answers: ReadAnswers | None) -> list[Case]:
-    """Return the cases with the answers to their prompts. Each pair of file and predictor is read once."""
-    cache: dict[tuple[str, str | None], Answers] = {}
+    """Return the cases with the answers to their prompts. A file is read once for each way to predict its answers."""
+    cache: dict[tuple[str, str | None, bool], Answers] = {}
     filled = []
     for case in cases:
-        prompts, predictions = case.scenario.prompts, case.scenario.predictions
+        prompts, predictions = case.scenario.rows_file, case.scenario.predictions
         case.scenario.check()
         if prompts is None or read_answers is None:
             filled.append(case)
             continue
-        key = prompts, predictions.removeprefix(TRAINED) if predictions.startswith(TRAINED) else None
+        folder = predictions.removeprefix(TRAINED) if predictions.startswith(TRAINED) else None
+        key = prompts, folder, case.scenario.learns
         if key not in cache:
-            cache[key] = read_answers(*key)
+            cache[key] = read_answers(prompts, folder, learning=case.scenario.learns)
         filled.append(replace(case, answers=cache[key]))
     return filled
 

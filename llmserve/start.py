@@ -19,13 +19,16 @@ from llmserve.cluster.journal import Header, Journal
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.record import LengthRecord
 from llmserve.cluster.regroup import Regrouper
+from llmserve.cluster.saving import Saver
 from llmserve.engine_kinds import kinds_of
-from llmserve.engines.engine import Engine
 from llmserve.engines.engine_process import EngineProcess
+from llmserve.engines.openai_engine import OpenAIEngine
 from llmserve.errors import ConfigError
 from llmserve.extras import need
+from llmserve.learnt import learnt_before
 from llmserve.settings import Config
 from llmserve.spelling import nearest
+from llmserve.state_file import StateFile
 from predictor.errors import PredictorError
 from predictor.forecaster import Forecaster, ForecasterByModel
 from predictor.online import OnlineLearner
@@ -67,15 +70,19 @@ def checked(config: Config) -> Config:
     return config
 
 
-async def start_cluster(config: Config, stack: AsyncExitStack) -> tuple[LiveCluster, str | None]:
+async def start_cluster(
+    config: Config, stack: AsyncExitStack, kept: StateFile | None = None
+) -> tuple[LiveCluster, str | None]:
     """Start engines and predictors concurrently (each loads for seconds), then create the cluster.
 
+    kept : where what was learnt is kept; None: nowhere.
     Returns the cluster, and the GPUs of the engines that llmserve started, see EngineKind.gpus.
     """
     async with _concurrently() as group:
         engines_task = group.create_task(_start_engines(config, stack))
         predictors_task = group.create_task(_start_predictors(config, stack))
     (engines, gpus), predictors = engines_task.result(), predictors_task.result()
+    learnt = learnt_before(config, kept, predictors, engines)
     forecasts = predictors[""].forecasts if "" in predictors else ()
     planned = group_plan.planned_groups(config)
     groups = assign(planned, {}, {})
@@ -85,18 +92,25 @@ async def start_cluster(config: Config, stack: AsyncExitStack) -> tuple[LiveClus
         config.scheduling.likely_lengths(forecasts),
         groups=groups,
         replan=group_plan.replan_when(config),
+        learnt=learnt.models,
+        paces=learnt.paces,
     )
     cluster = LiveCluster(
         header.scheduler(),
         engines,
         Journal(header, path=Path(config.server.journal) if config.server.journal else None),
-        forecaster=_forecaster(config, predictors),
+        forecaster=_forecaster(config, predictors, learnt.learners),
         record=LengthRecord(Path(config.prediction.record)) if config.prediction.record else None,
         config=config.live,
         is_served=group_plan.served_models(config),
         solvers=config.dispatch.solvers(config.scheduling, barrier=config.barrier),
         profiles=config.dispatch.profiles(),
+        prompt_tokens=learnt.prompt_tokens,
     )
+    if kept is not None:
+        saver = Saver(kept, lambda: learnt.saving(cluster.scheduler))
+        stack.push_async_callback(saver.close)  # after the cluster's end, when the last answers are learnt
+        saver.start()
     stack.push_async_callback(cluster.close)
     if groups:
         regrouper = Regrouper(cluster, planned, groups, group_plan.replanner(config))
@@ -118,14 +132,14 @@ async def _concurrently() -> AsyncIterator[asyncio.TaskGroup]:
 # ---- engines --------------------------------------------------------------------------------------------------------
 
 
-async def _start_engines(config: Config, stack: AsyncExitStack) -> tuple[list[Engine], str | None]:
+async def _start_engines(config: Config, stack: AsyncExitStack) -> tuple[list[OpenAIEngine], str | None]:
     """Start the local engines, wait until all are up, and connect to all engines. Engines by URL may be down.
 
     Returns the engines, and the GPUs of the local engines, see EngineKind.gpus.
     """
     kinds = kinds_of(config)
     await _start_processes([process for kind in kinds for process in kind.processes()], stack)
-    engines: list[Engine] = [engine for kind in kinds for engine in kind.connect()]
+    engines = [engine for kind in kinds for engine in kind.connect()]
     for engine in engines:
         stack.push_async_callback(engine.close)
     return engines, next((kind.gpus for kind in kinds if kind.gpus is not None), None)
@@ -162,20 +176,20 @@ async def warn_of_unserved(config: Config, cluster: LiveCluster) -> None:
 # ---- predictions ----------------------------------------------------------------------------------------------------
 
 
-def _forecaster(config: Config, predictors: Mapping[str, PredictorProcess]) -> Forecaster | ForecasterByModel:
-    """Return the forecaster. predictors : by model.
+def _forecaster(
+    config: Config, predictors: Mapping[str, PredictorProcess], learners: Mapping[str, OnlineLearner]
+) -> Forecaster | ForecasterByModel:
+    """Return the forecaster. predictors, learners : by model.
 
     A model with its own predictor, or with `none`, learns from its own answers only.
     """
 
-    def forecaster(model: str) -> Forecaster:
-        learner = OnlineLearner(keys_max=config.prediction.memory_keys)
-        return Forecaster(predictors.get(model), learner, budget_s=config.prediction.predictor_budget_s)
-
-    separate = set(by_model("predictor", config.prediction.predictor)) - {""}
-    if not separate:
-        return forecaster("")
-    return ForecasterByModel({model: forecaster(model) for model in sorted(separate)}, others=forecaster(""))
+    forecasters = {
+        model: Forecaster(predictors.get(model), learner, budget_s=config.prediction.predictor_budget_s)
+        for model, learner in learners.items()
+    }
+    others = forecasters.pop("")
+    return ForecasterByModel(forecasters, others=others) if forecasters else others
 
 
 async def _start_predictors(config: Config, stack: AsyncExitStack) -> dict[str, PredictorProcess]:

@@ -3,10 +3,11 @@
 import gzip
 import hashlib
 import json
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ GLUE_CHARACTERS_MAX = 20
 There are two limits because a paragraph of Chinese is one word."""
 OUTPUT_TOKENS_MAX = 10_000_000
 """No answer is as long: a column with larger numbers holds something else, or is damaged."""
+SOURCE_AND_COLUMN = re.compile(r"^(.+\.(?:jsonl|jsonl\.gz|json|parquet)):([^/]+)$")
 NUMBER_MAX = 2**63 - 1
 """Limit of the other columns: "no limit" is often a very large max_tokens."""
 
@@ -92,6 +94,7 @@ def load_rows(
     """Read every source, in order; count records without a usable row by reason.
 
     A source is a .jsonl, .jsonl.gz, .json (one array) or .parquet file, or `hub:NAME[:SPLIT]` (default split "train").
+    FILE:COLUMN is a file whose output tokens are in that column, in place of columns.output_tokens.
     A record is flat, one row with the columns of `columns`, or a conversation in one of TURNS_COLUMNS: a row for each
     assistant turn that has text and answers a user turn. A record that is both counts as flat.
     answer_tokens : counts the tokens of an answer's text, for records without a count.
@@ -100,9 +103,10 @@ def load_rows(
     """
     loaded = Rows()
     for source in sources:
-        for record in _records(str(source)):
+        name, columns_of = _file_and_columns(str(source), columns or Columns())
+        for record in _records(name):
             try:
-                loaded.rows += _parse(record, columns or Columns(), answer_tokens or _cannot_count)
+                loaded.rows += _parse(record, columns_of, answer_tokens or _cannot_count)
             except _BadRecord as bad:
                 loaded.bad[str(bad)] += 1
     if not loaded.rows:
@@ -146,6 +150,11 @@ def length_sample(rows: Sequence[Row], size_max: int = 1000) -> list[int]:
     if len(lengths) <= size_max:
         return lengths
     return [lengths[int((i + 0.5) / size_max * len(lengths))] for i in range(size_max)]
+
+
+def _file_and_columns(source: str, columns: Columns) -> tuple[str, Columns]:
+    match = SOURCE_AND_COLUMN.match(source)
+    return (source, columns) if match is None else (match[1], replace(columns, output_tokens=match[2]))
 
 
 def _records(source: str) -> Iterator[Any]:

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.stats import kendalltau
 
 from bins.calibration import calibration_error, coverage, midpoints
 from bins.edges import index_of
 from bins.risk import risks
+from predictor.ranking import kendall_tau
 
 Array = NDArray[np.float64]
 Bins = NDArray[np.intp]
@@ -123,7 +123,7 @@ def evaluate(
     likely = {count: _likely_shares(q, truth, e) for count, e in edges.items()} if q.shape[1] > 1 else None
     return Scores(
         mae_tokens=float(np.mean(absolute_errors(point, truth, capped))),
-        kendall_tau=float(kendalltau(point, truth).statistic),
+        kendall_tau=kendall_tau(point, truth),
         bin_accuracy={count: float(np.mean(miss == 0)) for count, miss in misses.items()},
         near_accuracy={count: float(np.mean(miss <= 1)) for count, miss in misses.items()},
         distinct_bins={count: len(e) + 1 for count, e in edges.items()},

@@ -38,6 +38,11 @@ class Forecaster:
         forecast = self.learner.forecast(prompt, await self._predict(prompt))
         return replace(forecast, lengths=bounded(forecast.lengths, least=least, most=most))
 
+    def revise(self, forecast: Forecast, *, least: float | None = None, most: float | None = None) -> Forecast:
+        """The forecast of the same answer by what was learnt since. least, most : as in `forecast`"""
+        later = self.learner.revise(forecast)
+        return replace(later, lengths=bounded(later.lengths, least=least, most=most))
+
     def observe(self, forecast: Forecast, output_tokens: float, *, capped: bool = False) -> None:
         """Learn the length of the answer. capped : the answer was cut at its max_tokens."""
         self.learner.observe(forecast, output_tokens, capped)
@@ -82,6 +87,9 @@ class ForecasterByModel:
 
     async def forecast(self, prompt: Prompt, *, least: float | None = None, most: float | None = None) -> Forecast:
         return await self._of(prompt.model).forecast(prompt, least=least, most=most)
+
+    def revise(self, forecast: Forecast, *, least: float | None = None, most: float | None = None) -> Forecast:
+        return self._of(forecast.model).revise(forecast, least=least, most=most)
 
     def observe(self, forecast: Forecast, output_tokens: float, *, capped: bool = False) -> None:
         self._of(forecast.model).observe(forecast, output_tokens, capped=capped)

@@ -9,13 +9,14 @@ An answer teaches the key whose forecast stands, and the finer keys. The coarser
 learn only one answer in OVERRULED_LEARNT. If they learnt all answers, they would forecast the lengths of templates that
 finer keys serve; if they learnt none, they would stay wrong after a finer key has taken over.
 
-The memory holds only hashes and lengths, never a text.
+The memory holds only hashes and lengths, never a text. Hashes with a secret cannot be compared with those of guessed
+texts by somebody who does not know the secret.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from statistics import NormalDist
 from typing import Generic, NamedTuple, TypeVar
 
@@ -24,6 +25,7 @@ import numpy as np
 from bins.calibration import midpoints
 from predictor.prompt import Prompt
 from predictor.quantiles import LEVELS, MIDDLE, Logs, ascending, crps, sample_quantiles
+from predictor.state import Saving, State, array, part
 
 PREFIXES = (32, 128)
 """Numbers of first characters that define a template."""
@@ -38,6 +40,8 @@ BORROWED = 2.0
 
 OVERRULED_LEARNT = 8
 
+KEY_BYTES = 16
+LENGTHS_A_SLICE = 2048  # that are saved at once, in about 0.3 ms
 _TEXT_END = 4096  # a longer text is hashed by its two ends and its length, to bound the time per request
 _LEVELS = midpoints(LEVELS)
 _NOTHING_KNOWN: Logs = tuple(NormalDist().inv_cdf(float(p)) for p in _LEVELS)  # a spread of e, for a first length
@@ -52,7 +56,8 @@ class RecentlyUsed(Generic[K, V]):
     def __init__(self, size: int, make: Callable[[], V]) -> None:
         assert size >= 0
         self._size, self._make = size, make
-        self._entries: OrderedDict[K, V] = OrderedDict()
+        # The least recently used is first. The keys of a dict are listed in a fifth of the time of an OrderedDict's.
+        self._entries: dict[K, V] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -61,16 +66,31 @@ class RecentlyUsed(Generic[K, V]):
         """The entry, if there is one. A `get` is not a use: requests that never end must not displace learnt keys."""
         return self._entries.get(key)
 
+    def entries(self) -> Iterator[tuple[K, V]]:
+        """All entries, the least recently used first. Entries that come or go meanwhile may be left out."""
+        for key in list(self._entries):
+            entry = self._entries.get(key)
+            if entry is not None:
+                yield key, entry
+
+    def fill(self, entries: Iterable[tuple[K, V]]) -> None:
+        """Replace all entries. entries : as from `entries`; the first ones are left out where there are too many."""
+        self._entries = {}
+        for key, entry in entries:
+            self._put(key, entry)
+
     def used(self, key: K) -> V:
         """The entry, made if there is none, and marked as the most recently used."""
-        entry = self._entries.get(key)
+        entry = self._entries.pop(key, None)
         if entry is None:
-            entry = self._entries[key] = self._make()
-            if len(self._entries) > self._size:
-                self._entries.popitem(last=False)
-        else:
-            self._entries.move_to_end(key)
+            entry = self._make()
+        self._put(key, entry)
         return entry
+
+    def _put(self, key: K, entry: V) -> None:
+        self._entries[key] = entry
+        if len(self._entries) > self._size:
+            del self._entries[next(iter(self._entries))]
 
 
 @dataclass(slots=True)
@@ -90,6 +110,13 @@ class Duel:
         rate = 1 / min(self.count, self.window)
         self.own += rate * (own - self.own)
         self.standing += rate * (standing - self.standing)
+
+    def numbers(self) -> tuple[float, ...]:
+        return self.own, self.standing, self.count
+
+    def take(self, numbers: Sequence[float]) -> None:
+        """numbers : as from `numbers`."""
+        self.own, self.standing, self.count = numbers[0], numbers[1], int(numbers[2])
 
 
 class Neighbours:
@@ -158,6 +185,78 @@ class Neighbours:
             return self.count >= TRUSTED_MIN and not predicted
         return duel.own < MARGIN * duel.standing
 
+    def ranks(self, predicted: bool) -> bool:
+        """For a model's key: whether the text learner is no worse than a predictor, or not clearly worse than the recent
+        lengths, which do not rank requests at all.
+        """
+        duel = self.over_predictor if predicted else self.over_others
+        if duel.count < TRUSTED_MIN:
+            return not predicted
+        return duel.own < (1.0 if predicted else 1 / MARGIN) * duel.standing
+
+    def write(self, columns: State, row: int) -> None:
+        """Write everything into a row of the arrays of `_columns`."""
+        columns["logs"][row, : self.count] = self._logs[: self.count]
+        columns["capped"][row, : self.count] = self._capped[: self.count]
+        columns["numbers"][row] = (
+            *(self._at, self.count, self._unused, self._cap, len(self._quantiles)),
+            *self.over_others.numbers(),
+            *self.over_predictor.numbers(),
+        )
+        if self._quantiles:
+            columns["quantiles"][row] = self._quantiles
+
+    def read(self, columns: State, row: int) -> None:
+        """Take back what `write` wrote."""
+        self._logs[:], self._capped[:] = columns["logs"][row], columns["capped"][row]
+        numbers: list[float] = columns["numbers"][row].tolist()
+        self._at, self.count, self._unused = map(int, numbers[:3])
+        if not (0 <= self._at < self._logs.size and 0 <= self.count <= self._logs.size):
+            raise ValueError("the state of a key names lengths that it does not hold")
+        self._cap = numbers[3]
+        self._quantiles = columns["quantiles"][row].tolist() if numbers[4] else []
+        self.over_others.take(numbers[5:8])
+        self.over_predictor.take(numbers[8:])
+
+
+def _columns(keys: int, size: int) -> State:
+    """Arrays for the states of `keys` Neighbours of `size` lengths, one row each."""
+    return {
+        "key": np.zeros((keys, KEY_BYTES), dtype=np.uint8),
+        "logs": np.zeros((keys, size)),
+        "capped": np.zeros((keys, size), dtype=bool),
+        "numbers": np.zeros((keys, 11)),
+        "quantiles": np.zeros((keys, LEVELS)),
+    }
+
+
+def _saving(entries: Iterator[tuple[bytes, Neighbours]], size: int) -> Generator[None, None, list[State]]:
+    """Make the states of all keys, some in each slice."""
+    states = []
+    at_once = max(1, LENGTHS_A_SLICE // size)
+    while members := list(islice(entries, at_once)):
+        columns = _columns(len(members), size)
+        for row, (key, neighbours) in enumerate(members):
+            columns["key"][row] = np.frombuffer(key, np.uint8)
+            neighbours.write(columns, row)
+        states.append(columns)
+        yield
+    return states
+
+
+def _restored(states: list[State], size: int, least: int) -> list[tuple[bytes, Neighbours]]:
+    """The entries of the states. Raises ValueError when they were of another size."""
+    entries = []
+    for columns in states:
+        keys = array(columns, "key", (None, KEY_BYTES), "u")
+        for name, own in _columns(0, size).items():
+            array(columns, name, (len(keys), *own.shape[1:]), own.dtype.kind)
+        for row, key in enumerate(keys):
+            neighbours = Neighbours(size, least)
+            neighbours.read(columns, row)
+            entries.append((key.tobytes(), neighbours))
+    return entries
+
 
 class KeyForecast(NamedTuple):
     """A key's own forecast, and the standing forecast without this key."""
@@ -183,6 +282,7 @@ class Memory:
     """The keys of all models. keys_max : remembered applications and templates.  models_max : remembered models."""
 
     def __init__(self, keys_max: int, lengths_per_key: int, window: int, models_max: int) -> None:
+        self._sizes = lengths_per_key, window
         self._keys = RecentlyUsed[bytes, Neighbours](keys_max, lambda: Neighbours(lengths_per_key, SCORED_MIN))
         self._recent = RecentlyUsed[bytes, Neighbours](models_max, lambda: Neighbours(window, 1))
         self._overruled = 0
@@ -190,14 +290,23 @@ class Memory:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def judge(self, chain: tuple[bytes, ...], predicted: Logs | None) -> Verdict:
-        """The forecast of the best key. chain : from `keys_of`.  predicted : a predictor's quantiles, if any."""
+    def judge(self, chain: tuple[bytes, ...], predicted: Logs | None, learnt: Logs | None = None) -> Verdict:
+        """The best forecast. chain : from `keys_of`.  predicted : a predictor's quantiles, if any.  learnt : quantiles by
+        the text learner, if any; the model's key has their scores.
+        """
         standing, source = predicted, "predictor" if predicted else ""
         by_key: list[KeyForecast] = []
         place = 0
         recent = self._recent.get(chain[0]) if not standing else None  # even a poor predictor ranks better
         if recent and (own := recent.forecast(None)):
             standing, source = own, "recent"
+        if learnt and standing:
+            by_key.append(KeyForecast(chain[0], learnt, standing))
+            model = self._recent.get(chain[0])
+            if model.ranks(predicted is not None) if model else not predicted:
+                standing, source = learnt, "learner"
+        elif learnt:
+            standing, source = learnt, "learner"
         for finer, key in enumerate(chain[1:], 1):
             neighbours = self._keys.get(key)
             own = neighbours.forecast(standing) if neighbours and standing else None
@@ -214,14 +323,20 @@ class Memory:
         actual: float,
         capped: bool,
         predicted: bool,
+        counts: bool = True,
     ) -> bool:
         """Score the forecasts that were made before the length was known, then remember the length.
 
-        Returns whether the coarsest key learnt the length; a predictor's correction should then learn it too.
+        counts : False for an answer that may be nonsense: its model learns only one in OVERRULED_LEARNT of them, and no
+        score. Returns whether the coarsest key learnt the length; a predictor's correction should then learn it
+        too.
         """
-        self._overruled += bool(verdict.overruled)
-        skipped = verdict.overruled if self._overruled % OVERRULED_LEARNT else ()
-        self._score([forecast for forecast in verdict.by_key if forecast.key not in skipped], actual, capped, predicted)
+        overruled = verdict.overruled or (() if counts else chain[:1])
+        self._overruled += bool(overruled)
+        skipped = overruled if self._overruled % OVERRULED_LEARNT else ()
+        unscored = skipped if counts else (chain[0], *skipped)
+        scored = [forecast for forecast in verdict.by_key if forecast.key not in unscored]
+        self._score(scored, actual, capped, predicted)
         recent = self._recent.used(chain[0])
         if not skipped:
             recent.learn(actual, capped)
@@ -237,10 +352,23 @@ class Memory:
             coarser_exists = exists
         return not skipped
 
+    def saving(self) -> Saving:
+        """Make the state of all keys in slices. A key that learns meanwhile is saved as before or as after."""
+        size, window = self._sizes
+        keys = yield from _saving(self._keys.entries(), size)
+        recent = yield from _saving(self._recent.entries(), window)
+        return {"keys": keys, "recent": recent, "overruled": self._overruled}
+
+    def restore(self, state: State) -> None:
+        size, window = self._sizes
+        self._keys.fill(_restored(part(state, "keys"), size, SCORED_MIN))
+        self._recent.fill(_restored(part(state, "recent"), window, 1))
+        self._overruled = int(part(state, "overruled"))
+
     def _score(self, forecasts: Sequence[KeyForecast], actual: float, capped: bool, predicted: bool) -> None:
         score, standing = 0.0, None
         for forecast in forecasts:
-            neighbours = self._keys.get(forecast.key)
+            neighbours = self._keys.get(forecast.key) or self._recent.get(forecast.key)
             if forecast.standing is not standing:
                 standing, score = forecast.standing, crps(forecast.standing, actual, capped)
             if neighbours:
@@ -248,9 +376,13 @@ class Memory:
                 duel.score(crps(forecast.own, actual, capped), score)
 
 
-def keys_of(prompt: Prompt) -> tuple[bytes, ...]:
-    """The prompt's keys, coarse to fine: each hashes the content of the coarser keys and more."""
-    kind = blake2b(repr((prompt.model, bool(prompt.stop))).encode("utf-8", "backslashreplace"), digest_size=16)
+def keys_of(prompt: Prompt, secret: bytes = b"") -> tuple[bytes, ...]:
+    """The prompt's keys, coarse to fine: each hashes the content of the coarser keys and more.
+
+    secret : at most 64 bytes, the key of the hashes.
+    """
+    model = repr((prompt.model, bool(prompt.stop))).encode("utf-8", "backslashreplace")
+    kind = blake2b(model, digest_size=KEY_BYTES, key=secret)
     keys = [kind.digest()]
     application = kind.copy()
     if prompt.system or prompt.stop:

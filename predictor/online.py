@@ -1,11 +1,11 @@
 """Learning from the lengths of the answers, while serving and without training.
 
-    predictor's quantiles --recalibration--> calibrated --memory--> forecast --answer--> observe
+    predictor's quantiles --recalibration--> calibrated --text learner--> mixed --memory--> forecast --answer--> observe
 
 The predictor may be missing, slow, dead, biased or trained for other traffic. `recalibration` maps its quantiles to the
-observed lengths; `memory` takes over where the recent lengths of an application or a template forecast better. The
-learner starts empty, and every part is bounded. Without a predictor, a model's recent lengths are the forecast where no
-finer key is known.
+observed lengths; `text_learner` forecasts from the words of the prompt, and mixes its forecast with the predictor's; `memory`
+takes over where the recent lengths of an application or a template forecast better. The learner starts empty, and every part
+is bounded. Before the first answers of a model that is the first, nothing is known.
 
 Pure: no clock, no randomness, no I/O. Not thread-safe.
 """
@@ -18,6 +18,9 @@ from predictor.memory import Memory, RecentlyUsed, Verdict, keys_of
 from predictor.prompt import Prompt
 from predictor.quantiles import LENGTH_MAX, LEVELS, MIDDLE, ascending, at_levels, log_length
 from predictor.recalibration import Recalibration, width
+from predictor.state import Saving, State, part, whole
+from predictor.text_features import Features
+from predictor.text_learner import TextForecast, TextLearner
 
 __all__ = ["LEVELS", "Forecast", "OnlineLearner", "bounded"]
 
@@ -31,12 +34,13 @@ class _Trace:
     width: float
     chain: tuple[bytes, ...]
     verdict: Verdict
+    text: TextForecast | None
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """lengths : LEVELS ascending, equally likely output tokens, each at least 1; () when nothing is known.
-    source : "predictor", "memory" (of a template or application), "recent" (of the model); or "".
+    source : "predictor", "memory" (of a template or application), "learner" (of texts), "recent" (of the model); or "".
     """
 
     lengths: tuple[float, ...]
@@ -60,15 +64,28 @@ class OnlineLearner:
     lengths_per_key  last lengths of each key; below 8 no key ever takes over
     window           last answers of a model that correct its predictions, or are the forecast without predictions
     models_max       remembered models (two entries with and without stop strings), up to 80 kB each
+    secret           key of the hashes under which templates, applications and words are remembered; at most 64 bytes
+    learns_text      whether lengths are learnt from the words of prompts, in at most 16 MB
     """
 
     def __init__(
-        self, *, keys_max: int = 10_000, lengths_per_key: int = 32, window: int = 512, models_max: int = 128
+        self,
+        *,
+        keys_max: int = 10_000,
+        lengths_per_key: int = 32,
+        window: int = 512,
+        models_max: int = 128,
+        secret: bytes = b"",
+        learns_text: bool = True,
     ) -> None:
         if min(lengths_per_key, window, models_max) < 1 or keys_max < 0:
             raise ValueError("lengths_per_key, window and models_max must be at least 1, keys_max at least 0")
         self.memory = Memory(keys_max, lengths_per_key, window, models_max)
         self.raw_invalid = 0
+        self._secret = secret
+        self._window = window
+        self._models_max = models_max
+        self._text = TextLearner(secret, models_max) if learns_text else None
         self._recalibrations = RecentlyUsed[tuple[str, bool, bool], Recalibration](
             models_max, lambda: Recalibration(window)
         )
@@ -81,14 +98,36 @@ class OnlineLearner:
         predicted = self._read(raw)
         kind = (prompt.model, bool(prompt.stop), raw is not None and len(raw) == 1)
         s = 1.0 if kind[2] or not predicted else width(predicted)
-        calibrated = None
+        features = self._text.read(prompt) if self._text else None
+        return self._forecast(kind, predicted, s, keys_of(prompt, self._secret), features)
+
+    def revise(self, forecast: Forecast) -> Forecast:
+        """The forecast of the same request by what was learnt since. Its prompt is not read again.
+
+        To be given to `observe` instead of the earlier forecast.
+        """
+        trace = forecast._trace
+        features = trace.text.features if trace.text else None
+        return self._forecast(trace.kind, trace.predicted, trace.width, trace.chain, features)
+
+    def _forecast(
+        self,
+        kind: tuple[str, bool, bool],
+        predicted: Sequence[float],
+        s: float,
+        chain: tuple[bytes, ...],
+        features: Features | None,
+    ) -> Forecast:
+        calibrated = text = learnt = None
         if predicted:
             recalibration = self._recalibrations.get(kind)
             calibrated = recalibration.corrected(predicted, s) if recalibration else ascending(predicted)
-        chain = keys_of(prompt)
-        verdict = self.memory.judge(chain, calibrated)
+        if self._text and features:
+            text = self._text.forecast(kind[0], features, calibrated[MIDDLE] if calibrated else None)
+            learnt = self._text.quantiles(kind[0], text)
+        verdict = self.memory.judge(chain, calibrated, learnt)
         lengths = tuple([math.exp(log) for log in verdict.logs])
-        return Forecast(lengths, verdict.source, _Trace(kind, predicted, s, chain, verdict))
+        return Forecast(lengths, verdict.source, _Trace(kind, predicted, s, chain, verdict, text))
 
     def _read(self, raw: Sequence[float] | None) -> Sequence[float]:
         """Logarithms at LEVELS; () without a valid prediction."""
@@ -108,9 +147,44 @@ class OnlineLearner:
         if not 0.0 < output_tokens <= LENGTH_MAX:
             return
         actual, trace = log_length(output_tokens), forecast._trace
-        coarsest_learnt = self.memory.learn(trace.chain, trace.verdict, actual, capped, bool(trace.predicted))
+        counts = True
+        if self._text and trace.text:
+            spread = not trace.verdict.overruled
+            counts = self._text.learn(trace.kind[0], trace.text, actual, capped, spread)
+        predicted = bool(trace.predicted)
+        coarsest_learnt = self.memory.learn(trace.chain, trace.verdict, actual, capped, predicted, counts)
         if coarsest_learnt and trace.predicted:
             self._recalibrations.used(trace.kind).learn(trace.predicted, trace.width, actual, capped)
+
+    def saving(self) -> Saving:
+        """Make the state in slices; see predictor/state.py."""
+        recalibrations = []
+        for kind, recalibration in self._recalibrations.entries():
+            recalibrations.append({"kind": list(kind), **recalibration.state()})
+            yield
+        memory = yield from self.memory.saving()
+        text = (yield from self._text.saving()) if self._text else None
+        return {"secret": self._secret.hex(), "recalibrations": recalibrations, "memory": memory, "text": text}
+
+    def state(self) -> State:
+        """What was learnt, and the secret of the hashes; see predictor/state.py."""
+        return whole(self.saving())
+
+    def restore(self, state: State) -> None:
+        """Continue from a state, with its secret. Raises ValueError for a state of other sizes, or none at all."""
+        secret, recalibrations = bytes.fromhex(part(state, "secret")), []
+        for saved in part(state, "recalibrations"):
+            model, has_stop, single = part(saved, "kind")
+            recalibration = Recalibration(self._window)
+            recalibration.restore(saved)
+            recalibrations.append(((str(model), bool(has_stop), bool(single)), recalibration))
+        self.memory.restore(part(state, "memory"))
+        self._recalibrations.fill(recalibrations)
+        saved = part(state, "text")
+        if self._text and saved is not None:
+            self._text = TextLearner(secret, self._models_max)
+            self._text.restore(saved)
+        self._secret = secret
 
 
 def bounded(lengths: tuple[float, ...], *, least: float | None = None, most: float | None = None) -> tuple[float, ...]:

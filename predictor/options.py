@@ -30,7 +30,13 @@ class Split:
 
 def add_data_options(parser: argparse.ArgumentParser) -> None:
     columns, add = Columns(), parser.add_argument
-    add("--data", action="append", required=True, metavar="FILE", help=".jsonl, .parquet, hub:NAME...; repeatable")
+    add(
+        "--data",
+        action="append",
+        required=True,
+        metavar="FILE[:COLUMN]",
+        help=".jsonl, .parquet, hub:NAME...; repeatable. COLUMN: the output tokens of this file",
+    )
     for option, name in COLUMN_OPTIONS.items():
         add(option, default=getattr(columns, name), dest=f"column_{name}", metavar="NAME")
     add("--answer-tokenizer", metavar="ID_OR_FILE", help="counts the tokens of answers that are known as text only")

@@ -12,6 +12,10 @@ class Prompt:
     system              the system prompt
     history_characters  characters of all other turns of the conversation
     stop                stop strings, which distinguish the answers from those of similar requests
+    tools               number of tools that the model may call
+    format              kind of the structured output, such as "json_schema"; "" for plain text
+    output_tokens_max   the request's max_tokens
+    sender              name of the client's API key; "" when unknown: who teaches the length
     """
 
     text: str
@@ -19,3 +23,7 @@ class Prompt:
     system: str = ""
     history_characters: int = 0
     stop: tuple[str, ...] = ()
+    tools: int = 0
+    format: str = ""
+    output_tokens_max: int | None = None
+    sender: str = ""

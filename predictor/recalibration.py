@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from bins.calibration import midpoints
 from predictor.quantiles import LEVELS, MIDDLE, Array, Logs, ascending, sample_quantiles
+from predictor.state import State, array, part
 
 WIDTH_MIN = 0.05
 """In log tokens: one token in twenty. A smaller width is below the resolution of whole tokens."""
@@ -70,6 +71,31 @@ class Recalibration:
         self._unused += 1
         if self._unused > min(REFIT_EVERY - 1, self._count // 8):
             self._refit()
+
+    def state(self) -> State:
+        n = min(self._count, self._capped.size)
+        return {
+            "errors": self._errors[:, :n].copy(),
+            "widths": self._widths[:n].copy(),
+            "capped": self._capped[:n].copy(),
+            "window": self._capped.size,
+            "count": self._count,
+            "unused": self._unused,
+            "shift": self._shift,
+            "correction": np.array(self._correction),
+        }
+
+    def restore(self, state: State) -> None:
+        if part(state, "window") != self._capped.size:
+            raise ValueError(f"the state's window is {state['window']} answers, this one's {self._capped.size}")
+        count = int(part(state, "count"))
+        n = min(count, self._capped.size)
+        self._errors[:, :n] = array(state, "errors", (LEVELS, n))
+        self._widths[:n] = array(state, "widths", (n,))
+        self._capped[:n] = array(state, "capped", (n,), "b")
+        self._count, self._unused = count, int(part(state, "unused"))
+        self._shift = float(part(state, "shift"))
+        self._correction = tuple(array(state, "correction", (LEVELS,)).tolist())
 
     def _refit(self) -> None:
         n = min(self._count, self._capped.size)

@@ -31,6 +31,7 @@ from predictor.evaluate import (
     gains_of,
 )
 from predictor.prompt import Prompt
+from predictor.text import markdown
 
 PREDICTOR, OTHER, ORACLE, RANDOM = "predictor", "other", "oracle", "random"
 PUBLISHED = ["_Multi-Bin, Table 1_", "", "", "", "", "_86.1%_", "_63.0%_", "_42.3%_", "_95.9%_", "_79.4%_"]
@@ -324,12 +325,6 @@ def differences_table(differences: Mapping[str, Difference]) -> str:
     head = [f"{PREDICTOR} - {OTHER}", "difference", "from", "to"]
     lines = [[name, f"{d.value:+.3f}", f"{d.low:+.3f}", f"{d.high:+.3f}"] for name, d in differences.items()]
     return markdown([head, *lines])
-
-
-def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; the first line is the head."""
-    head, *rest = lines
-    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rest])
 
 
 def shareable(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Prompts as plain text, before any tokenizer."""
 
 import unicodedata
+from collections.abc import Sequence
 
 CHARACTERS_PER_TOKEN = 16
 """Characters of a long prompt per token that the model can read: more than ordinary texts have."""
@@ -21,3 +22,9 @@ def head_and_tail(prompt: str, characters_max: int) -> str:
         half = characters_max // 2
         prompt = prompt[: characters_max - half - 1] + " " + prompt[len(prompt) - half :]
     return prompt.encode("utf-8", "replace").decode()  # replaces half surrogate pairs, which JSON may carry
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first line is the head."""
+    head, *rest = lines
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rest])

@@ -26,6 +26,7 @@ ONE_AT_A_TIME = (  # prefixes of test ids, marked `serial` unless they need vLLM
     "tests/cluster/test_live_equals_simulated.py",
     "tests/predictor/test_predictor_online.py::test_forecasts_and_answers_take_microseconds",
     "tests/predictor/test_predictor_process.py::test_the_event_loop_keeps_ticking",
+    "tests/predictor/test_predictor_state.py::test_no_slice_stops_an_event_loop",
     "tests/vllm/",
 )
 SLOW_FIXTURES = {"shipped", "written"}  # the demo model, and the output of every reproduction

@@ -101,6 +101,7 @@ def test_compose_starts_the_front_end_before_the_engine():
     port = engine["command"][engine["command"].index("--port") + 1]
     assert configured.engines.engine == (f"http://vllm:{port}",)
     assert configured.server.api_key_file == f"/run/secrets/{front['secrets'][0]}"
+    assert configured.server.state in [volume.partition(":")[2] for volume in front["volumes"]]
     assert float(front["stop_grace_period"].removesuffix("s")) > configured.server.drain_s
     build = front["build"]
     assert (DEPLOY / build["context"] / build["dockerfile"]).samefile(DEPLOY / "Dockerfile")
@@ -115,6 +116,7 @@ def test_the_unit_starts_a_command_that_the_server_accepts():
     assert (Path(program).name, command) == ("llmserve", "serve")
     assert parsed(words).server.api_key_file == "%d/keys"
     assert words[words.index("--config") + 1] == "/etc/llmserve/llmserve.toml"
+    assert parsed(words).server.state == f"%S/{unit()['StateDirectory']}", "the unit's user may write here"
 
 
 def test_the_units_settings_are_settings_and_its_stop_leaves_time_to_drain():
@@ -169,6 +171,7 @@ def test_the_charts_flags_are_flags_of_the_server():
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert configured.server.api_key_file is not None
     assert str(Path(configured.server.api_key_file).parent) in mounts
+    assert configured.server.state in mounts
     variables = {entry["name"].removeprefix("LLMSERVE_").lower() for entry in container["env"]}
     assert variables <= set(EngineConfig.__struct_fields__)
 

@@ -11,10 +11,12 @@ from llmserve.scheduling.messages import (
     EngineReady,
     Event,
     FailRequest,
+    ForecastsRevised,
     PreemptBatch,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
+    RevisedForecast,
     StartBatch,
     TimerFired,
 )
@@ -39,6 +41,18 @@ def test_batches_that_overtake_others_are_counted_too() -> None:
 
 def test_a_batch_that_starts_in_parts_or_again_is_counted_once() -> None:
     assert "llmserve_batches_total 2.0" in started((1, 1), (2, 3), (1, 2), (2, 3))
+
+
+def test_a_prediction_is_judged_by_the_forecast_with_which_its_request_started() -> None:
+    scraped = Scraped()
+    early, late = Request(1, 100.0), Request(1, 10.0)
+    scraped.step(0.0, RequestArrived(early))
+    scraped.step(1.0, ForecastsRevised((RevisedForecast(1, 10.0), RevisedForecast(2, 7.0))))
+    scraped.step(2.0, TimerFired(), StartBatch("a", Batch(1, 0, (late,), 0.0, 1)))
+    scraped.step(3.0, RequestEnded("a", 1, "completed", 10.0))
+    text = scraped.metrics.render().decode()
+    assert "llmserve_revised_forecasts_total 2.0" in text
+    assert "llmserve_predicted_over_actual_tokens_sum 1.0" in text
 
 
 # ---- by model and stream ----

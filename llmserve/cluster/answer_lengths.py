@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from llmserve.cluster.in_flight import InFlightCall
 from llmserve.cluster.record import LengthRecord
+from llmserve.cluster.revisions import Forecast
 from llmserve.engines.engine import ServedModel
+from llmserve.request import Call
 from predictor.prompt import Prompt
 
 
@@ -33,6 +35,13 @@ class LengthForecaster(Protocol):
     def observe(self, forecast: Any, output_tokens: float, *, capped: bool) -> None: ...
 
 
+@runtime_checkable
+class RevisingForecaster(LengthForecaster, Protocol):
+    """A forecaster that can forecast again, by what it has learnt since, without encoding the prompt again."""
+
+    def revise(self, forecast: Any, *, least: float | None, most: float | None) -> Any: ...
+
+
 class AnswerLengths:
     """Asks the forecaster for each call, and hands the real lengths to the forecaster and the record.
 
@@ -42,6 +51,7 @@ class AnswerLengths:
 
     def __init__(self, forecaster: LengthForecaster | None, record: LengthRecord | None) -> None:
         self._forecaster = forecaster
+        self._reviser = forecaster if isinstance(forecaster, RevisingForecaster) else None
         self._record = record
 
     @property
@@ -49,38 +59,54 @@ class AnswerLengths:
         """Number of forecasts made without the predictor, by reason."""
         return self._forecaster.fallbacks if self._forecaster is not None else {}
 
-    async def predict(
-        self, in_flight: InFlightCall, model: ServedModel | None
-    ) -> tuple[float | None, tuple[float, ...]]:
+    async def predict(self, in_flight: InFlightCall, model: ServedModel | None) -> Forecast:
         """(median, equally likely lengths) of the answer, output tokens, within the limits of client and model.
 
         (None, ()) without a prediction. A client's own prediction is a median without lengths.
         """
-        call = in_flight.call
-        most = call.output_tokens_max or (model.context_tokens if model is not None else None)
+        call, most = in_flight.call, _most(in_flight.call, model)
         if call.predicted_tokens is not None:
-            return min(call.predicted_tokens, most or math.inf), ()
+            return min(call.predicted_tokens, math.inf if most is None else most), ()
         if self._forecaster is None:
             return None, ()
-        least = call.output_tokens_min
-        forecast: LengthForecast = await self._forecaster.forecast(call.prompt, least=least, most=most)
+        forecast = await self._forecaster.forecast(call.prompt, least=call.output_tokens_min, most=most)
         in_flight.forecast = forecast
-        return forecast.median, tuple([round(length, 1) for length in forecast.lengths])
+        return _rounded(forecast)
 
-    def learn(self, in_flight: InFlightCall, output_tokens: float) -> None:
-        """Learn from the length of a completed answer.
+    def revise(self, in_flight: InFlightCall, model: ServedModel | None) -> Forecast | None:
+        """As `predict`, by what was learnt since; None: the forecast stays, and a client's own always does."""
+        if self._reviser is None or in_flight.forecast is None:
+            return None
+        call = in_flight.call
+        least, most = call.output_tokens_min, _most(call, model)
+        in_flight.forecast = self._reviser.revise(in_flight.forecast, least=least, most=most)
+        return _rounded(in_flight.forecast)
+
+    def learn(self, in_flight: InFlightCall, output_tokens: float) -> bool:
+        """Learn from the length of a completed answer. True when other forecasts may be revised now.
 
         An answer that the client forced to its length (min_tokens, ignore_eos) says nothing about other answers.
         """
         call, most = in_flight.call, in_flight.call.output_tokens_max
         if call.output_tokens_min is not None and output_tokens <= call.output_tokens_min:
-            return
+            return False
         capped = in_flight.cut or (most is not None and output_tokens >= most)
         if self._forecaster is not None and in_flight.forecast is not None:
             self._forecaster.observe(in_flight.forecast, output_tokens, capped=capped)
         if self._record is not None and call.choices == 1:
             self._record.write(call, round(output_tokens), capped=capped)
+        return self._reviser is not None and in_flight.forecast is not None
 
     def close(self) -> None:
         if self._record is not None:
             self._record.close()
+
+
+def _most(call: Call, model: ServedModel | None) -> float | None:
+    """Tokens that the answer can have at most, by the client's limit and the model's context; None: unknown."""
+    context = model.context_tokens if model is not None else None
+    return min([limit for limit in (call.output_tokens_max, context) if limit is not None], default=None)
+
+
+def _rounded(forecast: LengthForecast) -> Forecast:
+    return forecast.median, tuple([round(length, 1) for length in forecast.lengths])

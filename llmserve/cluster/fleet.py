@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -112,7 +112,7 @@ class Fleet:
 
     def __init__(
         self,
-        engines: list[Engine],
+        engines: Sequence[Engine],
         config: LiveConfig,
         *,
         notify: Callable[[Event], None],

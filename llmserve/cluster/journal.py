@@ -19,12 +19,15 @@ import msgspec
 
 from llmserve.errors import JournalError
 from llmserve.policies import SchedulingConfig
+from llmserve.scheduling.lengths import Learnt
 from llmserve.scheduling.messages import Action, Event, ServingGroup
 from llmserve.scheduling.rates import GroupRates, Replan
 from llmserve.scheduling.scheduler import Scheduler
 
-VERSION = 5
-READABLE = (4, VERSION)  # version 4 has one model and no groups, which are the defaults of the fields that it lacks
+VERSION = 6
+READABLE = (4, 5, VERSION)
+# Version 4 has one model and no groups, version 5 nothing learnt before: the defaults of the fields that they lack.
+# Neither has ForecastsRevised.
 
 log = logging.getLogger("llmserve")
 
@@ -38,6 +41,8 @@ class Header(msgspec.Struct, frozen=True):
     lengths  one equally likely length of each of the same forecasts; () when scores are lengths
     groups   the first groups; (): one group serves all requests
     replan   when the scheduler asks for other groups; None: never
+    learnt   by model, from before the start, used instead of scores and lengths
+    paces    of engines, by engine and model, from before the start
     """
 
     scheduling: SchedulingConfig
@@ -46,11 +51,15 @@ class Header(msgspec.Struct, frozen=True):
     version: int = VERSION
     groups: tuple[ServingGroup, ...] = ()
     replan: Replan | None = None
+    learnt: dict[str, Learnt] = {}
+    paces: dict[str, dict[str, float]] = {}
 
     def scheduler(self) -> Scheduler:
         """A fresh scheduler. Raises ValueError when the groups contradict each other."""
         rates = GroupRates(self.replan) if self.groups and self.replan else None
-        return self.scheduling.scheduler(self.scores, self.lengths, plan=self.groups, rates=rates)
+        return self.scheduling.scheduler(
+            self.scores, self.lengths, plan=self.groups, rates=rates, learnt=self.learnt, paces=self.paces
+        )
 
 
 class Step(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from bins.dispatch import DispatchSolver
@@ -24,6 +24,8 @@ from llmserve.cluster.journal import Journal
 from llmserve.cluster.known_models import Listed
 from llmserve.cluster.prompt_size import PromptTokensByModel, prefix_hashes
 from llmserve.cluster.record import LengthRecord
+from llmserve.cluster.revising import Revising
+from llmserve.cluster.revisions import Forecast, Revisions
 from llmserve.engines.engine import Engine
 from llmserve.errors import DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable
 from llmserve.request import Call, Request
@@ -60,12 +62,13 @@ class LiveCluster:
     solvers     by model ("": every other model): make plans, where the scheduler's release follows plans
     profiles    by model ("": every other model): how long batches take on the engines
     is_served   whether the server serves a model that an engine lists
+    prompt_tokens  sizes of prompts from before the start; None: none are known
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        engines: list[Engine],
+        engines: Sequence[Engine],
         journal: Journal,
         *,
         forecaster: LengthForecaster | None = None,
@@ -74,18 +77,20 @@ class LiveCluster:
         is_served: Callable[[str], bool] = lambda model: True,
         solvers: Mapping[str, DispatchSolver] = MappingProxyType({}),
         profiles: Mapping[str, Profile] = MappingProxyType({}),
+        prompt_tokens: PromptTokensByModel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.journal = journal
         self._lengths = AnswerLengths(forecaster, record)
+        self._revising = Revising(Revisions(scheduler.requests, self._forecast_again), self._step)
         self._config = config or LiveConfig()
         self._clock = clock
         self._started_at = clock()
         self.fleet = Fleet(
             engines, self._config, notify=self._step, on_lost=self._lose, is_served=is_served, profiles=profiles
         )
-        self._prompt_tokens = PromptTokensByModel()
+        self._prompt_tokens = PromptTokensByModel() if prompt_tokens is None else prompt_tokens
         self._calls = RunningCalls(
             suspect=self.fleet.suspect, prompt_tokens=self._prompt_tokens, on_began=self._began, on_ended=self._ended
         )
@@ -249,7 +254,9 @@ class LiveCluster:
     def _start(self, action: StartBatch, now_s: float) -> None:
         handle = self.fleet.handles[action.engine]
         for request in action.batch.requests:
-            self._calls.start(handle, self._in_flight[request.id], action.batch, now_s)
+            in_flight = self._in_flight[request.id]
+            in_flight.request = request  # with its last forecast
+            self._calls.start(handle, in_flight, action.batch, now_s)
 
     def _preempt(self, action: PreemptBatch) -> None:
         for request_id in action.request_ids:
@@ -281,11 +288,16 @@ class LiveCluster:
     def _ended(self, in_flight: InFlightCall, ended: RequestEnded) -> None:
         if ended.outcome == "completed" and ended.output_tokens > 0:
             try:
-                self._lengths.learn(in_flight, ended.output_tokens)
+                if self._lengths.learn(in_flight, ended.output_tokens):
+                    self._revising.learnt()
             except Exception:  # the request has ended, whether or not its length was learnt
                 log.exception("the length of request %d was not learnt", ended.request_id)
         self._step(ended)
         self._forget(in_flight)
+
+    def _forecast_again(self, request_id: int) -> Forecast | None:
+        in_flight = self._in_flight[request_id]
+        return self._lengths.revise(in_flight, self.models.get(in_flight.request.model))
 
     def _lose(self, handle: EngineHandle) -> None:
         """Abandon all calls of a lost engine, and tell the scheduler of the loss."""
@@ -317,6 +329,7 @@ class LiveCluster:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
+        self._revising.close()
         for solving in self._solving:
             solving.cancel()
         await self._calls.close(self._in_flight.values())

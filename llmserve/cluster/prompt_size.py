@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from itertools import islice
+from typing import Any
+
+import numpy as np
 
 from llmserve.request import Call
 
 CHARACTERS_PER_TOKEN = 4.0  # a first estimate, for English text
 MEMORY = 256  # answers after which an observation's weight has fallen to a third
 MODELS_MAX = 10_000  # models with an estimate: the names of adapters change without end
+SAVED_MAX = 1_000  # models whose estimates survive a restart
 PREFIX_CHARACTERS = (256, 512, 1024, 2048, 4096, 8192)  # lengths of the beginnings worth a hit in a prefix cache
 
 
 class PromptTokens:
-    """The ratio of tokens to characters, from engines' counts of prompt tokens."""
+    """The ratio of tokens to characters, from engines' counts of prompt tokens.
 
-    def __init__(self) -> None:
-        self._characters = self._tokens = 0.0
+    characters, tokens : sums at the start, as from `sums`.
+    """
+
+    def __init__(self, characters: float = 0.0, tokens: float = 0.0) -> None:
+        self._characters, self._tokens = characters, tokens
+
+    @property
+    def sums(self) -> tuple[float, float]:
+        return self._characters, self._tokens
 
     def estimate(self, call: Call) -> float:
         if call.prompt_ids:
@@ -51,6 +63,22 @@ class PromptTokensByModel:
         self._by_model.move_to_end(call.model)
         if len(self._by_model) > self._models_max:
             self._by_model.popitem(last=False)
+
+    def state(self) -> dict[str, Any]:
+        """The sums of the SAVED_MAX models that were observed last: (models, 2) characters and tokens."""
+        latest = list(islice(reversed(self._by_model.items()), SAVED_MAX))[::-1]
+        sums = np.array([sizes.sums for _, sizes in latest]).reshape(len(latest), 2)
+        return {"models": [model for model, _ in latest], "sums": sums}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a state. Raises ValueError for anything else."""
+        models, sums = state.get("models"), np.asarray(state.get("sums"))
+        if not isinstance(models, list) or sums.shape != (len(models), 2) or not (sums >= 0).all():
+            raise ValueError("the state has no prompt sizes")
+        self._by_model = OrderedDict(
+            (model, PromptTokens(characters, tokens))
+            for model, (characters, tokens) in zip(models, sums.tolist(), strict=True)
+        )
 
 
 def _characters(call: Call) -> int:

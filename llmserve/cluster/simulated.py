@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -23,16 +23,20 @@ from bins.dispatch import DispatchSolver
 from llmserve.cluster.journal import Journal
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
+    REVISIONS_MAX,
     AbortRequest,
     Action,
+    BatchEnded,
     DispatchSolved,
     DrainRequested,
     EngineReady,
     Event,
+    ForecastsRevised,
     PreemptBatch,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
+    RevisedForecast,
     SolveDispatch,
     StartBatch,
     TimerFired,
@@ -112,6 +116,9 @@ class SimulatedCluster:
     solver   makes plans, where the scheduler's release follows plans
     delays   None: nothing is late
     on_step  called after each step with (now_s, event, actions), for reports
+    predict  called with each request at the time of its arrival; returns the request with its forecast of that time
+    revise   called after the step of each end, with the event; returns later forecasts of requests that wait, such as
+             the forecasts of cluster/revisions.py. The scheduler gets them at the same time, before any other event
     """
 
     def __init__(
@@ -123,6 +130,8 @@ class SimulatedCluster:
         journal: Journal | None = None,
         delays: Delays | None = None,
         on_step: Callable[[float, Event, list[Action]], None] | None = None,
+        predict: Callable[[Request], Request] | None = None,
+        revise: Callable[[RequestEnded | BatchEnded], Sequence[RevisedForecast]] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.now_s = 0.0
@@ -131,6 +140,8 @@ class SimulatedCluster:
         self._journal = journal
         self._delays = delays
         self._on_step = on_step
+        self._predict = predict
+        self._revise = revise
         self._heap: list[tuple[float, int, _Scheduled]] = []
         self._serial = 0
         self._at_once: deque[Event] = deque()  # events for the scheduler before time goes on
@@ -146,7 +157,7 @@ class SimulatedCluster:
             self._schedule(scheduled)
         for at_s, request in arrivals:
             self._advance(at_s)
-            self._step(RequestArrived(request))
+            self._step(RequestArrived(request if self._predict is None else self._predict(request)))
         if flush:
             self._step(DrainRequested())
         self._advance(math.inf)
@@ -204,6 +215,10 @@ class SimulatedCluster:
             self._journal.append(now_s, event, actions)
         if self._on_step is not None:
             self._on_step(now_s, event, actions)
+        if self._revise is not None and isinstance(event, RequestEnded | BatchEnded):
+            revised = tuple(self._revise(event))
+            slices = [revised[start : start + REVISIONS_MAX] for start in range(0, len(revised), REVISIONS_MAX)]
+            self._at_once += [ForecastsRevised(part) for part in slices]
 
     def _carry_out(self, action: Action) -> None:
         if isinstance(action, StartBatch):

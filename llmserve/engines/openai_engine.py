@@ -84,7 +84,7 @@ class OpenAIEngine:
         self.info = info
         self.url = url.rstrip("/").removesuffix("/v1")
         self.restart = restart
-        self._slots = SlotsLearner(info.slots, info.look_ahead) if learns_slots else None
+        self.slots = SlotsLearner(info.slots, info.look_ahead) if learns_slots else None
         self._has_metrics = True  # until /metrics answers 404 or 405
         self._tokens_max: int | None = None
         self._timeouts = timeouts or Timeouts()
@@ -145,11 +145,11 @@ class OpenAIEngine:
         served = tuple(ServedModel(model.id, model.max_model_len) for model in models.data)
         if (load := await self._load()) is not None:
             self._tokens_max = load.tokens_max
-            if self._slots is not None:
-                self._slots.observe(load)
-        if self._slots is None:
+            if self.slots is not None:
+                self.slots.observe(load)
+        if self.slots is None:
             return Health(served, None, self._tokens_max)
-        return Health(served, self._slots.slots, self._tokens_max, self._slots.limit_reached)
+        return Health(served, self.slots.slots, self._tokens_max, self.slots.limit_reached)
 
     async def _load(self) -> Load | None:
         """Read vLLM's metrics; None if missing or unreadable, which does not make the engine unhealthy."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 RUNNING = re.compile(r"^vllm:num_requests_running(?:\{.*\})? (\S+)$", re.M)
 WAITING = re.compile(r"^vllm:num_requests_waiting(?:\{.*\})? (\S+)$", re.M)
@@ -70,3 +71,13 @@ class SlotsLearner:
         elif load.waiting == 0 and load.running >= self.slots:
             self.slots = int(self.slots * (GROWTH if self.limit_reached else FIRST_GROWTH)) + 1
         return self.slots
+
+    def state(self) -> dict[str, Any]:
+        return {"slots": self.slots, "limit_reached": self.limit_reached}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a state. Raises ValueError for anything else."""
+        slots, limit_reached = state.get("slots"), state.get("limit_reached")
+        if type(slots) is not int or slots < 1 or type(limit_reached) is not bool:
+            raise ValueError(f"{state} is no state of an engine's slots")
+        self.slots, self.limit_reached = slots, limit_reached

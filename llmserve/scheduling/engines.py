@@ -56,16 +56,18 @@ class Worker:
 class Pace:
     """Measured over profiled seconds of one model's batches on an engine.
 
+    learnt : the ratio from before the start, which counts as one answer; None: none is known.
+
     value          mean ratio; 1 until the first answer
     observed_at_s  time of the last answer; None before the first
     """
 
     __slots__ = ("_answers", "observed_at_s", "value")
 
-    def __init__(self) -> None:
-        self.value = 1.0
+    def __init__(self, learnt: float | None = None) -> None:
+        self.value = 1.0 if learnt is None else learnt
         self.observed_at_s: float | None = None
-        self._answers = 0
+        self._answers = 0 if learnt is None else 1
 
     def observe(self, seconds: float, profile_s: float, now_s: float) -> None:
         """profile_s : > 0. The first PACE_MEMORY answers have equal weight, so that a wrong profile shows soon."""

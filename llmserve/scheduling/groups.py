@@ -21,7 +21,7 @@ from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.batch_times import Timetable
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.deadlines import Deadlines
-from llmserve.scheduling.engines import EngineState, Worker
+from llmserve.scheduling.engines import EngineState, Pace, Worker
 from llmserve.scheduling.layout import Layout
 from llmserve.scheduling.messages import Action, FailReason, FailRequest, ReportCircuit, ReportTrust, ServingGroup
 from llmserve.scheduling.model_queues import SERVES, Forming, Group, ModelQueues
@@ -53,9 +53,6 @@ class Groups:
     def _make_groups(self) -> None:
         for name in sorted(self.layout.names - set(self.by_name)):
             self.by_name[name] = self._new_group(name)
-        self._note_only()
-
-    def _note_only(self) -> None:
         self.only = next(iter(self)) if len(self.by_name) == 1 else None
 
     # ---- requests ----
@@ -165,7 +162,7 @@ class Groups:
         for name in sorted(set(self.by_name) - self.layout.names - leaving):
             if self.by_name[name].empty:
                 del self.by_name[name]
-        self._note_only()
+        self.only = next(iter(self)) if len(self.by_name) == 1 else None
 
 
 class RequestBook:
@@ -317,6 +314,19 @@ class RequestBook:
         self.deadlines.watch(queued, self.now_s)
         self.place_again([queued])
 
+    def revise(self, changes: Mapping[int, Callable[[Request], Request]]) -> None:
+        """Change the forecasts of waiting requests, by id. They preempt nothing, for that could go on without end."""
+        waiting: dict[ModelQueues, list[tuple[QueuedRequest, Request]]] = {}
+        for request_id, change in changes.items():
+            if (queued := self.by_id.get(request_id)) is not None and queued.run is None:
+                waiting.setdefault(self.queues_of(queued), []).append((queued, change(queued.request)))
+        for queues, requests in waiting.items():
+            self.touch(self._groups.by_name[queues.group])
+            for queue in queues.revise(requests):
+                self._forming.form_early(queues, queue, self.now_s)
+            for queued, _ in requests:
+                self.deadlines.watch(queued, self.now_s)
+
     def sort_into_queues(self, queues: ModelQueues) -> None:
         self.touch(self._groups.by_name[queues.group])
         queues.sort_into_queues()
@@ -357,9 +367,17 @@ class EngineBook:
     """Records engines that come, close or are lost, and updates the requests of their groups.
 
     circuit : makes a circuit breaker for a new engine
+    paces : from before the start, by engine and model
     """
 
-    def __init__(self, groups: Groups, book: RequestBook, circuit: Callable[[], Circuit]) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        book: RequestBook,
+        circuit: Callable[[], Circuit],
+        paces: Mapping[str, Mapping[str, float]],
+    ) -> None:
+        self._paces = paces
         self._groups = groups
         self._book = book
         self._new_circuit = circuit
@@ -369,6 +387,7 @@ class EngineBook:
         state = self._groups.engines.get(info.name)
         if state is None:
             state = self._groups.place(info, self._new_circuit())
+            state.paces = {model: Pace(value) for model, value in self._paces.get(info.name, {}).items()}
             group = self._groups.group_of(state)
             group.pool.join(state, self._book.now_s)
         group = self._groups.group_of(state)

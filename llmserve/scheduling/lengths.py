@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,6 +18,20 @@ Array = NDArray[np.float64]
 
 LEVELS = 64  # equally likely lengths that represent a bin's lengths
 ENOUGH = 8  # answers; a bin with fewer answers uses the lengths of all bins
+
+
+class Learnt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was learnt of a model before the scheduler's start.
+
+    scores, lengths  sample of scores, and the length of each one's answer; lengths () when they are not known
+    service          seconds a token, tokens an answer, and the weight of both in answers (ServiceTime)
+    trusted          whether predictions ranked answers
+    """
+
+    scores: tuple[float, ...] = ()
+    lengths: tuple[float, ...] = ()
+    service: tuple[float, float, float] | None = None
+    trusted: bool = True
 
 
 @dataclass(frozen=True, slots=True)

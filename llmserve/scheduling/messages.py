@@ -5,6 +5,7 @@ Every message is frozen, compares by value and has a JSON form, so a journal of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -13,6 +14,7 @@ from bins.dispatch import DispatchPlan, Observed
 from llmserve.request import Batch, EngineInfo, Request
 
 FailReason = Literal["queue_full", "no_engine", "draining", "deadline_exceeded", "engine_lost", "engine_failed"]
+REVISIONS_MAX = 64  # forecasts in one ForecastsRevised, which bounds the work of its step
 
 
 # ---- events ---------------------------------------------------------------------------------------------------
@@ -42,6 +44,38 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     output_tokens: float = 0.0
     fault: bool = False
     retryable: bool = False
+
+
+class RevisedForecast(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A later forecast of a request's answer. predicted_tokens, quantiles : as in Request"""
+
+    request_id: int
+    predicted_tokens: float
+    quantiles: tuple[float, ...] = ()
+
+    def of(self, request: Request) -> Request:
+        """The request with this forecast."""
+        return msgspec.structs.replace(request, predicted_tokens=self.predicted_tokens, quantiles=self.quantiles)
+
+
+class ForecastsRevised(msgspec.Struct, frozen=True, tag=True):
+    """Answers have taught the predictor: these requests get other forecasts, and the places that follow from them.
+
+    Requests keep their arrival times, their deadlines and their ageing. Requests that run, and unknown ids, are
+    ignored: such requests started or ended while they were forecast again.
+
+    revisions : at most REVISIONS_MAX, else ValueError.  changes : by request id; gives the request its new forecast
+    """
+
+    revisions: tuple[RevisedForecast, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.revisions) > REVISIONS_MAX:
+            raise ValueError(f"{len(self.revisions)} forecasts are too many for one step: at most {REVISIONS_MAX}")
+
+    @property
+    def changes(self) -> dict[int, Callable[[Request], Request]]:
+        return {revision.request_id: revision.of for revision in self.revisions}
 
 
 class AnswerBegan(msgspec.Struct, frozen=True, tag=True):
@@ -122,6 +156,7 @@ Event = (
     | RequestCancelled
     | RequestEnded
     | AnswerBegan
+    | ForecastsRevised
     | BatchEnded
     | EngineReady
     | EngineClosed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import count
 
@@ -13,7 +12,7 @@ from llmserve.request import Batch, Request
 from llmserve.scheduling.engines import EnginePool, EngineState, Worker
 from llmserve.scheduling.lengths import SeenLengths, Tokens, tokens_of
 from llmserve.scheduling.planner import Planner
-from llmserve.scheduling.queues import BLOCK_TOKENS, BinQueue, FormedBatch, FormedQueue, QueuedRequest, turn_of_arrival
+from llmserve.scheduling.queues import BinQueue, FormedBatch, FormedQueue, QueuedRequest, total_tokens, turn_of_arrival
 from llmserve.scheduling.rates import CompletionRate, ServiceTime
 from llmserve.scheduling.release import Planned, Release
 from llmserve.scheduling.trust import Trust
@@ -47,6 +46,7 @@ class ModelQueues:
     bins        a queue for each bin
     group       name of the group
     tally       counts waiting requests of the whole group
+    service     how long answers take; None: nothing is known
 
     Updated after every change of the group's engines for the model:
     engines  ready engines; slots : of the engine with the fewest, 0 without an engine
@@ -68,6 +68,7 @@ class ModelQueues:
         by_risk: bool = True,
         group: str = "",
         tally: Tally | None = None,
+        service: ServiceTime | None = None,
     ) -> None:
         self.model = model
         self.group = group
@@ -77,7 +78,7 @@ class ModelQueues:
         self.trust = trust
         self.planner = planner
         self.seen = seen
-        self.service = ServiceTime()
+        self.service = service or ServiceTime()
         self.bins = [queue(index) for index in range(edges.bins)]
         self.waiting = 0  # requests in bins and in formed batches
         self.present = 0  # requests that wait or run; kept by the group
@@ -117,9 +118,7 @@ class ModelQueues:
 
     def admit(self, request: Request, now_s: float) -> tuple[QueuedRequest, BinQueue]:
         """Put a new request into its bin. Returns the queued request and the bin."""
-        by_risk, trusted = self._by_risk and request.quantiles, self.trust.trusted
-        score = risk(request.quantiles, self._batch_size) if by_risk else request.predicted_tokens
-        bin_index = 0
+        trusted, score, bin_index = self.trust.trusted, self._score(request), 0
         if score is not None:
             self.edges.observe(score)
             bin_index = self.edges.bin_of(score)
@@ -132,7 +131,7 @@ class ModelQueues:
         expected = request.expected_tokens if trusted else None
         if expected is None:
             expected = mean
-        total = math.ceil(request.prompt_tokens + request.choices * (expected + BLOCK_TOKENS))
+        total = total_tokens(request, expected)
         queued = QueuedRequest(
             request, queue.index, now_s, score, expected, expected * seconds, mean * seconds, total, self.group
         )
@@ -140,6 +139,35 @@ class ModelQueues:
         queue.append(queued)
         self._count(1)
         return queued, queue
+
+    def _score(self, request: Request) -> float | None:
+        by_risk = self._by_risk and request.quantiles
+        return risk(request.quantiles, self._batch_size) if by_risk else request.predicted_tokens
+
+    def revise(self, requests: Iterable[tuple[QueuedRequest, Request]]) -> list[BinQueue]:
+        """Give waiting requests new forecasts. Returns the bins that got requests of other bins.
+
+        A request stays in its formed batch, which its release allowed as it is; the order places the batch again.
+        """
+        moving = []
+        for queued, changed in requests:
+            queue, batch = self.bins[queued.bin], queued.formed
+            if batch is None:
+                queue.lift(queued)
+            queued.request, queued.score = changed, self._score(changed)
+            if queued.score is not None:
+                self.edges.observe(queued.score)
+            if self.trust.trusted and changed.expected_tokens is not None:
+                queued.expect(changed.expected_tokens)
+            if batch is not None:
+                self.formed.sort_again(batch)
+            elif self._index_of(queued) == queue.index:
+                queued.sort_length = self._sort_length(queued)
+                queue.put_down(queued)
+            else:
+                self.leave(queued)
+                moving.append(queued)
+        return self.take_back(moving)
 
     def take_back(self, requests: Collection[QueuedRequest]) -> list[BinQueue]:
         """Put requests that ran, or waited elsewhere, into their bins by arrival time. Returns these bins."""
@@ -201,10 +229,7 @@ class ModelQueues:
 
     def sort_into_queues(self) -> None:
         """Put each request of the bins into the queue where it would wait if it arrived now, in order of arrival."""
-        waiting = sorted(
-            [queued for queue in self.bins for queued in queue.take_all()],
-            key=turn_of_arrival,
-        )
+        waiting = sorted([queued for queue in self.bins for queued in queue.take_all()], key=turn_of_arrival)
         for queued in waiting:
             queued.bin = self._index_of(queued)
             queued.sort_length = self._sort_length(queued)
@@ -267,9 +292,7 @@ class ModelQueues:
 
 
 class Group:
-    """A serving group: waiting requests by model, and the engines that serve them.
-
-    new_queues  makes a model's queues
+    """A serving group: waiting requests by model, and the engines that serve them. new_queues : makes a model's queues
 
     queues      by model
     tally       counts waiting requests

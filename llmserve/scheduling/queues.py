@@ -21,8 +21,8 @@ class QueuedRequest(msgspec.Struct, eq=False):
     """One accepted request. It is in exactly one place: in a bin, in a formed batch, or on an engine.
 
     score            value that determines its bin, tokens; None without a prediction
-    expected_tokens  per choice, estimated at its arrival
-    service_s        time on an engine, estimated at its arrival; service_mean_s : of the mean answer
+    expected_tokens  per choice, by its present forecast
+    service_s        time on an engine, by the seconds a token at its arrival; service_mean_s : of the mean answer
     total_tokens     tokens in an engine's memory at its end; whole, so that sums of them return to exactly zero
 
     group, bin, sort_length  set by its model's queues: where it waits or last waited, and its length in a window
@@ -51,6 +51,17 @@ class QueuedRequest(msgspec.Struct, eq=False):
         """inf without a deadline."""
         deadline_s = self.request.deadline_s
         return math.inf if deadline_s is None else deadline_s
+
+    def expect(self, tokens: float) -> None:
+        """Expect answers of another length. Its ageing stays: it goes by the seconds a token at the arrival."""
+        self.service_s *= tokens / self.expected_tokens
+        self.expected_tokens = tokens
+        self.total_tokens = total_tokens(self.request, tokens)
+
+
+def total_tokens(request: Request, expected_tokens: float) -> int:
+    """Tokens in an engine's memory at the end of a request. expected_tokens : of each choice"""
+    return math.ceil(request.prompt_tokens + request.choices * (expected_tokens + BLOCK_TOKENS))
 
 
 def turn_of_arrival(queued: QueuedRequest) -> tuple[float, int]:
@@ -127,6 +138,12 @@ class BinQueue:
         self.changes += 1
         self._forget_deadline(queued)
 
+    def lift(self, queued: QueuedRequest) -> None:
+        """Take a request out of what is sorted by forecasts, before its forecast changes; `put_down` must follow."""
+
+    def put_down(self, queued: QueuedRequest) -> None:
+        """Sort a request by its present forecast. The request is in the queue, in its place by arrival."""
+
     def take_all(self) -> list[QueuedRequest]:
         """Take all requests, in order of arrival."""
         self.changes += 1
@@ -176,31 +193,40 @@ class WindowQueue(BinQueue):
         self._turn = turn
         self._by_length: list[tuple[float, int]] = []  # (tokens, request id) of the window's requests
         self._by_turn: list[tuple[float, int]] = []  # (turn, request id) of the same requests
-        self._beyond: list[tuple[float, int]] = []  # heap of (turn, request id) beyond the window; some may have left
+        self._turns_beyond: dict[int, float] = {}  # turns of the requests beyond the window, by id
+        self._beyond: list[tuple[float, int]] = []  # heap of the same (turn, request id), and of some that have left
 
     def append(self, queued: QueuedRequest) -> None:
         super().append(queued)
+        self.put_down(queued)
+
+    def put_down(self, queued: QueuedRequest) -> None:
         entry = (self._turn(queued), queued.request.id)
         if len(self._by_turn) == self.window:
             if entry > self._by_turn[-1]:
-                heapq.heappush(self._beyond, entry)
+                self._put_beyond(entry)
                 return
             last = self._by_turn.pop()
             self._leave_row(self.requests[last[1]])
-            heapq.heappush(self._beyond, last)
+            self._put_beyond(last)
         self._enter(entry, queued)
 
     def remove(self, queued: QueuedRequest) -> None:
         super().remove(queued)
+        self.lift(queued)
+
+    def lift(self, queued: QueuedRequest) -> None:
+        if self._turns_beyond.pop(queued.request.id, None) is not None:
+            if len(self._beyond) > 2 * len(self._turns_beyond) + ENTRIES_SPARE:
+                self._beyond = [(turn, request_id) for request_id, turn in self._turns_beyond.items()]
+                heapq.heapify(self._beyond)
+            return
         entry = (self._turn(queued), queued.request.id)
         place = bisect_left(self._by_turn, entry)
         if place < len(self._by_turn) and self._by_turn[place] == entry:
             del self._by_turn[place]
             self._leave_row(queued)
             self._fill()
-        elif len(self._beyond) > 2 * len(self.requests) + ENTRIES_SPARE:
-            self._beyond = [entry for entry in self._beyond if entry[1] in self.requests]
-            heapq.heapify(self._beyond)
 
     def take(self, count: int) -> list[QueuedRequest]:
         """count : at most the number of requests in the window."""
@@ -213,6 +239,7 @@ class WindowQueue(BinQueue):
         self._by_length.clear()
         self._by_turn.clear()
         self._beyond.clear()
+        self._turns_beyond.clear()
         return super().take_all()
 
     def _take_row(self, count: int) -> list[QueuedRequest]:
@@ -233,13 +260,17 @@ class WindowQueue(BinQueue):
     def _leave_row(self, queued: QueuedRequest) -> None:
         del self._by_length[bisect_left(self._by_length, (queued.sort_length, queued.request.id))]
 
+    def _put_beyond(self, entry: tuple[float, int]) -> None:
+        self._turns_beyond[entry[1]] = entry[0]
+        heapq.heappush(self._beyond, entry)
+
     def _fill(self) -> None:
         """Move requests from beyond the window into the window, while there is room."""
         while self._beyond and len(self._by_turn) < self.window:
-            entry = heapq.heappop(self._beyond)
-            queued = self.requests.get(entry[1])
-            if queued is not None:
-                self._enter(entry, queued)
+            turn, request_id = entry = heapq.heappop(self._beyond)
+            if self._turns_beyond.get(request_id) == turn:
+                del self._turns_beyond[request_id]
+                self._enter(entry, self.requests[request_id])
 
 
 def _least_waste(row: list[tuple[float, int]], place: int, count: int) -> int:
@@ -262,7 +293,7 @@ def _least_waste(row: list[tuple[float, int]], place: int, count: int) -> int:
 class FormedBatch:
     """A batch that waits for an engine; requests may leave it one by one (cancelled, or started by a refill engine)."""
 
-    __slots__ = ("avoid", "bin", "formed_at_s", "id", "key", "model", "requests", "size")
+    __slots__ = ("avoid", "bin", "formed_at_s", "id", "key", "model", "requests", "serial", "size")
 
     def __init__(
         self, batch_id: int, bin_index: int, formed_at_s: float, requests: list[QueuedRequest], model: str = ""
@@ -273,7 +304,8 @@ class FormedBatch:
         self.formed_at_s = formed_at_s
         self.requests = {queued.request.id: queued for queued in requests}
         self.size = len(requests)
-        self.key = 0.0  # the order's key when the batch was pushed into a queue
+        self.key = 0.0  # the order's key, by the present forecasts of its requests
+        self.serial = 0  # of its entry among the batches that were never started; 0: it has none
         self.avoid: str | None = None  # the engine that failed the batch; used only while no other works
 
     @property
@@ -307,8 +339,25 @@ class FormedQueue:
     def push(self, batch: FormedBatch) -> None:
         self.hold(batch)
         batch.key = self._key(batch)
+        self._enter(batch)
+
+    def _enter(self, batch: FormedBatch) -> None:
         self._serial += 1  # makes entries distinct, so that the heap never compares batches
-        heapq.heappush(self._heap, (batch.key, batch.id, self._serial, batch))
+        batch.serial = self._serial
+        heapq.heappush(self._heap, (batch.key, batch.id, batch.serial, batch))
+
+    def sort_again(self, batch: FormedBatch) -> None:
+        """Give a batch the key, and the place, that follow from the present forecasts of its requests."""
+        key = self._key(batch)
+        if key == batch.key:
+            return
+        batch.key = key
+        if batch.serial:
+            self._enter(batch)  # the batch's former entry is void from now on
+            if len(self._heap) > 2 * self._requests + ENTRIES_SPARE:  # a valid entry has a request at least
+                self._heap = [entry for entry in self._heap if _is_valid(entry)]
+                heapq.heapify(self._heap)
+            self._drop_void()
 
     def push_returned(self, batch: FormedBatch) -> None:
         self.hold(batch)
@@ -362,7 +411,7 @@ class FormedQueue:
 
     def batches(self) -> list[FormedBatch]:
         """Every batch that still holds a request, in order."""
-        fresh = [(key, batch_id, batch) for key, batch_id, _, batch in self._heap if batch.requests]
+        fresh = [(*self.turn_of(entry[3]), entry[3]) for entry in self._heap if _is_valid(entry)]
         returned = [(*self.turn_of(batch), batch) for batch in self.returned]
         return [batch for *_, batch in sorted([*fresh, *returned], key=lambda entry: entry[:2])]
 
@@ -371,7 +420,7 @@ class FormedQueue:
         del queued.formed.requests[queued.request.id]
         queued.formed = None
         self._requests -= 1
-        self._drop_empty()
+        self._drop_void()
 
     def take(self, batch: FormedBatch, count: int) -> list[QueuedRequest]:
         """Take the first `count` requests out of a batch."""
@@ -384,11 +433,16 @@ class FormedQueue:
         for queued in leaving:
             queued.formed = None
         self._requests -= len(leaving)
-        self._drop_empty()
+        self._drop_void()
         return leaving
 
-    def _drop_empty(self) -> None:
-        """Pop empty batches, so that the first batch of the heap holds a request."""
+    def _drop_void(self) -> None:
+        """Pop void entries, so that the first batch of the heap holds a request."""
         heap = self._heap
-        while heap and not heap[0][3].requests:
+        while heap and not (heap[0][3].requests and heap[0][2] == heap[0][3].serial):
             heapq.heappop(heap)
+
+
+def _is_valid(entry: tuple[float, int, int, FormedBatch]) -> bool:
+    """Whether the entry's batch still holds a request, and has no later entry."""
+    return bool(entry[3].requests) and entry[2] == entry[3].serial

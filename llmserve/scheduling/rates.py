@@ -103,13 +103,28 @@ class ServiceTime:
     """Service times: mean seconds an output token and mean tokens an answer, with exponential decay.
 
     memory: completions after which an observation's weight has fallen to a third.
+    seconds_per_token, tokens_mean: the means at the start.  answers: their weight; 0: a guess until the first answer.
     """
 
-    def __init__(self, memory: int = 64, *, seconds_per_token: float = 0.02, tokens_mean: float = 256.0) -> None:
+    def __init__(
+        self,
+        memory: int = 64,
+        *,
+        seconds_per_token: float = 0.02,
+        tokens_mean: float = 256.0,
+        answers: float = 0.0,
+    ) -> None:
         self._keep = 1.0 - 1.0 / memory
-        self._seconds = self._tokens = self._answers = 0.0
-        self.seconds_per_token = seconds_per_token  # a guess until the first answer
+        self._answers = answers
+        self._tokens = answers * tokens_mean
+        self._seconds = self._tokens * seconds_per_token
+        self.seconds_per_token = seconds_per_token
         self.tokens_mean = tokens_mean
+
+    @property
+    def answers(self) -> float:
+        """Weight of the answers so far."""
+        return self._answers
 
     def observe(self, seconds: float, tokens: float) -> None:
         """Record one answer: its seconds on the engine and its tokens (> 0)."""

@@ -29,9 +29,11 @@ PREDICTIONS_HELP = (
     "the error) | neighbour:K,P (of K equal-mass bins, each neighbour of the right bin with probability P) | "
     "confusion:FILE[:K] (bins confused as in a predictor's evaluation, or in a K x K matrix: real bins are rows) | "
     "residuals:FILE (errors of a predictor for answers of similar length: columns predicted_tokens and "
-    "output_tokens) | predictor:FOLDER (a trained predictor's, for --prompts)"
+    "output_tokens) | predictor:FOLDER (a trained predictor's, for --prompts) | online:FILE[:COLUMN] (a server's "
+    "without a trained predictor: FILE is the one of --prompts, and each answer is learnt when it ends)"
 )
 TRAINED = "predictor:"  # before the folder of a trained predictor
+ONLINE = "online:"  # before a file of prompts
 PREDICTED, ACTUAL = ("predicted_tokens", "predicted"), ("output_tokens", "actual")  # names that the columns may have
 ALIKE_SHARE, ALIKE_LEAST = 0.05, 32  # share, and least number, of the residuals that count as of similar length
 
@@ -68,7 +70,8 @@ def predict(
 ) -> Predictions | None:
     """Predictions for requests of these lengths; None: no predictions.
 
-    text : one of PREDICTIONS_HELP except predictor:FOLDER, which needs prompts.  lengths : (count,) tokens.
+    text : one of PREDICTIONS_HELP except predictor:FOLDER and online:FILE, which need prompts.  lengths : (count,)
+    tokens.
     sample : similar lengths, over which the bins of mistakes are equal-mass (default: `lengths`).
     edges : edges of the bins of mistakes, used when they give the right number of bins.
     Raises ConfigError on another text, or a file that cannot be used.

@@ -18,7 +18,8 @@ from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo
 from llmserve.simulation import workload
 from llmserve.simulation.engine_model import ProfileEngine, StepEngine, TimedEngine
-from llmserve.simulation.predictions import PREDICTIONS_HELP, TRAINED, Predictions, predict
+from llmserve.simulation.online import OnlineRows
+from llmserve.simulation.predictions import ONLINE, PREDICTIONS_HELP, TRAINED, Predictions, predict
 
 EDGES_SAMPLE = 4_000  # lengths for the first edges
 LOAD_SAMPLE = 40_000  # lengths for an engine's capacity
@@ -32,6 +33,7 @@ EXCLUDED = {  # fields that cannot be set together with the field on the left
     "prompts": ("lengths",),
 }
 REQUESTS, ARRIVAL_RATE, LENGTHS, STEP_S = 10_000, 5.0, "lognormal:5.2,0.8", 0.01  # defaults
+DECIDED_ONLINE = ("lengths", "lengths_factor", "trace")  # fields that the rows of online:FILE decide
 BETWEEN_BINS = ("neighbour:", "confusion:")  # predictions that mistake one bin for another
 KIND = re.compile(r"^(?:([1-9]\d*)x)?(.+?)(?::([1-9]\d*))?$")  # [COUNTx]PROFILE[:SLOTS]
 
@@ -49,7 +51,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     requests: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description=f"number of requests (default {REQUESTS}); of a trace: at most (default: all)"),
+        Meta(
+            description=f"number of requests (default {REQUESTS}); of a trace: at most (default: all); with "
+            "predictions online:FILE: by default each row of the file is a request"
+        ),
     ] = None
     arrival_rate: Annotated[
         Rate | None,
@@ -83,7 +88,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="instead of lengths: file of prompts and the lengths of their answers, such as serve's "
             "--record writes (FILE[:COLUMN], as for llmserve train --data; COLUMN: the output tokens); each "
-            "request is a row of the file, drawn at random"
+            "request is a row of the file; in a random order, all rows come before one comes again"
         ),
     ] = None
     slo_s: Annotated[
@@ -135,6 +140,16 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     ] = "flush"
     seed: Annotated[int, Meta(ge=0, description="seed of all random draws")] = 0
 
+    @property
+    def learns(self) -> bool:
+        """Whether predictions are those of a learner, by the answers that have ended."""
+        return self.predictions.startswith(ONLINE)
+
+    @property
+    def rows_file(self) -> str | None:
+        """The file whose rows are the requests."""
+        return self.predictions.removeprefix(ONLINE) if self.learns else self.prompts
+
     def check(self) -> None:
         """Raises ConfigError on settings that contradict each other."""
         changed = {field.name for field in msgspec.structs.fields(self) if getattr(self, field.name) != field.default}
@@ -142,6 +157,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             for excluded in excluded_names:
                 if {name, excluded} <= changed:
                     raise ConfigError(f"{excluded} cannot be given with {name}, which decides it")
+        if self.learns and self.prompts not in (None, self.rows_file):
+            raise ConfigError(f"prompts must be the file of predictions {self.predictions!r}, or left out")
+        for excluded in DECIDED_ONLINE:
+            if self.learns and excluded in changed:
+                raise ConfigError(f"{excluded} cannot be given with predictions {self.predictions!r}, which decide it")
         if self.trace_speed is not None and self.trace is None:
             raise ConfigError("trace_speed: there is no trace to speed up")
         if self.predictions.startswith(TRAINED) and self.prompts is None:
@@ -159,11 +179,13 @@ class Answers:
     output_tokens  (rows,) > 0
     input_tokens   (rows,) estimated tokens of the prompts; 0 where unknown
     forecasts      (rows, Q) equally likely lengths from a predictor, ascending; None: no predictor
+    online         the rows for a learner; None: nothing is learnt during a run
     """
 
     output_tokens: workload.Lengths
     input_tokens: workload.Lengths
     forecasts: NDArray[np.float64] | None = None
+    online: OnlineRows | None = None
 
     def __len__(self) -> int:
         return self.output_tokens.size
@@ -171,7 +193,8 @@ class Answers:
     def rows(self, rows: NDArray[np.intp]) -> Answers:
         """The rows of these numbers, in this order; a row may repeat."""
         forecasts = None if self.forecasts is None else self.forecasts[rows]
-        return Answers(self.output_tokens[rows], self.input_tokens[rows], forecasts)
+        online = None if self.online is None else self.online.at(rows)
+        return Answers(self.output_tokens[rows], self.input_tokens[rows], forecasts, online)
 
     def times(self, factor: float) -> Answers:
         """The answers and their forecasts, with all lengths multiplied by the factor."""
@@ -188,6 +211,7 @@ class Workload:
     arrival_rate_per_s  of the settings, or the trace's mean; inf when all come at once
     deadlines_s         (requests,); None: no deadlines
     streaming           ids of the requests whose clients stream
+    online              the rows of the requests, for a learner; None: nothing is learnt during a run
     """
 
     trace: workload.Trace
@@ -197,6 +221,7 @@ class Workload:
     arrival_rate_per_s: float
     deadlines_s: workload.Times | None = None
     streaming: frozenset[int] = frozenset()
+    online: OnlineRows | None = None
 
     def __len__(self) -> int:
         return len(self.trace)
@@ -206,10 +231,11 @@ class Workload:
 
 
 def prepare(scenario: Scenario, scheduling: SchedulingConfig, answers: Answers | None = None) -> Workload:
-    """The requests of the scenario. scheduling : resolved.  answers : the rows of scenario.prompts, if it is set.
+    """The requests of the scenario. scheduling : resolved.  answers : the rows of scenario.rows_file, if it is set.
 
     Lengths, arrivals, predictions and clients have separate random streams: a change of one leaves the others the same.
     The first edges come from a sample of the same length distribution; a trained predictor would bring such a sample.
+    A learner has no sample: its server starts without edges.
     Raises ConfigError on settings that contradict each other.
     """
     scenario.check()
@@ -222,14 +248,19 @@ def prepare(scenario: Scenario, scheduling: SchedulingConfig, answers: Answers |
         sample = drawn.rows(sample_rng.permutation(len(drawn))[:EDGES_SAMPLE])
     else:
         rate_per_s = _arrival_rate_per_s(scenario, scheduling, answers, load_rng)
-        drawn = _draw(scenario, answers, or_default(scenario.requests, REQUESTS), lengths_rng)
+        count = len(answers) if scenario.learns and answers is not None else REQUESTS
+        drawn = _draw(scenario, answers, or_default(scenario.requests, count), lengths_rng)
         arrivals_s = workload.draw_arrivals(scenario.arrivals or "poisson", rate_per_s, len(drawn), arrivals_rng)
         trace = workload.Trace(arrivals_s, drawn.output_tokens, drawn.input_tokens)
         sample = _draw(scenario, answers, EDGES_SAMPLE, sample_rng)
-    predictions = _predict(scenario, scheduling, drawn, sample, predictions_rng)
-    scores = _scores(scenario, scheduling, sample, _predict(scenario, scheduling, sample, sample, sample_rng))
     deadlines_s = trace.arrivals_s + slo_rng.choice(scenario.slo_s, len(trace)) if scenario.slo_s else None
     streaming = frozenset(np.flatnonzero(streaming_rng.random(len(trace)) < scenario.streaming).tolist())
+    if scenario.learns:
+        if drawn.online is None:
+            raise ConfigError(f"predictions {scenario.predictions!r}: the answers came without the rows for a learner")
+        return Workload(trace, None, (), (), rate_per_s, deadlines_s, streaming, drawn.online)
+    predictions = _predict(scenario, scheduling, drawn, sample, predictions_rng)
+    scores = _scores(scenario, scheduling, sample, _predict(scenario, scheduling, sample, sample, sample_rng))
     lengths = tuple(sample.output_tokens.tolist())
     return Workload(trace, predictions, scores, lengths, rate_per_s, deadlines_s, streaming)
 
@@ -248,14 +279,18 @@ def _replayed(scenario: Scenario, scheduling: SchedulingConfig) -> workload.Trac
 
 
 def _draw(scenario: Scenario, answers: Answers | None, count: int, rng: np.random.Generator) -> Answers:
-    """Draw `count` requests, from the rows of the prompts or from the distribution of the lengths."""
-    if scenario.prompts is None:
+    """Draw `count` requests, from the rows of the prompts or from the distribution of the lengths.
+
+    Each row is drawn once before any row is drawn again: a learner would know the rows that repeat.
+    """
+    if scenario.rows_file is None:
         lengths = workload.draw_lengths(or_default(scenario.lengths, LENGTHS), count, rng)
         drawn = Answers(lengths, np.zeros(count))
     elif answers is None:
-        raise ConfigError(f"prompts: the answers of {scenario.prompts!r} were not read: pass them as `answers`")
+        raise ConfigError(f"prompts: the answers of {scenario.rows_file!r} were not read: pass them as `answers`")
     else:
-        drawn = answers.rows(rng.integers(len(answers), size=count))
+        rounds = -(-count // len(answers))
+        drawn = answers.rows(np.concatenate([rng.permutation(len(answers)) for _ in range(rounds)])[:count])
     return drawn if scenario.lengths_factor is None else drawn.times(scenario.lengths_factor)
 
 

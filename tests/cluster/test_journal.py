@@ -12,6 +12,7 @@ from llmserve.cluster.simulated import SimulatedCluster
 from llmserve.errors import JournalError
 from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.lengths import Learnt
 from llmserve.scheduling.messages import (
     EngineReady,
     PlanChanged,
@@ -77,11 +78,11 @@ def test_a_journal_from_before_several_models_is_read_and_replayed(tmp_path: Pat
     assert journal.replay(header, steps) == steps
 
 
-@pytest.mark.parametrize("version", [3, 6])
+@pytest.mark.parametrize("version", [3, 7])
 def test_a_journal_of_another_format_is_refused(tmp_path: Path, version: int) -> None:
     """Unknown fields would be dropped silently, and the replay would be of another run."""
     (tmp_path / "j").write_text(BEFORE_MODELS.replace('"version":4', f'"version":{version}'))
-    with pytest.raises(JournalError, match=f"has version {version} of the format; this is version 5"):
+    with pytest.raises(JournalError, match=f"has version {version} of the format; this is version 6"):
         journal.read(tmp_path / "j")
 
 
@@ -116,6 +117,38 @@ def test_a_replay_learns_the_same_paces_and_preempts_alike(tmp_path: Path) -> No
     assert scheduler.engines["e"].pace("a") > 1.1
     read, steps = journal.read(tmp_path / "j")
     assert any(isinstance(action, PreemptBatch) for step in steps for action in step.actions)
+    assert journal.replay(read, steps) == steps
+
+
+def test_what_was_learnt_before_is_in_the_header_and_a_replay_begins_with_it(tmp_path: Path) -> None:
+    """A model that was learnt of gets its own edges, times and trust, an engine its pace; others begin as ever."""
+    config = SchedulingConfig(order="flex", bins=2, batch_size=4).resolved(barrier=True)
+    learnt = {"a": Learnt((10.0, 20.0, 30.0, 40.0), (11.0, 19.0, 33.0, 41.0), (0.5, 25.0, 40.0), trusted=False)}
+    header = Header(config, (1.0, 2.0), learnt=learnt, paces={"e": {"a": 1.5}})
+    info = EngineInfo("e", 4, True, speeds={"": StepTimes(0.1, (0.1,) * 4)})
+    with Journal(header, path=tmp_path / "j") as book:
+        scheduler = header.scheduler()
+        for now_s, event in enumerate(
+            [
+                EngineReady(info),
+                RequestArrived(Request(1, 35.0, model="a")),
+                RequestArrived(Request(2, 5.0, model="b")),
+                RequestEnded("e", 1, "completed", 30.0),
+                RequestEnded("e", 2, "completed", 30.0),
+            ]
+        ):
+            if now_s == 1:
+                assert scheduler.engines["e"].pace("a") == 1.5
+                assert scheduler.engines["e"].proven_until_s("a") < 0, "no answer has proven the pace yet"
+            book.append(float(now_s), event, scheduler.handle(event, float(now_s)))
+    a, b = scheduler.queues("a"), scheduler.queues("b")
+    assert (a.edges.edges, b.edges.edges) == ((25.0,), (1.5,))
+    assert (a.trust.trusted, b.trust.trusted) == (False, True)
+    assert a.service.tokens_mean == pytest.approx(25.0 + 5.0 / 40.4, rel=0.01), "one answer of 30 after 40 of 25"
+    assert a.seen is not None
+    assert sorted(a.seen.predicted[1])[-1] == 41.0
+    read, steps = journal.read(tmp_path / "j")
+    assert read == header
     assert journal.replay(read, steps) == steps
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from llmserve.cluster import prompt_size
 from llmserve.cluster.prompt_size import PREFIX_CHARACTERS, PromptTokens, PromptTokensByModel, prefix_hashes
 from llmserve.request import Call
 from predictor.prompt import Prompt
@@ -25,6 +26,17 @@ def test_tokens_are_counted_per_model_and_unused_models_are_forgotten() -> None:
         tokens.observe(call("x" * 100, model=model), 50)
     assert [tokens.estimate(call("x" * 100, model=model)) for model in "abcd"] == [50, 25, 50, 25]
     assert len(tokens) == 2
+
+
+def test_sizes_of_the_latest_models_survive_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_size, "SAVED_MAX", 2)
+    before, after = PromptTokensByModel(), PromptTokensByModel()
+    for model in "abc":
+        before.observe(call("x" * 100, model=model), 50)
+    after.restore(before.state())
+    assert [after.estimate(call("x" * 100, model=model)) for model in "abc"] == [25, 50, 50]
+    with pytest.raises(ValueError, match="no prompt sizes"):
+        after.restore({"models": ["a"]})
 
 
 def test_prompts_share_the_hashes_of_their_common_prefix() -> None:

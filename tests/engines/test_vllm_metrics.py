@@ -1,6 +1,9 @@
 """Load, memory and slots in vLLM's metrics."""
 
 import random
+from typing import Any
+
+import pytest
 
 from llmserve.engines.vllm_metrics import Load, SlotsLearner, read_load
 
@@ -56,6 +59,28 @@ def test_few_slots_double_until_something_waits() -> None:
     assert estimates[:4] == [17, 35, 71, 143]
     assert not SlotsLearner(8, 2).limit_reached
     assert (estimates[5:], learner.limit_reached) == ([100] * 3, True)
+
+
+def test_slots_found_before_are_where_the_search_continues() -> None:
+    """Also when the engine now has fewer or more."""
+    before = SlotsLearner(8, look_ahead=2)
+    for _ in range(8):
+        in_flight = before.slots + 2
+        before.observe(Load(min(in_flight, 100), max(0, in_flight - 100), None))
+    for slots in (100, 40, 300):
+        learner = SlotsLearner(8, look_ahead=2)
+        learner.restore(before.state())
+        assert (learner.slots, learner.limit_reached) == (100, True)
+        for _ in range(20):
+            in_flight = learner.slots + 3
+            learner.observe(Load(min(in_flight, slots), max(0, in_flight - slots), None))
+        assert slots <= learner.slots <= slots + 1
+
+
+@pytest.mark.parametrize("state", [{}, {"slots": 0, "limit_reached": True}, {"slots": "8", "limit_reached": True}])
+def test_a_state_of_something_else_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="no state of an engine's slots"):
+        SlotsLearner(8, 2).restore(state)
 
 
 def test_a_probe_between_arrival_and_first_step_changes_nothing() -> None:

@@ -286,6 +286,26 @@ def test_the_command_evaluates_as_the_script_does_and_records_its_arguments(
     assert result["arguments"] == ["one", "--data", "toy.jsonl", "--prompt-column", "question", "--output", "out"]
 
 
+def test_json_is_printed_instead_of_the_tables(
+    script: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model_folder, out = folder(tmp_path / "one", TRAINED), tmp_path / "out"
+    options = ["--data", data, "--prompt-column", "question", "--output", out, "--json"]
+    assert run(script, monkeypatch, model_folder, *options) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((out / "metrics.json").read_text())
+
+
+def test_the_held_out_rows_of_a_training_can_be_served_online(
+    script: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model_folder = folder(tmp_path / "one", TRAINED)
+    options = ["--online", "--data", data, "--prompt-column", "question", "--part", "held-out", "--json"]
+    assert run(script, monkeypatch, model_folder, *options) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["answers"] == len(split_rows(toy_rows(), seed=4, held_out_share=0.3).held_out)
+    assert result["ranges"][0]["tau"] > 0.6
+
+
 def test_a_model_and_a_limit_select_answers(
     script: ModuleType, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

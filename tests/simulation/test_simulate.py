@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from llmserve.__main__ import main, read_answers
+from llmserve.__main__ import main
 from llmserve.cluster import journal
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.policies import SchedulingConfig
+from llmserve.prompt_rows import read_answers
 from llmserve.scheduling.messages import RequestArrived, StartBatch
 from llmserve.simulate import Case, Scenario, prepare, run, run_cases, simulate
 from llmserve.simulation.progress import RunsProgress

@@ -29,6 +29,7 @@ from llmserve.scheduling.messages import (
     EngineReady,
     Event,
     FailRequest,
+    ForecastsRevised,
     PlanChanged,
     PlanGroups,
     PreemptBatch,
@@ -209,6 +210,7 @@ class Account:
             RequestCancelled: self._cancelled,
             RequestEnded: self._ended,
             AnswerBegan: self._began,
+            ForecastsRevised: self._revised,
             BatchEnded: self._batch_ended,
             EngineReady: self._ready,
             EngineClosed: self._closed,
@@ -303,6 +305,14 @@ class Account:
         life = self._alive.get(event.request_id)
         if life is not None and life.engine is not None and not life.preempted:
             life.began = True
+
+    def _revised(self, event: ForecastsRevised, actions: Sequence[Action]) -> None:
+        """From now on a waiting request has the forecast, and starts with it; nothing makes room for it."""
+        for revision in event.revisions:
+            life = self._waiting.get(revision.request_id)
+            if life is not None:
+                life.request = revision.of(life.request)
+        assert not any(isinstance(action, PreemptBatch) for action in actions), "a later forecast preempts a batch"
 
     def _batch_ended(self, event: BatchEnded, actions: Sequence[Action]) -> None:
         running = self._engines[event.engine].running

@@ -21,7 +21,7 @@ from bins.profile import StepTimes
 from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.layout import FALLBACK
-from llmserve.scheduling.messages import ServingGroup
+from llmserve.scheduling.messages import REVISIONS_MAX, ForecastsRevised, RevisedForecast, ServingGroup
 from llmserve.scheduling.orders import PREEMPTION_FACTOR
 from llmserve.scheduling.rates import Replan
 from llmserve.scheduling.trust import WINDOW_MIN
@@ -49,6 +49,7 @@ T = TypeVar("T", str, tuple[str, str])
 
 UNIT_LEAST_S = 1 / 16  # used where requests take no time
 GROUPED_EVERY = 4  # one world in this many has serving groups
+REVISED_EVERY = 3  # in one world in this many, forecasts are revised while requests wait
 GROUPS = ("left", "right", "third", FALLBACK)
 STREAMS = ("", "chat", "mail")
 
@@ -123,6 +124,7 @@ class World:
     scores, lengths  as in a journal's header
     tokens          length of every answer, if the scheduler knows it and each engine's speed; None: it may err
     begins          request -> seconds from its start to its first byte, if the client sees one before the end
+    revised         later forecasts and their times; some are of requests that run, have ended or will arrive
     timers_late_s   delay of timers; aborts_late_s and plans_late_s are mean delays
     """
 
@@ -138,6 +140,7 @@ class World:
     leavings: dict[int, Leaving]
     tokens: float | None
     begins: dict[int, float]
+    revised: tuple[tuple[float, ForecastsRevised], ...]
     drain_at_s: float | None
     timers_late_s: float
     aborts_late_s: float
@@ -205,6 +208,9 @@ def draw(seed: int) -> World:
         leavings=_leavings(rng, len(arrivals), unit_s) if "leaving" in kinds else {},
         tokens=tokens[0] if times_known else None,
         begins=_begins(rng, len(arrivals), unit_s),
+        revised=_revised(random.Random(f"{seed} revised"), arrivals, unit_s, tick_s)
+        if seed % REVISED_EVERY == REVISED_EVERY - 1
+        else (),
         drain_at_s=_drain_at_s(rng, kinds, horizon_s, tick_s),
         timers_late_s=rng.choice([0.01, 1.0]) * unit_s if "late timers" in kinds else 0.0,
         aborts_late_s=rng.choice([0.1, 5.0]) * unit_s if "late aborts" in kinds else 0.0,
@@ -343,6 +349,28 @@ def _leavings(rng: random.Random, count: int, unit_s: float) -> dict[int, Leavin
 def _begins(rng: random.Random, count: int, unit_s: float) -> dict[int, float]:
     share = rng.choice([0.0, 0.0, 0.2, 0.8])
     return {number: rng.choice([0.0, rng.random()]) * unit_s for number in range(count) if rng.random() < share}
+
+
+def _revised(
+    rng: random.Random, arrivals: Sequence[Arrival], unit_s: float, tick_s: float
+) -> tuple[tuple[float, ForecastsRevised], ...]:
+    """Each is about requests that arrived near a time before it; some are too late, and some come twice."""
+    patience_s, share = rng.choice([0.1, 1.0, 10.0]) * unit_s, rng.choice([0.0, 0.5, 1.0])
+    revised = []
+    for _ in range(rng.choice([1, 5, 30])):
+        middle = rng.randrange(len(arrivals))
+        at_s = on_clock(arrivals[middle].at_s + rng.choice([0.0, rng.expovariate(1.0)]) * patience_s, tick_s)
+        around = range(max(0, middle - rng.choice([0, 3, 20])), middle + rng.choice([1, 3, 20]))
+        ids = rng.choices(around, k=rng.randint(1, REVISIONS_MAX))
+        actual = [arrivals[min(request_id, len(arrivals) - 1)].tokens for request_id in ids]
+        lengths = _predict(rng, rng.choice(PREDICTORS), actual)
+        forecasts = [
+            RevisedForecast(request_id, length, _quantiles(length) if rng.random() < share else ())
+            for request_id, length in zip(ids, lengths, strict=True)
+            if length is not None
+        ]
+        revised.append((at_s, ForecastsRevised(tuple(forecasts))))
+    return tuple(revised)
 
 
 # ---- groups -----------------------------------------------------------------------------------------------------

@@ -114,6 +114,8 @@ def run(world: World, steps: list[Step]) -> Account:
             cluster.notify(RequestArrived(arrival.request), arrival.at_s)
     if world.drain_at_s is not None:
         cluster.notify(DrainRequested(), world.drain_at_s)
+    for at_s, revised in world.revised:
+        cluster.notify(revised, at_s)
     for at_s, groups in world.grouping.plans[1:] if world.grouping else ():
         cluster.notify(PlanChanged(groups), at_s)
     cluster.run(_others(world.arrivals), flush=False)

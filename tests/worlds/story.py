@@ -18,6 +18,7 @@ from llmserve.scheduling.messages import (
     EngineReady,
     Event,
     FailRequest,
+    ForecastsRevised,
     PlanChanged,
     PlanGroups,
     PreemptBatch,
@@ -52,6 +53,9 @@ def _event(event: Event) -> str:
             return f"{engine} ends request {request_id}: {outcome}, {tokens:g} tokens{blame}"
         case AnswerBegan(request_id):
             return f"the client of request {request_id} sees its first byte"
+        case ForecastsRevised(revisions):
+            lengths = [f"{later.request_id} ({later.predicted_tokens:g} tokens)" for later in revisions]
+            return f"forecasts are revised of requests {_list(lengths)}"
         case BatchEnded(engine, batch_id, tokens):
             return f"{engine} has finished batch {batch_id}: requests {_list(tokens)}"
         case EngineReady(engine):

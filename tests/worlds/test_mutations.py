@@ -22,7 +22,7 @@ from llmserve.scheduling.messages import Action, Event, RequestCancelled, Reques
 from llmserve.scheduling.model_queues import Group, ModelQueues
 from llmserve.scheduling.orders import Candidate, Clockwork, Flex, Key
 from llmserve.scheduling.planner import Planner
-from llmserve.scheduling.queues import FormedBatch, FormedQueue, QueuedRequest, Run
+from llmserve.scheduling.queues import BinQueue, FormedBatch, FormedQueue, QueuedRequest, Run
 from llmserve.scheduling.release import Full, Planned, Timeout
 from llmserve.scheduling.scheduler import Scheduler
 
@@ -446,6 +446,36 @@ def the_timers_of_all_groups_but_the_first_are_ignored(patch: Patch) -> None:
     patch.setattr(Scheduler, "_settle", sleep_on)
 
 
+def a_later_forecast_changes_the_place_but_not_the_request(patch: Patch) -> None:
+    revise = ModelQueues.revise
+
+    def keep(self: ModelQueues, requests: Iterable[tuple[QueuedRequest, Request]]) -> list[BinQueue]:
+        pairs = list(requests)
+        before = [(queued, queued.request) for queued, _ in pairs]
+        bins = revise(self, pairs)
+        for queued, request in before:
+            queued.request = request
+        return bins
+
+    patch.setattr(ModelQueues, "revise", keep)
+
+
+def a_request_that_moves_to_another_bin_is_dropped(patch: Patch) -> None:
+    take_back = ModelQueues.take_back
+
+    def drop_the_last(self: ModelQueues, requests: Sequence[QueuedRequest]) -> list[BinQueue]:
+        return take_back(self, requests[:-1])
+
+    revise = ModelQueues.revise
+
+    def drop(self: ModelQueues, requests: Iterable[tuple[QueuedRequest, Request]]) -> list[BinQueue]:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(ModelQueues, "take_back", drop_the_last)
+            return revise(self, requests)
+
+    patch.setattr(ModelQueues, "revise", drop)
+
+
 BUGS: list[Callable[[Patch], None]] = [
     a_request_that_comes_back_is_dropped,
     a_batch_is_started_twice,
@@ -495,6 +525,8 @@ BUGS: list[Callable[[Patch], None]] = [
     only_the_group_of_an_event_is_updated,
     groups_that_share_a_model_ask_for_plans_at_once,
     the_timers_of_all_groups_but_the_first_are_ignored,
+    a_later_forecast_changes_the_place_but_not_the_request,
+    a_request_that_moves_to_another_bin_is_dropped,
 ]
 
 

@@ -1,0 +1,127 @@
+"""Everything that a server has learnt: gathered for the file of --state, and taken back from it.
+
+learners       forecasts of lengths, by model (predictor/online.py)
+scheduler      scores and lengths of answers, service times, trust and paces, for the journal's header
+slots          requests that each engine runs at once, where llmserve finds that out
+prompt_tokens  tokens for each character of a prompt, by model
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from llmserve.by_model import by_model
+from llmserve.cluster.learnt import header_parts, restore_slots, scheduler_saving, slots_state
+from llmserve.cluster.prompt_size import PromptTokensByModel
+from llmserve.engines.openai_engine import OpenAIEngine
+from llmserve.scheduling.lengths import Learnt
+from llmserve.scheduling.scheduler import Scheduler
+from llmserve.settings import Config
+from llmserve.state_file import StateFile
+from predictor.online import OnlineLearner
+from predictor.process import PredictorProcess
+from predictor.state import Saving, part
+
+log = logging.getLogger("llmserve")
+
+SECRET_BYTES = 16
+
+
+@dataclass(frozen=True)
+class LearntParts:
+    """The parts that learn outside the scheduler, and what the scheduler begins with.
+
+    learners    by model; "": of every other model
+    predictors  a mark of each learner's predictor, by model: what was learnt of one does not hold for another
+    models, paces  of the journal's header
+    """
+
+    config: Config
+    learners: dict[str, OnlineLearner]
+    predictors: dict[str, str]
+    engines: Sequence[OpenAIEngine]
+    prompt_tokens: PromptTokensByModel = field(default_factory=PromptTokensByModel)
+    models: dict[str, Learnt] = field(default_factory=dict)
+    paces: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def saving(self, scheduler: Scheduler) -> Saving:
+        """Make the state of everything in slices (predictor/state.py)."""
+        learners = {}
+        for model, learner in self.learners.items():
+            state = yield from learner.saving()
+            learners[model] = {"predictor": self.predictors[model], **state}
+        scheduled = yield from scheduler_saving(scheduler, self.config.scheduling, self.models, self.paces)
+        prompt_tokens = self.prompt_tokens.state()
+        yield
+        return {
+            "learners": learners,
+            "scheduler": scheduled,
+            "slots": slots_state(self.engines),
+            "prompt_tokens": prompt_tokens,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a state. Raises ValueError for a state of something else; then nothing here may be used."""
+        for model, learner in self.learners.items():
+            own = part(state, "learners").get(model)
+            if own is None:
+                continue
+            if part(own, "predictor") == self.predictors[model]:
+                learner.restore(own)
+            else:
+                log.info(
+                    "state: the learner%s starts empty, for its predictor is another", f" of {model}" * bool(model)
+                )
+        models, paces = header_parts(part(state, "scheduler"), self.config.scheduling)
+        self.models.update(models)
+        self.paces.update(paces)
+        self.prompt_tokens.restore(part(state, "prompt_tokens"))
+        restore_slots(self.engines, part(state, "slots"))
+
+
+def learnt_before(
+    config: Config,
+    kept: StateFile | None,
+    predictors: Mapping[str, PredictorProcess],
+    engines: Sequence[OpenAIEngine],
+) -> LearntParts:
+    """The learning parts, with what was kept before. A file that cannot be used is set aside, with a warning.
+
+    predictors : by model.
+    """
+    if kept is not None:
+        try:
+            state = kept.read()
+            if state is not None:
+                parts = _nothing_learnt(config, predictors, engines)
+                parts.restore(state)
+                return parts
+        except Exception as error:  # a file must never keep a server from starting
+            kept.set_aside(str(error))
+    return _nothing_learnt(config, predictors, engines)
+
+
+def _nothing_learnt(
+    config: Config, predictors: Mapping[str, PredictorProcess], engines: Sequence[OpenAIEngine]
+) -> LearntParts:
+    models = ["", *sorted(set(by_model("predictor", config.prediction.predictor)) - {""})]
+    secret = secrets.token_bytes(SECRET_BYTES)
+    return LearntParts(
+        config,
+        {model: OnlineLearner(keys_max=config.prediction.memory_keys, secret=secret) for model in models},
+        {model: _mark(predictors.get(model)) for model in models},
+        engines,
+    )
+
+
+def _mark(predictor: PredictorProcess | None) -> str:
+    """A hash of the lengths and forecasts that come with the predictor; "" without a predictor."""
+    if predictor is None:
+        return ""
+    content = repr((predictor.training_lengths, predictor.forecasts))
+    return blake2b(content.encode(), digest_size=16).hexdigest()

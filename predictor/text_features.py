@@ -1,0 +1,182 @@
+"""A prompt as hashed features, for a linear model that learns while serving.
+
+The features are the words of the text, their first letters, pairs of words, the text's first and last words, its length
+and form, and the facts beside the text: model, system prompt, history, stop strings, tools, format and max_tokens. The
+words are features once for all models and once for the prompt's own model, so that models share what they have in common.
+
+Each word is hashed with a secret key (BLAKE2b), so the indices do not reveal the words without the key. Long texts keep
+their two ends, so that the work per prompt is bounded.
+
+Pure: the same secret and prompt always give the same features.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from predictor.prompt import Prompt
+from predictor.task_words import TASK_OF
+
+BITS = 18
+"""Features are indices below 2**BITS. Two features with the same index share a weight."""
+WORDS_MAX = 64
+SYSTEM_WORDS_MAX = 32
+NAME_CHARACTERS = 100
+TEXT_FIRST, TEXT_LAST = 1400, 600
+"""Characters of a long text that are read."""
+STEM_LETTERS = 4
+VOCABULARY_MAX = 1 << 14
+"""Words whose hashes are kept for the next prompt; the oldest half is forgotten when there are more."""
+
+FIRST, EARLY = 4, 8
+"""Words with a feature of their place; words with a feature of being among the first."""
+FORMS = 6
+"""Facts that every request has."""
+
+_WORD = re.compile(r"[\u3040-\u9fff\uac00-\ud7a3]|[^\W\d_]{1,30}|\d{1,9}|[^\w\s]")
+# The kinds of features, with their sizes. The sizes of the words' own kinds are over the root of the number of words.
+_WORDS = {"word": 1.0, "first letters": 1.5, "pair": 1.0, "word for the model": 0.6}
+_OTHERS = {
+    "early word": 0.5,
+    **{f"word {place}": 0.5 for place in range(FIRST)},
+    **{f"pair {place}": 0.5 for place in range(2)},
+    "last word": 0.5,
+    "model": 1.0,
+    "form": 0.15,
+    "fact": 0.5,
+    "word of the system prompt": 0.5,  # over the root of their number
+}
+_SIZES = np.array([*_WORDS.values(), *_OTHERS.values()], dtype=np.float32)
+
+
+class Features(NamedTuple):
+    """indices : (n,) below 2**BITS.  values : (n,) positive. An index that is there twice counts twice.
+    sender : hash of who sent the prompt; no feature.
+    """
+
+    indices: NDArray[np.int64]
+    values: NDArray[np.float32]
+    sender: int
+
+
+def _multipliers(count: int) -> NDArray[np.uint64]:
+    """(count,) fixed odd numbers, which keep the kinds of a word's features apart."""
+    digests = [blake2b(b"%d" % number, digest_size=8).digest() for number in range(count)]
+    return np.array([int.from_bytes(digest, "big") | 1 for digest in digests], dtype=np.uint64)
+
+
+_KINDS = _multipliers(len(_SIZES))
+_PAIR = _multipliers(len(_SIZES) + 2)[-2:].reshape(2, 1)  # for the left and the right word of a pair
+_SHIFT = np.uint64(64 - BITS)
+
+
+class TextFeatures:
+    """Reads prompts. secret : key of the hashes, at most 64 bytes."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._row_of: dict[str, int] = {}
+        self._rows = np.empty((VOCABULARY_MAX, 2), dtype=np.uint64)  # hashes of each word and of its first letters
+
+    def read(self, prompt: Prompt) -> Features:
+        words = _words(prompt.text, WORDS_MAX)
+        seen = dict.fromkeys(words)  # a word counts once, a pair of words as often as it occurs
+        facts = [*_facts(prompt), *_tasks(seen)]
+        system = dict.fromkeys(_words(prompt.system, SYSTEM_WORDS_MAX)) if prompt.system else ()
+        sender = f"sender {prompt.sender[:NAME_CHARACTERS]}"
+        hashes = self._hashes([*facts, sender, *seen, *words, *system])
+        one, start = hashes[:, 0], len(facts) + 1
+        end = start + len(seen)
+        own, stems = one[start:end], hashes[start:end, 1]
+        text, system_words = one[end : end + len(words)], one[end + len(words) :]
+        left, right = text * _PAIR
+        pairs = left[:-1] + right[1:]
+        parts = (own, stems, pairs, own * one[0], text[:EARLY], text[:FIRST], pairs[:2], text[-1:], one[: len(facts)])
+        kinds, values = _kinds(len(words), len(seen), len(facts), len(system))
+        indices = np.concatenate((*parts, system_words)) * kinds >> _SHIFT
+        return Features(indices.astype(np.int64), values, int(one[len(facts)]))
+
+    def _hashes(self, words: list[str]) -> NDArray[np.uint64]:
+        """(n, 2) hashes of each word and of its first letters."""
+        row_of = self._row_of
+        if len(row_of) + len(words) > VOCABULARY_MAX:
+            row_of.clear()
+        try:
+            rows = [row_of[word] for word in words]
+        except KeyError:
+            for word in words:
+                if word not in row_of:
+                    self._rows[len(row_of)] = self._hash(word), self._hash("stem " + word[:STEM_LETTERS])
+                    row_of[word] = len(row_of)
+            rows = [row_of[word] for word in words]
+        return self._rows.take(rows, axis=0)
+
+    def _hash(self, text: str) -> int:
+        digest = blake2b(text.encode("utf-8", "surrogatepass"), key=self._secret, digest_size=8)
+        return int.from_bytes(digest.digest(), "big")
+
+
+@lru_cache(maxsize=4096)
+def _kinds(words: int, seen: int, facts: int, system: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
+    """The multipliers and the sizes of the features, in their order."""
+    sizes = _SIZES.copy()
+    sizes[: len(_WORDS)] /= math.sqrt(max(1, words))
+    sizes[-1] /= math.sqrt(max(1, system))
+    pairs = max(0, words - 1)
+    places = [*(place < words for place in range(FIRST)), *(place < pairs for place in range(2)), words > 0]
+    counts = [seen, seen, pairs, seen, min(EARLY, words), *places, 1, FORMS - 1, facts - FORMS, system]
+    return _KINDS.repeat(counts), sizes.repeat(counts)
+
+
+def _facts(prompt: Prompt) -> list[str]:
+    """The model, the text's length and form, then the facts that not every request has."""
+    text = prompt.text
+    log = math.log(len(text) + 1)
+    facts = [
+        f"model {prompt.model[:NAME_CHARACTERS]}",
+        f"length {int(2 * log)}",
+        f"about {int(log)}",
+        f"lines {min(text.count(chr(10)), 6)}",
+        f"colon {':' in text}",
+        f"end {text[-1:]}",
+    ]
+    if prompt.system:
+        facts.append(f"system {_digest(prompt.system[:TEXT_FIRST])}")
+    if prompt.history_characters:
+        facts.append(f"history {int(math.log(prompt.history_characters))}")
+    if prompt.stop:
+        facts.append(f"stop {_digest(repr(prompt.stop))}")
+    if prompt.tools:
+        facts.append(f"tools {int(math.log2(prompt.tools))}")
+    if prompt.format:
+        facts.append(f"format {prompt.format[:NAME_CHARACTERS]}")
+    if prompt.output_tokens_max:
+        facts.append(f"most {int(2 * math.log2(prompt.output_tokens_max))}")
+    return facts
+
+
+def _tasks(words: Iterable[str]) -> list[str]:
+    """The tasks that the text names, those that its first words name, and the first two of these together."""
+    named = [(place, TASK_OF[word]) for place, word in enumerate(words) if word in TASK_OF]
+    first = [task for place, task in named if place < EARLY]
+    return [*{f"task {task}": 0 for _, task in named}, *{f"early task {task}": 0 for task in first}, f"tasks {first[:2]}"]
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def _words(text: str, words_max: int) -> list[str]:
+    """Lower-case words, numbers and signs; of a long text its first and last."""
+    if len(text) > TEXT_FIRST + TEXT_LAST:
+        text = text[:TEXT_FIRST] + " " + text[-TEXT_LAST:]
+    words = _WORD.findall(text.lower())
+    if len(words) > words_max:
+        words = words[: words_max * 3 // 4] + words[-(words_max // 4) :]
+    return words
