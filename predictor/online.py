@@ -12,7 +12,7 @@ Pure: no clock, no randomness, no I/O. Not thread-safe.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from predictor.memory import Memory, RecentlyUsed, Verdict, keys_of
 from predictor.prompt import Prompt
@@ -104,11 +104,15 @@ class OnlineLearner:
     def revise(self, forecast: Forecast) -> Forecast:
         """The forecast of the same request by what was learnt since. Its prompt is not read again.
 
-        To be given to `observe` instead of the earlier forecast.
+        To be given to `observe` instead of the earlier forecast. Keys are still judged by their first forecasts: an
+        order by later forecasts picks the requests whose later forecasts are too short, which would speak against the
+        key that tells requests apart.
         """
         trace = forecast._trace
         features = trace.text.features if trace.text else None
-        return self._forecast(trace.kind, trace.predicted, trace.width, trace.chain, features)
+        later = self._forecast(trace.kind, trace.predicted, trace.width, trace.chain, features)
+        verdict = later._trace.verdict._replace(by_key=trace.verdict.by_key)
+        return replace(later, _trace=replace(later._trace, verdict=verdict))
 
     def _forecast(
         self,

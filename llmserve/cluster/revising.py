@@ -10,7 +10,7 @@ from collections.abc import Callable
 from llmserve.cluster.revisions import Revisions
 from llmserve.scheduling.messages import ForecastsRevised
 
-SLICE_S = 0.0003  # forecasts are revised for this time; then the scheduler gets them
+SLICE_S = 0.0002  # forecasts are revised for this time; then the scheduler gets them
 PAUSE = 4  # in units of a slice and its step: revising takes at most a fifth of the event loop
 
 log = logging.getLogger("llmserve")

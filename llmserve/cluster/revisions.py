@@ -1,8 +1,8 @@
 """Which forecasts are revised while requests wait, and when. The live and the simulated cluster use the same object.
 
 Forecasts are revised in rounds over the waiting requests, the oldest first. What answers teach grows with the logarithm
-of their number, so each round follows when a quarter more answers have been learnt: after 1, 2, 3, ... 10, 12, 15, ...
-From then on a round follows every ANSWERS_MOST answers, so that a change of all lengths is followed, too.
+of their number, so each round follows when an eighth more answers have been learnt: after 1, 2, ... 16, 18, 20, 22, ...
+At last a round follows every ANSWERS_MOST answers, so that a change of all lengths is followed, too.
 
 Pure: no clock, no randomness, no I/O.
 """
@@ -17,7 +17,7 @@ from llmserve.request import Request
 from llmserve.scheduling.messages import REVISIONS_MAX, RevisedForecast
 from llmserve.scheduling.queues import QueuedRequest
 
-GROWTH = 4  # a round follows when 1/GROWTH more answers have been learnt than at the last round
+GROWTH = 8  # a round follows when 1/GROWTH more answers have been learnt than at the last round
 ANSWERS_MOST = 64  # answers between two rounds
 CHANGE_LEAST = 0.1  # relative: the scheduler is not told of smaller changes
 

@@ -126,11 +126,8 @@ class ModelQueues:
             self.planner.arrived(bin_index, now_s)
             bin_index = self._merged(bin_index)
         queue = self.bins[bin_index if trusted else 0]  # one bin for all while predictions are not trusted
-        service = self.service
-        seconds, mean = service.seconds_per_token, service.tokens_mean
-        expected = request.expected_tokens if trusted else None
-        if expected is None:
-            expected = mean
+        seconds, mean = self.service.seconds_per_token, self.service.tokens_mean
+        expected = (request.expected_tokens if trusted else None) or mean
         total = total_tokens(request, expected)
         queued = QueuedRequest(
             request, queue.index, now_s, score, expected, expected * seconds, mean * seconds, total, self.group
@@ -141,19 +138,21 @@ class ModelQueues:
         return queued, queue
 
     def _score(self, request: Request) -> float | None:
-        by_risk = self._by_risk and request.quantiles
-        return risk(request.quantiles, self._batch_size) if by_risk else request.predicted_tokens
+        lengths = request.quantiles if self._by_risk else ()
+        return risk(lengths, self._batch_size) if lengths else request.predicted_tokens
 
     def revise(self, requests: Iterable[tuple[QueuedRequest, Request]]) -> list[BinQueue]:
         """Give waiting requests new forecasts. Returns the bins that got requests of other bins.
 
         A request stays in its formed batch, which its release allowed as it is; the order places the batch again.
+        Predictions are still judged as made at the arrival: an order by later ones picks those that are too short.
         """
         moving = []
         for queued, changed in requests:
             queue, batch = self.bins[queued.bin], queued.formed
             if batch is None:
                 queue.lift(queued)
+            queued.judged = queued.judged or (queued.request, queued.score)
             queued.request, queued.score = changed, self._score(changed)
             if queued.score is not None:
                 self.edges.observe(queued.score)
@@ -266,7 +265,8 @@ class ModelQueues:
         if self.planner is not None:
             self.planner.answered()
         self._answers += 1
-        changed = queued.score is not None and self.trust.observe(queued.request, queued.score, output_tokens)
+        request, score = queued.judged or (queued.request, queued.score)
+        changed = score is not None and self.trust.observe(request, score, output_tokens)
         if changed:
             self._tokens = []  # the bins hold other requests from now on
         return changed

@@ -26,6 +26,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     total_tokens     tokens in an engine's memory at its end; whole, so that sums of them return to exactly zero
 
     group, bin, sort_length  set by its model's queues: where it waits or last waited, and its length in a window
+    judged           request and score at its arrival, by which predictions are judged; None: the present ones
     formed           set by the formed queue: the batch in which it waits
     run              set by its engine while it runs
     retries, cancelled  set by the scheduler: how often its engine failed, whether its client has gone
@@ -41,6 +42,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     total_tokens: int = 0
     group: str = ""
     sort_length: float = 0.0
+    judged: tuple[Request, float | None] | None = None
     formed: FormedBatch | None = None
     run: Run | None = None
     retries: int = 0

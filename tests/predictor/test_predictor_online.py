@@ -256,3 +256,27 @@ def test_forecasts_are_always_ascending_finite_and_at_least_one_token(world):
         while answers_now and waiting:
             learner.observe(*waiting.pop())
         assert len(learner.memory) <= 5
+
+
+def test_a_forecast_can_be_revised_by_what_was_learnt_since() -> None:
+    learner = OnlineLearner()
+    waiting, other = Prompt("a", "m", system="brief"), Prompt("a", "m", system="essays")
+    first, untouched = learner.forecast(waiting, None), learner.forecast(other, None)
+    assert first.median is None
+    for _ in range(20):
+        learner.observe(learner.forecast(waiting, None), 50.0)
+        learner.observe(learner.forecast(other, None), 700.0)
+    assert learner.revise(first).lengths == learner.forecast(waiting, None).lengths
+    assert learner.revise(untouched).lengths == learner.forecast(other, None).lengths
+    assert learner.revise(learner.revise(first)).lengths == learner.revise(first).lengths
+
+
+def test_a_predictors_forecast_is_revised_with_its_correction() -> None:
+    learner = OnlineLearner()
+    prompt = Prompt("a", "m")
+    first = learner.forecast(prompt, [100.0])
+    for number in range(100):
+        learner.observe(learner.forecast(Prompt(str(number), "m"), [100.0]), 300.0)
+    later = learner.revise(first)
+    assert later.median == pytest.approx(300.0, rel=0.1)
+    assert later.lengths == learner.forecast(prompt, [100.0]).lengths

@@ -261,3 +261,20 @@ def test_a_window_whose_forecasts_change_equals_a_new_window_of_the_last_forecas
                 del waiting[request_id]
         assert list(window.requests) == list(waiting)
         assert len(window._beyond) <= 2 * len(window._turns_beyond) + ENTRIES_SPARE + 1
+
+
+# ---- trust ----
+
+
+def test_predictions_are_judged_by_the_forecasts_at_the_arrivals() -> None:
+    """The order picks what later forecasts call short, so among the requests that it picks these rank worse."""
+    scheduler = new_scheduler(EngineInfo("gpu0", 1, False), order="shortest", batch_size=1, trust_window=32)
+    arrive(scheduler, *[Request(request_id, 10.0 + request_id) for request_id in range(40)])
+    for start in (0, 20):
+        step(scheduler, revised({request_id: 100.0 - request_id for request_id in range(start, start + 20)}), 1.0)
+    while scheduler.requests:
+        (request_id,) = scheduler.engines["gpu0"].running
+        step(scheduler, RequestEnded("gpu0", request_id, "completed", 10.0 + request_id), 2.0)
+    trust = scheduler.queues("").trust
+    assert trust.trusted
+    assert trust.accuracy(8).rank_correlation == pytest.approx(1.0)
