@@ -14,7 +14,7 @@ from engines.test_embedded_generation import ROTARY, Numbers, answers  # noqa: E
 from gpu import bins_part, energy_part, page, predictor_part, profile_part  # noqa: E402
 from gpu.models import PROMPT_WORDS, SHAPES, load, prompt_for, random_llama  # noqa: E402
 from gpu.plans import FULL, TINY  # noqa: E402
-from gpu.steps import BadOutput, Clock, Results, Step, run_steps  # noqa: E402
+from gpu.steps import BadOutput, CampaignStep, Clock, Results, run_steps  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from bins.profile import Profile  # noqa: E402
@@ -123,13 +123,13 @@ def test_the_committed_page_is_that_of_the_committed_results() -> None:
 # ---- steps --------------------------------------------------------------------------------------------------------
 
 
-def step(name: str, value: object, about_s: float = 0.0) -> Step:
+def step(name: str, value: object, about_s: float = 0.0) -> CampaignStep:
     async def measure() -> object:
         if isinstance(value, Exception):
             raise value
         return value
 
-    return Step(name, about_s, measure)
+    return CampaignStep(name, about_s, measure)
 
 
 async def test_a_step_that_fails_does_not_stop_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

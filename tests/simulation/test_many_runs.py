@@ -130,8 +130,8 @@ def test_a_comparison_is_a_table_with_a_row_per_case(capsys: pytest.CaptureFixtu
         ("--seeds 0", "seeds"),
         ("--jobs 0", "jobs"),
         ("--seeds 2 --journal j", "journal: only for a single run"),
-        ("--seeds 2 --step-s 0", "no capacity"),
-        ("--seeds 2 --jobs 2 --step-s 0", "no capacity"),
+        ("--seeds 2 --step-s 0", "no finite capacity"),
+        ("--seeds 2 --jobs 2 --step-s 0", "no finite capacity"),
     ],
 )
 def test_invalid_flags_are_an_error_of_one_line(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

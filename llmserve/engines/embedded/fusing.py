@@ -1,7 +1,7 @@
-"""Fewer kernels in a step: what transformers writes as several elementwise operations runs as one.
+"""Fewer kernels in a step: several elementwise operations of transformers run as one kernel.
 
-A step of a large model reads its weights once. Beside that, each small kernel costs a few microseconds, and a Llama's
-normalisations, rotations and gates are thirty of them in every layer.
+Each small kernel costs a few microseconds beside the time to read the weights. The normalisations, rotations and gates
+of a Llama are about thirty small kernels in every layer.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch.nn import functional
 log = logging.getLogger("llmserve.embedded")
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Makes a faster function that returns the same."""
+"""Returns a faster function with the same results."""
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """By torch.compile, for all shapes at once."""
+    """Compile with torch.compile, for all shapes at once."""
     return torch.compile(function, dynamic=True)  # type: ignore[no-any-return]
 
 
 def fuse(model: Any, compile_: Compile = compiled) -> list[str]:
-    """Replace what is known in a model of transformers; it answers as before, to rounding. Returns what was replaced.
+    """Replace known parts of a model of transformers. Return their names. Answers change by rounding only.
 
-    Parts of a kind that is not known stay as they are, and so does what cannot be compiled on this machine.
+    Unknown parts do not change, nor do parts that cannot be compiled on this machine.
     """
     replaced = []
     norms = [module for module in model.modules() if hasattr(module, "variance_epsilon") and hasattr(module, "weight")]
@@ -48,7 +48,7 @@ def fuse(model: Any, compile_: Compile = compiled) -> list[str]:
         fused = compile_(rotate)
         angles = torch.ones(2, 1, 8, device=model.device, dtype=model.dtype)
         if _runs(fused, torch.ones_like(angles)[:, None], torch.ones_like(angles)[:, None], angles, angles):
-            modelling.apply_rotary_pos_emb = fused  # of this process's models of the kind
+            modelling.apply_rotary_pos_emb = fused  # for all models of this kind in this process
             replaced.append("rotation")
     return replaced
 
@@ -57,7 +57,7 @@ def _runs(function: Callable[..., Any], *inputs: torch.Tensor) -> bool:
     try:
         with torch.inference_mode():
             function(*inputs)
-    except Exception as error:  # a compiler that is missing or fails raises whatever it likes
+    except Exception as error:  # a missing or failing compiler raises many exception types
         log.warning("cannot compile %s: %s", getattr(function, "__name__", function), str(error).split("\n")[0])
         return False
     return True

@@ -1,9 +1,10 @@
-"""A batch in tensors of fixed size, each step of which a GPU replays as one captured graph.
+"""A batch in tensors of fixed size: a GPU replays each step as one captured graph.
 
-A step of a large model is a thousand small kernels. Launched one by one from Python they take longer than the GPU
-needs to read the weights, which is the floor of a step's time. A captured graph is launched at once; in exchange its
-tensors keep their addresses and shapes. So rows are padded to a power of two, and attention reads the cache up to a
-column that is rounded up; each such pair has a graph, captured when it is first needed.
+The floor of a step's time is the time to read the weights and the cache once. A step of a large model has a thousand
+small kernels, and Python launches them more slowly than the GPU reads the weights. A captured graph launches all
+kernels at once, but its tensors must keep their addresses and shapes. So the number of rows is rounded up to a power of
+two, and the number of cached columns that attention reads to a multiple of COLUMNS_STEP. Each such pair has its own
+graph, which is captured when a batch first needs it.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ def grouped_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention that reads each key and value once, though several query heads share them.
+    """Attention for grouped queries. While decoding, it reads each key and value once and copies none.
 
     query           (rows, heads, columns, size); one column while decoding
     key, value      (rows, key heads, cached columns, size)
-    attention_mask  (rows, 1, columns, cached columns), True where a query may look; None: everywhere
-    Returns (rows, columns, heads, size), and None in place of the weights.
+    attention_mask  (rows, 1, columns, cached columns), True where a query attends to a key; None: everywhere
+    Returns (rows, columns, heads, size), and None: it keeps no weights. Source: grouped-query attention (Ainslie 2023).
     """
     rows, heads, columns, size = query.shape
     shared = heads // key.shape[1]
@@ -61,11 +62,11 @@ AttentionInterface.register(ATTENTION, grouped_attention)
 
 
 class StaticDecoder:
-    """Runs batches of one model in fixed tensors. Only one batch at a time: all share the same memory.
+    """Runs batches of one model in fixed tensors, one batch at a time: all batches share the memory of the cache.
 
-    model    every layer of which attends to all columns, on the device that it is to run on
-    capture  makes a step that is replayed of one that is run; None: as the model's device has it
-    Raises ValueError for a model with layers of another kind.
+    model    a model of transformers on its device, with full attention in every layer
+    capture  returns a step that replays a given step; None: a CUDA graph on a GPU, the step itself on a CPU
+    Raises ValueError for a model with other layers.
     """
 
     def __init__(self, model: Any, capture: Callable[[Step], Step] | None = None) -> None:
@@ -77,7 +78,7 @@ class StaticDecoder:
         self.model = model
         self.device: torch.device = next(model.parameters()).device
         self.last_position = int(getattr(config, "max_position_embeddings", None) or 2048) - 1
-        self._capture = capture or (captured if self.device.type == "cuda" else _as_it_is)
+        self._capture = capture or (captured if self.device.type == "cuda" else _uncaptured)
         self._layers = [_ColumnsLayer() for _ in range(config.num_hidden_layers)]
         self._cache = Cache(layers=self._layers)
         self._places = 0  # rows times columns that the cache has room for
@@ -89,25 +90,25 @@ class StaticDecoder:
         return len(self._steps)
 
     def batch(self, prompts: Sequence[Sequence[int]], tokens_max: int) -> StaticBatch:
-        """Begin a batch of prompts whose answers have at most `tokens_max` tokens; the batch before it has ended."""
+        """Begin a batch whose answers have at most `tokens_max` tokens. The previous batch must have ended."""
         rows = 1 << (len(prompts) - 1).bit_length()
         longest = max(map(len, prompts))
         self._make_room(rows * _rounded(longest + tokens_max))
         return StaticBatch(self, prompts, rows, longest)
 
     def prefill(self, ids: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-        """Logits (rows, vocabulary) after the prompts. ids : (rows, columns).  start : (rows,) first column used."""
+        """Logits (rows, vocabulary) after the prompts. ids : (rows, columns).  start : (rows,) first used column."""
         columns = torch.arange(ids.shape[1], device=self.device)
         causal = columns[None, :] <= columns[:, None]
         mask = causal & (columns >= start[:, None])[:, None, None, :]
-        # A query in the padding may look at itself, or its softmax would be over nothing.
+        # A query in the padding attends to itself: a softmax over no key is not a number.
         mask = mask | torch.eye(ids.shape[1], dtype=torch.bool, device=self.device)
         for layer in self._layers:
             layer.read = 0
         return self._forward(ids, (columns - start[:, None]).clamp(min=0, max=self.last_position), mask)
 
     def step(self, rows: int, column: int) -> _StaticStep:
-        """The step that writes to this column."""
+        """The step that writes its keys and values to this column."""
         read = _rounded(column + 1)
         step = self._steps.get((rows, read))
         if step is None:
@@ -115,12 +116,12 @@ class StaticDecoder:
         return step
 
     def capture_all(self, rows_max: int, columns_max: int) -> None:
-        """Capture every step of batches up to this size whose prompt and answer have up to so many columns.
+        """Capture the steps of all batches of up to `rows_max` rows and `columns_max` tokens of prompt and answer.
 
-        Else a step is captured in the middle of the first batch that needs it, which then takes longer.
+        A step that was not captured here is captured during the first batch that needs it, and delays that batch.
         """
         rows = 1 << (rows_max - 1).bit_length()
-        while rows:  # the largest first: it makes room for the others
+        while rows:  # the largest first: it allocates memory for all
             batch = self.batch([[0]] * rows, columns_max - 1)
             ids = batch.prefill().argmax(dim=-1)
             for column in range(COLUMNS_STEP - 1, _rounded(columns_max), COLUMNS_STEP):
@@ -129,7 +130,7 @@ class StaticDecoder:
             rows //= 2
 
     def randomise(self) -> None:
-        """Fill the cache with random numbers, as a measurement of steps needs it: zeros may be computed faster."""
+        """Fill the cache with random numbers, for measurements: a GPU may compute faster with zeros."""
         for layer in self._layers:
             for room in (layer.keys, layer.values):
                 if room is not None:
@@ -165,7 +166,7 @@ class StaticDecoder:
         return logits
 
     def _make_room(self, places: int) -> None:
-        """Graphs hold the cache's addresses: those of a smaller cache are dropped with it."""
+        """Allocate a larger cache where needed. The graphs of the old cache hold its addresses, so they are dropped."""
         if places > self._places:
             self._steps.clear()
             self._places = places
@@ -174,9 +175,9 @@ class StaticDecoder:
 
 
 class StaticBatch:
-    """One batch: its prompts' columns are padded on the left, so that all rows write to the same column.
+    """One batch. Prompts are padded on the left, so that all rows write to the same column.
 
-    Rows beyond the prompts are there to fill up a power of two; nothing is told of them.
+    Rows without a prompt fill the batch up to a power of two. The returned logits leave these rows out.
     """
 
     def __init__(self, decoder: StaticDecoder, prompts: Sequence[Sequence[int]], rows: int, longest: int) -> None:
@@ -196,11 +197,11 @@ class StaticBatch:
         return self._decoder.prefill(self._prompts, self._start)[: self._asked]
 
     def go_to(self, column: int) -> None:
-        """Write the next token there, whatever was written before: the cost of a step depends on its column alone."""
+        """Let the next step write to this column, for measurements: the cost of a step depends on its column alone."""
         self._column = column
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits (rows, vocabulary) after one more token in each row. They stand until the next step."""
+        """Logits (rows, vocabulary) after one more token in each row. The next step overwrites them."""
         step = self._decoder.step(len(self._start), self._column)
         logits = step.run(ids, self._start, self._column)
         self._column += 1
@@ -208,7 +209,7 @@ class StaticBatch:
 
 
 class _StaticStep:
-    """A step of so many rows that reads so many columns, and the tensors that it takes its input from."""
+    """A step for one number of rows and of read columns, with its input tensors."""
 
     def __init__(self, decoder: StaticDecoder, rows: int, read: int) -> None:
         self._ids = torch.zeros(rows, dtype=torch.int64, device=decoder.device)
@@ -222,7 +223,7 @@ class _StaticStep:
         self._ids[: len(ids)] = ids
         self._start.copy_(start)
         self._column.fill_(column)
-        if self._replay is None:  # captured with its first input, for a warm-up writes to the cache, too
+        if self._replay is None:  # the capture's warm-up writes to the cache, so it needs the real input
             self._replay = self._decoder.captured(self._decode)
         return self._replay()
 
@@ -231,11 +232,10 @@ class _StaticStep:
 
 
 class _ColumnsLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer, in (columns, rows, heads, size): a batch that reads more columns finds the earlier
-    ones where they were.
+    """Keys and values of one layer, as (columns, rows, heads, size). A step that reads more columns needs no copy.
 
-    read    columns that attention reads; 0 during a prefill, whose keys are at hand
-    column  (1,) where the next token's are written
+    read    number of columns that attention reads; 0 during a prefill, which uses its own keys and values
+    column  (1,) column of the next token
     """
 
     def __init__(self) -> None:
@@ -257,7 +257,7 @@ class _ColumnsLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write (rows, heads, columns, size), and return what attention reads in the same order of dimensions."""
+        """Write keys and values (rows, heads, columns, size). Return those that attention reads, in the same order."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows, _, columns, _ = key_states.shape
@@ -287,7 +287,7 @@ class _ColumnsLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def captured(step: Step) -> Step:
-    """A step as a CUDA graph: run twice beside the current stream, for what libraries set up once, then captured."""
+    """Capture a step as a CUDA graph, after two runs on another stream: libraries initialise in the first runs."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -305,7 +305,7 @@ def captured(step: Step) -> Step:
     return replay
 
 
-def _as_it_is(step: Step) -> Step:
+def _uncaptured(step: Step) -> Step:
     return step
 
 

@@ -75,7 +75,7 @@ class TextStream:
 
 
 class WholeText:
-    """The text of an answer that nobody reads before its end, without stop strings: decoded once."""
+    """The text of an answer without a stream and without stop strings, decoded once at the end."""
 
     stopped = False
 

@@ -20,8 +20,8 @@ from bins.edges import equal_mass_edges
 from gpu import profile_part
 from gpu.machine import Machine
 from gpu.models import prompt_for
-from gpu.plans import Plan
-from gpu.steps import Results, Step
+from gpu.plans import CampaignPlan
+from gpu.steps import CampaignStep, Results
 from llmserve.headers import PREDICTED_HEADER
 from llmserve.policies import SchedulingConfig
 from llmserve.simulate import Scenario, prepare, run
@@ -35,10 +35,10 @@ WITHIN = 0.05  # of the forecast
 CONTINUOUS = "transformers' continuous batching"
 
 
-def steps(plan: Plan, machine: Machine, costs: Results) -> list[Step]:
+def steps(plan: CampaignPlan, machine: Machine, costs: Results) -> list[CampaignStep]:
     """costs : of the part profile, from which the forecasts follow."""
     measured = [
-        Step(
+        CampaignStep(
             _name(size, bins, predictions),
             20 + size / 2,
             partial(_measure, plan, machine, costs, size, bins, predictions),
@@ -48,7 +48,7 @@ def steps(plan: Plan, machine: Machine, costs: Results) -> list[Step]:
         for bins in arrangements
     ]
     refill = [
-        Step(f"{CONTINUOUS}, {size} slots", 120.0, partial(_continuous, plan, machine, size))
+        CampaignStep(f"{CONTINUOUS}, {size} slots", 120.0, partial(_continuous, plan, machine, size))
         for size in plan.batch_sizes
     ]
     return [*measured, *refill]
@@ -59,7 +59,7 @@ def _name(size: int, bins: int, predictions: str) -> str:
     return f"batches of {size}: {what}, {predictions}"
 
 
-def scenario_of(plan: Plan, size: int, predictions: str, profile: str | None) -> Scenario:
+def scenario_of(plan: CampaignPlan, size: int, predictions: str, profile: str | None) -> Scenario:
     """All requests at once, for one engine that runs batches to their end."""
     return Scenario(
         requests=plan.batches * size,
@@ -78,7 +78,7 @@ def scheduling_of(size: int, bins: int) -> SchedulingConfig:
     return SchedulingConfig(batch_size=size, bins=bins, release="greedy").resolved(barrier=True)
 
 
-async def _measure(plan: Plan, machine: Machine, costs: Results, size: int, bins: int, predictions: str) -> Any:
+async def _measure(plan: CampaignPlan, machine: Machine, costs: Results, size: int, bins: int, predictions: str) -> Any:
     """The same requests, with the same predictions, before the engine and in the simulator."""
     profile = profile_part.profile(costs, plan.shape)
     path = machine.scratch / "profile.json"
@@ -138,7 +138,7 @@ async def _all_at_once(url: str, model: str, tokens: Sequence[int], predicted: S
     return answered
 
 
-async def _continuous(plan: Plan, machine: Machine, size: int) -> Any:
+async def _continuous(plan: CampaignPlan, machine: Machine, size: int) -> Any:
     """Slots that refill, by transformers' own scheduler, for the same answers."""
     work = prepare(scenario_of(plan, size, ORACLE, None), scheduling_of(size, 1))
     lengths = machine.scratch / "lengths.txt"
@@ -169,7 +169,7 @@ def gains(results: Results) -> list[Row]:
     ]
 
 
-def draw(results: Results, path: Path, plan: Plan) -> None:
+def draw(results: Results, path: Path, plan: CampaignPlan) -> None:
     """For each size of batch: gains by number of bins, measured and foretold."""
     rows = gains(results)
     figure, (panels,) = new_figure(1, len(plan.batch_sizes), width=1.2 + 3.4 * len(plan.batch_sizes), height=3.6)

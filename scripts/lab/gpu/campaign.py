@@ -38,8 +38,8 @@ from bench.progress import log
 
 from gpu import bins_part, energy_part, predictor_part, profile_part
 from gpu.machine import Machine, machine
-from gpu.plans import FULL, TINY, Plan, changed
-from gpu.steps import BadOutput, Clock, Results, Step, left, run_steps
+from gpu.plans import FULL, TINY, CampaignPlan, changed
+from gpu.steps import BadOutput, CampaignStep, Clock, Results, left, run_steps
 
 PARTS = {"profile": profile_part, "bins": bins_part, "energy": energy_part, "predictor": predictor_part}
 MINUTES = 9.0
@@ -57,7 +57,7 @@ def main() -> None:
     sys.exit(1 if failed else 0)
 
 
-async def _run(args: argparse.Namespace, plan: Plan, results: dict[str, Results]) -> bool:
+async def _run(args: argparse.Namespace, plan: CampaignPlan, results: dict[str, Results]) -> bool:
     """Whether a step failed, now or before, and was not made good."""
     clock = Clock.of(args.minutes)
     counts = []
@@ -77,8 +77,10 @@ async def _run(args: argparse.Namespace, plan: Plan, results: dict[str, Results]
     return any(results[name].failed for name in args.parts)
 
 
-def _steps(name: str, plan: Plan, gpu: Machine, results: dict[str, Results], predictor: Path | None) -> list[Step]:
-    makers: dict[str, Callable[[], list[Step]]] = {
+def _steps(
+    name: str, plan: CampaignPlan, gpu: Machine, results: dict[str, Results], predictor: Path | None
+) -> list[CampaignStep]:
+    makers: dict[str, Callable[[], list[CampaignStep]]] = {
         "profile": lambda: profile_part.steps(plan, gpu),
         "bins": lambda: bins_part.steps(plan, gpu, results["profile"]),
         "energy": lambda: energy_part.steps(plan, gpu, results["profile"], results["energy"]),
@@ -87,7 +89,7 @@ def _steps(name: str, plan: Plan, gpu: Machine, results: dict[str, Results], pre
     return makers[name]()
 
 
-def _draw(name: str, plan: Plan, results: Results) -> None:
+def _draw(name: str, plan: CampaignPlan, results: Results) -> None:
     try:
         PARTS[name].draw(results, results.path.with_suffix(".png"), plan)
     except Exception:  # the numbers are what must come home

@@ -18,8 +18,8 @@ from bench.servers import Server, front_end
 from gpu import profile_part
 from gpu.machine import Machine
 from gpu.models import prompt_for
-from gpu.plans import Plan
-from gpu.steps import Results, Step
+from gpu.plans import CampaignPlan
+from gpu.steps import CampaignStep, Results
 from llmserve.cluster import journal
 from llmserve.dispatch_config import DispatchConfig
 from llmserve.engines.measuring import sampling
@@ -37,10 +37,10 @@ GOALS = {0.1: 0.25, 0.3: 0.15}  # by load: joules a token that table should save
 DRAIN_S = 120.0
 
 
-def steps(plan: Plan, machine: Machine, costs: Results, results: Results) -> list[Step]:
+def steps(plan: CampaignPlan, machine: Machine, costs: Results, results: Results) -> list[CampaignStep]:
     """greedy comes first at each load: the latency target of table follows from what it took."""
     return [
-        Step(_name(release, load), 120.0, partial(_measure, plan, machine, costs, results, release, load))
+        CampaignStep(_name(release, load), 120.0, partial(_measure, plan, machine, costs, results, release, load))
         for load in plan.loads
         for release in RELEASES
     ]
@@ -50,7 +50,9 @@ def _name(release: str, load: float) -> str:
     return f"{release} at load {load:g}"
 
 
-async def _measure(plan: Plan, machine: Machine, costs: Results, results: Results, release: str, load: float) -> Any:
+async def _measure(
+    plan: CampaignPlan, machine: Machine, costs: Results, results: Results, release: str, load: float
+) -> Any:
     if machine.energy is None:
         raise LookupError("NVML counts no joules on this machine")
     profile = profile_part.profile(costs, plan.shape)
@@ -86,7 +88,7 @@ async def _measure(plan: Plan, machine: Machine, costs: Results, results: Result
     }
 
 
-async def _serve(server: Server, energy: GpuEnergy, plan: Plan, trace: Trace) -> dict[str, float]:
+async def _serve(server: Server, energy: GpuEnergy, plan: CampaignPlan, trace: Trace) -> dict[str, float]:
     """Every request at its time; then SIGTERM, so that what still waits in a bin is released.
 
     Joules are the GPU's from the first arrival to the last end, idle and busy.
@@ -138,7 +140,7 @@ def savings(results: Results) -> list[dict[str, Any]]:
     ]
 
 
-def draw(results: Results, path: Path, plan: Plan) -> None:
+def draw(results: Results, path: Path, plan: CampaignPlan) -> None:
     """For each load: joules a token against the latency's 95th percentile, measured and foretold."""
     figure, (panels,) = new_figure(1, len(plan.loads), width=1.2 + 3.6 * len(plan.loads), height=3.6)
     for axes, load in zip(panels, plan.loads, strict=True):

@@ -1,4 +1,4 @@
-"""What a campaign runs on: a GPU and its counters, or, to rehearse, a CPU and a counter that pretends."""
+"""The machine of a campaign: a GPU with its energy counter; for a rehearsal, a CPU with a pretended counter."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from llmserve.engines.power import GpuEnergy, Handle
 LAB = Path(__file__).parents[1]
 PATHS = os.pathsep.join([str(LAB), str(ROOT), os.environ.get("PYTHONPATH", "")])
 ENVIRONMENT = {"PYTHONPATH": PATHS}
-IDLE_W, BUSY_W = 80.0, 400.0  # of the pretended GPU, whatever happens: their mean
+PRETENDED_W = 240.0  # of the pretended GPU, idle and busy
 
 
 class PretendedNvml:
-    """As much of pynvml as llmserve reads, of a GPU that always draws the same."""
+    """The functions of pynvml that llmserve calls, for a GPU of constant power."""
 
     NVMLError = RuntimeError
 
@@ -51,7 +51,7 @@ class PretendedNvml:
         return "pretended GPU"
 
     def nvmlDeviceGetPowerUsage(self, handle: Handle) -> int:
-        return int(1e3 * (IDLE_W + BUSY_W) / 2)
+        return int(1e3 * PRETENDED_W)
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: Handle) -> int:
         return int(self.nvmlDeviceGetPowerUsage(handle) * (time.monotonic() - self._began_s))

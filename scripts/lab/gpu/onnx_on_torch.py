@@ -1,6 +1,6 @@
-"""An exported predictor's model on a GPU where ONNX Runtime has none: its operators one by one, by torch.
+"""Runs the ONNX model of an exported predictor with torch, on a GPU that ONNX Runtime does not support.
 
-Shapes and what is computed from them stay on the CPU, so that nobody waits for the GPU to tell them.
+Shapes, and tensors computed from shapes, stay on the CPU: reading them back from a GPU would cost time.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Attributes = Mapping[str, Any]
 
 
 class OnnxOnTorch:
-    """A model from a file, with float32 weights, in the place of an ONNX Runtime session.
+    """A float32 model from a file, with the `run` of an ONNX Runtime session.
 
-    Raises NotImplementedError for a model with an operator that is not known here.
+    Raises NotImplementedError for a model with an unknown operator.
     """
 
     def __init__(self, path: Path, device: str) -> None:
         graph = onnx.load(str(path)).graph
         unknown = {node.op_type for node in graph.node} - {*OPERATORS, "Constant"}
         if unknown:
-            raise NotImplementedError(f"{path} has operators that are not known here: {', '.join(sorted(unknown))}")
+            raise NotImplementedError(f"{path} has unknown operators: {', '.join(sorted(unknown))}")
         self._device = device
         self._constants = {
             weights.name: self._constant(numpy_helper.to_array(weights)) for weights in graph.initializer
@@ -44,7 +44,7 @@ class OnnxOnTorch:
                 self._nodes.append((node.op_type, list(node.input), node.output[0], attributes))
 
     def run(self, outputs: None, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """The first output, as a session gives all of them. inputs : by name."""
+        """Return a list with the first output. inputs : by name"""
         values = dict(self._constants)
         values.update({name: torch.from_numpy(array).to(self._device) for name, array in inputs.items()})
         with torch.inference_mode():
@@ -58,7 +58,7 @@ class OnnxOnTorch:
         return tensor.to(self._device) if tensor.is_floating_point() else tensor
 
     def _placed(self, operands: list[Tensor], host: tuple[int, ...]) -> list[Tensor]:
-        """All on the GPU if one is; but those at `host` say what shape to make."""
+        """Move all operands to the GPU if one is there. Operands at `host` are shapes or axes: they go to the CPU."""
         free = [operand for place, operand in enumerate(operands) if place not in host]
         if all(operand.device.type == "cpu" for operand in free):
             return operands

@@ -3,8 +3,8 @@
 
     python scripts/lab/gpu/page.py
 
-Reads docs/results/h200/*.json. Writes docs/results/h200.md, and bins/profiles/h200-*.json, the profiles that
-`simulate`, `solve` and `serve` take by name. A part that was not measured has no table.
+Reads docs/results/h200/*.json. Writes docs/results/h200.md and its figures, and bins/profiles/h200-*.json, the profiles
+that `simulate`, `solve` and `serve` take by name. A part that was not measured has no table.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ NOTHING = "Not measured yet."
 def main() -> None:
     parser_of(__doc__).parse_args()
     PAGE.write_text(page(RESULTS), encoding="utf-8")
+    for name, part in PARTS.items():
+        results = _results(RESULTS, name)
+        if results.steps:
+            part.draw(results, RESULTS / f"{name}.png", FULL)
     for shape in FULL.shapes:
         results = _results(RESULTS, "profile")
         if f"{shape}: {profile_part.BATCHES}" in results.steps:
@@ -96,6 +100,12 @@ def _costs(results: Results) -> Iterator[str]:
                     f"the idle GPU {profile.idle_w:.4g} W."
                 )
             yield text
+            rates = profile_part.rates(results.steps[f"{shape}: {profile_part.BATCHES}"])
+            least, most = min(rates), max(rates)
+            yield (
+                f"Batches of {most} produce {rates[most]:,.0f} tokens/s, {rates[most] / rates[least]:.1f} times "
+                f"batches of {least} (Multi-Bin, Fig. 1 a)."
+            )
         for line in results.steps.get(f"{shape}: {profile_part.LINE}", ()):
             yield (
                 f"{shape}, batches of {line['size']}: time is linear in the longest answer with R² "

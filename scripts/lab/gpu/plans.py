@@ -1,4 +1,4 @@
-"""How much a campaign measures: all of it, or a rehearsal."""
+"""How much a campaign measures, in full or in a rehearsal."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """shapes           of the models whose costs are measured
-    rows, contexts   of the steps that are timed: sequences, and columns that their attention reads
-    tokens, rounds   of the batches that the profile is fitted to, see MeasuringPlan
-    idle_s           for so long idle power is measured
-    answers, tokens_max  of Fig. 5: so many lengths up to that one
-    shape            of the model that bins and energy are measured with
-    batch_sizes, bins    of batches that run to their end
-    batches          full ones in each run
-    lengths          of answers, as `llmserve simulate` takes them
+class CampaignPlan:
+    """shapes           models of the part profile
+    rows, contexts   of the timed steps: sequences, and cached columns that attention reads
+    tokens, rounds   of the batches for the profile, see MeasuringPlan
+    idle_s           seconds of measuring idle power
+    answers, tokens_max  of Fig. 5: number of lengths, and the greatest length
+    shape            model of the parts bins and energy
+    batch_sizes, bins    of the part bins
+    batches          number of full batches in each run of the part bins
+    lengths          distribution of answer lengths, as in `llmserve simulate`
     sigma            of the lognormal error of realistic predictions
-    loads, requests  of the energy: shares of what full batches serve, and arrivals in each run
-    prompts          that the predictor reads
+    loads, requests  of the part energy: shares of the throughput of full batches, and arrivals in each run
+    prompts          number of prompts for the predictor
     seed             of every random draw
     """
 
@@ -48,8 +48,8 @@ class Plan:
         return {name: value for name, value in asdict(self).items() if name in names}
 
 
-FULL = Plan()
-TINY = Plan(
+FULL = CampaignPlan()
+TINY = CampaignPlan(
     shapes=("tiny",),
     rows=(1, 2),
     contexts=(16, 64),
@@ -70,7 +70,7 @@ TINY = Plan(
 )
 
 
-def changed(plan: Plan, values: dict[str, Any]) -> Plan:
-    """With the values that are not None."""
-    known = {field.name for field in fields(Plan)}
+def changed(plan: CampaignPlan, values: dict[str, Any]) -> CampaignPlan:
+    """The plan with all values that are not None."""
+    known = {field.name for field in fields(CampaignPlan)}
     return replace(plan, **{name: value for name, value in values.items() if name in known and value is not None})

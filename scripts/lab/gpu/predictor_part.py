@@ -1,4 +1,4 @@
-"""How long the length predictor takes, on the GPU beside the CPU."""
+"""Times of the length predictor on the GPU and on the CPU."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from bench.figures import BLUE, new_figure, save
 
 from gpu.machine import Machine
-from gpu.plans import Plan
-from gpu.steps import Results, Step
+from gpu.plans import CampaignPlan
+from gpu.steps import CampaignStep, Results
 
 SETTING = ("prompts",)
 TIMES = "times"
 
 
-def steps(plan: Plan, machine: Machine, folder: Path | None) -> list[Step]:
+def steps(plan: CampaignPlan, machine: Machine, folder: Path | None) -> list[CampaignStep]:
     """folder : of an exported predictor; None: the demo's."""
-    return [Step(TIMES, 60.0, partial(_measure, plan, machine, folder))]
+    return [CampaignStep(TIMES, 60.0, partial(_measure, plan, machine, folder))]
 
 
-async def _measure(plan: Plan, machine: Machine, folder: Path | None) -> Any:
+async def _measure(plan: CampaignPlan, machine: Machine, folder: Path | None) -> Any:
     words = ["--predictor", str(folder)] if folder else []
     return await machine.alone("gpu.predictor_times", "--prompts", str(plan.prompts), *words, timeout_s=180)
 
@@ -32,7 +32,7 @@ def rows(results: Results) -> dict[str, dict[str, float]]:
     return {where: value for where, value in times.items() if isinstance(value, dict)}
 
 
-def draw(results: Results, path: Path, plan: Plan) -> None:
+def draw(results: Results, path: Path, plan: CampaignPlan) -> None:
     figure, (panels,) = new_figure(1, 2, width=9, height=3.0)
     measured = rows(results)
     for axes, name, scale, label in zip(

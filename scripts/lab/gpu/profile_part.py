@@ -1,8 +1,10 @@
-"""What batches cost: steps by rows and context, whole batches by size and length, power; and the profile of it all."""
+"""Costs of steps and batches in seconds and joules, and the profile that is fitted to them."""
 
 from __future__ import annotations
 
 import random
+import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -11,13 +13,13 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-from bench.figures import BLUE, GREY, ORANGE, log_ticks, new_figure, save
+from bench.figures import BLUE, GREEN, GREY, ORANGE, log_ticks, new_figure, save
 
 from bins.fitting import Observation
 from bins.profile import Profile
 from gpu.machine import Machine, words_of
-from gpu.plans import Plan
-from gpu.steps import Results, Step
+from gpu.plans import CampaignPlan
+from gpu.steps import CampaignStep, Results
 from llmserve.engines import measuring
 from llmserve.profile import profile_of
 
@@ -30,24 +32,24 @@ def profile_name(shape: str) -> str:
     return f"h200-{shape}"
 
 
-def steps(plan: Plan, machine: Machine) -> list[Step]:
+def steps(plan: CampaignPlan, machine: Machine) -> list[CampaignStep]:
     return [
         step
         for shape in plan.shapes
         for step in (
-            Step(f"{shape}: {STEPS}", 150, partial(_step_times, plan, machine, shape)),
-            Step(f"{shape}: {BATCHES}", 120, partial(_batches, plan, machine, shape)),
-            Step(f"{shape}: {LINE}", 90, partial(_line, plan, machine, shape)),
+            CampaignStep(f"{shape}: {STEPS}", 150, partial(_step_times, plan, machine, shape)),
+            CampaignStep(f"{shape}: {BATCHES}", 120, partial(_batches, plan, machine, shape)),
+            CampaignStep(f"{shape}: {LINE}", 90, partial(_line, plan, machine, shape)),
         )
     ]
 
 
-async def _step_times(plan: Plan, machine: Machine, shape: str) -> Any:
+async def _step_times(plan: CampaignPlan, machine: Machine, shape: str) -> Any:
     words = ("--shape", shape, "--rows", words_of(plan.rows), "--contexts", words_of(plan.contexts))
     return await machine.alone("gpu.step_times", *words, timeout_s=300)
 
 
-async def _batches(plan: Plan, machine: Machine, shape: str) -> Any:
+async def _batches(plan: CampaignPlan, machine: Machine, shape: str) -> Any:
     """As `llmserve profile` measures an engine, with the joules of the GPU's counter."""
     url = await machine.engine(shape, max(*plan.rows, *LINE_BATCHES), max(plan.tokens, plan.tokens_max))
     measured = await measuring.measure(
@@ -61,7 +63,7 @@ async def _batches(plan: Plan, machine: Machine, shape: str) -> Any:
     return {"idle_w": measured.idle_w, "batches": [asdict(batch) for batch in measured.batches]}
 
 
-async def _line(plan: Plan, machine: Machine, shape: str) -> Any:
+async def _line(plan: CampaignPlan, machine: Machine, shape: str) -> Any:
     """Fig. 5: batches of answers of one length each, in an order drawn anew."""
     url = await machine.engine(shape, max(*plan.rows, *LINE_BATCHES), max(plan.tokens, plan.tokens_max))
     lengths = np.linspace(plan.tokens_max / plan.answers, plan.tokens_max, plan.answers).astype(int).tolist()
@@ -89,7 +91,7 @@ def _straight(batches: Sequence[Observation], size: int) -> dict[str, Any]:
 
 
 def profile(results: Results, shape: str) -> Profile:
-    """Fitted to the batches of one model. Raises LookupError where they were not measured."""
+    """The profile of one model. Raises LookupError when its batches were not measured."""
     name = f"{shape}: {BATCHES}"
     if name not in results.steps:
         raise LookupError(f"{results.path} has no {name!r}: run the part profile first")
@@ -104,28 +106,27 @@ def profile(results: Results, shape: str) -> Profile:
     return profile_of(batches, name=profile_name(shape), origin=origin, idle_w=measured["idle_w"])
 
 
-def draw(results: Results, path: Path, plan: Plan) -> None:
-    """For each model: a step's time beside its floor, watts by size, and time against the longest answer."""
-    figure, axes = new_figure(len(plan.shapes), 3, width=11, height=3.4 * len(plan.shapes))
+def draw(results: Results, path: Path, plan: CampaignPlan) -> None:
+    """For each model: step times beside the floor; watts and tokens/s by size; time against the longest answer."""
+    figure, axes = new_figure(len(plan.shapes), 4, width=15, height=3.4 * len(plan.shapes))
     for row, shape in zip(axes, plan.shapes, strict=True):
         if (timed := results.steps.get(f"{shape}: {STEPS}")) is not None:
             _draw_steps(row[0], [step for step in timed["steps"] if step["fused"]], shape)
         if (measured := results.steps.get(f"{shape}: {BATCHES}")) is not None:
             _draw_power(row[1], measured)
+            _draw_rates(row[2], rates(measured))
         for color, line in zip((BLUE, ORANGE), results.steps.get(f"{shape}: {LINE}", ()), strict=False):
             tokens, seconds = np.array(line["points"]).T
             label = f"batches of {line['size']}, R² {line['r_squared']:.4f}"
-            row[2].plot(tokens, seconds, "o", ms=4, color=color, label=label)
-            row[2].plot(tokens, line["besides_s"] + line["token_s"] * tokens, color=color, lw=1)
-            row[2].set(xlabel="output tokens of the longest answer", ylabel="seconds of a batch")
-            row[2].legend()
+            row[3].plot(tokens, seconds, "o", ms=4, color=color, label=label)
+            row[3].plot(tokens, line["besides_s"] + line["token_s"] * tokens, color=color, lw=1)
+            row[3].set(xlabel="output tokens of the longest answer", ylabel="seconds of a batch")
+            row[3].legend()
     save(figure, path)
 
 
 def _draw_steps(axes: Any, timed: Sequence[dict[str, float]], shape: str) -> None:
-    for context, color in zip(
-        sorted({step["context"] for step in timed}), (BLUE, ORANGE, "#009e73", GREY), strict=False
-    ):
+    for context, color in zip(sorted({step["context"] for step in timed}), (BLUE, ORANGE, GREEN, GREY), strict=False):
         points = sorted((step["rows"], step["step_s"], step["floor_s"]) for step in timed if step["context"] == context)
         rows, step_s, floor_s = np.array(points).T
         axes.plot(rows, 1e3 * step_s, "o-", ms=4, color=color, label=f"context {context:g}")
@@ -133,6 +134,22 @@ def _draw_steps(axes: Any, timed: Sequence[dict[str, float]], shape: str) -> Non
     log_ticks(axes)
     axes.set(title=shape, xlabel="sequences in a step", ylabel="ms a step (dotted: memory's floor)", ylim=0)
     axes.legend()
+
+
+def rates(measured: dict[str, Any]) -> dict[int, float]:
+    """Output tokens a second by the size of the batch, of the longer batches: Multi-Bin's Fig. 1 (a)."""
+    longest = max(batch["tokens"] for batch in measured["batches"])
+    full: dict[int, list[float]] = defaultdict(list)
+    for batch in measured["batches"]:
+        if batch["tokens"] == longest:
+            full[batch["size"]].append(batch["size"] * batch["tokens"] / batch["seconds"])
+    return {size: statistics.median(full[size]) for size in sorted(full)}
+
+
+def _draw_rates(axes: Any, tokens_per_s: dict[int, float]) -> None:
+    axes.plot(list(tokens_per_s), list(tokens_per_s.values()), "o-", ms=4, color=BLUE)
+    log_ticks(axes)
+    axes.set(xlabel="sequences in a batch", ylabel="output tokens a second", ylim=0)
 
 
 def _draw_power(axes: Any, measured: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A campaign's steps: each is measured once, its result is written at once, and a later run goes on with the others."""
+"""The steps of a campaign. Each result is written at once; a later run measures the steps without a result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.results import day_and_machine, rounded, write_json
 
 
 @dataclass(frozen=True)
-class Step:
+class CampaignStep:
     """Something to measure. about_s : seconds that it may take.  measure : returns what goes into the JSON."""
 
     name: str
@@ -31,8 +31,8 @@ class BadOutput(Exception):
 class Results:
     """A part's results, in DIR/PART.json.
 
-    setting  what fixes them; a file of other settings is not added to
-    Raises BadOutput.
+    setting  the values that the results depend on
+    Raises BadOutput for a file with another setting.
     """
 
     def __init__(self, folder: Path, part: str, setting: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ class Results:
 
     @classmethod
     def read(cls, folder: Path, part: str) -> Results:
-        """As they stand; of a part that was not measured there are none."""
+        """The results in the folder; a part without a file has no results."""
         path = folder / f"{part}.json"
         setting = json.loads(path.read_text(encoding="utf-8"))["setting"] if path.exists() else {}
         return cls(folder, part, setting)
@@ -59,12 +59,12 @@ class Results:
 
     @property
     def steps(self) -> dict[str, Any]:
-        """What was measured, by the step's name."""
+        """Results by the step's name."""
         return dict(self._content["steps"])
 
     @property
     def failed(self) -> dict[str, str]:
-        """The last line of each failure, by the step's name."""
+        """The last line of the error, by the step's name."""
         return dict(self._content["failed"])
 
     def begin(self, command: str, device: str) -> None:
@@ -87,7 +87,7 @@ class Results:
 
 @dataclass
 class Clock:
-    """What is left of the minutes that a run may take."""
+    """Time left for a run."""
 
     until_s: float
 
@@ -100,7 +100,7 @@ class Clock:
         return self.until_s - monotonic()
 
 
-async def run_steps(steps: Sequence[Step], results: Results, clock: Clock) -> None:
+async def run_steps(steps: Sequence[CampaignStep], results: Results, clock: Clock) -> None:
     """Run the steps that have no result, in order, while there is time. A step that fails does not stop the others."""
     missing = [step for step in steps if step.name not in results.steps]
     for number, step in enumerate(missing, start=1):
@@ -112,12 +112,12 @@ async def run_steps(steps: Sequence[Step], results: Results, clock: Clock) -> No
         try:
             results.put(step.name, await step.measure())
             log(f"{title}: {monotonic() - began_s:.1f} s")
-        except Exception as error:  # whatever a machine that nobody has seen yet may do
+        except Exception as error:  # an unknown machine may raise any exception
             traceback.print_exc(file=sys.stderr)
             results.fail(step.name, error)
             log(f"{title}: failed")
 
 
-def left(steps: Sequence[Step], results: Results) -> Iterator[str]:
+def left(steps: Sequence[CampaignStep], results: Results) -> Iterator[str]:
     """Names of the steps that have no result."""
     return (step.name for step in steps if step.name not in results.steps)
