@@ -1,8 +1,8 @@
 """Everything that a server has learnt: gathered for the file of --state, and taken back from it.
 
 learners       forecasts of lengths, by model (predictor/online.py)
-scheduler      scores and lengths of answers, service times, trust and paces, for the journal's header
-slots          requests that each engine runs at once, where llmserve finds that out
+scheduler      scores and lengths of answers, service times and trust by model, for the journal's header
+engines        the slots of each, where llmserve finds them out, and its pace by model
 prompt_tokens  tokens for each character of a prompt, by model
 """
 
@@ -16,7 +16,7 @@ from hashlib import blake2b
 from typing import Any
 
 from llmserve.by_model import by_model
-from llmserve.cluster.learnt import header_parts, restore_slots, scheduler_saving, slots_state
+from llmserve.cluster.learnt import engines_state, header_part, restore_engines, scheduler_saving
 from llmserve.cluster.prompt_size import PromptTokensByModel
 from llmserve.engines.openai_engine import OpenAIEngine
 from llmserve.scheduling.lengths import Learnt
@@ -38,7 +38,7 @@ class LearntParts:
 
     learners    by model; "": of every other model
     predictors  a mark of each learner's predictor, by model: what was learnt of one does not hold for another
-    models, paces  of the journal's header
+    models      `learnt` of the journal's header
     """
 
     config: Config
@@ -47,7 +47,6 @@ class LearntParts:
     engines: Sequence[OpenAIEngine]
     prompt_tokens: PromptTokensByModel = field(default_factory=PromptTokensByModel)
     models: dict[str, Learnt] = field(default_factory=dict)
-    paces: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def saving(self, scheduler: Scheduler) -> Saving:
         """Make the state of everything in slices (predictor/state.py)."""
@@ -55,13 +54,13 @@ class LearntParts:
         for model, learner in self.learners.items():
             state = yield from learner.saving()
             learners[model] = {"predictor": self.predictors[model], **state}
-        scheduled = yield from scheduler_saving(scheduler, self.config.scheduling, self.models, self.paces)
+        scheduled = yield from scheduler_saving(scheduler, self.config.scheduling, self.models)
         prompt_tokens = self.prompt_tokens.state()
         yield
         return {
             "learners": learners,
             "scheduler": scheduled,
-            "slots": slots_state(self.engines),
+            "engines": engines_state(self.engines, scheduler),
             "prompt_tokens": prompt_tokens,
         }
 
@@ -77,11 +76,9 @@ class LearntParts:
                 log.info(
                     "state: the learner%s starts empty, for its predictor is another", f" of {model}" * bool(model)
                 )
-        models, paces = header_parts(part(state, "scheduler"), self.config.scheduling)
-        self.models.update(models)
-        self.paces.update(paces)
+        self.models.update(header_part(part(state, "scheduler"), self.config.scheduling))
         self.prompt_tokens.restore(part(state, "prompt_tokens"))
-        restore_slots(self.engines, part(state, "slots"))
+        restore_engines(self.engines, part(state, "engines"))
 
 
 def learnt_before(

@@ -251,7 +251,6 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         plan: tuple[ServingGroup, ...] = (),
         rates: GroupRates | None = None,
         learnt: Mapping[str, Learnt] = MappingProxyType({}),
-        paces: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
     ) -> Scheduler:
         """Create a scheduler from a resolved configuration.
 
@@ -260,7 +259,6 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         order, release  used instead of the named ones; `release` is called for each model, with its arrivals
         plan, rates     of serving groups
         learnt          by model, used instead of scores and lengths where it has some
-        paces           of engines, by engine and model
 
         Raises ValueError when `edges` does not fit `bins`, or groups contradict each other.
         """
@@ -282,7 +280,6 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             dispatch=Dispatch(order, self.full_batch),
             circuit=lambda: Circuit(self.circuit_faults_max, self.circuit_pause_s),
             plan=plan,
-            paces=paces,
             rates=rates,
             queue_requests_max=self.queue_requests_max,
             retries_max=self.retries_max,
@@ -310,7 +307,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             scores, lengths = learnt.scores, learnt.lengths
         has_lengths = lengths or not learnt.scores
         lengths_seen = self._lengths_seen(model_release, scores if has_lengths else (), lengths)
-        return ModelQueues(
+        queues = ModelQueues(
             model,
             release=model_release,
             planner=Planner(bins, lengths_seen, arrivals, rate_factor=self.rate_factor)
@@ -320,13 +317,16 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             edges=_edges(self, lengths_seen, scores),
             batch_size=self.full_batch,
             trust=Trust(max(self.trust_window, 4 * self._kinds_of_batch * self.full_batch), trusted=learnt.trusted),
-            service=_service(learnt),
             seen=lengths_seen,
             queue=self._queue(order),
             by_risk=self.bins_by == "risk",
             group=group,
             tally=tally,
         )
+        if learnt.service is not None:
+            seconds_per_token, tokens_mean, answers = learnt.service
+            queues.service = ServiceTime(seconds_per_token=seconds_per_token, tokens_mean=tokens_mean, answers=answers)
+        return queues
 
     @property
     def _kinds_of_batch(self) -> int:
@@ -362,13 +362,6 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     def likely_lengths(self, forecasts: Iterable[Sequence[float]]) -> tuple[float, ...]:
         """Return one length of each forecast. The quantile levels are used in turn, so that all occur equally often."""
         return tuple([lengths[index % len(lengths)] for index, lengths in enumerate(forecasts)])
-
-
-def _service(learnt: Learnt) -> ServiceTime | None:
-    if learnt.service is None:
-        return None
-    seconds_per_token, tokens_mean, answers = learnt.service
-    return ServiceTime(seconds_per_token=seconds_per_token, tokens_mean=tokens_mean, answers=answers)
 
 
 def _edges(config: SchedulingConfig, lengths_seen: SeenLengths | None, scores: Sequence[float]) -> OnlineEdges:

@@ -72,6 +72,7 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
                 one batch at a time in total; "": the engine shares its GPU with no other engine
     speeds      known durations of batches, by model ("": every other model); in a journal
                 {model: {"prefill_s": seconds, "step_s": [seconds, ...]}}
+    paces       measured over known durations, by model, from before the start
     """
 
     name: str
@@ -82,6 +83,7 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     models: tuple[str, ...] = ()
     worker: str = ""
     speeds: dict[str, StepTimes] = {}
+    paces: dict[str, float] = {}
 
     def serves(self, model: str) -> bool:
         return not self.models or model in self.models

@@ -93,7 +93,6 @@ async def start_cluster(
         groups=groups,
         replan=group_plan.replan_when(config),
         learnt=learnt.models,
-        paces=learnt.paces,
     )
     cluster = LiveCluster(
         header.scheduler(),

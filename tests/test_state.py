@@ -27,6 +27,7 @@ from server_process import Server, failed_start
 from bins.edges import equal_mass_edges
 from llmserve.cluster import journal
 from llmserve.cluster.saving import Saver
+from llmserve.dispatch_config import DispatchConfig
 from llmserve.engines.fake import FakeEngine
 from llmserve.errors import ConfigError
 from llmserve.policies import SchedulingConfig
@@ -46,20 +47,25 @@ def forecaster_of(front: Front) -> Forecaster:
 class Servers:
     """Servers in this process, one after the other or at once."""
 
-    def __init__(self, engine: FakeEngine, folder: Path, *, keeps: bool = True) -> None:
+    def __init__(
+        self, engine: FakeEngine, folder: Path, *, keeps: bool = True, barrier: bool = False, **sections: Any
+    ) -> None:
         self.url = engine.url
         self.kept, self.journal = folder / "kept", folder / "journal"
         self.file = self.kept / "learnt"
         self._keeps = keeps
+        self._barrier = barrier
+        self._sections = sections
 
     async def start(
         self, stack: AsyncExitStack, *, slots: int | None = 8, wait: bool = True, **scheduling: Any
     ) -> Front:
         config = Config(
             server=ServerConfig(port=0, state=str(self.kept) if self._keeps else None, journal=str(self.journal)),
-            engines=EngineConfig(engine=(self.url,), slots=slots, look_ahead=0),
+            engines=EngineConfig(engine=(self.url,), slots=slots, look_ahead=0, barrier=self._barrier),
             scheduling=SchedulingConfig(**scheduling),
             live=LiveConfig(probe_every_s=0.05),
+            **self._sections,
         )
         session = await stack.enter_async_context(aiohttp.ClientSession())
         cluster, url = await stack.enter_async_context(serving(config))
@@ -176,6 +182,24 @@ async def test_edges_by_answers_keep_the_lengths_that_they_are_fitted_to(tmp_pat
     assert pairs[0] == pairs[1]
 
 
+async def test_an_engines_pace_is_known_again(tmp_path: Path) -> None:
+    """The profile is of another engine, so that the pace is far from 1."""
+    dispatch = DispatchConfig(profile=("h100-llama-3.1-8b",))
+    async with FakeEngine(step_s=0.0005, barrier=True) as engine:
+        servers = Servers(engine, tmp_path, barrier=True, dispatch=dispatch)
+        async with AsyncExitStack() as stack:
+            first = await servers.start(stack, order="flex")
+            await teach(first, engine)
+            (before,) = first.cluster.scheduler.engines.values()
+        async with AsyncExitStack() as stack:
+            second = await servers.start(stack, order="flex")
+            (after,) = second.cluster.scheduler.engines.values()
+            assert after.pace("fake") == before.pace("fake") != 1.0
+            await teach(second, engine)
+        header, steps = journal.read(servers.journal)
+        assert journal.replay(header, steps) == steps
+
+
 async def test_slots_found_are_not_searched_again(tmp_path: Path) -> None:
     async with FakeEngine(slots=40, step_s=0.005) as engine:
         servers = Servers(engine, tmp_path)
@@ -265,6 +289,7 @@ def flipped(data: bytes, at: int) -> bytes:
             lambda data: data.replace(b"learnt 1", b"learnt 2", 1),
             "has version 2 of the format; this server reads version 1",
         ),
+        (lambda data: data.replace(b"learnt 1", b"learnt 0", 1), "has version 0 of the format"),
         (lambda data: b"PK\x03\x04" + data, "no file of --state"),
         (lambda data: b"".join(encoded({"learners": []})[0]), "learnt"),
         (lambda data: b"".join(encoded({"learners": {"": {"predictor": "", "secret": "not hex"}}})[0]), "learnt"),

@@ -42,7 +42,6 @@ class Header(msgspec.Struct, frozen=True):
     groups   the first groups; (): one group serves all requests
     replan   when the scheduler asks for other groups; None: never
     learnt   by model, from before the start, used instead of scores and lengths
-    paces    of engines, by engine and model, from before the start
     """
 
     scheduling: SchedulingConfig
@@ -52,14 +51,11 @@ class Header(msgspec.Struct, frozen=True):
     groups: tuple[ServingGroup, ...] = ()
     replan: Replan | None = None
     learnt: dict[str, Learnt] = {}
-    paces: dict[str, dict[str, float]] = {}
 
     def scheduler(self) -> Scheduler:
         """A fresh scheduler. Raises ValueError when the groups contradict each other."""
         rates = GroupRates(self.replan) if self.groups and self.replan else None
-        return self.scheduling.scheduler(
-            self.scores, self.lengths, plan=self.groups, rates=rates, learnt=self.learnt, paces=self.paces
-        )
+        return self.scheduling.scheduler(self.scores, self.lengths, plan=self.groups, rates=rates, learnt=self.learnt)
 
 
 class Step(msgspec.Struct, frozen=True):

@@ -1,6 +1,7 @@
-"""What the scheduler, the engines' clients and the prompt sizes have learnt, as one state; and the way back.
+"""What the scheduler and the engines' clients have learnt, as states; and the way back.
 
-The scheduler takes its part back from the journal's header, so that a replay begins as the server did.
+The scheduler takes its part back from the journal's header and from the engines' descriptions, so that a replay begins
+as the server did.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Generator, Iterable, Mapping
 from heapq import nlargest
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from llmserve.engines.openai_engine import OpenAIEngine
@@ -20,16 +22,13 @@ from llmserve.scheduling.scheduler import Scheduler
 MODELS_MAX = 64  # models whose answers are kept; those with the most answers
 DECIMALS = 2  # of scores and lengths, tokens
 
-Header = tuple[dict[str, Learnt], dict[str, dict[str, float]]]
-"""The journal's `learnt` and `paces`."""
-
 
 def scheduler_saving(
-    scheduler: Scheduler, config: SchedulingConfig, learnt: Mapping[str, Learnt], paces: Mapping[str, dict[str, float]]
+    scheduler: Scheduler, config: SchedulingConfig, learnt: Mapping[str, Learnt]
 ) -> Generator[None, None, dict[str, Any]]:
     """Make the state of a scheduler in slices (predictor/state.py).
 
-    learnt, paces : from before the start; they hold for models and engines that have not come back yet.
+    learnt : from before the start; it holds for models that have not come back yet.
     """
     queues = {model: own for model, own in scheduler.models.items() if own.service.answers > 0}
     yield
@@ -40,12 +39,7 @@ def scheduler_saving(
     for model in [model for model in learnt if model not in queues][: MODELS_MAX - len(models)]:
         models[model] = _of_learnt(learnt[model])
         yield
-    present = {
-        name: {model: pace.value for model, pace in engine.paces.items()}
-        for name, engine in scheduler.engines.items()
-        if engine.paces
-    }
-    return {"scored_by": _scored_by(config), "models": models, "paces": {**paces, **present}}
+    return {"scored_by": _scored_by(config), "models": models}
 
 
 def _of_model(queues: ModelQueues) -> dict[str, Any]:
@@ -69,18 +63,16 @@ def _scored_by(config: SchedulingConfig) -> list[Any]:
     return [config.bins_by, config.full_batch]
 
 
-def header_parts(state: dict[str, Any], config: SchedulingConfig) -> Header:
-    """What the header gets from the state of a scheduler. Raises ValueError for anything else.
+def header_part(state: dict[str, Any], config: SchedulingConfig) -> dict[str, Learnt]:
+    """`learnt` of the header, from the state of a scheduler. Raises ValueError for anything else.
 
     Scores of other settings are left out, and so is the trust in them.
     """
     try:
         same = state["scored_by"] == _scored_by(config)
-        learnt = {model: _learnt(own, scored_alike=same) for model, own in state["models"].items()}
-        paces = {name: {model: float(pace) for model, pace in own.items()} for name, own in state["paces"].items()}
+        return {model: _learnt(own, scored_alike=same) for model, own in state["models"].items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the scheduler's part is not readable: {error!r}") from error
-    return learnt, paces
 
 
 def _learnt(own: dict[str, Any], *, scored_alike: bool) -> Learnt:
@@ -92,13 +84,24 @@ def _learnt(own: dict[str, Any], *, scored_alike: bool) -> Learnt:
     return Learnt(scores, lengths, service, bool(own["trusted"]))
 
 
-def slots_state(engines: Iterable[OpenAIEngine]) -> dict[str, Any]:
-    """The slots found, by engine."""
-    return {engine.info.name: engine.slots.state() for engine in engines if engine.slots is not None}
+def engines_state(engines: Iterable[OpenAIEngine], scheduler: Scheduler) -> dict[str, Any]:
+    """The slots found and the paces, by engine."""
+    return {engine.info.name: _of_engine(engine, scheduler) for engine in engines}
 
 
-def restore_slots(engines: Iterable[OpenAIEngine], state: dict[str, Any]) -> None:
-    """Continue from the slots found by an engine of the same name. Raises ValueError for anything else."""
+def _of_engine(engine: OpenAIEngine, scheduler: Scheduler) -> dict[str, Any]:
+    known = scheduler.engines.get(engine.info.name)
+    paces = engine.info.paces if known is None else {model: pace.value for model, pace in known.paces.items()}
+    return {"paces": paces, "slots": engine.slots.state() if engine.slots is not None else None}
+
+
+def restore_engines(engines: Iterable[OpenAIEngine], state: dict[str, Any]) -> None:
+    """Continue from the state of engines of the same names."""
     for engine in engines:
-        if engine.slots is not None and engine.info.name in state:
-            engine.slots.restore(state[engine.info.name])
+        own = state.get(engine.info.name)
+        if own is None:
+            continue
+        paces = {model: float(pace) for model, pace in own["paces"].items()}
+        engine.info = msgspec.structs.replace(engine.info, paces=paces)
+        if engine.slots is not None and own["slots"] is not None:
+            engine.slots.restore(own["slots"])

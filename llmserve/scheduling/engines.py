@@ -56,7 +56,7 @@ class Worker:
 class Pace:
     """Measured over profiled seconds of one model's batches on an engine.
 
-    learnt : the ratio from before the start, which counts as one answer; None: none is known.
+    before : the ratio from before the start, which counts as one answer; None: none is known.
 
     value          mean ratio; 1 until the first answer
     observed_at_s  time of the last answer; None before the first
@@ -64,10 +64,10 @@ class Pace:
 
     __slots__ = ("_answers", "observed_at_s", "value")
 
-    def __init__(self, learnt: float | None = None) -> None:
-        self.value = 1.0 if learnt is None else learnt
+    def __init__(self, before: float | None = None) -> None:
+        self.value = 1.0 if before is None else before
         self.observed_at_s: float | None = None
-        self._answers = 0 if learnt is None else 1
+        self._answers = 0 if before is None else 1
 
     def observe(self, seconds: float, profile_s: float, now_s: float) -> None:
         """profile_s : > 0. The first PACE_MEMORY answers have equal weight, so that a wrong profile shows soon."""
@@ -95,7 +95,7 @@ class EngineState:
         self.circuit = circuit
         self.worker = worker
         self.ready = True
-        self.paces: dict[str, Pace] = {}
+        self.paces = {model: Pace(value) for model, value in info.paces.items()}
         self.running: dict[int, Run] = {}
         self.total_tokens = 0
         self._refused: tuple[int, float] | None = None  # a request id, and the time before which it does not fit

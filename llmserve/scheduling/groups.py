@@ -21,7 +21,7 @@ from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.batch_times import Timetable
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.deadlines import Deadlines
-from llmserve.scheduling.engines import EngineState, Pace, Worker
+from llmserve.scheduling.engines import EngineState, Worker
 from llmserve.scheduling.layout import Layout
 from llmserve.scheduling.messages import Action, FailReason, FailRequest, ReportCircuit, ReportTrust, ServingGroup
 from llmserve.scheduling.model_queues import SERVES, Forming, Group, ModelQueues
@@ -367,17 +367,9 @@ class EngineBook:
     """Records engines that come, close or are lost, and updates the requests of their groups.
 
     circuit : makes a circuit breaker for a new engine
-    paces : from before the start, by engine and model
     """
 
-    def __init__(
-        self,
-        groups: Groups,
-        book: RequestBook,
-        circuit: Callable[[], Circuit],
-        paces: Mapping[str, Mapping[str, float]],
-    ) -> None:
-        self._paces = paces
+    def __init__(self, groups: Groups, book: RequestBook, circuit: Callable[[], Circuit]) -> None:
         self._groups = groups
         self._book = book
         self._new_circuit = circuit
@@ -387,7 +379,6 @@ class EngineBook:
         state = self._groups.engines.get(info.name)
         if state is None:
             state = self._groups.place(info, self._new_circuit())
-            state.paces = {model: Pace(value) for model, value in self._paces.get(info.name, {}).items()}
             group = self._groups.group_of(state)
             group.pool.join(state, self._book.now_s)
         group = self._groups.group_of(state)

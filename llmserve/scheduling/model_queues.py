@@ -46,7 +46,6 @@ class ModelQueues:
     bins        a queue for each bin
     group       name of the group
     tally       counts waiting requests of the whole group
-    service     how long answers take; None: nothing is known
 
     Updated after every change of the group's engines for the model:
     engines  ready engines; slots : of the engine with the fewest, 0 without an engine
@@ -68,7 +67,6 @@ class ModelQueues:
         by_risk: bool = True,
         group: str = "",
         tally: Tally | None = None,
-        service: ServiceTime | None = None,
     ) -> None:
         self.model = model
         self.group = group
@@ -78,7 +76,7 @@ class ModelQueues:
         self.trust = trust
         self.planner = planner
         self.seen = seen
-        self.service = service or ServiceTime()
+        self.service = ServiceTime()
         self.bins = [queue(index) for index in range(edges.bins)]
         self.waiting = 0  # requests in bins and in formed batches
         self.present = 0  # requests that wait or run; kept by the group

@@ -12,8 +12,7 @@ module handles events; only dispatch.py starts and preempts batches.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Protocol
 
 from llmserve.request import Request
@@ -71,7 +70,6 @@ class Scheduler:
     dispatch            starts batches on engines by that order
     circuit             makes a circuit breaker for a new engine
     plan                the first plan of serving groups; (): one group serves all
-    paces               paces of engines from before the start, by engine and model
     rates               when set, another plan is asked for (PlanGroups) when arrival rates have changed
     queue_requests_max  requests that may wait in a group; further requests are refused with `queue_full`
     retries_max         how often a request may run again after its engine failed before the first byte
@@ -86,7 +84,6 @@ class Scheduler:
         dispatch: Dispatcher,
         circuit: Callable[[], Circuit],
         plan: tuple[ServingGroup, ...] = (),
-        paces: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
         rates: GroupRates | None = None,
         queue_requests_max: int = 100_000,
         retries_max: int = 2,
@@ -98,7 +95,7 @@ class Scheduler:
         self._dispatch = dispatch
         self._book = RequestBook(self.groups, dispatch.forming, order, dispatch.times, retries_max)
         self.requests, self.engines = self._book.by_id, self.groups.engines
-        self._engines = EngineBook(self.groups, self._book, circuit, paces)
+        self._engines = EngineBook(self.groups, self._book, circuit)
         self._rates = rates
         self._queue_requests_max = queue_requests_max
         self._engine_wait_s = engine_wait_s

@@ -124,8 +124,8 @@ def test_what_was_learnt_before_is_in_the_header_and_a_replay_begins_with_it(tmp
     """A model that was learnt of gets its own edges, times and trust, an engine its pace; others begin as ever."""
     config = SchedulingConfig(order="flex", bins=2, batch_size=4).resolved(barrier=True)
     learnt = {"a": Learnt((10.0, 20.0, 30.0, 40.0), (11.0, 19.0, 33.0, 41.0), (0.5, 25.0, 40.0), trusted=False)}
-    header = Header(config, (1.0, 2.0), learnt=learnt, paces={"e": {"a": 1.5}})
-    info = EngineInfo("e", 4, True, speeds={"": StepTimes(0.1, (0.1,) * 4)})
+    header = Header(config, (1.0, 2.0), learnt=learnt)
+    info = EngineInfo("e", 4, True, speeds={"": StepTimes(0.1, (0.1,) * 4)}, paces={"a": 1.5})
     with Journal(header, path=tmp_path / "j") as book:
         scheduler = header.scheduler()
         for now_s, event in enumerate(

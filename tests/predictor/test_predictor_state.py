@@ -40,12 +40,12 @@ def test_a_learner_that_is_restored_forecasts_and_learns_like_the_first(answers)
         second.observe(same, tokens, capped)
 
 
-def test_a_state_in_slices_may_be_made_while_the_learner_learns():
+def test_a_memory_in_slices_may_be_saved_while_it_learns():
     """Here it learns of other models, and drops keys that nobody used for long."""
     twin, busy = OnlineLearner(keys_max=1_500), OnlineLearner(keys_max=1_500)
     teach(twin, 900)
     teach(busy, 900)
-    saving, rest = busy.saving(), traffic(2_000, seed=1)
+    saving, rest = busy.memory.saving(), traffic(2_000, seed=1)
     while True:
         for prompt, raw, tokens, capped in islice(rest, 40):
             prompt = replace(prompt, model=f"another {prompt.model}")
@@ -55,11 +55,11 @@ def test_a_state_in_slices_may_be_made_while_the_learner_learns():
         except StopIteration as done:
             state = done.value
             break
-    restored = OnlineLearner(keys_max=1_500)
+    restored = OnlineLearner(keys_max=1_500).memory
     restored.restore(state)
     assert len(busy.memory) == 1_500
-    for prompt, raw, _, _ in traffic(100, seed=2):
-        assert restored.forecast(prompt, raw) == twin.forecast(prompt, raw)
+    for prompt, _, _, _ in traffic(100, seed=2):
+        assert restored.judge(keys_of(prompt), None) == twin.memory.judge(keys_of(prompt), None)
 
 
 def test_a_learner_of_fewer_keys_keeps_the_latest():
