@@ -186,8 +186,9 @@ class Neighbours:
         return duel.own < MARGIN * duel.standing
 
     def ranks(self, predicted: bool) -> bool:
-        """For a model's key: whether the text learner is no worse than a predictor, or not clearly worse than the recent
-        lengths, which do not rank requests at all.
+        """For a model's key: whether the text learner is to stand.
+
+        It is to be better than a predictor, but only not clearly worse than the recent lengths, which do not rank.
         """
         duel = self.over_predictor if predicted else self.over_others
         if duel.count < TRUSTED_MIN:
@@ -291,8 +292,9 @@ class Memory:
         return len(self._keys)
 
     def judge(self, chain: tuple[bytes, ...], predicted: Logs | None, learnt: Logs | None = None) -> Verdict:
-        """The best forecast. chain : from `keys_of`.  predicted : a predictor's quantiles, if any.  learnt : quantiles by
-        the text learner, if any; the model's key has their scores.
+        """The best forecast. chain : from `keys_of`.  predicted : a predictor's quantiles, if any.
+
+        learnt : quantiles by the text learner, if any. The model's key keeps their scores.
         """
         standing, source = predicted, "predictor" if predicted else ""
         by_key: list[KeyForecast] = []

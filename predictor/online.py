@@ -2,10 +2,10 @@
 
     predictor's quantiles --recalibration--> calibrated --text learner--> mixed --memory--> forecast --answer--> observe
 
-The predictor may be missing, slow, dead, biased or trained for other traffic. `recalibration` maps its quantiles to the
-observed lengths; `text_learner` forecasts from the words of the prompt, and mixes its forecast with the predictor's; `memory`
-takes over where the recent lengths of an application or a template forecast better. The learner starts empty, and every part
-is bounded. Before the first answers of a model that is the first, nothing is known.
+The predictor may be missing, slow, dead, biased or trained for other traffic. `recalibration` maps its quantiles to
+the observed lengths; `text_learner` forecasts from the words of the prompt, and mixes its forecast with the
+predictor's; `memory` takes over where the recent lengths of an application or a template forecast better. The learner
+starts empty, and every part is bounded. Before the first answers of a model that is the first, nothing is known.
 
 Pure: no clock, no randomness, no I/O. Not thread-safe.
 """
@@ -153,8 +153,8 @@ class OnlineLearner:
         actual, trace = log_length(output_tokens), forecast._trace
         counts = True
         if self._text and trace.text:
-            spread = not trace.verdict.overruled
-            counts = self._text.learn(trace.kind[0], trace.text, actual, capped, spread)
+            stands = not trace.verdict.overruled
+            counts = self._text.learn(trace.kind[0], trace.text, actual, capped, stands)
         predicted = bool(trace.predicted)
         coarsest_learnt = self.memory.learn(trace.chain, trace.verdict, actual, capped, predicted, counts)
         if coarsest_learnt and trace.predicted:

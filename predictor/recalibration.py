@@ -56,6 +56,11 @@ class Recalibration:
         self._shift = 0.0  # w_a a
         self._correction: tuple[float, ...] = (0.0,) * LEVELS  # w c_i
 
+    @property
+    def count(self) -> int:
+        """Answers learnt."""
+        return self._count
+
     def corrected(self, logs: Sequence[float], s: float) -> Logs:
         """logs : (LEVELS,) as predicted; s : their width, in log tokens."""
         shift = self._shift

@@ -2,8 +2,8 @@
 
 A client decides the lengths of its answers, with max_tokens or with what it asks for, so one key can send nonsense.
 Nonsense cannot be forecast: the correlation of a nonsense sender's lengths with their forecasts stays near zero, or is
-negative. The answers of such a sender count little, and so do those of a sender who has a large share of the answers and
-no known correlation yet. Who sends nearly everything always counts: there is nobody to protect.
+negative. The answers of such a sender count little, and so do those of a sender who has a large share of the answers
+and no known correlation yet. Who sends nearly everything always counts: there is nobody to protect.
 """
 
 import math

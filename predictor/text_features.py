@@ -1,8 +1,9 @@
 """A prompt as hashed features, for a linear model that learns while serving.
 
-The features are the words of the text, their first letters, pairs of words, the text's first and last words, its length
-and form, and the facts beside the text: model, system prompt, history, stop strings, tools, format and max_tokens. The
-words are features once for all models and once for the prompt's own model, so that models share what they have in common.
+The features are the words of the text, their first letters, pairs of words, the text's first and last words, its
+length and form, and the facts beside the text: model, system prompt, history, stop strings, tools, format and
+max_tokens. The words are features once for all models and once for the prompt's own model, so that models share what
+they have in common.
 
 Each word is hashed with a secret key (BLAKE2b), so the indices do not reveal the words without the key. Long texts keep
 their two ends, so that the work per prompt is bounded.
@@ -165,7 +166,11 @@ def _tasks(words: Iterable[str]) -> list[str]:
     """The tasks that the text names, those that its first words name, and the first two of these together."""
     named = [(place, TASK_OF[word]) for place, word in enumerate(words) if word in TASK_OF]
     first = [task for place, task in named if place < EARLY]
-    return [*{f"task {task}": 0 for _, task in named}, *{f"early task {task}": 0 for task in first}, f"tasks {first[:2]}"]
+    return [
+        *{f"task {task}": 0 for _, task in named},
+        *{f"early task {task}": 0 for task in first},
+        f"tasks {first[:2]}",
+    ]
 
 
 def _digest(text: str) -> str:

@@ -5,17 +5,17 @@
     b    the level of the model: a mean of its latest z - w x
     w x + b   the forecast of z; with a trained predictor, its mixture with the predictor's (mixture.py)
 
-The weights w are a ridge regression of z - b on x over the latest answers, solved in its dual (Shalev-Shwartz and Zhang
-2013): w is the sum of a_i x_i over the answers i, and a visit of an answer gives its a_i the best value, given the others.
-An answer is visited when it comes, and VISITS earlier answers with it, in turn. So a few hundred answers teach as much as
-in a regression over all of them, and there is no learning rate. The a_i of an answer is bounded:
+The weights w are a ridge regression of z - b on x over the latest answers, solved in its dual (Shalev-Shwartz and
+Zhang 2013): w is the sum of a_i x_i over the answers i, and a visit of an answer gives its a_i the best value, given
+the others. An answer is visited when it comes, and VISITS earlier answers with it, in turn. So a few hundred answers
+teach as much as in a regression over all of them, and there is no learning rate. Three kinds of answers are bounded:
 
     capped        a_i >= 0: the full length is longer, so the answer can only raise forecasts
     absurd        |a_i| is at most that of an error of ERROR_MAX (Huber's loss)
     nonsense      the answers of a sender of nonsense have a small weight, and so a small a_i (senders.py)
 
-Answers that leave the window keep their part of w. The spread of the forecasts is that of their latest errors, per model,
-by `recalibration`.
+Answers that leave the window keep their part of w. The spread of the forecasts is that of their latest errors, per
+model, by `recalibration`.
 
 Pure: no clock, no I/O, no randomness. Not thread-safe.
 """
@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bins.calibration import midpoints
-from predictor.memory import RecentlyUsed
+from predictor.memory import OVERRULED_LEARNT, RecentlyUsed
 from predictor.mixture import Mixture
 from predictor.prompt import Prompt
 from predictor.quantiles import LENGTH_MAX, LEVELS, Logs
@@ -44,8 +44,9 @@ RIDGE = 2.0
 WINDOW = 2000
 """Answers that are visited again."""
 VISITS = 10
-ERROR_MAX = 1.5
-LEVEL_RATE = 0.02
+ERROR_MAX, ABSURD = 1.5, 3.0
+"""A greater error teaches as much as one of ERROR_MAX, and is taken for one of ABSURD."""
+LEVEL_RATE = 0.03
 """Weight of an answer in the level of its model: a level follows a change within some 100 answers."""
 LEVEL_WEIGHT_MIN = 0.25
 """A level needs no correlation, so answers of small weight teach it too."""
@@ -55,6 +56,8 @@ LEAST = 4
 """Answers before the first forecast."""
 ERRORS = 256
 """Latest errors of a model that give the spread."""
+ERRORS_MIN = 16
+"""Errors of a model before they give the spread; until then it is a normal distribution, as wide as for all models."""
 SAVED_AT_ONCE = 100
 
 _STEP = 7919  # a prime: the visits go through the window in an order unlike that of the answers
@@ -136,17 +139,19 @@ class TextLearner:
         if self._added < LEAST:
             return None
         recalibration = self._recalibrations.get((model, forecast.predicted is not None))
-        corrected = recalibration.corrected(forecast.logs, forecast.width) if recalibration else forecast.logs
+        corrected = forecast.logs
+        if recalibration and recalibration.count >= ERRORS_MIN:
+            corrected = recalibration.corrected(forecast.logs, forecast.width)
         return tuple([math.log(min(max(math.exp(z) - SOFT, 1.0), LENGTH_MAX)) for z in corrected])
 
-    def learn(self, model: str, forecast: TextForecast, actual: float, capped: bool, spread: bool) -> bool:
+    def learn(self, model: str, forecast: TextForecast, actual: float, capped: bool, stands: bool) -> bool:
         """Learn the logarithm of a real length, or, if capped, of a lower bound.
 
-        spread : whether the error of the forecast counts in the spread of the model's forecasts. Returns whether the
-        answer counts; False: it may be nonsense.
+        stands : whether the model's forecast stands; False: a template's is better. Then the answer teaches the weights
+        of its words, but little about other prompts. Returns whether the answer counts; False: it may be nonsense.
         """
         z = _soft(actual)
-        error = _bounded(z - forecast.text, capped)
+        error = _bounded(z - forecast.text, ERROR_MAX, capped)
         if not self._answers:
             self._start = z
         sender = self._senders.used(forecast.features.sender)
@@ -154,16 +159,18 @@ class TextLearner:
         self._answers += 1
         learnt = sender.counts or self._answers % UNCOUNTED_LEARNT == 0
         level = self._levels.used(model)
-        target, weight = z - level.value, max(sender.weight, LEVEL_WEIGHT_MIN)
+        shown = forecast.text + _bounded(z - forecast.text, ABSURD, False)
+        target = (min(z, shown) if capped else shown) - level.value
+        weight = max(sender.weight, LEVEL_WEIGHT_MIN) * (1 if stands else 1 / OVERRULED_LEARNT)
         level.count += weight
         level.value += weight * error * max(LEVEL_RATE, 1 / (level.count + LEAST))
         self._start += LEVEL_RATE / 2 * (level.value - self._start)
         if learnt:
             self._add(forecast.features, target, capped, sender)
-            mixed = forecast.middle + _bounded(z - forecast.middle, capped)
-            if forecast.predicted is not None:
+            mixed = forecast.middle + _bounded(z - forecast.middle, ERROR_MAX, capped)
+            if forecast.predicted is not None and stands:
                 self._mixtures.used(model).learn(forecast.text, forecast.predicted, mixed)
-        if learnt and spread:
+        if learnt and stands:
             self._error += max(0.01, 1 / (self._added + LEAST)) * (abs(error) - self._error)
             recalibration = self._recalibrations.used((model, forecast.predicted is not None))
             recalibration.learn(forecast.logs, forecast.width, z, capped)
@@ -206,7 +213,7 @@ class TextLearner:
         """Make the state in slices; see state.py. It has no text: only hashes with the secret, lengths and weights."""
         weights, examples, duals = self._weights.copy(), list(self._examples), np.array(self._duals)
         numbers = np.array([self._answers, self._added, self._visited, self._start, self._error])
-        senders, levels = self._senders.entries(), self._levels.entries()
+        senders, levels = list(self._senders.entries()), list(self._levels.entries())
         yield
         place_of = {id(sender): place for place, (_, sender) in enumerate(senders)}
         indices, values = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.float32)]
@@ -272,11 +279,15 @@ class TextLearner:
             raise ValueError("the state of the text learner names features that do not exist")
         if not all(np.isfinite(part).all() for part in (self._weights, facts, values, duals)):
             raise ValueError("the state of the text learner has numbers that are not finite")
-        senders = [sender for _, sender in self._senders.entries()]
-        forgotten = Sender()
+        senders = [
+            *(sender for _, sender in self._senders.entries()),
+            Sender(),
+        ]  # the last for a sender forgotten since
+        if len(facts) and not -1 <= facts[:, 4].min() <= facts[:, 4].max() < len(senders):
+            raise ValueError("the state of the text learner names senders that it does not have")
         self._duals = duals.tolist()
         self._examples = [
-            Example(own, own_values, square, target, bool(capped), senders[int(at)] if at >= 0 else forgotten)
+            Example(own, own_values, square, target, bool(capped), senders[int(at)])
             for own, own_values, (_, square, target, capped, at) in zip(
                 np.split(indices, ends[:-1]), np.split(values, ends[:-1]), facts.tolist(), strict=False
             )
@@ -288,5 +299,5 @@ def _soft(log: float) -> float:
     return math.log(math.exp(log) + SOFT)
 
 
-def _bounded(error: float, capped: bool) -> float:
-    return min(max(error, 0.0 if capped else -ERROR_MAX), ERROR_MAX)
+def _bounded(error: float, most: float, capped: bool) -> float:
+    return min(max(error, 0.0 if capped else -most), most)

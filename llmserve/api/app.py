@@ -128,9 +128,9 @@ class _Endpoints:
         )
         stream = call.stream_name or key
         slo_s = call.slo_s if call.slo_s is not None else self._deadlines.slo_s(key, stream, call.model)
-        if (stream, slo_s) == (call.stream_name, call.slo_s):
+        if (stream, slo_s, key) == (call.stream_name, call.slo_s, call.prompt.sender):
             return call
-        return replace(call, stream_name=stream, slo_s=slo_s)
+        return replace(call, stream_name=stream, slo_s=slo_s, prompt=replace(call.prompt, sender=key))
 
     async def _refuse(self, request: Request, error: Exception, send: Send) -> None:
         response = await self.on_error(request, error)

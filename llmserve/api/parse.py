@@ -97,6 +97,7 @@ class ChatBody(Body):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Positive | None = None
     tools: Any = None
+    response_format: Any = None
 
     @property
     def output_tokens_max(self) -> int | None:
@@ -112,7 +113,17 @@ class ChatBody(Body):
         system = self._last("system", "developer")
         text, rules = _text(question.content), _text(system.content) if system and system is not question else ""
         history = self.prompt_chars - len(text) - len(rules)
-        return Prompt(text, self.model, rules, history, self.stops)
+        form = self.response_format.get("type") if isinstance(self.response_format, dict) else None
+        return Prompt(
+            text,
+            self.model,
+            rules,
+            history,
+            self.stops,
+            tools=len(self.tools) if isinstance(self.tools, list) else 0,
+            format=form if isinstance(form, str) else "",
+            output_tokens_max=self.output_tokens_max,
+        )
 
     def opening(self) -> str:
         tools = self.tools if isinstance(self.tools, list) else []
@@ -152,7 +163,7 @@ class CompletionBody(Body):
         return len(self.prompt) if several else 1
 
     def to_predict(self) -> Prompt:
-        return Prompt(self._prompt_text(), self.model, stop=self.stops)
+        return Prompt(self._prompt_text(), self.model, stop=self.stops, output_tokens_max=self.output_tokens_max)
 
     def opening(self) -> str:
         """Return the first OPENING_CHARS; token ids are written as decimal digits."""

@@ -50,8 +50,17 @@ def test_an_unknown_prompt_is_like_the_models_recent_ones():
     for length in [50, 100, 200] * 20:
         serve(learner, Prompt(f"{length}"), None, length)
     forecast = learner.forecast(Prompt("never seen"), None)
-    assert forecast.source == "recent"
-    assert forecast.median == pytest.approx(100, rel=0.05)
+    assert forecast.source == "learner"
+    assert forecast.median == pytest.approx(100, rel=0.3)
+    assert learner.forecast(Prompt("never seen", model="another"), None).median == pytest.approx(100, rel=0.5)
+
+
+def test_without_the_text_learner_an_unknown_prompt_is_forecast_by_its_models_recent_lengths_alone():
+    learner = OnlineLearner(learns_text=False)
+    for length in [50, 100, 200] * 20:
+        serve(learner, Prompt(f"{length}"), None, length)
+    forecast = learner.forecast(Prompt("never seen"), None)
+    assert (forecast.source, forecast.median) == ("recent", pytest.approx(100, rel=0.05))
     assert learner.forecast(Prompt("never seen", model="another"), None).lengths == ()
 
 
@@ -80,8 +89,8 @@ def test_a_template_whose_lengths_shift_is_followed():
     learner = OnlineLearner()
     for length in [3] * 100 + [40] * 40:
         forecast = serve(learner, Prompt(TEMPLATE), prediction(200), length)
-    assert forecast.source == "memory"
-    assert forecast.median == pytest.approx(40)
+    assert forecast.source in ("memory", "learner")  # both know the words of the template
+    assert forecast.median == pytest.approx(40, rel=0.1)
 
 
 def test_unrelated_prompts_with_a_common_beginning_keep_their_predictor():
@@ -134,7 +143,7 @@ def test_half_the_traffic_of_a_template_does_not_spoil_the_predictor_for_the_oth
 
 
 def test_after_a_drift_the_predictor_is_corrected_even_while_forecasts_come_from_memory():
-    learner, rng, sources, errors = OnlineLearner(), random.Random(1), [], []
+    learner, rng, sources, errors = OnlineLearner(learns_text=False), random.Random(1), [], []
     for i in range(5000):
         centre = 100 * math.exp(rng.gauss(0, 1))
         length = centre * math.exp(rng.gauss(0, 0.4)) * (4 if i >= 1000 else 1)
@@ -195,7 +204,7 @@ def test_answers_without_a_token_are_ignored(output_tokens):
 
 
 def test_thousands_of_different_prompts_are_held_in_bounded_memory():
-    learner = OnlineLearner(keys_max=200)
+    learner = OnlineLearner(keys_max=200, learns_text=False)
     tracemalloc.start()
     for i in range(5_000):
         serve(learner, Prompt(f"{i} {'x' * 200}", f"model {i % 300}", f"system {i % 5000}"), None, 1 + i % 100)

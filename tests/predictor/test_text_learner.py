@@ -1,0 +1,267 @@
+"""The text learner, by the online learner that serves it."""
+
+import json
+import math
+import random
+import tracemalloc
+
+import numpy as np
+import pytest
+from scipy.stats import kendalltau
+
+from predictor.online import OnlineLearner
+from predictor.prompt import Prompt
+from predictor.text_features import TextFeatures
+
+WORDS = [f"word{number}" for number in range(60)]
+EFFECTS = dict(zip(WORDS, np.random.default_rng(7).normal(0, 0.8, len(WORDS)).tolist(), strict=True))
+
+
+class Traffic:
+    """Prompts of six random words, each of which makes the answer longer or shorter by its own factor."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def ask(self, model: str = "m", sender: str = "", factor: float = 1.0) -> tuple[Prompt, float]:
+        words = self._rng.sample(WORDS, 6)
+        log = 4.5 + sum(EFFECTS[word] for word in words) / 2 + self._rng.gauss(0, 0.2)
+        return Prompt(" ".join(words), model, sender=sender), max(1.0, factor * math.exp(log))
+
+
+def serve(learner, prompt, length, capped=False):
+    forecast = learner.forecast(prompt, None)
+    learner.observe(forecast, length, capped)
+    return forecast
+
+
+def taught(answers=400, seed=0, **of):
+    learner, traffic = OnlineLearner(keys_max=0), Traffic(seed)
+    for _ in range(answers):
+        serve(learner, *traffic.ask(**of))
+    return learner
+
+
+def tau(learner, count=200, seed=99, **of):
+    """Kendall's tau of the medians over answers that are not learnt."""
+    traffic = Traffic(seed)
+    asked = [traffic.ask(**of) for _ in range(count)]
+    medians = [learner.forecast(prompt, None).median or 0.0 for prompt, _ in asked]
+    return float(kendalltau(medians, [length for _, length in asked]).statistic)
+
+
+def test_prompts_that_never_came_before_are_ranked_by_their_words():
+    without = OnlineLearner(keys_max=0, learns_text=False)
+    traffic = Traffic(0)
+    for _ in range(400):
+        serve(without, *traffic.ask())
+    assert tau(taught()) > 0.7
+    assert np.isnan(tau(without))
+
+
+def test_the_source_of_a_forecast_from_words_is_the_learner():
+    assert taught().forecast(Prompt("word1 word2"), None).source == "learner"
+
+
+def test_a_few_answers_are_used_as_well_as_by_a_regression_over_all_of_them():
+    assert tau(taught(100)) > 0.5
+
+
+def test_four_in_five_answers_are_within_the_inner_quantiles():
+    learner, traffic, within = taught(1000), Traffic(5), []
+    for _ in range(1000):
+        prompt, length = traffic.ask()
+        forecast = serve(learner, prompt, length)
+        within.append(forecast.lengths[1] <= length <= forecast.lengths[-2])
+    assert 0.77 <= np.mean(within) <= 0.83
+
+
+def test_lengths_that_grow_sixfold_are_followed_within_200_answers():
+    learner, traffic = taught(1000), Traffic(1)
+    for _ in range(200):
+        serve(learner, *traffic.ask(factor=6))
+    asked = [traffic.ask(factor=6) for _ in range(200)]
+    errors = [math.log(length / learner.forecast(prompt, None).median) for prompt, length in asked]
+    assert abs(np.median(errors)) < 0.3  # of log 6 = 1.79
+    assert tau(learner) > 0.65
+
+
+def test_capped_answers_only_raise_forecasts():
+    learner = taught()
+    prompt = Prompt("word3 word4 word5", "m")
+    before = learner.forecast(prompt, None).median
+    for _ in range(40):
+        serve(learner, prompt, before / 4, capped=True)
+    assert learner.forecast(prompt, None).median == pytest.approx(before, rel=0.1)
+    for _ in range(40):
+        serve(learner, prompt, before * 4, capped=True)
+    assert learner.forecast(prompt, None).median > 2 * before
+
+
+def test_a_new_model_is_ranked_by_what_other_models_answered():
+    assert tau(taught(model="old"), model="new") > 0.7
+
+
+def test_a_model_may_differ_from_the_others_in_a_word():
+    learner, rng = OnlineLearner(keys_max=0), random.Random(0)
+    for _ in range(600):
+        word, model = rng.choice(["long", "short"]), rng.choice(["obeys", "does not"])
+        length = {"long": 400, "short": 20}[word] if model == "obeys" else 100
+        serve(learner, Prompt(f"{word} {rng.choice(WORDS)}", model), length * math.exp(rng.gauss(0, 0.2)))
+
+    def ratio(model):
+        long, short = (learner.forecast(Prompt(f"{word} word0", model), None).median for word in ("long", "short"))
+        return long / short
+
+    assert ratio("obeys") > 3 * ratio("does not")
+
+
+@pytest.mark.parametrize(("nonsense_per_answer", "loss"), [(1, 0.03), (9, 0.06)])
+def test_a_key_that_sends_nonsense_teaches_the_other_keys_nothing(nonsense_per_answer, loss):
+    def served(nonsense):
+        learner, traffic, rng = OnlineLearner(keys_max=0), Traffic(0), random.Random(1)
+        for number in range(400):
+            serve(learner, *traffic.ask(sender=f"key {number % 4}"))
+            for _ in range(nonsense):
+                prompt, _ = traffic.ask(sender="nonsense")
+                serve(learner, prompt, math.exp(rng.uniform(0, 7.5)))
+        return tau(learner)
+
+    assert served(nonsense_per_answer) > served(0) - loss
+
+
+@pytest.mark.parametrize("model", ["m", "new"])
+def test_a_single_absurd_length_changes_forecasts_little(model):
+    learner = taught()
+    prompt = Prompt("word3 word4 word5", model)
+    before, other = (learner.forecast(asked, None).median for asked in (prompt, Prompt("word8 word9", "m")))
+    serve(learner, prompt, 1e7)  # some 400,000 times the forecast
+    assert learner.forecast(prompt, None).median < 20 * before
+    assert learner.forecast(Prompt("word8 word9", "m"), None).median == pytest.approx(other, rel=0.3)
+
+
+def test_the_learner_mixes_its_forecasts_with_those_of_a_predictor():
+    # the predictor knows what the words do not tell, and nothing about the words
+    learner, traffic, rng, medians, hints, lengths = OnlineLearner(keys_max=0), Traffic(0), random.Random(2), [], [], []
+    for _ in range(1500):
+        prompt, length = traffic.ask()
+        hint = rng.gauss(0, 0.7)
+        raw = [100 * math.exp(hint) * factor for factor in (0.3, 0.7, 1.0, 1.5, 3.0)]
+        forecast = learner.forecast(prompt, raw)
+        learner.observe(forecast, length * math.exp(hint))
+        medians.append(forecast.median)
+        hints.append(hint)
+        lengths.append(length * math.exp(hint))
+    late = slice(1000, None)
+    assert kendalltau(medians[late], lengths[late]).statistic > kendalltau(hints[late], lengths[late]).statistic + 0.2
+
+
+def test_nonsense_of_a_predictor_does_not_spoil_what_words_tell():
+    learner, traffic, rng, medians, lengths = OnlineLearner(keys_max=0), Traffic(0), random.Random(2), [], []
+    for _ in range(1000):
+        prompt, length = traffic.ask()
+        forecast = learner.forecast(prompt, [math.exp(rng.gauss(4, 1))])
+        learner.observe(forecast, length)
+        medians.append(forecast.median)
+        lengths.append(length)
+    assert kendalltau(medians[500:], lengths[500:]).statistic > 0.7
+    assert tau(learner) > 0.7  # the predictor is dead
+
+
+def test_a_forecast_is_revised_by_what_was_learnt_since():
+    learner, traffic = OnlineLearner(keys_max=0), Traffic(0)
+    asked = [traffic.ask() for _ in range(100)]
+    waiting = [learner.forecast(prompt, None) for prompt, _ in asked]
+    assert all(forecast.median is None for forecast in waiting)
+    for _ in range(400):
+        serve(learner, *traffic.ask())
+    revised = [learner.revise(forecast) for forecast in waiting]
+    assert revised == [learner.forecast(prompt, None) for prompt, _ in asked]
+    assert kendalltau([forecast.median for forecast in revised], [length for _, length in asked]).statistic > 0.7
+
+
+def test_a_restored_learner_forecasts_and_learns_the_same():
+    learner, restored = taught(2300), OnlineLearner(keys_max=0)
+    restored.restore(learner.state())
+    traffic = Traffic(3)
+    for number in range(200):
+        prompt, length = traffic.ask(sender=f"key {number % 3}")
+        capped = number % 7 == 0
+        assert serve(restored, prompt, length, capped).lengths == serve(learner, prompt, length, capped).lengths
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("weights", np.zeros(5, dtype=np.float32)),
+        ("weights", np.full(1 << 18, np.nan, dtype=np.float32)),
+        ("indices", np.full(3, 1 << 20, dtype=np.int32)),
+        ("numbers", "none"),
+        ("duals", np.zeros(3)),
+        ("senders", np.zeros((2, 2))),
+        ("levels", np.zeros((7, 2))),
+        ("mixtures", [{"model": "m"}]),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(name, value):
+    state = taught(50).state()
+    state["text"][name] = value
+    with pytest.raises(ValueError, match="state"):
+        OnlineLearner(keys_max=0).restore(state)
+
+
+def test_the_state_has_no_words_and_no_names_of_keys():
+    learner = OnlineLearner(secret=b"secret")
+    for _ in range(5):
+        serve(learner, Prompt("confidential question", "m", "private instructions", sender="alice"), 50)
+    text = json.dumps(learner.state(), default=lambda array: f"{array.tolist()} {array.tobytes()!r}")
+    assert not [word for word in ("confidential", "question", "private", "alice") if word in text]
+
+
+def test_another_secret_gives_other_features():
+    first, second = (TextFeatures(secret).read(Prompt("a word")).indices.tolist() for secret in (b"a", b"b"))
+    assert first != second
+    assert len(set(first) & set(second)) <= 1
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        Prompt(""),
+        Prompt("\ud800", "\ud800", "\ud800", stop=("\ud800",), sender="\ud800"),
+        Prompt("one"),
+        Prompt("one two"),
+        Prompt("長さを予測する" * 500, history_characters=10**9, tools=128, format="json", output_tokens_max=2**30),
+        Prompt("x" * 10**6, "m" * 10**5, "s" * 10**6),
+    ],
+)
+def test_any_prompt_has_features_and_a_bounded_number_of_them(prompt):
+    features = TextFeatures(b"").read(prompt)
+    assert len(features.indices) == len(features.values) <= 500
+    assert features.indices.min() >= 0
+    assert features.indices.max() < 1 << 18
+
+
+def test_tools_format_and_max_tokens_tell_lengths_apart():
+    learner, rng = OnlineLearner(keys_max=0), random.Random(0)
+    kinds = {"tools": {"tools": 2}, "format": {"format": "json_schema"}, "most": {"output_tokens_max": 16}, "plain": {}}
+    lengths = {"tools": 30, "format": 90, "most": 10, "plain": 300}
+    for _ in range(600):
+        kind = rng.choice(list(kinds))
+        serve(learner, Prompt(rng.choice(WORDS), **kinds[kind]), lengths[kind] * math.exp(rng.gauss(0, 0.1)))
+    medians = {kind: learner.forecast(Prompt("new", **fields), None).median for kind, fields in kinds.items()}
+    assert sorted(medians, key=medians.get) == sorted(lengths, key=lengths.get)
+    assert medians["plain"] > 10 * medians["most"]
+
+
+def test_long_prompts_of_many_models_and_senders_are_held_in_16_mib():
+    rng = random.Random(0)
+    tracemalloc.start()
+    learner = OnlineLearner(keys_max=0)
+    for number in range(2_200):
+        words = " ".join(f"{rng.randrange(10**6)} x" for _ in range(100))
+        prompt = Prompt(words, f"model {number % 200}", words, sender=f"key {number}")
+        serve(learner, prompt, 1 + number % 500)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 16 * 2**20
