@@ -43,7 +43,8 @@ SOFT = 30.0
 RIDGE = 2.0
 WINDOW = 2000
 """Answers that are visited again."""
-VISITS = 10
+VISITS, VISITS_LATER = 10, 6
+"""With each answer, before and after the window is full."""
 ERROR_MAX, ABSURD = 1.5, 3.0
 """A greater error teaches as much as one of ERROR_MAX, and is taken for one of ABSURD."""
 LEVEL_RATE = 0.03
@@ -188,7 +189,7 @@ class TextLearner:
         else:
             self._examples[place], self._duals[place] = example, 0.0
         size, first = len(self._examples), self._visited + 1
-        self._visited += min(VISITS, size)
+        self._visited += min(VISITS if size < WINDOW else VISITS_LATER, size)
         self._visit([place, *[number * _STEP % size for number in range(first, self._visited + 1)]])
 
     def _square(self, indices: NDArray[np.int64], values: NDArray[np.float32]) -> float:
