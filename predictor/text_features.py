@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ BITS = 18
 WORDS_MAX = 64
 SYSTEM_WORDS_MAX = 32
 NAME_CHARACTERS = 100
+NUMBERS_MAX, GAPS_MAX = 8, 3
 TEXT_FIRST, TEXT_LAST = 1400, 600
 """Characters of a long text that are read."""
 STEM_LETTERS = 4
@@ -40,6 +42,7 @@ FIRST, EARLY = 4, 8
 FORMS = 6
 """Facts that every request has."""
 
+_NUMBER = re.compile(r"\d{1,9}")
 _WORD = re.compile(r"[\u3040-\u9fff\uac00-\ud7a3]|[^\W\d_]{1,30}|\d{1,9}|[^\w\s]")
 # The kinds of features, with their sizes. The sizes of the words' own kinds are over the root of the number of words.
 _WORDS = {"word": 1.0, "first letters": 1.5, "pair": 1.0, "word for the model": 0.6}
@@ -88,7 +91,7 @@ class TextFeatures:
     def read(self, prompt: Prompt) -> Features:
         words = _words(prompt.text, WORDS_MAX)
         seen = dict.fromkeys(words)  # a word counts once, a pair of words as often as it occurs
-        facts = [*_facts(prompt), *_tasks(seen)]
+        facts = [*_facts(prompt), *_numbers(prompt.text[:TEXT_FIRST]), *_tasks(seen)]
         system = dict.fromkeys(_words(prompt.system, SYSTEM_WORDS_MAX)) if prompt.system else ()
         sender = f"sender {prompt.sender[:NAME_CHARACTERS]}"
         hashes = self._hashes([*facts, sender, *seen, *words, *system])
@@ -160,6 +163,22 @@ def _facts(prompt: Prompt) -> list[str]:
     if prompt.output_tokens_max:
         facts.append(f"most {int(2 * math.log2(prompt.output_tokens_max))}")
     return facts
+
+
+def _numbers(text: str) -> list[str]:
+    """The size of the text's largest number, and of the gaps between its first numbers, in steps of the root of 2.
+
+    `list 20 ideas` and `the numbers from 3 to 90` say how long their answers are.
+    """
+    numbers = [int(digits) for digits in _NUMBER.findall(text)[:NUMBERS_MAX]]
+    if not numbers:
+        return []
+    gaps = [f"gap {_size(abs(left - right))}" for left, right in pairwise(numbers[:GAPS_MAX + 1])]
+    return [f"largest number {_size(max(numbers))}", *gaps]
+
+
+def _size(number: int) -> int:
+    return int(2 * math.log2(number + 1))
 
 
 def _tasks(words: Iterable[str]) -> list[str]:

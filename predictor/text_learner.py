@@ -123,12 +123,14 @@ class TextLearner:
 
     def forecast(self, model: str, features: Features, predicted: float | None) -> TextForecast:
         """predicted : the median of a trained predictor for the prompt, the logarithm of tokens."""
+        return self._forecast(model, features, None if predicted is None else _soft(predicted))
+
+    def _forecast(self, model: str, features: Features, prediction: float | None) -> TextForecast:
         level = self._levels.get(model)
         text = float(self._weights.take(features.indices).dot(features.values))
         text += level.value if level else self._start
-        middle, prediction = text, None
-        if predicted is not None:
-            prediction = _soft(predicted)
+        middle = text
+        if prediction is not None:
             mixture = self._mixtures.get(model)
             middle = mixture.mixed(text, prediction) if mixture else prediction
         width = _PER_ABSOLUTE * self._error
@@ -152,6 +154,8 @@ class TextLearner:
         of its words, but little about other prompts. Returns whether the answer counts; False: it may be nonsense.
         """
         z = _soft(actual)
+        # Many answers are in flight: the error of a forecast of long ago has been learnt from other answers already.
+        forecast = self._forecast(model, forecast.features, forecast.predicted)
         error = _bounded(z - forecast.text, ERROR_MAX, capped)
         if not self._answers:
             self._start = z
