@@ -31,6 +31,8 @@ without a priority are first come, first served.
                   and the edges of the bins are known
     memory        all at once, on a server whose KV cache is far too small for its slots: the gain of holding requests
                   back
+    own           all at once, with llmserve's own forecasts and no trained predictor: a cold server, and a server with
+                  the --state of another server that answered as many other prompts
     kill          two vLLM servers behind llmserve; one is killed when half of the requests are answered
 
 A request's service time is a + b n for n output tokens, fitted to requests sent one at a time. Slow-down is latency
@@ -70,6 +72,7 @@ from on_vllm.parts import (
     ROUNDS_LOAD,
     at_once_or_poisson,
     idle,
+    prompts_of,
     requests_of,
     rounds_of,
     trace,
@@ -109,7 +112,7 @@ async def measure(args: argparse.Namespace) -> None:
         together = [part for part in parts if SERVERS.get(part, 1) == count and (part == "memory") == small]
         if not together:
             continue
-        requests = max(64, *(requests_of(args, part) for part in together))
+        requests = max(64, *(prompts_of(args, part) for part in together))
         async with started(args, count, requests, small=small) as engines:
             if not estimated:
                 for part in parts:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 ORDERS = ("fffs", "shortest", "edf")
 ROUTER_POLICIES = ("round_robin", "power_of_two")
-PARTS = ("idle", "burst", "poisson-0.7", "poisson-0.9", "trace", "routers", "barrier", "memory", "kill")
+PARTS = ("idle", "burst", "poisson-0.7", "poisson-0.9", "trace", "routers", "barrier", "memory", "own", "kill")
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,15 @@ class Arrangement:
     predictions  "oracle", "predicted", "random", or None: requests carry no prediction
     bins         number of bins, with a barrier
     bound        False: llmserve ignores the engine's memory
+    own          forecasts of llmserve itself, without a trained predictor: "" (off), "cold" (the server has seen no
+                 answer), or "warm" (it has the state of a server that answered as many other prompts)
     """
 
     way: str
     predictions: str | None = None
     bins: int = 1
     bound: bool = True
+    own: str = ""
 
     @property
     def name(self) -> str:
@@ -33,7 +36,8 @@ class Arrangement:
         ways = {"direct": "vLLM directly", "priority": "vLLM by priority"}
         ways |= {policy: f"vllm-router {policy}" for policy in ROUTER_POLICIES}
         memory = None if self.bound else "memory ignored"
-        return ", ".join(filter(None, [ways.get(self.way, f"llmserve {self.way}"), self.predictions, memory]))
+        own = f"own forecasts, {self.own}" if self.own else None
+        return ", ".join(filter(None, [ways.get(self.way, f"llmserve {self.way}"), self.predictions, own, memory]))
 
 
 DIRECT = Arrangement("direct")
@@ -46,6 +50,8 @@ def arrangements_of(part: str, orders: Sequence[str]) -> list[Arrangement]:
         return [Arrangement("barrier", "oracle", bins) for bins in (1, 8)]
     if part in ("idle", "kill"):
         return [DIRECT, Arrangement("fffs")]
+    if part == "own":
+        return [DIRECT, Arrangement("shortest", own="cold"), Arrangement("shortest", own="warm")]
     if part == "memory":
         bound = [Arrangement(order, kind) for order in ("fffs", "shortest") for kind in ("oracle", "predicted")]
         return [DIRECT, *bound, Arrangement("fffs", "oracle", bound=False)]

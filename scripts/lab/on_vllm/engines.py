@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -46,8 +47,12 @@ class Engines:
         return [server.url for server in self.servers]
 
 
-def llmserve_flags(args: argparse.Namespace, arrangement: Arrangement, engines: Engines) -> list[str]:
-    flags = ["--predictor", "none", "--memory-keys", "0", "--log-level", "warning", *flags_of("engine", engines.urls)]
+def llmserve_flags(
+    args: argparse.Namespace, arrangement: Arrangement, engines: Engines, state: Path | None = None
+) -> list[str]:
+    """state : folder of what llmserve's own forecasts are learnt in"""
+    flags = ["--predictor", "none", "--log-level", "warning", *flags_of("engine", engines.urls)]
+    flags += ["--state", str(state)] if arrangement.own else ["--memory-keys", "0"]
     if arrangement.way == "barrier":
         # Without a predictor llmserve has no bins before 256 requests have come, unless flags set the edges.
         edges = ",".join(f"{edge:g}" for edge in equal_mass_edges(engines.tokens, arrangement.bins))
@@ -59,13 +64,15 @@ def llmserve_flags(args: argparse.Namespace, arrangement: Arrangement, engines: 
 
 
 @asynccontextmanager
-async def front(args: argparse.Namespace, arrangement: Arrangement, engines: Engines) -> AsyncIterator[str]:
+async def front(
+    args: argparse.Namespace, arrangement: Arrangement, engines: Engines, state: Path | None = None
+) -> AsyncIterator[str]:
     """Yield the URL for the arrangement's requests. The server at this URL lives as long as the context."""
     if arrangement.way in ("direct", "priority"):
         yield engines.urls[0]
         return
 
-    flags = llmserve_flags(args, arrangement, engines)
+    flags = llmserve_flags(args, arrangement, engines, state)
 
     def router(port: int) -> list[str]:
         words = [args.router, "--host", "127.0.0.1", "--port", str(port), "--policy", arrangement.way]

@@ -6,6 +6,8 @@ import argparse
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,9 @@ from on_vllm.engines import Engines, capacity_per_s, front
 from on_vllm.loads import Load, draw_predictions, nearest_indices, poisson_arrivals_s, read_trace
 from on_vllm.passes import ANSWER_S_MAX, Outcome, all_at_once, ask, questions_of, rows, send, session_of, summary
 
-REQUESTS = {"idle": 200, "barrier": 400, "memory": 400, "kill": 500}  # of a pass; else REQUESTS_LOAD
+REQUESTS = {"idle": 200, "barrier": 400, "memory": 400, "own": 400, "kill": 500}  # of a pass; else REQUESTS_LOAD
 REQUESTS_LOAD = 600
-ROUNDS = {"idle": 1, "barrier": 3, "memory": 3, "kill": 1}  # else ROUNDS_LOAD
+ROUNDS = {"idle": 1, "barrier": 3, "memory": 3, "own": 3, "kill": 1}  # else ROUNDS_LOAD
 ROUNDS_LOAD = 5
 LOADS = {"poisson-0.7": 0.7, "poisson-0.9": 0.9, "trace": 0.9, "routers": 0.9}  # of capacity
 IDLE_TOKENS = 16
@@ -32,6 +34,11 @@ PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total\{.*\} (\S+)$", re.M)
 
 def requests_of(args: argparse.Namespace, part: str) -> int:
     return int(args.requests or REQUESTS.get(part, REQUESTS_LOAD))
+
+
+def prompts_of(args: argparse.Namespace, part: str) -> int:
+    """Number of prompts that a part needs: own forecasts learn from as many others."""
+    return requests_of(args, part) * (2 if part == "own" else 1)
 
 
 def rounds_of(args: argparse.Namespace, part: str) -> int:
@@ -89,10 +96,32 @@ async def preemptions(engines: Engines) -> float:
 async def one_pass(
     args: argparse.Namespace, arrangement: Arrangement, engines: Engines, load: Load, *, burst: bool
 ) -> list[Outcome]:
+    if arrangement.own:
+        return await _own_pass(args, arrangement, engines, load)
     async with front(args, arrangement, engines) as url:
-        warm_up = engines.prompts[:WARM_UP_REQUESTS]
-        await send([url] * len(warm_up), all_at_once(warm_up))
+        await _warm_up(engines, url)
         return await send([url] * len(load.prompts), questions_of(arrangement, load, engines.service, burst=burst))
+
+
+async def _warm_up(engines: Engines, url: str) -> None:
+    prompts = engines.prompts[:WARM_UP_REQUESTS]
+    await send([url] * len(prompts), all_at_once(prompts))
+
+
+async def _own_pass(args: argparse.Namespace, arrangement: Arrangement, engines: Engines, load: Load) -> list[Outcome]:
+    """A burst to a server that forecasts by itself. A warm server has the state of an earlier server, whose burst had
+    as many other prompts. The requests that warm up the engine go directly to the engine, so that llmserve learns
+    nothing from them.
+    """
+    count = len(load.prompts)
+    with TemporaryDirectory() as state:
+        if arrangement.own == "warm":
+            async with front(args, arrangement, engines, Path(state)) as url:
+                others = engines.prompts[count : 2 * count]
+                await send([url] * len(others), all_at_once(others))
+        async with front(args, arrangement, engines, Path(state)) as url:
+            await _warm_up(engines, engines.urls[0])
+            return await send([url] * count, all_at_once(load.prompts))
 
 
 def in_words(numbers: Mapping[str, float]) -> str:

@@ -12,7 +12,7 @@ from bench.rows import Row, select
 from bench.tables import cells, show
 from rich.console import Console
 
-from on_vllm.arrangements import ORDERS, ROUTER_POLICIES, arrangements_of
+from on_vllm.arrangements import ORDERS, ROUTER_POLICIES, Arrangement, arrangements_of
 from on_vllm.passes import CASE
 
 TITLES = {
@@ -23,6 +23,7 @@ TITLES = {
     "routers": "two vLLM servers, Poisson arrivals at 0.9",
     "barrier": "batches run to their end, all at once",
     "memory": "all at once, a KV cache of 1,280 tokens",
+    "own": "all at once, llmserve's own forecasts without a trained predictor",
 }
 
 
@@ -80,6 +81,10 @@ def goals(results: Mapping[str, Any]) -> list[Goal]:
     for kind, limit in (("oracle", 0.60), ("predicted", 0.75)):
         value = ratio_of(row_of(results, "burst", "shortest", kind), "direct", "latency_s_mean")
         all_goals.append(Goal(f"burst: mean latency to direct, shortest, {kind}", value, limit))
+    for own, limit in (("cold", 0.75), ("warm", 0.60)):
+        rows = select(results.get("own", {}).get("rows", ()), arrangement=Arrangement("shortest", own=own).name)
+        value = ratio_of(rows[0] if rows else None, "direct", "latency_s_mean")
+        all_goals.append(Goal(f"own: mean latency to direct, a {own} server", value, limit))
     for kind in ("oracle", "predicted"):
         row = row_of(results, "poisson-0.9", "shortest", kind)
         slowdown, p99 = ratio_of(row, "direct", "slowdown_mean"), ratio_of(row, "direct", "latency_s_p99")
