@@ -42,7 +42,7 @@ FIRST, EARLY = 4, 8
 FORMS = 6
 """Facts that every request has."""
 
-_NUMBER = re.compile(r"\d{1,9}")
+_NUMBER = re.compile(r"\b\d{1,9}\b")
 _WORD = re.compile(r"[\u3040-\u9fff\uac00-\ud7a3]|[^\W\d_]{1,30}|\d{1,9}|[^\w\s]")
 # The kinds of features, with their sizes. The sizes of the words' own kinds are over the root of the number of words.
 _WORDS = {"word": 1.0, "first letters": 1.5, "pair": 1.0, "word for the model": 0.6}
@@ -173,7 +173,7 @@ def _numbers(text: str) -> list[str]:
     numbers = [int(digits) for digits in _NUMBER.findall(text)[:NUMBERS_MAX]]
     if not numbers:
         return []
-    gaps = [f"gap {_size(abs(left - right))}" for left, right in pairwise(numbers[:GAPS_MAX + 1])]
+    gaps = [f"gap {_size(abs(left - right))}" for left, right in pairwise(numbers[: GAPS_MAX + 1])]
     return [f"largest number {_size(max(numbers))}", *gaps]
 
 

@@ -154,11 +154,11 @@ class TextLearner:
         of its words, but little about other prompts. Returns whether the answer counts; False: it may be nonsense.
         """
         z = _soft(actual)
-        # Many answers are in flight: the error of a forecast of long ago has been learnt from other answers already.
-        forecast = self._forecast(model, forecast.features, forecast.predicted)
-        error = _bounded(z - forecast.text, ERROR_MAX, capped)
         if not self._answers:
             self._start = z
+        # Many answers are in flight: other answers have taught the error of an early forecast already.
+        forecast = self._forecast(model, forecast.features, forecast.predicted)
+        error = _bounded(z - forecast.text, ERROR_MAX, capped)
         sender = self._senders.used(forecast.features.sender)
         sender.learn(z, forecast.middle, self._answers)
         self._answers += 1

@@ -265,3 +265,22 @@ def test_long_prompts_of_many_models_and_senders_are_held_in_16_mib():
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 16 * 2**20
+
+
+def test_answers_in_flight_teach_their_error_once():
+    """A burst is forecast before its first answer ends: all its forecasts have the same error."""
+    learner = OnlineLearner()
+    burst = [(learner.forecast(Prompt(f"word{number % 7} please", "m"), None), 100.0) for number in range(64)]
+    for forecast, tokens in burst:
+        learner.observe(forecast, tokens)
+    assert learner.forecast(Prompt("word3 please", "m"), None).median == pytest.approx(100, rel=0.1)
+
+
+def test_the_size_of_a_number_forecasts_a_length():
+    learner = OnlineLearner()
+    for turn in range(4):
+        for items in range(2, 60, 3):
+            serve(learner, Prompt(f"list {items + turn % 2} things", "m"), 4.0 * items)
+    medians = [learner.forecast(Prompt(f"list {items} things", "m"), None).median for items in (4, 13, 31, 58)]
+    assert medians == sorted(medians)
+    assert medians[-1] > 5 * medians[0]
