@@ -30,7 +30,9 @@ BITS = 18
 WORDS_MAX = 64
 SYSTEM_WORDS_MAX = 32
 NAME_CHARACTERS = 100
-NUMBERS_MAX, GAPS_MAX = 8, 3
+NUMBERS_MAX = 8
+AMOUNT = 0.15
+"""The value of a number that is twice as large, in an amount."""
 TEXT_FIRST, TEXT_LAST = 1400, 600
 """Characters of a long text that are read."""
 STEM_LETTERS = 4
@@ -55,6 +57,7 @@ _OTHERS = {
     "form": 0.15,
     "fact": 0.5,
     "word of the system prompt": 0.5,  # over the root of their number
+    "amount": 1.0,  # each has a value of its own
 }
 _SIZES = np.array([*_WORDS.values(), *_OTHERS.values()], dtype=np.float32)
 
@@ -91,19 +94,22 @@ class TextFeatures:
     def read(self, prompt: Prompt) -> Features:
         words = _words(prompt.text, WORDS_MAX)
         seen = dict.fromkeys(words)  # a word counts once, a pair of words as often as it occurs
-        facts = [*_facts(prompt), *_numbers(prompt.text[:TEXT_FIRST]), *_tasks(seen)]
+        facts = [*_facts(prompt), *_tasks(seen)]
+        amounts = _amounts(prompt.text[:TEXT_FIRST])
         system = dict.fromkeys(_words(prompt.system, SYSTEM_WORDS_MAX)) if prompt.system else ()
         sender = f"sender {prompt.sender[:NAME_CHARACTERS]}"
-        hashes = self._hashes([*facts, sender, *seen, *words, *system])
+        hashes = self._hashes([*facts, sender, *seen, *words, *system, *amounts])
         one, start = hashes[:, 0], len(facts) + 1
         end = start + len(seen)
         own, stems = one[start:end], hashes[start:end, 1]
-        text, system_words = one[end : end + len(words)], one[end + len(words) :]
+        text, others = one[end : end + len(words)], one[end + len(words) :]  # others: of the system prompt, and amounts
         left, right = text * _PAIR
         pairs = left[:-1] + right[1:]
         parts = (own, stems, pairs, own * one[0], text[:EARLY], text[:FIRST], pairs[:2], text[-1:], one[: len(facts)])
-        kinds, values = _kinds(len(words), len(seen), len(facts), len(system))
-        indices = np.concatenate((*parts, system_words)) * kinds >> _SHIFT
+        kinds, values = _kinds(len(words), len(seen), len(facts), len(system), len(amounts))
+        indices = np.concatenate((*parts, others)) * kinds >> _SHIFT
+        if amounts:
+            values = np.append(values[: -len(amounts)], np.array([*amounts.values()], dtype=np.float32))
         return Features(indices.astype(np.int64), values, int(one[len(facts)]))
 
     def _hashes(self, words: list[str]) -> NDArray[np.uint64]:
@@ -127,14 +133,16 @@ class TextFeatures:
 
 
 @lru_cache(maxsize=4096)
-def _kinds(words: int, seen: int, facts: int, system: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
+def _kinds(
+    words: int, seen: int, facts: int, system: int, amounts: int
+) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
     """The multipliers and the sizes of the features, in their order."""
     sizes = _SIZES.copy()
     sizes[: len(_WORDS)] /= math.sqrt(max(1, words))
-    sizes[-1] /= math.sqrt(max(1, system))
+    sizes[-2] /= math.sqrt(max(1, system))
     pairs = max(0, words - 1)
     places = [*(place < words for place in range(FIRST)), *(place < pairs for place in range(2)), words > 0]
-    counts = [seen, seen, pairs, seen, min(EARLY, words), *places, 1, FORMS - 1, facts - FORMS, system]
+    counts = [seen, seen, pairs, seen, min(EARLY, words), *places, 1, FORMS - 1, facts - FORMS, system, amounts]
     return _KINDS.repeat(counts), sizes.repeat(counts)
 
 
@@ -165,20 +173,17 @@ def _facts(prompt: Prompt) -> list[str]:
     return facts
 
 
-def _numbers(text: str) -> list[str]:
-    """The size of the text's largest number, and of the gaps between its first numbers, in steps of the root of 2.
+def _amounts(text: str) -> dict[str, float]:
+    """The size of the text's largest number, and of the largest gap between two that follow each other, as logarithms.
 
     `list 20 ideas` and `the numbers from 3 to 90` say how long their answers are.
     """
     numbers = [int(digits) for digits in _NUMBER.findall(text)[:NUMBERS_MAX]]
     if not numbers:
-        return []
-    gaps = [f"gap {_size(abs(left - right))}" for left, right in pairwise(numbers[: GAPS_MAX + 1])]
-    return [f"largest number {_size(max(numbers))}", *gaps]
-
-
-def _size(number: int) -> int:
-    return int(2 * math.log2(number + 1))
+        return {}
+    gaps = [abs(left - right) for left, right in pairwise(numbers)]
+    amounts = {"amount": max(numbers), "amount between" if gaps else "amount alone": max(gaps, default=numbers[0])}
+    return {name: AMOUNT * math.log2(number + 1) for name, number in amounts.items()}
 
 
 def _tasks(words: Iterable[str]) -> list[str]:
