@@ -1,7 +1,7 @@
 """Everything that a server has learnt: gathered for the file of --state, and taken back from it.
 
 learners       forecasts of lengths, by model (predictor/online.py)
-scheduler      scores and lengths of answers, service times and trust by model, for the journal's header
+scheduler      scores and lengths of answers and service times by model, for the journal's header
 engines        the slots of each, where llmserve finds them out, and its pace by model
 prompt_tokens  tokens for each character of a prompt, by model
 """

@@ -316,7 +316,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             formed=FormedQueue(order.key if isinstance(order, FixedOrder) else fffs),
             edges=_edges(self, lengths_seen, scores),
             batch_size=self.full_batch,
-            trust=Trust(max(self.trust_window, 4 * self._kinds_of_batch * self.full_batch), trusted=learnt.trusted),
+            trust=Trust(max(self.trust_window, 4 * self._kinds_of_batch * self.full_batch)),
             seen=lengths_seen,
             queue=self._queue(order),
             by_risk=self.bins_by == "risk",

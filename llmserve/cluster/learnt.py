@@ -49,13 +49,12 @@ def _of_model(queues: ModelQueues) -> dict[str, Any]:
         "scores": scores,
         "lengths": lengths,
         "service": [service.seconds_per_token, service.tokens_mean, service.answers],
-        "trusted": queues.trust.trusted,
     }
 
 
 def _of_learnt(learnt: Learnt) -> dict[str, Any]:
     scores, lengths = np.array(learnt.scores), np.array(learnt.lengths)
-    return {"scores": scores, "lengths": lengths, "service": learnt.service, "trusted": learnt.trusted}
+    return {"scores": scores, "lengths": lengths, "service": learnt.service}
 
 
 def _scored_by(config: SchedulingConfig) -> list[Any]:
@@ -66,7 +65,7 @@ def _scored_by(config: SchedulingConfig) -> list[Any]:
 def header_part(state: dict[str, Any], config: SchedulingConfig) -> dict[str, Learnt]:
     """`learnt` of the header, from the state of a scheduler. Raises ValueError for anything else.
 
-    Scores of other settings are left out, and so is the trust in them.
+    Scores of other settings are left out.
     """
     try:
         same = state["scored_by"] == _scored_by(config)
@@ -81,7 +80,7 @@ def _learnt(own: dict[str, Any], *, scored_alike: bool) -> Learnt:
     if not scored_alike:
         return Learnt(service=service)
     scores, lengths = (tuple(own[name].round(DECIMALS).tolist()) for name in ("scores", "lengths"))
-    return Learnt(scores, lengths, service, bool(own["trusted"]))
+    return Learnt(scores, lengths, service)
 
 
 def engines_state(engines: Iterable[OpenAIEngine], scheduler: Scheduler) -> dict[str, Any]:

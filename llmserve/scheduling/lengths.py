@@ -25,13 +25,13 @@ class Learnt(msgspec.Struct, frozen=True, omit_defaults=True):
 
     scores, lengths  sample of scores, and the length of each one's answer; lengths () when they are not known
     service          seconds a token, tokens an answer, and the weight of both in answers (ServiceTime)
-    trusted          whether predictions ranked answers
+
+    Whether predictions ranked answers is not kept: they were judged by forecasts of a time when less was learnt.
     """
 
     scores: tuple[float, ...] = ()
     lengths: tuple[float, ...] = ()
     service: tuple[float, float, float] | None = None
-    trusted: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,13 +47,14 @@ class Accuracy:
 class Trust:
     """Decides from answers whether bins by prediction are worth having (`trusted`).
 
-    window : last answers to judge by, >= WINDOW_MIN.  trusted : at the start; the first check needs half a window.
+    window : last answers to judge by, >= WINDOW_MIN. Predictions are trusted at the start; the first check needs half a
+    window.
     """
 
-    def __init__(self, window: int, *, trusted: bool = True) -> None:
+    def __init__(self, window: int) -> None:
         if window < WINDOW_MIN:
             raise ValueError(f"a window of {window} answers cannot be judged: at least {WINDOW_MIN} are needed")
-        self.trusted = trusted
+        self.trusted = True
         self.rank_correlation = math.nan
         self._least = window // 2
         self._check_every = window // CHECKS_PER_WINDOW

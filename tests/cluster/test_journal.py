@@ -121,9 +121,9 @@ def test_a_replay_learns_the_same_paces_and_preempts_alike(tmp_path: Path) -> No
 
 
 def test_what_was_learnt_before_is_in_the_header_and_a_replay_begins_with_it(tmp_path: Path) -> None:
-    """A model that was learnt of gets its own edges, times and trust, an engine its pace; others begin as ever."""
+    """A model that was learnt of gets its own edges and times, an engine its pace; others begin as ever."""
     config = SchedulingConfig(order="flex", bins=2, batch_size=4).resolved(barrier=True)
-    learnt = {"a": Learnt((10.0, 20.0, 30.0, 40.0), (11.0, 19.0, 33.0, 41.0), (0.5, 25.0, 40.0), trusted=False)}
+    learnt = {"a": Learnt((10.0, 20.0, 30.0, 40.0), (11.0, 19.0, 33.0, 41.0), (0.5, 25.0, 40.0))}
     header = Header(config, (1.0, 2.0), learnt=learnt)
     info = EngineInfo("e", 4, True, speeds={"": StepTimes(0.1, (0.1,) * 4)}, paces={"a": 1.5})
     with Journal(header, path=tmp_path / "j") as book:
@@ -143,7 +143,6 @@ def test_what_was_learnt_before_is_in_the_header_and_a_replay_begins_with_it(tmp
             book.append(float(now_s), event, scheduler.handle(event, float(now_s)))
     a, b = scheduler.queues("a"), scheduler.queues("b")
     assert (a.edges.edges, b.edges.edges) == ((25.0,), (1.5,))
-    assert (a.trust.trusted, b.trust.trusted) == (False, True)
     assert a.service.tokens_mean == pytest.approx(25.0 + 5.0 / 40.4, rel=0.01), "one answer of 30 after 40 of 25"
     assert a.seen is not None
     assert sorted(a.seen.predicted[1])[-1] == 41.0
