@@ -107,10 +107,10 @@ def _nothing_learnt(
     config: Config, predictors: Mapping[str, PredictorProcess], engines: Sequence[OpenAIEngine]
 ) -> LearntParts:
     models = ["", *sorted(set(by_model("predictor", config.prediction.predictor)) - {""})]
-    secret = secrets.token_bytes(SECRET_BYTES)
+    secret, keys_max = secrets.token_bytes(SECRET_BYTES), config.prediction.memory_keys
     return LearntParts(
         config,
-        {model: OnlineLearner(keys_max=config.prediction.memory_keys, secret=secret) for model in models},
+        {model: OnlineLearner(keys_max=keys_max, learns_text=keys_max > 0, secret=secret) for model in models},
         {model: _mark(predictors.get(model)) for model in models},
         engines,
     )

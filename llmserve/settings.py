@@ -191,7 +191,12 @@ class PredictorConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1.0
     predictor_threads: Annotated[int, Meta(ge=1, description="CPU threads of the predictor's process")] = 1
     memory_keys: Annotated[
-        int, Meta(ge=0, description="templates and applications whose recent answer lengths are remembered; 0: none")
+        int,
+        Meta(
+            ge=0,
+            description="templates and applications whose recent answer lengths are remembered; 0: none, and the words "
+            "of prompts teach nothing",
+        ),
     ] = 10_000
     record: Annotated[
         str | None,
