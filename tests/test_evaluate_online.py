@@ -167,7 +167,7 @@ def test_a_trained_predictor_is_corrected_by_the_answers(
     data = write(tmp_path / "rows.jsonl", rows)
     with_predictor, without_one = printed(capsys, "--data", data, *flags), printed(capsys, "--data", data)
     assert with_predictor["predictor"] == predictor.DEMO.name
-    assert with_predictor["ranges"][-1]["tau"] > 0.8 > without_one["ranges"][-1]["tau"]
+    assert with_predictor["ranges"][-1]["tau"] > max(0.8, without_one["ranges"][-1]["tau"])
     assert with_predictor["ranges"][-1]["mae_tokens"] < with_predictor["ranges"][0]["mae_tokens"]
     assert main(["evaluate", "--online", "--data", data, *flags]) == 0
     assert "may have been trained on some of these rows" in capsys.readouterr().out

@@ -48,7 +48,7 @@ def test_a_predictor_is_trusted_before_any_answer():
 def test_an_unknown_prompt_is_like_the_models_recent_ones():
     learner = OnlineLearner()
     for length in [50, 100, 200] * 20:
-        serve(learner, Prompt(f"{length}"), None, length)
+        serve(learner, Prompt(f"q{length}"), None, length)
     forecast = learner.forecast(Prompt("never seen"), None)
     assert forecast.source == "learner"
     assert forecast.median == pytest.approx(100, rel=0.3)
@@ -90,7 +90,7 @@ def test_a_template_whose_lengths_shift_is_followed():
     for length in [3] * 100 + [40] * 40:
         forecast = serve(learner, Prompt(TEMPLATE), prediction(200), length)
     assert forecast.source in ("memory", "learner")  # both know the words of the template
-    assert forecast.median == pytest.approx(40, rel=0.1)
+    assert forecast.median == pytest.approx(40, rel=0.2)
 
 
 def test_unrelated_prompts_with_a_common_beginning_keep_their_predictor():
