@@ -10,6 +10,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 T = TypeVar("T")
 
 
@@ -17,6 +19,12 @@ def in_turn(items: Sequence[T], number: int) -> list[T]:
     """All items; each round begins with another item. number : of the round, from 0"""
     first = number % len(items)
     return [*items[first:], *items[:first]]
+
+
+def straight_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float, float]:
+    """Slope, intercept and R² of the line that fits best, by least squares."""
+    slope, intercept = np.polyfit(x, y, 1)
+    return float(slope), float(intercept), float(np.corrcoef(x, y)[0, 1] ** 2)
 
 
 def day_and_machine() -> dict[str, Any]:

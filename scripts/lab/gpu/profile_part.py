@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 from bench.figures import BLUE, GREEN, GREY, ORANGE, log_ticks, new_figure, save
+from bench.results import straight_line
 
 from bins.fitting import Observation
 from bins.profile import Profile
@@ -81,10 +82,8 @@ async def _line(plan: CampaignPlan, machine: Machine, shape: str) -> Any:
 
 def _straight(batches: Sequence[Observation], size: int) -> dict[str, Any]:
     points = sorted((batch.tokens, batch.seconds) for batch in batches if batch.size == size)
-    tokens, seconds = np.array(points).T
-    slope_s, besides_s = np.polyfit(tokens, seconds, 1)
-    share = float(np.corrcoef(tokens, seconds)[0, 1] ** 2)
-    return {"points": points, "token_s": float(slope_s), "besides_s": float(besides_s), "r_squared": share}
+    token_s, besides_s, share = straight_line(*np.array(points).T)
+    return {"points": points, "token_s": token_s, "besides_s": besides_s, "r_squared": share}
 
 
 # ---- what comes of it ---------------------------------------------------------------------------------------------

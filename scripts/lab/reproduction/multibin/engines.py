@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import aiohttp
 import numpy as np
+from bench.results import straight_line
 from bench.servers import batching_front_end, embedded_engine, vllm
 
 from bins.fitting import Observation
@@ -189,13 +190,12 @@ def line_rows(engine: str, answers: Sequence[Observation]) -> list[Row]:
     """Fig. 5: the points, and the straight line through them."""
     points = sorted((answer.tokens, answer.seconds) for answer in answers)
     tokens, seconds = np.array(points).T
-    slope_s, besides_s = np.polyfit(tokens, seconds, 1)
-    share = float(np.corrcoef(tokens, seconds)[0, 1] ** 2)
+    slope_s, besides_s, share = straight_line(tokens, seconds)
     case = {"engine": engine}
     return [
         Row.of_curve(LINEAR, case, "time of an answer", "s", "tokens", tokens, seconds),
-        Row(LINEAR, case, SLOPE, "ms", 1e3 * float(slope_s)),
-        Row(LINEAR, case, BESIDES, "ms", 1e3 * float(besides_s)),
+        Row(LINEAR, case, SLOPE, "ms", 1e3 * slope_s),
+        Row(LINEAR, case, BESIDES, "ms", 1e3 * besides_s),
         Row(LINEAR, case, R_SQUARED, "1", share),
         claim(LINEAR, case, "the time is linear in the tokens", share >= LINEAR_FROM, f"R² of {LINEAR_FROM:g} or more"),
     ]
