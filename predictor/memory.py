@@ -185,16 +185,6 @@ class Neighbours:
             return self.count >= TRUSTED_MIN and not predicted
         return duel.own < MARGIN * duel.standing
 
-    def ranks(self, predicted: bool) -> bool:
-        """For a model's key: whether the text learner is to stand.
-
-        It is to be better than a predictor, but only not clearly worse than the recent lengths, which do not rank.
-        """
-        duel = self.over_predictor if predicted else self.over_others
-        if duel.count < TRUSTED_MIN:
-            return not predicted
-        return duel.own < (1.0 if predicted else 1 / MARGIN) * duel.standing
-
     def write(self, columns: State, row: int) -> None:
         """Write everything into a row of the arrays of `_columns`."""
         columns["logs"][row, : self.count] = self._logs[: self.count]
@@ -286,6 +276,7 @@ class Memory:
         self._sizes = lengths_per_key, window
         self._keys = RecentlyUsed[bytes, Neighbours](keys_max, lambda: Neighbours(lengths_per_key, SCORED_MIN))
         self._recent = RecentlyUsed[bytes, Neighbours](models_max, lambda: Neighbours(window, 1))
+        self._all = {True: Duel(window), False: Duel(window)}  # the text learner's, against a predictor or without one
         self._overruled = 0
 
     def __len__(self) -> int:
@@ -304,8 +295,7 @@ class Memory:
             standing, source = own, "recent"
         if learnt and standing:
             by_key.append(KeyForecast(chain[0], learnt, standing))
-            model = self._recent.get(chain[0])
-            if model.ranks(predicted is not None) if model else not predicted:
+            if self._ranks(self._recent.get(chain[0]), predicted is not None):
                 standing, source = learnt, "learner"
         elif learnt:
             standing, source = learnt, "learner"
@@ -317,6 +307,19 @@ class Memory:
                 if neighbours.takes_over(predicted is not None):
                     standing, source, place = own, "memory", finer
         return Verdict(standing or (), source, tuple(by_key), chain[:place])
+
+    def _ranks(self, model: Neighbours | None, predicted: bool) -> bool:
+        """Whether the text learner is to stand for a model; while the model has few scores, by those of all models.
+
+        It is to be better than a predictor, but only not clearly worse than the recent lengths, which do not rank.
+        """
+        duel = self._all[predicted]
+        if model:
+            own = model.over_predictor if predicted else model.over_others
+            duel = own if own.count >= TRUSTED_MIN else duel
+        if duel.count < TRUSTED_MIN:
+            return not predicted
+        return duel.own < (1.0 if predicted else 1 / MARGIN) * duel.standing
 
     def learn(
         self,
@@ -359,34 +362,43 @@ class Memory:
         size, window = self._sizes
         keys = yield from _saving(self._keys.entries(), size)
         recent = yield from _saving(self._recent.entries(), window)
-        return {"keys": keys, "recent": recent, "overruled": self._overruled}
+        duels = np.array([self._all[predicted].numbers() for predicted in (False, True)])
+        return {"keys": keys, "recent": recent, "duels": duels, "overruled": self._overruled}
 
     def restore(self, state: State) -> None:
         size, window = self._sizes
         self._keys.fill(_restored(part(state, "keys"), size, SCORED_MIN))
         self._recent.fill(_restored(part(state, "recent"), window, 1))
+        for predicted, numbers in enumerate(array(state, "duels", (2, 3)).tolist()):
+            self._all[bool(predicted)].take(numbers)
         self._overruled = int(part(state, "overruled"))
 
     def _score(self, forecasts: Sequence[KeyForecast], actual: float, capped: bool, predicted: bool) -> None:
         score, standing = 0.0, None
         for forecast in forecasts:
-            neighbours = self._keys.get(forecast.key) or self._recent.get(forecast.key)
             if forecast.standing is not standing:
                 standing, score = forecast.standing, crps(forecast.standing, actual, capped)
-            if neighbours:
+            own = crps(forecast.own, actual, capped)
+            if neighbours := self._keys.get(forecast.key):
                 duel = neighbours.over_predictor if predicted else neighbours.over_others
-                duel.score(crps(forecast.own, actual, capped), score)
+                duel.score(own, score)
+            elif model := self._recent.get(forecast.key):
+                (model.over_predictor if predicted else model.over_others).score(own, score)
+                self._all[predicted].score(own, score)
 
 
-def keys_of(prompt: Prompt, secret: bytes = b"") -> tuple[bytes, ...]:
+def keys_of(prompt: Prompt, secret: bytes = b"", shared: bool = True) -> tuple[bytes, ...]:
     """The prompt's keys, coarse to fine: each hashes the content of the coarser keys and more.
 
     secret : at most 64 bytes, the key of the hashes.
+    shared : False for applications and templates that the sender does not share with others.
     """
     model = repr((prompt.model, bool(prompt.stop))).encode("utf-8", "backslashreplace")
     kind = blake2b(model, digest_size=KEY_BYTES, key=secret)
     keys = [kind.digest()]
     application = kind.copy()
+    if not shared:
+        application.update(b"sender " + prompt.sender.encode("utf-8", "backslashreplace") + b"\0")
     if prompt.system or prompt.stop:
         application.update(repr(prompt.stop).encode("utf-8", "backslashreplace") + b"\0")
         application.update(_ends(prompt.system))

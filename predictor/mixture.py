@@ -1,57 +1,58 @@
-"""Forecasts from two others: a trained predictor's, and that of the text learner."""
+"""The forecasts of two sources on one scale: the text learner's, and a trained predictor's."""
 
 from typing import Self
 
-import numpy as np
+from numpy import array as numbers
 
 from predictor.state import State, array
 
-KEPT = 0.997
-"""Weight of an answer relative to the next one: about the latest 300 count."""
-_RIDGE = np.diag([0.1, 0.3, 0.3])
+KEPT = 0.995
+"""Weight of an answer relative to the next one: about the latest 200 count."""
+_RIDGE = 1.0  # as much as four answers half a unit from the mean
 
 
 class Mixture:
-    """A ridge regression on both forecasts, by what an answer showed. It begins as the prediction alone.
+    """A ridge regression of lengths on both forecasts. It begins as the text learner's forecast alone.
 
-    All arguments are on one scale of lengths; `actual` is the length that an answer showed.
+    text, predicted, actual : differences from their means over the model's answers, on one scale. So one mixture serves
+    all models.
     """
 
     def __init__(self) -> None:
-        self._products = _RIDGE.copy()  # of the inputs with each other
-        self._errors = np.zeros(3)  # products of the inputs with the errors of the predictions
-        self._weights = [0.0, 0.0, 0.0]
-        self._centre: tuple[float, float] | None = None
+        self._products = (0.0, 0.0, 0.0)  # sums of text text, text predicted, predicted predicted
+        self._errors = (0.0, 0.0)  # sums of both inputs times (actual - text)
+        self._weights = 1.0, 0.0
 
     def mixed(self, text: float, predicted: float) -> float:
-        if self._centre is None:
-            return predicted
-        level, own, other = self._weights
-        return predicted + level + own * (text - self._centre[0]) + other * (predicted - self._centre[1])
+        return self._weights[0] * text + self._weights[1] * predicted
 
     def learn(self, text: float, predicted: float, actual: float) -> None:
-        self._centre = self._centre or (text, predicted)
-        inputs = np.array([1.0, text - self._centre[0], predicted - self._centre[1]])
-        self._products *= KEPT
-        self._products += np.outer(inputs, inputs) + (1 - KEPT) * _RIDGE
-        self._errors *= KEPT
-        self._errors += (actual - predicted) * inputs
-        self._weights = np.linalg.solve(self._products, self._errors).tolist()
+        both, error = self._products, actual - text
+        self._products = (
+            KEPT * both[0] + text * text,
+            KEPT * both[1] + text * predicted,
+            KEPT * both[2] + predicted * predicted,
+        )
+        self._errors = KEPT * self._errors[0] + text * error, KEPT * self._errors[1] + predicted * error
+        self._solve()
+
+    def _solve(self) -> None:
+        """Cramer's rule. The ridge keeps the determinant above zero."""
+        a, b, c = self._products[0] + _RIDGE, self._products[1], self._products[2] + _RIDGE
+        first, second = self._errors
+        determinant = a * c - b * b
+        self._weights = 1 + (c * first - b * second) / determinant, (a * second - b * first) / determinant
 
     def state(self) -> State:
-        """Of a mixture that has learnt."""
-        return {"products": self._products.copy(), "errors": self._errors.copy(), "centre": np.array(self._centre)}
+        return {"numbers": numbers([*self._products, *self._errors])}
 
     @classmethod
     def of(cls, state: State) -> Self:
         """Raises ValueError for another kind of state."""
         mixture = cls()
-        mixture._products = array(state, "products", (3, 3)).copy()
-        mixture._errors = array(state, "errors", (3,)).copy()
-        text, predicted = array(state, "centre", (2,)).tolist()
-        mixture._centre = text, predicted
-        try:
-            mixture._weights = np.linalg.solve(mixture._products, mixture._errors).tolist()
-        except np.linalg.LinAlgError as error:
-            raise ValueError(f"the state of a mixture cannot be solved: {error}") from error
+        *products, first, second = array(state, "numbers", (5,)).tolist()
+        mixture._products, mixture._errors = (products[0], products[1], products[2]), (first, second)
+        if products[0] < 0 or products[2] < 0 or products[1] ** 2 > 1.001 * products[0] * products[2] + 1e-9:
+            raise ValueError("the state of a mixture is no sum of products")
+        mixture._solve()
         return mixture

@@ -99,7 +99,8 @@ class OnlineLearner:
         kind = (prompt.model, bool(prompt.stop), raw is not None and len(raw) == 1)
         s = 1.0 if kind[2] or not predicted else width(predicted)
         features = self._text.read(prompt) if self._text else None
-        return self._forecast(kind, predicted, s, keys_of(prompt, self._secret), features)
+        shared = not (self._text and features) or self._text.counts(features)
+        return self._forecast(kind, predicted, s, keys_of(prompt, self._secret, shared), features)
 
     def revise(self, forecast: Forecast) -> Forecast:
         """The forecast of the same request by what was learnt since. Its prompt is not read again.

@@ -36,6 +36,7 @@ REFIT_EVERY = 16
 _LOW, _HIGH = 3, 11  # the levels 0.23 and 0.77
 _NORMAL_DISTANCE = 1.456  # between these two levels of a normal distribution, in standard deviations
 _P = midpoints(LEVELS)
+_ROWS = np.arange(LEVELS)
 
 
 def width(logs: Sequence[float]) -> float:
@@ -107,13 +108,27 @@ class Recalibration:
         errors, widths, capped = self._errors[:, :n], self._widths[:n], self._capped[:n]
         self._shift = _shift(errors[MIDDLE], capped)
         residuals = (errors - self._shift) / widths
-        c = np.array([float(sample_quantiles(residuals[i], capped, _P[i])) for i in range(LEVELS)])
-        if np.isnan(c).any():
-            c = _completed(c, residuals)
+        if capped.any():
+            c = np.array([float(sample_quantiles(residuals[i], capped, _P[i])) for i in range(LEVELS)])
+            if np.isnan(c).any():
+                c = _completed(c, residuals)
+        else:
+            c = _own_quantiles(np.sort(residuals, axis=1))
         strength = float(np.mean(c**2))
         w = strength / (strength + CHANCE / n)
         self._correction = tuple((w * c).tolist())
         self._unused = 0
+
+
+def _own_quantiles(ascending: Array) -> Array:
+    """(LEVELS,) the quantile of each row at the row's own level, as sample_quantiles. ascending : (LEVELS, n)."""
+    n = ascending.shape[1]
+    place = np.clip(_P * n - 0.5, 0.0, n - 1.0)
+    below = np.minimum(place.astype(int), max(0, n - 2))
+    above = np.minimum(below + 1, n - 1)
+    low, high = ascending[_ROWS, below], ascending[_ROWS, above]
+    quantiles: Array = low + (place - below) * (high - low)
+    return quantiles
 
 
 def _shift(errors: Array, capped: NDArray[np.bool_]) -> float:

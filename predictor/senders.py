@@ -19,6 +19,7 @@ _ALONE, _LARGE = 0.98, 0.3  # shares
 _JUDGED = 100  # answers before a sender with a small share is judged
 _CORRELATION_RATE = 0.003  # of an answer, in the correlation
 _CORRELATED = 0.1  # a correlation beyond chance by so much is enough for the whole weight
+BEYOND_CHANCE = 2.5
 _WEIGHT_MIN = 0.02
 
 
@@ -58,7 +59,7 @@ class Sender:
             return 1.0
         product = self._moments[2] * self._moments[3]
         correlation = self._moments[4] / math.sqrt(product) if product > 0 else 0.0
-        by_chance = 1 / math.sqrt(min(self._count, 1 / _CORRELATION_RATE))
+        by_chance = BEYOND_CHANCE / math.sqrt(min(self._count, 2 / _CORRELATION_RATE))
         return min(max((correlation - by_chance) / _CORRELATED, _WEIGHT_MIN), 1.0)
 
     def numbers(self) -> tuple[float, ...]:

@@ -13,8 +13,8 @@ Pure: the same secret and prompt always give the same features.
 
 import math
 import re
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import cache
 from hashlib import blake2b
 from itertools import pairwise
 from typing import NamedTuple
@@ -39,8 +39,8 @@ STEM_LETTERS = 4
 VOCABULARY_MAX = 1 << 14
 """Words whose hashes are kept for the next prompt; the oldest half is forgotten when there are more."""
 
-FIRST, EARLY = 4, 8
-"""Words with a feature of their place; words with a feature of being among the first."""
+FIRST, PAIRS, EARLY = 4, 2, 8
+"""Words and pairs with a feature of their place; words with a feature of being among the first."""
 FORMS = 6
 """Facts that every request has."""
 
@@ -51,7 +51,7 @@ _WORDS = {"word": 1.0, "first letters": 1.5, "pair": 1.0, "word for the model": 
 _OTHERS = {
     "early word": 0.5,
     **{f"word {place}": 0.5 for place in range(FIRST)},
-    **{f"pair {place}": 0.5 for place in range(2)},
+    **{f"pair {place}": 0.5 for place in range(PAIRS)},
     "last word": 0.5,
     "model": 1.0,
     "form": 0.15,
@@ -63,7 +63,7 @@ _SIZES = np.array([*_WORDS.values(), *_OTHERS.values()], dtype=np.float32)
 
 
 class Features(NamedTuple):
-    """indices : (n,) below 2**BITS.  values : (n,) positive. An index that is there twice counts twice.
+    """indices : (n,) below 2**BITS; equal ones only by chance.  values : (n,) positive.
     sender : hash of who sent the prompt; no feature.
     """
 
@@ -78,8 +78,10 @@ def _multipliers(count: int) -> NDArray[np.uint64]:
     return np.array([int.from_bytes(digest, "big") | 1 for digest in digests], dtype=np.uint64)
 
 
+_NAMED = {task: f"task {task}" for task in TASK_OF.values()}
+_NAMED_EARLY = {task: f"early task {task}" for task in TASK_OF.values()}
 _KINDS = _multipliers(len(_SIZES))
-_PAIR = _multipliers(len(_SIZES) + 2)[-2:].reshape(2, 1)  # for the left and the right word of a pair
+_LEFT, _RIGHT = _multipliers(len(_SIZES) + 2)[-2:]  # for the words of a pair
 _SHIFT = np.uint64(64 - BITS)
 
 
@@ -87,63 +89,84 @@ class TextFeatures:
     """Reads prompts. secret : key of the hashes, at most 64 bytes."""
 
     def __init__(self, secret: bytes) -> None:
-        self._secret = secret
+        self._keyed = blake2b(key=secret, digest_size=8)
         self._row_of: dict[str, int] = {}
-        self._rows = np.empty((VOCABULARY_MAX, 2), dtype=np.uint64)  # hashes of each word and of its first letters
+        self._stems: dict[str, int] = {}  # hashes of first letters
+        self._hashes = np.empty((VOCABULARY_MAX, 2), dtype=np.uint64)  # hashes of each word and of its first letters
 
     def read(self, prompt: Prompt) -> Features:
         words = _words(prompt.text, WORDS_MAX)
-        seen = dict.fromkeys(words)  # a word counts once, a pair of words as often as it occurs
+        seen = list(dict.fromkeys(words))  # a word counts once, as does a pair of words
         facts = [*_facts(prompt), *_tasks(seen)]
-        amounts = _amounts(prompt.text[:TEXT_FIRST])
-        system = dict.fromkeys(_words(prompt.system, SYSTEM_WORDS_MAX)) if prompt.system else ()
-        sender = f"sender {prompt.sender[:NAME_CHARACTERS]}"
-        hashes = self._hashes([*facts, sender, *seen, *words, *system, *amounts])
-        one, start = hashes[:, 0], len(facts) + 1
-        end = start + len(seen)
-        own, stems = one[start:end], hashes[start:end, 1]
-        text, others = one[end : end + len(words)], one[end + len(words) :]  # others: of the system prompt, and amounts
-        left, right = text * _PAIR
-        pairs = left[:-1] + right[1:]
-        parts = (own, stems, pairs, own * one[0], text[:EARLY], text[:FIRST], pairs[:2], text[-1:], one[: len(facts)])
-        kinds, values = _kinds(len(words), len(seen), len(facts), len(system), len(amounts))
-        indices = np.concatenate((*parts, others)) * kinds >> _SHIFT
+        amounts = _amounts(prompt.text[:TEXT_FIRST], words)
+        system = list(dict.fromkeys(_words(prompt.system, SYSTEM_WORDS_MAX))) if prompt.system else []
+        names = [*facts, *seen, *system, *amounts, f"sender {prompt.sender[:NAME_CHARACTERS]}"]
+        rows = self._rows_of(names)
+        row_of = dict(zip(names, rows, strict=True))
+        hashes = self._hashes.take(rows + [row_of[word] for word in words], axis=0)
+        one, start = hashes[:, 0], len(facts)
+        end, last = start + len(seen), len(names)
+        own, text = one[start:end], one[last:]
+        pairs = first_pairs = text[:-1] * _LEFT + text[1:] * _RIGHT
+        if len(set(pairwise(words))) < len(pairs):
+            pairs = np.unique(pairs)
+        parts = (
+            *(own, hashes[start:end, 1], pairs, own * one[0]),
+            *(own[:EARLY], text[:FIRST], first_pairs[:PAIRS], text[-1:]),
+            *(one[:start], one[end : last - 1]),
+        )
+        counts = np.array((
+            *(len(seen), len(seen), len(pairs), len(seen)),
+            *(min(EARLY, len(seen)), *_places(len(words))),
+            *(1, FORMS - 1, len(facts) - FORMS, len(system), len(amounts)),
+        ))  # fmt: skip
+        indices = np.concatenate(parts) * _KINDS.repeat(counts) >> _SHIFT
+        values = _sizes(len(words), len(system)).repeat(counts)
         if amounts:
-            values = np.append(values[: -len(amounts)], np.array([*amounts.values()], dtype=np.float32))
-        return Features(indices.astype(np.int64), values, int(one[len(facts)]))
+            values[-len(amounts) :] = [*amounts.values()]
+        return Features(indices.view(np.int64), values, int(one[last - 1]))
 
-    def _hashes(self, words: list[str]) -> NDArray[np.uint64]:
-        """(n, 2) hashes of each word and of its first letters."""
+    def _rows_of(self, words: list[str]) -> list[int]:
+        """Places of the words in `_hashes`."""
         row_of = self._row_of
         if len(row_of) + len(words) > VOCABULARY_MAX:
             row_of.clear()
+            self._stems.clear()
         try:
-            rows = [row_of[word] for word in words]
+            return [row_of[word] for word in words]
         except KeyError:
             for word in words:
                 if word not in row_of:
-                    self._rows[len(row_of)] = self._hash(word), self._hash("stem " + word[:STEM_LETTERS])
-                    row_of[word] = len(row_of)
-            rows = [row_of[word] for word in words]
-        return self._rows.take(rows, axis=0)
+                    self._remember(word)
+            return [row_of[word] for word in words]
+
+    def _remember(self, word: str) -> None:
+        row, letters = len(self._row_of), word[:STEM_LETTERS]
+        stem = self._stems.get(letters)
+        if stem is None:
+            stem = self._stems[letters] = self._hash("stem " + letters)
+        self._hashes[row, 0], self._hashes[row, 1] = self._hash(word), stem
+        self._row_of[word] = row
 
     def _hash(self, text: str) -> int:
-        digest = blake2b(text.encode("utf-8", "surrogatepass"), key=self._secret, digest_size=8)
-        return int.from_bytes(digest.digest(), "big")
+        keyed = self._keyed.copy()
+        keyed.update(text.encode("utf-8", "surrogatepass"))
+        return int.from_bytes(keyed.digest(), "big")
 
 
-@lru_cache(maxsize=4096)
-def _kinds(
-    words: int, seen: int, facts: int, system: int, amounts: int
-) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
-    """The multipliers and the sizes of the features, in their order."""
+@cache
+def _places(words: int) -> tuple[bool, ...]:
+    """Which of the features that have a place a text of so many words has."""
+    return (*(place < words for place in range(FIRST)), *(place < words - 1 for place in range(PAIRS)), words > 0)
+
+
+@cache
+def _sizes(words: int, system_words: int) -> NDArray[np.float32]:
+    """The size of each kind of features."""
     sizes = _SIZES.copy()
     sizes[: len(_WORDS)] /= math.sqrt(max(1, words))
-    sizes[-2] /= math.sqrt(max(1, system))
-    pairs = max(0, words - 1)
-    places = [*(place < words for place in range(FIRST)), *(place < pairs for place in range(2)), words > 0]
-    counts = [seen, seen, pairs, seen, min(EARLY, words), *places, 1, FORMS - 1, facts - FORMS, system, amounts]
-    return _KINDS.repeat(counts), sizes.repeat(counts)
+    sizes[-2] /= math.sqrt(max(1, system_words))
+    return sizes
 
 
 def _facts(prompt: Prompt) -> list[str]:
@@ -173,11 +196,13 @@ def _facts(prompt: Prompt) -> list[str]:
     return facts
 
 
-def _amounts(text: str) -> dict[str, float]:
+def _amounts(text: str, words: Sequence[str]) -> dict[str, float]:
     """The size of the text's largest number, and of the largest gap between two that follow each other, as logarithms.
 
     `list 20 ideas` and `the numbers from 3 to 90` say how long their answers are.
     """
+    if not any(map(str.isdecimal, words)):
+        return {}
     numbers = [int(digits) for digits in _NUMBER.findall(text)[:NUMBERS_MAX]]
     if not numbers:
         return {}
@@ -186,15 +211,13 @@ def _amounts(text: str) -> dict[str, float]:
     return {name: AMOUNT * math.log2(number + 1) for name, number in amounts.items()}
 
 
-def _tasks(words: Iterable[str]) -> list[str]:
+def _tasks(words: Sequence[str]) -> dict[str, None]:
     """The tasks that the text names, those that its first words name, and the first two of these together."""
-    named = [(place, TASK_OF[word]) for place, word in enumerate(words) if word in TASK_OF]
-    first = [task for place, task in named if place < EARLY]
-    return [
-        *{f"task {task}": 0 for _, task in named},
-        *{f"early task {task}": 0 for task in first},
-        f"tasks {first[:2]}",
-    ]
+    named = [TASK_OF[word] for word in words if word in TASK_OF]
+    first = [TASK_OF[word] for word in words[:EARLY] if word in TASK_OF] if named else []
+    return dict.fromkeys(
+        ["tasks " + " ".join(first[:2]), *[_NAMED[task] for task in named], *[_NAMED_EARLY[task] for task in first]]
+    )
 
 
 def _digest(text: str) -> str:

@@ -21,9 +21,10 @@ Pure: no clock, no I/O, no randomness. Not thread-safe.
 """
 
 import math
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,8 +52,10 @@ LEVEL_RATE = 0.03
 """Weight of an answer in the level of its model: a level follows a change within some 100 answers."""
 LEVEL_WEIGHT_MIN = 0.25
 """A level needs no correlation, so answers of small weight teach it too."""
-UNCOUNTED_LEARNT = 10
+UNCOUNTED_LEARNT = 30
 """One in so many answers that do not count is learnt, because later answers may show that they should have counted."""
+YOUNG = 32
+"""Answers of a model whose level is not settled: only the answers after it show the level at the time of an answer."""
 LEAST = 4
 """Answers before the first forecast."""
 ERRORS = 256
@@ -60,38 +63,71 @@ ERRORS = 256
 ERRORS_MIN = 16
 """Errors of a model before they give the spread; until then it is a normal distribution, as wide as for all models."""
 SAVED_AT_ONCE = 100
+FACTS = 5
+"""Numbers that describe an answer in a state."""
 
+_Z_MIN, _Z_MAX = math.log(1 + SOFT), math.log(LENGTH_MAX + SOFT)
 _STEP = 7919  # a prime: the visits go through the window in an order unlike that of the answers
 _NORMAL = [NormalDist().inv_cdf(float(p)) for p in midpoints(LEVELS)]
 _PER_ABSOLUTE = math.sqrt(math.pi / 2)  # standard deviation of a normal distribution over its mean absolute error
 
 
-@dataclass(slots=True)
 class Level:
-    value: float
-    count: float = 0.0
+    """A mean that follows the latest answers of a model. young : numbers of its answers that are not settled."""
+
+    __slots__ = ("count", "value", "young")
+
+    def __init__(self, value: float, count: float = 0.0) -> None:
+        self.value, self.count = value, count
+        self.young: deque[int] = deque()
+
+    def follow(self, error: float, weight: float) -> None:
+        self.count += weight
+        self.value += weight * error * max(LEVEL_RATE, 1 / (self.count + LEAST))
 
 
-class Example(NamedTuple):
-    """An answer in the window. square : x x."""
+class Example:
+    """An answer in the window.  square : x x.  target : z while the level of its model is not settled; then z - b."""
 
-    indices: NDArray[np.int64]
-    values: NDArray[np.float32]
-    square: float
-    target: float
-    capped: bool
-    sender: Sender
+    __slots__ = ("capped", "indices", "level", "sender", "square", "target", "values")
+
+    def __init__(
+        self,
+        indices: NDArray[np.int64],
+        values: NDArray[np.float32],
+        target: float,
+        capped: bool,
+        sender: Sender,
+        level: Level | None,
+    ) -> None:
+        self.indices, self.values, self.square = indices, values, float(values.dot(values))
+        self.target, self.capped, self.sender, self.level = target, capped, sender, level
+
+    def settle(self) -> None:
+        """Compare with the level of the model as it is now, whatever it will be."""
+        if self.level:
+            self.target -= self.level.value
+            self.level = None
+
+    def facts(self, place_of: Mapping[int, int]) -> tuple[float, ...]:
+        """Numbers that describe the answer in a state. place_of : of senders and levels, by their id."""
+        level, target = place_of.get(id(self.level), -1), self.target
+        if self.level and level < 0:  # of a model that is forgotten
+            target -= self.level.value
+        return len(self.indices), target, self.capped, place_of.get(id(self.sender), -1), level
 
 
 @dataclass(frozen=True, slots=True)
 class TextForecast:
-    """text : w x + b.  predicted : the predictor's z, if any.  middle : `text`, or its mixture with `predicted`.
+    """words : w x.  predicted : the predictor's z, if any.  base : b.
+    middle : w x + b, or its mixture with `predicted`.
     logs : LEVELS quantiles of z around `middle`, before their correction.  width : theirs.
     """
 
     features: Features
-    text: float
+    words: float
     predicted: float | None
+    base: float
     middle: float
     logs: tuple[float, ...]
     width: float
@@ -107,19 +143,24 @@ class TextLearner:
     def __init__(self, secret: bytes, models_max: int) -> None:
         self._reader = TextFeatures(secret)
         self._weights = np.zeros(1 << BITS, dtype=np.float32)
-        self._scratch = np.zeros(1 << BITS, dtype=np.float32)
         self._examples: list[Example] = []
         self._duals: list[float] = []  # a_i
         self._answers = self._added = self._visited = 0
         self._start = 0.0  # the level of a new model
         self._error = 0.5  # mean absolute error
         self._levels = RecentlyUsed[str, Level](models_max, lambda: Level(self._start))
-        self._mixtures = RecentlyUsed[str, Mixture](models_max, Mixture)
+        self._predicted = RecentlyUsed[str, Level](models_max, lambda: Level(self._start))  # of the predictions
+        self._mixture = Mixture()
         self._recalibrations = RecentlyUsed[tuple[str, bool], Recalibration](models_max, lambda: Recalibration(ERRORS))
         self._senders = RecentlyUsed[int, Sender](SENDERS_MAX, Sender)
 
     def read(self, prompt: Prompt) -> Features:
         return self._reader.read(prompt)
+
+    def counts(self, features: Features) -> bool:
+        """Whether the answers of the prompt's sender count; False: they may be nonsense."""
+        sender = self._senders.get(features.sender)
+        return sender is None or sender.counts
 
     def forecast(self, model: str, features: Features, predicted: float | None) -> TextForecast:
         """predicted : the median of a trained predictor for the prompt, the logarithm of tokens."""
@@ -127,15 +168,18 @@ class TextLearner:
 
     def _forecast(self, model: str, features: Features, prediction: float | None) -> TextForecast:
         level = self._levels.get(model)
-        text = float(self._weights.take(features.indices).dot(features.values))
-        text += level.value if level else self._start
-        middle = text
+        base, words = level.value if level else self._start, self._product(features)
+        middle = base + words
         if prediction is not None:
-            mixture = self._mixtures.get(model)
-            middle = mixture.mixed(text, prediction) if mixture else prediction
+            usual = self._predicted.get(model)
+            middle = base + self._mixture.mixed(words, prediction - usual.value if usual else 0.0)
         width = _PER_ABSOLUTE * self._error
         logs = tuple([middle + width * normal for normal in _NORMAL])
-        return TextForecast(features, text, prediction, middle, logs, width)
+        return TextForecast(features, words, prediction, base, middle, logs, width)
+
+    def _product(self, features: Features) -> float:
+        """w x"""
+        return float(self._weights.take(features.indices).dot(features.values))
 
     def quantiles(self, model: str, forecast: TextForecast) -> Logs | None:
         """LEVELS quantiles of the logarithm of the length; None before the first answers."""
@@ -145,7 +189,9 @@ class TextLearner:
         corrected = forecast.logs
         if recalibration and recalibration.count >= ERRORS_MIN:
             corrected = recalibration.corrected(forecast.logs, forecast.width)
-        return tuple([math.log(min(max(math.exp(z) - SOFT, 1.0), LENGTH_MAX)) for z in corrected])
+        if corrected[0] > _Z_MIN and corrected[-1] < _Z_MAX:
+            return tuple([math.log(math.exp(z) - SOFT) for z in corrected])
+        return tuple([math.log(math.exp(min(max(z, _Z_MIN), _Z_MAX)) - SOFT) for z in corrected])
 
     def learn(self, model: str, forecast: TextForecast, actual: float, capped: bool, stands: bool) -> bool:
         """Learn the logarithm of a real length, or, if capped, of a lower bound.
@@ -158,58 +204,60 @@ class TextLearner:
             self._start = z
         # Many answers are in flight: other answers have taught the error of an early forecast already.
         forecast = self._forecast(model, forecast.features, forecast.predicted)
-        error = _bounded(z - forecast.text, ERROR_MAX, capped)
+        text = forecast.base + forecast.words
+        error = _bounded(z - text, ERROR_MAX, capped)
         sender = self._senders.used(forecast.features.sender)
         sender.learn(z, forecast.middle, self._answers)
         self._answers += 1
         learnt = sender.counts or self._answers % UNCOUNTED_LEARNT == 0
         level = self._levels.used(model)
-        shown = forecast.text + _bounded(z - forecast.text, ABSURD, False)
-        target = (min(z, shown) if capped else shown) - level.value
         weight = max(sender.weight, LEVEL_WEIGHT_MIN) * (1 if stands else 1 / OVERRULED_LEARNT)
-        level.count += weight
-        level.value += weight * error * max(LEVEL_RATE, 1 / (level.count + LEAST))
+        level.follow(error, weight)
         self._start += LEVEL_RATE / 2 * (level.value - self._start)
         if learnt:
-            self._add(forecast.features, target, capped, sender)
-            mixed = forecast.middle + _bounded(z - forecast.middle, ERROR_MAX, capped)
-            if forecast.predicted is not None and stands:
-                self._mixtures.used(model).learn(forecast.text, forecast.predicted, mixed)
+            shown = text + _bounded(z - text, ABSURD, False)
+            self._add(forecast, min(z, shown) if capped else shown, capped, sender, level)
         if learnt and stands:
+            if forecast.predicted is not None:
+                shown = forecast.middle + _bounded(z - forecast.middle, ERROR_MAX, capped)
+                usual = self._predicted.used(model)
+                predicted = forecast.predicted - usual.value
+                self._mixture.learn(forecast.words, predicted, shown - forecast.base)
+                usual.follow(predicted, weight)
             self._error += max(0.01, 1 / (self._added + LEAST)) * (abs(error) - self._error)
             recalibration = self._recalibrations.used((model, forecast.predicted is not None))
             recalibration.learn(forecast.logs, forecast.width, z, capped)
         return sender.counts
 
-    def _add(self, features: Features, target: float, capped: bool, sender: Sender) -> None:
+    def _add(self, forecast: TextForecast, target: float, capped: bool, sender: Sender, level: Level) -> None:
         """Put an answer into the window, and visit it and VISITS others."""
-        place = self._added % WINDOW
+        place, number = self._added % WINDOW, self._added
         self._added += 1
-        indices, values, _ = features
-        example = Example(indices, values, self._square(indices, values), target, capped, sender)
+        indices, values, _ = forecast.features
+        example = Example(indices, values, target, capped, sender, level)
         if place == len(self._examples):
             self._examples.append(example)
             self._duals.append(0.0)
         else:
             self._examples[place], self._duals[place] = example, 0.0
+        level.young.append(number)
+        if len(level.young) > YOUNG:
+            settled = level.young.popleft()
+            if settled >= self._added - WINDOW:
+                self._examples[settled % WINDOW].settle()
         size, first = len(self._examples), self._visited + 1
         self._visited += min(VISITS if size < WINDOW else VISITS_LATER, size)
         self._visit([place, *[number * _STEP % size for number in range(first, self._visited + 1)]])
 
-    def _square(self, indices: NDArray[np.int64], values: NDArray[np.float32]) -> float:
-        """x x. An index that is there twice stands for the sum of its values."""
-        self._scratch[indices] = 0.0
-        np.add.at(self._scratch, indices, values)
-        return float(self._scratch.take(indices).dot(values))
-
     def _visit(self, places: list[int]) -> None:
-        weights, duals, add_at = self._weights, self._duals, np.add.at
+        examples, weights, duals, add_at = self._examples, self._weights, self._duals, np.add.at
         for place in places:
-            indices, values, square, target, capped, sender = self._examples[place]
-            dual, ridge = duals[place], RIDGE / sender.weight
+            example = examples[place]
+            indices, values, dual, ridge = example.indices, example.values, duals[place], RIDGE / example.sender.weight
             most = ERROR_MAX / ridge
+            target = example.target - example.level.value if example.level else example.target
             error = target - float(weights.take(indices).dot(values)) - ridge * dual
-            best = min(max(dual + error / (square + ridge), 0.0 if capped else -most), most)
+            best = min(max(dual + error / (example.square + ridge), 0.0 if example.capped else -most), most)
             if best != dual:
                 add_at(weights, indices, (best - dual) * values)
                 duals[place] = best
@@ -220,18 +268,14 @@ class TextLearner:
         numbers = np.array([self._answers, self._added, self._visited, self._start, self._error])
         senders, levels = list(self._senders.entries()), list(self._levels.entries())
         yield
-        place_of = {id(sender): place for place, (_, sender) in enumerate(senders)}
-        indices, values = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.float32)]
+        place_of = {id(entry): place for entries in (senders, levels) for place, (_, entry) in enumerate(entries)}
+        indices, values, facts = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.float32)], []
         for start in range(0, len(examples), SAVED_AT_ONCE):
             some = examples[start : start + SAVED_AT_ONCE]
             indices.append(np.concatenate([example.indices for example in some]).astype(np.int32))
             values.append(np.concatenate([example.values for example in some]))
+            facts += [example.facts(place_of) for example in some]
             yield
-        facts = [
-            (len(example.indices), example.square, example.target, example.capped, place_of.get(id(example.sender), -1))
-            for example in examples
-        ]
-        yield
         recalibrations = []
         for (model, predicted), recalibration in self._recalibrations.entries():
             recalibrations.append({"model": model, "predicted": predicted, **recalibration.state()})
@@ -241,11 +285,11 @@ class TextLearner:
             "numbers": numbers,
             "indices": np.concatenate(indices),
             "values": np.concatenate(values),
-            "examples": np.array(facts, dtype=np.float64).reshape(-1, 5),
+            "examples": np.array(facts, dtype=np.float64).reshape(-1, FACTS),
             "duals": duals,
-            "level_models": [model for model, _ in levels],
-            "levels": np.array([(level.value, level.count) for _, level in levels]).reshape(-1, 2),
-            "mixtures": [{"model": model, **mixture.state()} for model, mixture in self._mixtures.entries()],
+            "levels": _levels_state(levels),
+            "predicted": _levels_state(list(self._predicted.entries())),
+            "mixture": self._mixture.state(),
             "sender_keys": np.array([key for key, _ in senders], dtype=np.uint64),
             "senders": np.array([sender.numbers() for _, sender in senders]).reshape(-1, NUMBERS),
             "recalibrations": recalibrations,
@@ -260,10 +304,9 @@ class TextLearner:
         keys = array(state, "sender_keys", (None,), "u")
         senders = array(state, "senders", (len(keys), NUMBERS)).tolist()
         self._senders.fill([(key, Sender.of(numbers)) for key, numbers in zip(keys.tolist(), senders, strict=True)])
-        models = part(state, "level_models")
-        levels = array(state, "levels", (len(models), 2)).tolist()
-        self._levels.fill([(str(model), Level(*numbers)) for model, numbers in zip(models, levels, strict=True)])
-        self._mixtures.fill([(str(part(saved, "model")), Mixture.of(saved)) for saved in part(state, "mixtures")])
+        self._levels.fill(_levels_of(part(state, "levels")))
+        self._predicted.fill(_levels_of(part(state, "predicted")))
+        self._mixture = Mixture.of(part(state, "mixture"))
         recalibrations = []
         for saved in part(state, "recalibrations"):
             recalibration = Recalibration(ERRORS)
@@ -273,7 +316,7 @@ class TextLearner:
         self._restore_examples(state)
 
     def _restore_examples(self, state: State) -> None:
-        facts = array(state, "examples", (None, 5))
+        facts = array(state, "examples", (None, FACTS))
         indices = array(state, "indices", (None,), "i").astype(np.int64)
         values = array(state, "values", indices.shape).astype(np.float32)
         duals = array(state, "duals", (len(facts),))
@@ -284,19 +327,33 @@ class TextLearner:
             raise ValueError("the state of the text learner names features that do not exist")
         if not all(np.isfinite(part).all() for part in (self._weights, facts, values, duals)):
             raise ValueError("the state of the text learner has numbers that are not finite")
-        senders = [
-            *(sender for _, sender in self._senders.entries()),
-            Sender(),
-        ]  # the last for a sender forgotten since
-        if len(facts) and not -1 <= facts[:, 4].min() <= facts[:, 4].max() < len(senders):
-            raise ValueError("the state of the text learner names senders that it does not have")
+        # The last of both stands for the place -1: a sender that is forgotten, and no level.
+        senders = [*(sender for _, sender in self._senders.entries()), Sender()]
+        levels = [*(level for _, level in self._levels.entries()), None]
+        for name, column, entries in (("senders", 3, senders), ("models", 4, levels)):
+            if len(facts) and not -1 <= facts[:, column].min() <= facts[:, column].max() < len(entries) - 1:
+                raise ValueError(f"the state of the text learner names {name} that it does not have")
         self._duals = duals.tolist()
         self._examples = [
-            Example(own, own_values, square, target, bool(capped), senders[int(at)])
-            for own, own_values, (_, square, target, capped, at) in zip(
+            Example(own, own_values, target, bool(capped), senders[int(sender)], levels[int(level)])
+            for own, own_values, (_, target, capped, sender, level) in zip(
                 np.split(indices, ends[:-1]), np.split(values, ends[:-1]), facts.tolist(), strict=False
             )
         ]
+        for number in range(self._added - len(facts), self._added):
+            if level := self._examples[number % WINDOW].level:
+                level.young.append(number)
+
+
+def _levels_state(entries: Sequence[tuple[str, Level]]) -> State:
+    values = np.array([(level.value, level.count) for _, level in entries]).reshape(-1, 2)
+    return {"models": [model for model, _ in entries], "values": values}
+
+
+def _levels_of(state: State) -> list[tuple[str, Level]]:
+    models = part(state, "models")
+    values = array(state, "values", (len(models), 2)).tolist()
+    return [(str(model), Level(*numbers)) for model, numbers in zip(models, values, strict=True)]
 
 
 def _soft(log: float) -> float:

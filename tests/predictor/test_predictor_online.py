@@ -78,19 +78,18 @@ def test_a_constant_template_that_the_predictor_gets_wrong_is_remembered():
         length = rng.choice([30, 100, 300])
         serve(learner, Prompt(f"{i} is something else"), prediction(length), length * math.exp(rng.gauss(0, 0.5)))
     forecasts = [serve(learner, Prompt(f"{TEMPLATE}{i}"), prediction(100), 3) for i in range(40)]
-    assert [f.source for f in forecasts[:8]] == ["predictor"] * 8
+    assert [f.source for f in forecasts[:6]] == ["predictor"] * 6
     assert {f.source for f in forecasts[12:]} == {"memory"}
     assert forecasts[-1].median == pytest.approx(3)
     assert 2.5 < forecasts[-1].lengths[0] < 3 < forecasts[-1].lengths[-1] < 3.5
-    assert learner.forecast(Prompt("something else"), prediction(100)).median == pytest.approx(100, rel=0.2)
+    assert learner.forecast(Prompt("something else"), prediction(100)).median == pytest.approx(100, rel=0.3)
 
 
 def test_a_template_whose_lengths_shift_is_followed():
     learner = OnlineLearner()
-    for length in [3] * 100 + [40] * 40:
-        forecast = serve(learner, Prompt(TEMPLATE), prediction(200), length)
-    assert forecast.source in ("memory", "learner")  # both know the words of the template
-    assert forecast.median == pytest.approx(40, rel=0.2)
+    medians = [serve(learner, Prompt(TEMPLATE), prediction(200), length).median for length in [3] * 100 + [40] * 100]
+    assert medians[99] == pytest.approx(3, rel=0.1)
+    assert medians[150:] == pytest.approx([40] * 50, rel=0.1)
 
 
 def test_unrelated_prompts_with_a_common_beginning_keep_their_predictor():
