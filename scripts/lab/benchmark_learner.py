@@ -14,6 +14,8 @@ corrected by the learner. Rows of the predictor's training flatter it: give it o
 --new-model: after 20,000 answers of the other models of this set, the forecasts for a model that is asked for the first
 time. Its prompts are those that other models answered before, and then prompts that none has answered.
 
+The first set is served once more beside a key that sends nonsense: prompts of the set with random lengths.
+
 --results FILE prints and draws an earlier --output, and measures nothing.
 """
 
@@ -25,6 +27,7 @@ import math
 import time
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -59,6 +62,9 @@ PASSES = 3  # that are timed; of each answer the fastest counts, because other w
 TIMED_MAX = 8_000
 OTHERS, FIRST = 20_000, 100  # answers of other models, and first answers of the new model
 NEW_MODELS = 3  # drawn for each seed
+HONEST_KEYS, HONEST = 4, 2_000  # keys that send no nonsense, and their answers
+NONSENSE = (0.0, 0.5, 0.9)  # shares of all answers
+NONSENSE_TOKENS = 2_000  # at most; lengths of nonsense are log-uniform
 
 Ways = Mapping[str, Forecasts]
 
@@ -116,7 +122,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if len(rows) < FIRST:
             raise DatasetError(f"{name}: {len(rows)} rows are too few to learn from")
     predictors = {name: LengthPredictor.load(folder) for name, folder in args.predictors.items()}
-    steps = len(sets) * args.seeds + (args.seeds if args.new_model else 0) + 1
+    steps = len(sets) * args.seeds + (args.seeds if args.new_model else 0) + args.seeds + 1
     with counted(steps) as done:
         measured = []
         for name, rows in sets.items():
@@ -126,9 +132,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 done(f"{name}, seed {seed}")
             measured.append({"name": name, **facts(rows), **over_seeds(streams)})
         newcomers = [] if args.new_model is None else new_models(sets[args.new_model], args.seeds, done)
+        nonsense = nonsense_beside(next(iter(sets.values())), args.seeds, done)
         cost = cost_of(shuffled(next(iter(sets.values())), 0)[:TIMED_MAX])
         done("time and memory")
-    result = {**day_and_machine(), "seeds": args.seeds, "sets": measured, "cost": cost}
+    result = {**day_and_machine(), "seeds": args.seeds, "sets": measured, "nonsense": nonsense, "cost": cost}
     return rounded(result | ({"new_model": newcomers} if newcomers else {}))  # type: ignore[no-any-return]
 
 
@@ -230,6 +237,35 @@ def new_models(rows: Sequence[Row], seeds: int, done: Callable[[str], None]) -> 
     return [{"prompts_known": known, "models": len(parts), **means(parts)} for known, parts in found.items()]
 
 
+def nonsense_beside(rows: Sequence[Row], seeds: int, done: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Scores of the honest keys' answers for each of NONSENSE, means over the seeds."""
+    streams: dict[float, list[dict[str, Any]]] = {share: [] for share in NONSENSE}
+    for seed in range(seeds):
+        honest = [sent_by(row, f"key {place % HONEST_KEYS}") for place, row in enumerate(shuffled(rows, seed)[:HONEST])]
+        for share, scored in streams.items():
+            rng, mixed = np.random.default_rng(seed), list[Row]()
+            for row in honest:
+                mixed += [nonsense_of(rows, rng) for _ in range(rng.geometric(1 - share) - 1)]
+                mixed.append(row)
+            forecasts = forecast_stream(OnlineLearner(), mixed)
+            is_honest = [row.prompt.sender != "nonsense" for row in mixed]
+            scored.append({"ranges": scores_by_range(forecasts[is_honest], honest)})
+        done(f"nonsense, seed {seed}")
+    return [
+        {"share": share, "ranges": [means(parts) for parts in zip(*(way["ranges"] for way in ways), strict=True)]}
+        for share, ways in streams.items()
+    ]
+
+
+def nonsense_of(rows: Sequence[Row], rng: np.random.Generator) -> Row:
+    tokens = max(1, round(math.exp(rng.uniform(0, math.log(NONSENSE_TOKENS)))))
+    return replace(sent_by(rows[rng.integers(len(rows))], "nonsense"), output_tokens=tokens)
+
+
+def sent_by(row: Row, sender: str) -> Row:
+    return replace(row, prompt=replace(row.prompt, sender=sender))
+
+
 def cost_of(rows: Sequence[Row]) -> dict[str, Any]:
     """Microseconds of the forecast and of the learning of an answer, and the learner's memory after the last answer."""
     took_ns = np.min([times_ns(rows) for _ in range(PASSES)], axis=0)  # (2, rows)
@@ -275,6 +311,9 @@ def print_tables(result: Mapping[str, Any]) -> None:
         prompts = "prompts that they answered" if part["prompts_known"] else "other prompts"
         tau = text(part["tau"], ".2f")
         print(f"A new model after {part['others']:,.0f} answers of other models, {prompts}: tau {tau}.\n")
+    for part in result["nonsense"]:
+        taus = ", ".join(f"{scores['tau']:.2f}" for scores in part["ranges"])
+        print(f"Honest keys beside {part['share']:.0%} of nonsense: tau {taus} by range of their answers.\n")
     cost = result["cost"]
     rows = [
         [name, *(f"{value:.0f}" for value in cost[f"{name}_us"].values())] for name in ("forecast", "learn", "both")
