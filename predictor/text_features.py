@@ -31,8 +31,10 @@ WORDS_MAX = 64
 SYSTEM_WORDS_MAX = 32
 NAME_CHARACTERS = 100
 NUMBERS_MAX = 8
-AMOUNT = 0.15
-"""The value of a number that is twice as large, in an amount."""
+AMOUNT, CHARACTERS = 0.15, 0.4
+"""The value of a number that is twice as large, and of a text twice as long."""
+CHARACTERS_USUAL = 7.0
+"""Logarithm, to the base 2, of the length of a text of value 0."""
 TEXT_FIRST, TEXT_LAST = 1400, 600
 """Characters of a long text that are read."""
 STEM_LETTERS = 4
@@ -63,7 +65,7 @@ _SIZES = np.array([*_WORDS.values(), *_OTHERS.values()], dtype=np.float32)
 
 
 class Features(NamedTuple):
-    """indices : (n,) below 2**BITS; equal ones only by chance.  values : (n,) positive.
+    """indices : (n,) below 2**BITS; equal ones only by chance.  values : (n,).
     sender : hash of who sent the prompt; no feature.
     """
 
@@ -122,8 +124,7 @@ class TextFeatures:
         ))  # fmt: skip
         indices = np.concatenate(parts) * _KINDS.repeat(counts) >> _SHIFT
         values = _sizes(len(words), len(system)).repeat(counts)
-        if amounts:
-            values[-len(amounts) :] = [*amounts.values()]
+        values[-len(amounts) :] = [*amounts.values()]
         return Features(indices.view(np.int64), values, int(one[last - 1]))
 
     def _rows_of(self, words: list[str]) -> list[int]:
@@ -197,18 +198,18 @@ def _facts(prompt: Prompt) -> list[str]:
 
 
 def _amounts(text: str, words: Sequence[str]) -> dict[str, float]:
-    """The size of the text's largest number, and of the largest gap between two that follow each other, as logarithms.
+    """Logarithms of the text's length, of its largest number, and of the largest gap between two numbers in turn.
 
     `list 20 ideas` and `the numbers from 3 to 90` say how long their answers are.
     """
-    if not any(map(str.isdecimal, words)):
-        return {}
-    numbers = [int(digits) for digits in _NUMBER.findall(text)[:NUMBERS_MAX]]
-    if not numbers:
-        return {}
-    gaps = [abs(left - right) for left, right in pairwise(numbers)]
-    amounts = {"amount": max(numbers), "amount between" if gaps else "amount alone": max(gaps, default=numbers[0])}
-    return {name: AMOUNT * math.log2(number + 1) for name, number in amounts.items()}
+    amounts = {"characters": CHARACTERS * (math.log2(len(text) + 1) - CHARACTERS_USUAL)}
+    if any(map(str.isdecimal, words)) and (digits := _NUMBER.findall(text)):
+        numbers = [int(number) for number in digits[:NUMBERS_MAX]]
+        gaps = [abs(left - right) for left, right in pairwise(numbers)]
+        amounts["amount"] = AMOUNT * math.log2(max(numbers) + 1)
+        gap = max(gaps, default=numbers[0])
+        amounts["amount between" if gaps else "amount alone"] = AMOUNT * math.log2(gap + 1)
+    return amounts
 
 
 def _tasks(words: Sequence[str]) -> dict[str, None]:

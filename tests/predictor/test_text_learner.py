@@ -147,11 +147,11 @@ def test_nonsense_about_a_template_stays_with_its_key():
 @pytest.mark.parametrize("model", ["m", "new"])
 def test_a_single_absurd_length_changes_forecasts_little(model):
     learner = taught()
-    prompt = Prompt("word3 word4 word5", model)
-    before, other = (learner.forecast(asked, None).median for asked in (prompt, Prompt("word8 word9", "m")))
+    prompt, other_prompt = Prompt(" ".join(WORDS[:6]), model), Prompt(" ".join(WORDS[20:26]), "m")
+    before, other = (learner.forecast(asked, None).median for asked in (prompt, other_prompt))
     serve(learner, prompt, 1e7)  # some 400,000 times the forecast
     assert learner.forecast(prompt, None).median < 20 * before
-    assert learner.forecast(Prompt("word8 word9", "m"), None).median == pytest.approx(other, rel=0.3)
+    assert learner.forecast(other_prompt, None).median == pytest.approx(other, rel=0.3)
 
 
 def test_the_learner_mixes_its_forecasts_with_those_of_a_predictor():
