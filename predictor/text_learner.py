@@ -269,12 +269,12 @@ class TextLearner:
         senders, levels = list(self._senders.entries()), list(self._levels.entries())
         yield
         place_of = {id(entry): place for entries in (senders, levels) for place, (_, entry) in enumerate(entries)}
-        indices, values, facts = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.float32)], []
+        indices, values, facts = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.float32)], [np.zeros((0, FACTS))]
         for start in range(0, len(examples), SAVED_AT_ONCE):
             some = examples[start : start + SAVED_AT_ONCE]
             indices.append(np.concatenate([example.indices for example in some]).astype(np.int32))
             values.append(np.concatenate([example.values for example in some]))
-            facts += [example.facts(place_of) for example in some]
+            facts.append(np.array([example.facts(place_of) for example in some]))
             yield
         recalibrations = []
         for (model, predicted), recalibration in self._recalibrations.entries():
@@ -285,7 +285,7 @@ class TextLearner:
             "numbers": numbers,
             "indices": np.concatenate(indices),
             "values": np.concatenate(values),
-            "examples": np.array(facts, dtype=np.float64).reshape(-1, FACTS),
+            "examples": np.concatenate(facts),
             "duals": duals,
             "levels": _levels_state(levels),
             "predicted": _levels_state(list(self._predicted.entries())),
