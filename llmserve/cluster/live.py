@@ -82,7 +82,7 @@ class LiveCluster:
     ) -> None:
         self.scheduler = scheduler
         self.journal = journal
-        self._lengths = AnswerLengths(forecaster, record)
+        self.lengths = AnswerLengths(forecaster, record)
         self._revising = Revising(Revisions(scheduler.requests, self._forecast_again), self._step)
         self._config = config or LiveConfig()
         self._clock = clock
@@ -119,11 +119,6 @@ class LiveCluster:
         return self.fleet.models
 
     @property
-    def prediction_fallbacks(self) -> Mapping[str, int]:
-        """Number of forecasts made without the predictor, by reason."""
-        return self._lengths.fallbacks
-
-    @property
     def draining(self) -> bool:
         return self._draining
 
@@ -145,7 +140,7 @@ class LiveCluster:
         arrived_at_s = self.now_s()
         self._in_flight[in_flight.request.id] = in_flight
         try:
-            predicted, quantiles = await self._lengths.predict(in_flight, self.models.get(call.model))
+            predicted, quantiles = await self.lengths.predict(in_flight, self.models.get(call.model))
         except BaseException:
             self._forget(in_flight)
             raise
@@ -288,7 +283,7 @@ class LiveCluster:
     def _ended(self, in_flight: InFlightCall, ended: RequestEnded) -> None:
         if ended.outcome == "completed" and ended.output_tokens > 0:
             try:
-                if self._lengths.learn(in_flight, ended.output_tokens):
+                if self.lengths.learn(in_flight, ended.output_tokens):
                     self._revising.learnt()
             except Exception:  # the request has ended, whether or not its length was learnt
                 log.exception("the length of request %d was not learnt", ended.request_id)
@@ -297,7 +292,7 @@ class LiveCluster:
 
     def _forecast_again(self, request_id: int) -> Forecast | None:
         in_flight = self._in_flight[request_id]
-        return self._lengths.revise(in_flight, self.models.get(in_flight.request.model))
+        return self.lengths.revise(in_flight, self.models.get(in_flight.request.model))
 
     def _lose(self, handle: EngineHandle) -> None:
         """Abandon all calls of a lost engine, and tell the scheduler of the loss."""
@@ -337,7 +332,7 @@ class LiveCluster:
             in_flight.fail(_error_of("draining", None))
         await self.fleet.close()
         self.journal.close()
-        self._lengths.close()
+        self.lengths.close()
 
 
 def _log_circuit(action: ReportCircuit) -> None:
