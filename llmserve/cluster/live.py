@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from bins.dispatch import DispatchSolver
@@ -24,6 +25,7 @@ from llmserve.cluster.journal import Journal
 from llmserve.cluster.known_models import Listed
 from llmserve.cluster.prompt_size import PromptTokensByModel, prefix_hashes
 from llmserve.cluster.record import LengthRecord
+from llmserve.cluster.remaining import remaining_s
 from llmserve.cluster.revising import Revising
 from llmserve.cluster.revisions import Forecast, Revisions
 from llmserve.engines.engine import Engine
@@ -104,7 +106,7 @@ class LiveCluster:
         self._empty = asyncio.Event()
         self._empty.set()
         self._open: set[InFlightCall] = set()  # calls whose clients have not received the whole answer yet
-        self._draining = False
+        self._drained_by_s: float | None = None  # end of the time for the drain; None: not draining
         self._closed = False
 
     # ---- for the HTTP server -------------------------------------------------------------------------------------
@@ -120,7 +122,19 @@ class LiveCluster:
 
     @property
     def draining(self) -> bool:
-        return self._draining
+        return self._drained_by_s is not None
+
+    @property
+    def drain_time_s(self) -> float:
+        """Predicted seconds until the last running call ends, within the time for the drain."""
+        left_s = math.inf if self._drained_by_s is None else self._drained_by_s - self.now_s()
+        running = [call for handle in self.fleet.handles.values() for call in handle.running.values()]
+        return max(0.0, min(left_s, max(self.remaining_s(running), default=0.0)))
+
+    def remaining_s(self, running: Iterable[InFlightCall]) -> list[float]:
+        """Predicted seconds until each of these calls ends."""
+        now_s, models = self.now_s(), self.scheduler.models
+        return [remaining_s(call, models[call.request.model].service, now_s) for call in running]
 
     def now_s(self) -> float:
         return self._clock() - self._started_at
@@ -263,8 +277,16 @@ class LiveCluster:
         if action.reason == "engine_failed" and in_flight.refused is not None and not in_flight.answered:
             in_flight.begin(in_flight.refused)
         else:
-            in_flight.fail(_error_of(action.reason, action.retry_after_s, preempted=in_flight.preemptions > 0))
+            retry_after_s = action.retry_after_s
+            if action.reason == "queue_full" and retry_after_s is None:  # how fast answers end is not known yet
+                retry_after_s = self._first_end_s(in_flight.request.model)
+            in_flight.fail(_error_of(action.reason, retry_after_s, preempted=in_flight.preemptions > 0))
         self._forget(in_flight)
+
+    def _first_end_s(self, model: str) -> float | None:
+        """Predicted seconds until the first call ends on an engine of the model: then the queue has room again."""
+        handles = [handle for handle in self.fleet.handles.values() if model in handle.models]
+        return min(self.remaining_s(call for handle in handles for call in handle.running.values()), default=None)
 
     def _forget(self, in_flight: InFlightCall) -> None:
         """Drop a call that the scheduler is done with; wake the drain when no call is left anywhere."""
@@ -310,7 +332,7 @@ class LiveCluster:
 
     async def drain(self, within_s: float) -> bool:
         """Refuse new calls and finish the others to their clients' last byte. False: `within_s` was too short."""
-        self._draining = True
+        self._drained_by_s = self.now_s() + within_s
         self._step(DrainRequested())
         try:
             async with asyncio.timeout(within_s):

@@ -88,8 +88,8 @@ def metrics_page() -> str:
         "",
         "`GET /metrics` returns these metrics in Prometheus's text format. Counters end in `_total`; a histogram has "
         "`_bucket`, `_sum` and `_count`. With several models, metrics of bins also have the label `model`. Metrics of "
-        "energy exist if energy can be measured or modelled (`profile`), metrics of plans if the release uses plans, and "
-        "metrics of the state with `--state`.",
+        "energy exist if energy can be measured or modelled (`profile`), metrics of plans if the release uses plans, "
+        "and metrics of the state with `--state`.",
         "",
         "| metric | kind | labels | |",
         "|---|---|---|---|",
