@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from bins.dispatch import DispatchPlan, Observed
 from llmserve.cluster.live import LiveCluster
+from llmserve.cluster.saving import Saver
 from llmserve.energy import EnergyMeter
 from llmserve.scheduling.messages import DispatchSolved
 
@@ -85,9 +86,46 @@ class Gauges:
         fallbacks = CounterMetricFamily(
             "llmserve_prediction_fallbacks", "Forecasts made without the predictor", labels=["reason"]
         )
-        for reason, count in sorted(self._cluster.prediction_fallbacks.items()):
+        for reason, count in sorted(self._cluster.lengths.fallbacks.items()):
             fallbacks.add_metric([reason], count)
         yield fallbacks
+        sources = CounterMetricFamily(
+            "llmserve_prediction_forecasts",
+            "Requests by what gave their first forecast: predictor, learner (of the prompt's words), memory (of its "
+            "template), recent (the model's last answers), client, none",
+            labels=["source"],
+        )
+        for source, count in sorted(self._cluster.lengths.sources.items()):
+            sources.add_metric([source], count)
+        yield sources
+        yield CounterMetricFamily(
+            "llmserve_prediction_learnt_answers", "Answers learnt since the start", value=self._cluster.lengths.learnt
+        )
+
+
+class StateGauges:
+    """How the state of --state was saved. saver : None: nothing is kept, and nothing exported."""
+
+    def __init__(self, saver: Saver | None) -> None:
+        self._saver = saver
+
+    def collect(self) -> Iterator[Metric]:
+        if self._saver is None:
+            return
+        last = self._saver.last
+        saved = GaugeMetricFamily(
+            "llmserve_state_saved_timestamp_seconds", "When what was learnt was last saved, unix time"
+        )
+        seconds = GaugeMetricFamily("llmserve_state_save_seconds", "Seconds that the last save took")
+        size = GaugeMetricFamily("llmserve_state_bytes", "Size of what was last saved")
+        if last is not None:
+            saved.add_metric([], last.at_s)
+            seconds.add_metric([], last.seconds)
+            size.add_metric([], last.size)
+        yield from (saved, seconds, size)
+        yield CounterMetricFamily(
+            "llmserve_state_failures", "Times that what was learnt could not be saved", value=self._saver.failures
+        )
 
 
 class EnergyGauges:

@@ -15,8 +15,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 
 from llmserve.cluster.journal import Step
 from llmserve.cluster.live import LiveCluster
+from llmserve.cluster.saving import Saver
 from llmserve.energy import EnergyMeter
-from llmserve.gauges import DispatchGauges, EnergyGauges, Gauges
+from llmserve.gauges import DispatchGauges, EnergyGauges, Gauges, StateGauges
 from llmserve.request import Request
 from llmserve.scheduling.messages import (
     BatchEnded,
@@ -49,6 +50,7 @@ class Metrics:
 
     meters        meters of the engines' energy, each with a different source
     energy_known  whether dispatch plans know real watts; if False, the expected power is not exported
+    saver         saves what was learnt; None: nothing is kept
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Metrics:
         meters: Sequence[EnergyMeter] = (),
         *,
         energy_known: bool = True,
+        saver: Saver | None = None,
     ) -> None:
         registry = self.registry = CollectorRegistry()
         self._cluster = cluster
@@ -94,7 +97,7 @@ class Metrics:
         self._streams = _Streams(registry)
         self._energy = EnergyGauges(cluster, meters)
         self._dispatch = DispatchGauges(cluster, energy_known)
-        for collector in (Gauges(cluster), self._energy, self._dispatch):
+        for collector in (Gauges(cluster), StateGauges(saver), self._energy, self._dispatch):
             registry.register(collector)
         cluster.journal.listen(self.observe)
 

@@ -135,13 +135,14 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
     async with AsyncExitStack() as stack:
         kept = stack.enter_context(state_file.opened(Path(config.server.state))) if config.server.state else None
         listener = stack.enter_context(listening_socket(config.server.host, config.server.port))
-        cluster, gpus = await start_cluster(config, stack, kept)
+        cluster, gpus, saver = await start_cluster(config, stack, kept)
         profiles = config.dispatch.profiles()
         metrics = Metrics(
             cluster,
             config.scheduling.full_batch,
             await energy_meters(config, cluster, profiles, gpus, stack),
             energy_known=all(profile.energy_known for profile in profiles.values()),
+            saver=saver,
         )
         key_limits = KeyLimits(
             keys,

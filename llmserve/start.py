@@ -72,11 +72,11 @@ def checked(config: Config) -> Config:
 
 async def start_cluster(
     config: Config, stack: AsyncExitStack, kept: StateFile | None = None
-) -> tuple[LiveCluster, str | None]:
+) -> tuple[LiveCluster, str | None, Saver | None]:
     """Start engines and predictors concurrently (each loads for seconds), then create the cluster.
 
     kept : where what was learnt is kept; None: nowhere.
-    Returns the cluster, and the GPUs of the engines that llmserve started, see EngineKind.gpus.
+    Returns the cluster, the GPUs of the engines that llmserve started, see EngineKind.gpus, and what saves the state.
     """
     async with _concurrently() as group:
         engines_task = group.create_task(_start_engines(config, stack))
@@ -106,8 +106,8 @@ async def start_cluster(
         profiles=config.dispatch.profiles(),
         prompt_tokens=learnt.prompt_tokens,
     )
-    if kept is not None:
-        saver = Saver(kept, lambda: learnt.saving(cluster.scheduler))
+    saver = Saver(kept, lambda: learnt.saving(cluster.scheduler)) if kept is not None else None
+    if saver is not None:
         stack.push_async_callback(saver.close)  # after the cluster's end, when the last answers are learnt
         saver.start()
     stack.push_async_callback(cluster.close)
@@ -115,7 +115,7 @@ async def start_cluster(
         regrouper = Regrouper(cluster, planned, groups, group_plan.replanner(config))
         stack.push_async_callback(regrouper.close)
         regrouper.start()
-    return cluster, gpus
+    return cluster, gpus, saver
 
 
 @contextlib.asynccontextmanager

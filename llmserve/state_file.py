@@ -42,6 +42,7 @@ class StateFile:
         self.path = folder / "learnt"
         self._folder = folder
         self._written = b""  # checksum of the last state written
+        self._size = 0  # bytes of the last state written
 
     def read(self) -> dict[str, Any] | None:
         """The state; None when there is none yet. Raises ValueError, or OSError, for a file that cannot be used."""
@@ -60,11 +61,13 @@ class StateFile:
             kept = f"; it could not be set aside: {error.strerror}"
         log.warning("state: %s cannot be used, so the server starts with nothing learnt: %s%s", self.path, why, kept)
 
-    def write(self, state: dict[str, Any]) -> None:
-        """Replace the file, unless the same state was written last. Raises OSError. May be called in a thread."""
+    def write(self, state: dict[str, Any]) -> int:
+        """Replace the file, unless the same state was written last. Returns its bytes. Raises OSError. May be called in
+        a thread.
+        """
         parts, checksum = encoded(state)
         if checksum == self._written:
-            return
+            return self._size
         new = self.path.with_suffix(".new")
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             for part in parts:
@@ -73,7 +76,8 @@ class StateFile:
             os.fsync(file.fileno())
         new.replace(self.path)
         _sync(self._folder)
-        self._written = checksum
+        self._written, self._size = checksum, sum([len(part) for part in parts])
+        return self._size
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from server_process import Server, failed_start
 
 from bins.edges import equal_mass_edges
+from llmserve.api.parse import PREDICTED_HEADER
 from llmserve.cluster import journal
 from llmserve.cluster.saving import Saver
 from llmserve.dispatch_config import DispatchConfig
@@ -39,7 +40,7 @@ from predictor.prompt import Prompt
 
 
 def forecaster_of(front: Front) -> Forecaster:
-    forecaster = front.cluster._lengths._forecaster
+    forecaster = front.cluster.lengths._forecaster
     assert isinstance(forecaster, Forecaster)
     return forecaster
 
@@ -108,6 +109,58 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
         for record in caplog.records
         if record.levelno >= logging.WARNING and "learnt" in record.getMessage()
     ]
+
+
+# ---- seen -----------------------------------------------------------------------------------------------------------
+
+
+async def metrics_of(front: Front) -> dict[str, float]:
+    """The samples of /metrics, by name with labels."""
+    async with front.session.get(f"{front.url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return {name: float(value) for name, value in [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]}
+
+
+async def test_an_operator_sees_what_was_learnt_and_when_it_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state is first saved when the folder has become writable: before, each try counts as a failure."""
+    monkeypatch.setattr(Saver.__init__, "__kwdefaults__", {"every_s": 0.02})
+    began_s = time.time()
+    async with FakeEngine(step_s=0.0) as engine, AsyncExitStack() as stack:
+        servers = Servers(engine, tmp_path)
+        front = await servers.start(stack)
+        obstacle = servers.kept / "learnt.new"
+        obstacle.unlink(missing_ok=True)
+        obstacle.mkdir()
+        for tokens in (10, 20, 30):
+            await ask(front, engine, 0, tokens)
+        async with front.post(headers={PREDICTED_HEADER: "7"}) as response:
+            await response.read()
+        await until(lambda: front.cluster.lengths.learnt == 3)
+        before = await metrics_of(front)
+        while not before["llmserve_state_failures_total"]:
+            before = await metrics_of(front)
+        obstacle.rmdir()
+        await until(servers.file.exists)
+        after = await metrics_of(front)
+        while after.get("llmserve_state_bytes") != servers.file.stat().st_size:
+            after = await metrics_of(front)
+    sources = {name: count for name, count in after.items() if name.startswith("llmserve_prediction_forecasts_total")}
+    assert sum(sources.values()) == 4
+    assert sources['llmserve_prediction_forecasts_total{source="none"}'] == 1
+    assert sources['llmserve_prediction_forecasts_total{source="client"}'] == 1
+    assert after["llmserve_prediction_learnt_answers_total"] == 3
+    assert began_s <= after["llmserve_state_saved_timestamp_seconds"] <= time.time()
+    assert 0 < after["llmserve_state_save_seconds"] < 60
+
+
+async def test_without_a_folder_nothing_of_the_state_is_in_the_metrics(tmp_path: Path) -> None:
+    async with FakeEngine(step_s=0.0) as engine, AsyncExitStack() as stack:
+        front = await Servers(engine, tmp_path, keeps=False).start(stack)
+        metrics = await metrics_of(front)
+    assert metrics["llmserve_prediction_learnt_answers_total"] == 0
+    assert not any(name.startswith("llmserve_state") for name in metrics)
 
 
 # ---- restarts -------------------------------------------------------------------------------------------------------
@@ -449,10 +502,11 @@ class Disk:
         self.full = False
         self.states: list[dict[str, Any]] = []
 
-    def write(self, state: dict[str, Any]) -> None:
+    def write(self, state: dict[str, Any]) -> int:
         if self.full:
             raise OSError(28, "No space left on device")
         self.states.append(state)
+        return len(str(state))
 
 
 def counting() -> Iterator[Callable[[], Any]]:
@@ -496,3 +550,6 @@ async def test_a_disk_that_is_full_is_reported_once_until_it_has_room(
     disk.full = True
     await saver.close()
     assert len(warnings()) == 2
+    assert saver.last is not None
+    assert saver.last.size == len(str(disk.states[-1]))
+    assert saver.failures + len(disk.states) == tried

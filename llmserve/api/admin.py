@@ -9,20 +9,22 @@ from starlette.responses import Response
 
 from llmserve.api.answers import json_response
 from llmserve.api.limits import KeyLimits
-from llmserve.cluster.fleet import EngineHandle, Fleet
+from llmserve.cluster.fleet import EngineHandle
+from llmserve.cluster.live import LiveCluster
 from llmserve.errors import BadRequest, NotFound
 
 
 class AdminEndpoints:
     """The endpoints below /admin. key_limits: the admin keys; None: every request gets status 404."""
 
-    def __init__(self, fleet: Fleet, key_limits: KeyLimits | None) -> None:
-        self._fleet = fleet
+    def __init__(self, cluster: LiveCluster, key_limits: KeyLimits | None) -> None:
+        self._cluster = cluster
+        self._fleet = cluster.fleet
         self._key_limits = key_limits
 
     async def list_engines(self, request: Request) -> Response:
         self._admit(request)
-        return json_response({"engines": [_describe(handle) for _, handle in sorted(self._fleet.handles.items())]})
+        return json_response({"engines": [self._describe(handle) for _, handle in sorted(self._fleet.handles.items())]})
 
     async def engine_action(self, request: Request) -> Response:
         """Drain, resume or restart an engine. A restart is still in progress at the answer: see list_engines."""
@@ -47,21 +49,23 @@ class AdminEndpoints:
             self._fleet.begin_restart(handle)
         else:
             raise NotFound(f"the actions of an engine are drain, resume and restart, not {order!r}")
-        return json_response(_describe(handle), 202 if order == "restart" else 200)
+        return json_response(self._describe(handle), 202 if order == "restart" else 200)
 
     def _admit(self, request: Request) -> None:
         if self._key_limits is None:
             raise NotFound("/admin is disabled: start the server with --admin-key-file FILE to enable it")
         self._key_limits.authenticate(request.headers.get("authorization"))
 
-
-def _describe(handle: EngineHandle) -> dict[str, Any]:
-    return {
-        "name": handle.name,
-        "state": handle.state,
-        "running": len(handle.running),
-        "slots": handle.info.slots,
-        "tokens_max": handle.info.tokens_max,
-        "models": list(handle.models),
-        "worker": handle.info.worker or None,
-    }
+    def _describe(self, handle: EngineHandle) -> dict[str, Any]:
+        """drains_in_s : predicted seconds until the last running request ends, 0 when none runs."""
+        remaining_s = max(self._cluster.remaining_s(handle.running.values()), default=0.0)
+        return {
+            "name": handle.name,
+            "state": handle.state,
+            "running": len(handle.running),
+            "drains_in_s": round(remaining_s, 1),
+            "slots": handle.info.slots,
+            "tokens_max": handle.info.tokens_max,
+            "models": list(handle.models),
+            "worker": handle.info.worker or None,
+        }

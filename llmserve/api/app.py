@@ -55,7 +55,7 @@ def create_app(
     app.add_route("/health", endpoints.health, methods=["GET"])
     app.add_route("/ready", endpoints.ready, methods=["GET"])
     app.add_route("/metrics", endpoints.metrics_text, methods=["GET"])
-    admin_endpoints = AdminEndpoints(cluster.fleet, admin)
+    admin_endpoints = AdminEndpoints(cluster, admin)
     app.add_route("/admin/engines", admin_endpoints.list_engines, methods=["GET"])
     app.add_route("/admin/engines/{name:path}/{order}", admin_endpoints.engine_action, methods=["POST"])
     for path in BODIES:
@@ -140,7 +140,8 @@ class _Endpoints:
 
     def _check_served(self, call: Call) -> None:
         if self._cluster.draining:
-            raise Unavailable("the server is shutting down", code="draining", retry_after_s=1.0)
+            retry_after_s = max(1.0, self._cluster.drain_time_s)  # a server that follows cannot listen before
+            raise Unavailable("the server is shutting down", code="draining", retry_after_s=retry_after_s)
         models = self._cluster.models
         if call.model in models:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,7 +16,13 @@ from predictor.prompt import Prompt
 
 
 class LengthForecast(Protocol):
-    """Equally likely output lengths, tokens, ascending; () when nothing is known. The middle length is the median."""
+    """Equally likely output lengths, tokens, ascending; () when nothing is known. The middle length is the median.
+
+    source : what knew the lengths, such as "learner"; "" when nothing is known.
+    """
+
+    @property
+    def source(self) -> str: ...
 
     @property
     def lengths(self) -> tuple[float, ...]: ...
@@ -47,12 +54,17 @@ class AnswerLengths:
 
     forecaster  None: only clients predict lengths
     record      None: lengths are not recorded
+
+    sources     number of requests by the source of their first forecast; "client": the client's own; "none": nothing
+    learnt      answers from which the forecaster has learnt
     """
 
     def __init__(self, forecaster: LengthForecaster | None, record: LengthRecord | None) -> None:
         self._forecaster = forecaster
         self._reviser = forecaster if isinstance(forecaster, RevisingForecaster) else None
         self._record = record
+        self.sources: Counter[str] = Counter()
+        self.learnt = 0
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
@@ -66,11 +78,14 @@ class AnswerLengths:
         """
         call, most = in_flight.call, _most(in_flight.call, model)
         if call.predicted_tokens is not None:
+            self.sources["client"] += 1
             return min(call.predicted_tokens, math.inf if most is None else most), ()
         if self._forecaster is None:
+            self.sources["none"] += 1
             return None, ()
         forecast = await self._forecaster.forecast(call.prompt, least=call.output_tokens_min, most=most)
         in_flight.forecast = forecast
+        self.sources[forecast.source or "none"] += 1
         return _rounded(forecast)
 
     def revise(self, in_flight: InFlightCall, model: ServedModel | None) -> Forecast | None:
@@ -93,6 +108,7 @@ class AnswerLengths:
         capped = in_flight.cut or (most is not None and output_tokens >= most)
         if self._forecaster is not None and in_flight.forecast is not None:
             self._forecaster.observe(in_flight.forecast, output_tokens, capped=capped)
+            self.learnt += 1
         if self._record is not None and call.choices == 1:
             self._record.write(call, round(output_tokens), capped=capped)
         return self._reviser is not None and in_flight.forecast is not None

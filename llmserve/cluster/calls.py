@@ -138,7 +138,7 @@ class RunningCalls:
 
     async def _forward_stream(self, in_flight: InFlightCall, answer: Answer) -> int:
         """Forward a stream; return its output tokens. Until the first bytes the call may run elsewhere."""
-        usage = UsageFilter(strip=in_flight.call.usage_added, choices=in_flight.call.choices)
+        usage = in_flight.usage = UsageFilter(strip=in_flight.call.usage_added, choices=in_flight.call.choices)
         try:
             async for chunk in answer.chunks():
                 data = usage.feed(chunk)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+from llmserve.engines.event_stream import UsageFilter
 from llmserve.errors import RequestError
 from llmserve.request import Call, Request
 from llmserve.scheduling.messages import RequestEnded
@@ -45,6 +46,7 @@ class InFlightCall:
         self.arrived_at_s = 0.0
         self.receipt: Receipt | None = None
         self.forecast: Any = None  # the forecaster's own object; goes back to the forecaster with the real length
+        self.usage: UsageFilter | None = None  # counts the tokens of a stream
         self.cut = False  # the answer ran into a limit
         self.task: asyncio.Task[RequestEnded] | None = None  # the task that forwards the answer
         self.gone = False  # the client has left
@@ -85,6 +87,11 @@ class InFlightCall:
             else:
                 self._reader = asyncio.get_running_loop().create_future()
                 await self._reader
+
+    @property
+    def streamed_tokens(self) -> int:
+        """Tokens of the stream so far, of all its choices."""
+        return self.usage.output_tokens if self.usage is not None else 0
 
     def leave(self) -> None:
         """Note that the client reads no more."""

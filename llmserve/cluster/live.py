@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from bins.dispatch import DispatchSolver
@@ -24,6 +25,7 @@ from llmserve.cluster.journal import Journal
 from llmserve.cluster.known_models import Listed
 from llmserve.cluster.prompt_size import PromptTokensByModel, prefix_hashes
 from llmserve.cluster.record import LengthRecord
+from llmserve.cluster.remaining import remaining_s
 from llmserve.cluster.revising import Revising
 from llmserve.cluster.revisions import Forecast, Revisions
 from llmserve.engines.engine import Engine
@@ -82,7 +84,7 @@ class LiveCluster:
     ) -> None:
         self.scheduler = scheduler
         self.journal = journal
-        self._lengths = AnswerLengths(forecaster, record)
+        self.lengths = AnswerLengths(forecaster, record)
         self._revising = Revising(Revisions(scheduler.requests, self._forecast_again), self._step)
         self._config = config or LiveConfig()
         self._clock = clock
@@ -104,7 +106,7 @@ class LiveCluster:
         self._empty = asyncio.Event()
         self._empty.set()
         self._open: set[InFlightCall] = set()  # calls whose clients have not received the whole answer yet
-        self._draining = False
+        self._drained_by_s: float | None = None  # end of the time for the drain; None: not draining
         self._closed = False
 
     # ---- for the HTTP server -------------------------------------------------------------------------------------
@@ -119,13 +121,20 @@ class LiveCluster:
         return self.fleet.models
 
     @property
-    def prediction_fallbacks(self) -> Mapping[str, int]:
-        """Number of forecasts made without the predictor, by reason."""
-        return self._lengths.fallbacks
+    def draining(self) -> bool:
+        return self._drained_by_s is not None
 
     @property
-    def draining(self) -> bool:
-        return self._draining
+    def drain_time_s(self) -> float:
+        """Predicted seconds until the last running call ends, within the time for the drain."""
+        left_s = math.inf if self._drained_by_s is None else self._drained_by_s - self.now_s()
+        running = [call for handle in self.fleet.handles.values() for call in handle.running.values()]
+        return max(0.0, min(left_s, max(self.remaining_s(running), default=0.0)))
+
+    def remaining_s(self, running: Iterable[InFlightCall]) -> list[float]:
+        """Predicted seconds until each of these calls ends."""
+        now_s, models = self.now_s(), self.scheduler.models
+        return [remaining_s(call, models[call.request.model].service, now_s) for call in running]
 
     def now_s(self) -> float:
         return self._clock() - self._started_at
@@ -145,7 +154,7 @@ class LiveCluster:
         arrived_at_s = self.now_s()
         self._in_flight[in_flight.request.id] = in_flight
         try:
-            predicted, quantiles = await self._lengths.predict(in_flight, self.models.get(call.model))
+            predicted, quantiles = await self.lengths.predict(in_flight, self.models.get(call.model))
         except BaseException:
             self._forget(in_flight)
             raise
@@ -268,8 +277,16 @@ class LiveCluster:
         if action.reason == "engine_failed" and in_flight.refused is not None and not in_flight.answered:
             in_flight.begin(in_flight.refused)
         else:
-            in_flight.fail(_error_of(action.reason, action.retry_after_s, preempted=in_flight.preemptions > 0))
+            retry_after_s = action.retry_after_s
+            if action.reason == "queue_full" and retry_after_s is None:  # how fast answers end is not known yet
+                retry_after_s = self._first_end_s(in_flight.request.model)
+            in_flight.fail(_error_of(action.reason, retry_after_s, preempted=in_flight.preemptions > 0))
         self._forget(in_flight)
+
+    def _first_end_s(self, model: str) -> float | None:
+        """Predicted seconds until the first call ends on an engine of the model: then the queue has room again."""
+        handles = [handle for handle in self.fleet.handles.values() if model in handle.models]
+        return min(self.remaining_s(call for handle in handles for call in handle.running.values()), default=None)
 
     def _forget(self, in_flight: InFlightCall) -> None:
         """Drop a call that the scheduler is done with; wake the drain when no call is left anywhere."""
@@ -288,7 +305,7 @@ class LiveCluster:
     def _ended(self, in_flight: InFlightCall, ended: RequestEnded) -> None:
         if ended.outcome == "completed" and ended.output_tokens > 0:
             try:
-                if self._lengths.learn(in_flight, ended.output_tokens):
+                if self.lengths.learn(in_flight, ended.output_tokens):
                     self._revising.learnt()
             except Exception:  # the request has ended, whether or not its length was learnt
                 log.exception("the length of request %d was not learnt", ended.request_id)
@@ -297,7 +314,7 @@ class LiveCluster:
 
     def _forecast_again(self, request_id: int) -> Forecast | None:
         in_flight = self._in_flight[request_id]
-        return self._lengths.revise(in_flight, self.models.get(in_flight.request.model))
+        return self.lengths.revise(in_flight, self.models.get(in_flight.request.model))
 
     def _lose(self, handle: EngineHandle) -> None:
         """Abandon all calls of a lost engine, and tell the scheduler of the loss."""
@@ -315,7 +332,7 @@ class LiveCluster:
 
     async def drain(self, within_s: float) -> bool:
         """Refuse new calls and finish the others to their clients' last byte. False: `within_s` was too short."""
-        self._draining = True
+        self._drained_by_s = self.now_s() + within_s
         self._step(DrainRequested())
         try:
             async with asyncio.timeout(within_s):
@@ -337,7 +354,7 @@ class LiveCluster:
             in_flight.fail(_error_of("draining", None))
         await self.fleet.close()
         self.journal.close()
-        self._lengths.close()
+        self.lengths.close()
 
 
 def _log_circuit(action: ReportCircuit) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 log = logging.getLogger("llmserve")
@@ -19,13 +21,27 @@ Saving = Generator[None, None, dict[str, Any]]
 class States(Protocol):
     """Where states are written."""
 
-    def write(self, state: dict[str, Any]) -> None: ...
+    def write(self, state: dict[str, Any]) -> int:
+        """Returns the number of bytes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A state that was saved. at_s : its end, unix time.  seconds : to make and to write it.  size : bytes."""
+
+    at_s: float
+    seconds: float
+    size: int
 
 
 class Saver:
     """Makes states on the event loop, in slices, and writes them in a thread.
 
     A write that fails is logged once, and tried again with the next state.
+
+    last      None until a state is saved
+    failures  number of states that could not be saved
     """
 
     def __init__(self, states: States, saving: Callable[[], Saving], *, every_s: float = SAVE_EVERY_S) -> None:
@@ -35,6 +51,8 @@ class Saver:
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._failing = False
+        self.last: Saved | None = None
+        self.failures = 0
 
     def start(self) -> None:
         """Must be called inside the running event loop."""
@@ -55,14 +73,17 @@ class Saver:
             await self._save()
 
     async def _save(self) -> None:
+        began_s = time.perf_counter()
         try:
             state = await _in_slices(self._saving())
-            await asyncio.to_thread(self._states.write, state)
+            size = await asyncio.to_thread(self._states.write, state)
         except Exception as error:  # serving goes on without a file
             if not self._failing:
                 log.warning("what was learnt cannot be saved: %s", error, exc_info=not isinstance(error, OSError))
             self._failing = True
+            self.failures += 1
         else:
+            self.last = Saved(time.time(), time.perf_counter() - began_s, size)
             if self._failing:
                 log.info("what was learnt is saved again")
             self._failing = False

@@ -17,7 +17,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
-from bins.profile import StepTimes
+from bins.profile import StepTimes, batch_s
 from llmserve.request import EngineInfo
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.queues import BLOCK_TOKENS, FormedBatch, QueuedRequest, Run
@@ -88,7 +88,10 @@ class EngineState:
     paces         by model, for models of known speed with at least one answer
     """
 
-    __slots__ = ("_refused", "circuit", "info", "models", "paces", "ready", "running", "total_tokens", "worker")
+    __slots__ = (
+        *("_counted_at_s", "_refused", "_steps", "circuit", "info", "models", "paces", "ready", "running"),
+        *("total_tokens", "worker"),
+    )
 
     def __init__(self, info: EngineInfo, circuit: Circuit, worker: Worker) -> None:
         self.update(info)
@@ -99,6 +102,8 @@ class EngineState:
         self.running: dict[int, Run] = {}
         self.total_tokens = 0
         self._refused: tuple[int, float] | None = None  # a request id, and the time before which it does not fit
+        self._steps: dict[str, float] = {}  # by the name of a speed: steps so far of a refill engine, at that speed
+        self._counted_at_s = 0.0
 
     def update(self, info: EngineInfo) -> None:
         """Replace the engine's description."""
@@ -141,8 +146,10 @@ class EngineState:
 
     def speed(self, model: str) -> StepTimes | None:
         """The model's step times; None: unknown."""
-        speeds = self.info.speeds
-        return speeds.get(model) or speeds.get("") if speeds else None
+        return self.info.speeds.get(self._speed_name(model))
+
+    def _speed_name(self, model: str) -> str:
+        return model if model in self.info.speeds else ""
 
     def fits(self, queued: QueuedRequest, now_s: float, seconds_per_token: float) -> bool:
         """Whether the engine's memory will hold this request beside the running requests until each has ended.
@@ -171,10 +178,12 @@ class EngineState:
 
     def start(self, batch: FormedBatch, requests: list[QueuedRequest], now_s: float) -> None:
         """Record that these requests of the batch run. The refused request is kept: it fits no better now."""
+        self._count_steps(now_s)
         name, concurrency = self.info.name, len(self.running) + len(requests)
+        steps = self._steps.get(self._speed_name(batch.model), 0.0)
         for queued in requests:
             queued.run = self.running[queued.request.id] = Run(
-                queued, name, batch.id, batch.formed_at_s, now_s, concurrency
+                queued, name, batch.id, batch.formed_at_s, now_s, concurrency, steps
             )
             self.total_tokens += queued.total_tokens
         self.worker.running += len(requests)
@@ -188,8 +197,9 @@ class EngineState:
             run.stopping = True
         return tuple([run.queued.request.id for run in stopped])
 
-    def remove(self, runs: Collection[Run]) -> None:
+    def remove(self, runs: Collection[Run], now_s: float) -> None:
         """Record that these runs have ended, whatever their outcome."""
+        self._count_steps(now_s)
         for run in runs:
             queued = run.queued
             del self.running[queued.request.id]
@@ -217,7 +227,31 @@ class EngineState:
         speed = self.speed(model)
         if speed is None or not speed.step_s or tokens <= 0:
             return False
-        profile_s = speed.batch_s(tokens, sequences)
+        return self._record_pace(model, seconds, speed.batch_s(tokens, sequences), now_s)
+
+    def record_run(self, run: Run, together: int, tokens: float, now_s: float) -> bool:
+        """Record a batch of `together` that a barrier engine ran, or one request that has left a refill engine: it ran
+        beside a changing number of others, so the steps that the profile allows in its time are counted.
+        """
+        model, seconds = run.queued.request.model, now_s - run.started_at_s
+        steps = self._steps.get(self._speed_name(model), 0.0) - run.steps_before
+        speed = self.speed(model)
+        if self.info.barrier or steps <= 0 or speed is None or tokens <= 0:
+            return self.record_batch(model, together, tokens, seconds, now_s)
+        return self._record_pace(model, seconds, batch_s(tokens, seconds / steps, speed.prefill_s), now_s)
+
+    def _count_steps(self, now_s: float) -> None:
+        """Count the steps that the speeds allow since the last change of `running`. Call before each change."""
+        info, passed_s, self._counted_at_s = self.info, now_s - self._counted_at_s, now_s
+        if info.barrier or not self.running or not info.slots:
+            return
+        sequences = min(len(self.running), info.slots)
+        for name, speed in info.speeds.items():
+            step_s = speed.step_s[min(sequences, len(speed.step_s)) - 1] if speed.step_s else 0.0
+            if step_s > 0:
+                self._steps[name] = self._steps.get(name, 0.0) + passed_s / step_s
+
+    def _record_pace(self, model: str, seconds: float, profile_s: float, now_s: float) -> bool:
         if profile_s <= 0:
             return False
         pace = self.paces.setdefault(model, Pace())

@@ -265,10 +265,10 @@ class RequestBook:
                 self.sort_into_queues(queues)
 
     def record_pace(self, engine: EngineState, run: Run, together: int, output_tokens: float) -> None:
-        """together : requests that ran at the same time, `run` included.  output_tokens : of the longest answer."""
+        """together : size of a barrier engine's batch.  output_tokens : of the longest answer."""
         model = run.queued.request.model
         was_proven = self.now_s < engine.proven_until_s(model)
-        changed = engine.record_batch(model, together, output_tokens, self.now_s - run.started_at_s, self.now_s)
+        changed = engine.record_run(run, together, output_tokens, self.now_s)
         if changed or not was_proven:
             self.invalidate()
         queues = self._groups.group_of(engine).queues.get(model)
@@ -413,7 +413,7 @@ class EngineBook:
         group.pool.forget_prefixes(state)
         again: dict[int, list[Run]] = {}  # by batch id, so that each batch runs again as one batch
         runs = list(state.running.values())
-        state.remove(runs)
+        state.remove(runs, self._book.now_s)
         for run in runs:
             if run.queued.cancelled:
                 self._book.forget([run.queued])

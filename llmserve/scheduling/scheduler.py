@@ -242,7 +242,7 @@ class Scheduler:
             circuit.success((event.request_id,))
         if circuit.open_until_s != before_s:
             self._engines.report_circuit(engine)
-        engine.remove((run,))
+        engine.remove((run,), self._now_s)
         group.pool.refresh(engine, self._now_s)
         if event.fault and event.retryable and not queued.cancelled:
             self._book.run_again([run], "engine_failed", avoid=event.engine)
@@ -254,10 +254,7 @@ class Scheduler:
             if event.outcome == "completed":
                 self._book.record_answers((run,), {event.request_id: event.output_tokens})
                 if engine.info.speeds:
-                    together = run.concurrency
-                    if not engine.info.barrier:  # the mean of the numbers at its start and at its end
-                        together = (together + len(engine.running) + 2) // 2
-                    self._book.record_pace(engine, run, together, event.output_tokens)
+                    self._book.record_pace(engine, run, run.concurrency, event.output_tokens)
         self._freed(engine)
 
     def _on_batch_ended(self, event: BatchEnded) -> None:
@@ -272,7 +269,7 @@ class Scheduler:
         else:
             engine.circuit.success(())
         if ended:
-            engine.remove(ended)
+            engine.remove(ended, self._now_s)
             self._book.end(ended)
             self._book.record_answers(ended, event.output_tokens)
             if engine.info.speeds:

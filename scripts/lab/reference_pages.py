@@ -23,7 +23,9 @@ from prometheus_client.core import Metric
 from bins.dispatch import DispatchSolver, Objective, Observed
 from bins.profile import resolve
 from llmserve.cluster.journal import Header, Journal, Step
+from llmserve.cluster.learnt import scheduler_saving
 from llmserve.cluster.live import LiveCluster
+from llmserve.cluster.saving import Saver
 from llmserve.config import sections, takes
 from llmserve.energy import ModelledEnergy
 from llmserve.metrics import Metrics
@@ -31,6 +33,7 @@ from llmserve.policies import DEFAULTS, SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import DispatchSolved, EngineReady, RequestArrived, SolveDispatch
 from llmserve.settings import COMMON, TITLES, Config
+from llmserve.state_file import StateFile
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
 PROFILE = "p4-googlenet"  # any profile with energy
@@ -85,7 +88,8 @@ def metrics_page() -> str:
         "",
         "`GET /metrics` returns these metrics in Prometheus's text format. Counters end in `_total`; a histogram has "
         "`_bucket`, `_sum` and `_count`. With several models, metrics of bins also have the label `model`. Metrics of "
-        "energy exist if energy can be measured or modelled (`profile`), metrics of plans if the release uses plans.",
+        "energy exist if energy can be measured or modelled (`profile`), metrics of plans if the release uses plans, "
+        "and metrics of the state with `--state`.",
         "",
         "| metric | kind | labels | |",
         "|---|---|---|---|",
@@ -114,13 +118,14 @@ def _full_name(family: Metric) -> str:
 
 
 def _server_metrics() -> Metrics:
-    """Return the metrics of a server with a plan, energy and a request, so that every metric exists."""
+    """Return the metrics of a server with a plan, energy, a state and a request, so that every metric exists."""
     scheduling = SchedulingConfig(release="table").resolved(barrier=True)
     header = Header(scheduling)
     profile = resolve(PROFILE)
     info = EngineInfo("engine", scheduling.full_batch, True)
     cluster = LiveCluster(header.scheduler(), [], Journal(header), clock=lambda: 0.0)
-    metrics = Metrics(cluster, scheduling.full_batch, [ModelledEnergy({"": profile})])
+    saver = Saver(StateFile(FOLDER), lambda: scheduler_saving(cluster.scheduler, scheduling, {}))  # saves nothing
+    metrics = Metrics(cluster, scheduling.full_batch, [ModelledEnergy({"": profile})], saver=saver)
     cluster.scheduler.handle(EngineReady(info), 0.0)
     cluster.scheduler.handle(RequestArrived(Request(0, 100.0)), 0.0)
     observed = Observed(rates_per_s=(1.0,), lengths=((100.0,) * 64,), engines=1, slots=scheduling.full_batch, queues=0)

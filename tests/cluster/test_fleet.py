@@ -188,6 +188,7 @@ async def test_a_drained_engine_finishes_its_requests_and_gets_no_more_until_it_
         await until(lambda: first.running == second.running == 2)
         status, reply = await send_order(front, name, "drain")
         assert (status, reply["state"], reply["running"]) == (200, "draining", 2)
+        assert reply["drains_in_s"] > 0
         served = len(first.bodies)
         assert Counter(await asyncio.gather(*requests)) == {"done": 8}
         assert len(first.bodies) == served, "a drained engine was given a request"
@@ -219,6 +220,7 @@ async def test_only_the_admin_key_gives_orders(start_front: StartFront, tmp_path
         async with front.session.get(f"{front.url}/admin/engines", headers=headers) as response:
             (engine_,) = (await response.json())["engines"]
         assert (engine_["name"], engine_["state"], engine_["slots"]) == (name, "ready", 8)
+        assert engine_["drains_in_s"] == 0
         async with front.session.get(f"{front.url}/admin/engines") as response:
             assert response.status == 401
 

@@ -109,7 +109,7 @@ async def test_predictions_choose_the_bin_and_a_bad_predictor_costs_its_budget_a
         assert (await submit(cluster, "30000")).receipt.bin == 1
         for prompt in ("slow", "broken"):  # both fall back on the observed lengths: 4 tokens each
             assert (await submit(cluster, prompt)).receipt.predicted_tokens == pytest.approx(4, rel=0.05)
-        assert dict(cluster.prediction_fallbacks) == {"slow": 1, "failed": 1}
+        assert dict(cluster.lengths.fallbacks) == {"slow": 1, "failed": 1}
         await cluster.close()
 
 

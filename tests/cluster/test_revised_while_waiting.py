@@ -39,6 +39,10 @@ class Guess:
     median: float | None
 
     @property
+    def source(self) -> str:
+        return "" if self.median is None else "oracle"
+
+    @property
     def lengths(self) -> tuple[float, ...]:
         return () if self.median is None else (self.median,)
 

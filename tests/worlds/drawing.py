@@ -21,6 +21,7 @@ from bins.profile import StepTimes
 from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.layout import FALLBACK
+from llmserve.scheduling.lengths import Learnt
 from llmserve.scheduling.messages import REVISIONS_MAX, ForecastsRevised, RevisedForecast, ServingGroup
 from llmserve.scheduling.orders import PREEMPTION_FACTOR
 from llmserve.scheduling.rates import Replan
@@ -50,6 +51,7 @@ T = TypeVar("T", str, tuple[str, str])
 UNIT_LEAST_S = 1 / 16  # used where requests take no time
 GROUPED_EVERY = 4  # one world in this many has serving groups
 REVISED_EVERY = 3  # in one world in this many, forecasts are revised while requests wait
+LEARNT_EVERY = 5  # in one world in this many, the scheduler begins with what was learnt before
 GROUPS = ("left", "right", "third", FALLBACK)
 STREAMS = ("", "chat", "mail")
 
@@ -121,7 +123,7 @@ class World:
     kinds           kinds of trouble
     drain_at_s      None: arrivals end without a drain
     real_plans      a solver makes the dispatch plans; otherwise they are random
-    scores, lengths  as in a journal's header
+    scores, lengths, learnt  as in a journal's header
     tokens          length of every answer, if the scheduler knows it and each engine's speed; None: it may err
     begins          request -> seconds from its start to its first byte, if the client sees one before the end
     revised         later forecasts and their times; some are of requests that run, have ended or will arrive
@@ -135,6 +137,7 @@ class World:
     config: SchedulingConfig
     scores: tuple[float, ...]
     lengths: tuple[float, ...]
+    learnt: dict[str, Learnt]
     engines: tuple[EngineLife, ...]
     arrivals: tuple[Arrival, ...]
     leavings: dict[int, Leaving]
@@ -203,6 +206,9 @@ def draw(seed: int) -> World:
         config=config,
         scores=scores,
         lengths=lengths,
+        learnt=_learnt(random.Random(f"{seed} learnt"), tokens, models, unit_s, times_known=times_known)
+        if seed % LEARNT_EVERY == LEARNT_EVERY - 1
+        else {},
         engines=tuple([_life(rng, info, costs, kinds, unit_s, horizon_s, tick_s) for info in infos]),
         arrivals=arrivals,
         leavings=_leavings(rng, len(arrivals), unit_s) if "leaving" in kinds else {},
@@ -334,6 +340,22 @@ def _sample(
     """Scores of at least `scores_min` answers for the first edges, and the lengths of these answers."""
     scores = tuple(rng.choices(tokens, k=max(scores_min, rng.choice([0, 0, 1, 20, 20, 600]))))
     return scores, tuple(rng.choices(tokens, k=len(scores))) if rng.random() < 0.5 else ()
+
+
+def _learnt(
+    rng: random.Random, tokens: Sequence[float], models: Sequence[str], unit_s: float, *, times_known: bool
+) -> dict[str, Learnt]:
+    """Of some models, and perhaps of a model that no engine serves any more. times_known : lengths are known, too."""
+    mean_tokens = sum(tokens) / len(tokens)
+    learnt = {}
+    for model in rng.sample([*models, "gone"], rng.randint(1, len(models) + 1)):
+        scores, lengths = _sample(rng, tokens, scores_min=0)
+        if times_known:
+            lengths = tuple(rng.choices(tokens, k=len(scores)))
+        seconds_per_token = unit_s / mean_tokens * rng.choice([0.1, 1.0, 10.0])
+        service = seconds_per_token, mean_tokens * rng.choice([0.5, 1.0, 3.0]), rng.choice([0.5, 1.0, 60.0])
+        learnt[model] = Learnt(scores, lengths, service if rng.random() < 0.8 else None)
+    return learnt
 
 
 def _leavings(rng: random.Random, count: int, unit_s: float) -> dict[int, Leaving]:

@@ -2,6 +2,7 @@
 
 from worlds.invariants import check
 
+from bins.profile import StepTimes
 from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import Action, EngineReady, RequestArrived, RequestEnded, StartBatch, TimerFired
@@ -99,3 +100,22 @@ def test_a_bin_is_not_due_behind_another_models_batch_that_waits_for_memory() ->
     assert scheduler.wake_at_s is not None
     assert scheduler.wake_at_s > 0.5
     assert starts(scheduler.handle(RequestEnded("e", 0, "completed", 4.0), 0.55)) == [("e", 1), ("e", 2)]
+
+
+def test_an_engine_seems_no_faster_because_an_answer_began_alone_and_ended_among_others() -> None:
+    """Before: 4 started, and was late. 0 took 9 steps alone and one beside 1, 2 and 3: the engine, exactly as fast as
+    its profile, seemed to need 0.43 of its profile's time.
+    """
+    times = StepTimes(0.0, (1.0, 2.0, 3.0, 4.0))
+    scheduler = new_scheduler(
+        EngineInfo("e", 4, False, speeds={"": times}), order="clockwork", release="window", batch_size=4
+    )
+
+    def arrives(request_id: int, now_s: float, deadline_s: float) -> list[tuple[str, int]]:
+        return starts(scheduler.handle(RequestArrived(Request(request_id, 10.0, deadline_s)), now_s))
+
+    assert arrives(0, 0.0, 100.0) == [("e", 0)]
+    assert [arrives(number, 9.0, 100.0) for number in (1, 2, 3)] == [[("e", 1)], [("e", 2)], [("e", 3)]]
+    assert arrives(4, 9.0, 13.0 + 9.0) == []
+    assert starts(scheduler.handle(RequestEnded("e", 0, "completed", 10.0), 13.0)) == []
+    assert scheduler.engines["e"].pace("") == 1.0

@@ -15,6 +15,7 @@ from llmserve.scheduling.groups import RequestBook
 from llmserve.scheduling.messages import Action, Event, FailReason, FailRequest
 
 BLOCK, BLOCKS = 20, 20
+BOOLS = list(itertools.product((False, True), repeat=3))
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -57,6 +58,9 @@ def test_every_kind_of_world_is_drawn() -> None:
     assert sum(world.tokens is not None for world in worlds) > sum(world.foreseen for world in worlds) > 10
     assert any(world.begins for world in worlds)
     assert 80 < sum(world.grouping is not None for world in worlds) < 120
+    learnt = [before for world in worlds for before in world.learnt.values()]
+    parts = {(bool(before.scores), bool(before.lengths), before.service is not None) for before in learnt}
+    assert parts == {(scores, lengths, service) for scores, lengths, service in BOOLS if scores or not lengths}
     assert min(sum(world.untroubled for world in worlds), sum(not world.untroubled for world in worlds)) > 20
 
 
