@@ -35,6 +35,8 @@ TRUSTED_MIN = 8
 """Lengths of a key before the key may take over."""
 MARGIN = 0.9
 """A key takes over when its score is below this share of the standing forecast's; a smaller gain may be chance."""
+LEAD = 0.97
+"""The text learner, which knows the prediction, stands when its score is below this share of the predictor's."""
 BORROWED = 2.0
 """Weight of the standing forecast's spread, in lengths of the key."""
 
@@ -311,7 +313,7 @@ class Memory:
     def _ranks(self, model: Neighbours | None, predicted: bool) -> bool:
         """Whether the text learner is to stand for a model; while the model has few scores, by those of all models.
 
-        It is to be better than a predictor, but only not clearly worse than the recent lengths, which do not rank.
+        It is to be better than a predictor, by LEAD, but only not clearly worse than recent lengths, which do not rank.
         """
         duel = self._all[predicted]
         if model:
@@ -319,7 +321,7 @@ class Memory:
             duel = own if own.count >= TRUSTED_MIN else duel
         if duel.count < TRUSTED_MIN:
             return not predicted
-        return duel.own < (1.0 if predicted else 1 / MARGIN) * duel.standing
+        return duel.own < (LEAD if predicted else 1 / MARGIN) * duel.standing
 
     def learn(
         self,
@@ -339,7 +341,7 @@ class Memory:
         overruled = verdict.overruled or (() if counts else chain[:1])
         self._overruled += bool(overruled)
         skipped = overruled if self._overruled % OVERRULED_LEARNT else ()
-        unscored = skipped if counts else (chain[0], *skipped)
+        unscored = (chain[0], *skipped) if overruled else ()  # the text learner is judged by answers that are its own
         scored = [forecast for forecast in verdict.by_key if forecast.key not in unscored]
         self._score(scored, actual, capped, predicted)
         recent = self._recent.used(chain[0])

@@ -145,7 +145,7 @@ class TextLearner:
         self._weights = np.zeros(1 << BITS, dtype=np.float32)
         self._examples: list[Example] = []
         self._duals: list[float] = []  # a_i
-        self._answers = self._added = self._visited = 0
+        self._answers = self._overruled = self._added = self._visited = 0
         self._start = 0.0  # the level of a new model
         self._error = 0.5  # mean absolute error
         self._levels = RecentlyUsed[str, Level](models_max, lambda: Level(self._start))
@@ -196,22 +196,27 @@ class TextLearner:
     def learn(self, model: str, forecast: TextForecast, actual: float, capped: bool, stands: bool) -> bool:
         """Learn the logarithm of a real length, or, if capped, of a lower bound.
 
-        stands : whether the model's forecast stands; False: a template's is better. Then the answer teaches the weights
-        of its words, but little about other prompts. Returns whether the answer counts; False: it may be nonsense.
+        stands : whether the model's forecast stands; False: a template's is better. Of these answers one in
+        OVERRULED_LEARNT is learnt: they would cost much, and teach little about other prompts. Returns whether the
+        answer counts; False: it may be nonsense.
         """
         z = _soft(actual)
         if not self._answers:
             self._start = z
+        sender = self._senders.used(forecast.features.sender)
+        sender.learn(z, forecast.middle, self._answers)
+        self._answers += 1
+        if not stands:
+            self._overruled += 1
+            if self._overruled % OVERRULED_LEARNT:
+                return sender.counts
         # Many answers are in flight: other answers have taught the error of an early forecast already.
         forecast = self._forecast(model, forecast.features, forecast.predicted)
         text = forecast.base + forecast.words
         error = _bounded(z - text, ERROR_MAX, capped)
-        sender = self._senders.used(forecast.features.sender)
-        sender.learn(z, forecast.middle, self._answers)
-        self._answers += 1
         learnt = sender.counts or self._answers % UNCOUNTED_LEARNT == 0
         level = self._levels.used(model)
-        weight = max(sender.weight, LEVEL_WEIGHT_MIN) * (1 if stands else 1 / OVERRULED_LEARNT)
+        weight = max(sender.weight, LEVEL_WEIGHT_MIN)
         level.follow(error, weight)
         self._start += LEVEL_RATE / 2 * (level.value - self._start)
         if learnt:
@@ -265,7 +270,8 @@ class TextLearner:
     def saving(self) -> Saving:
         """Make the state in slices; see state.py. It has no text: only hashes with the secret, lengths and weights."""
         weights, examples, duals = self._weights.copy(), list(self._examples), np.array(self._duals)
-        numbers = np.array([self._answers, self._added, self._visited, self._start, self._error])
+        counts = self._answers, self._overruled, self._added, self._visited
+        numbers = np.array([*counts, self._start, self._error])
         senders, levels = list(self._senders.entries()), list(self._levels.entries())
         yield
         place_of = {id(entry): place for entries in (senders, levels) for place, (_, entry) in enumerate(entries)}
@@ -298,9 +304,8 @@ class TextLearner:
     def restore(self, state: State) -> None:
         """Continue from a state of a learner with the same secret. Raises ValueError for a state that does not fit."""
         self._weights = array(state, "weights", (1 << BITS,)).astype(np.float32)
-        answers, added, visited, start, error = array(state, "numbers", (5,)).tolist()
-        self._answers, self._added, self._visited = int(answers), int(added), int(visited)
-        self._start, self._error = start, error
+        *counts, self._start, self._error = array(state, "numbers", (6,)).tolist()
+        self._answers, self._overruled, self._added, self._visited = map(int, counts)
         keys = array(state, "sender_keys", (None,), "u")
         senders = array(state, "senders", (len(keys), NUMBERS)).tolist()
         self._senders.fill([(key, Sender.of(numbers)) for key, numbers in zip(keys.tolist(), senders, strict=True)])

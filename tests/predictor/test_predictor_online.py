@@ -82,7 +82,7 @@ def test_a_constant_template_that_the_predictor_gets_wrong_is_remembered():
     assert {f.source for f in forecasts[12:]} == {"memory"}
     assert forecasts[-1].median == pytest.approx(3)
     assert 2.5 < forecasts[-1].lengths[0] < 3 < forecasts[-1].lengths[-1] < 3.5
-    assert learner.forecast(Prompt("something else"), prediction(100)).median == pytest.approx(100, rel=0.3)
+    assert learner.forecast(Prompt("something else"), prediction(100)).median == pytest.approx(100, rel=0.2)
 
 
 def test_a_template_whose_lengths_shift_is_followed():
