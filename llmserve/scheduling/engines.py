@@ -172,9 +172,10 @@ class EngineState:
     def start(self, batch: FormedBatch, requests: list[QueuedRequest], now_s: float) -> None:
         """Record that these requests of the batch run. The refused request is kept: it fits no better now."""
         name, concurrency = self.info.name, len(self.running) + len(requests)
+        slot_share = min(1.0, self.info.slots / concurrency)  # Little's law: all share the slots
         for queued in requests:
             queued.run = self.running[queued.request.id] = Run(
-                queued, name, batch.id, batch.formed_at_s, now_s, concurrency
+                queued, name, batch.id, batch.formed_at_s, now_s, concurrency, slot_share
             )
             self.total_tokens += queued.total_tokens
         self.worker.running += len(requests)

@@ -259,7 +259,7 @@ class RequestBook:
         queues, ran_s = self.queues_of(runs[0].queued), self.now_s - runs[0].started_at_s
         for run in runs:
             tokens = output_tokens.get(run.queued.request.id, 0.0)
-            if tokens > 0 and queues.record_answer(run.queued, tokens, ran_s):
+            if tokens > 0 and queues.record_answer(run.queued, tokens, ran_s * run.slot_share):
                 r = queues.trust.rank_correlation
                 self.actions.append(ReportTrust(queues.trust.trusted, None if math.isnan(r) else r, queues.model))
                 self.sort_into_queues(queues)

@@ -73,11 +73,10 @@ def turn_of_arrival(queued: QueuedRequest) -> tuple[float, int]:
 class Run(msgspec.Struct, eq=False):
     """A request's stay on an engine.
 
-    engine        name of the engine
-    batch_id, formed_at_s  of its batch
+    engine, batch_id, formed_at_s  name of the engine; of its batch
     concurrency   requests on the engine once the batch had started
-    began         whether its client has received the first byte
-    stopping      whether it was preempted
+    slot_share    share of its time on the engine in which it has a slot (look-ahead requests wait there first)
+    began, stopping  whether its client has received the first byte; whether it was preempted
     """
 
     queued: QueuedRequest
@@ -86,6 +85,7 @@ class Run(msgspec.Struct, eq=False):
     formed_at_s: float
     started_at_s: float
     concurrency: int = 0
+    slot_share: float = 1.0
     began: bool = False
     stopping: bool = False
 
