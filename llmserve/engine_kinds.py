@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("llmserve")
 
 SLOTS_FIRST = 8  # first guess of an engine's slots, without a setting
+LOOK_AHEAD, LOOK_AHEAD_BY_PRIORITY = 2, 8
+"""Requests beyond an engine's slots. An engine that goes by priority may hold more, for it keeps their order."""
 
 
 class EngineKind:
@@ -68,11 +70,16 @@ class EngineKind:
             learns_slots=learns_slots,
         )
 
-    def _info(self, name: str, slots: int | None, worker: str = "") -> EngineInfo:
+    def _info(self, name: str, slots: int | None, worker: str = "", *, by_priority: bool) -> EngineInfo:
         """Return the scheduler's description of an engine. slots : None: not known yet."""
         if self.settings.barrier:
             return EngineInfo(name, self.config.scheduling.full_batch, True, worker=worker)
-        return EngineInfo(name, slots or SLOTS_FIRST, False, look_ahead=self.settings.look_ahead, worker=worker)
+        look_ahead = self.settings.look_ahead
+        if look_ahead is None:
+            look_ahead = LOOK_AHEAD_BY_PRIORITY if by_priority else LOOK_AHEAD
+        return EngineInfo(
+            name, slots or SLOTS_FIRST, False, look_ahead=look_ahead, worker=worker, by_priority=by_priority
+        )
 
 
 class Embedded(EngineKind):
@@ -143,12 +150,14 @@ class Vllm(EngineKind):
         return vllm_process.slots_of(self.settings.slots, self.settings.engine_args)
 
     def connect(self) -> list[OpenAIEngine]:
-        slots = self._slots_of_each
+        slots, by_priority = self._slots_of_each, vllm_process.goes_by_priority(self.settings.engine_args)
         if slots is not None:
             slots *= vllm_process.ranks_of(self.settings.engine_args)
         learns = not self.settings.barrier and slots is None
         return [
-            self._connected(self._info(process.name, slots), process.url, process, learns_slots=learns)
+            self._connected(
+                self._info(process.name, slots, by_priority=by_priority), process.url, process, learns_slots=learns
+            )
             for process in self._processes
         ]
 
@@ -169,7 +178,11 @@ class Servers(EngineKind):
         slots = self.settings.slots
         learns = not self.settings.barrier and slots is None
         return [
-            self._connected(self._info(engine_name(url), slots, worker), url, learns_slots=learns)
+            self._connected(
+                self._info(engine_name(url), slots, worker, by_priority=self.settings.engine_priority),
+                url,
+                learns_slots=learns,
+            )
             for worker, url in self.settings.placed_urls
         ]
 

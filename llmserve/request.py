@@ -49,6 +49,7 @@ class Batch(msgspec.Struct, frozen=True, omit_defaults=True):
 
     A barrier engine starts a batch as a whole. A refill engine may start a batch in parts with the same id.
     size: number of requests when the batch was formed, in all parts.  model: of all requests.
+    turn: for an engine that goes by priority, the batch's key in the order; None: the order has no such key
     """
 
     id: int
@@ -57,6 +58,7 @@ class Batch(msgspec.Struct, frozen=True, omit_defaults=True):
     formed_at_s: float
     size: int
     model: str = ""
+    turn: float | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -73,6 +75,7 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     speeds      known durations of batches, by model ("": every other model); in a journal
                 {model: {"prefill_s": seconds, "step_s": [seconds, ...]}}
     paces       measured over known durations, by model, from before the start
+    by_priority whether the engine starts the requests that wait in it by their priority, which is the batch's turn
     """
 
     name: str
@@ -84,6 +87,7 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     worker: str = ""
     speeds: dict[str, StepTimes] = {}
     paces: dict[str, float] = {}
+    by_priority: bool = False
 
     def serves(self, model: str) -> bool:
         return not self.models or model in self.models

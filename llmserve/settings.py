@@ -70,8 +70,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="requests that each refill engine runs at once (default: read from the engine)"),
     ] = None
     look_ahead: Annotated[
-        int, Meta(ge=0, description="requests sent to a refill engine beyond its slots, to hide the network delay")
-    ] = 2
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="requests sent to a refill engine beyond its slots, to hide the network delay (default: 2; "
+            "8 if the engine goes by priority)"
+        ),
+    ] = None
+    engine_priority: Annotated[
+        bool,
+        Meta(
+            description="URL engines start waiting requests by the field `priority` (vLLM with --scheduling-policy "
+            "priority): each request carries its turn, so that the engine keeps the order. vLLM that llmserve starts "
+            "does so unless its arguments say otherwise"
+        ),
+    ] = False
     barrier: Annotated[
         bool, Meta(description="URL and vllm engines run each batch to its end (static batching), without refill")
     ] = False

@@ -26,6 +26,7 @@ PARALLEL = (
     ("--prefill-context-parallel-size", "-pcp"),
     DATA_PARALLEL,
 )
+SCHEDULING, PRIORITY = "--scheduling-policy", "priority"
 CHECK_S = 60.0  # time limit of the interpreter, or of nvidia-smi
 HAS_VLLM = (
     "import importlib.util, sys; spec = importlib.util.find_spec('vllm'); sys.exit(spec is None or not spec.origin)"
@@ -97,6 +98,11 @@ def slots_of(slots: int | None, args: Sequence[str]) -> int | None:
     return values.pop() if values else None
 
 
+def goes_by_priority(args: Sequence[str]) -> bool:
+    """Whether a server starts its waiting requests by priority."""
+    return _values(args, SCHEDULING)[-1:] in ([], [PRIORITY])
+
+
 def ranks_of(args: Sequence[str]) -> int:
     """Return the number of a server's data-parallel ranks, each of which has its own slots."""
     return _number_of(args, DATA_PARALLEL)
@@ -109,6 +115,8 @@ def _command(python: str, model: str, slots: int | None, args: tuple[str, ...], 
     words += ["--host", "127.0.0.1", "--port", str(port)]
     if slots is not None and not _values(args, "--max-num-seqs"):
         words += ["--max-num-seqs", str(slots)]
+    if not _values(args, SCHEDULING):
+        words += [SCHEDULING, PRIORITY]
     return [*words, *args]
 
 

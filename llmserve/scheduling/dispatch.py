@@ -79,7 +79,8 @@ class Dispatch:
         self, group: Group, engine: EngineState, queues: ModelQueues, batch: FormedBatch, size: int, now_s: float
     ) -> None:
         """Start the first `size` requests of a formed batch."""
-        started, requests = queues.start(batch, size)
+        turn = batch.key if engine.info.by_priority and isinstance(self.order, FixedOrder) else None
+        started, requests = queues.start(batch, size, turn)
         engine.start(batch, requests, now_s)
         group.pool.served(requests, engine)
         group.pool.refresh(engine, now_s)

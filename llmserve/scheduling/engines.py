@@ -179,8 +179,8 @@ class EngineState:
     def start(self, batch: FormedBatch, requests: list[QueuedRequest], now_s: float) -> None:
         """Record that these requests of the batch run. The refused request is kept: it fits no better now."""
         self._count_steps(now_s)
-        name, concurrency = self.info.name, len(self.running) + len(requests)
-        steps = self._steps.get(self._speed_name(batch.model), 0.0)
+        name, steps = self.info.name, self._steps.get(self._speed_name(batch.model), 0.0)
+        concurrency = len(self.running) + len(requests)
         for queued in requests:
             queued.run = self.running[queued.request.id] = Run(
                 queued, name, batch.id, batch.formed_at_s, now_s, concurrency, steps
@@ -189,6 +189,10 @@ class EngineState:
         self.worker.running += len(requests)
         if self.circuit.open_until_s is not None:
             self.circuit.started(requests[0].request.id)
+
+    def served_s(self, run: Run, now_s: float) -> float:
+        """Seconds for which a run has had a slot. Look-ahead requests wait first; all share the slots (Little)."""
+        return (now_s - run.started_at_s) * min(1.0, self.info.slots / max(1, run.concurrency))
 
     def stop(self) -> tuple[int, ...]:
         """Mark the running batch as stopping. Returns its request ids, without cancelled requests."""

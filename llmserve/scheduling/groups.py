@@ -256,10 +256,10 @@ class RequestBook:
 
     def record_answers(self, runs: Sequence[Run], output_tokens: Mapping[int, float]) -> None:
         """Record the answers of one batch. output_tokens : by request id; 0 where unknown."""
-        queues, ran_s = self.queues_of(runs[0].queued), self.now_s - runs[0].started_at_s
+        engine, queues = self._groups.engines[runs[0].engine], self.queues_of(runs[0].queued)
         for run in runs:
             tokens = output_tokens.get(run.queued.request.id, 0.0)
-            if tokens > 0 and queues.record_answer(run.queued, tokens, ran_s):
+            if tokens > 0 and queues.record_answer(run.queued, tokens, engine.served_s(run, self.now_s)):
                 r = queues.trust.rank_correlation
                 self.actions.append(ReportTrust(queues.trust.trusted, None if math.isnan(r) else r, queues.model))
                 self.sort_into_queues(queues)

@@ -242,12 +242,12 @@ class ModelQueues:
             self.formed.remove(queued)
         self._count(-1)
 
-    def start(self, batch: FormedBatch, count: int) -> tuple[Batch, list[QueuedRequest]]:
-        """Take the first `count` requests of a formed batch, for an engine to run."""
+    def start(self, batch: FormedBatch, count: int, turn: float | None = None) -> tuple[Batch, list[QueuedRequest]]:
+        """Take the first `count` requests of a formed batch, for an engine to run. turn : for the engine's own order"""
         started = self.formed.take(batch, count)
         self._count(-len(started))
         requests = tuple([queued.request for queued in started])
-        return Batch(batch.id, batch.bin, requests, batch.formed_at_s, batch.size, self.model), started
+        return Batch(batch.id, batch.bin, requests, batch.formed_at_s, batch.size, self.model, turn), started
 
     def all_waiting(self) -> list[QueuedRequest]:
         """All waiting requests in order of arrival, without those of reserved batches."""

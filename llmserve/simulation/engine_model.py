@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import msgspec
 import numpy as np
@@ -39,6 +39,7 @@ from llmserve.request import Batch, EngineInfo
 from llmserve.scheduling.messages import AnswerBegan, BatchEnded, Event, RequestEnded
 
 PREFILL_END = itemgetter(0)
+TURN = attrgetter("turn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class _Job(msgspec.Struct, eq=False):
     longest        the longest of these lengths
     prompt_tokens  tokens of all prompts at the start
     sequences      number of requests at the start: a static batch keeps its rows
+    turn           the smallest waits least, among those that wait in the engine
     unanswered     ids of requests whose clients stream and have received no byte
     began          virtual time at the start of the first step
     """
@@ -127,6 +129,7 @@ class _Job(msgspec.Struct, eq=False):
     longest: float
     prompt_tokens: float
     sequences: int
+    turn: float
     unanswered: list[int]
     began: float = 0.0
 
@@ -195,16 +198,18 @@ class StepEngine:
             return
         for request in batch.requests:
             length = self._lengths[request.id]
-            job = self._job(batch.id, {request.id: length}, length, request.prompt_tokens)
+            job = self._job(batch.id, {request.id: length}, length, request.prompt_tokens, batch.turn or 0.0)
             if self._jobs < self._jobs_max:
                 self._begin(job)
             else:
-                self._waiting.append(job)
+                insort(self._waiting, job, key=TURN)
 
-    def _job(self, batch_id: int, lengths: dict[int, float], longest: float, prompt_tokens: float) -> _Job:
+    def _job(
+        self, batch_id: int, lengths: dict[int, float], longest: float, prompt_tokens: float, turn: float = 0.0
+    ) -> _Job:
         streaming = self._streaming
         unanswered = [request_id for request_id in lengths if request_id in streaming] if streaming else []
-        return _Job(batch_id, lengths, longest, prompt_tokens, len(lengths), unanswered)
+        return _Job(batch_id, lengths, longest, prompt_tokens, len(lengths), turn, unanswered)
 
     def end(self, now_s: float) -> Event:
         """Take and return the event at next_end_s, which must be now: a job ends, or an answer begins."""
@@ -259,7 +264,7 @@ class StepEngine:
     # ---- slots ----
 
     def _free_slot(self) -> None:
-        """Give the slot of a job that left to the job that has waited longest."""
+        """Give the slot of a job that left to the job of the smallest turn, or that has waited longest."""
         self._jobs -= 1
         self._changed = True
         if self._waiting:

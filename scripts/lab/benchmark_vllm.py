@@ -33,6 +33,8 @@ without a priority are first come, first served.
                   back
     own           all at once, with llmserve's own forecasts and no trained predictor: a cold server, and a server with
                   the --state of another server that answered as many other prompts
+    ahead-X       Poisson arrivals at X times the capacity; llmserve without priorities beside llmserve whose requests
+                  carry their turns as priorities, so that more of them may be sent ahead
     kill          two vLLM servers behind llmserve; one is killed when half of the requests are answered
 
 A request's service time is a + b n for n output tokens, fitted to requests sent one at a time. Slow-down is latency
@@ -78,8 +80,6 @@ from on_vllm.parts import (
     trace,
 )
 from on_vllm.report import print_report, read_results
-
-from llmserve.settings import EngineConfig
 
 SERVERS = {"routers": 2, "kill": 2}  # all other parts: 1
 MEASURES = {"idle": idle, "trace": trace, "kill": kill}  # all other parts: at_once_or_poisson
@@ -133,7 +133,7 @@ def setting_of(args: argparse.Namespace, part: str, engines: Engines) -> dict[st
         "servers": len(engines.servers),
         "load": LOADS.get(part),
         "slots": engines.slots,
-        "look_ahead": EngineConfig().look_ahead if args.look_ahead is None else args.look_ahead,
+        "look_ahead": args.look_ahead,
         "engine_core_apart": len(engines.servers) < (os.cpu_count() or 1),
         "requests": requests_of(args, part),
         "rounds": rounds_of(args, part),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from front import Front, StartFront, until
 from llmserve.engines.fake import FakeEngine, Fault
 from llmserve.errors import ConfigError
 from llmserve.serve import serving
-from llmserve.settings import ApiConfig, Config, ServerConfig
+from llmserve.settings import ApiConfig, Config, EngineConfig, ServerConfig
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 
@@ -105,6 +106,17 @@ async def test_bytes_are_passed_unchanged_in_both_directions(start_front: StartF
 
     assert through == direct
     assert through.endswith(b"data: [DONE]\n\n") == stream
+
+
+async def test_an_engine_that_goes_by_priority_gets_the_turn_of_each_request(start_front: StartFront) -> None:
+    data = b'{"model":"fake","messages":[{"role":"user","content":"{hi}"}],"max_tokens":4, "priority": 7 } '
+    async with FakeEngine(step_s=0.005) as engine:
+        engines = EngineConfig(engine=(engine.url,), slots=1, look_ahead=3, engine_priority=True)
+        front = await start_front(engine, engines=engines, scheduling={"order": "fffs"})
+        await asyncio.gather(*[front.session.post(f"{front.url}/v1/chat/completions", data=data) for _ in range(4)])
+        bodies = [json.loads(body) for body in engine.bodies]
+    assert [{**body, "priority": 7} for body in bodies] == [json.loads(data)] * 4
+    assert [body["priority"] for body in bodies] == sorted({body["priority"] for body in bodies})
 
 
 async def test_an_engines_refusal_keeps_its_status_body_and_retry_after(start_front: StartFront) -> None:

@@ -11,6 +11,7 @@ from llmserve.engines.vllm_process import (
     Replica,
     check_model,
     check_python,
+    goes_by_priority,
     plan,
     processes,
     ranks_of,
@@ -31,7 +32,7 @@ def test_a_server_is_started_as_a_module_with_the_users_arguments_at_the_end() -
     assert replica.name == "vllm-0"
     assert " ".join(replica.command(8123)) == (
         "python3 -m vllm.entrypoints.openai.api_server --model Qwen/Qwen3-8B --served-model-name Qwen/Qwen3-8B "
-        "--host 127.0.0.1 --port 8123 --max-num-seqs 64 --max-model-len 1024"
+        "--host 127.0.0.1 --port 8123 --max-num-seqs 64 --scheduling-policy priority --max-model-len 1024"
     )
     assert replica.environment == {}
 
@@ -56,6 +57,15 @@ def test_arguments_that_the_user_gives_vllm_are_not_repeated() -> None:
     assert value(replica, "--served-model-name") == "mine"
     assert replica.command(1)[-4:] == ["--served-model-name", "mine", "other", "--max_num_seqs=8"]
     assert "--max-num-seqs" not in replica.command(1)
+
+
+def test_vllm_goes_by_priority_unless_its_user_says_otherwise() -> None:
+    assert value(planned("m")[0], "--scheduling-policy") == "priority"
+    assert goes_by_priority(())
+    (replica,) = planned("m", "--scheduling_policy=fcfs")
+    assert "--scheduling-policy" not in replica.command(1)
+    assert not goes_by_priority(("--scheduling_policy=fcfs",))
+    assert goes_by_priority(("--scheduling-policy", "priority"))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import msgspec
+import pytest
 from test_orders import one_by_one
 from test_scheduler import arrive, new_scheduler, step
 from worlds.invariants import check
@@ -48,6 +49,26 @@ def test_a_single_engine_always_gets_its_look_ahead() -> None:
     assert placed(arrive(scheduler, 1, 2, 3)) == [(1, "gpu0"), (2, "gpu0"), (3, "gpu0")]
     assert placed(arrive(scheduler, 4)) == []
     assert placed(step(scheduler, RequestEnded("gpu0", 1, "completed", 1.0))) == [(4, "gpu0")]
+
+
+def test_an_engine_that_goes_by_priority_gets_the_turns_of_its_requests() -> None:
+    for by_priority in (True, False):
+        scheduler = one_by_one("edf", engine(slots=1, look_ahead=2, by_priority=by_priority))
+        requests = [Request(number, deadline_s=due_s) for number, due_s in ((1, 9.0), (2, 8.0), (3, 7.0))]
+        actions = [action for request in requests for action in step(scheduler, RequestArrived(request))]
+        turns = [action.batch.turn for action in actions if isinstance(action, StartBatch)]
+        assert turns == ([9.0, 8.0, 7.0] if by_priority else [None] * 3)
+
+
+def test_time_in_an_engines_own_queue_is_no_service_time() -> None:
+    seconds = []
+    for look_ahead in (0, 7):
+        scheduler = one_by_one("fffs", engine(slots=1, look_ahead=look_ahead))
+        arrive(scheduler, *range(1, 201))
+        for number in range(1, 193):  # one answer of 10 tokens each second
+            step(scheduler, RequestEnded("gpu0", number, "completed", 10.0), now_s=float(number))
+        seconds.append(scheduler.groups.models()[""].service.seconds_per_token)
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.05)
 
 
 def test_with_several_engines_some_requests_wait_for_slots_of_other_engines() -> None:

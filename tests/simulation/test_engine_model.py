@@ -1,6 +1,7 @@
 """Simulated engines: worked examples, the theory of processor sharing, and ends that move in a cluster."""
 
 import hypothesis.strategies as st
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -88,6 +89,13 @@ def test_requests_beyond_the_slots_wait_inside_the_engine() -> None:
     engine.start(batch(0, 1), 0.0)
     engine.start(batch(2), 1.0)
     assert run_out(engine) == [(12, 0), (15, 2), (17, 1)]
+
+
+def test_requests_that_wait_inside_an_engine_start_by_turn() -> None:
+    engine = refill([4, 4, 4, 1], slots=1, look_ahead=3)
+    for request_id, turn in ((0, None), (1, 3.0), (2, 2.0), (3, 1.0)):
+        engine.start(msgspec.structs.replace(batch(request_id), turn=turn), 0.0)
+    assert [request_id for _, request_id in run_out(engine)] == [0, 3, 2, 1]
 
 
 def test_a_prefill_comes_first_and_slows_no_other_request() -> None:

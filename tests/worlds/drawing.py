@@ -529,7 +529,8 @@ def _engines(
     for number in range(rng.choice([1, 1, 2, 2, 3, 5])):
         barrier = rng.random() < barriers
         slots = rng.choice([1, 4, 8, 12, 12] if direct else [1, 2, 4, 6])
-        infos.append(EngineInfo(f"e{number}", slots, barrier, 0 if barrier else look_ahead, tokens_max))
+        ahead = 0 if barrier else look_ahead
+        infos.append(EngineInfo(f"e{number}", slots, barrier, ahead, tokens_max, by_priority=ahead > 1))
     step_s = rng.choice([0.0, 1 / 1024, 1 / 256, 1 / 64])
     step_s_more = rng.choice([0.0, step_s / 4, step_s] if direct else [0.0, 0.0, step_s / 4])
     return infos, (step_s, step_s_more, rng.choice([0.0, 0.0, 1 / 32]))

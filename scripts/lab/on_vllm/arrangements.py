@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 ORDERS = ("fffs", "shortest", "edf")
 ROUTER_POLICIES = ("round_robin", "power_of_two")
-PARTS = ("idle", "burst", "poisson-0.7", "poisson-0.9", "trace", "routers", "barrier", "memory", "own", "kill")
+AHEAD = ("ahead-0.7", "ahead-0.9", "ahead-0.95")
+PARTS = ("idle", "burst", "poisson-0.7", "poisson-0.9", "trace", "routers", "barrier", "memory", "own", *AHEAD, "kill")
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Arrangement:
     bound        False: llmserve ignores the engine's memory
     own          forecasts of llmserve itself, without a trained predictor: "" (off), "cold" (the server has seen no
                  answer), or "warm" (it has the state of a server that answered as many other prompts)
+    ahead        requests that llmserve sends ahead carry their turns as priorities
     """
 
     way: str
@@ -28,6 +30,7 @@ class Arrangement:
     bins: int = 1
     bound: bool = True
     own: str = ""
+    ahead: bool = False
 
     @property
     def name(self) -> str:
@@ -37,7 +40,9 @@ class Arrangement:
         ways |= {policy: f"vllm-router {policy}" for policy in ROUTER_POLICIES}
         memory = None if self.bound else "memory ignored"
         own = f"own forecasts, {self.own}" if self.own else None
-        return ", ".join(filter(None, [ways.get(self.way, f"llmserve {self.way}"), self.predictions, own, memory]))
+        ahead = "turns as priorities" if self.ahead else None
+        parts = [ways.get(self.way, f"llmserve {self.way}"), self.predictions, own, memory, ahead]
+        return ", ".join(filter(None, parts))
 
 
 DIRECT = Arrangement("direct")
@@ -50,6 +55,10 @@ def arrangements_of(part: str, orders: Sequence[str]) -> list[Arrangement]:
         return [Arrangement("barrier", "oracle", bins) for bins in (1, 8)]
     if part in ("idle", "kill"):
         return [DIRECT, Arrangement("fffs")]
+    if part in AHEAD:
+        ordered = [order for order in orders if order not in ("fffs", "edf")]
+        sent = [Arrangement(order, "predicted", ahead=ahead) for order in ordered for ahead in (False, True)]
+        return [DIRECT, Arrangement("priority", "predicted"), *sent]
     if part == "own":
         return [DIRECT, Arrangement("shortest", own="cold"), Arrangement("shortest", own="warm")]
     if part == "memory":

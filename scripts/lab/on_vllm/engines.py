@@ -60,6 +60,7 @@ def llmserve_flags(
         return [*flags, *(["--edges", edges] if edges else [])]
     flags += ["--slots", str(engines.slots), "--order", arrangement.way]
     flags += [] if arrangement.bound else ["--no-memory-bound"]
+    flags += ["--engine-priority"] if arrangement.ahead else []
     return flags if args.look_ahead is None else [*flags, "--look-ahead", str(args.look_ahead)]
 
 

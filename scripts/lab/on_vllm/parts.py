@@ -17,7 +17,7 @@ from bench.progress import log
 from bench.results import in_turn
 from bench.rows import Row, group, median
 
-from on_vllm.arrangements import DIRECT, PARTS, Arrangement, arrangements_of
+from on_vllm.arrangements import AHEAD, DIRECT, PARTS, Arrangement, arrangements_of
 from on_vllm.engines import Engines, capacity_per_s, front
 from on_vllm.loads import Load, draw_predictions, nearest_indices, poisson_arrivals_s, read_trace
 from on_vllm.passes import ANSWER_S_MAX, Outcome, all_at_once, ask, questions_of, rows, send, session_of, summary
@@ -27,6 +27,7 @@ REQUESTS_LOAD = 600
 ROUNDS = {"idle": 1, "barrier": 3, "memory": 3, "own": 3, "kill": 1}  # else ROUNDS_LOAD
 ROUNDS_LOAD = 5
 LOADS = {"poisson-0.7": 0.7, "poisson-0.9": 0.9, "trace": 0.9, "routers": 0.9}  # of capacity
+LOADS |= {part: float(part.removeprefix("ahead-")) for part in AHEAD}
 IDLE_TOKENS = 16
 WARM_UP_REQUESTS = 16
 PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total\{.*\} (\S+)$", re.M)

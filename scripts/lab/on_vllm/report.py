@@ -12,7 +12,7 @@ from bench.rows import Row, select
 from bench.tables import cells, show
 from rich.console import Console
 
-from on_vllm.arrangements import ORDERS, ROUTER_POLICIES, Arrangement, arrangements_of
+from on_vllm.arrangements import AHEAD, ORDERS, ROUTER_POLICIES, Arrangement, arrangements_of
 from on_vllm.passes import CASE
 
 TITLES = {
@@ -24,6 +24,7 @@ TITLES = {
     "barrier": "batches run to their end, all at once",
     "memory": "all at once, a KV cache of 1,280 tokens",
     "own": "all at once, llmserve's own forecasts without a trained predictor",
+    **{part: f"turns as priorities, Poisson arrivals at {part.removeprefix('ahead-')} of capacity" for part in AHEAD},
 }
 
 
