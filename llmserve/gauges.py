@@ -9,7 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from bins.dispatch import DispatchPlan, Observed
 from llmserve.cluster.live import LiveCluster
 from llmserve.energy import EnergyMeter
-from llmserve.scheduling.messages import DispatchSolved
+from llmserve.policies import named, order_settings, tuned
+from llmserve.scheduling.messages import DispatchSolved, Tuned
 
 BINS_MIN = 8  # least number of bins for which accuracy is computed, even if fewer bins are in use
 EXPECTATIONS = {
@@ -88,6 +89,25 @@ class Gauges:
         for reason, count in sorted(self._cluster.prediction_fallbacks.items()):
             fallbacks.add_metric([reason], count)
         yield fallbacks
+
+
+class OrderGauges:
+    """The order in force, and how often tuning has changed it."""
+
+    def __init__(self, cluster: LiveCluster) -> None:
+        self._configured = cluster.journal.header.scheduling
+        self._settings = order_settings(self._configured)
+        self._changes = 0
+
+    def follow(self, event: Tuned) -> None:
+        self._settings = order_settings(tuned(self._configured, event.settings))
+        self._changes += 1
+
+    def collect(self) -> Iterator[Metric]:
+        order = GaugeMetricFamily("llmserve_order", "1 for the order in force", labels=["settings"])
+        order.add_metric([named(self._settings)], 1.0)
+        yield order
+        yield CounterMetricFamily("llmserve_order_changes", "Changes of the order by --tune", value=self._changes)
 
 
 class EnergyGauges:

@@ -151,7 +151,7 @@ class Tuned(msgspec.Struct, frozen=True, tag=True):
     settings : of the order, by name, such as {"order": "shortest", "patience": 40.0}; the others stay as configured
     """
 
-    settings: dict[str, str | float]
+    settings: dict[str, str | int | float]
 
 
 class PlanChanged(msgspec.Struct, frozen=True, tag=True):
