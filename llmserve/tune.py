@@ -107,11 +107,12 @@ def _notes(choice: Choice) -> list[str]:
     verb = "It would take" if choice.changes else "It would keep"
     flags = " ".join([f"--{name.replace('_', '-')} {value}" for name, value in taken.settings.items()])
     lines = [f"{verb} {taken.name}: {choice.reason}.", f"To set it: llmserve serve {flags}"]
-    replayed_s = choice.rows[choice.present].mean_s
     lines.append(
-        f"The journal's own mean latency was {choice.observed_mean_s:.3g} s; replayed as it was in force at the end: "
-        f"{replayed_s:.3g} s."
+        f"The journal's own mean latency was {choice.observed_mean_s:.3g} s; replayed under the settings in force at "
+        f"its end: {choice.replayed_mean_s:.3g} s."
     )
+    if choice.recorded < choice.requests:
+        lines.append(f"The {choice.recorded:,} requests of the journal were repeated, in blocks of changed places.")
     if choice.forecast:
         lines.append(f"{choice.forecast:,} requests have no real length yet; one of their forecasts' lengths was used.")
     if choice.left_out:

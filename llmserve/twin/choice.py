@@ -22,7 +22,6 @@ from llmserve.twin.replay import FIRST_COME, Outcome, Twin
 Latencies = NDArray[np.float64]
 
 P99_BOUND = 1.10
-WHOLE = slice(None)
 MARGIN = 0.02
 Goal = Literal["mean", "p99", "deadlines", "energy"]
 GOALS: tuple[Goal, ...] = ("mean", "p99", "deadlines", "energy")
@@ -36,7 +35,6 @@ class Row(msgspec.Struct, frozen=True):
     mean_s, p99_s  latency
     goal           what is to be small: the relative mean, p99 or energy per token; with goal deadlines the share of the
                    requests with deadlines that are late
-    goal_halves    of the first and of the second half of the requests, in the order of arrival
     answered       number of requests
     allowed        whether the p99 is within the bound, and no fewer requests are answered
     """
@@ -47,7 +45,6 @@ class Row(msgspec.Struct, frozen=True):
     mean_s: float
     p99_s: float
     goal: float
-    goal_halves: tuple[float, float]
     answered: int
     allowed: bool
 
@@ -61,8 +58,9 @@ class Choice(msgspec.Struct, frozen=True):
     present    index of the settings in force; best : of the candidate that is best for the goal
     take       index of the settings to be in force from now on: `best`, or `present`
     reason     in words
-    requests   replayed; forecast : those of them whose real length is not known;  left_out : by reason
-    observed_mean_s  mean latency in the past itself
+    requests   replayed; recorded : distinct ones; forecast : those of them whose real length is not known
+    left_out   number of requests that cannot be replayed, by reason
+    observed_mean_s  mean latency of the recorded answers; replayed_mean_s : of the same, with the settings in force
     """
 
     goal: Goal
@@ -72,9 +70,11 @@ class Choice(msgspec.Struct, frozen=True):
     take: int
     reason: str
     requests: int
+    recorded: int
     forecast: int
     left_out: dict[str, int]
     observed_mean_s: float
+    replayed_mean_s: float
 
     @property
     def changes(self) -> bool:
@@ -88,8 +88,11 @@ def choose(twin: Twin, goal: Goal, candidates: Sequence[Settings], *, left_out: 
     present = candidates.index(twin.present)
     allowed = [index for index, row in enumerate(rows) if row.allowed]
     best = min(allowed, key=lambda index: rows[index].goal)
-    take, reason = decide(rows, present, best)
-    return Choice(goal, rows, present, best, take, reason, len(twin), twin.forecast, left_out, twin.observed_mean_s)
+    take, reason = _decide(twin, goal, rows, present, best)
+    return Choice(
+        *(goal, rows, present, best, take, reason, len(twin), twin.recorded, twin.forecast, left_out),
+        *(twin.observed_mean_s, twin.recorded_mean_s(outcomes[present])),
+    )
 
 
 def rows_of(outcomes: Sequence[Outcome], goal: Goal) -> tuple[Row, ...]:
@@ -106,7 +109,6 @@ def rows_of(outcomes: Sequence[Outcome], goal: Goal) -> tuple[Row, ...]:
     rows = []
     for outcome in outcomes:
         p99 = _ratio(outcome, first, _p99)
-        halves = [slice(None, outcome.latency_s.size // 2), slice(outcome.latency_s.size // 2, None)]
         rows.append(
             Row(
                 outcome.settings,
@@ -114,8 +116,7 @@ def rows_of(outcomes: Sequence[Outcome], goal: Goal) -> tuple[Row, ...]:
                 p99,
                 _mean(outcome.latency_s),
                 _p99(outcome.latency_s),
-                _value(outcome, first, goal, WHOLE),
-                (_value(outcome, first, goal, halves[0]), _value(outcome, first, goal, halves[1])),
+                _value(outcome, first, goal),
                 outcome.answered,
                 p99 <= P99_BOUND and outcome.answered >= first.answered,
             )
@@ -123,34 +124,39 @@ def rows_of(outcomes: Sequence[Outcome], goal: Goal) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def decide(rows: Sequence[Row], present: int, best: int) -> tuple[int, str]:
+def _decide(twin: Twin, goal: Goal, rows: Sequence[Row], present: int, best: int) -> tuple[int, str]:
     """(index of the settings to be in force from now on, the reason)."""
     now, other = rows[present], rows[best]
     if not now.allowed:
         return best, f"{now.name} exceeds the bound: p99 {now.p99:.2f} of first come first served"
-    gains = [before - after for before, after in zip(now.goal_halves, other.goal_halves, strict=True)]
     if best == present:
         return present, f"{now.name} is the best"
+    gains = [now.goal - other.goal]
+    if gains[0] >= MARGIN:
+        for half in twin.halves():
+            outcomes = [half.replay(settings) for settings in (FIRST_COME, now.settings, other.settings)]
+            _, before, after = rows_of(outcomes, goal)
+            gains.append(before.goal - after.goal)
     if min(gains) < MARGIN:
         return present, f"{other.name} is better by less than {MARGIN:.0%}, or in one half of the requests only"
     return best, f"{other.name} is better by {min(gains):.0%} or more in both halves of the requests"
 
 
-def _value(outcome: Outcome, first: Outcome, goal: Goal, part: slice) -> float:
+def _value(outcome: Outcome, first: Outcome, goal: Goal) -> float:
     if goal == "mean":
-        return _ratio(outcome, first, _mean, part)
+        return _ratio(outcome, first, _mean)
     if goal == "p99":
-        return _ratio(outcome, first, _p99, part)
+        return _ratio(outcome, first, _p99)
     if goal == "deadlines":
         assert outcome.in_time is not None, "the goal has been checked"
-        return float(1.0 - outcome.in_time[part].mean())
+        return float(1.0 - outcome.in_time.mean())
     assert outcome.joules_per_token is not None, "the goal has been checked"
     assert first.joules_per_token is not None, "the goal has been checked"
-    return outcome.joules_per_token / first.joules_per_token  # a half has no energy of its own
+    return outcome.joules_per_token / first.joules_per_token
 
 
-def _ratio(outcome: Outcome, first: Outcome, of: Callable[[Latencies], float], part: slice = WHOLE) -> float:
-    return of(outcome.latency_s[part]) / of(first.latency_s[part])
+def _ratio(outcome: Outcome, first: Outcome, of: Callable[[Latencies], float]) -> float:
+    return of(outcome.latency_s) / of(first.latency_s)
 
 
 def _mean(latency_s: Latencies) -> float:

@@ -58,6 +58,7 @@ class Recording(msgspec.Struct, frozen=True):
     requests    in the order of their arrival
     left_out    number of requests whose lengths are not known, by reason; they are not among `requests`
     groups      of the plan in force; (): one group serves all
+    until_s     time of the last step
     """
 
     scheduling: SchedulingConfig
@@ -66,6 +67,7 @@ class Recording(msgspec.Struct, frozen=True):
     requests: tuple[PastRequest, ...]
     left_out: dict[str, int] = {}
     groups: tuple[ServingGroup, ...] = ()
+    until_s: float = 0.0
 
     @property
     def ended(self) -> int:
@@ -117,9 +119,8 @@ class Past:
 
     engines   that were ready before the steps
     settings  of the order, before the steps
-    before    (arrival, request) of requests that were present before the steps
 
-    A request that arrived before the steps counts as having arrived when its batch was formed.
+    A request that arrived before the steps is in no recording: such requests are longer than others.
     """
 
     def __init__(
@@ -127,13 +128,12 @@ class Past:
         header: Header,
         engines: Iterable[EngineInfo] = (),
         settings: Mapping[str, str | float] | None = None,
-        before: Iterable[tuple[float, Request]] = (),
     ) -> None:
         self._scheduling = header.scheduling
         self._groups = header.groups
         self._settings = dict(settings or {})
         self._engines = {engine.name: _Engine(engine) for engine in engines}
-        self._present = {request.id: PastRequest(request, arrived_s) for arrived_s, request in before}
+        self._present: dict[int, PastRequest] = {}
         self._over: list[PastRequest] = []
         self._left_out: list[tuple[float, str]] = []
         self._stopped: set[int] = set()  # preempted requests that are still on their engines
@@ -163,11 +163,11 @@ class Past:
         return self
 
     def recording(self, minutes: float | None = None) -> Recording:
-        """The requests that were present during the last minutes; None: all."""
-        since_s = -math.inf if minutes is None else self._now_s - 60.0 * minutes
-        over = [past for past in self._over if past.ended_s is not None and past.ended_s >= since_s]
+        """The requests that arrived during the last minutes; None: all."""
+        since_s = 0.0 if minutes is None else self._now_s - 60.0 * minutes
+        requests = [past for past in (*self._over, *self._present.values()) if past.arrived_s >= since_s]
+        requests.sort(key=lambda past: (past.arrived_s, past.request.id))
         left_out = Counter(reason for at_s, reason in self._left_out if at_s >= since_s)
-        requests = sorted([*over, *self._present.values()], key=lambda past: (past.arrived_s, past.request.id))
         return Recording(
             self._scheduling,
             self._settings,
@@ -175,6 +175,7 @@ class Past:
             tuple(requests),
             dict(left_out),
             self._groups,
+            self._now_s,
         )
 
     # ---- requests ----
@@ -190,7 +191,7 @@ class Past:
         for request in batch.requests:
             past = self._present.get(request.id)
             if past is None:  # it arrived before the first step
-                past = self._present[request.id] = PastRequest(request, batch.formed_at_s)
+                past = self._present[request.id] = PastRequest(request, -math.inf)
             past.batch_id = batch.id
             requests.append(past)
         return requests

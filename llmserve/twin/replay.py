@@ -21,8 +21,10 @@ from llmserve.simulation.engine_model import Costs, StepEngine
 from llmserve.simulation.report import Recorder, elapsed
 from llmserve.twin.past import PastRequest, Recording
 from llmserve.twin.speed import costs_of
+from llmserve.twin.stretch import repeated
 
 QUEUE_REQUESTS_MAX = 10**9  # a replay refuses no request: all candidates serve the same ones
+REPLAYED = 5_000  # requests: enough for a p99, and for queues to build up
 SAMPLE = 1_024  # forecasts that the first bin edges are fitted to
 FIRST_COME: Settings = {"order": "fffs"}
 PATIENCES = (3.0, 6.0, 12.0, 20.0, 30.0, 40.0, 60.0, 90.0, 120.0, 200.0, 400.0)
@@ -58,39 +60,53 @@ class Outcome:
 class Twin:
     """Replays one recording. profile : for the power of the engines; None: it is not known.
 
-    costs       of each engine, by name
+    least       requests to replay; a shorter recording is repeated (llmserve/twin/stretch.py)
+    costs       of each engine, by name; None: fitted to the recording
+
     observed_mean_s  mean latency of the recorded answers
-    forecast    number of requests whose real lengths are not known; they get one of their forecast's lengths
+    forecast    number of recorded requests whose real lengths are not known; they get one of their forecast's lengths
+    recorded    number of recorded requests, the first ones of a replay
     Raises ConfigError when the recording cannot be replayed.
     """
 
-    def __init__(self, recording: Recording, profile: Profile | None = None) -> None:
-        if not recording.engines:
-            raise ConfigError("the journal names no engine that is ready at its end")
-        if recording.scheduling.release in PLANNED:
-            raise ConfigError(f"release {recording.scheduling.release} follows plans, which a replay does not make")
+    def __init__(
+        self,
+        recording: Recording,
+        profile: Profile | None = None,
+        *,
+        least: int = REPLAYED,
+        costs: dict[str, Costs] | None = None,
+    ) -> None:
+        _check(recording)
+        self._recording = recording
+        self._least = least
         try:
-            self.costs = costs_of(recording.requests, recording.engines, profile)
+            self.costs = costs_of(recording.requests, recording.engines, profile) if costs is None else costs
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        self._recording = recording
-        mean_tokens = float(np.mean([past.tokens for past in recording.requests if past.tokens is not None]))
-        self.tokens = [
-            past.tokens if past.tokens is not None else _likely(past.request, mean_tokens)
-            for past in recording.requests
-        ]
-        self.observed_mean_s = float(
-            np.mean([past.ended_s - past.arrived_s for past in recording.requests if past.ended_s and past.tokens])
-        )
-        self.forecast = len(recording.requests) - recording.ended
-        self._arrivals = [
-            (past.arrived_s, msgspec.structs.replace(past.request, id=number, prefixes=()))
-            for number, past in enumerate(recording.requests)
-        ]
+        requests = recording.requests
+        answered = [past for past in requests if past.tokens is not None]
+        self.recorded, self.forecast = len(requests), len(requests) - len(answered)
+        self.observed_mean_s = float(np.mean([(past.ended_s or 0.0) - past.arrived_s for past in answered]))
+        self._is_answered = np.array([past.tokens is not None for past in requests])
+        lengths = _Lengths(answered, recording.until_s)
+        own = [lengths.likely(past) if past.tokens is None else past.tokens for past in requests]
+        self._learnt = _learnt(recording, own, self.costs)
+        places = repeated(recording, least)
+        self.tokens = [own[index] for _, index in places]
+        self._arrivals = [(at_s, _again(requests[index], number, at_s)) for number, (at_s, index) in enumerate(places)]
         self._deadlines_s = np.array(
             [np.inf if request.deadline_s is None else request.deadline_s for _, request in self._arrivals]
         )
-        self._learnt = _learnt(recording, self.tokens, self.costs)
+
+    def halves(self) -> list[Twin]:
+        """Twins of the first and of the second half of the recorded requests, of half the length each."""
+        requests, middle = self._recording.requests, self.recorded // 2
+        parts = (requests[:middle], requests[middle].arrived_s), (requests[middle:], self._recording.until_s)
+        recordings = [
+            msgspec.structs.replace(self._recording, requests=part, until_s=until_s) for part, until_s in parts
+        ]
+        return [Twin(part, least=self._least // 2, costs=self.costs) for part in recordings]
 
     def __len__(self) -> int:
         return len(self._arrivals)
@@ -101,7 +117,7 @@ class Twin:
         return order_settings(tuned(self._recording.scheduling, self._recording.settings))
 
     def replay(self, settings: Mapping[str, str | float]) -> Outcome:
-        """Serve the recorded requests under these settings. Raises ConfigError on wrong settings."""
+        """Serve the requests under these settings. Raises ConfigError on wrong settings."""
         recording = self._recording
         base = msgspec.structs.replace(recording.scheduling, queue_requests_max=QUEUE_REQUESTS_MAX)
         if "release" in settings:
@@ -127,6 +143,10 @@ class Twin:
             sum(known) / sum(self.tokens) if len(known) == len(engines) else None,
         )
 
+    def recorded_mean_s(self, outcome: Outcome) -> float:
+        """Mean latency of an outcome's requests, of those whose real latency is in `observed_mean_s`."""
+        return float(np.nanmean(outcome.latency_s[: self.recorded][self._is_answered]))
+
     def candidates(self) -> list[Settings]:
         """The candidates that a server can change to while it serves, the present settings among them."""
         return [*ORDERS, *([self.present] if self.present not in ORDERS else [])]
@@ -142,11 +162,44 @@ def _engine(info: EngineInfo, tokens: Sequence[float], costs: Costs) -> StepEngi
     return StepEngine(msgspec.structs.replace(info, paces={}), tokens, costs)
 
 
-def _likely(request: Request, mean_tokens: float) -> float:
-    """One of the equally likely lengths of a forecast, another for each request; without a forecast the mean."""
-    if request.quantiles:
-        return max(1.0, request.quantiles[request.id % len(request.quantiles)])
-    return max(1.0, request.predicted_tokens or mean_tokens)
+def _check(recording: Recording) -> None:
+    """Raise ConfigError when the recording cannot be replayed."""
+    if not recording.engines:
+        raise ConfigError("the journal names no engine that is ready at its end")
+    if recording.scheduling.release in PLANNED:
+        raise ConfigError(f"release {recording.scheduling.release} follows plans, which a replay does not make")
+    if not recording.ended:
+        raise ConfigError("no request has been answered, so the speed of the engines is not known")
+
+
+def _again(past: PastRequest, number: int, at_s: float) -> Request:
+    """A recorded request that arrives at another time, with its deadline as long after its arrival as it was."""
+    deadline_s = past.request.deadline_s
+    moved_s = None if deadline_s is None else deadline_s + (at_s - past.arrived_s)
+    return msgspec.structs.replace(past.request, id=number, prefixes=(), deadline_s=moved_s)
+
+
+class _Lengths:
+    """Lengths of requests whose real lengths are not known. answered : requests with known lengths, at least one."""
+
+    def __init__(self, answered: Sequence[PastRequest], until_s: float) -> None:
+        tokens = sum([past.tokens or 0.0 for past in answered])
+        seconds = sum([(past.ended_s or 0.0) - past.begun_s for past in answered])
+        self._mean = tokens / len(answered)
+        self._tokens_per_s = tokens / seconds if seconds > 0 else 0.0
+        self._until_s = until_s
+
+    def likely(self, past: PastRequest) -> float:
+        """One of the equally likely lengths of the forecast that the answer can still have, another for each request.
+
+        Without a forecast the mean; an answer that is longer than forecast is expected to grow by a quarter.
+        """
+        request = past.request
+        running = past.engine and past.ended_s is None
+        so_far = self._tokens_per_s * (self._until_s - past.begun_s) if running else 0.0
+        lengths = request.quantiles or (request.predicted_tokens or self._mean,)
+        possible = [length for length in lengths if length > so_far] or [1.25 * so_far]
+        return max(1.0, possible[request.id % len(possible)])
 
 
 def _learnt(recording: Recording, tokens: Sequence[float], costs: Mapping[str, Costs]) -> dict[str, Learnt]:

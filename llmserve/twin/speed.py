@@ -2,7 +2,8 @@
 
 An answer of t tokens to a prompt of p tokens, beside n - 1 others, takes d + c p + t (a + b n) seconds. The four
 numbers are at least 0 and fit by least squares; each residual is weighted by one over its seconds' square root, for
-longer answers vary more. A batch of a barrier engine counts as one answer: its longest, to all its prompts.
+longer answers vary more. Where n hardly varied, b is not known and tends to 0: a step then takes the same time for
+any n. A batch of a barrier engine counts as one answer: its longest, to all its prompts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from llmserve.twin.past import PastRequest
 
 ENOUGH = 20  # answers; an engine with fewer has the speed of all engines of its kind together
 STEP_LEAST_S = 1e-9
+RIDGE = 0.03  # weight, over that of all answers, of the expectation that b is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,9 @@ def fitted(answers: Sequence[Answered]) -> tuple[float, float, float, float]:
     rows = np.array([[1.0, each.prompt_tokens, each.tokens, each.tokens * each.running] for each in answers])
     seconds = np.array([each.seconds for each in answers])
     weights = 1.0 / np.sqrt(seconds)
-    d, c, a, b = _at_least_zero(rows * weights[:, None], seconds * weights).tolist()
+    rows *= weights[:, None]
+    small = np.array([[0.0, 0.0, 0.0, RIDGE * np.linalg.norm(rows[:, 3])]])
+    d, c, a, b = _at_least_zero(np.vstack([rows, small]), np.append(seconds * weights, 0.0)).tolist()
     return d, c, a, b
 
 

@@ -11,18 +11,19 @@ from bins.profile import resolve
 from llmserve.cluster.journal import Header, Journal, Step
 from llmserve.errors import ConfigError
 from llmserve.policies import SchedulingConfig, Settings
-from llmserve.request import EngineInfo, Request
+from llmserve.request import EngineInfo
 from llmserve.scheduling.messages import BatchEnded, Event, RequestEnded, ServingGroup, Tuned
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.twin.choice import Choice, Goal, choose
 from llmserve.twin.past import Past
 from llmserve.twin.replay import Twin
+from llmserve.twin.stretch import latest_alike
 
 log = logging.getLogger("llmserve")
 
 EVERY_S = 30.0  # seconds between two questions
-WINDOW_S = 180.0  # of the past that is replayed
-ENDED_LEAST = 200  # answers since the last question
+WINDOW_S = 900.0  # of the past that may be replayed
+ENDED_LEAST = 100  # answers since the last question
 STEPS_MAX = 20_000  # of the journal in memory
 
 
@@ -31,7 +32,6 @@ class Question(msgspec.Struct, frozen=True):
 
     scheduling  resolved, as the server began; settings : of the order in force
     engines     ready engines; groups : of the plan in force
-    before      (arrival, request) of the requests that wait or run and arrived before the steps
     steps       of the last minutes
     """
 
@@ -40,7 +40,6 @@ class Question(msgspec.Struct, frozen=True):
     settings: Settings
     engines: tuple[EngineInfo, ...]
     groups: tuple[ServingGroup, ...]
-    before: tuple[tuple[float, Request], ...]
     steps: tuple[Step, ...]
     profile: str | None = None
 
@@ -55,8 +54,8 @@ class Answer(msgspec.Struct, frozen=True):
 def answer(question: Question) -> Answer:
     """Replay the steps of the question under all candidates; seconds of work."""
     header = Header(question.scheduling, groups=question.groups)
-    past = Past(header, question.engines, question.settings, question.before)
-    recording = past.read(question.steps).recording()
+    past = Past(header, question.engines, question.settings)
+    recording = latest_alike(past.read(question.steps).recording())
     try:
         twin = Twin(recording, resolve(question.profile) if question.profile is not None else None)
         return Answer(choose(twin, question.goal, twin.candidates(), left_out=recording.left_out))
@@ -96,15 +95,12 @@ class Tuner:
         if ended < ENDED_LEAST:
             return None
         self._asked_at_s = now_s
-        first_s = steps[0].now_s
-        before = [queued for queued in self._scheduler.requests.values() if queued.arrived_at_s < first_s]
         return Question(
             self._goal,
             self._journal.header.scheduling,
             self.settings,
             tuple([engine.info for engine in self._scheduler.engines.values() if engine.ready]),
             self._scheduler.plan,
-            tuple([(queued.arrived_at_s, queued.request) for queued in before]),
             steps,
             self._profile,
         )

@@ -41,6 +41,6 @@ async def test_a_server_changes_its_order_by_its_own_past(
     assert "llmserve_order_changes_total 1.0" in metrics
     assert 'llmserve_order{settings="shortest patience' in metrics
     assert any(
-        record.message.startswith("order fffs -> shortest patience") and "replayed 200 requests" in record.message
+        record.message.startswith("order fffs -> shortest patience") and record.message.endswith(" requests")
         for record in caplog.records
     )
