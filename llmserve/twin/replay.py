@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,8 +62,9 @@ class Twin:
     """Replays one recording. profile : for the power of the engines; None: it is not known.
 
     least       requests to replay; a shorter recording is repeated (llmserve/twin/stretch.py)
-    costs       of each engine, by name; None: fitted to the recording
+    whole       a twin of more requests, whose engines and lengths this one has; None: they are fitted to the recording
 
+    costs       of each engine, by name; lengths : of requests whose real lengths are not known
     observed_mean_s  mean latency of the recorded answers
     forecast    number of recorded requests whose real lengths are not known; they get one of their forecast's lengths
     recorded    number of recorded requests, the first ones of a replay
@@ -75,21 +77,24 @@ class Twin:
         profile: Profile | None = None,
         *,
         least: int = REPLAYED,
-        costs: dict[str, Costs] | None = None,
+        whole: Twin | None = None,
     ) -> None:
-        _check(recording)
         self._recording = recording
         self._least = least
-        try:
-            self.costs = costs_of(recording.requests, recording.engines, profile) if costs is None else costs
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
         requests = recording.requests
         answered = [past for past in requests if past.tokens is not None]
+        if whole is not None:
+            costs, lengths = whole.costs, whole.lengths
+        else:
+            _check(recording)
+            costs = costs_of(requests, recording.engines, profile)
+            lengths = _Lengths(answered, recording.until_s)
+        self.costs: dict[str, Costs] = costs
+        self.lengths: _Lengths = lengths
         self.recorded, self.forecast = len(requests), len(requests) - len(answered)
-        self.observed_mean_s = float(np.mean([(past.ended_s or 0.0) - past.arrived_s for past in answered]))
+        observed_s = [(past.ended_s or 0.0) - past.arrived_s for past in answered]
+        self.observed_mean_s = sum(observed_s) / len(observed_s) if observed_s else math.nan
         self._is_answered = np.array([past.tokens is not None for past in requests])
-        lengths = _Lengths(answered, recording.until_s)
         own = [lengths.likely(past) if past.tokens is None else past.tokens for past in requests]
         self._learnt = _learnt(recording, own, self.costs)
         places = repeated(recording, least)
@@ -106,7 +111,7 @@ class Twin:
         recordings = [
             msgspec.structs.replace(self._recording, requests=part, until_s=until_s) for part, until_s in parts
         ]
-        return [Twin(part, least=self._least // 2, costs=self.costs) for part in recordings]
+        return [Twin(part, least=self._least // 2, whole=self) for part in recordings]
 
     def __len__(self) -> int:
         return len(self._arrivals)

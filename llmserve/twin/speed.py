@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bins.profile import Profile
+from llmserve.errors import ConfigError
 from llmserve.request import EngineInfo
 from llmserve.simulation.engine_model import Costs
 from llmserve.twin.past import PastRequest
@@ -92,7 +93,7 @@ def costs_of(
 ) -> dict[str, Costs]:
     """The costs of each engine, by name. profile : for the power of the engines; None: it is not known.
 
-    Raises ValueError when no request has been answered.
+    Raises ConfigError when no ready engine has answered a request.
     """
     own = {engine.name: answers_of(requests, engine) for engine in engines}
     costs = {}
@@ -104,7 +105,7 @@ def costs_of(
                 answer for answers in own.values() for answer in answers
             ]
         if not answers:
-            raise ValueError("no request has been answered, so the speed of the engines is not known")
+            raise ConfigError("no ready engine has answered a request, so the speed of the engines is not known")
         costs[engine.name] = _costs(fitted(answers), engine.slots, profile)
     return costs
 

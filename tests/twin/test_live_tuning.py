@@ -15,6 +15,7 @@ from llmserve.settings import TuningConfig
 from llmserve.twin import live, tuner
 
 
+@pytest.mark.slow
 async def test_a_server_changes_its_order_by_its_own_past(
     start_front: StartFront, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -33,7 +34,7 @@ async def test_a_server_changes_its_order_by_its_own_past(
                 await response.read()
 
         await asyncio.gather(*[ask(number) for number in range(200)])
-        await until(lambda: any(isinstance(step.event, Tuned) for step in front.cluster.journal.steps))
+        await until(lambda: any(isinstance(step.event, Tuned) for step in front.cluster.journal.steps), within_s=90.0)
         async with front.session.get(front.url + "/metrics") as response:
             metrics = await response.text()
     journal = front.cluster.journal
