@@ -304,7 +304,6 @@ COMMON = {
     *("release", "order", "batch_size", "bins", "queue_requests_max"),
     *("profile", "energy_weight", "latency_target_s"),
     *("predictor", "record"),
-    "tune",
     *("slo_ms", "concurrent_max", "requests_per_minute_max"),
 }
 """Settings that `serve --help` shows."""

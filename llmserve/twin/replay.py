@@ -61,7 +61,7 @@ class Outcome:
 class Twin:
     """Replays one recording. profile : for the power of the engines; None: it is not known.
 
-    least       requests to replay; a shorter recording is repeated (llmserve/twin/stretch.py)
+    least       requests to replay (default: REPLAYED); a shorter recording is repeated (llmserve/twin/stretch.py)
     whole       a twin of more requests, whose engines and lengths this one has; None: they are fitted to the recording
 
     costs       of each engine, by name; lengths : of requests whose real lengths are not known
@@ -76,11 +76,11 @@ class Twin:
         recording: Recording,
         profile: Profile | None = None,
         *,
-        least: int = REPLAYED,
+        least: int | None = None,
         whole: Twin | None = None,
     ) -> None:
         self._recording = recording
-        self._least = least
+        self._least = REPLAYED if least is None else least
         requests = recording.requests
         answered = [past for past in requests if past.tokens is not None]
         if whole is not None:
@@ -97,7 +97,7 @@ class Twin:
         self._is_answered = np.array([past.tokens is not None for past in requests])
         own = [lengths.likely(past) if past.tokens is None else past.tokens for past in requests]
         self._learnt = _learnt(recording, own, self.costs)
-        places = repeated(recording, least)
+        places = repeated(recording, self._least)
         self.tokens = [own[index] for _, index in places]
         self._arrivals = [(at_s, _again(requests[index], number, at_s)) for number, (at_s, index) in enumerate(places)]
         self._deadlines_s = np.array(
