@@ -95,6 +95,7 @@ def test_goals_that_the_journal_does_not_show_are_an_error(tmp_path: Path) -> No
         choose(twin, "energy", twin.candidates(), left_out={})
 
 
+@pytest.mark.slow
 def test_the_same_tuner_tunes_a_simulated_server(tmp_path: Path) -> None:
     """First come first served, heavy-tailed lengths, load 0.9: the shortest first is far better, at no worse p99."""
     rng = np.random.default_rng(3)
