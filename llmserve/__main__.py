@@ -25,6 +25,7 @@ BROKEN_PIPE = 141  # exit status, as in shells
 COMMANDS = {  # modules of this package, each with add_arguments and main
     "serve": "run the front-end, with its own engine or other engines",
     "simulate": "run the same scheduler under a virtual clock",
+    "tune": "replay a server's journal under other orders, and name the best",
     "solve": "compute when a bin should wait, and when to release a batch",
     "advise": "recommend a number of length bins, with edges and gain",
     "plan": "choose which models share which GPUs, for the largest bursts",

@@ -10,7 +10,8 @@ from bins.dispatch import DispatchPlan, Observed
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.saving import Saver
 from llmserve.energy import EnergyMeter
-from llmserve.scheduling.messages import DispatchSolved
+from llmserve.policies import named, order_settings, tuned
+from llmserve.scheduling.messages import DispatchSolved, Tuned
 
 BINS_MIN = 8  # least number of bins for which accuracy is computed, even if fewer bins are in use
 EXPECTATIONS = {
@@ -126,6 +127,25 @@ class StateGauges:
         yield CounterMetricFamily(
             "llmserve_state_failures", "Times that what was learnt could not be saved", value=self._saver.failures
         )
+
+
+class OrderGauges:
+    """The order in force, and how often tuning has changed it."""
+
+    def __init__(self, cluster: LiveCluster) -> None:
+        self._configured = cluster.journal.header.scheduling
+        self._settings = order_settings(self._configured)
+        self._changes = 0
+
+    def follow(self, event: Tuned) -> None:
+        self._settings = order_settings(tuned(self._configured, event.settings))
+        self._changes += 1
+
+    def collect(self) -> Iterator[Metric]:
+        order = GaugeMetricFamily("llmserve_order", "1 for the order in force", labels=["settings"])
+        order.add_metric([named(self._settings)], 1.0)
+        yield order
+        yield CounterMetricFamily("llmserve_order_changes", "Changes of the order by --tune", value=self._changes)
 
 
 class EnergyGauges:

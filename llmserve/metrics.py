@@ -17,7 +17,7 @@ from llmserve.cluster.journal import Step
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.saving import Saver
 from llmserve.energy import EnergyMeter
-from llmserve.gauges import DispatchGauges, EnergyGauges, Gauges, StateGauges
+from llmserve.gauges import DispatchGauges, EnergyGauges, Gauges, OrderGauges, StateGauges
 from llmserve.request import Request
 from llmserve.scheduling.messages import (
     BatchEnded,
@@ -32,6 +32,7 @@ from llmserve.scheduling.messages import (
     RequestEnded,
     SolveDispatch,
     StartBatch,
+    Tuned,
 )
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -97,7 +98,8 @@ class Metrics:
         self._streams = _Streams(registry)
         self._energy = EnergyGauges(cluster, meters)
         self._dispatch = DispatchGauges(cluster, energy_known)
-        for collector in (Gauges(cluster), StateGauges(saver), self._energy, self._dispatch):
+        self._order = OrderGauges(cluster)
+        for collector in (Gauges(cluster), StateGauges(saver), self._energy, self._dispatch, self._order):
             registry.register(collector)
         cluster.journal.listen(self.observe)
 
@@ -128,6 +130,8 @@ class Metrics:
             self._lost.labels(event.engine).inc()
         elif type(event) is DispatchSolved:
             self._dispatch.follow(event)
+        elif type(event) is Tuned:
+            self._order.follow(event)
         elif type(event) is EngineReady:  # the engine may list other models than before
             self._streams.keep(self._cluster.models)
             self._dispatch.keep(self._cluster.models)

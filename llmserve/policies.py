@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bins.edges import Edges, OnlineEdges, answered_edges, equal_mass_edges
 from bins.risk import risk
-from llmserve.policy_names import ORDERS, RATE_WAIT_S, TIMEOUT_S, order_of, release_of
+from llmserve.policy_names import ORDER_SETTINGS, ORDERS, RATE_WAIT_S, TIMEOUT_S, order_of, release_of
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.deadline_queue import DeadlineQueue
 from llmserve.scheduling.dispatch import Dispatch
@@ -264,6 +264,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         assert self.order is not None, "resolve the configuration first"
         order = order or order_of(self)
+        dispatch = Dispatch(order, self.full_batch, lambda settings: order_of(tuned(self, settings)))
+        order = dispatch.order_in_force
         self.queues("", scores, lengths, order=order, release=release)  # raise errors now, not at the first request
         return Scheduler(
             new_queues=lambda model, group, tally: self.queues(
@@ -277,7 +279,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
                 learnt=learnt.get(model, NOTHING_LEARNT),
             ),
             order=order,
-            dispatch=Dispatch(order, self.full_batch),
+            dispatch=dispatch,
             circuit=lambda: Circuit(self.circuit_faults_max, self.circuit_pause_s),
             plan=plan,
             rates=rates,
@@ -362,6 +364,31 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     def likely_lengths(self, forecasts: Iterable[Sequence[float]]) -> tuple[float, ...]:
         """Return one length of each forecast. The quantile levels are used in turn, so that all occur equally often."""
         return tuple([lengths[index % len(lengths)] for index, lengths in enumerate(forecasts)])
+
+
+Settings = dict[str, str | int | float]
+"""Some settings of a SchedulingConfig, by name."""
+
+
+def order_settings(config: SchedulingConfig) -> Settings:
+    """The settings of a resolved configuration that make its order."""
+    assert config.order is not None, "resolve the configuration first"
+    own = ORDER_SETTINGS.get(config.order, ())
+    return {"order": config.order, **{name: getattr(config, name) for name in own}}
+
+
+def named(settings: Mapping[str, str | float]) -> str:
+    """Settings in words: shortest patience 12."""
+    texts = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in settings.items()}
+    return " ".join([text if name == "order" else f"{name} {text}" for name, text in texts.items()])
+
+
+def tuned(config: SchedulingConfig, settings: Mapping[str, str | float]) -> SchedulingConfig:
+    """The configuration with other settings, by name. Raises ValueError on an unknown name or a wrong value."""
+    unknown = settings.keys() - set(config.__struct_fields__)
+    if unknown:
+        raise ValueError(f"{', '.join(sorted(unknown))} is no setting of the scheduling")
+    return msgspec.convert(msgspec.structs.asdict(config) | dict(settings), SchedulingConfig)
 
 
 def _edges(config: SchedulingConfig, lengths_seen: SeenLengths | None, scores: Sequence[float]) -> OnlineEdges:

@@ -41,6 +41,8 @@ ORDERS: dict[str, Callable[[SchedulingConfig], Order]] = {
     "clockwork": lambda config: Clockwork(),
 }
 """Constructors of the built-in orders, by name."""
+ORDER_SETTINGS = {"shortest": ("patience",)}
+"""Settings, besides the name, of orders with fixed keys."""
 
 
 def order_of(config: SchedulingConfig) -> Order:

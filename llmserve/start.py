@@ -26,9 +26,14 @@ from llmserve.engines.openai_engine import OpenAIEngine
 from llmserve.errors import ConfigError
 from llmserve.extras import need
 from llmserve.learnt import learnt_before
+from llmserve.policies import PLANNED, SchedulingConfig
+from llmserve.policy_names import order_of
+from llmserve.scheduling.orders import FixedOrder
 from llmserve.settings import Config
 from llmserve.spelling import nearest
 from llmserve.state_file import StateFile
+from llmserve.twin.live import LiveTuning
+from llmserve.twin.tuner import STEPS_MAX, Tuner
 from predictor.errors import PredictorError
 from predictor.forecaster import Forecaster, ForecasterByModel
 from predictor.online import OnlineLearner
@@ -61,6 +66,8 @@ def checked(config: Config) -> Config:
             scheduling.order,
         )
     config = msgspec.structs.replace(config, scheduling=scheduling)
+    if config.tuning.tune != "off":
+        _check_tuning(config, scheduling)
     if engines.replan_every_s is not None:
         need("plan", "scipy", why="replan_every_s")
     if engines.plan is not None:
@@ -68,6 +75,17 @@ def checked(config: Config) -> Config:
     for kind in kinds_of(config):
         kind.check()
     return config
+
+
+def _check_tuning(config: Config, scheduling: SchedulingConfig) -> None:
+    """Raise ConfigError on settings with which the order cannot be tuned."""
+    goal = config.tuning.tune
+    if not isinstance(order_of(scheduling), FixedOrder):
+        raise ConfigError(f"tune: order {scheduling.order} decides at the moment and cannot change while serving")
+    if scheduling.release in PLANNED:
+        raise ConfigError(f"tune: release {scheduling.release} follows plans, which a replay does not make")
+    if goal == "energy" and not config.dispatch.profile:
+        raise ConfigError("tune energy: the power of the engines is not known: give --profile")
 
 
 async def start_cluster(
@@ -94,10 +112,13 @@ async def start_cluster(
         replan=group_plan.replan_when(config),
         learnt=learnt.models,
     )
+    tunes = config.tuning.tune != "off"
+    path = Path(config.server.journal) if config.server.journal else None
+    journal = Journal(header, path=path, **({"steps_max": STEPS_MAX} if tunes else {}))
     cluster = LiveCluster(
         header.scheduler(),
         engines,
-        Journal(header, path=Path(config.server.journal) if config.server.journal else None),
+        journal,
         forecaster=_forecaster(config, predictors, learnt.learners),
         record=LengthRecord(Path(config.prediction.record)) if config.prediction.record else None,
         config=config.live,
@@ -111,11 +132,22 @@ async def start_cluster(
         stack.push_async_callback(saver.close)  # after the cluster's end, when the last answers are learnt
         saver.start()
     stack.push_async_callback(cluster.close)
+    if tunes:
+        _start_tuning(config, cluster, stack)
     if groups:
         regrouper = Regrouper(cluster, planned, groups, group_plan.replanner(config))
         stack.push_async_callback(regrouper.close)
         regrouper.start()
     return cluster, gpus, saver
+
+
+def _start_tuning(config: Config, cluster: LiveCluster, stack: AsyncExitStack) -> None:
+    goal = config.tuning.tune
+    assert goal != "off", "tuning is off"
+    profile = by_model("profile", config.dispatch.profile).get("")
+    tuning = LiveTuning(Tuner(goal, cluster.journal, cluster.scheduler, profile), cluster.notify, cluster.now_s)
+    stack.push_async_callback(tuning.close)
+    tuning.start()
 
 
 @contextlib.asynccontextmanager

@@ -349,7 +349,11 @@ def test_the_import_rules_hold() -> None:
         "llmserve.metrics": {
             *("llmserve.cluster", "llmserve.energy", "llmserve.gauges", "llmserve.request", "llmserve.scheduling"),
         },
-        "llmserve.gauges": {"bins", "llmserve.cluster", "llmserve.energy", "llmserve.scheduling"},
+        "llmserve.gauges": {"bins", "llmserve.cluster", "llmserve.energy", "llmserve.policies", "llmserve.scheduling"},
+        "llmserve.twin": {
+            *("bins", "llmserve.cluster", "llmserve.errors", "llmserve.policies", "llmserve.request"),
+            *("llmserve.scheduling", "llmserve.simulation"),
+        },
     }
 
     def room(module: str) -> str:

@@ -24,10 +24,10 @@ from llmserve.scheduling.messages import Action, Event, ServingGroup
 from llmserve.scheduling.rates import GroupRates, Replan
 from llmserve.scheduling.scheduler import Scheduler
 
-VERSION = 6
-READABLE = (4, 5, VERSION)
+VERSION = 7
+READABLE = (4, 5, 6, VERSION)
 # Version 4 has one model and no groups, version 5 nothing learnt before: the defaults of the fields that they lack.
-# Neither has ForecastsRevised.
+# Neither has ForecastsRevised. Tuned came with version 7.
 
 log = logging.getLogger("llmserve")
 

@@ -14,7 +14,7 @@ scheduling/choices.py chooses the next batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from llmserve.scheduling.batch_times import Timetable
 from llmserve.scheduling.choices import FixedChoice, MomentChoice
@@ -27,17 +27,49 @@ from llmserve.scheduling.queues import FormedBatch
 
 class Dispatch:
     """order    which candidate is next; moment : whether the order is a MomentOrder
+    order_of  makes an order by settings, for `tune`; None: the order stays
     forming  forms batches out of bins
     times    how long batches take
     actions  actions of the step in progress; starts and preemptions are appended
     """
 
-    def __init__(self, order: Order, batch_size: int) -> None:
+    def __init__(
+        self, order: Order, batch_size: int, order_of: Callable[[Mapping[str, str | float]], Order] | None = None
+    ) -> None:
         self.order = order
+        self._order_of = order_of
         self.moment = isinstance(order, MomentOrder)
         self.forming = Forming(batch_size, early_drain=not self.moment)
         self.times = Timetable(batch_size)
         self.actions: list[Action] = []
+
+    @property
+    def order_in_force(self) -> Order:
+        """The order for queues: if its keys are fixed, they are of the order that is in force when a request waits."""
+        if not isinstance(self.order, FixedOrder):
+            return self.order
+        return FixedOrder(lambda batch: self._fixed.key(batch), lambda queued: self._fixed.turn(queued))
+
+    @property
+    def _fixed(self) -> FixedOrder:
+        assert isinstance(self.order, FixedOrder), "an order of the moment fixes no keys"
+        return self.order
+
+    def tune(self, settings: Mapping[str, str | float], groups: Iterable[Group], now_s: float) -> None:
+        """Change the order, and sort all waiting requests again.
+
+        Raises ValueError if the present order, or the one of the settings, has no fixed keys; then nothing has changed.
+        """
+        order = self._order_of(settings) if self._order_of is not None else None
+        if not (isinstance(order, FixedOrder) and isinstance(self.order, FixedOrder)):
+            raise ValueError(f"the order cannot change to {dict(settings)} while requests wait")
+        self.order = order
+        for group in groups:
+            for queues in group.queues.values():
+                for batch in queues.formed.batches():
+                    queues.formed.sort_again(batch)
+                queues.sort_into_queues()
+                self.forming.form_all_early(queues, now_s)
 
     def settle(self, group: Group, now_s: float) -> list[float]:
         """Start all that can start, after any event. Returns times at which more could start without an event."""

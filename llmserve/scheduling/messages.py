@@ -145,6 +145,15 @@ class ServingGroup(msgspec.Struct, frozen=True, omit_defaults=True):
     streams: tuple[tuple[str, str], ...] = ()
 
 
+class Tuned(msgspec.Struct, frozen=True, tag=True):
+    """Another order from now on: the waiting requests are sorted again, the running requests go on.
+
+    settings : of the order, by name, such as {"order": "shortest", "patience": 40.0}; the others stay as configured
+    """
+
+    settings: dict[str, str | int | float]
+
+
 class PlanChanged(msgspec.Struct, frozen=True, tag=True):
     """A new plan of serving groups. Running requests go on where they are; waiting requests move to their new group."""
 
@@ -165,6 +174,7 @@ Event = (
     | TimerFired
     | DispatchSolved
     | PlanChanged
+    | Tuned
 )
 
 # ---- actions --------------------------------------------------------------------------------------------------

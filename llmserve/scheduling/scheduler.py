@@ -12,7 +12,7 @@ module handles events; only dispatch.py starts and preempts batches.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from llmserve.request import Request
@@ -41,6 +41,7 @@ from llmserve.scheduling.messages import (
     ServingGroup,
     SolveDispatch,
     TimerFired,
+    Tuned,
 )
 from llmserve.scheduling.model_queues import Forming, Group, ModelQueues, Tally
 from llmserve.scheduling.orders import MomentOrder, Order
@@ -57,6 +58,8 @@ class Dispatcher(Protocol):
     def settle(self, group: Group, now_s: float) -> list[float]: ...
 
     def start_reserved(self, group: Group, worker: Worker, now_s: float) -> None: ...
+
+    def tune(self, settings: Mapping[str, str | float], groups: Iterable[Group], now_s: float) -> None: ...
 
 
 class Scheduler:
@@ -109,13 +112,14 @@ class Scheduler:
             AnswerBegan: self._on_answer_began,
             ForecastsRevised: lambda event: self._book.revise(event.changes),
             BatchEnded: self._on_batch_ended,
-            EngineReady: self._on_engine_ready,
+            EngineReady: lambda event: self._engines.ready(event.engine),
             EngineClosed: self._on_engine_closed,
             EngineLost: self._on_engine_lost,
             DrainRequested: self._on_drain_requested,
             TimerFired: self._on_timer_fired,
             DispatchSolved: self._on_dispatch_solved,
             PlanChanged: self._on_plan_changed,
+            Tuned: self._on_tuned,
         }
 
     @property
@@ -295,12 +299,8 @@ class Scheduler:
 
     # ---- engines ----------------------------------------------------------------------------------------------
 
-    def _on_engine_ready(self, event: EngineReady) -> None:
-        self._engines.ready(event.engine)
-
     def _on_engine_closed(self, event: EngineClosed) -> None:
-        state = self.engines.get(event.engine)
-        if state is not None and state.ready:
+        if (state := self.engines.get(event.engine)) is not None and state.ready:
             self._engines.close(state)
 
     def _on_engine_lost(self, event: EngineLost) -> None:
@@ -348,6 +348,11 @@ class Scheduler:
             self._book.touch(self.groups.by_name[queues.group])
             if queues.follow(event.plan):
                 self._book.sort_into_queues(queues)
+
+    def _on_tuned(self, event: Tuned) -> None:
+        self._dispatch.tune(event.settings, self.groups, self._now_s)
+        for group in self.groups:
+            self._book.touch(group)
 
     def _on_plan_changed(self, event: PlanChanged) -> None:
         self._engines.changed(self.groups.change(event.groups, self._now_s))

@@ -60,15 +60,16 @@ def draw_run(folder: Path, stories: Sequence[Story]) -> list[Path]:
         (folder / "waiting.png", waiting_figure(story)),
         (folder / "timeline.png", timeline_figure(stories)),
     ]
-    return [_save(figure, path) for path, figure in figures if figure is not None]
+    return [save(figure, path) for path, figure in figures if figure is not None]
 
 
 def draw_comparison(folder: Path, cases: Sequence[Repeated]) -> list[Path]:
     """Write sweep.png."""
-    return [_save(comparison_figure(cases), folder / "sweep.png")]
+    return [save(comparison_figure(cases), folder / "sweep.png")]
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure. Raises ConfigError when the file cannot be written."""
     try:
         figure.savefig(path, dpi=DPI)
     except OSError as error:
@@ -87,6 +88,30 @@ def _figure(rows: int, columns: int, width: float, height: float, **options: Any
         axis.grid(color="#e6e6e6", linewidth=0.6)
         axis.set_axisbelow(True)
     return figure, axes
+
+
+def frontier_figure(points: Sequence[tuple[str, float, float]], p99_bound: float, title: str, *, chosen: int) -> Figure:
+    """Mean latency against p99 latency, beside first come first served. points : (name, p99, mean).
+
+    chosen : index of the point that is drawn large.
+    """
+    figure, (axes,) = _figure(1, 1, 7.0, 4.6)
+    axes.axvspan(p99_bound, 10.0 * max(p99 for _, p99, _ in points), color="#f3f3f3", zorder=0)
+    axes.axvline(p99_bound, color="#999999", linewidth=0.8, linestyle=":")
+    for index, (name, p99, mean) in enumerate(points):
+        big = index == chosen
+        axes.plot(p99, mean, "o", color=COLOURS[1] if big else COLOURS[0], markersize=9 if big else 5)
+        axes.annotate(name, (p99, mean), (6, 4), textcoords="offset points", size=7)
+    p99s, means = [p99 for _, p99, _ in points], [mean for *_, mean in points]
+    width = max(max(p99s) - min(p99s), 0.05)
+    axes.set(
+        xlim=(min(p99s) - 0.08 * width, max(*p99s, p99_bound) + 0.25 * width),
+        ylim=(min(means) - 0.05, max(means) + 0.05),
+        xlabel="p99 latency over first come first served",
+        ylabel="mean latency over first come first served",
+        title=title,
+    )
+    return figure
 
 
 # ---- latencies --------------------------------------------------------------------------------------------------

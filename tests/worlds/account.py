@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from worlds.invariants import check
 
-from llmserve.policies import TIMEOUT_S, SchedulingConfig
+from llmserve.policies import TIMEOUT_S, SchedulingConfig, tuned
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.engines import PROVEN_S
 from llmserve.scheduling.layout import FALLBACK
@@ -42,6 +42,7 @@ from llmserve.scheduling.messages import (
     SolveDispatch,
     StartBatch,
     TimerFired,
+    Tuned,
 )
 from llmserve.scheduling.orders import UNDATED_S
 from llmserve.scheduling.scheduler import Scheduler
@@ -218,6 +219,7 @@ class Account:
             DrainRequested: self._drain,
             DispatchSolved: self._solved,
             PlanChanged: self._planned,
+            Tuned: self._tuned,
             TimerFired: lambda event, actions: None,
         }
 
@@ -356,6 +358,12 @@ class Account:
 
     def _planned(self, event: PlanChanged, actions: Sequence[Action]) -> None:
         self._plan = Plan(event.groups)
+
+    def _tuned(self, event: Tuned, actions: Sequence[Action]) -> None:
+        """What was overtaken under the former order does not count under the new one."""
+        self._config = tuned(self._config, event.settings)
+        self._last_formed.clear()
+        self._passed_s.clear()
 
     def _solved(self, event: DispatchSolved, actions: Sequence[Action]) -> None:
         assert event.model in self._asked, "a plan arrives that was not requested"

@@ -22,7 +22,7 @@ from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.layout import FALLBACK
 from llmserve.scheduling.lengths import Learnt
-from llmserve.scheduling.messages import REVISIONS_MAX, ForecastsRevised, RevisedForecast, ServingGroup
+from llmserve.scheduling.messages import REVISIONS_MAX, ForecastsRevised, RevisedForecast, ServingGroup, Tuned
 from llmserve.scheduling.orders import PREEMPTION_FACTOR
 from llmserve.scheduling.rates import Replan
 from llmserve.scheduling.trust import WINDOW_MIN
@@ -52,6 +52,8 @@ UNIT_LEAST_S = 1 / 16  # used where requests take no time
 GROUPED_EVERY = 4  # one world in this many has serving groups
 REVISED_EVERY = 3  # in one world in this many, forecasts are revised while requests wait
 LEARNT_EVERY = 5  # in one world in this many, the scheduler begins with what was learnt before
+TUNED_EVERY = 7  # in one world in this many, the order changes while requests wait, if its keys are fixed
+FIXED_ORDERS = tuple(name for name in dict.fromkeys(ORDERS) if name not in ("flex", "clockwork"))
 GROUPS = ("left", "right", "third", FALLBACK)
 STREAMS = ("", "chat", "mail")
 
@@ -127,6 +129,7 @@ class World:
     tokens          length of every answer, if the scheduler knows it and each engine's speed; None: it may err
     begins          request -> seconds from its start to its first byte, if the client sees one before the end
     revised         later forecasts and their times; some are of requests that run, have ended or will arrive
+    tuned           changes of the order, and their times
     timers_late_s   delay of timers; aborts_late_s and plans_late_s are mean delays
     """
 
@@ -144,6 +147,7 @@ class World:
     tokens: float | None
     begins: dict[int, float]
     revised: tuple[tuple[float, ForecastsRevised], ...]
+    tuned: tuple[tuple[float, Tuned], ...]
     drain_at_s: float | None
     timers_late_s: float
     aborts_late_s: float
@@ -216,6 +220,9 @@ def draw(seed: int) -> World:
         begins=_begins(rng, len(arrivals), unit_s),
         revised=_revised(random.Random(f"{seed} revised"), arrivals, unit_s, tick_s)
         if seed % REVISED_EVERY == REVISED_EVERY - 1
+        else (),
+        tuned=_tuned(random.Random(f"{seed} tuned"), horizon_s, tick_s)
+        if seed % TUNED_EVERY == TUNED_EVERY - 1 and not _goes_by_times(order)
         else (),
         drain_at_s=_drain_at_s(rng, kinds, horizon_s, tick_s),
         timers_late_s=rng.choice([0.01, 1.0]) * unit_s if "late timers" in kinds else 0.0,
@@ -371,6 +378,14 @@ def _leavings(rng: random.Random, count: int, unit_s: float) -> dict[int, Leavin
 def _begins(rng: random.Random, count: int, unit_s: float) -> dict[int, float]:
     share = rng.choice([0.0, 0.0, 0.2, 0.8])
     return {number: rng.choice([0.0, rng.random()]) * unit_s for number in range(count) if rng.random() < share}
+
+
+def _tuned(rng: random.Random, horizon_s: float, tick_s: float) -> tuple[tuple[float, Tuned], ...]:
+    tuned = []
+    for _ in range(rng.choice([1, 1, 3, 10])):
+        settings = {"order": rng.choice(FIXED_ORDERS), "patience": rng.choice([0.0, 3.0, 120.0])}
+        tuned.append((on_clock(rng.random() * horizon_s, tick_s), Tuned(settings)))
+    return tuple(tuned)
 
 
 def _revised(

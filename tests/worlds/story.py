@@ -30,6 +30,7 @@ from llmserve.scheduling.messages import (
     SolveDispatch,
     StartBatch,
     TimerFired,
+    Tuned,
 )
 
 
@@ -68,6 +69,8 @@ def _event(event: Event) -> str:
             return f"a dispatch plan arrives, queues {plan.queue_of}"
         case PlanChanged(groups):
             return f"groups from now on: {_list([group.name for group in groups])}"
+        case Tuned(settings):
+            return f"from now on {_list(f'{name} {value}' for name, value in settings.items())}"
         case DrainRequested():
             return "the drain begins"
         case TimerFired():
