@@ -17,6 +17,7 @@ from bins.service import longest_slices
 Array = NDArray[np.float64]
 
 LEVELS = 64  # equally likely lengths that represent a bin's lengths
+ANSWERS_BETWEEN = 64  # answers between two updates of the bins' lengths; fewer at the start
 ENOUGH = 8  # answers; a bin with fewer answers uses the lengths of all bins
 
 
@@ -83,6 +84,42 @@ class SeenLengths:
         bin_of = index_of(edges, self._scores[: tokens.size])
         members = [tokens[bin_of == index] for index in range(bins)]
         return tuple([_slices(own if own.size >= ENOUGH else tokens) for own in members])
+
+
+class BinTokens:
+    """Output tokens of each bin's answers, computed again after a number of answers that grows to ANSWERS_BETWEEN.
+
+    seen : the answers; None: none are recorded, and all tokens are zero.  batch_size : largest batch
+    """
+
+    def __init__(self, seen: SeenLengths | None, batch_size: int) -> None:
+        self._seen = seen
+        self._batch_size = batch_size
+        self._cache: list[Tokens] = []  # by bin; []: to be computed
+        self._answers = 0  # since the cache was computed
+        self._answers_between = 1
+
+    def answered(self) -> None:
+        """Count an answer that was recorded."""
+        self._answers += 1
+
+    def forget(self) -> None:
+        """The bins hold other requests from now on."""
+        self._cache = []
+
+    def of(self, bin_index: int, edges: Edges, bins: int) -> Tokens:
+        """Of a bin's answers, from the answers recorded so far; zeros before the first answer."""
+        if not self._cache or self._answers >= self._answers_between:
+            if self._answers >= self._answers_between:
+                self._answers_between = min(2 * self._answers_between, ANSWERS_BETWEEN)
+            self._answers = 0
+            self._cache = self._by_bin(edges, bins)
+        return self._cache[min(bin_index, len(self._cache) - 1)]
+
+    def _by_bin(self, edges: Edges, bins: int) -> list[Tokens]:
+        if not self._seen:
+            return [Tokens((0.0,) * self._batch_size, 0.0)]
+        return [tokens_of(lengths, self._batch_size) for lengths in self._seen.by_bin(edges, bins)]
 
 
 def tokens_of(lengths: Sequence[float], batch_size: int) -> Tokens:

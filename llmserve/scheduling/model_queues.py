@@ -10,15 +10,14 @@ from bins.edges import OnlineEdges
 from bins.risk import risk
 from llmserve.request import Batch, Request
 from llmserve.scheduling.engines import EnginePool, EngineState, Worker
-from llmserve.scheduling.lengths import SeenLengths, Tokens, tokens_of
+from llmserve.scheduling.lengths import BinTokens, SeenLengths, Tokens
 from llmserve.scheduling.planner import Planner
-from llmserve.scheduling.queues import BinQueue, FormedBatch, FormedQueue, QueuedRequest, total_tokens, turn_of_arrival
+from llmserve.scheduling.queues import BinQueue, FormedBatch, FormedQueue, QueuedRequest, turn_of_arrival
 from llmserve.scheduling.rates import CompletionRate, ServiceTime
 from llmserve.scheduling.release import Planned, Release
 from llmserve.scheduling.trust import Trust
 
 SERVES, AWAITS, CANNOT = 2, 1, 0  # how well a group can serve a model
-ANSWERS_BETWEEN = 64  # answers between two updates of the bins' lengths; fewer at the start
 
 
 class Tally:
@@ -86,9 +85,7 @@ class ModelQueues:
         self._tally = tally or Tally()
         self._batch_size = batch_size
         self._by_risk = by_risk
-        self._tokens: list[Tokens] = []  # cached answer lengths by bin; []: to be computed
-        self._answers = 0  # since the cache was computed
-        self._answers_between = 1  # answers until the cache is computed again
+        self._tokens = BinTokens(seen, batch_size)
 
     def set_engines(self, ready: Sequence[EngineState], now_s: float) -> None:
         """Set the ready engines that serve the model."""
@@ -126,7 +123,7 @@ class ModelQueues:
         queue = self.bins[bin_index if trusted else 0]  # one bin for all while predictions are not trusted
         seconds, mean = self.service.seconds_per_token, self.service.tokens_mean
         expected = (request.expected_tokens if trusted else None) or mean
-        total = total_tokens(request, expected)
+        total = request.total_tokens(expected)
         queued = QueuedRequest(
             request, queue.index, now_s, score, expected, expected * seconds, mean * seconds, total, self.group
         )
@@ -262,31 +259,17 @@ class ModelQueues:
             self.seen.observe(queued.score, output_tokens)
         if self.planner is not None:
             self.planner.answered()
-        self._answers += 1
+        self._tokens.answered()
         request, score = queued.judged or (queued.request, queued.score)
         changed = score is not None and self.trust.observe(request, score, output_tokens)
         if changed:
-            self._tokens = []  # the bins hold other requests from now on
+            self._tokens.forget()
         return changed
-
-    # ---- answer lengths ----
 
     def tokens(self, bin_index: int) -> Tokens:
         """Output tokens of a bin's answers, from the answers recorded so far; zeros before the first answer."""
-        if not self._tokens or self._answers >= self._answers_between:
-            if self._answers >= self._answers_between:
-                self._answers_between = min(2 * self._answers_between, ANSWERS_BETWEEN)
-            self._answers = 0
-            self._tokens = self._tokens_by_bin()
-        return self._tokens[min(bin_index, len(self._tokens) - 1)]
-
-    def _tokens_by_bin(self) -> list[Tokens]:
-        seen = self.seen
-        if not seen:
-            return [Tokens((0.0,) * self._batch_size, 0.0)]
         trusted = self.trust.trusted
-        bins = seen.by_bin(self.edges.edges if trusted else (), len(self.bins) if trusted else 1)
-        return [tokens_of(lengths, self._batch_size) for lengths in bins]
+        return self._tokens.of(bin_index, self.edges.edges if trusted else (), len(self.bins) if trusted else 1)
 
 
 class Group:

@@ -13,7 +13,6 @@ import msgspec
 
 from llmserve.request import Request
 
-BLOCK_TOKENS = 16  # tokens per block of vLLM's cache: each choice wastes up to one block
 ENTRIES_SPARE = 64  # heap entries of requests that have left which may be kept before they are removed
 
 
@@ -58,12 +57,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
         """Expect answers of another length. Its ageing stays: it goes by the seconds a token at the arrival."""
         self.service_s *= tokens / self.expected_tokens
         self.expected_tokens = tokens
-        self.total_tokens = total_tokens(self.request, tokens)
-
-
-def total_tokens(request: Request, expected_tokens: float) -> int:
-    """Tokens in an engine's memory at the end of a request. expected_tokens : of each choice"""
-    return math.ceil(request.prompt_tokens + request.choices * (expected_tokens + BLOCK_TOKENS))
+        self.total_tokens = self.request.total_tokens(tokens)
 
 
 def turn_of_arrival(queued: QueuedRequest) -> tuple[float, int]:
