@@ -320,6 +320,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             seen=lengths_seen,
             queue=self._queue(order),
             by_risk=self.bins_by == "risk",
+            follows_load=isinstance(order, FixedOrder) and order.follows_load,
             group=group,
             tally=tally,
         )

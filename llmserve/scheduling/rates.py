@@ -11,6 +11,7 @@ JUMP_ARRIVALS = 8
 # A sum of 8 exponential times of mean 1 lies outside each of these bounds once in ten thousand times; outside, the rate
 # counts as jumped.
 JUMP_UP, JUMP_DOWN = 1.4, 22.0
+TAIL_CHANGES = 1.25  # factor by which the wait's tail has changed when requests are sorted by it again
 ROUNDING = 1e-6  # relative: makes a silence longer, so that the estimate falls below the rate despite rounding
 
 
@@ -134,6 +135,37 @@ class ServiceTime:
         self.tokens_mean = self._tokens / self._answers
         if self._seconds > 0:
             self.seconds_per_token = self._seconds / self._tokens
+
+
+class WaitTail:
+    """The decay of the tail of the wait, if requests were served first come, first served.
+
+    Such a wait is the work that waits at an arrival, over the slots that serve it. Every order that leaves no slot
+    empty has nearly the same work, so an order that goes by this tail hardly changes it. Near capacity waits w > 0 are
+    exponential (Kingman), and then E[w²] / (2 E[w]) is their mean, however many requests need not wait; the squares
+    give most weight to the long waits.
+
+    memory   arrivals after which an observation's weight has fallen to a third
+    decay_s  seconds of waiting by which the tail falls by a factor e; 0 while no request has had to wait. It follows
+             the measurement in steps of TAIL_CHANGES, for requests are sorted by it
+    """
+
+    def __init__(self, memory: int = 1024) -> None:
+        self._keep = 1.0 - 1.0 / memory
+        self.decay_s = 0.0
+        self._waits_s = self._squares_s2 = 0.0  # sums of w and w², with the same decay
+
+    def observe(self, wait_s: float) -> bool:
+        """Count an arrival. wait_s : w, >= 0. True when decay_s changed."""
+        self._waits_s = self._keep * self._waits_s + wait_s
+        self._squares_s2 = self._keep * self._squares_s2 + wait_s * wait_s
+        if self._waits_s <= 0.0:
+            return False
+        measured_s = self._squares_s2 / (2.0 * self._waits_s)
+        if measured_s <= TAIL_CHANGES * self.decay_s and self.decay_s <= TAIL_CHANGES * measured_s:
+            return False
+        self.decay_s = measured_s
+        return True
 
 
 # ---- by stream and model, for plans of groups ----------------------------------------------------------------------

@@ -28,6 +28,7 @@ from llmserve.scheduling.trust import WINDOW_MIN
 
 RELEASES = ("full", "static:1", "static", "timeout", "greedy", "window", "rate-headroom", "deadline", "table")
 ORDERS = ("fffs", "fffs", "fffs", "shortest", "edf", "flex", "flex", "clockwork")
+BOOST_SHARE = 0.5  # of the worlds that drew "shortest"
 ENGINE_FAULTS = ("deaths", "hangs", "paces", "closures", "changes")
 KINDS = (
     *ENGINE_FAULTS,
@@ -176,6 +177,8 @@ def draw(seed: int) -> World:
     rng = random.Random(seed)
     kinds = _kinds(rng)
     order = rng.choice(ORDERS)
+    if order == "shortest" and random.Random(f"{seed} boost").random() < BOOST_SHARE:
+        order = "boost"
     times_known = _goes_by_times(order) and rng.random() < 0.5  # the scheduler knows how long batches take
     tick_s = 0.0 if times_known or rng.random() < 0.7 else rng.choice([1 / 64, 1 / 8, 1.0])
     models = rng.choice([("",), ("",), ("a",), ("a", "b"), ("a", "b"), ("a", "b", "c")])
