@@ -13,7 +13,7 @@ from llmserve.scheduling.engines import EnginePool, EngineState, Worker
 from llmserve.scheduling.lengths import BinTokens, Calibration, SeenLengths, Tokens
 from llmserve.scheduling.planner import Planner
 from llmserve.scheduling.queues import BinQueue, FormedBatch, FormedQueue, QueuedRequest, turn_of_arrival
-from llmserve.scheduling.rates import CompletionRate, ServiceTime, WaitTail
+from llmserve.scheduling.rates import CompletionRate, PromptTime, ServiceTime, WaitTail
 from llmserve.scheduling.release import Planned, Release
 from llmserve.scheduling.trust import Trust
 
@@ -79,7 +79,10 @@ class ModelQueues:
         self.seen = seen
         self.service = ServiceTime()
         self.waits = WaitTail() if follows_load else None
-        self.calibration = Calibration()  # without answers unless the order follows the load
+        self.calibration, self.prompts = (
+            Calibration(),
+            PromptTime(),
+        )  # without answers unless the order follows the load
         self.bins = [queue(index) for index in range(edges.bins)]
         self.waiting = 0  # requests in bins and in formed batches
         self.work_us = 0  # likely microseconds of a slot of these
@@ -94,9 +97,8 @@ class ModelQueues:
 
     def set_engines(self, ready: Sequence[EngineState], now_s: float) -> None:
         """Set the ready engines that serve the model."""
-        self.engines = ready
+        self.engines, self.all_slots = ready, sum([engine.info.slots for engine in ready])
         self.slots = min([engine.info.slots for engine in ready if engine.worker.next is None], default=0)
-        self.all_slots = sum([engine.info.slots for engine in ready])
         if any(engine.circuit.closed for engine in ready):
             self.no_engine_since_s = None
         elif self.no_engine_since_s is None:
@@ -127,8 +129,9 @@ class ModelQueues:
         seconds, mean = self.service.seconds_per_token, self.service.tokens_mean
         forecast = request.expected_tokens if trusted else None
         expected, likely = (forecast, self.calibration.tokens(forecast)) if forecast else (mean, mean)
-        queued = QueuedRequest(request, queue.index, now_s, score, expected, likely, likely * seconds, mean * seconds)
-        queued.group, queued.total_tokens = self.group, request.total_tokens(expected)
+        own_s, prompt_s = self.prompts.split(likely, seconds, request.prompt_tokens, mean)
+        queued = QueuedRequest(request, queue.index, now_s, score, expected, likely, own_s + prompt_s, mean * seconds)
+        queued.group, queued.total_tokens, queued.prompt_s = self.group, request.total_tokens(expected), prompt_s
         queued.lengths, queued.slots = request.quantiles if trusted else (), max(1, self.all_slots)
         if self.waits is not None:
             if self.waits.observe(1e-6 * self.work_us / queued.slots):
@@ -141,14 +144,12 @@ class ModelQueues:
 
     def _sort_by(self, decay_s: float) -> None:
         """Sort all waiting requests again, by this decay of the wait's tail."""
+        for queued in self.all_waiting():
+            queued.decay_s = decay_s
         for batch in self.formed.batches():
-            for queued in batch.requests.values():
-                queued.decay_s = decay_s
             self.formed.sort_again(batch)
-        for queue in self.bins:
-            for queued in queue.take_all():
-                queued.decay_s = decay_s
-                queue.append(queued)
+        for own, queued in [(queue, queued) for queue in self.bins for queued in queue.take_all()]:
+            own.append(queued)
 
     def _score(self, request: Request) -> float | None:
         lengths = request.quantiles if self._by_risk else ()
@@ -270,6 +271,7 @@ class ModelQueues:
         self.service.observe(ran_s, output_tokens)
         if self.waits is not None and output_tokens > 0 and (forecast := queued.request.expected_tokens):
             self.calibration.observe(forecast, output_tokens)
+            self.prompts.observe(ran_s, output_tokens, queued.request.prompt_tokens)
         if self.seen is not None:
             self.seen.observe(queued.score, output_tokens)
         if self.planner is not None:
@@ -283,8 +285,8 @@ class ModelQueues:
 
     def tokens(self, bin_index: int) -> Tokens:
         """Output tokens of a bin's answers, from the answers recorded so far; zeros before the first answer."""
-        trusted = self.trust.trusted
-        return self._tokens.of(bin_index, self.edges.edges if trusted else (), len(self.bins) if trusted else 1)
+        edges, bins = (self.edges.edges, len(self.bins)) if self.trust.trusted else ((), 1)
+        return self._tokens.of(bin_index, edges, bins)
 
 
 class Group:
@@ -399,8 +401,8 @@ class Group:
     @property
     def load(self) -> float:
         """Present requests for each slot of the group's engines."""
-        slots = sum([engine.info.slots for engine in self.pool.engines.values() if engine.takes_for_group])
-        return self.present / slots if slots else float(self.present)
+        slots = [engine.info.slots for engine in self.pool.engines.values() if engine.takes_for_group]
+        return self.present / max(1, sum(slots))
 
     @property
     def empty(self) -> bool:

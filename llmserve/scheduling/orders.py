@@ -192,8 +192,8 @@ def boosted(queued: QueuedRequest) -> float:
 
         boost = 1 / gamma * ln(M / (M - 1)),   M = E e^(gamma S / k)
 
-    S : time of the request on a slot, over its whole forecast.  k : slots; together they serve as one server that is k
-    times as fast.  gamma : the decay rate of the wait's tail (WaitTail), 1 / decay_s.
+    S : time of the request on a slot, with its prompt, over its whole forecast.  k : slots; together they serve as one
+    server that is k times as fast.  gamma : the decay rate of the wait's tail (WaitTail), 1 / decay_s.
 
     Of the orders of one server this one has the lightest tail: two neighbours are in order when exchanging them raises
     the sum of e^(gamma latency). Source: Yu & Scully, arXiv 2404.08826, where gamma solves the equation
@@ -208,9 +208,10 @@ def boosted(queued: QueuedRequest) -> float:
     if decay_s <= 0.0:
         return queued.arrived_at_s
     scale = min(1.0 / (queued.slots * decay_s), SCALE_MAX)
-    per_token = min(scale * queued.service_s / queued.expected_tokens, SCALE_MAX)
+    prompt = scale * queued.prompt_s
+    per_token = min(scale * (queued.service_s - queued.prompt_s) / queued.expected_tokens, SCALE_MAX)
     lengths = queued.lengths or (queued.expected_tokens,)
-    excess = sum([math.expm1(min(per_token * tokens, EXPONENT_MAX)) for tokens in lengths]) / len(lengths)
+    excess = sum([math.expm1(min(prompt + per_token * tokens, EXPONENT_MAX)) for tokens in lengths]) / len(lengths)
     mean = math.expm1(min(scale * queued.service_mean_s, EXPONENT_MAX))
     return queued.arrived_at_s + decay_s * (_boost(mean) - _boost(excess))
 

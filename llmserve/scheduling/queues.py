@@ -22,6 +22,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     score            value that determines its bin, tokens; None without a prediction
     expected_tokens  per choice, by its present forecast; likely_tokens : the mean length of answers of such forecasts
     service_s        likely time on a slot, by the seconds a token at its arrival; service_mean_s : of the mean answer
+    prompt_s         part of service_s that its prompt takes
     total_tokens     tokens in an engine's memory at its end; whole, so that sums of them return to exactly zero
     lengths          equally likely lengths by its present forecast, tokens; (): only expected_tokens
     slots, decay_s   of its model: slots at its arrival, and the decay of the wait's tail as it was last sorted
@@ -40,6 +41,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     likely_tokens: float = 0.0
     service_s: float = 0.0
     service_mean_s: float = 1.0
+    prompt_s: float = 0.0
     total_tokens: int = 0
     group: str = ""
     sort_length: float = 0.0
@@ -65,7 +67,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
 
     def expect(self, tokens: float, lengths: tuple[float, ...], likely: float) -> None:
         """Take another forecast, at the same seconds a token."""
-        self.service_s *= likely / self.likely_tokens
+        self.service_s = self.prompt_s + (self.service_s - self.prompt_s) * (likely / self.likely_tokens)
         self.expected_tokens, self.likely_tokens, self.lengths = tokens, likely, lengths
         self.total_tokens = self.request.total_tokens(tokens)
 
