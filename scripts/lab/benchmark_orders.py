@@ -193,9 +193,12 @@ def interval(ratios: Sequence[float]) -> str:
 
 
 def least_patient(rows: Sequence[Row], **case: Any) -> tuple[str, float, float] | None:
-    """The patience of the least mean whose 99th percentile keeps TAIL_MOST: its name, mean and p99; None: none does."""
+    """The patience of the least mean whose 99th percentile keeps TAIL_MOST: its name, mean and p99.
+
+    None: no patience keeps it, or not all were measured.
+    """
     found = []
-    for order in [order for order in PATIENT if select(rows, order=order, **case)]:
+    for order in PATIENT if all(select(rows, order=order, **case) for order in PATIENT) else ():
         mean, tail = (fmean(relative(rows, quantity, order=order, **case)) for quantity in ("mean", "p99"))
         if tail <= TAIL_MOST:
             found.append((mean, order, tail))
