@@ -126,13 +126,14 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
     order: Annotated[
         Annotated[str, Meta(pattern=ORDER_PATTERN)] | None,
         Meta(
-            description="which batch runs next: fffs, shortest, edf, flex, clockwork or a custom order. Orders of "
-            "formed batches: fffs (first formed, first served), shortest (shortest predicted first, ageing by "
-            "--patience), edf (earliest deadline first). Orders of all waiting requests: flex (the largest batch that "
+            description="which batch runs next: fffs, shortest, boost, edf, flex, clockwork or a custom order. "
+            "Orders of formed batches: fffs (first formed, first served), shortest (shortest predicted first, ageing "
+            "by --patience), boost (by arrival less a boost for short answers that follows the load and the whole "
+            "forecast), edf (earliest deadline first). Orders of all waiting requests: flex (the largest batch that "
             "can meet its deadlines, which may preempt far smaller batches: Shepherd), clockwork (the earliest "
             "deadline that can be met). MODULE:FUNCTION names a custom order: a function without arguments that "
             "returns the order (default: fffs, or shortest where slots refill)",
-            extra={"metavar": "NAME", "takes": "fffs, shortest, edf, flex, clockwork or MODULE:FUNCTION"},
+            extra={"metavar": "NAME", "takes": "fffs, shortest, boost, edf, flex, clockwork or MODULE:FUNCTION"},
         ),
     ] = None
     preemption: Annotated[
@@ -263,8 +264,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         Raises ValueError when `edges` does not fit `bins`, or groups contradict each other.
         """
         assert self.order is not None, "resolve the configuration first"
-        order = order or order_of(self)
-        dispatch = Dispatch(order, self.full_batch, lambda settings: order_of(tuned(self, settings)))
+        dispatch = Dispatch(order or order_of(self), self.full_batch, lambda chosen: order_of(tuned(self, chosen)))
         order = dispatch.order_in_force
         self.queues("", scores, lengths, order=order, release=release)  # raise errors now, not at the first request
         return Scheduler(
@@ -322,6 +322,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             seen=lengths_seen,
             queue=self._queue(order),
             by_risk=self.bins_by == "risk",
+            follows_load=order.follows_load if isinstance(order, FixedOrder) else bool,
             group=group,
             tally=tally,
         )

@@ -6,12 +6,15 @@ or an answer. A `Call` holds the client's HTTP request; only the HTTP layer and 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import msgspec
 
 from bins.profile import StepTimes
 from predictor.prompt import Prompt
+
+BLOCK_TOKENS = 16  # tokens per block of vLLM's cache: each choice wastes up to one block
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -42,6 +45,10 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     def expected_tokens(self) -> float | None:
         """Mean predicted output tokens of one choice, from the quantiles; without quantiles the median."""
         return sum(self.quantiles) / len(self.quantiles) if self.quantiles else self.predicted_tokens
+
+    def total_tokens(self, expected_tokens: float) -> int:
+        """Tokens in an engine's memory at the end of the request. expected_tokens : of each choice"""
+        return math.ceil(self.prompt_tokens + self.choices * (expected_tokens + BLOCK_TOKENS))
 
 
 class Batch(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -48,7 +48,11 @@ class Dispatch:
         """The order for queues: if its keys are fixed, they are of the order that is in force when a request waits."""
         if not isinstance(self.order, FixedOrder):
             return self.order
-        return FixedOrder(lambda batch: self._fixed.key(batch), lambda queued: self._fixed.turn(queued))
+        return FixedOrder(
+            lambda batch: self._fixed.key(batch),
+            lambda queued: self._fixed.turn(queued),
+            lambda: self._fixed.follows_load(),
+        )
 
     @property
     def _fixed(self) -> FixedOrder:

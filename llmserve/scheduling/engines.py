@@ -18,9 +18,9 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
 from bins.profile import StepTimes, batch_s
-from llmserve.request import EngineInfo
+from llmserve.request import BLOCK_TOKENS, EngineInfo
 from llmserve.scheduling.circuit import Circuit
-from llmserve.scheduling.queues import BLOCK_TOKENS, FormedBatch, QueuedRequest, Run
+from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run
 
 SURE_SHARE = 0.5  # of the cache: below this share of predicted totals, a request fits without further checks
 RECHECK_S = 0.1  # after a request did not fit: it may fit later, as running requests approach their ends

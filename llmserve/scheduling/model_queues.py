@@ -10,15 +10,14 @@ from bins.edges import OnlineEdges
 from bins.risk import risk
 from llmserve.request import Batch, Request
 from llmserve.scheduling.engines import EnginePool, EngineState, Worker
-from llmserve.scheduling.lengths import SeenLengths, Tokens, tokens_of
+from llmserve.scheduling.lengths import BinTokens, Calibration, SeenLengths, Tokens
 from llmserve.scheduling.planner import Planner
-from llmserve.scheduling.queues import BinQueue, FormedBatch, FormedQueue, QueuedRequest, total_tokens, turn_of_arrival
-from llmserve.scheduling.rates import CompletionRate, ServiceTime
+from llmserve.scheduling.queues import BinQueue, FormedBatch, FormedQueue, QueuedRequest, turn_of_arrival
+from llmserve.scheduling.rates import CompletionRate, PromptTime, ServiceTime, WaitTail
 from llmserve.scheduling.release import Planned, Release
 from llmserve.scheduling.trust import Trust
 
 SERVES, AWAITS, CANNOT = 2, 1, 0  # how well a group can serve a model
-ANSWERS_BETWEEN = 64  # answers between two updates of the bins' lengths; fewer at the start
 
 
 class Tally:
@@ -41,6 +40,7 @@ class ModelQueues:
     batch_size  largest batch that a bin forms
     trust       whether predictions rank answers; while they do not, all requests wait in one bin
     by_risk     whether bins go by risk (bins/risk.py) instead of the median
+    follows_load  tells whether the order goes by the wait's tail (FixedOrder)
     planner     asks for plans; None unless the release follows plans
     seen        records answer lengths, for edges, plans and batch times
     bins        a queue for each bin
@@ -48,7 +48,7 @@ class ModelQueues:
     tally       counts waiting requests of the whole group
 
     Updated after every change of the group's engines for the model:
-    engines  ready engines; slots : of the engine with the fewest, 0 without an engine
+    engines  ready engines; slots : of the engine with the fewest, 0 without an engine; all_slots : of all
     no_engine_since_s  None while some ready engine has a closed circuit
     """
 
@@ -65,6 +65,7 @@ class ModelQueues:
         seen: SeenLengths | None = None,
         queue: Callable[[int], BinQueue] = BinQueue,
         by_risk: bool = True,
+        follows_load: Callable[[], bool] = bool,
         group: str = "",
         tally: Tally | None = None,
     ) -> None:
@@ -77,38 +78,39 @@ class ModelQueues:
         self.planner = planner
         self.seen = seen
         self.service = ServiceTime()
+        self.follows_load, self.waits = follows_load, WaitTail()
+        self.calibration, self.prompts = (
+            Calibration(),
+            PromptTime(),
+        )  # without answers unless the order follows the load
         self.bins = [queue(index) for index in range(edges.bins)]
         self.waiting = 0  # requests in bins and in formed batches
+        self.work_us = 0  # likely microseconds of a slot of these
         self.present = 0  # requests that wait or run; kept by the group
         self.engines: Sequence[EngineState] = ()
-        self.slots = 0
+        self.slots = self.all_slots = 0
         self.no_engine_since_s: float | None = 0.0
         self._tally = tally or Tally()
         self._batch_size = batch_size
         self._by_risk = by_risk
-        self._tokens: list[Tokens] = []  # cached answer lengths by bin; []: to be computed
-        self._answers = 0  # since the cache was computed
-        self._answers_between = 1  # answers until the cache is computed again
+        self._tokens = BinTokens(seen, batch_size)
 
     def set_engines(self, ready: Sequence[EngineState], now_s: float) -> None:
         """Set the ready engines that serve the model."""
-        self.engines = ready
+        self.engines, self.all_slots = ready, sum([engine.info.slots for engine in ready])
         self.slots = min([engine.info.slots for engine in ready if engine.worker.next is None], default=0)
         if any(engine.circuit.closed for engine in ready):
             self.no_engine_since_s = None
         elif self.no_engine_since_s is None:
             self.no_engine_since_s = now_s
 
-    def restart_engine_wait(self, now_s: float) -> None:
-        """Give later requests the full time to wait for a working engine."""
-        self.no_engine_since_s = now_s
-
-    def _count(self, requests: int) -> None:
-        """Add to the numbers of waiting requests. requests : negative when requests leave."""
+    def _count(self, requests: Collection[QueuedRequest], sign: int = 1) -> None:
+        """Count requests that wait from now on, or no longer. sign : -1 when they leave."""
         if not self.waiting:
             self._tally.queues[self.model] = self
-        self.waiting += requests
-        self._tally.waiting += requests
+        self.waiting += sign * len(requests)
+        self.work_us += sign * sum([queued.work_us for queued in requests])
+        self._tally.waiting += sign * len(requests)
         if not self.waiting:
             del self._tally.queues[self.model]
 
@@ -125,15 +127,29 @@ class ModelQueues:
             bin_index = self._merged(bin_index)
         queue = self.bins[bin_index if trusted else 0]  # one bin for all while predictions are not trusted
         seconds, mean = self.service.seconds_per_token, self.service.tokens_mean
-        expected = (request.expected_tokens if trusted else None) or mean
-        total = total_tokens(request, expected)
-        queued = QueuedRequest(
-            request, queue.index, now_s, score, expected, expected * seconds, mean * seconds, total, self.group
-        )
+        forecast = request.expected_tokens if trusted else None
+        expected, likely = (forecast, self.calibration.tokens(forecast)) if forecast else (mean, mean)
+        own_s, prompt_s = self.prompts.split(likely, seconds, request.prompt_tokens, mean)
+        queued = QueuedRequest(request, queue.index, now_s, score, expected, likely, own_s + prompt_s, mean * seconds)
+        queued.group, queued.total_tokens, queued.prompt_s = self.group, request.total_tokens(expected), prompt_s
+        queued.lengths, queued.slots = request.quantiles if trusted else (), max(1, self.all_slots)
+        if self.follows_load():
+            if self.waits.observe(1e-6 * self.work_us / queued.slots):
+                self._sort_by(self.waits.decay_s)
+            queued.decay_s = self.waits.decay_s
         queued.sort_length = self._sort_length(queued)
         queue.append(queued)
-        self._count(1)
+        self._count((queued,))
         return queued, queue
+
+    def _sort_by(self, decay_s: float) -> None:
+        """Sort all waiting requests again, by this decay of the wait's tail."""
+        for queued in self.all_waiting():
+            queued.decay_s = decay_s
+        for batch in self.formed.batches():
+            self.formed.sort_again(batch)
+        for own, queued in [(queue, queued) for queue in self.bins for queued in queue.take_all()]:
+            own.append(queued)
 
     def _score(self, request: Request) -> float | None:
         lengths = request.quantiles if self._by_risk else ()
@@ -154,8 +170,10 @@ class ModelQueues:
             queued.request, queued.score = changed, self._score(changed)
             if queued.score is not None:
                 self.edges.observe(queued.score)
-            if self.trust.trusted and changed.expected_tokens is not None:
-                queued.expect(changed.expected_tokens)
+            if self.trust.trusted and (tokens := changed.expected_tokens):
+                self.work_us -= queued.work_us
+                queued.expect(tokens, changed.quantiles, self.calibration.tokens(tokens))
+                self.work_us += queued.work_us
             if batch is not None:
                 self.formed.sort_again(batch)
             elif self._index_of(queued) == queue.index:
@@ -176,28 +194,23 @@ class ModelQueues:
             by_bin.setdefault(queued.bin, []).append(queued)
         for index, members in by_bin.items():
             self.bins[index].put_back(members)
-        self._count(len(requests))
+        self._count(requests)
         return [self.bins[index] for index in by_bin]
 
     def take_back_batch(self, batch: FormedBatch, avoid: str) -> None:
         """Queue a batch that an engine failed or lost as a formed batch again. avoid : name of the engine."""
         batch.avoid = avoid
         self.formed.push_returned(batch)
-        self._count(len(batch.requests))
+        self._count(batch.requests.values())
 
     def _sort_length(self, queued: QueuedRequest) -> float:
         """Length by which a window sorts the request, tokens; 0 for all while predictions are not trusted."""
-        if not self.trust.trusted:
-            return 0.0
-        return queued.expected_tokens if queued.score is None else queued.score
+        length = queued.expected_tokens if queued.score is None else queued.score
+        return length if self.trust.trusted else 0.0
 
     def _merged(self, bin_index: int) -> int:
         """The queue in which a bin's requests wait. A plan made while predictions were not trusted has one queue."""
-        release = self.release
-        if self.planner is None or not isinstance(release, Planned) or release.plan is None:
-            return bin_index
-        queue_of = release.plan.queue_of
-        return queue_of[bin_index] if bin_index < len(queue_of) else 0
+        return self.release.queue_of(bin_index) if isinstance(self.release, Planned) else bin_index
 
     def follow(self, plan: DispatchPlan) -> bool:
         """Follow a new plan. True when the plan assigns bins to other queues than before."""
@@ -210,10 +223,8 @@ class ModelQueues:
         """The load for which a new plan is wanted; None while the present plan will do, or a plan is being made."""
         assert isinstance(self.release, Planned), "only a release that follows plans wants one"
         assert self.planner is not None, "a release that follows plans has a planner"
-        engines, trusted = len(self.engines), self.trust.trusted
-        return self.planner.wants(
-            now_s, self.release.plan, self.edges, engines, self.slots, trusted=trusted, pace=self._pace
-        )
+        plan, engines, trusted = self.release.plan, len(self.engines), self.trust.trusted
+        return self.planner.wants(now_s, plan, self.edges, engines, self.slots, trusted=trusted, pace=self._pace)
 
     def _pace(self) -> float:
         """Mean pace of the engines; 1 without engines."""
@@ -240,12 +251,12 @@ class ModelQueues:
             self.bins[queued.bin].remove(queued)
         else:
             self.formed.remove(queued)
-        self._count(-1)
+        self._count((queued,), -1)
 
     def start(self, batch: FormedBatch, count: int, turn: float | None = None) -> tuple[Batch, list[QueuedRequest]]:
         """Take the first `count` requests of a formed batch, for an engine to run. turn : for the engine's own order"""
         started = self.formed.take(batch, count)
-        self._count(-len(started))
+        self._count(started, -1)
         requests = tuple([queued.request for queued in started])
         return Batch(batch.id, batch.bin, requests, batch.formed_at_s, batch.size, self.model, turn), started
 
@@ -258,35 +269,24 @@ class ModelQueues:
     def record_answer(self, queued: QueuedRequest, output_tokens: float, ran_s: float) -> bool:
         """Record an answer's length and time. True when the answer changed whether predictions are trusted."""
         self.service.observe(ran_s, output_tokens)
+        if self.follows_load() and output_tokens > 0 and (forecast := queued.request.expected_tokens):
+            self.calibration.observe(forecast, output_tokens)
+            self.prompts.observe(ran_s, output_tokens, queued.request.prompt_tokens)
         if self.seen is not None:
             self.seen.observe(queued.score, output_tokens)
         if self.planner is not None:
             self.planner.answered()
-        self._answers += 1
+        self._tokens.answered()
         request, score = queued.judged or (queued.request, queued.score)
         changed = score is not None and self.trust.observe(request, score, output_tokens)
         if changed:
-            self._tokens = []  # the bins hold other requests from now on
+            self._tokens.forget()
         return changed
-
-    # ---- answer lengths ----
 
     def tokens(self, bin_index: int) -> Tokens:
         """Output tokens of a bin's answers, from the answers recorded so far; zeros before the first answer."""
-        if not self._tokens or self._answers >= self._answers_between:
-            if self._answers >= self._answers_between:
-                self._answers_between = min(2 * self._answers_between, ANSWERS_BETWEEN)
-            self._answers = 0
-            self._tokens = self._tokens_by_bin()
-        return self._tokens[min(bin_index, len(self._tokens) - 1)]
-
-    def _tokens_by_bin(self) -> list[Tokens]:
-        seen = self.seen
-        if not seen:
-            return [Tokens((0.0,) * self._batch_size, 0.0)]
-        trusted = self.trust.trusted
-        bins = seen.by_bin(self.edges.edges if trusted else (), len(self.bins) if trusted else 1)
-        return [tokens_of(lengths, self._batch_size) for lengths in bins]
+        edges, bins = (self.edges.edges, len(self.bins)) if self.trust.trusted else ((), 1)
+        return self._tokens.of(bin_index, edges, bins)
 
 
 class Group:
@@ -321,7 +321,7 @@ class Group:
         queues = self.queues.get(model)
         if queues is None:
             queues = self.queues[model] = self._new_queues(model, self.name, self.tally)
-            queues.restart_engine_wait(now_s)
+            queues.no_engine_since_s = now_s
             queues.set_engines(self.pool.serving(model), now_s)
             if queues.no_engine_since_s is not None:
                 self.without_engine.append(queues)
@@ -381,7 +381,7 @@ class Group:
             assert since_s is not None, f"a working engine serves {queues.model!r}"
             if now_s >= since_s + wait_s:
                 if queues.engines:  # an engine is ready but its circuit is open: later requests wait for its trial
-                    queues.restart_engine_wait(now_s)
+                    queues.no_engine_since_s = now_s
                 if queues.waiting:
                     yield queues
 
@@ -401,8 +401,8 @@ class Group:
     @property
     def load(self) -> float:
         """Present requests for each slot of the group's engines."""
-        slots = sum([engine.info.slots for engine in self.pool.engines.values() if engine.takes_for_group])
-        return self.present / slots if slots else float(self.present)
+        slots = [engine.info.slots for engine in self.pool.engines.values() if engine.takes_for_group]
+        return self.present / max(1, sum(slots))
 
     @property
     def empty(self) -> bool:

@@ -13,7 +13,6 @@ import msgspec
 
 from llmserve.request import Request
 
-BLOCK_TOKENS = 16  # tokens per block of vLLM's cache: each choice wastes up to one block
 ENTRIES_SPARE = 64  # heap entries of requests that have left which may be kept before they are removed
 
 
@@ -21,14 +20,16 @@ class QueuedRequest(msgspec.Struct, eq=False):
     """One accepted request. It is in exactly one place: in a bin, in a formed batch, or on an engine.
 
     score            value that determines its bin, tokens; None without a prediction
-    expected_tokens  per choice, by its present forecast
-    service_s        time on an engine, by the seconds a token at its arrival; service_mean_s : of the mean answer
+    expected_tokens  per choice, by its present forecast; likely_tokens : the mean length of answers of such forecasts
+    service_s        likely time on a slot, by the seconds a token at its arrival; service_mean_s : of the mean answer
+    prompt_s         part of service_s that its prompt takes
     total_tokens     tokens in an engine's memory at its end; whole, so that sums of them return to exactly zero
+    lengths          equally likely lengths by its present forecast, tokens; (): only expected_tokens
+    slots, decay_s   of its model: slots at its arrival, and the decay of the wait's tail as it was last sorted
 
     group, bin, sort_length  set by its model's queues: where it waits or last waited, and its length in a window
     judged           request and score at its arrival, by which predictions are judged; None: the present ones
-    formed           set by the formed queue: the batch in which it waits
-    run              set by its engine while it runs
+    formed, run      set by the formed queue: the batch in which it waits; set by its engine while it runs
     retries, cancelled  set by the scheduler: how often its engine failed, whether its client has gone
     """
 
@@ -37,11 +38,16 @@ class QueuedRequest(msgspec.Struct, eq=False):
     arrived_at_s: float
     score: float | None = None
     expected_tokens: float = 0.0
+    likely_tokens: float = 0.0
     service_s: float = 0.0
     service_mean_s: float = 1.0
+    prompt_s: float = 0.0
     total_tokens: int = 0
     group: str = ""
     sort_length: float = 0.0
+    lengths: tuple[float, ...] = ()
+    slots: int = 1
+    decay_s: float = 0.0
     judged: tuple[Request, float | None] | None = None
     formed: FormedBatch | None = None
     run: Run | None = None
@@ -54,16 +60,16 @@ class QueuedRequest(msgspec.Struct, eq=False):
         deadline_s = self.request.deadline_s
         return math.inf if deadline_s is None else deadline_s
 
-    def expect(self, tokens: float) -> None:
-        """Expect answers of another length. Its ageing stays: it goes by the seconds a token at the arrival."""
-        self.service_s *= tokens / self.expected_tokens
-        self.expected_tokens = tokens
-        self.total_tokens = total_tokens(self.request, tokens)
+    @property
+    def work_us(self) -> int:
+        """service_s in microseconds; whole, so that sums return to exactly zero."""
+        return round(1e6 * self.service_s)
 
-
-def total_tokens(request: Request, expected_tokens: float) -> int:
-    """Tokens in an engine's memory at the end of a request. expected_tokens : of each choice"""
-    return math.ceil(request.prompt_tokens + request.choices * (expected_tokens + BLOCK_TOKENS))
+    def expect(self, tokens: float, lengths: tuple[float, ...], likely: float) -> None:
+        """Take another forecast, at the same seconds a token."""
+        self.service_s = self.prompt_s + (self.service_s - self.prompt_s) * (likely / self.likely_tokens)
+        self.expected_tokens, self.likely_tokens, self.lengths = tokens, likely, lengths
+        self.total_tokens = self.request.total_tokens(tokens)
 
 
 def turn_of_arrival(queued: QueuedRequest) -> tuple[float, int]:
@@ -320,10 +326,6 @@ class FormedBatch:
         self.requests = {queued.request.id: queued for queued in (*chosen, *self.requests.values())}
 
 
-Turn = tuple[float, int]
-"""A formed batch's place in the order: its key, and its number among equals."""
-
-
 class FormedQueue:
     """A model's formed batches by the key that the order gives them as they form; without such a key, by number.
 
@@ -376,9 +378,6 @@ class FormedQueue:
         """Number of requests in formed batches."""
         return self._requests
 
-    def __bool__(self) -> bool:
-        return self._requests > 0
-
     @property
     def returned(self) -> list[FormedBatch]:
         """Returned batches that still hold a request, in order."""
@@ -408,7 +407,8 @@ class FormedQueue:
         self.hold(part)
         return part
 
-    def turn_of(self, batch: FormedBatch) -> Turn:
+    def turn_of(self, batch: FormedBatch) -> tuple[float, int]:
+        """The batch's place in the order: its key, and its number among equals."""
         return batch.key, batch.id
 
     def batches(self) -> list[FormedBatch]:

@@ -150,6 +150,13 @@ class Planned(_OldestFirst):
         before, self.plan = self.plan, plan
         return before is None or before.queue_of != plan.queue_of
 
+    def queue_of(self, bin_index: int) -> int:
+        """The queue of a bin's requests. A plan that was made while predictions were not trusted has one queue."""
+        if self.plan is None:
+            return bin_index
+        queue_of = self.plan.queue_of
+        return queue_of[bin_index] if bin_index < len(queue_of) else 0
+
     def service_s(self, queue: BinQueue, count: int) -> float:
         """Expected time of a batch of `count` requests of the bin; 0 without a plan."""
         if self.plan is None:

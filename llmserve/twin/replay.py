@@ -29,7 +29,11 @@ REPLAYED = 5_000  # requests: enough for a p99, and for queues to build up
 SAMPLE = 1_024  # forecasts that the first bin edges are fitted to
 FIRST_COME: Settings = {"order": "fffs"}
 PATIENCES = (3.0, 6.0, 12.0, 20.0, 30.0, 40.0, 60.0, 90.0, 120.0, 200.0, 400.0)
-ORDERS: list[Settings] = [FIRST_COME, *[Settings(order="shortest", patience=patience) for patience in PATIENCES]]
+ORDERS: list[Settings] = [
+    FIRST_COME,
+    Settings(order="boost"),
+    *[Settings(order="shortest", patience=patience) for patience in PATIENCES],
+]
 """Candidates that a server may change to while it serves."""
 RESTARTS: list[Settings] = [
     *[Settings(release="greedy", bins=bins) for bins in (1, 4, 8)],

@@ -208,14 +208,14 @@ def test_an_event_holds_a_limited_number_of_forecasts() -> None:
 
 def test_entries_of_former_keys_do_not_pile_up() -> None:
     queue = FormedQueue(shortest(12.0))
-    waiting = [QueuedRequest(Request(number, 9.0), 0, 0.0, 9.0, 9.0, 9.0) for number in range(50)]
+    waiting = [QueuedRequest(Request(number, 9.0), 0, 0.0, 9.0, 9.0, 9.0, 9.0) for number in range(50)]
     formed = [FormedBatch(number, 0, 0.0, [queued]) for number, queued in enumerate(waiting)]
     for batch in formed:
         queue.push(batch)
     rng = random.Random(1)
     for _ in range(10_000):
         queued = rng.choice(waiting)
-        queued.expect(rng.uniform(1.0, 100.0))
+        queued.expect(tokens := rng.uniform(1.0, 100.0), (), tokens)
         assert queued.formed is not None
         queue.sort_again(queued.formed)
         assert len(queue._heap) <= 2 * len(waiting) + ENTRIES_SPARE + 1
@@ -239,14 +239,15 @@ def test_a_window_whose_forecasts_change_equals_a_new_window_of_the_last_forecas
         chance = rng.random()
         if chance < 0.3:
             tokens = rng.uniform(1.0, 100.0)
-            queued = QueuedRequest(Request(next(ids)), 0, float(len(waiting)), None, tokens, tokens)
+            queued = QueuedRequest(Request(next(ids)), 0, float(len(waiting)), None, tokens, tokens, tokens)
             queued.sort_length = tokens
             waiting[queued.request.id] = queued
             window.append(queued)
         elif chance < 0.8 and waiting:
             queued = rng.choice(list(waiting.values()))
             window.lift(queued)
-            queued.expect(rng.choice([queued.expected_tokens, rng.uniform(1.0, 100.0)]))
+            tokens = rng.choice([queued.expected_tokens, rng.uniform(1.0, 100.0)])
+            queued.expect(tokens, (), tokens)
             queued.sort_length = queued.expected_tokens
             window.put_down(queued)
         elif chance < 0.9 and waiting:

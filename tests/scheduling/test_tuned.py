@@ -29,6 +29,16 @@ def test_waiting_requests_go_back_to_the_order_of_their_arrival() -> None:
     assert run_dry(scheduler, 0, 1.0) == [0, 1, 2, 3]
 
 
+def test_boost_measures_the_load_from_the_change_on() -> None:
+    scheduler = one_by_one("fffs")
+    arrive(scheduler, *REQUESTS)
+    step(scheduler, Tuned({"order": "boost"}))
+    arrive(scheduler, *[Request(number, 50.0) for number in range(4, 40)])
+    order = run_dry(scheduler, 0, 1.0)
+    assert order.index(2) < order.index(3) < order.index(1)
+    assert order.index(1) > order.index(10)
+
+
 def test_a_setting_that_is_not_given_is_the_configured_one() -> None:
     """With patience 0 the order of the configuration is that of the arrivals."""
     scheduler = one_by_one("shortest", patience=0.0)

@@ -29,6 +29,7 @@ from llmserve.scheduling.trust import WINDOW_MIN
 
 RELEASES = ("full", "static:1", "static", "timeout", "greedy", "window", "rate-headroom", "deadline", "table")
 ORDERS = ("fffs", "fffs", "fffs", "shortest", "edf", "flex", "flex", "clockwork")
+BOOST_SHARE = 0.5  # of the worlds that drew "shortest"
 ENGINE_FAULTS = ("deaths", "hangs", "paces", "closures", "changes")
 KINDS = (
     *ENGINE_FAULTS,
@@ -53,7 +54,7 @@ GROUPED_EVERY = 4  # one world in this many has serving groups
 REVISED_EVERY = 3  # in one world in this many, forecasts are revised while requests wait
 LEARNT_EVERY = 5  # in one world in this many, the scheduler begins with what was learnt before
 TUNED_EVERY = 7  # in one world in this many, the order changes while requests wait, if its keys are fixed
-FIXED_ORDERS = tuple(name for name in dict.fromkeys(ORDERS) if name not in ("flex", "clockwork"))
+FIXED_ORDERS = (*[name for name in dict.fromkeys(ORDERS) if name not in ("flex", "clockwork")], "boost")
 GROUPS = ("left", "right", "third", FALLBACK)
 STREAMS = ("", "chat", "mail")
 
@@ -183,6 +184,8 @@ def draw(seed: int) -> World:
     rng = random.Random(seed)
     kinds = _kinds(rng)
     order = rng.choice(ORDERS)
+    if order == "shortest" and random.Random(f"{seed} boost").random() < BOOST_SHARE:
+        order = "boost"
     times_known = _goes_by_times(order) and rng.random() < 0.5  # the scheduler knows how long batches take
     tick_s = 0.0 if times_known or rng.random() < 0.7 else rng.choice([1 / 64, 1 / 8, 1.0])
     models = rng.choice([("",), ("",), ("a",), ("a", "b"), ("a", "b"), ("a", "b", "c")])

@@ -46,7 +46,7 @@ def test_every_kind_of_world_is_drawn() -> None:
     pairs = {
         ((world.config.release or "").split(":")[0], world.config.order) for world in map(draw, range(4 * len(worlds)))
     }
-    assert pairs == set(itertools.product({name.split(":")[0] for name in RELEASES}, ORDERS))
+    assert pairs == set(itertools.product({name.split(":")[0] for name in RELEASES}, (*ORDERS, "boost")))
     assert any(world.real_plans and world.config.release == "table" for world in worlds)
     barriers = {tuple(sorted({life.info.barrier for life in world.engines})) for world in worlds}
     assert barriers == {(False,), (True,), (False, True)}

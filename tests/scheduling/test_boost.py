@@ -1,0 +1,296 @@
+"""The order boost: by arrival less a boost that follows the load and the whole forecast."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import count
+
+import numpy as np
+import pytest
+from test_orders import one_by_one, run_dry
+from test_revised_forecasts import revised
+from test_scheduler import arrive, new_scheduler, step
+
+from llmserve.policies import SchedulingConfig
+from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.lengths import Calibration
+from llmserve.scheduling.messages import RequestEnded
+from llmserve.scheduling.orders import boosted
+from llmserve.scheduling.queues import QueuedRequest, WindowQueue
+from llmserve.scheduling.rates import PromptTime, WaitTail
+from llmserve.scheduling.scheduler import Scheduler
+from llmserve.simulate import Scenario, Summary, simulate
+
+
+def queued(
+    tokens: float, *, lengths: tuple[float, ...] = (), at_s: float = 0.0, decay_s: float = 100.0, slots: int = 1
+) -> QueuedRequest:
+    """A request of these tokens, one second each; the mean request takes 10 seconds."""
+    waiting = QueuedRequest(Request(0), 0, at_s, None, tokens, tokens, tokens, 10.0)
+    waiting.lengths, waiting.decay_s, waiting.slots = lengths, decay_s, slots
+    return waiting
+
+
+def simulated(order: str, patience: float = 12.0, **fields: object) -> Summary:
+    scenario = Scenario(**{"requests": 5_000, "lengths": "lognormal:5.2,1.5,16384", "seed": 5, **fields})  # type: ignore[arg-type]
+    return simulate(scenario, SchedulingConfig(order=order, patience=patience, queue_requests_max=10**9))
+
+
+# ---- the turn ----
+
+
+def test_a_burst_goes_shortest_first_although_its_first_requests_were_sorted_at_a_lower_load() -> None:
+    rng, scheduler = random.Random(1), one_by_one("boost")
+    tokens = [1.0, *(rng.lognormvariate(4.0, 1.5) for _ in range(200))]
+    arrive(scheduler, *[Request(number, length) for number, length in enumerate(tokens)])
+    started = [tokens[number] for number in run_dry(scheduler, 0, 1.0)]
+    # After the last sort the load has grown by less than a quarter, so late arrivals may differ a little.
+    assert started[:100] == pytest.approx(sorted(tokens)[:100], rel=0.2)
+
+
+def test_of_equal_means_the_more_certain_answer_goes_first() -> None:
+    certain, gamble = queued(20.0), queued(20.0, lengths=(5.0, 5.0, 50.0))
+    assert boosted(certain) < boosted(gamble)
+
+
+def test_the_boost_is_that_of_the_paper_less_that_of_a_mean_request() -> None:
+    """One slot: b = 1/gamma ln(M / (M - 1)) with M = E e^(gamma S), gamma = 1 / decay_s."""
+
+    def boost_s(lengths: list[float]) -> float:
+        mean = np.mean(np.exp(np.array(lengths) / 100.0))
+        return 100.0 * math.log(mean / (mean - 1.0))
+
+    turn_s = boosted(queued(20.0, lengths=(5.0, 15.0, 40.0), at_s=7.0))
+    assert turn_s == pytest.approx(7.0 - boost_s([5.0, 15.0, 40.0]) + boost_s([10.0]))
+
+
+def test_k_slots_count_as_one_server_that_is_k_times_as_fast() -> None:
+    slow, pooled = queued(30.0, decay_s=800.0), queued(30.0, decay_s=100.0, slots=8)
+    assert boosted(slow) == pytest.approx(8.0 * boosted(pooled))
+
+
+def test_a_mean_request_keeps_its_arrival_as_its_turn_at_any_load() -> None:
+    for decay_s in (0.0, 1e-6, 1.0, 1e6):
+        assert boosted(queued(10.0, at_s=3.0, decay_s=decay_s)) == pytest.approx(3.0)
+
+
+def test_a_higher_load_lets_a_short_request_pass_over_more() -> None:
+    turns_s = [boosted(queued(1.0, decay_s=decay_s)) for decay_s in (0.0, 1.0, 10.0, 100.0)]
+    assert turns_s == sorted(turns_s, reverse=True)
+    assert turns_s[0] == 0.0
+
+
+def test_every_turn_is_a_number_however_short_or_long_the_answer() -> None:
+    for tokens in (1e-300, 1e-9, 1.0, 1e9, 1e300):
+        for decay_s in (1e-300, 1e-9, 1.0, 1e9, 1e300):
+            for slots in (1, 10_000):
+                assert math.isfinite(boosted(queued(tokens, lengths=(0.0, tokens), decay_s=decay_s, slots=slots)))
+
+
+# ---- the tail of the wait ----
+
+
+def test_the_tail_of_exponential_waits_is_their_mean_however_many_requests_do_not_wait() -> None:
+    rng = random.Random(2)
+    for share in (0.1, 0.9):
+        tail = WaitTail(memory=20_000)
+        for _ in range(50_000):
+            tail.observe(rng.expovariate(1 / 40.0) if rng.random() < share else 0.0)
+        assert tail.decay_s == pytest.approx(40.0, rel=0.25)  # it changes in steps
+
+
+def test_the_tail_follows_a_change_of_the_load_both_ways() -> None:
+    tail = WaitTail(memory=100)
+    for waits_s in (1.0, 50.0, 1.0):
+        changes = sum([tail.observe(waits_s) for _ in range(3_000)])
+        assert tail.decay_s == pytest.approx(waits_s / 2.0, rel=0.3)
+        assert changes < 25
+
+
+def test_waiting_requests_are_sorted_again_when_the_load_changes() -> None:
+    """The first requests of a burst waited for little when they came; at the end all are sorted by one tail."""
+    scheduler = one_by_one("boost")
+    arrive(scheduler, *[Request(number, 10.0 + number % 7) for number in range(300)])
+    queues = scheduler.queues("")
+    waiting = queues.all_waiting()
+    assert {request.decay_s for request in waiting} == {queues.waits.decay_s}
+    assert queues.work_us == pytest.approx(1e6 * sum(request.service_s for request in waiting))
+    run_dry(scheduler, 0, 1.0)
+    assert queues.work_us == 0
+
+
+# ---- forecasts ----
+
+
+def test_without_forecasts_requests_go_in_order_of_arrival() -> None:
+    scheduler = one_by_one("boost")
+    arrive(scheduler, *[Request(number) for number in range(30)])
+    assert run_dry(scheduler, 0, 1.0) == list(range(30))
+
+
+def test_forecasts_that_are_not_trusted_do_not_count() -> None:
+    scheduler = one_by_one("boost")
+    scheduler.queues("").trust.trusted = False
+    arrive(scheduler, *[Request(number, 300.0 - number, quantiles=(1.0, 300.0 - number)) for number in range(30)])
+    assert run_dry(scheduler, 0, 1.0) == list(range(30))
+
+
+def test_a_revised_forecast_gives_a_request_its_new_place() -> None:
+    scheduler = one_by_one("boost")
+    arrive(scheduler, *[Request(number, 100.0 + number) for number in range(20)])
+    step(scheduler, revised({19: 1.0, 1: 900.0}), 1.0)
+    started = run_dry(scheduler, 0, 1.0)
+    assert (started[1], started[-1]) == (19, 1)
+
+
+def test_a_window_that_is_sorted_again_equals_a_new_window() -> None:
+    """Engines that run batches to their end: windows hold the requests of the smallest turns."""
+    rng, ids = random.Random(3), count()
+    window = WindowQueue(0, 8, boosted)
+    waiting: list[QueuedRequest] = []
+    for number in range(200):
+        request = queued(rng.uniform(1.0, 100.0), at_s=float(number), decay_s=float(number))
+        request.request = Request(next(ids))
+        waiting.append(request)
+        for other in window.take_all() if number % 20 == 19 else ():
+            other.decay_s = float(number)
+            window.append(other)
+        window.append(request)
+        if number % 5 == 4:
+            for request in window.take(4):
+                waiting.remove(request)
+    assert [request.request.id for request in window] == [request.request.id for request in waiting]
+    again = WindowQueue(0, 8, boosted)
+    for request in waiting:
+        again.append(request)
+    assert window.take(4) == again.take(4)
+
+
+# ---- whole runs ----
+
+
+def test_boost_shortens_the_mean_more_than_the_usual_patience_and_keeps_the_tail() -> None:
+    fields = {"load": 0.95, "predictions": "quantiles:1.0", "requests": 8_000, "seed": 2}
+    first, patient, boost = [simulated(order, **fields) for order in ("fffs", "shortest", "boost")]
+    assert boost.latency_s_mean < 0.95 * patient.latency_s_mean
+    assert boost.latency_s_mean < 0.7 * first.latency_s_mean
+    assert boost.latency_s_p99 < 1.2 * first.latency_s_p99
+
+
+def test_boost_serves_short_requests_first_in_overload_without_starving_the_long() -> None:
+    first, shortest_first, boost = [
+        simulated(order, patience, load=1.3) for order, patience in (("fffs", 0.0), ("shortest", 1e9), ("boost", 0.0))
+    ]
+    assert boost.latency_s_mean < 0.7 * first.latency_s_mean
+    assert boost.latency_s_p99 < 0.8 * shortest_first.latency_s_p99
+
+
+def test_boost_orders_the_batches_of_engines_that_run_them_to_their_end() -> None:
+    fields = {"load": 0.95, "barrier": True, "predictions": "quantiles:1.0", "requests": 3_000}
+    first, boost = [simulated(order, **fields) for order in ("fffs", "boost")]
+    assert boost.latency_s_mean < 0.95 * first.latency_s_mean
+    assert boost.latency_s_p99 < 1.2 * first.latency_s_p99
+
+
+def test_the_tail_counts_the_slots_of_all_engines() -> None:
+    def decay_s(scheduler: Scheduler) -> float:
+        arrive(scheduler, *[Request(number, 50.0) for number in range(100)])
+        waits = scheduler.queues("").waits
+        assert waits is not None
+        return waits.decay_s
+
+    engines = [EngineInfo(f"gpu{number}", slots=2, barrier=False) for number in range(3)]
+    one, three = [
+        new_scheduler(*some, order="boost", batch_size=1, release="greedy") for some in (engines[:1], engines)
+    ]
+    assert decay_s(one) == pytest.approx(3.0 * decay_s(three), rel=0.3)
+
+
+def test_orders_that_do_not_follow_the_load_measure_no_waits() -> None:
+    scheduler = one_by_one("shortest")
+    arrive(scheduler, *[Request(number, 10.0) for number in range(5)])
+    step(scheduler, RequestEnded("gpu0", 0, "completed", 10.0), 1.0)
+    assert scheduler.queues("").waits.decay_s == 0.0
+
+
+# ---- calibration ----
+
+
+def calibrated(error: float, factor: float = 1.0, count: int = 3_000) -> tuple[Calibration, np.ndarray, np.ndarray]:
+    """A calibration after answers of lognormal lengths, and more forecasts with the lengths of their answers."""
+    rng = np.random.default_rng(4)
+    lengths = rng.lognormal(5.0, 0.8, 2 * count)
+    forecasts = factor * lengths * rng.lognormal(0.0, error, 2 * count)
+    calibration = Calibration()
+    for forecast, tokens in zip(forecasts[:count], lengths[:count], strict=True):
+        calibration.observe(forecast, tokens)
+    return calibration, forecasts[count:], lengths[count:]
+
+
+@pytest.mark.parametrize(("error", "factor"), [(0.0, 1.0), (0.0, 3.0), (0.8, 1.0), (0.8, 0.2), (3.0, 1.0)])
+def test_forecasts_that_are_too_long_or_too_extreme_are_corrected(error: float, factor: float) -> None:
+    calibration, forecasts, lengths = calibrated(error, factor)
+    corrected = np.array([calibration.tokens(forecast) for forecast in forecasts])
+    shortest, longest = forecasts < np.quantile(forecasts, 0.2), forecasts > np.quantile(forecasts, 0.8)
+    for some in (shortest, longest, forecasts > 0.0):
+        assert corrected[some].mean() == pytest.approx(lengths[some].mean(), rel=0.15)
+
+
+def test_before_enough_answers_a_forecast_stands_for_itself() -> None:
+    calibration = Calibration()
+    for tokens in (10.0, 20.0, 30.0):
+        calibration.observe(tokens, 5.0 * tokens)
+    assert calibration.tokens(17.0) == 17.0
+
+
+def test_equal_forecasts_stand_for_the_mean_answer() -> None:
+    calibration = Calibration()
+    for number in range(200):
+        calibration.observe(100.0, 20.0 + number % 3)
+    assert calibration.tokens(100.0) == pytest.approx(21.0, rel=0.01)
+
+
+@pytest.mark.parametrize("predictions", ["lognormal:1.0", "quantiles:1.0"])
+def test_forecasts_that_are_too_extreme_leave_the_tail_as_it_is(predictions: str) -> None:
+    """Kendall's tau 0.4: a long forecast is often wrong, and a request that waits for it lengthens the tail."""
+    fields = {"load": 0.95, "lengths": "lognormal:5.2,0.8", "predictions": predictions, "requests": 8_000}
+    first, boost = [simulated(order, **fields) for order in ("fffs", "boost")]
+    assert boost.latency_s_mean < 0.97 * first.latency_s_mean
+    assert boost.latency_s_p99 < 1.1 * first.latency_s_p99
+
+
+# ---- prompts ----
+
+
+@pytest.mark.parametrize(("per_token_s", "noise_s"), [(0.0, 1.0), (0.0005, 0.0), (0.0005, 0.5), (0.01, 5.0)])
+def test_the_time_of_prompts_is_learnt_and_chance_gives_them_none(per_token_s: float, noise_s: float) -> None:
+    rng, prompts = np.random.default_rng(5), PromptTime()
+    for _ in range(4_000):
+        tokens, prompt_tokens = rng.lognormal(5.0, 0.8), rng.lognormal(6.0, 1.0)
+        prompts.observe(
+            0.3 + 0.02 * tokens + per_token_s * prompt_tokens + rng.normal(0.0, noise_s), tokens, prompt_tokens
+        )
+    assert 0.7 * per_token_s <= prompts.per_token_s <= 1.02 * per_token_s
+
+
+def test_prompts_of_one_size_get_no_time() -> None:
+    """Nothing tells their time from an overhead, and a later prompt may be a thousand times as long."""
+    prompts = PromptTime()
+    for number in range(200):
+        prompts.observe(5.0 + number % 7, float(number % 7 + 1), 100.0)
+    assert prompts.per_token_s == 0.0
+
+
+def test_a_long_prompt_makes_a_long_request() -> None:
+    """After answers that took 1 s for 1,000 tokens of prompt, equal forecasts go by the length of their prompts."""
+    scheduler, rng, now_s = one_by_one("boost"), random.Random(6), 0.0
+    for number in range(200):
+        tokens, prompt_tokens = rng.uniform(50.0, 150.0), rng.uniform(0.0, 2_000.0)
+        arrive(scheduler, Request(number, tokens, prompt_tokens=prompt_tokens), now_s=now_s)
+        now_s += 0.01 * tokens + 0.001 * prompt_tokens
+        step(scheduler, RequestEnded("gpu0", number, "completed", tokens), now_s)
+    sizes = {number: 1_000.0 * ((7 * number) % 20) for number in range(201, 221)}
+    requests = [Request(number, 100.0, prompt_tokens=size) for number, size in sizes.items()]
+    arrive(scheduler, Request(200, 100.0), *requests, now_s=now_s)
+    assert run_dry(scheduler, 200, now_s)[1:] == sorted(sizes, key=lambda number: sizes[number])
