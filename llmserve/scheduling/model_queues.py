@@ -79,10 +79,7 @@ class ModelQueues:
         self.seen = seen
         self.service = ServiceTime()
         self.follows_load, self.waits = follows_load, WaitTail()
-        self.calibration, self.prompts = (
-            Calibration(),
-            PromptTime(),
-        )  # without answers unless the order follows the load
+        self.calibration, self.prompts = Calibration(), PromptTime()  # learn only if the order follows the load
         self.bins = [queue(index) for index in range(edges.bins)]
         self.waiting = 0  # requests in bins and in formed batches
         self.work_us = 0  # likely microseconds of a slot of these
@@ -134,7 +131,8 @@ class ModelQueues:
         queued.group, queued.total_tokens, queued.prompt_s = self.group, request.total_tokens(expected), prompt_s
         queued.lengths, queued.slots = request.quantiles if trusted else (), max(1, self.all_slots)
         if self.follows_load():
-            if self.waits.observe(1e-6 * self.work_us / queued.slots):
+            ahead = sum([max(0, len(engine.running) - engine.info.slots) for engine in self.engines])  # wait there
+            if self.waits.observe((1e-6 * self.work_us + ahead * queued.service_mean_s) / queued.slots):
                 self._sort_by(self.waits.decay_s)
             queued.decay_s = self.waits.decay_s
         queued.sort_length = self._sort_length(queued)

@@ -207,6 +207,16 @@ def test_the_tail_counts_the_slots_of_all_engines() -> None:
     assert decay_s(one) == pytest.approx(3.0 * decay_s(three), rel=0.3)
 
 
+def test_requests_that_wait_inside_an_engine_count_as_waiting() -> None:
+    decays_s = []
+    for look_ahead in (0, 100):
+        scheduler = one_by_one("boost", EngineInfo("gpu0", 1, False, look_ahead))
+        arrive(scheduler, *[Request(number) for number in range(50)])
+        decays_s.append(scheduler.queues("").waits.decay_s)
+    assert decays_s[0] > 0.0
+    assert decays_s[1] == pytest.approx(decays_s[0], rel=0.3)
+
+
 def test_orders_that_do_not_follow_the_load_measure_no_waits() -> None:
     scheduler = one_by_one("shortest")
     arrive(scheduler, *[Request(number, 10.0) for number in range(5)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ORDERS = ("fffs", "shortest", "edf")
+ORDERS = ("fffs", "shortest", "boost", "edf")
 ROUTER_POLICIES = ("round_robin", "power_of_two")
 AHEAD = ("ahead-0.7", "ahead-0.9", "ahead-0.95")
 PARTS = ("idle", "burst", "poisson-0.7", "poisson-0.9", "trace", "routers", "barrier", "memory", "own", *AHEAD, "kill")
@@ -64,10 +64,15 @@ def arrangements_of(part: str, orders: Sequence[str]) -> list[Arrangement]:
     if part == "memory":
         bound = [Arrangement(order, kind) for order in ("fffs", "shortest") for kind in ("oracle", "predicted")]
         return [DIRECT, *bound, Arrangement("fffs", "oracle", bound=False)]
-    kinds_of = {"fffs": (None,), "shortest": KINDS, "edf": KINDS if part == "burst" else ("predicted",)}
+    kinds_of = {
+        "fffs": (None,),
+        "shortest": KINDS,
+        "boost": ("predicted",),
+        "edf": KINDS if part == "burst" else ("predicted",),
+    }
     if part == "routers":
         baselines = [Arrangement(policy) for policy in ROUTER_POLICIES]
-        kinds_of = {"fffs": (None,), "shortest": ("oracle", "predicted")}
+        kinds_of = {"fffs": (None,), "shortest": ("oracle", "predicted"), "boost": ("predicted",)}
     else:
         kinds = KINDS if part == "burst" else ("oracle", "predicted")
         baselines = [DIRECT, *(Arrangement("priority", kind) for kind in kinds)]

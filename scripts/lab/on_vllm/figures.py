@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.figures import BLUE, GREEN, GREY, ORANGE, SKY, YELLOW, new_figure, save
+from bench.figures import BLUE, GREEN, GREY, ORANGE, PINK, SKY, YELLOW, new_figure, save
 
 COLORS = {
-    "direct": GREY, "priority": ORANGE, "fffs": SKY, "shortest": BLUE, "edf": GREEN,
+    "direct": GREY, "priority": ORANGE, "fffs": SKY, "shortest": BLUE, "boost": PINK, "edf": GREEN,
     "round_robin": GREY, "power_of_two": YELLOW,
 }  # fmt: skip
 SIZE = {"fontsize": 9}
