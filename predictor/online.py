@@ -22,6 +22,9 @@ from predictor.state import Saving, State, part, whole
 from predictor.text_features import Features
 from predictor.text_learner import TextForecast, TextLearner
 
+FORESEEN = 0.1
+"""Error of a template's median, in log tokens, below which words have little to learn from the answer."""
+
 __all__ = ["LEVELS", "Forecast", "OnlineLearner", "bounded"]
 
 
@@ -154,8 +157,9 @@ class OnlineLearner:
         actual, trace = log_length(output_tokens), forecast._trace
         counts = True
         if self._text and trace.text:
-            stands = not trace.verdict.overruled
-            counts = self._text.learn(trace.kind[0], trace.text, actual, capped, stands)
+            overruled = bool(trace.verdict.overruled)
+            foreseen = overruled and abs(actual - trace.verdict.logs[MIDDLE]) < FORESEEN
+            counts = self._text.learn(trace.kind[0], trace.text, actual, capped, not overruled, foreseen)
         predicted = bool(trace.predicted)
         coarsest_learnt = self.memory.learn(trace.chain, trace.verdict, actual, capped, predicted, counts)
         if coarsest_learnt and trace.predicted:

@@ -145,7 +145,7 @@ class TextLearner:
         self._weights = np.zeros(1 << BITS, dtype=np.float32)
         self._examples: list[Example] = []
         self._duals: list[float] = []  # a_i
-        self._answers = self._overruled = self._added = self._visited = 0
+        self._answers = self._foreseen = self._added = self._visited = 0
         self._start = 0.0  # the level of a new model
         self._error = 0.5  # mean absolute error
         self._levels = RecentlyUsed[str, Level](models_max, lambda: Level(self._start))
@@ -193,12 +193,15 @@ class TextLearner:
             return tuple([math.log(math.exp(z) - SOFT) for z in corrected])
         return tuple([math.log(math.exp(min(max(z, _Z_MIN), _Z_MAX)) - SOFT) for z in corrected])
 
-    def learn(self, model: str, forecast: TextForecast, actual: float, capped: bool, stands: bool) -> bool:
+    def learn(
+        self, model: str, forecast: TextForecast, actual: float, capped: bool, stands: bool, foreseen: bool = False
+    ) -> bool:
         """Learn the logarithm of a real length, or, if capped, of a lower bound.
 
-        stands : whether the model's forecast stands; False: a template's is better. Of these answers one in
-        OVERRULED_LEARNT is learnt: they would cost much, and teach little about other prompts. Returns whether the
-        answer counts; False: it may be nonsense.
+        stands : whether the model's forecast stands; False: a template's is better. Then the answer teaches the weights
+        of its words, but little about other prompts.  foreseen : whether a template forecast it well; one in
+        OVERRULED_LEARNT of these answers is learnt, for they cost as much as others. Returns whether the answer counts;
+        False: it may be nonsense.
         """
         z = _soft(actual)
         if not self._answers:
@@ -206,9 +209,9 @@ class TextLearner:
         sender = self._senders.used(forecast.features.sender)
         sender.learn(z, forecast.middle, self._answers)
         self._answers += 1
-        if not stands:
-            self._overruled += 1
-            if self._overruled % OVERRULED_LEARNT:
+        if foreseen:
+            self._foreseen += 1
+            if self._foreseen % OVERRULED_LEARNT:
                 return sender.counts
         # Many answers are in flight: other answers have taught the error of an early forecast already.
         forecast = self._forecast(model, forecast.features, forecast.predicted)
@@ -216,7 +219,7 @@ class TextLearner:
         error = _bounded(z - text, ERROR_MAX, capped)
         learnt = sender.counts or self._answers % UNCOUNTED_LEARNT == 0
         level = self._levels.used(model)
-        weight = max(sender.weight, LEVEL_WEIGHT_MIN)
+        weight = max(sender.weight, LEVEL_WEIGHT_MIN) * (1 if stands else 1 / OVERRULED_LEARNT)
         level.follow(error, weight)
         self._start += LEVEL_RATE / 2 * (level.value - self._start)
         if learnt:
@@ -270,7 +273,7 @@ class TextLearner:
     def saving(self) -> Saving:
         """Make the state in slices; see state.py. It has no text: only hashes with the secret, lengths and weights."""
         weights, examples, duals = self._weights.copy(), list(self._examples), np.array(self._duals)
-        counts = self._answers, self._overruled, self._added, self._visited
+        counts = self._answers, self._foreseen, self._added, self._visited
         numbers = np.array([*counts, self._start, self._error])
         senders, levels = list(self._senders.entries()), list(self._levels.entries())
         yield
@@ -305,7 +308,7 @@ class TextLearner:
         """Continue from a state of a learner with the same secret. Raises ValueError for a state that does not fit."""
         self._weights = array(state, "weights", (1 << BITS,)).astype(np.float32)
         *counts, self._start, self._error = array(state, "numbers", (6,)).tolist()
-        self._answers, self._overruled, self._added, self._visited = map(int, counts)
+        self._answers, self._foreseen, self._added, self._visited = map(int, counts)
         keys = array(state, "sender_keys", (None,), "u")
         senders = array(state, "senders", (len(keys), NUMBERS)).tolist()
         self._senders.fill([(key, Sender.of(numbers)) for key, numbers in zip(keys.tolist(), senders, strict=True)])
