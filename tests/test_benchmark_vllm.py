@@ -224,7 +224,7 @@ def test_ratios_are_taken_within_a_round():
 
 def test_an_order_is_compared_with_vllms_priorities_of_the_same_predictions():
     names = [arrangement.name for arrangement in arrangements.arrangements_of("burst", arrangements.ORDERS)]
-    assert len(names) == len(set(names)) == 11
+    assert len(names) == len(set(names)) == 12
     for kind in arrangements.KINDS:
         baselines = arrangements.baselines_of(arrangements.Arrangement("edf", kind), names)
         assert baselines == {"direct": "vLLM directly", "priority": f"vLLM by priority, {kind}"}

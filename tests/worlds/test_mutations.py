@@ -11,13 +11,13 @@ import pytest
 from worlds.run import Violation, judge
 
 from llmserve.policy_names import ORDERS
-from llmserve.request import Request
+from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.batch_times import BatchTimes, Timetable
 from llmserve.scheduling.choices import FixedChoice, MomentChoice
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.dispatch import Dispatch
 from llmserve.scheduling.engines import EnginePool, EngineState, Worker
-from llmserve.scheduling.groups import Groups, RequestBook
+from llmserve.scheduling.groups import EngineBook, Groups, RequestBook
 from llmserve.scheduling.messages import Action, Event, RequestCancelled, RequestEnded, SolveDispatch, StartBatch
 from llmserve.scheduling.model_queues import Group, ModelQueues
 from llmserve.scheduling.orders import Candidate, Clockwork, Flex, Key
@@ -268,15 +268,15 @@ def a_queue_takes_one_more_than_its_limit(patch: Patch) -> None:
 
 
 def a_free_engine_is_overlooked_after_a_loss(patch: Patch) -> None:
-    ready = Scheduler._on_engine_ready
+    ready = EngineBook.ready
 
-    def overlook(self: Scheduler, event: object) -> None:
-        ready(self, event)  # type: ignore[arg-type]
-        if self._now_s > 0:
-            for group in self.groups:
+    def overlook(self: EngineBook, info: EngineInfo) -> None:
+        ready(self, info)
+        if self._book.now_s > 0:
+            for group in self._groups:
                 group.pool.free.clear()
 
-    patch.setattr(Scheduler, "_on_engine_ready", overlook)
+    patch.setattr(EngineBook, "ready", overlook)
 
 
 def decisions_depend_on_other_schedulers(patch: Patch) -> None:

@@ -24,7 +24,7 @@ from deadlines.runs import Run, run_of
 from deadlines.traffic import Arrival, Setting, draw
 from llmserve.cluster import journal
 from llmserve.headers import STREAM_HEADER
-from llmserve.scheduling.model_queues import ANSWERS_BETWEEN
+from llmserve.scheduling.lengths import ANSWERS_BETWEEN
 
 POLICIES = {  # name -> flags of `llmserve serve`
     "fffs": ["--order", "fffs"],
