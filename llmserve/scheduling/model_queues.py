@@ -124,13 +124,15 @@ class ModelQueues:
             bin_index = self._merged(bin_index)
         queue = self.bins[bin_index if trusted else 0]  # one bin for all while predictions are not trusted
         seconds, mean = self.service.seconds_per_token, self.service.tokens_mean
-        forecast = request.expected_tokens if trusted else None
-        expected, likely = (forecast, self.calibration.tokens(forecast)) if forecast else (mean, mean)
-        own_s, prompt_s = self.prompts.split(likely, seconds, request.prompt_tokens, mean)
+        expected = likely = (forecast := request.expected_tokens if trusted else None) or mean
+        own_s, prompt_s, follows_load = expected * seconds, 0.0, self.follows_load()
+        if follows_load:
+            likely = self.calibration.tokens(forecast) if forecast else mean
+            own_s, prompt_s = self.prompts.split(likely, seconds, request.prompt_tokens, mean)
         queued = QueuedRequest(request, queue.index, now_s, score, expected, likely, own_s + prompt_s, mean * seconds)
         queued.group, queued.total_tokens, queued.prompt_s = self.group, request.total_tokens(expected), prompt_s
         queued.lengths, queued.slots = request.quantiles if trusted else (), max(1, self.all_slots)
-        if self.follows_load():
+        if follows_load:
             ahead = sum([max(0, len(engine.running) - engine.info.slots) for engine in self.engines])  # wait there
             if self.waits.observe((1e-6 * self.work_us + ahead * queued.service_mean_s) / queued.slots):
                 self._sort_by(self.waits.decay_s)
