@@ -9,11 +9,10 @@ confidence intervals, several settings (--sweep) a comparison, and --plot draws 
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -34,6 +33,7 @@ from llmserve.policies import PLANNED, SchedulingConfig
 from llmserve.scheduling.messages import Action, Event, RequestArrived
 from llmserve.simulated_learning import SimulatedLearning
 from llmserve.simulation import figures, workload
+from llmserve.simulation.collector import collector_paused
 from llmserve.simulation.estimates import Repeated, print_comparison, print_intervals
 from llmserve.simulation.many import in_processes
 from llmserve.simulation.predictions import TRAINED
@@ -112,7 +112,7 @@ def run(
     )
     try:
         requests = workload.requests(work.trace, work.predictions, work.deadlines_s)
-        with _collector_paused():
+        with collector_paused():
             cluster.run(requests, flush=scenario.last_batch == "flush")
     finally:
         if journal is not None:
@@ -128,18 +128,6 @@ def run(
         sum(joules) if len(joules) == len(timed_engines) else None,
         work.deadlines_s,
     )
-
-
-@contextmanager
-def _collector_paused() -> Generator[None, None, None]:
-    """Pause the garbage collector: a run creates no cycles, but each collection would scan all waiting requests."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _solver(scenario: Scenario, scheduling: SchedulingConfig, dispatch: DispatchConfig) -> DispatchSolver | None:

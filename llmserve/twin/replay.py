@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -18,6 +16,7 @@ from llmserve.errors import ConfigError
 from llmserve.policies import PLANNED, Settings, named, order_settings, tuned
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.lengths import Learnt
+from llmserve.simulation.collector import collector_paused
 from llmserve.simulation.engine_model import Costs, StepEngine
 from llmserve.simulation.report import Recorder, elapsed
 from llmserve.twin.past import PastRequest, Recording
@@ -138,7 +137,7 @@ class Twin:
         engines = [_engine(info, self.tokens, self.costs[info.name]) for info in recording.engines]
         recorder = Recorder(len(self))
         models: list[EngineModel] = list(engines)
-        with _collector_paused():
+        with collector_paused():
             SimulatedCluster(scheduler, models, on_step=recorder).run(iter(self._arrivals))
         arrived_s, ended_s = np.array(recorder.arrived_s), np.array(recorder.ended_s)
         dated = bool(np.isfinite(self._deadlines_s).any())
@@ -225,15 +224,3 @@ def _learnt(recording: Recording, tokens: Sequence[float], costs: Mapping[str, C
         scores = recording.scheduling.scores([request.quantiles for request, _ in forecast])
         learnt[model] = Learnt(scores, tuple([length for _, length in forecast]), service)
     return learnt
-
-
-@contextmanager
-def _collector_paused() -> Generator[None, None, None]:
-    """Pause the garbage collector: a replay creates no cycles, but each collection would scan all waiting requests."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
