@@ -68,7 +68,7 @@ class Plan:
     evaluated_tokens_max: int = ANSWER_TOKENS_MAX
 
 
-QUICK = Plan(steps=4, minutes=1, tokens_per_part=512, evaluated_prompts=8, evaluated_tokens_max=48)
+QUICK = Plan(steps=4, tokens_per_part=512, evaluated_prompts=8, evaluated_tokens_max=48)
 
 
 # --- tokenizer --------------------------------------------------------------------------------------------

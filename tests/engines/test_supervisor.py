@@ -20,7 +20,7 @@ print(worker.pid, flush=True)
 exec(sys.argv[2])
 """
 SLEEP = "import time; time.sleep(600)"
-DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
+DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); {SLEEP}"
 
 # Holds two supervisors, as a front-end with two engines does, prints all process ids, and waits to be killed.
 HOLDER = """
@@ -113,7 +113,9 @@ def test_a_command_and_a_worker_that_ignore_their_signals_are_killed_when_the_su
     process = supervised(sys.executable, "-c", LEADER, DEAF, DEAF)
     assert process.stdin is not None
     assert process.stdout is not None
-    worker = int(process.stdout.readline())
+    lines = sorted([process.stdout.readline().strip() for _ in range(3)])  # its worker's id, and both are deaf by now
+    assert lines[1:] == ["deaf", "deaf"]
+    worker = int(lines[0])
     (leader,) = psutil.Process(process.pid).children()
     process.stdin.close()
     assert process.wait(timeout=30) == 128 + 9
