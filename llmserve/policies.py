@@ -25,10 +25,9 @@ from llmserve.scheduling.orders import (
     FixedOrder,
     MomentOrder,
     Order,
-    fffs,
 )
 from llmserve.scheduling.planner import Planner
-from llmserve.scheduling.queues import BinQueue, FormedQueue, WindowQueue
+from llmserve.scheduling.queues import BinQueue, WindowQueue
 from llmserve.scheduling.rates import Arrivals, GroupRates, ServiceTime
 from llmserve.scheduling.release import Planned, Release
 from llmserve.scheduling.scheduler import Scheduler
@@ -265,20 +264,20 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         assert self.order is not None, "resolve the configuration first"
         dispatch = Dispatch(order or order_of(self), self.full_batch, lambda chosen: order_of(tuned(self, chosen)))
-        order = dispatch.order_in_force
-        self.queues("", scores, lengths, order=order, release=release)  # raise errors now, not at the first request
+        # Make queues once, to raise errors now, not at the first request.
+        self.queues("", scores, lengths, order=dispatch.order, release=release)
         return Scheduler(
             new_queues=lambda model, group, tally: self.queues(
                 model,
                 scores,
                 lengths,
-                order=order,
+                order=dispatch.order,
                 release=release,
                 group=group,
                 tally=tally,
                 learnt=learnt.get(model, NOTHING_LEARNT),
             ),
-            order=order,
+            order=dispatch.order,
             dispatch=dispatch,
             circuit=lambda: Circuit(self.circuit_faults_max, self.circuit_pause_s),
             plan=plan,
@@ -315,14 +314,13 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             planner=Planner(bins, lengths_seen, arrivals, rate_factor=self.rate_factor)
             if isinstance(model_release, Planned) and lengths_seen is not None
             else None,
-            formed=FormedQueue(order.key if isinstance(order, FixedOrder) else fffs),
+            order=order,
             edges=_edges(self, lengths_seen, scores),
             batch_size=self.full_batch,
             trust=Trust(max(self.trust_window, 4 * self._kinds_of_batch * self.full_batch)),
             seen=lengths_seen,
             queue=self._queue(order),
             by_risk=self.bins_by == "risk",
-            follows_load=order.follows_load if isinstance(order, FixedOrder) else bool,
             group=group,
             tally=tally,
         )

@@ -36,7 +36,7 @@ RATE_WAIT_S = 1.0  # BatchMonitor's window
 ORDERS: dict[str, Callable[[SchedulingConfig], Order]] = {
     "fffs": lambda config: FixedOrder(fffs, arrival),
     "shortest": lambda config: FixedOrder(shortest(config.patience), turn(config.patience)),
-    "boost": lambda config: FixedOrder(mean_turn(boosted), boosted, lambda: True),
+    "boost": lambda config: FixedOrder(mean_turn(boosted), boosted, follows_load=True),
     "edf": lambda config: FixedOrder(edf, due_at_s),
     "flex": lambda config: Flex(
         None if config.preemption == "off" else config.preemption_factor, config.preemption == "if-needed"

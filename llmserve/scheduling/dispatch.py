@@ -43,23 +43,7 @@ class Dispatch:
         self.times = Timetable(batch_size)
         self.actions: list[Action] = []
 
-    @property
-    def order_in_force(self) -> Order:
-        """The order for queues: if its keys are fixed, they are of the order that is in force when a request waits."""
-        if not isinstance(self.order, FixedOrder):
-            return self.order
-        return FixedOrder(
-            lambda batch: self._fixed.key(batch),
-            lambda queued: self._fixed.turn(queued),
-            lambda: self._fixed.follows_load(),
-        )
-
-    @property
-    def _fixed(self) -> FixedOrder:
-        assert isinstance(self.order, FixedOrder), "an order of the moment fixes no keys"
-        return self.order
-
-    def tune(self, settings: Mapping[str, str | float], groups: Iterable[Group], now_s: float) -> None:
+    def tune(self, settings: Mapping[str, str | float], groups: Iterable[Group]) -> None:
         """Change the order, and sort all waiting requests again.
 
         Raises ValueError if the present order, or the one of the settings, has no fixed keys; then nothing has changed.
@@ -70,10 +54,7 @@ class Dispatch:
         self.order = order
         for group in groups:
             for queues in group.queues.values():
-                for batch in queues.formed.batches():
-                    queues.formed.sort_again(batch)
-                queues.sort_into_queues()
-                self.forming.form_all_early(queues, now_s)
+                queues.sort_by(order)
 
     def settle(self, group: Group, now_s: float) -> list[float]:
         """Start all that can start, after any event. Returns times at which more could start without an event."""

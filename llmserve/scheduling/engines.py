@@ -179,7 +179,7 @@ class EngineState:
     def start(self, batch: FormedBatch, requests: list[QueuedRequest], now_s: float) -> None:
         """Record that these requests of the batch run. The refused request is kept: it fits no better now."""
         self._count_steps(now_s)
-        name, steps = self.info.name, self._steps.get(self._speed_name(batch.model), 0.0)
+        name, steps = self.info.name, self._steps.get(self._speed_name(batch.model), 0.0) if self._steps else 0.0
         concurrency = len(self.running) + len(requests)
         for queued in requests:
             queued.run = self.running[queued.request.id] = Run(
@@ -246,8 +246,11 @@ class EngineState:
 
     def _count_steps(self, now_s: float) -> None:
         """Count the steps that the speeds allow since the last change of `running`. Call before each change."""
-        info, passed_s, self._counted_at_s = self.info, now_s - self._counted_at_s, now_s
-        if info.barrier or not self.running or not info.slots:
+        info = self.info
+        if info.barrier:
+            return
+        passed_s, self._counted_at_s = now_s - self._counted_at_s, now_s
+        if not (info.speeds and self.running and info.slots):
             return
         sequences = min(len(self.running), info.slots)
         for name, speed in info.speeds.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,8 +19,6 @@ Array = NDArray[np.float64]
 LEVELS = 64  # equally likely lengths that represent a bin's lengths
 ANSWERS_BETWEEN = 64  # answers between two updates of the bins' lengths; fewer at the start
 ENOUGH = 8  # answers; a bin with fewer answers uses the lengths of all bins
-SPREAD_LEAST = 1e-9  # variance of log forecasts; with less, all forecasts count as equal
-CALIBRATED_FROM = 32  # answers; with fewer, forecasts stand for themselves
 
 
 class Learnt(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -87,45 +84,6 @@ class SeenLengths:
         bin_of = index_of(edges, self._scores[: tokens.size])
         members = [tokens[bin_of == index] for index in range(bins)]
         return tuple([_slices(own if own.size >= ENOUGH else tokens) for own in members])
-
-
-class Calibration:
-    """What forecasts mean: they may be too long or too short, and too extreme.
-
-    Answers' log lengths y are regressed on their log forecasts x, by least squares: errors that are independent of the
-    length make forecasts extreme, and the slope is then below 1. A factor gives the corrected forecasts the mean of the
-    answers. memory : answers after which an observation's weight has fallen to a third.
-    """
-
-    def __init__(self, memory: int = 1024) -> None:
-        self._keep = 1.0 - 1.0 / memory
-        self._count = self._x = self._y = self._xx = self._xy = 0.0  # sums with the same decay
-        self._lengths = self._fitted = 0.0  # of answers, and of the regression for them at the time
-        self._slope, self._at, self._factor = 1.0, (0.0, 0.0), 1.0
-
-    def tokens(self, forecast: float) -> float:
-        """The mean length of answers of this forecast. forecast : tokens, > 0"""
-        return forecast if self._count < CALIBRATED_FROM else self._factor * self._fit(forecast)
-
-    def _fit(self, forecast: float) -> float:
-        mean_x, mean_y = self._at
-        return math.exp(mean_y + self._slope * (math.log(forecast) - mean_x))
-
-    def observe(self, forecast: float, output_tokens: float) -> None:
-        """Count an answer. forecast, output_tokens : > 0"""
-        keep, x, y = self._keep, math.log(forecast), math.log(output_tokens)
-        self._lengths = keep * self._lengths + output_tokens
-        fitted = output_tokens if self._count < CALIBRATED_FROM else self._fit(forecast)
-        self._fitted = keep * self._fitted + fitted
-        self._count = keep * self._count + 1.0
-        self._x, self._y = keep * self._x + x, keep * self._y + y
-        self._xx, self._xy = keep * self._xx + x * x, keep * self._xy + x * y
-        if self._count < CALIBRATED_FROM:
-            return
-        mean_x, mean_y = self._at = self._x / self._count, self._y / self._count
-        spread = self._xx / self._count - mean_x * mean_x
-        slope = (self._xy / self._count - mean_x * mean_y) / spread if spread > SPREAD_LEAST else 1.0
-        self._slope, self._factor = min(1.0, max(0.0, slope)), self._lengths / self._fitted
 
 
 class BinTokens:

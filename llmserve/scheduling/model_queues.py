@@ -10,10 +10,12 @@ from bins.edges import OnlineEdges
 from bins.risk import risk
 from llmserve.request import Batch, Request
 from llmserve.scheduling.engines import EnginePool, EngineState, Worker
-from llmserve.scheduling.lengths import BinTokens, Calibration, SeenLengths, Tokens
+from llmserve.scheduling.lengths import BinTokens, SeenLengths, Tokens
+from llmserve.scheduling.load import Load
+from llmserve.scheduling.orders import FixedOrder, Order, arrival, fffs
 from llmserve.scheduling.planner import Planner
 from llmserve.scheduling.queues import BinQueue, FormedBatch, FormedQueue, QueuedRequest, turn_of_arrival
-from llmserve.scheduling.rates import CompletionRate, PromptTime, ServiceTime, WaitTail
+from llmserve.scheduling.rates import CompletionRate, ServiceTime
 from llmserve.scheduling.release import Planned, Release
 from llmserve.scheduling.trust import Trust
 
@@ -35,12 +37,11 @@ class ModelQueues:
 
     model       name of the model
     release     decides when a bin releases a batch (scheduling/release.py)
-    formed      batches that were formed before an engine was free, or that an engine has returned
     edges       bin edges over the predictions' risk or median, refitted as requests arrive
     batch_size  largest batch that a bin forms
     trust       whether predictions rank answers; while they do not, all requests wait in one bin
     by_risk     whether bins go by risk (bins/risk.py) instead of the median
-    follows_load  tells whether the order goes by the wait's tail (FixedOrder)
+    order       sorts formed batches, and windows
     planner     asks for plans; None unless the release follows plans
     seen        records answer lengths, for edges, plans and batch times
     bins        a queue for each bin
@@ -57,7 +58,7 @@ class ModelQueues:
         model: str,
         *,
         release: Release,
-        formed: FormedQueue,
+        order: Order,
         edges: OnlineEdges,
         batch_size: int,
         trust: Trust,
@@ -65,24 +66,22 @@ class ModelQueues:
         seen: SeenLengths | None = None,
         queue: Callable[[int], BinQueue] = BinQueue,
         by_risk: bool = True,
-        follows_load: Callable[[], bool] = bool,
         group: str = "",
         tally: Tally | None = None,
     ) -> None:
         self.model = model
         self.group = group
         self.release = release
-        self.formed = formed
         self.edges = edges
         self.trust = trust
         self.planner = planner
         self.seen = seen
         self.service = ServiceTime()
-        self.follows_load, self.waits = follows_load, WaitTail()
-        self.calibration, self.prompts = Calibration(), PromptTime()  # learn only if the order follows the load
+        self._order = order if isinstance(order, FixedOrder) else FixedOrder(fffs, arrival)
+        self.formed = FormedQueue(self._order.key)
+        self.load = Load() if self._order.follows_load else None
         self.bins = [queue(index) for index in range(edges.bins)]
         self.waiting = 0  # requests in bins and in formed batches
-        self.work_us = 0  # likely microseconds of a slot of these
         self.present = 0  # requests that wait or run; kept by the group
         self.engines: Sequence[EngineState] = ()
         self.slots = self.all_slots = 0
@@ -106,7 +105,8 @@ class ModelQueues:
         if not self.waiting:
             self._tally.queues[self.model] = self
         self.waiting += sign * len(requests)
-        self.work_us += sign * sum([queued.work_us for queued in requests])
+        if self.load is not None:
+            self.load.count(requests, sign)
         self._tally.waiting += sign * len(requests)
         if not self.waiting:
             del self._tally.queues[self.model]
@@ -124,32 +124,36 @@ class ModelQueues:
             bin_index = self._merged(bin_index)
         queue = self.bins[bin_index if trusted else 0]  # one bin for all while predictions are not trusted
         seconds, mean = self.service.seconds_per_token, self.service.tokens_mean
-        expected = likely = (forecast := request.expected_tokens if trusted else None) or mean
-        own_s, prompt_s, follows_load = expected * seconds, 0.0, self.follows_load()
-        if follows_load:
-            likely = self.calibration.tokens(forecast) if forecast else mean
-            own_s, prompt_s = self.prompts.split(likely, seconds, request.prompt_tokens, mean)
-        queued = QueuedRequest(request, queue.index, now_s, score, expected, likely, own_s + prompt_s, mean * seconds)
-        queued.group, queued.total_tokens, queued.prompt_s = self.group, request.total_tokens(expected), prompt_s
-        queued.lengths, queued.slots = request.quantiles if trusted else (), max(1, self.all_slots)
-        if follows_load:
+        expected = (forecast := request.expected_tokens if trusted else None) or mean
+        total, service_s = request.total_tokens(expected), expected * seconds
+        queued = QueuedRequest(
+            request, queue.index, now_s, score, expected, expected, service_s, mean * seconds, total, self.group
+        )
+        if (load := self.load) is not None:
             ahead = sum([max(0, len(engine.running) - engine.info.slots) for engine in self.engines])  # wait there
-            if self.waits.observe((1e-6 * self.work_us + ahead * queued.service_mean_s) / queued.slots):
-                self._sort_by(self.waits.decay_s)
-            queued.decay_s = self.waits.decay_s
+            load.tell(queued, self.all_slots, request.quantiles if trusted else ())
+            if load.arrive(queued, forecast, seconds, mean, ahead):
+                for other in self.all_waiting():
+                    other.decay_s = queued.decay_s
+                self.sort_by(self._order)
         queued.sort_length = self._sort_length(queued)
         queue.append(queued)
         self._count((queued,))
         return queued, queue
 
-    def _sort_by(self, decay_s: float) -> None:
-        """Sort all waiting requests again, by this decay of the wait's tail."""
-        for queued in self.all_waiting():
-            queued.decay_s = decay_s
-        for batch in self.formed.batches():
-            self.formed.sort_again(batch)
-        for own, queued in [(queue, queued) for queue in self.bins for queued in queue.take_all()]:
-            own.append(queued)
+    def sort_by(self, order: FixedOrder) -> None:
+        """Sort all waiting requests again, each within its bin and its batch."""
+        if order.follows_load and self.load is None:
+            self.load = Load()
+            self.load.count(waiting := self.all_waiting())
+            for queued in waiting:
+                self.load.tell(queued, self.all_slots, queued.request.quantiles if self.trust.trusted else ())
+        elif not order.follows_load:
+            self.load = None
+        self._order = order
+        self.formed.sort_by(order.key)
+        for queue in self.bins:
+            queue.sort_by(order.turn)
 
     def _score(self, request: Request) -> float | None:
         lengths = request.quantiles if self._by_risk else ()
@@ -171,9 +175,10 @@ class ModelQueues:
             if queued.score is not None:
                 self.edges.observe(queued.score)
             if self.trust.trusted and (tokens := changed.expected_tokens):
-                self.work_us -= queued.work_us
-                queued.expect(tokens, changed.quantiles, self.calibration.tokens(tokens))
-                self.work_us += queued.work_us
+                if self.load is not None:
+                    self.load.expect(queued, tokens)
+                else:
+                    queued.expect(tokens, tokens)
             if batch is not None:
                 self.formed.sort_again(batch)
             elif self._index_of(queued) == queue.index:
@@ -269,9 +274,8 @@ class ModelQueues:
     def record_answer(self, queued: QueuedRequest, output_tokens: float, ran_s: float) -> bool:
         """Record an answer's length and time. True when the answer changed whether predictions are trusted."""
         self.service.observe(ran_s, output_tokens)
-        if self.follows_load() and output_tokens > 0 and (forecast := queued.request.expected_tokens):
-            self.calibration.observe(forecast, output_tokens)
-            self.prompts.observe(ran_s, output_tokens, queued.request.prompt_tokens)
+        if self.load is not None:
+            self.load.answered(queued, output_tokens, ran_s)
         if self.seen is not None:
             self.seen.observe(queued.score, output_tokens)
         if self.planner is not None:

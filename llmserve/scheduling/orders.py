@@ -116,12 +116,12 @@ class Running:
 class FixedOrder:
     """key   key of a formed batch; a returned batch keeps its number
     turn  key of a request that is in no batch yet; a window holds the requests of the smallest
-    follows_load  tells whether both go by the request's `decay_s`: waiting requests are then sorted again as it changes
+    follows_load  whether both go by what scheduling/load.py tells requests: they are sorted again as that changes
     """
 
     key: Callable[[FormedBatch], float]
     turn: Callable[[QueuedRequest], float]
-    follows_load: Callable[[], bool] = bool
+    follows_load: bool = False
 
 
 def fffs(batch: FormedBatch) -> float:

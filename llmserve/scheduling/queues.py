@@ -26,6 +26,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     total_tokens     tokens in an engine's memory at its end; whole, so that sums of them return to exactly zero
     lengths          equally likely lengths by its present forecast, tokens; (): only expected_tokens
     slots, decay_s   of its model: slots at its arrival, and the decay of the wait's tail as it was last sorted
+    prompt_s, lengths, slots and decay_s are set for orders that follow the load only, by scheduling/load.py
 
     group, bin, sort_length  set by its model's queues: where it waits or last waited, and its length in a window
     judged           request and score at its arrival, by which predictions are judged; None: the present ones
@@ -41,10 +42,10 @@ class QueuedRequest(msgspec.Struct, eq=False):
     likely_tokens: float = 0.0
     service_s: float = 0.0
     service_mean_s: float = 1.0
-    prompt_s: float = 0.0
     total_tokens: int = 0
     group: str = ""
     sort_length: float = 0.0
+    prompt_s: float = 0.0
     lengths: tuple[float, ...] = ()
     slots: int = 1
     decay_s: float = 0.0
@@ -65,10 +66,10 @@ class QueuedRequest(msgspec.Struct, eq=False):
         """service_s in microseconds; whole, so that sums return to exactly zero."""
         return round(1e6 * self.service_s)
 
-    def expect(self, tokens: float, lengths: tuple[float, ...], likely: float) -> None:
-        """Take another forecast, at the same seconds a token."""
+    def expect(self, tokens: float, likely: float) -> None:
+        """Take the forecast of another `request`, at the same seconds a token. likely : mean tokens of such answers"""
         self.service_s = self.prompt_s + (self.service_s - self.prompt_s) * (likely / self.likely_tokens)
-        self.expected_tokens, self.likely_tokens, self.lengths = tokens, likely, lengths
+        self.expected_tokens, self.likely_tokens, self.lengths = tokens, likely, self.request.quantiles
         self.total_tokens = self.request.total_tokens(tokens)
 
 
@@ -151,6 +152,9 @@ class BinQueue:
 
     def put_down(self, queued: QueuedRequest) -> None:
         """Sort a request by its present forecast. The request is in the queue, in its place by arrival."""
+
+    def sort_by(self, turn: Callable[[QueuedRequest], float]) -> None:
+        """Sort what is sorted by turns again. turn : the order's key of a request; it, or what it goes by, changed."""
 
     def take_all(self) -> list[QueuedRequest]:
         """Take all requests, in order of arrival."""
@@ -235,6 +239,11 @@ class WindowQueue(BinQueue):
             del self._by_turn[place]
             self._leave_row(queued)
             self._fill()
+
+    def sort_by(self, turn: Callable[[QueuedRequest], float]) -> None:
+        self._turn = turn
+        for queued in self.take_all():
+            self.append(queued)
 
     def take(self, count: int) -> list[QueuedRequest]:
         """count : at most the number of requests in the window."""
@@ -362,6 +371,12 @@ class FormedQueue:
                 self._heap = [entry for entry in self._heap if _is_valid(entry)]
                 heapq.heapify(self._heap)
             self._drop_void()
+
+    def sort_by(self, key: Callable[[FormedBatch], float]) -> None:
+        """Sort all batches again. key : of a batch; it, or what it goes by, has changed."""
+        self._key = key
+        for batch in self.batches():
+            self.sort_again(batch)
 
     def push_returned(self, batch: FormedBatch) -> None:
         self.hold(batch)

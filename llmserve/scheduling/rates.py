@@ -6,16 +6,11 @@ import math
 from collections import deque
 
 import msgspec
-import numpy as np
 
 JUMP_ARRIVALS = 8
 # A sum of 8 exponential times of mean 1 lies outside each of these bounds once in ten thousand times; outside, the rate
 # counts as jumped.
 JUMP_UP, JUMP_DOWN = 1.4, 22.0
-FIT_EVERY = 32  # answers between two fits of the time of prompts
-CERTAIN = 3.0  # standard errors
-SPREAD_LEAST = 1e-9  # relative
-TAIL_CHANGES = 1.25  # factor by which the wait's tail has changed when requests are sorted by it again
 ROUNDING = 1e-6  # relative: makes a silence longer, so that the estimate falls below the rate despite rounding
 
 
@@ -139,85 +134,6 @@ class ServiceTime:
         self.tokens_mean = self._tokens / self._answers
         if self._seconds > 0:
             self.seconds_per_token = self._seconds / self._tokens
-
-
-class PromptTime:
-    """Seconds that a slot spends on each token of a prompt, learnt from answers.
-
-    The seconds of an answer are regressed on its tokens and on those of its prompt, with an overhead, by least squares.
-    A few prompts are far longer than most: lest chance give them much time, the slope is less CERTAIN standard errors.
-    memory : answers after which an observation's weight has fallen to a third.
-
-    per_token_s  seconds a token of a prompt; 0 until the answers prove more
-    tokens_mean  mean tokens of a prompt
-    """
-
-    def __init__(self, memory: int = 1024) -> None:
-        self._keep = 1.0 - 1.0 / memory
-        self._moments = np.zeros((4, 4))  # decayed sums of the products of (1, tokens, prompt tokens, seconds)
-        self._since_fit = 0
-        self.per_token_s = self.tokens_mean = 0.0
-
-    def observe(self, seconds: float, tokens: float, prompt_tokens: float) -> None:
-        """Record one answer: its seconds on the engine, its tokens and those of its prompt (0: unknown)."""
-        answer = np.array([1.0, tokens, prompt_tokens, seconds])
-        self._moments *= self._keep
-        self._moments += answer[:, None] * answer
-        self._since_fit += 1
-        if self._since_fit == FIT_EVERY:
-            self._since_fit = 0
-            self._fit()
-
-    def _fit(self) -> None:
-        count, means = self._moments[0, 0], self._moments[0, 1:] / self._moments[0, 0]
-        (tt, tp, ts), (_, pp, ps), (*_, ss) = (self._moments[1:, 1:] - count * means[:, None] * means).tolist()
-        self.tokens_mean = float(means[1])
-        spread = tt * pp - tp * tp
-        if count <= 3.0 or spread <= SPREAD_LEAST * tt * pp:  # then nothing tells prompts from answers
-            self.per_token_s = 0.0
-            return
-        slope, slope_of_answer = (tt * ps - tp * ts) / spread, (pp * ts - tp * ps) / spread
-        noise = max(0.0, ss - slope_of_answer * ts - slope * ps) / (count - 3.0)
-        self.per_token_s = max(0.0, slope - CERTAIN * math.sqrt(noise * tt / spread))
-
-    def split(self, tokens: float, seconds: float, prompt_tokens: float, mean: float) -> tuple[float, float]:
-        """Seconds of an answer of `tokens` without its prompt, and of the prompt.
-
-        seconds : a token of answers, with the time of their prompts.  mean : tokens of an answer
-        """
-        of_prompts = self.per_token_s * self.tokens_mean / mean if self.per_token_s else 0.0  # part of `seconds`
-        return tokens * max(0.0, seconds - of_prompts), self.per_token_s * prompt_tokens
-
-
-class WaitTail:
-    """The decay of the tail of the wait, if requests were served first come, first served.
-
-    Such a wait is the work that waits at an arrival, over the slots that serve it. Every order that leaves no slot
-    empty has nearly the same work, so an order that goes by this tail hardly changes it. Near capacity waits w > 0 are
-    exponential (Kingman), and then E[w²] / (2 E[w]) is their mean, however many requests need not wait; the squares
-    give most weight to the long waits.
-
-    memory   arrivals after which an observation's weight has fallen to a third
-    decay_s  seconds of waiting by which the tail falls by a factor e; 0 while no request has had to wait. It follows
-             the measurement in steps of TAIL_CHANGES, for requests are sorted by it
-    """
-
-    def __init__(self, memory: int = 1024) -> None:
-        self._keep = 1.0 - 1.0 / memory
-        self.decay_s = 0.0
-        self._waits_s = self._squares_s2 = 0.0  # sums of w and w², with the same decay
-
-    def observe(self, wait_s: float) -> bool:
-        """Count an arrival. wait_s : w, >= 0. True when decay_s changed."""
-        self._waits_s = self._keep * self._waits_s + wait_s
-        self._squares_s2 = self._keep * self._squares_s2 + wait_s * wait_s
-        if self._waits_s <= 0.0:
-            return False
-        measured_s = self._squares_s2 / (2.0 * self._waits_s)
-        if measured_s <= TAIL_CHANGES * self.decay_s and self.decay_s <= TAIL_CHANGES * measured_s:
-            return False
-        self.decay_s = measured_s
-        return True
 
 
 # ---- by stream and model, for plans of groups ----------------------------------------------------------------------

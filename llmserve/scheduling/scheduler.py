@@ -59,7 +59,7 @@ class Dispatcher(Protocol):
 
     def start_reserved(self, group: Group, worker: Worker, now_s: float) -> None: ...
 
-    def tune(self, settings: Mapping[str, str | float], groups: Iterable[Group], now_s: float) -> None: ...
+    def tune(self, settings: Mapping[str, str | float], groups: Iterable[Group]) -> None: ...
 
 
 class Scheduler:
@@ -350,7 +350,7 @@ class Scheduler:
                 self._book.sort_into_queues(queues)
 
     def _on_tuned(self, event: Tuned) -> None:
-        self._dispatch.tune(event.settings, self.groups, self._now_s)
+        self._dispatch.tune(event.settings, self.groups)
         for group in self.groups:
             self._book.touch(group)
 

@@ -14,11 +14,10 @@ from test_scheduler import arrive, new_scheduler, step
 
 from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
-from llmserve.scheduling.lengths import Calibration
+from llmserve.scheduling.load import Calibration, Load, PromptTime, WaitTail
 from llmserve.scheduling.messages import RequestEnded
 from llmserve.scheduling.orders import boosted
 from llmserve.scheduling.queues import QueuedRequest, WindowQueue
-from llmserve.scheduling.rates import PromptTime, WaitTail
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.simulate import Scenario, Summary, simulate
 
@@ -30,6 +29,12 @@ def queued(
     waiting = QueuedRequest(Request(0), 0, at_s, None, tokens, tokens, tokens, 10.0)
     waiting.lengths, waiting.decay_s, waiting.slots = lengths, decay_s, slots
     return waiting
+
+
+def load_of(scheduler: Scheduler) -> Load:
+    load = scheduler.queues("").load
+    assert load is not None
+    return load
 
 
 def simulated(order: str, patience: float = 12.0, **fields: object) -> Summary:
@@ -112,12 +117,12 @@ def test_waiting_requests_are_sorted_again_when_the_load_changes() -> None:
     """The first requests of a burst waited for little when they came; at the end all are sorted by one tail."""
     scheduler = one_by_one("boost")
     arrive(scheduler, *[Request(number, 10.0 + number % 7) for number in range(300)])
-    queues = scheduler.queues("")
+    queues, load = scheduler.queues(""), load_of(scheduler)
     waiting = queues.all_waiting()
-    assert {request.decay_s for request in waiting} == {queues.waits.decay_s}
-    assert queues.work_us == pytest.approx(1e6 * sum(request.service_s for request in waiting))
+    assert {request.decay_s for request in waiting} == {load.waits.decay_s}
+    assert load.work_us == pytest.approx(1e6 * sum(request.service_s for request in waiting))
     run_dry(scheduler, 0, 1.0)
-    assert queues.work_us == 0
+    assert load.work_us == 0
 
 
 # ---- forecasts ----
@@ -153,9 +158,10 @@ def test_a_window_that_is_sorted_again_equals_a_new_window() -> None:
         request = queued(rng.uniform(1.0, 100.0), at_s=float(number), decay_s=float(number))
         request.request = Request(next(ids))
         waiting.append(request)
-        for other in window.take_all() if number % 20 == 19 else ():
-            other.decay_s = float(number)
-            window.append(other)
+        if number % 20 == 19:
+            for other in window:
+                other.decay_s = float(number)
+            window.sort_by(boosted)
         window.append(request)
         if number % 5 == 4:
             for request in window.take(4):
@@ -196,9 +202,7 @@ def test_boost_orders_the_batches_of_engines_that_run_them_to_their_end() -> Non
 def test_the_tail_counts_the_slots_of_all_engines() -> None:
     def decay_s(scheduler: Scheduler) -> float:
         arrive(scheduler, *[Request(number, 50.0) for number in range(100)])
-        waits = scheduler.queues("").waits
-        assert waits is not None
-        return waits.decay_s
+        return load_of(scheduler).waits.decay_s
 
     engines = [EngineInfo(f"gpu{number}", slots=2, barrier=False) for number in range(3)]
     one, three = [
@@ -212,7 +216,7 @@ def test_requests_that_wait_inside_an_engine_count_as_waiting() -> None:
     for look_ahead in (0, 100):
         scheduler = one_by_one("boost", EngineInfo("gpu0", 1, False, look_ahead))
         arrive(scheduler, *[Request(number) for number in range(50)])
-        decays_s.append(scheduler.queues("").waits.decay_s)
+        decays_s.append(load_of(scheduler).waits.decay_s)
     assert decays_s[0] > 0.0
     assert decays_s[1] == pytest.approx(decays_s[0], rel=0.3)
 
@@ -221,7 +225,7 @@ def test_orders_that_do_not_follow_the_load_measure_no_waits() -> None:
     scheduler = one_by_one("shortest")
     arrive(scheduler, *[Request(number, 10.0) for number in range(5)])
     step(scheduler, RequestEnded("gpu0", 0, "completed", 10.0), 1.0)
-    assert scheduler.queues("").waits.decay_s == 0.0
+    assert scheduler.queues("").load is None
 
 
 # ---- calibration ----

@@ -215,7 +215,7 @@ def test_entries_of_former_keys_do_not_pile_up() -> None:
     rng = random.Random(1)
     for _ in range(10_000):
         queued = rng.choice(waiting)
-        queued.expect(tokens := rng.uniform(1.0, 100.0), (), tokens)
+        queued.expect(tokens := rng.uniform(1.0, 100.0), tokens)
         assert queued.formed is not None
         queue.sort_again(queued.formed)
         assert len(queue._heap) <= 2 * len(waiting) + ENTRIES_SPARE + 1
@@ -247,7 +247,7 @@ def test_a_window_whose_forecasts_change_equals_a_new_window_of_the_last_forecas
             queued = rng.choice(list(waiting.values()))
             window.lift(queued)
             tokens = rng.choice([queued.expected_tokens, rng.uniform(1.0, 100.0)])
-            queued.expect(tokens, (), tokens)
+            queued.expect(tokens, tokens)
             queued.sort_length = queued.expected_tokens
             window.put_down(queued)
         elif chance < 0.9 and waiting:

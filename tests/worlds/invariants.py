@@ -48,8 +48,9 @@ def _check_counts(group: Group, requests: dict[int, QueuedRequest]) -> None:
         assert queues.waiting == waiting, f"{model!r} has {waiting} waiting requests, not {queues.waiting}"
         own = [queued for queued in requests.values() if queued.group == group.name and queued.request.model == model]
         assert queues.present == len(own), f"{model!r} has {len(own)} requests, not {queues.present}"
-        work_us = sum([queued.work_us for queued in own if queued.run is None])
-        assert queues.work_us == work_us, f"{model!r} has {work_us} us of waiting work, not {queues.work_us}"
+        if queues.load is not None:
+            work_us = sum([queued.work_us for queued in own if queued.run is None])
+            assert queues.load.work_us == work_us, f"{model!r} has {work_us} us of waiting work, not its load's"
     assert group.tally.waiting == sum([queues.waiting for queues in group.queues.values()]), "waiting is miscounted"
     waits = {model for model, queues in group.queues.items() if queues.waiting}
     assert set(group.tally.queues) == waits, f"{set(group.tally.queues) ^ waits} wait, or do not"
