@@ -20,18 +20,14 @@ from llmserve.scheduling.dispatch import Dispatch
 from llmserve.scheduling.lengths import Learnt, SeenLengths
 from llmserve.scheduling.messages import ServingGroup
 from llmserve.scheduling.model_queues import ModelQueues, Tally
-from llmserve.scheduling.orders import (
-    PREEMPTION_FACTOR,
-    FixedOrder,
-    MomentOrder,
-    Order,
-)
+from llmserve.scheduling.orders import PREEMPTION_FACTOR, FixedOrder, MomentOrder, Order, fffs
 from llmserve.scheduling.planner import Planner
-from llmserve.scheduling.queues import BinQueue, WindowQueue
+from llmserve.scheduling.queues import BinQueue, FormedQueue
 from llmserve.scheduling.rates import Arrivals, GroupRates, ServiceTime
 from llmserve.scheduling.release import Planned, Release
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.scheduling.trust import WINDOW_MIN, Trust
+from llmserve.scheduling.window_queue import WindowQueue
 
 
 class Defaults(NamedTuple):
@@ -264,8 +260,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         assert self.order is not None, "resolve the configuration first"
         dispatch = Dispatch(order or order_of(self), self.full_batch, lambda chosen: order_of(tuned(self, chosen)))
-        # Make queues once, to raise errors now, not at the first request.
-        self.queues("", scores, lengths, order=dispatch.order, release=release)
+        self.queues("", scores, lengths, order=dispatch.order, release=release)  # raises errors before any request
         return Scheduler(
             new_queues=lambda model, group, tally: self.queues(
                 model,
@@ -314,13 +309,14 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             planner=Planner(bins, lengths_seen, arrivals, rate_factor=self.rate_factor)
             if isinstance(model_release, Planned) and lengths_seen is not None
             else None,
-            order=order,
+            formed=FormedQueue(order.key if isinstance(order, FixedOrder) else fffs),
             edges=_edges(self, lengths_seen, scores),
             batch_size=self.full_batch,
             trust=Trust(max(self.trust_window, 4 * self._kinds_of_batch * self.full_batch)),
             seen=lengths_seen,
             queue=self._queue(order),
             by_risk=self.bins_by == "risk",
+            follows_load=isinstance(order, FixedOrder) and order.follows_load,
             group=group,
             tally=tally,
         )

@@ -1,7 +1,7 @@
 """Which batch starts next, and on which engine, in one dispatch of a group.
 
-A fixed order takes the first formed batch of all models, or lets the most urgent bin form a batch; then it chooses an
-engine. An order of the moment compares all candidates that a free engine could run.
+A fixed order takes the first formed batch of all models, or lets the most urgent bin form one; it chooses an engine. An
+order of the moment compares all candidates that a free engine could run.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from llmserve.scheduling.model_queues import Forming, Group, ModelQueues
 from llmserve.scheduling.orders import Candidate, Key, MomentOrder, Running, is_overdue
 from llmserve.scheduling.queues import BinQueue, FormedBatch, Run
 
-Start = tuple[EngineState, ModelQueues, FormedBatch, int]
-"""Engine, queues, batch and count: the first `count` requests of the batch shall start on the engine."""
 First = tuple[ModelQueues, FormedBatch]
-
+Start = tuple[EngineState, ModelQueues, FormedBatch, int]  # the first `int` requests of the batch shall start
 
 # ---- orders with a fixed key ---------------------------------------------------------------------------------------
 

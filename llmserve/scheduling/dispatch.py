@@ -54,7 +54,8 @@ class Dispatch:
         self.order = order
         for group in groups:
             for queues in group.queues.values():
-                queues.sort_by(order)
+                queues.follow_load(order.follows_load)
+                queues.sort_again(order.key, order.turn)
 
     def settle(self, group: Group, now_s: float) -> list[float]:
         """Start all that can start, after any event. Returns times at which more could start without an event."""

@@ -1,15 +1,14 @@
 """Serving groups: which workers and which requests belong together (Shepherd, Section 3.2).
 
-A plan (`ServingGroup`s; HERD makes them) names workers, models and streams. Each group has its own queues and its own
-engines. So the cost of a step does not grow with the number of groups, and a burst of requests in one group delays no
-other group. The fallback group gets every worker, model and stream that the plan does not name; without a plan, all.
+A plan (`ServingGroup`s; HERD makes them) names workers, models and streams. Each group has its own queues and engines:
+the cost of a step does not grow with the number of groups, and a burst in one group delays no other group. The fallback
+group gets every worker, model and stream that the plan does not name; without a plan, all.
 
     where a request waits   in its own group if an engine there serves its model; else in the least loaded group where
                             an engine does; else in a group that an engine for the model will join; else in its own
     when the plan changes   running requests end where they are; waiting requests move to where a new request would
-                            wait, and keep their arrival time, deadline and retries; a worker takes no more requests
-                            of the group that it leaves, and joins its next group when it is idle; a group that is no
-                            longer in the plan is kept until it is empty
+                            wait, and keep their arrival time, deadline and retries; a worker takes no more requests of
+                            the group that it leaves, and joins its next group when idle; former groups stay until empty
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from llmserve.request import EngineInfo, Request
-from llmserve.scheduling.batch_times import Timetable
+from llmserve.scheduling.batch_times import Deadlines, Timetable
 from llmserve.scheduling.circuit import Circuit
-from llmserve.scheduling.deadlines import Deadlines
 from llmserve.scheduling.engines import EngineState, Worker
 from llmserve.scheduling.layout import Layout
 from llmserve.scheduling.messages import Action, FailReason, FailRequest, ReportCircuit, ReportTrust, ServingGroup

@@ -143,17 +143,20 @@ class Load:
     work_us      likely microseconds of a slot of all waiting requests; whole, so that it returns to exactly zero
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: Iterable[QueuedRequest] = ()) -> None:
         self.waits, self.calibration, self.prompts = WaitTail(), Calibration(), PromptTime()
         self.work_us = 0
+        self.count(waiting)
 
     def count(self, requests: Iterable[QueuedRequest], sign: int = 1) -> None:
         """Count requests that wait from now on, or no longer. sign : -1 when they leave."""
         self.work_us += sign * sum([queued.work_us for queued in requests])
 
-    def tell(self, queued: QueuedRequest, slots: int, lengths: tuple[float, ...]) -> None:
-        """Give a request what its turn goes by. slots : of the model.  lengths : of its forecast; () without one"""
-        queued.slots, queued.lengths, queued.decay_s = max(1, slots), lengths, self.waits.decay_s
+    def tell(self, requests: Iterable[QueuedRequest], slots: int, *, trusted: bool) -> None:
+        """Give requests what their turns go by. slots : of the model.  trusted : whether forecasts count"""
+        for queued in requests:
+            queued.lengths = queued.request.quantiles if trusted else ()
+            queued.slots, queued.decay_s = max(1, slots), self.waits.decay_s
 
     def arrive(self, queued: QueuedRequest, forecast: float | None, seconds: float, mean: float, ahead: int) -> bool:
         """Take a new request that was told its slots, before it is counted. True when the wait's tail changed.

@@ -12,7 +12,6 @@ from llmserve.request import Batch, Request
 from llmserve.scheduling.engines import EnginePool, EngineState, Worker
 from llmserve.scheduling.lengths import BinTokens, SeenLengths, Tokens
 from llmserve.scheduling.load import Load
-from llmserve.scheduling.orders import FixedOrder, Order, arrival, fffs
 from llmserve.scheduling.planner import Planner
 from llmserve.scheduling.queues import BinQueue, FormedBatch, FormedQueue, QueuedRequest, turn_of_arrival
 from llmserve.scheduling.rates import CompletionRate, ServiceTime
@@ -35,17 +34,16 @@ class Tally:
 class ModelQueues:
     """The queues of one model in one group. All times are seconds on the scheduler's clock.
 
-    model       name of the model
+    model, group  names of its model and its group
     release     decides when a bin releases a batch (scheduling/release.py)
     edges       bin edges over the predictions' risk or median, refitted as requests arrive
     batch_size  largest batch that a bin forms
     trust       whether predictions rank answers; while they do not, all requests wait in one bin
     by_risk     whether bins go by risk (bins/risk.py) instead of the median
-    order       sorts formed batches, and windows
+    formed      batches that wait for an engine; follows_load : whether the order does (FixedOrder)
     planner     asks for plans; None unless the release follows plans
     seen        records answer lengths, for edges, plans and batch times
     bins        a queue for each bin
-    group       name of the group
     tally       counts waiting requests of the whole group
 
     Updated after every change of the group's engines for the model:
@@ -58,7 +56,7 @@ class ModelQueues:
         model: str,
         *,
         release: Release,
-        order: Order,
+        formed: FormedQueue,
         edges: OnlineEdges,
         batch_size: int,
         trust: Trust,
@@ -66,6 +64,7 @@ class ModelQueues:
         seen: SeenLengths | None = None,
         queue: Callable[[int], BinQueue] = BinQueue,
         by_risk: bool = True,
+        follows_load: bool = False,
         group: str = "",
         tally: Tally | None = None,
     ) -> None:
@@ -77,9 +76,7 @@ class ModelQueues:
         self.planner = planner
         self.seen = seen
         self.service = ServiceTime()
-        self._order = order if isinstance(order, FixedOrder) else FixedOrder(fffs, arrival)
-        self.formed = FormedQueue(self._order.key)
-        self.load = Load() if self._order.follows_load else None
+        self.formed, self.load = formed, Load() if follows_load else None
         self.bins = [queue(index) for index in range(edges.bins)]
         self.waiting = 0  # requests in bins and in formed batches
         self.present = 0  # requests that wait or run; kept by the group
@@ -131,29 +128,27 @@ class ModelQueues:
         )
         if (load := self.load) is not None:
             ahead = sum([max(0, len(engine.running) - engine.info.slots) for engine in self.engines])  # wait there
-            load.tell(queued, self.all_slots, request.quantiles if trusted else ())
+            load.tell((queued,), self.all_slots, trusted=trusted)
             if load.arrive(queued, forecast, seconds, mean, ahead):
-                for other in self.all_waiting():
-                    other.decay_s = queued.decay_s
-                self.sort_by(self._order)
+                self.sort_again()
         queued.sort_length = self._sort_length(queued)
         queue.append(queued)
         self._count((queued,))
         return queued, queue
 
-    def sort_by(self, order: FixedOrder) -> None:
-        """Sort all waiting requests again, each within its bin and its batch."""
-        if order.follows_load and self.load is None:
-            self.load = Load()
-            self.load.count(waiting := self.all_waiting())
-            for queued in waiting:
-                self.load.tell(queued, self.all_slots, queued.request.quantiles if self.trust.trusted else ())
-        elif not order.follows_load:
-            self.load = None
-        self._order = order
-        self.formed.sort_by(order.key)
+    def follow_load(self, follows: bool) -> None:
+        """Learn the load from now on, or no longer."""
+        self.load = (self.load or Load(self.all_waiting())) if follows else None
+
+    def sort_again(
+        self, key: Callable[[FormedBatch], float] | None = None, turn: Callable[[QueuedRequest], float] | None = None
+    ) -> None:
+        """Sort all waiting requests, each within its bin and its batch. key, turn : of another order (FixedOrder)"""
+        if self.load is not None:
+            self.load.tell(self.all_waiting(), self.all_slots, trusted=self.trust.trusted)
+        self.formed.sort_all(key)
         for queue in self.bins:
-            queue.sort_by(order.turn)
+            queue.sort_all(turn)
 
     def _score(self, request: Request) -> float | None:
         lengths = request.quantiles if self._by_risk else ()

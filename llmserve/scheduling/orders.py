@@ -23,10 +23,10 @@ from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run
 
 UNDATED_S = 60.0
 BEND = 8.0  # service times above about 1/8 of the mean get less than their full patience; see `turn`
-PREEMPTION_FACTOR = 3.03
 SCALE_MAX = 1e300  # keeps quotients finite
 EXPONENT_MAX = 500.0  # keeps e^x finite; beyond about 40 the boost is zero anyway
 EXCESS_MIN = 1e-12  # keeps the boost of an answer of no length finite
+PREEMPTION_FACTOR = 3.03
 
 Key = tuple[float, ...]
 

@@ -25,7 +25,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     prompt_s         part of service_s that its prompt takes
     total_tokens     tokens in an engine's memory at its end; whole, so that sums of them return to exactly zero
     lengths          equally likely lengths by its present forecast, tokens; (): only expected_tokens
-    slots, decay_s   of its model: slots at its arrival, and the decay of the wait's tail as it was last sorted
+    slots, decay_s   of its model: slots, and the decay of the wait's tail, as it was last sorted
     prompt_s, lengths, slots and decay_s are set for orders that follow the load only, by scheduling/load.py
 
     group, bin, sort_length  set by its model's queues: where it waits or last waited, and its length in a window
@@ -153,8 +153,8 @@ class BinQueue:
     def put_down(self, queued: QueuedRequest) -> None:
         """Sort a request by its present forecast. The request is in the queue, in its place by arrival."""
 
-    def sort_by(self, turn: Callable[[QueuedRequest], float]) -> None:
-        """Sort what is sorted by turns again. turn : the order's key of a request; it, or what it goes by, changed."""
+    def sort_all(self, turn: Callable[[QueuedRequest], float] | None = None) -> None:
+        """Sort what is sorted by turns again, for what they go by has changed. turn : another one"""
 
     def take_all(self) -> list[QueuedRequest]:
         """Take all requests, in order of arrival."""
@@ -184,127 +184,6 @@ class BinQueue:
         place = bisect_left(row, entry)
         if place < len(row) and row[place] == entry:
             del row[place]
-
-
-class WindowQueue(BinQueue):
-    """A queue whose batches are neighbours by length, without bin edges.
-
-    The window holds the first `window` waiting requests by turn. A batch of b always holds the request whose turn is
-    next. Among all runs of b neighbours by length that hold this request, the run of least waste is taken: b times the
-    longest length, less the sum of the lengths. So with turns by arrival, no request in the window is passed over more
-    than `window` times, and usually about `window` / b times; with other turns, requests of earlier turns also come
-    first, as in any queue.
-
-    turn : the order's key of a request; the request of the smallest key is next.
-    Every operation costs O(log window) comparisons and moves at most `window` list entries; taking b, O(b) more.
-    """
-
-    def __init__(self, index: int, window: int, turn: Callable[[QueuedRequest], float]) -> None:
-        super().__init__(index)
-        self.window = window
-        self._turn = turn
-        self._by_length: list[tuple[float, int]] = []  # (tokens, request id) of the window's requests
-        self._by_turn: list[tuple[float, int]] = []  # (turn, request id) of the same requests
-        self._turns_beyond: dict[int, float] = {}  # turns of the requests beyond the window, by id
-        self._beyond: list[tuple[float, int]] = []  # heap of the same (turn, request id), and of some that have left
-
-    def append(self, queued: QueuedRequest) -> None:
-        super().append(queued)
-        self.put_down(queued)
-
-    def put_down(self, queued: QueuedRequest) -> None:
-        entry = (self._turn(queued), queued.request.id)
-        if len(self._by_turn) == self.window:
-            if entry > self._by_turn[-1]:
-                self._put_beyond(entry)
-                return
-            last = self._by_turn.pop()
-            self._leave_row(self.requests[last[1]])
-            self._put_beyond(last)
-        self._enter(entry, queued)
-
-    def remove(self, queued: QueuedRequest) -> None:
-        super().remove(queued)
-        self.lift(queued)
-
-    def lift(self, queued: QueuedRequest) -> None:
-        if self._turns_beyond.pop(queued.request.id, None) is not None:
-            if len(self._beyond) > 2 * len(self._turns_beyond) + ENTRIES_SPARE:
-                self._beyond = [(turn, request_id) for request_id, turn in self._turns_beyond.items()]
-                heapq.heapify(self._beyond)
-            return
-        entry = (self._turn(queued), queued.request.id)
-        place = bisect_left(self._by_turn, entry)
-        if place < len(self._by_turn) and self._by_turn[place] == entry:
-            del self._by_turn[place]
-            self._leave_row(queued)
-            self._fill()
-
-    def sort_by(self, turn: Callable[[QueuedRequest], float]) -> None:
-        self._turn = turn
-        for queued in self.take_all():
-            self.append(queued)
-
-    def take(self, count: int) -> list[QueuedRequest]:
-        """count : at most the number of requests in the window."""
-        self.changes += 1
-        requests = self._take_row(count)
-        self._fill()
-        return requests
-
-    def take_all(self) -> list[QueuedRequest]:
-        self._by_length.clear()
-        self._by_turn.clear()
-        self._beyond.clear()
-        self._turns_beyond.clear()
-        return super().take_all()
-
-    def _take_row(self, count: int) -> list[QueuedRequest]:
-        first = self.requests[self._by_turn[0][1]]
-        row = self._by_length
-        start = _least_waste(row, bisect_left(row, (first.sort_length, first.request.id)), count)
-        requests = [self.requests.pop(request_id) for _, request_id in row[start : start + count]]
-        del row[start : start + count]
-        for queued in requests:
-            self._forget_deadline(queued)
-            del self._by_turn[bisect_left(self._by_turn, (self._turn(queued), queued.request.id))]
-        return requests
-
-    def _enter(self, entry: tuple[float, int], queued: QueuedRequest) -> None:
-        insort(self._by_turn, entry)
-        insort(self._by_length, (queued.sort_length, queued.request.id))
-
-    def _leave_row(self, queued: QueuedRequest) -> None:
-        del self._by_length[bisect_left(self._by_length, (queued.sort_length, queued.request.id))]
-
-    def _put_beyond(self, entry: tuple[float, int]) -> None:
-        self._turns_beyond[entry[1]] = entry[0]
-        heapq.heappush(self._beyond, entry)
-
-    def _fill(self) -> None:
-        """Move requests from beyond the window into the window, while there is room."""
-        while self._beyond and len(self._by_turn) < self.window:
-            turn, request_id = entry = heapq.heappop(self._beyond)
-            if self._turns_beyond.get(request_id) == turn:
-                del self._turns_beyond[request_id]
-                self._enter(entry, self.requests[request_id])
-
-
-def _least_waste(row: list[tuple[float, int]], place: int, count: int) -> int:
-    """Start of the `count` neighbours in a row that include `place` and waste least.
-
-    row : (length in tokens, request id), ascending.  count : at most the length of the row.
-    """
-    first, last = max(0, place - count + 1), min(place, len(row) - count)
-    lengths = [length for length, _ in row[first : last + count]]
-    total = sum(lengths[:count])
-    best, least = 0, count * lengths[count - 1] - total
-    for start in range(1, last - first + 1):
-        total += lengths[start + count - 1] - lengths[start - 1]
-        waste = count * lengths[start + count - 1] - total
-        if waste < least:
-            best, least = start, waste
-    return first + best
 
 
 class FormedBatch:
@@ -372,9 +251,9 @@ class FormedQueue:
                 heapq.heapify(self._heap)
             self._drop_void()
 
-    def sort_by(self, key: Callable[[FormedBatch], float]) -> None:
-        """Sort all batches again. key : of a batch; it, or what it goes by, has changed."""
-        self._key = key
+    def sort_all(self, key: Callable[[FormedBatch], float] | None = None) -> None:
+        """Sort all batches again, for what their keys go by has changed. key : another one"""
+        self._key = key or self._key
         for batch in self.batches():
             self.sort_again(batch)
 

@@ -17,8 +17,9 @@ from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.load import Calibration, Load, PromptTime, WaitTail
 from llmserve.scheduling.messages import RequestEnded
 from llmserve.scheduling.orders import boosted
-from llmserve.scheduling.queues import QueuedRequest, WindowQueue
+from llmserve.scheduling.queues import QueuedRequest
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.scheduling.window_queue import WindowQueue
 from llmserve.simulate import Scenario, Summary, simulate
 
 
@@ -161,7 +162,7 @@ def test_a_window_that_is_sorted_again_equals_a_new_window() -> None:
         if number % 20 == 19:
             for other in window:
                 other.decay_s = float(number)
-            window.sort_by(boosted)
+            window.sort_all()
         window.append(request)
         if number % 5 == 4:
             for request in window.take(4):

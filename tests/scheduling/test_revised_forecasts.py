@@ -25,8 +25,9 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.scheduling.orders import shortest, turn
-from llmserve.scheduling.queues import ENTRIES_SPARE, FormedBatch, FormedQueue, QueuedRequest, WindowQueue
+from llmserve.scheduling.queues import ENTRIES_SPARE, FormedBatch, FormedQueue, QueuedRequest
 from llmserve.scheduling.scheduler import Scheduler
+from llmserve.scheduling.window_queue import WindowQueue
 
 STATIC = EngineInfo("gpu0", slots=3, barrier=True)
 

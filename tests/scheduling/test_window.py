@@ -11,9 +11,10 @@ from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import Action, BatchEnded, RequestCancelled, StartBatch
 from llmserve.scheduling.orders import arrival, due_at_s
-from llmserve.scheduling.queues import BinQueue, QueuedRequest, WindowQueue
+from llmserve.scheduling.queues import BinQueue, QueuedRequest
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.scheduling.trust import Trust
+from llmserve.scheduling.window_queue import WindowQueue
 
 BARRIER = EngineInfo("gpu0", slots=8, barrier=True)
 

@@ -1,0 +1,130 @@
+"""Windows: batches of neighbours by length, without bin edges."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Callable
+
+from llmserve.scheduling.queues import ENTRIES_SPARE, BinQueue, QueuedRequest
+
+
+class WindowQueue(BinQueue):
+    """A queue whose batches are neighbours by length, without bin edges.
+
+    The window holds the first `window` waiting requests by turn. A batch of b always holds the request whose turn is
+    next. Among all runs of b neighbours by length that hold this request, the run of least waste is taken: b times the
+    longest length, less the sum of the lengths. So with turns by arrival, no request in the window is passed over more
+    than `window` times, and usually about `window` / b times; with other turns, requests of earlier turns also come
+    first, as in any queue.
+
+    turn : the order's key of a request; the request of the smallest key is next.
+    Every operation costs O(log window) comparisons and moves at most `window` list entries; taking b, O(b) more.
+    """
+
+    def __init__(self, index: int, window: int, turn: Callable[[QueuedRequest], float]) -> None:
+        super().__init__(index)
+        self.window = window
+        self._turn = turn
+        self._by_length: list[tuple[float, int]] = []  # (tokens, request id) of the window's requests
+        self._by_turn: list[tuple[float, int]] = []  # (turn, request id) of the same requests
+        self._turns_beyond: dict[int, float] = {}  # turns of the requests beyond the window, by id
+        self._beyond: list[tuple[float, int]] = []  # heap of the same (turn, request id), and of some that have left
+
+    def append(self, queued: QueuedRequest) -> None:
+        super().append(queued)
+        self.put_down(queued)
+
+    def put_down(self, queued: QueuedRequest) -> None:
+        entry = (self._turn(queued), queued.request.id)
+        if len(self._by_turn) == self.window:
+            if entry > self._by_turn[-1]:
+                self._put_beyond(entry)
+                return
+            last = self._by_turn.pop()
+            self._leave_row(self.requests[last[1]])
+            self._put_beyond(last)
+        self._enter(entry, queued)
+
+    def remove(self, queued: QueuedRequest) -> None:
+        super().remove(queued)
+        self.lift(queued)
+
+    def lift(self, queued: QueuedRequest) -> None:
+        if self._turns_beyond.pop(queued.request.id, None) is not None:
+            if len(self._beyond) > 2 * len(self._turns_beyond) + ENTRIES_SPARE:
+                self._beyond = [(turn, request_id) for request_id, turn in self._turns_beyond.items()]
+                heapq.heapify(self._beyond)
+            return
+        entry = (self._turn(queued), queued.request.id)
+        place = bisect_left(self._by_turn, entry)
+        if place < len(self._by_turn) and self._by_turn[place] == entry:
+            del self._by_turn[place]
+            self._leave_row(queued)
+            self._fill()
+
+    def sort_all(self, turn: Callable[[QueuedRequest], float] | None = None) -> None:
+        self._turn = turn or self._turn
+        for queued in self.take_all():
+            self.append(queued)
+
+    def take(self, count: int) -> list[QueuedRequest]:
+        """count : at most the number of requests in the window."""
+        self.changes += 1
+        requests = self._take_row(count)
+        self._fill()
+        return requests
+
+    def take_all(self) -> list[QueuedRequest]:
+        self._by_length.clear()
+        self._by_turn.clear()
+        self._beyond.clear()
+        self._turns_beyond.clear()
+        return super().take_all()
+
+    def _take_row(self, count: int) -> list[QueuedRequest]:
+        first = self.requests[self._by_turn[0][1]]
+        row = self._by_length
+        start = _least_waste(row, bisect_left(row, (first.sort_length, first.request.id)), count)
+        requests = [self.requests.pop(request_id) for _, request_id in row[start : start + count]]
+        del row[start : start + count]
+        for queued in requests:
+            self._forget_deadline(queued)
+            del self._by_turn[bisect_left(self._by_turn, (self._turn(queued), queued.request.id))]
+        return requests
+
+    def _enter(self, entry: tuple[float, int], queued: QueuedRequest) -> None:
+        insort(self._by_turn, entry)
+        insort(self._by_length, (queued.sort_length, queued.request.id))
+
+    def _leave_row(self, queued: QueuedRequest) -> None:
+        del self._by_length[bisect_left(self._by_length, (queued.sort_length, queued.request.id))]
+
+    def _put_beyond(self, entry: tuple[float, int]) -> None:
+        self._turns_beyond[entry[1]] = entry[0]
+        heapq.heappush(self._beyond, entry)
+
+    def _fill(self) -> None:
+        """Move requests from beyond the window into the window, while there is room."""
+        while self._beyond and len(self._by_turn) < self.window:
+            turn, request_id = entry = heapq.heappop(self._beyond)
+            if self._turns_beyond.get(request_id) == turn:
+                del self._turns_beyond[request_id]
+                self._enter(entry, self.requests[request_id])
+
+
+def _least_waste(row: list[tuple[float, int]], place: int, count: int) -> int:
+    """Start of the `count` neighbours in a row that include `place` and waste least.
+
+    row : (length in tokens, request id), ascending.  count : at most the length of the row.
+    """
+    first, last = max(0, place - count + 1), min(place, len(row) - count)
+    lengths = [length for length, _ in row[first : last + count]]
+    total = sum(lengths[:count])
+    best, least = 0, count * lengths[count - 1] - total
+    for start in range(1, last - first + 1):
+        total += lengths[start + count - 1] - lengths[start - 1]
+        waste = count * lengths[start + count - 1] - total
+        if waste < least:
+            best, least = start, waste
+    return first + best
