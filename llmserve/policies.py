@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bins.edges import Edges, OnlineEdges, answered_edges, equal_mass_edges
 from bins.risk import risk
-from llmserve.policy_names import ORDER_SETTINGS, ORDERS, RATE_WAIT_S, TIMEOUT_S, order_of, release_of
+from llmserve.policy_names import ORDER_SETTINGS, ORDERS, PATIENCE, RATE_WAIT_S, TIMEOUT_S, order_of, release_of
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.deadline_queue import DeadlineQueue
 from llmserve.scheduling.dispatch import Dispatch
@@ -45,8 +45,8 @@ COMPANY = "slots refill, and the release waits for further requests"
 MOMENT = "the order is flex, clockwork or another MomentOrder"
 DEFAULTS = {
     BARRIER: Defaults("window", "fffs", 8),
-    REFILL: Defaults("greedy", "shortest", 1),
-    COMPANY: Defaults("greedy", "shortest", 32),
+    REFILL: Defaults("greedy", "boost", 1),
+    COMPANY: Defaults("greedy", "boost", 32),
     MOMENT: Defaults("window", "flex", 8),
 }
 """Defaults by kind of engine. A barrier engine's release is greedy if bins or edges are set."""
@@ -143,13 +143,13 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         float, Meta(gt=1, description="under --order flex: least ratio of the two batches' sizes for a preemption")
     ] = PREEMPTION_FACTOR
     patience: Annotated[
-        float,
+        Annotated[float, Meta(ge=0)] | None,
         Meta(
-            ge=0,
-            description="under --order shortest: a later request does not overtake an earlier one if it arrives more "
-            "than this many times the earlier request's predicted service time after it",
+            description="under --order shortest, which it selects if no order is set: a later request does not "
+            "overtake an earlier one if it arrives more than this many times the earlier request's predicted service "
+            f"time after it (default: {PATIENCE:g})"
         ),
-    ] = 12.0
+    ] = None
     bins_by: Annotated[
         Literal["risk", "median"],
         Meta(description="risk: expected longest answer of a batch of equal requests; median: the predicted length"),
@@ -207,6 +207,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
             defaults["release"] = "greedy"
         needs_no_bins = self.order == "clockwork" or (not late and (self.release or defaults["release"]) == "window")
         defaults["bins"] = bins or (1 if needs_no_bins else BINS)
+        defaults |= {"patience": PATIENCE} | ({"order": "shortest"} if self.patience is not None else {})
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return msgspec.structs.replace(self, **unset) if unset else self
 

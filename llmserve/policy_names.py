@@ -32,10 +32,11 @@ if TYPE_CHECKING:
     from llmserve.policies import SchedulingConfig
 
 TIMEOUT_S = 0.05
+PATIENCE = 12.0
 RATE_WAIT_S = 1.0  # BatchMonitor's window
 ORDERS: dict[str, Callable[[SchedulingConfig], Order]] = {
     "fffs": lambda config: FixedOrder(fffs, arrival),
-    "shortest": lambda config: FixedOrder(shortest(config.patience), turn(config.patience)),
+    "shortest": lambda config: _shortest(config),
     "boost": lambda config: FixedOrder(mean_turn(boosted), boosted, follows_load=True),
     "edf": lambda config: FixedOrder(edf, due_at_s),
     "flex": lambda config: Flex(
@@ -56,6 +57,11 @@ def order_of(config: SchedulingConfig) -> Order:
     assert config.order is not None, "resolve the configuration first"
     make = ORDERS.get(config.order)
     return make(config) if make is not None else custom_order(config.order)
+
+
+def _shortest(config: SchedulingConfig) -> Order:
+    patience = PATIENCE if config.patience is None else config.patience
+    return FixedOrder(shortest(patience), turn(patience))
 
 
 def custom_order(name: str) -> Order:

@@ -496,9 +496,9 @@ def test_the_command_has_the_defaults_of_the_server_for_each_kind_of_engine(
 ) -> None:
     command = f"simulate --requests 300 --profile {H100} --load 0.2 --bins 4 --seed 1"
     for flags, same, title in (
-        ("", "--release greedy --batch-size 1", "batches of 1, release greedy, order shortest, 1 refill engine"),
+        ("", "--release greedy --batch-size 1", "batches of 1, release greedy, order boost, 1 refill engine"),
         ("--barrier", "--barrier --release greedy", "batches of 8, release greedy, order fffs, 1 barrier engine"),
-        ("--release full", "--release full --batch-size 32", "batches of 32, release full, order shortest, 1 refill"),
+        ("--release full", "--release full --batch-size 32", "batches of 32, release full, order boost, 1 refill"),
     ):
         outs = []
         for options in (flags, same):

@@ -60,7 +60,7 @@ def arrangements_of(part: str, orders: Sequence[str]) -> list[Arrangement]:
         sent = [Arrangement(order, "predicted", ahead=ahead) for order in ordered for ahead in (False, True)]
         return [DIRECT, Arrangement("priority", "predicted"), *sent]
     if part == "own":
-        return [DIRECT, Arrangement("shortest", own="cold"), Arrangement("shortest", own="warm")]
+        return [DIRECT, Arrangement("boost", own="cold"), Arrangement("boost", own="warm")]
     if part == "memory":
         bound = [Arrangement(order, kind) for order in ("fffs", "shortest") for kind in ("oracle", "predicted")]
         return [DIRECT, *bound, Arrangement("fffs", "oracle", bound=False)]
