@@ -290,6 +290,9 @@ class Flex(MomentOrder):
     deadline. A running batch is preempted for a batch of at least `preemption_factor` times its size: 3.03 gives the
     competitive ratio of 12.62 K of Theorem 5.2.
 
+    A free slot of an engine whose slots refill takes one request, so all candidates are equally large, and the fastest
+    would always go first: see `_urgency`.
+
     In the paper, a model's service time does not depend on the request. An LLM's batch takes as long as its longest
     answer, so a model's requests wait in bins by predicted length, and a batch of one bin is filled up with requests of
     shorter bins: more bins make batches shorter, never smaller. Algorithm 2 as printed makes some requests of its
@@ -308,6 +311,8 @@ class Flex(MomentOrder):
         return self.preemption_factor is not None
 
     def key(self, candidate: Candidate, now_s: float) -> Key:
+        if not candidate.engine.info.barrier:
+            return (-candidate.count, *_urgency(candidate, now_s))
         return (-candidate.count, candidate.seconds, candidate.queue.earliest_deadline_s)
 
     def least_key(self, count: int) -> Key:
@@ -333,6 +338,21 @@ class Flex(MomentOrder):
     def _factor(self) -> float:
         assert self.preemption_factor is not None, "this order does not preempt"
         return self.preemption_factor
+
+
+def _urgency(candidate: Candidate, now_s: float) -> Key:
+    """Which of equally large candidates is first where slots refill: overloaded bins, the shortest answers first, then
+    the others by deadline.
+
+    A bin is overloaded when its requests and those of shorter bins, on all slots, take longer than its first request
+    can wait. Then some will be late, fewest if the shortest go first. Other bins lose nothing by waiting.
+    """
+    first_s, queue = candidate.first(now_s).deadline_s, candidate.queue
+    waiting = len(queue) + sum([len(shorter) for shorter in candidate.shorter])
+    work_s = waiting * candidate.seconds / (queue.engines * candidate.engine.info.slots)
+    if work_s > first_s - now_s - candidate.seconds:
+        return 0.0, candidate.seconds, first_s
+    return 1.0, first_s, candidate.seconds
 
 
 Order = FixedOrder | MomentOrder

@@ -174,6 +174,28 @@ def test_refill_slots_take_requests_in_time_and_preempt_nothing() -> None:
     assert starts(actions) == [("gpu0", [2])]
 
 
+def refilling(*deadlines_s: tuple[float, float]) -> Scheduler:
+    """One slot, at a second a token, that is taken; requests 1, 2, ... of (predicted tokens, deadline) wait."""
+    scheduler = new_scheduler(
+        gpu(slots=1, speed=line(1.0, sizes=1), barrier=False), lengths=[2.0] * 20 + [10.0] * 20, bins=2
+    )
+    arrive(scheduler, Request(0, 2.0, 99.0))
+    arrive(scheduler, *[Request(number, *each) for number, each in enumerate(deadlines_s, 1)])
+    return scheduler
+
+
+def test_a_free_slot_takes_the_most_urgent_request_while_shorter_ones_can_wait() -> None:
+    """The short answer has 97 s to wait, the long one 3 s."""
+    scheduler = refilling((2.0, 101.0), (10.0, 15.0))
+    assert starts(step(scheduler, RequestEnded("gpu0", 0, "completed", 2.0), 2.0)) == [("gpu0", [2])]
+
+
+def test_a_free_slot_takes_a_short_request_while_more_wait_than_can_be_in_time() -> None:
+    """Nine short answers take 18 s; the first of them is due in 10 s."""
+    scheduler = refilling(*[(2.0, 12.0)] * 9, (10.0, 14.0))
+    assert starts(step(scheduler, RequestEnded("gpu0", 0, "completed", 2.0), 2.0)) == [("gpu0", [1])]
+
+
 # ---- patience ----
 
 

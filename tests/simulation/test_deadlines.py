@@ -230,3 +230,23 @@ def test_invalid_flags_are_an_error_of_one_line(flags: str, message: str, capsys
 
 def _rows(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+
+
+@pytest.mark.parametrize(("load", "least"), [(1.0, -0.008), (1.1, 0.1)])
+def test_flex_meets_about_as_many_deadlines_as_edf_at_capacity_and_more_above_it_where_slots_refill(
+    load: float, least: float
+) -> None:
+    scenario = Scenario(
+        requests=4_000,
+        lengths="lognormal:4.8,0.9,1500",
+        slots=16,
+        engines=2,
+        slo_s=(6.0, 25.0),
+        predictions="quantiles:0.5",
+        load=load,
+        seed=31,
+    )
+    flex, edf = (simulate(scenario, SchedulingConfig(order=order)).in_time_share for order in ("flex", "edf"))
+    assert flex is not None
+    assert edf is not None
+    assert flex >= edf + least

@@ -1,5 +1,10 @@
 """FLEX exactly as Shepherd's Algorithm 2: a deadline is tested at the batch size before the request joins, so that
 earlier requests may become late. llmserve's order `flex` forms batches in which every request is in time.
+
+Which statement follows `else` when a request fails the test (line 13) is not known: the text at hand lacks the line.
+Here the request is passed over. To stop there, as an `else` at the end of a loop suggests, would leave a batch empty
+while the most urgent request is too late. It would not find the "largest feasible batch" of the algorithm's comment
+either: requests come by ascending deadline, so those after the failing one may still be in time.
 """
 
 from __future__ import annotations
