@@ -79,14 +79,14 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="when a bin releases a batch: window, greedy, timeout, full, static:B, rate-headroom, deadline "
             "or table. Any release works with any order. window: when an engine is free, requests of similar length "
-            "among the first --window waiting requests, useful where batches run to their end; under flex and "
-            "clockwork the requests that can meet their deadlines. greedy: a full batch, or any batch for an idle "
-            "engine. timeout: a full batch, or the oldest request has waited batch-wait-s. full: full batches; "
-            "static:B: batches of B. rate-headroom: BatchMonitor's smallest batch that keeps up with arrivals, with "
-            "head-room and a limit to waiting. deadline: the largest batch within the deadline. table: least cost, or "
-            "least energy within a latency target, from the profile and the current load. window is the default for "
-            "engines that run batches to their end, if neither bins nor edges are set, and under flex and clockwork "
-            "(default: window, or greedy where slots refill)",
+            "among the first --window waiting requests, without those that would make the others wait too long, useful "
+            "where batches run to their end; under flex and clockwork the requests that can meet their deadlines. "
+            "greedy: a full batch, or any batch for an idle engine. timeout: a full batch, or the oldest request has "
+            "waited batch-wait-s. full: full batches; static:B: batches of B. rate-headroom: BatchMonitor's smallest "
+            "batch that keeps up with arrivals, with head-room and a limit to waiting. deadline: the largest batch "
+            "within the deadline. table: least cost, or least energy within a latency target, from the profile and the "
+            "current load. window is the default for engines that run batches to their end, if neither bins nor edges "
+            "are set, and under flex and clockwork (default: window, or greedy where slots refill)",
             extra={
                 "metavar": "NAME",
                 "takes": "window, greedy, timeout, full, static:B, rate-headroom, deadline or table",
@@ -97,8 +97,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1)] | None,
         Meta(
             description="under --release window: number of first requests of a bin among which a batch is chosen, at "
-            "least a batch; under fffs also the limit of how often a request is passed over (default: "
-            f"{WINDOW_BATCHES} batches)"
+            f"least a batch (default: {WINDOW_BATCHES} batches)"
         ),
     ] = None
     batch_wait_s: Annotated[

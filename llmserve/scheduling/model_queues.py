@@ -68,9 +68,7 @@ class ModelQueues:
         group: str = "",
         tally: Tally | None = None,
     ) -> None:
-        self.model = model
-        self.group = group
-        self.release = release
+        self.model, self.group, self.release = model, group, release
         self.edges = edges
         self.trust = trust
         self.planner = planner
@@ -92,6 +90,8 @@ class ModelQueues:
         """Set the ready engines that serve the model."""
         self.engines, self.all_slots = ready, sum([engine.info.slots for engine in ready])
         self.slots = min([engine.info.slots for engine in ready if engine.worker.next is None], default=0)
+        for queue in self.bins:
+            queue.engines = max(1, len(ready))
         if any(engine.circuit.closed for engine in ready):
             self.no_engine_since_s = None
         elif self.no_engine_since_s is None:
@@ -276,6 +276,7 @@ class ModelQueues:
         if self.planner is not None:
             self.planner.answered()
         self._tokens.answered()
+        self.bins[queued.bin].answered(queued, output_tokens)
         request, score = queued.judged or (queued.request, queued.score)
         changed = score is not None and self.trust.observe(request, score, output_tokens)
         if changed:
@@ -441,7 +442,7 @@ class Forming:
             self.form_early(queues, queue, now_s)
 
     def push(self, queues: ModelQueues, queue: BinQueue, size: int, now_s: float) -> None:
-        """Form a batch of `size` requests of a bin and queue the batch."""
+        """Form a batch of `size` requests of a bin, or fewer if a window is cut, and queue the batch."""
         queues.formed.push(self.form(queues, queue.index, queue.take(size), now_s))
 
     def form(self, queues: ModelQueues, bin_index: int, requests: list[QueuedRequest], now_s: float) -> FormedBatch:

@@ -101,12 +101,12 @@ class BinQueue:
     """The requests of one bin, in order of arrival. Every operation costs O(1) however many wait; where requests have
     deadlines a change costs O(log n) comparisons and moves at most n list entries.
 
-    requests: by id, in order of arrival.  changes: number of additions and removals so far.
+    requests: by id, in order of arrival.  changes: number of additions and removals so far.  engines: that serve them
     """
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.changes = 0
+        self.changes, self.engines = 0, 1
         # An OrderedDict, not a dict: taking from the front of a plain dict walks over its deleted entries.
         self.requests: OrderedDict[int, QueuedRequest] = OrderedDict()
         self._row: list[tuple[float, int]] = []  # (deadline, request id), ascending, of requests with a deadline
@@ -152,6 +152,9 @@ class BinQueue:
 
     def put_down(self, queued: QueuedRequest) -> None:
         """Sort a request by its present forecast. The request is in the queue, in its place by arrival."""
+
+    def answered(self, queued: QueuedRequest, output_tokens: float) -> None:
+        """Learn from the answer of a request that waited here."""
 
     def sort_all(self, turn: Callable[[QueuedRequest], float] | None = None) -> None:
         """Sort what is sorted by turns again, for what they go by has changed. turn : another one"""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable
 
-from llmserve.scheduling.queues import ENTRIES_SPARE, BinQueue, QueuedRequest
+from bins.cutting import Cutting, least_waste
+from llmserve.scheduling.queues import ENTRIES_SPARE, BinQueue, QueuedRequest, turn_of_arrival
 
 
 class WindowQueue(BinQueue):
     """A queue whose batches are neighbours by length, without bin edges.
 
-    The window holds the first `window` waiting requests by turn. A batch of b always holds the request whose turn is
-    next. Among all runs of b neighbours by length that hold this request, the run of least waste is taken: b times the
-    longest length, less the sum of the lengths. So with turns by arrival, no request in the window is passed over more
-    than `window` times, and usually about `window` / b times; with other turns, requests of earlier turns also come
-    first, as in any queue.
+    The window holds the first `window` waiting requests by turn. Among all runs of b neighbours by length that hold the
+    request whose turn is next, the run of least waste is taken: b times the longest length, less the sum of the
+    lengths. Of this run only the shortest requests are taken if that makes the mean latency shorter (bins/cutting.py).
+    So with turns by arrival, no request in the window is passed over by more than `window` whole runs, and usually by
+    about `window` / b, and before each of them by cuts that take no longer than that run. With other turns, requests of
+    earlier turns also come first, as in any queue.
 
     turn : the order's key of a request; the request of the smallest key is next.
     Every operation costs O(log window) comparisons and moves at most `window` list entries; taking b, O(b) more.
@@ -30,10 +33,18 @@ class WindowQueue(BinQueue):
         self._by_turn: list[tuple[float, int]] = []  # (turn, request id) of the same requests
         self._turns_beyond: dict[int, float] = {}  # turns of the requests beyond the window, by id
         self._beyond: list[tuple[float, int]] = []  # heap of the same (turn, request id), and of some that have left
+        self._cutting = Cutting()
+        self._newest = (-math.inf, 0)  # the last arrival
 
     def append(self, queued: QueuedRequest) -> None:
         super().append(queued)
         self.put_down(queued)
+        if (arrival := turn_of_arrival(queued)) > self._newest:  # not one that comes back
+            self._newest = arrival
+            self._cutting.arrived()
+
+    def answered(self, queued: QueuedRequest, output_tokens: float) -> None:
+        self._cutting.answered(queued.sort_length, output_tokens)
 
     def put_down(self, queued: QueuedRequest) -> None:
         entry = (self._turn(queued), queued.request.id)
@@ -69,7 +80,7 @@ class WindowQueue(BinQueue):
             self.append(queued)
 
     def take(self, count: int) -> list[QueuedRequest]:
-        """count : at most the number of requests in the window."""
+        """Take `count` requests, or only the shortest of them. count : at most the number in the window"""
         self.changes += 1
         requests = self._take_row(count)
         self._fill()
@@ -85,7 +96,11 @@ class WindowQueue(BinQueue):
     def _take_row(self, count: int) -> list[QueuedRequest]:
         first = self.requests[self._by_turn[0][1]]
         row = self._by_length
-        start = _least_waste(row, bisect_left(row, (first.sort_length, first.request.id)), count)
+        place = bisect_left(row, (first.sort_length, first.request.id))
+        start, end = max(0, place - count + 1), min(place, len(row) - count) + count
+        start += least_waste([length for length, _ in row[start:end]], count)
+        lengths = [length for length, _ in row[start : start + count]]
+        count = self._cutting.size(lengths, len(self.requests), self.engines, place - start, first.request.id)
         requests = [self.requests.pop(request_id) for _, request_id in row[start : start + count]]
         del row[start : start + count]
         for queued in requests:
@@ -111,20 +126,3 @@ class WindowQueue(BinQueue):
             if self._turns_beyond.get(request_id) == turn:
                 del self._turns_beyond[request_id]
                 self._enter(entry, self.requests[request_id])
-
-
-def _least_waste(row: list[tuple[float, int]], place: int, count: int) -> int:
-    """Start of the `count` neighbours in a row that include `place` and waste least.
-
-    row : (length in tokens, request id), ascending.  count : at most the length of the row.
-    """
-    first, last = max(0, place - count + 1), min(place, len(row) - count)
-    lengths = [length for length, _ in row[first : last + count]]
-    total = sum(lengths[:count])
-    best, least = 0, count * lengths[count - 1] - total
-    for start in range(1, last - first + 1):
-        total += lengths[start + count - 1] - lengths[start - 1]
-        waste = count * lengths[start + count - 1] - total
-        if waste < least:
-            best, least = start, waste
-    return first + best

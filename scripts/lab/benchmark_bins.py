@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from bench.arguments import numbers, parser_of, whole
 from bench.figures import new_figure, save
+from bench.results import rounded
 from bench.rows import Case, Row, group, ratio, read_rows, save_rows, select
 from bench.tables import markdown
 from numpy.typing import NDArray
@@ -157,13 +158,14 @@ def error_of(lengths: Lengths, tau: float) -> float:
     return low
 
 
-def serve(lengths: Mapping[str, Lengths], case: Case) -> Row:
+def serve(lengths: Mapping[str, Lengths], case: Case, batches: int = BATCHES) -> Row:
+    """Serve requests of `batches` full batches, at least REQUESTS_MIN. lengths : by the case's name"""
     lengths_rng, sample_rng, arrivals_rng, error_rng = [
         np.random.default_rng(child) for child in np.random.SeedSequence(case["seed"]).spawn(4)
     ]
     half_for_edges, half_served = np.array_split(lengths_rng.permutation(lengths[case["name"]]), 2)
     config, batch_size = scheduling(case), case["batch_size"]
-    served = lengths_rng.choice(half_served, max(REQUESTS_MIN, BATCHES * batch_size))
+    served = lengths_rng.choice(half_served, max(REQUESTS_MIN, batches * batch_size))
     sample = sample_rng.choice(half_for_edges, SAMPLE)
     batch_s = STEP_S * float(np.mean(np.max(sample_rng.choice(half_for_edges, (SAMPLE, batch_size)), axis=1)))
     rate_per_s = (math.inf if case["load"] is AT_ONCE else case["load"]) * batch_size / batch_s
@@ -179,7 +181,7 @@ def serve(lengths: Mapping[str, Lengths], case: Case) -> Row:
         rate_per_s,
     )
     summary = run(Scenario(barrier=True), config, work)
-    return Row(case, {name: getattr(summary, name) for name in QUANTITIES})
+    return Row(case, rounded({name: getattr(summary, name) for name in QUANTITIES}))
 
 
 def scheduling(case: Case) -> SchedulingConfig:

@@ -144,6 +144,55 @@ def test_no_request_in_the_window_is_passed_over_too_often_or_lost(data: st.Data
     assert ids(queue.take_all()) == sorted(waiting)
 
 
+@given(st.data())
+def test_cut_batches_lose_no_request_and_delay_the_next_one_by_no_more_than_its_own_batch(data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 4))
+    queue = learnt(WindowQueue(0, size + data.draw(st.integers(0, 6)), arrival))
+    waiting: dict[int, float] = {}
+    passed, number = 0.0, 1_000
+    for move in data.draw(st.lists(st.sampled_from(["come", "come", "come", "take"]), max_size=80)):
+        if move == "come":
+            number += 1
+            waiting[number] = data.draw(st.sampled_from([1.0, 5.0, 40.0, 90.0]))
+            queue.append(queued(number, waiting[number]))
+        elif waiting:
+            first = min(waiting)
+            batch = ids(queue.take(min(size, len(queue), queue.window)))
+            lengths = [waiting.pop(request_id) for request_id in batch]
+            passed = 0.0 if first in batch else passed + max(lengths)
+            assert passed <= 90.0
+        assert [entry.request.id for entry in queue] == sorted(waiting)
+
+
+def test_a_window_that_has_seen_answers_leaves_out_a_much_longer_request() -> None:
+    queue = learnt(WindowQueue(0, 100, arrival))
+    for request_id, tokens in ((1_001, 10.0), (1_002, 900.0), (1_003, 11.0)):
+        queue.append(queued(request_id, tokens))
+    assert ids(queue.take(3)) == [1_001, 1_003]
+    assert ids(queue.take(1)) == [1_002]
+
+
+def test_requests_that_come_back_are_no_new_arrivals() -> None:
+    """Their number would be taken for the rate of arrivals, and the window would not be cut."""
+    queue = learnt(WindowQueue(0, 100, arrival))
+    for request_id, tokens in ((1_001, 10.0), (1_002, 900.0), (1_003, 11.0)):
+        queue.append(queued(request_id, tokens))
+    for _ in range(1_000):
+        for entry in queue.take_all():
+            queue.append(entry)
+    assert ids(queue.take(3)) == [1_001, 1_003]
+
+
+def learnt(queue: WindowQueue) -> WindowQueue:
+    """A window that has seen answers as long as forecast, and the time of some batches."""
+    for request_id in range(40):
+        own = queued(request_id, 10.0 + request_id)
+        queue.append(own)
+        queue.take(1)
+        queue.answered(own, own.sort_length)
+    return queue
+
+
 # ---- when batches form ----
 
 

@@ -1,0 +1,180 @@
+"""Which neighbours by length form a batch that runs to its end, and where the batch is cut.
+
+    l_1 <= ... <= l_b   lengths of the batch's requests by their forecasts, tokens
+    T_j     expected longest answer of the first j of them: the time of a batch of these j, tokens
+    m       waiting requests, those of the batch included
+    lam     arrivals in the time of a token
+    E       engines that serve the queue
+
+Uncut, all b requests end after T_b. If the first j run by themselves, they end T_b - T_j earlier; but the extra batch
+takes T_j of the time of E engines. So the m - j others end T_j / E later, and so do those that arrive before the end,
+lam T_b on average. The sum of all latencies falls by
+
+    gain(j) = j (T_b - T_j) - (m - j + lam T_b) T_j / E
+
+The batch is cut at the largest gain above zero. With one engine, this is where requests would leave at a rate j / T_j
+above m / T_b + lam. So similar lengths stay together, and so does a batch while many others wait or arrive.
+
+The longest answer: the logarithm of an answer is that of its forecast, plus a correction that depends on the forecast,
+plus an error of standard deviation d; the answers teach both. Of n equal forecasts, the longest answer is e^(d z_n)
+times the median answer, z_n: mean of the longest of n standard normals (Blom's formula). With corrected l_i, a p-norm
+grows as fast up to n = b, and is exact for known lengths:
+
+    T_j = (l_1^p + ... + l_j^p)^(1/p),   p = max(1, ln b / (d z_b));   d = 0: p is infinite, T_j = l_j
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from statistics import NormalDist
+
+ANSWERS_LEAST = 32  # answers; with fewer, batches are not cut
+KEPT = 1.0 - 1.0 / 1024  # weight of an error after one more answer
+KEPT_AT_KNOT = 1.0 / 256  # weight that an answer takes from the earlier answers near its forecast
+BATCHES_KEPT = 1.0 - 1.0 / 64  # weight of a batch's time and arrivals after one more batch
+DEVIATION_LEAST = 1e-9
+LOGARITHM_MAX = 300.0  # keeps lengths and their sums finite and above 0
+LN_2 = math.log(2.0)
+
+
+def least_waste(lengths: Sequence[float], count: int) -> int:
+    """Start of the `count` neighbours that waste the fewest slot-steps: `count` times the longest, less the sum.
+
+    lengths : ascending, at least `count`.
+    """
+    total = sum(lengths[:count])
+    best, least = 0, count * lengths[count - 1] - total
+    for start in range(1, len(lengths) - count + 1):
+        total += lengths[start + count - 1] - lengths[start - 1]
+        waste = count * lengths[start + count - 1] - total
+        if waste < least:
+            best, least = start, waste
+    return best
+
+
+class Meaning:
+    """What forecasts mean: the median answer of a forecast, and the deviation of answers from it, in logarithms.
+
+    Corrections belong to knots, the forecasts 2^k, and are linear in ln(forecast) between them: forecasts may be too
+    extreme, and answers may be of several kinds. The nearest two knots learn from an answer, each with its weight.
+    """
+
+    def __init__(self) -> None:
+        self.answers = 0
+        self._knots: dict[int, tuple[float, float]] = {}  # by k: weight of answers, and their mean correction
+        self._weight = self._errors = self._corrections = 0.0  # of all answers, with the same decay
+
+    def observe(self, forecast: float, output_tokens: float) -> None:
+        """Learn from an answer. forecast, output_tokens : > 0"""
+        knot, correction = _knot_below(forecast), math.log(output_tokens / forecast)
+        share = math.log(forecast) / LN_2 - knot
+        below, above = self._correction(knot), self._correction(knot + 1)
+        error = correction - below - share * (above - below) if self.answers else 0.0
+        self.answers += 1
+        self._weight = KEPT * self._weight + 1.0
+        self._errors = KEPT * self._errors + error * error
+        self._corrections = KEPT * self._corrections + correction
+        for number, part in ((knot, 1.0 - share), (knot + 1, share)):
+            weight, mean = self._knots.get(number, (0.0, 0.0))
+            weight = weight * (1.0 - part * KEPT_AT_KNOT) + part
+            if weight > 0.0:
+                self._knots[number] = weight, mean + part / weight * (correction - mean)
+
+    @property
+    def deviation(self) -> float:
+        """d, of predictions that were made before each answer."""
+        return math.sqrt(self._errors / self._weight)
+
+    def lengths(self, forecasts: Sequence[float]) -> list[float]:
+        """Corrected forecasts, in the same order, and never descending. forecasts : ascending, > 0"""
+        lines: dict[int, tuple[float, float]] = {}
+        lengths, longest = [], 0.0
+        for forecast in forecasts:
+            knot = _knot_below(forecast)
+            line = lines.get(knot)
+            if line is None:
+                line = lines[knot] = self._line(knot)
+            constant, slope = line
+            logarithm = constant + slope * math.log(forecast)
+            longest = max(longest, math.exp(min(LOGARITHM_MAX, max(-LOGARITHM_MAX, logarithm))))
+            lengths.append(longest)
+        return lengths
+
+    def _line(self, knot: int) -> tuple[float, float]:
+        """Constant and slope of the logarithm of corrected forecasts between a knot and the next."""
+        below, above = self._correction(knot), self._correction(knot + 1)
+        return below - knot * (above - below), 1.0 + (above - below) / LN_2
+
+    def _correction(self, knot: int) -> float:
+        """The mean correction of all answers counts as one more answer at each knot."""
+        weight, mean = self._knots.get(knot, (0.0, 0.0))
+        return (weight * mean + self._corrections / self._weight) / (weight + 1.0) if self.answers else 0.0
+
+
+def _knot_below(forecast: float) -> int:
+    """k of the largest 2^k that is not above the forecast."""
+    return math.frexp(forecast)[1] - 1
+
+
+class Cutting:
+    """Cuts the batches of one queue, by what its arrivals and answers have shown.
+
+    A cut may leave out the request whose turn it is. Such batches take no more time, one after the other, than that
+    request's own batch: no request waits for ever, nor much longer than without cuts.
+    """
+
+    def __init__(self) -> None:
+        self._meaning = Meaning()
+        self._arrivals = self._tokens = 0.0  # arrivals, and the time of batches on all engines, with the same decay
+        self._next, self._passed = -1, 0.0  # the request that was left out last, and the time of batches before it
+
+    def arrived(self) -> None:
+        """Count an arrival."""
+        self._arrivals += 1.0
+
+    def answered(self, forecast: float, output_tokens: float) -> None:
+        """Learn from an answer. Without a forecast (0), or without a token, nothing is learnt."""
+        if forecast > 0.0 and output_tokens > 0.0:
+            self._meaning.observe(forecast, output_tokens)
+
+    def size(self, forecasts: Sequence[float], waiting: int, engines: int, place: int, request_id: int) -> int:
+        """How many of a batch's requests run now, the shortest; at least one.
+
+        forecasts : lengths, ascending.  waiting : m.  engines : E.  place, request_id : of the request whose turn it is
+        """
+        if self._meaning.answers < ANSWERS_LEAST or forecasts[0] <= 0.0:
+            return len(forecasts)
+        times = self._longest(forecasts)
+        count, passed = len(times), self._passed if request_id == self._next else 0.0
+        if self._tokens and times[0] < times[-1]:
+            whole = times[-1]
+            others, best = waiting / engines + self._arrivals / self._tokens * whole, 0.0  # (m + lam T_b) / E
+            own_share = 1.0 - 1.0 / engines
+            for size, own in enumerate(times[:-1], start=1):
+                gain = size * whole - (size * own_share + others) * own
+                if gain > best and (size > place or passed + own <= whole):
+                    best, count = gain, size
+        if count <= place:
+            self._next, self._passed = request_id, passed + times[count - 1]
+        self._arrivals *= BATCHES_KEPT
+        self._tokens = BATCHES_KEPT * self._tokens + times[count - 1]
+        return count
+
+    def _longest(self, forecasts: Sequence[float]) -> list[float]:
+        """T_1, ..., T_b."""
+        scale = self._meaning.deviation * _longest_normal(len(forecasts))
+        power = max(1.0, math.log(len(forecasts)) / scale) if scale > DEVIATION_LEAST else math.inf
+        root, longest, times = 1.0 / power, 0.0, []
+        for length in self._meaning.lengths(forecasts):
+            # (T^p + l^p)^(1/p), without the overflow of large powers; T <= l if p is infinite
+            longest = length * (1.0 + (longest / length) ** power) ** root
+            times.append(longest)
+        return times
+
+
+@lru_cache(maxsize=1024)
+def _longest_normal(size: int) -> float:
+    """z_n, about. Source: Blom (1958), Statistical Estimates and Transformed Beta-Variables."""
+    return NormalDist().inv_cdf((size - 0.375) / (size + 0.25))
