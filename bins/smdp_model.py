@@ -123,12 +123,13 @@ class QueueModel:
             equations = self.equations([policy])
             e, averages = equations.solve()
             weighted, average = weights @ e, float(weights @ averages)
-            q = residual + average * self.g_coefficient[:, None] + self._next(weighted)
+            cost = residual + average * self.g_coefficient[:, None]
+            q = cost + self._next(weighted)
             index = self._actions(policy)
             present = q[index, self._s]
-            best = np.argmin(q, axis=0)
-            gain = present - q[best, self._s]
-            better = gain > TIE * (np.abs(present).max() + np.abs(weighted).max())
+            best, least = self._best(q, cost[0])
+            gain = present - least
+            better = (best != index) & (gain > TIE * (np.abs(present).max() + np.abs(weighted).max()))
             if not better[:free].any():
                 error = float(equations.error(weighted[None])[0] + equations.visits[free:] @ gain[free:])
                 return policy, averages, q, error / (abs(average) + TINY), iterations
@@ -137,6 +138,19 @@ class QueueModel:
             policy = np.where(index > 0, index + self._first - 1, 0)
         solution = IteratedSolution(policy, average, weighted, ITERATIONS_MAX)
         raise NotConverged(f"the policy still changes after {ITERATIONS_MAX} iterations", solution)
+
+    def _best(self, q: Array, wait_cost: Array) -> tuple[NDArray[np.intp], Array]:
+        """(states,) index of the best action, and its value.
+
+        Waiting is judged by the best end of the whole wait, not by the policy's action after one more arrival: else each
+        iteration would extend a long wait by one state only.
+        """
+        best = np.argmin(q[1:], axis=0) + 1
+        serve = q[best, self._s]
+        waited = np.concatenate([[0.0], np.cumsum(wait_cost[:-1])])  # cost from state 0 to each state
+        later = np.minimum.accumulate((serve + waited)[::-1])[::-1]  # of serving in this state or a later one
+        wait = np.append(later[1:] - waited[:-1], np.inf)
+        return np.where(wait < serve, 0, best), np.minimum(wait, serve)
 
     def _next(self, e: Array) -> Array:
         """(sizes + 1, states) E[e(next state)] of each action; inf for an action that is not feasible."""

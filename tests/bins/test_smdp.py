@@ -340,6 +340,19 @@ def test_the_first_policy_does_not_matter(drawn: tuple[Queue, float]) -> None:
     assert from_static.average_cost == pytest.approx(from_greedy.average_cost, rel=1e-8)
 
 
+def test_a_long_wait_is_found_in_few_iterations() -> None:
+    """Of times that grow with the logarithm of the size, it is best to serve one or two requests, or from about half a
+    batch on to wait for a full batch."""
+    sizes = np.arange(1, 257)
+    latency_s = 1e-3 * (1.08 + 4.33 * np.log(sizes) / np.log(256))
+    queue = Queue(0.9 * 256 / latency_s[-1], ServiceTimes.erlang(latency_s), np.ones(256))
+    solution = queue.solve(0.0)
+    assert solution.policy[100] == 1
+    assert not solution.policy[150:256].any()
+    assert solution.average_cost == pytest.approx(19.2597688, rel=1e-8)
+    assert solution.iterations <= 30
+
+
 def test_where_the_largest_batch_is_not_the_fastest_smaller_ones_carry_the_load() -> None:
     """Batches of 3 serve 2.5 requests a ms, batches of 4 only 0.67: 1 a ms is more than batches of 4 can serve."""
     service = ServiceTimes.deterministic(np.array([1.0, 1.1, 1.2, 6.0]) / 1e3)
