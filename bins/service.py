@@ -24,6 +24,8 @@ from bins.profile import batch_s
 Array = NDArray[np.float64]
 
 LOG_NEVER = -460.0  # log of 1e-200: smaller probabilities count as zero, for denormal numbers are slow
+HALVINGS = 60  # of an interval, down to rounding
+POISSON_POLE = 1e3  # stands for an infinite pole
 PARTS = 32  # equally likely values that represent the longest of b lengths
 
 
@@ -101,18 +103,49 @@ class ServiceTimes:
 
     def arrivals(self, rate_per_s: float, count: int) -> Array:
         """p_k^[b] for k = 0 .. count - 1: (sizes, count)."""
-        mean = rate_per_s * self.parts_s[:, :, None]  # (sizes, parts, 1)
         k = np.arange(count)
         log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, count)))])
-        if np.isinf(self.shape):
-            log_p = k * np.log(mean) - mean - log_factorial
-        else:
-            r = self.shape
-            rising = np.concatenate([[0.0], np.cumsum(np.log(np.arange(count - 1) + r))])  # log (r)_k
-            log_p = rising - log_factorial + r * np.log(r / (r + mean)) + k * np.log(mean / (r + mean))
-        log_p[log_p < LOG_NEVER] = -np.inf
-        result: Array = np.einsum("p,spk->sk", self.weights, np.exp(log_p))
+        r = self.shape
+        rising = np.concatenate([[0.0], np.cumsum(np.log(np.arange(count - 1) + r))]) if np.isfinite(r) else 0.0
+        result = np.zeros((self.sizes.size, count))
+        for weight, part_s in zip(self.weights.tolist(), self.parts_s.T, strict=True):  # one by one, to save memory
+            mean = rate_per_s * part_s[:, None]  # (sizes, 1)
+            if np.isinf(r):
+                log_p = k * np.log(mean) - mean - log_factorial
+            else:
+                log_p = k * np.log(mean / (r + mean)) + r * np.log(r / (r + mean)) + (rising - log_factorial)
+            log_p[log_p < LOG_NEVER] = -np.inf
+            np.exp(log_p, out=log_p)
+            log_p *= weight
+            result += log_p
         return result
+
+    def arrivals_max(self, rate_per_s: float, probability: float) -> int:
+        """A number of arrivals during a batch of any size that is exceeded with less than this probability.
+
+        By Chernoff's bound with the best of some exponents t: P(K >= k) <= E[e^(tK)] e^(-tk).
+        """
+        mean = rate_per_s * float(self.parts_s.max())
+        t = np.log1p(self._pole(mean) * np.geomspace(1e-6, 0.99, 200))
+        return int(np.ceil(((_log_mgf(np.expm1(t) * mean, self.shape) - np.log(probability)) / t).min()))
+
+    def tail_decay(self, rate_per_s: float, size: int) -> float:
+        """eta > 0 with E[e^(eta (K - size))] = 1, for K arrivals during a batch of that size, on average fewer than it.
+
+        Under batches of that size, the probability of long queues of s falls as e^(-eta s).
+        """
+        mean = rate_per_s * self.parts_s[size - int(self.sizes[0])]
+        low, high = 0.0, float(np.log1p(self._pole(float(mean.max()))))
+        with np.errstate(over="ignore"):
+            for _ in range(HALVINGS):
+                eta = (low + high) / 2
+                falls = np.log(self.weights @ np.exp(_log_mgf(np.expm1(eta) * mean, self.shape))) < eta * size
+                low, high = (eta, high) if falls else (low, eta)
+        return low
+
+    def _pole(self, mean: float) -> float:
+        """x below which E[(1 + x)^K] is surely finite and moderate, for a part with this mean number of arrivals."""
+        return float(self.shape) / mean if np.isfinite(self.shape) else POISSON_POLE / min(mean, 1.0)
 
     def draw(self, size: int, count: int, rng: np.random.Generator) -> Array:
         """`count` service times of batches of `size`, seconds."""
@@ -121,6 +154,14 @@ class ServiceTimes:
         if not np.isinf(self.shape):
             mean *= rng.gamma(self.shape, 1.0 / self.shape, count)
         return mean
+
+
+def _log_mgf(x: Array, shape: float) -> Array:
+    """log E[e^(x G)] of a gamma variable of mean 1 and this shape; inf beyond its pole."""
+    if np.isinf(shape):
+        return x
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(x < shape, -shape * np.log1p(-x / shape), np.inf)
 
 
 def _sizes(values: Array, batch_min: int) -> NDArray[np.intp]:

@@ -15,8 +15,10 @@ d = B - lambda l > 0, the relative values there are a parabola,
 
     h(s) = q2 s^2 + q1 s + const,   q2 = u / (2 d),   q1 = (v - g l + q2 E[(K - B)^2]) / d,   c(s, B) = u s + v,
 
-up to terms that do not grow. Policy iteration works on e(s) = h(s) - (q2 s^2 + q1 s), taken as zero beyond N. So no
-tolerance has to be chosen: N grows until the states beyond N are visited too seldom to matter to g.
+up to terms that do not grow. Policy iteration works on e(s) = h(s) - (q2 s^2 + q1 s), taken as zero beyond N. A small N
+is tried first. Variable times of large batches need an N of up to some ten thousand states, for the best policy serves
+less than a full batch up to there. Then e is computed at some hundred nodes (bins/state_grid.py), and the policy's
+averages are corrected until they hold for all states (bins/visits.py). So no tolerance has to be chosen.
 
 Energy counts above idle: a batch is charged zeta(b) - P_idle l(b), and P_idle is added once.
 """
@@ -24,6 +26,7 @@ Energy counts above idle: a batch is charged zeta(b) - P_idle l(b), and P_idle i
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -31,9 +34,17 @@ from numpy.typing import ArrayLike
 
 from bins.average_cost import Policy, SemiMarkov
 from bins.service import Array, ServiceTimes
-from bins.smdp_model import MS_PER_S, TIE, TINY, QueueModel, Unstable, responses, truncated
+from bins.smdp_model import MS_PER_S, TIE, QueueModel, Unstable, responses, truncated
+from bins.state_grid import StateGrid
+from bins.visits import MATTERING, TINY
 
-STATES_MAX = 1 << 13  # largest number of states beyond a full batch that are not treated as a parabola
+DENSE_MAX = 700  # largest number of states that are all nodes
+GROWTH = 0.2  # of panels, on the first grid
+GRIDS = 4
+REACH = 1e-3  # probability of states beyond the grid, over the error that is allowed
+STATES_MAX = 1 << 16  # states beyond a full batch on the first grid; each finer grid has twice as many
+NEGLIGIBLE = 1e-15  # probability of more arrivals than are counted
+BLOCK = 32  # batch sizes whose arrivals are computed at once
 
 
 @dataclass(frozen=True)
@@ -65,8 +76,8 @@ class Solution:
                   highest throughput
     average_cost  ms; response time + energy_weight * power
     evaluation    long-run averages of the policy
-    values        (sizes + 1, states) ms s: relative cost of each action (0, B_min .. B_max) in each state with the
-                  optimum afterwards; inf for an action that is not feasible
+    values        (sizes + 1, states) ms s: relative cost of each action (0, B_min .. B_max) in each of the first states
+                  with the optimum afterwards; inf for an action that is not feasible
     iterations    number of policies evaluated
     """
 
@@ -87,7 +98,7 @@ class Queue:
                      whole time
     busy_elsewhere   share of the engines' time that other queues use; the engines are free again later by this share
     response_weight  weight of the mean response time in the cost: this queue's share of all requests
-    error_max        relative error of an average that the states beyond N may cause
+    error_max        relative error of the mean response time and the mean power that the approximations may cause
     """
 
     arrival_rate_per_s: float
@@ -97,9 +108,9 @@ class Queue:
     engines: int = 1
     busy_elsewhere: float = 0.0
     response_weight: float = 1.0
-    error_max: float = 1e-9
-    _models: dict[tuple[int, int], QueueModel] = field(default_factory=dict, repr=False, compare=False)
-    _solved: dict[float, Solution] = field(default_factory=dict, repr=False, compare=False)
+    error_max: float = 5e-9
+    _models: dict[tuple[int, int, float], QueueModel] = field(default_factory=dict, repr=False, compare=False)
+    _arrivals: dict[int, Array] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not (self.arrival_rate_per_s > 0 and np.isfinite(self.arrival_rate_per_s)):
@@ -118,7 +129,7 @@ class Queue:
 
     def beside(self, busy_elsewhere: float) -> Queue:
         """This queue with that share of the engines' time used by other queues."""
-        return replace(self, busy_elsewhere=busy_elsewhere, _models={}, _solved={})
+        return replace(self, busy_elsewhere=busy_elsewhere, _models={}, _arrivals={})
 
     @property
     def load(self) -> float:
@@ -140,14 +151,13 @@ class Queue:
         tail = int(policies[0][-1])
         if tail == 0 or any(int(actions[-1]) != tail for actions in policies):
             raise ValueError("a policy must end in serving, and a mixture in serving the same batch")
-        beyond = _first_beyond(tail)
-        while True:
-            model = self._model(tail, max([tail, *(actions.size for actions in policies)]) + beyond)
-            equations = model.equations([_extended(actions, model.states) for actions in policies], share)
-            e, averages = equations.solve()
-            if (equations.error(e[:2]) <= self.error_max * (np.abs(averages[:2]) + TINY)).all():
-                return self._evaluation(averages)
-            beyond = _doubled(beyond)
+        shares = [1.0] if other is None else [1.0 - share, share]
+        for model in self._models_of(tail, max([tail, *(actions.size for actions in policies)])):
+            extended = [_extended(actions, model.grid.states) for actions in policies]
+            averages, errors = model.evaluate(list(zip(extended, shares, strict=True)), self.error_max)
+            if (errors <= self.error_max * (np.abs(averages) + TINY))[:MATTERING].all():
+                break
+        return self._evaluation(averages)
 
     def solve(self, energy_weight: float, start: ArrayLike | None = None) -> Solution:
         """The policy of least average cost. start: the first policy; default: greedy.
@@ -158,15 +168,15 @@ class Queue:
             raise ValueError(f"the energy weight must be finite and not negative, not {energy_weight}")
         largest, tail = int(self.service.sizes[-1]), self._best_size
         policy = np.append(_extended(self.greedy() if start is None else self._checked(start), largest + 1), tail)
-        beyond = _first_beyond(largest)
         iterations_total = 0
-        while True:
-            model = self._model(tail, largest + beyond)
-            policy, averages, q, error, iterations = model.iterate(_extended(policy, model.states), energy_weight)
+        for model in self._models_of(tail, largest):
+            policy = _extended(policy, model.grid.states)
+            policy, averages, q, error, iterations = model.iterate(policy, energy_weight, self.error_max)
             iterations_total += iterations
             if error <= self.error_max:
                 break
-            beyond = _doubled(beyond)
+        changes = np.flatnonzero(policy != tail)
+        policy = policy[: max(largest + _first_beyond(largest), int(changes[-1]) + 2)]
         evaluation = self._evaluation(averages)
         average_cost = self.response_weight * evaluation.response_s_mean * MS_PER_S
         average_cost += energy_weight * evaluation.power_w_mean
@@ -216,6 +226,20 @@ class Queue:
         """
         return truncated(self, energy_weight, states_max, overflow_cost)
 
+    def arrivals(self, states: int) -> Array:
+        """(sizes, arrivals) p_k^[b] of fewer arrivals than `states`, and only of those that are not negligible."""
+        service, rate = self.service, self.arrival_rate_per_s * self.occupied
+        count = min(states, service.arrivals_max(rate, NEGLIGIBLE))
+        if count not in self._arrivals:
+            p = np.zeros((service.sizes.size, count))
+            for begin in range(0, service.sizes.size, BLOCK):
+                rows = slice(begin, begin + BLOCK)
+                block = replace(service, sizes=service.sizes[rows], parts_s=service.parts_s[rows])
+                least = min(count, block.arrivals_max(rate, NEGLIGIBLE))
+                p[rows, :least] = block.arrivals(rate, least)
+            self._arrivals[count] = p
+        return self._arrivals[count]
+
     def _checked(self, policy: ArrayLike) -> Policy:
         actions = np.asarray(policy, dtype=np.intp)
         sizes = self.service.sizes
@@ -232,10 +256,27 @@ class Queue:
         throughput = self.service.sizes / self.service.mean_s
         return int(self.service.sizes[np.flatnonzero(throughput >= (1 - TIE) * throughput.max())[-1]])
 
-    def _model(self, tail: int, states: int) -> QueueModel:
-        key = (tail, states)
+    def _models_of(self, tail: int, least: int) -> Iterator[QueueModel]:
+        """Ever more exact models, of more than `least` states.
+
+        First those states and a few more. Then as many as are visited, all of them while they are few, else a grid that
+        becomes finer. Raises Unstable instead of a model that would have too many states.
+        """
+        beyond = _first_beyond(tail)
+        if least + beyond <= DENSE_MAX:
+            yield self._model(tail, least + beyond, 0.0)
+        eta = self.service.tail_decay(self.arrival_rate_per_s * self.occupied, tail)
+        for finer in range(GRIDS):
+            reach = min(math.log(1.0 / (REACH * self.error_max)) / eta, STATES_MAX)
+            states = least + int(2**finer * reach) + beyond
+            yield self._model(tail, states, 0.0 if states <= DENSE_MAX else GROWTH / 2**finer)
+        raise Unstable(f"{states} states do not give the averages exactly enough: the load is too near to 1")
+
+    def _model(self, tail: int, states: int, growth: float) -> QueueModel:
+        key = (tail, states, growth)
         if key not in self._models:
-            self._models[key] = QueueModel(self, tail, states)
+            full_batch = int(self.service.sizes[-1])
+            self._models[key] = QueueModel(self, tail, StateGrid(states, full_batch, growth))
         return self._models[key]
 
     def _evaluation(self, averages: Array) -> Evaluation:
@@ -259,9 +300,3 @@ def _extended(policy: Policy, states: int) -> Policy:
 def _first_beyond(batch_size: int) -> int:
     """First number of states beyond a full batch. The number of arrivals during a batch varies by about its root."""
     return 6 * math.isqrt(batch_size) + 12
-
-
-def _doubled(beyond: int) -> int:
-    if 2 * beyond > STATES_MAX:
-        raise Unstable(f"the solution needs more than {beyond} states beyond a full batch: the load is too near to 1")
-    return 2 * beyond

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from bins.average_cost import IteratedSolution as IteratedSolution
 from bins.average_cost import NotConverged, Policy, SemiMarkov
 from bins.service import Array
+from bins.state_grid import TERMS, StateGrid
+from bins.visits import MATTERING, TINY, Mixture, exact_averages
 
 if TYPE_CHECKING:
     from bins.smdp import Queue
 
 ITERATIONS_MAX = 60
-TINY = 1e-12
 SURVIVAL = 3  # numbers of arrivals up to this multiple of the truncated states are counted one by one
 ROUNDING = 1e-12  # rounding error of a sum of probabilities
 TIE = 1e-11  # of the largest relative value: an action must be better by more, or rounding could alternate without end
 MS_PER_S = 1e3
 OBJECTIVES = 5
+ROWS = 64  # rows of a matrix that are computed at once
 
 
 class Unstable(ValueError):
@@ -32,17 +34,18 @@ class Unstable(ValueError):
 
 
 class QueueModel:
-    """The equations of e over states 0 .. N. Beyond N, batches of `tail` are served. Costs are (OBJECTIVES, ...).
+    """The equations of e at the nodes of a grid of states 0 .. N. Beyond N, batches of `tail` are served.
 
-    Objectives: response time (s), power above idle (W), batches a second, engines at work, the batches' squared times.
+    Costs are (OBJECTIVES, ...): response time (s), power above idle (W), batches a second, engines at work, squared
+    times of batches. An action is an index: 0 to wait, then the batch sizes. Policies are given for all states.
     """
 
-    def __init__(self, queue: Queue, tail: int, states: int) -> None:
+    def __init__(self, queue: Queue, tail: int, grid: StateGrid) -> None:
         service = queue.service
         rate, sizes = queue.arrival_rate_per_s, service.sizes
-        self.queue = queue
-        self.states = states
-        self.guard = max(1, (states - int(sizes[-1])) // 2)  # states just below N whose action never changes
+        self.grid = grid
+        self._sizes = sizes
+        self._response_weight = queue.response_weight
         y = queue.occupied * service.mean_s  # (sizes,) time until the next decision
         y2 = queue.occupied**2 * service.second_moment_s2
         arrivals, arrivals2 = rate * y, rate * y + rate**2 * y2  # E[K], E[K^2]
@@ -50,7 +53,6 @@ class QueueModel:
         drift = tail - arrivals[last]
         if not drift > 1e-9 * tail:
             raise Unstable(f"{rate:.6g} requests a second are more than batches of {tail} can serve")
-        s = np.arange(states, dtype=float)
         # Costs of an action: entry 0 of `fixed` and `per_waiting` is to wait, the other entries serve `sizes`.
         above_idle = queue.energy_j - queue.idle_power_w * service.mean_s
         beyond = sizes * (service.mean_s - y) / rate  # response time after the next decision, for the batch still runs
@@ -69,120 +71,206 @@ class QueueModel:
         q2 = u / (2 * drift)
         q1 = (fixed[:, last + 1] + q2 * spread[last + 1]) / drift  # without g
         q1_per_g = -sojourn[last + 1] / drift
-        self.g_coefficient = q1_per_g * moved - sojourn  # (sizes + 1,): coefficient of g in the residual of e
-        residual = fixed[:, :, None] + q2[:, None, None] * (2 * s * moved[:, None] + spread[:, None])
-        residual += (q1[:, None] * moved)[:, :, None]
-        residual[0] += per_waiting[:, None] * s
-        self.residual = residual  # (OBJECTIVES, sizes + 1, states): c + E quad(next) - quad(s), without g
-        # p is padded so that row m of the Toeplitz matrix of size a is a window of the padded array.
-        p = service.arrivals(rate * queue.occupied, states)  # (sizes, states)
-        self.p = p
-        padded = np.concatenate([np.zeros((sizes.size, states)), p], axis=1)
-        rows, columns = padded.strides
-        self._toeplitz = as_strided(padded, (sizes.size, states + 1, states), (rows, columns, columns), writeable=False)
+        # The residual of e, c + E quad(next) - quad(s), is constant + slope * s + g * g_coefficient.
+        self.g_coefficient = q1_per_g * moved - sojourn  # (sizes + 1,)
+        self.constant = fixed + q2[:, None] * spread + q1[:, None] * moved  # (OBJECTIVES, sizes + 1)
+        self.slope = 2 * q2[:, None] * moved
+        self.slope[0] += per_waiting
+        self.p = queue.arrivals(grid.states)  # (sizes, arrivals)
+        self._counts = self.p.shape[1] - np.argmax(self.p[:, ::-1] > 0, axis=1)  # (sizes,) without the zeros at the end
+        self._p_nodes = grid.onto_nodes(self.p)  # (sizes, nodes): weights of e(x + node) in E[e(x + K)]
+        self._p_nodes = self._p_nodes[:, : int(np.flatnonzero(self._p_nodes.any(axis=0))[-1]) + 1]
         self._first = int(sizes[0])
-        self._s = np.arange(states)
-        self._tail_size = tail
+        self._tail = tail
 
-    def _actions(self, policy: Policy) -> NDArray[np.intp]:
-        """Index of each action among 0 (wait), B_min .. B_max."""
+    def actions(self, policy: Policy) -> NDArray[np.intp]:
+        """Actions of numbers of requests to serve."""
         return np.where(policy > 0, policy - self._first + 1, 0)
 
-    def _rows(self, policy: Policy) -> tuple[Array, Array, Array]:
-        """I - P (states, states), residuals (OBJECTIVES, states) and coefficients of g (states,) of a policy."""
-        index = self._actions(policy)
-        system = np.zeros((self.states, self.states))
-        served = np.flatnonzero(index)
-        system[served] = -self._toeplitz[index[served] - 1, self.states - (served - policy[served])]
-        waits = np.flatnonzero(index == 0)
-        system[waits, waits + 1] = -1.0
-        system[self._s, self._s] += 1.0
-        return system, self.residual[:, index, self._s], self.g_coefficient[index]
+    def served(self, action: NDArray[np.intp]) -> Policy:
+        """Numbers of requests that actions serve."""
+        return np.where(action > 0, action + self._first - 1, 0)
 
-    def equations(self, policies: Sequence[Policy], share: float = 0.0) -> Equations:
-        """The equations of a policy, or of a mixture of two that follows the second with probability `share`."""
-        system, residual, g_coefficient = self._rows(policies[0])
-        if len(policies) == 2:
-            for mixed, other in zip((system, residual, g_coefficient), self._rows(policies[1]), strict=True):
-                mixed += share * (other - mixed)
-        overflow = np.maximum(system.sum(axis=1), 0.0)  # probability of a next state beyond N
-        system[:, -1] -= overflow  # beyond N, e is taken as at N
-        system[:, 0] = -g_coefficient  # g takes the place of e(0), which is 0, among the unknowns
-        return Equations(system, residual, overflow, self._tail_size)
+    # ---- one policy ----
 
-    def iterate(self, policy: Policy, energy_weight: float) -> tuple[Policy, Array, Array, float, int]:
-        """Policy iteration. Raises NotConverged.
+    def evaluate(self, mixture: Mixture, error_max: float) -> tuple[Array, Array]:
+        """Averages (objectives,) of a mixture of policies, and their possible errors.
 
-        Returns the policy, averages by objective, values of each action, the relative error of the average cost that
-        the states near and beyond N may cause, and the number of iterations.
+        error_max : relative error at which the averages are exact enough; it may be missed.
         """
-        weights = np.array([MS_PER_S * self.queue.response_weight, energy_weight, 0.0, 0.0, 0.0])
-        residual = np.tensordot(weights, self.residual, axes=1)  # (sizes + 1, states)
-        free = self.states - self.guard
-        for iterations in range(1, ITERATIONS_MAX + 1):
-            equations = self.equations([policy])
-            e, averages = equations.solve()
-            weighted, average = weights @ e, float(weights @ averages)
-            cost = residual + average * self.g_coefficient[:, None]
-            q = cost + self._next(weighted)
-            index = self._actions(policy)
-            present = q[index, self._s]
-            best, least = self._best(q, cost[0])
-            gain = present - least
-            better = (best != index) & (gain > TIE * (np.abs(present).max() + np.abs(weighted).max()))
-            if not better[:free].any():
-                error = float(equations.error(weighted[None])[0] + equations.visits[free:] @ gain[free:])
-                return policy, averages, q, error / (abs(average) + TINY), iterations
-            better[free:] = False
-            index = np.where(better, best, index)
-            policy = np.where(index > 0, index + self._first - 1, 0)
-        solution = IteratedSolution(policy, average, weighted, ITERATIONS_MAX)
-        raise NotConverged(f"the policy still changes after {ITERATIONS_MAX} iterations", solution)
+        nodes = self.grid.nodes
+        system, residual, g_coefficient = np.eye(nodes.size), np.zeros((OBJECTIVES, nodes.size)), np.zeros(nodes.size)
+        for policy, share in mixture:
+            action = self.actions(policy[nodes])
+            system -= share * self._transitions(nodes, action)
+            residual += share * (self.constant[:, action] + self.slope[:, action] * nodes)
+            g_coefficient += share * self.g_coefficient[action]
+        equations = Equations(system, residual, g_coefficient)
+        e, averages = equations.solve()
+        return self._exact(mixture, equations, e, averages, error_max)
 
-    def _best(self, q: Array, wait_cost: Array) -> tuple[NDArray[np.intp], Array]:
-        """(states,) index of the best action, and its value.
-
-        Waiting is judged by the best end of the whole wait, not by the policy's action after one more arrival: else each
-        iteration would extend a long wait by one state only.
-        """
-        best = np.argmin(q[1:], axis=0) + 1
-        serve = q[best, self._s]
-        waited = np.concatenate([[0.0], np.cumsum(wait_cost[:-1])])  # cost from state 0 to each state
-        later = np.minimum.accumulate((serve + waited)[::-1])[::-1]  # of serving in this state or a later one
-        wait = np.append(later[1:] - waited[:-1], np.inf)
-        return np.where(wait < serve, 0, best), np.minimum(wait, serve)
-
-    def _next(self, e: Array) -> Array:
-        """(sizes + 1, states) E[e(next state)] of each action; inf for an action that is not feasible."""
-        result = np.full((self.queue.service.sizes.size + 1, self.states), np.inf)
-        result[0, :-1] = e[1:]
-        padded = np.concatenate([e, np.zeros(self.states - 1)])
-        step = padded.strides[0]
-        hankel = as_strided(padded, (self.states, self.states), (step, step), writeable=False)  # its own transpose
-        served, places = self._after
-        result[1:][served] = (self.p @ hankel).ravel()[places]  # (sizes, requests that still wait)
+    def _transitions(self, nodes: NDArray[np.intp], action: NDArray[np.intp]) -> Array:
+        """(given nodes, nodes) weights of e at all nodes in E[e(next state)], for one action at each given node."""
+        grid = self.grid
+        result = np.zeros((nodes.size, grid.nodes.size))
+        serves = np.flatnonzero(action)
+        left = (nodes - self.served(action))[serves]  # still waiting
+        p = self._p_nodes[action[serves] - 1]
+        result[serves, : grid.dense] = self._windows[action[serves] - 1, grid.dense - np.minimum(left, grid.dense)]
+        reached = grid.nodes[: p.shape[1]]
+        for begin in range(0, serves.size if grid.panels else 0, ROWS):
+            rows = slice(begin, begin + ROWS)
+            _add_interpolated(grid, result, serves[rows], left[rows, None] + reached, p[rows])
+        waits = np.flatnonzero(action == 0)
+        _add_interpolated(grid, result, waits, nodes[waits, None] + 1, np.ones((waits.size, 1)), dense=True)
         return result
 
     @cached_property
-    def _after(self) -> tuple[NDArray[np.bool_], NDArray[np.intp]]:
-        """(sizes, states) whether enough requests wait; where they do, the flat index of (size, still waiting)."""
-        sizes = self.queue.service.sizes[:, None]
-        served = self._s >= sizes
-        places = np.arange(sizes.size)[:, None] * self.states + self._s - sizes
-        return served, places[served]
+    def _windows(self) -> NDArray[np.float64]:
+        """(sizes, dense + 1, dense) p by the next state: entry [b, dense - x] after x requests are left."""
+        dense = self.grid.dense
+        padded = np.zeros((self.p.shape[0], 2 * dense))
+        near = self._p_nodes[:, :dense]
+        padded[:, dense : dense + near.shape[1]] = near
+        return sliding_window_view(padded, dense, axis=1)
+
+    def _after(self, e: Array) -> Array:
+        """(sizes, nodes) E[e(node + K)], K arrivals during a batch of each size; e is 0 beyond N."""
+        nodes = self.grid.nodes
+        states = np.minimum(nodes[:, None] + nodes[: self._p_nodes.shape[1]], self.grid.states - 1)
+        result: Array = self._p_nodes @ self.grid.everywhere(e)[states].T
+        return result
+
+    def _exact(
+        self, mixture: Mixture, equations: Equations, e: Array, averages: Array, error_max: float
+    ) -> tuple[Array, Array]:
+        """Averages, and their possible errors, of the states between nodes and of those beyond N."""
+        error = equations.error(e[:, self.grid.nodes >= self.grid.states - self._tail])
+        if not self.grid.panels:
+            return averages, error
+        averages, rest = exact_averages(self, mixture, equations, e, averages, error_max / 2)
+        return averages, error + rest
+
+    def costs(self, mixture: Mixture) -> tuple[Array, Array]:
+        """In all states, residuals of e = 0 without g (objectives, states), and coefficients of -g (states,)."""
+        s = np.arange(self.grid.states)
+        cost, time = np.zeros((OBJECTIVES, s.size)), np.zeros(s.size)
+        for policy, share in mixture:
+            action = self.actions(policy)
+            cost += share * (self.constant[:, action] + self.slope[:, action] * s)
+            time -= share * self.g_coefficient[action]
+        return cost, time
+
+    def next_after(self, size: int) -> Array:
+        """Probabilities of the next states, from `size` below the present state on. size : 0 to wait."""
+        if not size:
+            return np.array([0.0, 1.0])
+        row = size - self._first
+        return np.asarray(self.p[row, : self._counts[row]])
+
+    # ---- the best policy ----
+
+    def iterate(
+        self, policy: Policy, energy_weight: float, error_max: float
+    ) -> tuple[Policy, Array, Array, float, int]:
+        """Policy iteration. Raises NotConverged.
+
+        Returns the policy, averages by objective, values (sizes + 1, dense states) of each action, the largest relative
+        error that the approximations may cause in the response time, the power and the average cost, and the number of
+        iterations.
+        """
+        grid, nodes = self.grid, self.grid.nodes
+        rows = np.arange(nodes.size)
+        weights = np.array([MS_PER_S * self._response_weight, energy_weight, 0.0, 0.0, 0.0])
+        fixed, per_waiting = weights @ self.constant, weights @ self.slope
+        largest = int(self._sizes[-1])
+        free = nodes < largest + (grid.states - largest + 1) // 2  # near N, the action never changes
+        action = self.actions(policy[nodes])
+        transitions = self._transitions(nodes, action)
+        before = math.inf
+        for iterations in range(1, ITERATIONS_MAX + 1):  # noqa: B007 (used after the loop)
+            residual = self.constant[:, action] + self.slope[:, action] * nodes
+            equations = Equations(np.eye(nodes.size) - transitions, residual, self.g_coefficient[action])
+            e, averages = equations.solve()
+            weighted, average = weights @ e, float(weights @ averages)
+            cost = (fixed + average * self.g_coefficient)[:, None] + per_waiting[:, None] * nodes
+            after = self._after(weighted)
+            q = cost + self._next(weighted, after)
+            present = q[action, rows]
+            best, least = _best(q, cost[0], largest)
+            gain = present - least
+            better = free & (best != action) & (gain > TIE * (np.abs(present).max() + np.abs(weighted).max()))
+            # On a grid, interpolation decides in states that are hardly visited; their actions may alternate forever.
+            if not better.any() or (grid.panels and abs(average - before) <= error_max / 10 * abs(average)):
+                break
+            before = average
+            action = np.where(better, best, action)
+            transitions[better] = self._transitions(nodes[better], action[better])
+        else:
+            solution = IteratedSolution(policy, average, weighted, ITERATIONS_MAX)
+            raise NotConverged(f"the policy still changes after {ITERATIONS_MAX} iterations", solution)
+        policy = self._everywhere(action, after, fixed + average * self.g_coefficient, per_waiting)
+        averages, errors = self._exact([(policy, 1.0)], equations, e, averages, error_max)
+        average = float(weights @ averages)
+        undecided = float(equations.visits[~free] @ np.maximum(gain[~free], 0.0))
+        error = (weights @ errors + undecided) / (abs(average) + TINY)
+        relative = errors[:MATTERING] / (np.abs(averages[:MATTERING]) + TINY)
+        return policy, averages, q[:, : grid.dense], float(max(error, *relative)), iterations
+
+    def _next(self, e: Array, after: Array) -> Array:
+        """(sizes + 1, nodes) E[e(next state)] of each action; inf for an action that is not feasible."""
+        grid = self.grid
+        result = np.full((self._sizes.size + 1, grid.nodes.size), np.inf)
+        result[0, :-1] = grid.everywhere(e)[grid.nodes[:-1] + 1]
+        sizes, nodes, left = self._feasible
+        result[1:][sizes, nodes] = grid.at(after, sizes, left)
+        return result
+
+    @cached_property
+    def _feasible(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+        """Indices of sizes and nodes where enough requests wait, and how many are left."""
+        left = self.grid.nodes - self._sizes[:, None]
+        sizes, nodes = np.nonzero(left >= 0)
+        return sizes, nodes, left[sizes, nodes]
+
+    def _everywhere(self, action: NDArray[np.intp], after: Array, fixed: Array, per_waiting: Array) -> Policy:
+        """The policy of all states. Between two nodes of different actions, the best of both and some halfway between.
+
+        fixed, per_waiting : (sizes + 1,) of the weighted residual.
+        """
+        grid = self.grid
+        right = np.searchsorted(grid.nodes, np.arange(grid.states))
+        everywhere = action[right]
+        s = np.flatnonzero(action[np.maximum(right - 1, 0)] != everywhere)
+        s = s[s > grid.nodes[right[s] - 1]]
+        right = right[s]
+        first, second = action[right - 1], action[right]
+        part = (s - grid.nodes[right - 1]) / (grid.nodes[right] - grid.nodes[right - 1])
+        middle = np.round(first + part * (second - first)).astype(np.intp)
+        tried = np.clip(np.stack([first, second, middle - 1, middle, middle + 1]), 1, fixed.size - 1)
+        values = [
+            fixed[each] + per_waiting[each] * s + grid.at(after, each - 1, s - self.served(each)) for each in tried
+        ]
+        everywhere[s] = np.take_along_axis(tried, np.argmin(values, axis=0)[None], axis=0)[0]
+        everywhere[grid.nodes] = action
+        return self.served(everywhere)
 
 
 class Equations:
-    """For one policy: e(s) - sum_j m(j|s) e(j) = residual(s) + g g_coefficient(s), with e = 0 from N on."""
+    """For one policy, at the nodes: e(s) - sum_j m(j|s) e(j) = residual(s) + g g_coefficient(s), with e = 0 from N on.
 
-    def __init__(self, system: Array, residual: Array, overflow: Array, tail: int) -> None:
-        self._system = system
+    system : (nodes, nodes) I - m.
+    """
+
+    def __init__(self, system: Array, residual: Array, g_coefficient: Array) -> None:
         self._residual = residual
-        self._overflow = overflow
-        self._tail = tail
+        self._overflow = np.maximum(system.sum(axis=1), 0.0)  # probability of a next state beyond N
+        system[:, -1] -= self._overflow  # beyond N, e is taken as at N
+        system[:, 0] = -g_coefficient  # g takes the place of e(0), which is 0, among the unknowns
+        self._system = system
 
     def solve(self) -> tuple[Array, Array]:
-        """e (objectives, states) and the averages g (objectives,)."""
+        """e (objectives, nodes) and the averages g (objectives,)."""
         solved = np.asarray(np.linalg.solve(self._system, self._residual.T), dtype=float).T
         averages = solved[:, 0].copy()
         solved[:, 0] = 0.0
@@ -190,15 +278,68 @@ class Equations:
 
     @cached_property
     def visits(self) -> Array:
-        """(states,) decisions a second in each state: the change of an average for a unit of residual there."""
+        """(nodes,) decisions a second in each state: the change of an average for a unit of residual there."""
         unit = np.zeros(self._overflow.size)
         unit[0] = 1.0
         return np.asarray(np.linalg.solve(self._system.T, unit), dtype=float)
 
-    def error(self, e: Array) -> Array:
-        """(objectives,) possible error of an average, because e beyond N is not zero but of the size of e before N."""
-        largest: Array = np.abs(e[:, -self._tail :]).max(axis=1)
+    def balance(self, surplus: Array) -> Array:
+        """(nodes,) change of the visits that takes up a surplus of moved over present visits."""
+        wanted = surplus.copy()
+        wanted[0] = 0.0
+        return np.asarray(np.linalg.solve(self._system.T, wanted), dtype=float)
+
+    def error(self, e_last: Array) -> Array:
+        """(objectives,) possible error of an average, because e beyond N is not zero but of the size of e before N.
+
+        e_last : (objectives, ...) e in the last states.
+        """
+        largest: Array = np.abs(e_last).max(axis=1)
         return float(np.abs(self.visits) @ self._overflow) * largest
+
+
+def _best(q: Array, wait_cost: Array, largest: int) -> tuple[NDArray[np.intp], Array]:
+    """(nodes,) the best action, and its value. Waiting in more than `largest` states is judged as any action.
+
+    Below, waiting is judged by the best end of the whole wait, not by the policy's action after one more arrival: else
+    each iteration would extend a long wait by one state only.
+    """
+    rows = np.arange(q.shape[1])
+    best = np.argmin(q[1:], axis=0) + 1
+    serve = q[best, rows]
+    wait = q[0].copy()
+    waited = np.concatenate([[0.0], np.cumsum(wait_cost[:largest])])  # cost from state 0 to each state
+    later = np.minimum.accumulate((serve[: largest + 1] + waited)[::-1])[
+        ::-1
+    ]  # of serving in this state or a later one
+    wait[:largest] = later[1:] - waited[:-1]
+    return np.where(wait < serve, 0, best), np.minimum(wait, serve)
+
+
+def _add_interpolated(
+    grid: StateGrid,
+    result: Array,
+    rows: NDArray[np.intp],
+    states: NDArray[np.intp],
+    weights: Array,
+    dense: bool = False,
+) -> None:
+    """Add weights (rows, n) of e in states (rows, n), ascending, to rows of a matrix (..., nodes), through the nodes.
+
+    States beyond N are left out; also the dense states, unless `dense`.
+    """
+    row, column = np.nonzero((states < grid.states) & (dense | (states >= grid.dense)))
+    if not row.size:
+        return
+    at = states[row, column]
+    first = grid.start[at]
+    terms = weights[row, column, None] * grid.weights[at]  # (entries, TERMS)
+    begins = np.flatnonzero(np.diff(row * result.shape[1] + first, prepend=-1))
+    sums = np.add.reduceat(terms, begins, axis=0)
+    row, first = rows[row[begins]], first[begins]
+    for term in range(TERMS):
+        inside = first + term < result.shape[1]
+        result[row[inside], first[inside] + term] += sums[inside, term]
 
 
 def responses(

@@ -74,6 +74,32 @@ def test_arrivals_of_a_long_batch_neither_overflow_nor_vanish() -> None:
     assert p[0, 0] == 0.0
 
 
+@pytest.mark.parametrize("service", EVERY_KIND.values(), ids=EVERY_KIND)
+@pytest.mark.parametrize("rate_per_s", [0.1, RATE_PER_S, 20 * RATE_PER_S])
+def test_more_arrivals_than_the_bound_are_improbable_and_the_bound_is_not_far(
+    service: ServiceTimes, rate_per_s: float
+) -> None:
+    bound = service.arrivals_max(rate_per_s, 1e-12)
+    beyond = 1 - service.arrivals(rate_per_s, bound).sum(axis=1)
+    assert beyond.max() < 1e-11
+    assert service.arrivals(rate_per_s, 2 * bound // 3)[-1].sum() < 1 - 1e-12
+
+
+@pytest.mark.parametrize("kind", SQUARED_COV)
+@pytest.mark.parametrize("load", [0.5, 0.9, 0.98])
+def test_the_decay_of_long_queues_solves_its_equation(kind: str, load: float) -> None:
+    service = of_kind(kind)
+    rate_per_s = load * 32 / float(service.mean_s[-1])
+    eta = service.tail_decay(rate_per_s, 32)
+    p = service.arrivals(rate_per_s, service.arrivals_max(rate_per_s, 1e-100) + 1)[-1]
+    assert eta > 0
+    assert p @ np.exp(eta * (np.arange(p.size) - 32)) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_the_decay_of_single_exponential_services_is_the_logarithm_of_the_load() -> None:
+    assert ServiceTimes.exponential([1.0]).tail_decay(0.6, 1) == pytest.approx(-np.log(0.6))
+
+
 def test_arrivals_can_be_as_few_as_one_state() -> None:
     assert of_kind("exponential").arrivals(RATE_PER_S, 1)[:, 0] == pytest.approx(1 / (1 + RATE_PER_S * MEAN_S))
 
