@@ -98,6 +98,8 @@ class DispatchPlan:
 
     response_s_mean, power_w_mean: expected by the model; None without a solution (unknown rates, or overload).
     target_met: whether the model expects to meet the objective.  engines: number of engines that the plan is made for.
+    fallback: why this is not the best plan. "overload": no plan carries the load, so that no request waits for others;
+    "unsolved": a decision process could not be solved, so that its number of queues, or every one, was left out; "".
     """
 
     queue_of: tuple[int, ...]
@@ -108,6 +110,7 @@ class DispatchPlan:
     power_w_mean: float | None = None
     target_met: bool = True
     engines: int = 1
+    fallback: str = ""
 
 
 # ---- the plan ---------------------------------------------------------------------------------------------------
@@ -139,7 +142,7 @@ class DispatchSolver:
         )
 
     def _solve(self, observed: Observed) -> DispatchPlan:
-        """Returns the greedy plan for an overload or a model that cannot be solved; raises in neither case."""
+        """Returns the greedy plan for an overload or a process that cannot be solved, and says so in the plan."""
         if observed.pace != 1.0:
             return self._at_pace(observed.pace).solve(replace(observed, pace=1.0))
         bins = len(observed.rates_per_s)
@@ -149,14 +152,19 @@ class DispatchSolver:
             return self._refill(observed)
         plans: dict[int, DispatchPlan] = {}
         near = _counts(bins, observed.queues)
+        fallback = ""
         for count in [*near, *(far for far in _counts(bins, 0) if far not in near)]:
             if plans and count not in near:
                 break  # numbers far from the present one are tried only if no near number has a plan
             try:
                 plans[count] = self.plan_of(observed, count)
-            except (Unstable, NotConverged, np.linalg.LinAlgError):
+            except Unstable:
                 continue
-        return plans[self._best(plans, observed.queues)] if plans else self.greedy(observed)
+            except (NotConverged, np.linalg.LinAlgError):
+                fallback = "unsolved"
+        if not plans:
+            return replace(self.greedy(observed), fallback=fallback or "overload")
+        return replace(plans[self._best(plans, observed.queues)], fallback=fallback)
 
     def plan_of(self, observed: Observed, count: int) -> DispatchPlan:
         """The plan with `count` queues. Raises Unstable, NotConverged."""
@@ -300,7 +308,7 @@ class DispatchSolver:
                 self.objective.energy_weight, self.objective.latency_target_s, most
             )
         except Unstable:
-            return self.greedy(observed)
+            return replace(self.greedy(observed), fallback="overload")
         actions = tuple(count if count >= least else 0 for count in range(int(self._sizes[-1]) + 1))
         service = self._service(lengths)
         table = DispatchTable(actions, (), (), tuple(service.mean_s.tolist()), _late_s(service), _sure_s(least, rate))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -201,6 +202,7 @@ class DispatchGauges:
         self._energy_known = energy_known
         self._plans: dict[str, DispatchPlan] = {}
         self._count = 0
+        self._fallbacks: Counter[str] = Counter()
 
     def keep(self, models: Collection[str]) -> None:
         """Remove the metrics of all other models."""
@@ -211,10 +213,21 @@ class DispatchGauges:
     def follow(self, event: DispatchSolved) -> None:
         self._plans[event.model] = event.plan
         self._count += 1
+        if event.plan.fallback:
+            self._fallbacks[event.plan.fallback] += 1
 
     def collect(self) -> Iterator[Metric]:
         if self.observed:
             yield CounterMetricFamily("llmserve_dispatch_plans", "Dispatch plans that took effect", value=self._count)
+            fallbacks = CounterMetricFamily(
+                "llmserve_dispatch_fallbacks",
+                "Dispatch plans that are not the best: no plan carries the load, so that no request waits for others "
+                "(overload), or a decision process could not be solved (unsolved)",
+                labels=["reason"],
+            )
+            for reason, count in sorted(self._fallbacks.items()):
+                fallbacks.add_metric([reason], count)
+            yield fallbacks
             yield from self._rates()
         if self._plans:
             yield from self._expectations()

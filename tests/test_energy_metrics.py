@@ -18,6 +18,7 @@ from front import Front, StartFront, until
 from prometheus_client.parser import text_string_to_metric_families
 from test_energy import IDLE_W, ended, power_w, profile, timed
 
+from bins.curve import Curve
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
 from llmserve import bench
 from llmserve.cluster.journal import Header, Journal
@@ -279,6 +280,53 @@ async def test_a_live_batch_draws_its_power_while_it_runs(start_front: StartFron
     assert metrics_after["llmserve_energy_joules_per_output_token{modelled}"] * 125 == pytest.approx(
         metrics_after[total]
     )
+
+
+def test_plans_that_are_not_the_best_are_counted_by_reason():
+    scraped = Scraped()
+    scraped.step(TimerFired(), SolveDispatch(observed(1.0, 1.0)))
+    assert scraped.samples("llmserve_dispatch_fallbacks") == {}
+    for reason in ("overload", "", "unsolved", "overload"):
+        scraped.step(DispatchSolved(plan(fallback=reason)))
+    text = scraped.metrics.render().decode()
+    assert 'llmserve_dispatch_fallbacks_total{reason="overload"} 2.0' in text
+    assert 'llmserve_dispatch_fallbacks_total{reason="unsolved"} 1.0' in text
+    assert scraped.samples("llmserve_dispatch_plans") == {"llmserve_dispatch_plans_total": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("step_s", "reason", "message"),
+    [
+        (0.001, "unsolved", "a decision process of fake could not be solved at"),
+        (1e6, "overload", "no dispatch plan of fake carries"),
+    ],
+)
+async def test_a_server_says_and_counts_that_its_plan_is_not_the_best(
+    step_s: float,
+    reason: str,
+    message: str,
+    start_front: StartFront,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    def unsolvable(*_: object) -> None:
+        raise np.linalg.LinAlgError("singular")
+
+    monkeypatch.setattr("bins.smdp_model.Equations.solve", unsolvable)
+    profile(step_s=Curve.affine(0.0, step_s), idle_w=0.0).save(tmp_path / "profile.json")
+    async with FakeEngine(slots=4, step_s=0.001, barrier=True) as engine:
+        front = await start_front(
+            engine,
+            barrier=True,
+            scheduling={"batch_size": 4, "release": "table", "bins": 1},
+            dispatch=DispatchConfig(profile=(str(tmp_path / "profile.json"),), energy_weight=1e9),
+        )
+        for _ in range(64):  # until the arrival rate is known
+            await complete(front, max_tokens=5)
+        await until(lambda: message in caplog.text)
+        async with front.session.get(f"{front.url}/metrics") as response:
+            assert f'llmserve_dispatch_fallbacks_total{{reason="{reason}"}}' in await response.text()
 
 
 async def test_a_server_whose_release_follows_a_plan_has_its_metrics(

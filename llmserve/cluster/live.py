@@ -13,6 +13,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from bins.dispatch import DispatchSolver
@@ -56,6 +57,11 @@ from llmserve.scheduling.scheduler import Scheduler
 from llmserve.settings import LiveConfig
 
 log = logging.getLogger("llmserve")
+
+FALLBACKS = {
+    "overload": "no dispatch plan%s carries %.4g requests/s: requests do not wait for a batch",
+    "unsolved": "a decision process%s could not be solved at %.4g requests/s: the dispatch plan is not the best",
+}
 
 
 class LiveCluster:
@@ -240,7 +246,10 @@ class LiveCluster:
             plan = await asyncio.to_thread(solver.solve, action.observed)
         except Exception:
             log.exception("no plan could be made for %s: requests do not wait for a batch", action.observed)
-            plan = solver.greedy(action.observed)
+            plan = replace(solver.greedy(action.observed), fallback="unsolved")
+        if plan.fallback:
+            rates_per_s = sum(action.observed.rates_per_s)
+            log.warning(FALLBACKS[plan.fallback], f" of {action.model}" if action.model else "", rates_per_s)
         self._step(DispatchSolved(plan, action.model))
 
     def _arm_timer(self) -> None:

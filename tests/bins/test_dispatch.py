@@ -333,6 +333,38 @@ def test_a_percentile_hardly_above_the_fastest_is_met(times: float) -> None:
     assert percentile([queue], choice, 95.0) <= target_s
 
 
+def unsolvable(*_: object) -> None:
+    raise np.linalg.LinAlgError("singular")
+
+
+def test_a_greedy_plan_says_why_it_is_no_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    weighing = solver(Objective(energy_weight=10.0), 8)
+    assert weighing.solve(observed(0.1, 2, batch_size=8)).fallback == ""
+    assert weighing.solve(observed(0.0, 2, batch_size=8)).fallback == ""  # before the first arrivals
+    overloaded = weighing.solve(observed(3.0, 2, batch_size=8))
+    assert (overloaded.fallback, overloaded.tables[0].actions) == ("overload", tuple(range(9)))
+    refill = DispatchSolver(H100, 8, Objective(energy_weight=10.0), barrier=False)
+    assert refill.solve(observed(30.0, 2, batch_size=8)).fallback == "overload"
+    monkeypatch.setattr("bins.smdp_model.Equations.solve", unsolvable)
+    unsolved = weighing.solve(observed(0.11, 2, batch_size=8))
+    assert (unsolved.fallback, unsolved.tables[0].actions) == ("unsolved", tuple(range(9)))
+
+
+def test_a_plan_says_that_a_number_of_queues_could_not_be_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    weighing = solver(Objective(energy_weight=10.0), 8)
+    plan_of = weighing.plan_of
+
+    def partly(load: Observed, count: int) -> DispatchPlan:
+        if count == 1:
+            raise np.linalg.LinAlgError("singular")
+        return plan_of(load, count)
+
+    monkeypatch.setattr(weighing, "plan_of", partly)
+    plan = weighing.solve(observed(0.05, 2, batch_size=8))
+    assert (plan.fallback, len(plan.tables)) == ("unsolved", 2)
+    assert plan.response_s_mean is not None
+
+
 def test_a_plan_for_a_percentile_leaves_a_margin_between_it_and_the_mean() -> None:
     objective = Objective(latency_target_s=12.0, percentile=95.0)
     plan = solver(objective, 8).solve(observed(0.1, 2, batch_size=8))
