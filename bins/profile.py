@@ -31,6 +31,7 @@ from numpy.typing import ArrayLike, NDArray
 from bins.curve import Curve, Floats, check_number
 from bins.risk import risks
 
+FIT_ERROR_MAX = 0.15  # above this error, plans from the profile are not reliable
 VERSION = 1
 ROUNDING = 1e-9  # relative: idle_w may exceed the least power by this much, for rounding
 
@@ -194,6 +195,16 @@ class Profile:
         if self.slots_max is not None and (b > self.slots_max).any():
             raise ValueError(f"{self.name} runs {self.slots_max} sequences at once at most, not {np.max(b):g}")
         return b
+
+    @property
+    def misfit(self) -> str:
+        """What to do about a fit that misses the measured steps; "" for a good fit."""
+        if self.step_s.error <= FIT_ERROR_MAX:
+            return ""
+        return (
+            f"the fit misses the measured steps by {self.step_s.error:.0%}: other work disturbed the engine, or there "
+            "were too few batches. Measure again: llmserve profile, with more --rounds"
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the profile as readable JSON for `Profile.load`, without joules and watts if they are relative."""

@@ -48,7 +48,6 @@ from llmserve.errors import CannotMeasure
 from llmserve.extras import need_plot
 
 IDLE_S = 3.0  # how long the idle power is measured
-FIT_ERROR_MAX = 0.15  # above this error, plans from the profile are not reliable
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -142,12 +141,8 @@ def main(args: argparse.Namespace) -> int:
     except (EngineError, ValueError, OSError, aiohttp.ClientError) as error:
         raise CannotMeasure(str(error) or type(error).__name__) from error
     print_table(profile, Console())
-    if profile.step_s.error > FIT_ERROR_MAX:
-        print(
-            f"llmserve profile: the fit misses the measured steps by {profile.step_s.error:.0%}: other work disturbed "
-            "the engine, or there were too few batches. Measure again, with more --rounds.",
-            file=sys.stderr,
-        )
+    if profile.misfit:
+        print(f"llmserve profile: {profile.misfit}", file=sys.stderr)
     return 0
 
 

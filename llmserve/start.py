@@ -55,7 +55,9 @@ def checked(config: Config) -> Config:
     try:
         scheduling.scheduler()
         config.dispatch.solvers(scheduling, barrier=config.barrier)
-        config.dispatch.profiles()
+        for profile in config.dispatch.profiles().values():
+            if profile.misfit:
+                log.warning("profile %s: %s", profile.name, profile.misfit)
         by_model("predictor", config.prediction.predictor)
     except ValueError as error:
         raise ConfigError(str(error)) from error

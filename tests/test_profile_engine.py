@@ -17,6 +17,7 @@ from fake_nvml import FakeNvml, Gpu
 from missing_modules import without
 from script_module import load_script
 
+from bins.curve import Curve
 from bins.fitting import Observation
 from bins.profile import Profile
 from llmserve import profile as profiling
@@ -302,9 +303,20 @@ def test_a_fit_that_misses_its_measurements_is_judged(
     flags = ["--journal", str(journal), "--output", str(path)]
     script.main(flags)
     assert "Measure again" not in capsys.readouterr().err
-    monkeypatch.setattr(profiling, "FIT_ERROR_MAX", -1.0)
+    monkeypatch.setattr("bins.profile.FIT_ERROR_MAX", -1.0)
     script.main(flags)
     assert "the fit misses the measured steps by 0%" in capsys.readouterr().err
+
+
+def test_a_saved_profile_says_whether_to_measure_again(tmp_path: Path):
+    """One of the sizes happened to run on a busy machine, with steps ten times as long."""
+    path = tmp_path / "profile.json"
+    profile = Profile.timed("noisy", Curve.fit([1, 2, 4, 8], [0.01, 0.1, 0.01, 0.01]), slots_max=8, source="a test")
+    assert profile.step_s.error > 0.2
+    profile.save(path)
+    assert "Measure again: llmserve profile, with more --rounds" in Profile.load(path).misfit
+    steady = Profile.timed("steady", Curve.fit([1, 2, 4, 8], [0.01, 0.011, 0.012, 0.015]), slots_max=8, source="a test")
+    assert steady.misfit == ""
 
 
 def test_a_journal_without_barrier_batches_is_an_error(tmp_path: Path):

@@ -94,6 +94,8 @@ def _costs(results: Results) -> Iterator[str]:
                 f"{1e3 * step_s.intercept:.4g} ms (error {step_s.error:.1%}). A prefill takes "
                 f"{1e3 * profile.prefill_s:.4g} ms."
             )
+            if profile.misfit:
+                text += f" **Not reliable**: {profile.misfit}"
             if profile.energy_known:
                 text += (
                     f" A step draws {step_j.slope:.4g} b + {step_j.intercept:.4g} J (error {step_j.error:.1%}), "
