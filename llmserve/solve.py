@@ -81,7 +81,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     load: Annotated[
         Positive | None,
         Meta(
-            description="arrival rate over the capacity of batches of the largest size, each as long as its longest "
+            description="arrival rate over the capacity of batches of the best size, each as long as its longest "
             f"answer; must be below 1 (default {LOAD})"
         ),
     ] = None
@@ -227,12 +227,14 @@ def queue_of(problem: Problem, profile: Profile, lengths: Array | None) -> Queue
             )
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    capacity_per_s = problem.batch_max / float(service.mean_s[-1])
+    by_size_per_s = sizes / service.mean_s
+    best = int(np.argmax(by_size_per_s))
+    capacity_per_s = float(by_size_per_s[best])
     rate_per_s = problem.arrival_rate_per_s or (problem.load or LOAD) * capacity_per_s
     if rate_per_s >= capacity_per_s:
         raise ConfigError(
             f"{rate_per_s:,.6g} requests per second are too many, a load of {rate_per_s / capacity_per_s:.4g}: batches "
-            f"of {problem.batch_max} serve {capacity_per_s:,.6g} per second"
+            f"of {sizes[best]} serve {capacity_per_s:,.6g} per second"
         )
     idle_power_w = profile.idle_w if problem.idle_power_w is None else problem.idle_power_w
     return Queue(rate_per_s, service, energy_j, idle_power_w)
@@ -394,6 +396,9 @@ def main(args: argparse.Namespace) -> int:
         hint = "; try a larger --epsilon or --overflow-cost, or --solver exact" if problem.solver == "rvi" else ""
         print(f"llmserve: {error}{hint}", file=sys.stderr)
         return 1
+    misfit = profile_of(problem).misfit
+    if misfit:
+        print(f"llmserve: profile {problem.profile}: {misfit}", file=sys.stderr)
     if args.json:
         print(msgspec.json.encode(answer).decode())
     else:

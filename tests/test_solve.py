@@ -97,6 +97,40 @@ def test_percentiles_are_those_of_table_i(capsys: pytest.CaptureFixture[str]) ->
                       "solve_ms": answer["solve_ms"]}  # fmt: skip
 
 
+def test_where_small_batches_serve_more_than_full_ones_the_load_is_that_of_the_best_size(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Batches of 1 take 0.1 ms, batches of 32 93.1 ms: 10,000 requests a second can be served, as M/D/1."""
+    flags = "--latency-ms 3,-2.9 --energy-mj 1,1"
+    by_load, by_rate = (solved(capsys, f"{flags} {load}") for load in ("--load 0.5", "--arrival-rate-per-s 5000"))
+    for answer in (by_load, by_rate):
+        assert answer["load"] == pytest.approx(0.5)
+        assert answer["arrival_rate_per_s"] == pytest.approx(5_000)
+        assert answer["response_ms_mean"] == pytest.approx(0.15, rel=1e-8)
+        assert answer["utilisation"] == pytest.approx(0.5)
+    with pytest.raises(ConfigError, match=r"a load of 1.1: batches of 1 serve 10,000 per second"):
+        solve(Problem(latency_ms=(3.0, -2.9), energy_mj=(1.0, 1.0), load=1.1))
+
+
+def test_variable_times_of_large_batches_have_a_solution(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = solved(capsys, "--service hyperexponential --batch-max 128 --load 0.8 --energy-weight 0")
+    assert answer["response_ms_mean"] == pytest.approx(57.70, rel=1e-3)
+    assert answer["policy"][-1] == 128
+
+
+def test_a_profile_that_misses_its_measurements_is_to_be_measured_again(
+    tmp_path: Path, lengths_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "noisy.json"
+    step_s = Curve.fit([1, 2, 4, 8], [0.01, 0.1, 0.01, 0.01])
+    Profile.timed("noisy", step_s, slots_max=8, source="a test").save(path)
+    flags = ["--profile", str(path), "--service", f"samples:{lengths_file}", "--batch-max", "8", "--energy-weight", "0"]
+    assert main(["solve", *flags]) == 0
+    assert "Measure again" in capsys.readouterr().err
+    assert main(["solve"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_the_load_and_the_arrival_rate_are_equivalent(capsys: pytest.CaptureFixture[str]) -> None:
     by_load = solved(capsys, "--load 0.5")
     by_rate = solved(capsys, f"--arrival-rate-per-s {by_load['arrival_rate_per_s']!r}")
