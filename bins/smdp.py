@@ -32,9 +32,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from bins.average_cost import Policy, SemiMarkov
+from bins.average_cost import IteratedSolution, NotConverged, Policy, SemiMarkov
 from bins.service import Array, ServiceTimes
-from bins.smdp_model import MS_PER_S, TIE, QueueModel, Unstable, responses, truncated
+from bins.smdp_model import MS_PER_S, TIE, QueueModel, responses, truncated
 from bins.state_grid import StateGrid
 from bins.visits import MATTERING, TINY
 
@@ -141,7 +141,7 @@ class Queue:
         """Exact long-run averages of a policy, or of a mixture that follows `other` in that share of its decisions.
 
         policy : (states,) requests to serve; later states as the last. Raises Unstable when the queue grows without
-        bound, ValueError when an action is not feasible.
+        bound, ValueError when an action is not feasible, NotConverged when the averages are not exact enough.
         """
         if not 0.0 <= share <= 1.0:
             raise ValueError(f"a share of decisions lies between 0 and 1, not {share}")
@@ -157,6 +157,9 @@ class Queue:
             averages, errors = model.evaluate(list(zip(extended, shares, strict=True)), self.error_max)
             if (errors <= self.error_max * (np.abs(averages) + TINY))[:MATTERING].all():
                 break
+        else:
+            error = float((errors / (np.abs(averages) + TINY))[:MATTERING].max())
+            raise NotConverged(self._inexact(error), IteratedSolution(extended[0], float(averages[0]), errors, 0))
         return self._evaluation(averages)
 
     def solve(self, energy_weight: float, start: ArrayLike | None = None) -> Solution:
@@ -175,6 +178,8 @@ class Queue:
             iterations_total += iterations
             if error <= self.error_max:
                 break
+        else:
+            raise NotConverged(self._inexact(error), IteratedSolution(policy, float(averages[0]), q, iterations_total))
         changes = np.flatnonzero(policy != tail)
         policy = policy[: max(largest + _first_beyond(largest), int(changes[-1]) + 2)]
         evaluation = self._evaluation(averages)
@@ -260,7 +265,7 @@ class Queue:
         """Ever more exact models, of more than `least` states.
 
         First those states and a few more. Then as many as are visited, all of them while they are few, else a grid that
-        becomes finer. Raises Unstable instead of a model that would have too many states.
+        becomes finer.
         """
         beyond = _first_beyond(tail)
         if least + beyond <= DENSE_MAX:
@@ -270,7 +275,9 @@ class Queue:
             reach = min(math.log(1.0 / (REACH * self.error_max)) / eta, STATES_MAX)
             states = least + int(2**finer * reach) + beyond
             yield self._model(tail, states, 0.0 if states <= DENSE_MAX else GROWTH / 2**finer)
-        raise Unstable(f"{states} states do not give the averages exactly enough: the load is too near to 1")
+
+    def _inexact(self, error: float) -> str:
+        return f"the averages are only exact to {error:.1g}, not to {self.error_max:.1g}; the load is {self.load:.4g}"
 
     def _model(self, tail: int, states: int, growth: float) -> QueueModel:
         key = (tail, states, growth)
