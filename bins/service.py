@@ -24,6 +24,7 @@ from bins.profile import batch_s
 Array = NDArray[np.float64]
 
 LOG_NEVER = -460.0  # log of 1e-200: smaller probabilities count as zero, for denormal numbers are slow
+NUMBERS = 1 << 18  # of an array that is computed at once
 HALVINGS = 60  # of an interval, down to rounding
 POISSON_POLE = 1e3  # stands for an infinite pole
 PARTS = 32  # equally likely values that represent the longest of b lengths
@@ -108,16 +109,16 @@ class ServiceTimes:
         r = self.shape
         rising = np.concatenate([[0.0], np.cumsum(np.log(np.arange(count - 1) + r))]) if np.isfinite(r) else 0.0
         result = np.zeros((self.sizes.size, count))
-        for weight, part_s in zip(self.weights.tolist(), self.parts_s.T, strict=True):  # one by one, to save memory
-            mean = rate_per_s * part_s[:, None]  # (sizes, 1)
+        at_once = max(1, NUMBERS // result.size)  # parts, to save memory
+        for begin in range(0, self.weights.size, at_once):
+            parts = slice(begin, begin + at_once)
+            mean = rate_per_s * self.parts_s[:, parts, None]  # (sizes, parts, 1)
             if np.isinf(r):
                 log_p = k * np.log(mean) - mean - log_factorial
             else:
                 log_p = k * np.log(mean / (r + mean)) + r * np.log(r / (r + mean)) + (rising - log_factorial)
             log_p[log_p < LOG_NEVER] = -np.inf
-            np.exp(log_p, out=log_p)
-            log_p *= weight
-            result += log_p
+            result += np.einsum("p,spk->sk", self.weights[parts], np.exp(log_p, out=log_p))
         return result
 
     def arrivals_max(self, rate_per_s: float, probability: float) -> int:

@@ -234,6 +234,8 @@ class Queue:
     def arrivals(self, states: int) -> Array:
         """(sizes, arrivals) p_k^[b] of fewer arrivals than `states`, and only of those that are not negligible."""
         service, rate = self.service, self.arrival_rate_per_s * self.occupied
+        if states <= DENSE_MAX:
+            return service.arrivals(rate, states)
         count = min(states, service.arrivals_max(rate, NEGLIGIBLE))
         if count not in self._arrivals:
             p = np.zeros((service.sizes.size, count))

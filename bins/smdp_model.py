@@ -117,12 +117,15 @@ class QueueModel:
         left = (nodes - self.served(action))[serves]  # still waiting
         p = self._p_nodes[action[serves] - 1]
         result[serves, : grid.dense] = self._windows[action[serves] - 1, grid.dense - np.minimum(left, grid.dense)]
-        reached = grid.nodes[: p.shape[1]]
-        for begin in range(0, serves.size if grid.panels else 0, ROWS):
-            rows = slice(begin, begin + ROWS)
-            _add_interpolated(grid, result, serves[rows], left[rows, None] + reached, p[rows])
         waits = np.flatnonzero(action == 0)
-        _add_interpolated(grid, result, waits, nodes[waits, None] + 1, np.ones((waits.size, 1)), dense=True)
+        near = waits[nodes[waits] + 1 < grid.dense]
+        result[near, nodes[near] + 1] = 1.0
+        if grid.panels:
+            reached = grid.nodes[: p.shape[1]]
+            for begin in range(0, serves.size, ROWS):
+                rows = slice(begin, begin + ROWS)
+                _add_interpolated(grid, result, serves[rows], left[rows, None] + reached, p[rows])
+            _add_interpolated(grid, result, waits, nodes[waits, None] + 1, np.ones((waits.size, 1)))
         return result
 
     @cached_property
@@ -136,10 +139,15 @@ class QueueModel:
 
     def _after(self, e: Array) -> Array:
         """(sizes, nodes) E[e(node + K)], K arrivals during a batch of each size; e is 0 beyond N."""
-        nodes = self.grid.nodes
-        states = np.minimum(nodes[:, None] + nodes[: self._p_nodes.shape[1]], self.grid.states - 1)
-        result: Array = self._p_nodes @ self.grid.everywhere(e)[states].T
+        result: Array = self._p_nodes @ np.take(self.grid.everywhere(e), self._sums).T
         return result
+
+    @cached_property
+    def _sums(self) -> NDArray[np.intp]:
+        """(nodes, nodes that arrivals reach from 0) sums of two nodes, at most N."""
+        nodes = self.grid.nodes
+        sums: NDArray[np.intp] = nodes[:, None] + nodes[: self._p_nodes.shape[1]]
+        return np.minimum(sums, self.grid.states - 1, out=sums)
 
     def _exact(
         self, mixture: Mixture, equations: Equations, e: Array, averages: Array, error_max: float
@@ -222,16 +230,18 @@ class QueueModel:
         grid = self.grid
         result = np.full((self._sizes.size + 1, grid.nodes.size), np.inf)
         result[0, :-1] = grid.everywhere(e)[grid.nodes[:-1] + 1]
-        sizes, nodes, left = self._feasible
-        result[1:][sizes, nodes] = grid.at(after, sizes, left)
+        for row, size in enumerate(self._sizes.tolist()):
+            result[row + 1, size : grid.dense] = after[row, : max(0, grid.dense - size)]
+        if grid.panels:
+            rows, left = self._left_in_panels
+            result[1:, grid.dense :] = grid.at(after, rows, left).reshape(self._sizes.size, -1)
         return result
 
     @cached_property
-    def _feasible(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
-        """Indices of sizes and nodes where enough requests wait, and how many are left."""
-        left = self.grid.nodes - self._sizes[:, None]
-        sizes, nodes = np.nonzero(left >= 0)
-        return sizes, nodes, left[sizes, nodes]
+    def _left_in_panels(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """For each size and each node in a panel: the index of the size, and the number of requests that are left."""
+        left = self.grid.nodes[self.grid.dense :] - self._sizes[:, None]
+        return np.repeat(np.arange(left.shape[0]), left.shape[1]), left.ravel()
 
     def _everywhere(self, action: NDArray[np.intp], after: Array, fixed: Array, per_waiting: Array) -> Policy:
         """The policy of all states. Between two nodes of different actions, the best of both and some halfway between.
@@ -239,6 +249,8 @@ class QueueModel:
         fixed, per_waiting : (sizes + 1,) of the weighted residual.
         """
         grid = self.grid
+        if not grid.panels:
+            return self.served(action)
         right = np.searchsorted(grid.nodes, np.arange(grid.states))
         everywhere = action[right]
         s = np.flatnonzero(action[np.maximum(right - 1, 0)] != everywhere)
@@ -317,18 +329,13 @@ def _best(q: Array, wait_cost: Array, largest: int) -> tuple[NDArray[np.intp], A
 
 
 def _add_interpolated(
-    grid: StateGrid,
-    result: Array,
-    rows: NDArray[np.intp],
-    states: NDArray[np.intp],
-    weights: Array,
-    dense: bool = False,
+    grid: StateGrid, result: Array, rows: NDArray[np.intp], states: NDArray[np.intp], weights: Array
 ) -> None:
     """Add weights (rows, n) of e in states (rows, n), ascending, to rows of a matrix (..., nodes), through the nodes.
 
-    States beyond N are left out; also the dense states, unless `dense`.
+    Only states in panels count: dense states and those beyond N are left out.
     """
-    row, column = np.nonzero((states < grid.states) & (dense | (states >= grid.dense)))
+    row, column = np.nonzero((states >= grid.dense) & (states < grid.states))
     if not row.size:
         return
     at = states[row, column]
@@ -338,8 +345,7 @@ def _add_interpolated(
     sums = np.add.reduceat(terms, begins, axis=0)
     row, first = rows[row[begins]], first[begins]
     for term in range(TERMS):
-        inside = first + term < result.shape[1]
-        result[row[inside], first[inside] + term] += sums[inside, term]
+        result[row, first + term] += sums[:, term]
 
 
 def responses(

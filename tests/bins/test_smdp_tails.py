@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bins.average_cost import Policy
+from bins.average_cost import NotConverged, Policy
 from bins.service import Array, ServiceTimes
 from bins.smdp import Queue
 from bins.smdp_model import QueueModel
@@ -119,6 +119,24 @@ def test_a_mixture_on_a_grid_lies_between_its_policies() -> None:
     assert responses_s == sorted(responses_s)
     assert responses_s[0] == pytest.approx(queue.evaluate(fast).response_s_mean, rel=1e-8)
     assert responses_s[2] == pytest.approx(queue.evaluate(slow).response_s_mean, rel=1e-8)
+
+
+@pytest.mark.parametrize("load", [0.999, 0.9999999])
+def test_a_load_just_below_1_is_solved(load: float) -> None:
+    """Near a load of 1, the response time grows as 1 / (1 - load)."""
+    queue = variable("exponential", 32, load)
+    response_s = queue.solve(0.0).evaluation.response_s_mean
+    halved_s = variable("exponential", 32, (1 + load) / 2).solve(0.0).evaluation.response_s_mean
+    assert halved_s == pytest.approx(2 * response_s, rel=1e-2)
+
+
+def test_averages_that_cannot_be_exact_enough_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bins.smdp.GRIDS", 0)
+    queue = variable("hyperexponential", 32, 0.9)
+    with pytest.raises(NotConverged, match=r"averages are only exact to 0.01, not to 5e-09; the load is 0.9"):
+        queue.solve(0.0)
+    with pytest.raises(NotConverged, match="averages are only exact to"):
+        queue.evaluate(queue.greedy())
 
 
 # ---- the grid ----
