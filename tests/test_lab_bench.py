@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -137,7 +138,32 @@ def test_without_a_terminal_each_part_is_a_line(capsys: pytest.CaptureFixture[st
     with progress.shared() as report:
         report("the first", 0.0)
         report("the second", 0.5)
-    assert [line.split(maxsplit=2)[2] for line in capsys.readouterr().err.splitlines()] == ["the first", "the second"]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition("  ")[2] for line in lines] == ["the first", "the second"]
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ((0.0, 0.2, 0.25, 1.0), ["", "about 40 s left", "about 60 s left", ""]),  # parts begin every 10 s
+        ((0.9, 0.92, 0.95), ["", "about 40 s left", "about 20 s left"]),  # resumed: nine tenths took no time here
+        ((0.0, 0.01), ["", "about 16 min left"]),
+        ((0.5, 0.5), ["", ""]),
+    ],
+)
+def test_without_a_terminal_each_part_has_the_time_left(
+    shares: tuple[float, ...],
+    expected: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = itertools.count(0.0, 10.0)
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
+    with progress.shared() as report:
+        for share in shares:
+            report("part", share)
+    lines = [line.split("  ") for line in capsys.readouterr().err.splitlines()]
+    assert [next((text for text in line if "left" in text), "") for line in lines] == expected
 
 
 def test_markdown_has_a_title_a_head_and_numbers_to_the_right() -> None:

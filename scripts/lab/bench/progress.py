@@ -38,11 +38,27 @@ def counted(total: int) -> Iterator[Callable[[str], None]]:
 def shared() -> Iterator[Callable[[str, float], None]]:
     """Yield a function to call when a part begins, with the part's name and the share of all work that is done.
 
-    Without a terminal each part prints a line.
+    Without a terminal each part prints a line, with the time left if the rest goes on as the work since the first part.
     """
     begun_s = time.perf_counter()
+    first: tuple[float, float] | None = None  # time and share of the first part: work that is resumed begins later
+
+    def line(part: str, share: float) -> None:
+        nonlocal first
+        now_s = time.perf_counter() - begun_s
+        first = first or (now_s, share)
+        log(f"{now_s:6.0f} s  {_left(now_s - first[0], share - first[1], 1.0 - share):17}  {part}")
+
     with _bar(1.0) as move:
-        yield move or (lambda part, share: log(f"{time.perf_counter() - begun_s:6.0f} s  {part}"))
+        yield move or line
+
+
+def _left(seconds: float, share: float, rest: float) -> str:
+    """Return the time that the rest of the work takes if `share` of all work took `seconds`; "" if that is unknown."""
+    if share <= 0 or rest <= 0:
+        return ""
+    left_s = seconds * rest / share
+    return f"about {left_s:.0f} s left" if left_s < 100 else f"about {left_s / 60:.0f} min left"
 
 
 @contextmanager
