@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 from llmserve.simulation.estimates import estimate
 
 DIGITS = 7  # significant digits in files
+HOLDS = "holds: 1"  # the unit of a statement: 1 if it holds, else 0
 
 Case = Mapping[str, float | str]
 Kind = Literal["published", "computed", "derived", "fitted"]
@@ -153,7 +154,19 @@ class Row:
 
 def claim(figure: str, case: Case, text: str, holds: bool, note: str = "") -> Row:
     """Return the row of a statement without a number: expected is 1; measured is 1 if the statement holds, else 0."""
-    return Row(figure, case, text, "holds: 1", float(holds), 1.0, tolerance=0.0, note=note)
+    return Row(figure, case, text, HOLDS, float(holds), 1.0, tolerance=0.0, note=note)
+
+
+def in_parts(parts: Sequence[tuple[str, float, Callable[[], Iterable[Row]]]], report: Report) -> Iterator[Row]:
+    """Measure parts in turn, and report each of them as it begins.
+
+    parts : (name, work, function that measures); work in any unit, for the share that is done
+    """
+    total, done = sum(work for _, work, _ in parts), 0.0
+    for name, work, measure in parts:
+        report(name, done / total)
+        yield from measure()
+        done += work
 
 
 @dataclass

@@ -27,7 +27,7 @@ from llmserve.simulate import run as run_workload
 from llmserve.simulation.report import Recorder, Summary
 from llmserve.simulation.scenario import prepare
 from reproduction.batchmonitor.printed_rate import PrintedScheduling
-from reproduction.rows import Case, Report, Row, Rows, claim
+from reproduction.rows import HOLDS, Case, Report, Row, Rows, claim, in_parts
 
 FIGURE, CONSTANT = "Fig. 2", "Constant load"
 PRINTED = "rate"  # the release as printed
@@ -37,6 +37,7 @@ BATCH_MAX = 32  # assumed
 DEADLINE_S = 0.2  # assumed, for the largest batch within a deadline
 WAIT_S = 0.05  # longest wait for more requests under the repaired rule
 CONSTANT_LOAD = 0.7
+CONSTANT_RELEASES = ("greedy", "static:8", PRINTED, "rate-headroom")
 ENERGY_WEIGHT = 0.1  # ms/W, of the SMDP table: a watt is worth a tenth of a millisecond
 CALIBRATED = 0.1  # tolerance of numbers that the assumed profiles were chosen for
 
@@ -74,6 +75,7 @@ MODELS = {
 V100 = "ResNet50 on V100"
 EFFICIENCY_LEAST, EFFICIENCY_MOST = 0.46, 0.97  # requests per joule, over the four models
 SMDP_IS_BETTER = "SMDP has less latency than rate and more requests per joule"
+CLOSE = "rate is almost as fast as ad hoc (within a tenth)"
 GAIN_OVER_AD_HOC, TIMES_BELOW_LARGEST = 5.0, 14.0  # per cent "up to"; of the latencies
 
 
@@ -157,6 +159,16 @@ class Effort:
     def quick(cls, seed: int) -> Effort:
         return cls(seed, 2, 20.0, ("ResNet50",), constant_runs=2, warm_up_s=0.5, constant_s=3.0)
 
+    @property
+    def ramp_requests(self) -> float:
+        """Expected requests of a run of the ramp."""
+        return (RATE_FIRST + RATE_LAST) / 2 * self.seconds
+
+    @property
+    def constant_requests(self) -> int:
+        """Requests of a run at a constant load."""
+        return round(basic_queue().arrival_rate_per_s * (self.warm_up_s + self.constant_s))
+
 
 mean_row = partial(Row.mean, tolerance=CALIBRATED)
 
@@ -176,8 +188,10 @@ def measured(model: str, profile: Profile, effort: Effort, folder: Path) -> dict
     return by_rule
 
 
-def rows_of(model: str, profile: Profile, by_rule: dict[str, list[Summary]]) -> Iterator[Row]:
+def compared(model: str, effort: Effort, folder: Path) -> Iterator[Row]:
     """Latency and energy of every rule."""
+    profile = engine_profiles()[model]
+    by_rule = measured(model, profile, effort, folder)
     for name, runs in by_rule.items():
         case: Case = {"model": model, "rule": name}
         latency = mean_row(FIGURE, case, "mean latency", "ms", [1e3 * run.latency_s_mean for run in runs])
@@ -209,7 +223,7 @@ def ratios(rows: Rows, models: tuple[str, ...]) -> Iterator[Row]:
         yield Row("Ratios", case, "latency, rate over ad hoc", "1", latency["rate"] / latency["ad hoc"])
         yield Row("Ratios", case, "latency, largest batch over rate", "1", latency["largest batch"] / latency["rate"])
         both = latency["smdp"] < latency["rate"] and efficiency["smdp"] > efficiency["rate"]
-        yield Row("Ratios", case, SMDP_IS_BETTER, "holds: 1", float(both))
+        yield Row("Ratios", case, SMDP_IS_BETTER, HOLDS, float(both))
     four = [model for model in models if model in MODELS]
     efficiencies = [rows.number(FIGURE, "requests per joule", model=model, rule="rate") for model in four]
     if len(four) < len(MODELS):
@@ -229,7 +243,7 @@ def ratios(rows: Rows, models: tuple[str, ...]) -> Iterator[Row]:
     note = "geometric mean over the four; depends on the assumed deadline"
     yield Row("Ratios", {}, "latency, largest batch over rate", "1", mean, TIMES_BELOW_LARGEST, CALIBRATED, note=note)
     close = all(rows.number("Ratios", "latency, rate over ad hoc", model=model) < 1.1 for model in four)
-    yield claim("Ratios", {}, "rate is almost as fast as ad hoc (within a tenth)", close)
+    yield claim("Ratios", {}, CLOSE, close)
 
 
 def constant_load(effort: Effort) -> Iterator[Row]:
@@ -238,7 +252,7 @@ def constant_load(effort: Effort) -> Iterator[Row]:
     mean_size = preferred_size(queue.arrival_rate_per_s, profiles.PROFILES[BASIC])
     exact = {f"static:{size}": queue.evaluate(queue.static(size)) for size in (8, mean_size)}
     exact["greedy"] = queue.evaluate(queue.greedy())
-    for release in ("greedy", "static:8", PRINTED, "rate-headroom"):
+    for release in CONSTANT_RELEASES:
         runs = [_constant(release, effort, run) for run in range(effort.constant_runs)]
         note = f"after {effort.warm_up_s:g} s"
         note += f"; exact: {1e3 * exact[release].response_s_mean:.4g} ms" if release in exact else ""
@@ -274,9 +288,8 @@ def _mean_counts(size: int, exact: Evaluation) -> Iterator[Row]:
 
 def _constant(release: str, effort: Effort, run: int) -> tuple[float, float]:
     """Simulate, and return `after_warm_up` of the run."""
-    seconds = effort.warm_up_s + effort.constant_s
     scenario = Scenario(
-        requests=round(basic_queue().arrival_rate_per_s * seconds),
+        requests=effort.constant_requests,
         load=CONSTANT_LOAD,
         lengths="constant:1",
         profile=BASIC,
@@ -309,12 +322,10 @@ def measure(seed: int, quick: bool, report: Report) -> Rows:
     rows = Rows()
     rows.extend([_rate_curve(effort)])
     with tempfile.TemporaryDirectory() as folder:
-        for done, model in enumerate(effort.models):
-            report(f"{model}: {len(RULES)} rules, {effort.runs} runs each", done / (len(effort.models) + 1))
-            profile = engine_profiles()[model]
-            rows.extend(rows_of(model, profile, measured(model, profile, effort, Path(folder))))
-        report("constant load", len(effort.models) / (len(effort.models) + 1))
-        rows.extend(constant_load(effort))
+        text, work = f"{len(RULES)} rules, {effort.runs} runs each", len(RULES) * effort.runs * effort.ramp_requests
+        parts = [(f"{model}: {text}", work, partial(compared, model, effort, Path(folder))) for model in effort.models]
+        work = len(CONSTANT_RELEASES) * effort.constant_runs * effort.constant_requests
+        rows.extend(in_parts([*parts, ("constant load", work, partial(constant_load, effort))], report))
     rows.extend(ratios(rows, effort.models))
     return rows
 

@@ -9,6 +9,8 @@ from reproduction.rows import Report, Row, Rows
 from reproduction.shepherd import load, micro, scaling, slo, table_5
 from reproduction.shepherd.worlds import Effort, simulate_all
 
+MICRO = 0.15  # share of the work that the bursts and the overload are, about
+
 
 def measure(seed: int, quick: bool, report: Report, *, jobs: int = 1, trace: Path | None = None) -> Rows:
     """jobs : processes.  trace : file of function calls; None: synthetic traffic.
@@ -24,7 +26,8 @@ def measure(seed: int, quick: bool, report: Report, *, jobs: int = 1, trace: Pat
 def _rows(effort: Effort, report: Report) -> Iterator[Row]:
     report("bursts and overload", 0.0)
     yield from micro.rows(effort)
-    results = simulate_all(load.worlds(effort) | slo.worlds(effort) | scaling.worlds(effort), effort, report)
+    worlds = load.worlds(effort) | slo.worlds(effort) | scaling.worlds(effort)
+    results = simulate_all(worlds, effort, lambda text, share: report(text, MICRO + (1 - MICRO) * share))
     yield from load.rows(results, effort)
     yield from slo.rows(results, effort)
     yield from scaling.rows(results, effort)

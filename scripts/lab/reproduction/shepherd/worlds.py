@@ -102,9 +102,9 @@ class World:
     timed: bool = False
 
     @property
-    def requests(self) -> float:
-        """Approximate number of simulated requests."""
-        return self.rate_per_s * self.span_s * len(self.policies)
+    def work(self) -> float:
+        """Approximate work, in simulated requests; to draw a request of the minute is a thirtieth of the work."""
+        return self.rate_per_s * (self.span_s * len(self.policies) + 60 / 30)
 
     def arrivals(self) -> Arrivals:
         """Return the requests of the whole minute."""
@@ -233,7 +233,7 @@ def together(outcomes: Sequence[Outcome], gpus: int) -> Outcome:
 def simulate_all(worlds: Mapping[Key, Sequence[World]], effort: Effort, report: Report) -> Results:
     """Return outcomes by ascending seed. Except for times, they are the same for any number of jobs."""
     by_seed = {key: sorted(with_key, key=lambda world: world.seed) for key, with_key in worlds.items()}
-    return run_all(simulate, by_seed, lambda world: world.requests, effort.jobs, report)
+    return run_all(simulate, by_seed, lambda world: world.work, effort.jobs, report)
 
 
 mean_row = partial(Row.mean, tolerance=WITHIN)
