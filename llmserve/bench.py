@@ -33,7 +33,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +51,7 @@ from llmserve.extras import need_embedded, need_plot
 from llmserve.headers import BATCH_HEADER, BATCH_SIZE_HEADER
 
 MODEL = "llmserve-demo"
+COST_TOKENS = (1, 30, 60, 120, 240, 480)  # of the batches that show how long a batch takes by its tokens
 ENERGY_SOURCES = ("nvml", "modelled")  # label `source` of the counter, the better source first
 
 
@@ -194,9 +195,13 @@ async def joules(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     }
 
 
-async def batch_cost(engine_url: str, batch_size: int, rounds: int = 5) -> np.poly1d:
-    """Return the seconds of a full batch as a quadratic polynomial of its tokens: start, step, and growth of steps."""
-    lengths = (1, 30, 60, 120, 240, 480)
+async def batch_cost(
+    engine_url: str, batch_size: int, rounds: int = 5, lengths: Sequence[int] = COST_TOKENS
+) -> np.poly1d:
+    """Return the seconds of a full batch as a quadratic polynomial of its tokens: start, step, and growth of steps.
+
+    lengths : tokens of the measured batches
+    """
     seconds: dict[int, list[float]] = {length: [] for length in lengths}
     async with aiohttp.ClientSession() as session:
 
