@@ -40,6 +40,8 @@ LEMMA_BINS_MAX = 4  # with more bins, the dropped last batches of the rarest bin
 QUANTILES = 1_000_000  # lengths that represent the distribution
 LEMMA_A1, EQUAL_MASS = "Lemma A.1", "equal mass"
 BUSY = "throughput of the busy server"
+AT_LEAST = f"{BUSY} is at least B μ / L_k (Corollary A.1.1)"
+LOWER = "more bins first lower the least latency"
 EXCESS = "throughput, Lemma A.1 above equal mass"
 
 
@@ -126,9 +128,8 @@ def _statements(measured: Rows, effort: Effort) -> Iterator[Row]:
     """Corollary A.1.1, and statements of the text about Fig. 9, for either kind of edges."""
     for bins in effort.some(BINS):
         row = measured.only(FIGURE, BUSY, edges=LEMMA_A1, k=bins)
-        text = f"{BUSY} is at least B μ / L_k (Corollary A.1.1)"
         note = f"{row.measured:.4g} and {bound(bins):.4g} /s"
-        yield claim(FIGURE, {"edges": LEMMA_A1, "k": bins}, text, (row.high or 0.0) >= bound(bins), note)
+        yield claim(FIGURE, {"edges": LEMMA_A1, "k": bins}, AT_LEAST, (row.high or 0.0) >= bound(bins), note)
     single, *more = effort.some(BINS)
     for name in (LEMMA_A1, EQUAL_MASS):
         settings = ((LEMMA_A1, single), *((name, bins) for bins in more))
@@ -136,5 +137,5 @@ def _statements(measured: Rows, effort: Effort) -> Iterator[Row]:
         least_s = [least_latency(measured, FIGURE, edges=kind, k=bins).measured or 0.0 for kind, bins in settings]
         case = {"edges": name}
         yield claim(FIGURE, case, "throughput increases with the number of bins", served == sorted(served))
-        yield claim(FIGURE, case, "more bins first lower the least latency", min(least_s) < least_s[0])
+        yield claim(FIGURE, case, LOWER, min(least_s) < least_s[0])
         yield claim(FIGURE, case, "beyond a certain number of bins it increases again", min(least_s) < least_s[-1])

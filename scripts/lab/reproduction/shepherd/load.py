@@ -134,20 +134,26 @@ def _statements(results: Results, trace: str, effort: Effort) -> Iterator[Row]:
     case = {"trace": trace}
     for policy in (FLEX, CLOCKWORK, NEXUS):
         share = mean_of(loads[0], policy, "share_in_time")
-        text = f"at {LOW_PER_S:g} requests/s {policy} meets most deadlines"
-        yield claim(FIGURE, case, text, share > 0.9, f"{100 * share:.1f} % of them")
+        yield claim(FIGURE, case, most_in_time(policy), share > 0.9, f"{100 * share:.1f} % of them")
     for policy in (FLEX, CLOCKWORK):
         least = min(min(values(outcomes, policy, "utilisation")) for outcomes in loads)
         text = f"utilisation with {policy} is over 95 % at every load"
         yield claim(FIGURE, case, text, least > 0.95, f"{100 * least:.1f} % at least")
     for policy in (NEXUS, PLANNED_SHARE):
         most = max(mean_of(outcomes, policy, "utilisation") for outcomes in loads)
-        text = f"utilisation with {policy} remains under {100 * UTILISATION_MAX[trace]:.0f} %"
-        yield claim(FIGURE, case, text, most < UTILISATION_MAX[trace], f"up to {100 * most:.0f} %")
+        yield claim(FIGURE, case, under(policy, trace), most < UTILISATION_MAX[trace], f"up to {100 * most:.0f} %")
     means = [mean(goodputs(outcomes, FLEX)) for outcomes in loads]
     rising = all(after > before for before, after in pairwise(means))
     text = "FLEX's goodput keeps increasing with load"
     yield claim(FIGURE, case, text, rising, ", ".join(f"{goodput:,.0f}" for goodput in means) + " requests/s")
+
+
+def most_in_time(policy: str) -> str:
+    return f"at {LOW_PER_S:g} requests/s {policy} meets most deadlines"
+
+
+def under(policy: str, trace: str) -> str:
+    return f"utilisation with {policy} remains under {100 * UTILISATION_MAX[trace]:.0f} %"
 
 
 def _latencies(results: Results, effort: Effort) -> Iterator[Row]:

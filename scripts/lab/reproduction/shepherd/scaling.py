@@ -24,6 +24,7 @@ SEEDS = 1  # of groups, and of the one scheduler
 LINEAR_WITHIN = 0.1
 STEP_S_MAX = 1e-4
 GOODPUT = "goodput, of the load to be expected"
+OVER_ONE = "groups of 12 over one scheduler for all"
 OVER_ALONE = "groups of 12 over each alone"
 CAPACITY, LINEARITY = "requests a second that one scheduler's core decides on", "goodput per worker over that of 12"
 MEDIAN, MEAN = "a step, median", "a step, mean"
@@ -127,4 +128,4 @@ def _limits(results: Results, effort: Effort) -> Iterator[Row]:
     ratio = _goodput_per_s(results[FIGURE, STABLE, last], last) / central  # of the most workers of one scheduler
     note = f"of one scheduler: as much as its core decides on for {workers} workers, and it is less for more"
     case = {"trace": STABLE, "workers": last}
-    yield Row(LIMITS, case, "groups of 12 over one scheduler for all", "1", ratio, 2.5, 0.25, note=note)
+    yield Row(LIMITS, case, OVER_ONE, "1", ratio, 2.5, 0.25, note=note)
