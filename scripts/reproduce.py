@@ -10,9 +10,10 @@
     python scripts/reproduce.py smdp --quick --output-folder /tmp/smdp
 
 Writes three things into the output folder: results/NAME.json (a row for each number: the expected number and its kind,
-the measured number, its confidence interval), papers/NAME.md, and the figures papers/NAME-*.png. No reproduction needs
-a GPU; figures and intervals need pip install '.[train]'. multibin-engines also measures vLLM on the CPU if VLLM_PYTHON
-names an interpreter that has vLLM.
+the measured number, its confidence interval), papers/NAME.md, and the figures papers/NAME-*.png. Prints how many rows
+agree, and each row that does not. --quick takes at most a minute of processor time. No reproduction needs a GPU;
+figures and intervals need pip install '.[train]'. multibin-engines also measures vLLM on the CPU if VLLM_PYTHON names
+an interpreter that has vLLM.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ sys.path.append(str(Path(__file__).resolve().parent / "lab"))
 
 from bench.arguments import parser_of
 from bench.progress import shared
-from reproduction.page import About, Section, redraw, write_page
+from reproduction.page import About, Page, disagreements, write_page
 from reproduction.rows import Report, Rows
 
 from llmserve.errors import ConfigError
@@ -44,12 +45,10 @@ EXTRA = ("matplotlib", "scipy")  # of the extra `train`, not needed to serve
 
 @dataclass(frozen=True, slots=True)
 class Reproduction:
-    """How a paper is measured, and the parts of its page. measure : (seed, quick, report) -> rows"""
+    """How a paper is measured, and its page. measure : (seed, quick, report) -> rows"""
 
-    title: str
-    opening: Callable[[Rows], str]
     measure: Callable[[int, bool, Report], Rows]
-    sections: Sequence[Section]
+    page: Page
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class Options:
 def _plain(page_module: str, measure_module: str, _: Options) -> Reproduction:
     """Return a reproduction that takes no options."""
     page, module = (import_module(f"reproduction.{name}") for name in (page_module, measure_module))
-    return Reproduction(page.TITLE, page.opening, module.measure, page.SECTIONS)
+    return Reproduction(module.measure, Page(page.TITLE, page.opening, page.SECTIONS, page.REASONS))
 
 
 def _multibin(options: Options) -> Reproduction:
@@ -77,7 +76,8 @@ def _multibin(options: Options) -> Reproduction:
     from reproduction.multibin.simulated import measure
 
     with_options = partial(measure, jobs=options.jobs, gsm8k_file=options.gsm8k)
-    return Reproduction(page.TITLE, page.opening, with_options, page.sections(with_answers=options.gsm8k is not None))
+    sections = page.sections(with_answers=options.gsm8k is not None)
+    return Reproduction(with_options, Page(page.TITLE, page.opening, sections, page.REASONS))
 
 
 def _shepherd(options: Options) -> Reproduction:
@@ -86,7 +86,7 @@ def _shepherd(options: Options) -> Reproduction:
 
     with_options = partial(measure, jobs=options.jobs, trace=options.trace)
     opening = partial(page.opening, traced=options.trace is not None)
-    return Reproduction(page.TITLE, opening, with_options, page.SECTIONS)
+    return Reproduction(with_options, Page(page.TITLE, opening, page.SECTIONS, page.REASONS))
 
 
 MULTIBIN, SHEPHERD = "multibin", "shepherd"
@@ -115,8 +115,12 @@ def main(words: Sequence[str] | None = None) -> None:
         "name", nargs="?", choices=list(REPRODUCTIONS), help="paper to reproduce; none: list the papers"
     )
     parser.add_argument("--output-folder", type=Path, help=f"(default {DOCS})")
-    parser.add_argument("--quick", action="store_true", help="fewer samples and cases, in 10 s to some minutes")
-    parser.add_argument("--redraw", action="store_true", help="draw the figures again from the stored numbers")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer samples and cases, at most a minute of processor time"
+    )
+    parser.add_argument(
+        "--redraw", action="store_true", help="write the page and its figures again from the stored numbers"
+    )
     parser.add_argument("--seed", type=int, default=1, help="at least 0 (default 1)")
     parser.add_argument(
         "--jobs", type=int, help="processes that simulate, for multibin and shepherd (default: one a core)"
@@ -141,24 +145,43 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error(f"--seed must be at least 0, not {args.seed}")
     if args.quick and args.output_folder is None:
         parser.error(f"--quick needs --output-folder: {DOCS} holds the numbers of full runs")
-    chosen = _load(args.name, Options(args.jobs or os.cpu_count() or 1, args.gsm8k, args.trace))
     folder: Path = args.output_folder or DOCS
-    results, papers = folder / "results" / f"{args.name}.json", folder / "papers"
+    results, page = folder / "results" / f"{args.name}.json", folder / "papers" / f"{args.name}.md"
+    about = _stored(parser, results, page) if args.redraw else None
+    measured = args if about is None else parser.parse_args(shlex.split(about.command)[2:])
+    chosen = _load(args.name, Options(args.jobs or os.cpu_count() or 1, measured.gsm8k, measured.trace))
     try:
         results.parent.mkdir(parents=True, exist_ok=True)
-        papers.mkdir(exist_ok=True)
+        page.parent.mkdir(exist_ok=True)
     except OSError as error:
         parser.error(f"--output-folder: cannot make {results.parent}: {error.strerror}")
-    if args.redraw:
-        print(f"{papers}: {', '.join(redraw(args.name, chosen.sections, Rows.read(results), papers))}")
-        return
-    begun_s = time.perf_counter()
+    if about is None:
+        try:
+            about = _measure(chosen, args, results)
+        except ConfigError as error:
+            parser.error(str(error))
+    rows = Rows.read(results)  # rounded, so that --redraw writes the same page
+    write_page(args.name, chosen.page, rows, about, page.parent)
+    _print_verdict(rows, about, page)
+
+
+def _stored(parser: argparse.ArgumentParser, results: Path, page: Path) -> About:
+    """Return how the stored rows were measured, from their page. Exits if there are none."""
     try:
-        with shared() as report:
-            rows = chosen.measure(args.seed, args.quick, report)
-    except ConfigError as error:
-        parser.error(str(error))
-    about = About(
+        if results.is_file():
+            return About.read(page.read_text(encoding="utf-8"))
+        parser.error(f"--redraw: there is no {results}")
+    except (OSError, ValueError) as error:
+        parser.error(f"--redraw: {page}: {error}")
+
+
+def _measure(chosen: Reproduction, args: argparse.Namespace, results: Path) -> About:
+    """Measure and write the rows. Raises ConfigError if a file that the reproduction needs cannot be read."""
+    begun_s = time.perf_counter()
+    with shared() as report:
+        rows = chosen.measure(args.seed, args.quick, report)
+    rows.write(results)
+    return About(
         command=_command(args),
         machine=f"{os.cpu_count()} shared CPU cores",
         seed=args.seed,
@@ -166,10 +189,16 @@ def main(words: Sequence[str] | None = None) -> None:
         quick=args.quick,
         date=datetime.date.today(),
     )
-    rows.write(results)
-    write_page(args.name, chosen.title, chosen.opening(rows), chosen.sections, rows, about, papers)
+
+
+def _print_verdict(rows: Rows, about: About, page: Path) -> None:
+    """Print how many rows agree, and the rows that do not agree."""
     counts = ", ".join(f"{agree} of {compared} {kind}" for kind, (agree, compared) in rows.counts().items())
-    print(f"{papers / f'{args.name}.md'}: agree {counts}")
+    print(f"{page}: agree {counts}")
+    if off := disagreements(rows):
+        print(f"{len(off)} do not agree{' (a quick run has few samples)' if about.quick else ''}:")
+        for line in off:
+            print(f"  {line}")
 
 
 def _load(name: str, options: Options) -> Reproduction:

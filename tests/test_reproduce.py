@@ -437,8 +437,8 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path, capsys: pytest.Cap
 
 def test_without_answers_figure_6_is_left_out_and_the_page_says_so() -> None:
     chosen = reproduce.REPRODUCTIONS["multibin"][1](reproduce.Options(jobs=1, gsm8k=None))
-    assert not any("Fig. 6" in section.title for section in chosen.sections)
-    assert "Fig. 6 is left out" in chosen.opening(Rows())
+    assert not any("Fig. 6" in section.title for section in chosen.page.sections)
+    assert "Fig. 6 is left out" in chosen.page.opening(Rows())
 
 
 # ---- Multi-Bin's engines ----------------------------------------------------------------------------------------

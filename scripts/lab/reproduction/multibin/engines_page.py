@@ -15,6 +15,7 @@ from reproduction.multibin.engines import (
     BESIDES,
     GAIN,
     IMPLIED,
+    IS_LINEAR,
     LINEAR,
     ORACLE,
     PREDICTED,
@@ -22,12 +23,13 @@ from reproduction.multibin.engines import (
     R_SQUARED,
     RATE,
     RATE_OVER_ONE,
+    RISING,
     SLOPE,
     VLLM,
     VLLM_PYTHON,
 )
 from reproduction.multibin.figures import doubling_bins
-from reproduction.page import Section, rows_of
+from reproduction.page import Reasons, Section, rows_of
 from reproduction.rows import Rows
 
 TITLE = "Multi-Bin Batching, reproduced: engines"
@@ -45,6 +47,18 @@ How to read the numbers:
 * A gain depends on the spread of the lengths, and on how well prompts predict them. Both differ from the paper. So each
   measured gain is compared with the gain that the observed lengths imply ("derived"): a batch takes as long as its
   longest answer takes on the engine alone. "ok" means within 10 %. The notes have the paper's gains."""
+
+
+REASONS: Reasons = {
+    LINEAR: {
+        IS_LINEAR: "Each length is timed once, on a processor that other programs share: some answers take longer than "
+        "answers of more tokens.",
+    },
+    ORACLE: {
+        RISING: "With many bins and few requests, the last, partial batches of all bins limit the gain. The gains that "
+        "the observed batches imply fall, too.",
+    },
+}
 
 
 def opening(rows: Rows) -> str:

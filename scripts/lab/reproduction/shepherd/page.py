@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reproduction.page import Section, rows_of
+from reproduction.page import Reasons, Section, rows_of
 from reproduction.rows import Row, Rows
 from reproduction.shepherd import figures, load, micro, scaling, slo, table_5
 from reproduction.shepherd.runs import (
@@ -51,6 +51,26 @@ How to read the numbers:
   60 s for the peak rates of the next 60 s. Both descriptions allow several readings, which are compared below. fffs and
   edf are llmserve's orders for engines with unknown batch times, with release greedy (greedy batching: as many requests
   as wait, up to 128, as soon as a GPU is free). They drop only requests whose deadline has passed."""
+
+REASONS: Reasons = {
+    load.FIGURE: {
+        load.most_in_time(NEXUS): "The paper says this of the stable trace. In the bursty trace models burst at ten "
+        "times the rate, and Nexus has a plan for a share of such peaks only.",
+        load.under(NEXUS, BURSTY): "In this reading free slots take any waiting request of their model, and are full "
+        "under overload. The other reading (Nexus, planned share) remains under it.",
+    },
+    load.READINGS: {
+        load.RATIO: "The paper describes each baseline in one sentence. Other readings of the same sentences agree, or "
+        "lie on the other side: the ratio to Clockwork as released is within tolerance of the printed one (stable), "
+        "and the printed one to Nexus (bursty) lies between the ratios to Nexus and to Nexus, planned share.",
+    },
+    scaling.LIMITS: {
+        scaling.OVER_ALONE: "The paper does not print the load. At the assumed one, single workers answer over 90 % of "
+        "the requests in time, so that no groups could reach the printed ratio.",
+        scaling.OVER_ONE: "One scheduler is limited by its processor core. In Python this limit is about a tenth of "
+        "the paper's.",
+    },
+}
 
 MADE_UP = (
     "**Without a trace** (`--trace FILE`): functions have synthetic, constant rates here, and few functions send most "
