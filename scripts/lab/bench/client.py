@@ -71,15 +71,14 @@ async def ask(
     body: bytes | Mapping[str, Any],
     headers: Mapping[str, str] | None = None,
     *,
+    path: str = "/v1/chat/completions",
     on_chunk: Callable[[bytes], None] = lambda chunk: None,
 ) -> Reply:
     """Send a request and read the whole reply, also of a broken connection. on_chunk : called with each chunk."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     chunks: list[bytes] = []
     try:
-        async with session.post(
-            f"{url}/v1/chat/completions", data=data, headers={**JSON_HEADERS, **(headers or {})}
-        ) as response:
+        async with session.post(f"{url}{path}", data=data, headers={**JSON_HEADERS, **(headers or {})}) as response:
             async for chunk in response.content.iter_any():
                 on_chunk(chunk)
                 chunks.append(chunk)

@@ -137,17 +137,26 @@ def fake_engine(model: str, *flags: str) -> AbstractAsyncContextManager[Server]:
     return running(f"timed {model}", module("llmserve.engines.fake", "--model", model, *flags), ready="/health")
 
 
-def vllm(python: str, name: str, slots: int, *flags: str, model: str = MODEL) -> AbstractAsyncContextManager[Server]:
-    """A vLLM server on the CPU that serves the demo model under the name `model`.
+def vllm(
+    python: str,
+    name: str,
+    slots: int,
+    *flags: str,
+    model: str = MODEL,
+    folder: Path = MODEL_FOLDER,
+    context_tokens: int = 1024,
+) -> AbstractAsyncContextManager[Server]:
+    """A vLLM server on the CPU that serves the model of the folder (the demo model) under the name `model`.
 
     Weights are float32 and prefix caching is off, so that a request costs the same each time.
-    python : interpreter of an environment that has vLLM
+    python : interpreter of an environment that has vLLM.  context_tokens : of a prompt and its answer, at most
     """
 
     def command(port: int) -> list[str]:
-        words = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL_FOLDER)]
+        words = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
         words += ["--served-model-name", model, "--host", "127.0.0.1", "--port", str(port)]
-        words += ["--max-num-seqs", str(slots), "--max-model-len", "1024", "--enforce-eager", "--dtype", "float32"]
+        words += ["--max-num-seqs", str(slots), "--max-model-len", str(context_tokens)]
+        words += ["--enforce-eager", "--dtype", "float32"]
         return [*words, "--distributed-executor-backend", "uni", "--no-enable-prefix-caching", *flags]
 
     return running(name, command, ready="/health", environment=VLLM_ENVIRONMENT)
