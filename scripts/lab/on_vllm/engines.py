@@ -111,11 +111,16 @@ def kept_off_the_first_core(apart: bool) -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def move_engine_to_the_first_core(server: Server, core: int) -> None:
-    """Move the computing thread of the server's engine core; the API server stays on the other cores."""
+def engine_core_of(server: Server) -> int:
+    """The id of the server's engine core, a process, which is also the id of its first thread, which computes."""
     processes = psutil.Process(server.process.pid).children(recursive=True)
     (engine_core,) = [process for process in processes if process.name().startswith("VLLM::EngineC")]
-    os.sched_setaffinity(engine_core.pid, {core})  # the id of the process is that of its first thread, which computes
+    return engine_core.pid
+
+
+def move_engine_to_the_first_core(server: Server, core: int) -> None:
+    """Move the computing thread of the server's engine core; the API server stays on the other cores."""
+    os.sched_setaffinity(engine_core_of(server), {core})
 
 
 # ---- starting and measuring the engines ----------------------------------------------------------------------------
