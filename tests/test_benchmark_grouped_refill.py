@@ -175,6 +175,12 @@ def test_groups_gain_below_the_break_even_length_and_lose_above():
     assert some_costs(0.0).break_even_tokens(8, 4) == pytest.approx(0, abs=1e-6), "without a cost groups always lose"
 
 
+def test_a_gain_needs_an_interruption_of_some_cost():
+    needed_s = some_costs(0.0).interruption_for(1.1, 16, 4, 48)
+    found = some_costs(needed_s)
+    assert found.request_s(16, 1, 48) / found.request_s(16, 4, 48) == pytest.approx(1.1)
+
+
 def test_the_papers_threshold_solves_its_equation():
     share = costs.threshold_share(0.05, 0.01, 50)
     assert share / (1 - share) + math.log(1 - share) == pytest.approx(0.1)

@@ -31,6 +31,7 @@ from grouped_refill.passes import ANSWER_S_MAX, random_prompt, stream
 SEQUENCES = (1, 2, 4, 8, 16)
 GROUPS = (1, 2, 4, 8)
 PROMPT = 512  # tokens of each prompt here
+TOKENS = 64  # of an answer: all answers overlap, even if a step has room for half a prompt only
 DECODING = 4  # sequences that prompts interrupt
 PROMPTS = 8  # that interrupt them, a measurement
 STEPS_ALONE = 24
@@ -62,6 +63,16 @@ class Costs:
         running = slots - (group - 1) / 2
         return tokens * (alpha / running + beta) + b + a / group
 
+    def interruption_for(self, gain: float, slots: int, group: int, tokens: float) -> float:
+        """Seconds per interruption with which the group would have `gain` times the throughput of single slots.
+
+        gain : below `group`, because a group saves at most all interruptions but one
+        """
+        a = self.interruption[0]
+        single_s = self.request_s(slots, 1, tokens) - a
+        group_s = self.request_s(slots, group, tokens) - a / group
+        return (gain * group_s - single_s) / (1 - gain / group)
+
     def break_even_tokens(self, slots: int, group: int) -> float:
         """Mean tokens of answers above which the group loses against single slots; 0 where it always loses."""
         alpha, a = self.line[0], max(0.0, self.interruption[0])
@@ -79,12 +90,13 @@ def threshold_share(fixed_s: float, step_s: float, tokens: float) -> float:
 
 
 async def decoding_s(url: str, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-    """Median time between tokens while all these answers are written."""
+    """Median time between tokens while all these answers, of so many tokens, are written."""
     times: list[list[float]] = [[] for _ in prompts]
     async with client.session_of(ANSWER_S_MAX) as session, asyncio.TaskGroup() as tasks:
         for prompt, own in zip(prompts, times, strict=True):
             tasks.create_task(stream(session, url, prompt, tokens, lambda _, own=own: own.append(time.perf_counter())))
     begin_s, end_s = max(own[0] for own in times), min(own[-1] for own in times)
+    assert begin_s < end_s, "the answers do not overlap"
     gaps_s = [np.diff([at_s for at_s in own if begin_s <= at_s <= end_s]) for own in times]
     return float(np.median(np.concatenate(gaps_s)))
 
@@ -133,7 +145,7 @@ async def measured(url: str, vocabulary: int, repeats: int, rng: np.random.Gener
     prompts: dict[int, list[float]] = {group: [] for group in GROUPS}
     for _ in range(repeats):
         for count, own in steps.items():
-            own.append(await decoding_s(url, some(count), 24))
+            own.append(await decoding_s(url, some(count), TOKENS))
         for group, own in prompts.items():
             own.append(await lost_s(url, some(PROMPTS), group))
     return Costs(

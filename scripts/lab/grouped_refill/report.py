@@ -19,7 +19,6 @@ CASE = ("setting", "load", "slots", "group", "round")
 RATIOS = (
     "tokens_per_cpu_s",
     "tokens_per_s",
-    "tokens_per_s_saturated",
     "latency_s_mean",
     "latency_s_p99",
     "first_token_s_mean",
@@ -96,8 +95,8 @@ COLUMNS = {
     "with\nprompts": ("steps_with_prompts", ",.0f"),
 }
 RATIO_HEADS = (
-    "to single:\ntokens/s",
-    "while\nsome wait",
+    "to single:\nCPU time",
+    "\ntokens/s",
     "mean",
     "p99",
     "first\ntoken",
@@ -139,38 +138,43 @@ def print_costs(console: Console, results: Results, setting: str) -> None:
         gain = costs.request_s(slots, 1, tokens) / costs.request_s(slots, size, tokens)
         console.print(
             f"{slots} slots, groups of {size}: expected {gain:.3f} of single slots' tokens/s for answers of {tokens} "
-            f"tokens; groups lose where answers are longer than {costs.break_even_tokens(slots, size):.0f} tokens."
+            f"tokens; groups lose where answers are longer than {costs.break_even_tokens(slots, size):.0f} tokens; "
+            f"{GAIN:.2f} needs interruptions of {1e3 * costs.interruption_for(GAIN, slots, size, tokens):.0f} ms."
         )
     share = threshold_share(a, alpha, section["tokens_mean"])
     console.print(f"Proposition 1 of the paper, with these costs: refill when {share:.2f} of the slots are free.\n")
 
 
 def draw(results: Results, path: Path) -> None:
-    """Throughput of bursts by group; latencies of one setting by group; the time of a step by sequences."""
+    """Throughput of bursts by group; times of one setting by group; the time of a step by sequences."""
     rows = compared(results.rows)
     figure, ((left, middle, right),) = new_figure(1, 3, width=12, height=3.9)
     for (setting, slots), own in group(select(rows, load="burst"), "setting", "slots").items():
-        places = [row["group"] / slots for row in own]
-        style = "-" if slots == 8 else "--"
         values = [row.ratios["single"]["tokens_per_cpu_s"] for row in own]
-        left.plot(places, values, f"o{style}", ms=4, color=COLORS[setting], label=f"{setting}, {slots} slots")
+        style, label = ("-", setting) if slots == 8 else ("--", None)
+        left.plot([row["group"] / slots for row in own], values, f"o{style}", ms=4, color=COLORS[setting], label=label)
     left.axhline(GAIN, color=GREY, lw=1, ls=":")
     left.text(0.5, GAIN, "wanted", ha="right", va="bottom", fontsize=8, color=GREY)
-    left.set(xlabel="group, share of the slots", ylabel="tokens/s to single slots", title="bursts: throughput")
-    left.set_ylim(min(0.85, left.get_ylim()[0]), max(1.15, left.get_ylim()[1]))
-    left.legend(fontsize=7)
-    shown = {"burst": "-", "poisson-0.7": ":", "poisson-0.9": "--"}
-    names = {"latency_s_mean": BLUE, "first_token_s_mean": ORANGE, "token_s_mean": GREEN}
-    labels = {"latency_s_mean": "mean latency", "first_token_s_mean": "first token", "token_s_mean": "between tokens"}
-    for (load,), own in group(select(rows, setting="default", slots=8), "load").items():
-        for name, color in names.items() if load in shown else ():
+    left.set(xlabel="group, share of the slots", ylabel="tokens/s to single slots", ylim=(0.85, 1.15))
+    left.set_title("bursts (solid: 8 slots, dashed: 16)", fontsize=10)
+    left.legend(loc="lower left")
+    styles = {"burst": "-", "poisson-0.7": ":", "poisson-0.9": "--"}
+    times = {
+        "latency_s_mean": (BLUE, "latency"),
+        "first_token_s_mean": (ORANGE, "to the first token"),
+        "token_s_mean": (GREEN, "between tokens"),
+    }
+    for load, style in styles.items():
+        own = select(rows, setting="default", slots=8, load=load)
+        for name, (color, label) in times.items() if own else ():
             values = [row.ratios["single"][name] for row in own]
-            places = [row["group"] for row in own]
-            middle.plot(places, values, f"o{shown[load]}", ms=4, color=color, label=f"{labels[name]}, {load}")
+            shown = label if load == "burst" else None
+            middle.plot([str(row["group"]) for row in own], values, f"o{style}", ms=4, color=color, label=shown)
     middle.axhline(1, color=GREY, lw=1)
-    middle.set(xlabel="group, of 8 slots", ylabel="to single slots", title="default: times")
-    if middle.lines[1:]:
-        middle.legend(fontsize=7)
+    middle.set(xlabel="group, of 8 slots", ylabel="mean time to single slots")
+    middle.set_title("default (solid: burst, dotted: load 0.7, dashed: 0.9)", fontsize=10)
+    if len(middle.lines) > 1:
+        middle.legend(loc="upper left")
     draw_steps(right, results)
     save(figure, path)
 
@@ -182,5 +186,6 @@ def draw_steps(axes: Any, results: Results) -> None:
     axes.plot(counts, times, "o-", color=BLUE, label="measured")
     axes.plot(counts, [times[0]] * len(counts), ":", color=GREY, label="if memory-bound")
     axes.plot(counts, [times[0] * count for count in counts], "--", color=GREY, label="if compute-bound")
-    axes.set(xlabel="sequences", ylabel="a step of decoding (ms)", ylim=(0, 3 * max(times)), title="what a step costs")
-    axes.legend(fontsize=7)
+    axes.set(xlabel="sequences", ylabel="ms", ylim=(0, 3 * max(times)))
+    axes.set_title("a step of decoding", fontsize=10)
+    axes.legend()
