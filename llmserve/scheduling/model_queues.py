@@ -69,9 +69,7 @@ class ModelQueues:
         tally: Tally | None = None,
     ) -> None:
         self.model, self.group, self.release = model, group, release
-        self.edges = edges
-        self.trust = trust
-        self.planner = planner
+        self.edges, self.trust, self.planner = edges, trust, planner
         self.seen = seen
         self.service = ServiceTime()
         self.formed, self.load = formed, Load() if follows_load else None
@@ -79,6 +77,7 @@ class ModelQueues:
         self.waiting = 0  # requests in bins and in formed batches
         self.present = 0  # requests that wait or run; kept by the group
         self.engines: Sequence[EngineState] = ()
+        self._with_look_ahead: Sequence[EngineState] = ()
         self.slots = self.all_slots = 0
         self.no_engine_since_s: float | None = 0.0
         self._tally = tally or Tally()
@@ -89,6 +88,7 @@ class ModelQueues:
     def set_engines(self, ready: Sequence[EngineState], now_s: float) -> None:
         """Set the ready engines that serve the model."""
         self.engines, self.all_slots = ready, sum([engine.info.slots for engine in ready])
+        self._with_look_ahead = [engine for engine in ready if engine.info.look_ahead]  # requests may wait inside
         self.slots = min([engine.info.slots for engine in ready if engine.worker.next is None], default=0)
         for queue in self.bins:
             queue.engines = max(1, len(ready))
@@ -127,7 +127,7 @@ class ModelQueues:
             request, queue.index, now_s, score, expected, expected, service_s, mean * seconds, total, self.group
         )
         if (load := self.load) is not None:
-            ahead = sum([max(0, len(engine.running) - engine.info.slots) for engine in self.engines])  # wait there
+            ahead = sum([max(0, len(engine.running) - engine.info.slots) for engine in self._with_look_ahead])
             load.tell((queued,), self.all_slots, trusted=trusted)
             if load.arrive(queued, forecast, seconds, mean, ahead):
                 self.sort_again()
