@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import numpy as np
-
 from llmserve.scheduling.queues import QueuedRequest
 
 FIT_EVERY = 32  # answers between two fits of the time of prompts
@@ -68,24 +66,28 @@ class PromptTime:
 
     def __init__(self, memory: int = 1024) -> None:
         self._keep = 1.0 - 1.0 / memory
-        self._moments = np.zeros((4, 4))  # decayed sums of the products of (1, tokens, prompt tokens, seconds)
+        # Decayed sums of 1, of tokens, prompt tokens and seconds, and of their six products.
+        self._moments = [0.0] * 10
         self._since_fit = 0
         self.per_token_s = self.tokens_mean = 0.0
 
     def observe(self, seconds: float, tokens: float, prompt_tokens: float) -> None:
         """Record one answer: its seconds on the engine, its tokens and those of its prompt (0: unknown)."""
-        answer = np.array([1.0, tokens, prompt_tokens, seconds])
-        self._moments *= self._keep
-        self._moments += answer[:, None] * answer
+        t, p, s, keep = tokens, prompt_tokens, seconds, self._keep
+        observed = (1.0, t, p, s, t * t, t * p, t * s, p * p, p * s, s * s)
+        self._moments = [keep * moment + value for moment, value in zip(self._moments, observed, strict=True)]
         self._since_fit += 1
         if self._since_fit == FIT_EVERY:
             self._since_fit = 0
             self._fit()
 
     def _fit(self) -> None:
-        count, means = self._moments[0, 0], self._moments[0, 1:] / self._moments[0, 0]
-        (tt, tp, ts), (_, pp, ps), (*_, ss) = (self._moments[1:, 1:] - count * means[:, None] * means).tolist()
-        self.tokens_mean = float(means[1])
+        count, *sums = self._moments[:4]
+        t, p, s = [total / count for total in sums]
+        pairs = (t, t), (t, p), (t, s), (p, p), (p, s), (s, s)
+        centred = [moment - count * one * other for moment, (one, other) in zip(self._moments[4:], pairs, strict=True)]
+        tt, tp, ts, pp, ps, ss = centred
+        self.tokens_mean = p
         spread = tt * pp - tp * tp
         if count <= 3.0 or spread <= SPREAD_LEAST * tt * pp:  # then nothing tells prompts from answers
             self.per_token_s = 0.0
