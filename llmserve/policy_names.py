@@ -34,9 +34,16 @@ if TYPE_CHECKING:
 TIMEOUT_S = 0.05
 PATIENCE = 12.0
 RATE_WAIT_S = 1.0  # BatchMonitor's window
+
+
+def _shortest(config: SchedulingConfig) -> Order:
+    patience = PATIENCE if config.patience is None else config.patience
+    return FixedOrder(shortest(patience), turn(patience))
+
+
 ORDERS: dict[str, Callable[[SchedulingConfig], Order]] = {
     "fffs": lambda config: FixedOrder(fffs, arrival),
-    "shortest": lambda config: _shortest(config),
+    "shortest": _shortest,
     "boost": lambda config: FixedOrder(mean_turn(boosted), boosted, follows_load=True),
     "edf": lambda config: FixedOrder(edf, due_at_s),
     "flex": lambda config: Flex(
@@ -57,11 +64,6 @@ def order_of(config: SchedulingConfig) -> Order:
     assert config.order is not None, "resolve the configuration first"
     make = ORDERS.get(config.order)
     return make(config) if make is not None else custom_order(config.order)
-
-
-def _shortest(config: SchedulingConfig) -> Order:
-    patience = PATIENCE if config.patience is None else config.patience
-    return FixedOrder(shortest(patience), turn(patience))
 
 
 def custom_order(name: str) -> Order:

@@ -257,8 +257,11 @@ class FormedQueue:
     def sort_all(self, key: Callable[[FormedBatch], float] | None = None) -> None:
         """Sort all batches again, for what their keys go by has changed. key : another one"""
         self._key = key or self._key
-        for batch in self.batches():
-            self.sort_again(batch)
+        fresh = [entry[3] for entry in self._heap if _is_valid(entry)]
+        for batch in (*fresh, *self._returned):
+            batch.key = self._key(batch) if batch.requests else batch.key
+        self._heap = [(batch.key, batch.id, batch.serial, batch) for batch in fresh]
+        heapq.heapify(self._heap)
 
     def push_returned(self, batch: FormedBatch) -> None:
         self.hold(batch)
