@@ -12,7 +12,10 @@ LLMServeError
     ├── Unauthorized        401
     ├── NotFound            404  unknown path, or ModelNotFound
     ├── MethodNotAllowed    405
+    ├── RequestTimeout      408
+    ├── BodyTooLarge        413
     ├── RateLimited         429  with Retry-After
+    ├── HeadTooLarge        431
     ├── EngineFailed        502
     ├── Unavailable         503  with Retry-After
     └── DeadlineExceeded    504
@@ -105,6 +108,24 @@ class MethodNotAllowed(RequestError):
     status = 405
     type = "invalid_request_error"
     default_code = "method_not_allowed"
+
+
+class RequestTimeout(RequestError):
+    status = 408
+    type = "invalid_request_error"
+    default_code = "request_timeout"
+
+
+class BodyTooLarge(RequestError):
+    status = 413
+    type = "invalid_request_error"
+    default_code = "body_too_large"
+
+
+class HeadTooLarge(RequestError):
+    status = 431
+    type = "invalid_request_error"
+    default_code = "head_too_large"
 
 
 class RateLimited(RequestError):

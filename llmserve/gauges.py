@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from bins.dispatch import DispatchPlan, Observed
+from llmserve.api.listening import Server
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.saving import Saver
 from llmserve.energy import EnergyMeter
@@ -128,6 +129,26 @@ class StateGauges:
         yield CounterMetricFamily(
             "llmserve_state_failures", "Times that what was learnt could not be saved", value=self._saver.failures
         )
+
+
+class ServerGauges:
+    """The connections of clients, and what the server holds for them."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def collect(self) -> Iterator[Metric]:
+        server = self._server
+        yield GaugeMetricFamily("llmserve_connections", "Connections of clients", len(server.connections))
+        yield GaugeMetricFamily(
+            "llmserve_buffered_bytes", "Bytes of requests and of unread answers in memory", server.buffered_bytes
+        )
+        cut = CounterMetricFamily(
+            "llmserve_connections_cut", "Connections that the server closed, by reason", labels=["reason"]
+        )
+        for reason, count in sorted(server.cut.items()):
+            cut.add_metric([reason], count)
+        yield cut
 
 
 class OrderGauges:

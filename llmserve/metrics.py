@@ -13,11 +13,12 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from llmserve.api.listening import Server
 from llmserve.cluster.journal import Step
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.saving import Saver
 from llmserve.energy import EnergyMeter
-from llmserve.gauges import DispatchGauges, EnergyGauges, Gauges, OrderGauges, StateGauges
+from llmserve.gauges import DispatchGauges, EnergyGauges, Gauges, OrderGauges, ServerGauges, StateGauges
 from llmserve.request import Request
 from llmserve.scheduling.messages import (
     BatchEnded,
@@ -102,6 +103,9 @@ class Metrics:
         for collector in (Gauges(cluster), StateGauges(saver), self._energy, self._dispatch, self._order):
             registry.register(collector)
         cluster.journal.listen(self.observe)
+
+    def follow_server(self, server: Server) -> None:
+        self.registry.register(ServerGauges(server))
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

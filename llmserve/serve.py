@@ -119,9 +119,9 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
     Raises LLMServeError when the server cannot start.
     """
     from llmserve import state_file
-    from llmserve.api.app import create_app
+    from llmserve.api.app import App
     from llmserve.api.limits import KeyLimits, read_keys
-    from llmserve.api.listening import accepting, base_url, check_host, listening_socket
+    from llmserve.api.listening import DoorLimits, accepting, base_url, check_host, listening_socket
     from llmserve.energy_meters import energy_meters
     from llmserve.metrics import Metrics
     from llmserve.start import checked, start_cluster, warn_of_unserved
@@ -150,8 +150,14 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
             requests_per_minute_max=config.limits.requests_per_minute_max,
         )
         admin = KeyLimits(admin_keys) if admin_keys else None
-        app = create_app(cluster, metrics, key_limits, config.limits, admin=admin)
-        await stack.enter_async_context(accepting(app, listener))
+        app = App(cluster, metrics, key_limits, config.limits, admin=admin)
+        limits = DoorLimits(
+            config.limits.body_bytes_max,
+            config.live.buffer_bytes_max,
+            config.limits.buffers_bytes_max,
+            config.live.client_stall_s,
+        )
+        metrics.follow_server(await stack.enter_async_context(accepting(app, listener, limits)))
         cluster.start()
         warning = asyncio.create_task(warn_of_unserved(config, cluster))
         stack.callback(warning.cancel)

@@ -223,6 +223,10 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of requests and keys"""
 
     body_bytes_max: Annotated[int, Meta(ge=1, description="largest request body, bytes")] = 4 << 20
+    buffers_bytes_max: Annotated[
+        int,
+        Meta(ge=1, description="bytes of requests and unread answers in memory: beyond, new bodies get status 503"),
+    ] = 1 << 30
     prompt_chars_max: Annotated[int, Meta(ge=1, description="longest prompt, characters")] = 1_000_000
     concurrent_max: Annotated[int, Meta(ge=0, description="requests in progress per API key; 0: no limit")] = 0
     requests_per_minute_max: Annotated[int, Meta(ge=0, description="requests per minute and API key; 0: no limit")] = 0
@@ -255,7 +259,7 @@ class LiveConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(ge=1, description="bytes buffered for a slow client, before its engine is slowed down")
     ] = 8 << 20
     client_stall_s: Annotated[
-        float, Meta(gt=0, description="how long a slow client may block its engine before the client is disconnected")
+        float, Meta(gt=0, description="longest time in which a client may read nothing of its answer")
     ] = 60.0
 
 

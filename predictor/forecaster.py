@@ -33,6 +33,13 @@ class Forecaster:
         self._budget_s = budget_s
         self._failing = False
 
+    def forecast_now(self, prompt: Prompt, *, least: float | None = None, most: float | None = None) -> Forecast | None:
+        """As `forecast`, where no predictor has to be asked; else None."""
+        if self._predictor is not None:
+            return None
+        forecast = self.learner.forecast(prompt, None)
+        return replace(forecast, lengths=bounded(forecast.lengths, least=least, most=most))
+
     async def forecast(self, prompt: Prompt, *, least: float | None = None, most: float | None = None) -> Forecast:
         """Equally likely lengths of the answer, between `least` (min_tokens) and `most` (max_tokens)."""
         forecast = self.learner.forecast(prompt, await self._predict(prompt))
@@ -84,6 +91,9 @@ class ForecasterByModel:
     def fallbacks(self) -> Mapping[str, int]:
         """Fallbacks of all models together."""
         return sum((forecaster.fallbacks for forecaster in self._forecasters.values()), Counter(self._others.fallbacks))
+
+    def forecast_now(self, prompt: Prompt, *, least: float | None = None, most: float | None = None) -> Forecast | None:
+        return self._of(prompt.model).forecast_now(prompt, least=least, most=most)
 
     async def forecast(self, prompt: Prompt, *, least: float | None = None, most: float | None = None) -> Forecast:
         return await self._of(prompt.model).forecast(prompt, least=least, most=most)

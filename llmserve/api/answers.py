@@ -15,8 +15,14 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
-def error_response(error: RequestError) -> Response:
-    headers = {}
+def error_parts(error: RequestError) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """Status, headers and body of an error's answer."""
+    headers = [(b"content-type", b"application/json")]
     if error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-    return json_response(error.body(), error.status, headers)
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+    return error.status, headers, msgspec.json.encode(error.body())
+
+
+def error_response(error: RequestError) -> Response:
+    status, headers, body = error_parts(error)
+    return Response(body, status, {name.decode(): value.decode() for name, value in headers})

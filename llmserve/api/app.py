@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,16 +18,18 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from llmserve.api.admin import AdminEndpoints
-from llmserve.api.answers import error_response, json_response
+from llmserve.api.answers import error_parts, error_response, json_response
+from llmserve.api.asgi import run_asgi
+from llmserve.api.connection import Exchange
 from llmserve.api.limits import KeyLimits
 from llmserve.api.parse import BODIES, parse_call
-from llmserve.cluster.in_flight import Head, InFlightCall, Receipt
+from llmserve.cluster.in_flight import Head, Receipt
 from llmserve.cluster.live import LiveCluster
 from llmserve.deadline_settings import DefaultDeadlines
-from llmserve.errors import BadRequest, MethodNotAllowed, ModelNotFound, NotFound, RequestError, Unavailable
+from llmserve.errors import MethodNotAllowed, ModelNotFound, NotFound, RequestError, Unavailable
 from llmserve.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
 from llmserve.metrics import Metrics
 from llmserve.request import Call
@@ -36,41 +38,65 @@ from llmserve.settings import ApiConfig
 log = logging.getLogger("llmserve")
 
 
-def create_app(
-    cluster: LiveCluster,
-    metrics: Metrics,
-    key_limits: KeyLimits,
-    config: ApiConfig,
-    admin: KeyLimits | None = None,
-) -> ASGIApp:
-    """Return the ASGI application. FastAPI serves all paths except the completions.
+class App:
+    """Answers requests: completions directly, every other path by FastAPI.
 
-    Completions bypass FastAPI: its routing and middlewares would cost more time than all of scheduling
-    (scripts/lab/benchmark_frontend.py). admin: the keys for /admin; None: /admin is disabled.
+    Completions bypass ASGI and FastAPI: routing, middlewares and a task for each client would cost more time than all
+    of scheduling (scripts/lab/benchmark_frontend.py). admin: the keys for /admin; None: /admin is disabled.
     """
-    endpoints = _Endpoints(cluster, metrics, key_limits, config)
+
+    def __init__(
+        self,
+        cluster: LiveCluster,
+        metrics: Metrics,
+        key_limits: KeyLimits,
+        config: ApiConfig,
+        admin: KeyLimits | None = None,
+    ) -> None:
+        self._endpoints = _Endpoints(cluster, metrics, key_limits, config)
+        self._others = _other_paths(self._endpoints, AdminEndpoints(cluster, admin))
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def admit(self, exchange: Exchange) -> None:
+        """Check the key before the body is read. Raises RequestError."""
+        if exchange.method == "POST" and exchange.path in BODIES:
+            self._endpoints.admit(exchange)
+
+    def handle(self, exchange: Exchange) -> None:
+        if exchange.method == "POST" and exchange.path in BODIES:
+            self._endpoints.complete(exchange)
+            return
+        answering = asyncio.get_running_loop().create_task(self._answer(exchange))
+        self._tasks.add(answering)
+        answering.add_done_callback(self._tasks.discard)
+
+    def refused(self, exchange: Exchange, error: RequestError) -> None:
+        self._endpoints.count(exchange, error)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        try:
+            await run_asgi(self._others, exchange)
+        except Exception as error:  # FastAPI has answered with status 500, and raises the error again
+            exchange.refuse(RequestError("the front-end failed on this request", code="internal_error"))
+            if exchange.started:
+                log.debug("%s %s failed", exchange.method, exchange.path, exc_info=error)
+
+
+def _other_paths(endpoints: _Endpoints, admin: AdminEndpoints) -> ASGIApp:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.add_route("/v1/models", endpoints.list_models, methods=["GET"])
     app.add_route("/v1/models/{model_id:path}", endpoints.retrieve_model, methods=["GET"])
     app.add_route("/health", endpoints.health, methods=["GET"])
     app.add_route("/ready", endpoints.ready, methods=["GET"])
     app.add_route("/metrics", endpoints.metrics_text, methods=["GET"])
-    admin_endpoints = AdminEndpoints(cluster, admin)
-    app.add_route("/admin/engines", admin_endpoints.list_engines, methods=["GET"])
-    app.add_route("/admin/engines/{name:path}/{order}", admin_endpoints.engine_action, methods=["POST"])
+    app.add_route("/admin/engines", admin.list_engines, methods=["GET"])
+    app.add_route("/admin/engines/{name:path}/{order}", admin.engine_action, methods=["POST"])
     for path in BODIES:
         app.add_route(path, endpoints.wrong_method, methods=["GET", "PUT", "PATCH", "DELETE"])
     app.add_exception_handler(RequestError, endpoints.on_error)
     app.add_exception_handler(HTTPException, endpoints.on_http_exception)
     app.add_exception_handler(Exception, endpoints.on_error)
-
-    async def route(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in BODIES:
-            await endpoints.complete(scope, receive, send)
-        else:
-            await app(scope, receive, send)
-
-    return route
+    return app
 
 
 def receipt_headers(receipt: Receipt, call: Call) -> list[tuple[bytes, bytes]]:
@@ -98,71 +124,45 @@ class _Endpoints:
 
     # ---- completions ----
 
-    async def complete(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a completion, as an ASGI application. Also sends the response of every error."""
-        request = Request(scope, receive)
-        try:
-            name = self._key_limits.authenticate(request.headers.get("authorization"))
-            self._key_limits.acquire(name)
-        except RequestError as error:
-            await self._refuse(request, error, send)
-            return
-        try:
-            call = await self._read_call(request, receive, name)
-            self._check_served(call)
-            await _Completion(self._cluster, call).run(scope, receive, send)
-        except ClientGone:
-            return
-        except Exception as error:
-            await self._refuse(request, error, send)
-        finally:
-            self._key_limits.release(name)
+    def admit(self, exchange: Exchange) -> None:
+        """Count a request of the client's key until its end. Raises RequestError."""
+        if self._cluster.draining:
+            retry_after_s = max(1.0, self._cluster.drain_time_s)  # a server that follows cannot listen before
+            raise Unavailable("the server is shutting down", code="draining", retry_after_s=retry_after_s)
+        name = self._key_limits.authenticate(exchange.headers.get("authorization"))
+        self._key_limits.acquire(name)
+        exchange.on_end = partial(self._key_limits.release, name)
+        exchange.key = name
 
-    async def _read_call(self, request: Request, receive: Receive, key: str) -> Call:
-        """Read and parse the body. key: the name of the client's API key."""
+    def complete(self, exchange: Exchange) -> None:
+        """Queue a completion; its answer is written as the engine gives it."""
+        try:
+            call = self._read_call(exchange)
+            self._check_served(call)
+            in_flight = self._cluster.submit(call, _Answer(call, exchange))
+            if not exchange.ended:
+                exchange.on_gone = partial(self._cluster.cancel, in_flight)
+        except Exception as error:
+            exchange.refuse(self.count(exchange, error))
+
+    def _read_call(self, exchange: Exchange) -> Call:
         call = parse_call(
-            request.url.path,
-            await self._read_body(receive),
-            prompt_chars_max=self._config.prompt_chars_max,
-            headers=request.headers,
+            exchange.path, exchange.body, prompt_chars_max=self._config.prompt_chars_max, headers=exchange.headers
         )
+        key = exchange.key
         stream = call.stream_name or key
         slo_s = call.slo_s if call.slo_s is not None else self._deadlines.slo_s(key, stream, call.model)
         if (stream, slo_s, key) == (call.stream_name, call.slo_s, call.prompt.sender):
             return call
         return replace(call, stream_name=stream, slo_s=slo_s, prompt=replace(call.prompt, sender=key))
 
-    async def _refuse(self, request: Request, error: Exception, send: Send) -> None:
-        response = await self.on_error(request, error)
-        if "expect" in request.headers:  # the body may still be unread: the connection cannot carry another request
-            response.headers["connection"] = "close"
-        await response(request.scope, request.receive, send)
-
     def _check_served(self, call: Call) -> None:
-        if self._cluster.draining:
-            retry_after_s = max(1.0, self._cluster.drain_time_s)  # a server that follows cannot listen before
-            raise Unavailable("the server is shutting down", code="draining", retry_after_s=retry_after_s)
         models = self._cluster.models
         if call.model in models:
             return
         if not any(self._cluster.engines_ready.values()):  # without an engine, the list of models is not known
             raise Unavailable("no engine is up", code="no_engine", retry_after_s=1.0)
         raise _model_not_found(call.model, list(models))
-
-    async def _read_body(self, receive: Receive) -> bytes:
-        """Read the whole body. Raises BadRequest when it is too large, ClientGone when the client disconnects."""
-        limit = self._config.body_bytes_max
-        body = b""
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone("the client has disconnected")
-            part: bytes = message.get("body", b"")
-            body += part
-            if len(body) > limit:
-                raise BadRequest(f"the body is larger than {limit:,} bytes", code="body_too_large")
-            if not message.get("more_body", False):
-                return body
 
     # ---- models ----
 
@@ -199,12 +199,17 @@ class _Endpoints:
 
     # ---- errors ----
 
-    async def on_error(self, request: Request, error: Exception) -> Response:
+    def count(self, request: Exchange | Request, error: Exception) -> RequestError:
+        """Count a refusal. An error that is not meant for clients is logged, and becomes one that is."""
         if not isinstance(error, RequestError):
-            log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+            path = request.path if isinstance(request, Exchange) else request.url.path
+            log.error("%s %s failed", request.method, path, exc_info=error)
             error = RequestError("the front-end failed on this request", code="internal_error")
         self._metrics.refused(error.code or error.type)
-        return error_response(error)
+        return error
+
+    async def on_error(self, request: Request, error: Exception) -> Response:
+        return error_response(self.count(request, error))
 
     async def on_http_exception(self, request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 405:
@@ -222,72 +227,45 @@ def _model_not_found(id_: str, models: list[str]) -> ModelNotFound:
     return ModelNotFound(f"there is no model {id_!r}; this server has {', '.join(sorted(models))}", param="model")
 
 
-class _Completion:
-    """Submits a call, then forwards the engine's bytes. Cancels the call when the client disconnects."""
+class _Answer:
+    """Writes the answer of a call to the client's connection."""
 
-    def __init__(self, cluster: LiveCluster, call: Call) -> None:
-        self._cluster = cluster
+    __slots__ = ("_call", "_exchange")
+
+    def __init__(self, call: Call, exchange: Exchange) -> None:
         self._call = call
-        self._in_flight: InFlightCall | None = None
+        self._exchange = exchange
 
-    async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watcher = asyncio.ensure_future(self._watch(receive))
-        try:
-            in_flight = await self._cluster.submit(self._call, self._set_in_flight)
-            await self._answer(in_flight, scope, receive, send)
-        finally:
-            watcher.cancel()
-            if self._in_flight is not None:
-                self._cluster.release(self._in_flight)
+    @property
+    def paused(self) -> bool:
+        return self._exchange.paused
 
-    def _set_in_flight(self, in_flight: InFlightCall) -> None:
-        self._in_flight = in_flight
+    async def writable(self) -> None:
+        await self._exchange.writable()
 
-    async def _watch(self, receive: Receive) -> None:
-        """Wait until the client disconnects, then cancel the call to free the engine."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        if self._in_flight is not None:
-            self._cluster.cancel(self._in_flight)
-            self._in_flight.fail(ClientGone("the client has disconnected"))
-
-    async def _answer(self, in_flight: InFlightCall, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            head = await in_flight.head()
-        except ClientGone:
-            return
-        except RequestError as error:
-            response = error_response(error)
-            if in_flight.receipt is not None:
-                response.raw_headers += receipt_headers(in_flight.receipt, in_flight.call)
-            await response(scope, receive, send)
-            return
+    def begin(self, head: Head) -> None:
+        headers = [(b"content-type", head.content_type.encode("latin-1", "replace"))]
+        headers += receipt_headers(head.receipt, self._call)
+        if head.retry_after is not None:
+            headers.append((b"retry-after", head.retry_after.encode("latin-1", "replace")))
         if head.body is not None:
-            await _send_start(send, in_flight.call, head, len(head.body))
-            await send({"type": "http.response.body", "body": head.body})
+            self._exchange.respond(head.status, headers, head.body)
             return
-        await _send_start(send, in_flight.call, head, None)
-        try:
-            async for chunk in in_flight.chunks():
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except ClientGone:
-            return
-        except RequestError as error:  # the status is already sent: send an error event, as OpenAI's clients expect
-            event = b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-
-
-class ClientGone(RequestError):
-    """The client has closed its connection. This error is never sent."""
-
-
-async def _send_start(send: Callable[[Any], Awaitable[None]], call: Call, head: Head, length: int | None) -> None:
-    headers = [(b"content-type", head.content_type.encode()), *receipt_headers(head.receipt, call)]
-    if length is not None:
-        headers.append((b"content-length", b"%d" % length))
-    else:
         headers.append((b"cache-control", b"no-cache"))
-    if head.retry_after is not None:
-        headers.append((b"retry-after", head.retry_after.encode()))
-    await send({"type": "http.response.start", "status": head.status, "headers": headers})
+        self._exchange.start(head.status, headers, None)
+
+    def write(self, data: bytes) -> None:
+        self._exchange.write(data)
+
+    def end(self) -> None:
+        self._exchange.end()
+
+    def fail(self, error: RequestError, receipt: Receipt | None) -> None:
+        if self._exchange.started:  # the status is already sent: send an error event, as OpenAI's clients expect
+            self._exchange.write(b"data: " + msgspec.json.encode(error.body()) + b"\n\n")
+            self._exchange.end()
+            return
+        status, headers, body = error_parts(error)
+        if receipt is not None:
+            headers += receipt_headers(receipt, self._call)
+        self._exchange.respond(status, headers, body)

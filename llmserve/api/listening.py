@@ -1,20 +1,30 @@
-"""The listening socket and the HTTP server on the socket."""
+"""The listening socket, and the server that accepts connections on the socket."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ipaddress
+import logging
+import math
 import socket
-from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-import uvicorn
+from llmserve.api.connection import Connection, Exchange, http_date
+from llmserve.errors import ConfigError, ListenError, RequestError
 
-from llmserve.errors import ConfigError, ListenError
+log = logging.getLogger("llmserve")
 
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp
+ACCEPTS_AT_ONCE = 64
+SWEEP_S = 0.5
+EVICT_AFTER_S = 1.0  # a connection that has just opened may be about to send
+CLOSE_S = 5.0
+LOG_EVERY_S = 10.0
+CONNECTIONS_MAX = 100_000
+FILES_RESERVED = 64
 
 
 def is_loopback(host: str) -> bool:
@@ -47,31 +57,226 @@ def base_url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-@contextlib.asynccontextmanager
-async def accepting(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
-    """Serve the application on the socket inside the block."""
+class Handler(Protocol):
+    """What is done with requests."""
 
-    class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            """Install no handlers: llmserve handles signals and drains the cluster first."""
-            yield
+    def admit(self, exchange: Exchange) -> None:
+        """Look at a request whose head has arrived. Raises RequestError to refuse the request without its body."""
+        ...
 
-    server = Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            proxy_headers=False,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=2,
-        )
-    )
-    task = asyncio.create_task(server.serve(sockets=[listener]))
+    def handle(self, exchange: Exchange) -> None:
+        """Answer a complete request, now or later."""
+        ...
+
+    def refused(self, exchange: Exchange, error: RequestError) -> None:
+        """Note that the connection answers a request with this error."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DoorLimits:
+    """body_bytes_max     of one request
+    buffer_bytes_max   of one answer that its client has not taken: more slows the engine down
+    buffers_bytes_max  of all requests and answers in memory
+    client_stall_s     without a byte taken, until a client is cut off
+    connections_max    None: half of the files that the process may open, for each client needs an engine's connection
+    """
+
+    body_bytes_max: int
+    buffer_bytes_max: int
+    buffers_bytes_max: int
+    client_stall_s: float
+    connections_max: int | None = None
+
+
+class Server:
+    """Accepts connections, keeps the sums over them, and cuts off clients that are late.
+
+    At connections_max the connection that is idle for longest makes room; if none is idle, clients wait in the
+    system's queue until a connection ends.
+    cut         connections that the server closed, by reason
+    body_bytes  of all requests in memory
+    """
+
+    def __init__(self, handler: Handler, listener: socket.socket, limits: DoorLimits) -> None:
+        self.handler = handler
+        self.limits = limits
+        self.connections: set[Connection] = set()
+        self.cut: Counter[str] = Counter()
+        self.body_bytes = 0
+        self.closing = False
+        self.date = http_date()
+        self.connections_max = limits.connections_max or _connections_max()
+        self._unread_bytes = 0  # of all answers, at the last sweep
+        self._listener = listener
+        self._listener.setblocking(False)
+        self._idle: OrderedDict[Connection, float] = OrderedDict()  # since when, the longest first
+        self._loop = asyncio.get_running_loop()
+        self._accepting = False
+        self._arriving: set[asyncio.Task[Any]] = set()
+        self._sweeping: asyncio.TimerHandle | None = None
+        self._malformed_logged_s = -math.inf
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes of requests, and of answers that their clients have not taken, in memory."""
+        return self.body_bytes + self._unread_bytes
+
+    def now_s(self) -> float:
+        return self._loop.time()
+
+    # ---- connections ----
+
+    def start(self) -> None:
+        self._accept_again()
+        self._sweep()
+
+    def _accept_again(self) -> None:
+        if not self._accepting and not self.closing:
+            self._accepting = True
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _stop_accepting(self) -> None:
+        if self._accepting:
+            self._accepting = False
+            self._loop.remove_reader(self._listener.fileno())
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_AT_ONCE):
+            if len(self.connections) + len(self._arriving) >= self.connections_max and not self._evict():
+                self._stop_accepting()  # until a connection ends, or the next sweep
+                return
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                log.error("no connection can be accepted: %s", error.strerror)
+                self._stop_accepting()  # until the next sweep
+                return
+            sock.setblocking(False)
+            arriving = self._loop.create_task(self._connect(sock))
+            self._arriving.add(arriving)
+            arriving.add_done_callback(self._arriving.discard)
+
+    async def _connect(self, sock: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: Connection(self), sock)
+        except OSError:  # the client has gone already
+            sock.close()
+
+    def _evict(self) -> bool:
+        """Close the connection that is idle for longest. False: none is idle for long enough to be in nobody's use."""
+        for connection, since_s in self._idle.items():
+            if self.now_s() - since_s < EVICT_AFTER_S:
+                return False
+            self._cut(connection, "evicted")
+            self.closed(connection)
+            return True
+        return False
+
+    def opened(self, connection: Connection) -> None:
+        self.connections.add(connection)
+        self._idle[connection] = self.now_s()
+        if self.closing:
+            connection.close_when_answered()
+
+    def busy(self, connection: Connection) -> None:
+        self._idle.pop(connection, None)
+
+    def idled(self, connection: Connection) -> None:
+        self._idle[connection] = self.now_s()
+
+    def closed(self, connection: Connection) -> None:
+        self.connections.discard(connection)
+        self._idle.pop(connection, None)
+        self._accept_again()
+
+    def malformed(self, peer: str, error: Exception) -> None:
+        """Log a request that is no HTTP, once in a while: anybody can send such."""
+        self.cut["malformed"] += 1
+        if self.now_s() - self._malformed_logged_s >= LOG_EVERY_S:
+            self._malformed_logged_s = self.now_s()
+            log.warning("%s sent no HTTP: %r; %d such requests so far", peer, str(error), self.cut["malformed"])
+
+    # ---- sweeps ----
+
+    def _sweep(self) -> None:
+        """Look after every connection: who is late, who reads, how much is in memory."""
+        self._sweeping = self._loop.call_later(SWEEP_S, self._sweep)
+        self.date = http_date()
+        now_s = self.now_s()
+        buffers = []
+        for connection in list(self.connections):
+            if now_s >= connection.due_s:
+                self.cut[connection.overdue()] += 1
+            connection.check_gone()
+            if buffered := connection.transport.get_write_buffer_size():
+                if self._has_stalled(connection, buffered, now_s):
+                    self._cut(connection, "stalled")
+                else:
+                    buffers.append((buffered, connection))
+            else:
+                connection.progress_s = now_s
+        self._cut_largest(buffers)
+        self._accept_again()
+
+    def _has_stalled(self, connection: Connection, buffered: int, now_s: float) -> bool:
+        sent = connection.written - buffered
+        if sent != connection.sent:
+            connection.sent, connection.progress_s = sent, now_s
+        return now_s - connection.progress_s > self.limits.client_stall_s
+
+    def _cut_largest(self, buffers: list[tuple[int, Connection]]) -> None:
+        """Cut off the clients that leave most unread, while everything together exceeds the limit."""
+        self._unread_bytes = sum(buffered for buffered, _ in buffers)
+        if self.buffered_bytes > self.limits.buffers_bytes_max:
+            for buffered, connection in sorted(buffers, key=lambda pair: -pair[0]):
+                if self.buffered_bytes <= self.limits.buffers_bytes_max:
+                    break
+                self._unread_bytes -= buffered
+                self._cut(connection, "buffers_full")
+
+    def _cut(self, connection: Connection, reason: str) -> None:
+        self.cut[reason] += 1
+        connection.abort()
+
+    # ---- the end ----
+
+    async def close(self) -> None:
+        """Accept nobody, let the last answers out, and close every connection within CLOSE_S."""
+        self.closing = True
+        self._stop_accepting()
+        for connection in list(self.connections):
+            connection.close_when_answered()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                while self.connections or self._arriving:  # noqa: ASYNC110 (bounded, once)
+                    await asyncio.sleep(0.01)
+        for connection in list(self.connections):
+            connection.abort()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+
+
+def _connections_max() -> int:
+    """Half of the files that this process may open, beside those in reserve for engines' probes, logs and pipes."""
     try:
-        yield
+        import resource
+    except ImportError:
+        return CONNECTIONS_MAX
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files == resource.RLIM_INFINITY:
+        return CONNECTIONS_MAX
+    return max(1, min(CONNECTIONS_MAX, (files - min(FILES_RESERVED, files // 2)) // 2))
+
+
+@contextlib.asynccontextmanager
+async def accepting(handler: Handler, listener: socket.socket, limits: DoorLimits) -> AsyncIterator[Server]:
+    """Serve on the socket inside the block."""
+    server = Server(handler, listener, limits)
+    server.start()
+    try:
+        yield server
     finally:
-        server.should_exit = True
-        await task
+        await server.close()

@@ -37,6 +37,10 @@ class LengthForecaster(Protocol):
     @property
     def fallbacks(self) -> Mapping[str, int]: ...
 
+    def forecast_now(self, prompt: Prompt, *, least: float | None, most: float | None) -> Any | None:
+        """The forecast, if no trained predictor has to be asked; else None, and `forecast` asks."""
+        ...
+
     async def forecast(self, prompt: Prompt, *, least: float | None, most: float | None) -> Any: ...
 
     def observe(self, forecast: Any, output_tokens: float, *, capped: bool) -> None: ...
@@ -71,10 +75,11 @@ class AnswerLengths:
         """Number of forecasts made without the predictor, by reason."""
         return self._forecaster.fallbacks if self._forecaster is not None else {}
 
-    async def predict(self, in_flight: InFlightCall, model: ServedModel | None) -> Forecast:
+    def predict_now(self, in_flight: InFlightCall, model: ServedModel | None) -> Forecast | None:
         """(median, equally likely lengths) of the answer, output tokens, within the limits of client and model.
 
-        (None, ()) without a prediction. A client's own prediction is a median without lengths.
+        (None, ()) without a prediction. A client's own prediction is a median without lengths. None: the trained
+        predictor has to be asked, by `predict`.
         """
         call, most = in_flight.call, _most(in_flight.call, model)
         if call.predicted_tokens is not None:
@@ -83,7 +88,17 @@ class AnswerLengths:
         if self._forecaster is None:
             self.sources["none"] += 1
             return None, ()
+        forecast = self._forecaster.forecast_now(call.prompt, least=call.output_tokens_min, most=most)
+        return self._kept(in_flight, forecast) if forecast is not None else None
+
+    async def predict(self, in_flight: InFlightCall, model: ServedModel | None) -> Forecast:
+        """The forecast, as of `predict_now`, of the trained predictor."""
+        assert self._forecaster is not None, "predict_now has nothing to wait for"
+        call, most = in_flight.call, _most(in_flight.call, model)
         forecast = await self._forecaster.forecast(call.prompt, least=call.output_tokens_min, most=most)
+        return self._kept(in_flight, forecast)
+
+    def _kept(self, in_flight: InFlightCall, forecast: LengthForecast) -> Forecast:
         in_flight.forecast = forecast
         self.sources[forecast.source or "none"] += 1
         return _rounded(forecast)

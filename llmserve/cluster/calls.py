@@ -13,11 +13,11 @@ from functools import partial
 from typing import Literal, Protocol
 
 from llmserve.cluster.fleet import EngineHandle
-from llmserve.cluster.in_flight import ClientStalled, Head, InFlightCall, Receipt
+from llmserve.cluster.in_flight import Head, InFlightCall, Receipt
 from llmserve.cluster.prompt_size import PromptTokensByModel
 from llmserve.engines.engine import Answer, EngineError
 from llmserve.engines.event_stream import UsageFilter, usage_of, was_cut
-from llmserve.errors import BadRequest, EngineFailed
+from llmserve.errors import EngineFailed
 from llmserve.request import Batch, Call
 from llmserve.scheduling.messages import RequestEnded
 
@@ -132,9 +132,6 @@ class RunningCalls:
             if in_flight.answered:
                 in_flight.fail(EngineFailed(str(error)))
             return RequestEnded(name, request_id, "failed", fault=True, retryable=not in_flight.answered)
-        except ClientStalled:
-            in_flight.fail(BadRequest("the answer was not read", code="client_stalled"))
-            return RequestEnded(name, request_id, "cancelled")
 
     async def _forward_stream(self, in_flight: InFlightCall, answer: Answer) -> int:
         """Forward a stream; return its output tokens. Until the first bytes the call may run elsewhere."""

@@ -21,7 +21,7 @@ from bins.profile import Profile
 from llmserve.cluster.answer_lengths import AnswerLengths, LengthForecaster
 from llmserve.cluster.calls import RunningCalls
 from llmserve.cluster.fleet import EngineHandle, Fleet
-from llmserve.cluster.in_flight import InFlightCall
+from llmserve.cluster.in_flight import Client, InFlightCall
 from llmserve.cluster.journal import Journal
 from llmserve.cluster.known_models import Listed
 from llmserve.cluster.prompt_size import PromptTokensByModel, prefix_hashes
@@ -111,7 +111,7 @@ class LiveCluster:
         self._timer_at_s: float | None = None
         self._empty = asyncio.Event()
         self._empty.set()
-        self._open: set[InFlightCall] = set()  # calls whose clients have not received the whole answer yet
+        self._predicting: set[asyncio.Task[None]] = set()
         self._drained_by_s: float | None = None  # end of the time for the drain; None: not draining
         self._closed = False
 
@@ -145,30 +145,42 @@ class LiveCluster:
     def now_s(self) -> float:
         return self._clock() - self._started_at
 
-    async def submit(self, call: Call, on_submit: Callable[[InFlightCall], None]) -> InFlightCall:
-        """Predict the length of a call and queue the call. on_submit gets the call at once and can cancel it early."""
+    def submit(self, call: Call, client: Client) -> InFlightCall:
+        """Predict the length of a call and queue the call. The answer goes to the client."""
         self._next_id += 1
-        in_flight = InFlightCall(
-            call,
-            self._next_id,
-            buffer_bytes_max=self._config.buffer_bytes_max,
-            client_stall_s=self._config.client_stall_s,
-        )
-        self._open.add(in_flight)
+        in_flight = InFlightCall(call, self._next_id, client)
+        in_flight.arrived_at_s = self.now_s()
+        self._in_flight[self._next_id] = in_flight
         self._empty.clear()
-        on_submit(in_flight)
-        arrived_at_s = self.now_s()
-        self._in_flight[in_flight.request.id] = in_flight
         try:
-            predicted, quantiles = await self.lengths.predict(in_flight, self.models.get(call.model))
+            forecast = self.lengths.predict_now(in_flight, self.models.get(call.model))
         except BaseException:
             self._forget(in_flight)
             raise
-        if in_flight.gone:  # the client left during the prediction
-            in_flight.fail(EngineFailed("the client has left"))
+        if forecast is not None:
+            self._arrive(in_flight, forecast)
+        else:
+            predicting = asyncio.create_task(self._predict(in_flight))
+            self._predicting.add(predicting)
+            predicting.add_done_callback(self._predicting.discard)
+        return in_flight
+
+    async def _predict(self, in_flight: InFlightCall) -> None:
+        try:
+            forecast = await self.lengths.predict(in_flight, self.models.get(in_flight.call.model))
+        except Exception:
+            log.exception("the length of request %d was not predicted", in_flight.request.id)
+            in_flight.fail(RequestError("the front-end failed on this request", code="internal_error"))
             self._forget(in_flight)
-            return in_flight
-        deadline_s = arrived_at_s + call.slo_s if call.slo_s is not None else None
+            return
+        if in_flight.gone or in_flight.complete:  # the client left during the prediction, or the server closes
+            self._forget(in_flight)
+        else:
+            self._arrive(in_flight, forecast)
+
+    def _arrive(self, in_flight: InFlightCall, forecast: Forecast) -> None:
+        call, (predicted, quantiles) = in_flight.call, forecast
+        deadline_s = in_flight.arrived_at_s + call.slo_s if call.slo_s is not None else None
         in_flight.request = Request(
             in_flight.request.id,
             predicted,
@@ -180,23 +192,14 @@ class LiveCluster:
             call.model,
             call.stream_name,
         )
-        in_flight.arrived_at_s = arrived_at_s
         self._step(RequestArrived(in_flight.request))
-        return in_flight
-
-    def release(self, in_flight: InFlightCall) -> None:
-        """Forget a call whose client has the whole answer, or has left."""
-        self.cancel(in_flight)
-        self._open.discard(in_flight)
-        self._forget(in_flight)
 
     def cancel(self, in_flight: InFlightCall) -> None:
         """Drop the call of a client that left, from the queue or on its engine. A complete answer changes nothing."""
-        if in_flight.complete:
-            return
-        in_flight.leave()
-        if in_flight.request.id in self.scheduler.requests:
+        in_flight.gone = True
+        if not in_flight.complete and in_flight.request.id in self.scheduler.requests:
             self._step(RequestCancelled(in_flight.request.id))
+        self._forget(in_flight)
 
     def notify(self, event: Event) -> None:
         """Give the scheduler an event that comes from neither calls nor engines: a change of groups."""
@@ -301,7 +304,7 @@ class LiveCluster:
         """Drop a call that the scheduler is done with; wake the drain when no call is left anywhere."""
         if in_flight.request.id not in self.scheduler.requests:
             self._in_flight.pop(in_flight.request.id, None)
-        if not self._in_flight and not self._open:
+        if not self._in_flight:
             self._empty.set()
 
     # ---- how running requests proceed and end -------------------------------------------------------------------
@@ -340,7 +343,7 @@ class LiveCluster:
         self.fleet.start()
 
     async def drain(self, within_s: float) -> bool:
-        """Refuse new calls and finish the others to their clients' last byte. False: `within_s` was too short."""
+        """Refuse new calls and finish the others. False: `within_s` was too short."""
         self._drained_by_s = self.now_s() + within_s
         self._step(DrainRequested())
         try:
@@ -356,10 +359,10 @@ class LiveCluster:
         if self._timer is not None:
             self._timer.cancel()
         self._revising.close()
-        for solving in self._solving:
-            solving.cancel()
+        for task in (*self._solving, *self._predicting):
+            task.cancel()
         await self._calls.close(self._in_flight.values())
-        for in_flight in self._open:
+        for in_flight in self._in_flight.values():
             in_flight.fail(_error_of("draining", None))
         await self.fleet.close()
         self.journal.close()

@@ -1,0 +1,60 @@
+"""Runs an ASGI application for one request that is complete."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from llmserve.api.connection import Exchange
+
+
+async def run_asgi(app: ASGIApp, exchange: Exchange) -> None:
+    """Answer the request by the application, whose errors are raised."""
+    gone = asyncio.get_running_loop().create_future()
+    exchange.on_gone = lambda: None if gone.done() else gone.set_result(None)
+    body: bytes | None = exchange.body
+
+    async def receive() -> Message:
+        nonlocal body
+        if body is None:
+            await gone
+            return {"type": "http.disconnect"}
+        part, body = body, None
+        return {"type": "http.request", "body": part, "more_body": False}
+
+    async def send(message: Message) -> None:
+        if gone.done():
+            return
+        if message["type"] == "http.response.start":
+            headers = [(name.lower(), value) for name, value in message.get("headers", ())]
+            length = next((int(value) for name, value in headers if name == b"content-length"), None)
+            others = [(name, value) for name, value in headers if name != b"content-length"]
+            exchange.start(message["status"], others, length)
+            return
+        exchange.write(message.get("body", b""))
+        if not message.get("more_body", False):
+            exchange.end()
+        elif exchange.paused:
+            await exchange.writable()
+
+    await app(_scope(exchange), receive, send)
+
+
+def _scope(exchange: Exchange) -> dict[str, Any]:
+    host, _, port = exchange.peer.rpartition(":")
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.0" if exchange.old else "1.1",
+        "method": exchange.method,
+        "scheme": "http",
+        "path": exchange.path,
+        "raw_path": exchange.path.encode("latin-1", "replace"),
+        "query_string": exchange.query,
+        "root_path": "",
+        "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in exchange.headers.items()],
+        "client": (host, int(port)) if port else None,
+        "server": None,
+    }
