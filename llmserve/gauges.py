@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from bins.dispatch import DispatchPlan, Observed
-from llmserve.api.listening import Server
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.saving import Saver
 from llmserve.energy import EnergyMeter
@@ -131,10 +131,20 @@ class StateGauges:
         )
 
 
+class Connections(Protocol):
+    """What a server tells of its connections, see api/listening.py."""
+
+    connections: set[Any]
+    cut: Counter[str]
+
+    @property
+    def buffered_bytes(self) -> int: ...
+
+
 class ServerGauges:
     """The connections of clients, and what the server holds for them."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Connections) -> None:
         self._server = server
 
     def collect(self) -> Iterator[Metric]:

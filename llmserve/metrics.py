@@ -13,12 +13,11 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from llmserve.api.listening import Server
 from llmserve.cluster.journal import Step
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.saving import Saver
 from llmserve.energy import EnergyMeter
-from llmserve.gauges import DispatchGauges, EnergyGauges, Gauges, OrderGauges, ServerGauges, StateGauges
+from llmserve.gauges import Connections, DispatchGauges, EnergyGauges, Gauges, OrderGauges, ServerGauges, StateGauges
 from llmserve.request import Request
 from llmserve.scheduling.messages import (
     BatchEnded,
@@ -104,7 +103,7 @@ class Metrics:
             registry.register(collector)
         cluster.journal.listen(self.observe)
 
-    def follow_server(self, server: Server) -> None:
+    def follow_server(self, server: Connections) -> None:
         self.registry.register(ServerGauges(server))
 
     def render(self) -> bytes:

@@ -21,7 +21,7 @@ log = logging.getLogger("llmserve")
 ACCEPTS_AT_ONCE = 64
 SWEEP_S = 0.5
 EVICT_AFTER_S = 1.0  # a connection that has just opened may be about to send
-CLOSE_S = 5.0
+CLOSE_S, CLOSE_STALL_S = 30.0, 3.0
 LOG_EVERY_S = 10.0
 CONNECTIONS_MAX = 100_000
 FILES_RESERVED = 64
@@ -225,7 +225,8 @@ class Server:
         sent = connection.written - buffered
         if sent != connection.sent:
             connection.sent, connection.progress_s = sent, now_s
-        return now_s - connection.progress_s > self.limits.client_stall_s
+        stall_s = min(CLOSE_STALL_S, self.limits.client_stall_s) if self.closing else self.limits.client_stall_s
+        return now_s - connection.progress_s > stall_s
 
     def _cut_largest(self, buffers: list[tuple[int, Connection]]) -> None:
         """Cut off the clients that leave most unread, while everything together exceeds the limit."""
@@ -244,7 +245,10 @@ class Server:
     # ---- the end ----
 
     async def close(self) -> None:
-        """Accept nobody, let the last answers out, and close every connection within CLOSE_S."""
+        """Accept nobody, let the last answers out, and close every connection within CLOSE_S.
+
+        A client that reads nothing for CLOSE_STALL_S is cut off.
+        """
         self.closing = True
         self._stop_accepting()
         for connection in list(self.connections):

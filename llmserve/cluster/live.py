@@ -150,13 +150,9 @@ class LiveCluster:
         self._next_id += 1
         in_flight = InFlightCall(call, self._next_id, client)
         in_flight.arrived_at_s = self.now_s()
+        forecast = self.lengths.predict_now(in_flight, self.models.get(call.model))
         self._in_flight[self._next_id] = in_flight
         self._empty.clear()
-        try:
-            forecast = self.lengths.predict_now(in_flight, self.models.get(call.model))
-        except BaseException:
-            self._forget(in_flight)
-            raise
         if forecast is not None:
             self._arrive(in_flight, forecast)
         else:

@@ -251,11 +251,11 @@ async def test_no_engine_is_503_with_retry_after(start_front: StartFront) -> Non
         assert response.status == 200
 
 
-async def test_a_body_or_prompt_beyond_the_limit_is_400(start_front: StartFront) -> None:
+async def test_a_body_beyond_the_limit_is_413_and_a_prompt_400(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0) as engine:
         front = await start_front(engine, limits=ApiConfig(body_bytes_max=2_000, prompt_chars_max=100))
         async with front.post(user="x" * 3_000) as response:
-            assert (response.status, (await error_of(response))["code"]) == (400, "body_too_large")
+            assert (response.status, (await error_of(response))["code"]) == (413, "body_too_large")
         async with front.post(messages=[{"role": "user", "content": "x" * 101}]) as response:
             assert (response.status, (await error_of(response))["code"]) == (400, "context_length_exceeded")
 

@@ -19,6 +19,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from front import Front, StartFront, until
+from reader import answered, submitted
 from worlds.invariants import check
 
 from llmserve.cluster.journal import Header, Journal
@@ -273,17 +274,16 @@ async def test_llmserves_own_engine_is_restarted_on_order_when_it_is_empty() -> 
     async with engine_process("--step-s", "0.01") as process:
         engine = OpenAIEngine(EngineInfo("mine", 8, False), process.url, restart=process.restart)
         async with cluster_of(engine) as cluster:
-            in_flight = await cluster.submit(call(), lambda in_flight: None)
+            _, reader = submitted(cluster, call())
             (handle,) = cluster.fleet.handles.values()
             first_pid = process.pid
             cluster.fleet.begin_restart(handle)
             cluster.fleet.begin_restart(handle)  # a second order changes nothing
             assert (handle.state, handle.ready) == ("restarting", False)
-            assert (await in_flight.head()).status == 200
+            assert (await reader.head()).status == 200
             await until(lambda: cluster.engines_ready["mine"])
             assert process.pid != first_pid
-            in_flight = await cluster.submit(call(), lambda in_flight: None)
-            assert (await in_flight.head()).status == 200
+            assert (await answered(cluster, call())).status == 200
 
 
 async def test_a_healthy_engine_that_refuses_the_key_is_logged_once(start_front: StartFront, caplog: Any) -> None:
@@ -404,6 +404,5 @@ async def test_after_thousands_of_disconnects_at_any_moment_no_request_is_left(s
         await until(lambda: first.running == second.running == 0)
         check(front.cluster.scheduler)
         assert not front.cluster._in_flight
-        assert not front.cluster._open
         assert [len(handle.running) for handle in front.cluster.fleet.handles.values()] == [0, 0]
         assert [state.total_tokens for state in front.cluster.scheduler.engines.values()] == [0, 0]

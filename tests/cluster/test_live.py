@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from front import Front, StartFront, until
+from reader import answered, submitted
 
 from llmserve.cluster import journal
 from llmserve.cluster.journal import Header, Journal, Step
@@ -90,8 +91,7 @@ class Table:
 async def submit(cluster: LiveCluster, prompt: str, **fields: Any) -> Any:
     body = json.dumps({"model": "fake", "messages": [], "max_tokens": 4}).encode()
     call = Call("/v1/chat/completions", body, Prompt(prompt, "fake"), stream=False, **fields)
-    in_flight = await cluster.submit(call, lambda in_flight: None)
-    return await in_flight.head()
+    return await answered(cluster, call)
 
 
 async def test_predictions_choose_the_bin_and_a_bad_predictor_costs_its_budget_at_most(tmp_path: Path) -> None:
@@ -113,17 +113,15 @@ async def test_predictions_choose_the_bin_and_a_bad_predictor_costs_its_budget_a
         await cluster.close()
 
 
-async def test_a_caller_that_stops_waiting_for_an_answer_can_still_cancel_it(start_front: StartFront) -> None:
+async def test_a_call_that_is_cancelled_leaves_its_engine_and_hears_no_more(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0.05) as engine:
         front = await start_front(engine)
         call = Call("/v1/chat/completions", b'{"max_tokens": 900}', Prompt("", "fake"), stream=False)
-        in_flight = await front.cluster.submit(call, lambda in_flight: None)
-        waiting = asyncio.ensure_future(in_flight.head())
+        in_flight, reader = submitted(front.cluster, call)
         await until(lambda: engine.running == 1)
-        waiting.cancel()
-        await asyncio.wait([waiting])
-        front.cluster.release(in_flight)
+        front.cluster.cancel(in_flight)
         await until(lambda: engine.running == 0 and not front.cluster.scheduler.requests)
+        assert (reader.chunks, reader.error) == ([], None)
 
 
 # ---- engines that fail ----
@@ -257,18 +255,6 @@ async def test_a_client_that_never_reads_is_cut_off_once_its_buffer_is_full(star
 
 
 # ---- drain and close ----
-
-
-async def test_a_drain_waits_until_clients_have_read_their_answers(start_front: StartFront) -> None:
-    async with FakeEngine(step_s=0) as engine:
-        front = await start_front(engine)
-        response = await front.post(stream=True, max_tokens=60_000).__aenter__()
-        await until(lambda: not front.cluster.scheduler.requests)  # the engine is done, the client has read nothing
-        draining = asyncio.ensure_future(front.cluster.drain(30.0))
-        await asyncio.sleep(0.1)
-        assert not draining.done()
-        assert (await response.read()).endswith(b"data: [DONE]\n\n")
-        assert await draining
 
 
 async def test_closing_starts_nothing_and_fails_waiting_requests(start_front: StartFront) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from front import Front, StartFront, until
+from reader import Reader
 
 from llmserve.api.parse import PREDICTED_HEADER
 from llmserve.cluster.in_flight import InFlightCall, Receipt
@@ -26,7 +27,7 @@ SERVICE = ServiceTime(seconds_per_token=0.5, tokens_mean=80.0)
 async def left_s(quantiles: tuple[float, ...], *, streamed: int | None, ran_s: float, choices: int = 1) -> float:
     """streamed : tokens of a stream so far; None: the body comes whole. The call has waited for 3 s before."""
     call = Call("/v1/completions", b"", Prompt("", "fake"), stream=streamed is not None, choices=choices)
-    in_flight = InFlightCall(call, 1, buffer_bytes_max=1, client_stall_s=1.0)
+    in_flight = InFlightCall(call, 1, Reader())
     median = quantiles[len(quantiles) // 2] if quantiles else None
     in_flight.request = Request(1, median, quantiles=quantiles, choices=choices)
     in_flight.arrived_at_s = 10.0

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from front import until
+from reader import Reader, submitted
 
 from llmserve.cluster.in_flight import InFlightCall
 from llmserve.cluster.journal import Header, Journal, replay
@@ -53,6 +54,9 @@ class Oracle:
     fallbacks: Mapping[str, int] = MappingProxyType({})
     learnt = 0
 
+    def forecast_now(self, prompt: Prompt, *, least: float | None, most: float | None) -> Guess | None:
+        return self._guess(prompt.text)
+
     async def forecast(self, prompt: Prompt, *, least: float | None, most: float | None) -> Guess:
         return self._guess(prompt.text)
 
@@ -90,18 +94,18 @@ async def cluster_of(forecaster: Any, engine: FakeEngine, **settings: Any) -> As
         await cluster.close()
 
 
-async def submit(cluster: LiveCluster, tokens: int, **fields: Any) -> InFlightCall:
+def submit(cluster: LiveCluster, tokens: int, **fields: Any) -> tuple[InFlightCall, Reader]:
     body = json.dumps({"model": "fake", "messages": [], "max_tokens": tokens}).encode()
     call = Call("/v1/chat/completions", body, Prompt(str(tokens), "fake"), stream=False, **fields)
-    return await cluster.submit(call, lambda in_flight: None)
+    return submitted(cluster, call)
 
 
 async def burst(cluster: LiveCluster) -> list[InFlightCall]:
     """All lengths at once, served to the end."""
-    calls = [await submit(cluster, tokens) for tokens in LENGTHS.values()]
-    await asyncio.gather(*[call.head() for call in calls])
+    calls = [submit(cluster, tokens) for tokens in LENGTHS.values()]
+    await asyncio.gather(*[reader.head() for _, reader in calls])
     await until(lambda: not cluster.scheduler.requests)
-    return calls
+    return [in_flight for in_flight, _ in calls]
 
 
 def started(steps: Any) -> list[int]:
@@ -133,8 +137,8 @@ async def test_templates_that_are_learnt_while_requests_wait_reorder_them() -> N
             body = json.dumps({"model": "fake", "messages": [], "max_tokens": tokens}).encode()
             prompt = Prompt(f"text {number}", "fake", system="essays" if number % 2 else "brief")
             call = Call("/v1/chat/completions", body, prompt, stream=False)
-            calls.append(await cluster.submit(call, lambda in_flight: None))
-        await asyncio.gather(*[call.head() for call in calls])
+            calls.append(submitted(cluster, call))
+        await asyncio.gather(*[reader.head() for _, reader in calls])
         order = started(cluster.journal.steps)
     short = [place for place, request_id in enumerate(order) if request_id % 2]
     assert sum(short) / len(short) < 25  # in order of arrival 29
@@ -156,9 +160,9 @@ async def test_a_forecaster_that_fails_stops_no_request(caplog: pytest.LogCaptur
 
 async def test_a_clients_own_prediction_is_never_revised() -> None:
     async with FakeEngine(step_s=0.002) as engine, cluster_of(Oracle(), engine) as cluster:
-        others = [await submit(cluster, tokens) for tokens in (20, 30, 40)]
-        own = await submit(cluster, 10, predicted_tokens=300.0)
-        await asyncio.gather(*[call.head() for call in (*others, own)])
+        others = [submit(cluster, tokens) for tokens in (20, 30, 40)]
+        own = submit(cluster, 10, predicted_tokens=300.0)
+        await asyncio.gather(*[reader.head() for _, reader in (*others, own)])
         assert own.receipt is not None
         assert own.receipt.predicted_tokens == 300.0
         assert started(cluster.journal.steps) == [1, 2, 3, 4]
@@ -168,8 +172,8 @@ async def test_a_clients_prediction_is_capped_by_its_limit_and_by_the_models_con
     context = 1 << 20
     async with FakeEngine(step_s=0) as engine, cluster_of(None, engine) as cluster:
         for limit, capped in ((None, context), (50, 50), (1 << 30, context)):
-            call = await submit(cluster, 4, predicted_tokens=2.0**31, output_tokens_max=limit)
-            await call.head()
+            call, reader = submit(cluster, 4, predicted_tokens=2.0**31, output_tokens_max=limit)
+            await reader.head()
             assert call.receipt is not None
             assert call.receipt.predicted_tokens == capped
 
