@@ -179,7 +179,7 @@ class Connection(asyncio.Protocol):
         self.progress_s = 0.0  # time of the last progress
         self.due_s = math.inf  # when what the client owes must be complete
         self._parser = httptools.HttpRequestParser(self)
-        self._head_bytes = self._fields = 0
+        self._head_bytes = self._fields = self._field_bytes = 0
         self._reading: Exchange | None = None  # the request that arrives
         self._has_head = False
         self._serving: Exchange | None = None
@@ -256,7 +256,7 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         self._reading = Exchange(self)
         self._has_head = False
-        self._fields = 0
+        self._fields = self._field_bytes = 0
         if self._serving is None:
             self.due_s = self.server.now_s() + HEAD_S
 
@@ -268,10 +268,13 @@ class Connection(asyncio.Protocol):
         reading = self._reading
         assert reading is not None
         self._fields += 1
-        if self._fields <= FIELDS_MAX:
-            reading.headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
-        elif reading.error is None:
+        self._field_bytes += len(name) + len(value)
+        if self._fields > FIELDS_MAX:
             reading.error = HeadTooLarge(f"the head of the request has more than {FIELDS_MAX} fields")
+        elif self._field_bytes > HEAD_BYTES_MAX:
+            reading.error = HeadTooLarge(f"the head of the request is larger than {HEAD_BYTES_MAX:,} bytes")
+        else:
+            reading.headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
 
     def on_headers_complete(self) -> None:
         reading, parser = self._reading, self._parser
@@ -288,6 +291,8 @@ class Connection(asyncio.Protocol):
         reading.keep_alive = parser.should_keep_alive()
         if reading.error is None:
             reading.error = self._refusal(reading)
+        else:
+            reading.keep_alive = False
         if reading.error is None and reading.headers.get("expect", "").lower() == "100-continue":
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self.due_s = self.server.now_s() + BODY_S if self._serving is None else math.inf
