@@ -56,8 +56,7 @@ def main(args: argparse.Namespace) -> int:
         print(config.shown(origin))
         return 0
     logging.basicConfig(level=config.server.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
-    for noisy in ("asyncio", "uvicorn"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
     _allow_many_sockets()
     with contextlib.suppress(ImportError):
         import uvloop

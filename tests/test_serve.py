@@ -181,7 +181,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[
 
     The output includes the log: pytest's log handlers are replaced by those of a real process.
     """
-    loggers = [logging.getLogger(name) for name in ("", "asyncio", "uvicorn")]
+    loggers = [logging.getLogger(name) for name in ("", "asyncio")]
     settings_before = [(logger.level, logger.handlers) for logger in loggers]
 
     def refused(*flags: str) -> tuple[int, str]:

@@ -161,8 +161,8 @@ async def test_a_forecaster_that_fails_stops_no_request(caplog: pytest.LogCaptur
 async def test_a_clients_own_prediction_is_never_revised() -> None:
     async with FakeEngine(step_s=0.002) as engine, cluster_of(Oracle(), engine) as cluster:
         others = [submit(cluster, tokens) for tokens in (20, 30, 40)]
-        own = submit(cluster, 10, predicted_tokens=300.0)
-        await asyncio.gather(*[reader.head() for _, reader in (*others, own)])
+        own, own_reader = submit(cluster, 10, predicted_tokens=300.0)
+        await asyncio.gather(*[reader.head() for reader in (*[reader for _, reader in others], own_reader)])
         assert own.receipt is not None
         assert own.receipt.predicted_tokens == 300.0
         assert started(cluster.journal.steps) == [1, 2, 3, 4]
