@@ -156,7 +156,7 @@ class Dispatch:
 
     def start_reserved(self, group: Group, worker: Worker, now_s: float) -> None:
         """Start the reserved batch after the preempted batch has ended. The batch is composed again, as large as it can
-        be now; it may hold preempted requests.
+        be now; it may hold preempted requests. If the worker runs yet, the batch's requests only go back to their bins.
         """
         assert worker.reserved is not None, f"worker {worker.name} is not reserved"
         assert isinstance(self.order, MomentOrder), "only an order of the moment preempts"
@@ -165,6 +165,8 @@ class Dispatch:
         requests = list(batch.requests.values())  # [] if all have been cancelled or have failed in between
         if requests:
             choice.take_back(batch)
+        if worker.running:
+            return
         group.pool.refresh(engine, now_s)
         if requests and engine.info.name in group.pool.free:
             bin_index = max([queued.bin for queued in requests])

@@ -112,7 +112,7 @@ class Scheduler:
             AnswerBegan: self._on_answer_began,
             ForecastsRevised: lambda event: self._book.revise(event.changes),
             BatchEnded: self._on_batch_ended,
-            EngineReady: lambda event: self._engines.ready(event.engine),
+            EngineReady: self._on_engine_ready,
             EngineClosed: self._on_engine_closed,
             EngineLost: self._on_engine_lost,
             DrainRequested: self._on_drain_requested,
@@ -286,22 +286,42 @@ class Scheduler:
         """After runs have left an engine: start the reserved batch, and let an idle worker join its next group."""
         worker = engine.worker
         self._book.touch(self.groups.group_of(engine))
-        if worker.reserved is not None and not worker.running:
-            waiting = list(worker.reserved[1].requests.values())
-            group = self.groups.by_name[waiting[0].group] if waiting else self.groups.group_of(engine)
-            self._book.fail_late()
-            self._dispatch.start_reserved(group, worker, self._now_s)
-            for queued in [queued for queued in waiting if queued.run is None]:
-                self._book.deadlines.watch(queued, self._now_s)  # batch times may have changed since its arrival
-            self._book.place_again(waiting)
-        if worker.next is not None and not worker.running:
+        if worker.running:
+            self._end_reservation_in_vain(worker)
+            return
+        self._end_reservation(worker)
+        if worker.next is not None:
             self._engines.changed([self.groups.join(worker, self._now_s)])
 
+    def _end_reservation_in_vain(self, worker: Worker) -> None:
+        """End a reservation if its engine takes no more requests of the batch: these must not wait for the engine."""
+        if worker.reserved is not None:
+            engine, batch = worker.reserved
+            if not (engine.takes_for_group and engine.circuit.closed and engine.serves(batch.model)):
+                self._end_reservation(worker)
+
+    def _end_reservation(self, worker: Worker) -> None:
+        """Start the reserved batch if its engine is free; what does not start waits in bins again."""
+        if worker.reserved is None:
+            return
+        waiting = list(worker.reserved[1].requests.values())
+        group = self.groups.by_name[waiting[0].group] if waiting else self.groups.by_name[worker.next or worker.group]
+        self._book.fail_late()
+        self._dispatch.start_reserved(group, worker, self._now_s)
+        for queued in [queued for queued in waiting if queued.run is None]:
+            self._book.deadlines.watch(queued, self._now_s)  # batch times may have changed since its arrival
+        self._book.place_again(waiting)
+
     # ---- engines ----------------------------------------------------------------------------------------------
+
+    def _on_engine_ready(self, event: EngineReady) -> None:
+        self._engines.ready(event.engine)
+        self._end_reservation_in_vain(self.engines[event.engine.name].worker)  # it may serve other models now
 
     def _on_engine_closed(self, event: EngineClosed) -> None:
         if (state := self.engines.get(event.engine)) is not None and state.ready:
             self._engines.close(state)
+            self._end_reservation_in_vain(state.worker)
 
     def _on_engine_lost(self, event: EngineLost) -> None:
         state = self.engines.get(event.engine)
@@ -356,6 +376,8 @@ class Scheduler:
 
     def _on_plan_changed(self, event: PlanChanged) -> None:
         self._engines.changed(self.groups.change(event.groups, self._now_s))
+        for engine in self.engines.values():
+            self._end_reservation_in_vain(engine.worker)  # the worker may be leaving its group
         for group in self.groups:
             self._book.touch(group)
         self._book.place_again(list(self.requests.values()))

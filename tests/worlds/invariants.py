@@ -22,6 +22,11 @@ def check(scheduler: Scheduler) -> None:
             assert (engine.info.name in group.pool.free) == takes, (
                 f"{engine.info.name} is wrongly listed as free or not"
             )
+        counted = sorted((name, size) for size, engines in group.pool.batches.items() for name in engines)
+        batches = {name: len(engine.running) for name, engine in group.pool.engines.items() if engine.info.barrier}
+        assert counted == sorted((name, size) for name, size in batches.items() if size), (
+            f"{group.name} counts batches {counted}, not those that run"
+        )
         _check_nothing_waits_in_vain(scheduler, group)
     for engine in groups.engines.values():
         _check_engine(engine)
@@ -140,3 +145,6 @@ def _check_engine(engine: EngineState) -> None:
     assert trial is None or trial in engine.running, f"{name} waits for a trial that it does not run"
     if engine.worker.reserved is not None:
         assert engine.worker.running, f"{name} is kept free for a batch that could run"
+        reserved, batch = engine.worker.reserved
+        takes = reserved.takes_for_group and reserved.circuit.closed and reserved.serves(batch.model)
+        assert takes, f"batch {batch.id} waits for {reserved.info.name}, which takes none of its requests"

@@ -1,11 +1,24 @@
 """Bugs that random worlds found, worked out by hand, so that other draws of worlds do not lose them."""
 
+import pytest
 from worlds.invariants import check
 
 from bins.profile import StepTimes
 from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
-from llmserve.scheduling.messages import Action, EngineReady, RequestArrived, RequestEnded, StartBatch, TimerFired
+from llmserve.scheduling.messages import (
+    Action,
+    EngineClosed,
+    EngineReady,
+    FailRequest,
+    PlanChanged,
+    PreemptBatch,
+    RequestArrived,
+    RequestEnded,
+    ServingGroup,
+    StartBatch,
+    TimerFired,
+)
 from llmserve.scheduling.scheduler import Scheduler
 
 SMALL, LARGE, LARGER = 0.0, 60.0, 90.0  # prompt tokens; an answer of 4 takes 20 more
@@ -119,3 +132,56 @@ def test_an_engine_seems_no_faster_because_an_answer_began_alone_and_ended_among
     assert arrives(4, 9.0, 13.0 + 9.0) == []
     assert starts(scheduler.handle(RequestEnded("e", 0, "completed", 10.0), 13.0)) == []
     assert scheduler.engines["e"].pace("") == 1.0
+
+
+def preempting_scheduler(*engines: EngineInfo, **values: object) -> Scheduler:
+    """0 runs on the first engine and is stopped for 1 (with 0: twice as many), which has the engine reserved."""
+    scheduler = new_scheduler(*engines, batch_size=2, order="flex", preemption_factor=1.5, release="window", **values)
+    first = engines[0].name
+    arrivals = [scheduler.handle(RequestArrived(Request(number, model="a")), 0.0) for number in range(2)]
+    assert starts(arrivals[0]) == [(first, 0)]
+    assert arrivals[1] == [PreemptBatch(first, 1, (0,))]
+    return scheduler
+
+
+@pytest.mark.parametrize("change", [EngineClosed("e"), EngineReady(EngineInfo("e", 2, True, models=("b",)))])
+def test_a_request_for_which_an_engine_is_reserved_waits_no_longer_than_others_when_the_engine_stops_serving_it(
+    change: EngineClosed | EngineReady,
+) -> None:
+    """Before: the timer fired endlessly, for requests with an engine reserved did not fail."""
+    scheduler = preempting_scheduler(EngineInfo("e", 2, True), engine_wait_s=3.0)
+    scheduler.handle(change, 1.0)
+    assert scheduler.wake_at_s == 4.0
+    assert scheduler.handle(TimerFired(), 4.0) == [FailRequest(1, "no_engine", None)]
+    assert scheduler.wake_at_s is None
+    check(scheduler)
+
+
+def test_requests_for_which_a_paused_engine_is_reserved_wait_no_longer_than_others_without_an_engine() -> None:
+    """Before: the timer fired endlessly, for requests with an engine reserved did not fail.
+
+    1 and 2 are stopped for 3 to 7. 1 fails by the engine's fault, which opens the circuit; 2 has not stopped yet.
+    """
+    faults = {"retries_max": 0, "circuit_faults_max": 1, "circuit_pause_s": 9.0, "engine_wait_s": 3.0}
+    scheduler = new_scheduler(EngineInfo("e", 8, True), batch_size=8, order="flex", release="window", **faults)
+    assert [arrive(scheduler, number) for number in range(3)] == [[("e", 0)], [], []]
+    assert starts(scheduler.handle(RequestEnded("e", 0, "completed", 4.0), 0.0)) == [("e", 1), ("e", 2)]
+    arrivals = [scheduler.handle(RequestArrived(Request(number)), 0.0) for number in range(3, 8)]
+    assert arrivals == [[], [], [], [], [PreemptBatch("e", 2, (1, 2))]]
+    scheduler.handle(RequestEnded("e", 1, "failed", fault=True, retryable=True), 1.0)
+    check(scheduler)
+    assert scheduler.wake_at_s == 4.0
+    failed = scheduler.handle(TimerFired(), 4.0)
+    assert [action.request_id for action in failed if isinstance(action, FailRequest)] == [3, 4, 5, 6, 7]
+    assert scheduler.wake_at_s is None
+
+
+def test_a_request_for_which_an_engine_is_reserved_moves_when_the_engine_leaves_its_group() -> None:
+    """Before: the timer fired endlessly, for requests with an engine reserved neither failed nor moved."""
+    scheduler = preempting_scheduler(EngineInfo("e", 2, True, worker="w"), engine_wait_s=3.0)
+    scheduler.handle(PlanChanged((ServingGroup("left", ("w",), ()),)), 1.0)
+    check(scheduler)
+    assert scheduler.requests[1].group == "left"
+    assert scheduler.wake_at_s is None
+    actions = scheduler.handle(RequestEnded("e", 0, "cancelled"), 2.0)
+    assert starts(actions) == [("e", 0), ("e", 1)]
