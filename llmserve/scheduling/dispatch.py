@@ -92,6 +92,8 @@ class Dispatch:
                 for queue in queues.bins:
                     if len(queue):
                         yield queues.release.due_at_s(queue, idle)
+                        if self.moment and idle is not None:  # that time may have passed, and a later one may follow
+                            yield queues.release.due_at_s(queue, None)
 
     def _start(
         self, group: Group, engine: EngineState, queues: ModelQueues, batch: FormedBatch, size: int, now_s: float

@@ -3,11 +3,13 @@
 import pytest
 from worlds.invariants import check
 
+from bins.dispatch import DispatchPlan, DispatchTable
 from bins.profile import StepTimes
 from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
+    DispatchSolved,
     EngineClosed,
     EngineReady,
     FailRequest,
@@ -185,3 +187,21 @@ def test_a_request_for_which_an_engine_is_reserved_moves_when_the_engine_leaves_
     assert scheduler.wake_at_s is None
     actions = scheduler.handle(RequestEnded("e", 0, "cancelled"), 2.0)
     assert starts(actions) == [("e", 0), ("e", 1)]
+
+
+def test_a_bin_is_due_when_the_rate_will_have_fallen_although_its_longest_wait_is_over() -> None:
+    """Before: the bin waited past its release, for only the earlier of its two times counted, which had passed.
+
+    A batch of one takes 2 s, so at 1 request a second two must wait, after a silence of 3 s only one. 1 waits for
+    memory.
+    """
+    settings = {"release": "rate-headroom", "rate_headroom": 1.0, "batch_wait_s": 0.5, "order": "flex"}
+    scheduler = new_scheduler(engine("e", 2), batch_size=2, preemption="off", **settings)
+    table = DispatchTable((0, 1, 2), (), (), service_s=(2.0, 2.5), late_s=(2.0, 2.5), wait_s_max=9.0)
+    scheduler.handle(DispatchSolved(DispatchPlan((0,), (table,)), ""), 0.0)
+    for number, at_s in enumerate([0.0, 1.0]):
+        scheduler.handle(RequestArrived(Request(number, 4.0, prompt_tokens=LARGER)), at_s)
+    while scheduler.wake_at_s is not None and scheduler.wake_at_s < 3.5:
+        scheduler.handle(TimerFired(), scheduler.wake_at_s)
+    scheduler.handle(TimerFired(), 3.95)
+    assert scheduler.wake_at_s == pytest.approx(4.0)
