@@ -1,6 +1,7 @@
 """A few hundred random worlds with faults, and checks of all worlds. scripts/worlds runs more."""
 
 import itertools
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,9 @@ from worlds import digests
 from worlds.drawing import KINDS, ORDERS, RELEASES, draw
 from worlds.run import Violation, journal, judge
 
+from llmserve.cluster.journal import Step
 from llmserve.scheduling.groups import RequestBook
-from llmserve.scheduling.messages import Action, Event, FailReason, FailRequest
+from llmserve.scheduling.messages import Action, Event, FailReason, FailRequest, TimerFired
 
 BLOCK, BLOCKS = 20, 20
 BOOLS = list(itertools.product((False, True), repeat=3))
@@ -33,6 +35,16 @@ def test_the_schedulers_decisions_are_those_recorded(first_seed: int) -> None:
     seeds = range(first_seed, first_seed + 250)
     changed = [seed for seed in seeds if digests.digest(seed) != recorded[seed]]
     assert not changed, "python scripts/worlds --digests write, if the change was intended"
+
+
+def test_a_digest_depends_on_no_last_digit_of_a_number_and_on_every_other() -> None:
+    def digest(now_s: float, retry_after_s: float) -> str:
+        action = FailRequest(1, "queue_full", retry_after_s)
+        return digests.digest_of([Step(now_s, TimerFired(), (action,)), Step(now_s + 1.0, TimerFired(), ())])
+
+    third = 1.0 / 3.0
+    assert digest(third, third) == digest(math.nextafter(third, 1.0), math.nextafter(third, 0.0))
+    assert len({digest(third, third), digest(third + 1e-8, third), digest(third, third + 1e-8)}) == 3
 
 
 def test_a_seed_always_draws_the_same_world_and_other_seeds_others() -> None:
