@@ -208,10 +208,14 @@ def boosted(queued: QueuedRequest) -> float:
     if decay_s <= 0.0:
         return queued.arrived_at_s
     scale = min(1.0 / (queued.slots * decay_s), SCALE_MAX)
-    prompt = scale * queued.prompt_s
-    per_token = min(scale * (queued.service_s - queued.prompt_s) / queued.expected_tokens, SCALE_MAX)
-    lengths = queued.lengths or (queued.expected_tokens,)
-    excess = sum([math.expm1(min(prompt + per_token * tokens, EXPONENT_MAX)) for tokens in lengths]) / len(lengths)
+    prompt, expected = scale * queued.prompt_s, queued.expected_tokens
+    per_token = min(scale * (queued.service_s - queued.prompt_s) / expected, SCALE_MAX)
+    lengths, expm1 = queued.lengths or (expected,), math.expm1
+    if prompt + per_token * lengths[-1] <= EXPONENT_MAX:  # the longest; for nearly all requests
+        terms = [expm1(prompt + per_token * tokens) for tokens in lengths]
+    else:
+        terms = [expm1(min(prompt + per_token * tokens, EXPONENT_MAX)) for tokens in lengths]
+    excess = sum(terms) / len(terms)
     mean = math.expm1(min(scale * queued.service_mean_s, EXPONENT_MAX))
     return queued.arrived_at_s + decay_s * (_boost(mean) - _boost(excess))
 
