@@ -5,13 +5,46 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import numpy as np
+
 from llmserve.scheduling.queues import QueuedRequest
 
-FIT_EVERY = 32  # answers between two fits of the time of prompts
+FIT_EVERY = 32  # answers between two regressions; until the first, forecasts stand for themselves and prompts are free
 CERTAIN = 3.0  # standard errors
 TAIL_CHANGES = 1.25  # factor by which the wait's tail has changed when requests are sorted by it again
-CALIBRATED_FROM = 32  # answers; with fewer, forecasts stand for themselves
 SPREAD_LEAST = 1e-9  # relative spread of prompts, and variance of log forecasts; with less, all count as equal
+
+
+class Moments:
+    """Means and centred products of quantities of answers, whose weights decay.
+
+    FIT_EVERY answers are added at once: one by one they would cost most of the time that is spent on an answer.
+    memory : answers after which an observation's weight has fallen to a third.
+
+    count     weight of all added answers
+    means     of each quantity
+    products  (quantities, quantities) sums of the products of the differences from the means
+    """
+
+    def __init__(self, memory: int) -> None:
+        self._weights = (1.0 - 1.0 / memory) ** np.arange(FIT_EVERY, -1.0, -1.0)  # of the sums, then of each answer
+        self._new: list[tuple[float, ...]] = []
+        self._sums = np.zeros(1)  # (1 + quantities, 1 + quantities) products; the first quantity is one
+        self.count = 0.0
+        self.means: list[float] = []
+        self.products: list[list[float]] = []
+
+    def observe(self, *quantities: float) -> bool:
+        """Count an answer. True when `count`, `means` and `products` have changed."""
+        self._new.append((1.0, *quantities))
+        if len(self._new) < FIT_EVERY:
+            return False
+        rows, self._new = np.array(self._new), []
+        sums = self._sums = self._weights[0] * self._sums + (self._weights[1:] * rows.T) @ rows
+        means = sums[0, 1:] / sums[0, 0]
+        self.count, self.means = float(sums[0, 0]), means.tolist()
+        self.products = (sums[1:, 1:] - sums[0, 0] * means[:, None] * means).tolist()
+        return True
 
 
 class Calibration:
@@ -23,34 +56,25 @@ class Calibration:
     """
 
     def __init__(self, memory: int = 1024) -> None:
-        self._keep = 1.0 - 1.0 / memory
-        self._count = self._x = self._y = self._xx = self._xy = 0.0  # sums with the same decay
-        self._lengths = self._fitted = 0.0  # of answers, and of the regression for them at the time
-        self._slope, self._at, self._factor = 1.0, (0.0, 0.0), 1.0
+        self._moments = Moments(memory)  # of x, y, the answer's length, and the regression for it at the time
+        self._slope, self._scale, self._factor = 1.0, 1.0, 1.0
 
     def tokens(self, forecast: float) -> float:
         """The mean length of answers of this forecast. forecast : tokens, > 0"""
-        return forecast if self._count < CALIBRATED_FROM else self._factor * self._fit(forecast)
+        return self._factor * self._fit(forecast) if self._moments.count else forecast
 
     def _fit(self, forecast: float) -> float:
-        mean_x, mean_y = self._at
-        return math.exp(mean_y + self._slope * (math.log(forecast) - mean_x))
+        return self._scale * math.exp(self._slope * math.log(forecast))
 
     def observe(self, forecast: float, output_tokens: float) -> None:
         """Count an answer. forecast, output_tokens : > 0"""
-        keep, x, y = self._keep, math.log(forecast), math.log(output_tokens)
-        self._lengths = keep * self._lengths + output_tokens
-        fitted = output_tokens if self._count < CALIBRATED_FROM else self._fit(forecast)
-        self._fitted = keep * self._fitted + fitted
-        self._count = keep * self._count + 1.0
-        self._x, self._y = keep * self._x + x, keep * self._y + y
-        self._xx, self._xy = keep * self._xx + x * x, keep * self._xy + x * y
-        if self._count < CALIBRATED_FROM:
+        moments, fitted = self._moments, self._fit(forecast) if self._moments.count else output_tokens
+        if not moments.observe(math.log(forecast), math.log(output_tokens), output_tokens, fitted):
             return
-        mean_x, mean_y = self._at = self._x / self._count, self._y / self._count
-        spread = self._xx / self._count - mean_x * mean_x
-        slope = (self._xy / self._count - mean_x * mean_y) / spread if spread > SPREAD_LEAST else 1.0
-        self._slope, self._factor = min(1.0, max(0.0, slope)), self._lengths / self._fitted
+        mean_x, mean_y, lengths, fitted = moments.means
+        xx, xy = moments.products[0][:2]
+        self._slope = min(1.0, max(0.0, xy / xx)) if xx > SPREAD_LEAST * moments.count else 1.0
+        self._scale, self._factor = math.exp(mean_y - self._slope * mean_x), lengths / fitted
 
 
 class PromptTime:
@@ -65,31 +89,19 @@ class PromptTime:
     """
 
     def __init__(self, memory: int = 1024) -> None:
-        self._keep = 1.0 - 1.0 / memory
-        # Decayed sums of 1, of tokens, prompt tokens and seconds, and of their six products.
-        self._moments = [0.0] * 10
-        self._since_fit = 0
+        self._moments = Moments(memory)  # of tokens, prompt tokens and seconds
         self.per_token_s = self.tokens_mean = 0.0
 
     def observe(self, seconds: float, tokens: float, prompt_tokens: float) -> None:
         """Record one answer: its seconds on the engine, its tokens and those of its prompt (0: unknown)."""
-        t, p, s, keep = tokens, prompt_tokens, seconds, self._keep
-        observed = (1.0, t, p, s, t * t, t * p, t * s, p * p, p * s, s * s)
-        self._moments = [keep * moment + value for moment, value in zip(self._moments, observed, strict=True)]
-        self._since_fit += 1
-        if self._since_fit == FIT_EVERY:
-            self._since_fit = 0
-            self._fit()
+        if self._moments.observe(tokens, prompt_tokens, seconds):
+            self._regress()
 
-    def _fit(self) -> None:
-        count, *sums = self._moments[:4]
-        t, p, s = [total / count for total in sums]
-        pairs = (t, t), (t, p), (t, s), (p, p), (p, s), (s, s)
-        centred = [moment - count * one * other for moment, (one, other) in zip(self._moments[4:], pairs, strict=True)]
-        tt, tp, ts, pp, ps, ss = centred
-        self.tokens_mean = p
+    def _regress(self) -> None:
+        count, (_, self.tokens_mean, _) = self._moments.count, self._moments.means
+        (tt, tp, ts), (_, pp, ps), (*_, ss) = self._moments.products
         spread = tt * pp - tp * tp
-        if count <= 3.0 or spread <= SPREAD_LEAST * tt * pp:  # then nothing tells prompts from answers
+        if spread <= SPREAD_LEAST * tt * pp:  # then nothing tells prompts from answers
             self.per_token_s = 0.0
             return
         slope, slope_of_answer = (tt * ps - tp * ts) / spread, (pp * ts - tp * ps) / spread
