@@ -89,6 +89,8 @@ class FixedChoice:
         best: First | None = None
         key, number, unformed = math.inf, 0, []
         for queues in startable:
+            if queues.unsorted:
+                queues.sort_again()
             batch = queues.formed.first(self._set_aside)
             if batch is None:
                 unformed.append(queues)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import count
+from itertools import chain, count
 
 from bins.dispatch import DispatchPlan, Observed
 from bins.edges import OnlineEdges
@@ -43,6 +43,7 @@ class ModelQueues:
     formed      batches that wait for an engine; follows_load : whether the order does (FixedOrder)
     planner     asks for plans; None unless the release follows plans
     seen        records answer lengths, for edges, plans and batch times
+    unsorted    whether what turns go by has changed since the last sort: who asks which is next must sort again
     bins        a queue for each bin
     tally       counts waiting requests of the whole group
 
@@ -70,25 +71,21 @@ class ModelQueues:
     ) -> None:
         self.model, self.group, self.release = model, group, release
         self.edges, self.trust, self.planner = edges, trust, planner
-        self.seen = seen
-        self.service = ServiceTime()
-        self.formed, self.load = formed, Load() if follows_load else None
+        self.seen, self.service = seen, ServiceTime()
+        self.formed, self.load, self.unsorted = formed, Load() if follows_load else None, False
         self.bins = [queue(index) for index in range(edges.bins)]
         self.waiting = 0  # requests in bins and in formed batches
         self.present = 0  # requests that wait or run; kept by the group
         self.engines: Sequence[EngineState] = ()
-        self._with_look_ahead: Sequence[EngineState] = ()
         self.slots = self.all_slots = 0
         self.no_engine_since_s: float | None = 0.0
         self._tally = tally or Tally()
-        self._batch_size = batch_size
-        self._by_risk = by_risk
+        self._batch_size, self._by_risk = batch_size, by_risk
         self._tokens = BinTokens(seen, batch_size)
 
     def set_engines(self, ready: Sequence[EngineState], now_s: float) -> None:
         """Set the ready engines that serve the model."""
         self.engines, self.all_slots = ready, sum([engine.info.slots for engine in ready])
-        self._with_look_ahead = [engine for engine in ready if engine.info.look_ahead]  # requests may wait inside
         self.slots = min([engine.info.slots for engine in ready if engine.worker.next is None], default=0)
         for queue in self.bins:
             queue.engines = max(1, len(ready))
@@ -127,10 +124,10 @@ class ModelQueues:
             request, queue.index, now_s, score, expected, expected, service_s, mean * seconds, total, self.group
         )
         if (load := self.load) is not None:
-            ahead = sum([max(0, len(engine.running) - engine.info.slots) for engine in self._with_look_ahead])
+            ahead = max(0, self.present - self.waiting - self.all_slots)  # requests that run, beyond the slots
             load.tell((queued,), self.all_slots, trusted=trusted)
             if load.arrive(queued, forecast, seconds, mean, ahead):
-                self.sort_again()
+                self.unsorted = True
         queued.sort_length = self._sort_length(queued)
         queue.append(queued)
         self._count((queued,))
@@ -138,14 +135,15 @@ class ModelQueues:
 
     def follow_load(self, follows: bool) -> None:
         """Learn the load from now on, or no longer."""
-        self.load = (self.load or Load(self.all_waiting())) if follows else None
+        self.load = (self.load or Load(self._anyhow())) if follows else None
 
     def sort_again(
         self, key: Callable[[FormedBatch], float] | None = None, turn: Callable[[QueuedRequest], float] | None = None
     ) -> None:
-        """Sort all waiting requests, each within its bin and its batch. key, turn : of another order (FixedOrder)"""
+        """Sort all waiting requests, each within its bin and batch. key, turn : of another order (FixedOrder)"""
+        self.unsorted = False
         if self.load is not None:
-            self.load.tell(self.all_waiting(), self.all_slots, trusted=self.trust.trusted)
+            self.load.tell(self._anyhow(), self.all_slots, trusted=self.trust.trusted)
         self.formed.sort_all(key)
         for queue in self.bins:
             queue.sort_all(turn)
@@ -262,9 +260,11 @@ class ModelQueues:
 
     def all_waiting(self) -> list[QueuedRequest]:
         """All waiting requests in order of arrival, without those of reserved batches."""
-        waiting = [queued for queue in self.bins for queued in queue]
-        waiting += [queued for batch in self.formed.batches() for queued in batch.requests.values()]
-        return sorted(waiting, key=turn_of_arrival)
+        return sorted(self._anyhow(), key=turn_of_arrival)
+
+    def _anyhow(self) -> Iterator[QueuedRequest]:
+        """The requests of `all_waiting`, in no order."""
+        return chain(*self.bins, self.formed)
 
     def record_answer(self, queued: QueuedRequest, output_tokens: float, ran_s: float) -> bool:
         """Record an answer's length and time. True when the answer changed whether predictions are trusted."""

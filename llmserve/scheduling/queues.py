@@ -278,6 +278,11 @@ class FormedQueue:
         """Number of requests in formed batches."""
         return self._requests
 
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        """Their requests, in no order."""
+        fresh = [entry[3] for entry in self._heap if entry[2] == entry[3].serial]
+        return (queued for batch in (*fresh, *self._returned) for queued in batch.requests.values())
+
     @property
     def returned(self) -> list[FormedBatch]:
         """Returned batches that still hold a request, in order."""

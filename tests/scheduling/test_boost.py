@@ -15,8 +15,8 @@ from test_scheduler import arrive, new_scheduler, step
 from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.load import Calibration, Load, PromptTime, WaitTail
-from llmserve.scheduling.messages import RequestEnded
-from llmserve.scheduling.orders import boosted
+from llmserve.scheduling.messages import EngineReady, RequestEnded
+from llmserve.scheduling.orders import FixedOrder, boosted, mean_turn
 from llmserve.scheduling.queues import QueuedRequest
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.scheduling.window_queue import WindowQueue
@@ -115,15 +115,33 @@ def test_the_tail_follows_a_change_of_the_load_both_ways() -> None:
 
 
 def test_waiting_requests_are_sorted_again_when_the_load_changes() -> None:
-    """The first requests of a burst waited for little when they came; at the end all are sorted by one tail."""
+    """The first requests of a burst waited for little when they came; when one starts, all are sorted by one tail."""
     scheduler = one_by_one("boost")
-    arrive(scheduler, *[Request(number, 10.0 + number % 7) for number in range(300)])
+    arrive(scheduler, *[Request(number, 10.0 + number % 7) for number in range(301)])
+    step(scheduler, RequestEnded("gpu0", 0, "completed"), 1.0)
     queues, load = scheduler.queues(""), load_of(scheduler)
     waiting = queues.all_waiting()
     assert {request.decay_s for request in waiting} == {load.waits.decay_s}
     assert load.work_us == pytest.approx(1e6 * sum(request.service_s for request in waiting))
-    run_dry(scheduler, 0, 1.0)
+    run_dry(scheduler, next(iter(scheduler.engines["gpu0"].running)), 1.0)
     assert load.work_us == 0
+
+
+def test_a_burst_is_sorted_again_when_a_request_can_start_however_often_the_load_has_grown() -> None:
+    turns = 0
+
+    def turn_s(waiting: QueuedRequest) -> float:
+        nonlocal turns
+        turns += 1
+        return boosted(waiting)
+
+    order = FixedOrder(mean_turn(turn_s), turn_s, follows_load=True)
+    scheduler = SchedulingConfig(batch_size=1, release="greedy", order="boost", bins=1).scheduler(order=order)
+    scheduler.handle(EngineReady(EngineInfo("gpu0", 1, False)), 0.0)
+    arrive(scheduler, *[Request(number, 10.0) for number in range(1_000)])
+    assert turns == 1_000
+    step(scheduler, RequestEnded("gpu0", 0, "completed"), 1.0)
+    assert turns == 1_999
 
 
 # ---- forecasts ----
