@@ -43,12 +43,12 @@ class Forecaster:
     async def forecast(self, prompt: Prompt, *, least: float | None = None, most: float | None = None) -> Forecast:
         """Equally likely lengths of the answer, between `least` (min_tokens) and `most` (max_tokens)."""
         forecast = self.learner.forecast(prompt, await self._predict(prompt))
-        return replace(forecast, lengths=bounded(forecast.lengths, least=least, most=most))
+        return _bounded(forecast, least, most)
 
     def revise(self, forecast: Forecast, *, least: float | None = None, most: float | None = None) -> Forecast:
         """The forecast of the same answer by what was learnt since. least, most : as in `forecast`"""
         later = self.learner.revise(forecast)
-        return replace(later, lengths=bounded(later.lengths, least=least, most=most))
+        return _bounded(later, least, most)
 
     def observe(self, forecast: Forecast, output_tokens: float, *, capped: bool = False) -> None:
         """Learn the length of the answer. capped : the answer was cut at its max_tokens."""
@@ -75,6 +75,11 @@ class Forecaster:
         if not self._failing:
             log.warning("the length predictor failed (%s); forecasts come from earlier answers", why)
         self._failing = True
+
+
+def _bounded(forecast: Forecast, least: float | None, most: float | None) -> Forecast:
+    lengths = bounded(forecast.lengths, least=least, most=most)
+    return forecast if lengths is forecast.lengths else replace(forecast, lengths=lengths)
 
 
 class ForecasterByModel:

@@ -15,6 +15,7 @@ texts by somebody who does not know the secret.
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
 from statistics import NormalDist
@@ -395,8 +396,7 @@ def keys_of(prompt: Prompt, secret: bytes = b"", shared: bool = True) -> tuple[b
     secret : at most 64 bytes, the key of the hashes.
     shared : False for applications and templates that the sender does not share with others.
     """
-    model = repr((prompt.model, bool(prompt.stop))).encode("utf-8", "backslashreplace")
-    kind = blake2b(model, digest_size=KEY_BYTES, key=secret)
+    kind = _kind(prompt.model, bool(prompt.stop), secret)
     keys = [kind.digest()]
     application = kind.copy()
     if not shared:
@@ -411,6 +411,12 @@ def keys_of(prompt: Prompt, secret: bytes = b"", shared: bool = True) -> tuple[b
             keys.append(_extended(application, b"%d:" % characters, text[:characters].encode("utf-8", "surrogatepass")))
     keys.append(_extended(application, b"all:", _ends(text)))
     return tuple(keys)
+
+
+@lru_cache(maxsize=128)
+def _kind(model: str, stops: bool, secret: bytes) -> blake2b:
+    """The hash of a model's key, to be copied."""
+    return blake2b(repr((model, stops)).encode("utf-8", "backslashreplace"), digest_size=KEY_BYTES, key=secret)
 
 
 def _extended(start: blake2b, kind: bytes, text: bytes) -> bytes:

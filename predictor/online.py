@@ -13,6 +13,7 @@ Pure: no clock, no randomness, no I/O. Not thread-safe.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from predictor.memory import Memory, RecentlyUsed, Verdict, keys_of
 from predictor.prompt import Prompt
@@ -22,14 +23,17 @@ from predictor.state import Saving, State, part, whole
 from predictor.text_features import Features
 from predictor.text_learner import TextForecast, TextLearner
 
+READINGS_MAX = 64
+"""Prompts whose features and keys are kept for the same prompt; then all are forgotten."""
+READING_CHARACTERS_MAX = 1000
+"""Longer prompts are read again, so that all readings take less than 0.5 MB."""
 FORESEEN = 0.1
 """Error of a template's median, in log tokens, below which words have little to learn from the answer."""
 
 __all__ = ["LEVELS", "Forecast", "OnlineLearner", "bounded"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Trace:
+class _Trace(NamedTuple):
     """How a forecast was made, for learning from the answer's length."""
 
     kind: tuple[str, bool, bool]  # model; has stop strings; the predictor gives one length only
@@ -68,7 +72,7 @@ class OnlineLearner:
     window           last answers of a model that correct its predictions, or are the forecast without predictions
     models_max       remembered models (two entries with and without stop strings), up to 80 kB each
     secret           key of the hashes under which templates, applications and words are remembered; at most 64 bytes
-    learns_text      whether lengths are learnt from the words of prompts, in at most 16 MB
+    learns_text      whether lengths are learnt from the words of prompts, in at most 17 MiB
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class OnlineLearner:
         self._window = window
         self._models_max = models_max
         self._text = TextLearner(secret, models_max) if learns_text else None
+        self._readings: dict[Prompt, tuple[bool, Features | None, tuple[bytes, ...]]] = {}
         self._recalibrations = RecentlyUsed[tuple[str, bool, bool], Recalibration](
             models_max, lambda: Recalibration(window)
         )
@@ -101,9 +106,23 @@ class OnlineLearner:
         predicted = self._read(raw)
         kind = (prompt.model, bool(prompt.stop), raw is not None and len(raw) == 1)
         s = 1.0 if kind[2] or not predicted else width(predicted)
-        features = self._text.read(prompt) if self._text else None
+        features, chain = self._reading(prompt)
+        return self._forecast(kind, predicted, s, chain, features)
+
+    def _reading(self, prompt: Prompt) -> tuple[Features | None, tuple[bytes, ...]]:
+        """The prompt's features and keys. Both stay the same while its sender's answers count, or do not."""
+        kept = self._readings.get(prompt)
+        features = kept[1] if kept else self._text.read(prompt) if self._text else None
         shared = not (self._text and features) or self._text.counts(features)
-        return self._forecast(kind, predicted, s, keys_of(prompt, self._secret, shared), features)
+        if kept and kept[0] == shared:
+            return features, kept[2]
+        chain = keys_of(prompt, self._secret, shared)
+        texts = (prompt.text, prompt.system, prompt.model, prompt.format, prompt.sender, *prompt.stop)
+        if sum(map(len, texts)) <= READING_CHARACTERS_MAX:
+            if len(self._readings) >= READINGS_MAX:
+                self._readings.clear()
+            self._readings[prompt] = shared, features, chain
+        return features, chain
 
     def revise(self, forecast: Forecast) -> Forecast:
         """The forecast of the same request by what was learnt since. Its prompt is not read again.
@@ -116,7 +135,7 @@ class OnlineLearner:
         features = trace.text.features if trace.text else None
         later = self._forecast(trace.kind, trace.predicted, trace.width, trace.chain, features)
         verdict = later._trace.verdict._replace(by_key=trace.verdict.by_key)
-        return replace(later, _trace=replace(later._trace, verdict=verdict))
+        return replace(later, _trace=later._trace._replace(verdict=verdict))
 
     def _forecast(
         self,
@@ -194,12 +213,13 @@ class OnlineLearner:
             self._text = TextLearner(secret, self._models_max)
             self._text.restore(saved)
         self._secret = secret
+        self._readings.clear()
 
 
 def bounded(lengths: tuple[float, ...], *, least: float | None = None, most: float | None = None) -> tuple[float, ...]:
-    """The lengths of a forecast under a request's min_tokens and max_tokens; `most` wins over `least`."""
-    if least is not None:
+    """The ascending lengths of a forecast under a request's min_tokens and max_tokens; `most` wins over `least`."""
+    if lengths and least is not None and lengths[0] < least:
         lengths = tuple([max(length, least) for length in lengths])
-    if most is not None:
+    if lengths and most is not None and lengths[-1] > most:
         lengths = tuple([min(length, most) for length in lengths])
     return lengths

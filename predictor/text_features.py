@@ -14,7 +14,7 @@ Pure: the same secret and prompt always give the same features.
 import math
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import pairwise
 from typing import NamedTuple
@@ -48,6 +48,7 @@ FORMS = 6
 
 _NUMBER = re.compile(r"\b\d{1,9}\b")
 _WORD = re.compile(r"[\u3040-\u9fff\uac00-\ud7a3]|[^\W\d_]{1,30}|\d{1,9}|[^\w\s]")
+_ASCII_WORD = re.compile(r"[a-z]{1,30}|[0-9]{1,9}|[^a-z0-9_\s\x1c-\x1f]")  # the same words of lower-case ASCII, sooner
 # The kinds of features, with their sizes. The sizes of the words' own kinds are over the root of the number of words.
 _WORDS = {"word": 1.0, "first letters": 1.5, "pair": 1.0, "word for the model": 0.6}
 _OTHERS = {
@@ -103,27 +104,22 @@ class TextFeatures:
         amounts = _amounts(prompt.text[:TEXT_FIRST], words)
         system = list(dict.fromkeys(_words(prompt.system, SYSTEM_WORDS_MAX))) if prompt.system else []
         names = [*facts, *seen, *system, *amounts, f"sender {prompt.sender[:NAME_CHARACTERS]}"]
-        rows = self._rows_of(names)
-        row_of = dict(zip(names, rows, strict=True))
+        rows, row_of = self._rows_of(names), self._row_of
         hashes = self._hashes.take(rows + [row_of[word] for word in words], axis=0)
         one, start = hashes[:, 0], len(facts)
         end, last = start + len(seen), len(names)
         own, text = one[start:end], one[last:]
         pairs = first_pairs = text[:-1] * _LEFT + text[1:] * _RIGHT
-        if len(set(pairwise(words))) < len(pairs):
+        if len(seen) < len(words) and len(set(pairwise(words))) < len(pairs):
             pairs = np.unique(pairs)
         parts = (
             *(own, hashes[start:end, 1], pairs, own * one[0]),
             *(own[:EARLY], text[:FIRST], first_pairs[:PAIRS], text[-1:]),
             *(one[:start], one[end : last - 1]),
         )
-        counts = np.array((
-            *(len(seen), len(seen), len(pairs), len(seen)),
-            *(min(EARLY, len(seen)), *_places(len(words))),
-            *(1, FORMS - 1, len(facts) - FORMS, len(system), len(amounts)),
-        ))  # fmt: skip
-        indices = np.concatenate(parts) * _KINDS.repeat(counts) >> _SHIFT
-        values = _sizes(len(words), len(system)).repeat(counts)
+        kinds, usual = _kinds_and_values(len(words), len(seen), len(pairs), len(facts), len(system), len(amounts))
+        indices = np.concatenate(parts) * kinds >> _SHIFT
+        values = usual.copy()
         values[-len(amounts) :] = [*amounts.values()]
         return Features(indices.view(np.int64), values, int(one[last - 1]))
 
@@ -155,19 +151,28 @@ class TextFeatures:
         return int.from_bytes(keyed.digest(), "big")
 
 
-@cache
 def _places(words: int) -> tuple[bool, ...]:
     """Which of the features that have a place a text of so many words has."""
     return (*(place < words for place in range(FIRST)), *(place < words - 1 for place in range(PAIRS)), words > 0)
 
 
-@cache
-def _sizes(words: int, system_words: int) -> NDArray[np.float32]:
-    """The size of each kind of features."""
+@lru_cache(maxsize=128)
+def _kinds_and_values(
+    words: int, seen: int, pairs: int, facts: int, system: int, amounts: int
+) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
+    """The multiplier and the value of each feature of a prompt with so many of each kind, amounts' values aside.
+
+    Most prompts share theirs with earlier ones: all that are kept take less than 0.5 MB.
+    """
+    counts = np.array([
+        *(seen, seen, pairs, seen),
+        *(min(EARLY, seen), *_places(words)),
+        *(1, FORMS - 1, facts - FORMS, system, amounts),
+    ])  # fmt: skip
     sizes = _SIZES.copy()
     sizes[: len(_WORDS)] /= math.sqrt(max(1, words))
-    sizes[-2] /= math.sqrt(max(1, system_words))
-    return sizes
+    sizes[-2] /= math.sqrt(max(1, system))
+    return _KINDS.repeat(counts), sizes.repeat(counts)
 
 
 def _facts(prompt: Prompt) -> list[str]:
@@ -229,7 +234,7 @@ def _words(text: str, words_max: int) -> list[str]:
     """Lower-case words, numbers and signs; of a long text its first and last."""
     if len(text) > TEXT_FIRST + TEXT_LAST:
         text = text[:TEXT_FIRST] + " " + text[-TEXT_LAST:]
-    words = _WORD.findall(text.lower())
+    words = (_ASCII_WORD if text.isascii() else _WORD).findall(text.lower())
     if len(words) > words_max:
         words = words[: words_max * 3 // 4] + words[-(words_max // 4) :]
     return words

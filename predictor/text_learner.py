@@ -23,8 +23,8 @@ Pure: no clock, no I/O, no randomness. Not thread-safe.
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,11 +117,9 @@ class Example:
         return len(self.indices), target, self.capped, place_of.get(id(self.sender), -1), level
 
 
-@dataclass(frozen=True, slots=True)
-class TextForecast:
+class TextForecast(NamedTuple):
     """words : w x.  predicted : the predictor's z, if any.  base : b.
-    middle : w x + b, or its mixture with `predicted`.
-    logs : LEVELS quantiles of z around `middle`, before their correction.  width : theirs.
+    middle : w x + b, or its mixture with `predicted`.  width : of the normal distribution of z around `middle`.
     """
 
     features: Features
@@ -129,8 +127,12 @@ class TextForecast:
     predicted: float | None
     base: float
     middle: float
-    logs: tuple[float, ...]
     width: float
+
+    @property
+    def logs(self) -> Sequence[float]:
+        """LEVELS quantiles of z, before their correction."""
+        return [self.middle + self.width * normal for normal in _NORMAL]
 
 
 class TextLearner:
@@ -173,9 +175,7 @@ class TextLearner:
         if prediction is not None:
             usual = self._predicted.get(model)
             middle = base + self._mixture.mixed(words, prediction - usual.value if usual else 0.0)
-        width = _PER_ABSOLUTE * self._error
-        logs = tuple([middle + width * normal for normal in _NORMAL])
-        return TextForecast(features, words, prediction, base, middle, logs, width)
+        return TextForecast(features, words, prediction, base, middle, _PER_ABSOLUTE * self._error)
 
     def _product(self, features: Features) -> float:
         """w x"""
