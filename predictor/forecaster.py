@@ -50,9 +50,9 @@ class Forecaster:
         later = self.learner.revise(forecast)
         return _bounded(later, least, most)
 
-    def observe(self, forecast: Forecast, output_tokens: float, *, capped: bool = False) -> None:
-        """Learn the length of the answer. capped : the answer was cut at its max_tokens."""
-        self.learner.observe(forecast, output_tokens, capped)
+    def observe(self, forecast: Forecast, output_tokens: float, *, capped: bool = False, words: bool = True) -> None:
+        """Learn the length of the answer. capped : the answer was cut at its max_tokens.  words : see OnlineLearner"""
+        self.learner.observe(forecast, output_tokens, capped, words)
 
     async def _predict(self, prompt: Prompt) -> Sequence[float] | None:
         if self._predictor is None:
@@ -106,8 +106,8 @@ class ForecasterByModel:
     def revise(self, forecast: Forecast, *, least: float | None = None, most: float | None = None) -> Forecast:
         return self._of(forecast.model).revise(forecast, least=least, most=most)
 
-    def observe(self, forecast: Forecast, output_tokens: float, *, capped: bool = False) -> None:
-        self._of(forecast.model).observe(forecast, output_tokens, capped=capped)
+    def observe(self, forecast: Forecast, output_tokens: float, *, capped: bool = False, words: bool = True) -> None:
+        self._of(forecast.model).observe(forecast, output_tokens, capped=capped, words=words)
 
     def _of(self, model: str) -> Forecaster:
         return self._forecasters.get(model, self._others)

@@ -165,11 +165,13 @@ class OnlineLearner:
             return ()
         return at_levels(sorted([log_length(length) for length in raw]))
 
-    def observe(self, forecast: Forecast, output_tokens: float, capped: bool = False) -> None:
+    def observe(self, forecast: Forecast, output_tokens: float, capped: bool = False, words: bool = True) -> None:
         """Learn the real length of an answer. To be called once per forecast.
 
         capped : the answer was cut at its request's max_tokens; its full length is at least output_tokens. An answer
         without a token (cancelled or failed) is ignored.
+        words : whether the answer teaches the words of its prompt, which takes most of the time. A fair sample of the
+        answers may do so; all of them judge their sender, and teach templates and the predictor's correction.
         """
         if not 0.0 < output_tokens <= LENGTH_MAX:
             return
@@ -178,7 +180,7 @@ class OnlineLearner:
         if self._text and trace.text:
             overruled = bool(trace.verdict.overruled)
             foreseen = overruled and abs(actual - trace.verdict.logs[MIDDLE]) < FORESEEN
-            counts = self._text.learn(trace.kind[0], trace.text, actual, capped, not overruled, foreseen)
+            counts = self._text.learn(trace.kind[0], trace.text, actual, capped, not overruled, foreseen, words)
         predicted = bool(trace.predicted)
         coarsest_learnt = self.memory.learn(trace.chain, trace.verdict, actual, capped, predicted, counts)
         if coarsest_learnt and trace.predicted:

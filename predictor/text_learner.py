@@ -194,14 +194,21 @@ class TextLearner:
         return tuple([math.log(math.exp(min(max(z, _Z_MIN), _Z_MAX)) - SOFT) for z in corrected])
 
     def learn(
-        self, model: str, forecast: TextForecast, actual: float, capped: bool, stands: bool, foreseen: bool = False
+        self,
+        model: str,
+        forecast: TextForecast,
+        actual: float,
+        capped: bool,
+        stands: bool,
+        foreseen: bool = False,
+        words: bool = True,
     ) -> bool:
         """Learn the logarithm of a real length, or, if capped, of a lower bound.
 
         stands : whether the model's forecast stands; False: a template's is better. Then the answer teaches the weights
         of its words, but little about other prompts.  foreseen : whether a template forecast it well; one in
-        OVERRULED_LEARNT of these answers is learnt, for they cost as much as others. Returns whether the answer counts;
-        False: it may be nonsense.
+        OVERRULED_LEARNT of these answers is learnt, for they cost as much as others.  words : False: only the sender is
+        judged. Returns whether the answer counts; False: it may be nonsense.
         """
         z = _soft(actual)
         if not self._answers:
@@ -209,6 +216,8 @@ class TextLearner:
         sender = self._senders.used(forecast.features.sender)
         sender.learn(z, forecast.middle, self._answers)
         self._answers += 1
+        if not words:
+            return sender.counts
         if foreseen:
             self._foreseen += 1
             if self._foreseen % OVERRULED_LEARNT:

@@ -43,7 +43,7 @@ class LengthForecaster(Protocol):
 
     async def forecast(self, prompt: Prompt, *, least: float | None, most: float | None) -> Any: ...
 
-    def observe(self, forecast: Any, output_tokens: float, *, capped: bool) -> None: ...
+    def observe(self, forecast: Any, output_tokens: float, *, capped: bool, words: bool) -> None: ...
 
 
 @runtime_checkable
@@ -112,9 +112,10 @@ class AnswerLengths:
         in_flight.forecast = self._reviser.revise(in_flight.forecast, least=least, most=most)
         return _rounded(in_flight.forecast)
 
-    def learn(self, in_flight: InFlightCall, output_tokens: float) -> bool:
+    def learn(self, in_flight: InFlightCall, output_tokens: float, words: bool) -> bool:
         """Learn from the length of a completed answer. True when other forecasts may be revised now.
 
+        words : False: the answer teaches its templates, but no words, to save time
         An answer that the client forced to its length (min_tokens, ignore_eos) says nothing about other answers.
         """
         call, most = in_flight.call, in_flight.call.output_tokens_max
@@ -122,7 +123,7 @@ class AnswerLengths:
             return False
         capped = in_flight.cut or (most is not None and output_tokens >= most)
         if self._forecaster is not None and in_flight.forecast is not None:
-            self._forecaster.observe(in_flight.forecast, output_tokens, capped=capped)
+            self._forecaster.observe(in_flight.forecast, output_tokens, capped=capped, words=words)
             self.learnt += 1
         if self._record is not None and call.choices == 1:
             self._record.write(call, round(output_tokens), capped=capped)

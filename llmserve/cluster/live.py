@@ -24,6 +24,7 @@ from llmserve.cluster.fleet import EngineHandle, Fleet
 from llmserve.cluster.in_flight import Client, InFlightCall
 from llmserve.cluster.journal import Journal
 from llmserve.cluster.known_models import Listed
+from llmserve.cluster.learning import Learning
 from llmserve.cluster.prompt_size import PromptTokensByModel, prefix_hashes
 from llmserve.cluster.record import LengthRecord
 from llmserve.cluster.remaining import remaining_s
@@ -92,6 +93,7 @@ class LiveCluster:
         self.journal = journal
         self.lengths = AnswerLengths(forecaster, record)
         self._revising = Revising(Revisions(scheduler.requests, self._forecast_again), self._step)
+        self._learning = Learning(self.lengths.learn, self._revising.learnt)
         self._config = config or LiveConfig()
         self._clock = clock
         self._started_at = clock()
@@ -312,11 +314,7 @@ class LiveCluster:
 
     def _ended(self, in_flight: InFlightCall, ended: RequestEnded) -> None:
         if ended.outcome == "completed" and ended.output_tokens > 0:
-            try:
-                if self.lengths.learn(in_flight, ended.output_tokens):
-                    self._revising.learnt()
-            except Exception:  # the request has ended, whether or not its length was learnt
-                log.exception("the length of request %d was not learnt", ended.request_id)
+            self._learning.answered(in_flight, ended.output_tokens)
         self._step(ended)
         self._forget(in_flight)
 
@@ -354,6 +352,7 @@ class LiveCluster:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
+        self._learning.close()
         self._revising.close()
         for task in (*self._solving, *self._predicting):
             task.cancel()

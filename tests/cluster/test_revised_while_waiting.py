@@ -63,7 +63,7 @@ class Oracle:
     def revise(self, forecast: Guess, *, least: float | None, most: float | None) -> Guess:
         return self._guess(forecast.prompt)
 
-    def observe(self, forecast: Guess, output_tokens: float, *, capped: bool) -> None:
+    def observe(self, forecast: Guess, output_tokens: float, *, capped: bool, words: bool) -> None:
         self.learnt += 1
 
     def _guess(self, prompt: str) -> Guess:

@@ -294,6 +294,28 @@ def test_a_prompt_that_comes_again_is_read_once(monkeypatch):
     assert all(len(prompt.model) < 10 for prompt in learner._readings)
 
 
+def test_an_answer_whose_words_are_not_taught_teaches_its_template_and_no_other_prompt():
+    learner, traffic = taught(), Traffic(5)
+    other, asked = traffic.ask()[0], Prompt("a template that is asked again and again")
+    before = learner.forecast(other, None)
+    templates = OnlineLearner()
+    for each in (learner, templates):
+        for _ in range(20):
+            each.observe(each.forecast(asked, None), 7_000.0, words=False)
+    assert learner.forecast(other, None).lengths == before.lengths
+    assert templates.forecast(asked, None).median == pytest.approx(7_000.0, rel=0.01)
+
+
+def test_a_sample_of_the_answers_ranks_as_well_as_if_only_these_had_come():
+    sampled, only, traffic = OnlineLearner(keys_max=0), OnlineLearner(keys_max=0), Traffic(0)
+    for number in range(1_200):
+        prompt, length = traffic.ask()
+        sampled.observe(sampled.forecast(prompt, None), length, words=number % 4 == 0)
+        if number % 4 == 0:
+            serve(only, prompt, length)
+    assert tau(sampled) == pytest.approx(tau(only), abs=0.01)
+
+
 def test_tools_format_and_max_tokens_tell_lengths_apart():
     learner, rng = OnlineLearner(keys_max=0), random.Random(0)
     kinds = {"tools": {"tools": 2}, "format": {"format": "json_schema"}, "most": {"output_tokens_max": 16}, "plain": {}}
