@@ -75,7 +75,7 @@ def _allow_many_sockets() -> None:
 
 
 async def run(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT, then drain. Returns the exit status."""
+    """Serve until SIGTERM, SIGINT or SIGHUP, then drain. Returns the exit status."""
     stop, stop_now = asyncio.Event(), asyncio.Event()
     starting = asyncio.current_task()
 
@@ -157,6 +157,7 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
             config.live.client_stall_s,
         )
         metrics.follow_server(await stack.enter_async_context(accepting(app, listener, limits)))
+        stack.push_async_callback(cluster.abort)  # before the door closes: clients can still be told
         cluster.start()
         warning = asyncio.create_task(warn_of_unserved(config, cluster))
         stack.callback(warning.cancel)
@@ -166,12 +167,15 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
 @contextlib.contextmanager
 def _on_stop_signals(callback: Callable[[], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` ignores the end of the terminal
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
         loop.add_signal_handler(number, callback)
     try:
         yield
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 

@@ -261,8 +261,8 @@ class _Answer:
         self._exchange.end()
 
     def fail(self, error: RequestError, receipt: Receipt | None) -> None:
-        if self._exchange.started:  # the status is already sent: send an error event, as OpenAI's clients expect
-            self._exchange.write(b"data: " + msgspec.json.encode(error.body()) + b"\n\n")
+        if self._exchange.started:  # the status is already sent: end the stream as vLLM does
+            self._exchange.write(b"data: " + msgspec.json.encode(error.body()) + b"\n\ndata: [DONE]\n\n")
             self._exchange.end()
             return
         status, headers, body = error_parts(error)

@@ -379,7 +379,10 @@ class Connection(asyncio.Protocol):
     # ---- the end of the connection ----
 
     def close_when_answered(self) -> None:
-        """Close now if no request is served, else after the last answer."""
+        """Close now if no request is served, else after the last answer. A body on its way is refused."""
+        if self._reading is not None and self._has_head:
+            self._refuse_reading(Unavailable("the server is shutting down", code="draining", retry_after_s=1.0))
+            return
         if self._serving is None:
             self.transport.close()
             return

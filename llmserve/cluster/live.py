@@ -66,7 +66,7 @@ FALLBACKS = {
 
 
 class LiveCluster:
-    """Drives one scheduler through real time. Call `start()`, `submit()` for each call, then `drain()` and `close()`.
+    """Drives one scheduler through real time. Call `start()`, `submit()` for each call, then `drain()`, `abort()` and `close()`.
 
     solvers     by model ("": every other model): make plans, where the scheduler's release follows plans
     profiles    by model ("": every other model): how long batches take on the engines
@@ -347,8 +347,9 @@ class LiveCluster:
             return False
         return True
 
-    async def close(self) -> None:
-        """Stop everything at once. Calls that still run are aborted, and their clients get an error."""
+    async def abort(self) -> None:
+        """Stop all calls at once. Their clients get an error, and so does every later call."""
+        self._drained_by_s = self.now_s()
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -356,9 +357,13 @@ class LiveCluster:
         self._revising.close()
         for task in (*self._solving, *self._predicting):
             task.cancel()
-        await self._calls.close(self._in_flight.values())
-        for in_flight in self._in_flight.values():
+        for in_flight in list(self._in_flight.values()):
             in_flight.fail(_error_of("draining", None))
+        await self._calls.close(self._in_flight.values())
+
+    async def close(self) -> None:
+        """Stop everything at once."""
+        await self.abort()
         await self.fleet.close()
         self.journal.close()
         self.lengths.close()

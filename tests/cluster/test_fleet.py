@@ -61,10 +61,12 @@ async def ask(front: Front, *, stream: bool, **fields: Any) -> str:
     if not stream:
         return "done" if json.loads(body)["usage"]["completion_tokens"] == fields["max_tokens"] else "lost"
     events = [line.removeprefix("data: ") for line in body.split("\n\n") if line]
-    if events[-1] == "[DONE]":
-        text = sum(event.count('"tok "') for event in events)
-        return "done" if text == fields["max_tokens"] else f"{text} tokens"
-    return str(json.loads(events[-1])["error"]["code"])
+    if events[-1] != "[DONE]":
+        return "lost"
+    if "error" in (last := json.loads(events[-2])):
+        return str(last["error"]["code"])
+    text = sum(event.count('"tok "') for event in events)
+    return "done" if text == fields["max_tokens"] else f"{text} tokens"
 
 
 def state(front: Front, name: str) -> str:
