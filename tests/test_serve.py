@@ -315,8 +315,9 @@ def test_the_import_rules_hold() -> None:
         },
         "llmserve.cluster": {
             *("bins", "llmserve.scheduling", "llmserve.engines", "llmserve.request", "llmserve.errors"),
-            *("llmserve.policies", "llmserve.settings", "predictor.prompt"),
+            *("llmserve.policies", "llmserve.private_file", "llmserve.settings", "predictor.prompt"),
         },
+        "llmserve.private_file": set(),
         "llmserve.simulation": {
             *("bins", "llmserve.policies", "llmserve.request", "llmserve.errors", "llmserve.scheduling"),
             "llmserve.extras",
@@ -330,6 +331,7 @@ def test_the_import_rules_hold() -> None:
                 "llmserve.errors",
                 "llmserve.headers",
                 "llmserve.metrics",
+                "llmserve.private_file",
                 "predictor.prompt",
             ),
         },

@@ -3,7 +3,8 @@
 The journal holds identifiers, lengths and times, never a prompt or an answer. A fresh scheduler of the same
 configuration gives the same actions for the journal's events: `replay(header, steps) == steps`.
 
-A journal file is JSON lines: a header, then one step a line.
+A journal file is JSON lines: a header, then one step a line. A server that starts again appends a header and its own
+steps, so a file may hold several runs. `read` returns the last one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import msgspec
 
 from llmserve.errors import JournalError
 from llmserve.policies import SchedulingConfig
+from llmserve.private_file import appending
 from llmserve.scheduling.lengths import Learnt
 from llmserve.scheduling.messages import Action, Event, ServingGroup
 from llmserve.scheduling.rates import GroupRates, Replan
@@ -28,6 +30,7 @@ VERSION = 7
 READABLE = (4, 5, 6, VERSION)
 # Version 4 has one model and no groups, version 5 nothing learnt before: the defaults of the fields that they lack.
 # Neither has ForecastsRevised. Tuned came with version 7.
+HEADER_START = b'{"scheduling":'  # the first field of a header; a step begins with its time
 
 log = logging.getLogger("llmserve")
 
@@ -76,7 +79,7 @@ class Journal:
         self._listeners: list[Callable[[Step], None]] = []
         self._encoder = msgspec.json.Encoder()
         try:
-            self._file = path.open("wb") if path is not None else None
+            self._file = appending(path) if path is not None else None
         except OSError as error:
             raise JournalError(f"cannot write the journal {path}: {error.strerror}") from error
         self._write(header)
@@ -99,6 +102,8 @@ class Journal:
             return
         try:
             self._file.write(self._encoder.encode(line) + b"\n")
+            if isinstance(line, Header):
+                self._file.flush()  # a killed process leaves a run that can be read
         except OSError as error:  # such as a full disk: serving goes on without a file
             log.error("the journal file ends here: %s", error)
             self._file = None
@@ -131,22 +136,24 @@ def replay(header: Header, steps: Iterable[Step]) -> list[Step]:
 
 
 def read(path: Path) -> tuple[Header, list[Step]]:
-    """A journal file's header and steps. Raises JournalError naming the line that cannot be read.
+    """The header and the steps of the last run in a file. Raises JournalError naming the line that cannot be read.
 
     A last line cut short by a crash is left out.
     """
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        data = path.read_bytes()
     except OSError as error:
         raise JournalError(f"cannot read the journal {path}: {error.strerror}") from error
-    if lines and not lines[-1].endswith(b"\n"):
-        lines.pop()
-    if not lines:
+    data = data[: data.rfind(b"\n") + 1]
+    if not data:
         raise JournalError(f"the journal {path} is empty")
-    header = _decode(lines[0], Header, path, 1)
+    start = data.rfind(b"\n" + HEADER_START) + 1
+    first, *rest = data[start:].splitlines()
+    number = data.count(b"\n", 0, start) + 1
+    header = _decode(first, Header, path, number)
     if header.version not in READABLE:
         raise JournalError(f"{path} has version {header.version} of the format; this is version {VERSION}")
-    return header, [_decode(line, Step, path, number) for number, line in enumerate(lines[1:], start=2)]
+    return header, [_decode(line, Step, path, number + after) for after, line in enumerate(rest, start=1)]
 
 
 def _decode(line: bytes, kind: type[Line], path: Path, number: int) -> Line:

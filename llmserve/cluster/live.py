@@ -66,7 +66,7 @@ FALLBACKS = {
 
 
 class LiveCluster:
-    """Drives one scheduler through real time. Call `start()`, `submit()` for each call, then `drain()`, `abort()` and `close()`.
+    """Drives a scheduler in real time: `start()`, `submit()` for each call, `drain()`, `abort()`, `close()`.
 
     solvers     by model ("": every other model): make plans, where the scheduler's release follows plans
     profiles    by model ("": every other model): how long batches take on the engines

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from llmserve.errors import JournalError
+from llmserve.private_file import appending
 from llmserve.request import Call
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
@@ -26,7 +27,7 @@ class LengthRecord:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._file = path.open("ab")
+            self._file = appending(path)
         except OSError as error:
             raise JournalError(f"cannot write the record {path}: {error.strerror}") from error
         self._path = path

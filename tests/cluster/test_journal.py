@@ -7,7 +7,7 @@ from reproduction.shepherd.worker import SimulatedWorker
 
 from bins.profile import StepTimes
 from llmserve.cluster import journal
-from llmserve.cluster.journal import Header, Journal
+from llmserve.cluster.journal import Header, Journal, Step
 from llmserve.cluster.simulated import SimulatedCluster
 from llmserve.errors import JournalError
 from llmserve.policies import SchedulingConfig
@@ -20,6 +20,7 @@ from llmserve.scheduling.messages import (
     RequestArrived,
     RequestEnded,
     ServingGroup,
+    TimerFired,
 )
 from llmserve.scheduling.rates import Replan
 
@@ -161,6 +162,42 @@ def test_a_last_line_cut_short_is_left_out(tmp_path: Path) -> None:
     path = written(tmp_path / "j")
     path.write_bytes(path.read_bytes()[:-10])
     assert len(journal.read(path)[1]) == 1
+
+
+def test_a_file_of_several_runs_is_continued_and_the_last_run_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path / "j")
+    first = path.read_bytes()
+    later = Header(SchedulingConfig(bins=3))
+    with Journal(later, path=path) as book:
+        book.append(0.0, TimerFired(), ())
+    assert path.read_bytes().startswith(first)
+    assert journal.read(path) == (later, [Step(0.0, TimerFired(), ())])
+
+
+def test_a_line_cut_short_by_a_crash_keeps_the_next_run_readable(tmp_path: Path) -> None:
+    path = written(tmp_path / "j")
+    path.write_bytes(path.read_bytes()[:-10])
+    written(path)
+    assert len(journal.read(path)[1]) == 2
+    path.write_bytes(path.read_bytes() + b'{"now_s": "late"}\n')
+    with pytest.raises(JournalError, match="line 7"):
+        journal.read(path)
+
+
+def test_a_journal_begins_in_its_file_at_once(tmp_path: Path) -> None:
+    with Journal(HEADER, path=tmp_path / "j"):
+        assert journal.read(tmp_path / "j") == (HEADER, [])
+
+
+def test_a_journal_is_its_owners_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "j"
+    written(path)
+    assert (path.stat().st_mode & 0o777, caplog.text) == (0o600, "")
+    path.chmod(0o640)
+    written(path)
+    assert f"run `chmod 600 {path}`" in caplog.text
+    Journal(HEADER, path=Path("/dev/null")).close()
+    assert len(caplog.records) == 1, "a device is nobody's secret"
 
 
 def test_a_line_that_is_not_a_step_is_named(tmp_path: Path) -> None:

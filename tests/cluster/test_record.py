@@ -41,6 +41,15 @@ def test_a_record_is_continued_at_its_end(tmp_path: Path) -> None:
     assert len(load_rows([tmp_path / "lengths.jsonl"]).rows) == 2
 
 
+def test_a_record_is_its_owners_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "lengths.jsonl"
+    LengthRecord(path).close()
+    assert (path.stat().st_mode & 0o777, caplog.text) == (0o600, "")
+    path.chmod(0o644)
+    LengthRecord(path).close()
+    assert f"run `chmod 600 {path}`" in caplog.text
+
+
 def test_an_unwritable_record_is_an_error_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="cannot write the record"):
         LengthRecord(tmp_path / "nowhere" / "lengths.jsonl")

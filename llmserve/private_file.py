@@ -1,0 +1,37 @@
+"""Files for their owner's eyes only: the journal, the record, and keys."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+log = logging.getLogger("llmserve")
+
+
+def appending(path: Path) -> BinaryIO:
+    """Open a file to append whole lines to. Only its owner can read a new file. Raises OSError.
+
+    A last line that a killed process cut short gets its end, so that the first new line stands alone.
+    """
+    file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
+    status = os.fstat(file.fileno())
+    if stat.S_ISREG(status.st_mode):
+        warn_if_shared(path, status)
+        if status.st_size and _last_byte(path) != b"\n":
+            file.write(b"\n")
+    return file
+
+
+def warn_if_shared(path: Path, status: os.stat_result) -> None:
+    """Warn when other users of the machine can read or change a file."""
+    if status.st_mode & 0o077:
+        log.warning("other users of this machine can read or change %s: run `chmod 600 %s`", path, path)
+
+
+def _last_byte(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read()
