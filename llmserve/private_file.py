@@ -18,17 +18,20 @@ def appending(path: Path) -> BinaryIO:
     """
     file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
     status = os.fstat(file.fileno())
-    if stat.S_ISREG(status.st_mode):
-        warn_if_shared(path, status)
-        if status.st_size and _last_byte(path) != b"\n":
-            file.write(b"\n")
+    warn_if_shared(path, status)
+    if stat.S_ISREG(status.st_mode) and status.st_size and _last_byte(path) != b"\n":
+        file.write(b"\n")
     return file
 
 
 def warn_if_shared(path: Path, status: os.stat_result) -> None:
-    """Warn when other users of the machine can read or change a file."""
-    if status.st_mode & 0o077:
-        log.warning("other users of this machine can read or change %s: run `chmod 600 %s`", path, path)
+    """Warn when others on this machine can read or change a regular file.
+
+    A file of another user may give access to a group, to which this process belongs.
+    """
+    mode, others = ("600", 0o077) if status.st_uid == os.geteuid() else ("640", 0o007)
+    if stat.S_ISREG(status.st_mode) and status.st_mode & others:
+        log.warning("other users of this machine can read or change %s: run `chmod %s %s`", path, mode, path)
 
 
 def _last_byte(path: Path) -> bytes:

@@ -31,7 +31,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     anonymous: Annotated[bool, Meta(description="listen beyond loopback without requiring a key")] = False
     drain_s: Annotated[float, Meta(ge=0, description="how long a stop waits for running requests")] = 30.0
-    journal: Annotated[str | None, Meta(description="file to which every scheduling step is appended, as JSON lines")] = None
+    journal: Annotated[
+        str | None, Meta(description="file to which every scheduling step is appended, as JSON lines")
+    ] = None
     state: Annotated[
         str | None,
         Meta(

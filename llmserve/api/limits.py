@@ -3,43 +3,61 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from llmserve.errors import ConfigError, RateLimited, Unauthorized
+from llmserve.private_file import warn_if_shared
 
 
 def read_keys(path: Path) -> dict[str, str]:
     """Read a file of keys, one `name: key` or `key` per line. Returns name -> key. Blank and #-lines are skipped.
 
-    A key with a colon needs a name. Raises ConfigError on an unreadable or empty file, a repeated name or key, or a
-    key that an HTTP header cannot carry.
+    A key with a colon needs a name. A name has no slash, which separates a key's name from its client's stream. Raises
+    ConfigError on an unreadable or empty file, a repeated name or key, a character that is not printable, such as a
+    byte order mark, or a key that an HTTP header cannot carry. Warns when others can read the file.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8", newline="\n") as file:
+            warn_if_shared(path, os.fstat(file.fileno()))
+            lines = file.read().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the API keys in {path}: {error}") from error
     keys: dict[str, str] = {}
+    seen: set[str] = set()
     for number, line in enumerate(lines, start=1):
-        text = line.strip()
+        text = line.strip(" \t\r")
         if not text or text.startswith("#"):
             continue
-        name, separator, key = text.partition(":")
-        name, key = (name.strip(), key.strip()) if separator else (f"key{number}", text)
-        if not name or not key or not key.isascii() or any(character.isspace() for character in key):
-            raise ConfigError(f"{path}, line {number}: not `name: key` or `key` (ASCII, without white space)")
-        if name in keys or key in keys.values():
+        name, key = _name_and_key(text, number, f"{path}, line {number}")
+        if name in keys or key in seen:
             raise ConfigError(f"{path}, line {number}: this name or key is in the file twice")
         keys[name] = key
+        seen.add(key)
     if not keys:
         raise ConfigError(f"{path} has no API key")
     return keys
 
 
+def _name_and_key(text: str, number: int, place: str) -> tuple[str, str]:
+    first, separator, rest = text.partition(":")
+    name, key = (first.strip(" \t"), rest.strip(" \t")) if separator else (f"key{number}", text)
+    if unprintable := [character for character in name + key if not character.isprintable()]:
+        raise ConfigError(f"{place}: the character {unprintable[0]!a} is not printable")
+    if not name or not key or not key.isascii() or any(character.isspace() for character in key):
+        raise ConfigError(f"{place}: not `name: key` or `key` (ASCII, without white space)")
+    if "/" in name:
+        raise ConfigError(f"{place}: the name {name!r} has a slash, which would make it a stream of another key")
+    return name, key
+
+
 class KeyLimits:
-    """Checks keys in constant time and enforces each key's limits; 0 means no limit.
+    """Checks keys and enforces each key's limits; 0 means no limit.
+
+    A key is looked up by its SHA-256 digest. The time of a look-up can tell of digests only, and no key follows from a
+    part of its digest.
 
     concurrent_max           calls of one key in flight at once
     requests_per_minute_max  size of a token bucket that is refilled evenly over a minute
@@ -67,12 +85,10 @@ class KeyLimits:
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise Unauthorized("the request has no API key; send `Authorization: Bearer KEY`")
-        key_digest = _digest(key.strip())
-        # Compare with every key, also after a match, so that the time reveals nothing.
-        names = [name for digest, name in self._names.items() if hmac.compare_digest(digest, key_digest)]
-        if not names:
+        name = self._names.get(_digest(key.strip()))
+        if name is None:
             raise Unauthorized("the API key is wrong")
-        return names[0]
+        return name
 
     def acquire(self, name: str) -> None:
         """Count a new call of a key. Every `acquire` that returns needs one `release`. Raises RateLimited."""

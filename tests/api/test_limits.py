@@ -1,5 +1,7 @@
 """Keys and their limits."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,85 @@ def test_an_unusable_key_file_is_an_error(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"keys"):
         read_keys(path)
+
+
+@pytest.mark.parametrize(
+    "line", ["\ufeffalice: sk-1", "alice: sk\0", "al\x1bice: sk", "alice: sk\x7f", "al\u2028ice: k"]
+)
+def test_a_character_that_cannot_be_seen_is_an_error_with_its_line(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"# ours\nbob: sk-0\n{line}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"line 3: the character '\\[xu]\w+' is not printable"):
+        read_keys(path)
+
+
+def test_keys_of_windows_editors_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(b"alice:\tsk-1\r\nbob: sk-2\r\n")
+    assert read_keys(path) == {"alice": "sk-1", "bob": "sk-2"}
+
+
+def test_a_name_with_a_slash_is_an_error(tmp_path: Path) -> None:
+    """The key alice could claim the stream alice/night, too."""
+    path = tmp_path / "keys"
+    path.write_text("alice: sk-1\nalice/night: sk-2\n")
+    with pytest.raises(ConfigError, match="line 2: the name 'alice/night' has a slash"):
+        read_keys(path)
+
+
+def test_a_key_file_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "keys"
+    path.write_text("alice: sk-1\n")
+    path.chmod(0o600)
+    read_keys(path)
+    assert not caplog.records
+    for mode in (0o640, 0o604):
+        caplog.clear()
+        path.chmod(mode)
+        read_keys(path)
+        assert f"run `chmod 600 {path}`" in caplog.text
+
+
+def test_a_group_that_another_user_lets_read_a_file_is_not_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As secrets are mounted in pods."""
+    path = tmp_path / "keys"
+    path.write_text("alice: sk-1\n")
+    path.chmod(0o640)
+    monkeypatch.setattr("os.geteuid", lambda: path.stat().st_uid + 1)
+    read_keys(path)
+    assert not caplog.records
+    path.chmod(0o644)
+    read_keys(path)
+    assert f"run `chmod 640 {path}`" in caplog.text
+
+
+def cpu_s(work: Callable[[], object]) -> float:
+    """Least CPU time of three runs."""
+    times = []
+    for _ in range(3):
+        since_s = time.process_time()
+        work()
+        times.append(time.process_time() - since_s)
+    return min(times)
+
+
+def test_the_time_to_read_keys_grows_as_their_number(tmp_path: Path) -> None:
+    few, many = tmp_path / "few", tmp_path / "many"
+    for path, count in ((few, 2_000), (many, 20_000)):
+        path.write_text("".join(f"name{number}: sk-{number}\n" for number in range(count)))
+    assert cpu_s(lambda: read_keys(many)) < 30 * cpu_s(lambda: read_keys(few))
+
+
+def test_a_key_is_found_as_fast_among_many_as_among_few() -> None:
+    def refuse(limits: KeyLimits) -> None:
+        for _ in range(300):
+            with pytest.raises(Unauthorized):
+                limits.authenticate("Bearer wrong")
+
+    few, many = (KeyLimits({f"name{number}": f"sk-{number}" for number in range(count)}) for count in (20, 20_000))
+    assert cpu_s(lambda: refuse(many)) < 5 * cpu_s(lambda: refuse(few))
 
 
 def test_a_missing_key_file_is_an_error() -> None:
