@@ -109,8 +109,7 @@ class LiveCluster:
         self._next_id = 0
         self._solvers = solvers
         self._solving: set[asyncio.Task[None]] = set()  # at most one per model: the scheduler waits for each plan
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at_s: float | None = None
+        self._alarm = _Alarm(self.now_s, lambda: self._step(TimerFired()))
         self._empty = asyncio.Event()
         self._empty.set()
         self._predicting: set[asyncio.Task[None]] = set()
@@ -213,7 +212,7 @@ class LiveCluster:
         self.journal.append(now_s, event, actions)
         for action in actions:
             self._carry_out(action, now_s)
-        self._arm_timer()
+        self._alarm.set(self.scheduler.wake_at_s)
 
     def _carry_out(self, action: Action, now_s: float) -> None:
         if isinstance(action, StartBatch):
@@ -252,23 +251,6 @@ class LiveCluster:
             rates_per_s = sum(action.observed.rates_per_s)
             log.warning(FALLBACKS[plan.fallback], f" of {action.model}" if action.model else "", rates_per_s)
         self._step(DispatchSolved(plan, action.model))
-
-    def _arm_timer(self) -> None:
-        wake_at_s = self.scheduler.wake_at_s
-        if wake_at_s == self._timer_at_s:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_at_s = wake_at_s
-        self._timer = None
-        if wake_at_s is not None:
-            # One millisecond late: some event loops round to milliseconds and would fire too early.
-            delay_s = max(0.0, wake_at_s - self.now_s()) + 0.001
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._fire_timer)
-
-    def _fire_timer(self) -> None:
-        self._timer = self._timer_at_s = None
-        self._step(TimerFired())
 
     def _start(self, action: StartBatch, now_s: float) -> None:
         handle = self.fleet.handles[action.engine]
@@ -351,8 +333,7 @@ class LiveCluster:
         """Stop all calls at once. Their clients get an error, and so does every later call."""
         self._drained_by_s = self.now_s()
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._alarm.set(None)
         self._learning.close()
         self._revising.close()
         for task in (*self._solving, *self._predicting):
@@ -367,6 +348,32 @@ class LiveCluster:
         await self.fleet.close()
         self.journal.close()
         self.lengths.close()
+
+
+class _Alarm:
+    """Calls `ring` once at the time that was set last, in seconds of the clock `now_s`."""
+
+    def __init__(self, now_s: Callable[[], float], ring: Callable[[], None]) -> None:
+        self._now_s = now_s
+        self._ring = ring
+        self._timer: asyncio.TimerHandle | None = None
+        self._at_s: float | None = None
+
+    def set(self, at_s: float | None) -> None:
+        """Ring at this time instead of the one before. None: never."""
+        if at_s == self._at_s:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._at_s, self._timer = at_s, None
+        if at_s is not None:
+            # One millisecond late: some event loops round to milliseconds and would fire too early.
+            delay_s = max(0.0, at_s - self._now_s()) + 0.001
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._fire)
+
+    def _fire(self) -> None:
+        self._timer = self._at_s = None
+        self._ring()
 
 
 def _log_circuit(action: ReportCircuit) -> None:
