@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 from llmserve.api.admin import AdminEndpoints
 from llmserve.api.answers import error_parts, error_response, json_response
 from llmserve.api.asgi import run_asgi
-from llmserve.api.connection import Exchange
+from llmserve.api.exchange import Exchange
 from llmserve.api.limits import KeyLimits
 from llmserve.api.parse import BODIES, parse_call
 from llmserve.cluster.in_flight import Head, Receipt

@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from llmserve.api.connection import Exchange
+from llmserve.api.exchange import Exchange
 
 
 async def run_asgi(app: ASGIApp, exchange: Exchange) -> None:

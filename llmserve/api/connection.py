@@ -16,15 +16,13 @@ import asyncio
 import math
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable
 from email.utils import formatdate
-from http import HTTPStatus
 from typing import TYPE_CHECKING, cast
 from urllib.parse import unquote
 
 import httptools
 
-from llmserve.api.answers import error_parts
+from llmserve.api.exchange import Exchange
 from llmserve.errors import BadRequest, BodyTooLarge, HeadTooLarge, RequestError, RequestTimeout, Unavailable
 
 if TYPE_CHECKING:
@@ -38,131 +36,6 @@ KEEP_ALIVE_S = 75.0
 LINGER_S = 2.0  # a refused client may still send: without this wait its system would drop the refusal
 GONE_CHECK_S = 0.02  # an interim answer's way to the client and back, at least
 TCP_CLOSE = 7  # state of a socket in Linux's TCP_INFO whose other side has reset the connection
-Headers = Iterable[tuple[bytes, bytes]]
-STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
-CONTROL = bytes([*range(32), 127])
-NO_BODY = (204, 304)
-
-
-class Exchange:
-    """One request and its answer. `headers` has lower-case names; of a name that is there twice the first value.
-
-    on_end  called once, when the answer is written or the client has gone
-    on_gone called when the client has gone before the answer's end
-    """
-
-    __slots__ = (
-        *("method", "path", "query", "headers", "body", "keep_alive", "old", "error", "on_end", "on_gone", "key"),
-        *("_connection", "_head", "_chunked", "ended", "_parts", "started", "read"),
-    )
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self.method = self.path = ""
-        self.query = b""
-        self.headers: dict[str, str] = {}
-        self.body = b""
-        self.keep_alive = True
-        self.old = False  # the client speaks HTTP/1.0
-        self.error: RequestError | None = None  # the answer, of a request that is refused before it is complete
-        self.on_end: Callable[[], None] | None = None
-        self.on_gone: Callable[[], None] | None = None
-        self.key = ""  # name of the client's API key
-        self.started = False  # the head of the answer was given
-        self.read = 0  # bytes of the body so far
-        self._parts: list[bytes] = []
-        self._head = b""
-        self._chunked = False
-        self.ended = False
-
-    # ---- the request ----
-
-    def add_body(self, part: bytes) -> None:
-        self._parts.append(part)
-
-    def complete(self) -> None:
-        self.body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        self._parts = []
-
-    @property
-    def peer(self) -> str:
-        return self._connection.peer
-
-    # ---- the answer ----
-
-    @property
-    def paused(self) -> bool:
-        """Whether the client reads slower than the answer is written."""
-        return self._connection.paused
-
-    async def writable(self) -> None:
-        """Wait until the client has read enough, or has gone."""
-        await self._connection.writable()
-
-    def start(self, status: int, headers: Headers, length: int | None) -> None:
-        """Give the head of the answer; it is sent with the first bytes of the body. length : None: unknown."""
-        assert not self.started, "the answer has begun"
-        lines = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
-        for name, value in headers:
-            lines += (name, b": ", value.translate(None, CONTROL), b"\r\n")
-        lines += (b"date: ", self._connection.server.date, b"\r\n")
-        if length is not None:
-            lines.append(b"content-length: %d\r\n" % length)
-        elif self.old:
-            self.keep_alive = False
-        elif status not in NO_BODY:
-            self._chunked = True
-            lines.append(b"transfer-encoding: chunked\r\n")
-        if not self.keep_alive:
-            lines.append(b"connection: close\r\n")
-        elif self.old:
-            lines.append(b"connection: keep-alive\r\n")
-        lines.append(b"\r\n")
-        self._head, self.started = b"".join(lines), True
-
-    def write(self, data: bytes) -> None:
-        if self.method == "HEAD" or not data:
-            return
-        head, self._head = self._head, b""
-        self._connection.write(b"%b%x\r\n%b\r\n" % (head, len(data), data) if self._chunked else head + data)
-
-    def flush(self) -> None:
-        """Send the head, if it waits for the first bytes of the body."""
-        head, self._head = self._head, b""
-        if head:
-            self._connection.write(head)
-
-    def end(self) -> None:
-        head, self._head = self._head, b""
-        if rest := head + (b"0\r\n\r\n" if self._chunked and self.method != "HEAD" else b""):
-            self._connection.write(rest)
-        self._finish()
-        self._connection.answered(self)
-
-    def respond(self, status: int, headers: Headers, body: bytes) -> None:
-        self.start(status, headers, len(body))
-        self.write(body)
-        self.end()
-
-    def refuse(self, error: RequestError) -> None:
-        """Answer with the error. Without effect on an answer that has begun."""
-        if not self.started:
-            self.respond(*error_parts(error))
-
-    def gone(self) -> None:
-        """Note that the client has gone."""
-        if not self.ended:
-            if self.on_gone is not None:
-                self.on_gone()
-            self._finish()
-
-    def _finish(self) -> None:
-        if not self.ended:
-            self.ended, self.on_gone = True, None
-            self._connection.server.body_bytes -= self.read
-            on_end, self.on_end = self.on_end, None
-            if on_end is not None:
-                on_end()
 
 
 class Connection(asyncio.Protocol):

@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from llmserve.api.connection import Connection, Exchange, http_date
+from llmserve.api.connection import Connection, http_date
+from llmserve.api.exchange import Exchange
 from llmserve.errors import ConfigError, ListenError, RequestError
 
 log = logging.getLogger("llmserve")

@@ -12,7 +12,7 @@ import pytest
 from front import until
 
 from llmserve.api import connection, listening
-from llmserve.api.connection import Exchange
+from llmserve.api.exchange import Exchange
 from llmserve.api.listening import DoorLimits, Server, accepting, listening_socket
 from llmserve.errors import RequestError, Unauthorized
 
