@@ -255,11 +255,10 @@ class Connection(asyncio.Protocol):
         """Close now if no request is served, else after the last answer. A body on its way is refused."""
         if self._reading is not None and self._has_head:
             self._refuse_reading(Unavailable("the server is shutting down", code="draining", retry_after_s=1.0))
-            return
-        if self._serving is None:
+        elif self._serving is None:
             self.transport.close()
-            return
-        (self._waiting[-1] if self._waiting else self._serving).keep_alive = False
+        else:
+            (self._waiting[-1] if self._waiting else self._serving).keep_alive = False
 
     def _close_softly(self) -> None:
         """Close after the client has got the last bytes, although it may still be sending."""
