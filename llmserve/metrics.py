@@ -11,11 +11,12 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from llmserve.cluster.journal import Step
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.saving import Saver
+from llmserve.counted import Families
 from llmserve.energy import EnergyMeter
 from llmserve.gauges import Connections, DispatchGauges, EnergyGauges, Gauges, OrderGauges, ServerGauges, StateGauges
 from llmserve.request import Request
@@ -67,35 +68,33 @@ class Metrics:
         self._cluster = cluster
         self._batch_size = batch_size
         self._open: dict[int, _Open] = {}  # by request id
-        self._ended = Counter("llmserve_requests", "Requests that ended", ["outcome"], registry=registry)
-        self._rejected = Counter(
-            "llmserve_rejections", "Requests refused or failed by the front-end", ["reason"], registry=registry
+        families = self.families = Families()
+        self._ended = families.counters("llmserve_requests", "Requests that ended", ["outcome"])
+        self._rejected = families.counters(
+            "llmserve_rejections", "Requests refused or failed by the front-end", ["reason"]
         )
-        self._tokens = Counter("llmserve_output_tokens", "Output tokens generated", registry=registry)
-        self._lost = Counter("llmserve_engine_losses", "Times an engine was lost", ["engine"], registry=registry)
-        self._batches = Counter("llmserve_batches", "Formed batches that began to run", registry=registry)
+        self._tokens = families.counters("llmserve_output_tokens", "Output tokens generated").of()
+        self._lost = families.counters("llmserve_engine_losses", "Times an engine was lost", ["engine"])
+        self._batches = families.counters("llmserve_batches", "Formed batches that began to run").of()
         self._begun: OrderedDict[int, None] = OrderedDict()  # ids of the last batches that have started
-        self._fill = Histogram(
-            "llmserve_batch_fill", "Requests of a formed batch over the batch size", buckets=FILL, registry=registry
-        )
-        self._waiting = Histogram(
-            "llmserve_waiting_seconds", "From arrival to start on an engine", buckets=SECONDS, registry=registry
-        )
-        self._latency = Histogram(
-            "llmserve_latency_seconds", "From arrival to the end of the answer", buckets=SECONDS, registry=registry
-        )
-        self._predicted = Histogram(
-            "llmserve_predicted_tokens", "Predicted output tokens", buckets=TOKENS, registry=registry
-        )
-        self._revised = Counter("llmserve_revised_forecasts", "Later forecasts for waiting requests", registry=registry)
-        self._actual = Histogram("llmserve_actual_tokens", "Actual output tokens", buckets=TOKENS, registry=registry)
-        self._ratio = Histogram(
+        self._fill = families.histograms(
+            "llmserve_batch_fill", "Requests of a formed batch over the batch size", FILL
+        ).of()
+        self._waiting = families.histograms(
+            "llmserve_waiting_seconds", "From arrival to start on an engine", SECONDS
+        ).of()
+        self._latency = families.histograms(
+            "llmserve_latency_seconds", "From arrival to the end of the answer", SECONDS
+        ).of()
+        self._predicted = families.histograms("llmserve_predicted_tokens", "Predicted output tokens", TOKENS).of()
+        self._revised = families.counters("llmserve_revised_forecasts", "Later forecasts for waiting requests").of()
+        self._actual = families.histograms("llmserve_actual_tokens", "Actual output tokens", TOKENS).of()
+        self._ratio = families.histograms(
             "llmserve_predicted_over_actual_tokens",
             "Predicted over actual output tokens of completed requests",
-            buckets=RATIO,
-            registry=registry,
-        )
-        self._streams = _Streams(registry)
+            RATIO,
+        ).of()
+        self._streams = _Streams(families)
         self._energy = EnergyGauges(cluster, meters)
         self._dispatch = DispatchGauges(cluster, energy_known)
         self._order = OrderGauges(cluster)
@@ -107,11 +106,11 @@ class Metrics:
         self.registry.register(ServerGauges(server))
 
     def render(self) -> bytes:
-        return generate_latest(self.registry)
+        return self.families.text().encode() + generate_latest(self.registry)
 
     def refused(self, reason: str) -> None:
         """Count a request that the HTTP layer refused before the scheduler got it."""
-        self._rejected.labels(reason).inc()
+        self._rejected.of(reason).inc()
 
     def observe(self, step: Step) -> None:
         event = step.event
@@ -130,7 +129,7 @@ class Metrics:
         elif type(event) is ForecastsRevised:
             self._revised.inc(len(event.revisions))
         elif type(event) is EngineLost and not event.planned:
-            self._lost.labels(event.engine).inc()
+            self._lost.of(event.engine).inc()
         elif type(event) is DispatchSolved:
             self._dispatch.follow(event)
         elif type(event) is Tuned:
@@ -146,7 +145,7 @@ class Metrics:
             elif type(action) is PreemptBatch:
                 self._preempt(action, step.now_s)
             elif type(action) is FailRequest:
-                self._rejected.labels(action.reason).inc()
+                self._rejected.of(action.reason).inc()
                 refused = type(event) is RequestArrived and event.request.id == action.request_id
                 self._end(action.request_id, "rejected" if refused else "failed", 0, step.now_s)
 
@@ -193,7 +192,7 @@ class Metrics:
         if open_request is None:
             return
         request, latency_s = open_request.request, now_s - open_request.arrived_at_s
-        self._ended.labels(outcome).inc()
+        self._ended.of(outcome).inc()
         stream = self._streams.of(request)
         stream.end(request, outcome, now_s)
         if outcome != "completed":
@@ -230,29 +229,22 @@ class _Open:
 class _Streams:
     """Counters by model and stream: requests, tokens, latencies, deadlines, preemptions."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, families: Families) -> None:
         by = ["model", "stream"]
-        self.requests = Counter("llmserve_stream_requests", "Requests that ended", [*by, "outcome"], registry=registry)
-        self.tokens = Counter("llmserve_stream_output_tokens", "Output tokens generated", by, registry=registry)
-        self.latency = Histogram(
-            "llmserve_stream_latency_seconds",
-            "From arrival to the end of the answer",
-            by,
-            buckets=SECONDS,
-            registry=registry,
+        self.requests = families.counters("llmserve_stream_requests", "Requests that ended", [*by, "outcome"])
+        self.tokens = families.counters("llmserve_stream_output_tokens", "Output tokens generated", by)
+        self.latency = families.histograms(
+            "llmserve_stream_latency_seconds", "From arrival to the end of the answer", SECONDS, by
         )
-        self.deadlines = Counter(
+        self.deadlines = families.counters(
             "llmserve_deadlines",
             "Requests with a deadline: answer complete by the deadline (met), later or never (missed)",
             [*by, "outcome"],
-            registry=registry,
         )
-        self.preempted = Counter(
-            "llmserve_preempted_requests", "Times a running request was preempted", by, registry=registry
-        )
-        self._batches = Counter("llmserve_preempted_batches", "Preempted batches", ["model"], registry=registry)
-        self._seconds = Counter(
-            "llmserve_preempted_seconds", "Lost run time of preempted batches, seconds", ["model"], registry=registry
+        self.preempted = families.counters("llmserve_preempted_requests", "Times a running request was preempted", by)
+        self._batches = families.counters("llmserve_preempted_batches", "Preempted batches", ["model"])
+        self._seconds = families.counters(
+            "llmserve_preempted_seconds", "Lost run time of preempted batches, seconds", ["model"]
         )
         self._by_labels: dict[tuple[str, str], _Stream] = {}
         self._names: set[str] = set()
@@ -275,8 +267,9 @@ class _Streams:
         """Remove the counters of all other models: new names of adapters may appear without limit."""
         for model, name in [key for key in self._by_labels if key[0] not in models]:
             del self._by_labels[model, name]
-            for family in (self.tokens, self.latency, self.preempted):
-                family.remove(model, name)
+            self.tokens.remove(model, name)
+            self.latency.remove(model, name)
+            self.preempted.remove(model, name)
             for outcome in OUTCOMES:
                 self.requests.remove(model, name, outcome)
             for met in ("met", "missed"):
@@ -288,20 +281,20 @@ class _Streams:
 
     def preempt_batch(self, model: str, ran_s: float) -> None:
         self._models_preempted.add(model)
-        self._batches.labels(model).inc()
-        self._seconds.labels(model).inc(ran_s)
+        self._batches.of(model).inc()
+        self._seconds.of(model).inc(ran_s)
 
 
 class _Stream:
     """The counters of one stream. A lookup by label per request would cost more than the rest of this module."""
 
     def __init__(self, streams: _Streams, model: str, name: str) -> None:
-        self.tokens = streams.tokens.labels(model, name)
-        self.latency = streams.latency.labels(model, name)
-        self.preempted = streams.preempted.labels(model, name)
-        self._requests = {outcome: streams.requests.labels(model, name, outcome) for outcome in OUTCOMES}
-        self._met = streams.deadlines.labels(model, name, "met")
-        self._missed = streams.deadlines.labels(model, name, "missed")
+        self.tokens = streams.tokens.of(model, name)
+        self.latency = streams.latency.of(model, name)
+        self.preempted = streams.preempted.of(model, name)
+        self._requests = {outcome: streams.requests.of(model, name, outcome) for outcome in OUTCOMES}
+        self._met = streams.deadlines.of(model, name, "met")
+        self._missed = streams.deadlines.of(model, name, "missed")
 
     def end(self, request: Request, outcome: Outcome, now_s: float) -> None:
         """Count the end of a request. A cancelled request has no deadline any more."""

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from prometheus_client import Counter, Histogram
 from prometheus_client.core import Metric
 
 from bins.dispatch import DispatchSolver, Objective, Observed
@@ -102,15 +101,10 @@ def metrics_page() -> str:
 def _metrics() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     """Yield (name, kind, labels, help) of every metric that a server may have."""
     metrics = _server_metrics()
-    labels_of = {
-        member._name: member._labelnames
-        for owner in (metrics, metrics._streams)
-        for member in vars(owner).values()
-        if isinstance(member, Counter | Histogram)
-    }
+    for counted in metrics.families:
+        yield counted.full_name, counted.kind, counted.labels, counted.help
     for family in metrics.registry.collect():
-        labels = labels_of.get(family.name, getattr(family, "_labelnames", ()))
-        yield _full_name(family), family.type, tuple(labels), family.documentation
+        yield _full_name(family), family.type, tuple(getattr(family, "_labelnames", ())), family.documentation
 
 
 def _full_name(family: Metric) -> str:
