@@ -1,1 +1,1 @@
-"""The HTTP side of the front-end. Only this package imports FastAPI and pydantic."""
+"""The HTTP side of the front-end. Only this package imports FastAPI."""

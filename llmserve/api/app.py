@@ -23,9 +23,10 @@ from starlette.types import ASGIApp
 from llmserve.api.admin import AdminEndpoints
 from llmserve.api.answers import error_parts, error_response, json_response
 from llmserve.api.asgi import run_asgi
+from llmserve.api.bodies import BODIES
 from llmserve.api.exchange import Exchange
 from llmserve.api.limits import KeyLimits
-from llmserve.api.parse import BODIES, parse_call
+from llmserve.api.parse import CallParser
 from llmserve.cluster.in_flight import Head, Receipt
 from llmserve.cluster.live import LiveCluster
 from llmserve.deadline_settings import DefaultDeadlines
@@ -121,6 +122,8 @@ class _Endpoints:
         self._key_limits = key_limits
         self._config = config
         self._deadlines = DefaultDeadlines(config.slo_ms)
+        self._parser = CallParser(config.prompt_chars_max)
+        self._parsing: set[asyncio.Task[None]] = set()  # large bodies
 
     # ---- completions ----
 
@@ -136,20 +139,33 @@ class _Endpoints:
 
     def complete(self, exchange: Exchange) -> None:
         """Queue a completion; its answer is written as the engine gives it."""
+        if self._parser.is_large(exchange.body):
+            parsing = asyncio.get_running_loop().create_task(self._complete_large(exchange))
+            self._parsing.add(parsing)
+            parsing.add_done_callback(self._parsing.discard)
+            return
         try:
-            call = self._read_call(exchange)
-            self._check_served(call)
-            in_flight = self._cluster.submit(call, _Answer(call, exchange))
-            if not exchange.ended:
-                exchange.on_gone = partial(self._cluster.cancel, in_flight)
+            self._submit(self._parser.parse(exchange.path, exchange.body, exchange.headers), exchange)
         except Exception as error:
             exchange.refuse(self.count(exchange, error))
 
-    def _read_call(self, exchange: Exchange) -> Call:
-        call = parse_call(
-            exchange.path, exchange.body, prompt_chars_max=self._config.prompt_chars_max, headers=exchange.headers
-        )
-        key = exchange.key
+    async def _complete_large(self, exchange: Exchange) -> None:
+        try:
+            call = await self._parser.parse_large(exchange.path, exchange.body, exchange.headers)
+            if not exchange.ended:
+                self._submit(call, exchange)
+        except Exception as error:
+            exchange.refuse(self.count(exchange, error))
+
+    def _submit(self, call: Call, exchange: Exchange) -> None:
+        call = self._of_key(call, exchange.key)
+        self._check_served(call)
+        in_flight = self._cluster.submit(call, _Answer(call, exchange))
+        if not exchange.ended:
+            exchange.on_gone = partial(self._cluster.cancel, in_flight)
+
+    def _of_key(self, call: Call, key: str) -> Call:
+        """The call with the stream and the deadline of the client's key."""
         stream = call.stream_name or key
         slo_s = call.slo_s if call.slo_s is not None else self._deadlines.slo_s(key, stream, call.model)
         if (stream, slo_s, key) == (call.stream_name, call.slo_s, call.prompt.sender):

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterable, Mapping
-from itertools import chain, takewhile
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+import msgspec
+import numpy as np
+from msgspec import Raw
 
+from llmserve.api.bodies import (
+    OPTIONS,
+    PROMPTS_MAX,
+    Body,
+    ChatBody,
+    CompletionBody,
+    StreamOptions,
+    read_body,
+    strings_of,
+    too_many,
+    value_of,
+)
 from llmserve.deadline_settings import SLO_MS_MAX
 from llmserve.errors import BadRequest
 from llmserve.headers import PREDICTED_HEADER, SLO_HEADER, STREAM_CHARS_MAX, STREAM_HEADER
@@ -19,170 +32,88 @@ from predictor.prompt import Prompt
 FORWARDED_HEADERS = ("x-request-id", "traceparent", "tracestate")  # vLLM names answers and spans by these headers
 FORWARDED_CHARS_MAX = 256
 OPENING_CHARS = 8192
+OPTIONS_BYTES_MAX = 1024  # of stream_options, which are parsed and written again
+THREAD_BYTES = 256 << 10  # a larger body is parsed in a thread
 
-Item = TypeVar("Item")
-# Validation of a list stops at the first wrong item: reporting all errors of a large body would take seconds.
-Several = Annotated[list[Item], Field(fail_fast=True)]
-Positive = Annotated[StrictInt, Field(ge=1, lt=2**31)]
-NotNegative = Annotated[StrictInt, Field(ge=0, lt=2**31)]
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+# ---- prompts -------------------------------------------------------------------------------------------------------
 
 
-class _AnyFields(BaseModel):
-    model_config = ConfigDict(extra="allow")
+class ReadPrompt(msgspec.Struct):
+    """What a Call has of the prompt.
+
+    prompt   input of the length predictor
+    opening  its first OPENING_CHARS, in the order of the engine's template, to compare prefixes
+    chars    characters of all its texts; ids : number of its token ids; prompts : each has its own answers
+    """
+
+    prompt: Prompt
+    opening: str
+    chars: int
+    ids: int = 0
+    prompts: int = 1
 
 
-class StreamOptions(_AnyFields):
-    include_usage: StrictBool | None = None
+def _read_chat(body: ChatBody, stops: tuple[str, ...], output_tokens_max: int | None) -> ReadPrompt:
+    """The predictor gets the last user turn, the system prompt, and the length of all other turns in characters."""
+    texts = [message.text for message in body.messages]
+    roles = [message.role for message in body.messages]
+    question, rules = _last(roles, "user") % len(roles), max(_last(roles, "system"), _last(roles, "developer"))
+    text, system = texts[question], texts[rules] if rules not in (-1, question) else ""
+    chars = sum(map(len, texts))
+    tools = body.tools_count
+    prompt = Prompt(
+        text,
+        body.model,
+        system,
+        chars - len(text) - len(system),
+        stops,
+        tools=tools,
+        format=body.format,
+        output_tokens_max=output_tokens_max,
+    )
+    lines = [bytes(memoryview(body.tools)[:OPENING_CHARS]).decode(errors="replace")] if tools else []
+    for role, content in zip(roles, texts, strict=True):
+        lines += (role, content)
+    return ReadPrompt(prompt, _first_characters(lines), chars)
 
 
-class Message(_AnyFields):
-    role: StrictStr
-    content: StrictStr | Several[dict[str, Any]] | None = None
+def _last(roles: list[str], role: str) -> int:
+    """The place of the last message of this role; -1 without one."""
+    return len(roles) - 1 - roles[::-1].index(role) if role in roles else -1
 
 
-class Body(_AnyFields):
-    """The common fields of chat and plain completions. Other fields are forwarded to the engine without a check."""
-
-    model: StrictStr
-    stream: StrictBool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Positive | None = None
-    n: Positive | None = None
-    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    stop: StrictStr | Several[StrictStr] | None = None
-    seed: StrictInt | None = None
-    min_tokens: Any = None  # min_tokens and ignore_eos are extensions of vLLM, which checks both
-    ignore_eos: Any = None
-
-    @property
-    def output_tokens_min(self) -> int | None:
-        """The answer's least length in tokens. With ignore_eos an answer ends only at its limit."""
-        if self.ignore_eos is True:
-            return self.output_tokens_max
-        return self.min_tokens if isinstance(self.min_tokens, int) and 0 < self.min_tokens < 2**31 else None
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def output_tokens_max(self) -> int | None:
-        return self.max_tokens
-
-    @property
-    def prompts(self) -> int:
-        return 1
-
-    @property
-    def prompt_ids(self) -> int:
-        """Number of tokens of a prompt in the form of token ids."""
-        return 0
-
-    @property
-    def prompt_chars(self) -> int:
-        """Number of characters of the whole prompt."""
-        raise AssertionError("each kind of body has its own prompt")
-
-    def to_predict(self) -> Prompt:
-        raise AssertionError("each kind of body has its own prompt")
-
-    def opening(self) -> str:
-        """Return the first OPENING_CHARS of the prompt, in the order of the engine's template, to compare prefixes."""
-        raise AssertionError("each kind of body has its own prompt")
+def _read_completion(body: CompletionBody, stops: tuple[str, ...], output_tokens_max: int | None) -> ReadPrompt:
+    data = bytes(body.prompt)
+    if b'"' in data:
+        value = strings_of("prompt", body.prompt, PROMPTS_MAX, "prompts")
+        texts = [value] if isinstance(value, str) else value or []
+        text, opening, ids, prompts = " ".join(texts), _first_characters(texts), 0, max(1, len(texts))
+    else:
+        ids, prompts, opening = _token_ids(data)
+        text = ""
+    prompt = Prompt(text, body.model, stop=stops, output_tokens_max=output_tokens_max)
+    return ReadPrompt(prompt, opening, len(text), ids, prompts)
 
 
-class ChatBody(Body):
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Positive | None = None
-    tools: Any = None
-    response_format: Any = None
+def _token_ids(prompt: bytes) -> tuple[int, int, str]:
+    """(token ids, prompts, opening in decimal digits) of a list of integers, or of a list of such lists.
 
-    @property
-    def output_tokens_max(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
-    @property
-    def prompt_chars(self) -> int:
-        return sum(len(_text(message.content)) for message in self.messages)
-
-    def to_predict(self) -> Prompt:
-        """Return the predictor's input: the last user turn, the system prompt, and the rest's length in characters."""
-        question = self._last("user") or self.messages[-1]
-        system = self._last("system", "developer")
-        text, rules = _text(question.content), _text(system.content) if system and system is not question else ""
-        history = self.prompt_chars - len(text) - len(rules)
-        form = self.response_format.get("type") if isinstance(self.response_format, dict) else None
-        return Prompt(
-            text,
-            self.model,
-            rules,
-            history,
-            self.stops,
-            tools=len(self.tools) if isinstance(self.tools, list) else 0,
-            format=form if isinstance(form, str) else "",
-            output_tokens_max=self.output_tokens_max,
-        )
-
-    def opening(self) -> str:
-        tools = self.tools if isinstance(self.tools, list) else []
-        return _first_characters(
-            chain(
-                (json.dumps(tool, separators=(",", ":")) for tool in tools),
-                chain.from_iterable((message.role, _text(message.content)) for message in self.messages),
-            )
-        )
-
-    def _last(self, *roles: str) -> Message | None:
-        return next((message for message in reversed(self.messages) if message.role in roles), None)
-
-
-class CompletionBody(Body):
-    prompt: StrictStr | Several[StrictStr] | Several[StrictInt] | Several[Several[StrictInt]]
-    max_tokens: NotNegative | None = None  # 0 together with `echo` requests the prompt's own log probabilities
-
-    @property
-    def output_tokens_max(self) -> int | None:
-        return self.max_tokens if self.max_tokens is None else max(1, self.max_tokens)
-
-    @property
-    def prompt_chars(self) -> int:
-        return len(self._prompt_text())
-
-    @property
-    def prompt_ids(self) -> int:
-        if isinstance(self.prompt, str):
-            return 0
-        return sum(isinstance(part, int) if not isinstance(part, list) else len(part) for part in self.prompt)
-
-    @property
-    def prompts(self) -> int:
-        """Number of prompts in this body, each with its own answers."""
-        several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
-        return len(self.prompt) if several else 1
-
-    def to_predict(self) -> Prompt:
-        return Prompt(self._prompt_text(), self.model, stop=self.stops, output_tokens_max=self.output_tokens_max)
-
-    def opening(self) -> str:
-        """Return the first OPENING_CHARS; token ids are written as decimal digits."""
-        if isinstance(self.prompt, str):
-            return self.prompt[:OPENING_CHARS]
-        flat = chain.from_iterable((part,) if isinstance(part, str | int) else part for part in self.prompt)
-        return _first_characters(str(part) for part in flat)
-
-    def _prompt_text(self) -> str:
-        """Return the prompt's text; "" for prompts in the form of token ids."""
-        if isinstance(self.prompt, str):
-            return self.prompt
-        return " ".join(part for part in self.prompt if isinstance(part, str))
-
-
-def _text(content: str | list[dict[str, Any]] | None) -> str:
-    if isinstance(content, str):
-        return content
-    return " ".join(part["text"] for part in content or [] if isinstance(part.get("text"), str))
+    The prompt is valid JSON without a string. So with digits, signs and commas removed, exactly its brackets remain;
+    between two inner lists stands a comma only. Raises BadRequest for anything else.
+    """
+    compact = prompt.translate(None, b" \t\r\n")
+    brackets = compact.translate(None, b"0123456789-,")
+    prompts = len(brackets) // 2 - 1
+    flat = brackets == b"[]"
+    nested = prompts > 0 and brackets == b"[" + prompts * b"[]" + b"]" and compact.count(b"],[") == prompts - 1
+    if not flat and not (nested and compact.startswith(b"[[") and compact.endswith(b"]]")):
+        message = "expected text, a list of texts, a list of token ids, or a list of lists of token ids"
+        raise BadRequest(f"`prompt`: {message}", param="prompt", code="invalid_value")
+    if prompts > PROMPTS_MAX:
+        raise too_many("prompt", PROMPTS_MAX, "prompts")
+    ids = compact.count(b",") + 1 - compact.count(b"[]")
+    opening = compact[: 2 * OPENING_CHARS].translate(None, b"[]").replace(b",", b"\n")[:OPENING_CHARS]
+    return ids, 1 if flat else prompts, opening.decode()
 
 
 def _first_characters(parts: Iterable[str]) -> str:
@@ -197,48 +128,119 @@ def _first_characters(parts: Iterable[str]) -> str:
     return "\n".join(lines)
 
 
-BODIES: dict[str, type[ChatBody] | type[CompletionBody]] = {
-    "/v1/chat/completions": ChatBody,
-    "/v1/completions": CompletionBody,
-}
+# ---- the call ------------------------------------------------------------------------------------------------------
+
+
+class CallParser:
+    """Parses bodies; large ones in a thread, one at a time, so that they cannot hold the event loop.
+
+    prompt_chars_max : characters, or token ids, of a prompt
+    """
+
+    def __init__(self, prompt_chars_max: int) -> None:
+        self._prompt_chars_max = prompt_chars_max
+        self._gate = asyncio.Lock()
+
+    def is_large(self, data: bytes) -> bool:
+        return len(data) > THREAD_BYTES
+
+    def parse(self, path: str, data: bytes, headers: Mapping[str, str]) -> Call:
+        """As parse_call."""
+        return parse_call(path, data, prompt_chars_max=self._prompt_chars_max, headers=headers)
+
+    async def parse_large(self, path: str, data: bytes, headers: Mapping[str, str]) -> Call:
+        """As parse_call, in a thread."""
+        async with self._gate:
+            return await asyncio.to_thread(self.parse, path, data, headers)
 
 
 def parse_call(
     path: str, data: bytes, *, prompt_chars_max: int, headers: Mapping[str, str] = MappingProxyType({})
 ) -> Call:
     """Parse a request. headers: the client's, with lower-case names. Raises BadRequest, naming the field."""
-    try:
-        body = BODIES[path].model_validate_json(data)
-    except ValidationError as error:
-        raise _bad_request(error) from None
-    if body.prompt_chars > prompt_chars_max:
-        field = "messages" if isinstance(body, ChatBody) else "prompt"
-        raise BadRequest(
-            f"the prompt has {body.prompt_chars:,} characters; at most {prompt_chars_max:,} are allowed",
-            param=field,
-            code="context_length_exceeded",
-        )
+    body = read_body(path, data)
+    output_tokens_max = _output_tokens_max(body)
+    read = _read(body, output_tokens_max)
+    if read.chars > prompt_chars_max:
+        raise _too_long(body, read.chars, "characters", prompt_chars_max)
+    if read.ids > prompt_chars_max:  # a token has one character at least
+        raise _too_long(body, read.ids, "token ids", prompt_chars_max)
     stream = bool(body.stream)
-    usage_requested = body.stream_options is not None and bool(body.stream_options.include_usage)
-    if body.stream_options is not None and not stream:
-        raise BadRequest("stream_options is only allowed with stream = true", param="stream_options")
-    usage_added = stream and not usage_requested
+    options = _options(body, stream=stream)
+    usage_added = stream and not (options is not None and options.include_usage)
     return Call(
         path=path,
-        body=_with_usage(data, body.stream_options is not None) if usage_added else data,
-        prompt=body.to_predict(),
+        body=_with_usage(data, body.stream_options) if usage_added else data,
+        prompt=read.prompt,
         stream=stream,
         usage_added=usage_added,
-        choices=(body.n or 1) * body.prompts,
-        output_tokens_max=body.output_tokens_max,
-        output_tokens_min=body.output_tokens_min,
+        choices=(body.n or 1) * read.prompts,
+        output_tokens_max=output_tokens_max,
+        output_tokens_min=body.output_tokens_min(output_tokens_max),
         slo_s=_positive(SLO_HEADER, headers.get(SLO_HEADER), most=SLO_MS_MAX, scale=1e-3),
         predicted_tokens=_positive(PREDICTED_HEADER, headers.get(PREDICTED_HEADER), most=2.0**31),
-        opening=body.opening(),
-        prompt_ids=body.prompt_ids,
+        opening=read.opening,
+        prompt_ids=read.ids,
         headers=_forwarded(headers),
         stream_name=_stream_name(headers.get(STREAM_HEADER)),
     )
+
+
+def _output_tokens_max(body: ChatBody | CompletionBody) -> int | None:
+    """The client's limit of each answer, in tokens."""
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        return body.max_completion_tokens
+    return None if body.max_tokens is None else max(1, body.max_tokens)
+
+
+def _read(body: ChatBody | CompletionBody, output_tokens_max: int | None) -> ReadPrompt:
+    stops = body.stops()
+    if isinstance(body, ChatBody):
+        return _read_chat(body, stops, output_tokens_max)
+    return _read_completion(body, stops, output_tokens_max)
+
+
+def _too_long(body: ChatBody | CompletionBody, count: int, unit: str, most: int) -> BadRequest:
+    return BadRequest(
+        f"the prompt has {count:,} {unit}; at most {most:,} are allowed",
+        param="messages" if isinstance(body, ChatBody) else "prompt",
+        code="context_length_exceeded",
+    )
+
+
+def _options(body: Body, *, stream: bool) -> StreamOptions | None:
+    raw = body.stream_options
+    if not raw:
+        return None
+    if len(memoryview(raw)) > OPTIONS_BYTES_MAX:
+        raise BadRequest(
+            f"`stream_options`: more than {OPTIONS_BYTES_MAX:,} bytes", param="stream_options", code="invalid_value"
+        )
+    options: StreamOptions | None = value_of("stream_options", OPTIONS, raw)
+    if options is not None and not stream:
+        raise BadRequest("stream_options is only allowed with stream = true", param="stream_options")
+    return options
+
+
+def _with_usage(data: bytes, options: Raw) -> bytes:
+    """Return the body with stream_options.include_usage = true; all other bytes stay the same.
+
+    options : the view of the field in `data`; empty if absent.
+    vLLM ignores continuous_usage_stats without include_usage. The field is removed, so that it stays without effect.
+    """
+    if not options:
+        start = data.index(b"{") + 1
+        return data[:start] + b'"stream_options":{"include_usage":true},' + data[start:]
+    changed = {**(json.loads(bytes(options)) or {}), "include_usage": True}
+    changed.pop("continuous_usage_stats", None)
+    start = _address(options) - _address(data)
+    return data[:start] + json.dumps(changed).encode() + data[start + len(memoryview(options)) :]
+
+
+def _address(view: bytes | Raw) -> int:
+    """Where the bytes lie in memory."""
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address
 
 
 def _stream_name(text: str | None) -> str:
@@ -255,27 +257,11 @@ def _stream_name(text: str | None) -> str:
 
 def _forwarded(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """Return the client's headers that are sent to the engine. Too long or unprintable headers are dropped."""
-    candidates = [(name, headers.get(name)) for name in FORWARDED_HEADERS]
-    return tuple([(name, value) for name, value in candidates if value and _is_plain(value)])
+    return tuple([(name, value) for name in FORWARDED_HEADERS if (value := headers.get(name)) and _is_plain(value)])
 
 
 def _is_plain(value: str) -> bool:
     return len(value) <= FORWARDED_CHARS_MAX and value.isascii() and value.isprintable()
-
-
-def _with_usage(data: bytes, has_options: bool) -> bytes:
-    """Return the body with stream_options.include_usage = true. Without stream_options, all other bytes stay the same.
-
-    vLLM ignores continuous_usage_stats without include_usage. The field is removed, so that it stays without effect.
-    """
-    if not has_options and b'"stream_options"' not in data:
-        start = data.index(b"{") + 1
-        return data[:start] + b'"stream_options":{"include_usage":true},' + data[start:]
-    fields = json.loads(data)
-    options = {**(fields.get("stream_options") or {}), "include_usage": True}
-    options.pop("continuous_usage_stats", None)
-    fields["stream_options"] = options
-    return json.dumps(fields).encode()
 
 
 def _positive(header: str, text: str | None, most: float, scale: float = 1.0) -> float | None:
@@ -290,17 +276,3 @@ def _positive(header: str, text: str | None, most: float, scale: float = 1.0) ->
             f"the header {header} must be a positive number, at most {most:g}", param=header, code="invalid_value"
         )
     return value * scale
-
-
-def _bad_request(error: ValidationError) -> BadRequest:
-    """Return the first validation error in OpenAI's format."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    if first["type"] == "json_invalid":
-        return BadRequest(f"the body is not JSON: {first['msg']}")
-    # For a union, pydantic appends the type's name to the location. The field is the part before the type's name.
-    location = takewhile(lambda part: part not in ("str", "int") and not str(part).startswith("list["), first["loc"])
-    param = ".".join(str(part) for part in location) or None
-    if first["type"] == "missing":
-        return BadRequest(f"`{param}` is required", param=param, code="missing_required_parameter")
-    subject = f"`{param}`" if param else "the body"
-    return BadRequest(f"{subject}: {first['msg']}", param=param, code="invalid_value")

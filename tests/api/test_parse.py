@@ -1,17 +1,20 @@
 """From JSON to a Call: fields that are read, refused or left unchanged."""
 
+import asyncio
 import json
+import threading
 import time
 from typing import Any
 
 import pytest
 
-from llmserve.api.parse import parse_call
+from llmserve.api import parse as parse_module
+from llmserve.api.parse import CallParser, parse_call
 from llmserve.errors import BadRequest
 from llmserve.request import Call
 from predictor.prompt import Prompt
 
-CHAT = "/v1/chat/completions"
+CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 HELLO = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 
 
@@ -113,7 +116,11 @@ def test_bad_input_names_the_field(fields: dict[str, Any], param: str) -> None:
     assert param.split(".")[0] in refusal.value.message or "prompt" in refusal.value.message
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"nonsense", b"[]", b'"text"', b"\xff\xfe"])
+HEAD = b'{"model":"m","messages":[{"role":"user","content":"hi"}],'
+NO_JSON = [b"", b"{", b"nonsense", b"[]", b'"text"', b"\xff\xfe", b"[" * 100_000]
+
+
+@pytest.mark.parametrize("data", [*NO_JSON, HEAD + b'"x":"\xff"}', HEAD + b'"x":' + b"[" * 100_000, HEAD + b'"x":nul}'])
 def test_a_body_that_is_no_json_object_is_refused(data: bytes) -> None:
     with pytest.raises(BadRequest):
         parse_call(CHAT, data, prompt_chars_max=100)
@@ -180,6 +187,148 @@ def test_a_deadline_that_is_no_number_of_ms_is_refused(slo_ms: str) -> None:
         parse(slo_ms=slo_ms)
 
 
+# ---- counts ----
+
+
+def refusal_of(path: str, data: bytes) -> BadRequest:
+    with pytest.raises(BadRequest) as refusal:
+        parse_call(path, data, prompt_chars_max=1_000_000)
+    return refusal.value
+
+
+def plain(prompt: Any, **fields: Any) -> bytes:
+    return json.dumps({"model": "m", "prompt": prompt, **fields}).encode()
+
+
+def chat(messages: Any, **fields: Any) -> bytes:
+    return json.dumps({"model": "m", "messages": messages, **fields}).encode()
+
+
+SAID = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "taken", "refused", "param", "message"),
+    [
+        (CHAT, chat([SAID] * 2048), chat([SAID] * 2049), "messages", "more than 2,048 messages"),
+        (
+            CHAT,
+            chat([{"role": "user", "content": [{}] * 1024}] * 2),
+            chat([{"role": "user", "content": [{}] * 1024}] * 2 + [{"role": "user", "content": [{}]}]),
+            "messages",
+            "more than 2,048 content parts",
+        ),
+        (CHAT, chat([SAID], stop=["\\"] * 16), chat([SAID], stop=["\\"] * 17), "stop", "more than 16 stop strings"),
+        (CHAT, chat([SAID], stop=['a"'] * 16), chat([SAID], stop=["a"] * 500_000), "stop", "more than 16 stop strings"),
+        (CHAT, chat([SAID], tools=[{}] * 128), chat([SAID], tools=[{}] * 129), "tools", "more than 128 tools"),
+        (PLAIN, plain([""] * 2048), plain([""] * 2049), "prompt", "more than 2,048 prompts"),
+        (PLAIN, plain(['\\"'] * 2048), plain(["\\"] * 5000), "prompt", "more than 2,048 prompts"),
+        (PLAIN, plain([[1]] * 2048), plain([[1]] * 2049), "prompt", "more than 2,048 prompts"),
+        (PLAIN, plain([1] * 1_000_000), plain([1] * 1_000_001), "prompt", "1,000,001 token ids; at most 1,000,000"),
+        (
+            CHAT,
+            chat([SAID], stream=True, stream_options={"a": "b" * 1000}),
+            chat([SAID], stream=True, stream_options={"a": "b" * 1024}),
+            "stream_options",
+            "more than 1,024 bytes",
+        ),
+    ],
+    ids=["messages", "parts", "stops", "many stops", "tools", "texts", "many texts", "ids", "long ids", "options"],
+)
+def test_a_list_that_is_too_long_is_refused_by_name(
+    path: str, taken: bytes, refused: bytes, param: str, message: str
+) -> None:
+    parse_call(path, taken, prompt_chars_max=1_000_000)
+    refusal = refusal_of(path, refused)
+    assert refusal.param == param
+    assert message in refusal.message
+
+
+def test_counts_of_one_body_do_not_add_to_those_of_the_next() -> None:
+    for _ in range(2):
+        parse_call(CHAT, chat([SAID] * 2048, tools=[{}] * 128), prompt_chars_max=1_000_000)
+
+
+def test_lists_under_one_name_given_twice_are_counted_together() -> None:
+    """Otherwise the second list would let a body make as many objects as it likes."""
+    messages = json.dumps([SAID] * 1500)
+    data = f'{{"model":"m","messages":{messages},"messages":{messages}}}'.encode()
+    assert "more than 2,048 messages" in refusal_of(CHAT, data).message
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [None, 5, True, {}, [1, "a"], ["a", 1], [1.5], [1e3], [[1], 2], [1, [2]], [[1], 2, [3]], [[[1]]], [True], [None]],
+)
+def test_a_prompt_is_text_or_token_ids_and_nothing_else(prompt: Any) -> None:
+    refusal = refusal_of(PLAIN, plain(prompt))
+    assert refusal.param == "prompt"
+    assert "`prompt`" in refusal.message
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids", "prompts"),
+    [([], 0, 1), ([7], 1, 1), ([-1, 20, 3], 3, 1), ([[1, 2], [3]], 3, 2), ([[], [3]], 1, 2), ([[]], 0, 1)],
+)
+def test_token_ids_are_counted(prompt: Any, ids: int, prompts: int) -> None:
+    data = json.dumps({"model": "m", "prompt": prompt}, indent=1).encode()
+    call = parse_call(PLAIN, data, prompt_chars_max=100)
+    assert (call.prompt_ids, call.choices) == (ids, prompts)
+
+
+def test_a_field_that_nobody_reads_may_hold_anything() -> None:
+    odd = {"a": [[], {}, [[[1e999]]], 10**400, "\u0000", "\\"], "": None}
+    data = chat([{**SAID, "tool_calls": odd, "name": 5}], metadata=odd, min_tokens=odd, response_format=odd)
+    assert parse_call(CHAT, data.replace(b"Infinity", b"1e999"), prompt_chars_max=100).prompt.text == "x"
+
+
+def test_parts_without_text_are_no_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"text": ["b"]}, {"text": None}, {}, {"text": "c"}]
+    assert parse(messages=[{"role": "user", "content": parts}]).prompt.text == "a c"
+
+
+@pytest.mark.parametrize(
+    "options", ["null", '{"include_usage" : false}', '{"a":"\\"stream_options\\":{}"}', '{"stream_options":{}}']
+)
+def test_only_the_options_of_the_body_itself_are_changed(options: str) -> None:
+    before = '{"x":{"stream_options":{}}, "y":"\\"stream_options\\":null", "model":"m", "stream":true,'
+    after = ' "messages":[{"role":"user","content":"\u00e9 stream_options"}]}'
+    data = f'{before}"stream_options": {options},{after}'.encode()
+    body = parse_call(CHAT, data, prompt_chars_max=100).body
+    assert body.startswith(before.encode())
+    assert body.endswith(after.encode())
+    assert json.loads(body)["stream_options"] == {**(json.loads(options) or {}), "include_usage": True}
+
+
+def test_a_large_body_is_parsed_in_a_thread_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    running, together = 0, 0
+
+    def parse_slowly(path: str, data: bytes, **settings: Any) -> Call:
+        nonlocal running, together
+        running += 1
+        together = max(together, running)
+        threads.append(threading.get_ident())
+        time.sleep(0.01)
+        running -= 1
+        return parse_call(path, data, **settings)
+
+    monkeypatch.setattr(parse_module, "parse_call", parse_slowly)
+
+    async def parse_several() -> None:
+        parser = CallParser(prompt_chars_max=1_000_000)
+        large = chat([{**SAID, "content": "x" * 300_000}])
+        calls = await asyncio.gather(*[parser.parse_large(CHAT, large, {}) for _ in range(3)])
+        assert [len(call.prompt.text) for call in calls] == 3 * [300_000]
+        with pytest.raises(BadRequest, match="messages"):
+            await parser.parse_large(CHAT, large.replace(b"role", b"roll"), {})
+        assert threading.get_ident() not in threads
+        assert (parser.is_large(large), parser.is_large(chat([SAID]))) == (True, False)
+
+    asyncio.run(parse_several())
+    assert together == 1
+
+
 # ---- headers for the engine ----
 
 
@@ -210,7 +359,9 @@ def test_the_opening_is_the_start_of_the_engines_prompt() -> None:
     ]
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert opening(messages=messages) == "system\nbe short\nuser\nhi\nassistant\n"
-    assert opening(messages=messages, tools=tools).startswith('{"type":"function","function":{"name":"f"}}\nsystem\n')
+    assert opening(messages=messages, tools=tools).startswith(
+        '[{"type": "function", "function": {"name": "f"}}]\nsystem\n'
+    )
     assert opening(messages=messages, tools="any") == opening(messages=messages), "the engine must reject it"
 
 
