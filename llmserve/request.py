@@ -29,6 +29,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     prefixes          hashes of prefixes of the prompt, of growing length; () without grouping by prefix
     model             id of the model; "" for a single model
     stream            name of the client's key or application; "" when unknown
+    sender            hash of who sent the request: of the client's key, or without keys of the prompt; 0 when unknown
     """
 
     id: int
@@ -40,6 +41,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     prefixes: tuple[int, ...] = ()
     model: str = ""
     stream: str = ""
+    sender: int = 0
 
     @property
     def expected_tokens(self) -> float | None:

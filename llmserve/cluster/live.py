@@ -25,7 +25,7 @@ from llmserve.cluster.in_flight import Client, InFlightCall
 from llmserve.cluster.journal import Journal
 from llmserve.cluster.known_models import Listed
 from llmserve.cluster.learning import Learning
-from llmserve.cluster.prompt_size import PromptTokensByModel, prefix_hashes
+from llmserve.cluster.prompt_size import PromptTokensByModel, prefix_hashes, sender_hash
 from llmserve.cluster.record import LengthRecord
 from llmserve.cluster.remaining import remaining_s
 from llmserve.cluster.revising import Revising
@@ -106,7 +106,7 @@ class LiveCluster:
         )
         self._secret = secrets.token_bytes(16)  # key of the prefixes' hashes
         self._in_flight: dict[int, InFlightCall] = {}
-        self._next_id = 0
+        self._next_id, self._closed = 0, False
         self._solvers = solvers
         self._solving: set[asyncio.Task[None]] = set()  # at most one per model: the scheduler waits for each plan
         self._alarm = _Alarm(self.now_s, lambda: self._step(TimerFired()))
@@ -114,7 +114,6 @@ class LiveCluster:
         self._empty.set()
         self._predicting: set[asyncio.Task[None]] = set()
         self._drained_by_s: float | None = None  # end of the time for the drain; None: not draining
-        self._closed = False
 
     # ---- for the HTTP server -------------------------------------------------------------------------------------
 
@@ -188,6 +187,7 @@ class LiveCluster:
             prefix_hashes(call.opening, self._secret) if self.fleet.engines_of(call.model) > 1 else (),
             call.model,
             call.stream_name,
+            sender_hash(call, self._secret),
         )
         self._step(RequestArrived(in_flight.request))
 

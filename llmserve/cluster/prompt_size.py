@@ -15,6 +15,7 @@ CHARACTERS_PER_TOKEN = 4.0  # a first estimate, for English text
 MEMORY = 256  # answers after which an observation's weight has fallen to a third
 MODELS_MAX = 10_000  # models with an estimate: the names of adapters change without end
 SAVED_MAX = 1_000  # models whose estimates survive a restart
+SENDER_CHARACTERS = 512  # of either end of a prompt, by which prompts without a key are told apart
 PREFIX_CHARACTERS = (256, 512, 1024, 2048, 4096, 8192)  # lengths of the beginnings worth a hit in a prefix cache
 
 
@@ -84,6 +85,15 @@ class PromptTokensByModel:
 def _characters(call: Call) -> int:
     prompt = call.prompt
     return max(1, len(prompt.text) + len(prompt.system) + prompt.history_characters)
+
+
+def sender_hash(call: Call, secret: bytes) -> int:
+    """Hash of the client's key; without keys of the prompt, by the ends of its last turn. secret : hides both"""
+    prompt = call.prompt
+    ends = prompt.text[:SENDER_CHARACTERS], prompt.text[-SENDER_CHARACTERS:], call.opening[:SENDER_CHARACTERS]
+    who = prompt.sender or "\0".join(ends)
+    digest = hashlib.blake2b(who.encode(errors="replace"), digest_size=6, key=secret)
+    return int.from_bytes(digest.digest()) or 1
 
 
 def prefix_hashes(opening: str, secret: bytes) -> tuple[int, ...]:

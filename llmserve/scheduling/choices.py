@@ -36,7 +36,7 @@ class FixedChoice:
         self._now_s = now_s
         self._blocked: frozenset[str] = frozenset()  # names of engines on which a batch waits for room
         self._set_aside: frozenset[FormedBatch] = frozenset()  # batches that avoid all engines with room
-        self._rechecks_s: dict[str, float] = {}  # by model: when its first batch may fit an engine's memory
+        self._rechecks_s: list[float] = []  # when a batch may fit an engine's memory
 
     def starts(self) -> Iterator[Start]:
         """Yield the starts in turn. The caller must carry out each start before it asks for the next."""
@@ -52,21 +52,20 @@ class FixedChoice:
             if (engine := self.engine_for(queues, batch, self._blocked)) is not None:
                 yield engine, queues, batch, max(1, engine.room_at_once)
             elif self.waits_for_another_engine(queues, batch):
-                self._set_aside |= {batch}
+                self._set_aside |= {queues.formed.set_apart(batch)}
             else:
                 self._block(queues.model)
 
     @property
     def recheck_at_s(self) -> float | None:
-        return min(self._rechecks_s.values()) if self._rechecks_s else None
+        trials_s = [engine.circuit.suspects_from_s for engine in self._pool.free.values()] if self._set_aside else []
+        return min([*self._rechecks_s, *[at_s for at_s in trials_s if at_s > self._now_s]], default=None)
 
     def _block(self, model: str) -> None:
         free = self._pool.free_for(model)
         times_s = [engine.recheck_at_s for engine in free]
         # An engine that was not checked in this dispatch may hold a time that has passed.
-        later_s = [at_s for at_s in times_s if at_s is not None and at_s > self._now_s]
-        if later_s:
-            self._rechecks_s[model] = min(later_s)
+        self._rechecks_s += [at_s for at_s in times_s if at_s is not None and at_s > self._now_s]
         self._blocked |= {engine.info.name for engine in free}
 
     # ---- choice of a batch ----
@@ -154,11 +153,12 @@ class FixedChoice:
         return idle
 
     def waits_for_another_engine(self, queues: ModelQueues, batch: FormedBatch) -> bool:
-        """Whether no engine but the one that failed the batch has room, while another works."""
+        """Whether no engine has room but the one that failed the batch, while another works, and those on trial."""
+        engines = [engine for engine in self._pool.free_for(queues.model) if engine.room > 0]
+        willing = [engine for engine in engines if not engine.circuit.refuses(batch, self._now_s)]
         if batch.avoid is None or not self._pool.another_works(batch.avoid, queues.model):
-            return False
-        allowed = [engine for engine in self._pool.free_for(queues.model) if engine.info.name != batch.avoid]
-        return not any(engine.room > 0 for engine in allowed)
+            return bool(engines) and not willing
+        return all(engine.info.name == batch.avoid for engine in willing)
 
     def engine_for(self, queues: ModelQueues, batch: FormedBatch, blocked: Collection[str]) -> EngineState | None:
         """The engine on which the batch, or its first request, starts now; None: no engine. blocked : engine names.
@@ -170,6 +170,7 @@ class FixedChoice:
         engines = self._pool.free_for(queues.model, blocked)
         if batch.avoid is not None and self._pool.another_works(batch.avoid, queues.model):
             engines = [engine for engine in engines if engine.info.name != batch.avoid]
+        engines = [engine for engine in engines if not engine.circuit.refuses(batch, self._now_s)]
         free = [engine for engine in engines if engine.room > 0]
         if not free and len(queues.formed) >= len(queues.engines):
             free = engines
@@ -224,6 +225,7 @@ class MomentChoice:
 
     def _note_wakes(self, engines: Sequence[EngineState], name: str) -> None:
         times_s = [self._order.wake_at_s(name, self._now_s), *[engine.recheck_at_s for engine in engines]]
+        times_s += [engine.circuit.suspects_from_s for engine in engines]
         self._wakes_s += [at_s for at_s in times_s if at_s is not None and at_s > self._now_s]
 
     def _sharing(self, name: str) -> Sequence[EngineState]:
@@ -285,7 +287,8 @@ class MomentChoice:
             if not queues.formed or not engine.serves(queues.model):
                 continue
             for batch in queues.formed.returned:
-                if batch.avoid == engine.info.name and self._pool.another_works(engine.info.name, queues.model):
+                avoids = batch.avoid == engine.info.name and self._pool.another_works(engine.info.name, queues.model)
+                if avoids or engine.circuit.refuses(batch, self._now_s):
                     continue
                 for by_least in (False, True):
                     candidate = self._formed(engine, queues, batch, engine.room_at_once, by_least=by_least)

@@ -424,15 +424,15 @@ class EngineBook:
         group.pool.refresh(state, self._book.now_s)  # engines that share its GPU may be free now
         self.changed([group])  # after the retried requests have been queued, so that they move too
 
-    def report_circuit(self, engine: EngineState) -> None:
+    def report_circuit(self, name: str) -> None:
         """Report that the engine's circuit has opened, has been opened for longer, or has closed."""
-        group, name, until_s = self._groups.group_of(engine), engine.info.name, engine.circuit.open_until_s
-        if until_s is None:
-            group.pool.paused.pop(name, None)
-            self._book.actions.append(ReportCircuit(name, None))
-        else:
+        engine = self._groups.engines[name]
+        group, until_s = self._groups.group_of(engine), engine.circuit.open_until_s
+        group.pool.paused.pop(name, None)
+        if until_s is not None:
             group.pool.paused[name] = engine
-            self._book.actions.append(ReportCircuit(name, until_s - self._book.now_s))
+        self._book.actions.append(ReportCircuit(name, None if until_s is None else until_s - self._book.now_s))
+        group.pool.refresh(engine, self._book.now_s)
         self._circuits_changed(group)
 
     def _circuits_changed(self, group: Group) -> None:

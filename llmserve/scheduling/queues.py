@@ -32,6 +32,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     judged           request and score at its arrival, by which predictions are judged; None: the present ones
     formed, run      set by the formed queue: the batch in which it waits; set by its engine while it runs
     retries, cancelled  set by the scheduler: how often its engine failed, whether its client has gone
+    failed_on        engine that failed it first by a fault; "": none.  suspect : the fault may be its own (circuit.py)
     """
 
     request: Request
@@ -54,6 +55,8 @@ class QueuedRequest(msgspec.Struct, eq=False):
     run: Run | None = None
     retries: int = 0
     cancelled: bool = False
+    failed_on: str = ""
+    suspect: bool = False
 
     @property
     def deadline_s(self) -> float:
@@ -208,6 +211,11 @@ class FormedBatch:
         self.avoid: str | None = None  # the engine that failed the batch; used only while no other works
 
     @property
+    def suspect(self) -> bool:
+        """Whether some request of the batch may have been the cause of a fault."""
+        return any(queued.suspect for queued in self.requests.values())
+
+    @property
     def first(self) -> QueuedRequest:
         """The first request; the batch must not be empty."""
         return next(iter(self.requests.values()))
@@ -267,6 +275,14 @@ class FormedQueue:
         self.hold(batch)
         batch.key = self._key(batch)
         self._returned.append(batch)
+
+    def set_apart(self, batch: FormedBatch) -> FormedBatch:
+        """Keep a batch apart from those that were never started, so that others can start before it. Returns it."""
+        if batch.serial:
+            batch.serial = 0  # its entry is void from now on
+            self._returned.append(batch)
+            self._drop_void()
+        return batch
 
     def hold(self, batch: FormedBatch) -> None:
         """Count a batch that is in no order, for its engine is already chosen; `take` its requests when it starts."""

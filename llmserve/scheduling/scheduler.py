@@ -17,7 +17,7 @@ from typing import Protocol
 
 from llmserve.request import Request
 from llmserve.scheduling.batch_times import Timetable
-from llmserve.scheduling.circuit import Circuit
+from llmserve.scheduling.circuit import Circuit, Faults
 from llmserve.scheduling.engines import EngineState, Worker
 from llmserve.scheduling.groups import EngineBook, Groups, RequestBook
 from llmserve.scheduling.messages import (
@@ -99,6 +99,7 @@ class Scheduler:
         self._book = RequestBook(self.groups, dispatch.forming, order, dispatch.times, retries_max)
         self.requests, self.engines = self._book.by_id, self.groups.engines
         self._engines = EngineBook(self.groups, self._book, circuit)
+        self._faults = Faults(lambda name: self.engines[name].circuit)
         self._rates = rates
         self._queue_requests_max = queue_requests_max
         self._engine_wait_s = engine_wait_s
@@ -194,6 +195,7 @@ class Scheduler:
             self._book.report_failed(request.id, refusal, group)
             return
         queued, queue = queues.admit(request, self._now_s)
+        queued.suspect = request.sender in self._faults.suspects
         self.requests[request.id] = queued
         self._book.enter(queued, queues)
         self._dispatch.forming.form_early(queues, queue, self._now_s)
@@ -238,14 +240,11 @@ class Scheduler:
         self._book.touch(group)
         if run is None:  # stale: the engine was lost in between, and the request was requeued or has ended
             return
-        queued, circuit, before_s = run.queued, engine.circuit, engine.circuit.open_until_s
+        queued = run.queued
         if event.fault:
-            if queued.retries == 0:
-                circuit.fault(event.request_id, self._now_s)
+            self._judged(self._faults.failed(event.engine, queued, self._now_s))
         elif event.outcome != "cancelled":
-            circuit.success((event.request_id,))
-        if circuit.open_until_s != before_s:
-            self._engines.report_circuit(engine)
+            self._judged(self._faults.answered(event.engine, (queued,), self._now_s))
         engine.remove((run,), self._now_s)
         group.pool.refresh(engine, self._now_s)
         if event.fault and event.retryable and not queued.cancelled:
@@ -261,17 +260,17 @@ class Scheduler:
                     self._book.record_pace(engine, run, run.concurrency, event.output_tokens)
         self._freed(engine)
 
+    def _judged(self, changed: Iterable[str]) -> None:
+        """Report the circuits that a fault or an answer has changed. changed : names of their engines"""
+        for name in changed:
+            self._engines.report_circuit(name)
+
     def _on_batch_ended(self, event: BatchEnded) -> None:
         engine = self.engines.get(event.engine)
         if engine is None:
             return
         ended = [run for run in engine.running.values() if run.batch_id == event.batch_id]
-        if not engine.circuit.closed:
-            engine.circuit.success([run.queued.request.id for run in ended])
-            if engine.circuit.closed:
-                self._engines.report_circuit(engine)
-        else:
-            engine.circuit.success(())
+        self._judged(self._faults.answered(event.engine, [run.queued for run in ended], self._now_s))
         if ended:
             engine.remove(ended, self._now_s)
             self._book.end(ended)

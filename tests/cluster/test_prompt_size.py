@@ -1,9 +1,17 @@
 """Sizes and prefixes of prompts, without a tokenizer."""
 
+from dataclasses import replace
+
 import pytest
 
 from llmserve.cluster import prompt_size
-from llmserve.cluster.prompt_size import PREFIX_CHARACTERS, PromptTokens, PromptTokensByModel, prefix_hashes
+from llmserve.cluster.prompt_size import (
+    PREFIX_CHARACTERS,
+    PromptTokens,
+    PromptTokensByModel,
+    prefix_hashes,
+    sender_hash,
+)
 from llmserve.request import Call
 from predictor.prompt import Prompt
 
@@ -47,6 +55,17 @@ def test_prompts_share_the_hashes_of_their_common_prefix() -> None:
     assert len(first) == len(PREFIX_CHARACTERS)
     assert first[:shared] == second[:shared]
     assert not set(first[shared:]) & set(second)
+
+
+def test_a_sender_is_the_key_or_without_keys_the_prompt() -> None:
+    def sender(text: str, key: str = "", secret: bytes = b"s") -> int:
+        whole = call(text)
+        return sender_hash(replace(whole, prompt=replace(whole.prompt, sender=key)), secret)
+
+    assert sender("a", "alice") == sender("b", "alice") != sender("a", "bob")
+    assert sender("a") == sender("a") != sender("b")
+    assert sender("x" * 5_000 + "a") != sender("x" * 5_000 + "b"), "prompts with a long common beginning"
+    assert sender("a", secret=b"t") != sender("a")
 
 
 def test_short_prompts_have_no_hash_and_hashes_need_the_secret() -> None:

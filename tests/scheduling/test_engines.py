@@ -220,11 +220,21 @@ def test_after_repeated_failures_an_engine_pauses_then_gets_one_request() -> Non
     assert fail(scheduler, "gpu0", 1, 1.0) == [ReportCircuit("gpu0", 1.0)]
     assert placed(arrive(scheduler, 3, now_s=1.5)) == []
     assert scheduler.wake_at_s == 2.0
-    assert placed(step(scheduler, TimerFired(), 2.0)) == [(1, "gpu0")], "one request is on trial, the first in turn"
+    assert placed(step(scheduler, TimerFired(), 2.0)) == [(3, "gpu0")], "one request is on trial, and none that failed"
     assert placed(step(scheduler, RequestEnded("gpu0", 2, "completed", 5.0), 2.2)) == [], "2 was sent earlier"
-    ended = step(scheduler, RequestEnded("gpu0", 1, "completed", 5.0), 2.5)
+    ended = step(scheduler, RequestEnded("gpu0", 3, "completed", 5.0), 2.5)
     assert ended[0] == ReportCircuit("gpu0", None)
-    assert placed(ended) == [(3, "gpu0")]
+    assert placed(ended) == [(1, "gpu0")]
+
+
+def test_a_request_that_failed_is_tried_after_one_more_pause_if_no_other_comes() -> None:
+    scheduler = one_by_one("fffs", engine(slots=4), circuit_faults_max=1, retries_max=9)
+    arrive(scheduler, 0)
+    assert fail(scheduler, "gpu0", 0, 1.0) == [ReportCircuit("gpu0", 1.0)]
+    assert placed(step(scheduler, TimerFired(), 2.0)) == []
+    assert scheduler.wake_at_s == 3.0
+    assert placed(step(scheduler, TimerFired(), 3.0)) == [(0, "gpu0")]
+    assert fail(scheduler, "gpu0", 0, 3.5) == [ReportCircuit("gpu0", 1.0)], "its failure does not lengthen the pause"
 
 
 def test_retries_of_a_request_that_always_fails_open_no_circuit() -> None:
@@ -255,8 +265,8 @@ def test_a_batch_that_a_barrier_engine_ends_closes_its_circuit() -> None:
     fail(scheduler, "gpu0", 0, 0.0)
     step(scheduler, RequestEnded("gpu0", 1, "completed", 3.0))
     arrive(scheduler, 2)
-    (trial,) = [action for action in step(scheduler, TimerFired(), 1.0) if isinstance(action, StartBatch)]
-    assert step(scheduler, BatchEnded("gpu0", trial.batch.id, {0: 4.0}), 2.0)[0] == ReportCircuit("gpu0", None)
+    (trial,) = [action for action in step(scheduler, TimerFired(), 2.0) if isinstance(action, StartBatch)]
+    assert step(scheduler, BatchEnded("gpu0", trial.batch.id, {0: 4.0}), 3.0)[0] == ReportCircuit("gpu0", None)
 
 
 def test_while_one_engine_fails_the_others_serve() -> None:
