@@ -118,6 +118,8 @@ class Call:
     predicted_tokens   the client's own prediction, used instead of the predictor's
     opening            the first characters of the prompt, in the order of the engine's template
     prompt_ids         number of tokens of a prompt in the form of token ids; 0 for text
+    tokens_min         tokens that all prompts and answers have together at least, as far as that is certain
+    context_min        tokens that the longest prompt with one answer has at least, likewise
     headers            headers of the client that are sent to the engine: (lower-case name, value) pairs
     stream_name        name of the client's key or application; "" when unknown
     """
@@ -134,6 +136,8 @@ class Call:
     predicted_tokens: float | None = None
     opening: str = field(default="", repr=False)
     prompt_ids: int = 0
+    tokens_min: int = 0
+    context_min: int = 0
     headers: tuple[tuple[str, str], ...] = ()
     stream_name: str = ""
 

@@ -230,6 +230,9 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(ge=1, description="bytes of requests and unread answers in memory: beyond, new bodies get status 503"),
     ] = 1 << 30
     prompt_chars_max: Annotated[int, Meta(ge=1, description="longest prompt, characters")] = 1_000_000
+    choices_max: Annotated[
+        int, Meta(ge=1, description="most answers of one request: `n` times the number of its prompts")
+    ] = 128
     concurrent_max: Annotated[int, Meta(ge=0, description="requests in progress per API key; 0: no limit")] = 0
     requests_per_minute_max: Annotated[int, Meta(ge=0, description="requests per minute and API key; 0: no limit")] = 0
     slo_ms: Annotated[

@@ -27,6 +27,7 @@ from llmserve.api.bodies import BODIES
 from llmserve.api.exchange import Exchange
 from llmserve.api.limits import KeyLimits
 from llmserve.api.parse import CallParser
+from llmserve.cluster.fitting import check_fits
 from llmserve.cluster.in_flight import Head, Receipt
 from llmserve.cluster.live import LiveCluster
 from llmserve.deadline_settings import DefaultDeadlines
@@ -122,7 +123,7 @@ class _Endpoints:
         self._key_limits = key_limits
         self._config = config
         self._deadlines = DefaultDeadlines(config.slo_ms)
-        self._parser = CallParser(config.prompt_chars_max)
+        self._parser = CallParser(prompt_chars_max=config.prompt_chars_max, choices_max=config.choices_max)
         self._parsing: set[asyncio.Task[None]] = set()  # large bodies
 
     # ---- completions ----
@@ -174,7 +175,8 @@ class _Endpoints:
 
     def _check_served(self, call: Call) -> None:
         models = self._cluster.models
-        if call.model in models:
+        if (model := models.get(call.model)) is not None:
+            check_fits(call, model, self._cluster.fleet.infos_of(call.model))
             return
         if not any(self._cluster.engines_ready.values()):  # without an engine, the list of models is not known
             raise Unavailable("no engine is up", code="no_engine", retry_after_s=1.0)

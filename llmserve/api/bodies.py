@@ -85,8 +85,8 @@ class StreamOptions(msgspec.Struct):
 class Body(msgspec.Struct, kw_only=True):
     """The common fields of chat and plain completions. Other fields are forwarded to the engine without a check.
 
-    A Raw field is a view of the body, and empty when the field is absent. min_tokens and ignore_eos are extensions of
-    vLLM, which checks both.
+    A Raw field is a view of the body, and empty when the field is absent. min_tokens, ignore_eos and
+    truncate_prompt_tokens are extensions of vLLM, which checks them.
     """
 
     model: str
@@ -100,10 +100,16 @@ class Body(msgspec.Struct, kw_only=True):
     seed: int | None = None
     min_tokens: Raw = Raw()
     ignore_eos: Raw = Raw()
+    truncate_prompt_tokens: Raw = Raw()
 
     def output_tokens_min(self, most: int | None) -> int | None:
         """The answer's least length in tokens. With ignore_eos an answer ends only at its limit. most : that limit"""
         return most if bytes(self.ignore_eos) == b"true" else value_or_none(_LENGTH, self.min_tokens)
+
+    @property
+    def output_tokens_certain(self) -> int:
+        """Tokens that each answer has at least. vLLM cuts max_tokens to the context, but refuses such min_tokens."""
+        return value_or_none(_LENGTH, self.min_tokens) or (0 if self.max_tokens == 0 else 1)
 
     def stops(self) -> tuple[str, ...]:
         """The stop strings. Raises BadRequest."""

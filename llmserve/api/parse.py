@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -134,11 +135,11 @@ def _first_characters(parts: Iterable[str]) -> str:
 class CallParser:
     """Parses bodies; large ones in a thread, one at a time, so that they cannot hold the event loop.
 
-    prompt_chars_max : characters, or token ids, of a prompt
+    prompt_chars_max : characters, or token ids, of a prompt.  choices_max : answers of one request
     """
 
-    def __init__(self, prompt_chars_max: int) -> None:
-        self._prompt_chars_max = prompt_chars_max
+    def __init__(self, *, prompt_chars_max: int, choices_max: int) -> None:
+        self._prompt_chars_max, self._choices_max = prompt_chars_max, choices_max
         self._gate = asyncio.Lock()
 
     def is_large(self, data: bytes) -> bool:
@@ -146,7 +147,9 @@ class CallParser:
 
     def parse(self, path: str, data: bytes, headers: Mapping[str, str]) -> Call:
         """As parse_call."""
-        return parse_call(path, data, prompt_chars_max=self._prompt_chars_max, headers=headers)
+        return parse_call(
+            path, data, prompt_chars_max=self._prompt_chars_max, choices_max=self._choices_max, headers=headers
+        )
 
     async def parse_large(self, path: str, data: bytes, headers: Mapping[str, str]) -> Call:
         """As parse_call, in a thread."""
@@ -155,7 +158,12 @@ class CallParser:
 
 
 def parse_call(
-    path: str, data: bytes, *, prompt_chars_max: int, headers: Mapping[str, str] = MappingProxyType({})
+    path: str,
+    data: bytes,
+    *,
+    prompt_chars_max: int,
+    choices_max: int = PROMPTS_MAX,
+    headers: Mapping[str, str] = MappingProxyType({}),
 ) -> Call:
     """Parse a request. headers: the client's, with lower-case names. Raises BadRequest, naming the field."""
     body = read_body(path, data)
@@ -165,6 +173,11 @@ def parse_call(
         raise _too_long(body, read.chars, "characters", prompt_chars_max)
     if read.ids > prompt_chars_max:  # a token has one character at least
         raise _too_long(body, read.ids, "token ids", prompt_chars_max)
+    choices, ids, least = (body.n or 1) * read.prompts, read.ids, body.output_tokens_certain
+    if choices > choices_max:
+        raise _too_many_choices(body, read, choices_max)
+    if body.truncate_prompt_tokens:
+        ids = 0
     stream = bool(body.stream)
     options = _options(body, stream=stream)
     usage_added = stream and not (options is not None and options.include_usage)
@@ -174,13 +187,15 @@ def parse_call(
         prompt=read.prompt,
         stream=stream,
         usage_added=usage_added,
-        choices=(body.n or 1) * read.prompts,
+        choices=choices,
         output_tokens_max=output_tokens_max,
         output_tokens_min=body.output_tokens_min(output_tokens_max),
         slo_s=_positive(SLO_HEADER, headers.get(SLO_HEADER), most=SLO_MS_MAX, scale=1e-3),
         predicted_tokens=_positive(PREDICTED_HEADER, headers.get(PREDICTED_HEADER), most=2.0**31),
         opening=read.opening,
         prompt_ids=read.ids,
+        tokens_min=ids + choices * least,
+        context_min=math.ceil(ids / read.prompts) + least,
         headers=_forwarded(headers),
         stream_name=_stream_name(headers.get(STREAM_HEADER)),
     )
@@ -205,6 +220,16 @@ def _too_long(body: ChatBody | CompletionBody, count: int, unit: str, most: int)
         f"the prompt has {count:,} {unit}; at most {most:,} are allowed",
         param="messages" if isinstance(body, ChatBody) else "prompt",
         code="context_length_exceeded",
+    )
+
+
+def _too_many_choices(body: Body, read: ReadPrompt, most: int) -> BadRequest:
+    n = body.n or 1
+    param = "n" if n > 1 else "prompt"
+    return BadRequest(
+        f"`{param}`: {n:,} answers to each of {read.prompts:,} prompts are more than {most:,} in all",
+        param=param,
+        code="invalid_value",
     )
 
 

@@ -137,7 +137,8 @@ class AnswerLengths:
 def _most(call: Call, model: ServedModel | None) -> float | None:
     """Tokens that the answer can have at most, by the client's limit and the model's context; None: unknown."""
     context = model.context_tokens if model is not None else None
-    return min([limit for limit in (call.output_tokens_max, context) if limit is not None], default=None)
+    room = None if context is None else max(1, context - max(0, call.context_min - 1))  # beside the prompt
+    return min([limit for limit in (call.output_tokens_max, room) if limit is not None], default=None)
 
 
 def _rounded(forecast: LengthForecast) -> Forecast:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -136,6 +136,10 @@ class Fleet:
     def engines_of(self, model: str) -> int:
         """Number of engines that serve the model, or did when they were last up."""
         return self._known_models.engines_of(model)
+
+    def infos_of(self, model: str) -> Iterator[EngineInfo]:
+        """The engines that serve the model, or did when they were last up."""
+        return (handle.info for handle in self.handles.values() if model in handle.models)
 
     def start(self) -> None:
         """Begin to watch the engines. An engine gets requests from its first successful probe on."""

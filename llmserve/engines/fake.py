@@ -116,6 +116,7 @@ class FakeEngine:
         port: int = 0,
         gather_s: float = 1.0,
         tokens_max: int | None = None,
+        context_tokens: int = 1 << 20,
     ) -> None:
         self.model = model
         self.running = 0
@@ -131,7 +132,7 @@ class FakeEngine:
         if not barrier and any(pace.row_s for pace in self._paces.values()):
             raise ValueError("row_s: only a barrier engine has batches of a size")
         self._output_tokens = output_tokens
-        self._tokens_max = tokens_max  # reported as KV cache size; not enforced
+        self._tokens_max, self._context_tokens = tokens_max, context_tokens  # reported; not enforced
         self._host, self._port = host, port
         self._runner: web.ServerRunner | None = None
         self._batches: asyncio.Task[None] | None = None
@@ -185,7 +186,7 @@ class FakeEngine:
         return web.Response()
 
     async def _models(self, request: web.BaseRequest) -> web.Response:
-        common = {"object": "model", "created": 0, "owned_by": "llmserve", "max_model_len": 1 << 20}
+        common = {"object": "model", "created": 0, "owned_by": "llmserve", "max_model_len": self._context_tokens}
         return web.json_response({"object": "list", "data": [{"id": model, **common} for model in self._paces]})
 
     async def _metrics(self, request: web.BaseRequest) -> web.Response:

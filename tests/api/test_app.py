@@ -452,3 +452,17 @@ async def test_a_failing_engine_returns_its_own_error_after_the_last_try(start_f
             assert response.status == 500
             assert "error" in await response.json()
     assert len(engine.bodies) == 3
+
+
+async def test_what_certainly_fits_nowhere_is_refused_and_a_claim_ends_at_the_context(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0, context_tokens=100, tokens_max=60) as engine:
+        front = await start_front(engine)
+        for fields, param in (({"n": 61}, "n"), ({"n": 129}, "n"), ({"min_tokens": 101}, "min_tokens")):
+            async with front.post(**fields) as response:
+                error = (await response.json())["error"]
+            assert (response.status, error["param"]) == (400, param)
+        ids = {"prompt": [1] * 40, "max_tokens": 1000}
+        claim = {"x-llmserve-predicted-tokens": "1e9"}
+        async with front.post("/v1/completions", claim, **ids) as response:
+            assert response.headers["x-llmserve-predicted-tokens"] == "60"
+        assert len(engine.bodies) == 1

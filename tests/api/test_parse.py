@@ -244,6 +244,37 @@ def test_a_list_that_is_too_long_is_refused_by_name(
     assert message in refusal.message
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [(CHAT, {"n": 9}, "n"), (PLAIN, {"prompt": ["a"] * 3, "n": 3}, "n"), (PLAIN, {"prompt": [[1]] * 9}, "prompt")],
+)
+def test_more_answers_than_allowed_are_refused(path: str, fields: dict[str, Any], param: str) -> None:
+    data = json.dumps({**HELLO, **fields}).encode()
+    with pytest.raises(BadRequest, match="more than 8 in all") as refusal:
+        parse_call(path, data, prompt_chars_max=100, choices_max=8)
+    assert refusal.value.param == param
+    parse_call(path, data, prompt_chars_max=100, choices_max=9)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens_min", "context_min"),
+    [
+        ({"prompt": "text", "n": 3}, 3, 1),
+        ({"prompt": [1, 2, 3], "n": 2}, 5, 4),
+        ({"prompt": [[1, 2], [3]], "min_tokens": 10}, 23, 12),
+        ({"prompt": [1, 2, 3], "max_tokens": 0, "echo": True}, 3, 3),
+        ({"prompt": [1, 2, 3], "truncate_prompt_tokens": 1}, 1, 1),
+        ({"prompt": [1], "ignore_eos": True, "max_tokens": 10**6}, 2, 2),
+    ],
+)
+def test_what_a_request_needs_at_least_counts_only_what_is_certain(
+    fields: dict[str, Any], tokens_min: int, context_min: int
+) -> None:
+    data = json.dumps({"model": "m", **fields}).encode()
+    call = parse_call(PLAIN, data, prompt_chars_max=100)
+    assert (call.tokens_min, call.context_min) == (tokens_min, context_min)
+
+
 def test_counts_of_one_body_do_not_add_to_those_of_the_next() -> None:
     for _ in range(2):
         parse_call(CHAT, chat([SAID] * 2048, tools=[{}] * 128), prompt_chars_max=1_000_000)
@@ -316,7 +347,7 @@ def test_a_large_body_is_parsed_in_a_thread_one_at_a_time(monkeypatch: pytest.Mo
     monkeypatch.setattr(parse_module, "parse_call", parse_slowly)
 
     async def parse_several() -> None:
-        parser = CallParser(prompt_chars_max=1_000_000)
+        parser = CallParser(prompt_chars_max=1_000_000, choices_max=128)
         large = chat([{**SAID, "content": "x" * 300_000}])
         calls = await asyncio.gather(*[parser.parse_large(CHAT, large, {}) for _ in range(3)])
         assert [len(call.prompt.text) for call in calls] == 3 * [300_000]
