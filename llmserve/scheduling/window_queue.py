@@ -98,8 +98,9 @@ class WindowQueue(BinQueue):
         row = self._by_length
         place = bisect_left(row, (first.sort_length, first.request.id))
         start, end = max(0, place - count + 1), min(place, len(row) - count) + count
-        start += least_waste([length for length, _ in row[start:end]], count)
-        lengths = [length for length, _ in row[start : start + count]]
+        lengths = [length for length, _ in row[start:end]]
+        skipped = least_waste(lengths, count)
+        start, lengths = start + skipped, lengths[skipped : skipped + count]
         count = self._cutting.size(lengths, len(self.requests), self.engines, place - start, first.request.id)
         requests = [self.requests.pop(request_id) for _, request_id in row[start : start + count]]
         del row[start : start + count]
