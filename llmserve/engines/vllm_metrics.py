@@ -9,9 +9,13 @@ from typing import Any
 RUNNING = re.compile(r"^vllm:num_requests_running(?:\{.*\})? (\S+)$", re.M)
 WAITING = re.compile(r"^vllm:num_requests_waiting(?:\{.*\})? (\S+)$", re.M)
 CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\} \S+$", re.M)
-CACHE_TOKENS = re.compile(r'\bkv_cache_size_tokens="(\d+)"')
-BLOCKS = re.compile(r'\bnum_gpu_blocks="(\d+)"')  # older versions have blocks instead of tokens
-BLOCK_SIZE = re.compile(r'\bblock_size="(\d+)"')
+CACHE_TOKENS = re.compile(r'\bkv_cache_size_tokens="(\d{1,15})"')
+BLOCKS = re.compile(r'\bnum_gpu_blocks="(\d{1,15})"')  # older versions have blocks instead of tokens
+BLOCK_SIZE = re.compile(r'\bblock_size="(\d{1,15})"')
+
+COUNT_MAX = 1 << 31  # of requests
+TOKENS_MAX = 1 << 40
+SLOTS_MAX = 1 << 16  # no engine has as many: an engine that always claims to be full must not grow without end
 
 FIRST_GROWTH = 2.0  # growth factor of the number of slots, when all slots are in use and no request waits
 GROWTH = 1.25  # the same factor after requests have waited inside the engine once
@@ -27,11 +31,17 @@ class Load:
 
 
 def read_load(text: str) -> Load | None:
-    """Parse the text of /metrics, with sums over the engine's data-parallel ranks; None if not from vLLM."""
+    """Parse the text of /metrics, with sums over the engine's data-parallel ranks.
+
+    None if not from vLLM, or if a count is no number of requests. A cache of no size, or of an absurd one, is unknown.
+    """
     if RUNNING.search(text) is None:
         return None
+    running, waiting = _sum(RUNNING, text), _sum(WAITING, text)
+    if running is None or waiting is None:
+        return None
     tokens = sum(_cache_tokens(labels) for labels in CACHE.findall(text))
-    return Load(_sum(RUNNING, text), _sum(WAITING, text), tokens or None)
+    return Load(running, waiting, tokens if 0 < tokens <= TOKENS_MAX else None)
 
 
 def _cache_tokens(labels: str) -> int:
@@ -42,8 +52,14 @@ def _cache_tokens(labels: str) -> int:
     return int(blocks[1]) * int(size[1]) if blocks is not None and size is not None else 0
 
 
-def _sum(pattern: re.Pattern[str], text: str) -> int:
-    return sum(int(float(count)) for count in pattern.findall(text))
+def _sum(pattern: re.Pattern[str], text: str) -> int | None:
+    """The sum of the counts; None if it is none: negative, not finite, absurd, or no number at all."""
+    try:
+        counts = [float(count) for count in pattern.findall(text)]
+    except ValueError:
+        return None
+    total = sum(counts)
+    return int(total) if total <= COUNT_MAX and min(counts, default=0.0) >= 0 else None  # NaN is not <= anything
 
 
 class SlotsLearner:
@@ -70,6 +86,7 @@ class SlotsLearner:
             self.slots, self.limit_reached = max(1, before.running, load.running), True
         elif load.waiting == 0 and load.running >= self.slots:
             self.slots = int(self.slots * (GROWTH if self.limit_reached else FIRST_GROWTH)) + 1
+        self.slots = min(self.slots, SLOTS_MAX)
         return self.slots
 
     def state(self) -> dict[str, Any]:

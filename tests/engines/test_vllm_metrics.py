@@ -36,6 +36,25 @@ def test_missing_metrics_stay_unknown() -> None:
     assert read_load("process_cpu_seconds_total 3.5\n") is None
 
 
+@pytest.mark.parametrize("count", ["+Inf", "-Inf", "NaN", "-1", "1e308", "1e400", "3e9", "many"])
+def test_counts_that_are_no_number_of_requests_are_unknown(count: str) -> None:
+    assert read_load(f"vllm:num_requests_running {count}\n") is None
+    assert read_load(f"vllm:num_requests_running 1\nvllm:num_requests_waiting {count}\n") is None
+
+
+@pytest.mark.parametrize("tokens", ["0", "9" * 15, "9" * 5_000])
+def test_a_cache_of_no_size_or_an_absurd_one_is_unknown(tokens: str) -> None:
+    cache = f'vllm:cache_config_info{{kv_cache_size_tokens="{tokens}"}} 1.0\n'
+    assert read_load(f"vllm:num_requests_running 0.0\n{cache}") == Load(0, 0, None)
+
+
+def test_an_engine_that_always_claims_to_be_full_does_not_grow_without_end() -> None:
+    learner = SlotsLearner(8, look_ahead=2)
+    for _ in range(2_000):
+        learner.observe(Load(1 << 31, 0, None))
+    assert learner.slots == 1 << 16
+
+
 def test_the_number_of_slots_is_found_from_above_and_from_below() -> None:
     """An engine of unknown size is kept as full as the guess allows; probes come from time to time."""
     rng = random.Random(2)
