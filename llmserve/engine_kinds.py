@@ -64,7 +64,9 @@ class EngineKind:
         return OpenAIEngine(
             info,
             url,
-            timeouts=Timeouts(connect_s=settings.engine_connect_s, idle_s=settings.engine_idle_s),
+            timeouts=Timeouts(
+                connect_s=settings.engine_connect_s, idle_s=settings.engine_idle_s, answer_s=settings.engine_answer_s
+            ),
             api_key=settings.engine_api_key,
             restart=process.restart if process is not None else None,
             learns_slots=learns_slots,

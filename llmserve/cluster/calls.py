@@ -10,14 +10,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Literal, Protocol
+from typing import Protocol
+
+import msgspec
 
 from llmserve.cluster.fleet import EngineHandle
 from llmserve.cluster.in_flight import Head, InFlightCall, Receipt
 from llmserve.cluster.prompt_size import PromptTokensByModel
 from llmserve.engines.engine import Answer, EngineError
 from llmserve.engines.event_stream import UsageFilter, usage_of, was_cut
-from llmserve.errors import EngineFailed
+from llmserve.errors import EngineFailed, Unavailable
 from llmserve.request import Batch, Call
 from llmserve.scheduling.messages import RequestEnded
 
@@ -115,26 +117,48 @@ class RunningCalls:
                 if answer.fault:
                     in_flight.refused = self._head(in_flight, answer, await answer.read())
                     return RequestEnded(name, request_id, "failed", fault=True, retryable=True)
-                if in_flight.call.stream and answer.status == 200:
-                    tokens = await self._forward_stream(in_flight, answer)
-                else:
-                    body = await answer.read()
-                    usage = usage_of(body)
-                    tokens = usage.completion_tokens or 0
-                    self._learn_prompt(in_flight.call, usage.prompt_tokens)
-                    in_flight.cut = was_cut(body)
-                    self._begin(in_flight, self._head(in_flight, answer, body))
-            outcome: Literal["completed", "failed"] = "completed" if answer.status < 400 else "failed"
-            return RequestEnded(name, request_id, outcome, tokens / in_flight.call.choices)
+                if answer.status >= 400:
+                    self._begin(in_flight, self._head(in_flight, answer, await answer.read()))
+                    return RequestEnded(name, request_id, "failed")
+                forward = self._forward_stream if in_flight.call.stream else self._forward_whole
+                tokens = await forward(name, in_flight, answer)
+            return RequestEnded(name, request_id, "completed", tokens / in_flight.call.choices)
         except EngineError as error:
-            log.log(logging.WARNING if handle.up else logging.DEBUG, "%s", error)
-            await self._suspect(handle, in_flight.request.model, unreachable=error.unreachable)
-            if in_flight.answered:
-                in_flight.fail(EngineFailed(str(error)))
-            return RequestEnded(name, request_id, "failed", fault=True, retryable=not in_flight.answered)
+            return await self._failed(handle, in_flight, error)
 
-    async def _forward_stream(self, in_flight: InFlightCall, answer: Answer) -> int:
+    async def _failed(self, handle: EngineHandle, in_flight: InFlightCall, error: EngineError) -> RequestEnded:
+        """Return how a request ended whose engine gave no answer, or a broken one."""
+        name, request_id = handle.name, in_flight.request.id
+        if error.local:  # no other engine can be reached either, and this one is not to blame
+            log.warning("%s", error)
+            in_flight.fail(Unavailable("the server has no free sockets", code="no_socket", retry_after_s=1.0))
+            return RequestEnded(name, request_id, "cancelled")
+        log.log(logging.WARNING if handle.up and error.code is None else logging.DEBUG, "%s", error)
+        await self._suspect(handle, in_flight.request.model, unreachable=error.unreachable)
+        failure = EngineFailed(str(error), code=error.code)
+        if in_flight.answered:
+            in_flight.fail(failure)
+        elif error.code is not None:
+            assert in_flight.receipt is not None
+            body = msgspec.json.encode(failure.body())
+            in_flight.refused = Head(failure.status, "application/json", None, in_flight.receipt, body)
+        return RequestEnded(name, request_id, "failed", fault=True, retryable=not in_flight.answered)
+
+    async def _forward_whole(self, name: str, in_flight: InFlightCall, answer: Answer) -> int:
+        """Forward an answer that is not streamed; return its output tokens."""
+        body = await answer.read()
+        usage = usage_of(body)
+        if usage is None:
+            raise EngineError(f"engine {name} answered with {len(body):,} bytes that are no completion")
+        self._learn_prompt(in_flight.call, usage.prompt_tokens)
+        in_flight.cut = was_cut(body)
+        self._begin(in_flight, self._head(in_flight, answer, body))
+        return usage.completion_tokens or 0
+
+    async def _forward_stream(self, name: str, in_flight: InFlightCall, answer: Answer) -> int:
         """Forward a stream; return its output tokens. Until the first bytes the call may run elsewhere."""
+        if answer.content_type.startswith("text/html"):
+            raise EngineError(f"engine {name} answered with a page of HTML")
         usage = in_flight.usage = UsageFilter(strip=in_flight.call.usage_added, choices=in_flight.call.choices)
         try:
             async for chunk in answer.chunks():
@@ -143,6 +167,8 @@ class RunningCalls:
                     if not in_flight.answered:
                         self._begin(in_flight, self._head(in_flight, answer, None))
                     await in_flight.feed(data)
+            if not usage.ended:
+                raise EngineError(f"engine {name} ended its stream without a finish_reason and without [DONE]")
         except EngineError:
             if in_flight.answered and (withheld := usage.release()):
                 await in_flight.feed(withheld)

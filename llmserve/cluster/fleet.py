@@ -237,7 +237,7 @@ class Fleet:
             handle.trouble = str(error)
             if isinstance(error, EngineError) and error.unreachable:
                 self._refused(handle)
-            else:
+            elif not (isinstance(error, EngineError) and error.local):
                 handle.probes_failed += 1
             return False
         if handle.restart is not None and not handle.up:

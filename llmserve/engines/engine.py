@@ -16,14 +16,17 @@ class EngineError(Exception):
     """An engine refused a request, reset the connection, was silent too long, or broke off the answer.
 
     unreachable  no process listens on the engine's port: the engine is down, not only this request
+    local        this process has no socket left: the engine is not to blame
+    code         of the error for the client, when no other engine answers; None: the general one
     """
 
-    def __init__(self, message: str, *, unreachable: bool = False) -> None:
+    def __init__(
+        self, message: str, *, unreachable: bool = False, local: bool = False, code: str | None = None
+    ) -> None:
         super().__init__(message)
         self.unreachable = unreachable
-
-
-ENGINE_FAULTS = (500, 502, 503, 504)  # statuses that are the engine's fault, not the request's
+        self.local = local
+        self.code = code
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -49,9 +52,12 @@ class Health:
 
 
 class Answer(Protocol):
-    """An answer whose status line has arrived, and whose body follows.
+    """An answer whose head has arrived and can be passed on, and whose body follows.
 
-    fault  the engine failed (ENGINE_FAULTS): the request may run on another engine
+    status       200 to 299, or 400 to 599
+    fault        the engine failed (5xx, 408): the request may run on another engine. 429 is no fault: the engine asks
+                 the client to come back later, and says when
+    retry_after  printable ASCII, as content_type
     """
 
     status: int

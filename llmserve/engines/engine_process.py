@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import aiohttp
-
 from llmserve.engines import supervisor
+from llmserve.engines.connecting import HttpError
+from llmserve.engines.http_client import HttpClient
 from llmserve.errors import EngineStartError
 
 log = logging.getLogger("llmserve")
@@ -32,6 +32,7 @@ PROGRESS_EVERY_S = 10.0
 START_TRIES = 3  # when another process takes the port first
 RESTART_PAUSE_S = (0.5, 30.0)  # first and longest pause before a restart
 STABLE_S = 60.0  # after this run time the pause before a restart is the first one again
+HEALTH_S = 2.0  # longest wait for /health
 STOP_S = 10.0  # between SIGTERM and SIGKILL
 
 # `-I -S` (isolated, without site-packages): the supervisor starts in a few milliseconds, from any folder.
@@ -211,8 +212,9 @@ class EngineProcess:
         assert self._process is not None
         began_s = time.monotonic()
         logged_s = began_s
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as session:
-            while not await self._is_healthy(session):
+        client = HttpClient(self.url, connect_s=HEALTH_S, idle_s=HEALTH_S, answer_s=HEALTH_S)
+        try:
+            while not await self._is_healthy(client):
                 if self._stopped:
                     raise EngineStartError(f"{self.name} is being stopped")
                 if self._process.returncode is not None:
@@ -224,11 +226,14 @@ class EngineProcess:
                     line = self._lines[-1] if self._lines else "no output yet"
                     log.info("%s is starting (%.0f s): %s", self.name, logged_s - began_s, line[:LINE_SHOWN])
                 await asyncio.sleep(0.05)
+        finally:
+            await client.close()
 
-    async def _is_healthy(self, session: aiohttp.ClientSession) -> bool:
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-            async with session.get(f"{self.url}/health") as response:
-                return response.status == 200
+    async def _is_healthy(self, client: HttpClient) -> bool:
+        with contextlib.suppress(HttpError):
+            response = await client.request(client.opening("GET", "/health", {}))
+            response.close()
+            return response.status == 200
         return False
 
     # ---- restarts ----

@@ -12,6 +12,7 @@ from msgspec import Meta
 EVENT_END = re.compile(rb"(?<=\n)\r?\n")
 FINISHED = re.compile(rb'"finish_reason": ?"')  # generated text never matches: its quotes are escaped
 CUT = re.compile(rb'"finish_reason": ?"length"')
+DONE = re.compile(rb"^data: ?\[DONE\]", re.M)
 PARTIAL_BYTES_MAX = 1 << 20
 
 
@@ -27,14 +28,26 @@ class _Answer(msgspec.Struct):
     choices: list[msgspec.Raw] = []
 
 
+class _WholeAnswer(msgspec.Struct):
+    choices: list[msgspec.Raw]
+    usage: msgspec.Raw = msgspec.Raw(b"null")
+
+
 class _Signed(msgspec.Struct):
     system_fingerprint: msgspec.Raw = msgspec.Raw(b"")
 
 
-def usage_of(body: bytes) -> Usage:
-    """Return the `usage` of a whole answer; without counts when there is none."""
+def usage_of(body: bytes) -> Usage | None:
+    """Return the `usage` of a whole answer, without counts when they make no sense; None if it is no completion.
+
+    A completion is a JSON object with a list of choices, whatever the choices are.
+    """
     try:
-        return msgspec.json.decode(body, type=_Answer).usage or Usage()
+        usage = msgspec.json.decode(body, type=_WholeAnswer).usage
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    try:
+        return msgspec.json.decode(usage, type=Usage | None) or Usage()
     except msgspec.MsgspecError:
         return Usage()
 
@@ -56,7 +69,7 @@ class UsageFilter:
 
     All other bytes pass unchanged. Only whole events pass: an incomplete event waits for its rest (at most 1 MiB).
     `output_tokens` is the engine's count, or else the number of events with content; `prompt_tokens` is the engine's
-    count or None; `cut`: the answer ended at a token limit.
+    count or None; `cut`: the answer ended at a token limit; `ended`: the answer has reached its end.
     """
 
     def __init__(self, *, strip: bool, choices: int = 1) -> None:
@@ -66,7 +79,13 @@ class UsageFilter:
         self._partial = b""
         self._events = 0
         self._usage = Usage()
+        self._ended = False  # a finish_reason or [DONE] has passed
         self.cut = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether a finish_reason or [DONE] has come: without either, the engine has ended in mid-answer."""
+        return self._ended or any(sign.search(self._partial) is not None for sign in (FINISHED, DONE))
 
     @property
     def output_tokens(self) -> int:
@@ -99,25 +118,37 @@ class UsageFilter:
         return delayed
 
     def _pass(self, data: bytes) -> bytes:
-        if not self._delayed and b'"usage"' not in data and FINISHED.search(data) is None:
-            self._events += data.count(b"data:") - data.count(b"data: [DONE]")
+        # `find` takes half the time of `in`.
+        if not self._delayed and data.find(b'"usage"') < 0 and FINISHED.search(data) is None:
+            self._events += data.count(b"data:")
+            if data.find(b"[DONE]") >= 0:
+                self._note_done(data)
             return data
         ends = [*(match.end() for match in EVENT_END.finditer(data)), len(data)]
         return b"".join([self._pass_event(data[start:end]) for start, end in pairwise([0, *ends]) if start < end])
 
     def _pass_event(self, event: bytes) -> bytes:
         is_usage = self._is_usage(event)
-        self._events += event.count(b"data:") - event.count(b"data: [DONE]") - is_usage
+        self._events += event.count(b"data:") - is_usage
+        if b"[DONE]" in event:
+            self._note_done(event)
         delayed = self.release()
         if is_usage and self._strip:
             return _signed(delayed, event) if delayed else b""
         if FINISHED.search(event) is None:
             return delayed + event
+        self._ended = True
         self.cut = self.cut or was_cut(event)
         if not self._delays_last:
             return delayed + event
         self._delayed = event
         return delayed
+
+    def _note_done(self, events: bytes) -> None:
+        """Note [DONE], unless it is a part of a text: it ends the answer, and is no event with content."""
+        done = len(DONE.findall(events))
+        self._events -= done
+        self._ended = self._ended or done > 0
 
     def _is_usage(self, event: bytes) -> bool:
         """Whether the event carries usage and no choice. Stores the event's counts."""

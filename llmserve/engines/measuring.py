@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from bins.fitting import Observation
-from llmserve.engines.event_stream import usage_of
+from llmserve.engines.event_stream import Usage, usage_of
 from llmserve.engines.openai_engine import OpenAIEngine
 from llmserve.engines.power import GpuEnergy
 from llmserve.errors import CannotMeasure
@@ -81,7 +81,7 @@ class Client:
         if response.status != 200:
             kind = Refused if 400 <= response.status < 500 else CannotMeasure
             raise kind(f"the engine answers {response.status}: {body[:300].decode(errors='replace')}")
-        counted = usage_of(body).completion_tokens
+        counted = (usage_of(body) or Usage()).completion_tokens
         if not counted and not self._forces_lengths:
             raise CannotMeasure("the engine neither returns usage.completion_tokens nor accepts min_tokens")
         return float(counted or tokens)

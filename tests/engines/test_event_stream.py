@@ -49,7 +49,7 @@ def test_an_unfinished_event_is_sent_at_the_end() -> None:
 def test_the_counts_of_an_unstreamed_answer_are_read_from_its_usage() -> None:
     usage = usage_of(b'{"choices":[{"x":1}],"usage":{"completion_tokens":12,"prompt_tokens":3,"total_tokens":15}}')
     assert usage == Usage(prompt_tokens=3, completion_tokens=12)
-    assert usage_of(b'{"choices":[]}') == usage_of(b"not json") == Usage(None, None)
+    assert usage_of(b'{"choices":[]}') == Usage(None, None)
 
 
 def test_the_count_without_usage_does_not_depend_on_how_the_stream_is_cut() -> None:
@@ -74,6 +74,30 @@ def test_the_prompts_tokens_are_known_once_the_usage_has_passed() -> None:
     assert usage.prompt_tokens is None
     usage.feed(USAGE)
     assert (usage.prompt_tokens, usage.output_tokens) == (3, 7)
+
+
+@pytest.mark.parametrize("body", [b"", b"not json", b"[]", b"{}", b'{"choices":null}', b'{"choices":[', b"[" * 100_000])
+def test_what_is_no_completion_has_no_usage(body: bytes) -> None:
+    assert usage_of(body) is None
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=40))
+def test_a_stream_has_ended_once_a_finish_reason_or_done_has_come(cuts: list[int]) -> None:
+    for data, ended in (
+        (b"", False),
+        (FIRST + SECOND, False),
+        (FIRST + b'data: {"choices":[{"delta":{"content":"data: [DONE]"}}]}\n\n', False),
+        (FIRST + END[:20], False),
+        (FIRST + END, True),
+        (FIRST + END.rstrip(), True),
+        (FIRST + DONE, True),
+        (FIRST + b"data:[DONE]", True),
+    ):
+        places = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
+        usage = UsageFilter(strip=True)
+        for start, end in itertools.pairwise(places):
+            usage.feed(data[start:end])
+        assert usage.ended == ended, data
 
 
 # ---- the engine's fingerprint, which the removed event carries ----

@@ -1,0 +1,406 @@
+"""A small HTTP/1.1 client for one server: httptools parses, asyncio transports carry.
+
+An answer's head is limited to HEAD_BYTES_MAX, its body by the reader, and its silence and whole time by a timer of the
+connection. Connections are kept for the next request. The client follows no redirect, uses no proxy of the environment,
+and unpacks nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import cast
+from urllib.parse import quote, urlsplit
+
+from httptools import HttpParserError, HttpResponseParser
+
+from llmserve.engines.connecting import Connector, HttpError, printable
+
+HEAD_BYTES_MAX = 64 << 10
+BUFFER_BYTES_MAX = 256 << 10  # of a body that nobody takes: beyond this the connection is not read
+KEPT_S = 4.0  # an idle connection; uvicorn, and so vLLM, closes idle connections after 5 s
+STALE_S = 1.0  # a kept connection that the server has closed is noticed so soon after a request
+PAUSE_S = 0.05  # between two tries to connect while this process has no socket left
+
+_KEPT_HEADERS = frozenset(
+    (b"content-type", b"retry-after", b"content-encoding", b"content-length", b"transfer-encoding")
+)
+
+
+class Response:
+    """An answer whose body arrives while it is read. One reader at a time.
+
+    headers   the few that this project reads, by lower-case name; the values of a repeated header are joined by commas
+    complete  the whole body has arrived; parts of it may wait to be taken
+    """
+
+    __slots__ = ("_buffered", "_chunks", "_connection", "_error", "_waiter", "complete", "headers", "status")
+
+    def __init__(self, connection: _Connection) -> None:
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self.complete = False
+        self._connection = connection
+        self._chunks: list[bytes] = []
+        self._buffered = 0
+        self._error: HttpError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def head(self) -> None:
+        """Wait for status and headers. Raises HttpError; then, and when cancelled, the request is aborted."""
+        try:
+            while not self.status:
+                if self._error is not None:
+                    raise self._error
+                await self._wait()
+        except BaseException:
+            self.close()
+            raise
+
+    async def read(self, bytes_max: int) -> bytes:
+        """Return the whole body; without a wait when it is complete. Raises HttpError, also when it is larger."""
+        announced = self.headers.get(b"content-length")
+        size = int(announced) if announced is not None else 0
+        parts: list[bytes] = []
+        read = 0
+        while size <= bytes_max and await self.more():
+            part = self.take()
+            parts.append(part)
+            read += len(part)
+            size = max(size, read)
+        if size > bytes_max:
+            self.close()
+            raise HttpError(f"a body of more than {bytes_max:,} bytes")
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def more(self) -> bool:
+        """Wait until `take` has something to return; False at the body's end. Raises HttpError when it breaks off."""
+        while not self._chunks:
+            if self.complete:
+                return False
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+        return True
+
+    def take(self) -> bytes:
+        """Return what has arrived and was not taken, b"" for nothing."""
+        chunks = self._chunks
+        data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        chunks.clear()
+        if self._buffered > BUFFER_BYTES_MAX:
+            self._connection.resume(self)
+        self._buffered = 0
+        return data
+
+    def close(self) -> None:
+        """Abort the request unless its answer is complete."""
+        if not self.complete:
+            self._connection.drop(self, HttpError("the answer was closed"))
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    # ---- for the connection ----
+
+    def add(self, data: bytes) -> bool:
+        """Add bytes of the body. Returns whether more than BUFFER_BYTES_MAX wait."""
+        self._chunks.append(data)
+        self._buffered += len(data)
+        self.wake()
+        return self._buffered > BUFFER_BYTES_MAX
+
+    def end(self) -> None:
+        self.complete = True
+        self.wake()
+
+    def fail(self, error: HttpError) -> None:
+        self._error = error
+        self.wake()
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Connection(asyncio.Protocol):
+    """A connection carries one request at a time. Its timer fires at least every KEPT_S, and is not set anew before."""
+
+    def __init__(self, client: HttpClient) -> None:
+        self._client = client
+        self._loop = asyncio.get_running_loop()
+        self._parser: HttpResponseParser | None = HttpResponseParser(self)
+        # Servers that end a line by LF alone, or write a space behind a chunk's size, are understood.
+        self._parser.set_dangerous_leniencies(lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True)
+        self._transport: asyncio.Transport | None = None
+        self._response: Response | None = None
+        self._kept = False  # an answer has ended on this connection
+        self._keeps = False  # the server keeps the connection after this answer
+        self._interim = False
+        self._framed = False  # the head says where the body ends; else the body ends with the connection
+        self._paused = False
+        self._head_bytes = 0
+        self._idle_bytes = 0  # bytes since the last bytes of a body
+        self._since_s = 0.0  # the last byte, the request, or the end of the last answer
+        self._ends_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0
+
+    @property
+    def open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def send(self, data: bytes) -> Response:
+        """Send a whole request. The connection must carry no other."""
+        response = Response(self)
+        if self._transport is None or not self.open:
+            response.fail(HttpError("the connection was closed", stale=self._kept))
+            return response
+        self._response = response
+        self._head_bytes = self._idle_bytes = 0
+        self._framed = self._keeps = False
+        self._since_s = self._loop.time()
+        self._ends_s = self._since_s + self._client.answer_s
+        self._arm(min(self._since_s + self._client.idle_s, self._ends_s))
+        self._transport.write(data)
+        return response
+
+    def drop(self, response: Response, error: HttpError) -> None:
+        """Close the connection if it still carries this answer."""
+        if self._response is response:
+            self.close(error)
+
+    def close(self, error: HttpError) -> None:
+        response, self._response = self._response, None
+        if response is not None:
+            response.fail(error)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def resume(self, response: Response) -> None:
+        if self._paused and self._response is response and self._transport is not None:
+            self._paused = False
+            self._since_s = self._loop.time()
+            self._transport.resume_reading()
+
+    # ---- time ----
+
+    def _arm(self, at_s: float) -> None:
+        at_s = min(at_s, self._since_s + KEPT_S)
+        if self._timer is None or at_s < self._timer_s:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer_s = at_s
+            self._timer = self._loop.call_at(at_s + 0.001, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        now_s = self._loop.time()
+        if self._response is None:
+            due_s, error = self._since_s + KEPT_S, HttpError("the connection was not used")
+        elif self._paused or self._ends_s < self._since_s + self._client.idle_s:
+            due_s, error = self._ends_s, HttpError(f"no end of the answer within {self._client.answer_s:g} s")
+        else:
+            due_s = self._since_s + self._client.idle_s
+            error = HttpError(f"nothing arrived for {self._client.idle_s:g} s")
+        if now_s >= due_s:
+            self.close(error)
+            return
+        self._timer_s = min(due_s, now_s + KEPT_S)
+        self._timer = self._loop.call_at(self._timer_s + 0.001, self._tick)
+
+    # ---- asyncio.Protocol ----
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._client.connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        response = self._response
+        if response is None or self._parser is None:
+            self.close(HttpError("bytes that nobody asked for"))
+            return
+        self._since_s = self._loop.time()
+        self._idle_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except HttpParserError as error:
+            if response.complete:  # the surplus after a good answer
+                self._response = None
+            self.close(HttpError(_reason(error)))
+            return
+        if response.complete:
+            self._end()
+        elif self._idle_bytes > HEAD_BYTES_MAX:
+            self.close(HttpError(f"more than {HEAD_BYTES_MAX:,} bytes that are no body"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._parser = None  # the parser refers to this object
+        self._client.forget(self)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        response, self._response = self._response, None
+        if response is None:
+            return
+        if exc is None and response.status and not self._framed:
+            response.end()
+            return
+        is_soon = self._loop.time() - self._since_s < STALE_S
+        stale = self._kept and is_soon and not self._idle_bytes and not response.status
+        message = f"the connection was lost: {printable(str(exc))}" if exc is not None else "the connection was closed"
+        response.fail(HttpError(message, stale=stale))
+
+    def _end(self) -> None:
+        """Keep the connection for the next request if that is safe."""
+        assert self._transport is not None
+        self._response = None
+        if not self._keeps or self._paused or self._transport.get_write_buffer_size():
+            self._transport.abort()
+            return
+        self._kept = True
+        self._since_s = self._loop.time()
+        self._client.keep(self)
+
+    # ---- httptools ----
+
+    def on_message_begin(self) -> None:
+        if self._response is None or self._response.complete:
+            raise _Unwanted("a second answer")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value) + 4
+        if self._head_bytes > HEAD_BYTES_MAX:
+            raise _Unwanted(f"a head of more than {HEAD_BYTES_MAX:,} bytes")
+        response, name = self._response, name.lower()
+        if name in _KEPT_HEADERS and response is not None and not response.status:  # no trailer
+            headers = response.headers
+            headers[name] = headers[name] + b", " + value if name in headers else value
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None
+        assert self._response is not None
+        response, status = self._response, self._parser.get_status_code()
+        if 100 <= status < 200 and status != 101:
+            self._interim = True
+            response.headers.clear()
+            return
+        headers = response.headers
+        encoding = headers.get(b"transfer-encoding")
+        if encoding is not None and encoding.strip().lower() != b"chunked":
+            raise _Unwanted("a transfer-encoding that was not asked for")
+        if not 200 <= status <= 599:
+            raise _Unwanted(f"the status {status}")
+        self._framed = encoding is not None or b"content-length" in headers
+        response.status = status
+        response.wake()
+
+    def on_body(self, data: bytes) -> None:
+        self._idle_bytes = 0
+        if self._response is not None and self._response.add(data) and not self._paused:
+            assert self._transport is not None
+            self._paused = True
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        assert self._parser is not None
+        assert self._response is not None
+        if self._interim:
+            self._interim = False
+            return
+        self._keeps = self._parser.should_keep_alive()
+        self._response.end()
+
+
+class _Unwanted(Exception):
+    """Raised inside the parser's callbacks."""
+
+
+class HttpClient:
+    """Requests to the server at `url`, over as many connections as there are requests at once.
+
+    connect_s, idle_s, answer_s  longest connecting, longest silence in an answer, and longest time of a whole answer
+    Raises ValueError for a URL that is not http or https.
+    """
+
+    def __init__(self, url: str, *, connect_s: float, idle_s: float, answer_s: float) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is not a URL of http or https")
+        self.idle_s = idle_s
+        self.answer_s = answer_s
+        self.connections: set[_Connection] = set()
+        tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._connector = Connector(parts.hostname, parts.port or (443 if tls is not None else 80), tls, connect_s)
+        self._prefix = quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
+        self._authority = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        if parts.port is not None:
+            self._authority += f":{parts.port}"
+        self._idle: list[_Connection] = []
+
+    def opening(self, method: str, path: str, headers: dict[str, str]) -> bytes:
+        """The first lines of a request, for `request`; further headers may be appended."""
+        lines = [f"{method} {self._prefix}{path} HTTP/1.1", f"host: {self._authority}", "accept-encoding: identity"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        return "".join(f"{line}\r\n" for line in lines).encode("latin-1")
+
+    async def request(self, opening: bytes, body: bytes | None = None, *, fresh: bool = False) -> Response:
+        """Send a request and wait for the head of its answer. Raises HttpError.
+
+        fresh : on a connection of its own. Otherwise a request on a kept connection that turns out to be closed is sent
+        once more, on a new connection. Close the response after use.
+        """
+        data = opening + (b"\r\n" if body is None else b"content-length: %d\r\n\r\n" % len(body) + body)
+        response = (await self._connection(fresh=fresh)).send(data)
+        try:
+            await response.head()
+        except HttpError as error:
+            if not error.stale:
+                raise
+            response = (await self._connection(fresh=True)).send(data)
+            await response.head()
+        return response
+
+    async def close(self) -> None:
+        for connection in list(self.connections):
+            connection.close(HttpError("the client was closed"))
+
+    # ---- connections ----
+
+    def keep(self, connection: _Connection) -> None:
+        self._idle.append(connection)
+
+    def forget(self, connection: _Connection) -> None:
+        self.connections.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    async def _connection(self, *, fresh: bool) -> _Connection:
+        """A kept connection, the youngest first, or a new one.
+
+        Without a socket left it waits, unless `fresh`, for one or for a kept connection, for connect_s at most.
+        """
+        loop = asyncio.get_running_loop()
+        until_s = 0.0
+        while True:
+            while self._idle and not fresh:
+                connection = self._idle.pop()
+                if connection.open:
+                    return connection
+            try:
+                return await self._connector.connect(lambda: _Connection(self))
+            except HttpError as error:
+                until_s = until_s or loop.time() + self._connector.connect_s
+                if fresh or not error.local or loop.time() > until_s:
+                    raise
+            await asyncio.sleep(PAUSE_S)
+
+
+def _reason(error: HttpParserError) -> str:
+    """What is wrong with an answer, in words of this project or of the parser."""
+    reason = error.__context__ if isinstance(error.__context__, _Unwanted) else error
+    return f"no proper HTTP: {printable(str(reason))}"
