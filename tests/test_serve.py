@@ -287,6 +287,11 @@ def test_importing_llmserve_loads_neither_torch_nor_transformers() -> None:
     assert loaded(modules, ["torch", "transformers", "onnxruntime", "vllm", "ray"]) == []
 
 
+def test_the_server_reaches_its_engines_without_aiohttp() -> None:
+    modules = ["llmserve.start", "llmserve.engine_kinds", "llmserve.cluster.live"]
+    assert loaded(modules, ["aiohttp"]) == []
+
+
 def test_other_commands_load_no_server() -> None:
     server = ["llmserve.api", "llmserve.cluster.live", "llmserve.cluster.fleet", "llmserve.settings", "aiohttp"]
     assert loaded([f"llmserve.{command}" for command in ("solve", "advise", "plan", "simulate")], server) == []

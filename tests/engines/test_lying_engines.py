@@ -217,10 +217,11 @@ async def test_nothing_is_learnt_from_a_stream_that_ends_in_mid_answer(start_fro
     async with LyingEngine(chunked(TOKEN, headers=EVENTS)) as engine:
         front = await start_front(engine.url, engines=settings(engine))
         learnt: list[float] = []
-        front.cluster.lengths.learn = lambda in_flight, tokens: bool(learnt.append(tokens))  # type: ignore[method-assign]
+        front.cluster._learning.answered = lambda in_flight, tokens: learnt.append(tokens)  # type: ignore[method-assign]
         assert await ask(front, stream=True) == (200, "engine_failed")
         engine.answer = chunked(TOKEN, FINISH, headers=EVENTS)
         assert await ask(front, stream=True) == (200, "done")
+        await until(lambda: not front.cluster.scheduler.requests)
     assert learnt == [2.0]
 
 
