@@ -1,7 +1,7 @@
 """HTTP headers of llmserve. Requests may carry these, from a client or from another front-end."""
 
 SLO_HEADER = "x-llmserve-slo-ms"  # deadline, milliseconds after the arrival
-STREAM_HEADER = "x-llmserve-stream"  # name of the stream; default: the name of the client's key
+STREAM_HEADER = "x-llmserve-stream"  # name of the stream, after the client's key and a slash; default: the key
 STREAM_CHARS_MAX = 64
 PREDICTED_HEADER = "x-llmserve-predicted-tokens"  # the client's own prediction, used instead of the predictor's
 

@@ -42,8 +42,8 @@ RATIO = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 BATCHES_STORED = 100_000  # the last batch ids; all parts of a batch start before this many other batches have started
 Outcome = Literal["completed", "failed", "cancelled", "rejected"]
 OUTCOMES: tuple[Outcome, ...] = ("completed", "failed", "cancelled", "rejected")
-STREAMS_MAX = 100  # streams with their own labels; clients choose stream names freely
-OTHER_STREAMS = "(others)"
+STREAMS_MAX = 1_000  # streams with their own labels; clients choose stream names freely
+OTHER_STREAMS = "other"
 FILL = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import json
 import logging
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from llmserve.cluster.live import LiveCluster
 
 log = logging.getLogger("llmserve")
+
+METRICS_CONNECTIONS_MAX = 64  # scrapers and probes are few
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +136,10 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
     config = checked(config)
     async with AsyncExitStack() as stack:
         kept = stack.enter_context(state_file.opened(Path(config.server.state))) if config.server.state else None
-        listener = stack.enter_context(listening_socket(config.server.host, config.server.port))
+        server = config.server
+        listener = stack.enter_context(listening_socket(server.host, server.port))
+        if server.metrics_port is not None:
+            state_listener = stack.enter_context(listening_socket(server.metrics_host, server.metrics_port))
         cluster, gpus, saver = await start_cluster(config, stack, kept)
         profiles = config.dispatch.profiles()
         metrics = Metrics(
@@ -156,6 +162,10 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
             config.limits.buffers_bytes_max,
             config.live.client_stall_s,
         )
+        if server.metrics_port is not None:
+            few = dataclasses.replace(limits, connections_max=METRICS_CONNECTIONS_MAX)
+            await stack.enter_async_context(accepting(app.state_handler(), state_listener, few))
+            log.info("metrics are at %s/metrics, without a key", base_url(state_listener))
         metrics.follow_server(await stack.enter_async_context(accepting(app, listener, limits)))
         stack.push_async_callback(cluster.abort)  # before the door closes: clients can still be told
         cluster.start()

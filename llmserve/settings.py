@@ -30,9 +30,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         str | None, Meta(description="file with the key of /admin. Without the file /admin is disabled")
     ] = None
     anonymous: Annotated[bool, Meta(description="listen beyond loopback without requiring a key")] = False
+    metrics_port: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)] | None,
+        Meta(
+            description="a second port, on which /metrics, /health and /ready answer without a key (default: none; "
+            "with --api-key-file, /metrics and the engines of /ready need a key on the port of clients)"
+        ),
+    ] = None
+    metrics_host: Annotated[str, Meta(description="address of --metrics-port")] = "127.0.0.1"
     drain_s: Annotated[float, Meta(ge=0, description="how long a stop waits for running requests")] = 30.0
     journal: Annotated[
-        str | None, Meta(description="file to which every scheduling step is appended, as JSON lines")
+        str | None, Meta(description="file for every scheduling step, as JSON lines. A file that exists is continued")
     ] = None
     state: Annotated[
         str | None,
@@ -243,7 +251,7 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="default deadline of a request, milliseconds after its arrival. `MS`, `model:ID=MS`, "
             "`stream:NAME=MS` or `key:NAME=MS`; key wins over stream, stream over model, model over plain `MS`; repeat "
-            "for several",
+            "for several. With keys, a stream that a client names is KEY/NAME",
             extra={"metavar": "[model:ID=|stream:NAME=|key:NAME=]MS"},
         ),
     ] = ()

@@ -23,7 +23,7 @@ from llmserve.settings import Config, EngineConfig
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm" / "llmserve"
-APP = (ROOT / "llmserve" / "api" / "app.py").read_text()
+STATE = (ROOT / "llmserve" / "api" / "state.py").read_text()
 
 
 def parsed(words: list[str]) -> Config:
@@ -91,7 +91,7 @@ def test_the_images_health_check_is_a_program_that_python_reads():
     program = json.loads(check[check.index("[") :])[2]
     compile(program, "the health check", "exec")
     assert "/health" in program
-    assert 'add_route("/health"' in APP
+    assert 'add_route("/health"' in STATE
 
 
 def test_compose_starts_the_front_end_before_the_engine():
@@ -165,6 +165,7 @@ def test_the_charts_flags_are_flags_of_the_server():
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     words: list[str] = container["args"]
     words[words.index("--drain-s") + 1] = str(values["drainSeconds"])
+    words[words.index("--metrics-port") + 1] = str(values["metricsPort"])
     assert words.pop() == "x", "one of .Values.args"
     configured = parsed([*image_words(), *words])
     assert configured.server.drain_s == values["drainSeconds"]
@@ -182,7 +183,7 @@ def test_the_charts_pod_is_probed_at_existing_paths_and_drains():
     assert pod["enableServiceLinks"] is False, "the Service's variables would count as settings"
     assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
     assert container["livenessProbe"]["httpGet"]["path"] == "/health"
-    assert 'add_route("/ready"' in APP
+    assert 'add_route("/ready"' in STATE
     assert container["ports"][0]["containerPort"] == parsed(image_words()).server.port
     text = (CHART / "templates" / "deployment.yaml").read_text()
     assert "terminationGracePeriodSeconds: {{ add .Values.drainSeconds .Values.preStopSeconds 10 }}" in text

@@ -18,15 +18,15 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
 
 from llmserve.api.admin import AdminEndpoints
 from llmserve.api.answers import error_parts, error_response, json_response
-from llmserve.api.asgi import run_asgi
+from llmserve.api.asgi import AsgiHandler
 from llmserve.api.bodies import BODIES
 from llmserve.api.exchange import Exchange
 from llmserve.api.limits import KeyLimits
 from llmserve.api.parse import CallParser
+from llmserve.api.state import StateEndpoints
 from llmserve.cluster.fitting import check_fits
 from llmserve.cluster.in_flight import Head, Receipt
 from llmserve.cluster.live import LiveCluster
@@ -56,8 +56,10 @@ class App:
         admin: KeyLimits | None = None,
     ) -> None:
         self._endpoints = _Endpoints(cluster, metrics, key_limits, config)
-        self._others = _other_paths(self._endpoints, AdminEndpoints(cluster, admin))
-        self._tasks: set[asyncio.Task[None]] = set()
+        seeing = tuple([keys for keys in (key_limits, admin) if keys is not None]) if key_limits.required else ()
+        state = StateEndpoints(cluster, metrics, seeing)
+        self._others = AsgiHandler(_other_paths(self._endpoints, AdminEndpoints(cluster, admin), state), self.refused)
+        self._state_for_all = StateEndpoints(cluster, metrics, ())
 
     def admit(self, exchange: Exchange) -> None:
         """Check the key before the body is read. Raises RequestError."""
@@ -67,37 +69,37 @@ class App:
     def handle(self, exchange: Exchange) -> None:
         if exchange.method == "POST" and exchange.path in BODIES:
             self._endpoints.complete(exchange)
-            return
-        answering = asyncio.get_running_loop().create_task(self._answer(exchange))
-        self._tasks.add(answering)
-        answering.add_done_callback(self._tasks.discard)
+        else:
+            self._others.handle(exchange)
 
     def refused(self, exchange: Exchange, error: RequestError) -> None:
         self._endpoints.count(exchange, error)
 
-    async def _answer(self, exchange: Exchange) -> None:
-        try:
-            await run_asgi(self._others, exchange)
-        except Exception as error:  # FastAPI has answered with status 500, and raises the error again
-            exchange.refuse(RequestError("the front-end failed on this request", code="internal_error"))
-            if exchange.started:
-                log.debug("%s %s failed", exchange.method, exchange.path, exc_info=error)
+    def state_handler(self) -> AsgiHandler:
+        """Return what answers /health, /ready and /metrics to everybody, for a port of its own."""
+        app = _fastapi(self._endpoints)
+        self._state_for_all.add_to(app)
+        return AsgiHandler(app, self.refused)
 
 
-def _other_paths(endpoints: _Endpoints, admin: AdminEndpoints) -> ASGIApp:
+def _fastapi(endpoints: _Endpoints) -> FastAPI:
+    """An application whose errors have OpenAI's format."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.add_exception_handler(RequestError, endpoints.on_error)
+    app.add_exception_handler(HTTPException, endpoints.on_http_exception)
+    app.add_exception_handler(Exception, endpoints.on_error)
+    return app
+
+
+def _other_paths(endpoints: _Endpoints, admin: AdminEndpoints, state: StateEndpoints) -> FastAPI:
+    app = _fastapi(endpoints)
     app.add_route("/v1/models", endpoints.list_models, methods=["GET"])
     app.add_route("/v1/models/{model_id:path}", endpoints.retrieve_model, methods=["GET"])
-    app.add_route("/health", endpoints.health, methods=["GET"])
-    app.add_route("/ready", endpoints.ready, methods=["GET"])
-    app.add_route("/metrics", endpoints.metrics_text, methods=["GET"])
+    state.add_to(app)
     app.add_route("/admin/engines", admin.list_engines, methods=["GET"])
     app.add_route("/admin/engines/{name:path}/{order}", admin.engine_action, methods=["POST"])
     for path in BODIES:
         app.add_route(path, endpoints.wrong_method, methods=["GET", "PUT", "PATCH", "DELETE"])
-    app.add_exception_handler(RequestError, endpoints.on_error)
-    app.add_exception_handler(HTTPException, endpoints.on_http_exception)
-    app.add_exception_handler(Exception, endpoints.on_error)
     return app
 
 
@@ -167,7 +169,7 @@ class _Endpoints:
 
     def _of_key(self, call: Call, key: str) -> Call:
         """The call with the stream and the deadline of the client's key."""
-        stream = call.stream_name or key
+        stream = f"{key}/{call.stream_name}" if key and call.stream_name else call.stream_name or key
         slo_s = call.slo_s if call.slo_s is not None else self._deadlines.slo_s(key, stream, call.model)
         if (stream, slo_s, key) == (call.stream_name, call.slo_s, call.prompt.sender):
             return call
@@ -199,21 +201,6 @@ class _Endpoints:
         model: dict[str, Any] = {"id": id_, "object": "model", "created": 0, "owned_by": "llmserve"}
         context_tokens = self._cluster.models[id_].context_tokens
         return {**model, "max_model_len": context_tokens} if context_tokens else model
-
-    # ---- state ----
-
-    async def health(self, request: Request) -> Response:
-        return json_response({"status": "ok"})
-
-    async def ready(self, request: Request) -> Response:
-        engines = self._cluster.engines_ready
-        ready = any(engines.values()) and not self._cluster.draining
-        return json_response(
-            {"ready": ready, "draining": self._cluster.draining, "engines": engines}, 200 if ready else 503
-        )
-
-    async def metrics_text(self, request: Request) -> Response:
-        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     # ---- errors ----
 

@@ -1,13 +1,43 @@
-"""Runs an ASGI application for one request that is complete."""
+"""Answers complete requests by an ASGI application."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
 from typing import Any
 
 from starlette.types import ASGIApp, Message
 
 from llmserve.api.exchange import Exchange
+from llmserve.errors import RequestError
+
+log = logging.getLogger("llmserve")
+
+
+class AsgiHandler:
+    """Answers requests by an ASGI application, each in a task. refused : see Handler in listening.py."""
+
+    def __init__(self, app: ASGIApp, refused: Callable[[Exchange, RequestError], None]) -> None:
+        self.refused = refused
+        self._app = app
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def admit(self, exchange: Exchange) -> None:
+        """Admit every request."""
+
+    def handle(self, exchange: Exchange) -> None:
+        answering = asyncio.get_running_loop().create_task(self._answer(exchange))
+        self._tasks.add(answering)
+        answering.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        try:
+            await run_asgi(self._app, exchange)
+        except Exception as error:  # FastAPI has answered with status 500, and raises the error again
+            exchange.refuse(RequestError("the front-end failed on this request", code="internal_error"))
+            if exchange.started:
+                log.debug("%s %s failed", exchange.method, exchange.path, exc_info=error)
 
 
 async def run_asgi(app: ASGIApp, exchange: Exchange) -> None:

@@ -78,6 +78,11 @@ class KeyLimits:
         self._in_progress: dict[str, int] = {}
         self._buckets: dict[str, tuple[float, float]] = {}  # name -> (calls left, time in s)
 
+    @property
+    def required(self) -> bool:
+        """Whether clients need a key."""
+        return bool(self._names)
+
     def authenticate(self, authorization: str | None) -> str:
         """Return the name of the key ("" when no key is required). Raises Unauthorized."""
         if not self._names:

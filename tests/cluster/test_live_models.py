@@ -263,13 +263,13 @@ async def test_a_stream_is_named_by_its_header_or_its_key_and_may_have_a_deadlin
     start_front: StartFront, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("alice: sk-1\nchat: sk-2\n")
+    keys.write_text("alice: sk-1\nchat: sk-2\n")  # alice's stream chat is another than that of the key chat
     async with FakeEngine(step_s=0.1) as engine:
         front = await start_front(
             engine,
             slots=1,
             server=ServerConfig(port=0, api_key_file=str(keys)),
-            limits=ApiConfig(slo_ms=("model:fake=60000", "stream:chat=30")),
+            limits=ApiConfig(slo_ms=("model:fake=60000", "stream:alice/chat=30", "stream:chat=20")),
         )
 
         async def of(key: str, **headers: str) -> int:
@@ -281,7 +281,12 @@ async def test_a_stream_is_named_by_its_header_or_its_key_and_may_have_a_deadlin
         waiting = [of("sk-1", **{"x-llmserve-stream": "chat"}), of("sk-2"), of("sk-1")]
         waiting += [of("sk-2", **{"x-llmserve-stream": "night run"})]
         assert await asyncio.gather(first, *waiting) == [200, 504, 504, 200, 200]
-    assert Counter(request.stream for request in arrived(front)) == {"alice": 2, "chat": 2, "night run": 1}
+    assert Counter(request.stream for request in arrived(front)) == {
+        "alice": 2,
+        "alice/chat": 1,
+        "chat": 1,
+        "chat/night run": 1,
+    }
 
 
 @pytest.mark.parametrize("name", ["x" * 65, "caf\u00e9", "a\tb"])
