@@ -121,6 +121,21 @@ async def test_a_request_that_arrives_after_the_end_of_the_drain_is_refused(star
             assert (response.status, (await response.json())["error"]["code"]) == (503, "draining")
 
 
+async def test_a_request_whose_head_came_before_the_end_and_its_body_after_is_refused(start_front: StartFront) -> None:
+    async with FakeEngine() as engine:
+        front = await start_front(engine)
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(front.url.rpartition(":")[2]))
+        body = b'{"model": "fake", "prompt": "hello"}'
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
+        await asyncio.sleep(0.1)
+        await front.cluster.abort()
+        writer.write(body)
+        answer = await asyncio.wait_for(reader.readuntil(b"}}"), 20)
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b'"code":"draining"' in answer
+
+
 def test_a_hangup_that_the_shell_ignores_stays_ignored() -> None:
     """As `nohup llmserve serve` asks for."""
     script = (

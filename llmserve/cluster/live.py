@@ -149,6 +149,9 @@ class LiveCluster:
         """Predict the length of a call and queue the call. The answer goes to the client."""
         self._next_id += 1
         in_flight = InFlightCall(call, self._next_id, client)
+        if self._closed:  # the body of the request came late
+            in_flight.fail(_error_of("draining", None))
+            return in_flight
         in_flight.arrived_at_s = self.now_s()
         forecast = self.lengths.predict_now(in_flight, self.models.get(call.model))
         self._in_flight[self._next_id] = in_flight
