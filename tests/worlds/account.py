@@ -702,10 +702,11 @@ class Account:
             for id_, life in self._waiting.items()
             if engine.info.serves(life.request.model) and self._plan.of_request(life.request) == group
         }
-        avoids = [
+        avoids = [  # of any group: its requests may be guests in the engine's group
             id_
-            for id_, life in waiting.items()
+            for id_, life in self._waiting.items()
             if life.failed_on == name
+            and engine.info.serves(life.request.model)
             and any(other.works for other in self._members(group, life.request.model) if other is not engine)
         ]
         if avoids and not self._direct and any(other.info.tokens_max for other in self._engines.values()):
