@@ -301,11 +301,10 @@ class FormedQueue:
 
     @property
     def returned(self) -> list[FormedBatch]:
-        """Returned batches that still hold a request, in order."""
+        """Returned batches that still hold a request, in order; parts of one batch in the order of their return."""
         if self._returned:
             self._returned = [batch for batch in self._returned if batch.requests]
-            self._returned.sort(key=self.turn_of)
-        return self._returned
+        return sorted(self._returned, key=self.turn_of) if len(self._returned) > 1 else self._returned
 
     def fresh(self) -> FormedBatch | None:
         """The first batch that was never started; None when there is none."""

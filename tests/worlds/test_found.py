@@ -21,6 +21,7 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
+from llmserve.scheduling.queues import FormedBatch, FormedQueue, QueuedRequest
 from llmserve.scheduling.scheduler import Scheduler
 
 SMALL, LARGE, LARGER = 0.0, 60.0, 90.0  # prompt tokens; an answer of 4 takes 20 more
@@ -205,3 +206,14 @@ def test_a_bin_is_due_when_the_rate_will_have_fallen_although_its_longest_wait_i
         scheduler.handle(TimerFired(), scheduler.wake_at_s)
     scheduler.handle(TimerFired(), 3.95)
     assert scheduler.wake_at_s == pytest.approx(4.0)
+
+
+def test_parts_of_one_batch_keep_the_order_of_their_return_whoever_looked_under_another_order() -> None:
+    """Before: a look at the parts sorted them for good, so that a journal did not replay to itself."""
+    parts = [FormedBatch(1, 0, 0.0, [QueuedRequest(Request(number), 0, 0.0)]) for number in range(2)]
+    queue = FormedQueue(lambda batch: -float(batch.first.request.id))
+    for part in parts:
+        queue.push_returned(part)
+    assert queue.returned == parts[::-1]
+    queue.sort_all(lambda batch: 0.0)
+    assert queue.returned == parts
