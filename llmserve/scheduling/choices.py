@@ -197,10 +197,13 @@ class MomentChoice:
     For each free engine, the first of these that exists: a batch that another engine failed or lost, for it has waited
     longest; an overdue request without a deadline; the candidate of the smallest key among those in time with average
     answer lengths; the same with the shortest answer lengths; and, if no candidate is in time by the engine's profile
-    and no recent answer has confirmed the profile, one request on trial.
+    and no recent answer has confirmed the profile, one request on trial.  asks : whether releases may let bins wait
     """
 
-    def __init__(self, group: Group, forming: Forming, order: MomentOrder, times: Timetable, now_s: float) -> None:
+    def __init__(
+        self, group: Group, forming: Forming, order: MomentOrder, times: Timetable, now_s: float, *, asks: bool = True
+    ) -> None:
+        self._asks = asks
         self._group = group
         self._pool = group.pool
         self._forming = forming
@@ -403,7 +406,7 @@ class MomentChoice:
     ) -> Iterator[Candidate]:
         """One candidate for each bin that its release lets go now, and one for each formed batch."""
         shorter: tuple[DeadlineQueue, ...] = ()
-        waiting, waits = 0, queues.release.waits
+        waiting, waits = 0, self._asks and queues.release.waits
         for queue in queues.bins:
             if not queue.requests:
                 continue

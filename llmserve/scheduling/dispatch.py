@@ -163,17 +163,20 @@ class Dispatch:
         assert worker.reserved is not None, f"worker {worker.name} is not reserved"
         assert isinstance(self.order, MomentOrder), "only an order of the moment preempts"
         (engine, batch), worker.reserved = worker.reserved, None
-        choice = MomentChoice(group, self.forming, self.order, self.times, now_s)
+        # What the release let go must not wait now beside an idle engine, for others were stopped for it.
+        choices = [
+            MomentChoice(group, self.forming, self.order, self.times, now_s, asks=asks) for asks in (True, False)
+        ]
         requests = list(batch.requests.values())  # [] if all have been cancelled or have failed in between
         if requests:
-            choice.take_back(batch)
+            choices[0].take_back(batch)
         if worker.running:
             return
         group.pool.refresh(engine, now_s)
         if requests and engine.info.name in group.pool.free:
             bin_index = max([queued.bin for queued in requests])
-            start = choice.best_of_bin(engine, group.queues[batch.model], bin_index)
-            if start is not None:
+            starts = (choice.best_of_bin(engine, group.queues[batch.model], bin_index) for choice in choices)
+            if (start := next(filter(None, starts), None)) is not None:
                 self._start(group, *start, now_s)
 
 

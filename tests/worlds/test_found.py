@@ -217,3 +217,16 @@ def test_parts_of_one_batch_keep_the_order_of_their_return_whoever_looked_under_
     assert queue.returned == parts[::-1]
     queue.sort_all(lambda batch: 0.0)
     assert queue.returned == parts
+
+
+def test_requests_start_together_after_one_was_stopped_for_the_others_although_their_release_would_now_wait() -> None:
+    """Before: all waited beside an idle engine. The plan lets two requests go, and makes three wait for a fourth."""
+    settings = {"order": "flex", "preemption_factor": 1.5, "release": "table", "batch_wait_s": 9.0}
+    scheduler = new_scheduler(EngineInfo("e", 4, True), batch_size=4, **settings)
+    assert arrive(scheduler, 0) == [("e", 0)]
+    table = DispatchTable((0, 0, 2, 0, 4), (), (), service_s=(1.0,) * 4, late_s=(1.0,) * 4, wait_s_max=9.0)
+    scheduler.handle(DispatchSolved(DispatchPlan((0,), (table,)), ""), 0.0)
+    actions = [scheduler.handle(RequestArrived(Request(number)), 0.0) for number in (1, 2)]
+    assert [action for action in actions[1] if isinstance(action, PreemptBatch)] == [PreemptBatch("e", 1, (0,))]
+    ended = scheduler.handle(RequestEnded("e", 0, "cancelled"), 1.0)
+    assert starts(ended) == [("e", 0), ("e", 1), ("e", 2)]
