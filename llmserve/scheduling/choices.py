@@ -276,14 +276,6 @@ class MomentChoice:
             batch.put_first(chosen)
         return batch, len(chosen)
 
-    def take_back(self, batch: FormedBatch) -> None:
-        """Put the batch's requests back into their bins."""
-        queues, requests = self._group.queues[batch.model], list(batch.requests.values())
-        for queued in requests:
-            queues.leave(queued)
-        for queue in queues.take_back(requests):
-            self._forming.form_early(queues, queue, self._now_s)
-
     def _returned(self, engine: EngineState) -> Start | None:
         """The first returned batch of which some requests can be in time together, at least with short answers."""
         for queues in self._group.tally.queues.values():

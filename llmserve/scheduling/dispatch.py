@@ -22,7 +22,7 @@ from llmserve.scheduling.engines import EngineState, Worker
 from llmserve.scheduling.messages import Action, PreemptBatch, StartBatch
 from llmserve.scheduling.model_queues import Forming, Group, ModelQueues
 from llmserve.scheduling.orders import Candidate, FixedOrder, Key, MomentOrder, Order, Running, is_overdue
-from llmserve.scheduling.queues import FormedBatch
+from llmserve.scheduling.queues import FormedBatch, QueuedRequest
 
 
 class Dispatch:
@@ -169,7 +169,7 @@ class Dispatch:
         ]
         requests = list(batch.requests.values())  # [] if all have been cancelled or have failed in between
         if requests:
-            choices[0].take_back(batch)
+            self._take_back(group.queues[batch.model], requests, now_s)
         if worker.running:
             return
         group.pool.refresh(engine, now_s)
@@ -178,6 +178,13 @@ class Dispatch:
             starts = (choice.best_of_bin(engine, group.queues[batch.model], bin_index) for choice in choices)
             if (start := next(filter(None, starts), None)) is not None:
                 self._start(group, *start, now_s)
+
+    def _take_back(self, queues: ModelQueues, requests: list[QueuedRequest], now_s: float) -> None:
+        """Put the requests of a formed batch back into their bins."""
+        for queued in requests:
+            queues.leave(queued)
+        for queue in queues.take_back(requests):
+            self.forming.form_early(queues, queue, now_s)
 
 
 def can_stop(engine: EngineState, now_s: float) -> bool:

@@ -45,6 +45,7 @@ from llmserve.scheduling.messages import (
 )
 from llmserve.scheduling.model_queues import Forming, Group, ModelQueues, Tally
 from llmserve.scheduling.orders import MomentOrder, Order
+from llmserve.scheduling.queues import FormedBatch
 from llmserve.scheduling.rates import GroupRates
 
 
@@ -285,42 +286,23 @@ class Scheduler:
         """After runs have left an engine: start the reserved batch, and let an idle worker join its next group."""
         worker = engine.worker
         self._book.touch(self.groups.group_of(engine))
-        if worker.running:
-            self._end_reservation_in_vain(worker)
-            return
         self._end_reservation(worker)
-        if worker.next is not None:
+        if worker.next is not None and not worker.running:
             self._engines.changed([self.groups.join(worker, self._now_s)])
 
-    def _end_reservation_in_vain(self, worker: Worker) -> None:
-        """End a reservation if its engine takes no more requests of the batch: these must not wait for the engine."""
-        if worker.reserved is not None:
-            engine, batch = worker.reserved
-            if not (engine.takes_for_group and engine.circuit.closed and engine.serves(batch.model)):
-                self._end_reservation(worker)
-
     def _end_reservation(self, worker: Worker) -> None:
-        """Start the reserved batch if its engine is free; what does not start waits in bins again."""
-        if worker.reserved is None:
-            return
-        waiting = list(worker.reserved[1].requests.values())
-        group = self.groups.by_name[waiting[0].group] if waiting else self.groups.by_name[worker.next or worker.group]
-        self._book.fail_late()
-        self._dispatch.start_reserved(group, worker, self._now_s)
-        for queued in [queued for queued in waiting if queued.run is None]:
-            self._book.deadlines.watch(queued, self._now_s)  # batch times may have changed since its arrival
-        self._book.place_again(waiting)
+        end_reservation(worker, self.groups, self._book, self._dispatch)
 
     # ---- engines ----------------------------------------------------------------------------------------------
 
     def _on_engine_ready(self, event: EngineReady) -> None:
         self._engines.ready(event.engine)
-        self._end_reservation_in_vain(self.engines[event.engine.name].worker)  # it may serve other models now
+        self._end_reservation(self.engines[event.engine.name].worker)  # it may serve other models now
 
     def _on_engine_closed(self, event: EngineClosed) -> None:
         if (state := self.engines.get(event.engine)) is not None and state.ready:
             self._engines.close(state)
-            self._end_reservation_in_vain(state.worker)
+            self._end_reservation(state.worker)
 
     def _on_engine_lost(self, event: EngineLost) -> None:
         state = self.engines.get(event.engine)
@@ -376,7 +358,28 @@ class Scheduler:
     def _on_plan_changed(self, event: PlanChanged) -> None:
         self._engines.changed(self.groups.change(event.groups, self._now_s))
         for engine in self.engines.values():
-            self._end_reservation_in_vain(engine.worker)  # the worker may be leaving its group
+            self._end_reservation(engine.worker)  # the worker may be leaving its group
         for group in self.groups:
             self._book.touch(group)
         self._book.place_again(list(self.requests.values()))
+
+
+def end_reservation(worker: Worker, groups: Groups, book: RequestBook, dispatch: Dispatcher) -> None:
+    """Start the batch for which the worker is reserved, if it is idle; or give the batch up, if it would wait in vain.
+
+    The requests that do not start wait in their bin, or in another group.
+    """
+    if worker.reserved is None or (worker.running and not _is_in_vain(*worker.reserved)):
+        return
+    waiting = list(worker.reserved[1].requests.values())
+    group = groups.by_name[waiting[0].group if waiting else worker.next or worker.group]
+    book.fail_late()
+    dispatch.start_reserved(group, worker, book.now_s)
+    for queued in [queued for queued in waiting if queued.run is None]:
+        book.deadlines.watch(queued, book.now_s)  # batch times may have changed since its arrival
+    book.place_again(waiting)
+
+
+def _is_in_vain(engine: EngineState, batch: FormedBatch) -> bool:
+    """Whether the engine, reserved for the batch, takes no more requests of it."""
+    return not (engine.takes_for_group and engine.circuit.closed and engine.serves(batch.model))
