@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from llmserve.engines import vllm_process
+from llmserve.engines import embedded, vllm_process
 from llmserve.engines.engine_process import EngineProcess
 from llmserve.engines.openai_engine import OpenAIEngine, Timeouts
 from llmserve.errors import ConfigError
@@ -67,7 +67,7 @@ class EngineKind:
             timeouts=Timeouts(
                 connect_s=settings.engine_connect_s, idle_s=settings.engine_idle_s, answer_s=settings.engine_answer_s
             ),
-            api_key=settings.engine_api_key,
+            api_key=process.api_key if process is not None else settings.engine_api_key,
             restart=process.restart if process is not None else None,
             learns_slots=learns_slots,
         )
@@ -104,7 +104,9 @@ class Embedded(EngineKind):
             words += ["--batch-size-max", str(self.config.scheduling.full_batch)]
             return words + (["--model", self.settings.model] if self.settings.model else [])
 
-        return EngineProcess("the embedded engine", command, start_s=self.settings.engine_start_s)
+        return EngineProcess(
+            "the embedded engine", command, start_s=self.settings.engine_start_s, key_variable=embedded.KEY_VARIABLE
+        )
 
     def connect(self) -> list[OpenAIEngine]:
         info = EngineInfo("embedded", self.config.scheduling.full_batch, True)

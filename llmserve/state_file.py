@@ -101,10 +101,14 @@ def _try(folder: Path, lock: int) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise ConfigError(f"state: another server uses {folder}; each server needs a folder of its own") from error
+        pid = os.pread(lock, 20, 0).decode("ascii", "replace").strip()
+        other = f"another server (process {pid})" if pid.isdecimal() else "another server"
+        raise ConfigError(f"state: {other} uses {folder}; each server needs a folder of its own") from error
     except OSError as error:
         raise ConfigError(f"state: cannot lock {folder}: {error.strerror}") from error
     try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, b"%d\n" % os.getpid(), 0)
         trial = folder / "learnt.new"
         trial.write_bytes(b"")
         trial.unlink()

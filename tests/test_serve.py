@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -110,6 +111,7 @@ if value("--model") != "good":
     time.sleep(600)
 words = ["--port", value("--port"), "--model", value("--served-model-name")]
 words += ["--slots", value("--max-num-seqs")] if "--max-num-seqs" in sys.argv else []
+words += ["--api-key", os.environ["VLLM_API_KEY"]]
 os.execv(sys.executable, [sys.executable, "-m", "llmserve.engines.fake", *words])
 """
 
@@ -136,6 +138,11 @@ def test_replicas_are_started_beside_a_running_server(
     answer, headers = server.chat("hello", model="good", max_tokens=3)
     assert answer["usage"]["completion_tokens"] == 3
     assert headers["x-llmserve-engine"] in engines
+    for child in server.children:
+        for connection in child.net_connections():
+            if connection.status == psutil.CONN_LISTEN:
+                with pytest.raises(urllib.error.HTTPError, match="401"):
+                    urllib.request.urlopen(f"http://127.0.0.1:{connection.laddr.port}/v1/models")
     assert [file.name for file in sorted((tmp_path / "llmserve" / "0").iterdir())] == ["vllm-0.log", "vllm-1.log"]
     assert server.stop() == 0
     assert all_ended(server.children)
@@ -355,6 +362,7 @@ def test_the_import_rules_hold() -> None:
         },
         "llmserve.metrics": {
             *("llmserve.cluster", "llmserve.energy", "llmserve.gauges", "llmserve.request", "llmserve.scheduling"),
+            "llmserve.counted",
         },
         "llmserve.gauges": {"bins", "llmserve.cluster", "llmserve.energy", "llmserve.policies", "llmserve.scheduling"},
         "llmserve.twin": {

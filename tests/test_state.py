@@ -391,7 +391,7 @@ async def test_a_second_server_on_one_folder_refuses_to_start(tmp_path: Path) ->
     async with FakeEngine(step_s=0.0) as engine, AsyncExitStack() as stack:
         servers = Servers(engine, tmp_path)
         await servers.start(stack)
-        with pytest.raises(ConfigError, match=f"another server uses {servers.kept}"):
+        with pytest.raises(ConfigError, match=rf"another server \(process {os.getpid()}\) uses {servers.kept}"):
             await servers.start(stack)
     with opened(servers.kept):
         pass  # the lock has ended with the server

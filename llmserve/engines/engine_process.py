@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 import signal
 import socket
 import sys
@@ -67,6 +68,8 @@ class EngineProcess:
 
     port         the first port to try; default: any free port
     environment  variables in addition to llmserve's own
+    key_variable the process gets a random API key in this variable, and keeps it at a restart: other users of this
+                 machine cannot read a variable, unlike a flag. `api_key`: the key; None: none was asked for
     log_file     output since the last start; the output of the start before is in FILE.1
     """
 
@@ -78,12 +81,16 @@ class EngineProcess:
         start_s: float,
         port: int | None = None,
         environment: Mapping[str, str] | None = None,
+        key_variable: str | None = None,
         log_file: Path | None = None,
     ) -> None:
         self.name = name
         self.port = port or free_port()
         self._command = command
+        self.api_key = secrets.token_urlsafe(32) if key_variable is not None else None
         self._environment = {**os.environ, **(environment or {})}
+        if key_variable is not None and self.api_key is not None:
+            self._environment[key_variable] = self.api_key
         self._start_s = start_s
         self._log = _LogFile(log_file) if log_file is not None else None
         self._process: asyncio.subprocess.Process | None = None

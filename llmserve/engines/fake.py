@@ -99,6 +99,7 @@ class FakeEngine:
 
     running, waiting : requests now.  running_max : largest `running` so far.  bodies : the last request bodies.
     others : further models besides `model`, each with its pace.  row_s without barrier raises ValueError.
+    api_key : needed below /v1, as vLLM's.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class FakeEngine:
         gather_s: float = 1.0,
         tokens_max: int | None = None,
         context_tokens: int = 1 << 20,
+        api_key: str | None = None,
     ) -> None:
         self.model = model
         self.running = 0
@@ -133,6 +135,7 @@ class FakeEngine:
             raise ValueError("row_s: only a barrier engine has batches of a size")
         self._output_tokens = output_tokens
         self._tokens_max, self._context_tokens = tokens_max, context_tokens  # reported; not enforced
+        self._authorization = f"Bearer {api_key}" if api_key else None
         self._host, self._port = host, port
         self._runner: web.ServerRunner | None = None
         self._batches: asyncio.Task[None] | None = None
@@ -175,6 +178,9 @@ class FakeEngine:
         handler = self._routes.get((request.method, request.path))
         if handler is None:
             return _Refused(404, f"no such path: {request.path}").response()
+        is_open = self._authorization is None or not request.path.startswith("/v1/")
+        if not is_open and request.headers.get("authorization") != self._authorization:
+            return _Refused(401, "the API key is wrong", "invalid_api_key").response()
         try:
             return await handler(request)
         except ValueError as error:  # a member whose batch has another size
@@ -396,6 +402,7 @@ def main() -> None:
         metavar="NAME=STEP_S[,PREFILL_S[,ROW_S]]",
         help="a further model with its own pace; repeat for several models",
     )
+    add("--api-key", help="needed below /v1")
     add("--output-tokens", type=int, default=16, help="tokens of an answer to a request without max_tokens")
     arguments = vars(parser.parse_args())
     arguments["others"] = dict(arguments.pop("other"))

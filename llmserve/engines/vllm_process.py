@@ -48,6 +48,7 @@ class Replica:
             start_s=start_s,
             port=port,
             environment=self.environment,
+            key_variable="VLLM_API_KEY",
             log_file=log_folder / f"{self.name}.log",
         )
 

@@ -10,13 +10,14 @@ from contextlib import asynccontextmanager
 import aiohttp
 import openai
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 
 pytest.importorskip("torch")
 
 from tiny_llama import CONTEXT_TOKENS, EOS_AFTER, EOS_PROMPT
 
 from llmserve.engines.embedded.generation import LanguageModel
-from llmserve.engines.embedded.server import EmbeddedEngine, serve
+from llmserve.engines.embedded.server import EmbeddedEngine, make_app, serve
 
 PROMPTS = ["hi", "The quick brown fox jumps over the lazy dog.", "What is a good answer, then?", "a"]
 LIMIT_S = 60.0  # a test that waits longer than this has failed
@@ -133,6 +134,16 @@ async def server(language_model) -> AsyncIterator[Server]:
 
 
 # ---------------------------------------------------------------------------------------------- the protocol
+
+
+async def test_with_a_key_other_clients_get_nothing_below_v1(language_model):
+    app = make_app(EmbeddedEngine(WatchedModel(language_model), "tiny"), "sk-own")
+    async with TestClient(TestServer(app)) as client:
+        assert (await client.get("/health")).status == 200
+        for headers in ({}, {"authorization": "Bearer sk-other"}, {"authorization": "sk-own"}):
+            response = await client.get("/v1/models", headers=headers)
+            assert (response.status, (await response.json())["error"]["code"]) == (401, "invalid_api_key")
+        assert (await client.get("/v1/models", headers={"authorization": "Bearer sk-own"})).status == 200
 
 
 async def test_health_models_and_metrics_are_served(server: Server):

@@ -259,3 +259,18 @@ def test_free_ports_are_different_and_can_be_listened_on() -> None:
     assert len(set(ports)) == 20
     for port in [*ports, free_port()]:
         socket.create_server(("127.0.0.1", port)).close()
+
+
+# ---- the key ----
+
+
+async def test_a_process_gets_a_random_key_in_its_environment_only(started: Callable[..., Any]) -> None:
+    first, second = [engine(SERVER, key_variable="ROLE") for _ in range(2)]
+    await started(first)
+    assert first.api_key is not None
+    assert len(first.api_key) > 40
+    assert first.api_key != second.api_key
+    assert server_of(first).environ()["ROLE"] == first.api_key
+    commands = [server_of(first).cmdline(), psutil.Process(first.pid).cmdline()]
+    assert not any(first.api_key in word for words in commands for word in words)
+    assert engine(SERVER).api_key is None

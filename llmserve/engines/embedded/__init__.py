@@ -3,3 +3,5 @@
 Start the engine with `python -m llmserve.engines.embedded`. The engine needs no GPU and uses static batching: the
 requests of a batch run together, as one padded tensor, until the longest request has ended.
 """
+
+KEY_VARIABLE = "EMBEDDED_API_KEY"  # the key below /v1; without the variable no key is needed

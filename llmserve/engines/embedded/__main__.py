@@ -1,8 +1,12 @@
-"""`python -m llmserve.engines.embedded`: serve a small local model, with static batching."""
+"""`python -m llmserve.engines.embedded`: serve a small local model, with static batching.
+
+With the variable EMBEDDED_API_KEY, all requests below /v1 need this key.
+"""
 
 import argparse
 import asyncio
 import gc
+import os
 import re
 import signal
 import socket
@@ -10,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmserve.engines.embedded import KEY_VARIABLE
 from llmserve.errors import ConfigError
 from llmserve.extras import need_embedded
 
@@ -123,7 +128,14 @@ async def _serve(model: "LanguageModel", arguments: argparse.Namespace, sock: so
     host, port = sock.getsockname()[:2]
     line = f"llmserve embedded engine: {name} is ready at http://{host}:{port}"
     try:
-        await serve(engine, sock, stop, drain_s=arguments.drain_s, ready=lambda: print(line, flush=True))
+        await serve(
+            engine,
+            sock,
+            stop,
+            drain_s=arguments.drain_s,
+            ready=lambda: print(line, flush=True),
+            api_key=os.environ.get(KEY_VARIABLE),
+        )
     except OSError as error:  # another process bound the same port with SO_REUSEADDR, and listened first
         raise _cannot_listen(host, port, error) from None
 

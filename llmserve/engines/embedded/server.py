@@ -6,6 +6,7 @@ a thread each. Batches run to completion, one at a time, in the order in which t
 
 import asyncio
 import contextlib
+import hmac
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from llmserve.engines.embedded.batching import BatchQueue, Seat, seat_of
 from llmserve.engines.embedded.generation import DecodingRow, Delta, LanguageModel, PromptError
 from llmserve.engines.embedded.protocol import CompletionCall, Conversation, TokenUsage, Writer, parse_call
-from llmserve.errors import BadRequest, ModelNotFound, NotFound, RateLimited, RequestError, Unavailable
+from llmserve.errors import BadRequest, ModelNotFound, NotFound, RateLimited, RequestError, Unauthorized, Unavailable
 
 log = logging.getLogger("llmserve.embedded")
 
@@ -230,10 +231,11 @@ class EmbeddedEngine:
                 reply.put(delta)
 
 
-def make_app(engine: EmbeddedEngine) -> web.Application:
-    """Return the HTTP application of an engine."""
+def make_app(engine: EmbeddedEngine, api_key: str | None = None) -> web.Application:
+    """Return the HTTP application of an engine. api_key : needed below /v1, as vLLM's; None: no key is needed."""
     routes = _Routes(engine)
-    app = web.Application(middlewares=[_errors_as_json], client_max_size=_BODY_BYTES_MAX)
+    middlewares = [_errors_as_json, *([_with_key(api_key)] if api_key else [])]
+    app = web.Application(middlewares=middlewares, client_max_size=_BODY_BYTES_MAX)
     app.router.add_get("/health", routes.health)
     app.router.add_get("/metrics", routes.metrics)
     app.router.add_get("/v1/models", routes.models)
@@ -335,12 +337,37 @@ async def _errors_as_json(
         return web.json_response(body, status=500)
 
 
+def _with_key(api_key: str) -> Any:
+    """Refuse requests below /v1 that do not have the key."""
+
+    @web.middleware
+    async def checked(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        sent = request.headers.get("authorization", "").encode("utf-8", "replace")
+        if request.path.startswith("/v1/") and not hmac.compare_digest(sent, f"Bearer {api_key}".encode()):
+            raise Unauthorized("this engine serves the server that started it only")
+        return await handler(request)
+
+    return checked
+
+
 async def serve(
-    engine: EmbeddedEngine, sock: Any, stop: asyncio.Event, *, drain_s: float, ready: Callable[[], None]
+    engine: EmbeddedEngine,
+    sock: Any,
+    stop: asyncio.Event,
+    *,
+    drain_s: float,
+    ready: Callable[[], None],
+    api_key: str | None = None,
 ) -> None:
     """Serve on a bound socket until `stop` is set, then drain the engine."""
     runner = web.AppRunner(
-        make_app(engine), access_log=None, handler_cancellation=True, shutdown_timeout=1.0, keepalive_timeout=75.0
+        make_app(engine, api_key),
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=1.0,
+        keepalive_timeout=75.0,
     )
     await runner.setup()
     site = web.SockSite(runner, sock, backlog=1024)
