@@ -1,12 +1,12 @@
 """What the front-end costs: llmserve beside a bare FastAPI + aiohttp pass-through, in front of the same fast upstream.
 
-    python scripts/lab/benchmark_frontend.py --output docs/results/frontend.json
+    python scripts/lab/benchmark_frontend.py --router .venv-router/bin/vllm-router --output docs/results/frontend.json
 
 Upstream, pass-through and llmserve are separate processes on loopback. A load generator drives them in turn, round
 after round: requests per second at 32 connections, latency at one connection, and forwarded stream events per second.
 The results are medians over rounds. For streams the upstream writes one event per millisecond to each of 64 clients, so
-that no server can forward many events at once. The load generator is wrk where it is installed, because wrk needs the
-least processor time, otherwise aiohttp.
+that no server can forward many events at once. vllm-router (Rust) is measured beside them where it is installed. The
+load generator is wrk where it is installed, because wrk needs the least processor time, otherwise aiohttp.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from bench import client
 from bench.arguments import add_results, parser_of
@@ -60,16 +60,27 @@ uvicorn.run(app, port=int(sys.argv[2]), log_level="critical")
 
 
 @asynccontextmanager
-async def servers(step_s: float) -> AsyncIterator[dict[str, str]]:
-    """Base URLs by name, of servers that have answered once. step_s : the upstream's time for a token"""
-    async with fake_engine("fake", "--step-s", str(step_s), "--slots", str(STREAMS)) as upstream:
+async def servers(step_s: float, router: str | None = None) -> AsyncIterator[dict[str, str]]:
+    """Base URLs by name, of servers that have answered once.
+
+    step_s : the upstream's time for a token.  router : the executable vllm-router; None: without it
+    """
+    async with (
+        AsyncExitStack() as stack,
+        fake_engine("fake", "--step-s", str(step_s), "--slots", str(STREAMS)) as upstream,
+    ):
 
         def bare(port: int) -> list[str]:
             return [sys.executable, "-c", BARE, upstream.url, str(port)]
 
-        flags = ("--engine", upstream.url, "--predictor", "none", "--log-level", "error")
-        async with running("pass-through", bare, ready="/ready") as passing, front_end("front-end", *flags) as front:
+        front_flags = ("--engine", upstream.url, "--predictor", "none", "--log-level", "error")
+        front_ends = front_end("front-end", *front_flags)
+        async with running("pass-through", bare, ready="/ready") as passing, front_ends as front:
             urls = {"upstream itself": upstream.url, "bare pass-through": passing.url, "llmserve": front.url}
+            if router is not None:
+                words = [router, "--worker-urls", upstream.url, "--host", "127.0.0.1", "--policy", "round_robin"]
+                routing = running("vllm-router", lambda port: [*words, "--port", str(port)], ready="/health")
+                urls["vllm-router"] = (await stack.enter_async_context(routing)).url
             async with client.session_of() as session:
                 for url in urls.values():
                     assert (await client.ask(session, url, BODY)).answer
@@ -134,10 +145,10 @@ async def stream_events_per_s(url: str) -> float:
         return events / (time.perf_counter() - began_s)
 
 
-async def measure(rounds: int, seconds: float) -> list[Row]:
+async def measure(rounds: int, seconds: float, router: str | None) -> list[Row]:
     """One row for each server, with medians over rounds."""
     loads, streams = [], []
-    async with servers(step_s=0.0) as urls:
+    async with servers(0.0, router) as urls:
         for number, (name, url) in itertools.product(range(rounds), urls.items()):
             rate_per_s, _, busy_p99_ms = await load(url, 32, seconds)
             _, p50_ms, p99_ms = await load(url, 1, seconds)
@@ -145,7 +156,7 @@ async def measure(rounds: int, seconds: float) -> list[Row]:
             numbers |= {"latency_ms_p50_at_1": p50_ms, "latency_ms_p99_at_1": p99_ms}
             loads.append(Row({"server": name, "round": number}, numbers))
             log(f"round {number + 1}/{rounds}: {name}: {rate_per_s:,.0f} requests/s")
-    async with servers(step_s=0.001) as urls:
+    async with servers(0.001, router) as urls:
         for number, (name, url) in itertools.product(range(rounds), urls.items()):
             events_per_s = await stream_events_per_s(url)
             streams.append(Row({"server": name, "round": number}, {"stream_events_per_s": events_per_s}))
@@ -158,9 +169,10 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0, help="duration of each load")
+    parser.add_argument("--router", help="the executable vllm-router")
     add_results(parser)
     args = parser.parse_args()
-    rows = asyncio.run(measure(args.rounds, args.seconds))
+    rows = asyncio.run(measure(args.rounds, args.seconds, args.router))
     columns = {
         "": ("server", ""),
         "requests/s, 32 conn.": ("requests_per_s_at_32", ",.0f"),
