@@ -58,7 +58,8 @@ class FixedChoice:
 
     @property
     def recheck_at_s(self) -> float | None:
-        trials_s = [engine.circuit.suspects_from_s for engine in self._pool.free.values()] if self._set_aside else []
+        waits = self._set_aside or self._blocked
+        trials_s = [engine.circuit.suspects_from_s for engine in self._pool.free.values()] if waits else []
         return min([*self._rechecks_s, *[at_s for at_s in trials_s if at_s > self._now_s]], default=None)
 
     def _block(self, model: str) -> None:

@@ -230,3 +230,17 @@ def test_requests_start_together_after_one_was_stopped_for_the_others_although_t
     assert [action for action in actions[1] if isinstance(action, PreemptBatch)] == [PreemptBatch("e", 1, (0,))]
     ended = scheduler.handle(RequestEnded("e", 0, "cancelled"), 1.0)
     assert starts(ended) == [("e", 0), ("e", 1), ("e", 2)]
+
+
+def test_a_suspect_has_its_trial_on_time_although_the_engine_has_only_places_ahead() -> None:
+    """Before: no timer was set, and the suspect waited until another event, with all requests behind it.
+
+    The fault of 1 opens the circuit for 1 s, and suspects wait a second more. 0 and 2 still run, so no slot is free.
+    """
+    scheduler = new_scheduler(engine("e", 1, 2, None), release="greedy", circuit_faults_max=1, circuit_pause_s=1.0)
+    assert [arrive(scheduler, number) for number in range(3)] == [[("e", 0)], [("e", 1)], [("e", 2)]]
+    assert fails(scheduler, "e", 1) == []
+    assert scheduler.wake_at_s == 1.0
+    assert scheduler.handle(TimerFired(), 1.0) == []
+    assert scheduler.wake_at_s == 2.0
+    assert starts(scheduler.handle(TimerFired(), 2.0)) == [("e", 1)]
