@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import psutil
@@ -34,6 +36,10 @@ def test_vllm_answers_comes_back_when_killed_and_ends_with_a_killed_front_end(fl
         assert answer["choices"][0]["message"]["content"] == "3, 4, 5, 6, 7, 8, 9"
         assert headers["x-llmserve-engine"] == "vllm-0"
         assert (tmp_path / "logs" / "vllm-0.log").stat().st_size > 0
+
+        (port,) = {each.laddr.port for each in vllm_of(server)[0].net_connections() if each.status == "LISTEN"}
+        with pytest.raises(urllib.error.HTTPError, match="401"):  # other users of this machine have no key
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=20)
 
         first = vllm_of(server)
         assert len(first) > 1, "at least an API server and an engine core"
