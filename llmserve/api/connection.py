@@ -232,7 +232,7 @@ class Connection(asyncio.Protocol):
         if self._closed or exchange is not self._serving:
             return
         self._serving = None
-        if not exchange.keep_alive or self.server.closing:
+        if not exchange.keep_alive or (self.server.closing and not self._waiting):
             self._close_softly()
         elif self._waiting:
             asyncio.get_running_loop().call_soon(self._serve_next)

@@ -431,6 +431,18 @@ async def test_a_stop_lets_answers_out_and_closes_idle_connections_at_once() -> 
         await closing
 
 
+async def test_a_stop_answers_the_requests_that_wait_behind_another() -> None:
+    async with site() as at:
+        client = await at.client()
+        await client.send(b"GET /held HTTP/1.1\r\nhost: h\r\n\r\n" + POST)
+        await until(lambda: bool(at.echo.held))
+        closing = asyncio.ensure_future(at.server.close())
+        await asyncio.sleep(0)
+        at.echo.held[0].respond(200, [], b"first")
+        assert [(await client.answer())[1] for _ in range(2)] == [b"first", b"POST /v1/x hello"]
+        await closing
+
+
 async def test_a_stop_does_not_wait_for_a_client_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "CLOSE_STALL_S", 0.2)
     async with site() as at:
