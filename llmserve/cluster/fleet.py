@@ -203,7 +203,8 @@ class Fleet:
             except Exception:  # after any error the watch must go on
                 log.exception("the check of engine %s failed", handle.name)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(handle.nudge.wait(), pause_s)
+                async with asyncio.timeout(pause_s):  # wait_for of Python 3.11 may lose a cancellation
+                    await handle.nudge.wait()
             handle.nudge.clear()
 
     async def _check(self, handle: EngineHandle, pause_s: float) -> float:

@@ -22,6 +22,7 @@ from front import Front, StartFront, until
 from reader import answered, submitted
 from worlds.invariants import check
 
+from llmserve.cluster.fleet import Fleet
 from llmserve.cluster.journal import Header, Journal
 from llmserve.cluster.live import LiveCluster
 from llmserve.engines.engine_process import EngineProcess
@@ -379,6 +380,22 @@ async def test_a_conversation_stays_with_the_engine_that_has_its_prefix(start_fr
                     engines[number].add(response.headers["x-llmserve-engine"])
                 messages += [{"role": "assistant", "content": "tok"}, {"role": "user", "content": "go on"}]
         assert [len(names) for names in engines] == [1] * len(talks)
+
+
+@pytest.mark.parametrize("steps", range(5))
+async def test_a_fleet_closes_although_an_engine_is_probed_early_at_that_moment(steps: int) -> None:
+    async with FakeEngine(step_s=0) as fake:
+        engine = OpenAIEngine(EngineInfo("mine", 8, False), fake.url)
+        fleet = Fleet([engine], LiveConfig(), notify=lambda event: None, on_lost=lambda handle: None)
+        fleet.start()
+        (handle,) = fleet.handles.values()
+        await until(lambda: handle.up)
+        await asyncio.sleep(0.01)  # the watch waits for its next probe
+        handle.nudge.set()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await fleet.close()
 
 
 # ---- nothing leaks ----
