@@ -93,6 +93,7 @@ class Worker:
     group     the group whose requests the worker runs
     stopping  requests that were told to make room and still run
     stopped   number of requests that made room. None: all left, or another event occurred: any batch may follow
+    stopped_at_s  when they were told to
     kept      no batch has started since requests were told to make room
     """
 
@@ -100,6 +101,7 @@ class Worker:
         self.name = name
         self.group = group
         self.kept = False
+        self.stopped_at_s = 0.0
         self.engines: list[Engine] = []
         self.stopping: set[int] = set()
         self.stopped: int | None = None
@@ -608,9 +610,16 @@ class Account:
         for request_id in action.request_ids:
             lives[request_id].preempted = True
         engine.worker.stopping, engine.worker.stopped, engine.worker.kept = set(lives), len(lives), True
+        engine.worker.stopped_at_s = self._now_s
 
     def _assert_preemption_pays(self, worker: Worker, batch: Batch) -> None:
-        """If nothing else happened since the preemption, the new batch is larger by at least the preemption factor."""
+        """If nothing else happened since the preemption, the new batch is larger by at least the preemption factor.
+
+        While the requests make room, a deadline comes closer, and so large a batch may be in time no more.
+        """
+        hurries = any(request.deadline_s is not None for request in batch.requests)
+        if hurries and self._now_s > worker.stopped_at_s:
+            worker.stopped = None
         if worker.stopped is not None and self._config.release == "window":  # other releases may form several batches
             requests_min = self._config.preemption_factor * worker.stopped
             assert len(batch.requests) >= requests_min, f"{worker.stopped} made room for only {len(batch.requests)}"
