@@ -7,9 +7,9 @@ from collections.abc import Callable
 from types import FrameType
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from llmserve.cluster.known_models import KnownModels
+from llmserve.counted import Families
 from llmserve.engines.engine import ServedModel
 from llmserve.metrics import _Streams
 from llmserve.policies import SchedulingConfig
@@ -53,7 +53,7 @@ def replaced_in_the_fleet(models: int) -> int:
 
 
 def replaced_in_the_metrics(models: int) -> int:
-    streams = _Streams(CollectorRegistry())
+    streams = _Streams(Families())
     for number in range(models):
         streams.of(Request(number, model=f"a{number}"))
     return calls(lambda: streams.keep({f"b{number}" for number in range(models)}))
