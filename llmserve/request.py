@@ -30,6 +30,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     model             id of the model; "" for a single model
     stream            name of the client's key or application; "" when unknown
     sender            hash of who sent the request: of the client's key, or without keys of the prompt; 0 when unknown
+    share             who answers for the cost: the engines' time is shared fairly between shares; "": one for all such
+    weight            of the share: with twice the weight it is served twice as much, > 0
     """
 
     id: int
@@ -42,6 +44,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     model: str = ""
     stream: str = ""
     sender: int = 0
+    share: str = ""
+    weight: float = 1.0
 
     @property
     def expected_tokens(self) -> float | None:
@@ -122,6 +126,7 @@ class Call:
     context_min        tokens that the longest prompt with one answer has at least, likewise
     headers            headers of the client that are sent to the engine: (lower-case name, value) pairs
     stream_name        name of the client's key or application; "" when unknown
+    share, weight      who answers for the cost, and its weight; see Request
     """
 
     path: str
@@ -140,6 +145,8 @@ class Call:
     context_min: int = 0
     headers: tuple[tuple[str, str], ...] = ()
     stream_name: str = ""
+    share: str = ""
+    weight: float = 1.0
 
     @property
     def model(self) -> str:

@@ -191,6 +191,8 @@ class LiveCluster:
             call.model,
             call.stream_name,
             sender_hash(call, self._secret),
+            call.share,
+            call.weight,
         )
         self._step(RequestArrived(in_flight.request))
 
