@@ -8,7 +8,7 @@ formed batches; or it is formed for an engine that is free. Either way the batch
     start        on an engine whose memory holds the batch; a batch that waits for memory is not overtaken
 
 Preemption compares the same candidates with the running batches. Only this module starts and stops batches;
-scheduling/choices.py chooses the next batch.
+scheduling/fixed_choice.py and scheduling/moment_choice.py choose the next batch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from llmserve.scheduling.batch_times import Timetable
-from llmserve.scheduling.choices import FixedChoice, MomentChoice
 from llmserve.scheduling.engines import EngineState, Worker
+from llmserve.scheduling.fixed_choice import FixedChoice
 from llmserve.scheduling.messages import Action, PreemptBatch, StartBatch
 from llmserve.scheduling.model_queues import Forming, Group, ModelQueues
+from llmserve.scheduling.moment_choice import MomentChoice
 from llmserve.scheduling.orders import Candidate, FixedOrder, Key, MomentOrder, Order, Running, is_overdue
 from llmserve.scheduling.queues import FormedBatch, QueuedRequest
 

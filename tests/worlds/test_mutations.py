@@ -13,13 +13,14 @@ from worlds.run import Violation, judge
 from llmserve.policy_names import ORDERS
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.batch_times import BatchTimes, Timetable
-from llmserve.scheduling.choices import FixedChoice, MomentChoice
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.dispatch import Dispatch
 from llmserve.scheduling.engines import EnginePool, EngineState, Worker
+from llmserve.scheduling.fixed_choice import FixedChoice
 from llmserve.scheduling.groups import EngineBook, Groups, RequestBook
 from llmserve.scheduling.messages import Action, Event, RequestCancelled, RequestEnded, SolveDispatch, StartBatch
 from llmserve.scheduling.model_queues import Group, ModelQueues
+from llmserve.scheduling.moment_choice import MomentChoice
 from llmserve.scheduling.orders import Candidate, Clockwork, Flex, Key
 from llmserve.scheduling.planner import Planner
 from llmserve.scheduling.queues import BinQueue, FormedBatch, FormedQueue, QueuedRequest, Run

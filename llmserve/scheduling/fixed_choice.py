@@ -1,0 +1,183 @@
+"""Which batch starts next, and on which engine, in one dispatch of a group by an order with fixed keys.
+
+The order takes the first formed batch of all models, or lets the most urgent bin form one; then an engine is chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+
+from llmserve.scheduling.engines import EngineState
+from llmserve.scheduling.model_queues import Forming, Group, ModelQueues
+from llmserve.scheduling.queues import BinQueue, FormedBatch
+
+First = tuple[ModelQueues, FormedBatch]
+Start = tuple[EngineState, ModelQueues, FormedBatch, int]  # the first `int` requests of the batch shall start
+
+
+class FixedChoice:
+    """Chooses the batches that start in one dispatch of a group, by a fixed order.
+
+    Each model's batches keep their order. A batch that must avoid an engine blocks no other batch. A batch that waits
+    for room blocks all engines that serve its model, so that large batches do not wait for ever.
+    """
+
+    def __init__(self, group: Group, forming: Forming, now_s: float) -> None:
+        self._group = group
+        self._pool = group.pool
+        self._forming = forming
+        self._now_s = now_s
+        self._blocked: frozenset[str] = frozenset()  # names of engines on which a batch waits for room
+        self._set_aside: frozenset[FormedBatch] = frozenset()  # batches that avoid all engines with room
+        self._rechecks_s: list[float] = []  # when a batch may fit an engine's memory
+
+    def starts(self) -> Iterator[Start]:
+        """Yield the starts in turn. The caller must carry out each start before it asks for the next."""
+        while self._pool.free and (startable := self._startable()):
+            first, unformed = self._first(startable)
+            if first is not None and unformed and self._form_older(unformed, first[1]):
+                first, _ = self._first(startable)
+            if first is None:
+                if not self._form_most_urgent(startable):
+                    return
+                continue
+            queues, batch = first
+            if (engine := self.engine_for(queues, batch, self._blocked)) is not None:
+                yield engine, queues, batch, max(1, engine.room_at_once)
+            elif self.waits_for_another_engine(queues, batch):
+                self._set_aside |= {queues.formed.set_apart(batch)}
+            else:
+                self._block(queues.model)
+
+    @property
+    def recheck_at_s(self) -> float | None:
+        waits = self._set_aside or self._blocked
+        trials_s = [engine.circuit.suspects_from_s for engine in self._pool.free.values()] if waits else []
+        return min([*self._rechecks_s, *[at_s for at_s in trials_s if at_s > self._now_s]], default=None)
+
+    def _block(self, model: str) -> None:
+        free = self._pool.free_for(model)
+        times_s = [engine.recheck_at_s for engine in free]
+        # An engine that was not checked in this dispatch may hold a time that has passed.
+        self._rechecks_s += [at_s for at_s in times_s if at_s is not None and at_s > self._now_s]
+        self._blocked |= {engine.info.name for engine in free}
+
+    # ---- choice of a batch ----
+
+    def _startable(self) -> list[ModelQueues]:
+        """Queues with waiting requests that some free engine, which is not blocked, serves."""
+        waiting = self._group.tally.queues.values()
+        if not waiting:
+            return []
+        engines: Collection[EngineState] = self._pool.free.values()
+        if self._blocked:
+            engines = [engine for engine in engines if engine.info.name not in self._blocked]
+        for engine in engines:
+            if not engine.models:  # this engine serves every model
+                return list(waiting)
+        return [queues for queues in waiting if any(queues.model in engine.models for engine in engines)]
+
+    def _first(self, startable: Sequence[ModelQueues]) -> tuple[First | None, Sequence[ModelQueues]]:
+        """The next formed batch with its queues, None if no batch is formed; and the queues without a formed batch."""
+        best: First | None = None
+        key, number, unformed = math.inf, 0, []
+        for queues in startable:
+            if queues.unsorted:
+                queues.sort_again()
+            batch = queues.formed.first(self._set_aside)
+            if batch is None:
+                unformed.append(queues)
+            elif best is None or batch.key < key or (batch.key == key and batch.id < number):
+                best, key, number = (queues, batch), batch.key, batch.id
+        return best, unformed
+
+    def _form_older(self, unformed: Sequence[ModelQueues], next_batch: FormedBatch) -> bool:
+        """Form batches of bins whose oldest request is older than the next batch, where the release allows. Without
+        this, a model that always fills its batches would starve the others. True if a batch was formed.
+        """
+        formed = False
+        for queues in unformed:
+            for queue in queues.bins:
+                if queue.requests and queue.oldest_at_s < next_batch.formed_at_s:
+                    size = self._forming.size(queues, queue, self._now_s, self.idle(queues))
+                    if size:
+                        self._forming.push(queues, queue, size, self._now_s)
+                        formed = True
+        return formed
+
+    def _form_most_urgent(self, startable: Sequence[ModelQueues]) -> bool:
+        """Form a batch of the most urgent bin whose release allows one. True if a batch was formed."""
+        best: tuple[float, float] | None = None
+        chosen: tuple[ModelQueues, BinQueue, int] | None = None
+        for queues in startable:
+            idle = self.idle(queues) if queues.release.fills else None
+            if idle is None:
+                continue
+            for queue in queues.bins:
+                if queue.requests and (size := self._forming.size(queues, queue, self._now_s, idle)):
+                    turn = (queues.release.urgency(queue, self._now_s), -queue.oldest_at_s)
+                    if best is None or turn > best:
+                        best, chosen = turn, (queues, queue, size)
+        if chosen is None:
+            return False
+        self._forming.push(*chosen, self._now_s)
+        self._set_aside = frozenset()  # with more formed requests, these batches may use look-ahead places
+        return True
+
+    # ---- choice of an engine ----
+
+    def idle(self, queues: ModelQueues) -> bool | None:
+        """Whether all engines on which a newly formed batch could start are idle; None: no such engine, or an earlier
+        batch comes first.
+
+        An engine that has look-ahead places only is ignored; but with a release that follows plans it counts as busy:
+        then busy engines take all they can, and only idle engines wait for more requests.
+        """
+        if queues.formed:
+            returned = [batch for batch in queues.formed.returned if batch not in self._set_aside]
+            if queues.formed.fresh() or not all(self.waits_for_another_engine(queues, batch) for batch in returned):
+                return None
+        idle = None
+        for engine in self._pool.free_for(queues.model, self._blocked):
+            has_room = engine.room > 0
+            if engine.running and (has_room or queues.release.plans):
+                return False
+            if has_room:
+                idle = True
+        return idle
+
+    def waits_for_another_engine(self, queues: ModelQueues, batch: FormedBatch) -> bool:
+        """Whether no engine has room but the one that failed the batch, while another works, and those on trial."""
+        engines = [engine for engine in self._pool.free_for(queues.model) if engine.room > 0]
+        willing = [engine for engine in engines if not engine.circuit.refuses(batch, self._now_s)]
+        if batch.avoid is None or not self._pool.another_works(batch.avoid, queues.model):
+            return bool(engines) and not willing
+        return all(engine.info.name == batch.avoid for engine in willing)
+
+    def engine_for(self, queues: ModelQueues, batch: FormedBatch, blocked: Collection[str]) -> EngineState | None:
+        """The engine on which the batch, or its first request, starts now; None: no engine. blocked : engine names.
+
+        Free slots come first. A look-ahead place at a busy engine is used only while at least as many formed requests
+        wait as there are engines, so that a slot that becomes free elsewhere still gets a request. The engine that
+        failed the batch is never chosen while another works.
+        """
+        engines = self._pool.free_for(queues.model, blocked)
+        if batch.avoid is not None and self._pool.another_works(batch.avoid, queues.model):
+            engines = [engine for engine in engines if engine.info.name != batch.avoid]
+        engines = [engine for engine in engines if not engine.circuit.refuses(batch, self._now_s)]
+        free = [engine for engine in engines if engine.room > 0]
+        if not free and len(queues.formed) >= len(queues.engines):
+            free = engines
+        first, per_token_s = batch.first, queues.service.seconds_per_token
+        fitting = [engine for engine in free if engine.fits(first, self._now_s, per_token_s)]
+        if queues.release.plans:  # join running requests, for idle engines wait until the plan lets a batch start
+            fitting = [engine for engine in fitting if engine.running] or fitting
+        if len(fitting) <= 1:
+            return fitting[0] if fitting else None
+        return self._pool.preferred(fitting, first.request.prefixes)
+
+    def idle_after(self, queues: ModelQueues) -> bool | None:
+        """`idle` after all possible starts."""
+        self._set_aside = frozenset()
+        return self.idle(queues)
