@@ -17,12 +17,13 @@ from llmserve.policy_names import ORDER_SETTINGS, ORDERS, PATIENCE, RATE_WAIT_S,
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.deadline_queue import DeadlineQueue
 from llmserve.scheduling.dispatch import Dispatch
+from llmserve.scheduling.formed_queue import FormedQueue
 from llmserve.scheduling.lengths import Learnt, SeenLengths
 from llmserve.scheduling.messages import ServingGroup
 from llmserve.scheduling.model_queues import ModelQueues, Tally
 from llmserve.scheduling.orders import PREEMPTION_FACTOR, FixedOrder, MomentOrder, Order, fffs
 from llmserve.scheduling.planner import Planner
-from llmserve.scheduling.queues import BinQueue, FormedQueue
+from llmserve.scheduling.queues import BinQueue
 from llmserve.scheduling.rates import Arrivals, GroupRates, ServiceTime
 from llmserve.scheduling.release import Planned, Release
 from llmserve.scheduling.scheduler import Scheduler

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from llmserve.scheduling.fair import Share, dealt
 from llmserve.scheduling.queues import BinQueue, FormedBatch, QueuedRequest
 
 ROUNDING_S = 1e-9  # sums of times that differ by less count as equal
@@ -25,22 +26,49 @@ class DeadlineQueue(BinQueue):
     may start in any order: each one's own deadline decides whether a batch can hold it.
     """
 
-    def append(self, queued: QueuedRequest) -> None:
-        self.requests[queued.request.id] = queued
-        self.changes += 1
-        self._note_deadline(queued)
+    def _note_deadline(self, queued: QueuedRequest) -> None:
+        self._enter_row(queued)
+
+    def new_part(self) -> DeadlineQueue:
+        return DeadlineQueue(self.index)
+
+    def in_turn(self) -> Iterator[QueuedRequest]:
+        return (self.requests[request_id] for _, request_id in self._row)
 
     def take(self, count: int) -> list[QueuedRequest]:
         """Take the requests with the earliest deadlines."""
         return self.take_at(0, count)
 
     def take_at(self, start: int, count: int) -> list[QueuedRequest]:
-        """Take at most `count` requests by deadline, from the place `start` on."""
+        """Take at most `count` requests by deadline, from the place `start` on.
+
+        Where several shares wait, the requests from that place on are dealt between them: their deadlines are later.
+        """
+        if self.parts and start < len(self._row):
+            requests = list(dealt(self.parts_from(self._row[start][0]), count))
+            for queued in requests:
+                self.remove(queued)
+            return requests
         ids = [request_id for _, request_id in self._row[start : start + count]]
         if ids:
             self.changes += 1
             del self._row[start : start + len(ids)]
         return [self.requests.pop(request_id) for request_id in ids]
+
+    def parts_from(self, deadline_s: float) -> Iterator[tuple[Share, Iterator[tuple[QueuedRequest, float]]]]:
+        """For `dealt`: the requests of each share whose deadline is `deadline_s` or later."""
+        for share, part in self.parts.items():
+            assert isinstance(part, DeadlineQueue)
+            row = part._row[part.first_at(deadline_s) :]
+            yield share, ((queued, queued.cost) for _, id_ in row for queued in (part.requests[id_],))
+
+    def of_share(self, share: Share) -> DeadlineQueue | None:
+        """The requests of the share; None: none waits here."""
+        if self.parts:
+            part = self.parts.get(share)
+            assert part is None or isinstance(part, DeadlineQueue)
+            return part
+        return self if self.waits_here(share) else None
 
     # ---- requests that can be in time ----
 

@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from llmserve.scheduling.batch_times import Timetable
 from llmserve.scheduling.engines import EngineState, Worker
 from llmserve.scheduling.fixed_choice import FixedChoice
+from llmserve.scheduling.group import Forming, Group
 from llmserve.scheduling.messages import Action, PreemptBatch, StartBatch
-from llmserve.scheduling.model_queues import Forming, Group, ModelQueues
+from llmserve.scheduling.model_queues import ModelQueues
 from llmserve.scheduling.moment_choice import MomentChoice
 from llmserve.scheduling.orders import Candidate, FixedOrder, Key, MomentOrder, Order, Running, is_overdue
 from llmserve.scheduling.queues import FormedBatch, QueuedRequest

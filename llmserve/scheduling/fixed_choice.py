@@ -9,7 +9,9 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 
 from llmserve.scheduling.engines import EngineState
-from llmserve.scheduling.model_queues import Forming, Group, ModelQueues
+from llmserve.scheduling.fair import FairShares, Share
+from llmserve.scheduling.group import Forming, Group
+from llmserve.scheduling.model_queues import ModelQueues
 from llmserve.scheduling.queues import BinQueue, FormedBatch
 
 First = tuple[ModelQueues, FormedBatch]
@@ -82,15 +84,46 @@ class FixedChoice:
         """The next formed batch with its queues, None if no batch is formed; and the queues without a formed batch."""
         best: First | None = None
         key, number, unformed = math.inf, 0, []
+        contended = False
         for queues in startable:
             if queues.unsorted:
                 queues.sort_again()
-            batch = queues.formed.first(self._set_aside)
+            contended = contended or len(queues.fair) > 1
+        next_shares = self._next_shares(startable) if contended else {}
+        for queues in startable:
+            share = next_shares.get(queues.fair)
+            batch = queues.formed.first(self._set_aside, share)
             if batch is None:
-                unformed.append(queues)
+                if share is None or queues.formed.first(self._set_aside) is None:
+                    unformed.append(queues)
             elif best is None or batch.key < key or (batch.key == key and batch.id < number):
                 best, key, number = (queues, batch), batch.key, batch.id
         return best, unformed
+
+    def _next_shares(self, startable: Sequence[ModelQueues]) -> dict[FairShares, Share]:
+        """Of the shares that compete, the least served one for which a batch has formed, or can be formed now."""
+        competing: dict[FairShares, list[ModelQueues]] = {}
+        for queues in startable:
+            competing.setdefault(queues.fair, []).append(queues)
+        chosen: dict[FairShares, Share] = {}
+        for fair, members in competing.items():
+            for share in fair:
+                formed = any(queues.formed.first(self._set_aside, share) is not None for queues in members)
+                if formed or self._form_for(share, members):
+                    chosen[fair] = share
+                    break
+        return chosen
+
+    def _form_for(self, share: Share, startable: Sequence[ModelQueues]) -> bool:
+        """Form a batch with a request of the share, where the release allows as if no other batch had formed."""
+        for queues in startable:
+            idle = self._idle(queues) if queues.release.fills else None
+            for queue in queues.bins if idle is not None else ():
+                if queue.waits_here(share) and (size := self._forming.size(queues, queue, self._now_s, idle)):
+                    self._forming.push(queues, queue, size, self._now_s)
+                    if queues.formed.fresh(share) is not None:
+                        return True
+        return False
 
     def _form_older(self, unformed: Sequence[ModelQueues], next_batch: FormedBatch) -> bool:
         """Form batches of bins whose oldest request is older than the next batch, where the release allows. Without
@@ -138,6 +171,10 @@ class FixedChoice:
             returned = [batch for batch in queues.formed.returned if batch not in self._set_aside]
             if queues.formed.fresh() or not all(self.waits_for_another_engine(queues, batch) for batch in returned):
                 return None
+        return self._idle(queues)
+
+    def _idle(self, queues: ModelQueues) -> bool | None:
+        """`idle`, whatever has formed."""
         idle = None
         for engine in self._pool.free_for(queues.model, self._blocked):
             has_room = engine.room > 0

@@ -20,9 +20,10 @@ from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.batch_times import Deadlines, Timetable
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.engines import EngineState, Worker
+from llmserve.scheduling.group import SERVES, Forming, Group
 from llmserve.scheduling.layout import Layout
 from llmserve.scheduling.messages import Action, FailReason, FailRequest, ReportCircuit, ReportTrust, ServingGroup
-from llmserve.scheduling.model_queues import SERVES, Forming, Group, ModelQueues
+from llmserve.scheduling.model_queues import ModelQueues
 from llmserve.scheduling.orders import MomentOrder, Order
 from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run, turn_of_arrival
 
@@ -413,6 +414,7 @@ class EngineBook:
         runs = list(state.running.values())
         state.remove(runs, self._book.now_s)
         for run in runs:
+            self._book.queues_of(run.queued).refund(run.queued)
             if run.queued.cancelled:
                 self._book.forget([run.queued])
             elif run.queued.request.id in answered:

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterator, Sequence
 from llmserve.scheduling.batch_times import Timetable
 from llmserve.scheduling.deadline_queue import DeadlineQueue, FormedRow
 from llmserve.scheduling.engines import EngineState
-from llmserve.scheduling.model_queues import Forming, Group, ModelQueues
+from llmserve.scheduling.group import Forming, Group
+from llmserve.scheduling.model_queues import ModelQueues
 from llmserve.scheduling.orders import Candidate, Key, MomentOrder, Running, is_overdue
 from llmserve.scheduling.queues import FormedBatch, Run
 

@@ -1,17 +1,17 @@
-"""Where requests wait: a queue for each bin, and one queue of formed batches for each model."""
+"""Where requests wait: a queue for each bin, and batches that have formed."""
 
 from __future__ import annotations
 
-import heapq
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 
 import msgspec
 
 from llmserve.request import Request
+from llmserve.scheduling.fair import NOBODY, Share, cost, dealt
 
 ENTRIES_SPARE = 64  # heap entries of requests that have left which may be kept before they are removed
 
@@ -33,6 +33,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     formed, run      set by the formed queue: the batch in which it waits; set by its engine while it runs
     retries, cancelled  set by the scheduler: how often its engine failed, whether its client has gone
     failed_on        engine that failed it first by a fault; "": none.  suspect : the fault may be its own (circuit.py)
+    share            who is served with it, set by its model's queues.  charged : to the share while it runs, weighted
     """
 
     request: Request
@@ -57,6 +58,8 @@ class QueuedRequest(msgspec.Struct, eq=False):
     cancelled: bool = False
     failed_on: str = ""
     suspect: bool = False
+    share: Share = NOBODY
+    charged: float = 0.0
 
     @property
     def deadline_s(self) -> float:
@@ -68,6 +71,11 @@ class QueuedRequest(msgspec.Struct, eq=False):
     def work_us(self) -> int:
         """service_s in microseconds; whole, so that sums return to exactly zero."""
         return round(1e6 * self.service_s)
+
+    @property
+    def cost(self) -> float:
+        """What it will cost its share by its forecast, weighted tokens."""
+        return cost(self.request.prompt_tokens, self.request.choices * self.likely_tokens)
 
     def expect(self, tokens: float, likely: float) -> None:
         """Take the forecast of another `request`, at the same seconds a token. likely : mean tokens of such answers"""
@@ -104,7 +112,10 @@ class BinQueue:
     """The requests of one bin, in order of arrival. Every operation costs O(1) however many wait; where requests have
     deadlines a change costs O(log n) comparisons and moves at most n list entries.
 
+    Where requests of several shares wait, each taken batch is dealt between the shares (scheduling/fair.py).
+
     requests: by id, in order of arrival.  changes: number of additions and removals so far.  engines: that serve them
+    parts: the requests of each share, from the arrival of a second share until the queue is empty; {}: of one share
     """
 
     def __init__(self, index: int) -> None:
@@ -112,6 +123,7 @@ class BinQueue:
         self.changes, self.engines = 0, 1
         # An OrderedDict, not a dict: taking from the front of a plain dict walks over its deleted entries.
         self.requests: OrderedDict[int, QueuedRequest] = OrderedDict()
+        self.parts: dict[Share, BinQueue] = {}
         self._row: list[tuple[float, int]] = []  # (deadline, request id), ascending, of requests with a deadline
 
     def __len__(self) -> int:
@@ -131,10 +143,55 @@ class BinQueue:
         return self._row[0][0] if self._row else math.inf
 
     def append(self, queued: QueuedRequest) -> None:
+        if self.requests and (self.parts or next(iter(self.requests.values())).share is not queued.share):
+            self._join_part(queued)
         self.requests[queued.request.id] = queued
         self.changes += 1
-        if queued.request.deadline_s is not None:
-            self._note_deadline(queued)
+        self._note_deadline(queued)
+
+    # ---- shares ----
+
+    def new_part(self) -> BinQueue:
+        """An empty queue like this one, for the requests of one share."""
+        return BinQueue(self.index)
+
+    def _join_part(self, queued: QueuedRequest) -> None:
+        """Put a request into the part of its share, before it joins the queue."""
+        for other in (queued,) if self.parts else (*self.requests.values(), queued):
+            part = self.parts.get(other.share)
+            if part is None:
+                part = self.parts[other.share] = self.new_part()
+            part.append(other)
+
+    def _leave_part(self, queued: QueuedRequest) -> None:
+        """Take a request that has left the queue out of its part."""
+        if not self.requests:
+            self.parts.clear()
+            return
+        part = self.parts[queued.share]
+        part.remove(queued)
+        if not part.requests:
+            del self.parts[queued.share]
+
+    def waits_here(self, share: Share) -> bool:
+        """Whether a request of the share waits here."""
+        if self.parts or not self.requests:
+            return share in self.parts
+        return next(iter(self.requests.values())).share is share
+
+    def in_turn(self) -> Iterator[QueuedRequest]:
+        """The requests in the order in which they are taken, while all are of one share."""
+        return iter(self)
+
+    def _dealt(self, count: int) -> list[QueuedRequest]:
+        """Take `count` requests, dealt between the shares."""
+        parts = ((share, ((queued, queued.cost) for queued in part.in_turn())) for share, part in self.parts.items())
+        requests = list(dealt(parts, count))
+        for queued in requests:
+            self.remove(queued)
+        return requests
+
+    # ---- requests that come back or leave ----
 
     def put_back(self, requests: Sequence[QueuedRequest]) -> None:
         """Insert requests by their arrival times. O(n) in the requests that arrived before the last of them."""
@@ -144,11 +201,24 @@ class BinQueue:
             self.append(queued)
         for queued in sorted([*before, *requests], key=turn_of_arrival, reverse=True):
             self.requests.move_to_end(queued.request.id, last=False)
+        if self.parts:
+            self.divide()
+
+    def divide(self) -> None:
+        """Put the requests into parts again, for their order or their shares have changed."""
+        self.parts.clear()
+        if len({queued.share for queued in self}) > 1:
+            requests = list(self)
+            self.parts = {share: self.new_part() for share in dict.fromkeys([queued.share for queued in requests])}
+            for queued in requests:
+                self.parts[queued.share].append(queued)
 
     def remove(self, queued: QueuedRequest) -> None:
         del self.requests[queued.request.id]
         self.changes += 1
         self._forget_deadline(queued)
+        if self.parts:
+            self._leave_part(queued)
 
     def lift(self, queued: QueuedRequest) -> None:
         """Take a request out of what is sorted by forecasts, before its forecast changes; `put_down` must follow."""
@@ -167,10 +237,13 @@ class BinQueue:
         self.changes += 1
         requests = list(self.requests.values())
         self.requests.clear()
+        self.parts.clear()
         self._row.clear()
         return requests
 
     def take(self, count: int) -> list[QueuedRequest]:
+        if self.parts:
+            return self._dealt(count)
         self.changes += 1
         requests = [self.requests.popitem(last=False)[1] for _ in range(count)]
         if self._row:
@@ -179,6 +252,10 @@ class BinQueue:
         return requests
 
     def _note_deadline(self, queued: QueuedRequest) -> None:
+        if queued.request.deadline_s is not None:
+            self._enter_row(queued)
+
+    def _enter_row(self, queued: QueuedRequest) -> None:
         entry = (queued.deadline_s, queued.request.id)
         if self._row and entry < self._row[-1]:
             insort(self._row, entry)
@@ -195,7 +272,7 @@ class BinQueue:
 class FormedBatch:
     """A batch that waits for an engine; requests may leave it one by one (cancelled, or started by a refill engine)."""
 
-    __slots__ = ("avoid", "bin", "formed_at_s", "id", "key", "model", "requests", "serial", "size")
+    __slots__ = ("avoid", "bin", "formed_at_s", "id", "key", "model", "requests", "serial", "share", "size")
 
     def __init__(
         self, batch_id: int, bin_index: int, formed_at_s: float, requests: list[QueuedRequest], model: str = ""
@@ -209,6 +286,15 @@ class FormedBatch:
         self.key = 0.0  # the order's key, by the present forecasts of its requests
         self.serial = 0  # of its entry among the batches that were never started; 0: it has none
         self.avoid: str | None = None  # the engine that failed the batch; used only while no other works
+        self.share = requests[0].share if len(requests) == 1 else self.least_served()
+
+    def least_served(self) -> Share:
+        """The share that has been served least of those in the batch: the batch waits in its lane."""
+        return min([queued.share for queued in self.requests.values()], key=lambda share: share.place, default=NOBODY)
+
+    def has(self, share: Share) -> bool:
+        """Whether a request of the share is in the batch."""
+        return any(queued.share is share for queued in self.requests.values())
 
     @property
     def suspect(self) -> bool:
@@ -223,148 +309,3 @@ class FormedBatch:
     def put_first(self, chosen: list[QueuedRequest]) -> None:
         """Move these requests of the batch to its front."""
         self.requests = {queued.request.id: queued for queued in (*chosen, *self.requests.values())}
-
-
-class FormedQueue:
-    """A model's formed batches by the key that the order gives them as they form; without such a key, by number.
-
-    Push and pop cost O(log batches), removal of a request O(1).  returned : batches that an engine failed or lost; they
-    are few, and kept apart, for each may have to wait for another engine.
-    """
-
-    def __init__(self, key: Callable[[FormedBatch], float]) -> None:
-        self._key = key
-        self._heap: list[tuple[float, int, int, FormedBatch]] = []
-        self._returned: list[FormedBatch] = []
-        self._requests = 0
-        self._serial = 0
-
-    def push(self, batch: FormedBatch) -> None:
-        self.hold(batch)
-        batch.key = self._key(batch)
-        self._enter(batch)
-
-    def _enter(self, batch: FormedBatch) -> None:
-        self._serial += 1  # makes entries distinct, so that the heap never compares batches
-        batch.serial = self._serial
-        heapq.heappush(self._heap, (batch.key, batch.id, batch.serial, batch))
-
-    def sort_again(self, batch: FormedBatch) -> None:
-        """Give a batch the key, and the place, that follow from the present forecasts of its requests."""
-        key = self._key(batch)
-        if key == batch.key:
-            return
-        batch.key = key
-        if batch.serial:
-            self._enter(batch)  # the batch's former entry is void from now on
-            if len(self._heap) > 2 * self._requests + ENTRIES_SPARE:  # a valid entry has a request at least
-                self._heap = [entry for entry in self._heap if _is_valid(entry)]
-                heapq.heapify(self._heap)
-            self._drop_void()
-
-    def sort_all(self, key: Callable[[FormedBatch], float] | None = None) -> None:
-        """Sort all batches again, for what their keys go by has changed. key : another one"""
-        self._key = key or self._key
-        fresh = [entry[3] for entry in self._heap if _is_valid(entry)]
-        for batch in (*fresh, *self._returned):
-            batch.key = self._key(batch) if batch.requests else batch.key
-        self._heap = [(batch.key, batch.id, batch.serial, batch) for batch in fresh]
-        heapq.heapify(self._heap)
-
-    def push_returned(self, batch: FormedBatch) -> None:
-        self.hold(batch)
-        batch.key = self._key(batch)
-        self._returned.append(batch)
-
-    def set_apart(self, batch: FormedBatch) -> FormedBatch:
-        """Keep a batch apart from those that were never started, so that others can start before it. Returns it."""
-        if batch.serial:
-            batch.serial = 0  # its entry is void from now on
-            self._returned.append(batch)
-            self._drop_void()
-        return batch
-
-    def hold(self, batch: FormedBatch) -> None:
-        """Count a batch that is in no order, for its engine is already chosen; `take` its requests when it starts."""
-        for queued in batch.requests.values():
-            queued.formed = batch
-        self._requests += len(batch.requests)
-
-    def __len__(self) -> int:
-        """Number of requests in formed batches."""
-        return self._requests
-
-    def __iter__(self) -> Iterator[QueuedRequest]:
-        """Their requests, in no order."""
-        fresh = [entry[3] for entry in self._heap if entry[2] == entry[3].serial]
-        return (queued for batch in (*fresh, *self._returned) for queued in batch.requests.values())
-
-    @property
-    def returned(self) -> list[FormedBatch]:
-        """Returned batches that still hold a request, in order; parts of one batch in the order of their return."""
-        if self._returned:
-            self._returned = [batch for batch in self._returned if batch.requests]
-        return sorted(self._returned, key=self.turn_of) if len(self._returned) > 1 else self._returned
-
-    def fresh(self) -> FormedBatch | None:
-        """The first batch that was never started; None when there is none."""
-        return self._heap[0][3] if self._heap else None
-
-    def first(self, without: Container[FormedBatch] = ()) -> FormedBatch | None:
-        """The first batch, without these returned ones; None when there is none."""
-        fresh = self._heap[0][3] if self._heap else None
-        if not self._returned:
-            return fresh
-        returned = next((batch for batch in self.returned if batch not in without), None)
-        if fresh is None or returned is None:
-            return fresh or returned
-        return min(fresh, returned, key=self.turn_of)
-
-    def split(self, batch: FormedBatch, count: int) -> FormedBatch:
-        """Hold the first `count` requests of a batch as a batch of their own, with the same number."""
-        part = FormedBatch(batch.id, batch.bin, batch.formed_at_s, self.take(batch, count), batch.model)
-        part.size = batch.size
-        self.hold(part)
-        return part
-
-    def turn_of(self, batch: FormedBatch) -> tuple[float, int]:
-        """The batch's place in the order: its key, and its number among equals."""
-        return batch.key, batch.id
-
-    def batches(self) -> list[FormedBatch]:
-        """Every batch that still holds a request, in order."""
-        fresh = [(*self.turn_of(entry[3]), entry[3]) for entry in self._heap if _is_valid(entry)]
-        returned = [(*self.turn_of(batch), batch) for batch in self.returned]
-        return [batch for *_, batch in sorted([*fresh, *returned], key=lambda entry: entry[:2])]
-
-    def remove(self, queued: QueuedRequest) -> None:
-        assert queued.formed is not None, f"request {queued.request.id} is in no formed batch"
-        del queued.formed.requests[queued.request.id]
-        queued.formed = None
-        self._requests -= 1
-        self._drop_void()
-
-    def take(self, batch: FormedBatch, count: int) -> list[QueuedRequest]:
-        """Take the first `count` requests out of a batch."""
-        requests = batch.requests
-        if count >= len(requests):
-            leaving = list(requests.values())
-            batch.requests = {}
-        else:
-            leaving = [requests.pop(request_id) for request_id in list(requests)[:count]]
-        for queued in leaving:
-            queued.formed = None
-        self._requests -= len(leaving)
-        self._drop_void()
-        return leaving
-
-    def _drop_void(self) -> None:
-        """Pop void entries, so that the first batch of the heap holds a request."""
-        heap = self._heap
-        while heap and not (heap[0][3].requests and heap[0][2] == heap[0][3].serial):
-            heapq.heappop(heap)
-
-
-def _is_valid(entry: tuple[float, int, int, FormedBatch]) -> bool:
-    """Whether the entry's batch still holds a request, and has no later entry."""
-    return bool(entry[3].requests) and entry[2] == entry[3].serial

@@ -11,6 +11,7 @@ module handles events; only dispatch.py starts and preempts batches.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
@@ -19,6 +20,7 @@ from llmserve.request import Request
 from llmserve.scheduling.batch_times import Timetable
 from llmserve.scheduling.circuit import Circuit, Faults
 from llmserve.scheduling.engines import EngineState, Worker
+from llmserve.scheduling.group import Forming, Group
 from llmserve.scheduling.groups import EngineBook, Groups, RequestBook
 from llmserve.scheduling.messages import (
     AbortRequest,
@@ -43,7 +45,7 @@ from llmserve.scheduling.messages import (
     TimerFired,
     Tuned,
 )
-from llmserve.scheduling.model_queues import Forming, Group, ModelQueues, Tally
+from llmserve.scheduling.model_queues import ModelQueues, Tally
 from llmserve.scheduling.orders import MomentOrder, Order
 from llmserve.scheduling.queues import FormedBatch
 from llmserve.scheduling.rates import GroupRates
@@ -191,6 +193,8 @@ class Scheduler:
         if queues is None and group.pool.serving(request.model):  # unserved models get no queues: clients invent names
             queues = group.queues_of(request.model, self._now_s)
         refusal = self._refusal(request, group, queues)
+        if refusal == "queue_full" and self._refuse_holder(request, group):
+            refusal = None
         if queues is None or refusal is not None:
             assert refusal is not None, f"a request for {request.model!r}, which no engine serves, was not refused"
             self._book.report_failed(request.id, refusal, group)
@@ -213,6 +217,25 @@ class Scheduler:
         if request.deadline_s is not None and request.deadline_s <= self._now_s:
             return "deadline_exceeded"
         return None
+
+    def _refuse_holder(self, request: Request, group: Group) -> bool:
+        """Refuse the last request of the share that holds most of a full queue by its weight, to take another share's.
+
+        False: the request's own share holds most, with this request.
+        """
+        held = {request.share: 1.0 / request.weight}
+        for fair in {queues.fair for queues in group.queues.values()}:
+            for share in fair:
+                held[share.name] = held.get(share.name, 0.0) + share.waiting / share.weight
+        most = max(held, key=lambda name: (held[name], name == request.share))
+        if most == request.share:
+            return False
+        for queued in reversed(self.requests.values()):
+            if queued.request.share == most and queued.run is None and queued.group == group.name:
+                self._book.queues_of(queued).leave(queued)
+                self._book.fail(queued, "queue_full")
+                return True
+        return False
 
     def _on_request_cancelled(self, event: RequestCancelled) -> None:
         queued = self.requests.get(event.request_id)
@@ -249,11 +272,15 @@ class Scheduler:
         engine.remove((run,), self._now_s)
         group.pool.refresh(engine, self._now_s)
         if event.fault and event.retryable and not queued.cancelled:
+            self._book.queues_of(queued).refund(queued)
             self._book.run_again([run], "engine_failed", avoid=event.engine)
             self._book.place_again([queued])
         elif event.outcome == "cancelled" and run.stopping and not queued.cancelled:
+            self._book.queues_of(queued).refund(queued)
             self._book.wait_again(queued)
         else:
+            ran_s = math.inf if event.outcome == "completed" else self._now_s - run.started_at_s
+            self._book.queues_of(queued).settle(queued, event.output_tokens, ran_s)
             self._book.end((run,))
             if event.outcome == "completed":
                 self._book.record_answers((run,), {event.request_id: event.output_tokens})
@@ -274,6 +301,9 @@ class Scheduler:
         self._judged(self._faults.answered(event.engine, [run.queued for run in ended], self._now_s))
         if ended:
             engine.remove(ended, self._now_s)
+            for run in ended:
+                tokens = event.output_tokens.get(run.queued.request.id, 0.0)
+                self._book.queues_of(run.queued).settle(run.queued, tokens)
             self._book.end(ended)
             self._book.record_answers(ended, event.output_tokens)
             if engine.info.speeds:

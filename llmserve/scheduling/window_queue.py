@@ -19,7 +19,8 @@ class WindowQueue(BinQueue):
     lengths. Of this run only the shortest requests are taken if that makes the mean latency shorter (bins/cutting.py).
     So with turns by arrival, no request in the window is passed over by more than `window` whole runs, and usually by
     about `window` / b, and before each of them by cuts that take no longer than that run. With other turns, requests of
-    earlier turns also come first, as in any queue.
+    earlier turns also come first, as in any queue. Where several shares wait, the next request is of the share that has
+    been served least; its turn may be beyond the window.
 
     turn : the order's key of a request; the request of the smallest key is next.
     Every operation costs O(log window) comparisons and moves at most `window` list entries; taking b, O(b) more.
@@ -38,15 +39,23 @@ class WindowQueue(BinQueue):
 
     def append(self, queued: QueuedRequest) -> None:
         super().append(queued)
-        self.put_down(queued)
+        self._sort_in(queued)
         if (arrival := turn_of_arrival(queued)) > self._newest:  # not one that comes back
             self._newest = arrival
             self._cutting.arrived()
+
+    def new_part(self) -> WindowQueue:
+        return WindowQueue(self.index, 1, self._turn)
 
     def answered(self, queued: QueuedRequest, output_tokens: float) -> None:
         self._cutting.answered(queued.sort_length, output_tokens)
 
     def put_down(self, queued: QueuedRequest) -> None:
+        if self.parts:
+            self.parts[queued.share].put_down(queued)
+        self._sort_in(queued)
+
+    def _sort_in(self, queued: QueuedRequest) -> None:
         entry = (self._turn(queued), queued.request.id)
         if len(self._by_turn) == self.window:
             if entry > self._by_turn[-1]:
@@ -59,9 +68,14 @@ class WindowQueue(BinQueue):
 
     def remove(self, queued: QueuedRequest) -> None:
         super().remove(queued)
-        self.lift(queued)
+        self._sort_out(queued)
 
     def lift(self, queued: QueuedRequest) -> None:
+        if self.parts:
+            self.parts[queued.share].lift(queued)
+        self._sort_out(queued)
+
+    def _sort_out(self, queued: QueuedRequest) -> None:
         if self._turns_beyond.pop(queued.request.id, None) is not None:
             if len(self._beyond) > 2 * len(self._turns_beyond) + ENTRIES_SPARE:
                 self._beyond = [(turn, request_id) for request_id, turn in self._turns_beyond.items()]
@@ -94,7 +108,7 @@ class WindowQueue(BinQueue):
         return super().take_all()
 
     def _take_row(self, count: int) -> list[QueuedRequest]:
-        first = self.requests[self._by_turn[0][1]]
+        first = self._next_in_window()
         row = self._by_length
         place = bisect_left(row, (first.sort_length, first.request.id))
         start, end = max(0, place - count + 1), min(place, len(row) - count) + count
@@ -107,7 +121,25 @@ class WindowQueue(BinQueue):
         for queued in requests:
             self._forget_deadline(queued)
             del self._by_turn[bisect_left(self._by_turn, (self._turn(queued), queued.request.id))]
+            if self.parts:
+                self._leave_part(queued)
         return requests
+
+    def _next_in_window(self) -> QueuedRequest:
+        """The request whose turn is next, of the share that has been served least; it is in the window from now on."""
+        if not self.parts:
+            return self.requests[self._by_turn[0][1]]
+        part = self.parts[min(self.parts, key=lambda share: share.place)]
+        assert isinstance(part, WindowQueue)
+        entry = part._by_turn[0]
+        request_id = entry[1]
+        queued = self.requests[request_id]
+        if self._turns_beyond.pop(request_id, None) is not None:
+            last = self._by_turn.pop()
+            self._leave_row(self.requests[last[1]])
+            self._put_beyond(last)
+            self._enter(entry, queued)
+        return queued
 
     def _enter(self, entry: tuple[float, int], queued: QueuedRequest) -> None:
         insort(self._by_turn, entry)

@@ -12,6 +12,7 @@ from test_scheduler import arrive, new_scheduler, step
 
 from bins.profile import StepTimes
 from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.formed_queue import FormedQueue
 from llmserve.scheduling.messages import (
     REVISIONS_MAX,
     Action,
@@ -25,7 +26,7 @@ from llmserve.scheduling.messages import (
     TimerFired,
 )
 from llmserve.scheduling.orders import shortest, turn
-from llmserve.scheduling.queues import ENTRIES_SPARE, FormedBatch, FormedQueue, QueuedRequest
+from llmserve.scheduling.queues import ENTRIES_SPARE, FormedBatch, QueuedRequest
 from llmserve.scheduling.scheduler import Scheduler
 from llmserve.scheduling.window_queue import WindowQueue
 
@@ -219,7 +220,7 @@ def test_entries_of_former_keys_do_not_pile_up() -> None:
         queued.expect(tokens := rng.uniform(1.0, 100.0), tokens)
         assert queued.formed is not None
         queue.sort_again(queued.formed)
-        assert len(queue._heap) <= 2 * len(waiting) + ENTRIES_SPARE + 1
+        assert sum(map(len, queue._lanes.values())) <= 2 * len(waiting) + ENTRIES_SPARE + 1
     in_turn = sorted(formed, key=lambda batch: (shortest(12.0)(batch), batch.id))
     assert queue.batches() == in_turn
     served = []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.fixed_choice import FixedChoice
+from llmserve.scheduling.group import Group
 from llmserve.scheduling.groups import Groups
-from llmserve.scheduling.model_queues import Group
 from llmserve.scheduling.moment_choice import MomentChoice
 from llmserve.scheduling.queues import QueuedRequest
 from llmserve.scheduling.scheduler import Scheduler

@@ -7,6 +7,7 @@ from bins.dispatch import DispatchPlan, DispatchTable
 from bins.profile import StepTimes
 from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.formed_queue import FormedQueue
 from llmserve.scheduling.messages import (
     Action,
     DispatchSolved,
@@ -21,7 +22,7 @@ from llmserve.scheduling.messages import (
     StartBatch,
     TimerFired,
 )
-from llmserve.scheduling.queues import FormedBatch, FormedQueue, QueuedRequest
+from llmserve.scheduling.queues import FormedBatch, QueuedRequest
 from llmserve.scheduling.scheduler import Scheduler
 
 SMALL, LARGE, LARGER = 0.0, 60.0, 90.0  # prompt tokens; an answer of 4 takes 20 more

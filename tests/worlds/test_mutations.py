@@ -17,13 +17,15 @@ from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.dispatch import Dispatch
 from llmserve.scheduling.engines import EnginePool, EngineState, Worker
 from llmserve.scheduling.fixed_choice import FixedChoice
+from llmserve.scheduling.formed_queue import FormedQueue
+from llmserve.scheduling.group import Group
 from llmserve.scheduling.groups import EngineBook, Groups, RequestBook
 from llmserve.scheduling.messages import Action, Event, RequestCancelled, RequestEnded, SolveDispatch, StartBatch
-from llmserve.scheduling.model_queues import Group, ModelQueues
+from llmserve.scheduling.model_queues import ModelQueues
 from llmserve.scheduling.moment_choice import MomentChoice
 from llmserve.scheduling.orders import Candidate, Clockwork, Flex, Key
 from llmserve.scheduling.planner import Planner
-from llmserve.scheduling.queues import BinQueue, FormedBatch, FormedQueue, QueuedRequest, Run
+from llmserve.scheduling.queues import BinQueue, FormedBatch, QueuedRequest, Run
 from llmserve.scheduling.release import Full, Planned, Timeout
 from llmserve.scheduling.scheduler import Scheduler
 
@@ -309,7 +311,7 @@ def an_order_of_the_moment_takes_requests_that_a_release_holds_back(patch: Patch
 
 
 def returned_requests_are_no_candidates(patch: Patch) -> None:
-    patch.setattr(FormedQueue, "first", lambda self, without=(): self.fresh())
+    patch.setattr(FormedQueue, "first", lambda self, without=(), share=None: self.fresh(share))
     patch.setattr(MomentChoice, "_returned", lambda self, engine: None)
 
 

@@ -1,0 +1,136 @@
+"""Fair shares: whose request is served next, by the tokens that each share has been served.
+
+A share is whoever answers for the cost of requests: an API key, a stream, an address. Each has a virtual counter
+(VTC: Sheng et al., Fairness in Serving Large Language Models, OSDI 2024, Section 4): the weighted tokens of its
+requests over the share's weight. Of the shares that wait, the one with the smallest counter is served next.
+
+    cost        PROMPT_WEIGHT * tokens of the prompt + ANSWER_WEIGHT * tokens of the answers
+    at a start  the request's forecast is charged, so that many starts at once are counted as what they will be
+    at the end  the charge is settled by the real length; a request that runs again is charged again
+    from idle   a share that begins to wait is lifted to the smallest counter of those that wait, or while none waits
+                to the counter of the last that did: nobody saves up service
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+PROMPT_WEIGHT, ANSWER_WEIGHT = 1.0, 2.0  # as in the paper's experiments, after the prices of hosted models
+IDLE_SPARE = 256  # shares that are kept before those that cannot matter are dropped
+
+T = TypeVar("T")
+
+
+def cost(prompt_tokens: float, answer_tokens: float) -> float:
+    """Weighted tokens. answer_tokens : of all choices"""
+    return PROMPT_WEIGHT * prompt_tokens + ANSWER_WEIGHT * answer_tokens
+
+
+class Share:
+    """served : its counter, weighted tokens over weight.  waiting : its requests that wait.  number : breaks ties
+
+    among : the shares with which it competes
+    """
+
+    __slots__ = ("among", "name", "number", "served", "waiting", "weight")
+
+    def __init__(self, name: str, number: int, among: FairShares) -> None:
+        self.name, self.number, self.among = name, number, among
+        self.weight, self.served, self.waiting = 1.0, 0.0, 0
+
+    def wait(self, requests: int) -> None:
+        """Count requests that wait from now on; negative: no longer."""
+        self.among.wait(self, requests)
+
+    def charge(self, tokens: float) -> None:
+        """Count service. tokens : weighted; negative when a charge was too high"""
+        self.among.charge(self, tokens)
+
+    @property
+    def place(self) -> tuple[float, int]:
+        return self.served, self.number
+
+
+class FairShares:
+    """The shares that compete for the same engines."""
+
+    def __init__(self) -> None:
+        self._shares: dict[str, Share] = {}
+        self._numbers = 0
+        self._row: list[tuple[float, int, Share]] = []  # (served, number, share) of those that wait, ascending
+        self._drop_at = IDLE_SPARE  # number of shares at which those that cannot matter are looked for
+        self._left_at = 0.0  # counter of the last share that ceased to wait
+
+    def __iter__(self) -> Iterator[Share]:
+        """The shares that wait, the least served first. Those that are served meanwhile do not come again."""
+        return iter([share for *_, share in self._row])
+
+    def __len__(self) -> int:
+        """Number of shares that wait."""
+        return len(self._row)
+
+    def of(self, name: str, weight: float) -> Share:
+        """The share of this name. weight : of its later service, > 0"""
+        share = self._shares.get(name)
+        if share is None:
+            if len(self._shares) > self._drop_at:
+                self._drop_idle()
+            self._numbers += 1
+            share = self._shares[name] = Share(name, self._numbers, self)
+        share.weight = weight
+        return share
+
+    def _drop_idle(self) -> None:
+        """Drop shares that would be lifted if they came back: nothing is lost with them."""
+        floor = self._floor
+        self._shares = {name: share for name, share in self._shares.items() if share.waiting or share.served > floor}
+        self._drop_at = IDLE_SPARE + 2 * len(self._shares)
+
+    @property
+    def _floor(self) -> float:
+        return self._row[0][0] if self._row else self._left_at
+
+    def wait(self, share: Share, requests: int) -> None:
+        if not share.waiting:
+            share.served = max(share.served, self._floor)
+            self._shares.setdefault(share.name, share)
+            insort(self._row, (*share.place, share))
+        share.waiting += requests
+        if not share.waiting:
+            self._left_at = share.served
+            del self._row[bisect_left(self._row, share.place)]
+
+    def charge(self, share: Share, tokens: float) -> None:
+        if share.waiting and len(self._row) > 1:
+            del self._row[bisect_left(self._row, share.place)]
+            share.served += tokens / share.weight
+            insort(self._row, (*share.place, share))
+        else:
+            share.served += tokens / share.weight
+            if share.waiting:
+                self._row[0] = (*share.place, share)
+
+
+NOBODY = FairShares().of("", 1.0)  # the share of a request that no queue has taken yet
+
+
+def dealt(parts: Iterable[tuple[Share, Iterator[tuple[T, float]]]], count: int) -> Iterator[T]:
+    """Deal at most `count` requests to a batch: each time the next one of the share that would then be least served.
+
+    parts : the requests of each share in its order, each with its cost
+    """
+    heap = [(*share.place, share, requests) for share, requests in parts]
+    heapq.heapify(heap)
+    while heap and count:
+        served, number, share, requests = heap[0]
+        following = next(requests, None)
+        if following is None:
+            heapq.heappop(heap)
+            continue
+        request, tokens = following
+        heapq.heapreplace(heap, (served + tokens / share.weight, number, share, requests))
+        count -= 1
+        yield request

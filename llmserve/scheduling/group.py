@@ -1,0 +1,182 @@
+"""A serving group: the queues of all its models, and its engines; and how batches form out of bins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
+
+from llmserve.scheduling.engines import EnginePool, Worker
+from llmserve.scheduling.model_queues import ModelQueues, Tally
+from llmserve.scheduling.queues import BinQueue, FormedBatch, QueuedRequest
+from llmserve.scheduling.rates import CompletionRate
+
+SERVES, AWAITS, CANNOT = 2, 1, 0  # how well a group can serve a model
+
+
+class Group:
+    """A serving group: waiting requests by model, and the engines that serve them. new_queues : makes a model's queues
+
+    queues      by model
+    tally       counts waiting requests
+    present     requests that wait or run
+    pool        the engines
+    rate        rate at which requests end
+    arrived_in  queues in which requests have arrived since the last dispatch
+    without_engine  queues of models that no working engine serves
+    wake_at_s   when the group must be settled at the latest; None: not before the next event
+    """
+
+    def __init__(self, name: str, new_queues: Callable[[str, str, Tally], ModelQueues]) -> None:
+        self.name = name
+        self.queues: dict[str, ModelQueues] = {}
+        self.tally = Tally()
+        self.present = 0
+        self.pool = EnginePool()
+        self.rate = CompletionRate()
+        self.arrived_in: dict[str, ModelQueues] = {}
+        self.without_engine: list[ModelQueues] = []
+        self.planned: list[ModelQueues] = []  # queues whose release follows plans
+        self.timed: list[ModelQueues] = []  # queues whose release may release more as time passes
+        self.wake_at_s: float | None = None
+        self._new_queues = new_queues
+
+    def queues_of(self, model: str, now_s: float) -> ModelQueues:
+        """The model's queues in this group, made on first use."""
+        queues = self.queues.get(model)
+        if queues is None:
+            queues = self.queues[model] = self._new_queues(model, self.name, self.tally)
+            queues.no_engine_since_s = now_s
+            queues.set_engines(self.pool.serving(model), now_s)
+            for engine in queues.engines[:1]:
+                neighbours = (self.queues.get(name) for name in engine.info.models or self.queues)
+                queues.fair = next((other.fair for other in neighbours if other is not None), queues.fair)
+            if queues.no_engine_since_s is not None:
+                self.without_engine.append(queues)
+            if queues.release.plans:
+                self.planned.append(queues)
+            if queues.release.timed:
+                self.timed.append(queues)
+        return queues
+
+    def make_queues(self, worker: Worker, now_s: float) -> None:
+        """Make queues for all models that a worker of this group serves, so that plans can be asked for."""
+        for engine in worker.engines:
+            for model in engine.info.models if engine.ready else ():
+                self.queues_of(model, now_s)
+
+    def refresh_engines(self, now_s: float) -> None:
+        """Update the queues after engines became ready or not, circuits opened or closed, or served models changed."""
+        for queues in self.queues.values():
+            queues.set_engines(self.pool.serving(queues.model), now_s)
+        for engine in self.pool.engines.values():
+            served = [queues for queues in self.queues.values() if engine.serves(queues.model)]
+            for queues in served:
+                if queues.fair is not served[0].fair:
+                    queues.compete(served[0].fair)
+        self.without_engine = [queues for queues in self.queues.values() if queues.no_engine_since_s is not None]
+
+    def ability(self, model: str) -> int:
+        """SERVES: an engine here serves the model.  AWAITS: an engine that does will join.  CANNOT: neither."""
+        serving = self.pool.serving(model)
+        if any(engine.worker.next is None for engine in serving):
+            return SERVES
+        return AWAITS if serving else CANNOT
+
+    def enter(self, queues: ModelQueues) -> None:
+        """Count one more request that waits or runs in the group."""
+        queues.present += 1
+        self.present += 1
+
+    def leave(self, queues: ModelQueues, requests: int = 1) -> None:
+        queues.present -= requests
+        self.present -= requests
+
+    def forget(self, models: Iterable[str]) -> None:
+        """Remove the queues of these models, if no engine serves the model and no request of it is present."""
+        engines = self.pool.engines.values()
+        for model in models:
+            queues = self.queues.get(model)
+            if queues is not None and not queues.present and not any(engine.serves(model) for engine in engines):
+                del self.queues[model]
+        self.planned = [queues for queues in self.planned if queues.model in self.queues]
+        self.timed = [queues for queues in self.timed if queues.model in self.queues]
+
+    @property
+    def needs_dispatch(self) -> bool:
+        """Whether an arrival may lead to an action or a timer; False when all engines are busy."""
+        return bool(self.pool.free or self.pool.paused or self.timed or self.arrived_in or self.without_engine)
+
+    def timed_out(self, now_s: float, wait_s: float) -> Iterator[ModelQueues]:
+        """Queues whose requests have waited `wait_s` for a working engine."""
+        for queues in self.without_engine:
+            since_s = queues.no_engine_since_s
+            assert since_s is not None, f"a working engine serves {queues.model!r}"
+            if now_s >= since_s + wait_s:
+                if queues.engines:  # an engine is ready but its circuit is open: later requests wait for its trial
+                    queues.no_engine_since_s = now_s
+                if queues.waiting:
+                    yield queues
+
+    def note_wake(self, dues_s: list[float], engine_wait_s: float) -> None:
+        """Set `wake_at_s`. dues_s : times at which more batches could start; this list is extended."""
+        if not self.tally.waiting:
+            self.wake_at_s = None
+            return
+        if self.pool.paused:
+            pauses_s = [engine.circuit.open_until_s for engine in self.pool.paused.values()]
+            dues_s += [until_s for until_s in pauses_s if until_s is not None]
+        for queues in self.without_engine:
+            if queues.waiting and queues.no_engine_since_s is not None:
+                dues_s.append(queues.no_engine_since_s + engine_wait_s)
+        self.wake_at_s = min(dues_s) if dues_s else None
+
+    @property
+    def load(self) -> float:
+        """Present requests for each slot of the group's engines."""
+        slots = [engine.info.slots for engine in self.pool.engines.values() if engine.takes_for_group]
+        return self.present / max(1, sum(slots))
+
+    @property
+    def empty(self) -> bool:
+        """Whether no request waits or runs, and no engine is ready."""
+        return not self.present and not any(engine.ready for engine in self.pool.engines.values())
+
+
+class Forming:
+    """Forms batches out of bins.
+
+    batch_size  largest batch
+    draining    whether arrivals have ended, so that bins wait for no further requests
+    early_drain  whether bins are emptied into formed batches when draining, although no engine is free
+    """
+
+    def __init__(self, batch_size: int, *, early_drain: bool) -> None:
+        self.batch_size = batch_size
+        self.draining = False
+        self._early_drain = early_drain
+        self._batch_ids = count(1)
+
+    def size(self, queues: ModelQueues, queue: BinQueue, now_s: float, idle: bool | None) -> int:
+        """Number of requests that a bin releases now; see Release.size."""
+        if not queue.requests:
+            return 0
+        if self.draining and (self._early_drain or idle is not None):
+            return min(len(queue), self.batch_size)
+        return queues.release.size(queue, now_s, idle)
+
+    def form_early(self, queues: ModelQueues, queue: BinQueue, now_s: float) -> None:
+        """Form all batches that the release allows although no engine may be free."""
+        while (size := self.size(queues, queue, now_s, None)) > 0:
+            self.push(queues, queue, size, now_s)
+
+    def form_all_early(self, queues: ModelQueues, now_s: float) -> None:
+        for queue in queues.bins:
+            self.form_early(queues, queue, now_s)
+
+    def push(self, queues: ModelQueues, queue: BinQueue, size: int, now_s: float) -> None:
+        """Form a batch of `size` requests of a bin, or fewer if a window is cut, and queue the batch."""
+        queues.formed.push(self.form(queues, queue.index, queue.take(size), now_s))
+
+    def form(self, queues: ModelQueues, bin_index: int, requests: list[QueuedRequest], now_s: float) -> FormedBatch:
+        """Form a batch of requests that have left their bins."""
+        return FormedBatch(next(self._batch_ids), bin_index, now_s, requests, queues.model)
