@@ -246,6 +246,13 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 128
     concurrent_max: Annotated[int, Meta(ge=0, description="requests in progress per API key; 0: no limit")] = 0
     requests_per_minute_max: Annotated[int, Meta(ge=0, description="requests per minute and API key; 0: no limit")] = 0
+    fair_by: Annotated[
+        Literal["key", "stream", "address", "none"] | None,
+        Meta(
+            description="who gets equal shares of the engines while requests wait, by tokens of prompts and answers: "
+            "each API key, stream or client address (a proxy's, behind one) (default: key with --api-key-file, else none)"
+        ),
+    ] = None
     slo_ms: Annotated[
         tuple[str, ...],
         Meta(

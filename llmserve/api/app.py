@@ -125,6 +125,7 @@ class _Endpoints:
         self._key_limits = key_limits
         self._config = config
         self._deadlines = DefaultDeadlines(config.slo_ms)
+        self._fair_by = config.fair_by or ("key" if key_limits.required else "none")
         self._parser = CallParser(prompt_chars_max=config.prompt_chars_max, choices_max=config.choices_max)
         self._parsing: set[asyncio.Task[None]] = set()  # large bodies
 
@@ -161,19 +162,20 @@ class _Endpoints:
             exchange.refuse(self.count(exchange, error))
 
     def _submit(self, call: Call, exchange: Exchange) -> None:
-        call = self._of_key(call, exchange.key)
+        call = self._of_key(call, exchange.key, exchange.address if self._fair_by == "address" else "")
         self._check_served(call)
         in_flight = self._cluster.submit(call, _Answer(call, exchange))
         if not exchange.ended:
             exchange.on_gone = partial(self._cluster.cancel, in_flight)
 
-    def _of_key(self, call: Call, key: str) -> Call:
-        """The call with the stream and the deadline of the client's key."""
+    def _of_key(self, call: Call, key: str, address: str) -> Call:
+        """The call with the stream, the deadline and the share of the client's key."""
         stream = f"{key}/{call.stream_name}" if key and call.stream_name else call.stream_name or key
         slo_s = call.slo_s if call.slo_s is not None else self._deadlines.slo_s(key, stream, call.model)
-        if (stream, slo_s, key) == (call.stream_name, call.slo_s, call.prompt.sender):
+        share = stream if self._fair_by == "stream" else key if self._fair_by == "key" else address
+        if (stream, slo_s, key, share) == (call.stream_name, call.slo_s, call.prompt.sender, call.share):
             return call
-        return replace(call, stream_name=stream, slo_s=slo_s, prompt=replace(call.prompt, sender=key))
+        return replace(call, stream_name=stream, slo_s=slo_s, share=share, prompt=replace(call.prompt, sender=key))
 
     def _check_served(self, call: Call) -> None:
         models = self._cluster.models

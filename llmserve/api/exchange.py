@@ -62,6 +62,11 @@ class Exchange:
     def peer(self) -> str:
         return self._connection.peer
 
+    @property
+    def address(self) -> str:
+        """The client's address, without its port."""
+        return self.peer.rpartition(":")[0]
+
     # ---- the answer ----
 
     @property

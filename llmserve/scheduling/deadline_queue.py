@@ -24,13 +24,19 @@ ROUNDING_S = 1e-9  # sums of times that differ by less count as equal
 class DeadlineQueue(BinQueue):
     """Requests by deadline, the earliest first; requests without a deadline come last, in order of arrival. Requests
     may start in any order: each one's own deadline decides whether a batch can hold it.
+
+    whole : the queue of which this one is the part of a share; None: of none
     """
+
+    whole: DeadlineQueue | None = None
 
     def _note_deadline(self, queued: QueuedRequest) -> None:
         self._enter_row(queued)
 
     def new_part(self) -> DeadlineQueue:
-        return DeadlineQueue(self.index)
+        part = DeadlineQueue(self.index)
+        part.whole = self
+        return part
 
     def in_turn(self) -> Iterator[QueuedRequest]:
         return (self.requests[request_id] for _, request_id in self._row)
@@ -45,9 +51,15 @@ class DeadlineQueue(BinQueue):
         Where several shares wait, the requests from that place on are dealt between them: their deadlines are later.
         """
         if self.parts and start < len(self._row):
-            requests = list(dealt(self.parts_from(self._row[start][0]), count))
+            deadline_s = self._row[start][0]
+            requests = list(dealt(((share, part.from_deadline(deadline_s)) for share, part in self.by_share()), count))
             for queued in requests:
                 self.remove(queued)
+            return requests
+        if self.whole is not None:
+            requests = [self.at(place) for place in range(start, min(start + count, len(self._row)))]
+            for queued in requests:
+                self.whole.remove(queued)
             return requests
         ids = [request_id for _, request_id in self._row[start : start + count]]
         if ids:
@@ -55,20 +67,22 @@ class DeadlineQueue(BinQueue):
             del self._row[start : start + len(ids)]
         return [self.requests.pop(request_id) for request_id in ids]
 
-    def parts_from(self, deadline_s: float) -> Iterator[tuple[Share, Iterator[tuple[QueuedRequest, float]]]]:
-        """For `dealt`: the requests of each share whose deadline is `deadline_s` or later."""
+    def from_deadline(self, deadline_s: float) -> Iterator[QueuedRequest]:
+        """The requests whose deadline is `deadline_s` or later, by deadline. The queue must not change meanwhile."""
+        for place in range(self.first_at(deadline_s), len(self._row)):
+            yield self.at(place)
+
+    def by_share(self) -> Iterator[tuple[Share, DeadlineQueue]]:
+        """The requests of each share."""
+        if self.requests and not self.parts:
+            yield next(iter(self.requests.values())).share, self
         for share, part in self.parts.items():
             assert isinstance(part, DeadlineQueue)
-            row = part._row[part.first_at(deadline_s) :]
-            yield share, ((queued, queued.cost) for _, id_ in row for queued in (part.requests[id_],))
+            yield share, part
 
     def of_share(self, share: Share) -> DeadlineQueue | None:
         """The requests of the share; None: none waits here."""
-        if self.parts:
-            part = self.parts.get(share)
-            assert part is None or isinstance(part, DeadlineQueue)
-            return part
-        return self if self.waits_here(share) else None
+        return next((part for other, part in self.by_share() if other is share), None)
 
     # ---- requests that can be in time ----
 

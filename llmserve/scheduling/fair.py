@@ -16,12 +16,20 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 PROMPT_WEIGHT, ANSWER_WEIGHT = 1.0, 2.0  # as in the paper's experiments, after the prices of hosted models
 IDLE_SPARE = 256  # shares that are kept before those that cannot matter are dropped
 
-T = TypeVar("T")
+
+class Costly(Protocol):
+    @property
+    def cost(self) -> float:
+        """Weighted tokens."""
+        ...
+
+
+T = TypeVar("T", bound=Costly)
 
 
 def cost(prompt_tokens: float, answer_tokens: float) -> float:
@@ -117,20 +125,19 @@ class FairShares:
 NOBODY = FairShares().of("", 1.0)  # the share of a request that no queue has taken yet
 
 
-def dealt(parts: Iterable[tuple[Share, Iterator[tuple[T, float]]]], count: int) -> Iterator[T]:
+def dealt(parts: Iterable[tuple[Share, Iterator[T]]], count: int) -> Iterator[T]:
     """Deal at most `count` requests to a batch: each time the next one of the share that would then be least served.
 
-    parts : the requests of each share in its order, each with its cost
+    parts : the requests of each share, in its order
     """
     heap = [(*share.place, share, requests) for share, requests in parts]
     heapq.heapify(heap)
     while heap and count:
         served, number, share, requests = heap[0]
-        following = next(requests, None)
-        if following is None:
+        request = next(requests, None)
+        if request is None:
             heapq.heappop(heap)
             continue
-        request, tokens = following
-        heapq.heapreplace(heap, (served + tokens / share.weight, number, share, requests))
+        heapq.heapreplace(heap, (served + request.cost / share.weight, number, share, requests))
         count -= 1
         yield request

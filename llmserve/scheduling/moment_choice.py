@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 
 from llmserve.scheduling.batch_times import Timetable
 from llmserve.scheduling.deadline_queue import DeadlineQueue, FormedRow
 from llmserve.scheduling.engines import EngineState
+from llmserve.scheduling.fair import Share
 from llmserve.scheduling.group import Forming, Group
 from llmserve.scheduling.model_queues import ModelQueues
 from llmserve.scheduling.orders import Candidate, Key, MomentOrder, Running, is_overdue
@@ -81,10 +83,21 @@ class MomentChoice:
         for engine in engines:
             if (returned := self._returned(engine)) is not None:
                 return returned
-        # by_least: a batch that is late with average answer lengths may be in time, for lengths differ.
-        best = self._overdue(engines) or self._pick(engines) or self._pick(engines, by_least=True)
+        best = next(filter(None, map(partial(self._best_for, engines), self._shares(engines))), None)
         best = best or self._trial(engines)
         return self.started(best) if best is not None else None
+
+    def _shares(self, engines: Sequence[EngineState]) -> Iterator[Share | None]:
+        """The shares that compete for these engines, the least served first; (None,) while only one waits."""
+        served = (queues for queues in self._group.tally.queues.values() if engines[0].serves(queues.model))
+        fair = next((queues.fair for queues in served), ())
+        return iter(fair) if len(fair) > 1 else iter((None,))
+
+    def _best_for(self, engines: Sequence[EngineState], share: Share | None) -> Candidate | None:
+        """The best candidate that holds a request of this share. share : None: of any"""
+        # by_least: a batch that is late with average answer lengths may be in time, for lengths differ.
+        best = self._overdue(engines, share) or self._pick(engines, share)
+        return best or self._pick(engines, share, by_least=True)
 
     def started(self, candidate: Candidate) -> Start | None:
         """The start of a candidate; None while the engine's memory cannot hold it. No smaller candidate overtakes."""
@@ -123,7 +136,7 @@ class MomentChoice:
                         break
         return None
 
-    def _overdue(self, engines: Sequence[EngineState]) -> Candidate | None:
+    def _overdue(self, engines: Sequence[EngineState], share: Share | None) -> Candidate | None:
         """The candidate with the oldest overdue request of any model, from that request on; None: none is overdue.
 
         A request without a deadline is overdue after UNDATED_S. Without this rule it might wait for ever.
@@ -132,7 +145,7 @@ class MomentChoice:
             return None
         best: tuple[tuple[float, int], Candidate] | None = None
         for engine in engines:
-            for candidate in self._all_candidates(engine):
+            for candidate in self._all_candidates(engine, share):
                 oldest = candidate.queue.oldest_undated()
                 if oldest is not None and is_overdue(oldest, self._now_s):
                     turn = oldest.arrived_at_s, oldest.request.id
@@ -169,18 +182,18 @@ class MomentChoice:
                     return candidate
         return None
 
-    def _all_candidates(self, engine: EngineState) -> Iterator[Candidate]:
+    def _all_candidates(self, engine: EngineState, share: Share | None = None) -> Iterator[Candidate]:
         for queues in self._group.tally.queues.values():
             if engine.serves(queues.model):
                 most = min(self._forming.batch_size, engine.room_at_once)
-                yield from self._candidates(engine, queues, most, (), by_least=False)
+                yield from self._candidates(engine, queues, most, (), share, by_least=False)
 
-    def _pick(self, engines: Sequence[EngineState], *, by_least: bool = False) -> Candidate | None:
+    def _pick(self, engines: Sequence[EngineState], share: Share | None = None, *, by_least: bool = False) -> Candidate | None:
         """The candidate of the smallest key on these free engines. by_least : with the shortest answer lengths."""
         waiting = self._group.tally.queues.values()
         best: tuple[Key, Candidate] | None = None
         for engine in engines:
-            best = self.best_of(engine, waiting, engine.room_at_once, best=best, by_least=by_least)
+            best = self.best_of(engine, waiting, engine.room_at_once, best=best, by_least=by_least, share=share)
         return best[1] if best is not None else None
 
     def best_of(
@@ -193,11 +206,13 @@ class MomentChoice:
         by_least: bool = False,
         running: Running | None = None,
         at_least: float = 1,
+        share: Share | None = None,
     ) -> tuple[Key, Candidate] | None:
         """The candidate of the smallest key: the best so far, or a candidate of these queues on this engine.
 
         room : requests that the engine has or would have room for.  running : a batch on the engine that could be
-        stopped.  at_least : smallest useful size of a batch, requests of `running` included.
+        stopped.  at_least : smallest useful size of a batch, requests of `running` included.  share : whose request
+        must be in the batch
         """
         order, most = self._order, min(self._forming.batch_size, room)
         for queues in waiting:
@@ -207,7 +222,7 @@ class MomentChoice:
                 continue
             if best is not None and order.least_key(min(count, most)) > best[0]:
                 continue
-            for candidate in self._candidates(engine, queues, most, runs, by_least=by_least):
+            for candidate in self._candidates(engine, queues, most, runs, share, by_least=by_least):
                 if candidate.waiting < at_least:
                     continue
                 if best is not None and order.least_key(min(candidate.waiting, candidate.most)) > best[0]:
@@ -219,18 +234,33 @@ class MomentChoice:
 
     def _key(self, candidate: Candidate) -> Key | None:
         """Let the order compose the candidate, and return its key; None: the candidate shall not run now."""
-        return self._order.key(candidate, self._now_s) if self._order.compose(candidate, self._now_s) else None
+        if not self._order.compose(candidate, self._now_s) or not candidate.may_hold(self._now_s):
+            return None
+        return self._order.key(candidate, self._now_s)
 
     def _candidates(
-        self, engine: EngineState, queues: ModelQueues, most: int, runs: Sequence[Run], *, by_least: bool
+        self,
+        engine: EngineState,
+        queues: ModelQueues,
+        most: int,
+        runs: Sequence[Run],
+        share: Share | None = None,
+        *,
+        by_least: bool,
     ) -> Iterator[Candidate]:
-        """One candidate for each bin that its release lets go now, and one for each formed batch."""
+        """One candidate for each bin that its release lets go now, and one for each formed batch.
+
+        share : whose request must be in the batch; slots that refill take its requests only, one at a time
+        """
         shorter: tuple[DeadlineQueue, ...] = ()
         waiting, waits = 0, self._asks and queues.release.waits
-        for queue in queues.bins:
-            if not queue.requests:
+        alone = share is not None and not engine.info.barrier
+        most, within = (1, None) if alone else (most, share)
+        for bin_queue in queues.bins:
+            assert isinstance(bin_queue, DeadlineQueue)
+            queue = bin_queue.of_share(share) if alone and share is not None else bin_queue
+            if queue is None or not queue.requests:
                 continue
-            assert isinstance(queue, DeadlineQueue)
             waiting += len(queue)
             same = [run for run in runs if run.queued.bin <= queue.index] if runs else ()
             all_of_it = min(len(queue), self._forming.batch_size)
@@ -238,13 +268,16 @@ class MomentChoice:
             released = self._forming.size(queues, queue, self._now_s, idle) if waits else all_of_it
             times_s = self._batch_times(engine, queues, queue.index, by_least=by_least)
             if released >= all_of_it:
-                yield Candidate(engine, queues.model, queue, times_s, most, waiting + len(same), shorter, same)
+                yield Candidate(
+                    engine, queues.model, queue, times_s, most, waiting + len(same), shorter, same, share=within
+                )
             elif released:  # the release limits the size, so no requests of shorter bins are added
-                yield Candidate(engine, queues.model, queue, times_s, min(most, released), len(queue))
+                size = min(most, released)
+                yield Candidate(engine, queues.model, queue, times_s, size, len(queue), share=within)
             shorter = (queue, *shorter)
         if queues.formed:
             for batch in queues.formed.batches():
-                if batch.avoid is None:
+                if batch.avoid is None and (share is None or batch.has(share)):
                     yield self._formed(engine, queues, batch, most, by_least=by_least)
 
     def best_of_bin(self, engine: EngineState, queues: ModelQueues, bin_index: int) -> Start | None:

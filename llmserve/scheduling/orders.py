@@ -14,11 +14,13 @@ Multi-Bin Batching. An order of the moment decides when an engine is free, by wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from llmserve.scheduling.deadline_queue import DeadlineQueue, around_first, largest_feasible
 from llmserve.scheduling.engines import EngineState
+from llmserve.scheduling.fair import Share, dealt
 from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run
 
 UNDATED_S = 60.0
@@ -45,6 +47,7 @@ class Candidate:
              batch a place each
     running  requests of these bins that the engine runs now; they would run again in a batch that preempts them
     batch    the formed batch; None: the batch has yet to be formed
+    share    the share whose request must be in the batch; None: any
 
     Set when the order composes the batch:
     count    requests in the batch, including `running`
@@ -61,6 +64,7 @@ class Candidate:
     shorter: Sequence[DeadlineQueue] = ()
     running: Sequence[Run] = ()
     batch: FormedBatch | None = None
+    share: Share | None = None
     count: int = 0
     place: int | None = None
 
@@ -87,10 +91,32 @@ class Candidate:
             return self.queue.take_at(self.place, self.count)
         requests: list[QueuedRequest] = []
         ends_s = now_s + self.seconds
+        if self.share is not None and self.batch is None:
+            return self._take_dealt(ends_s)
         for queue in (self.queue, *self.shorter):
             if len(requests) < self.count:
                 requests += queue.take_at(queue.first_at(ends_s), self.count - len(requests))
         return requests
+
+    def _take_dealt(self, ends_s: float) -> list[QueuedRequest]:
+        """Take requests that are in time, dealt between the shares, of each share those of `queue` first."""
+        parts: dict[Share, list[Iterator[QueuedRequest]]] = {}
+        for queue in (self.queue, *self.shorter):
+            for share, part in queue.by_share():
+                parts.setdefault(share, []).append(part.from_deadline(ends_s))
+        requests = list(dealt(((share, chain(*rows)) for share, rows in parts.items()), self.count))
+        for queued in requests:
+            next(queue for queue in (self.queue, *self.shorter) if queued.request.id in queue.requests).remove(queued)
+        return requests
+
+    def may_hold(self, now_s: float) -> bool:
+        """Whether the composed batch can hold a request of `share`."""
+        if self.share is None or self.batch is not None:
+            return True
+        least_s = now_s + self.seconds if self.place is None else self.queue.deadline_at(self.place)
+        queues = (self.queue, *self.shorter) if self.place is None else (self.queue,)
+        parts = [part for queue in queues if (part := queue.of_share(self.share)) is not None]
+        return any(part.first_at(least_s) < len(part) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)

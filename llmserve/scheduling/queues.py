@@ -185,8 +185,7 @@ class BinQueue:
 
     def _dealt(self, count: int) -> list[QueuedRequest]:
         """Take `count` requests, dealt between the shares."""
-        parts = ((share, ((queued, queued.cost) for queued in part.in_turn())) for share, part in self.parts.items())
-        requests = list(dealt(parts, count))
+        requests = list(dealt(((share, part.in_turn()) for share, part in self.parts.items()), count))
         for queued in requests:
             self.remove(queued)
         return requests
