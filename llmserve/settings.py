@@ -250,7 +250,7 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
         Literal["key", "stream", "address", "none"] | None,
         Meta(
             description="who gets equal shares of the engines while requests wait, by tokens of prompts and answers: "
-            "each API key, stream or client address (a proxy's, behind one) (default: key with --api-key-file, else none)"
+            "each API key, stream or client address (default: key with --api-key-file, else none)"
         ),
     ] = None
     slo_ms: Annotated[

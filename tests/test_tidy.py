@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("llmserve", "predictor", "bins", "scripts/lab")
 CLASS_LINES, FILE_LINES, FUNCTION_LINES = 300, 450, 60
-FLOORS = 5  # levels of imports among the modules of scheduling
+FLOORS = 7  # levels of imports among the modules of scheduling
 
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
@@ -52,4 +52,4 @@ def test_scheduling_has_the_documented_number_of_levels() -> None:
         return 1 + max([floor(below) for below in modules[module]], default=0)
 
     assert max(map(floor, modules)) <= FLOORS
-    assert len(modules) <= 22
+    assert len(modules) <= 26

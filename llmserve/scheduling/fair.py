@@ -125,19 +125,26 @@ class FairShares:
 NOBODY = FairShares().of("", 1.0)  # the share of a request that no queue has taken yet
 
 
-def dealt(parts: Iterable[tuple[Share, Iterator[T]]], count: int) -> Iterator[T]:
-    """Deal at most `count` requests to a batch: each time the next one of the share that would then be least served.
+def dealt(parts: Iterable[tuple[Share, Iterator[T]]], count: int, least: int | None = None) -> Iterator[T]:
+    """Deal at most `count` requests: each time the next one of the share that would then be least served.
 
-    parts : the requests of each share, in its order
+    parts : the requests of each share, in its order.  least : after so many, deal requests only while their share would
+    be ahead of the first by no more than those have cost
     """
     heap = [(*share.place, share, requests) for share, requests in parts]
     heapq.heapify(heap)
-    while heap and count:
+    first, spent, number_dealt = heap[0][0] if heap else 0.0, 0.0, 0
+    while heap and number_dealt < count:
         served, number, share, requests = heap[0]
+        if least is not None and number_dealt >= least and served > first + spent:
+            return
         request = next(requests, None)
         if request is None:
             heapq.heappop(heap)
             continue
-        heapq.heapreplace(heap, (served + request.cost / share.weight, number, share, requests))
-        count -= 1
+        dearer = request.cost / share.weight
+        heapq.heapreplace(heap, (served + dearer, number, share, requests))
+        number_dealt += 1
+        if least is not None and number_dealt <= least:
+            spent += dearer
         yield request

@@ -117,7 +117,7 @@ class FixedChoice:
     def _form_for(self, share: Share, startable: Sequence[ModelQueues]) -> bool:
         """Form a batch with a request of the share, where the release allows as if no other batch had formed."""
         for queues in startable:
-            idle = self._idle(queues) if queues.release.fills else None
+            idle = self._idle(queues)
             for queue in queues.bins if idle is not None else ():
                 if queue.waits_here(share) and (size := self._forming.size(queues, queue, self._now_s, idle)):
                     self._forming.push(queues, queue, size, self._now_s)
@@ -144,7 +144,7 @@ class FixedChoice:
         best: tuple[float, float] | None = None
         chosen: tuple[ModelQueues, BinQueue, int] | None = None
         for queues in startable:
-            idle = self.idle(queues) if queues.release.fills else None
+            idle = self.idle(queues)
             if idle is None:
                 continue
             for queue in queues.bins:

@@ -165,7 +165,12 @@ class Forming:
         return queues.release.size(queue, now_s, idle)
 
     def form_early(self, queues: ModelQueues, queue: BinQueue, now_s: float) -> None:
-        """Form all batches that the release allows although no engine may be free."""
+        """Form all batches that the release allows although no engine may be free.
+
+        While several shares wait, batches form only for a free engine: until then nobody knows who is served least.
+        """
+        if self.batch_size > 1 and len(queues.fair) > 1:
+            return
         while (size := self.size(queues, queue, now_s, None)) > 0:
             self.push(queues, queue, size, now_s)
 

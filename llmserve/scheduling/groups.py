@@ -25,7 +25,7 @@ from llmserve.scheduling.layout import Layout
 from llmserve.scheduling.messages import Action, FailReason, FailRequest, ReportCircuit, ReportTrust, ServingGroup
 from llmserve.scheduling.model_queues import ModelQueues
 from llmserve.scheduling.orders import MomentOrder, Order
-from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run, turn_of_arrival
+from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run, refund, turn_of_arrival
 
 
 class Groups:
@@ -414,7 +414,6 @@ class EngineBook:
         runs = list(state.running.values())
         state.remove(runs, self._book.now_s)
         for run in runs:
-            self._book.queues_of(run.queued).refund(run.queued)
             if run.queued.cancelled:
                 self._book.forget([run.queued])
             elif run.queued.request.id in answered:
@@ -423,6 +422,7 @@ class EngineBook:
                 again.setdefault(run.batch_id, []).append(run)
         for unanswered in again.values():
             self._book.run_again(unanswered, "engine_lost", avoid=state.info.name)
+        refund(runs)
         group.pool.refresh(state, self._book.now_s)  # engines that share its GPU may be free now
         self.changed([group])  # after the retried requests have been queued, so that they move too
 

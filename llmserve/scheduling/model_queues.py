@@ -285,11 +285,6 @@ class ModelQueues:
         queued.share.charge(cost(queued.request.prompt_tokens, tokens) - queued.charged)
         queued.charged = 0.0
 
-    def refund(self, queued: QueuedRequest) -> None:
-        """Take back the charge of a request that has left its engine, and runs again or fails."""
-        queued.share.charge(-queued.charged)
-        queued.charged = 0.0
-
     def compete(self, fair: FairShares) -> None:
         """Let the shares of this model compete with those of others, whose engines the model shares from now on."""
         self.fair = fair

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from llmserve.scheduling.batch_times import Timetable
 from llmserve.scheduling.deadline_queue import DeadlineQueue, FormedRow
@@ -17,6 +18,14 @@ from llmserve.scheduling.group import Forming, Group
 from llmserve.scheduling.model_queues import ModelQueues
 from llmserve.scheduling.orders import Candidate, Key, MomentOrder, Running, is_overdue
 from llmserve.scheduling.queues import FormedBatch, Run
+
+
+class Whose(NamedTuple):
+    """Whose requests a batch must hold: one of the share's, or as many as wait and have room in it (every)."""
+
+    share: Share
+    every: bool
+
 
 Start = tuple[EngineState, ModelQueues, FormedBatch, int]  # the first `int` requests of the batch shall start
 
@@ -94,10 +103,11 @@ class MomentChoice:
         return iter(fair) if len(fair) > 1 else iter((None,))
 
     def _best_for(self, engines: Sequence[EngineState], share: Share | None) -> Candidate | None:
-        """The best candidate that holds a request of this share. share : None: of any"""
+        """The best candidate that holds requests of this share: all that have room, or one. share : None: of any"""
+        options = [Whose(share, every) for every in (True, False)] if share is not None else [None]
         # by_least: a batch that is late with average answer lengths may be in time, for lengths differ.
-        best = self._overdue(engines, share) or self._pick(engines, share)
-        return best or self._pick(engines, share, by_least=True)
+        tries = (self._pick(engines, whose, by_least=by_least) for by_least in (False, True) for whose in options)
+        return self._overdue(engines, options[-1]) or next(filter(None, tries), None)
 
     def started(self, candidate: Candidate) -> Start | None:
         """The start of a candidate; None while the engine's memory cannot hold it. No smaller candidate overtakes."""
@@ -136,7 +146,7 @@ class MomentChoice:
                         break
         return None
 
-    def _overdue(self, engines: Sequence[EngineState], share: Share | None) -> Candidate | None:
+    def _overdue(self, engines: Sequence[EngineState], whose: Whose | None) -> Candidate | None:
         """The candidate with the oldest overdue request of any model, from that request on; None: none is overdue.
 
         A request without a deadline is overdue after UNDATED_S. Without this rule it might wait for ever.
@@ -145,7 +155,7 @@ class MomentChoice:
             return None
         best: tuple[tuple[float, int], Candidate] | None = None
         for engine in engines:
-            for candidate in self._all_candidates(engine, share):
+            for candidate in self._all_candidates(engine, whose):
                 oldest = candidate.queue.oldest_undated()
                 if oldest is not None and is_overdue(oldest, self._now_s):
                     turn = oldest.arrived_at_s, oldest.request.id
@@ -182,18 +192,20 @@ class MomentChoice:
                     return candidate
         return None
 
-    def _all_candidates(self, engine: EngineState, share: Share | None = None) -> Iterator[Candidate]:
+    def _all_candidates(self, engine: EngineState, whose: Whose | None = None) -> Iterator[Candidate]:
         for queues in self._group.tally.queues.values():
             if engine.serves(queues.model):
                 most = min(self._forming.batch_size, engine.room_at_once)
-                yield from self._candidates(engine, queues, most, (), share, by_least=False)
+                yield from self._candidates(engine, queues, most, (), whose, by_least=False)
 
-    def _pick(self, engines: Sequence[EngineState], share: Share | None = None, *, by_least: bool = False) -> Candidate | None:
+    def _pick(
+        self, engines: Sequence[EngineState], whose: Whose | None = None, *, by_least: bool = False
+    ) -> Candidate | None:
         """The candidate of the smallest key on these free engines. by_least : with the shortest answer lengths."""
         waiting = self._group.tally.queues.values()
         best: tuple[Key, Candidate] | None = None
         for engine in engines:
-            best = self.best_of(engine, waiting, engine.room_at_once, best=best, by_least=by_least, share=share)
+            best = self.best_of(engine, waiting, engine.room_at_once, best=best, by_least=by_least, whose=whose)
         return best[1] if best is not None else None
 
     def best_of(
@@ -206,13 +218,13 @@ class MomentChoice:
         by_least: bool = False,
         running: Running | None = None,
         at_least: float = 1,
-        share: Share | None = None,
+        whose: Whose | None = None,
     ) -> tuple[Key, Candidate] | None:
         """The candidate of the smallest key: the best so far, or a candidate of these queues on this engine.
 
         room : requests that the engine has or would have room for.  running : a batch on the engine that could be
-        stopped.  at_least : smallest useful size of a batch, requests of `running` included.  share : whose request
-        must be in the batch
+        stopped.  at_least : smallest useful size of a batch, requests of `running` included.  whose : requests that
+        the batch must hold
         """
         order, most = self._order, min(self._forming.batch_size, room)
         for queues in waiting:
@@ -222,7 +234,7 @@ class MomentChoice:
                 continue
             if best is not None and order.least_key(min(count, most)) > best[0]:
                 continue
-            for candidate in self._candidates(engine, queues, most, runs, share, by_least=by_least):
+            for candidate in self._candidates(engine, queues, most, runs, whose, by_least=by_least):
                 if candidate.waiting < at_least:
                     continue
                 if best is not None and order.least_key(min(candidate.waiting, candidate.most)) > best[0]:
@@ -244,18 +256,20 @@ class MomentChoice:
         queues: ModelQueues,
         most: int,
         runs: Sequence[Run],
-        share: Share | None = None,
+        whose: Whose | None = None,
         *,
         by_least: bool,
     ) -> Iterator[Candidate]:
         """One candidate for each bin that its release lets go now, and one for each formed batch.
 
-        share : whose request must be in the batch; slots that refill take its requests only, one at a time
+        whose : requests that the batch must hold; slots that refill take one of them at a time
         """
         shorter: tuple[DeadlineQueue, ...] = ()
         waiting, waits = 0, self._asks and queues.release.waits
+        share = whose.share if whose is not None else None
         alone = share is not None and not engine.info.barrier
         most, within = (1, None) if alone else (most, share)
+        held = whose.share.waiting if whose is not None and whose.every else 1
         for bin_queue in queues.bins:
             assert isinstance(bin_queue, DeadlineQueue)
             queue = bin_queue.of_share(share) if alone and share is not None else bin_queue
@@ -268,12 +282,12 @@ class MomentChoice:
             released = self._forming.size(queues, queue, self._now_s, idle) if waits else all_of_it
             times_s = self._batch_times(engine, queues, queue.index, by_least=by_least)
             if released >= all_of_it:
-                yield Candidate(
-                    engine, queues.model, queue, times_s, most, waiting + len(same), shorter, same, share=within
-                )
+                candidate = Candidate(engine, queues.model, queue, times_s, most, waiting + len(same), shorter, same)
             elif released:  # the release limits the size, so no requests of shorter bins are added
-                size = min(most, released)
-                yield Candidate(engine, queues.model, queue, times_s, size, len(queue), share=within)
+                candidate = Candidate(engine, queues.model, queue, times_s, min(most, released), len(queue))
+            if released:
+                candidate.share, candidate.held = within, held
+                yield candidate
             shorter = (queue, *shorter)
         if queues.formed:
             for batch in queues.formed.batches():

@@ -47,7 +47,7 @@ class Candidate:
              batch a place each
     running  requests of these bins that the engine runs now; they would run again in a batch that preempts them
     batch    the formed batch; None: the batch has yet to be formed
-    share    the share whose request must be in the batch; None: any
+    share    the share whose requests must be in the batch; None: any.  held : how many of them it must be able to hold
 
     Set when the order composes the batch:
     count    requests in the batch, including `running`
@@ -65,6 +65,7 @@ class Candidate:
     running: Sequence[Run] = ()
     batch: FormedBatch | None = None
     share: Share | None = None
+    held: int = 1
     count: int = 0
     place: int | None = None
 
@@ -110,13 +111,13 @@ class Candidate:
         return requests
 
     def may_hold(self, now_s: float) -> bool:
-        """Whether the composed batch can hold a request of `share`."""
+        """Whether the composed batch can hold `held` requests of `share`."""
         if self.share is None or self.batch is not None:
             return True
         least_s = now_s + self.seconds if self.place is None else self.queue.deadline_at(self.place)
         queues = (self.queue, *self.shorter) if self.place is None else (self.queue,)
         parts = [part for queue in queues if (part := queue.of_share(self.share)) is not None]
-        return any(part.first_at(least_s) < len(part) for part in parts)
+        return sum([part.in_time(least_s) for part in parts]) >= min(self.held, self.count)
 
 
 @dataclass(frozen=True, slots=True)

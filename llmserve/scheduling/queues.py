@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 
 import msgspec
@@ -106,6 +106,13 @@ class Run(msgspec.Struct, eq=False):
     steps_before: float = 0.0
     began: bool = False
     stopping: bool = False
+
+
+def refund(runs: Iterable[Run]) -> None:
+    """Take back the charges of runs that were in vain. Call when their requests wait again, or have failed."""
+    for run in runs:
+        run.queued.share.charge(-run.queued.charged)
+        run.queued.charged = 0.0
 
 
 class BinQueue:

@@ -22,7 +22,6 @@ WORD = 0xFFFFFFFFFFFFFFFF  # 64 bits
 
 class Release(Protocol):
     plans: ClassVar[bool]  # whether the release follows a plan
-    fills: ClassVar[bool]  # whether a free engine may increase `size`
     waits: ClassVar[bool]  # whether `size` may be less than a free engine would take
 
     @property
@@ -50,7 +49,6 @@ class Release(Protocol):
 
 class _OldestFirst:
     plans: ClassVar[bool] = False
-    fills: ClassVar[bool] = True
     waits: ClassVar[bool] = True
 
     def urgency(self, queue: BinQueue, now_s: float) -> float:
@@ -61,7 +59,6 @@ class _OldestFirst:
 class Full(_OldestFirst):
     """Release a batch when it has `batch_size` requests (the Multi-Bin paper's rule; SMDP-J's static batching)."""
 
-    fills: ClassVar[bool] = False
     timed: ClassVar[bool] = False
 
     batch_size: int

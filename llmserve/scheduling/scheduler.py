@@ -47,7 +47,7 @@ from llmserve.scheduling.messages import (
 )
 from llmserve.scheduling.model_queues import ModelQueues, Tally
 from llmserve.scheduling.orders import MomentOrder, Order
-from llmserve.scheduling.queues import FormedBatch
+from llmserve.scheduling.queues import FormedBatch, refund
 from llmserve.scheduling.rates import GroupRates
 
 
@@ -193,7 +193,7 @@ class Scheduler:
         if queues is None and group.pool.serving(request.model):  # unserved models get no queues: clients invent names
             queues = group.queues_of(request.model, self._now_s)
         refusal = self._refusal(request, group, queues)
-        if refusal == "queue_full" and self._refuse_holder(request, group):
+        if refusal == "queue_full" and refuse_holder(request, group, self._book):
             refusal = None
         if queues is None or refusal is not None:
             assert refusal is not None, f"a request for {request.model!r}, which no engine serves, was not refused"
@@ -217,25 +217,6 @@ class Scheduler:
         if request.deadline_s is not None and request.deadline_s <= self._now_s:
             return "deadline_exceeded"
         return None
-
-    def _refuse_holder(self, request: Request, group: Group) -> bool:
-        """Refuse the last request of the share that holds most of a full queue by its weight, to take another share's.
-
-        False: the request's own share holds most, with this request.
-        """
-        held = {request.share: 1.0 / request.weight}
-        for fair in {queues.fair for queues in group.queues.values()}:
-            for share in fair:
-                held[share.name] = held.get(share.name, 0.0) + share.waiting / share.weight
-        most = max(held, key=lambda name: (held[name], name == request.share))
-        if most == request.share:
-            return False
-        for queued in reversed(self.requests.values()):
-            if queued.request.share == most and queued.run is None and queued.group == group.name:
-                self._book.queues_of(queued).leave(queued)
-                self._book.fail(queued, "queue_full")
-                return True
-        return False
 
     def _on_request_cancelled(self, event: RequestCancelled) -> None:
         queued = self.requests.get(event.request_id)
@@ -272,12 +253,12 @@ class Scheduler:
         engine.remove((run,), self._now_s)
         group.pool.refresh(engine, self._now_s)
         if event.fault and event.retryable and not queued.cancelled:
-            self._book.queues_of(queued).refund(queued)
             self._book.run_again([run], "engine_failed", avoid=event.engine)
+            refund((run,))
             self._book.place_again([queued])
         elif event.outcome == "cancelled" and run.stopping and not queued.cancelled:
-            self._book.queues_of(queued).refund(queued)
             self._book.wait_again(queued)
+            refund((run,))
         else:
             ran_s = math.inf if event.outcome == "completed" else self._now_s - run.started_at_s
             self._book.queues_of(queued).settle(queued, event.output_tokens, ran_s)
@@ -413,3 +394,23 @@ def end_reservation(worker: Worker, groups: Groups, book: RequestBook, dispatch:
 def _is_in_vain(engine: EngineState, batch: FormedBatch) -> bool:
     """Whether the engine, reserved for the batch, takes no more requests of it."""
     return not (engine.takes_for_group and engine.circuit.closed and engine.serves(batch.model))
+
+
+def refuse_holder(request: Request, group: Group, book: RequestBook) -> bool:
+    """Refuse the last request of the share that holds most of a full queue by its weight, and so make room for another.
+
+    False: the request's own share holds most, with this request.
+    """
+    held = {request.share: 1.0 / request.weight}
+    for fair in {queues.fair for queues in group.queues.values()}:
+        for share in fair:
+            held[share.name] = held.get(share.name, 0.0) + share.waiting / share.weight
+    most = max(held, key=lambda name: (held[name], name == request.share))
+    if most == request.share:
+        return False
+    for queued in reversed(book.by_id.values()):
+        if queued.request.share == most and queued.run is None and queued.group == group.name:
+            book.queues_of(queued).leave(queued)
+            book.fail(queued, "queue_full")
+            return True
+    return False

@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from bins.cutting import Cutting, least_waste
+from llmserve.scheduling.fair import dealt
 from llmserve.scheduling.queues import ENTRIES_SPARE, BinQueue, QueuedRequest, turn_of_arrival
 
 
@@ -19,8 +20,8 @@ class WindowQueue(BinQueue):
     lengths. Of this run only the shortest requests are taken if that makes the mean latency shorter (bins/cutting.py).
     So with turns by arrival, no request in the window is passed over by more than `window` whole runs, and usually by
     about `window` / b, and before each of them by cuts that take no longer than that run. With other turns, requests of
-    earlier turns also come first, as in any queue. Where several shares wait, the next request is of the share that has
-    been served least; its turn may be beyond the window.
+    earlier turns also come first, as in any queue. Where several shares wait, the window is dealt between them, and the
+    next request is of the share that has been served least.
 
     turn : the order's key of a request; the request of the smallest key is next.
     Every operation costs O(log window) comparisons and moves at most `window` list entries; taking b, O(b) more.
@@ -45,7 +46,11 @@ class WindowQueue(BinQueue):
             self._cutting.arrived()
 
     def new_part(self) -> WindowQueue:
-        return WindowQueue(self.index, 1, self._turn)
+        return WindowQueue(self.index, self.window, self._turn)
+
+    def in_turn(self) -> Iterator[QueuedRequest]:
+        """The requests of the window by turn: more are never dealt."""
+        return (self.requests[request_id] for _, request_id in self._by_turn)
 
     def answered(self, queued: QueuedRequest, output_tokens: float) -> None:
         self._cutting.answered(queued.sort_length, output_tokens)
@@ -108,7 +113,7 @@ class WindowQueue(BinQueue):
         return super().take_all()
 
     def _take_row(self, count: int) -> list[QueuedRequest]:
-        first = self._next_in_window()
+        first = self._next_dealt(count) if self.parts else self.requests[self._by_turn[0][1]]
         row = self._by_length
         place = bisect_left(row, (first.sort_length, first.request.id))
         start, end = max(0, place - count + 1), min(place, len(row) - count) + count
@@ -125,21 +130,21 @@ class WindowQueue(BinQueue):
                 self._leave_part(queued)
         return requests
 
-    def _next_in_window(self) -> QueuedRequest:
-        """The request whose turn is next, of the share that has been served least; it is in the window from now on."""
-        if not self.parts:
-            return self.requests[self._by_turn[0][1]]
-        part = self.parts[min(self.parts, key=lambda share: share.place)]
-        assert isinstance(part, WindowQueue)
-        entry = part._by_turn[0]
-        request_id = entry[1]
-        queued = self.requests[request_id]
-        if self._turns_beyond.pop(request_id, None) is not None:
-            last = self._by_turn.pop()
-            self._leave_row(self.requests[last[1]])
-            self._put_beyond(last)
-            self._enter(entry, queued)
-        return queued
+    def _next_dealt(self, count: int) -> QueuedRequest:
+        """Deal the window between the shares. Returns the first request of the share that has been served least.
+
+        count : size of the batch: no share gets further ahead than a batch costs, while enough others wait to fill it
+        """
+        parts = ((share, part.in_turn()) for share, part in self.parts.items())
+        window = {queued.request.id: queued for queued in dealt(parts, self.window, count)}
+        for entry in [entry for entry in self._by_turn if entry[1] not in window]:
+            del self._by_turn[bisect_left(self._by_turn, entry)]
+            self._leave_row(self.requests[entry[1]])
+            self._put_beyond(entry)
+        for request_id, queued in window.items():
+            if (turn := self._turns_beyond.pop(request_id, None)) is not None:
+                self._enter((turn, request_id), queued)
+        return next(iter(window.values()))
 
     def _enter(self, entry: tuple[float, int], queued: QueuedRequest) -> None:
         insort(self._by_turn, entry)

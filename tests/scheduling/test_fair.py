@@ -2,112 +2,267 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict
-from dataclasses import dataclass, field
-from itertools import count
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
 from statistics import median
 
 import pytest
+from scheduling.clients import Ask, Clients
 
 from llmserve.policies import SchedulingConfig
 from llmserve.policy_names import ORDERS
 from llmserve.request import EngineInfo, Request
+from llmserve.scheduling.fair import ANSWER_WEIGHT, PROMPT_WEIGHT, FairShares, cost
 from llmserve.scheduling.messages import (
-    BatchEnded,
+    EngineLost,
     EngineReady,
-    Event,
-    FailRequest,
     RequestArrived,
+    RequestCancelled,
     RequestEnded,
     StartBatch,
-    TimerFired,
 )
-from llmserve.scheduling.scheduler import Scheduler
 
-SLOTS, SERVICE_S = 8, 0.4
-
-
-@dataclass
-class Clients:
-    """Clients of a scheduler in simulated time, on one engine whose answers all take SERVICE_S.
-
-    latencies : seconds, by share.  refused : requests, by share
-    """
-
-    scheduler: Scheduler
-    barrier: bool = False
-    seconds: float = SERVICE_S
-    now_s: float = 0.0
-    latencies: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    refused: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-
-    def __post_init__(self) -> None:
-        self._ids, self._serial = count(), count()
-        self._ends: list[tuple[float, int, Event]] = []
-        self._asked: dict[int, tuple[str, float, bool]] = {}
-        self._step(EngineReady(EngineInfo("e", SLOTS, self.barrier)))
-
-    def ask(self, share: str, *, again: bool = False, weight: float = 1.0, tokens: float = 20.0) -> int:
-        """again : the client asks anew as soon as it is answered."""
-        request = Request(next(self._ids), predicted_tokens=tokens, share=share, weight=weight)
-        self._asked[request.id] = share, self.now_s, again
-        self._step(RequestArrived(request))
-        return request.id
-
-    def run(self, until_s: float) -> None:
-        while True:
-            times_s = [self._ends[0][0]] if self._ends else []
-            times_s += [self.scheduler.wake_at_s] if self.scheduler.wake_at_s is not None else []
-            if not times_s or min(times_s) > until_s:
-                self.now_s = until_s
-                return
-            self.now_s = max(self.now_s, min(times_s))
-            if self._ends and self._ends[0][0] <= self.now_s:
-                self._step(heapq.heappop(self._ends)[2])
-            else:
-                self._step(TimerFired())
-
-    def _step(self, event: Event) -> None:
-        for action in self.scheduler.handle(event, self.now_s):
-            if isinstance(action, FailRequest):
-                self.refused[self._asked.pop(action.request_id)[0]] += 1
-            elif isinstance(action, StartBatch):
-                ids = [request.id for request in action.batch.requests]
-                ends: list[Event] = [RequestEnded(action.engine, id_, "completed", 20.0) for id_ in ids]
-                if self.barrier:
-                    ends = [BatchEnded(action.engine, action.batch.id, dict.fromkeys(ids, 20.0))]
-                for end in ends:
-                    heapq.heappush(self._ends, (self.now_s + self.seconds, next(self._serial), end))
-        ended = event.output_tokens if isinstance(event, BatchEnded) else ()
-        for id_ in (event.request_id,) if isinstance(event, RequestEnded) else ended:
-            share, asked_s, again = self._asked.pop(id_)
-            self.latencies[share].append(self.now_s - asked_s)
-            if again:
-                self.ask(share, again=True)
+SLOTS, SERVICE_S, SECONDS = 8, 0.4, 20
 
 
 def clients(order: str, *, barrier: bool = False, **settings: object) -> Clients:
     config = SchedulingConfig(order=order, batch_size=SLOTS if barrier else None, **settings)  # type: ignore[arg-type]
-    return Clients(config.resolved(barrier=barrier).scheduler(), barrier)
+    infos = [EngineInfo("e", SLOTS, barrier)]
+    return Clients(config.resolved(barrier=barrier).scheduler(), infos, lambda tokens: SERVICE_S * tokens / 20.0)
 
 
-def flooded(world: Clients, seconds: float = 20.0, share: str = "modest") -> Clients:
+def keep_asking(world: Clients, share: str, **more: float) -> None:
+    world.ask(Ask(share, then=partial(keep_asking, world, share, **more), **more))
+
+
+def flooded(world: Clients, modest: str = "modest") -> Clients:
     """One share keeps 200 requests in flight, another asks once a second."""
     for _ in range(200):
-        world.ask("flood", again=True)
-    for second in range(int(seconds)):
+        keep_asking(world, "flood")
+    for second in range(SECONDS):
         world.run(second + 0.13)
-        world.ask(share)
-    world.run(seconds + 30.0)
+        world.ask(Ask(modest))
+    world.run(SECONDS + 30.0)
     return world
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("barrier", [False, True], ids=["refill", "barrier"])
-def test_a_modest_share_beside_a_flood_waits_for_a_free_slot_only(order: str, barrier: bool) -> None:
-    world = flooded(clients(order, barrier=barrier))
-    assert len(world.latencies["modest"]) == 20
-    assert median(world.latencies["modest"]) <= (0.9 if not barrier else 1.3)
-    unfair = flooded(clients(order, barrier=barrier), share="flood")
-    assert len(world.latencies["flood"]) + 20 >= 0.98 * len(unfair.latencies["flood"])
+def test_a_modest_share_beside_a_flood_waits_for_the_next_free_slot_only(order: str, barrier: bool) -> None:
+    world, unfair = flooded(clients(order, barrier=barrier)), flooded(clients(order, barrier=barrier), "flood")
+    assert len(world.latencies["modest"]) == SECONDS
+    assert median(world.latencies["modest"]) <= (1.3 if barrier else 0.9)
+    assert len(world.latencies["flood"]) + SECONDS >= 0.98 * len(unfair.latencies["flood"])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_flood_that_claims_short_answers_gains_nothing(order: str) -> None:
+    world = clients(order)
+    for _ in range(200):
+        keep_asking(world, "flood", predicted=1.0)
+    for second in range(SECONDS):
+        world.run(second + 0.13)
+        world.ask(Ask("modest"))
+    assert median(world.latencies["modest"]) <= 0.9
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_full_queue_refuses_the_flood_and_not_who_comes_next(order: str) -> None:
+    world = flooded(clients(order, queue_requests_max=100))
+    assert world.refused["flood"] > 0
+    assert world.refused["modest"] == 0
+    assert len(world.latencies["modest"]) == SECONDS
+
+
+def test_a_full_queue_makes_room_by_refusing_the_last_of_whoever_holds_most_by_weight() -> None:
+    world = clients("fffs", queue_requests_max=6)
+    for _ in range(SLOTS):
+        world.ask(Ask("busy"))
+    for share, weight in [("heavy", 4.0)] * 4 + [("light", 1.0)] * 2:
+        world.ask(Ask(share, weight=weight))
+    world.ask(Ask("new"))
+    assert world.refused == {"light": 1}
+    world.ask(Ask("light"))
+    assert world.refused == {"light": 2}, "light holds most again, with its new request"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("barrier", [False, True], ids=["refill", "barrier"])
+def test_shares_that_always_wait_are_served_by_their_weights(order: str, barrier: bool) -> None:
+    world = clients(order, barrier=barrier)
+    for share, weight, tokens in (("a", 1.0, 20.0), ("b", 3.0, 20.0), ("c", 1.0, 60.0)):
+        for _ in range(60):
+            keep_asking(world, share, weight=weight, tokens=tokens, predicted=tokens)
+    world.run(200.0)
+    served = {share: len(latencies) for share, latencies in world.latencies.items()}
+    assert served["b"] == pytest.approx(3 * served["a"], rel=0.1)
+    assert served["c"] == pytest.approx(served["a"] / 3, rel=0.1)
+
+
+def test_within_a_share_the_order_decides() -> None:
+    world = clients("shortest")
+    for _ in range(SLOTS):
+        world.ask(Ask("busy"))
+    for tokens in (60.0, 40.0, 20.0):
+        world.ask(Ask("a", tokens=tokens, predicted=tokens))
+    world.ask(Ask("b", tokens=100.0, predicted=100.0))
+    starts: list[float] = []
+    world._on_start = lambda ask: starts.append(ask.tokens)
+    world.run(10.0)
+    assert starts == [20.0, 100.0, 40.0, 60.0]
+
+
+def test_a_share_that_comes_back_has_saved_up_nothing() -> None:
+    world = clients("fffs")
+    world.ask(Ask("sleeper"))
+    for _ in range(100):
+        keep_asking(world, "busy")
+    world.run(100.0)
+    for _ in range(100):
+        keep_asking(world, "sleeper")
+    before = Counter({share: len(latencies) for share, latencies in world.latencies.items()})
+    world.run(120.0)
+    gained = {share: len(latencies) - before[share] for share, latencies in world.latencies.items()}
+    assert gained["sleeper"] == pytest.approx(gained["busy"], rel=0.1)
+
+
+def test_a_request_that_runs_again_is_charged_once() -> None:
+    scheduler = SchedulingConfig(order="fffs").resolved(barrier=False).scheduler()
+    scheduler.handle(EngineReady(EngineInfo("e", 1, False)), 0.0)
+    for number, name in enumerate("ab"):
+        scheduler.handle(RequestArrived(Request(number, 20.0, share=name)), 0.0)
+    a, b = scheduler.requests[0].share, scheduler.requests[1].share
+    assert a.served == b.served == cost(0.0, 20.0), "b was lifted to what a had been charged"
+    scheduler.handle(EngineLost("e", ()), 1.0)
+    assert a.served == 0.0
+    actions = scheduler.handle(EngineReady(EngineInfo("e", 1, False)), 2.0)
+    assert [action.batch.requests[0].share for action in actions if isinstance(action, StartBatch)] == ["a"]
+    assert a.served == b.served
+
+
+def test_an_answer_that_is_broken_off_is_charged_by_its_time() -> None:
+    scheduler = SchedulingConfig(order="fffs").resolved(barrier=False).scheduler()
+    scheduler.handle(EngineReady(EngineInfo("e", 1, False)), 0.0)
+    scheduler.handle(RequestArrived(Request(0, 1_000.0, share="a")), 0.0)
+    share, seconds_per_token = scheduler.requests[0].share, scheduler.models[""].service.seconds_per_token
+    scheduler.handle(RequestCancelled(0), 10.0 * seconds_per_token)
+    scheduler.handle(RequestEnded("e", 0, "cancelled", 0.0), 10.0 * seconds_per_token)
+    assert share.served == pytest.approx(cost(0.0, 10.0))
+
+
+# ---- the law, from outside: VTC's bound ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Client:
+    share: str
+    weight: float
+    tokens: float
+    prompt_tokens: float
+    sigma: float
+    in_flight: int
+
+
+def drawn(rng: random.Random) -> tuple[SchedulingConfig, list[EngineInfo], list[Client]]:
+    barrier = rng.random() < 0.3
+    order = rng.choice(list(ORDERS))
+    size = rng.choice([2, 4, 8])
+    config = SchedulingConfig(order=order, batch_size=size if barrier else None, release="greedy" if barrier else None)
+    infos = [EngineInfo(f"e{number}", size, barrier) for number in range(rng.choice([1, 1, 2]))]
+    shares = [
+        Client(
+            f"share {number}",
+            rng.choice([0.5, 1.0, 1.0, 4.0]),
+            rng.choice([5.0, 20.0, 100.0]),
+            rng.choice([0.0, 10.0, 200.0]),
+            rng.choice([0.0, 0.8]),
+            rng.choice([1, 10, 40]),
+        )
+        for number in range(rng.randint(2, 5))
+    ]
+    return config.resolved(barrier=barrier), infos, shares
+
+
+class Ledger:
+    """Service of shares as seen from outside, and the largest gaps between shares that wait at the same time."""
+
+    def __init__(self) -> None:
+        self.served: Counter[str] = Counter()
+        self.longest = self.prompt = 0.0
+        self._since: dict[tuple[str, str], tuple[float, float]] = {}  # least and greatest difference since both wait
+        self.gaps: dict[tuple[str, str], float] = {}
+
+    def started(self, ask: Ask) -> None:
+        self.served[ask.share] += cost(ask.prompt_tokens, ask.tokens) / ask.weight
+        self.longest, self.prompt = (
+            max(self.longest, ask.prompt_tokens + ask.tokens),
+            max(self.prompt, ask.prompt_tokens),
+        )
+
+    def look(self, waiting: set[str], shares: list[str]) -> None:
+        for pair in combinations(shares, 2):
+            if not set(pair) <= waiting:
+                self._since.pop(pair, None)
+                continue
+            gap = self.served[pair[0]] - self.served[pair[1]]
+            least, greatest = self._since.get(pair, (gap, gap))
+            self._since[pair] = min(least, gap), max(greatest, gap)
+            self.gaps[pair] = max(self.gaps.get(pair, 0.0), max(greatest, gap) - min(least, gap))
+
+
+def gaps(seed: int, seconds: float = 10.0) -> Iterator[tuple[float, float]]:
+    """(gap, VTC's bound) of each pair of shares in one random world."""
+    rng = random.Random(seed)
+    config, infos, shares = drawn(rng)
+    ledger = Ledger()
+    forecast = rng.choice(["exact", "noisy", "none", "one"])
+    scheduler, names = config.scheduler(), [client.share for client in shares]
+
+    def look() -> None:
+        waiting = [queued.request.share for queued in scheduler.requests.values() if queued.run is None]
+        ledger.look(set(waiting), names)
+        for queued in scheduler.requests.values():
+            ledger.longest = max(ledger.longest, queued.request.prompt_tokens + queued.likely_tokens)
+
+    world = Clients(scheduler, infos, lambda tokens: 0.01 * tokens, ledger.started, look)
+
+    def ask(client: Client) -> None:
+        tokens = max(1.0, round(client.tokens * rng.lognormvariate(0.0, client.sigma)))
+        noisy = tokens * rng.lognormvariate(0.0, 0.5)
+        predicted = {"exact": tokens, "noisy": noisy, "none": None, "one": 1.0}[forecast]
+        then: Callable[[], None] = partial(ask, client)
+        world.ask(Ask(client.share, tokens, predicted, client.prompt_tokens, client.weight, then))
+
+    for client in shares:
+        for _ in range(client.in_flight):
+            ask(client)
+    world.run(seconds)
+    weights = {client.share: client.weight for client in shares}
+    slots = sum(info.slots for info in infos)
+    for pair, gap in ledger.gaps.items():
+        bound = 2 * max(PROMPT_WEIGHT * ledger.prompt, ANSWER_WEIGHT * slots * ledger.longest)
+        yield gap, bound / min(weights[name] for name in pair)
+
+
+@pytest.mark.parametrize("first", range(0, 200, 25))
+def test_the_gap_between_shares_that_wait_never_exceeds_vtcs_bound(first: int) -> None:
+    for seed in range(first, first + 25):
+        for gap, bound in gaps(seed):
+            assert gap <= bound, f"world {seed}"
+
+
+def test_the_law_finds_planted_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these makes some share be served too much: the law must see it."""
+    faults: list[tuple[object, str, object]] = [
+        (FairShares, "charge", lambda self, share, tokens: None),
+        (FairShares, "__len__", lambda self: 1),
+        (FairShares, "__iter__", lambda self: iter([share for *_, share in reversed(self._row)])),
+    ]
+    for owner, name, fault in faults:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fault)
+            assert any(gap > bound for seed in range(60) for gap, bound in gaps(seed)), name
