@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable
 from bins.profile import StepTimes, batch_s
 from llmserve.request import BLOCK_TOKENS, EngineInfo
 from llmserve.scheduling.circuit import Circuit
+from llmserve.scheduling.memory import MemoryTurn
 from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run
 
 SURE_SHARE = 0.5  # of the cache: below this share of predicted totals, a request fits without further checks
@@ -86,11 +87,12 @@ class EngineState:
     models        names of the served models; empty: every model
     ready         whether the engine takes requests, its circuit breaker aside
     paces         by model, for models of known speed with at least one answer
+    turn          which request may block the engine for its memory
     """
 
     __slots__ = (
         *("_counted_at_s", "_refused", "_steps", "circuit", "info", "models", "paces", "ready", "running"),
-        *("total_tokens", "worker"),
+        *("total_tokens", "turn", "worker"),
     )
 
     def __init__(self, info: EngineInfo, circuit: Circuit, worker: Worker) -> None:
@@ -100,8 +102,9 @@ class EngineState:
         self.ready = True
         self.paces = {model: Pace(value) for model, value in info.paces.items()}
         self.running: dict[int, Run] = {}
+        self.turn = MemoryTurn()
         self.total_tokens = 0
-        self._refused: tuple[int, float] | None = None  # a request id, and the time before which it does not fit
+        self._refused: dict[int, float] = {}  # by request id, ascending: the time before which it does not fit
         self._steps: dict[str, float] = {}  # by the name of a speed: steps so far of a refill engine, at that speed
         self._counted_at_s = 0.0
 
@@ -156,23 +159,22 @@ class EngineState:
 
         An empty engine takes any request, for there will never be more room.
         """
-        tokens_max = self.info.tokens_max
-        if tokens_max is None or self.info.barrier or not self.running:
+        if (tokens_max := self.info.tokens_max) is None or self.info.barrier or not self.running:
             return True
         if self.total_tokens + queued.total_tokens <= SURE_SHARE * tokens_max:
             return True  # the cache would hold all at their ends, even at twice their predicted totals
-        if self._refused is not None and self._refused[0] == queued.request.id and now_s < self._refused[1]:
+        if now_s < self._refused.get(queued.request.id, now_s):
             return False
         needs = [_need(run.queued, now_s - run.started_at_s, seconds_per_token) for run in self.running.values()]
         if peak_tokens([*needs, _need(queued, 0.0, seconds_per_token)]) <= tokens_max:
             return True
-        self._refused = queued.request.id, now_s + RECHECK_S
+        self._refused.pop(queued.request.id, None)  # its new time comes last
+        self._refused[queued.request.id] = now_s + RECHECK_S
         return False
 
-    @property
-    def recheck_at_s(self) -> float | None:
-        """When to check again whether the refused request fits; None: nothing was refused since the last change."""
-        return self._refused[1] if self._refused is not None else None
+    def recheck_at_s(self, now_s: float) -> float | None:
+        """When to check again whether a refused request fits; None: nothing was refused since the last change."""
+        return next((at_s for at_s in self._refused.values() if at_s > now_s), None)
 
     # ---- start and end of runs ----
 
@@ -186,6 +188,7 @@ class EngineState:
                 queued, name, batch.id, batch.formed_at_s, now_s, concurrency, steps
             )
             self.total_tokens += queued.total_tokens
+            self.turn.start(queued, self.info, now_s)
         self.worker.running += len(requests)
         if self.circuit.open_until_s is not None:
             self.circuit.started(requests[0].request.id)
@@ -209,10 +212,11 @@ class EngineState:
             del self.running[queued.request.id]
             queued.run = None
             self.total_tokens -= queued.total_tokens
+            self.turn.end(queued, now_s)
             if self.circuit.trial is not None:
                 self.circuit.end_trial(queued.request.id)
         self.worker.running -= len(runs)
-        self._refused = None
+        self._refused.clear()
 
     # ---- speed ----
 
@@ -298,10 +302,8 @@ class PrefixMemory:
     def forget(self, engine: str) -> None:
         """Forget an engine, which has lost its cache."""
         for prefix, names in list(self._engines.items()):
-            remaining = tuple(name for name in names if name != engine)
-            if remaining:
-                self._engines[prefix] = remaining
-            else:
+            self._engines[prefix] = tuple(name for name in names if name != engine)
+            if not self._engines[prefix]:
                 del self._engines[prefix]
 
 

@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterator, Sequence
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.fair import FairShares, Share
 from llmserve.scheduling.group import Forming, Group
+from llmserve.scheduling.memory import is_giant, is_large
 from llmserve.scheduling.model_queues import ModelQueues
-from llmserve.scheduling.queues import BinQueue, FormedBatch
+from llmserve.scheduling.queues import BinQueue, FormedBatch, QueuedRequest
 
 First = tuple[ModelQueues, FormedBatch]
 Start = tuple[EngineState, ModelQueues, FormedBatch, int]  # the first `int` requests of the batch shall start
@@ -22,7 +23,8 @@ class FixedChoice:
     """Chooses the batches that start in one dispatch of a group, by a fixed order.
 
     Each model's batches keep their order. A batch that must avoid an engine blocks no other batch. A batch that waits
-    for room blocks all engines that serve its model, so that large batches do not wait for ever.
+    for room blocks all engines that serve its model, so that large batches do not wait for ever; one that needs more
+    than its fair share of their memory blocks one of them, in turns (memory.py).
     """
 
     def __init__(self, group: Group, forming: Forming, now_s: float) -> None:
@@ -31,7 +33,8 @@ class FixedChoice:
         self._forming = forming
         self._now_s = now_s
         self._blocked: frozenset[str] = frozenset()  # names of engines on which a batch waits for room
-        self._set_aside: frozenset[FormedBatch] = frozenset()  # batches that avoid all engines with room
+        self._set_aside: set[FormedBatch] = set()  # batches that others may pass
+        self._alone = False  # nothing else can start
         self._rechecks_s: list[float] = []  # when a batch may fit an engine's memory
 
     def starts(self) -> Iterator[Start]:
@@ -41,29 +44,69 @@ class FixedChoice:
             if first is not None and unformed and self._form_older(unformed, first[1]):
                 first, _ = self._first(startable)
             if first is None:
-                if not self._form_most_urgent(startable):
+                if not self._form_most_urgent(startable) and not self._begin_alone():
                     return
                 continue
             queues, batch = first
             if (engine := self.engine_for(queues, batch, self._blocked)) is not None:
                 yield engine, queues, batch, max(1, engine.room_at_once)
-            elif self.waits_for_another_engine(queues, batch):
-                self._set_aside |= {queues.formed.set_apart(batch)}
+                self._begin_again()
             else:
-                self._block(queues.model)
+                self.hold(queues, batch)
+
+    def _begin_again(self, *, alone: bool = False) -> None:
+        """Forget what cannot start: look-ahead places may be used, or fewer batches wait in front."""
+        self._set_aside, self._blocked, self._alone = set(), frozenset(), alone
+
+    def _begin_alone(self) -> bool:
+        """Try the batches that were set aside once more, now that no other can start. True at the first time."""
+        again = bool(self._set_aside) and not self._alone
+        if again:
+            self._begin_again(alone=True)
+        return again
 
     @property
     def recheck_at_s(self) -> float | None:
-        waits = self._set_aside or self._blocked
-        trials_s = [engine.circuit.suspects_from_s for engine in self._pool.free.values()] if waits else []
-        return min([*self._rechecks_s, *[at_s for at_s in trials_s if at_s > self._now_s]], default=None)
+        times_s: list[float | None] = [*self._rechecks_s]
+        for engine in self._pool.free.values() if self._set_aside or self._blocked else ():
+            times_s.append(engine.circuit.suspects_from_s)
+            if self._set_aside:
+                times_s += (engine.recheck_at_s(self._now_s), engine.turn.rests_until_s)
+        return min([at_s for at_s in times_s if at_s is not None and at_s > self._now_s], default=None)
 
-    def _block(self, model: str) -> None:
-        free = self._pool.free_for(model)
-        times_s = [engine.recheck_at_s for engine in free]
-        # An engine that was not checked in this dispatch may hold a time that has passed.
-        self._rechecks_s += [at_s for at_s in times_s if at_s is not None and at_s > self._now_s]
-        self._blocked |= {engine.info.name for engine in free}
+    # ---- batches that do not start ----
+
+    def hold(self, queues: ModelQueues, batch: FormedBatch) -> None:
+        """Set a batch aside that cannot start now, or let it block engines, or both."""
+        formed, model = queues.formed, queues.model
+        if self.waits_for_another_engine(queues, batch):
+            self._set_aside.add(formed.set_apart(batch))
+            return
+        engines = self._willing(queues, batch)
+        modest = [engine for engine in engines if not is_large(batch.first, engine.info)]
+        if len(modest) == len(engines):
+            self._block(model, self._pool.free_for(model))
+            return
+        if formed.set_apart_large(batch):
+            self._set_aside.add(batch)
+            self._block(model, modest or self._in_turn(batch.first, engines))
+
+    def _in_turn(self, first: QueuedRequest, engines: Sequence[EngineState]) -> list[EngineState]:
+        """The engine that a request blocks in its turn; [] without a turn."""
+        open_ = [engine for engine in engines if engine.turn.is_open_to(first, self._now_s)]
+        held = [engine for engine in open_ if engine.turn.holder is first]
+        others = [engine for engine in open_ if engine.info.name not in self._blocked]
+        if not held and not others:
+            return []
+        chosen = min(held or others, key=lambda engine: (engine.room <= 0, engine.total_tokens, engine.info.name))
+        chosen.turn.wait(first, self._now_s)
+        return [chosen]
+
+    def _block(self, model: str, engines: Sequence[EngineState]) -> None:
+        """Let no later batch of any model start on these engines, which serve `model`."""
+        times_s = [engine.recheck_at_s(self._now_s) for engine in engines]
+        self._rechecks_s += [at_s for at_s in times_s if at_s is not None]
+        self._blocked |= {engine.info.name for engine in engines}
 
     # ---- choice of a batch ----
 
@@ -155,7 +198,7 @@ class FixedChoice:
         if chosen is None:
             return False
         self._forming.push(*chosen, self._now_s)
-        self._set_aside = frozenset()  # with more formed requests, these batches may use look-ahead places
+        self._begin_again()  # with more formed requests, batches may use look-ahead places
         return True
 
     # ---- choice of an engine ----
@@ -167,9 +210,10 @@ class FixedChoice:
         An engine that has look-ahead places only is ignored; but with a release that follows plans it counts as busy:
         then busy engines take all they can, and only idle engines wait for more requests.
         """
-        if queues.formed:
-            returned = [batch for batch in queues.formed.returned if batch not in self._set_aside]
-            if queues.formed.fresh() or not all(self.waits_for_another_engine(queues, batch) for batch in returned):
+        formed = queues.formed
+        if formed:
+            others = [batch for batch in (*formed.returned, *formed.large) if batch not in self._set_aside]
+            if formed.fresh() or not all(self._may_be_passed(queues, batch) for batch in others):
                 return None
         return self._idle(queues)
 
@@ -192,6 +236,18 @@ class FixedChoice:
             return bool(engines) and not willing
         return all(engine.info.name == batch.avoid for engine in willing)
 
+    def _may_be_passed(self, queues: ModelQueues, batch: FormedBatch) -> bool:
+        if self.waits_for_another_engine(queues, batch):
+            return True
+        return any(is_large(batch.first, engine.info) for engine in self._willing(queues, batch))
+
+    def _willing(self, queues: ModelQueues, batch: FormedBatch, blocked: Collection[str] = ()) -> list[EngineState]:
+        """Engines, free or with look-ahead places, that may be given the batch. blocked : names of others"""
+        engines = self._pool.free_for(queues.model, blocked)
+        if batch.avoid is not None and self._pool.another_works(batch.avoid, queues.model):
+            engines = [engine for engine in engines if engine.info.name != batch.avoid]
+        return [engine for engine in engines if not engine.circuit.refuses(batch, self._now_s)]
+
     def engine_for(self, queues: ModelQueues, batch: FormedBatch, blocked: Collection[str]) -> EngineState | None:
         """The engine on which the batch, or its first request, starts now; None: no engine. blocked : engine names.
 
@@ -199,22 +255,26 @@ class FixedChoice:
         wait as there are engines, so that a slot that becomes free elsewhere still gets a request. The engine that
         failed the batch is never chosen while another works.
         """
-        engines = self._pool.free_for(queues.model, blocked)
-        if batch.avoid is not None and self._pool.another_works(batch.avoid, queues.model):
-            engines = [engine for engine in engines if engine.info.name != batch.avoid]
-        engines = [engine for engine in engines if not engine.circuit.refuses(batch, self._now_s)]
+        engines = self._willing(queues, batch, blocked)
         free = [engine for engine in engines if engine.room > 0]
         if not free and len(queues.formed) >= len(queues.engines):
             free = engines
         first, per_token_s = batch.first, queues.service.seconds_per_token
         fitting = [engine for engine in free if engine.fits(first, self._now_s, per_token_s)]
+        fitting = [engine for engine in fitting if self._may_start(first, engine)]
         if queues.release.plans:  # join running requests, for idle engines wait until the plan lets a batch start
             fitting = [engine for engine in fitting if engine.running] or fitting
         if len(fitting) <= 1:
             return fitting[0] if fitting else None
         return self._pool.preferred(fitting, first.request.prefixes)
 
+    def _may_start(self, first: QueuedRequest, engine: EngineState) -> bool:
+        """Whether the engine's memory, which the request fits, is the request's now."""
+        if not is_giant(first, engine.info) or engine.turn.is_open_to(first, self._now_s):
+            return True
+        return self._alone and not engine.running
+
     def idle_after(self, queues: ModelQueues) -> bool | None:
         """`idle` after all possible starts."""
-        self._set_aside = frozenset()
+        self._set_aside = set()
         return self.idle(queues)

@@ -17,11 +17,14 @@ class FormedQueue:
     Each share has a lane, where the batches wait of which it is the least served share (scheduling/fair.py).
     Push and pop cost O(log batches), removal of a request O(1).  returned : batches that an engine failed or lost; they
     are few, and kept apart, for each may have to wait for another engine.
+    Large batches, whose first request needs more than its fair share of a memory, have lanes of their own once others
+    may pass them: only the first of each lane is looked at, however many wait.
     """
 
     def __init__(self, key: Callable[[FormedBatch], float]) -> None:
         self._key = key
         self._lanes: dict[Share, list[Entry]] = {}  # heaps whose first entries are valid; none is empty
+        self._large: dict[Share, list[Entry]] = {}  # of large batches
         self._returned: list[FormedBatch] = []
         self._requests = 0
         self._serial = 0
@@ -31,44 +34,44 @@ class FormedQueue:
         batch.key = self._key(batch)
         self._enter(batch)
 
-    def _enter(self, batch: FormedBatch) -> None:
+    def _enter(self, batch: FormedBatch, *, large: bool = False) -> None:
+        """Give a batch an entry; its former one is void from now on. `_drop_void` must follow where it has been one."""
         self._serial += 1  # makes entries distinct, so that the heap never compares batches
-        batch.serial = self._serial
-        lane = self._lanes.get(batch.share)
+        batch.serial, batch.large = self._serial, large
+        lanes = self._large if large else self._lanes
+        lane = lanes.get(batch.share)
         if lane is None:
-            lane = self._lanes[batch.share] = []
+            lane = lanes[batch.share] = []
         heapq.heappush(lane, (batch.key, batch.id, batch.serial, batch))
+        if len(lane) > 2 * self._requests + ENTRIES_SPARE:  # a valid entry has a request at least
+            lane[:] = [entry for entry in lane if _is_valid(entry)]
+            heapq.heapify(lane)
 
     def sort_again(self, batch: FormedBatch) -> None:
         """Give a batch the key, and the place, that follow from the present forecasts of its requests."""
         key = self._key(batch)
-        if key == batch.key:
+        if key == batch.key and not batch.large:
             return
         batch.key = key
         if batch.serial:
-            self._enter(batch)  # the batch's former entry is void from now on
-            lane = self._lanes[batch.share]
-            if len(lane) > 2 * self._requests + ENTRIES_SPARE:  # a valid entry has a request at least
-                lane[:] = [entry for entry in lane if _is_valid(entry)]
-                heapq.heapify(lane)
+            self._enter(batch)
             self._drop_void(batch.share)
 
     def sort_all(self, key: Callable[[FormedBatch], float] | None = None) -> None:
         """Sort all batches again, for what their keys go by has changed. key : another one"""
         self._key = key or self._key
         fresh = [entry[3] for entry in self._entries()]
-        self._lanes = {}
+        self._lanes, self._large = {}, {}
         for batch in (*fresh, *self._returned):
             batch.key = self._key(batch) if batch.requests else batch.key
         for batch in fresh:
             batch.share = batch.least_served()
-            self._lanes.setdefault(batch.share, []).append((batch.key, batch.id, batch.serial, batch))
-        for lane in self._lanes.values():
-            heapq.heapify(lane)
+            self._enter(batch)
 
     def _entries(self) -> Iterator[Entry]:
         """The valid entries, in no order."""
-        return (entry for lane in self._lanes.values() for entry in lane if _is_valid(entry))
+        lanes = (*self._lanes.values(), *self._large.values())
+        return (entry for lane in lanes for entry in lane if _is_valid(entry))
 
     def push_returned(self, batch: FormedBatch) -> None:
         self.hold(batch)
@@ -82,6 +85,13 @@ class FormedQueue:
             self._returned.append(batch)
             self._drop_void(batch.share)
         return batch
+
+    def set_apart_large(self, batch: FormedBatch) -> bool:
+        """Keep a batch in a lane of large ones, so that others can start before it. False: it waits behind another."""
+        if batch.serial and not batch.large:
+            self._enter(batch, large=True)
+            self._drop_void(batch.share)
+        return not batch.large or self._large[batch.share][0][3] is batch
 
     def hold(self, batch: FormedBatch) -> None:
         """Count a batch that is in no order, for its engine is already chosen; `take` its requests when it starts."""
@@ -106,22 +116,29 @@ class FormedQueue:
         return sorted(self._returned, key=self.turn_of) if len(self._returned) > 1 else self._returned
 
     def fresh(self, share: Share | None = None) -> FormedBatch | None:
-        """The first batch that was never started; None when there is none. share : of this one; None: of any"""
+        """The first batch that was not set apart; None when there is none. share : of this one; None: of any"""
         if share is not None:
             lane = self._lanes.get(share)
             return lane[0][3] if lane is not None else None
         return min([lane[0] for lane in self._lanes.values()])[3] if self._lanes else None
 
+    @property
+    def large(self) -> list[FormedBatch]:
+        """The first large batch of each share."""
+        return [lane[0][3] for lane in self._large.values()]
+
     def first(self, without: Container[FormedBatch] = (), share: Share | None = None) -> FormedBatch | None:
-        """The first batch, without these returned ones; None when there is none. share : of this one; None: of any"""
+        """The first batch, without these returned and large ones; None when there is none. share : of this one; None:
+        of any
+        """
         fresh = self.fresh(share)
-        if not self._returned:
+        if not self._returned and not self._large:
             return fresh
-        willing = (batch for batch in self.returned if batch not in without)
-        returned = next((batch for batch in willing if share is None or batch.has(share)), None)
-        if fresh is None or returned is None:
-            return fresh or returned
-        return min(fresh, returned, key=self.turn_of)
+        firsts = [] if fresh is None else [fresh]
+        for batches in (self.returned, self.large):
+            willing = (batch for batch in batches if batch not in without)
+            firsts += [batch for batch in willing if share is None or batch.has(share)]
+        return min(firsts, key=self.turn_of, default=None)
 
     def split(self, batch: FormedBatch, count: int) -> FormedBatch:
         """Hold the first `count` requests of a batch as a batch of their own, with the same number."""
@@ -165,20 +182,20 @@ class FormedQueue:
     def _follow_shares(self, batch: FormedBatch) -> None:
         """Move a batch that requests have left to the lane of a share that is still in it."""
         before = batch.share
-        if batch.serial and batch.requests and not batch.has(before):
-            batch.share = batch.least_served()
+        moves = not batch.has(before)
+        if batch.serial and batch.requests and (moves or batch.large):  # the new first request may be modest
+            batch.share = batch.least_served() if moves else before
             self._enter(batch)
         self._drop_void(before)
 
     def _drop_void(self, share: Share) -> None:
-        """Pop void entries, so that the first batch of the share's lane holds a request."""
-        lane = self._lanes.get(share)
-        if lane is None:
-            return
-        while lane and not _is_valid(lane[0]):
-            heapq.heappop(lane)
-        if not lane:
-            del self._lanes[share]
+        """Pop void entries, so that the first batch of each of the share's lanes holds a request."""
+        for lanes in (self._lanes, self._large) if self._large else (self._lanes,):
+            if (lane := lanes.get(share)) is not None:
+                while lane and not _is_valid(lane[0]):
+                    heapq.heappop(lane)
+                if not lane:
+                    del lanes[share]
 
 
 def _is_valid(entry: Entry) -> bool:

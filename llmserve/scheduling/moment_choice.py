@@ -66,7 +66,7 @@ class MomentChoice:
         return min(self._wakes_s, default=None)
 
     def _note_wakes(self, engines: Sequence[EngineState], name: str) -> None:
-        times_s = [self._order.wake_at_s(name, self._now_s), *[engine.recheck_at_s for engine in engines]]
+        times_s = [self._order.wake_at_s(name, self._now_s), *[engine.recheck_at_s(self._now_s) for engine in engines]]
         times_s += [engine.circuit.suspects_from_s for engine in engines]
         self._wakes_s += [at_s for at_s in times_s if at_s is not None and at_s > self._now_s]
 

@@ -278,7 +278,7 @@ class BinQueue:
 class FormedBatch:
     """A batch that waits for an engine; requests may leave it one by one (cancelled, or started by a refill engine)."""
 
-    __slots__ = ("avoid", "bin", "formed_at_s", "id", "key", "model", "requests", "serial", "share", "size")
+    __slots__ = ("avoid", "bin", "formed_at_s", "id", "key", "large", "model", "requests", "serial", "share", "size")
 
     def __init__(
         self, batch_id: int, bin_index: int, formed_at_s: float, requests: list[QueuedRequest], model: str = ""
@@ -291,6 +291,7 @@ class FormedBatch:
         self.size = len(requests)
         self.key = 0.0  # the order's key, by the present forecasts of its requests
         self.serial = 0  # of its entry among the batches that were never started; 0: it has none
+        self.large = False  # whether it waits in a lane of large batches
         self.avoid: str | None = None  # the engine that failed the batch; used only while no other works
         self.share = requests[0].share if len(requests) == 1 else self.least_served()
 

@@ -115,7 +115,7 @@ def test_a_large_request_that_failed_once_is_not_overtaken_while_it_waits_for_me
     assert placed(fail(scheduler, "gpu0", 0, 0.0)) == [(0, "gpu0")]
     arrive(scheduler, Request(2, 500.0))
     assert placed(fail(scheduler, "gpu0", 0, 0.0)) == [(0, "gpu0")]
-    assert placed(arrive(scheduler, Request(3, 1.0))) == []
+    assert placed(arrive(scheduler, Request(3, 1.0))) == [(3, "gpu0")], "2 waits without the turn, which 0 has"
 
 
 def test_memory_of_requests_that_end_earlier_counts_as_free() -> None:

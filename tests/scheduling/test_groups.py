@@ -306,7 +306,8 @@ def test_late_requests_fail_at_an_event_of_any_group() -> None:
 def test_the_request_behind_those_that_moved_is_next() -> None:
     scheduler = grouped((ServingGroup("left", ("a",), ("m", "n")), ServingGroup("right", ("b",), ())), engine("b"))
     step(scheduler, EngineReady(engine("a", 8, tokens_max=1_000)))
-    arrive(scheduler, m(1, predicted_tokens=600.0), m(2, predicted_tokens=600.0))
+    first, second = ({"predicted_tokens": 10.0, "prompt_tokens": tokens} for tokens in (450.0, 600.0))
+    arrive(scheduler, m(1, **first), m(2, **second))
     assert placed(arrive(scheduler, n(3, predicted_tokens=10.0))) == [], "nothing overtakes a wait for memory"
     plan = (ServingGroup("left", ("a",), ("n",)), ServingGroup("right", ("b",), ("m",)))
     assert sorted(placed(step(scheduler, PlanChanged(plan), 1.0))) == [(2, "b"), (3, "a")]

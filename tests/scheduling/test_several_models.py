@@ -180,9 +180,9 @@ def test_only_on_its_own_engines_nothing_overtakes_a_request_that_waits_for_memo
     """1 of a does not fit beside 0 on the only engine of a. 2 of b would fit there, but may not overtake 1: it runs on
     the engine that serves b alone. 3 waits, because that engine is full.
     """
-    scheduler = new_scheduler(refill("both", tokens_max=200), refill("only b", "b", slots=1), batch_size=1)
+    scheduler = new_scheduler(refill("both", tokens_max=400), refill("only b", "b", slots=1), batch_size=1)
     assert starts(arrive(scheduler, "a", 0, prompt_tokens=120.0)) == [("both", [0])]
-    assert arrive(scheduler, "a", 1, prompt_tokens=120.0) == []
+    assert arrive(scheduler, "a", 1, prompt_tokens=300.0) == []
     assert starts(arrive(scheduler, "b", 2)) == [("only b", [2])]
     assert arrive(scheduler, "b", 3) == []
     actions = step(scheduler, RequestEnded("both", 0, "completed", 4.0), 1.0)

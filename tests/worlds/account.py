@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from worlds.invariants import check
+from worlds.invariants import check, passable
 
 from llmserve.policies import TIMEOUT_S, SchedulingConfig, tuned
 from llmserve.request import Batch, EngineInfo, Request
@@ -195,6 +195,8 @@ class Account:
         self._alive: dict[int, Life] = {}
         self._waiting: dict[int, Life] = {}
         self._over: set[int] = set()
+        self._infos: list[EngineInfo] = []  # every description of an engine so far
+        self._passable: set[int] = set()  # requests that others were allowed to pass at some time
         self._engines: dict[str, Engine] = {}
         self._workers: dict[str, Worker] = {}
         self._plan = Plan(scheduler.plan)
@@ -326,6 +328,7 @@ class Account:
             self._end(request_id, "cancelled" if self._alive[request_id].gone else "completed")
 
     def _ready(self, event: EngineReady, actions: Sequence[Action]) -> None:
+        self._infos.append(event.engine)
         engine = self._engines.get(event.engine.name)
         if engine is None:
             name = event.engine.worker or event.engine.name
@@ -425,6 +428,7 @@ class Account:
 
     def _apply(self, event: Event, actions: Sequence[Action]) -> None:
         helpless_since_s = dict(self._helpless_since_s)
+        self._passable |= passable(self._scheduler, self._infos)
         for action in actions:
             if isinstance(action, StartBatch):
                 self._start(self._engines[action.engine], action.batch)
@@ -518,15 +522,21 @@ class Account:
     def _assert_not_overtaken(self, engine: Engine, batch: Batch) -> None:
         """Check a batch that starts for the first time against requests of the same engine that have waited longer.
 
-        If each request is its own batch, nothing overtakes a request that waits for memory. Otherwise a request that
-        arrived before a batch of another model formed starts directly after it, unless it needs more than an engine.
+        If each request is its own batch, nothing overtakes a request that waits for its fair share of the memory or
+        less. Otherwise a request that arrived before a batch of another model formed starts directly after it, unless
+        requests of its model need more than their fair share of an engine's memory.
         """
         release, info, group = self._config.release or "", engine.info, engine.worker.group
         servable = {id_: life for id_, life in self._waiting.items() if info.serves(life.request.model)}
         first = {id_: life for id_, life in servable.items() if self._is_new_in(group, life)}
         alone = release == "static:1" or (self._config.full_batch == 1 and release != "window")
         if alone and not self._grouped:
-            assert next(iter(first)) == batch.requests[0].id, f"request {next(iter(first))} was overtaken"
+            oldest = next(id_ for id_ in first if id_ == batch.requests[0].id or id_ not in self._passable)
+            assert oldest == batch.requests[0].id, f"request {oldest} was overtaken"
+        passed = {life.request.model for id_, life in first.items() if id_ in self._passable}
+        first = {id_: life for id_, life in first.items() if life.request.model not in passed}
+        for model in passed:
+            self._passed_s.pop((group, model), None)
         self._passed_s.pop((group, batch.model), None)
         for model in sorted({life.request.model for life in first.values()}):
             was_passed = batch.formed_at_s > self._passed_s.get((group, model), math.inf)
@@ -534,8 +544,8 @@ class Account:
         other_models = {life.request.model for life in servable.values() if not self._is_new_in(group, life)} | {
             batch.model
         }
-        oldest = {life.request.model: life for life in reversed(first.values())}
-        for model, life in oldest.items():
+        oldest_of = {life.request.model: life for life in reversed(first.values())}
+        for model, life in oldest_of.items():
             goes = life.arrived_at_s < batch.formed_at_s and self._due_s(life, info) <= self._now_s
             if model not in other_models and engine.has_room and goes:
                 self._passed_s.setdefault((group, model), self._now_s)
@@ -576,7 +586,8 @@ class Account:
         if previous is None:
             last = self._last_formed[batch.model]
             in_order = self._config.order != "fffs" or self._grouped or batch.id > last
-            assert in_order, f"batch {batch.id} was overtaken"
+            was_passed = any(request.id in self._passable for request in batch.requests)
+            assert in_order or was_passed, f"batch {batch.id} was overtaken"
             self._last_formed[batch.model] = max(last, batch.id)
             self._assert_released(worker, batch)
             previous = batch.bin, batch.size, 0

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from llmserve.request import EngineInfo
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.fixed_choice import FixedChoice
 from llmserve.scheduling.group import Group
 from llmserve.scheduling.groups import Groups
+from llmserve.scheduling.memory import is_large
 from llmserve.scheduling.moment_choice import MomentChoice
 from llmserve.scheduling.queues import QueuedRequest
 from llmserve.scheduling.scheduler import Scheduler
@@ -31,6 +35,20 @@ def check(scheduler: Scheduler) -> None:
         _check_nothing_waits_in_vain(scheduler, group)
     for engine in groups.engines.values():
         _check_engine(engine)
+
+
+def passable(scheduler: Scheduler, engines: Collection[EngineInfo]) -> set[int]:
+    """Requests that later ones may pass: they need more than their fair share of the memory of one of these engines, or
+    wait in a batch behind one that does.
+    """
+    large = {
+        queued.request.id
+        for queued in scheduler.requests.values()
+        if any(engine.serves(queued.request.model) and is_large(queued, engine) for engine in engines)
+    }
+    formed = [queued.formed for queued in scheduler.requests.values() if queued.formed is not None]
+    behind = {id_ for batch in formed if batch.requests and batch.first.request.id in large for id_ in batch.requests}
+    return large | behind
 
 
 def _check_workers(groups: Groups) -> None:
@@ -84,10 +102,7 @@ def _check_formed(choice: FixedChoice, group: Group, scheduler: Scheduler) -> No
         queues, batch = first
         engine = choice.engine_for(queues, batch, choice._blocked)
         assert engine is None, f"batch {batch.id} waits while an engine is free"
-        if choice.waits_for_another_engine(queues, batch):
-            choice._set_aside |= {batch}
-        else:  # the batch waits for room and blocks all later batches
-            choice._block(queues.model)
+        choice.hold(queues, batch)
     for queues in choice._startable():
         idle = choice.idle(queues)
         for queue in queues.bins if idle is not None else ():
@@ -98,7 +113,7 @@ def _check_formed(choice: FixedChoice, group: Group, scheduler: Scheduler) -> No
 def _check_idle(choice: MomentChoice, group: Group) -> None:
     for name in group.pool.free:
         engines = choice._sharing(name)
-        if any(engine.recheck_at_s is not None for engine in engines):
+        if any(engine.recheck_at_s(choice._now_s) is not None for engine in engines):
             continue
         for by_least in (False, True) if engines else ():
             in_time = choice._pick(engines, by_least=by_least) or choice._trial(engines)

@@ -110,7 +110,7 @@ def test_a_bin_is_not_due_behind_another_models_batch_that_waits_for_memory() ->
     scheduler = new_scheduler(engine("e", 3), release="timeout", batch_wait_s=0.5, batch_size=2)
     started = [
         starts(scheduler.handle(RequestArrived(Request(number, 4.0, prompt_tokens=prompt, model=model)), 0.0))
-        for number, (model, prompt) in enumerate([("b", LARGE), ("b", LARGE), ("a", SMALL)])
+        for number, (model, prompt) in enumerate([("b", 25.0), ("b", LARGE), ("a", SMALL)])
     ]
     assert started == [[], [("e", 0)], []]
     scheduler.handle(TimerFired(), 0.5)

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from worlds.invariants import check
+from worlds.invariants import check, passable
 
 from bins.dispatch import DispatchPlan, DispatchTable, Observed
 from bins.profile import StepTimes
@@ -152,6 +152,7 @@ class World(RuleBasedStateMachine):
         self.arrived: dict[int, Request] = {}
         self.gone: set[int] = set()
         self.tries: Counter[int] = Counter()
+        self.passable: set[int] = set()  # requests that others were allowed to pass at some time
         self.first_starts: dict[str, list[int]] = {}  # batches by model, in the order of their first starts
         self.began: set[int] = set()  # running requests only
         self.stopping: set[int] = set()  # running requests only
@@ -166,6 +167,7 @@ class World(RuleBasedStateMachine):
     def tell(self, event: Event) -> None:
         actions = self.scheduler.handle(event, self.now_s)
         self.steps.append(Step(self.now_s, event, tuple(actions)))
+        self.passable |= passable(self.scheduler, self.engines)
         for action in actions:
             self.obey(action)
 
@@ -192,7 +194,8 @@ class World(RuleBasedStateMachine):
             requests_max = engine.slots + (0 if engine.barrier else engine.look_ahead)
             assert len(running) <= requests_max, "an engine was given more requests than it has places"
             firsts = self.first_starts.setdefault(action.batch.model, [])
-            if action.batch.id not in firsts:
+            passed = any(request.id in self.passable for request in action.batch.requests)
+            if action.batch.id not in firsts and not passed:
                 firsts.append(action.batch.id)
         elif isinstance(action, FailRequest):
             assert not any(action.request_id in running for running in self.running.values())
@@ -390,7 +393,9 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def batches_start_in_the_order_in_which_they_formed(self) -> None:
-        """Under fffs, per model. Numbers follow the order of formation; only a batch that came back overtakes."""
+        """Under fffs, per model. Numbers follow the order of formation; only a batch that came back overtakes, and one
+        that passes requests which need more than their fair share of the memory.
+        """
         if getattr(self, "header", None) is None or self.header.scheduling.order != "fffs":
             return
         for firsts in getattr(self, "first_starts", {}).values():
@@ -412,7 +417,7 @@ class World(RuleBasedStateMachine):
         while self.scheduler.requests:
             if not any(self.running.values()):  # all requests wait for the end of a circuit's pause
                 assert self.scheduler.wake_at_s is not None
-                self.now_s = self.scheduler.wake_at_s
+                self.now_s = max(self.now_s, self.scheduler.wake_at_s)  # with engine_wait_s = 0 it may have passed
                 self.tell(TimerFired())
                 continue
             name = next(name for name, running in self.running.items() if running)

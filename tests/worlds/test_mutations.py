@@ -316,7 +316,7 @@ def returned_requests_are_no_candidates(patch: Patch) -> None:
 
 
 def requests_that_wait_for_memory_are_overtaken_by_other_models(patch: Patch) -> None:
-    def block(self: FixedChoice, model: str) -> None:
+    def block(self: FixedChoice, model: str, engines: Sequence[EngineState]) -> None:
         self.__dict__.setdefault("waits", set()).add(model)
 
     def others(self: FixedChoice) -> list[ModelQueues]:
