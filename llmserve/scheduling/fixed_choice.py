@@ -260,8 +260,9 @@ class FixedChoice:
         if not free and len(queues.formed) >= len(queues.engines):
             free = engines
         first, per_token_s = batch.first, queues.service.seconds_per_token
-        fitting = [engine for engine in free if engine.fits(first, self._now_s, per_token_s)]
-        fitting = [engine for engine in fitting if self._may_start(first, engine)]
+        fitting = [
+            engine for engine in free if engine.fits(first, self._now_s, per_token_s) and self._may_start(first, engine)
+        ]
         if queues.release.plans:  # join running requests, for idle engines wait until the plan lets a batch start
             fitting = [engine for engine in fitting if engine.running] or fitting
         if len(fitting) <= 1:

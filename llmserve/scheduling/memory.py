@@ -41,7 +41,8 @@ def is_large(request: Needs, info: EngineInfo) -> bool:
 
 def is_giant(request: Needs, info: EngineInfo) -> bool:
     """Whether the request, beyond its fair share, leaves no room for another like it."""
-    return is_large(request, info) and request.total_tokens > GIANT_SHARE * (info.tokens_max or 0)
+    tokens_max = info.tokens_max
+    return tokens_max is not None and request.total_tokens > GIANT_SHARE * tokens_max and is_large(request, info)
 
 
 class MemoryTurn:
