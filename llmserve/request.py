@@ -126,6 +126,7 @@ class Call:
     context_min        tokens that the longest prompt with one answer has at least, likewise
     headers            headers of the client that are sent to the engine: (lower-case name, value) pairs
     stream_name        name of the client's key or application; "" when unknown
+    receipt            the client asks for the receipt in the last chunk of its stream
     share, weight      who answers for the cost, and its weight; see Request
     """
 
@@ -145,6 +146,7 @@ class Call:
     context_min: int = 0
     headers: tuple[tuple[str, str], ...] = ()
     stream_name: str = ""
+    receipt: bool = False
     share: str = ""
     weight: float = 1.0
 

@@ -161,6 +161,7 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
             config.live.buffer_bytes_max,
             config.limits.buffers_bytes_max,
             config.live.client_stall_s,
+            keep_alive_s=config.live.keep_alive_s,
         )
         if server.metrics_port is not None:
             few = dataclasses.replace(limits, connections_max=METRICS_CONNECTIONS_MAX)

@@ -284,6 +284,14 @@ class LiveConfig(msgspec.Struct, frozen=True, kw_only=True):
     client_stall_s: Annotated[
         float, Meta(gt=0, description="longest time in which a client may read nothing of its answer")
     ] = 60.0
+    keep_alive_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="silence in a stream after which the client gets a comment that says how long it will wait, so "
+            "that no proxy cuts the connection; the status is then 200, and later errors are events. 0: none",
+        ),
+    ] = 15.0
 
 
 class TuningConfig(msgspec.Struct, frozen=True, kw_only=True):

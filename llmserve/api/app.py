@@ -24,12 +24,14 @@ from llmserve.api.answers import error_parts, error_response, json_response
 from llmserve.api.asgi import AsgiHandler
 from llmserve.api.bodies import BODIES
 from llmserve.api.exchange import Exchange
+from llmserve.api.keep_alive import EVENT_STREAM, comment_of, error_of_body
 from llmserve.api.limits import KeyLimits
 from llmserve.api.parse import CallParser
 from llmserve.api.state import StateEndpoints
 from llmserve.cluster.fitting import check_fits
-from llmserve.cluster.in_flight import Head, Receipt
+from llmserve.cluster.in_flight import Head, InFlightCall, Receipt
 from llmserve.cluster.live import LiveCluster
+from llmserve.cluster.places import Places
 from llmserve.deadline_settings import DefaultDeadlines
 from llmserve.errors import MethodNotAllowed, ModelNotFound, NotFound, RequestError, Unavailable
 from llmserve.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
@@ -104,10 +106,9 @@ def _other_paths(endpoints: _Endpoints, admin: AdminEndpoints, state: StateEndpo
 
 
 def receipt_headers(receipt: Receipt, call: Call) -> list[tuple[bytes, bytes]]:
-    """Return the headers that describe how the front-end served a call. x-request-id is the client's, if sent."""
-    request_id = dict(call.headers).get("x-request-id") or f"llmserve-{receipt.request_id}"
+    """Return the headers that describe how the front-end served a call."""
     headers = [
-        (b"x-request-id", request_id.encode()),
+        request_id_header(receipt.request_id, call),
         (BIN_HEADER.encode(), b"%d" % receipt.bin),
         (BATCH_HEADER.encode(), b"%d" % receipt.batch),
         (QUEUE_HEADER.encode(), b"%.1f" % receipt.queue_ms),
@@ -116,6 +117,11 @@ def receipt_headers(receipt: Receipt, call: Call) -> list[tuple[bytes, bytes]]:
     if receipt.predicted_tokens is not None:
         headers.append((PREDICTED_HEADER.encode(), b"%.0f" % receipt.predicted_tokens))
     return headers
+
+
+def request_id_header(request_id: int, call: Call) -> tuple[bytes, bytes]:
+    """Return x-request-id: the client's, if sent."""
+    return b"x-request-id", (dict(call.headers).get("x-request-id") or f"llmserve-{request_id}").encode()
 
 
 class _Endpoints:
@@ -164,9 +170,12 @@ class _Endpoints:
     def _submit(self, call: Call, exchange: Exchange) -> None:
         call = self._of_key(call, exchange.key, exchange.address if self._fair_by == "address" else "")
         self._check_served(call)
-        in_flight = self._cluster.submit(call, _Answer(call, exchange))
+        answer = _Answer(call, exchange)
+        in_flight = self._cluster.submit(call, answer)
         if not exchange.ended:
             exchange.on_gone = partial(self._cluster.cancel, in_flight)
+            if call.stream:
+                exchange.on_silence = partial(answer.keep_alive, in_flight, self._cluster.places)
 
     def _of_key(self, call: Call, key: str, address: str) -> Call:
         """The call with the stream, the deadline and the share of the client's key."""
@@ -251,6 +260,10 @@ class _Answer:
         await self._exchange.writable()
 
     def begin(self, head: Head) -> None:
+        if self._exchange.started:  # by a comment, with status 200
+            if head.body is not None:
+                self._write_error(error_of_body(head.status, head.body), head.receipt)
+            return
         headers = [(b"content-type", head.content_type.encode("latin-1", "replace"))]
         headers += receipt_headers(head.receipt, self._call)
         if head.retry_after is not None:
@@ -260,6 +273,8 @@ class _Answer:
             return
         headers.append((b"cache-control", b"no-cache"))
         self._exchange.start(head.status, headers, None)
+        if not head.content_type.startswith(EVENT_STREAM):
+            self._exchange.on_silence = None
 
     def write(self, data: bytes) -> None:
         self._exchange.write(data)
@@ -268,11 +283,26 @@ class _Answer:
         self._exchange.end()
 
     def fail(self, error: RequestError, receipt: Receipt | None) -> None:
-        if self._exchange.started:  # the status is already sent: end the stream as vLLM does
-            self._exchange.write(b"data: " + msgspec.json.encode(error.body()) + b"\n\ndata: [DONE]\n\n")
-            self._exchange.end()
+        if self._exchange.started:  # the status is already sent
+            self._write_error(error.body(), receipt)
             return
         status, headers, body = error_parts(error)
         if receipt is not None:
             headers += receipt_headers(receipt, self._call)
         self._exchange.respond(status, headers, body)
+
+    def _write_error(self, body: dict[str, Any], receipt: Receipt | None) -> None:
+        """End the stream with an error event, as vLLM does."""
+        if receipt is not None and self._call.receipt:
+            body = {**body, "llmserve": receipt.fields}
+        self._exchange.write(b"data: " + msgspec.json.encode(body) + b"\n\ndata: [DONE]\n\n")
+        self._exchange.end()
+
+    def keep_alive(self, in_flight: InFlightCall, places: Places) -> None:
+        """Write a comment that tells the call's place. Clients ignore comments of an event stream."""
+        if in_flight.usage is not None and in_flight.usage.in_parts:
+            return
+        if not self._exchange.started:
+            headers = [(b"content-type", f"{EVENT_STREAM}; charset=utf-8".encode()), (b"cache-control", b"no-cache")]
+            self._exchange.start(200, [*headers, request_id_header(in_flight.request.id, self._call)], None)
+        self._exchange.write(b": %b\n\n" % comment_of(places.of(in_flight), running=in_flight.task is not None))

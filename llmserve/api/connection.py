@@ -51,6 +51,8 @@ class Connection(asyncio.Protocol):
         self.sent = 0  # bytes that the client's system had taken at the last look
         self.progress_s = 0.0  # time of the last progress
         self.due_s = math.inf  # when what the client owes must be complete
+        self._heard = -1  # bytes written when the silence of a stream began; -1: no stream is served
+        self._quiet_since_s = 0.0
         self._parser = httptools.HttpRequestParser(self)
         self._head_bytes = self._fields = self._field_bytes = 0
         self._reading: Exchange | None = None  # the request that arrives
@@ -297,6 +299,8 @@ class Connection(asyncio.Protocol):
     def _ask_whether_gone(self) -> None:
         if self._serving is not None and not self._serving.started:
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif self._serving is not None and self._serving.on_silence is not None:
+            self._serving.on_silence()
         loop = asyncio.get_running_loop()
         for pauses in (1, 10):
             loop.call_later(pauses * GONE_CHECK_S, self.check_gone)
@@ -307,6 +311,17 @@ class Connection(asyncio.Protocol):
         if not self._closed:
             self.written += len(data)
             self.transport.write(data)
+
+    def break_silence(self, now_s: float, after_s: float) -> None:
+        """Write a comment into the stream that is served, if nothing was written for `after_s`."""
+        on_silence = self._serving.on_silence if self._serving is not None else None
+        if on_silence is None:
+            self._heard = -1
+        elif self.written != self._heard:
+            self._heard, self._quiet_since_s = self.written, now_s
+        elif now_s - self._quiet_since_s >= after_s:
+            on_silence()
+            self._heard, self._quiet_since_s = self.written, now_s
 
     async def writable(self) -> None:
         while self.paused and not self._closed:

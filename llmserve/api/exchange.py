@@ -23,10 +23,12 @@ class Exchange:
 
     on_end  called once, when the answer is written or the client has gone
     on_gone called when the client has gone before the answer's end
+    on_silence  called when nothing was written for --keep-alive-s; None: the answer is no stream
     """
 
     __slots__ = (
         *("method", "path", "query", "headers", "body", "keep_alive", "old", "error", "on_end", "on_gone", "key"),
+        "on_silence",
         *("_connection", "_head", "_chunked", "ended", "_parts", "started", "read"),
     )
 
@@ -41,6 +43,7 @@ class Exchange:
         self.error: RequestError | None = None  # the answer, of a request that is refused before it is complete
         self.on_end: Callable[[], None] | None = None
         self.on_gone: Callable[[], None] | None = None
+        self.on_silence: Callable[[], None] | None = None
         self.key = ""  # name of the client's API key
         self.started = False  # the head of the answer was given
         self.read = 0  # bytes of the body so far
@@ -137,7 +140,7 @@ class Exchange:
 
     def _finish(self) -> None:
         if not self.ended:
-            self.ended, self.on_gone = True, None
+            self.ended, self.on_gone, self.on_silence = True, None, None
             self._connection.server.body_bytes -= self.read
             on_end, self.on_end = self.on_end, None
             if on_end is not None:

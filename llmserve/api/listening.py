@@ -81,6 +81,7 @@ class DoorLimits:
     buffers_bytes_max  of all requests and answers in memory
     client_stall_s     without a byte taken, until a client is cut off
     connections_max    None: half of the files that the process may open, for each client needs an engine's connection
+    keep_alive_s       silence after which a stream gets a comment; 0: never
     """
 
     body_bytes_max: int
@@ -88,6 +89,7 @@ class DoorLimits:
     buffers_bytes_max: int
     client_stall_s: float
     connections_max: int | None = None
+    keep_alive_s: float = 0.0
 
 
 class Server:
@@ -116,6 +118,7 @@ class Server:
         self._accepting = False
         self._arriving: set[asyncio.Task[Any]] = set()
         self._sweeping: asyncio.TimerHandle | None = None
+        self._sweep_s = min(SWEEP_S, limits.keep_alive_s / 4) if limits.keep_alive_s else SWEEP_S
         self._malformed_logged_s = -math.inf
 
     @property
@@ -203,8 +206,8 @@ class Server:
     # ---- sweeps ----
 
     def _sweep(self) -> None:
-        """Look after every connection: who is late, who reads, how much is in memory."""
-        self._sweeping = self._loop.call_later(SWEEP_S, self._sweep)
+        """Look after every connection: who is late, who reads, who has heard nothing, how much is in memory."""
+        self._sweeping = self._loop.call_later(self._sweep_s, self._sweep)
         self.date = http_date()
         now_s = self.now_s()
         buffers = []
@@ -219,6 +222,8 @@ class Server:
                     buffers.append((buffered, connection))
             else:
                 connection.progress_s = now_s
+                if self.limits.keep_alive_s:
+                    connection.break_silence(now_s, self.limits.keep_alive_s)
         self._cut_largest(buffers)
         self._accept_again()
 

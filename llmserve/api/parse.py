@@ -26,7 +26,7 @@ from llmserve.api.bodies import (
 )
 from llmserve.deadline_settings import SLO_MS_MAX
 from llmserve.errors import BadRequest
-from llmserve.headers import PREDICTED_HEADER, SLO_HEADER, STREAM_CHARS_MAX, STREAM_HEADER
+from llmserve.headers import PREDICTED_HEADER, RECEIPT_HEADER, SLO_HEADER, STREAM_CHARS_MAX, STREAM_HEADER
 from llmserve.request import Call
 from predictor.prompt import Prompt
 
@@ -198,6 +198,7 @@ def parse_call(
         context_min=math.ceil(ids / read.prompts) + least,
         headers=_forwarded(headers),
         stream_name=_stream_name(headers.get(STREAM_HEADER)),
+        receipt=_flag(RECEIPT_HEADER, headers.get(RECEIPT_HEADER)),
     )
 
 
@@ -278,6 +279,12 @@ def _stream_name(text: str | None) -> str:
             code="invalid_value",
         )
     return text
+
+
+def _flag(header: str, text: str | None) -> bool:
+    if text not in (None, "true", "false"):
+        raise BadRequest(f"the header {header} must be true or false", param=header, code="invalid_value")
+    return text == "true"
 
 
 def _forwarded(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -159,7 +159,9 @@ class RunningCalls:
         """Forward a stream; return its output tokens. Until the first bytes the call may run elsewhere."""
         if answer.content_type.startswith("text/html"):
             raise EngineError(f"engine {name} answered with a page of HTML")
-        usage = in_flight.usage = UsageFilter(strip=in_flight.call.usage_added, choices=in_flight.call.choices)
+        call, receipt = in_flight.call, in_flight.receipt
+        field = msgspec.json.encode(receipt.fields) if call.receipt and receipt is not None else b""
+        usage = in_flight.usage = UsageFilter(strip=call.usage_added, choices=call.choices, receipt=field)
         try:
             async for chunk in answer.chunks():
                 data = usage.feed(chunk)

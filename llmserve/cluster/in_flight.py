@@ -23,6 +23,14 @@ class Receipt:
     queue_ms: float
     predicted_tokens: float | None
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The receipt as the field `llmserve` of a stream's last chunk."""
+        fields = {"bin": self.bin, "batch": self.batch, "queue_ms": round(self.queue_ms, 1), "engine": self.engine}
+        if self.predicted_tokens is not None:
+            fields["predicted_tokens"] = round(self.predicted_tokens)
+        return fields
+
 
 @dataclass(frozen=True, slots=True)
 class Head:

@@ -25,6 +25,7 @@ from llmserve.cluster.in_flight import Client, InFlightCall
 from llmserve.cluster.journal import Journal
 from llmserve.cluster.known_models import Listed
 from llmserve.cluster.learning import Learning
+from llmserve.cluster.places import Places
 from llmserve.cluster.prompt_size import PromptTokensByModel, prefix_hashes, sender_hash
 from llmserve.cluster.record import LengthRecord
 from llmserve.cluster.remaining import remaining_s
@@ -110,6 +111,7 @@ class LiveCluster:
         self._solvers = solvers
         self._solving: set[asyncio.Task[None]] = set()  # at most one per model: the scheduler waits for each plan
         self._alarm = _Alarm(self.now_s, lambda: self._step(TimerFired()))
+        self.places = Places(scheduler, self)
         self._empty = asyncio.Event()
         self._empty.set()
         self._predicting: set[asyncio.Task[None]] = set()
@@ -141,6 +143,11 @@ class LiveCluster:
         """Predicted seconds until each of these calls ends."""
         now_s, models = self.now_s(), self.scheduler.models
         return [remaining_s(call, models[call.request.model].service, now_s) for call in running]
+
+    def remaining_s_of(self, model: str) -> list[float]:
+        """`remaining_s` of the calls on the engines of a model."""
+        handles = [handle for handle in self.fleet.handles.values() if model in handle.models]
+        return self.remaining_s(call for handle in handles for call in handle.running.values())
 
     def now_s(self) -> float:
         return self._clock() - self._started_at
@@ -276,14 +283,10 @@ class LiveCluster:
         else:
             retry_after_s = action.retry_after_s
             if action.reason == "queue_full" and retry_after_s is None:  # how fast answers end is not known yet
-                retry_after_s = self._first_end_s(in_flight.request.model)
+                # The queue has room again when the first running call ends.
+                retry_after_s = min(self.remaining_s_of(in_flight.request.model), default=None)
             in_flight.fail(_error_of(action.reason, retry_after_s, preempted=in_flight.preemptions > 0))
         self._forget(in_flight)
-
-    def _first_end_s(self, model: str) -> float | None:
-        """Predicted seconds until the first call ends on an engine of the model: then the queue has room again."""
-        handles = [handle for handle in self.fleet.handles.values() if model in handle.models]
-        return min(self.remaining_s(call for handle in handles for call in handle.running.values()), default=None)
 
     def _forget(self, in_flight: InFlightCall) -> None:
         """Drop a call that the scheduler is done with; wake the drain when no call is left anywhere."""

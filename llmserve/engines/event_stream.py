@@ -67,13 +67,18 @@ class UsageFilter:
     choices  answers in the stream. Several answers end at different times: no event is delayed, and the fingerprint
              is lost.
 
+    receipt  a JSON object, added to each event with a finish_reason as its field `llmserve`; b"": none
+
     All other bytes pass unchanged. Only whole events pass: an incomplete event waits for its rest (at most 1 MiB).
     `output_tokens` is the engine's count, or else the number of events with content; `prompt_tokens` is the engine's
-    count or None; `cut`: the answer ended at a token limit; `ended`: the answer has reached its end.
+    count or None; `cut`: the answer ended at a token limit; `ended`: the answer has reached its end. `in_parts`: an
+    event was too large to wait for its rest, so that nothing may be written between the pieces that pass.
     """
 
-    def __init__(self, *, strip: bool, choices: int = 1) -> None:
+    def __init__(self, *, strip: bool, choices: int = 1, receipt: bytes = b"") -> None:
         self._strip = strip
+        self._receipt = receipt
+        self.in_parts = False
         self._delays_last = strip and choices == 1
         self._delayed = b""
         self._partial = b""
@@ -105,6 +110,8 @@ class UsageFilter:
             cut = 0 if cut < 3 else cut
             if len(data) - cut <= PARTIAL_BYTES_MAX:
                 data, self._partial = data[:cut], data[cut:]
+            else:
+                self.in_parts = True
         return self._pass(data)
 
     def flush(self) -> bytes:
@@ -139,6 +146,8 @@ class UsageFilter:
             return delayed + event
         self._ended = True
         self.cut = self.cut or was_cut(event)
+        if self._receipt:
+            event = _with_field(event, b"llmserve", self._receipt)
         if not self._delays_last:
             return delayed + event
         self._delayed = event
@@ -167,13 +176,18 @@ class UsageFilter:
 
 def _signed(event: bytes, usage: bytes) -> bytes:
     """Append the usage event's system_fingerprint to an event, unless the event has one or the usage event has none."""
-    end = event.rfind(b"}")
-    if b'"system_fingerprint"' not in usage or b'"system_fingerprint"' in event or end < 0:
+    if b'"system_fingerprint"' not in usage or b'"system_fingerprint"' in event:
         return event
     fingerprint = bytes(msgspec.json.decode(_data(usage), type=_Signed).system_fingerprint)
     if not fingerprint.startswith(b'"'):
         return event
-    return event[:end] + b',"system_fingerprint":' + fingerprint + event[end:]
+    return _with_field(event, b"system_fingerprint", fingerprint)
+
+
+def _with_field(event: bytes, name: bytes, value: bytes) -> bytes:
+    """Append a field to an event of one JSON object."""
+    end = event.rfind(b"}")
+    return event if end < 0 else b'%b,"%b":%b%b' % (event[:end], name, value, event[end:])
 
 
 def _data(event: bytes) -> bytes:

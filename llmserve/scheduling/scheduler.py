@@ -56,6 +56,7 @@ class Dispatcher(Protocol):
 
     forming: Forming
     times: Timetable
+    order: Order
     actions: list[Action]
 
     def settle(self, group: Group, now_s: float) -> list[float]: ...
@@ -129,6 +130,10 @@ class Scheduler:
     @property
     def plan(self) -> tuple[ServingGroup, ...]:
         return self.groups.layout.groups
+
+    @property
+    def order(self) -> Order:
+        return self._dispatch.order
 
     @property
     def waiting(self) -> int:

@@ -1,0 +1,99 @@
+"""Places in the queue: how many requests would start before one, and how long it probably waits.
+
+A place costs nothing until somebody asks. The first question sorts the waiting requests of its model; the answers hold
+for KEPT_S, so that many streams that ask at once cost one sort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from llmserve.cluster.in_flight import InFlightCall
+from llmserve.scheduling.group import Group
+from llmserve.scheduling.model_queues import ModelQueues
+from llmserve.scheduling.orders import FixedOrder, Order
+from llmserve.scheduling.queues import QueuedRequest
+from llmserve.scheduling.scheduler import Scheduler
+
+KEPT_S = 1.0
+
+
+class Running(Protocol):
+    """The engines' calls. remaining_s_of : predicted seconds until each running call of a model ends"""
+
+    def now_s(self) -> float: ...
+
+    def remaining_s_of(self, model: str) -> list[float]: ...
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A waiting request's place.
+
+    position  in the queue of its model, from 1
+    wait_s    predicted seconds until its start; None: unknown
+    helpless  no working engine serves its model now
+    """
+
+    position: int
+    wait_s: float | None
+    helpless: bool
+
+
+class Places:
+    """Tells places by the order of the scheduler."""
+
+    def __init__(self, scheduler: Scheduler, running: Running) -> None:
+        self._scheduler = scheduler
+        self._running = running
+        self._kept: dict[tuple[str, str], tuple[float, dict[int, int]]] = {}
+
+    def of(self, in_flight: InFlightCall) -> Place | None:
+        """The place of a call; None while it runs, or its length is being predicted."""
+        queued = self._scheduler.requests.get(in_flight.request.id)
+        if queued is None or queued.run is not None:
+            return None
+        group = self._scheduler.groups.by_name[queued.group]
+        queues = group.queues[queued.request.model]
+        position = self._positions(queues).get(queued.request.id, queues.waiting)
+        return self.at(position, group, queues)
+
+    def _positions(self, queues: ModelQueues) -> Mapping[int, int]:
+        now_s, key = self._running.now_s(), (queues.group, queues.model)
+        made_s, positions = self._kept.get(key, (-KEPT_S, {}))
+        if now_s - made_s >= KEPT_S:
+            self._kept = {name: kept for name, kept in self._kept.items() if now_s - kept[0] < KEPT_S}
+            positions = {queued.request.id: place for place, queued in enumerate(self.in_turn(queues), 1)}
+            self._kept[key] = now_s, positions
+        return positions
+
+    def in_turn(self, queues: ModelQueues) -> list[QueuedRequest]:
+        """A model's waiting requests in the order in which they would start now: formed batches, then the bins."""
+        formed = [queued for batch in queues.formed.batches() for queued in batch.requests.values()]
+        turn = turn_under(self._scheduler.order)
+        return formed + sorted(_in_bins(queues.bins), key=lambda queued: (turn(queued), queued.request.id))
+
+    def at(self, position: int, group: Group, queues: ModelQueues) -> Place:
+        """The place at a position of a model's queues.
+
+        The group's engines end requests of all its models: the others that wait count by their share. Before the rate
+        of ends is known, a request starts when the first, second, ... running one probably ends.
+        """
+        helpless = queues.no_engine_since_s is not None
+        share = group.tally.waiting / queues.waiting if queues.waiting else 1.0
+        wait_s = None if helpless else group.rate.drain_time_s(round(position * share))
+        if wait_s is None and not helpless:
+            ends_s = sorted(self._running.remaining_s_of(queues.model))
+            wait_s = ends_s[position - 1] if position <= len(ends_s) else None
+        return Place(position, wait_s, helpless)
+
+
+def _in_bins(bins: Iterable[Iterable[QueuedRequest]]) -> Iterable[QueuedRequest]:
+    return (queued for queue in bins for queued in queue)
+
+
+def turn_under(order: Order) -> Callable[[QueuedRequest], float]:
+    """The key by which requests that are in no batch yet go, at least roughly: of an order of the moment, deadlines."""
+    return order.turn if isinstance(order, FixedOrder) else (lambda queued: queued.deadline_s)

@@ -1,0 +1,288 @@
+"""Bytes while a stream waits: comments, errors as events, the receipt in the last chunk, and a proxy that is strict."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from engines.lying import LyingEngine, http
+from front import Front, StartFront, until
+
+from llmserve.api.keep_alive import comment_of, error_of_body
+from llmserve.cluster.places import Place
+from llmserve.engines.event_stream import PARTIAL_BYTES_MAX, UsageFilter
+from llmserve.engines.fake import FakeEngine, Fault
+from llmserve.settings import LiveConfig
+
+MESSAGES: Any = [{"role": "user", "content": "hello"}]
+SOON = {"live": LiveConfig(probe_every_s=0.05, keep_alive_s=0.1)}
+
+
+def client(url: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+async def read(front: Front, headers: dict[str, str] | None = None, **fields: Any) -> tuple[int, bytes]:
+    async with front.post(stream=True, headers=headers, **fields) as response:
+        return response.status, await response.read()
+
+
+def comments(stream: bytes) -> list[str]:
+    return re.findall(r"^: (.*)$", stream.decode(), re.M)
+
+
+def data(stream: bytes) -> list[Any]:
+    """The events by the rules of the standard: blocks between empty lines, without their comments."""
+    blocks = [re.sub(rb"(?m)^:.*\n?", b"", block) for block in stream.split(b"\n\n")]
+    texts = [block.removeprefix(b"data: ") for block in blocks if block]
+    return [text if text == b"[DONE]" else json.loads(text) for text in texts]
+
+
+@asynccontextmanager
+async def busy(front: Front, engine: FakeEngine, tokens: int = 40) -> AsyncIterator[None]:
+    """While a request holds the engine's only slot."""
+    running = asyncio.ensure_future(read(front, max_tokens=tokens))
+    await until(lambda: engine.running == 1)
+    yield
+    await running
+
+
+async def test_a_stream_that_waits_gets_its_place_and_then_its_answer_unharmed(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.02) as engine:
+        front = await start_front(engine, slots=1, **SOON)
+        async with busy(front, engine):
+            first, second = await asyncio.gather(read(front, max_tokens=3), read(front, max_tokens=3))
+        quick = await read(front, max_tokens=3)
+    assert first[0] == 200
+    assert comments(first[1])[0].startswith("position 1")
+    assert comments(second[1])[0].startswith("position 2")
+    assert not comments(quick[1]), "nothing was silent for long"
+    contents = [[event["choices"][0]["delta"] for event in data(stream)[:-1]] for _, stream in (first, second, quick)]
+    assert contents[0] == contents[1] == contents[2]
+
+
+async def test_the_official_client_reads_a_stream_with_comments_as_one_without(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.02) as engine:
+        front = await start_front(engine, slots=1, **SOON)
+
+        async def texts() -> list[str | None]:
+            stream = await client(front.url).chat.completions.create(
+                model="fake", messages=MESSAGES, max_tokens=5, stream=True
+            )
+            return [chunk.choices[0].delta.content async for chunk in stream]
+
+        async with busy(front, engine):
+            waited = await texts()
+        assert waited == await texts()
+        assert sum(map(bool, waited)) == 5
+
+
+async def test_a_quick_refusal_keeps_its_status(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.02) as engine:
+        front = await start_front(engine, slots=1, scheduling={"queue_requests_max": 1}, **SOON)
+        async with busy(front, engine):
+            waiting = asyncio.ensure_future(read(front, max_tokens=2))
+            await until(lambda: front.cluster.scheduler.waiting == 1)
+            status, body = await read(front)
+            assert (status, json.loads(body)["error"]["code"]) == (429, "queue_full")
+            await waiting
+
+
+async def test_without_keep_alive_nothing_is_said(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.02) as engine:
+        front = await start_front(engine, slots=1, live=LiveConfig(probe_every_s=0.05, keep_alive_s=0.0))
+        async with busy(front, engine):
+            _, stream = await read(front, max_tokens=2)
+    assert not comments(stream)
+
+
+async def test_an_engines_silence_before_and_within_an_answer_is_filled_between_events(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.0, prefill_s=0.4) as engine:
+        front = await start_front(engine, **SOON)
+        _, computing = await read(front, max_tokens=2)
+        engine.fault = Fault("hang", after_tokens=3)
+        async with front.post(stream=True, max_tokens=9) as response:
+            hanging = b""
+            while b"running" not in hanging.rpartition(b"data: ")[2] or b"data: " not in hanging:
+                hanging += await response.content.readany()
+    assert set(comments(computing)) == {"running"}
+    assert data(computing)[-1] == b"[DONE]"
+    assert len([event for event in data(hanging) if event["choices"][0]["delta"].get("content")]) == 3
+
+
+async def test_an_error_of_the_engine_after_a_comment_is_an_event(start_front: StartFront) -> None:
+    """The official client raises the error of the event."""
+
+    async def late(writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.4)
+        body = b'{\n "error": {"message": "no such\\nrole", "type": "BadRequestError", "code": 400}\n}'
+        writer.write(http(body, "content-type: application/json", status="400 Bad Request"))
+        await writer.drain()
+
+    async with LyingEngine(late) as engine:
+        front = await start_front(engine.url, **SOON)
+        status, stream = await read(front, headers={"x-llmserve-receipt": "true"})
+        assert status == 200
+        assert comments(stream)
+        error, done = data(stream)
+        assert (error["error"]["message"], error["error"]["code"], done) == ("no such\nrole", 400, b"[DONE]")
+        assert error["llmserve"]["engine"] in engine.url
+        with pytest.raises(openai.APIError, match="no such"):
+            async for _ in await client(front.url).chat.completions.create(
+                model="fake", messages=MESSAGES, stream=True
+            ):
+                pass
+
+
+async def test_a_stream_that_began_with_a_comment_runs_again_when_its_engine_fails(start_front: StartFront) -> None:
+    """Both engines are silent until the stream has its comment; then one breaks off, and the other answers."""
+    failed: list[bytes] = []
+
+    async def fail_first(request: web.Request) -> web.StreamResponse:
+        failed.append(await request.read())
+        await asyncio.sleep(0.4)
+        if len(failed) == 1:
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
+        event = b'data: {"choices":[{"index":0,"delta":{"content":"hi"},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+        return web.Response(body=event, content_type="text/event-stream")
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", fail_first)
+    app.router.add_get("/v1/models", lambda request: web.json_response({"data": [{"id": "fake"}]}))
+    async with TestServer(app) as engine:
+        front = await start_front(str(engine.make_url("")), **SOON)
+        status, stream = await read(front)
+    assert (status, len(failed)) == (200, 2)
+    assert comments(stream)
+    assert [event["choices"][0]["delta"]["content"] for event in data(stream)[:-1]] == ["hi"]
+
+
+async def test_a_client_that_leaves_after_a_comment_leaves_the_queue(start_front: StartFront) -> None:
+    async with FakeEngine(step_s=0.02) as engine:
+        front = await start_front(engine, slots=1, **SOON)
+        async with busy(front, engine):
+            async with front.post(stream=True) as response:
+                assert (await response.content.readany()).startswith(b": position 1")
+            await until(lambda: front.cluster.scheduler.waiting == 0)
+            assert engine.running == 1
+    assert len(engine.bodies) == 1
+
+
+# ---- the receipt ----
+
+
+async def test_the_last_chunk_has_the_receipt_when_the_client_asks(start_front: StartFront) -> None:
+    asks = {"x-llmserve-receipt": "true"}
+    async with FakeEngine(step_s=0.0) as engine:
+        front = await start_front(engine)
+        _, asked = await read(front, asks, max_tokens=2, stream_options={"include_usage": True})
+        _, plain = await read(front, max_tokens=2)
+        async with front.post(headers={"x-llmserve-receipt": "yes"}) as response:
+            assert (response.status, (await response.json())["error"]["param"]) == (400, "x-llmserve-receipt")
+    with_receipt = [event for event in data(asked)[:-1] if "llmserve" in event]
+    assert [event["choices"][0]["finish_reason"] for event in with_receipt] == ["length"]
+    assert {"bin", "batch", "queue_ms", "engine"} <= set(with_receipt[0]["llmserve"])
+    assert b"llmserve" not in plain
+    assert all(b"receipt" not in body for body in engine.bodies)
+
+
+# ---- parts ----
+
+
+def test_nothing_may_be_written_into_an_event_that_passes_in_parts() -> None:
+    usage = UsageFilter(strip=False)
+    usage.feed(b'data: {"a":1}\n\ndata: {"b"')
+    assert not usage.in_parts, "a small rest waits"
+    usage.feed(b"x" * (PARTIAL_BYTES_MAX + 1))
+    assert usage.in_parts
+
+
+def test_a_comment_tells_what_is_known() -> None:
+    assert comment_of(Place(12, 8.2, helpless=False), running=False) == b"position 12, about 8 s"
+    assert comment_of(Place(12, None, helpless=False), running=False) == b"position 12"
+    assert comment_of(Place(1, None, helpless=True), running=False) == b"position 1, waiting for an engine"
+    assert comment_of(None, running=True) == b"running"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"error": {"message": "m"}}', "m"),
+        (b'{"object": "error", "message": "older", "code": 400}', "older"),
+        (b"no JSON \xff", "no JSON \N{REPLACEMENT CHARACTER}"),
+        (b"[" * 100_000, "[" * 100_000),
+    ],
+)
+def test_every_body_of_an_error_becomes_an_event(body: bytes, message: str) -> None:
+    assert error_of_body(400, body)["error"]["message"] == message
+
+
+# ---- a proxy ----
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
+async def test_a_stream_outlives_a_proxys_read_timeout(start_front: StartFront, tmp_path: Path) -> None:
+    """The answer begins after three times the proxy's limit. Without keep-alive the proxy cuts it."""
+    ends = []
+    for keep_alive_s in (0.3, 0.0):
+        async with FakeEngine(step_s=0.1) as engine:
+            live = LiveConfig(probe_every_s=0.05, keep_alive_s=keep_alive_s)
+            front = await start_front(engine, slots=1, live=live)
+            async with nginx(front.url, tmp_path, read_timeout_s=1) as url, busy(front, engine, tokens=30):
+                body = {"model": "fake", "messages": MESSAGES, "max_tokens": 3, "stream": True}
+                async with front.session.post(f"{url}/v1/chat/completions", json=body) as response:
+                    ends.append((response.status, (await response.read()).endswith(b"data: [DONE]\n\n")))
+    assert ends == [(200, True), (504, False)]
+
+
+@asynccontextmanager
+async def nginx(upstream: str, folder: Path, read_timeout_s: int) -> AsyncIterator[str]:
+    """A running nginx in front of a server. Yields its base URL."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = folder / "nginx.conf"
+    config.write_text(
+        f"""daemon off; pid {folder}/pid; error_log {folder}/error.log;
+events {{}}
+http {{
+  access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+  fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
+  server {{
+    listen 127.0.0.1:{port};
+    location / {{ proxy_pass {upstream}; proxy_read_timeout {read_timeout_s}s; proxy_http_version 1.1; }}
+  }}
+}}
+"""
+    )
+    process = subprocess.Popen(["nginx", "-p", str(folder), "-c", str(config)])  # noqa: ASYNC220 (it only forks)
+    try:
+        async with asyncio.timeout(30.0):
+            while process.poll() is None and not await _accepts(port):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def _accepts(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    return True
