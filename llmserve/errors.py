@@ -23,6 +23,7 @@ LLMServeError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 
@@ -102,6 +103,11 @@ class NotFound(RequestError):
 
 class ModelNotFound(NotFound):
     default_code = "model_not_found"
+
+
+def model_not_found(id_: str, models: Iterable[str]) -> ModelNotFound:
+    """models : ids of the models that there are"""
+    return ModelNotFound(f"there is no model {id_!r}; this server has {', '.join(sorted(models))}", param="model")
 
 
 class MethodNotAllowed(RequestError):

@@ -33,7 +33,7 @@ from llmserve.cluster.in_flight import Head, InFlightCall, Receipt
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.places import Places
 from llmserve.deadline_settings import DefaultDeadlines
-from llmserve.errors import MethodNotAllowed, ModelNotFound, NotFound, RequestError, Unavailable
+from llmserve.errors import MethodNotAllowed, NotFound, RequestError, Unavailable, model_not_found
 from llmserve.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
 from llmserve.metrics import Metrics
 from llmserve.request import Call
@@ -191,9 +191,8 @@ class _Endpoints:
         if (model := models.get(call.model)) is not None:
             check_fits(call, model, self._cluster.fleet.infos_of(call.model))
             return
-        if not any(self._cluster.engines_ready.values()):  # without an engine, the list of models is not known
-            raise Unavailable("no engine is up", code="no_engine", retry_after_s=1.0)
-        raise _model_not_found(call.model, list(models))
+        if not self._cluster.fleet.may_come(call.model):
+            raise model_not_found(call.model, models)
 
     # ---- models ----
 
@@ -205,7 +204,7 @@ class _Endpoints:
         self._key_limits.authenticate(request.headers.get("authorization"))
         id_ = request.path_params["model_id"]
         if id_ not in self._cluster.models:
-            raise _model_not_found(id_, list(self._cluster.models))
+            raise model_not_found(id_, self._cluster.models)
         return json_response(self._model(id_))
 
     def _model(self, id_: str) -> dict[str, Any]:
@@ -237,10 +236,6 @@ class _Endpoints:
         is_order = request.url.path.startswith("/admin/engines/")
         response.headers["allow"] = "POST" if request.url.path in BODIES or is_order else "GET"
         return response
-
-
-def _model_not_found(id_: str, models: list[str]) -> ModelNotFound:
-    return ModelNotFound(f"there is no model {id_!r}; this server has {', '.join(sorted(models))}", param="model")
 
 
 class _Answer:

@@ -5,11 +5,15 @@ until an engine that is up again no longer lists the model.
 
 A handle is the state of one engine. The scheduler gets these events about an engine:
 
+    watched from now on       -> EngineExpected        it may be up, or come up
     successful probe          -> EngineReady           again when its slots, memory or models change
     lists no served model     -> EngineClosed          until it lists one
     drained by its operator   -> EngineClosed          its requests go on; EngineReady when resumed or restarted
     refuses connections       -> EngineClosed          it may finish its requests; EngineLost after the last of them
     probes stay unanswered    -> EngineLost            its requests are abandoned, and may run on other engines
+
+An engine that is down is expected back: processes are restarted, by llmserve or by whoever started them. Only an engine
+that its operator has drained, and is not restarting, or that lists no served model, is not.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from llmserve.cluster.known_models import KnownModels, Listed
 from llmserve.engines.engine import Engine, EngineError, Health
 from llmserve.errors import EngineStartError
 from llmserve.request import EngineInfo
-from llmserve.scheduling.messages import EngineClosed, EngineReady, Event
+from llmserve.scheduling.messages import EngineClosed, EngineExpected, EngineReady, Event
 from llmserve.settings import LiveConfig
 
 log = logging.getLogger("llmserve")
@@ -42,6 +46,7 @@ class EngineHandle:
     """The state of one engine.
 
     up       the engine answered its last probe, or missed only a few
+    seen     the engine was ever up
     drained  the operator wants no new requests on the engine
     models   served models that the engine listed when it was last up, by id
     running  calls that the engine serves, by request id
@@ -50,7 +55,7 @@ class EngineHandle:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.info = engine.info
-        self.up = False
+        self.up = self.seen = False
         self.drained = False
         self.models: Listed = {}
         self.running: dict[int, InFlightCall] = {}
@@ -133,6 +138,10 @@ class Fleet:
         """Known models, by id."""
         return self._known_models.by_id
 
+    def may_come(self, model: str) -> bool:
+        """Whether an engine whose models are not known yet may serve this one."""
+        return self._is_served(model) and not all(handle.seen for handle in self.handles.values())
+
     def engines_of(self, model: str) -> int:
         """Number of engines that serve the model, or did when they were last up."""
         return self._known_models.engines_of(model)
@@ -144,6 +153,7 @@ class Fleet:
     def start(self) -> None:
         """Begin to watch the engines. An engine gets requests from its first successful probe on."""
         for handle in self.handles.values():
+            self._notify(EngineExpected(handle.info))
             handle.watcher = asyncio.create_task(self._watch(handle))
 
     async def close(self) -> None:
@@ -163,7 +173,7 @@ class Fleet:
         """Send no new requests to the engine until `resume`, or until it was down and is up again."""
         handle.drained = True
         if handle.up:
-            self._close(handle)
+            self._close(handle, expected=handle.restart is not None)
         log.info("engine %s is drained: %d requests still run on it", handle.name, len(handle.running))
 
     def resume(self, handle: EngineHandle) -> None:
@@ -174,8 +184,8 @@ class Fleet:
     def begin_restart(self, handle: EngineHandle) -> None:
         """Drain the engine, restart its process when it is empty, resume. The engine must have `restart`."""
         if handle.restart is None:
-            self.drain(handle)
             handle.restart = asyncio.create_task(self._restart(handle))
+            self.drain(handle)
 
     async def _restart(self, handle: EngineHandle) -> None:
         assert handle.engine.restart is not None
@@ -250,7 +260,7 @@ class Fleet:
         """Bring the handle up to date after a successful probe, and notify the scheduler of changes."""
         handle.probes_failed, handle.trouble = 0, ""
         handle.slots_found = health.slots_found
-        came_up, handle.up = not handle.up, True
+        came_up, handle.up, handle.seen = not handle.up, True, True
         models = {model.id: model for model in health.models if self._is_served(model.id)}
         if came_up or models != handle.models:
             self._known_models.change(handle.models, models)
@@ -264,7 +274,7 @@ class Fleet:
             if handle.ready:
                 self._open(handle)
             elif not handle.models:
-                self._close(handle)
+                self._close(handle, expected=False)
 
     def _info(self, handle: EngineHandle, health: Health, *, came_up: bool) -> EngineInfo:
         """The description of an engine that is up, for the scheduler."""
@@ -296,7 +306,7 @@ class Fleet:
         if handle.up:
             handle.up = False
             log.warning("engine %s takes no connections; %d requests run on it", handle.name, len(handle.running))
-            self._close(handle)
+            self._close(handle, expected=is_expected(handle))
             handle.nudge.set()
 
     # ---- events for the scheduler -----------------------------------------------------------------------------
@@ -305,18 +315,24 @@ class Fleet:
         handle.closed = False
         self._notify(EngineReady(handle.info))
 
-    def _close(self, handle: EngineHandle) -> None:
+    def _close(self, handle: EngineHandle, *, expected: bool) -> None:
         if not handle.closed:
             handle.closed = True
-            self._notify(EngineClosed(handle.name))
+            self._notify(EngineClosed(handle.name, expected))
 
     def _lose(self, handle: EngineHandle) -> None:
-        self._close(handle)  # first, so that no request starts there while its calls are abandoned
+        # First, so that no request starts there while its calls are abandoned.
+        self._close(handle, expected=is_expected(handle))
         handle.up = handle.closed = False
         handle.probes_failed = 0
         if handle.restart is None:
             log.warning("engine %s is lost with %d running requests", handle.name, len(handle.running))
         self._on_lost(handle)
+
+
+def is_expected(handle: EngineHandle) -> bool:
+    """Whether an engine that is down, or goes down, will probably take requests again."""
+    return not handle.drained or handle.restart is not None
 
 
 def _log_models(handle: EngineHandle, health: Health, *, came_up: bool) -> None:

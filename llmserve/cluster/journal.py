@@ -26,10 +26,11 @@ from llmserve.scheduling.messages import Action, Event, ServingGroup
 from llmserve.scheduling.rates import GroupRates, Replan
 from llmserve.scheduling.scheduler import Scheduler
 
-VERSION = 7
-READABLE = (4, 5, 6, VERSION)
+VERSION = 8
+READABLE = (4, 5, 6, 7, VERSION)
 # Version 4 has one model and no groups, version 5 nothing learnt before: the defaults of the fields that they lack.
-# Neither has ForecastsRevised. Tuned came with version 7.
+# Neither has ForecastsRevised. Tuned came with version 7,
+# EngineExpected with version 8: before, no engine was expected, and requests were refused while none was up.
 HEADER_START = b'{"scheduling":'  # the first field of a header; a step begins with its time
 
 log = logging.getLogger("llmserve")

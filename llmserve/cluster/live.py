@@ -20,7 +20,7 @@ from bins.dispatch import DispatchSolver
 from bins.profile import Profile
 from llmserve.cluster.answer_lengths import AnswerLengths, LengthForecaster
 from llmserve.cluster.calls import RunningCalls
-from llmserve.cluster.fleet import EngineHandle, Fleet
+from llmserve.cluster.fleet import EngineHandle, Fleet, is_expected
 from llmserve.cluster.in_flight import Client, InFlightCall
 from llmserve.cluster.journal import Journal
 from llmserve.cluster.known_models import Listed
@@ -32,7 +32,7 @@ from llmserve.cluster.remaining import remaining_s
 from llmserve.cluster.revising import Revising
 from llmserve.cluster.revisions import Forecast, Revisions
 from llmserve.engines.engine import Engine
-from llmserve.errors import DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable
+from llmserve.errors import DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable, model_not_found
 from llmserve.request import Call, Request
 from llmserve.scheduling.messages import (
     AbortRequest,
@@ -285,7 +285,10 @@ class LiveCluster:
             if action.reason == "queue_full" and retry_after_s is None:  # how fast answers end is not known yet
                 # The queue has room again when the first running call ends.
                 retry_after_s = min(self.remaining_s_of(in_flight.request.model), default=None)
-            in_flight.fail(_error_of(action.reason, retry_after_s, preempted=in_flight.preemptions > 0))
+            if action.reason == "model_not_found":
+                in_flight.fail(model_not_found(in_flight.request.model, self.models))
+            else:
+                in_flight.fail(_error_of(action.reason, retry_after_s, preempted=in_flight.preemptions > 0))
         self._forget(in_flight)
 
     def _forget(self, in_flight: InFlightCall) -> None:
@@ -316,7 +319,8 @@ class LiveCluster:
         """Abandon all calls of a lost engine, and tell the scheduler of the loss."""
         lost_calls = self._calls.abandon(handle)
         answered = tuple(sorted(in_flight.request.id for in_flight in lost_calls if in_flight.answered))
-        self._step(EngineLost(handle.name, answered, planned=handle.restart is not None))
+        planned = handle.restart is not None
+        self._step(EngineLost(handle.name, answered, planned=planned, expected=is_expected(handle)))
         for in_flight in lost_calls:
             self._forget(in_flight)
 

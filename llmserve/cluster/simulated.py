@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -29,6 +29,7 @@ from llmserve.scheduling.messages import (
     BatchEnded,
     DispatchSolved,
     DrainRequested,
+    EngineExpected,
     EngineReady,
     Event,
     ForecastsRevised,
@@ -117,6 +118,7 @@ class SimulatedCluster:
     delays   None: nothing is late
     on_step  called after each step with (now_s, event, actions), for reports
     predict  called with each request at the time of its arrival; returns the request with its forecast of that time
+    late     names of engines that are expected at the beginning, and come up by an event of their own
     revise   called after the step of each end, with the event; returns later forecasts of requests that wait, such as
              the forecasts of cluster/revisions.py. The scheduler gets them at the same time, before any other event
     """
@@ -131,6 +133,7 @@ class SimulatedCluster:
         delays: Delays | None = None,
         on_step: Callable[[float, Event, list[Action]], None] | None = None,
         predict: Callable[[Request], Request] | None = None,
+        late: Collection[str] = (),
         revise: Callable[[RequestEnded | BatchEnded], Sequence[RevisedForecast]] | None = None,
     ) -> None:
         self.scheduler = scheduler
@@ -141,6 +144,7 @@ class SimulatedCluster:
         self._delays = delays
         self._on_step = on_step
         self._predict = predict
+        self._late = late
         self._revise = revise
         self._heap: list[tuple[float, int, _Scheduled]] = []
         self._serial = 0
@@ -153,7 +157,8 @@ class SimulatedCluster:
         partial batches; otherwise the requests of partial batches are cancelled at the end.
         """
         for engine, scheduled in self._engines.values():
-            self._step(EngineReady(engine.info))
+            is_late = engine.info.name in self._late
+            self._step(EngineExpected(engine.info) if is_late else EngineReady(engine.info))
             self._schedule(scheduled)
         for at_s, request in arrivals:
             self._advance(at_s)

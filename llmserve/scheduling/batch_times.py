@@ -134,7 +134,7 @@ def _rising(times: list[float]) -> tuple[float, ...]:
 
 
 class Deadlines:
-    """The deadlines of all waiting requests; nothing else watches them.
+    """Times until which waiting requests may wait: their deadlines, or the ends of their waits for an engine.
 
     late_at_s  time after which a request is late, as estimated at the given time; None: never
     next_at_s  earliest time at which a waiting request may become late; None: no waiting request can
@@ -147,12 +147,15 @@ class Deadlines:
 
     def watch(self, queued: QueuedRequest, now_s: float) -> None:
         """Watch a request that waits, or watch it by new batch times."""
-        if queued.request.deadline_s is None:
-            return
         at_s = self._late_at_s(queued, now_s)
         if at_s is not None:
             heapq.heappush(self._heap, (at_s, queued.request.id))
             self.next_at_s = self._heap[0][0]
+
+    def clear(self) -> None:
+        """Watch none of the requests any more."""
+        self._heap.clear()
+        self.next_at_s = None
 
     def late(self, requests: dict[int, QueuedRequest], now_s: float) -> Iterator[QueuedRequest]:
         """Yield each waiting request that is late. The caller must remove the request before it asks for the next."""
@@ -166,7 +169,9 @@ class Deadlines:
             if queued is None or not waits:
                 continue
             again_s = self._late_at_s(queued, now_s)  # estimate again: answers may be shorter now, or engines faster
-            if again_s is not None and again_s > now_s:
+            if again_s is None:
+                continue
+            if again_s > now_s:
                 heapq.heappush(self._heap, (again_s, request_id))
                 continue
             yield queued

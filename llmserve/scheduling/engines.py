@@ -86,20 +86,21 @@ class EngineState:
     total_tokens  sum of the tokens that these requests are predicted to hold at their ends
     models        names of the served models; empty: every model
     ready         whether the engine takes requests, its circuit breaker aside
+    known, expected  whether it was ever ready, and its models are known; whether it will be, and requests wait for it
     paces         by model, for models of known speed with at least one answer
     turn          which request may block the engine for its memory
     """
 
     __slots__ = (
-        *("_counted_at_s", "_refused", "_steps", "circuit", "info", "models", "paces", "ready", "running"),
-        *("total_tokens", "turn", "worker"),
+        *("_counted_at_s", "_refused", "_steps", "circuit", "expected", "info", "known", "models", "paces"),
+        *("ready", "running", "total_tokens", "turn", "worker"),
     )
 
     def __init__(self, info: EngineInfo, circuit: Circuit, worker: Worker) -> None:
         self.update(info)
         self.circuit = circuit
         self.worker = worker
-        self.ready = True
+        self.ready, self.known, self.expected = True, True, False
         self.paces = {model: Pace(value) for model, value in info.paces.items()}
         self.running: dict[int, Run] = {}
         self.turn = MemoryTurn()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import count
 
-from llmserve.scheduling.engines import EnginePool, Worker
+from llmserve.scheduling.engines import EnginePool, EngineState, Worker
 from llmserve.scheduling.model_queues import ModelQueues, Tally
 from llmserve.scheduling.queues import BinQueue, FormedBatch, QueuedRequest
 from llmserve.scheduling.rates import CompletionRate
@@ -64,16 +64,24 @@ class Group:
             for model in engine.info.models if engine.ready else ():
                 self.queues_of(model, now_s)
 
-    def refresh_engines(self, now_s: float) -> None:
-        """Update the queues after engines became ready or not, circuits opened or closed, or served models changed."""
+    def refresh_engines(self, now_s: float) -> list[ModelQueues]:
+        """Update the queues after engines became ready or not, circuits opened or closed, or served models changed.
+
+        Returns the queues that no working engine serves from now on.
+        """
+        before = self.without_engine
         for queues in self.queues.values():
             queues.set_engines(self.pool.serving(queues.model), now_s)
-        for engine in self.pool.engines.values():
+        for engine in self._known_engines():
             served = [queues for queues in self.queues.values() if engine.serves(queues.model)]
             for queues in served:
                 if queues.fair is not served[0].fair:
                     queues.compete(served[0].fair)
         self.without_engine = [queues for queues in self.queues.values() if queues.no_engine_since_s is not None]
+        return [queues for queues in self.without_engine if queues not in before]
+
+    def _known_engines(self) -> list[EngineState]:
+        return [engine for engine in self.pool.engines.values() if engine.known]
 
     def ability(self, model: str) -> int:
         """SERVES: an engine here serves the model.  AWAITS: an engine that does will join.  CANNOT: neither."""
@@ -93,31 +101,21 @@ class Group:
 
     def forget(self, models: Iterable[str]) -> None:
         """Remove the queues of these models, if no engine serves the model and no request of it is present."""
-        engines = self.pool.engines.values()
+        engines = self._known_engines()
         for model in models:
             queues = self.queues.get(model)
             if queues is not None and not queues.present and not any(engine.serves(model) for engine in engines):
                 del self.queues[model]
         self.planned = [queues for queues in self.planned if queues.model in self.queues]
         self.timed = [queues for queues in self.timed if queues.model in self.queues]
+        self.without_engine = [queues for queues in self.without_engine if queues.model in self.queues]
 
     @property
     def needs_dispatch(self) -> bool:
         """Whether an arrival may lead to an action or a timer; False when all engines are busy."""
-        return bool(self.pool.free or self.pool.paused or self.timed or self.arrived_in or self.without_engine)
+        return bool(self.pool.free or self.pool.paused or self.timed or self.arrived_in)
 
-    def timed_out(self, now_s: float, wait_s: float) -> Iterator[ModelQueues]:
-        """Queues whose requests have waited `wait_s` for a working engine."""
-        for queues in self.without_engine:
-            since_s = queues.no_engine_since_s
-            assert since_s is not None, f"a working engine serves {queues.model!r}"
-            if now_s >= since_s + wait_s:
-                if queues.engines:  # an engine is ready but its circuit is open: later requests wait for its trial
-                    queues.no_engine_since_s = now_s
-                if queues.waiting:
-                    yield queues
-
-    def note_wake(self, dues_s: list[float], engine_wait_s: float) -> None:
+    def note_wake(self, dues_s: list[float]) -> None:
         """Set `wake_at_s`. dues_s : times at which more batches could start; this list is extended."""
         if not self.tally.waiting:
             self.wake_at_s = None
@@ -125,9 +123,6 @@ class Group:
         if self.pool.paused:
             pauses_s = [engine.circuit.open_until_s for engine in self.pool.paused.values()]
             dues_s += [until_s for until_s in pauses_s if until_s is not None]
-        for queues in self.without_engine:
-            if queues.waiting and queues.no_engine_since_s is not None:
-                dues_s.append(queues.no_engine_since_s + engine_wait_s)
         self.wake_at_s = min(dues_s) if dues_s else None
 
     @property

@@ -14,7 +14,7 @@ group gets every worker, model and stream that the plan does not name; without a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.batch_times import Deadlines, Timetable
@@ -22,10 +22,10 @@ from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.engines import EngineState, Worker
 from llmserve.scheduling.group import SERVES, Forming, Group
 from llmserve.scheduling.layout import Layout
-from llmserve.scheduling.messages import Action, FailReason, FailRequest, ReportCircuit, ReportTrust, ServingGroup
+from llmserve.scheduling.messages import Action, FailReason, FailRequest, ReportTrust, ServingGroup
 from llmserve.scheduling.model_queues import ModelQueues
 from llmserve.scheduling.orders import MomentOrder, Order
-from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run, refund, turn_of_arrival
+from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run, turn_of_arrival
 
 
 class Groups:
@@ -169,17 +169,29 @@ class RequestBook:
 
     by_id      all requests that wait or run
     deadlines  of the waiting requests
+    helpless   until when the requests wait that no working engine can serve
     touched    groups to settle before the step ends, by name
     now_s, actions  time of the step in progress, and the actions decided in it
 
     forming      how bins release batches; order : which batch runs next; times : how long batches take
     retries_max  how often a request may run again after its engine failed before the first byte
+    engine_wait_s  how long a request waits for a working engine
     """
 
-    def __init__(self, groups: Groups, forming: Forming, order: Order, times: Timetable, retries_max: int) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        forming: Forming,
+        order: Order,
+        times: Timetable,
+        retries_max: int,
+        engine_wait_s: float,
+    ) -> None:
         self.by_id: dict[int, QueuedRequest] = {}
         self.touched: dict[str, Group] = {}
         self.deadlines = Deadlines(self._late_at_s)
+        self.helpless = Deadlines(self._gives_up_at_s)
+        self._engine_wait_s = engine_wait_s
         self._groups = groups
         self._forming = forming
         self._preempts = isinstance(order, MomentOrder) and order.preempts
@@ -203,6 +215,25 @@ class RequestBook:
         queues = self.queues_of(queued)
         return self._times.late_at_s(queued, queues.engines, queues.tokens(queued.bin).least, now_s)
 
+    def _gives_up_at_s(self, queued: QueuedRequest, now_s: float) -> float | None:
+        """When the request has waited long enough for a working engine; None: it has one."""
+        since_s = self.queues_of(queued).no_engine_since_s
+        return None if since_s is None else max(since_s, queued.arrived_at_s) + self._engine_wait_s
+
+    def next_late_at_s(self) -> float | None:
+        """Earliest time at which a waiting request may fail; None: none can."""
+        if self.helpless.next_at_s is not None:
+            groups = self._groups.by_name.values()
+            if not any(queues.waiting for group in groups for queues in group.without_engine):
+                self.helpless.clear()
+        times_s = (self.deadlines.next_at_s, self.helpless.next_at_s)
+        return min([at_s for at_s in times_s if at_s is not None], default=None)
+
+    def watch(self, queued: QueuedRequest) -> None:
+        """Watch the deadline of a request that waits, and its wait for a working engine."""
+        self.deadlines.watch(queued, self.now_s)
+        self.helpless.watch(queued, self.now_s)
+
     def invalidate(self) -> None:
         """Drop cached batch times. Call after engines have come, gone, or changed their models or speed."""
         if self._times is not None:
@@ -221,8 +252,8 @@ class RequestBook:
         """Count a request that waits in these queues from now on: it has arrived, or moved from another group."""
         group = self._groups.by_name[queues.group]
         group.enter(queues)
-        if queued.request.deadline_s is not None:
-            self.deadlines.watch(queued, self.now_s)
+        if queued.request.deadline_s is not None or queues.no_engine_since_s is not None:
+            self.watch(queued)
         if self._preempts:
             group.arrived_in[queues.model] = queues
 
@@ -239,8 +270,15 @@ class RequestBook:
         group.leave(group.queues[requests[0].request.model], len(requests))
         return group
 
+    def drop(self, queued: QueuedRequest) -> Group:
+        """Forget a request that does not run, and the queues of its model if no engine lists the model."""
+        group, model = self.forget([queued]), queued.request.model
+        if group.queues[model].no_engine_since_s is not None:
+            group.forget((model,))
+        return group
+
     def fail(self, queued: QueuedRequest, reason: FailReason) -> None:
-        self.report_failed(queued.request.id, reason, self.forget([queued]))
+        self.report_failed(queued.request.id, reason, self.drop(queued))
 
     def report_failed(self, request_id: int, reason: FailReason, group: Group) -> None:
         retry_after_s = None if reason == "deadline_exceeded" else group.rate.drain_time_s(group.tally.waiting)
@@ -252,6 +290,13 @@ class RequestBook:
             self.touch(self.group_of(queued))
             self.queues_of(queued).leave(queued)
             self.fail(queued, "deadline_exceeded")
+
+    def fail_helpless(self) -> None:
+        """Fail waiting requests that have waited for a working engine for long enough."""
+        for queued in self.helpless.late(self.by_id, self.now_s):
+            self.touch(self.group_of(queued))
+            self.queues_of(queued).leave(queued)
+            self.fail(queued, "no_engine")
 
     def record_answers(self, runs: Sequence[Run], output_tokens: Mapping[int, float]) -> None:
         """Record the answers of one batch. output_tokens : by request id; 0 where unknown."""
@@ -294,7 +339,7 @@ class RequestBook:
         longest = max([queued.bin for queued in again])  # a batch may also hold requests of shorter bins
         batch = FormedBatch(first.batch_id, longest, first.formed_at_s, again, queues.model)
         for queued in again:
-            self.deadlines.watch(queued, self.now_s)  # the deadline may have been dropped while the request ran
+            self.watch(queued)  # its times may have been dropped while the request ran
         queues.take_back_batch(batch, avoid)
 
     def wait_again(self, queued: QueuedRequest) -> None:
@@ -310,7 +355,7 @@ class RequestBook:
         for queue in queues.take_back([queued]):
             self._forming.form_early(queues, queue, self.now_s)
         self.touch(self.group_of(queued))
-        self.deadlines.watch(queued, self.now_s)
+        self.watch(queued)
         self.place_again([queued])
 
     def revise(self, changes: Mapping[int, Callable[[Request], Request]]) -> None:
@@ -360,91 +405,3 @@ class RequestBook:
             changed[queues.group, queues.model] = queues
         for queues in changed.values():
             self.sort_into_queues(queues)  # a moved request may be older than the requests that wait already
-
-
-class EngineBook:
-    """Records engines that come, close or are lost, and updates the requests of their groups.
-
-    circuit : makes a circuit breaker for a new engine
-    """
-
-    def __init__(self, groups: Groups, book: RequestBook, circuit: Callable[[], Circuit]) -> None:
-        self._groups = groups
-        self._book = book
-        self._new_circuit = circuit
-
-    def ready(self, info: EngineInfo) -> None:
-        """Record that an engine takes requests, or that its description has changed."""
-        state = self._groups.engines.get(info.name)
-        if state is None:
-            state = self._groups.place(info, self._new_circuit())
-            group = self._groups.group_of(state)
-            group.pool.join(state, self._book.now_s)
-        group = self._groups.group_of(state)
-        if not state.ready:  # the engine is back: past faults no longer count
-            state.circuit = self._new_circuit()
-            group.pool.paused.pop(info.name, None)
-        no_longer = state.models - set(info.models)
-        state.update(info)
-        state.ready = True
-        group.pool.update(state, self._book.now_s)
-        if no_longer:
-            group.forget(no_longer)
-        for model in info.models or ([] if group.queues else [""]):
-            group.queues_of(model, self._book.now_s)
-        self.changed([group])
-
-    def close(self, state: EngineState) -> None:
-        """Send the engine no more requests; its running requests go on."""
-        self.changed([self._close(state)])
-
-    def _close(self, state: EngineState) -> Group:
-        group = self._groups.group_of(state)
-        state.ready = False
-        group.pool.paused.pop(state.info.name, None)
-        group.pool.update(state, self._book.now_s)
-        self._circuits_changed(group)
-        return group
-
-    def lose(self, state: EngineState, answered: Collection[int]) -> None:
-        """Record that an engine and its runs are gone. answered : ids of requests whose clients have received bytes."""
-        group = self._close(state)
-        group.pool.forget_prefixes(state)
-        again: dict[int, list[Run]] = {}  # by batch id, so that each batch runs again as one batch
-        runs = list(state.running.values())
-        state.remove(runs, self._book.now_s)
-        for run in runs:
-            if run.queued.cancelled:
-                self._book.forget([run.queued])
-            elif run.queued.request.id in answered:
-                self._book.fail(run.queued, "engine_lost")
-            else:
-                again.setdefault(run.batch_id, []).append(run)
-        for unanswered in again.values():
-            self._book.run_again(unanswered, "engine_lost", avoid=state.info.name)
-        refund(runs)
-        group.pool.refresh(state, self._book.now_s)  # engines that share its GPU may be free now
-        self.changed([group])  # after the retried requests have been queued, so that they move too
-
-    def report_circuit(self, name: str) -> None:
-        """Report that the engine's circuit has opened, has been opened for longer, or has closed."""
-        engine = self._groups.engines[name]
-        group, until_s = self._groups.group_of(engine), engine.circuit.open_until_s
-        group.pool.paused.pop(name, None)
-        if until_s is not None:
-            group.pool.paused[name] = engine
-        self._book.actions.append(ReportCircuit(name, None if until_s is None else until_s - self._book.now_s))
-        group.pool.refresh(engine, self._book.now_s)
-        self._circuits_changed(group)
-
-    def _circuits_changed(self, group: Group) -> None:
-        self._book.touch(group)
-        self._book.invalidate()
-        group.refresh_engines(self._book.now_s)
-
-    def changed(self, groups: Iterable[Group]) -> None:
-        """Update groups whose engines have come, gone or moved, and move the requests that are misplaced now."""
-        for group in groups:
-            self._circuits_changed(group)
-        if len(self._groups.by_name) > 1:
-            self._book.place_again(list(self._book.by_id.values()))

@@ -13,7 +13,9 @@ import msgspec
 from bins.dispatch import DispatchPlan, Observed
 from llmserve.request import Batch, EngineInfo, Request
 
-FailReason = Literal["queue_full", "no_engine", "draining", "deadline_exceeded", "engine_lost", "engine_failed"]
+FailReason = Literal[
+    "queue_full", "no_engine", "model_not_found", "draining", "deadline_exceeded", "engine_lost", "engine_failed"
+]
 REVISIONS_MAX = 64  # forecasts in one ForecastsRevised, which bounds the work of its step
 
 
@@ -92,16 +94,26 @@ class BatchEnded(msgspec.Struct, frozen=True, tag=True):
     output_tokens: dict[int, float]
 
 
+class EngineExpected(msgspec.Struct, frozen=True, tag=True):
+    """An engine that was never ready will be. Until then it may serve any model: requests wait for it."""
+
+    engine: EngineInfo
+
+
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """An engine takes requests from now on, or its description has changed (slots, memory, models, speed)."""
 
     engine: EngineInfo
 
 
-class EngineClosed(msgspec.Struct, frozen=True, tag=True):
-    """An engine takes no more requests (drained by its operator, or refusing connections). Running requests go on."""
+class EngineClosed(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """An engine takes no more requests (drained by its operator, or refusing connections). Running requests go on.
+
+    expected  whether the engine is expected back, so that new requests wait for it
+    """
 
     engine: str
+    expected: bool = False
 
 
 class EngineLost(msgspec.Struct, frozen=True, tag=True):
@@ -109,11 +121,13 @@ class EngineLost(msgspec.Struct, frozen=True, tag=True):
 
     answered  ids of its requests whose clients have received bytes, so that they cannot run again
     planned   whether its operator restarts the engine
+    expected  as in EngineClosed
     """
 
     engine: str
     answered: tuple[int, ...] = ()
     planned: bool = False
+    expected: bool = False
 
 
 class DrainRequested(msgspec.Struct, frozen=True, tag=True):
@@ -167,6 +181,7 @@ Event = (
     | AnswerBegan
     | ForecastsRevised
     | BatchEnded
+    | EngineExpected
     | EngineReady
     | EngineClosed
     | EngineLost

@@ -19,9 +19,10 @@ from typing import Protocol
 from llmserve.request import Request
 from llmserve.scheduling.batch_times import Timetable
 from llmserve.scheduling.circuit import Circuit, Faults
+from llmserve.scheduling.engine_book import EngineBook
 from llmserve.scheduling.engines import EngineState, Worker
 from llmserve.scheduling.group import Forming, Group
-from llmserve.scheduling.groups import EngineBook, Groups, RequestBook
+from llmserve.scheduling.groups import Groups, RequestBook
 from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
@@ -30,6 +31,7 @@ from llmserve.scheduling.messages import (
     DispatchSolved,
     DrainRequested,
     EngineClosed,
+    EngineExpected,
     EngineLost,
     EngineReady,
     Event,
@@ -80,7 +82,7 @@ class Scheduler:
     rates               when set, another plan is asked for (PlanGroups) when arrival rates have changed
     queue_requests_max  requests that may wait in a group; further requests are refused with `queue_full`
     retries_max         how often a request may run again after its engine failed before the first byte
-    engine_wait_s       how long requests wait for a working engine before they fail with `no_engine`
+    engine_wait_s       how long a request waits for a working engine before it fails with `no_engine`
     """
 
     def __init__(
@@ -100,13 +102,12 @@ class Scheduler:
         self.wake_at_s: float | None = None
         self.preempts = isinstance(order, MomentOrder) and order.preempts
         self._dispatch = dispatch
-        self._book = RequestBook(self.groups, dispatch.forming, order, dispatch.times, retries_max)
+        self._book = RequestBook(self.groups, dispatch.forming, order, dispatch.times, retries_max, engine_wait_s)
         self.requests, self.engines = self._book.by_id, self.groups.engines
         self._engines = EngineBook(self.groups, self._book, circuit)
         self._faults = Faults(lambda name: self.engines[name].circuit)
         self._rates = rates
         self._queue_requests_max = queue_requests_max
-        self._engine_wait_s = engine_wait_s
         self._solving: dict[str, deque[tuple[Group, SolveDispatch]]] = {}  # by model; the first of each is being solved
         self._now_s = 0.0
         self._actions: list[Action] = []
@@ -117,6 +118,7 @@ class Scheduler:
             AnswerBegan: self._on_answer_began,
             ForecastsRevised: lambda event: self._book.revise(event.changes),
             BatchEnded: self._on_batch_ended,
+            EngineExpected: lambda event: self._engines.expect(event.engine),
             EngineReady: self._on_engine_ready,
             EngineClosed: self._on_engine_closed,
             EngineLost: self._on_engine_lost,
@@ -174,11 +176,11 @@ class Scheduler:
             if group.planned:
                 for queues in group.planned:
                     self._ask_for_plan(group, queues)
-            if dues_s or group.wake_at_s is not None or group.without_engine or group.pool.paused:
-                group.note_wake(dues_s, self._engine_wait_s)
+            if dues_s or group.wake_at_s is not None or group.pool.paused:
+                group.note_wake(dues_s)
         if self.groups.only is None:
             self.groups.drop_empty()
-        at_s = self._book.deadlines.next_at_s
+        at_s = self._book.next_late_at_s()
         for group in self.groups.by_name.values():
             if group.wake_at_s is not None and (at_s is None or group.wake_at_s < at_s):
                 at_s = group.wake_at_s
@@ -195,8 +197,8 @@ class Scheduler:
             self._rates.observe(request.stream, request.model)
         group = self.groups.only or self.groups.group_for(request)
         queues = group.queues.get(request.model)
-        if queues is None and group.pool.serving(request.model):  # unserved models get no queues: clients invent names
-            queues = group.queues_of(request.model, self._now_s)
+        if queues is None and (group.pool.serving(request.model) or self._engines.awaits(request.model, group)):
+            queues = group.queues_of(request.model, self._now_s)  # others get no queues: clients invent names
         refusal = self._refusal(request, group, queues)
         if refusal == "queue_full" and refuse_holder(request, group, self._book):
             refusal = None
@@ -215,7 +217,7 @@ class Scheduler:
     def _refusal(self, request: Request, group: Group, queues: ModelQueues | None) -> FailReason | None:
         if self._dispatch.forming.draining:
             return "draining"
-        if queues is None or not queues.engines:
+        if queues is None or not (queues.engines or self._engines.awaits(request.model, group)):
             return "no_engine"
         if group.tally.waiting >= self._queue_requests_max:
             return "queue_full"
@@ -233,7 +235,7 @@ class Scheduler:
             self._actions.append(AbortRequest(queued.run.engine, event.request_id))
         else:
             self._book.queues_of(queued).leave(queued)
-            self._book.forget([queued])
+            self._book.drop(queued)
 
     def _on_answer_began(self, event: AnswerBegan) -> None:
         queued = self.requests.get(event.request_id)
@@ -316,14 +318,14 @@ class Scheduler:
         self._end_reservation(self.engines[event.engine.name].worker)  # it may serve other models now
 
     def _on_engine_closed(self, event: EngineClosed) -> None:
-        if (state := self.engines.get(event.engine)) is not None and state.ready:
-            self._engines.close(state)
+        state = self.engines.get(event.engine)
+        if state is not None and self._engines.close(state, expected=event.expected):
             self._end_reservation(state.worker)
 
     def _on_engine_lost(self, event: EngineLost) -> None:
         state = self.engines.get(event.engine)
         if state is not None:
-            self._engines.lose(state, event.answered)
+            self._engines.lose(state, event.answered, expected=event.expected)
             self._freed(state)
 
     # ---- drain, timer, plans ----------------------------------------------------------------------------------
@@ -339,10 +341,7 @@ class Scheduler:
         for group in self.groups:
             if group.wake_at_s is not None and group.wake_at_s <= self._now_s:
                 self._book.touch(group)
-                for queues in group.timed_out(self._now_s, self._engine_wait_s):
-                    for queued in queues.all_waiting():
-                        queues.leave(queued)
-                        self._book.fail(queued, "no_engine")
+        self._book.fail_helpless()
 
     def _ask_for_plan(self, group: Group, queues: ModelQueues) -> None:
         if queues.slots and (observed := queues.wants_plan(self._now_s)) is not None:
@@ -392,7 +391,7 @@ def end_reservation(worker: Worker, groups: Groups, book: RequestBook, dispatch:
     book.fail_late()
     dispatch.start_reserved(group, worker, book.now_s)
     for queued in [queued for queued in waiting if queued.run is None]:
-        book.deadlines.watch(queued, book.now_s)  # batch times may have changed since its arrival
+        book.watch(queued)  # batch times may have changed since its arrival
     book.place_again(waiting)
 
 

@@ -240,7 +240,7 @@ async def test_a_full_queue_is_429_with_retry_after(start_front: StartFront) -> 
 
 
 async def test_no_engine_is_503_with_retry_after(start_front: StartFront) -> None:
-    front = await start_front("http://127.0.0.1:9", wait=False)
+    front = await start_front("http://127.0.0.1:9", wait=False, scheduling={"engine_wait_s": 0.1})
     async with front.post() as response:
         assert response.status == 503
         assert int(response.headers["retry-after"]) >= 1

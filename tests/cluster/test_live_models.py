@@ -117,7 +117,7 @@ async def test_each_model_is_answered_by_the_engines_that_serve_it(start_front: 
 async def test_a_known_model_whose_engines_are_down_is_503_and_the_others_go_on(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0, model="small") as staying:
         async with FakeEngine(step_s=0, model="large") as leaving:
-            front = await start_front(staying, leaving)
+            front = await start_front(staying, leaving, scheduling={"engine_wait_s": 0.1})
             name, port = name_of(leaving), int(leaving.url.rpartition(":")[2])
         await until(lambda: not front.cluster.engines_ready[name])
         async with front.post(model="large") as response:

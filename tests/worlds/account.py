@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from worlds.invariants import check, passable
 
 from llmserve.policies import TIMEOUT_S, SchedulingConfig, tuned
@@ -25,6 +26,7 @@ from llmserve.scheduling.messages import (
     DispatchSolved,
     DrainRequested,
     EngineClosed,
+    EngineExpected,
     EngineLost,
     EngineReady,
     Event,
@@ -112,13 +114,16 @@ class Worker:
 
 
 class Engine:
-    """Expected state of an engine. open_until_s : when an open circuit permits a trial; None: the circuit is closed"""
+    """Expected state of an engine. open_until_s : when an open circuit permits a trial; None: the circuit is closed
+
+    known, expected  it was ever up, so that its models are known; it will be up, so that requests wait for it
+    """
 
     def __init__(self, info: EngineInfo, worker: Worker) -> None:
         self.info = info
         self.worker = worker
         worker.engines.append(self)
-        self.up = False
+        self.up = self.known = self.expected = False
         self.open_until_s: float | None = None
         self.shown_s: dict[str, float] = {}  # by model: when an answer last showed the engine's speed
         self.running: dict[int, int] = {}  # request id -> batch id
@@ -217,6 +222,7 @@ class Account:
             AnswerBegan: self._began,
             ForecastsRevised: self._revised,
             BatchEnded: self._batch_ended,
+            EngineExpected: self._hoped_for,
             EngineReady: self._ready,
             EngineClosed: self._closed,
             EngineLost: self._lost,
@@ -262,7 +268,7 @@ class Account:
 
     def _arrived(self, event: RequestArrived, actions: Sequence[Action]) -> None:
         request = event.request
-        up = any(engine.up for engine in self._serving(request.model))
+        up = any(engine.up or engine.expected for engine in self._serving(request.model))
         self._models[request.model] = None
         self._update_helpless()
         full = len(self._waiting) >= self._config.queue_requests_max
@@ -327,13 +333,25 @@ class Account:
             self._engines[event.engine].shown_s[self._alive[request_id].request.model] = self._now_s
             self._end(request_id, "cancelled" if self._alive[request_id].gone else "completed")
 
+    def _hoped_for(self, event: EngineExpected, actions: Sequence[Action]) -> None:
+        """Until its models are known, the engine may serve any."""
+        assert event.engine.name not in self._engines, "worlds expect engines only before they were ever up"
+        self._add(msgspec.structs.replace(event.engine, models=())).expected = True
+        self._steady = False
+
+    def _add(self, info: EngineInfo) -> Engine:
+        name = info.worker or info.name
+        worker = self._workers.setdefault(name, Worker(name, self._plan.of_worker(name)))
+        engine = self._engines[info.name] = Engine(info, worker)
+        return engine
+
     def _ready(self, event: EngineReady, actions: Sequence[Action]) -> None:
         self._infos.append(event.engine)
-        engine = self._engines.get(event.engine.name)
-        if engine is None:
-            name = event.engine.worker or event.engine.name
-            worker = self._workers.setdefault(name, Worker(name, self._plan.of_worker(name)))
-            engine = self._engines[event.engine.name] = Engine(event.engine, worker)
+        engine = self._engines.get(event.engine.name) or self._add(event.engine)
+        if not engine.known:  # what waited for it, and no engine serves, is refused now
+            engine.known, engine.info = True, event.engine
+            unlisted = [id_ for id_, life in self._waiting.items() if not self._serving(life.request.model)]
+            self._expected.update(dict.fromkeys(unlisted, "model_not_found"))
         if not engine.up:  # the engine is back: its earlier failures no longer count
             engine.open_until_s = None
         engine.info, engine.up = event.engine, True
@@ -341,12 +359,15 @@ class Account:
         self._update_helpless()
 
     def _closed(self, event: EngineClosed, actions: Sequence[Action]) -> None:
-        self._engines[event.engine].up = self._steady = False
+        engine = self._engines[event.engine]
+        engine.up = self._steady = False
+        engine.expected = event.expected
         self._update_helpless()
 
     def _lost(self, event: EngineLost, actions: Sequence[Action]) -> None:
         engine = self._engines[event.engine]
         engine.up = self._steady = False
+        engine.expected = event.expected
         running, engine.running = engine.running, {}
         for request_id in running:
             if self._alive[request_id].gone:
@@ -655,12 +676,12 @@ class Account:
             assert action.reason == "no_engine", f"no reason to fail request {action.request_id}: {action.reason}"
             assert isinstance(event, TimerFired), "only a timer may end the wait for an engine"
             if not self._grouped:
-                self._assert_engines_were_waited_for(life.request.model, helpless_since_s)
+                self._assert_engines_were_waited_for(life, helpless_since_s)
         self._end(action.request_id, action.reason)
 
-    def _assert_engines_were_waited_for(self, model: str, helpless_since_s: dict[str, float]) -> None:
-        assert model in helpless_since_s, "an engine is up"
-        wait_s = self._now_s - helpless_since_s[model]
+    def _assert_engines_were_waited_for(self, life: Life, helpless_since_s: dict[str, float]) -> None:
+        assert life.request.model in helpless_since_s, "an engine is up"
+        wait_s = self._now_s - max(helpless_since_s[life.request.model], life.arrived_at_s)
         assert wait_s >= self._config.engine_wait_s - NEAR_S, f"requests waited for engines only {wait_s} s"
 
     def _assert_it_is_late(self, request: Request, deadline_s: float) -> None:
@@ -693,11 +714,20 @@ class Account:
             assert wake_at_s <= min(deadlines_s), "a deadline will be noticed late"
         for life in self._waiting.values():
             self._assert_it_has_a_chance(life.request)
-        if any(life.request.model in self._helpless_since_s for life in self._waiting.values()):
-            assert wake_at_s is not None, "requests would wait endlessly for an engine"
+        for life in self._waiting.values():
+            self._assert_it_gives_up(life, math.inf if wake_at_s is None else wake_at_s)
         for engine in self._engines.values():
             if engine.free and self._stays(engine.worker):
                 self._assert_it_idles_with_reason(engine, math.inf if wake_at_s is None else wake_at_s)
+
+    def _assert_it_gives_up(self, life: Life, wake_at_s: float) -> None:
+        """A request waits for a working engine for engine_wait_s, or where it has moved in between, at most so long."""
+        since_s = self._helpless_since_s.get(life.request.model)
+        if since_s is not None:
+            due_s = max(since_s, life.arrived_at_s) + self._config.engine_wait_s
+            latest_s = math.inf if self._grouped else due_s + NEAR_S
+            assert wake_at_s < math.inf, "requests would wait endlessly for an engine"
+            assert wake_at_s <= latest_s, f"request {life.request.id} would wait too long for an engine"
 
     def _assert_it_has_a_chance(self, request: Request) -> None:
         foreseen = self._foreseen

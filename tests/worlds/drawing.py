@@ -53,6 +53,7 @@ UNIT_LEAST_S = 1 / 16  # used where requests take no time
 GROUPED_EVERY = 4  # one world in this many has serving groups
 REVISED_EVERY = 3  # in one world in this many, forecasts are revised while requests wait
 LEARNT_EVERY = 5  # in one world in this many, the scheduler begins with what was learnt before
+EXPECTED_EVERY = 3  # in one world in this many, if engines fail, they are expected back, and some begin late
 TUNED_EVERY = 7  # in one world in this many, the order changes while requests wait, if its keys are fixed
 FIXED_ORDERS = (*[name for name in dict.fromkeys(ORDERS) if name not in ("flex", "clockwork")], "boost")
 GROUPS = ("left", "right", "third", FALLBACK)
@@ -80,6 +81,8 @@ class EngineLife:
     odds: Odds
     one_by_one: bool
     stale_s: float | None
+    late_s: float | None = None
+    expected: bool = False
 
     def batch_s(self, size: int, tokens: float) -> float:
         """Seconds that a batch of `size` takes if its longest answer has `tokens` tokens and no fault is injected."""
@@ -205,6 +208,9 @@ def draw(seed: int) -> World:
     if seed % GROUPED_EVERY == GROUPED_EVERY - 1:
         grouping, arrivals = _grouping(random.Random(f"{seed} groups"), infos, models, arrivals, unit_s, tick_s)
         config = msgspec.structs.replace(config, queue_requests_max=1_000)  # each group has its own limit
+    engines = tuple([_life(rng, info, costs, kinds, unit_s, horizon_s, tick_s) for info in infos])
+    if seed % EXPECTED_EVERY == EXPECTED_EVERY - 1 and kinds & {"deaths", "hangs", "closures"}:
+        engines = _expected(random.Random(f"{seed} expected"), engines, unit_s, tick_s)
     return World(
         seed=seed,
         kinds=kinds,
@@ -216,7 +222,7 @@ def draw(seed: int) -> World:
         learnt=_learnt(random.Random(f"{seed} learnt"), tokens, models, unit_s, times_known=times_known)
         if seed % LEARNT_EVERY == LEARNT_EVERY - 1
         else {},
-        engines=tuple([_life(rng, info, costs, kinds, unit_s, horizon_s, tick_s) for info in infos]),
+        engines=engines,
         arrivals=arrivals,
         leavings=_leavings(rng, len(arrivals), unit_s) if "leaving" in kinds else {},
         tokens=tokens[0] if times_known else None,
@@ -596,6 +602,18 @@ def _life(
         one_by_one=info.barrier and rng.random() < 0.3,
         stale_s=rng.choice([0.0, 1.0]) * unit_s if "stale news" in kinds else None,
     )
+
+
+def _expected(
+    rng: random.Random, engines: Sequence[EngineLife], unit_s: float, tick_s: float
+) -> tuple[EngineLife, ...]:
+    """The engines, most of which are expected back after each loss, and some of which begin late."""
+    share = rng.choice([0.0, 0.3, 1.0])
+    lives = []
+    for life in engines:
+        late_s = on_clock(rng.choice([0.0, 1.0, 10.0]) * unit_s, tick_s) if rng.random() < share else None
+        lives.append(replace(life, late_s=late_s, expected=rng.random() < 0.8))
+    return tuple(lives)
 
 
 def _faults(rng: random.Random, kinds: Sequence[str], unit_s: float, horizon_s: float) -> list[tuple[float, Fault]]:

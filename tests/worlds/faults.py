@@ -84,6 +84,8 @@ class FaultyEngine:
     tick_s       clock tick: every end is reported at the next multiple of tick_s; 0: exact times
     one_by_one   for a barrier engine: report the end of each request, not of the batch
     stale_s      after a loss, report the ends of lost requests this much later; None: never
+    late_s       when the engine first comes up; None: it is up from the beginning
+    expected     whether it is expected back when it is closed or lost
     """
 
     def __init__(
@@ -96,11 +98,14 @@ class FaultyEngine:
         tick_s: float = 0.0,
         one_by_one: bool = False,
         stale_s: float | None = None,
+        late_s: float | None = None,
+        expected: bool = False,
     ) -> None:
         self._make = make
         self._engine = make()
         self.info: EngineInfo = self._engine.info
-        self._state: Literal["up", "closed", "lost"] = "up"
+        self._state: Literal["up", "closed", "lost"] = "up" if late_s is None else "lost"
+        self._expected = expected
         self._request_fault = request_fault
         self._chance = chance
         self._tick_s = tick_s
@@ -113,6 +118,8 @@ class FaultyEngine:
         self._runs: dict[int, int] = {}  # request id -> number of its start; as the scheduler knows them
         self._serial = 0
         self._due: list[tuple[float, int, Callable[[], Event | None]]] = []  # heap
+        if late_s is not None:
+            self._schedule(late_s, partial(self._inject, Ready()))
         for at_s, fault in faults:
             self._schedule(at_s, partial(self._inject, fault))
 
@@ -163,7 +170,7 @@ class FaultyEngine:
         if self._state == "closed":
             return None
         self._state = "closed"
-        return EngineClosed(self.info.name)
+        return EngineClosed(self.info.name, self._expected)
 
     def _come_up(self, ready: Ready) -> Event:
         self._state = "up"
@@ -182,7 +189,7 @@ class FaultyEngine:
         if self._stale_s is not None:
             for request_id in lost:
                 self._schedule(self._now_s + self._stale_s, partial(self._stale, request_id))
-        return EngineLost(self.info.name, answered)
+        return EngineLost(self.info.name, answered, expected=self._expected)
 
     def _stale(self, request_id: int) -> Event | None:
         """The end of a request of a lost engine; None if the request runs on this engine again."""

@@ -107,6 +107,7 @@ def run(world: World, steps: list[Step]) -> Account:
         [_engine(world, life) for life in world.engines],
         solver=_solver(world, rng),  # type: ignore[arg-type]
         delays=_delays(world, rng),
+        late=[life.info.name for life in world.engines if life.late_s is not None],
         on_step=listen,
     )
     for arrival in world.arrivals:
@@ -244,6 +245,8 @@ def _engine(world: World, life: EngineLife) -> EngineModel:
         tick_s=world.tick_s,
         one_by_one=life.one_by_one,
         stale_s=life.stale_s,
+        late_s=life.late_s,
+        expected=life.expected,
     )
 
 

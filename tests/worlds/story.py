@@ -14,6 +14,7 @@ from llmserve.scheduling.messages import (
     DispatchSolved,
     DrainRequested,
     EngineClosed,
+    EngineExpected,
     EngineLost,
     EngineReady,
     Event,
@@ -59,12 +60,15 @@ def _event(event: Event) -> str:
             return f"forecasts are revised of requests {_list(lengths)}"
         case BatchEnded(engine, batch_id, tokens):
             return f"{engine} has finished batch {batch_id}: requests {_list(tokens)}"
+        case EngineExpected(engine):
+            return f"{engine.name} is expected{_kind(engine)}"
         case EngineReady(engine):
             return f"{engine.name} is ready{_kind(engine)}"
-        case EngineClosed(engine):
-            return f"{engine} takes no more requests"
-        case EngineLost(engine, answered):
-            return f"{engine} is lost{f', after first bytes of {_list(answered)}' if answered else ''}"
+        case EngineClosed(engine, expected):
+            return f"{engine} takes no more requests{' for a while' if expected else ''}"
+        case EngineLost(engine, answered, _, expected):
+            begun = f", after first bytes of {_list(answered)}" if answered else ""
+            return f"{engine} is lost{' for a while' if expected else ''}{begun}"
         case DispatchSolved(plan):
             return f"a dispatch plan arrives, queues {plan.queue_of}"
         case PlanChanged(groups):

@@ -15,11 +15,12 @@ from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.batch_times import BatchTimes, Timetable
 from llmserve.scheduling.circuit import Circuit
 from llmserve.scheduling.dispatch import Dispatch
+from llmserve.scheduling.engine_book import EngineBook
 from llmserve.scheduling.engines import EnginePool, EngineState, Worker
 from llmserve.scheduling.fixed_choice import FixedChoice
 from llmserve.scheduling.formed_queue import FormedQueue
 from llmserve.scheduling.group import Group
-from llmserve.scheduling.groups import EngineBook, Groups, RequestBook
+from llmserve.scheduling.groups import Groups, RequestBook
 from llmserve.scheduling.messages import Action, Event, RequestCancelled, RequestEnded, SolveDispatch, StartBatch
 from llmserve.scheduling.model_queues import ModelQueues
 from llmserve.scheduling.moment_choice import MomentChoice
@@ -226,6 +227,29 @@ def no_timer_is_set_for_a_missing_engine(patch: Patch) -> None:
             self.wake_at_s = None
 
     patch.setattr(Scheduler, "_settle", sleep_on)
+
+
+def a_request_waits_for_an_engine_as_long_again(patch: Patch) -> None:
+    gives_up_at_s = RequestBook._gives_up_at_s
+
+    def wait_on(self: RequestBook, queued: QueuedRequest, now_s: float) -> float | None:
+        at_s = gives_up_at_s(self, queued, now_s)
+        return None if at_s is None else at_s + self._engine_wait_s
+
+    patch.setattr(RequestBook, "_gives_up_at_s", wait_on)
+
+
+def nobody_waits_for_an_engine_that_is_expected(patch: Patch) -> None:
+    patch.setattr(EngineBook, "awaits", lambda self, model, group: False)
+
+
+def requests_wait_for_engines_that_are_closed_for_good(patch: Patch) -> None:
+    close = EngineBook.close
+    patch.setattr(EngineBook, "close", lambda self, state, expected: close(self, state, expected=True))
+
+
+def requests_of_models_that_no_engine_lists_wait_on(patch: Patch) -> None:
+    patch.setattr(EngineBook, "_fail_unlisted", lambda self: None)
 
 
 def timeouts_release_no_batches(patch: Patch) -> None:
@@ -505,6 +529,10 @@ BUGS: list[Callable[[Patch], None]] = [
     a_request_is_tried_once_more,
     the_last_formed_is_served_first,
     no_timer_is_set_for_a_missing_engine,
+    a_request_waits_for_an_engine_as_long_again,
+    nobody_waits_for_an_engine_that_is_expected,
+    requests_wait_for_engines_that_are_closed_for_good,
+    requests_of_models_that_no_engine_lists_wait_on,
     timeouts_release_no_batches,
     stale_ends_are_believed,
     memory_stays_reserved,
