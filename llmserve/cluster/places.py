@@ -6,12 +6,13 @@ for KEPT_S, so that many streams that ask at once cost one sort.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
 
 from llmserve.cluster.in_flight import InFlightCall
+from llmserve.scheduling.fair import Share, dealt
 from llmserve.scheduling.group import Group
 from llmserve.scheduling.model_queues import ModelQueues
 from llmserve.scheduling.orders import FixedOrder, Order
@@ -70,10 +71,16 @@ class Places:
         return positions
 
     def in_turn(self, queues: ModelQueues) -> list[QueuedRequest]:
-        """A model's waiting requests in the order in which they would start now: formed batches, then the bins."""
+        """A model's waiting requests in the order in which they would start now: the least served share is next, and
+        within a share formed batches, then the bins.
+        """
         formed = [queued for batch in queues.formed.batches() for queued in batch.requests.values()]
         turn = turn_under(self._scheduler.order)
-        return formed + sorted(_in_bins(queues.bins), key=lambda queued: (turn(queued), queued.request.id))
+        in_bins = [queued for queue in queues.bins for queued in queue]
+        of_shares: dict[Share, list[QueuedRequest]] = {}
+        for queued in (*formed, *sorted(in_bins, key=lambda queued: (turn(queued), queued.request.id))):
+            of_shares.setdefault(queued.share, []).append(queued)
+        return list(dealt(((share, iter(requests)) for share, requests in of_shares.items()), queues.waiting))
 
     def at(self, position: int, group: Group, queues: ModelQueues) -> Place:
         """The place at a position of a model's queues.
@@ -88,10 +95,6 @@ class Places:
             ends_s = sorted(self._running.remaining_s_of(queues.model))
             wait_s = ends_s[position - 1] if position <= len(ends_s) else None
         return Place(position, wait_s, helpless)
-
-
-def _in_bins(bins: Iterable[Iterable[QueuedRequest]]) -> Iterable[QueuedRequest]:
-    return (queued for queue in bins for queued in queue)
 
 
 def turn_under(order: Order) -> Callable[[QueuedRequest], float]:
