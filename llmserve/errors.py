@@ -58,7 +58,8 @@ class NoPlan(LLMServeError):
 class RequestError(LLMServeError):
     """An error response to a client. Class attributes give the HTTP status and OpenAI's type and code.
 
-    `param` names the wrong field; `retry_after_s` becomes the Retry-After header (whole seconds, rounded up).
+    `param` names the wrong field; `retry_after_s` becomes the Retry-After header (whole seconds, rounded up). `headers`
+    are further headers of the answer.
     """
 
     status: ClassVar[int] = 500
@@ -78,6 +79,7 @@ class RequestError(LLMServeError):
         self.param = param
         self.code = code if code is not None else self.default_code
         self.retry_after_s = retry_after_s
+        self.headers: tuple[tuple[bytes, bytes], ...] = ()
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's error object."""

@@ -30,8 +30,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmserve import config as configuration
-from llmserve.deadline_settings import DefaultDeadlines
-from llmserve.errors import ConfigError
 from llmserve.settings import COMMON, TITLES, Config
 
 if TYPE_CHECKING:
@@ -122,20 +120,19 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
     """
     from llmserve import state_file
     from llmserve.api.app import App
-    from llmserve.api.limits import KeyLimits, read_keys
+    from llmserve.api.keys import admin_keys_of, key_limits_of, keys_of, open_ledger
     from llmserve.api.listening import DoorLimits, accepting, base_url, check_host, listening_socket
     from llmserve.energy_meters import energy_meters
     from llmserve.metrics import Metrics
     from llmserve.start import checked, start_cluster, warn_of_unserved
 
-    keys = read_keys(Path(config.server.api_key_file)) if config.server.api_key_file else {}
-    admin_keys = read_keys(Path(config.server.admin_key_file)) if config.server.admin_key_file else {}
-    check_host(config.server.host, may_serve_anyone=bool(keys) or config.server.anonymous)
-    if unknown := DefaultDeadlines(config.limits.slo_ms).keys - set(keys):
-        raise ConfigError(f"slo_ms: --api-key-file has no key named {', '.join(sorted(unknown))}")
+    key_file = keys_of(config)
+    admin = admin_keys_of(config)
+    check_host(config.server.host, may_serve_anyone=bool(key_file.keys) or config.server.anonymous)
     config = checked(config)
     async with AsyncExitStack() as stack:
         kept = stack.enter_context(state_file.opened(Path(config.server.state))) if config.server.state else None
+        ledger = open_ledger(config, stack)
         server = config.server
         listener = stack.enter_context(listening_socket(server.host, server.port))
         if server.metrics_port is not None:
@@ -149,13 +146,8 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
             energy_known=all(profile.energy_known for profile in profiles.values()),
             saver=saver,
         )
-        key_limits = KeyLimits(
-            keys,
-            concurrent_max=config.limits.concurrent_max,
-            requests_per_minute_max=config.limits.requests_per_minute_max,
-        )
-        admin = KeyLimits(admin_keys) if admin_keys else None
-        app = App(cluster, metrics, key_limits, config.limits, admin=admin)
+        key_limits = key_limits_of(config, key_file, cluster, metrics, ledger)
+        app = App(cluster, metrics, key_limits, config.limits, admin)
         limits = DoorLimits(
             config.limits.body_bytes_max,
             config.live.buffer_bytes_max,

@@ -24,7 +24,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free port")] = 8000
     api_key_file: Annotated[
-        str | None, Meta(description="file of `name: key` lines. Without the file no key is required")
+        str | None,
+        Meta(
+            description="file of `name: key` lines, or a TOML file (*.toml) with each key's limits, weight and "
+            "budgets. Without the file no key is required"
+        ),
     ] = None
     admin_key_file: Annotated[
         str | None, Meta(description="file with the key of /admin. Without the file /admin is disabled")
@@ -48,6 +52,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             description="folder in which what was learnt is kept for the next start, and written every minute and at "
             "the end: lengths under hashes of prompts, no text of a prompt or an answer (default: none is kept)",
             extra={"metavar": "DIR"},
+        ),
+    ] = None
+    usage_file: Annotated[
+        str | None,
+        Meta(
+            description="SQLite file that keeps what keys have spent of their budgets; several servers may share one "
+            "(default: usage.sqlite in the folder of --state)"
         ),
     ] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level to log")] = "info"
@@ -253,6 +264,10 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True):
             "each API key, stream or client address (default: key with --api-key-file, else none)"
         ),
     ] = None
+    tokens_per_minute_max: Annotated[
+        int,
+        Meta(ge=0, description="tokens of prompts and answers per minute and API key; 0: no limit"),
+    ] = 0
     slo_ms: Annotated[
         tuple[str, ...],
         Meta(
@@ -351,6 +366,6 @@ COMMON = {
     *("release", "order", "batch_size", "bins", "queue_requests_max"),
     *("profile", "energy_weight", "latency_target_s"),
     *("predictor", "record"),
-    *("slo_ms", "concurrent_max", "requests_per_minute_max"),
+    *("slo_ms", "concurrent_max", "requests_per_minute_max", "tokens_per_minute_max"),
 }
 """Settings that `serve --help` shows."""

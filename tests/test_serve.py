@@ -337,6 +337,7 @@ def test_the_import_rules_hold() -> None:
         "llmserve.api": {
             *(
                 "llmserve.cluster",
+                "llmserve.config",
                 "llmserve.deadline_settings",
                 "llmserve.settings",
                 "llmserve.request",
@@ -344,6 +345,7 @@ def test_the_import_rules_hold() -> None:
                 "llmserve.headers",
                 "llmserve.metrics",
                 "llmserve.private_file",
+                "llmserve.spelling",
                 "predictor.prompt",
             ),
         },

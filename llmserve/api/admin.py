@@ -8,19 +8,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llmserve.api.answers import json_response
-from llmserve.api.limits import KeyLimits
+from llmserve.api.limits import Keys
 from llmserve.cluster.fleet import EngineHandle
 from llmserve.cluster.live import LiveCluster
 from llmserve.errors import BadRequest, NotFound
 
 
 class AdminEndpoints:
-    """The endpoints below /admin. key_limits: the admin keys; None: every request gets status 404."""
+    """The endpoints below /admin. keys: the admin keys; None: every request gets status 404."""
 
-    def __init__(self, cluster: LiveCluster, key_limits: KeyLimits | None) -> None:
+    def __init__(self, cluster: LiveCluster, keys: Keys | None) -> None:
         self._cluster = cluster
         self._fleet = cluster.fleet
-        self._key_limits = key_limits
+        self._keys = keys
 
     async def list_engines(self, request: Request) -> Response:
         self._admit(request)
@@ -52,9 +52,9 @@ class AdminEndpoints:
         return json_response(self._describe(handle), 202 if order == "restart" else 200)
 
     def _admit(self, request: Request) -> None:
-        if self._key_limits is None:
+        if self._keys is None:
             raise NotFound("/admin is disabled: start the server with --admin-key-file FILE to enable it")
-        self._key_limits.authenticate(request.headers.get("authorization"))
+        self._keys.authenticate(request.headers.get("authorization"))
 
     def _describe(self, handle: EngineHandle) -> dict[str, Any]:
         """drains_in_s : predicted seconds until the last running request ends, 0 when none runs."""

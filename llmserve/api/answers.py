@@ -17,7 +17,7 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 def error_parts(error: RequestError) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """Status, headers and body of an error's answer."""
-    headers = [(b"content-type", b"application/json")]
+    headers = [(b"content-type", b"application/json"), *error.headers]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
     return error.status, headers, msgspec.json.encode(error.body())

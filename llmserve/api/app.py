@@ -25,7 +25,7 @@ from llmserve.api.asgi import AsgiHandler
 from llmserve.api.bodies import BODIES
 from llmserve.api.exchange import Exchange
 from llmserve.api.keep_alive import EVENT_STREAM, comment_of, error_of_body
-from llmserve.api.limits import KeyLimits
+from llmserve.api.limits import Account, KeyLimits, Keys
 from llmserve.api.parse import CallParser
 from llmserve.api.state import StateEndpoints
 from llmserve.cluster.fitting import check_fits
@@ -55,10 +55,11 @@ class App:
         metrics: Metrics,
         key_limits: KeyLimits,
         config: ApiConfig,
-        admin: KeyLimits | None = None,
+        admin: Keys | None = None,
     ) -> None:
         self._endpoints = _Endpoints(cluster, metrics, key_limits, config)
-        seeing = tuple([keys for keys in (key_limits, admin) if keys is not None]) if key_limits.required else ()
+        keys = key_limits.keys
+        seeing = tuple([known for known in (keys, admin) if known is not None]) if keys.required else ()
         state = StateEndpoints(cluster, metrics, seeing)
         self._others = AsgiHandler(_other_paths(self._endpoints, AdminEndpoints(cluster, admin), state), self.refused)
         self._state_for_all = StateEndpoints(cluster, metrics, ())
@@ -142,9 +143,8 @@ class _Endpoints:
         if self._cluster.draining:
             retry_after_s = max(1.0, self._cluster.drain_time_s)  # a server that follows cannot listen before
             raise Unavailable("the server is shutting down", code="draining", retry_after_s=retry_after_s)
-        name = self._key_limits.authenticate(exchange.headers.get("authorization"))
-        self._key_limits.acquire(name)
-        exchange.on_end = partial(self._key_limits.release, name)
+        name = self._key_limits.keys.authenticate(exchange.headers.get("authorization"))
+        exchange.on_end = self._key_limits.acquire(name).release
         exchange.key = name
 
     def complete(self, exchange: Exchange) -> None:
@@ -170,8 +170,9 @@ class _Endpoints:
     def _submit(self, call: Call, exchange: Exchange) -> None:
         call = self._of_key(call, exchange.key, exchange.address if self._fair_by == "address" else "")
         self._check_served(call)
-        answer = _Answer(call, exchange)
-        in_flight = self._cluster.submit(call, answer)
+        account = self._key_limits.account(exchange.key)
+        answer = _Answer(call, exchange, account)
+        in_flight = self._cluster.submit(call, answer, account.charge(call.model))
         if not exchange.ended:
             exchange.on_gone = partial(self._cluster.cancel, in_flight)
             if call.stream:
@@ -197,11 +198,11 @@ class _Endpoints:
     # ---- models ----
 
     async def list_models(self, request: Request) -> Response:
-        self._key_limits.authenticate(request.headers.get("authorization"))
+        self._key_limits.keys.authenticate(request.headers.get("authorization"))
         return json_response({"object": "list", "data": [self._model(id_) for id_ in sorted(self._cluster.models)]})
 
     async def retrieve_model(self, request: Request) -> Response:
-        self._key_limits.authenticate(request.headers.get("authorization"))
+        self._key_limits.keys.authenticate(request.headers.get("authorization"))
         id_ = request.path_params["model_id"]
         if id_ not in self._cluster.models:
             raise model_not_found(id_, self._cluster.models)
@@ -241,11 +242,12 @@ class _Endpoints:
 class _Answer:
     """Writes the answer of a call to the client's connection."""
 
-    __slots__ = ("_call", "_exchange")
+    __slots__ = ("_account", "_call", "_exchange")
 
-    def __init__(self, call: Call, exchange: Exchange) -> None:
+    def __init__(self, call: Call, exchange: Exchange, account: Account) -> None:
         self._call = call
         self._exchange = exchange
+        self._account = account
 
     @property
     def paused(self) -> bool:
@@ -261,6 +263,8 @@ class _Answer:
             return
         headers = [(b"content-type", head.content_type.encode("latin-1", "replace"))]
         headers += receipt_headers(head.receipt, self._call)
+        if self._account.is_limited:
+            headers += self._account.headers(self._call.model)
         if head.retry_after is not None:
             headers.append((b"retry-after", head.retry_after.encode("latin-1", "replace")))
         if head.body is not None:

@@ -3,80 +3,36 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Protocol
 
-from llmserve.errors import ConfigError, RateLimited, Unauthorized
-from llmserve.private_file import warn_if_shared
+from llmserve.api.buckets import Bucket, Scope
+from llmserve.api.budgets import Budget, Ledger, budgets_of
+from llmserve.api.key_file import KeyFile, KeyPolicy, Limits, Price
+from llmserve.cluster.charges import QueueTimes
+from llmserve.cluster.in_flight import InFlightCall
+from llmserve.errors import BadRequest, RateLimited, RequestError, Unauthorized
 
+NONE = Limits()
+RETRY_AFTER_S = 1.0  # while nothing tells when a request ends: its body is still arriving
 
-def read_keys(path: Path) -> dict[str, str]:
-    """Read a file of keys, one `name: key` or `key` per line. Returns name -> key. Blank and #-lines are skipped.
-
-    A key with a colon needs a name. A name has no slash, which separates a key's name from its client's stream. Raises
-    ConfigError on an unreadable or empty file, a repeated name or key, a character that is not printable, such as a
-    byte order mark, or a key that an HTTP header cannot carry. Warns when others can read the file.
-    """
-    try:
-        with path.open(encoding="utf-8", newline="\n") as file:
-            warn_if_shared(path, os.fstat(file.fileno()))
-            lines = file.read().split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the API keys in {path}: {error}") from error
-    keys: dict[str, str] = {}
-    seen: set[str] = set()
-    for number, line in enumerate(lines, start=1):
-        text = line.strip(" \t\r")
-        if not text or text.startswith("#"):
-            continue
-        name, key = _name_and_key(text, number, f"{path}, line {number}")
-        if name in keys or key in seen:
-            raise ConfigError(f"{path}, line {number}: this name or key is in the file twice")
-        keys[name] = key
-        seen.add(key)
-    if not keys:
-        raise ConfigError(f"{path} has no API key")
-    return keys
+Headers = tuple[tuple[bytes, bytes], ...]
 
 
-def _name_and_key(text: str, number: int, place: str) -> tuple[str, str]:
-    first, separator, rest = text.partition(":")
-    name, key = (first.strip(" \t"), rest.strip(" \t")) if separator else (f"key{number}", text)
-    if unprintable := [character for character in name + key if not character.isprintable()]:
-        raise ConfigError(f"{place}: the character {unprintable[0]!a} is not printable")
-    if not name or not key or not key.isascii() or any(character.isspace() for character in key):
-        raise ConfigError(f"{place}: not `name: key` or `key` (ASCII, without white space)")
-    if "/" in name:
-        raise ConfigError(f"{place}: the name {name!r} has a slash, which would make it a stream of another key")
-    return name, key
+class Keys:
+    """Checks keys. A key is looked up by its SHA-256 digest.
 
-
-class KeyLimits:
-    """Checks keys and enforces each key's limits; 0 means no limit.
-
-    A key is looked up by its SHA-256 digest. The time of a look-up can tell of digests only, and no key follows from a
-    part of its digest.
-
-    concurrent_max           calls of one key in flight at once
-    requests_per_minute_max  size of a token bucket that is refilled evenly over a minute
+    The time of a look-up can tell of digests only, and no key follows from a part of its digest. keys : name -> key
     """
 
-    def __init__(
-        self,
-        keys: Mapping[str, str],
-        *,
-        concurrent_max: int = 0,
-        requests_per_minute_max: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        self._names: dict[bytes, str] = {}
+        self.replace(keys)
+
+    def replace(self, keys: Mapping[str, str]) -> None:
         self._names = {_digest(key): name for name, key in keys.items()}
-        self._concurrent_max = concurrent_max
-        self._per_minute = requests_per_minute_max
-        self._clock = clock
-        self._in_progress: dict[str, int] = {}
-        self._buckets: dict[str, tuple[float, float]] = {}  # name -> (calls left, time in s)
 
     @property
     def required(self) -> bool:
@@ -95,39 +51,311 @@ class KeyLimits:
             raise Unauthorized("the API key is wrong")
         return name
 
-    def acquire(self, name: str) -> None:
-        """Count a new call of a key. Every `acquire` that returns needs one `release`. Raises RateLimited."""
-        running = self._in_progress.get(name, 0)
-        if self._concurrent_max and running >= self._concurrent_max:
-            raise RateLimited(
-                f"this key has {running} requests in progress, the most allowed",
-                code="concurrent_max",
-                retry_after_s=1.0,
-            )
-        if self._per_minute:
-            self._take_token(name)
-        self._in_progress[name] = running + 1
-
-    def release(self, name: str) -> None:
-        running = self._in_progress[name] - 1
-        if running:
-            self._in_progress[name] = running
-        else:
-            del self._in_progress[name]
-
-    def _take_token(self, name: str) -> None:
-        now_s = self._clock()
-        tokens, since_s = self._buckets.get(name, (float(self._per_minute), now_s))
-        tokens = min(float(self._per_minute), tokens + (now_s - since_s) * self._per_minute / 60.0)
-        if tokens < 1.0:
-            self._buckets[name] = (tokens, now_s)
-            raise RateLimited(
-                f"this key may send {self._per_minute} requests per minute",
-                code="requests_per_minute",
-                retry_after_s=(1.0 - tokens) * 60.0 / self._per_minute,
-            )
-        self._buckets[name] = (tokens - 1.0, now_s)
-
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
+
+
+class UsageCounts(Protocol):
+    """Counts what keys use; see usage.py."""
+
+    def refused(self, key: str, model: str) -> None: ...
+
+    def ended(
+        self, key: str, model: str, request_id: int, prompt_tokens: float, output_tokens: float, money: float
+    ) -> None: ...
+
+
+class KeyLimits:
+    """Enforces the limits of each key, and says what a key may ask for.
+
+    defaults    limits of every key that has none of its own; also of all clients together when no key is required
+    ledger      what keys have spent of their budgets; None: no key has a budget
+    times       predicts when requests start and end; None: nothing is predicted
+    usage       counts what keys use; None: nothing is counted
+    on_refused  called with the code of an error for a call that had already been parsed
+    """
+
+    def __init__(
+        self,
+        file: KeyFile,
+        defaults: Limits = NONE,
+        *,
+        ledger: Ledger | None = None,
+        times: QueueTimes | None = None,
+        usage: UsageCounts | None = None,
+        on_refused: Callable[[str], None] = lambda code: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.keys = Keys({})
+        self.prices: Mapping[str, Price] = MappingProxyType({})
+        self.times, self.usage, self.on_refused, self.clock = times, usage, on_refused, clock
+        self._ledger = ledger
+        self._accounts: dict[str, Account] = {}
+        self.change(file, defaults)
+
+    def change(self, file: KeyFile, defaults: Limits) -> None:
+        """Take other keys and limits. What counts against the limits of a key that stays, stays.
+
+        Requests of a removed key that are in progress end normally.
+        """
+        for name in file.keys or ("",):
+            policy = file.policies.get(name, KeyPolicy())
+            budgets = budgets_of(name, policy.budgets, self._ledger) if self._ledger is not None else ()
+            if (account := self._accounts.get(name)) is None:
+                account = self._accounts[name] = Account(name, self)
+            account.change(policy, policy.limits.over(defaults), budgets)
+        for name in [name for name, account in self._accounts.items() if name not in (file.keys or ("",))]:
+            if not self._accounts[name].key.running:
+                del self._accounts[name]
+        self.keys.replace(file.keys)
+        self.prices = file.prices
+
+    @property
+    def accounts(self) -> Iterable[Account]:
+        return self._accounts.values()
+
+    def acquire(self, name: str) -> Account:
+        """Count a new request of a key. Every `acquire` that returns needs a `release`. Raises RateLimited."""
+        account = self._accounts[name]
+        if account.is_limited:
+            account.check_request(account.key, "")
+            if account.key.requests is not None:
+                account.key.requests.take(1.0, self.clock())
+        account.key.running += 1
+        return account
+
+    def account(self, name: str) -> Account:
+        """name : of a key with a request in progress"""
+        return self._accounts[name]
+
+    def policy(self, name: str) -> KeyPolicy:
+        """What a key with a request in progress may ask for; its `weight` is the weight of the key's share."""
+        return self._accounts[name].policy
+
+
+class Account:
+    """What counts against the limits of one key.
+
+    policy      what the key may ask for
+    key         limits of the key, for all models
+    is_limited  whether the key has any limit or budget
+    calls       the key's calls in flight
+    """
+
+    def __init__(self, name: str, limits: KeyLimits) -> None:
+        self.name = name
+        self.limits = limits
+        self.policy = KeyPolicy()
+        self.key = Scope("this key", Limits(), limits.clock())
+        self.budgets: tuple[Budget, ...] = ()
+        self.is_limited = self._shows_limits = False
+        self.calls: set[InFlightCall] = set()
+        self._models: dict[str, Scope] = {}
+
+    def change(self, policy: KeyPolicy, limits: Limits, budgets: tuple[Budget, ...]) -> None:
+        now_s = self.limits.clock()
+        self.policy, self.budgets = policy, budgets
+        self.key.change(limits, now_s)
+        before, self._models = self._models, {}
+        for model, of_model in policy.models.items():
+            scope = self._models[model] = before.get(model) or Scope(f"this key on {model}", of_model, now_s)
+            scope.change(of_model, now_s)
+        scopes = (self.key, *self._models.values())
+        self.is_limited = bool(budgets) or any(scope.limits_anything for scope in scopes)
+        self._shows_limits = any(scope.requests or scope.tokens for scope in scopes)
+
+    def release(self) -> None:
+        """Note that a request has ended."""
+        self.key.running -= 1
+
+    def charge(self, model: str) -> KeyCharge | None:
+        """What a call uses of the limits; None: nothing counts it."""
+        if not self.is_limited and self.limits.usage is None:
+            return None
+        return KeyCharge(self, model)
+
+    def scopes(self, model: str) -> tuple[Scope, ...]:
+        scope = self._models.get(model)
+        return (self.key,) if scope is None else (self.key, scope)
+
+    def headers(self, model: str) -> Headers:
+        """OpenAI's headers on the limits by the minute, of the key or of the key and the model, whichever has less."""
+        if not self._shows_limits:
+            return ()
+        now_s, scopes = self.limits.clock(), self.scopes(model)
+        buckets = ((b"requests", [scope.requests for scope in scopes]), (b"tokens", [scope.tokens for scope in scopes]))
+        headers: list[tuple[bytes, bytes]] = []
+        for unit, limiting in buckets:
+            if found := [bucket for bucket in limiting if bucket is not None]:
+                headers += _headers(unit, min(found, key=lambda bucket: bucket.level(now_s)), now_s)
+        return tuple(headers)
+
+    # ---- checks ----
+
+    def check_request(self, scope: Scope, model: str) -> None:
+        """Raise RateLimited if one more request exceeds the scope. model : "": of every model"""
+        if scope.concurrent and scope.running >= scope.concurrent:
+            raise self._refusal(
+                f"{scope.who} has {scope.running} requests in progress, the most allowed",
+                code="concurrent_max",
+                retry_after_s=self._first_end_s(model),
+                model=model,
+            )
+        if scope.requests is not None and (wait_s := scope.requests.wait_s(1.0, self.limits.clock())):
+            raise self._refusal(
+                f"{scope.who} may send {scope.requests.size} requests per minute",
+                code="requests_per_minute",
+                retry_after_s=wait_s,
+                model=model,
+            )
+
+    def check_tokens(self, scope: Scope, model: str, tokens: float) -> None:
+        """Raise RateLimited if so many tokens exceed the scope now; BadRequest if they always will."""
+        if (bucket := scope.tokens) is not None:
+            if tokens > bucket.size:
+                raise _too_large(tokens, f"{scope.who} may use {bucket.size:,} tokens per minute", "tokens_per_minute")
+            if wait_s := bucket.wait_s(tokens, self.limits.clock()):
+                raise self._refusal(
+                    f"{scope.who} may use {bucket.size:,} tokens per minute, and this request probably needs "
+                    f"{tokens:,.0f}",
+                    code="tokens_per_minute",
+                    retry_after_s=wait_s,
+                    model=model,
+                )
+        most, waiting = scope.tokens_waiting, scope.waiting_tokens
+        if most and waiting and waiting + tokens > most:  # a request that waits alone may have any size
+            raise self._refusal(
+                f"{scope.who} has requests of {waiting:,.0f} tokens waiting; at most {most:,} may wait",
+                code="tokens_waiting",
+                retry_after_s=self._wait_s(model) * min(1.0, (waiting + tokens - most) / waiting),
+                model=model,
+            )
+
+    def check_budgets(self, model: str, tokens: float, money: float) -> None:
+        """Raise RateLimited if the request exceeds what is left of a budget; BadRequest if it always will."""
+        for budget in self.budgets:
+            if budget.unit == "money" and model not in self.limits.prices:
+                raise BadRequest(
+                    f"this key has a budget of money, and the model {model!r} has no price", code="no_price"
+                )
+            amount = tokens if budget.unit == "tokens" else money
+            if amount > budget.limit:
+                raise _too_large(tokens, f"{budget} is this key's whole budget", "insufficient_quota")
+            if amount > budget.left:
+                raise self._refusal(
+                    f"this key has {budget.shown(max(0.0, budget.left))} left of its budget of {budget}, and this "
+                    f"request may need {budget.shown(amount)}",
+                    code="insufficient_quota",
+                    retry_after_s=budget.renewed_in_s,
+                    model=model,
+                )
+
+    def _refusal(self, message: str, *, code: str, retry_after_s: float, model: str) -> RateLimited:
+        error = RateLimited(message, code=code, retry_after_s=retry_after_s)
+        error.headers = self.headers(model)
+        return error
+
+    def _first_end_s(self, model: str) -> float:
+        """Predicted seconds until one of the key's requests ends. model : "": of any model"""
+        times, calls = self.limits.times, [call for call in self.calls if model in ("", call.call.model)]
+        if times is None or not calls:
+            return RETRY_AFTER_S
+        first_s = times.first_end_s(calls)
+        return first_s if first_s is not None else self._wait_s(calls[0].call.model)
+
+    def _wait_s(self, model: str) -> float:
+        return self.limits.times.wait_s(model) if self.limits.times is not None else RETRY_AFTER_S
+
+
+def _headers(unit: bytes, bucket: Bucket, now_s: float) -> Headers:
+    return (
+        (b"x-ratelimit-limit-" + unit, b"%d" % bucket.size),
+        (b"x-ratelimit-remaining-" + unit, b"%d" % max(0.0, bucket.level(now_s))),
+        (b"x-ratelimit-reset-" + unit, b"%.3fs" % bucket.full_in_s(now_s)),
+    )
+
+
+def _too_large(tokens: float, limit: str, code: str) -> BadRequest:
+    return BadRequest(
+        f"this request may need {tokens:,.0f} tokens, but {limit}: send a smaller `max_tokens` or a shorter prompt",
+        param="max_tokens",
+        code=code,
+    )
+
+
+class KeyCharge:
+    """What one call holds of the limits and budgets of its key, from its arrival to its end."""
+
+    __slots__ = ("_account", "_budgets", "_model", "_scopes", "_tokens", "_waits")
+
+    def __init__(self, account: Account, model: str) -> None:
+        self._account, self._model = account, model
+        self._scopes: tuple[Scope, ...] = ()
+        self._budgets: list[tuple[Budget, str, float]] = []  # with the period, and the amount reserved
+        self._tokens = (0.0, 0.0)  # reserved, of the prompt and the answers
+        self._waits = False
+
+    def reserve(self, in_flight: InFlightCall, prompt_tokens: float, output_tokens: float) -> None:
+        account, tokens = self._account, prompt_tokens + output_tokens
+        self._tokens = prompt_tokens, output_tokens
+        if account.is_limited:
+            money = self._money(prompt_tokens, output_tokens)
+            try:
+                self._check(tokens, money)
+            except RequestError as error:
+                account.limits.on_refused(error.code or error.type)
+                if account.limits.usage is not None:
+                    account.limits.usage.refused(account.name, self._model)
+                raise
+            self._take(tokens, money)
+        account.calls.add(in_flight)
+
+    def _check(self, tokens: float, money: float) -> None:
+        account, scopes = self._account, self._account.scopes(self._model)
+        for scope in scopes[1:]:  # the key itself was checked when the request came
+            account.check_request(scope, self._model)
+        for scope in scopes:
+            account.check_tokens(scope, self._model, tokens)
+        account.check_budgets(self._model, tokens, money)
+
+    def _take(self, tokens: float, money: float) -> None:
+        account, now_s = self._account, self._account.limits.clock()
+        self._scopes, self._waits = account.scopes(self._model), True
+        for scope in self._scopes[1:]:
+            scope.running += 1
+            if scope.requests is not None:
+                scope.requests.take(1.0, now_s)
+        for scope in self._scopes:
+            scope.waiting_tokens += tokens
+            if scope.tokens is not None:
+                scope.tokens.take(tokens, now_s)
+        for budget in account.budgets:
+            amount = tokens if budget.unit == "tokens" else money
+            self._budgets.append((budget, budget.reserve(amount), amount))
+
+    def started(self) -> None:
+        if self._waits:
+            self._waits = False
+            for scope in self._scopes:
+                scope.waiting_tokens -= sum(self._tokens)
+
+    def settle(self, in_flight: InFlightCall, prompt_tokens: float, output_tokens: float | None) -> None:
+        self.started()
+        account, now_s = self._account, self._account.limits.clock()
+        account.calls.discard(in_flight)
+        output = self._tokens[1] if output_tokens is None else output_tokens
+        used, money = prompt_tokens + output, self._money(prompt_tokens, output)
+        for scope in self._scopes[1:]:
+            scope.running -= 1
+        for scope in self._scopes:
+            if scope.tokens is not None:
+                scope.tokens.take(used - sum(self._tokens), now_s)
+        for budget, period, reserved in self._budgets:
+            budget.settle(period, reserved, used if budget.unit == "tokens" else money)
+        if account.limits.usage is not None:
+            account.limits.usage.ended(account.name, self._model, in_flight.request.id, prompt_tokens, output, money)
+
+    def _money(self, prompt_tokens: float, output_tokens: float) -> float:
+        price = self._account.limits.prices.get(self._model)
+        return price.of(prompt_tokens, output_tokens) if price is not None else 0.0

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llmserve.api.answers import json_response
-from llmserve.api.limits import KeyLimits
+from llmserve.api.limits import Keys
 from llmserve.cluster.live import LiveCluster
 from llmserve.errors import Unauthorized
 from llmserve.metrics import Metrics
@@ -19,7 +19,7 @@ class StateEndpoints:
     keys : with one of these keys a client sees /metrics and the engines of /ready; (): every client does
     """
 
-    def __init__(self, cluster: LiveCluster, metrics: Metrics, keys: tuple[KeyLimits, ...]) -> None:
+    def __init__(self, cluster: LiveCluster, metrics: Metrics, keys: tuple[Keys, ...]) -> None:
         self._cluster = cluster
         self._metrics = metrics
         self._keys = keys

@@ -18,7 +18,7 @@ from llmserve.cluster.fleet import EngineHandle
 from llmserve.cluster.in_flight import Head, InFlightCall, Receipt
 from llmserve.cluster.prompt_size import PromptTokensByModel
 from llmserve.engines.engine import Answer, EngineError
-from llmserve.engines.event_stream import UsageFilter, usage_of, was_cut
+from llmserve.engines.event_stream import Usage, UsageFilter, usage_of, was_cut
 from llmserve.errors import EngineFailed, Unavailable
 from llmserve.request import Batch, Call
 from llmserve.scheduling.messages import RequestEnded
@@ -65,6 +65,8 @@ class RunningCalls:
             predicted_tokens=in_flight.request.predicted_tokens,
         )
         in_flight.stopping = False
+        if in_flight.charge is not None:
+            in_flight.charge.started()
         handle.add(in_flight)
         task = asyncio.create_task(self._forward(handle, in_flight, batch))
         in_flight.task = task
@@ -151,7 +153,7 @@ class RunningCalls:
         if usage is None:
             raise EngineError(f"engine {name} answered with {len(body):,} bytes that are no completion")
         self._learn_prompt(in_flight.call, usage.prompt_tokens)
-        in_flight.cut = was_cut(body)
+        in_flight.counts, in_flight.cut = usage, was_cut(body)
         self._begin(in_flight, self._head(in_flight, answer, body))
         return usage.completion_tokens or 0
 
@@ -180,7 +182,7 @@ class RunningCalls:
         if rest := usage.flush():
             await in_flight.feed(rest)
         in_flight.close()
-        in_flight.cut = usage.cut
+        in_flight.counts, in_flight.cut = Usage(usage.prompt_tokens, usage.output_tokens), usage.cut
         self._learn_prompt(in_flight.call, usage.prompt_tokens)
         return usage.output_tokens
 

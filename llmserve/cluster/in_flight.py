@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from llmserve.engines.event_stream import UsageFilter
+from llmserve.engines.event_stream import Usage, UsageFilter
 from llmserve.errors import RequestError
 from llmserve.request import Call, Request
 from llmserve.scheduling.messages import RequestEnded
@@ -66,16 +66,34 @@ class Client(Protocol):
         ...
 
 
+class Charge(Protocol):
+    """What one call uses of its key's limits; see charges.py."""
+
+    def reserve(self, in_flight: InFlightCall, prompt_tokens: float, output_tokens: float) -> None:
+        """Reserve these tokens. Raises RequestError when a limit refuses the call; then nothing is reserved."""
+        ...
+
+    def started(self) -> None:
+        """Note that an engine runs the call now."""
+        ...
+
+    def settle(self, in_flight: InFlightCall, prompt_tokens: float, output_tokens: float | None) -> None:
+        """Give back what was not used of the reserve. output_tokens : None: all of it was used"""
+        ...
+
+
 class InFlightCall:
     """One client call in flight, from its arrival to the scheduler's last word on it."""
 
-    def __init__(self, call: Call, request_id: int, client: Client) -> None:
+    def __init__(self, call: Call, request_id: int, client: Client, charge: Charge | None = None) -> None:
         self.call = call
         self.request = Request(request_id)
         self.arrived_at_s = 0.0
         self.receipt: Receipt | None = None
         self.forecast: Any = None  # the forecaster's own object; goes back to the forecaster with the real length
         self.usage: UsageFilter | None = None  # counts the tokens of a stream
+        self.counts: Usage | None = None  # the engine's counts of the whole answer
+        self.charge = charge  # None: the call uses no limits, or has been settled
         self.cut = False  # the answer ran into a limit
         self.task: asyncio.Task[RequestEnded] | None = None  # the task that forwards the answer
         self.gone = False  # the client has left

@@ -20,8 +20,9 @@ from bins.dispatch import DispatchSolver
 from bins.profile import Profile
 from llmserve.cluster.answer_lengths import AnswerLengths, LengthForecaster
 from llmserve.cluster.calls import RunningCalls
+from llmserve.cluster.charges import Charges
 from llmserve.cluster.fleet import EngineHandle, Fleet, is_expected
-from llmserve.cluster.in_flight import Client, InFlightCall
+from llmserve.cluster.in_flight import Charge, Client, InFlightCall
 from llmserve.cluster.journal import Journal
 from llmserve.cluster.known_models import Listed
 from llmserve.cluster.learning import Learning
@@ -105,6 +106,7 @@ class LiveCluster:
         self._calls = RunningCalls(
             suspect=self.fleet.suspect, prompt_tokens=self._prompt_tokens, on_began=self._began, on_ended=self._ended
         )
+        self._charges = Charges(lambda: scheduler.models, self.now_s)
         self._secret = secrets.token_bytes(16)  # key of the prefixes' hashes
         self._in_flight: dict[int, InFlightCall] = {}
         self._next_id, self._closed = 0, False
@@ -152,10 +154,10 @@ class LiveCluster:
     def now_s(self) -> float:
         return self._clock() - self._started_at
 
-    def submit(self, call: Call, client: Client) -> InFlightCall:
-        """Predict the length of a call and queue the call. The answer goes to the client."""
+    def submit(self, call: Call, client: Client, charge: Charge | None = None) -> InFlightCall:
+        """Predict the length of a call and queue the call, if its charge allows. The answer goes to the client."""
         self._next_id += 1
-        in_flight = InFlightCall(call, self._next_id, client)
+        in_flight = InFlightCall(call, self._next_id, client, charge)
         if self._closed:  # the body of the request came late
             in_flight.fail(_error_of("draining", None))
             return in_flight
@@ -201,7 +203,10 @@ class LiveCluster:
             call.share,
             call.weight,
         )
-        self._step(RequestArrived(in_flight.request))
+        if in_flight.charge is None or self._charges.reserve(in_flight):
+            self._step(RequestArrived(in_flight.request))
+        else:
+            self._forget(in_flight)
 
     def cancel(self, in_flight: InFlightCall) -> None:
         """Drop the call of a client that left, from the queue or on its engine. A complete answer changes nothing."""
@@ -295,6 +300,8 @@ class LiveCluster:
         """Drop a call that the scheduler is done with; wake the drain when no call is left anywhere."""
         if in_flight.request.id not in self.scheduler.requests:
             self._in_flight.pop(in_flight.request.id, None)
+            if in_flight.charge is not None:
+                self._charges.settle(in_flight)
         if not self._in_flight:
             self._empty.set()
 
@@ -353,6 +360,8 @@ class LiveCluster:
         for in_flight in list(self._in_flight.values()):
             in_flight.fail(_error_of("draining", None))
         await self._calls.close(self._in_flight.values())
+        for in_flight in self._in_flight.values():
+            self._charges.settle(in_flight)
 
     async def close(self) -> None:
         """Stop everything at once."""

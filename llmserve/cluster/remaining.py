@@ -19,13 +19,20 @@ def remaining_s(in_flight: InFlightCall, service: ServiceTime, now_s: float) -> 
     service : times of its model's answers
     """
     request, per_token_s = in_flight.request, service.seconds_per_token
-    assert in_flight.receipt is not None, "a running call has a receipt"
-    ran_s = max(0.0, now_s - in_flight.arrived_at_s - in_flight.receipt.queue_ms / 1e3)
-    if in_flight.call.stream:
-        generated = in_flight.streamed_tokens / request.choices
-        if generated > 0:
-            per_token_s = ran_s / generated
-    else:
-        generated = ran_s / per_token_s
+    generated = generated_tokens(in_flight, service, now_s)
+    if in_flight.call.stream and generated > 0:
+        per_token_s = _ran_s(in_flight, now_s) / generated
     expected = service.tokens_mean if request.expected_tokens is None else request.expected_tokens
     return per_token_s * remaining_tokens(request.quantiles, expected, generated)
+
+
+def generated_tokens(in_flight: InFlightCall, service: ServiceTime, now_s: float) -> float:
+    """Tokens of each answer of a running call so far: those that have streamed, or by the time."""
+    if in_flight.call.stream:
+        return in_flight.streamed_tokens / in_flight.request.choices
+    return _ran_s(in_flight, now_s) / service.seconds_per_token
+
+
+def _ran_s(in_flight: InFlightCall, now_s: float) -> float:
+    assert in_flight.receipt is not None, "a running call has a receipt"
+    return max(0.0, now_s - in_flight.arrived_at_s - in_flight.receipt.queue_ms / 1e3)

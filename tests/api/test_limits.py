@@ -1,83 +1,20 @@
 """Keys and their limits."""
 
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 
-from llmserve.api.limits import KeyLimits, read_keys
+from llmserve.api.buckets import Bucket
+from llmserve.api.key_file import KeyFile, KeyPolicy, Limits
+from llmserve.api.limits import Account, KeyCharge, KeyLimits, Keys
+from llmserve.cluster.in_flight import InFlightCall
 from llmserve.deadline_settings import DefaultDeadlines
-from llmserve.errors import ConfigError, RateLimited, Unauthorized
+from llmserve.errors import BadRequest, ConfigError, RateLimited, Unauthorized
+from llmserve.request import Call
 from llmserve.settings import ApiConfig
-
-
-def test_keys_are_read_with_or_without_names(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("# our keys\nalice: sk-1\n\nsk-2\n")
-    assert read_keys(path) == {"alice": "sk-1", "key4": "sk-2"}
-
-
-@pytest.mark.parametrize(
-    "text", ["", "# nothing\n", "alice: two words\n", "a: k\na: l\n", "a: k\nb: k\n", "alice:\n", "alice: clé\n"]
-)
-def test_an_unusable_key_file_is_an_error(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "keys"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=r"keys"):
-        read_keys(path)
-
-
-@pytest.mark.parametrize(
-    "line", ["\ufeffalice: sk-1", "alice: sk\0", "al\x1bice: sk", "alice: sk\x7f", "al\u2028ice: k"]
-)
-def test_a_character_that_cannot_be_seen_is_an_error_with_its_line(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "keys"
-    path.write_text(f"# ours\nbob: sk-0\n{line}\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"line 3: the character '\\[xu]\w+' is not printable"):
-        read_keys(path)
-
-
-def test_keys_of_windows_editors_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_bytes(b"alice:\tsk-1\r\nbob: sk-2\r\n")
-    assert read_keys(path) == {"alice": "sk-1", "bob": "sk-2"}
-
-
-def test_a_name_with_a_slash_is_an_error(tmp_path: Path) -> None:
-    """The key alice could claim the stream alice/night, too."""
-    path = tmp_path / "keys"
-    path.write_text("alice: sk-1\nalice/night: sk-2\n")
-    with pytest.raises(ConfigError, match="line 2: the name 'alice/night' has a slash"):
-        read_keys(path)
-
-
-def test_a_key_file_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "keys"
-    path.write_text("alice: sk-1\n")
-    path.chmod(0o600)
-    read_keys(path)
-    assert not caplog.records
-    for mode in (0o640, 0o604):
-        caplog.clear()
-        path.chmod(mode)
-        read_keys(path)
-        assert f"run `chmod 600 {path}`" in caplog.text
-
-
-def test_a_group_that_another_user_lets_read_a_file_is_not_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As secrets are mounted in pods."""
-    path = tmp_path / "keys"
-    path.write_text("alice: sk-1\n")
-    path.chmod(0o640)
-    monkeypatch.setattr("os.geteuid", lambda: path.stat().st_uid + 1)
-    read_keys(path)
-    assert not caplog.records
-    path.chmod(0o644)
-    read_keys(path)
-    assert f"run `chmod 640 {path}`" in caplog.text
+from predictor.prompt import Prompt
 
 
 def cpu_s(work: Callable[[], object]) -> float:
@@ -90,67 +27,268 @@ def cpu_s(work: Callable[[], object]) -> float:
     return min(times)
 
 
-def test_the_time_to_read_keys_grows_as_their_number(tmp_path: Path) -> None:
-    few, many = tmp_path / "few", tmp_path / "many"
-    for path, count in ((few, 2_000), (many, 20_000)):
-        path.write_text("".join(f"name{number}: sk-{number}\n" for number in range(count)))
-    assert cpu_s(lambda: read_keys(many)) < 30 * cpu_s(lambda: read_keys(few))
-
-
 def test_a_key_is_found_as_fast_among_many_as_among_few() -> None:
-    def refuse(limits: KeyLimits) -> None:
+    def refuse(keys: Keys) -> None:
         for _ in range(300):
             with pytest.raises(Unauthorized):
-                limits.authenticate("Bearer wrong")
+                keys.authenticate("Bearer wrong")
 
-    few, many = (KeyLimits({f"name{number}": f"sk-{number}" for number in range(count)}) for count in (20, 20_000))
+    few, many = (Keys({f"name{number}": f"sk-{number}" for number in range(count)}) for count in (20, 20_000))
     assert cpu_s(lambda: refuse(many)) < 5 * cpu_s(lambda: refuse(few))
 
 
-def test_a_missing_key_file_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="cannot read the API keys"):
-        read_keys(Path("/nowhere/keys"))
-
-
 def test_a_right_key_is_admitted_by_its_name() -> None:
-    key_limits = KeyLimits({"alice": "sk-1", "bob": "sk-2"})
-    assert key_limits.authenticate("Bearer sk-2") == "bob"
-    assert key_limits.authenticate("bearer sk-1") == "alice"
+    keys = Keys({"alice": "sk-1", "bob": "sk-2"})
+    assert keys.authenticate("Bearer sk-2") == "bob"
+    assert keys.authenticate("bearer sk-1") == "alice"
 
 
 @pytest.mark.parametrize("header", [None, "", "sk-1", "Basic sk-1", "Bearer ", "Bearer sk-3", "Bearer sk-1x"])
 def test_a_missing_or_wrong_key_is_unauthorized(header: str | None) -> None:
     with pytest.raises(Unauthorized):
-        KeyLimits({"alice": "sk-1"}).authenticate(header)
+        Keys({"alice": "sk-1"}).authenticate(header)
 
 
 def test_without_keys_every_client_is_admitted() -> None:
-    assert KeyLimits({}).authenticate(None) == ""
+    assert Keys({}).authenticate(None) == ""
+
+
+# ---- limits ----
+
+NOBODY: Any = None  # the client of calls that are never answered
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Times:
+    """The first request ends in 7 s, and whoever waits has started in 40 s."""
+
+    def first_end_s(self, calls: Iterable[InFlightCall]) -> float | None:
+        return 7.0 if any(call.receipt is not None for call in calls) else None
+
+    def wait_s(self, model: str) -> float:
+        return 40.0
+
+
+def limits_of(limits: Limits | None = None, clock: Clock | None = None, **policy: Any) -> KeyLimits:
+    """Of a single key, alice."""
+    own = KeyPolicy(limits=limits or Limits(), **policy)
+    file = KeyFile(keys={"alice": "sk-1"}, policies={"alice": own})
+    return KeyLimits(file, times=Times(), clock=clock or Clock())
+
+
+def call_of(model: str = "m") -> InFlightCall:
+    return InFlightCall(Call("/v1/completions", b"", Prompt("", model), stream=False), 1, NOBODY)
+
+
+def charged(account: Account, prompt: float, output: float, model: str = "m") -> tuple[KeyCharge, InFlightCall]:
+    charge, call = account.charge(model), call_of(model)
+    assert charge is not None
+    charge.reserve(call, prompt, output)
+    return charge, call
 
 
 def test_a_key_has_a_limit_of_requests_in_progress() -> None:
-    key_limits = KeyLimits({}, concurrent_max=2)
-    key_limits.acquire("alice")
-    key_limits.acquire("alice")
+    limits = limits_of(Limits(concurrent=2))
+    first = limits.acquire("alice")
+    limits.acquire("alice")
     with pytest.raises(RateLimited, match="2 requests in progress"):
-        key_limits.acquire("alice")
-    key_limits.acquire("bob")
-    key_limits.release("alice")
-    key_limits.acquire("alice")
+        limits.acquire("alice")
+    first.release()
+    limits.acquire("alice")
+
+
+def test_all_clients_without_a_key_share_the_servers_limits() -> None:
+    limits = KeyLimits(KeyFile(), Limits(concurrent=1))
+    limits.acquire("")
+    with pytest.raises(RateLimited):
+        limits.acquire("")
+
+
+def test_keys_do_not_share_a_limit() -> None:
+    limits = KeyLimits(KeyFile(keys={"alice": "sk-1", "bob": "sk-2"}), Limits(concurrent=1))
+    limits.acquire("alice")
+    limits.acquire("bob")
 
 
 def test_a_key_has_a_limit_of_requests_per_minute_with_retry_after() -> None:
-    now_s = [0.0]
-    key_limits = KeyLimits({}, requests_per_minute_max=30, clock=lambda: now_s[0])
+    clock = Clock()
+    limits = limits_of(Limits(requests_per_minute=30), clock)
     for _ in range(30):
-        key_limits.acquire("alice")
+        limits.acquire("alice").release()
     with pytest.raises(RateLimited) as refusal:
-        key_limits.acquire("alice")
+        limits.acquire("alice")
     assert refusal.value.retry_after_s == pytest.approx(2.0)
-    now_s[0] = 2.0
-    key_limits.acquire("alice")
+    clock.now_s = 2.0
+    limits.acquire("alice").release()
     with pytest.raises(RateLimited):
-        key_limits.acquire("alice")
+        limits.acquire("alice")
+
+
+def test_a_key_without_limits_has_no_charge_and_no_headers() -> None:
+    account = limits_of().acquire("alice")
+    assert account.charge("m") is None
+    assert account.headers("m") == ()
+
+
+def test_tokens_are_reserved_and_the_difference_comes_back() -> None:
+    account = limits_of(Limits(tokens_per_minute=1_000)).acquire("alice")
+    charge, call = charged(account, 100, 500)
+    assert dict(account.headers("m"))[b"x-ratelimit-remaining-tokens"] == b"400"
+    with pytest.raises(RateLimited, match="1,000 tokens per minute, and this request probably needs 401"):
+        charged(account, 1, 400)
+    charge.settle(call, 100, 50)
+    charged(account, 350, 500)
+
+
+def test_all_of_an_answer_without_a_count_was_used() -> None:
+    account = limits_of(Limits(tokens_per_minute=1_000)).acquire("alice")
+    charge, call = charged(account, 100, 500)
+    charge.settle(call, 100, None)
+    assert dict(account.headers("m"))[b"x-ratelimit-remaining-tokens"] == b"400"
+
+
+def test_a_longer_answer_than_reserved_is_a_debt_that_the_refill_pays() -> None:
+    clock = Clock()
+    account = limits_of(Limits(tokens_per_minute=600), clock).acquire("alice")
+    charge, call = charged(account, 0, 600)
+    charge.settle(call, 0, 700)
+    with pytest.raises(RateLimited) as refusal:
+        charged(account, 0, 50)
+    assert refusal.value.retry_after_s == pytest.approx(15.0)  # 150 tokens at 10 a second
+    clock.now_s = 15.0
+    charged(account, 0, 50)
+
+
+def test_a_request_larger_than_the_bucket_is_no_matter_of_time() -> None:
+    account = limits_of(Limits(tokens_per_minute=1_000)).acquire("alice")
+    with pytest.raises(BadRequest, match="may need 1,100 tokens, but this key may use 1,000 tokens per minute"):
+        charged(account, 100, 1_000)
+
+
+def test_a_refused_request_reserves_nothing() -> None:
+    """The bucket of the model refuses: the bucket of the key keeps its tokens."""
+    limits = limits_of(Limits(tokens_per_minute=1_000), models={"m": Limits(tokens_per_minute=100)})
+    account = limits.acquire("alice")
+    with pytest.raises(BadRequest, match="this key on m may use 100 tokens per minute"):
+        charged(account, 0, 101)
+    charged(account, 0, 1_000, model="other")
+
+
+def test_a_key_has_limits_of_single_models() -> None:
+    limits = limits_of(models={"m": Limits(requests_per_minute=1), "n": Limits(concurrent=1)})
+    account = limits.acquire("alice")
+    charged(account, 1, 1)
+    with pytest.raises(RateLimited, match="this key on m may send 1 requests per minute"):
+        charged(account, 1, 1)
+    charge, call = charged(account, 1, 1, model="n")
+    with pytest.raises(RateLimited, match="this key on n has 1 requests in progress"):
+        charged(account, 1, 1, model="n")
+    charge.settle(call, 1, 1)
+    charged(account, 1, 1, model="n")
+    charged(account, 1, 1, model="o")
+
+
+def test_waiting_tokens_are_limited_until_their_requests_start() -> None:
+    account = limits_of(Limits(tokens_waiting=100)).acquire("alice")
+    first, _ = charged(account, 0, 500)  # alone, any request may wait
+    with pytest.raises(RateLimited) as refusal:
+        charged(account, 0, 10)
+    assert refusal.value.code == "tokens_waiting"
+    assert refusal.value.retry_after_s == pytest.approx(40.0 * 410 / 500)  # of what waits, so much must have started
+    first.started()
+    second, call = charged(account, 0, 60)
+    charged(account, 0, 40)
+    second.settle(call, 0, 0)  # cancelled while it waited
+    charged(account, 0, 60)
+
+
+def test_retry_after_of_a_full_key_is_when_its_first_request_ends() -> None:
+    limits = limits_of(Limits(concurrent=1))
+    account = limits.acquire("alice")
+
+    def retry_after_s() -> float | None:
+        with pytest.raises(RateLimited) as refusal:
+            limits.acquire("alice")
+        return refusal.value.retry_after_s
+
+    assert retry_after_s() == 1.0  # its body has not arrived
+    _, call = charged(account, 1, 1)
+    assert retry_after_s() == 40.0  # it waits
+    call.receipt = object()  # type: ignore[assignment]
+    assert retry_after_s() == 7.0
+
+
+def test_headers_show_what_is_left_of_the_narrower_bucket() -> None:
+    limits = limits_of(
+        Limits(requests_per_minute=60, tokens_per_minute=6_000), models={"m": Limits(tokens_per_minute=600)}
+    )
+    account = limits.acquire("alice")
+    charged(account, 0, 60)
+    assert dict(account.headers("m")) == {
+        b"x-ratelimit-limit-requests": b"60",
+        b"x-ratelimit-remaining-requests": b"59",
+        b"x-ratelimit-reset-requests": b"1.000s",
+        b"x-ratelimit-limit-tokens": b"600",
+        b"x-ratelimit-remaining-tokens": b"540",
+        b"x-ratelimit-reset-tokens": b"6.000s",
+    }
+    assert dict(account.headers("n"))[b"x-ratelimit-remaining-tokens"] == b"5940"
+
+
+def test_a_refusal_has_the_headers_too() -> None:
+    limits = limits_of(Limits(requests_per_minute=1))
+    limits.acquire("alice")
+    with pytest.raises(RateLimited) as refusal:
+        limits.acquire("alice")
+    assert dict(refusal.value.headers)[b"x-ratelimit-remaining-requests"] == b"0"
+
+
+def test_a_bucket_never_holds_more_than_its_size_and_keeps_its_debt_when_resized() -> None:
+    bucket = Bucket(60, 0.0)
+    bucket.take(-100.0, 0.0)
+    assert bucket.level(1_000.0) == 60.0
+    bucket.take(50.0, 1_000.0)
+    bucket.resize(30, 1_000.0)
+    assert bucket.level(1_000.0) == -20.0
+    bucket.resize(120, 1_000.0)
+    assert bucket.level(1_000.0) == 70.0
+
+
+# ---- changed while serving ----
+
+
+def test_a_changed_file_changes_limits_and_keeps_what_counts() -> None:
+    limits = limits_of(Limits(requests_per_minute=10, concurrent=5))
+    account = limits.acquire("alice")
+    policy = KeyPolicy(weight=3.0, limits=Limits(requests_per_minute=2, concurrent=5))
+    limits.change(KeyFile(keys={"alice": "sk-9"}, policies={"alice": policy}), Limits())
+    assert limits.keys.authenticate("Bearer sk-9") == "alice"
+    assert limits.policy("alice").weight == 3.0
+    limits.acquire("alice")
+    with pytest.raises(RateLimited, match="2 requests per minute"):
+        limits.acquire("alice")
+    account.release()
+
+
+def test_requests_of_a_removed_key_end_normally() -> None:
+    limits = limits_of(Limits(tokens_per_minute=100))
+    account = limits.acquire("alice")
+    charge, call = charged(account, 1, 1)
+    limits.change(KeyFile(keys={"bob": "sk-2"}), Limits())
+    with pytest.raises(Unauthorized):
+        limits.keys.authenticate("Bearer sk-1")
+    assert limits.account("alice") is account
+    charge.settle(call, 1, 1)
+    account.release()
+    limits.change(KeyFile(keys={"bob": "sk-2"}), Limits())
+    assert [account.name for account in limits.accounts] == ["bob"]
 
 
 # ---- default deadlines ----

@@ -1,0 +1,172 @@
+"""What keys have spent of their budgets by day and month, in memory and in the usage file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Literal, Protocol
+
+from llmserve.api.key_file import Budgets
+from llmserve.api.usage_file import Entry
+
+log = logging.getLogger("llmserve")
+
+FLUSH_EVERY_S = 0.5
+
+Unit = Literal["tokens", "money"]
+Per = Literal["day", "month"]
+
+
+class SpentFile(Protocol):
+    """Keeps what was spent; see usage_file.py."""
+
+    def add(self, changes: Mapping[Entry, float], periods: Sequence[str]) -> dict[Entry, float]: ...
+
+    def close(self) -> None: ...
+
+
+class Ledger:
+    """What keys have spent in the present day and month. Reserves count as spent, here and in the file.
+
+    Changes are written twice a second, in a thread, and what other servers have added to the file is read then. So a
+    crash loses the changes of the last half second, and requests in flight at a crash stay charged with their reserves.
+    Raises ConfigError when the file cannot be used. wall_clock : unix time, s
+    """
+
+    def __init__(self, file: SpentFile, wall_clock: Callable[[], float] = time.time) -> None:
+        self._file = file
+        self._wall_clock = wall_clock
+        self._until_s = -1.0
+        self._periods: dict[Per, tuple[str, float]] = {}  # name, and unix time of the end
+        self._changes: dict[Entry, float] = {}
+        self._spent = file.add({}, self._names())
+        self._stop = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._failing = False
+
+    # ---- periods ----
+
+    def period(self, per: Per) -> str:
+        """The name of the present day or month of UTC."""
+        return self._present(per)[0]
+
+    def renewed_in_s(self, per: Per) -> float:
+        return self._present(per)[1] - self._wall_clock()
+
+    def _present(self, per: Per) -> tuple[str, float]:
+        now_s = self._wall_clock()
+        if not self._until_s - 86_400.0 <= now_s < self._until_s:
+            day = datetime.fromtimestamp(now_s, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+            next_month = (day.replace(day=1) + timedelta(days=32)).replace(day=1)
+            self._until_s = (day + timedelta(days=1)).timestamp()
+            self._periods = {
+                "day": (f"{day:%Y-%m-%d}", self._until_s),
+                "month": (f"{day:%Y-%m}", next_month.timestamp()),
+            }
+        return self._periods[per]
+
+    def _names(self) -> list[str]:
+        return [self.period("day"), self.period("month")]
+
+    # ---- amounts ----
+
+    def spent(self, entry: Entry) -> float:
+        return self._spent.get(entry, 0.0)
+
+    def add(self, entry: Entry, amount: float) -> None:
+        self._spent[entry] = self._spent.get(entry, 0.0) + amount
+        self._changes[entry] = self._changes.get(entry, 0.0) + amount
+
+    # ---- the file ----
+
+    def start(self) -> None:
+        """Must be called inside the running event loop."""
+        self._task = asyncio.create_task(self._flush_regularly())
+
+    async def close(self) -> None:
+        self._stop.set()
+        if self._task is not None:
+            await self._task
+        await self._flush()
+        await asyncio.to_thread(self._file.close)
+
+    async def _flush_regularly(self) -> None:
+        while not self._stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), FLUSH_EVERY_S)
+                return
+            await self._flush()
+
+    async def _flush(self) -> None:
+        """Write the changes, and read all that was spent. Changes that cannot be written are kept for the next time."""
+        written, self._changes = self._changes, {}
+        names = self._names()
+        try:
+            spent = await asyncio.to_thread(self._file.add, written, names)
+        except Exception as error:  # serving goes on, by what is in memory
+            if not self._failing:
+                log.warning("what keys have spent cannot be written: %s", error)
+            self._failing = True
+            for entry, amount in written.items():
+                self._changes[entry] = self._changes.get(entry, 0.0) + amount
+            return
+        if self._failing:
+            log.info("what keys have spent is written again")
+        self._failing = False
+        for entry, amount in self._changes.items():  # made meanwhile
+            spent[entry] = spent.get(entry, 0.0) + amount
+        self._spent = spent
+
+
+class Budget:
+    """One budget of one key: `limit` of `unit` in each day or month.
+
+    reserved  for requests in flight; it counts as spent
+    """
+
+    def __init__(self, ledger: Ledger, key: str, unit: Unit, per: Per, limit: float) -> None:
+        self.key, self.unit, self.per, self.limit = key, unit, per, limit
+        self.reserved = 0.0
+        self._ledger = ledger
+
+    def __str__(self) -> str:
+        return f"{self.shown(self.limit)} per {self.per}"
+
+    def shown(self, amount: float) -> str:
+        return f"{amount:,.0f} tokens" if self.unit == "tokens" else f"{amount:,.4g} of money"
+
+    @property
+    def left(self) -> float:
+        return self.limit - self._ledger.spent(self._entry(self._ledger.period(self.per)))
+
+    @property
+    def renewed_in_s(self) -> float:
+        return self._ledger.renewed_in_s(self.per)
+
+    def reserve(self, amount: float) -> str:
+        """Returns the period, for `settle`."""
+        period = self._ledger.period(self.per)
+        self._ledger.add(self._entry(period), amount)
+        self.reserved += amount
+        return period
+
+    def settle(self, period: str, reserved: float, used: float) -> None:
+        self._ledger.add(self._entry(period), used - reserved)
+        self.reserved -= reserved
+
+    def _entry(self, period: str) -> Entry:
+        return Entry(self.key, period, self.unit)
+
+
+def budgets_of(key: str, budgets: Budgets, ledger: Ledger) -> tuple[Budget, ...]:
+    limits: list[tuple[Unit, Per, float | None]] = [
+        ("tokens", "day", budgets.tokens_per_day),
+        ("tokens", "month", budgets.tokens_per_month),
+        ("money", "day", budgets.money_per_day),
+        ("money", "month", budgets.money_per_month),
+    ]
+    return tuple([Budget(ledger, key, unit, per, limit) for unit, per, limit in limits if limit is not None])

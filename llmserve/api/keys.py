@@ -1,0 +1,79 @@
+"""The keys and limits of a server, from its settings."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from llmserve.api.budgets import Ledger
+from llmserve.api.key_file import KeyFile, Limits, read_key_file, read_keys
+from llmserve.api.limits import KeyLimits, Keys
+from llmserve.api.usage_file import UsageFile
+from llmserve.cluster.live import LiveCluster
+from llmserve.cluster.queue_times import LiveQueueTimes
+from llmserve.deadline_settings import DefaultDeadlines
+from llmserve.errors import ConfigError
+from llmserve.metrics import Metrics
+from llmserve.settings import Config
+
+USAGE_FILE = "usage.sqlite"
+
+
+def keys_of(config: Config) -> KeyFile:
+    """Read the key file. Raises ConfigError, also when the file and the settings contradict each other."""
+    server = config.server
+    file = read_key_file(Path(server.api_key_file)) if server.api_key_file else KeyFile()
+    if unknown := DefaultDeadlines(config.limits.slo_ms).keys - set(file.keys):
+        raise ConfigError(f"slo_ms: --api-key-file has no key named {', '.join(sorted(unknown))}")
+    if file.has_budgets and _usage_path(config) is None:
+        raise ConfigError(f"{server.api_key_file}: budgets need a file that keeps them: give --usage-file or --state")
+    return file
+
+
+def admin_keys_of(config: Config) -> Keys | None:
+    """The keys of /admin; None: /admin is disabled. Raises ConfigError."""
+    path = config.server.admin_key_file
+    return Keys(read_keys(Path(path))) if path else None
+
+
+def key_limits_of(
+    config: Config, file: KeyFile, cluster: LiveCluster, metrics: Metrics, ledger: Ledger | None
+) -> KeyLimits:
+    return KeyLimits(
+        file,
+        default_limits(config),
+        ledger=ledger,
+        times=LiveQueueTimes(cluster),
+        on_refused=metrics.refused,
+    )
+
+
+def default_limits(config: Config) -> Limits:
+    """Limits of every key that has none of its own."""
+    limits = config.limits
+    return Limits(
+        requests_per_minute=limits.requests_per_minute_max,
+        tokens_per_minute=limits.tokens_per_minute_max,
+        concurrent=limits.concurrent_max,
+    )
+
+
+def open_ledger(config: Config, stack: AsyncExitStack) -> Ledger | None:
+    """Open the usage file until the stack ends. None: no key can have a budget. Raises ConfigError."""
+    path = _usage_path(config)
+    if path is None:
+        return None
+    ledger = Ledger(UsageFile(path))
+    stack.push_async_callback(ledger.close)
+    ledger.start()
+    return ledger
+
+
+def _usage_path(config: Config) -> Path | None:
+    """Only a TOML file of keys can have budgets."""
+    server = config.server
+    if not (server.api_key_file or "").endswith(".toml"):
+        return None
+    if server.usage_file is not None:
+        return Path(server.usage_file)
+    return Path(server.state) / USAGE_FILE if server.state else None

@@ -1,0 +1,70 @@
+"""The SQLite file in which servers keep what keys have spent of their budgets.
+
+Several servers may use one file: each adds its changes in a transaction, so none overwrites another's.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from llmserve.errors import ConfigError
+
+VERSION = 1
+BUSY_S = 5.0  # longest wait for another server's transaction
+CREATE = """CREATE TABLE IF NOT EXISTS spent (
+    key TEXT NOT NULL, period TEXT NOT NULL, unit TEXT NOT NULL, amount REAL NOT NULL,
+    PRIMARY KEY (key, period, unit)) WITHOUT ROWID"""
+ADD = """INSERT INTO spent VALUES (?, ?, ?, ?)
+    ON CONFLICT (key, period, unit) DO UPDATE SET amount = amount + excluded.amount"""
+
+
+class Entry(NamedTuple):
+    """What one key has spent in one period. period : "2026-11-23" or "2026-11".  unit : "tokens" or "money"."""
+
+    key: str
+    period: str
+    unit: str
+
+
+class UsageFile:
+    """Raises ConfigError when the file cannot be used."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path = path.expanduser()
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            self._connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+            self._connection.execute("BEGIN IMMEDIATE")
+            version = self._connection.execute("PRAGMA user_version").fetchone()[0]
+            tables = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            if version != VERSION and tables:
+                raise ConfigError(f"usage_file: {path} is no file of llmserve's budgets of version {VERSION}")
+            self._connection.execute(CREATE)
+            self._connection.execute(f"PRAGMA user_version = {VERSION}")
+            self._connection.execute("COMMIT")
+        except (OSError, RuntimeError, sqlite3.Error) as error:
+            raise ConfigError(f"usage_file: cannot use {path}: {error}") from error
+
+    def add(self, changes: Mapping[Entry, float], periods: Sequence[str]) -> dict[Entry, float]:
+        """Add the changes to what was spent. Returns what all servers have spent in these periods.
+
+        Raises sqlite3.Error; then nothing was added. May be called in a thread, but never twice at once.
+        """
+        connection = self._connection
+        connection.execute("BEGIN IMMEDIATE" if changes else "BEGIN")
+        try:
+            connection.executemany(ADD, [(*entry, amount) for entry, amount in changes.items()])
+            marks = ", ".join("?" * len(periods))
+            rows = connection.execute(f"SELECT * FROM spent WHERE period IN ({marks})", periods).fetchall()
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.rollback()
+            raise
+        return {Entry(key, period, unit): amount for key, period, unit, amount in rows}
+
+    def close(self) -> None:
+        self._connection.close()

@@ -1,0 +1,91 @@
+"""What calls use of the limits of their keys: reserved by the forecast when a call arrives, settled when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from llmserve.cluster.in_flight import InFlightCall
+from llmserve.cluster.remaining import generated_tokens
+from llmserve.errors import RequestError
+from llmserve.request import Call, Request
+from llmserve.scheduling.model_queues import ModelQueues
+from llmserve.scheduling.rates import ServiceTime
+
+
+class QueueTimes(Protocol):
+    """When the queue lets a key's next request start."""
+
+    def first_end_s(self, calls: Iterable[InFlightCall]) -> float | None:
+        """Predicted seconds until the first of these calls ends; None when none runs."""
+        ...
+
+    def wait_s(self, model: str) -> float:
+        """Predicted seconds until the requests that wait now have started."""
+        ...
+
+
+class Charges:
+    """Reserves and settles the charges of calls.
+
+    models  the scheduler's queues, by model
+    """
+
+    def __init__(self, models: Callable[[], Mapping[str, ModelQueues]], now_s: Callable[[], float]) -> None:
+        self._models = models
+        self._now_s = now_s
+
+    def reserve(self, in_flight: InFlightCall) -> bool:
+        """Reserve what the call probably uses at most. False: a limit refuses the call, and its client knows."""
+        charge, request = in_flight.charge, in_flight.request
+        assert charge is not None, "a call without limits reserves nothing"
+        answer = most_tokens(request, in_flight.call, self._service(request.model).tokens_mean)
+        try:
+            charge.reserve(in_flight, request.prompt_tokens, request.choices * answer)
+        except RequestError as error:
+            in_flight.charge = None
+            in_flight.fail(error)
+            return False
+        return True
+
+    def settle(self, in_flight: InFlightCall) -> None:
+        """Give back what an ended call has not used."""
+        charge, in_flight.charge = in_flight.charge, None
+        if charge is not None:
+            service = self._service(in_flight.request.model)
+            charge.settle(in_flight, *used_tokens(in_flight, service, self._now_s()))
+
+    def _service(self, model: str) -> ServiceTime:
+        queues = self._models().get(model)
+        return queues.service if queues is not None else ServiceTime()
+
+
+def most_tokens(request: Request, call: Call, tokens_mean: float) -> float:
+    """Tokens that each answer probably has at most: the largest of its likely lengths.
+
+    Without likely lengths the client's limit, or else the mean of the model's answers: a client's own prediction may
+    raise that, for nobody should reserve less by a claim.
+    """
+    if request.quantiles:
+        most = request.quantiles[-1]
+    else:
+        most = call.output_tokens_max or max(request.predicted_tokens or 0.0, tokens_mean)
+    return min(most, call.output_tokens_max or most)
+
+
+def used_tokens(in_flight: InFlightCall, service: ServiceTime, now_s: float) -> tuple[float, float | None]:
+    """(tokens of the prompt, of all answers) that a call has used; None: as many as were reserved.
+
+    The engine's own counts, where it has given any. A client that leaves pays for what the engine has done by then. A
+    call that failed without an answer costs nothing.
+    """
+    request, counts = in_flight.request, in_flight.counts
+    if counts is not None:
+        prompt = request.prompt_tokens if counts.prompt_tokens is None else counts.prompt_tokens
+        return prompt, counts.completion_tokens
+    if in_flight.streamed_tokens:
+        return request.prompt_tokens, in_flight.streamed_tokens
+    if in_flight.gone and in_flight.receipt is not None:
+        generated = 0.0 if in_flight.call.stream else generated_tokens(in_flight, service, now_s)
+        return request.prompt_tokens, request.choices * generated
+    return 0.0, 0.0
