@@ -1,0 +1,237 @@
+"""Budgets by day and month, and the file that keeps them."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmserve.api.budgets import Budget, Ledger
+from llmserve.api.key_file import Budgets, KeyFile, KeyPolicy, Price
+from llmserve.api.limits import KeyCharge, KeyLimits
+from llmserve.api.usage_file import Entry, UsageFile
+from llmserve.cluster.in_flight import InFlightCall
+from llmserve.errors import BadRequest, ConfigError, RateLimited
+from llmserve.request import Call
+from predictor.prompt import Prompt
+
+NOBODY: Any = None
+NOON = datetime(2026, 11, 23, 12, tzinfo=UTC).timestamp()
+MONTHS_END = datetime(2026, 12, 1, tzinfo=UTC).timestamp()
+TODAY = Entry("alice", "2026-11-23", "tokens")
+
+
+class Clock:
+    def __init__(self, at_s: float = NOON) -> None:
+        self.at_s = at_s
+
+    def __call__(self) -> float:
+        return self.at_s
+
+
+def limits_of(ledger: Ledger, prices: Mapping[str, Price] | None = None, **budgets: float) -> KeyLimits:
+    policy = KeyPolicy(budgets=Budgets(**budgets))  # type: ignore[arg-type]
+    file = KeyFile(keys={"alice": "sk-1"}, policies={"alice": policy}, prices=prices or {})
+    return KeyLimits(file, ledger=ledger)
+
+
+def charged(limits: KeyLimits, prompt: float, output: float, model: str = "m") -> tuple[KeyCharge, InFlightCall]:
+    charge = limits.account("alice").charge(model)
+    assert charge is not None
+    call = InFlightCall(Call("/v1/completions", b"", Prompt("", model), stream=False), 1, NOBODY)
+    charge.reserve(call, prompt, output)
+    return charge, call
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "usage.sqlite"
+
+
+def amounts(path: Path) -> dict[Entry, float]:
+    file = UsageFile(path)
+    spent = file.add({}, ["2026-11-23", "2026-11-24", "2026-11", "2026-12"])
+    file.close()
+    return spent
+
+
+async def test_a_budget_reserves_and_settles_by_day_and_month(path: Path) -> None:
+    ledger = Ledger(UsageFile(path), Clock())
+    limits = limits_of(ledger, tokens_per_day=1_000, tokens_per_month=10_000)
+    charge, call = charged(limits, 100, 800)
+    with pytest.raises(RateLimited, match="100 tokens left of its budget of 1,000 tokens per day") as refusal:
+        charged(limits, 1, 100)
+    assert refusal.value.code == "insufficient_quota"
+    assert refusal.value.retry_after_s == pytest.approx(12 * 3600)
+    charge.settle(call, 100, 50)
+    charged(limits, 50, 800)
+    await ledger.close()
+    assert amounts(path) == {TODAY: 1_000.0, Entry("alice", "2026-11", "tokens"): 1_000.0}
+
+
+async def test_a_request_above_the_whole_budget_is_no_matter_of_time(path: Path) -> None:
+    limits = limits_of(Ledger(UsageFile(path), Clock()), tokens_per_day=1_000)
+    with pytest.raises(BadRequest, match="may need 1,001 tokens, but 1,000 tokens per day is this key's whole budget"):
+        charged(limits, 1, 1_000)
+
+
+async def test_money_goes_by_the_models_price(path: Path) -> None:
+    prices = {"m": Price(input=1.0, output=10.0)}
+    limits = limits_of(Ledger(UsageFile(path), Clock()), prices, money_per_month=0.01)
+    charge, call = charged(limits, 1_000, 500)  # 0.001 + 0.005
+    with pytest.raises(RateLimited, match=r"0\.004 of money left"):
+        charged(limits, 0, 500)
+    charge.settle(call, 1_000, 100)
+    charged(limits, 0, 500)
+    with pytest.raises(BadRequest, match="the model 'other' has no price"):
+        charged(limits, 0, 1, model="other")
+
+
+async def test_a_new_day_has_a_new_budget_and_a_request_is_settled_in_its_own(path: Path) -> None:
+    clock = Clock(MONTHS_END - 60)
+    ledger = Ledger(UsageFile(path), clock)
+    limits = limits_of(ledger, tokens_per_month=100)
+    charge, call = charged(limits, 0, 90)
+    with pytest.raises(RateLimited) as refusal:
+        charged(limits, 0, 20)
+    assert refusal.value.retry_after_s == pytest.approx(60)
+    clock.at_s = MONTHS_END
+    charged(limits, 0, 100)
+    charge.settle(call, 0, 10)
+    await ledger.close()
+    assert amounts(path) == {Entry("alice", "2026-11", "tokens"): 10.0, Entry("alice", "2026-12", "tokens"): 100.0}
+
+
+async def test_a_restart_remembers_what_was_spent(path: Path) -> None:
+    ledger = Ledger(UsageFile(path), Clock())
+    charged(limits_of(ledger, tokens_per_day=100), 0, 80)
+    await ledger.close()
+    limits = limits_of(Ledger(UsageFile(path), Clock()), tokens_per_day=100)
+    with pytest.raises(RateLimited):
+        charged(limits, 0, 30)
+    charged(limits, 0, 20)
+
+
+async def test_a_server_sees_what_another_spends(path: Path) -> None:
+    one, other = Ledger(UsageFile(path), Clock()), Ledger(UsageFile(path), Clock())
+    limits = limits_of(other, tokens_per_day=100)
+    charged(limits_of(one, tokens_per_day=100), 0, 80)
+    charged(limits, 0, 10)
+    await one.close()
+    await other._flush()
+    with pytest.raises(RateLimited, match="10 tokens left"):
+        charged(limits, 0, 11)
+    await other.close()
+    assert amounts(path) == {TODAY: 90.0}
+
+
+class FailingFile:
+    """Fails while `fails`; otherwise the changes go to `written`."""
+
+    def __init__(self) -> None:
+        self.fails = False
+        self.written: dict[Entry, float] = {}
+
+    def add(self, changes: Mapping[Entry, float], periods: Sequence[str]) -> dict[Entry, float]:
+        if self.fails:
+            raise sqlite3.OperationalError("disk I/O error")
+        for entry, amount in changes.items():
+            self.written[entry] = self.written.get(entry, 0.0) + amount
+        return dict(self.written)
+
+    def close(self) -> None:
+        pass
+
+
+async def test_what_cannot_be_written_still_counts_and_is_written_later(caplog: pytest.LogCaptureFixture) -> None:
+    file = FailingFile()
+    ledger = Ledger(file, Clock())
+    limits = limits_of(ledger, tokens_per_day=100)
+    file.fails = True
+    charged(limits, 0, 60)
+    await ledger._flush()
+    await ledger._flush()
+    assert caplog.text.count("disk I/O error") == 1, "a failure is logged once"
+    with pytest.raises(RateLimited):
+        charged(limits, 0, 50)
+    file.fails = False
+    await ledger._flush()
+    assert file.written == {TODAY: 60.0}
+
+
+async def test_a_running_ledger_writes_by_itself(path: Path) -> None:
+    ledger = Ledger(UsageFile(path), Clock())
+    ledger.start()
+    ledger.add(TODAY, 7.0)
+    async with asyncio.timeout(30.0):
+        while amounts(path) != {TODAY: 7.0}:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await ledger.close()
+
+
+ADDING = """
+import sys
+from pathlib import Path
+from llmserve.api.usage_file import Entry, UsageFile
+
+file = UsageFile(Path(sys.argv[1]))
+for _ in range(200):
+    file.add({Entry("alice", "2026-11-23", "tokens"): 1.0}, [])
+"""
+
+
+def test_two_servers_on_one_file_lose_nothing(path: Path) -> None:
+    adding = [subprocess.Popen([sys.executable, "-c", ADDING, str(path)]) for _ in range(2)]
+    assert [process.wait(timeout=120) for process in adding] == [0, 0]
+    assert amounts(path) == {TODAY: 400.0}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from llmserve.api.usage_file import Entry, UsageFile
+
+file = UsageFile(Path(sys.argv[1]))
+file.add({Entry("alice", "2026-11-23", "tokens"): 5.0}, [])
+file._connection.execute("BEGIN IMMEDIATE")
+file._connection.execute("UPDATE spent SET amount = 77")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_server_killed_in_mid_write_leaves_the_last_whole_one(path: Path) -> None:
+    assert subprocess.run([sys.executable, "-c", KILLED, str(path)], timeout=120).returncode < 0
+    assert amounts(path) == {TODAY: 5.0}
+
+
+def test_a_file_of_something_else_is_an_error_that_names_it(tmp_path: Path) -> None:
+    other = tmp_path / "notes"
+    other.write_text("not a database, but long enough to be taken for one" * 9)
+    with pytest.raises(ConfigError, match=r"usage_file: cannot use .*notes"):
+        UsageFile(other)
+    foreign = tmp_path / "foreign.sqlite"
+    sqlite3.connect(foreign).execute("CREATE TABLE songs (name)").connection.close()
+    with pytest.raises(ConfigError, match="is no file of llmserve's budgets"):
+        UsageFile(foreign)
+    with pytest.raises(ConfigError, match="usage_file"):
+        UsageFile(tmp_path / "nowhere" / "usage.sqlite")
+
+
+def test_only_its_owner_can_read_the_file(path: Path) -> None:
+    UsageFile(path).close()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_budget_tells_what_is_reserved(path: Path) -> None:
+    budget = Budget(Ledger(UsageFile(path), Clock()), "alice", "tokens", "day", 100)
+    period = budget.reserve(60)
+    assert (budget.left, budget.reserved) == (40, 60)
+    budget.settle(period, 60, 10)
+    assert (budget.left, budget.reserved) == (90, 0)

@@ -1,0 +1,191 @@
+"""Limits and budgets of keys on the real server: reserved by forecasts, settled by real lengths."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from front import Front, StartFront, until
+
+from llmserve.api.limits import KeyCharge
+from llmserve.cluster.in_flight import InFlightCall
+from llmserve.engines.fake import FakeEngine
+from llmserve.errors import RateLimited
+from llmserve.headers import PREDICTED_HEADER
+from llmserve.settings import ServerConfig
+
+KEY = {"authorization": "Bearer sk-1"}
+
+
+def keys_file(tmp_path: Path, of_alice: str, more: str = "") -> ServerConfig:
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[keys.alice]\nkey = "sk-1"\n{of_alice}\n[keys.bob]\nkey = "sk-2"\n{more}')
+    path.chmod(0o600)
+    return ServerConfig(port=0, api_key_file=str(path), usage_file=str(tmp_path / "usage.sqlite"))
+
+
+async def ask(
+    front: Front, tokens: int | None = None, key: dict[str, str] = KEY, **fields: Any
+) -> tuple[int, Any, Any]:
+    """Status, headers and body of an answer of `tokens` tokens, as the client limits it."""
+    limit = {} if tokens is None else {"max_tokens": tokens}
+    async with front.post(headers=key, **limit, **fields) as response:
+        return response.status, response.headers, await response.json(content_type=None)
+
+
+class Watch:
+    """Records each reserve, what was used of it, and what was free at each refusal."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reserved: dict[int, float] = {}
+        self.used: dict[int, float] = {}
+        self.refused: list[tuple[float, float]] = []  # needed, free
+        reserve, settle = KeyCharge.reserve, KeyCharge.settle
+
+        def watched_reserve(charge: KeyCharge, call: InFlightCall, prompt: float, output: float) -> None:
+            account = charge._account
+            bucket, budgets = account.key.tokens, account.budgets
+            free = bucket.level(account.limits.clock()) if bucket is not None else min(b.left for b in budgets)
+            try:
+                reserve(charge, call, prompt, output)
+            except RateLimited:
+                self.refused.append((prompt + output, free))
+                raise
+            self.reserved[call.request.id] = prompt + output
+
+        def watched_settle(charge: KeyCharge, call: InFlightCall, prompt: float, output: float | None) -> None:
+            self.used[call.request.id] = prompt + (output or 0.0)
+            settle(charge, call, prompt, output)
+
+        monkeypatch.setattr(KeyCharge, "reserve", watched_reserve)
+        monkeypatch.setattr(KeyCharge, "settle", watched_settle)
+
+    @property
+    def errors(self) -> float:
+        """By how much the admitted requests used more than they had reserved."""
+        return sum(max(0.0, self.used[id_] - reserved) for id_, reserved in self.reserved.items())
+
+
+async def test_every_answer_of_a_limited_key_says_what_is_left(start_front: StartFront, tmp_path: Path) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(
+            engine, server=keys_file(tmp_path, "requests_per_minute = 9\ntokens_per_minute = 600")
+        )
+        status, headers, _ = await ask(front, 99)
+        assert status == 200
+        assert (headers["x-ratelimit-limit-requests"], headers["x-ratelimit-limit-tokens"]) == ("9", "600")
+        assert headers["x-ratelimit-remaining-requests"] == "8"
+        _, headers, _ = await ask(front, key={"authorization": "Bearer sk-2"})
+        assert not [name for name in headers if "ratelimit" in name]
+
+
+async def test_a_refused_client_learns_when_the_bucket_has_its_tokens(start_front: StartFront, tmp_path: Path) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine, server=keys_file(tmp_path, "tokens_per_minute = 600"))
+        assert (await ask(front, 500))[0] == 200
+        status, headers, body = await ask(front, 300)
+        assert (status, body["error"]["code"], body["error"]["type"]) == (429, "tokens_per_minute", "rate_limit_error")
+        assert 15 <= int(headers["retry-after"]) <= 22  # 200 tokens and the prompt's, at 10 a second
+        assert int(headers["x-ratelimit-remaining-tokens"]) < 110
+        assert (await ask(front, 50))[0] == 200  # a request that fits passes
+        status, headers, body = await ask(front, 601)
+        assert (status, body["error"]["code"]) == (400, "tokens_per_minute")
+        assert "retry-after" not in headers
+
+
+async def test_a_refusal_is_counted_and_leaves_nothing_behind(start_front: StartFront, tmp_path: Path) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine, server=keys_file(tmp_path, "tokens_per_minute = 600"))
+        assert (await ask(front, 601))[0] == 400
+        async with front.session.get(f"{front.url}/metrics", headers=KEY) as response:
+            assert 'llmserve_rejections_total{reason="tokens_per_minute"} 1.0' in await response.text()
+        assert await front.cluster.drain(5.0)
+
+
+async def test_a_claimed_length_reserves_no_less_than_the_limit(start_front: StartFront, tmp_path: Path) -> None:
+    async with FakeEngine(step_s=0) as engine:
+        front = await start_front(engine, server=keys_file(tmp_path, "tokens_per_minute = 600"))
+        assert (await ask(front, 601, {**KEY, PREDICTED_HEADER: "1"}))[0] == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_pays_for_what_was_generated(
+    start_front: StartFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    async with FakeEngine(step_s=0.01) as engine:
+        front = await start_front(engine, server=keys_file(tmp_path, "tokens_per_day = 1000"))
+        watch = Watch(monkeypatch)
+        leaving = asyncio.ensure_future(ask(front, 900, stream=stream))
+        await until(lambda: engine.running == 1)
+        if stream:
+            await until(lambda: any(call.streamed_tokens for call in front.cluster._in_flight.values()))
+        assert (await ask(front, 300))[0] == 429
+        leaving.cancel()
+        await until(lambda: 1 in watch.used)
+        assert 0 < watch.used[1] < 900
+        assert (await ask(front, 10))[0] == 200
+
+
+async def test_a_request_that_never_started_costs_nothing(
+    start_front: StartFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with FakeEngine(step_s=0.01) as engine:
+        front = await start_front(engine, slots=1, server=keys_file(tmp_path, "tokens_per_day = 1000"))
+        watch = Watch(monkeypatch)
+        running = asyncio.ensure_future(ask(front, 200))
+        await until(lambda: engine.running == 1)
+        waiting = asyncio.ensure_future(ask(front, 500))
+        await until(lambda: front.cluster.scheduler.waiting == 1)
+        waiting.cancel()
+        await until(lambda: 2 in watch.used)
+        assert watch.used[2] == 0
+        running.cancel()
+
+
+async def test_a_request_that_fails_costs_nothing(start_front: StartFront, tmp_path: Path) -> None:
+    async with FakeEngine(step_s=0.001) as engine:
+        front = await start_front(engine, server=keys_file(tmp_path, "tokens_per_day = 1000"))
+        async with front.session.post(f"{engine.url}/fault", json={"mode": "500"}):
+            pass
+        assert (await ask(front, 900))[0] == 500
+        async with front.session.post(f"{engine.url}/fault", json={"mode": "ok"}):
+            pass
+        assert (await ask(front, 900))[0] == 200
+
+
+# ---- fifty at once -------------------------------------------------------------------------------------------------
+
+LIMIT = 4_000
+
+
+@pytest.mark.parametrize("longer", [False, True])
+@pytest.mark.parametrize("limit", [f"tokens_per_day = {LIMIT}", f"tokens_per_minute = {LIMIT}"])
+async def test_fifty_at_once_overspend_by_no_more_than_their_forecasts_err(
+    start_front: StartFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, longer: bool
+) -> None:
+    """longer : answers are suddenly twice as long as all before. Without reserves, all of the first fifty would be
+    admitted, and fifty more before these have ended.
+    """
+    async with FakeEngine(step_s=0.001, slots=16, output_tokens=50) as engine:
+        front = await start_front(engine, slots=16, server=keys_file(tmp_path, limit))
+        await asyncio.gather(*[ask(front, key={"authorization": "Bearer sk-2"}) for _ in range(40)])
+        engine._output_tokens = 100 if longer else 50
+        watch, since_s = Watch(monkeypatch), time.monotonic()
+
+        async def client() -> None:
+            for _ in range(3):
+                await ask(front)
+
+        await asyncio.gather(*[client() for _ in range(50)])
+        await until(lambda: not front.cluster.scheduler.requests)
+        refill = LIMIT / 60 * (time.monotonic() - since_s) if "minute" in limit else 0.0
+    spent = sum(watch.used.values())
+    assert (watch.errors > 0) == longer
+    assert 0.9 * LIMIT <= spent <= LIMIT + refill + watch.errors
+    assert watch.refused, "150 requests of 51 tokens and more are more than the limit"
+    for needed, free in watch.refused:
+        assert needed < LIMIT / 10
+        assert free < needed, "a request that fits is never refused, and least of all while a tenth is free"
