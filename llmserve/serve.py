@@ -30,10 +30,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmserve import config as configuration
+from llmserve.errors import ConfigError
 from llmserve.settings import COMMON, TITLES, Config
 
 if TYPE_CHECKING:
     from llmserve.cluster.live import LiveCluster
+    from llmserve.reload import Reloader
 
 log = logging.getLogger("llmserve")
 
@@ -52,7 +54,11 @@ def main(args: argparse.Namespace) -> int:
     names = {name for struct in configuration.sections(Config).values() for name in struct.__struct_fields__}
     flags = {name: value for name, value in vars(args).items() if name in names}
     file = args.config or os.environ.get(f"{configuration.ENVIRONMENT_PREFIX}CONFIG")
-    config, origin = configuration.load(Config, flags, os.environ, file)
+
+    def read() -> tuple[Config, dict[str, str]]:
+        return configuration.load(Config, flags, os.environ, file)
+
+    config, origin = read()
     if args.show_config:
         print(config.shown(origin))
         return 0
@@ -62,8 +68,8 @@ def main(args: argparse.Namespace) -> int:
     with contextlib.suppress(ImportError):
         import uvloop
 
-        return uvloop.run(run(config))
-    return asyncio.run(run(config))
+        return uvloop.run(run(config, lambda: read()[0], has_file=file is not None))
+    return asyncio.run(run(config, lambda: read()[0], has_file=file is not None))
 
 
 def _allow_many_sockets() -> None:
@@ -75,12 +81,19 @@ def _allow_many_sockets() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def run(config: Config) -> int:
-    """Serve until SIGTERM, SIGINT or SIGHUP, then drain. Returns the exit status."""
+async def run(config: Config, read: Callable[[], Config], *, has_file: bool = False) -> int:
+    """Serve until SIGTERM or SIGINT, then drain. Returns the exit status.
+
+    SIGHUP reads keys, limits and engines again, if a file says them; else it is a stop, too.
+    read : reads the settings again.  has_file : whether a file of settings is given
+    """
+    from llmserve.reload import Reloader
+
     stop, stop_now = asyncio.Event(), asyncio.Event()
+    reloader, reloading = Reloader(config, read), set[asyncio.Task[None]]()
     starting = asyncio.current_task()
 
-    def on_signal() -> None:
+    def on_stop() -> None:
         nonlocal starting
         if starting is not None:  # the server is not ready yet: no request to drain
             starting.cancel()
@@ -89,8 +102,15 @@ async def run(config: Config) -> int:
             stop_now.set()
         stop.set()
 
-    with _on_stop_signals(on_signal), contextlib.suppress(asyncio.CancelledError):
-        async with serving(config) as (cluster, url):
+    def on_hangup() -> None:
+        if starting is None:  # else the files are just being read
+            task = asyncio.ensure_future(_reload(reloader))
+            reloading.add(task)
+            task.add_done_callback(reloading.discard)
+
+    has_file = has_file or config.server.api_key_file is not None
+    with _on_signals(on_stop, on_hangup if has_file else None), contextlib.suppress(asyncio.CancelledError):
+        async with serving(config, reloader) as (cluster, url):
             await _wait_for_engine(cluster)
             starting = None
             gc.collect()
@@ -99,6 +119,15 @@ async def run(config: Config) -> int:
             await stop.wait()
             await _drain(cluster, config.server.drain_s, stop_now)
     return 0
+
+
+async def _reload(reloader: Reloader) -> None:
+    try:
+        await reloader.reload()
+    except ConfigError as error:
+        log.error("nothing is changed: %s", error)
+    else:
+        log.info("keys, limits and engines were read again")
 
 
 async def _drain(cluster: LiveCluster, within_s: float, stop_now: asyncio.Event) -> None:
@@ -113,9 +142,10 @@ async def _drain(cluster: LiveCluster, within_s: float, stop_now: asyncio.Event)
 
 
 @contextlib.asynccontextmanager
-async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
+async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIterator[tuple[LiveCluster, str]]:
     """Run the whole server inside the block: engines, predictor, cluster, endpoints. Yields the cluster and base URL.
 
+    reloader : reads the settings again; None: files are read again, by the same settings
     Raises LLMServeError when the server cannot start.
     """
     from llmserve import state_file
@@ -124,11 +154,13 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
     from llmserve.api.listening import DoorLimits, accepting, base_url, check_host, listening_socket
     from llmserve.energy_meters import energy_meters
     from llmserve.metrics import Metrics
+    from llmserve.reload import Reloader, engines_part, keys_part
     from llmserve.start import checked, start_cluster, warn_of_unserved
 
     key_file = keys_of(config)
     admin = admin_keys_of(config)
     check_host(config.server.host, may_serve_anyone=bool(key_file.keys) or config.server.anonymous)
+    reloader = reloader or Reloader(config)
     config = checked(config)
     async with AsyncExitStack() as stack:
         kept = stack.enter_context(state_file.opened(Path(config.server.state))) if config.server.state else None
@@ -147,7 +179,9 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
             saver=saver,
         )
         key_limits = key_limits_of(config, key_file, cluster, metrics, ledger)
-        app = App(cluster, metrics, key_limits, config.limits, admin)
+        reloader.add(keys_part(key_limits))
+        reloader.add(engines_part(config, cluster))
+        app = App(cluster, metrics, key_limits, config.limits, admin, reloader.reload)
         limits = DoorLimits(
             config.limits.body_bytes_max,
             config.live.buffer_bytes_max,
@@ -168,17 +202,18 @@ async def serving(config: Config) -> AsyncIterator[tuple[LiveCluster, str]]:
 
 
 @contextlib.contextmanager
-def _on_stop_signals(callback: Callable[[], None]) -> Iterator[None]:
+def _on_signals(on_stop: Callable[[], None], on_hangup: Callable[[], None] | None) -> Iterator[None]:
+    """on_hangup : None: SIGHUP is a stop, unless `nohup` ignores the end of the terminal."""
     loop = asyncio.get_running_loop()
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` ignores the end of the terminal
-        numbers.append(signal.SIGHUP)
-    for number in numbers:
+    callbacks = {signal.SIGTERM: on_stop, signal.SIGINT: on_stop}
+    if on_hangup is not None or signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        callbacks[signal.SIGHUP] = on_hangup or on_stop
+    for number, callback in callbacks.items():
         loop.add_signal_handler(number, callback)
     try:
         yield
     finally:
-        for number in numbers:
+        for number in callbacks:
             loop.remove_signal_handler(number)
 
 

@@ -26,8 +26,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_key_file: Annotated[
         str | None,
         Meta(
-            description="file of `name: key` lines, or a TOML file (*.toml) with each key's limits, weight and "
-            "budgets. Without the file no key is required"
+            description="file of keys: `name: key` lines, or a *.toml file. Each key may have limits, a weight and "
+            "budgets there. Without the file no key is required"
         ),
     ] = None
     admin_key_file: Annotated[
@@ -366,6 +366,6 @@ COMMON = {
     *("release", "order", "batch_size", "bins", "queue_requests_max"),
     *("profile", "energy_weight", "latency_target_s"),
     *("predictor", "record"),
-    *("slo_ms", "concurrent_max", "requests_per_minute_max", "tokens_per_minute_max"),
+    *("slo_ms", "concurrent_max", "requests_per_minute_max"),
 }
 """Settings that `serve --help` shows."""

@@ -1,7 +1,11 @@
-"""Endpoints for operators: list the engines, and drain, resume or restart an engine. All need the admin key."""
+"""Endpoints for operators. All need the admin key.
+
+List the engines; drain, resume or restart an engine; read keys, limits and engines again.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -11,16 +15,21 @@ from llmserve.api.answers import json_response
 from llmserve.api.limits import Keys
 from llmserve.cluster.fleet import EngineHandle
 from llmserve.cluster.live import LiveCluster
-from llmserve.errors import BadRequest, NotFound
+from llmserve.errors import BadRequest, ConfigError, NotFound
 
 
 class AdminEndpoints:
-    """The endpoints below /admin. keys: the admin keys; None: every request gets status 404."""
+    """The endpoints below /admin.
 
-    def __init__(self, cluster: LiveCluster, keys: Keys | None) -> None:
+    keys    the admin keys; None: every request gets status 404
+    reload  reads keys, limits and engines again. Raises ConfigError
+    """
+
+    def __init__(self, cluster: LiveCluster, keys: Keys | None, reload: Callable[[], Awaitable[None]]) -> None:
         self._cluster = cluster
         self._fleet = cluster.fleet
         self._keys = keys
+        self._reload = reload
 
     async def list_engines(self, request: Request) -> Response:
         self._admit(request)
@@ -33,6 +42,8 @@ class AdminEndpoints:
         handle = self._fleet.handles.get(name)
         if handle is None:
             raise NotFound(f"there is no engine {name!r}; the engines are {', '.join(sorted(self._fleet.handles))}")
+        if handle.removal is not None:
+            raise BadRequest(f"engine {name} is being removed")
         if order in ("drain", "resume") and handle.restart is not None:
             raise BadRequest(f"engine {name} is being restarted")
         if order == "drain":
@@ -50,6 +61,15 @@ class AdminEndpoints:
         else:
             raise NotFound(f"the actions of an engine are drain, resume and restart, not {order!r}")
         return json_response(self._describe(handle), 202 if order == "restart" else 200)
+
+    async def reload(self, request: Request) -> Response:
+        """Read keys, limits and engines again. An error of the files is status 400; then nothing has changed."""
+        self._admit(request)
+        try:
+            await self._reload()
+        except ConfigError as error:
+            raise BadRequest(str(error), code="configuration") from error
+        return json_response({"engines": sorted(self._fleet.handles)})
 
     def _admit(self, request: Request) -> None:
         if self._keys is None:

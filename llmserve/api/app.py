@@ -2,13 +2,14 @@
 
 POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /v1/models/{id}
 GET /health (the process lives)   GET /ready (an engine is up)   GET /metrics (Prometheus)
-With an admin key: GET /admin/engines   POST /admin/engines/{name}/drain | resume | restart
+With an admin key: GET /admin/engines   POST /admin/engines/{name}/drain | resume | restart   POST /admin/reload
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ from llmserve.cluster.in_flight import Head, InFlightCall, Receipt
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.places import Places
 from llmserve.deadline_settings import DefaultDeadlines
-from llmserve.errors import MethodNotAllowed, NotFound, RequestError, Unavailable, model_not_found
+from llmserve.errors import ConfigError, MethodNotAllowed, NotFound, RequestError, Unavailable, model_not_found
 from llmserve.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
 from llmserve.metrics import Metrics
 from llmserve.request import Call
@@ -42,11 +43,16 @@ from llmserve.settings import ApiConfig
 log = logging.getLogger("llmserve")
 
 
+async def no_reload() -> None:
+    raise ConfigError("this server has nothing to read again")
+
+
 class App:
     """Answers requests: completions directly, every other path by FastAPI.
 
     Completions bypass ASGI and FastAPI: routing, middlewares and a task for each client would cost more time than all
     of scheduling (scripts/lab/benchmark_frontend.py). admin: the keys for /admin; None: /admin is disabled.
+    reload: reads keys, limits and engines again.
     """
 
     def __init__(
@@ -56,12 +62,15 @@ class App:
         key_limits: KeyLimits,
         config: ApiConfig,
         admin: Keys | None = None,
+        reload: Callable[[], Awaitable[None]] = no_reload,
     ) -> None:
         self._endpoints = _Endpoints(cluster, metrics, key_limits, config)
         keys = key_limits.keys
         seeing = tuple([known for known in (keys, admin) if known is not None]) if keys.required else ()
         state = StateEndpoints(cluster, metrics, seeing)
-        self._others = AsgiHandler(_other_paths(self._endpoints, AdminEndpoints(cluster, admin), state), self.refused)
+        self._others = AsgiHandler(
+            _other_paths(self._endpoints, AdminEndpoints(cluster, admin, reload), state), self.refused
+        )
         self._state_for_all = StateEndpoints(cluster, metrics, ())
 
     def admit(self, exchange: Exchange) -> None:
@@ -100,6 +109,7 @@ def _other_paths(endpoints: _Endpoints, admin: AdminEndpoints, state: StateEndpo
     app.add_route("/v1/models/{model_id:path}", endpoints.retrieve_model, methods=["GET"])
     state.add_to(app)
     app.add_route("/admin/engines", admin.list_engines, methods=["GET"])
+    app.add_route("/admin/reload", admin.reload, methods=["POST"])
     app.add_route("/admin/engines/{name:path}/{order}", admin.engine_action, methods=["POST"])
     for path in BODIES:
         app.add_route(path, endpoints.wrong_method, methods=["GET", "PUT", "PATCH", "DELETE"])
@@ -234,7 +244,7 @@ class _Endpoints:
 
     async def wrong_method(self, request: Request) -> Response:
         response = error_response(MethodNotAllowed(f"{request.method} is not allowed on {request.url.path}"))
-        is_order = request.url.path.startswith("/admin/engines/")
+        is_order = request.url.path.startswith(("/admin/engines/", "/admin/reload"))
         response.headers["allow"] = "POST" if request.url.path in BODIES or is_order else "GET"
         return response
 

@@ -68,6 +68,7 @@ class EngineHandle:
         self.watcher: asyncio.Task[None] | None = None
         self.probe: asyncio.Task[bool] | None = None
         self.restart: asyncio.Task[None] | None = None
+        self.removal: asyncio.Task[None] | None = None
         self.nudge = asyncio.Event()  # asks for a probe now
 
     @property
@@ -82,6 +83,11 @@ class EngineHandle:
     def ready(self) -> bool:
         """Whether the engine takes new requests."""
         return self.up and not self.drained and bool(self.models)
+
+    @property
+    def goes_as_planned(self) -> bool:
+        """Whether its operator takes the engine down."""
+        return self.restart is not None or self.removal is not None
 
     @property
     def state(self) -> str:
@@ -153,13 +159,16 @@ class Fleet:
     def start(self) -> None:
         """Begin to watch the engines. An engine gets requests from its first successful probe on."""
         for handle in self.handles.values():
-            self._notify(EngineExpected(handle.info))
-            handle.watcher = asyncio.create_task(self._watch(handle))
+            self._begin_watch(handle)
+
+    def _begin_watch(self, handle: EngineHandle) -> None:
+        self._notify(EngineExpected(handle.info))
+        handle.watcher = asyncio.create_task(self._watch(handle))
 
     async def close(self) -> None:
         tasks: list[asyncio.Task[Any] | None] = []
         for handle in self.handles.values():
-            tasks += [handle.watcher, handle.probe, handle.restart]
+            tasks += [handle.watcher, handle.probe, handle.restart, handle.removal]
         alive = [task for task in tasks if task is not None and not task.done()]
         for task in alive:
             task.cancel()
@@ -202,6 +211,35 @@ class Fleet:
             handle.restart = None
             self.resume(handle)
             handle.nudge.set()
+
+    def add(self, engine: Engine) -> None:
+        """Watch one more engine. An engine that was about to be removed stays as it was."""
+        handle = self.handles.get(engine.info.name)
+        if handle is None:
+            handle = self.handles[engine.info.name] = EngineHandle(engine)
+            self._begin_watch(handle)
+        elif handle.removal is not None:
+            handle.removal.cancel()
+            handle.removal = None
+            self.resume(handle)
+
+    def remove(self, handle: EngineHandle) -> None:
+        """Drain the engine, and forget it when it is empty."""
+        if handle.removal is None:
+            self.drain(handle)
+            handle.removal = asyncio.create_task(self._remove(handle))
+
+    async def _remove(self, handle: EngineHandle) -> None:
+        while handle.running:
+            await handle.empty.wait()
+        for task in (handle.watcher, handle.probe, handle.restart):
+            if task is not None:
+                task.cancel()
+        self._lose(handle)
+        self._known_models.change(handle.models, {})
+        del self.handles[handle.name]
+        log.info("engine %s is removed", handle.name)
+        await handle.engine.close()
 
     # ---- probes -----------------------------------------------------------------------------------------------
 
@@ -267,7 +305,7 @@ class Fleet:
             handle.models = models
             _log_models(handle, health, came_up=came_up)
         if came_up:
-            handle.drained = False  # the engine was down: the operator's work on it is done
+            handle.drained = handle.removal is not None  # it was down: the operator's work on it is done
         info = self._info(handle, health, came_up=came_up)
         if came_up or info != handle.info:
             handle.info = info
@@ -325,7 +363,7 @@ class Fleet:
         self._close(handle, expected=is_expected(handle))
         handle.up = handle.closed = False
         handle.probes_failed = 0
-        if handle.restart is None:
+        if not handle.goes_as_planned:
             log.warning("engine %s is lost with %d running requests", handle.name, len(handle.running))
         self._on_lost(handle)
 

@@ -326,8 +326,7 @@ class LiveCluster:
         """Abandon all calls of a lost engine, and tell the scheduler of the loss."""
         lost_calls = self._calls.abandon(handle)
         answered = tuple(sorted(in_flight.request.id for in_flight in lost_calls if in_flight.answered))
-        planned = handle.restart is not None
-        self._step(EngineLost(handle.name, answered, planned=planned, expected=is_expected(handle)))
+        self._step(EngineLost(handle.name, answered, planned=handle.goes_as_planned, expected=is_expected(handle)))
         for in_flight in lost_calls:
             self._forget(in_flight)
 
