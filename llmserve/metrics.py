@@ -53,6 +53,7 @@ class Metrics:
     meters        meters of the engines' energy, each with a different source
     energy_known  whether dispatch plans know real watts; if False, the expected power is not exported
     saver         saves what was learnt; None: nothing is kept
+    families      further counters; None: none
     """
 
     def __init__(
@@ -63,12 +64,13 @@ class Metrics:
         *,
         energy_known: bool = True,
         saver: Saver | None = None,
+        families: Families | None = None,
     ) -> None:
         registry = self.registry = CollectorRegistry()
         self._cluster = cluster
         self._batch_size = batch_size
         self._open: dict[int, _Open] = {}  # by request id
-        families = self.families = Families()
+        families = self.families = families or Families()
         self._ended = families.counters("llmserve_requests", "Requests that ended", ["outcome"])
         self._rejected = families.counters(
             "llmserve_rejections", "Requests refused or failed by the front-end", ["reason"]

@@ -35,7 +35,10 @@ from llmserve.settings import COMMON, TITLES, Config
 
 if TYPE_CHECKING:
     from llmserve.cluster.live import LiveCluster
+    from llmserve.cluster.saving import Saver
+    from llmserve.metrics import Metrics
     from llmserve.reload import Reloader
+    from llmserve.usage import KeyUsage
 
 log = logging.getLogger("llmserve")
 
@@ -152,8 +155,6 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
     from llmserve.api.app import App
     from llmserve.api.keys import admin_keys_of, key_limits_of, keys_of, open_ledger
     from llmserve.api.listening import DoorLimits, accepting, base_url, check_host, listening_socket
-    from llmserve.energy_meters import energy_meters
-    from llmserve.metrics import Metrics
     from llmserve.reload import Reloader, engines_part, keys_part
     from llmserve.start import checked, start_cluster, warn_of_unserved
 
@@ -170,15 +171,8 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
         if server.metrics_port is not None:
             state_listener = stack.enter_context(listening_socket(server.metrics_host, server.metrics_port))
         cluster, gpus, saver = await start_cluster(config, stack, kept)
-        profiles = config.dispatch.profiles()
-        metrics = Metrics(
-            cluster,
-            config.scheduling.full_batch,
-            await energy_meters(config, cluster, profiles, gpus, stack),
-            energy_known=all(profile.energy_known for profile in profiles.values()),
-            saver=saver,
-        )
-        key_limits = key_limits_of(config, key_file, cluster, metrics, ledger)
+        usage, metrics = await _counted(config, cluster, gpus, saver, stack)
+        key_limits = key_limits_of(config, key_file, cluster, metrics, ledger, usage)
         reloader.add(keys_part(key_limits))
         reloader.add(engines_part(config, cluster))
         app = App(cluster, metrics, key_limits, config.limits, admin, reloader.reload)
@@ -199,6 +193,34 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
         warning = asyncio.create_task(warn_of_unserved(config, cluster))
         stack.callback(warning.cancel)
         yield cluster, base_url(listener)
+
+
+async def _counted(
+    config: Config, cluster: LiveCluster, gpus: str | None, saver: Saver | None, stack: AsyncExitStack
+) -> tuple[KeyUsage | None, Metrics]:
+    """What counts the use of keys, None without keys, and the metrics."""
+    from llmserve.counted import Families
+    from llmserve.energy_meters import energy_meters
+    from llmserve.metrics import Metrics
+    from llmserve.usage import KeyUsage
+
+    families = Families()
+    usage = KeyUsage(lambda: cluster.models, families) if config.server.api_key_file else None
+    if usage is not None:
+        cluster.journal.listen(usage.observe)
+    profiles = config.dispatch.profiles()
+    meters = await energy_meters(config, cluster, profiles, gpus, stack)
+    if usage is not None:
+        usage.meter = next((meter for meter in meters if meter.of_all_work), None)
+    metrics = Metrics(
+        cluster,
+        config.scheduling.full_batch,
+        meters,
+        energy_known=all(profile.energy_known for profile in profiles.values()),
+        saver=saver,
+        families=families,
+    )
+    return usage, metrics
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Endpoints for operators. All need the admin key.
 
-List the engines; drain, resume or restart an engine; read keys, limits and engines again.
+List the engines; drain, resume or restart an engine; show what keys use; read keys, limits and engines again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llmserve.api.answers import json_response
-from llmserve.api.limits import Keys
+from llmserve.api.limits import KeyLimits, Keys
 from llmserve.cluster.fleet import EngineHandle
 from llmserve.cluster.live import LiveCluster
 from llmserve.errors import BadRequest, ConfigError, NotFound
@@ -22,13 +22,17 @@ class AdminEndpoints:
     """The endpoints below /admin.
 
     keys    the admin keys; None: every request gets status 404
+    limits  of the clients' keys
     reload  reads keys, limits and engines again. Raises ConfigError
     """
 
-    def __init__(self, cluster: LiveCluster, keys: Keys | None, reload: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, cluster: LiveCluster, keys: Keys | None, limits: KeyLimits, reload: Callable[[], Awaitable[None]]
+    ) -> None:
         self._cluster = cluster
         self._fleet = cluster.fleet
         self._keys = keys
+        self._limits = limits
         self._reload = reload
 
     async def list_engines(self, request: Request) -> Response:
@@ -61,6 +65,13 @@ class AdminEndpoints:
         else:
             raise NotFound(f"the actions of an engine are drain, resume and restart, not {order!r}")
         return json_response(self._describe(handle), 202 if order == "restart" else 200)
+
+    async def usage(self, request: Request) -> Response:
+        """What keys have used since the start, and what is spent of their budgets."""
+        self._admit(request)
+        limits = self._limits
+        budgets = [budget.described() for account in limits.accounts for budget in account.budgets]
+        return json_response({"usage": limits.usage.shown() if limits.usage is not None else [], "budgets": budgets})
 
     async def reload(self, request: Request) -> Response:
         """Read keys, limits and engines again. An error of the files is status 400; then nothing has changed."""

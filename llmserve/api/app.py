@@ -2,7 +2,8 @@
 
 POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /v1/models/{id}
 GET /health (the process lives)   GET /ready (an engine is up)   GET /metrics (Prometheus)
-With an admin key: GET /admin/engines   POST /admin/engines/{name}/drain | resume | restart   POST /admin/reload
+With an admin key: GET /admin/engines   POST /admin/engines/{name}/drain | resume | restart
+GET /admin/usage   POST /admin/reload
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class App:
         seeing = tuple([known for known in (keys, admin) if known is not None]) if keys.required else ()
         state = StateEndpoints(cluster, metrics, seeing)
         self._others = AsgiHandler(
-            _other_paths(self._endpoints, AdminEndpoints(cluster, admin, reload), state), self.refused
+            _other_paths(self._endpoints, AdminEndpoints(cluster, admin, key_limits, reload), state), self.refused
         )
         self._state_for_all = StateEndpoints(cluster, metrics, ())
 
@@ -109,6 +110,7 @@ def _other_paths(endpoints: _Endpoints, admin: AdminEndpoints, state: StateEndpo
     app.add_route("/v1/models/{model_id:path}", endpoints.retrieve_model, methods=["GET"])
     state.add_to(app)
     app.add_route("/admin/engines", admin.list_engines, methods=["GET"])
+    app.add_route("/admin/usage", admin.usage, methods=["GET"])
     app.add_route("/admin/reload", admin.reload, methods=["POST"])
     app.add_route("/admin/engines/{name:path}/{order}", admin.engine_action, methods=["POST"])
     for path in BODIES:

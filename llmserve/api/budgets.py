@@ -143,6 +143,13 @@ class Budget:
     def left(self) -> float:
         return self.limit - self._ledger.spent(self._entry(self._ledger.period(self.per)))
 
+    def described(self) -> dict[str, str | float]:
+        spent = self.limit - self.left - self.reserved
+        return {
+            **{"key": self.key, "unit": self.unit, "per": self.per, "limit": self.limit},
+            **{"spent": round(spent, 6), "reserved": round(self.reserved, 6)},
+        }
+
     @property
     def renewed_in_s(self) -> float:
         return self._ledger.renewed_in_s(self.per)

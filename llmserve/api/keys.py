@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llmserve.api.budgets import Ledger
 from llmserve.api.key_file import KeyFile, Limits, read_key_file, read_keys
-from llmserve.api.limits import KeyLimits, Keys
+from llmserve.api.limits import KeyLimits, Keys, UsageCounts
 from llmserve.api.usage_file import UsageFile
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.queue_times import LiveQueueTimes
@@ -37,13 +37,19 @@ def admin_keys_of(config: Config) -> Keys | None:
 
 
 def key_limits_of(
-    config: Config, file: KeyFile, cluster: LiveCluster, metrics: Metrics, ledger: Ledger | None
+    config: Config,
+    file: KeyFile,
+    cluster: LiveCluster,
+    metrics: Metrics,
+    ledger: Ledger | None,
+    usage: UsageCounts | None,
 ) -> KeyLimits:
     return KeyLimits(
         file,
         default_limits(config),
         ledger=ledger,
         times=LiveQueueTimes(cluster),
+        usage=usage,
         on_refused=metrics.refused,
     )
 

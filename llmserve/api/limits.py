@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 from llmserve.api.buckets import Bucket, Scope
 from llmserve.api.budgets import Budget, Ledger, budgets_of
@@ -59,11 +59,15 @@ def _digest(key: str) -> bytes:
 class UsageCounts(Protocol):
     """Counts what keys use; see usage.py."""
 
-    def refused(self, key: str, model: str) -> None: ...
+    def refused(self, key: str, model: str) -> None:
+        """model : "": not known yet"""
+        ...
 
     def ended(
         self, key: str, model: str, request_id: int, prompt_tokens: float, output_tokens: float, money: float
     ) -> None: ...
+
+    def shown(self) -> list[dict[str, Any]]: ...
 
 
 class KeyLimits:
@@ -119,7 +123,11 @@ class KeyLimits:
         """Count a new request of a key. Every `acquire` that returns needs a `release`. Raises RateLimited."""
         account = self._accounts[name]
         if account.is_limited:
-            account.check_request(account.key, "")
+            try:
+                account.check_request(account.key, "")
+            except RateLimited:
+                account.count_refused("")
+                raise
             if account.key.requests is not None:
                 account.key.requests.take(1.0, self.clock())
         account.key.running += 1
@@ -190,6 +198,10 @@ class Account:
             if found := [bucket for bucket in limiting if bucket is not None]:
                 headers += _headers(unit, min(found, key=lambda bucket: bucket.level(now_s)), now_s)
         return tuple(headers)
+
+    def count_refused(self, model: str) -> None:
+        if self.limits.usage is not None:
+            self.limits.usage.refused(self.name, model)
 
     # ---- checks ----
 
@@ -305,8 +317,7 @@ class KeyCharge:
                 self._check(tokens, money)
             except RequestError as error:
                 account.limits.on_refused(error.code or error.type)
-                if account.limits.usage is not None:
-                    account.limits.usage.refused(account.name, self._model)
+                account.count_refused(self._model)
                 raise
             self._take(tokens, money)
         account.calls.add(in_flight)

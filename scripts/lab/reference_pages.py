@@ -26,6 +26,7 @@ from llmserve.cluster.learnt import scheduler_saving
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.saving import Saver
 from llmserve.config import sections, takes
+from llmserve.counted import Families
 from llmserve.energy import ModelledEnergy
 from llmserve.metrics import Metrics
 from llmserve.policies import DEFAULTS, SchedulingConfig
@@ -33,6 +34,7 @@ from llmserve.request import EngineInfo, Request
 from llmserve.scheduling.messages import DispatchSolved, EngineReady, RequestArrived, SolveDispatch
 from llmserve.settings import COMMON, TITLES, Config
 from llmserve.state_file import StateFile
+from llmserve.usage import KeyUsage
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
 PROFILE = "p4-googlenet"  # any profile with energy
@@ -88,7 +90,7 @@ def metrics_page() -> str:
         "`GET /metrics` returns these metrics in Prometheus's text format. Counters end in `_total`; a histogram has "
         "`_bucket`, `_sum` and `_count`. With several models, metrics of bins also have the label `model`. Metrics of "
         "energy exist if energy can be measured or modelled (`profile`), metrics of plans if the release uses plans, "
-        "and metrics of the state with `--state`.",
+        "metrics of the state with `--state`, and metrics of keys with `--api-key-file`.",
         "",
         "| metric | kind | labels | |",
         "|---|---|---|---|",
@@ -119,7 +121,9 @@ def _server_metrics() -> Metrics:
     info = EngineInfo("engine", scheduling.full_batch, True)
     cluster = LiveCluster(header.scheduler(), [], Journal(header), clock=lambda: 0.0)
     saver = Saver(StateFile(FOLDER), lambda: scheduler_saving(cluster.scheduler, scheduling, {}))  # saves nothing
-    metrics = Metrics(cluster, scheduling.full_batch, [ModelledEnergy({"": profile})], saver=saver)
+    families = Families()
+    KeyUsage(lambda: cluster.models, families)
+    metrics = Metrics(cluster, scheduling.full_batch, [ModelledEnergy({"": profile})], saver=saver, families=families)
     cluster.scheduler.handle(EngineReady(info), 0.0)
     cluster.scheduler.handle(RequestArrived(Request(0, 100.0)), 0.0)
     observed = Observed(rates_per_s=(1.0,), lengths=((100.0,) * 64,), engines=1, slots=scheduling.full_batch, queues=0)
