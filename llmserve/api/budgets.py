@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Literal, Protocol
 
@@ -169,11 +169,19 @@ class Budget:
         return Entry(self.key, period, self.unit)
 
 
-def budgets_of(key: str, budgets: Budgets, ledger: Ledger) -> tuple[Budget, ...]:
+def budgets_of(key: str, budgets: Budgets, ledger: Ledger, before: Iterable[Budget] = ()) -> tuple[Budget, ...]:
+    """before : the key's budgets so far; they keep what is reserved."""
     limits: list[tuple[Unit, Per, float | None]] = [
         ("tokens", "day", budgets.tokens_per_day),
         ("tokens", "month", budgets.tokens_per_month),
         ("money", "day", budgets.money_per_day),
         ("money", "month", budgets.money_per_month),
     ]
-    return tuple([Budget(ledger, key, unit, per, limit) for unit, per, limit in limits if limit is not None])
+    kept = {(budget.unit, budget.per): budget for budget in before}
+    found = []
+    for unit, per, limit in limits:
+        if limit is not None:
+            budget = kept.get((unit, per)) or Budget(ledger, key, unit, per, limit)
+            budget.limit = limit
+            found.append(budget)
+    return tuple(found)

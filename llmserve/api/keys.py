@@ -25,6 +25,8 @@ def keys_of(config: Config) -> KeyFile:
     file = read_key_file(Path(server.api_key_file)) if server.api_key_file else KeyFile()
     if unknown := DefaultDeadlines(config.limits.slo_ms).keys - set(file.keys):
         raise ConfigError(f"slo_ms: --api-key-file has no key named {', '.join(sorted(unknown))}")
+    if server.usage_file and not (server.api_key_file or "").endswith(".toml"):
+        raise ConfigError("usage_file: only a TOML file of --api-key-file has budgets")
     if file.has_budgets and _usage_path(config) is None:
         raise ConfigError(f"{server.api_key_file}: budgets need a file that keeps them: give --usage-file or --state")
     return file

@@ -105,10 +105,9 @@ class KeyLimits:
         """
         for name in file.keys or ("",):
             policy = file.policies.get(name, KeyPolicy())
-            budgets = budgets_of(name, policy.budgets, self._ledger) if self._ledger is not None else ()
             if (account := self._accounts.get(name)) is None:
                 account = self._accounts[name] = Account(name, self)
-            account.change(policy, policy.limits.over(defaults), budgets)
+            account.change(policy, policy.limits.over(defaults), self._ledger)
         for name in [name for name, account in self._accounts.items() if name not in (file.keys or ("",))]:
             if not self._accounts[name].key.running:
                 del self._accounts[name]
@@ -161,16 +160,18 @@ class Account:
         self.calls: set[InFlightCall] = set()
         self._models: dict[str, Scope] = {}
 
-    def change(self, policy: KeyPolicy, limits: Limits, budgets: tuple[Budget, ...]) -> None:
+    def change(self, policy: KeyPolicy, limits: Limits, ledger: Ledger | None) -> None:
+        """Take another policy. limits : of the key, with the server's defaults"""
         now_s = self.limits.clock()
-        self.policy, self.budgets = policy, budgets
+        self.policy = policy
+        self.budgets = budgets_of(self.name, policy.budgets, ledger, self.budgets) if ledger is not None else ()
         self.key.change(limits, now_s)
         before, self._models = self._models, {}
         for model, of_model in policy.models.items():
             scope = self._models[model] = before.get(model) or Scope(f"this key on {model}", of_model, now_s)
             scope.change(of_model, now_s)
         scopes = (self.key, *self._models.values())
-        self.is_limited = bool(budgets) or any(scope.limits_anything for scope in scopes)
+        self.is_limited = bool(self.budgets) or any(scope.limits_anything for scope in scopes)
         self._shows_limits = any(scope.requests or scope.tokens for scope in scopes)
 
     def release(self) -> None:
@@ -255,11 +256,12 @@ class Account:
             if amount > budget.limit:
                 raise _too_large(tokens, f"{budget} is this key's whole budget", "insufficient_quota")
             if amount > budget.left:
+                comes_back = amount <= budget.left + budget.reserved  # of requests in flight that need less
                 raise self._refusal(
                     f"this key has {budget.shown(max(0.0, budget.left))} left of its budget of {budget}, and this "
                     f"request may need {budget.shown(amount)}",
                     code="insufficient_quota",
-                    retry_after_s=budget.renewed_in_s,
+                    retry_after_s=self._first_end_s("") if comes_back else budget.renewed_in_s,
                     model=model,
                 )
 

@@ -205,3 +205,12 @@ def test_a_keys_limits_go_before_the_servers() -> None:
     defaults = Limits(requests_per_minute=10, concurrent=4, tokens_per_minute=0)
     own = Limits(requests_per_minute=0, tokens_waiting=7)
     assert own.over(defaults) == Limits(requests_per_minute=0, concurrent=4, tokens_per_minute=0, tokens_waiting=7)
+
+
+def test_the_guides_file_is_read(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[2] / "docs/guide/keys-and-limits.md").read_text()
+    (table,) = [block for block in guide.split("```") if "[keys.alice]" in block]
+    file = read_key_file(toml(tmp_path, table))
+    assert file.policies["alice"].weight == 2
+    assert file.policies["alice"].models["llama-8b"].tokens_per_minute == 20_000
+    assert file.has_budgets

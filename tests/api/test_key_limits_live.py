@@ -20,9 +20,9 @@ from llmserve.settings import ServerConfig
 KEY = {"authorization": "Bearer sk-1"}
 
 
-def keys_file(tmp_path: Path, of_alice: str, more: str = "") -> ServerConfig:
+def keys_file(tmp_path: Path, of_alice: str, bob: str = "") -> ServerConfig:
     path = tmp_path / "keys.toml"
-    path.write_text(f'[keys.alice]\nkey = "sk-1"\n{of_alice}\n[keys.bob]\nkey = "sk-2"\n{more}')
+    path.write_text(f'[keys.alice]\nkey = "sk-1"\n{of_alice}\n[keys.bob]\nkey = "sk-2"\n{bob}')
     path.chmod(0o600)
     return ServerConfig(port=0, api_key_file=str(path), usage_file=str(tmp_path / "usage.sqlite"))
 
@@ -154,6 +154,27 @@ async def test_a_request_that_fails_costs_nothing(start_front: StartFront, tmp_p
         async with front.session.post(f"{engine.url}/fault", json={"mode": "ok"}):
             pass
         assert (await ask(front, 900))[0] == 200
+
+
+async def test_retry_after_of_a_full_key_comes_from_the_forecasts(start_front: StartFront, tmp_path: Path) -> None:
+    """Before any answer a token is expected to take 0.02 s: 80 s for 4,000 tokens, 5.12 s for an unknown answer."""
+    async with FakeEngine(step_s=0.01, slots=1) as engine:
+        front = await start_front(
+            engine, slots=1, server=keys_file(tmp_path, "concurrent = 1", bob="tokens_waiting = 500")
+        )
+        long, bob = {**KEY, PREDICTED_HEADER: "4000"}, {"authorization": "Bearer sk-2", PREDICTED_HEADER: "400"}
+        running = asyncio.ensure_future(ask(front, key=long, max_tokens=4_000))
+        await until(lambda: engine.running == 1)
+        status, headers, body = await ask(front)
+        assert (status, body["error"]["code"]) == (429, "concurrent_max")
+        assert 60 <= int(headers["retry-after"]) <= 80
+        waiting = asyncio.ensure_future(ask(front, key=bob))
+        await until(lambda: front.cluster.scheduler.waiting == 1)
+        status, headers, body = await ask(front, key=bob)
+        assert (status, body["error"]["code"]) == (429, "tokens_waiting")
+        assert 2 <= int(headers["retry-after"]) <= 6
+        running.cancel()
+        assert (await waiting)[0] == 200
 
 
 # ---- fifty at once -------------------------------------------------------------------------------------------------
