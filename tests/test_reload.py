@@ -196,34 +196,62 @@ async def test_the_servers_own_limits_can_change() -> None:
 # ---- the signal -----------------------------------------------------------------------------------------------------
 
 
+class Log:
+    """The output of a server, as it comes."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    async def reloads(self, number: int) -> str:
+        """Wait for so many reports of reloads. Returns the last."""
+
+        def read() -> str:
+            said = self._server.said
+            assert self._server.process.stdout is not None
+            while sum("read again" in line or "nothing is changed" in line for line in said) < number:
+                line = self._server.process.stdout.readline()
+                assert line, "the server ended"
+                said.append(line)
+            return said[-1]
+
+        return await asyncio.to_thread(read)
+
+
 async def test_sighup_reads_again_and_an_error_stops_nothing(tmp_path: Path) -> None:
-    async with FakeEngine(step_s=0) as engine:
+    async with FakeEngine(step_s=0) as engine, FakeEngine(step_s=0, model="new") as new:
         files(tmp_path)
-        flags = ("--engine", engine.url, "--api-key-file", str(tmp_path / "keys.toml"))
-        server = await asyncio.to_thread(Server, *flags)
+        config = tmp_path / "llmserve.toml"
+
+        def write_engines(*engines: FakeEngine) -> None:
+            urls = ", ".join(f'"{engine.url}"' for engine in engines)
+            config.write_text(f'[engines]\nengine = [{urls}]\n[server]\napi_key_file = "{tmp_path / "keys.toml"}"\n')
+
+        write_engines(engine)
+        server = await asyncio.to_thread(Server, "--config", str(config))
+        log = Log(server)
+
+        async def ask(session: aiohttp.ClientSession, key: str, model: str = "fake") -> int:
+            body = {"model": model, "prompt": "x"}
+            async with session.post(f"{server.url}/v1/completions", json=body, headers=bearer(key)) as response:
+                return response.status
+
         try:
-
-            def log_of(number: int) -> None:
-                """Read the server's output up to `number` lines about reloads."""
-                assert server.process.stdout is not None
-                while sum("again" in line or "nothing is changed" in line for line in server.said) < number:
-                    line = server.process.stdout.readline()
-                    assert line, "the server ended"
-                    server.said.append(line)
-
-            write_keys(tmp_path, "weight = 2", key="sk-9")
-            server.process.send_signal(signal.SIGHUP)
-            await asyncio.to_thread(log_of, 1)
-            write_keys(tmp_path, "weight = -2", key="sk-8")
-            server.process.send_signal(signal.SIGHUP)
-            await asyncio.to_thread(log_of, 2)
-            assert "nothing is changed" in server.said[-1]
-            assert "[keys.alice]: weight: expected a number, more than 0, not -2" in server.said[-1]
             async with aiohttp.ClientSession() as session:
-                body = {"model": "fake", "prompt": "x"}
-                for key, status in (("sk-1", 401), ("sk-8", 401), ("sk-9", 200)):
-                    async with session.post(f"{server.url}/v1/completions", json=body, headers=bearer(key)) as response:
-                        assert response.status == status
+                write_keys(tmp_path, "weight = 2", key="sk-9")
+                write_engines(engine, new)
+                server.process.send_signal(signal.SIGHUP)
+                assert "read again" in await log.reloads(1)
+                assert [await ask(session, key) for key in ("sk-1", "sk-9")] == [401, 200]
+                async with asyncio.timeout(30.0):
+                    while await ask(session, "sk-9", "new") != 200:  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
+                write_keys(tmp_path, "weight = -2", key="sk-8")
+                write_engines(engine)
+                server.process.send_signal(signal.SIGHUP)
+                said = await log.reloads(2)
+                assert "nothing is changed" in said
+                assert "[keys.alice]: weight: expected a number, more than 0, not -2" in said
+                assert [await ask(session, "sk-8"), await ask(session, "sk-9", "new")] == [401, 200]
             assert await asyncio.to_thread(server.stop) == 0
         finally:
             server.close()

@@ -96,6 +96,7 @@ class KeyLimits:
         self.times, self.usage, self.on_refused, self.clock = times, usage, on_refused, clock
         self._ledger = ledger
         self._accounts: dict[str, Account] = {}
+        self._defaults: Limits | None = None
         self.change(file, defaults)
 
     def change(self, file: KeyFile, defaults: Limits) -> None:
@@ -105,14 +106,15 @@ class KeyLimits:
         """
         for name in file.keys or ("",):
             policy = file.policies.get(name, KeyPolicy())
-            if (account := self._accounts.get(name)) is None:
-                account = self._accounts[name] = Account(name, self)
-            account.change(policy, policy.limits.over(defaults), self._ledger)
+            account = self._accounts.get(name)
+            if account is None or defaults != self._defaults or policy != account.policy:
+                account = account or self._accounts.setdefault(name, Account(name, self))
+                account.change(policy, policy.limits.over(defaults), self._ledger)
         for name in [name for name, account in self._accounts.items() if name not in (file.keys or ("",))]:
             if not self._accounts[name].key.running:
                 del self._accounts[name]
         self.keys.replace(file.keys)
-        self.prices = file.prices
+        self.prices, self._defaults = file.prices, defaults
 
     @property
     def accounts(self) -> Iterable[Account]:

@@ -7,17 +7,21 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from front import until
+from server_process import Server
 
 from llmserve.api.budgets import Budget, Ledger
 from llmserve.api.key_file import Budgets, KeyFile, KeyPolicy, Limits, Price
 from llmserve.api.limits import KeyCharge, KeyLimits
 from llmserve.api.usage_file import Entry, UsageFile
 from llmserve.cluster.in_flight import InFlightCall
+from llmserve.engines.fake import FakeEngine
 from llmserve.errors import BadRequest, ConfigError, RateLimited
 from llmserve.request import Call
 from predictor.prompt import Prompt
@@ -55,9 +59,9 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "usage.sqlite"
 
 
-def amounts(path: Path) -> dict[Entry, float]:
+def amounts(path: Path, periods: Sequence[str] = ("2026-11-23", "2026-11", "2026-12")) -> dict[Entry, float]:
     file = UsageFile(path)
-    spent = file.add({}, ["2026-11-23", "2026-11-24", "2026-11", "2026-12"])
+    spent = file.add({}, periods)
     file.close()
     return spent
 
@@ -250,3 +254,44 @@ async def test_a_budget_tells_what_is_reserved(path: Path) -> None:
     assert (budget.left, budget.reserved) == (40, 60)
     budget.settle(period, 60, 10)
     assert (budget.left, budget.reserved) == (90, 0)
+
+
+# ---- a crash --------------------------------------------------------------------------------------------------------
+
+
+def today() -> list[str]:
+    """The present day of UTC, and its neighbours."""
+    now = datetime.now(UTC)
+    return [f"{now + timedelta(days=days):%Y-%m-%d}" for days in (-1, 0, 1)]
+
+
+async def test_a_killed_server_forgets_no_more_than_its_last_second(tmp_path: Path) -> None:
+    """What was written is spent, and what was in flight stays reserved."""
+    async with FakeEngine(step_s=0.02) as engine:
+        keys = tmp_path / "keys.toml"
+        keys.write_text('[keys.alice]\nkey = "sk-1"\ntokens_per_day = 1000\n')
+        flags = ("--engine", engine.url, "--api-key-file", str(keys), "--state", str(tmp_path))
+
+        async def ask(session: aiohttp.ClientSession, url: str, tokens: int) -> int:
+            body = {"model": "fake", "prompt": "x", "max_tokens": tokens}
+            headers = {"authorization": "Bearer sk-1"}
+            async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
+                return response.status
+
+        server = await asyncio.to_thread(Server, *flags)
+        async with aiohttp.ClientSession() as session:
+            try:
+                assert await ask(session, server.url, 100) == 200
+                in_flight = asyncio.ensure_future(ask(session, server.url, 600))
+                await until(lambda: sum(amounts(tmp_path / "usage.sqlite", today()).values()) > 700)
+                server.process.kill()
+                with pytest.raises(aiohttp.ClientError):
+                    await in_flight
+            finally:
+                server.close()
+            server = await asyncio.to_thread(Server, *flags)
+            try:
+                assert await ask(session, server.url, 400) == 429
+                assert await ask(session, server.url, 5) == 200
+            finally:
+                server.close()
