@@ -128,6 +128,7 @@ class Call:
     stream_name        name of the client's key or application; "" when unknown
     receipt            the client asks for the receipt in the last chunk of its stream
     share, weight      who answers for the cost, and its weight; see Request
+    tier, priority     `service_tier` and `priority` of the body: what the client asks for
     """
 
     path: str
@@ -149,6 +150,8 @@ class Call:
     receipt: bool = False
     share: str = ""
     weight: float = 1.0
+    tier: str = ""
+    priority: int = 0
 
     @property
     def model(self) -> str:

@@ -29,6 +29,7 @@ from llmserve.api.exchange import Exchange
 from llmserve.api.keep_alive import EVENT_STREAM, comment_of, error_of_body
 from llmserve.api.limits import Account, KeyLimits, Keys
 from llmserve.api.parse import CallParser
+from llmserve.api.shares import with_share
 from llmserve.api.state import StateEndpoints
 from llmserve.cluster.fitting import check_fits
 from llmserve.cluster.in_flight import Head, InFlightCall, Receipt
@@ -144,7 +145,7 @@ class _Endpoints:
         self._key_limits = key_limits
         self._config = config
         self._deadlines = DefaultDeadlines(config.slo_ms)
-        self._fair_by = config.fair_by or ("key" if key_limits.required else "none")
+        self._fair_by = config.fair_by or ("key" if key_limits.keys.required else "none")
         self._parser = CallParser(prompt_chars_max=config.prompt_chars_max, choices_max=config.choices_max)
         self._parsing: set[asyncio.Task[None]] = set()  # large bodies
 
@@ -180,9 +181,9 @@ class _Endpoints:
             exchange.refuse(self.count(exchange, error))
 
     def _submit(self, call: Call, exchange: Exchange) -> None:
-        call = self._of_key(call, exchange.key, exchange.address if self._fair_by == "address" else "")
-        self._check_served(call)
         account = self._key_limits.account(exchange.key)
+        call = with_share(self._of_key(call, exchange.key), self._share(call, exchange), account.policy)
+        self._check_served(call)
         answer = _Answer(call, exchange, account)
         in_flight = self._cluster.submit(call, answer, account.charge(call.model))
         if not exchange.ended:
@@ -190,14 +191,21 @@ class _Endpoints:
             if call.stream:
                 exchange.on_silence = partial(answer.keep_alive, in_flight, self._cluster.places)
 
-    def _of_key(self, call: Call, key: str, address: str) -> Call:
-        """The call with the stream, the deadline and the share of the client's key."""
-        stream = f"{key}/{call.stream_name}" if key and call.stream_name else call.stream_name or key
+    def _share(self, call: Call, exchange: Exchange) -> str:
+        """Who gets a fair share of the engines with this call."""
+        if self._fair_by == "key":
+            return exchange.key
+        if self._fair_by == "stream":
+            return _stream_of(call, exchange.key)
+        return exchange.address if self._fair_by == "address" else ""
+
+    def _of_key(self, call: Call, key: str) -> Call:
+        """The call with the stream and the deadline of the client's key."""
+        stream = _stream_of(call, key)
         slo_s = call.slo_s if call.slo_s is not None else self._deadlines.slo_s(key, stream, call.model)
-        share = stream if self._fair_by == "stream" else key if self._fair_by == "key" else address
-        if (stream, slo_s, key, share) == (call.stream_name, call.slo_s, call.prompt.sender, call.share):
+        if (stream, slo_s, key) == (call.stream_name, call.slo_s, call.prompt.sender):
             return call
-        return replace(call, stream_name=stream, slo_s=slo_s, share=share, prompt=replace(call.prompt, sender=key))
+        return replace(call, stream_name=stream, slo_s=slo_s, prompt=replace(call.prompt, sender=key))
 
     def _check_served(self, call: Call) -> None:
         models = self._cluster.models
@@ -249,6 +257,10 @@ class _Endpoints:
         is_order = request.url.path.startswith(("/admin/engines/", "/admin/reload"))
         response.headers["allow"] = "POST" if request.url.path in BODIES or is_order else "GET"
         return response
+
+
+def _stream_of(call: Call, key: str) -> str:
+    return f"{key}/{call.stream_name}" if key and call.stream_name else call.stream_name or key
 
 
 class _Answer:

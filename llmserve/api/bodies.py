@@ -101,6 +101,8 @@ class Body(msgspec.Struct, kw_only=True):
     min_tokens: Raw = Raw()
     ignore_eos: Raw = Raw()
     truncate_prompt_tokens: Raw = Raw()
+    service_tier: str | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
 
     def output_tokens_min(self, most: int | None) -> int | None:
         """The answer's least length in tokens. With ignore_eos an answer ends only at its limit. most : that limit"""

@@ -198,6 +198,8 @@ def parse_call(
         context_min=math.ceil(ids / read.prompts) + least,
         headers=_forwarded(headers),
         stream_name=_stream_name(headers.get(STREAM_HEADER)),
+        tier=body.service_tier or "",
+        priority=body.priority or 0,
         receipt=_flag(RECEIPT_HEADER, headers.get(RECEIPT_HEADER)),
     )
 

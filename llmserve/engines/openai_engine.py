@@ -149,7 +149,9 @@ class OpenAIEngine:
         further = f"{BATCH_HEADER}: {batch.id}\r\n{BATCH_SIZE_HEADER}: {len(batch.requests)}\r\n"
         for name, value in call.headers:
             further += f"{name}: {value}\r\n"
-        body = call.body if batch.turn is None else with_priority(call.body, batch.turn)
+        body = call.body
+        if batch.turn is not None or call.priority:  # the client's priority is the front-end's, see api/shares.py
+            body = with_priority(body, batch.turn or 0.0)
         try:
             response = await self._client.request(opening + further.encode("latin-1"), body)
         except HttpError as error:
