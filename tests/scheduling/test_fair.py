@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
 from statistics import median
 
 import pytest
-from scheduling.clients import Ask, Clients
+from fair_worlds import Ask, Clients, gaps
 
 from llmserve.policies import SchedulingConfig
 from llmserve.policy_names import ORDERS
 from llmserve.request import EngineInfo, Request
-from llmserve.scheduling.fair import ANSWER_WEIGHT, PROMPT_WEIGHT, FairShares, cost
+from llmserve.scheduling.fair import FairShares, cost
 from llmserve.scheduling.messages import (
     EngineLost,
     EngineReady,
@@ -155,97 +151,6 @@ def test_an_answer_that_is_broken_off_is_charged_by_its_time() -> None:
 
 
 # ---- the law, from outside: VTC's bound ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Client:
-    share: str
-    weight: float
-    tokens: float
-    prompt_tokens: float
-    sigma: float
-    in_flight: int
-
-
-def drawn(rng: random.Random) -> tuple[SchedulingConfig, list[EngineInfo], list[Client]]:
-    barrier = rng.random() < 0.3
-    order = rng.choice(list(ORDERS))
-    size = rng.choice([2, 4, 8])
-    config = SchedulingConfig(order=order, batch_size=size if barrier else None, release="greedy" if barrier else None)
-    infos = [EngineInfo(f"e{number}", size, barrier) for number in range(rng.choice([1, 1, 2]))]
-    shares = [
-        Client(
-            f"share {number}",
-            rng.choice([0.5, 1.0, 1.0, 4.0]),
-            rng.choice([5.0, 20.0, 100.0]),
-            rng.choice([0.0, 10.0, 200.0]),
-            rng.choice([0.0, 0.8]),
-            rng.choice([1, 10, 40]),
-        )
-        for number in range(rng.randint(2, 5))
-    ]
-    return config.resolved(barrier=barrier), infos, shares
-
-
-class Ledger:
-    """Service of shares as seen from outside, and the largest gaps between shares that wait at the same time."""
-
-    def __init__(self) -> None:
-        self.served: Counter[str] = Counter()
-        self.longest = self.prompt = 0.0
-        self._since: dict[tuple[str, str], tuple[float, float]] = {}  # least and greatest difference since both wait
-        self.gaps: dict[tuple[str, str], float] = {}
-
-    def started(self, ask: Ask) -> None:
-        self.served[ask.share] += cost(ask.prompt_tokens, ask.tokens) / ask.weight
-        self.longest, self.prompt = (
-            max(self.longest, ask.prompt_tokens + ask.tokens),
-            max(self.prompt, ask.prompt_tokens),
-        )
-
-    def look(self, waiting: set[str], shares: list[str]) -> None:
-        for pair in combinations(shares, 2):
-            if not set(pair) <= waiting:
-                self._since.pop(pair, None)
-                continue
-            gap = self.served[pair[0]] - self.served[pair[1]]
-            least, greatest = self._since.get(pair, (gap, gap))
-            self._since[pair] = min(least, gap), max(greatest, gap)
-            self.gaps[pair] = max(self.gaps.get(pair, 0.0), max(greatest, gap) - min(least, gap))
-
-
-def gaps(seed: int, seconds: float = 10.0) -> Iterator[tuple[float, float]]:
-    """(gap, VTC's bound) of each pair of shares in one random world."""
-    rng = random.Random(seed)
-    config, infos, shares = drawn(rng)
-    ledger = Ledger()
-    forecast = rng.choice(["exact", "noisy", "none", "one"])
-    scheduler, names = config.scheduler(), [client.share for client in shares]
-
-    def look() -> None:
-        waiting = [queued.request.share for queued in scheduler.requests.values() if queued.run is None]
-        ledger.look(set(waiting), names)
-        for queued in scheduler.requests.values():
-            ledger.longest = max(ledger.longest, queued.request.prompt_tokens + queued.likely_tokens)
-
-    world = Clients(scheduler, infos, lambda tokens: 0.01 * tokens, ledger.started, look)
-
-    def ask(client: Client) -> None:
-        tokens = max(1.0, round(client.tokens * rng.lognormvariate(0.0, client.sigma)))
-        noisy = tokens * rng.lognormvariate(0.0, 0.5)
-        predicted = {"exact": tokens, "noisy": noisy, "none": None, "one": 1.0}[forecast]
-        then: Callable[[], None] = partial(ask, client)
-        world.ask(Ask(client.share, tokens, predicted, client.prompt_tokens, client.weight, then))
-
-    for client in shares:
-        for _ in range(client.in_flight):
-            ask(client)
-    world.run(seconds)
-    weights = {client.share: client.weight for client in shares}
-    slots = sum(info.slots for info in infos)
-    for pair, gap in ledger.gaps.items():
-        bound = 2 * max(PROMPT_WEIGHT * ledger.prompt, ANSWER_WEIGHT * slots * ledger.longest)
-        yield gap, bound / min(weights[name] for name in pair)
 
 
 @pytest.mark.parametrize("first", range(0, 200, 25))

@@ -1,0 +1,147 @@
+"""Fair shares: a flood beside a modest client on the real server, and the gaps between shares in random worlds.
+
+    python scripts/lab/benchmark_fair.py --output docs/results/fair.json
+
+flood   8 slots of 0.4 s answers; one key keeps 200 requests in flight, another asks once a second: the modest key's
+        latency and refusals and the flood's answers, with and without fair shares, under every order; also with a
+        queue of 100 requests
+worlds  random worlds of shares with random weights in simulated time: the gap in weighted service between any two
+        shares that wait, over VTC's bound 2 max(w_p L_in, w_q M); with forecasts charged at the start, and with
+        tokens charged as they are generated (VTC without forecasts)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from bench import client
+from bench.arguments import add_results, parser_of
+from bench.progress import log
+from bench.results import day_and_machine, write_json
+from bench.servers import fake_engine, front_end
+from fair_worlds import gaps
+
+from llmserve.policy_names import ORDERS
+
+SLOTS, TOKENS, STEP_S = 8, 20, 0.02
+IN_FLIGHT, QUEUE = 200, 100
+AGAIN_S = 0.1  # after which a refused client of the flood asks again
+
+
+async def flood(seconds: float) -> dict[str, Any]:
+    rows = []
+    for order in ORDERS:
+        for fair_by in ("key", "none"):
+            rows.append(await flooded(order, fair_by, None, seconds))
+    for order in ("fffs", "boost"):
+        for fair_by in ("key", "none"):
+            rows.append(await flooded(order, fair_by, QUEUE, seconds))
+    return {"seconds": seconds, "rows": rows}
+
+
+async def flooded(order: str, fair_by: str, queue: int | None, seconds: float) -> dict[str, Any]:
+    """One run on a server of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys = Path(folder, "keys")
+        keys.touch(mode=0o600)
+        keys.write_text("flood: sk-1\nmodest: sk-2\n")
+        flags = ["--api-key-file", str(keys), "--order", order, "--fair-by", fair_by, "--slots", str(SLOTS)]
+        flags += ["--queue-requests-max", str(queue)] if queue else []
+        async with (
+            fake_engine("fake", "--step-s", str(STEP_S), "--slots", str(SLOTS)) as engine,
+            front_end("fair", "--engine", engine.url, "--log-level", "error", *flags) as front,
+            client.session_of() as session,
+        ):
+            answers: Counter[str] = Counter()
+            refused: Counter[str] = Counter()
+            began_s = time.perf_counter()
+
+            async def ask(name: str, key: str, number: int) -> float:
+                body = {"model": "fake", "messages": [{"role": "user", "content": f"question {number} of {name}"}]}
+                asked_s = time.perf_counter()
+                headers = {"authorization": f"Bearer {key}"}
+                reply = await client.ask(session, front.url, {**body, "max_tokens": TOKENS}, headers)
+                (answers if reply.status == 200 else refused)[name] += 1
+                return time.perf_counter() - asked_s
+
+            async def keep_asking(number: int) -> None:
+                while time.perf_counter() - began_s < seconds:
+                    before = refused["flood"]
+                    await ask("flood", "sk-1", number)
+                    if refused["flood"] > before:
+                        await asyncio.sleep(AGAIN_S)
+
+            flooding = [asyncio.create_task(keep_asking(number)) for number in range(IN_FLIGHT)]
+            await asyncio.sleep(1.0)
+            modest = []
+            while time.perf_counter() - began_s < seconds:
+                modest.append(asyncio.create_task(ask("modest", "sk-2", len(modest))))
+                await asyncio.sleep(1.0)
+            within = answers["flood"]
+            latencies_s = [await one for one in modest]
+            await asyncio.gather(*flooding)
+    row = {
+        "order": order,
+        "fair_by": fair_by,
+        "queue": queue,
+        "modest_p50_s": statistics.median(latencies_s),
+        "modest_max_s": max(latencies_s),
+        "modest_answered": answers["modest"],
+        "modest_refused": refused["modest"],
+        "flood_answers_per_s": within / seconds,
+    }
+    log(json.dumps(row))
+    return row
+
+
+def worlds(count: int) -> dict[str, Any]:
+    largest, pairs, over = 0.0, 0, 0
+    for seed in range(count):
+        for gap, bound in gaps(seed):
+            largest, pairs, over = max(largest, gap / bound), pairs + 1, over + (gap > bound)
+        if seed % 500 == 499:
+            log(f"{seed + 1} of {count} worlds: {over} of {pairs} gaps over the bound, the largest {largest:.2f} of it")
+    rows = []
+    for slots in (8, 32):
+        for forecast in ("exact", "noisy"):
+            p99 = {}
+            for charged, as_generated in (("at the start", False), ("as generated", True)):
+                found = [
+                    gap / bound
+                    for seed in range(min(count, 200))
+                    for gap, bound in gaps(seed, 5.0, slots=(slots,), forecast=forecast, as_generated=as_generated)
+                ]
+                p99[charged] = statistics.quantiles(found, n=100)[98]
+            ratio = p99["at the start"] / p99["as generated"]
+            rows.append({"slots": slots, "forecasts": forecast, "p99_over_bound": p99, "ratio": ratio})
+            log(json.dumps(rows[-1]))
+    return {"worlds": count, "pairs": pairs, "over_the_bound": over, "largest_over_bound": largest, "charges": rows}
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=["flood", "worlds"], default=["flood", "worlds"])
+    parser.add_argument("--seconds", type=float, default=16.0, help="of each flood")
+    parser.add_argument("--worlds", type=int, default=10_000)
+    add_results(parser)
+    args = parser.parse_args()
+    result: dict[str, Any] = {}
+    if args.output is not None:
+        with suppress(FileNotFoundError):
+            result = json.loads(args.output.read_text())
+    for part in args.parts:
+        found = asyncio.run(flood(args.seconds)) if part == "flood" else worlds(args.worlds)
+        result[part] = {**day_and_machine(), **found}
+        write_json(args.output, result)
+
+
+if __name__ == "__main__":
+    main()
