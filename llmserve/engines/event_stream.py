@@ -33,6 +33,15 @@ class _WholeAnswer(msgspec.Struct):
     usage: msgspec.Raw = msgspec.Raw(b"null")
 
 
+class _Choice(msgspec.Struct):
+    index: int = 0
+    finish_reason: str | None = None
+
+
+class _Choices(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
 class _Signed(msgspec.Struct):
     system_fingerprint: msgspec.Raw = msgspec.Raw(b"")
 
@@ -79,18 +88,22 @@ class UsageFilter:
         self._strip = strip
         self._receipt = receipt
         self.in_parts = False
+        self._choices = choices
         self._delays_last = strip and choices == 1
         self._delayed = b""
         self._partial = b""
         self._events = 0
         self._usage = Usage()
-        self._ended = False  # a finish_reason or [DONE] has passed
+        self._finished: set[int] = set()  # choices whose finish_reason has passed
+        self._done = False  # [DONE] has passed
         self.cut = False
 
     @property
     def ended(self) -> bool:
-        """Whether a finish_reason or [DONE] has come: without either, the engine has ended in mid-answer."""
-        return self._ended or any(sign.search(self._partial) is not None for sign in (FINISHED, DONE))
+        """Whether a finish_reason of each choice or [DONE] has come: else the engine has ended in mid-answer."""
+        if self._done or DONE.search(self._partial) is not None:
+            return True
+        return len(self._finished | _finished_by(self._partial, self._choices)) >= self._choices
 
     @property
     def output_tokens(self) -> int:
@@ -144,7 +157,7 @@ class UsageFilter:
             return _signed(delayed, event) if delayed else b""
         if FINISHED.search(event) is None:
             return delayed + event
-        self._ended = True
+        self._finished |= _finished_by(event, self._choices)
         self.cut = self.cut or was_cut(event)
         if self._receipt:
             event = _with_field(event, b"llmserve", self._receipt)
@@ -157,7 +170,7 @@ class UsageFilter:
         """Note [DONE], unless it is a part of a text: it ends the answer, and is no event with content."""
         done = len(DONE.findall(events))
         self._events -= done
-        self._ended = self._ended or done > 0
+        self._done = self._done or done > 0
 
     def _is_usage(self, event: bytes) -> bool:
         """Whether the event carries usage and no choice. Stores the event's counts."""
@@ -172,6 +185,19 @@ class UsageFilter:
         if answer.usage.completion_tokens is not None:
             self._usage = answer.usage
         return not answer.choices
+
+
+def _finished_by(event: bytes, choices: int) -> set[int]:
+    """The choices, of so many in the stream, that have a finish_reason in the event, which may lack its end."""
+    if FINISHED.search(event) is None:
+        return set()
+    if choices == 1:
+        return {0}
+    try:
+        answer = msgspec.json.decode(_data(event), type=_Choices)
+    except msgspec.MsgspecError:
+        return set()
+    return {choice.index for choice in answer.choices if choice.finish_reason is not None}
 
 
 def _signed(event: bytes, usage: bytes) -> bytes:

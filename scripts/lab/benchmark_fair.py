@@ -47,13 +47,17 @@ async def flood(seconds: float) -> dict[str, Any]:
     return {"seconds": seconds, "rows": rows}
 
 
+def key_file(folder: str) -> str:
+    path = Path(folder, "keys")
+    path.touch(mode=0o600)
+    path.write_text("flood: sk-1\nmodest: sk-2\n")
+    return str(path)
+
+
 async def flooded(order: str, fair_by: str, queue: int | None, seconds: float) -> dict[str, Any]:
     """One run on a server of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        keys = Path(folder, "keys")
-        keys.touch(mode=0o600)
-        keys.write_text("flood: sk-1\nmodest: sk-2\n")
-        flags = ["--api-key-file", str(keys), "--order", order, "--fair-by", fair_by, "--slots", str(SLOTS)]
+        flags = ["--api-key-file", key_file(folder), "--order", order, "--fair-by", fair_by, "--slots", str(SLOTS)]
         flags += ["--queue-requests-max", str(queue)] if queue else []
         async with (
             fake_engine("fake", "--step-s", str(STEP_S), "--slots", str(SLOTS)) as engine,

@@ -100,6 +100,28 @@ def test_a_stream_has_ended_once_a_finish_reason_or_done_has_come(cuts: list[int
         assert usage.ended == ended, data
 
 
+@given(st.lists(st.integers(0, 10_000), max_size=40))
+def test_a_stream_of_several_answers_has_ended_once_each_has_a_finish_reason(cuts: list[int]) -> None:
+    ends = [END.replace(b'{"delta"', b'{"index":%d,"delta"' % index) for index in range(3)]
+    both = b'data: {"choices":[{"index":1,"finish_reason":"stop"},{"finish_reason":"length","index":2}]}\n\n'
+    for data, ended in (
+        (ends[0], False),
+        (ends[0] + ends[2], False),
+        (ends[0] + ends[0] + ends[0], False),
+        (ends[1] + FIRST + ends[2] + ends[0], True),
+        (ends[0] + both, True),
+        (ends[0] + both.rstrip(), True),
+        (ends[0] + both[:-9], False),
+        (ends[0] + b'data: {"finish_reason": "stop"\n\n', False),
+        (ends[0] + DONE, True),
+    ):
+        places = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
+        usage = UsageFilter(strip=True, choices=3)
+        for start, end in itertools.pairwise(places):
+            usage.feed(data[start:end])
+        assert usage.ended == ended, data
+
+
 # ---- the engine's fingerprint, which the removed event carries ----
 
 END = b'data: {"choices":[{"delta":{"content":"}"},"finish_reason":"stop"}]}\n\n'
