@@ -121,7 +121,10 @@ class Metrics:
             if event.request.predicted_tokens is not None:
                 self._predicted.observe(event.request.predicted_tokens)
         elif type(event) is RequestEnded:
-            if not self._may_run_again(event):
+            if event.no_socket:
+                self._rejected.of("no_socket").inc()
+                self._end(event.request_id, "failed", 0, step.now_s)
+            elif not self._may_run_again(event):
                 self._end(event.request_id, event.outcome, event.output_tokens, step.now_s)
         elif type(event) is BatchEnded:
             for request_id, tokens in event.output_tokens.items():

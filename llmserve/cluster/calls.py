@@ -134,7 +134,7 @@ class RunningCalls:
         if error.local:  # no other engine can be reached either, and this one is not to blame
             log.warning("%s", error)
             in_flight.fail(Unavailable("the server has no free sockets", code="no_socket", retry_after_s=1.0))
-            return RequestEnded(name, request_id, "cancelled")
+            return RequestEnded(name, request_id, "cancelled", no_socket=True)
         log.log(logging.WARNING if handle.up and error.code is None else logging.DEBUG, "%s", error)
         await self._suspect(handle, in_flight.request.model, unreachable=error.unreachable)
         failure = EngineFailed(str(error), code=error.code)

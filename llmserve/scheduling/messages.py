@@ -38,6 +38,7 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     output_tokens  tokens generated per choice, 0 when unknown; a simulation may use fractions
     fault          whether the failure was the engine's fault, not the client's
     retryable      whether its client has received no byte yet, so that it may run elsewhere after a fault
+    no_socket      whether this server had no socket for it: `cancelled`, for that says nothing about the engine
     """
 
     engine: str
@@ -46,6 +47,7 @@ class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     output_tokens: float = 0.0
     fault: bool = False
     retryable: bool = False
+    no_socket: bool = False
 
 
 class RevisedForecast(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -316,3 +316,12 @@ async def test_a_lack_of_sockets_is_no_fault_of_an_engine(
         assert not any(isinstance(event, EngineLost) for event in events)
         assert not any(isinstance(event, RequestEnded) and event.fault for event in events)
         assert not front.cluster.scheduler.requests
+        async with front.session.get(front.url + "/metrics") as response:
+            counts = await response.text()
+        for line in (
+            'llmserve_requests_total{outcome="failed"} 2.0',
+            'llmserve_rejections_total{reason="no_socket"} 2.0',
+            'llmserve_requests_total{outcome="completed"} 1.0',
+        ):
+            assert f"{line}\n" in counts
+        assert 'llmserve_requests_total{outcome="cancelled"}' not in counts
