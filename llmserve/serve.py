@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("llmserve")
 
 METRICS_CONNECTIONS_MAX = 64  # scrapers and probes are few
+LOOPBACK = "127.0.0.1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -161,6 +162,8 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
     key_file = keys_of(config)
     admin = admin_keys_of(config)
     check_host(config.server.host, may_serve_anyone=bool(key_file.keys) or config.server.anonymous)
+    if config.server.metrics_host is not None and config.server.metrics_port is None:
+        raise ConfigError("metrics_host: there is no port for it to listen on: give --metrics-port, too")
     reloader = reloader or Reloader(config)
     config = checked(config)
     async with AsyncExitStack() as stack:
@@ -169,7 +172,7 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
         server = config.server
         listener = stack.enter_context(listening_socket(server.host, server.port))
         if server.metrics_port is not None:
-            state_listener = stack.enter_context(listening_socket(server.metrics_host, server.metrics_port))
+            state_listener = stack.enter_context(listening_socket(server.metrics_host or LOOPBACK, server.metrics_port))
         cluster, gpus, saver = await start_cluster(config, stack, kept)
         usage, metrics = await _counted(config, cluster, gpus, saver, stack)
         key_limits = key_limits_of(config, key_file, cluster, metrics, ledger, usage)

@@ -41,7 +41,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "with --api-key-file, /metrics and the engines of /ready need a key on the port of clients)"
         ),
     ] = None
-    metrics_host: Annotated[str, Meta(description="address of --metrics-port")] = "127.0.0.1"
+    metrics_host: Annotated[str | None, Meta(description="address of --metrics-port (default: 127.0.0.1)")] = None
     drain_s: Annotated[float, Meta(ge=0, description="how long a stop waits for running requests")] = 30.0
     journal: Annotated[
         str | None, Meta(description="file for every scheduling step, as JSON lines. A file that exists is continued")

@@ -10,6 +10,7 @@ import pytest
 from front import Front, StartFront, until
 
 from llmserve.engines.fake import FakeEngine
+from llmserve.errors import ConfigError
 from llmserve.settings import ApiConfig, ServerConfig
 
 ALICE, ADMIN = "Bearer sk-1", "Bearer sk-9"
@@ -85,6 +86,11 @@ async def test_a_port_that_is_taken_is_an_error_at_the_start(start_front: StartF
 
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ListenError):
         await start_front("http://127.0.0.1:9", server=ServerConfig(port=0, metrics_port=taken.getsockname()[1]))
+
+
+async def test_an_address_for_metrics_without_a_port_is_refused(start_front: StartFront) -> None:
+    with pytest.raises(ConfigError, match=r"metrics_host: .* --metrics-port"):
+        await start_front("http://127.0.0.1:9", server=ServerConfig(port=0, metrics_host="127.0.0.1"))
 
 
 async def test_a_client_cannot_name_the_stream_of_another_key(
