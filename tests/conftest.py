@@ -24,7 +24,6 @@ hypothesis.settings.load_profile("shared machine")
 ONE_AT_A_TIME = (  # prefixes of test ids, marked `serial` unless they need vLLM
     "tests/cluster/test_fleet.py::test_after_thousands_of_disconnects",
     "tests/cluster/test_live_equals_simulated.py",
-    "tests/predictor/test_predictor_online.py::test_forecasts_and_answers_take_microseconds",
     "tests/predictor/test_predictor_process.py::test_the_event_loop_keeps_ticking",
     "tests/predictor/test_predictor_state.py::test_no_slice_stops_an_event_loop",
     "tests/vllm/",
