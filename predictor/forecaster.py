@@ -37,8 +37,7 @@ class Forecaster:
         """As `forecast`, where no predictor has to be asked; else None."""
         if self._predictor is not None:
             return None
-        forecast = self.learner.forecast(prompt, None)
-        return replace(forecast, lengths=bounded(forecast.lengths, least=least, most=most))
+        return _bounded(self.learner.forecast(prompt, None), least, most)
 
     async def forecast(self, prompt: Prompt, *, least: float | None = None, most: float | None = None) -> Forecast:
         """Equally likely lengths of the answer, between `least` (min_tokens) and `most` (max_tokens)."""

@@ -129,14 +129,16 @@ class Neighbours:
     """
 
     __slots__ = (
-        "_at", "_cap", "_capped", "_least", "_logs", "_quantiles", "_unused", "count", "over_others", "over_predictor"
-    )  # fmt: skip
+        *("_alone", "_at", "_cap", "_capped", "_least", "_logs", "_quantiles", "_unused", "count"),
+        *("over_others", "over_predictor"),
+    )
 
     def __init__(self, size: int, least: int) -> None:
         self._logs = np.empty(size)
         self._capped = np.zeros(size, dtype=bool)
         self._least = least
         self._quantiles: list[float] = []
+        self._alone: Logs | None = None  # the forecast without a standing forecast, until it changes
         self._cap = 0.0  # quantiles that are nan are above this cap
         self._unused = 0  # lengths since the quantiles were computed
         self._at = 0
@@ -147,13 +149,15 @@ class Neighbours:
     def learn(self, actual: float, capped: bool) -> None:
         self._logs[self._at], self._capped[self._at] = actual, capped
         self._at = (self._at + 1) % self._logs.size
-        self.count = min(self.count + 1, self._logs.size)
+        if self.count < self._logs.size:
+            self.count += 1
+            self._alone = None
         self._unused += 1
         if self.count >= self._least and self._unused > min(15, self.count // 8):
             logs, flags = self._logs[: self.count], self._capped[: self.count]
             self._quantiles = sample_quantiles(logs, flags, _LEVELS).tolist()
             self._cap = float(np.max(logs, where=flags, initial=0.0))
-            self._unused = 0
+            self._unused, self._alone = 0, None
 
     def forecast(self, standing: Logs | None) -> Logs | None:
         """The key's own forecast: its quantiles with a little of the standing forecast's spread; None: too few lengths.
@@ -164,6 +168,12 @@ class Neighbours:
         """
         if not self._quantiles:
             return None
+        if standing is None:
+            self._alone = self._alone or self._forecast(None)
+            return self._alone
+        return self._forecast(standing)
+
+    def _forecast(self, standing: Logs | None) -> Logs:
         own, other = self._quantiles, standing or _NOTHING_KNOWN
         if own[-1] != own[-1]:  # nan
             own = self._completed(standing)
@@ -207,7 +217,7 @@ class Neighbours:
         self._at, self.count, self._unused = map(int, numbers[:3])
         if not (0 <= self._at < self._logs.size and 0 <= self.count <= self._logs.size):
             raise ValueError("the state of a key names lengths that it does not hold")
-        self._cap = numbers[3]
+        self._cap, self._alone = numbers[3], None
         self._quantiles = columns["quantiles"][row].tolist() if numbers[4] else []
         self.over_others.take(numbers[5:8])
         self.over_predictor.take(numbers[8:])

@@ -5,8 +5,10 @@ logarithms of tokens: the ratio of two lengths matters, for ten tokens as for a 
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +73,7 @@ def sample_quantiles(values: Array, capped: NDArray[np.bool_], levels: Array) ->
     values). nan at levels that only the largest, capped values reach, where the sample has no information.
     """
     if not capped.any():
-        return np.interp(levels, midpoints(values.size), np.sort(values))
+        return np.interp(levels, _midpoints(values.size), np.sort(values))
     order = np.lexsort((capped, values))  # a capped value counts as longer than an equal uncapped value
     exact = ~capped[order]
     longer = np.cumprod(np.where(exact, 1 - 1 / np.arange(values.size, 0, -1), 1.0))  # share of longer values
@@ -80,6 +82,11 @@ def sample_quantiles(values: Array, capped: NDArray[np.bool_], levels: Array) ->
     middle_of_step = 1 - (longer + np.concatenate(([1.0], longer[:-1]))) / 2
     quantiles = np.interp(levels, middle_of_step[exact], values[order][exact])
     return np.where(levels > 1 - longer[-1], np.nan, quantiles)
+
+
+@lru_cache(maxsize=64)
+def _midpoints(count: int) -> Array:
+    return midpoints(count)
 
 
 def crps(logs: Logs, actual: float, capped: bool) -> float:
@@ -91,8 +98,10 @@ def crps(logs: Logs, actual: float, capped: bool) -> float:
     """
     if capped:
         logs = tuple([min(log, actual) for log in logs])
-    error = sum([abs(log - actual) for log in logs])
-    return max(0.0, error - sum(map(float.__mul__, _SPREAD_WEIGHTS, logs))) / LEVELS
+    below = bisect_left(logs, actual)
+    error = sum(logs[below:]) - sum(logs[:below]) + actual * (2 * below - LEVELS)  # sum of |log - actual|
+    spread: float = sum(map(mul, _SPREAD_WEIGHTS, logs))
+    return max(0.0, error - spread) / LEVELS
 
 
 _SPREAD_WEIGHTS = tuple((2 * i + 1 - LEVELS) / LEVELS for i in range(LEVELS))

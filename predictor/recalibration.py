@@ -64,8 +64,15 @@ class Recalibration:
 
     def corrected(self, logs: Sequence[float], s: float) -> Logs:
         """logs : (LEVELS,) as predicted; s : their width, in log tokens."""
+        return ascending(self._moved(logs, s))
+
+    def corrected_around(self, differences: Sequence[float], s: float) -> list[float]:
+        """As `corrected`, of quantiles given by their differences from the prediction's middle: without limits."""
+        return sorted(self._moved(differences, s))
+
+    def _moved(self, logs: Sequence[float], s: float) -> list[float]:
         shift = self._shift
-        return ascending([log + shift + s * c for log, c in zip(logs, self._correction, strict=True)])
+        return [log + shift + s * c for log, c in zip(logs, self._correction, strict=True)]
 
     def learn(self, logs: Sequence[float], s: float, actual: float, capped: bool) -> None:
         """Learn from a prediction and the logarithm of the real length, or, if capped, of a lower bound."""

@@ -66,7 +66,7 @@ SAVED_AT_ONCE = 100
 FACTS = 5
 """Numbers that describe an answer in a state."""
 
-_Z_MIN, _Z_MAX = math.log(1 + SOFT), math.log(LENGTH_MAX + SOFT)
+_MIDDLE_MAX = 100.0  # far beyond any length
 _STEP = 7919  # a prime: the visits go through the window in an order unlike that of the answers
 _NORMAL = [NormalDist().inv_cdf(float(p)) for p in midpoints(LEVELS)]
 _PER_ABSOLUTE = math.sqrt(math.pi / 2)  # standard deviation of a normal distribution over its mean absolute error
@@ -130,7 +130,7 @@ class TextForecast(NamedTuple):
     width: float
 
     @property
-    def logs(self) -> Sequence[float]:
+    def logs(self) -> list[float]:
         """LEVELS quantiles of z, before their correction."""
         return [self.middle + self.width * normal for normal in _NORMAL]
 
@@ -143,7 +143,7 @@ class TextLearner:
     """
 
     def __init__(self, secret: bytes, models_max: int) -> None:
-        self._reader = TextFeatures(secret)
+        self._reader, self._models_max = TextFeatures(secret), models_max
         self._weights = np.zeros(1 << BITS, dtype=np.float32)
         self._examples: list[Example] = []
         self._duals: list[float] = []  # a_i
@@ -154,6 +154,7 @@ class TextLearner:
         self._predicted = RecentlyUsed[str, Level](models_max, lambda: Level(self._start))  # of the predictions
         self._mixture = Mixture()
         self._recalibrations = RecentlyUsed[tuple[str, bool], Recalibration](models_max, lambda: Recalibration(ERRORS))
+        self._spreads: dict[tuple[str, bool], list[float]] = {}  # by model, as `_spread_of`; emptied by each answer
         self._senders = RecentlyUsed[int, Sender](SENDERS_MAX, Sender)
 
     def read(self, prompt: Prompt) -> Features:
@@ -185,13 +186,23 @@ class TextLearner:
         """LEVELS quantiles of the logarithm of the length; None before the first answers."""
         if self._added < LEAST:
             return None
-        recalibration = self._recalibrations.get((model, forecast.predicted is not None))
-        corrected = forecast.logs
+        kind = model, forecast.predicted is not None
+        spread = self._spreads.get(kind) or self._spread_of(kind, forecast.width)
+        middle = math.exp(min(forecast.middle, _MIDDLE_MAX))
+        if middle * spread[0] > 1 + SOFT and middle * spread[-1] < LENGTH_MAX + SOFT:
+            return tuple([math.log(middle * ratio - SOFT) for ratio in spread])
+        return tuple([math.log(min(max(middle * ratio - SOFT, 1.0), LENGTH_MAX)) for ratio in spread])
+
+    def _spread_of(self, kind: tuple[str, bool], width: float) -> list[float]:
+        """LEVELS quantiles of tokens + SOFT over exp(middle), the same for all forecasts of a model until it learns."""
+        around = [width * normal for normal in _NORMAL]
+        recalibration = self._recalibrations.get(kind)
         if recalibration and recalibration.count >= ERRORS_MIN:
-            corrected = recalibration.corrected(forecast.logs, forecast.width)
-        if corrected[0] > _Z_MIN and corrected[-1] < _Z_MAX:
-            return tuple([math.log(math.exp(z) - SOFT) for z in corrected])
-        return tuple([math.log(math.exp(min(max(z, _Z_MIN), _Z_MAX)) - SOFT) for z in corrected])
+            around = recalibration.corrected_around(around, width)
+        if len(self._spreads) >= self._models_max:
+            self._spreads.clear()
+        spread = self._spreads[kind] = [math.exp(z) for z in around]
+        return spread
 
     def learn(
         self,
@@ -222,6 +233,7 @@ class TextLearner:
             self._foreseen += 1
             if self._foreseen % OVERRULED_LEARNT:
                 return sender.counts
+        self._spreads.clear()
         # Many answers are in flight: other answers have taught the error of an early forecast already.
         forecast = self._forecast(model, forecast.features, forecast.predicted)
         text = forecast.base + forecast.words
@@ -316,6 +328,7 @@ class TextLearner:
     def restore(self, state: State) -> None:
         """Continue from a state of a learner with the same secret. Raises ValueError for a state that does not fit."""
         self._weights = array(state, "weights", (1 << BITS,)).astype(np.float32)
+        self._spreads.clear()
         *counts, self._start, self._error = array(state, "numbers", (6,)).tolist()
         self._answers, self._foreseen, self._added, self._visited = map(int, counts)
         keys = array(state, "sender_keys", (None,), "u")

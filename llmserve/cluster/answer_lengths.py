@@ -136,10 +136,13 @@ class AnswerLengths:
 
 def _most(call: Call, model: ServedModel | None) -> float | None:
     """Tokens that the answer can have at most, by the client's limit and the model's context; None: unknown."""
-    context = model.context_tokens if model is not None else None
-    room = None if context is None else max(1, context - max(0, call.context_min - 1))  # beside the prompt
-    return min([limit for limit in (call.output_tokens_max, room) if limit is not None], default=None)
+    most, context = call.output_tokens_max, model.context_tokens if model is not None else None
+    if context is None:
+        return most
+    room = max(1, context - max(0, call.context_min - 1))  # beside the prompt
+    return room if most is None else min(most, room)
 
 
 def _rounded(forecast: LengthForecast) -> Forecast:
-    return forecast.median, tuple([round(length, 1) for length in forecast.lengths])
+    # `round(length, 1)` takes five times as long.
+    return forecast.median, tuple([round(10.0 * length) / 10.0 for length in forecast.lengths])
