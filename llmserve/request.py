@@ -7,7 +7,6 @@ or an answer. A `Call` holds the client's HTTP request; only the HTTP layer and 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -106,8 +105,7 @@ class EngineInfo(msgspec.Struct, frozen=True, omit_defaults=True):
         return not self.models or model in self.models
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """A client's HTTP request, forwarded to an engine unchanged except for `usage_added`.
 
     path               the endpoint, e.g. "/v1/chat/completions"
@@ -132,8 +130,8 @@ class Call:
     """
 
     path: str
-    body: bytes = field(repr=False)
-    prompt: Prompt = field(repr=False)
+    body: bytes
+    prompt: Prompt
     stream: bool
     usage_added: bool = False
     choices: int = 1
@@ -141,7 +139,7 @@ class Call:
     output_tokens_min: int | None = None
     slo_s: float | None = None
     predicted_tokens: float | None = None
-    opening: str = field(default="", repr=False)
+    opening: str = ""
     prompt_ids: int = 0
     tokens_min: int = 0
     context_min: int = 0
@@ -156,3 +154,6 @@ class Call:
     @property
     def model(self) -> str:
         return self.prompt.model
+
+    def __repr__(self) -> str:
+        return f"Call to {self.path}"  # a line of the log never has a prompt

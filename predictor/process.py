@@ -11,9 +11,11 @@ import logging
 import os
 import sys
 from collections import OrderedDict
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
+
+from msgspec.structs import astuple, replace
 
 from predictor.errors import BadPredictor, PredictionFailed, PredictorDied
 from predictor.prompt import Prompt

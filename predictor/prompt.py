@@ -1,10 +1,9 @@
 """The input of a length predictor: facts about a request before it runs."""
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """A request as the predictor sees it.
 
     text                the last user turn, or the whole prompt of a plain completion

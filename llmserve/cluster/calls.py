@@ -115,7 +115,8 @@ class RunningCalls:
         """Read one answer to its end; return how the request ended."""
         name, request_id = handle.name, in_flight.request.id
         try:
-            async with handle.engine.open(in_flight.call, batch) as answer:
+            answer = await handle.engine.open(in_flight.call, batch)
+            try:
                 if answer.fault:
                     in_flight.refused = self._head(in_flight, answer, await answer.read())
                     return RequestEnded(name, request_id, "failed", fault=True, retryable=True)
@@ -124,6 +125,8 @@ class RunningCalls:
                     return RequestEnded(name, request_id, "failed")
                 forward = self._forward_stream if in_flight.call.stream else self._forward_whole
                 tokens = await forward(name, in_flight, answer)
+            finally:
+                answer.close()
             return RequestEnded(name, request_id, "completed", tokens / in_flight.call.choices)
         except EngineError as error:
             return await self._failed(handle, in_flight, error)

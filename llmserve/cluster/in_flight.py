@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from llmserve.engines.event_stream import Usage, UsageFilter
 from llmserve.errors import RequestError
@@ -12,8 +13,7 @@ from llmserve.request import Call, Request
 from llmserve.scheduling.messages import RequestEnded
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(msgspec.Struct, frozen=True):
     """How the front-end served a request: the x-llmserve-* headers of its answer."""
 
     request_id: int
@@ -32,8 +32,7 @@ class Receipt:
         return fields
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(msgspec.Struct, frozen=True):
     """The status and headers of an answer. body : None when the body follows as a stream."""
 
     status: int

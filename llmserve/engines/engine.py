@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,9 +72,13 @@ class Answer(Protocol):
         """Yield the body as it arrives, in pieces of any size. Raises EngineError as `read` does."""
         ...
 
+    def close(self) -> None:
+        """Abort the request, unless the answer is complete."""
+        ...
+
 
 class Engine(Protocol):
-    """A client of an engine. Leaving the context of `open` before the answer's end aborts the request.
+    """A client of an engine.
 
     restart  restart the engine's process and wait until it is ready; None for an engine that llmserve did not start
     """
@@ -83,8 +86,11 @@ class Engine(Protocol):
     info: EngineInfo
     restart: Callable[[], Awaitable[None]] | None
 
-    def open(self, call: Call, batch: Batch) -> AbstractAsyncContextManager[Answer]:
-        """Send a call as a member of a batch. Raises EngineError when no status line arrives."""
+    async def open(self, call: Call, batch: Batch) -> Answer:
+        """Send a call as a member of a batch, and wait for the answer's head. The caller must close the answer.
+
+        Raises EngineError when no status line arrives; then, and when cancelled, the request is aborted.
+        """
         ...
 
     async def probe(self) -> Health:

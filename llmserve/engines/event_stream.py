@@ -28,9 +28,12 @@ class _Answer(msgspec.Struct):
     choices: list[msgspec.Raw] = []
 
 
-class _WholeAnswer(msgspec.Struct):
+class _Completion(msgspec.Struct):
     choices: list[msgspec.Raw]
-    usage: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _WholeAnswer(_Completion):
+    usage: Usage | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -46,19 +49,24 @@ class _Signed(msgspec.Struct):
     system_fingerprint: msgspec.Raw = msgspec.Raw(b"")
 
 
+_COMPLETION = msgspec.json.Decoder(_Completion)
+_WHOLE_ANSWER = msgspec.json.Decoder(_WholeAnswer)
+
+
 def usage_of(body: bytes) -> Usage | None:
     """Return the `usage` of a whole answer, without counts when they make no sense; None if it is no completion.
 
     A completion is a JSON object with a list of choices, whatever the choices are.
     """
     try:
-        usage = msgspec.json.decode(body, type=_WholeAnswer).usage
+        return _WHOLE_ANSWER.decode(body).usage or Usage()
+    except (msgspec.MsgspecError, RecursionError):
+        pass  # perhaps only its counts make no sense
+    try:
+        _COMPLETION.decode(body)
     except (msgspec.MsgspecError, RecursionError):
         return None
-    try:
-        return msgspec.json.decode(usage, type=Usage | None) or Usage()
-    except msgspec.MsgspecError:
-        return Usage()
+    return Usage()
 
 
 def was_cut(body: bytes) -> bool:

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -101,6 +100,9 @@ class HttpAnswer:
         except HttpError as error:
             raise self._broken(error) from error
 
+    def close(self) -> None:
+        self._response.close()
+
     def _unusable(self, what: str) -> EngineError:
         return EngineError(f"engine {self._name} gave an answer that cannot be passed on: {what}")
 
@@ -141,8 +143,7 @@ class OpenAIEngine:
         self._not_served: list[str] = []  # the model ids of the last probe that cannot be served
         self._key_refused = False
 
-    @asynccontextmanager
-    async def open(self, call: Call, batch: Batch) -> AsyncIterator[HttpAnswer]:
+    async def open(self, call: Call, batch: Batch) -> HttpAnswer:
         opening = self._openings.get(call.path)
         if opening is None:
             opening = self._openings[call.path] = self._client.opening("POST", call.path, self._headers)
@@ -156,15 +157,13 @@ class OpenAIEngine:
             response = await self._client.request(opening + further.encode("latin-1"), body)
         except HttpError as error:
             raise self._no_answer(error) from error
-        try:
-            yield self._answer(response)
-        finally:
-            response.close()  # aborts the request, unless the answer is complete
+        return self._answer(response)
 
     def _answer(self, response: Response) -> HttpAnswer:
         try:
             answer = HttpAnswer(response, self.info.name)
         except EngineError as error:
+            response.close()
             if error.code == "engine_auth" and not self._key_refused:
                 self._key_refused = True
                 log.error("%s", error)

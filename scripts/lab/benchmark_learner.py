@@ -32,6 +32,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import msgspec
 import numpy as np
 from bench.arguments import add_results, exit_on, parser_of, whole
 from bench.figures import BLUE, GREEN, GREY, ORANGE, PINK, SKY, log_ticks, new_figure, save
@@ -263,7 +264,7 @@ def nonsense_of(rows: Sequence[Row], rng: np.random.Generator) -> Row:
 
 
 def sent_by(row: Row, sender: str) -> Row:
-    return replace(row, prompt=replace(row.prompt, sender=sender))
+    return replace(row, prompt=msgspec.structs.replace(row.prompt, sender=sender))
 
 
 def cost_of(rows: Sequence[Row]) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Sizes and prefixes of prompts, without a tokenizer."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from llmserve.cluster import prompt_size
 from llmserve.cluster.prompt_size import (

@@ -1,11 +1,11 @@
 """The length record: its lines, and that it never fails a request."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from front import StartFront
+from msgspec.structs import replace
 
 from llmserve.cluster.record import LengthRecord
 from llmserve.engines.fake import FakeEngine

@@ -1,11 +1,11 @@
 """The state of a learner: taken and given back, at once and in slices."""
 
 import time
-from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from predictor.memory import RecentlyUsed, keys_of
 from predictor.online import OnlineLearner
