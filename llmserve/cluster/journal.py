@@ -31,6 +31,7 @@ READABLE = (4, 5, 6, 7, VERSION)
 # Version 4 has one model and no groups, version 5 nothing learnt before: the defaults of the fields that they lack.
 # Neither has ForecastsRevised. Tuned came with version 7,
 # EngineExpected with version 8: before, no engine was expected, and requests were refused while none was up.
+STEPS_MAX = 1_000  # more would push what each request needs out of the processor's caches
 HEADER_START = b'{"scheduling":'  # the first field of a header; a step begins with its time
 
 log = logging.getLogger("llmserve")
@@ -74,7 +75,7 @@ class Journal:
     Listeners are called with each step: metrics and reports listen to the journal.
     """
 
-    def __init__(self, header: Header, *, steps_max: int = 10_000, path: Path | None = None) -> None:
+    def __init__(self, header: Header, *, steps_max: int = STEPS_MAX, path: Path | None = None) -> None:
         self.header = header
         self.steps: deque[Step] = deque(maxlen=steps_max)
         self._listeners: list[Callable[[Step], None]] = []
