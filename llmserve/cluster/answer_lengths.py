@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from llmserve.cluster.in_flight import InFlightCall
 from llmserve.cluster.record import LengthRecord
@@ -13,6 +13,9 @@ from llmserve.cluster.revisions import Forecast
 from llmserve.engines.engine import ServedModel
 from llmserve.request import Call
 from predictor.prompt import Prompt
+
+Taught = Literal["nothing", "templates", "words"]
+"""What an answer teaches, to save time: nothing, its templates, or its templates and its words."""
 
 
 class LengthForecast(Protocol):
@@ -112,22 +115,23 @@ class AnswerLengths:
         in_flight.forecast = self._reviser.revise(in_flight.forecast, least=least, most=most)
         return _rounded(in_flight.forecast)
 
-    def learn(self, in_flight: InFlightCall, output_tokens: float, words: bool) -> bool:
-        """Learn from the length of a completed answer. True when other forecasts may be revised now.
+    def learn(self, in_flight: InFlightCall, output_tokens: float, taught: Taught) -> bool:
+        """Learn from the length of a completed answer, and record it. True when other forecasts may be revised now.
 
-        words : False: the answer teaches its templates, but no words, to save time
         An answer that the client forced to its length (min_tokens, ignore_eos) says nothing about other answers.
         """
         call, most = in_flight.call, in_flight.call.output_tokens_max
         if call.output_tokens_min is not None and output_tokens <= call.output_tokens_min:
             return False
         capped = in_flight.cut or (most is not None and output_tokens >= most)
-        if self._forecaster is not None and in_flight.forecast is not None:
-            self._forecaster.observe(in_flight.forecast, output_tokens, capped=capped, words=words)
+        learns = False
+        if self._forecaster is not None and in_flight.forecast is not None and taught != "nothing":
+            learns = True
+            self._forecaster.observe(in_flight.forecast, output_tokens, capped=capped, words=taught == "words")
             self.learnt += 1
         if self._record is not None and call.choices == 1:
             self._record.write(call, round(output_tokens), capped=capped)
-        return self._reviser is not None and in_flight.forecast is not None
+        return self._reviser is not None and learns
 
     def close(self) -> None:
         if self._record is not None:

@@ -1,13 +1,14 @@
 """Learns from the lengths of answers on the event loop, between other work, in a bounded share of its time.
 
-Every answer teaches its template and its application, which is cheap. Teaching its words costs several times more. So
-under load only a sample of the answers teaches words:
+An answer teaches its template and its application, which is cheap, and its words, which costs several times more. So
+under load only a sample of the answers teaches templates, and only a sample of these teaches words:
 
-    c   seconds that the words of an answer take
-    g   seconds between two answers
-    p   share of answers that teach words, min(1, SHARE g / c): this takes SHARE of the time
+    c   seconds that the templates, or the words, of an answer take
+    g   seconds between two answers that may be in the sample
+    s   TEMPLATES_SHARE or WORDS_SHARE
+    p   share of these answers that are in the sample, min(1, s g / c): this takes the share s of the time
 
-The answers of the sample are spread evenly, so they are a fair sample even of a batch that ends as a whole, in order of
+The answers of a sample are spread evenly, so they are a fair sample even of a batch that ends as a whole, in order of
 length. Each counts as one answer: the window of examples then covers a longer time.
 """
 
@@ -19,9 +20,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from llmserve.cluster.answer_lengths import Taught
 from llmserve.cluster.in_flight import InFlightCall
 
-SHARE = 0.05
+TEMPLATES_SHARE = 0.02
+WORDS_SHARE = 0.05
 SLICE_S = 0.0005  # others run after it
 WAITING_MAX = 1_000  # answers that wait to be learnt
 COST_S_MAX = 0.001  # a longer time was not the learner's
@@ -32,26 +35,27 @@ log = logging.getLogger("llmserve")
 
 
 class Sample:
-    """Decides which answers teach their words."""
+    """Decides which answers teach. share : of the time that teaching may take"""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float) -> None:
+        self._share = share
         self._gap_s, self._cost_s = GAP_S_MAX, 0.0  # means, g and c
         self._last_s: float | None = None
         self._due = 0.0  # sum of p, less the answers of the sample
 
     def includes(self, now_s: float) -> bool:
-        """Whether the next answer teaches its words. now_s : when it is learnt"""
+        """Whether the next answer teaches. now_s : when it is learnt"""
         if self._last_s is not None:
             self._gap_s += (min(now_s - self._last_s, GAP_S_MAX) - self._gap_s) / MEMORY
         self._last_s = now_s
-        self._due += min(1.0, SHARE * self._gap_s / self._cost_s) if self._cost_s else 1.0
+        self._due += min(1.0, self._share * self._gap_s / self._cost_s) if self._cost_s else 1.0
         if self._due < 1.0:
             return False
         self._due -= 1.0
         return True
 
     def took(self, seconds: float) -> None:
-        """Count an answer that taught its words. seconds : >= 0"""
+        """Count an answer that taught. seconds : that it took, >= 0"""
         seconds = min(seconds, COST_S_MAX)
         self._cost_s += (seconds - self._cost_s) / MEMORY if self._cost_s else seconds
 
@@ -59,19 +63,19 @@ class Sample:
 class Learning:
     """Learns from answers, in slices, after the tasks that were ready before.
 
-    learn   learns from an answer's tokens, with or without its words. True when other forecasts may change now
+    learn   learns from an answer's tokens what it teaches. True when other forecasts may change now
     learnt  called after each such answer
     clock   seconds
     """
 
     def __init__(
         self,
-        learn: Callable[[InFlightCall, float, bool], bool],
+        learn: Callable[[InFlightCall, float, Taught], bool],
         learnt: Callable[[], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._learn, self._learnt, self._clock = learn, learnt, clock
-        self._sample = Sample()
+        self._templates, self._words = Sample(TEMPLATES_SHARE), Sample(WORDS_SHARE)
         self._answers: deque[tuple[InFlightCall, float]] = deque()
         self._next: asyncio.Handle | None = None
 
@@ -99,11 +103,14 @@ class Learning:
     def _one(self) -> None:
         in_flight, output_tokens = self._answers.popleft()
         began_s = self._clock()
-        words = self._sample.includes(began_s)
+        taught: Taught = "nothing"
+        if self._templates.includes(began_s):
+            taught = "words" if self._words.includes(began_s) else "templates"
         try:
-            if self._learn(in_flight, output_tokens, words):
+            if self._learn(in_flight, output_tokens, taught):
                 self._learnt()
         except Exception:  # the request has ended, whether or not its length was learnt
             log.exception("the length of request %d was not learnt", in_flight.request.id)
-        if words:
-            self._sample.took(self._clock() - began_s)
+        if taught != "nothing":
+            sample = self._words if taught == "words" else self._templates
+            sample.took(self._clock() - began_s)
