@@ -8,7 +8,7 @@ before. So nothing waits for ever, under no order: a level that weighs little is
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from llmserve.api.key_file import KeyPolicy
 from llmserve.errors import BadRequest
