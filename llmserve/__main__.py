@@ -33,8 +33,13 @@ COMMANDS = {  # modules of this package, each with add_arguments and main
     "train": "train a predictor of answer lengths",
     "evaluate": "evaluate a predictor, or what a server learns online",
     "bench": "measure the throughput gain of bins on a real engine",
+    "queue": "show who waits in a running server, and for how long",
 }
-USAGE = {"serve": "[options] [-- VLLM_OPTIONS]", "evaluate": "[PREDICTOR | --online] [options]"}  # else: [options]
+USAGE = {
+    "serve": "[options] [-- VLLM_OPTIONS]",
+    "queue": "URL --admin-key-file FILE [--json]",
+    "evaluate": "[PREDICTOR | --online] [options]",
+}  # else: [options]
 
 
 def parser(chosen: str | None = None) -> argparse.ArgumentParser:

@@ -6,6 +6,7 @@ LLMServeError
 ├── EngineStartError            a local engine did not start (exit status 1)
 ├── JournalError                a journal file cannot be read or does not replay
 ├── CannotMeasure               an engine cannot be measured (exit status 1)
+├── NoAnswer                    a running server does not answer an operator's command (exit status 1)
 ├── NoPlan                      models cannot be grouped onto GPUs within their limits (exit status 1)
 └── RequestError                sent to a client in OpenAI's error format
     ├── BadRequest          400
@@ -49,6 +50,10 @@ class JournalError(LLMServeError):
 
 class CannotMeasure(LLMServeError):
     """An engine cannot be measured. The message says why."""
+
+
+class NoAnswer(LLMServeError):
+    """A running server cannot be reached, or its answer makes no sense."""
 
 
 class NoPlan(LLMServeError):

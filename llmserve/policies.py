@@ -182,7 +182,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(ge=0, description="retries of a request whose engine failed before the first byte")
     ] = 2
     engine_wait_s: Annotated[
-        float, Meta(ge=0, description="how long requests wait for an engine when none is up, before 503")
+        float,
+        Meta(ge=0, description="how long a request waits for an engine that is expected when none is up; then 503"),
     ] = 30.0
     circuit_faults_max: Annotated[
         int,

@@ -1,6 +1,6 @@
 """Endpoints for operators. All need the admin key.
 
-List the engines; drain, resume or restart an engine; show what keys use; read keys, limits and engines again.
+Who waits; list the engines; drain, resume or restart one; show what keys use; read keys, limits and engines again.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ class AdminEndpoints:
     async def list_engines(self, request: Request) -> Response:
         self._admit(request)
         return json_response({"engines": [self._describe(handle) for _, handle in sorted(self._fleet.handles.items())]})
+
+    async def list_waiting(self, request: Request) -> Response:
+        self._admit(request)
+        return json_response({"waiting": self._cluster.scheduler.waiting, "queues": self._cluster.places.rows()})
 
     async def engine_action(self, request: Request) -> Response:
         """Drain, resume or restart an engine. A restart is still in progress at the answer: see list_engines."""

@@ -2,7 +2,7 @@
 
 POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /v1/models/{id}
 GET /health (the process lives)   GET /ready (an engine is up)   GET /metrics (Prometheus)
-With an admin key: GET /admin/engines   POST /admin/engines/{name}/drain | resume | restart
+With an admin key: GET /admin/queue   GET /admin/engines   POST /admin/engines/{name}/drain | resume | restart
 GET /admin/usage   POST /admin/reload
 """
 
@@ -110,6 +110,7 @@ def _other_paths(endpoints: _Endpoints, admin: AdminEndpoints, state: StateEndpo
     app.add_route("/v1/models", endpoints.list_models, methods=["GET"])
     app.add_route("/v1/models/{model_id:path}", endpoints.retrieve_model, methods=["GET"])
     state.add_to(app)
+    app.add_route("/admin/queue", admin.list_waiting, methods=["GET"])
     app.add_route("/admin/engines", admin.list_engines, methods=["GET"])
     app.add_route("/admin/usage", admin.usage, methods=["GET"])
     app.add_route("/admin/reload", admin.reload, methods=["POST"])

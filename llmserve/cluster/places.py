@@ -6,7 +6,7 @@ for KEPT_S, so that many streams that ask at once cost one sort.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import msgspec
@@ -41,6 +41,22 @@ class Place(msgspec.Struct, frozen=True):
     position: int
     wait_s: float | None
     helpless: bool
+
+
+class WaitingRow(msgspec.Struct, frozen=True):
+    """Waiting requests of one model, share and bin. share : "": of nobody in particular.  group : of the model's queue
+
+    oldest_s       seconds for which the oldest has waited
+    next_starts_s  predicted seconds until the next of them starts; None: unknown, or no engine works
+    """
+
+    group: str
+    model: str
+    share: str
+    bin: int
+    waiting: int
+    oldest_s: float
+    next_starts_s: float | None
 
 
 class Places:
@@ -81,6 +97,25 @@ class Places:
         for queued in (*formed, *sorted(in_bins, key=lambda queued: (turn(queued), queued.request.id))):
             of_shares.setdefault(queued.share, []).append(queued)
         return list(dealt(((share, iter(requests)) for share, requests in of_shares.items()), queues.waiting))
+
+    def rows(self) -> list[WaitingRow]:
+        """Who waits, by group, model, share and bin. O(requests log requests)."""
+        return [
+            row
+            for group in self._scheduler.groups
+            for queues in group.tally.queues.values()
+            for row in self._rows(group, queues)
+        ]
+
+    def _rows(self, group: Group, queues: ModelQueues) -> Iterator[WaitingRow]:
+        members: dict[tuple[str, int], list[tuple[int, QueuedRequest]]] = {}
+        for position, queued in enumerate(self.in_turn(queues), 1):
+            members.setdefault((queued.request.share, queued.bin), []).append((position, queued))
+        for (share, bin_index), waiting in sorted(members.items()):
+            wait_s = self.at(waiting[0][0], group, queues).wait_s
+            oldest_s = self._running.now_s() - min([queued.arrived_at_s for _, queued in waiting])
+            starts_s = None if wait_s is None else round(wait_s, 1)
+            yield WaitingRow(group.name, queues.model, share, bin_index, len(waiting), round(oldest_s, 1), starts_s)
 
     def at(self, position: int, group: Group, queues: ModelQueues) -> Place:
         """The place at a position of a model's queues.

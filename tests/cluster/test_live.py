@@ -212,7 +212,7 @@ async def test_an_engine_that_hangs_is_given_up_for_another(start_front: StartFr
 
 async def test_an_engine_that_comes_back_is_used_again(start_front: StartFront) -> None:
     async with FakeEngine(step_s=0) as first:
-        front = await start_front(first)
+        front = await start_front(first, scheduling={"engine_wait_s": 0.1})
         port = int(first.url.rpartition(":")[2])
     await until(lambda: not any(front.cluster.engines_ready.values()))
     assert (await answer(front))[0] == 503

@@ -252,7 +252,8 @@ async def test_an_engine_whose_probe_is_senseless_is_not_healthy(
     probes: dict[str, Any], start_front: StartFront, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with LyingEngine(http(GOOD), probes=probes) as engine:
-        front = await start_front(engine.url, engines=settings(engine), wait=False)
+        brief = {"scheduling": {"engine_wait_s": 0.1}}
+        front = await start_front(engine.url, engines=settings(engine), wait=False, **brief)
         await until(lambda: any("engine 127" in record.getMessage() for record in caplog.records))
         assert (await ask(front))[0] == 503
         await check_nothing_is_left(front, caplog)
