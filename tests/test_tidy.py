@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("llmserve", "predictor", "bins", "scripts/lab")
 CLASS_LINES, FILE_LINES, FUNCTION_LINES = 300, 450, 60
-FLOORS = 7  # levels of imports among the modules of scheduling
+FLOORS = 8  # levels of imports among the modules of scheduling
 
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 

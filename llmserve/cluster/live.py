@@ -290,10 +290,9 @@ class LiveCluster:
             if action.reason == "queue_full" and retry_after_s is None:  # how fast answers end is not known yet
                 # The queue has room again when the first running call ends.
                 retry_after_s = min(self.remaining_s_of(in_flight.request.model), default=None)
-            if action.reason == "model_not_found":
-                in_flight.fail(model_not_found(in_flight.request.model, self.models))
-            else:
-                in_flight.fail(_error_of(action.reason, retry_after_s, preempted=in_flight.preemptions > 0))
+            error = _error_of(action.reason, retry_after_s, preempted=in_flight.preemptions > 0)
+            missing = action.reason == "model_not_found"
+            in_flight.fail(model_not_found(in_flight.request.model, self.models) if missing else error)
         self._forget(in_flight)
 
     def _forget(self, in_flight: InFlightCall) -> None:

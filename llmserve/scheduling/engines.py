@@ -85,8 +85,7 @@ class EngineState:
     running       runs on the engine, by request id
     total_tokens  sum of the tokens that these requests are predicted to hold at their ends
     models        names of the served models; empty: every model
-    ready         whether the engine takes requests, its circuit breaker aside
-    known, expected  whether it was ever ready, and its models are known; whether it will be, and requests wait for it
+    ready, known, expected  whether the engine takes requests, its circuit breaker aside; ever did; will, if it does not
     paces         by model, for models of known speed with at least one answer
     turn          which request may block the engine for its memory
     """
