@@ -44,12 +44,13 @@ class EngineBook:
         return bool(able) and len(group.without_engine) < UNLISTED_MODELS_MAX
 
     def expect(self, info: EngineInfo) -> None:
-        """Record an engine that was never ready, but will be. Has no effect on a known engine."""
-        if info.name not in self._groups.engines:
+        """Record that an engine will be ready, for the first time or again. Has no effect on one that is."""
+        state = self._groups.engines.get(info.name)
+        if state is None:
             state = self._groups.place(msgspec.structs.replace(info, models=()), self._new_circuit())
             state.ready = state.known = False
-            state.expected = True
             self._groups.group_of(state).pool.join(state, self._book.now_s)
+        state.expected = not state.ready
 
     def ready(self, info: EngineInfo) -> None:
         """Record that an engine takes requests, or that its description has changed."""

@@ -97,7 +97,7 @@ class BatchEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineExpected(msgspec.Struct, frozen=True, tag=True):
-    """An engine that was never ready will be. Until then it may serve any model: requests wait for it."""
+    """An engine will be ready, and requests wait for it. One that was never ready may serve any model until it is."""
 
     engine: EngineInfo
 

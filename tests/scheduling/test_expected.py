@@ -108,6 +108,16 @@ def test_nobody_waits_for_a_drained_engine() -> None:
     it.check_replay()
 
 
+def test_an_engine_that_was_removed_and_is_added_again_is_expected_again() -> None:
+    it = driven(EngineReady(gpu("a")), EngineClosed("gpu0"), EngineLost("gpu0"), EngineExpected(gpu()))
+    assert it.arrive(1) == []
+    assert started(it.step(EngineReady(gpu("a")), 1.0)) == [("gpu0", 1)]
+    it.step(EngineExpected(gpu()), 2.0)
+    it.step(EngineClosed("gpu0"), 3.0)
+    assert failed(it.arrive(2, 3.0)) == [(2, "no_engine")]
+    it.check_replay()
+
+
 def test_the_queue_limit_holds_for_those_that_wait_for_an_engine() -> None:
     it = driven(EngineReady(gpu("a")), LOST, queue_requests_max=2)
     assert it.arrive(1) + it.arrive(2) == []
