@@ -33,6 +33,7 @@ from llmserve.scheduling.messages import (
     DispatchSolved,
     DrainRequested,
     EngineClosed,
+    EngineExpected,
     EngineLost,
     EngineReady,
     Event,
@@ -352,22 +353,26 @@ class World(RuleBasedStateMachine):
         self.engines[place] = msgspec.structs.replace(self.engines[place], slots=slots)
         self.tell(EngineReady(self.engines[place]))
 
-    @precondition(lambda self: self.up)
     @rule(data=st.data())
-    def an_engine_closes_and_finishes_its_requests(self, data: st.DataObject) -> None:
+    def an_engine_is_expected(self, data: st.DataObject) -> None:
+        self.tell(EngineExpected(data.draw(st.sampled_from(self.engines))))
+
+    @precondition(lambda self: self.up)
+    @rule(data=st.data(), expected=st.booleans())
+    def an_engine_closes_and_finishes_its_requests(self, data: st.DataObject, expected: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.up)))
         self.up.remove(name)
-        self.tell(EngineClosed(name))
+        self.tell(EngineClosed(name, expected))
 
     @precondition(lambda self: self.up or any(self.running.values()))
-    @rule(data=st.data())
-    def an_engine_is_lost(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), expected=st.booleans())
+    def an_engine_is_lost(self, data: st.DataObject, expected: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.up | {name for name, running in self.running.items() if running})))
         running, self.running[name] = self.running[name], {}
         answered = tuple(sorted(data.draw(st.sets(st.sampled_from(sorted(running)))) if running else ()))
         self.up.discard(name)
         self.outcomes.update(id_ for id_ in running if id_ in self.gone)
-        self.tell(EngineLost(name, answered))
+        self.tell(EngineLost(name, answered, expected=expected))
 
     # ---- invariants ----
 
