@@ -12,11 +12,15 @@ from collections import Counter
 from pathlib import Path
 
 import aiohttp
-from cluster.test_fleet import ask, engine_process
+from cluster.test_fleet import ask, call, cluster_of, engine_process
 from front import Front, StartFront, until
+from reader import answered
 
 from llmserve.cluster import journal
 from llmserve.engines.fake import FakeEngine
+from llmserve.engines.openai_engine import OpenAIEngine
+from llmserve.request import EngineInfo
+from llmserve.scheduling.messages import EngineLost
 from llmserve.settings import ApiConfig, LiveConfig, ServerConfig
 
 SOON = {"live": LiveConfig(probe_every_s=0.05, keep_alive_s=0.1)}
@@ -47,6 +51,21 @@ async def test_killing_and_restarting_the_only_engine_under_50_requests_loses_no
         ends = Counter(await asyncio.gather(*first, *others, *late))
     assert ends == {"done": 50}
     assert_replays(front)
+
+
+async def test_requests_that_come_while_llmserve_restarts_the_only_engine_wait_for_it() -> None:
+    async with engine_process("--step-s", "0.01") as process:
+        engine = OpenAIEngine(EngineInfo("e", 4, barrier=False), process.url, restart=process.restart)
+        async with cluster_of(engine) as cluster:
+            running = asyncio.ensure_future(answered(cluster, call()))
+            await until(lambda: bool(cluster.fleet.handles["e"].running))
+            cluster.fleet.begin_restart(cluster.fleet.handles["e"])
+            later = [asyncio.ensure_future(answered(cluster, call())) for _ in range(5)]
+            heads = await asyncio.gather(running, *later)
+            events = [step.event for step in cluster.journal.steps]
+        await engine.close()
+    assert [head.status for head in heads] == [200] * 6
+    assert EngineLost("e", planned=True, expected=True) in events
 
 
 async def test_requests_wait_for_an_engine_that_was_never_up_and_its_models_decide(start_front: StartFront) -> None:
