@@ -19,7 +19,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole process group; the parent ends this process
+    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal, to the whole process group: the parent ends this
+        signal.signal(number, signal.SIG_IGN)
     _die_with_parent()
     replies = _take_stdout()
     folder, threads = sys.argv[1], int(sys.argv[2])

@@ -83,9 +83,9 @@ async def test_a_budget_needs_a_file_on_reload_too(start_front: StartFront, tmp_
 class Reloading:
     """A server whose settings a test changes: `change` gives it other ones and reloads."""
 
-    def __init__(self, *engines: FakeEngine) -> None:
+    def __init__(self, *engines: FakeEngine, server: ServerConfig = ServerConfig(port=0)) -> None:  # noqa: B008
         self.config = Config(
-            server=ServerConfig(port=0),
+            server=server,
             engines=EngineConfig(engine=tuple(engine.url for engine in engines), slots=2, look_ahead=0),
             live=LiveConfig(probe_every_s=0.05),
         )
@@ -157,6 +157,21 @@ async def test_an_engine_that_comes_back_before_it_is_empty_stays() -> None:
         await asyncio.gather(*running)
         assert server.cluster.fleet.handles[name(other)] is handle
         assert server.cluster.engines_ready == {name(one): True, name(other): True}
+
+
+async def test_an_engine_that_is_being_removed_cannot_be_resumed(tmp_path: Path) -> None:
+    admin = tmp_path / "admin"
+    admin.write_text("admin\n")
+    async with FakeEngine(step_s=0.01) as one, FakeEngine(step_s=0.01) as other:
+        reloading = Reloading(one, other, server=ServerConfig(port=0, admin_key_file=str(admin)))
+        async with reloading as server, aiohttp.ClientSession() as session:
+            running = [asyncio.ensure_future(server.ask(tokens=30)) for _ in range(4)]
+            await until(lambda: one.running == other.running == 2)
+            await server.change(one, server=server.config.server)
+            url = f"{server.url}/admin/engines/{name(other)}/resume"
+            async with session.post(url, headers=ADMIN) as response:
+                assert (response.status, "is being removed" in await response.text()) == (400, True)
+            await asyncio.gather(*running)
 
 
 async def test_an_engine_that_is_down_can_be_removed() -> None:

@@ -86,6 +86,8 @@ def used_tokens(in_flight: InFlightCall, service: ServiceTime, now_s: float) -> 
     if in_flight.streamed_tokens:
         return request.prompt_tokens, in_flight.streamed_tokens
     if in_flight.gone and in_flight.receipt is not None:
-        generated = 0.0 if in_flight.call.stream else generated_tokens(in_flight, service, now_s)
-        return request.prompt_tokens, request.choices * generated
+        if in_flight.call.stream:  # and nothing has come
+            return request.prompt_tokens, 0.0
+        most = most_tokens(request, in_flight.call, service.tokens_mean)
+        return request.prompt_tokens, request.choices * min(most, generated_tokens(in_flight, service, now_s))
     return 0.0, 0.0

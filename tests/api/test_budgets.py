@@ -12,18 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from front import until
 from server_process import Server
 
 from llmserve.api.budgets import Budget, Ledger
 from llmserve.api.key_file import Budgets, KeyFile, KeyPolicy, Limits, Price
+from llmserve.api.keys import keys_of
 from llmserve.api.limits import KeyCharge, KeyLimits
 from llmserve.api.usage_file import Entry, UsageFile
 from llmserve.cluster.in_flight import InFlightCall
 from llmserve.engines.fake import FakeEngine
 from llmserve.errors import BadRequest, ConfigError, RateLimited
 from llmserve.request import Call
+from llmserve.settings import Config, ServerConfig
 from predictor.prompt import Prompt
 
 NOBODY: Any = None
@@ -254,6 +257,24 @@ async def test_a_budget_tells_what_is_reserved(path: Path) -> None:
     assert (budget.left, budget.reserved) == (40, 60)
     budget.settle(period, 60, 10)
     assert (budget.left, budget.reserved) == (90, 0)
+
+
+# ---- settings ----
+
+
+def test_budgets_need_a_file_that_keeps_them(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[keys.alice]\nkey = "sk-1"\ntokens_per_day = 5\n')
+    server = ServerConfig(api_key_file=str(keys))
+    with pytest.raises(ConfigError, match=r"keys\.toml: budgets need .*--usage-file or --state"):
+        keys_of(Config(server=server))
+    keys_of(Config(server=msgspec.structs.replace(server, state=str(tmp_path))))
+    keys_of(Config(server=msgspec.structs.replace(server, usage_file=str(tmp_path / "usage"))))
+
+
+def test_a_usage_file_without_budgets_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="usage_file: only a TOML file"):
+        keys_of(Config(server=ServerConfig(usage_file=str(tmp_path / "usage"))))
 
 
 # ---- a crash --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmserve.api.buckets import Bucket
 from llmserve.api.key_file import KeyFile, KeyPolicy, Limits
@@ -259,6 +261,33 @@ def test_a_bucket_never_holds_more_than_its_size_and_keeps_its_debt_when_resized
     assert bucket.level(1_000.0) == -20.0
     bucket.resize(120, 1_000.0)
     assert bucket.level(1_000.0) == 70.0
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.0, 30.0), st.floats(0.0, 150.0), st.floats(0.0, 300.0), st.floats(0.0, 20.0)), max_size=40
+    )
+)
+def test_a_bucket_gives_no_more_than_its_size_its_refill_and_its_forecasts_errors(
+    requests: list[tuple[float, float, float, float]],
+) -> None:
+    """requests : seconds since the last, tokens reserved and used, seconds until the end"""
+    bucket, now_s, used, errors = Bucket(100, 0.0), 0.0, 0.0, 0.0
+    ends: list[tuple[float, float]] = []  # time, and what is given back
+    for pause_s, reserved, real, runs_s in requests:
+        now_s += pause_s
+        for end_s, back in sorted(end for end in ends if end[0] <= now_s):
+            bucket.take(-back, end_s)
+        ends = [end for end in ends if end[0] > now_s]
+        free = bucket.level(now_s)
+        if wait_s := bucket.wait_s(reserved, now_s):
+            assert free < reserved, "a request that fits is refused"
+            assert wait_s == pytest.approx((reserved - free) * 60 / 100)
+            continue
+        bucket.take(reserved, now_s)
+        ends.append((now_s + runs_s, reserved - real))
+        used, errors = used + real, errors + max(0.0, real - reserved)
+        assert used <= 100 + now_s * 100 / 60 + errors + 1e-6
 
 
 # ---- changed while serving ----
