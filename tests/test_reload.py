@@ -130,6 +130,9 @@ async def test_an_engine_that_is_added_gets_requests() -> None:
         await until(lambda: "new" in server.cluster.models)
         assert await server.ask("new") == (200, name(new))
         assert await server.ask() == (200, name(one))
+        await server.change(one)
+        await until(lambda: "new" not in server.cluster.models)
+        assert (await server.ask("new"))[0] == 404
 
 
 async def test_an_engine_that_is_removed_finishes_its_requests_and_goes() -> None:
@@ -172,6 +175,18 @@ async def test_an_engine_that_is_being_removed_cannot_be_resumed(tmp_path: Path)
             async with session.post(url, headers=ADMIN) as response:
                 assert (response.status, "is being removed" in await response.text()) == (400, True)
             await asyncio.gather(*running)
+
+
+async def test_an_engine_that_was_down_while_it_is_removed_gets_no_new_requests() -> None:
+    async with FakeEngine(step_s=0.01) as one, FakeEngine(step_s=0.01) as other, Reloading(one, other) as server:
+        running = [asyncio.ensure_future(server.ask(tokens=50)) for _ in range(4)]
+        await until(lambda: one.running == other.running == 2)
+        handle = server.cluster.fleet.handles[name(other)]
+        await server.change(one)
+        handle.up = False  # as after a failed probe
+        await until(lambda: handle.up)
+        assert not handle.ready
+        assert [status for status, _ in await asyncio.gather(*running)] == [200] * 4
 
 
 async def test_an_engine_that_is_down_can_be_removed() -> None:

@@ -36,7 +36,7 @@ class Bucket:
 
     def take(self, amount: float, now_s: float) -> None:
         """Take the amount. amount : < 0 gives back"""
-        self._level = min(self.size, self.level(now_s) - amount)
+        self._level = self.level(now_s) - amount
 
     def resize(self, size: int, now_s: float) -> None:
         """Change the size; what is taken stays taken."""

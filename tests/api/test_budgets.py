@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -172,6 +173,30 @@ async def test_what_cannot_be_written_still_counts_and_is_written_later(caplog: 
     file.fails = False
     await ledger._flush()
     assert file.written == {TODAY: 60.0}
+
+
+async def test_what_is_spent_during_a_write_counts_at_once_and_is_written_next(path: Path) -> None:
+    file = UsageFile(path)
+    ledger = Ledger(file, Clock())
+    ledger.add(TODAY, 1.0)
+    writing, go_on = threading.Event(), threading.Event()
+    add = file.add
+
+    def slow_add(changes: Mapping[Entry, float], periods: Sequence[str]) -> dict[Entry, float]:
+        writing.set()
+        assert go_on.wait(30.0)
+        return add(changes, periods)
+
+    file.add = slow_add  # type: ignore[method-assign]
+    flushing = asyncio.ensure_future(ledger._flush())
+    await asyncio.to_thread(writing.wait, 30.0)
+    ledger.add(TODAY, 2.0)
+    go_on.set()
+    await flushing
+    assert ledger.spent(TODAY) == 3.0
+    await ledger._flush()
+    assert ledger.spent(TODAY) == 3.0
+    assert amounts(path) == {TODAY: 3.0}
 
 
 async def test_a_running_ledger_writes_by_itself(path: Path) -> None:
