@@ -13,7 +13,6 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
 from bins.dispatch import DispatchSolver
@@ -32,6 +31,7 @@ from llmserve.cluster.record import LengthRecord
 from llmserve.cluster.remaining import remaining_s
 from llmserve.cluster.revising import Revising
 from llmserve.cluster.revisions import Forecast, Revisions
+from llmserve.cluster.solving import Solving
 from llmserve.engines.engine import Engine
 from llmserve.errors import DeadlineExceeded, EngineFailed, RateLimited, RequestError, Unavailable, model_not_found
 from llmserve.request import Call, Request
@@ -39,7 +39,6 @@ from llmserve.scheduling.messages import (
     AbortRequest,
     Action,
     AnswerBegan,
-    DispatchSolved,
     DrainRequested,
     EngineLost,
     Event,
@@ -60,11 +59,6 @@ from llmserve.scheduling.scheduler import Scheduler
 from llmserve.settings import LiveConfig
 
 log = logging.getLogger("llmserve")
-
-FALLBACKS = {
-    "overload": "no dispatch plan%s carries %.4g requests/s: requests do not wait for a batch",
-    "unsolved": "a decision process%s could not be solved at %.4g requests/s: the dispatch plan is not the best",
-}
 
 
 class LiveCluster:
@@ -110,8 +104,7 @@ class LiveCluster:
         self._secret = secrets.token_bytes(16)  # key of the prefixes' hashes
         self._in_flight: dict[int, InFlightCall] = {}
         self._next_id, self._closed = 0, False
-        self._solvers = solvers
-        self._solving: set[asyncio.Task[None]] = set()  # at most one per model: the scheduler waits for each plan
+        self._solving = Solving(solvers, self._step)
         self._alarm = _Alarm(self.now_s, lambda: self._step(TimerFired()))
         self.places = Places(scheduler, self)
         self._empty = asyncio.Event()
@@ -245,29 +238,11 @@ class LiveCluster:
         elif isinstance(action, ReportTrust):
             _log_trust(action)
         elif isinstance(action, SolveDispatch):
-            solving = asyncio.create_task(self._solve(action))
-            self._solving.add(solving)
-            solving.add_done_callback(self._solving.discard)
+            self._solving.begin(action)
         else:
             assert isinstance(action, PlanGroups), (
                 f"unknown action {action}; PlanGroups needs nothing here: its planner listens to the journal"
             )
-
-    async def _solve(self, action: SolveDispatch) -> None:
-        """Make a plan in a thread, while the scheduler follows the current plan."""
-        solver = self._solvers.get(action.model) or self._solvers.get("")
-        if solver is None:
-            log.error("model %s has no --profile to plan by: its requests do not wait for a batch", action.model)
-            return
-        try:
-            plan = await asyncio.to_thread(solver.solve, action.observed)
-        except Exception:
-            log.exception("no plan could be made for %s: requests do not wait for a batch", action.observed)
-            plan = replace(solver.greedy(action.observed), fallback="unsolved")
-        if plan.fallback:
-            rates_per_s = sum(action.observed.rates_per_s)
-            log.warning(FALLBACKS[plan.fallback], f" of {action.model}" if action.model else "", rates_per_s)
-        self._step(DispatchSolved(plan, action.model))
 
     def _start(self, action: StartBatch, now_s: float) -> None:
         handle = self.fleet.handles[action.engine]
@@ -353,7 +328,8 @@ class LiveCluster:
         self._alarm.set(None)
         self._learning.close()
         self._revising.close()
-        for task in (*self._solving, *self._predicting):
+        self._solving.close()
+        for task in self._predicting:
             task.cancel()
         for in_flight in list(self._in_flight.values()):
             in_flight.fail(_error_of("draining", None))
