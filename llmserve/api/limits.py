@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -16,6 +19,7 @@ from llmserve.cluster.in_flight import InFlightCall
 from llmserve.errors import BadRequest, RateLimited, RequestError, Unauthorized
 
 NONE = Limits()
+KEPT_S = 1.0  # how long a prediction is kept: a client that asks again and again costs little
 RETRY_AFTER_S = 1.0  # while nothing tells when a request ends: its body is still arriving
 
 Headers = tuple[tuple[bytes, bytes], ...]
@@ -149,7 +153,7 @@ class Account:
     policy      what the key may ask for
     key         limits of the key, for all models
     is_limited  whether the key has any limit or budget
-    calls       the key's calls in flight
+    charges     of the key's calls in flight
     """
 
     def __init__(self, name: str, limits: KeyLimits) -> None:
@@ -159,7 +163,9 @@ class Account:
         self.key = Scope("this key", Limits(), limits.clock())
         self.budgets: tuple[Budget, ...] = ()
         self.is_limited = self._shows_limits = False
-        self.calls: set[InFlightCall] = set()
+        self.charges: set[KeyCharge] = set()
+        self._first_ends: dict[str, tuple[float, float]] = {}  # by model: times of the prediction, and of the end
+        self._starts: dict[str, tuple[float, list[float], list[float]]] = {}  # likewise; see _starts_of
         self._models: dict[str, Scope] = {}
 
     def change(self, policy: KeyPolicy, limits: Limits, ledger: Ledger | None) -> None:
@@ -243,7 +249,7 @@ class Account:
             raise self._refusal(
                 f"{scope.who} has requests of {waiting:,.0f} tokens waiting; at most {most:,} may wait",
                 code="tokens_waiting",
-                retry_after_s=self._wait_s(model) * min(1.0, (waiting + tokens - most) / waiting),
+                retry_after_s=self._room_s("" if scope is self.key else model, waiting + tokens - most),
                 model=model,
             )
 
@@ -272,16 +278,39 @@ class Account:
         error.headers = self.headers(model)
         return error
 
+    # ---- predictions ----
+
     def _first_end_s(self, model: str) -> float:
         """Predicted seconds until one of the key's requests ends. model : "": of any model"""
-        times, calls = self.limits.times, [call for call in self.calls if model in ("", call.call.model)]
-        if times is None or not calls:
-            return RETRY_AFTER_S
-        first_s = times.first_end_s(calls)
-        return first_s if first_s is not None else self._wait_s(calls[0].call.model)
+        times, now_s = self.limits.times, self.limits.clock()
+        made_s, end_s = self._first_ends.get(model, (-math.inf, 0.0))
+        if now_s - made_s >= KEPT_S:
+            charges = [charge for charge in self.charges if model in ("", charge.model)]
+            ends_s = [times.end_s(charge.call) for charge in charges] if times is not None else []
+            left_s = min([end_s for end_s in ends_s if end_s is not None], default=None)
+            if left_s is None:
+                return RETRY_AFTER_S
+            end_s = now_s + left_s
+            self._first_ends[model] = now_s, end_s
+        return max(0.0, end_s - now_s)
 
-    def _wait_s(self, model: str) -> float:
-        return self.limits.times.wait_s(model) if self.limits.times is not None else RETRY_AFTER_S
+    def _room_s(self, model: str, tokens: float) -> float:
+        """Predicted seconds until so many of the key's waiting tokens have started. model : "": of any model"""
+        now_s = self.limits.clock()
+        if now_s - self._starts.get(model, (-math.inf,))[0] >= KEPT_S:
+            self._starts[model] = self._starts_of(model, now_s)
+        _, starts_s, sums = self._starts[model]
+        if not starts_s:
+            return RETRY_AFTER_S
+        return max(0.0, starts_s[min(bisect_left(sums, tokens), len(starts_s) - 1)] - now_s)
+
+    def _starts_of(self, model: str, now_s: float) -> tuple[float, list[float], list[float]]:
+        """Now, when the key's waiting requests start, and the tokens that have started by each of these times."""
+        times = self.limits.times
+        waiting = [charge for charge in self.charges if charge.waits and model in ("", charge.model)]
+        starts = [(times.start_s(charge.call), charge.tokens) for charge in waiting] if times is not None else []
+        known = sorted([(now_s + start_s, tokens) for start_s, tokens in starts if start_s is not None])
+        return now_s, [start_s for start_s, _ in known], list(accumulate([tokens for _, tokens in known]))
 
 
 def _headers(unit: bytes, bucket: Bucket, now_s: float) -> Headers:
@@ -301,42 +330,47 @@ def _too_large(tokens: float, limit: str, code: str) -> BadRequest:
 
 
 class KeyCharge:
-    """What one call holds of the limits and budgets of its key, from its arrival to its end."""
+    """What one call holds of the limits and budgets of its key, from its arrival to its end.
 
-    __slots__ = ("_account", "_budgets", "_model", "_scopes", "_tokens", "_waits")
+    tokens  reserved.  waits : whether these count as waiting
+    """
+
+    __slots__ = ("_account", "_budgets", "_output_tokens", "_scopes", "call", "model", "tokens", "waits")
+
+    call: InFlightCall  # from `reserve` on
 
     def __init__(self, account: Account, model: str) -> None:
-        self._account, self._model = account, model
+        self._account, self.model = account, model
         self._scopes: tuple[Scope, ...] = ()
         self._budgets: list[tuple[Budget, str, float]] = []  # with the period, and the amount reserved
-        self._tokens = (0.0, 0.0)  # reserved, of the prompt and the answers
-        self._waits = False
+        self.tokens = self._output_tokens = 0.0
+        self.waits = False
 
     def reserve(self, in_flight: InFlightCall, prompt_tokens: float, output_tokens: float) -> None:
         account, tokens = self._account, prompt_tokens + output_tokens
-        self._tokens = prompt_tokens, output_tokens
+        self.call, self.tokens, self._output_tokens = in_flight, tokens, output_tokens
         if account.is_limited:
             money = self._money(prompt_tokens, output_tokens)
             try:
                 self._check(tokens, money)
             except RequestError as error:
                 account.limits.on_refused(error.code or error.type)
-                account.count_refused(self._model)
+                account.count_refused(self.model)
                 raise
             self._take(tokens, money)
-        account.calls.add(in_flight)
+        account.charges.add(self)
 
     def _check(self, tokens: float, money: float) -> None:
-        account, scopes = self._account, self._account.scopes(self._model)
+        account, scopes = self._account, self._account.scopes(self.model)
         for scope in scopes[1:]:  # the key itself was checked when the request came
-            account.check_request(scope, self._model)
+            account.check_request(scope, self.model)
         for scope in scopes:
-            account.check_tokens(scope, self._model, tokens)
-        account.check_budgets(self._model, tokens, money)
+            account.check_tokens(scope, self.model, tokens)
+        account.check_budgets(self.model, tokens, money)
 
     def _take(self, tokens: float, money: float) -> None:
         account, now_s = self._account, self._account.limits.clock()
-        self._scopes, self._waits = account.scopes(self._model), True
+        self._scopes, self.waits = account.scopes(self.model), True
         for scope in self._scopes[1:]:
             scope.running += 1
             if scope.requests is not None:
@@ -350,27 +384,27 @@ class KeyCharge:
             self._budgets.append((budget, budget.reserve(amount), amount))
 
     def started(self) -> None:
-        if self._waits:
-            self._waits = False
+        if self.waits:
+            self.waits = False
             for scope in self._scopes:
-                scope.waiting_tokens -= sum(self._tokens)
+                scope.waiting_tokens -= self.tokens
 
     def settle(self, in_flight: InFlightCall, prompt_tokens: float, output_tokens: float | None) -> None:
         self.started()
         account, now_s = self._account, self._account.limits.clock()
-        account.calls.discard(in_flight)
-        output = self._tokens[1] if output_tokens is None else output_tokens
+        account.charges.discard(self)
+        output = self._output_tokens if output_tokens is None else output_tokens
         used, money = prompt_tokens + output, self._money(prompt_tokens, output)
         for scope in self._scopes[1:]:
             scope.running -= 1
         for scope in self._scopes:
             if scope.tokens is not None:
-                scope.tokens.take(used - sum(self._tokens), now_s)
+                scope.tokens.take(used - self.tokens, now_s)
         for budget, period, reserved in self._budgets:
             budget.settle(period, reserved, used if budget.unit == "tokens" else money)
         if account.limits.usage is not None:
-            account.limits.usage.ended(account.name, self._model, in_flight.request.id, prompt_tokens, output, money)
+            account.limits.usage.ended(account.name, self.model, in_flight.request.id, prompt_tokens, output, money)
 
     def _money(self, prompt_tokens: float, output_tokens: float) -> float:
-        price = self._account.limits.prices.get(self._model)
+        price = self._account.limits.prices.get(self.model)
         return price.of(prompt_tokens, output_tokens) if price is not None else 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from llmserve.cluster.in_flight import InFlightCall
@@ -14,15 +14,13 @@ from llmserve.scheduling.rates import ServiceTime
 
 
 class QueueTimes(Protocol):
-    """When the queue lets a key's next request start."""
+    """Predicts when calls start and end, in seconds from now; None: no engine of the call's model works."""
 
-    def first_end_s(self, calls: Iterable[InFlightCall]) -> float | None:
-        """Predicted seconds until the first of these calls ends; None when none runs."""
+    def start_s(self, call: InFlightCall) -> float | None:
+        """0: the call runs."""
         ...
 
-    def wait_s(self, model: str) -> float:
-        """Predicted seconds until the requests that wait now have started."""
-        ...
+    def end_s(self, call: InFlightCall) -> float | None: ...
 
 
 class Charges:

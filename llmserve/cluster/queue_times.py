@@ -1,8 +1,6 @@
-"""When a key's next request could start, by the forecasts of what waits and runs: for Retry-After."""
+"""When a key's requests start and end, by the forecasts of what waits and runs: for Retry-After."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 from llmserve.cluster.in_flight import InFlightCall
 from llmserve.cluster.live import LiveCluster
@@ -14,14 +12,26 @@ class LiveQueueTimes:
     def __init__(self, cluster: LiveCluster) -> None:
         self._cluster = cluster
 
-    def first_end_s(self, calls: Iterable[InFlightCall]) -> float | None:
-        running = [call for call in calls if call.receipt is not None]
-        return min(self._cluster.remaining_s(running), default=None)
+    def start_s(self, call: InFlightCall) -> float | None:
+        """By the call's place, which knows the shares. Before the rate of ends is known, by the mean answer."""
+        place = self._cluster.places.of(call)
+        if place is None:
+            return 0.0
+        if place.wait_s is not None or place.helpless:
+            return place.wait_s
+        slots = sum([info.slots for info in self._cluster.fleet.infos_of(call.call.model)])
+        return place.position * self._answer_s(call, None) / max(1, slots)
 
-    def wait_s(self, model: str) -> float:
-        """Their number, by the mean time of an answer and the slots of the model's engines."""
-        queues = self._cluster.scheduler.models.get(model)
+    def end_s(self, call: InFlightCall) -> float | None:
+        if call.task is not None:
+            (left_s,) = self._cluster.remaining_s([call])
+            return left_s
+        start_s = self.start_s(call)
+        return None if start_s is None else start_s + self._answer_s(call, call.request.expected_tokens)
+
+    def _answer_s(self, call: InFlightCall, tokens: float | None) -> float:
+        """Seconds of an answer. tokens : None: as many as the mean"""
+        queues = self._cluster.scheduler.models.get(call.call.model)
         if queues is None:
             return 0.0
-        mean_s = queues.service.tokens_mean * queues.service.seconds_per_token
-        return queues.waiting * mean_s / max(1, queues.all_slots)
+        return (tokens or queues.service.tokens_mean) * queues.service.seconds_per_token

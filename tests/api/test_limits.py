@@ -1,7 +1,7 @@
 """Keys and their limits."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,13 +69,14 @@ class Clock:
 
 
 class Times:
-    """The first request ends in 7 s, and whoever waits has started in 40 s."""
+    """Waiting requests start in as many seconds as their id says, and run for 7 s."""
 
-    def first_end_s(self, calls: Iterable[InFlightCall]) -> float | None:
-        return 7.0 if any(call.receipt is not None for call in calls) else None
+    def start_s(self, call: InFlightCall) -> float | None:
+        return 0.0 if call.receipt is not None else float(call.request.id)
 
-    def wait_s(self, model: str) -> float:
-        return 40.0
+    def end_s(self, call: InFlightCall) -> float | None:
+        start_s = self.start_s(call)
+        return None if start_s is None else start_s + 7.0
 
 
 def limits_of(limits: Limits | None = None, clock: Clock | None = None, **policy: Any) -> KeyLimits:
@@ -85,12 +86,14 @@ def limits_of(limits: Limits | None = None, clock: Clock | None = None, **policy
     return KeyLimits(file, times=Times(), clock=clock or Clock())
 
 
-def call_of(model: str = "m") -> InFlightCall:
-    return InFlightCall(Call("/v1/completions", b"", Prompt("", model), stream=False), 1, NOBODY)
+def call_of(model: str = "m", id_: int = 1) -> InFlightCall:
+    return InFlightCall(Call("/v1/completions", b"", Prompt("", model), stream=False), id_, NOBODY)
 
 
-def charged(account: Account, prompt: float, output: float, model: str = "m") -> tuple[KeyCharge, InFlightCall]:
-    charge, call = account.charge(model), call_of(model)
+def charged(
+    account: Account, prompt: float, output: float, model: str = "m", id_: int = 1
+) -> tuple[KeyCharge, InFlightCall]:
+    charge, call = account.charge(model), call_of(model, id_)
     assert charge is not None
     charge.reserve(call, prompt, output)
     return charge, call
@@ -203,7 +206,6 @@ def test_waiting_tokens_are_limited_until_their_requests_start() -> None:
     with pytest.raises(RateLimited) as refusal:
         charged(account, 0, 10)
     assert refusal.value.code == "tokens_waiting"
-    assert refusal.value.retry_after_s == pytest.approx(40.0 * 410 / 500)  # of what waits, so much must have started
     first.started()
     second, call = charged(account, 0, 60)
     charged(account, 0, 40)
@@ -211,19 +213,37 @@ def test_waiting_tokens_are_limited_until_their_requests_start() -> None:
     charged(account, 0, 60)
 
 
-def test_retry_after_of_a_full_key_is_when_its_first_request_ends() -> None:
-    limits = limits_of(Limits(concurrent=1))
+def test_retry_after_of_waiting_tokens_is_when_enough_have_started() -> None:
+    """They start in 20, 30 and 50 s."""
+    limits = limits_of(Limits(tokens_waiting=100))
     account = limits.acquire("alice")
+    for id_, tokens in ((50, 40), (20, 30), (30, 30)):
+        charged(account, 0, tokens, id_=id_)
+    for tokens, start_s in ((30, 20.0), (31, 30.0), (60, 30.0), (61, 50.0), (500, 50.0)):
+        with pytest.raises(RateLimited) as refusal:
+            charged(account, 0, tokens)
+        assert refusal.value.retry_after_s == start_s
+
+
+def test_retry_after_of_a_full_key_is_when_its_first_request_ends() -> None:
+    clock = Clock()
+    limits = limits_of(Limits(concurrent=2), clock)
+    account = limits.acquire("alice")
+    limits.acquire("alice")
 
     def retry_after_s() -> float | None:
         with pytest.raises(RateLimited) as refusal:
             limits.acquire("alice")
         return refusal.value.retry_after_s
 
-    assert retry_after_s() == 1.0  # its body has not arrived
-    _, call = charged(account, 1, 1)
-    assert retry_after_s() == 40.0  # it waits
+    assert retry_after_s() == 1.0, "their bodies have not arrived"
+    _, call = charged(account, 1, 1, id_=40)
+    charged(account, 1, 1, id_=50)
+    assert retry_after_s() == 47.0, "both wait"
+    clock.now_s = 0.5
     call.receipt = object()  # type: ignore[assignment]
+    assert retry_after_s() == 46.5, "a prediction is kept for a second"
+    clock.now_s = 1.0
     assert retry_after_s() == 7.0
 
 
