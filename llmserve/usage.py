@@ -72,13 +72,16 @@ class KeyUsage:
             counter.value += value
 
     def _row(self, key: str, model: str) -> dict[str, Counter]:
-        """The counters of a key and model. After KEYS_MAX keys, further ones share OTHER."""
+        """The counters of a key and model. After KEYS_MAX keys, further ones share OTHER, as do unknown models."""
         if key not in self._keys:
             if len(self._keys) < KEYS_MAX:
                 self._keys.add(key)
             else:
                 key = OTHER
         row = self._rows.get((key, model))
+        if row is None and model and model not in self._models():  # while no engine is up, clients invent names
+            model = OTHER
+            row = self._rows.get((key, model))
         if row is None:
             row = self._rows[key, model] = {name: family.of(key, model) for name, family in self._families.items()}
         return row

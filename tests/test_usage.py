@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def end(now_s: float, request_id: int, outcome: Any = "completed", engine: str =
     return Step(now_s, RequestEnded(engine, request_id, outcome, 1.0), ())
 
 
-def usage_of(*steps: Step, models: tuple[str, ...] = ("m",), measured: bool = True) -> KeyUsage:
+def usage_of(*steps: Step, models: Collection[str] = ("m",), measured: bool = True) -> KeyUsage:
     usage = KeyUsage(lambda: models, Families())
     usage.meter = Meter() if measured else None
     for step in steps:
@@ -96,11 +97,23 @@ def test_keys_beyond_a_thousand_share_a_row() -> None:
 
 
 def test_models_that_are_gone_are_added_up() -> None:
-    usage = usage_of(models=("m",))
-    for model in ("m", "a", "b"):
+    models = ["m", "a", "b"]
+    usage = usage_of(models=models)
+    for model in models:
         usage.ended("alice", model, 1, 1.0, 10.0, 0.0)
+    assert len(usage.shown()) == 3
+    del models[1:]
     usage.observe(Step(0.0, EngineReady(EngineInfo("e", 1, False)), ()))
     assert {row["model"]: row["output_tokens"] for row in usage.shown()} == {"m": 10, "other": 20}
+
+
+def test_models_that_no_engine_lists_share_a_row() -> None:
+    """While no engine is up, any name is let in to wait."""
+    usage = usage_of(models=("m",))
+    for number in range(100):
+        usage.ended("alice", f"invented{number}", number, 1.0, 1.0, 0.0)
+        usage.refused("alice", f"invented{number}")
+    assert [(row["model"], row["requests"], row["refused"]) for row in usage.shown()] == [("other", 100, 100)]
 
 
 async def test_operators_see_what_keys_use(start_front: StartFront, tmp_path: Path) -> None:
