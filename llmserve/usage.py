@@ -100,7 +100,7 @@ class KeyUsage:
             {
                 "key": key,
                 "model": model,
-                **{name: round(counter.value, 6) for name, counter in row.items() if self.meter or name != "joules"},
+                **{name: _rounded(counter.value) for name, counter in row.items() if self.meter or name != "joules"},
             }
             for (key, model), row in sorted(self._rows.items())
         ]
@@ -146,6 +146,10 @@ class KeyUsage:
             seconds + run.choices * (now_s - run.since_s),
             joules + run.choices * (self._of_each - run.of_each),
         )
+
+
+def _rounded(value: float) -> float:
+    return int(value) if value == int(value) else round(value, 6)
 
 
 class _Run:
