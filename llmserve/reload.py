@@ -37,6 +37,11 @@ class Reloader:
     def add(self, part: Part) -> None:
         self._parts.append(part)
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether a server has started, so that there is something to change."""
+        return bool(self._parts)
+
     async def reload(self) -> None:
         """Raises ConfigError, which says what is wrong; then nothing has changed."""
         async with self._one_at_a_time:

@@ -107,10 +107,9 @@ async def run(config: Config, read: Callable[[], Config], *, has_file: bool = Fa
         stop.set()
 
     def on_hangup() -> None:
-        if starting is None:  # else the files are just being read
-            task = asyncio.ensure_future(_reload(reloader))
-            reloading.add(task)
-            task.add_done_callback(reloading.discard)
+        task = asyncio.ensure_future(_reload(reloader))
+        reloading.add(task)
+        task.add_done_callback(reloading.discard)
 
     has_file = has_file or config.server.api_key_file is not None
     with _on_signals(on_stop, on_hangup if has_file else None), contextlib.suppress(asyncio.CancelledError):
@@ -126,6 +125,9 @@ async def run(config: Config, read: Callable[[], Config], *, has_file: bool = Fa
 
 
 async def _reload(reloader: Reloader) -> None:
+    if not reloader.has_parts:
+        log.warning("nothing is read again: the server is starting")
+        return
     try:
         await reloader.reload()
     except ConfigError as error:

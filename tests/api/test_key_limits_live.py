@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from front import Front, StartFront, until
 
 from llmserve.api.limits import KeyCharge
+from llmserve.api.usage_file import UsageFile
 from llmserve.cluster.in_flight import InFlightCall
 from llmserve.engines.fake import FakeEngine
 from llmserve.errors import RateLimited
@@ -210,3 +212,16 @@ async def test_fifty_at_once_overspend_by_no_more_than_their_forecasts_err(
     for needed, free in watch.refused:
         assert needed < LIMIT / 10
         assert free < needed, "a request that fits is never refused, and least of all while a tenth is free"
+
+
+async def test_two_servers_on_one_file_of_budgets_count_all(start_front: StartFront, tmp_path: Path) -> None:
+    async with FakeEngine(step_s=0.001, slots=16) as engine:
+        server = keys_file(tmp_path, "tokens_per_day = 100_000")
+        fronts = [await start_front(engine, slots=16, server=server) for _ in range(2)]
+        answers = await asyncio.gather(*[ask(front, 5 + number) for number in range(30) for front in fronts])
+        assert {status for status, _, _ in answers} == {200}
+        used = sum(body["usage"]["total_tokens"] for _, _, body in answers)
+        file = UsageFile(tmp_path / "usage.sqlite")
+        today = [f"{datetime.now(UTC) + timedelta(days=days):%Y-%m-%d}" for days in (-1, 0)]
+        await until(lambda: abs(sum(file.add({}, today).values()) - used) < 0.01)
+        file.close()
