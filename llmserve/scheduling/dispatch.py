@@ -66,12 +66,12 @@ class Dispatch:
             for queues in group.planned:  # a new plan or an arrival in one bin may change the release of others
                 if queues.waiting:
                     self.forming.form_all_early(queues, now_s)
-            choice = self.choice(group, now_s) if group.pool.free else None
-            if choice is not None:
-                for engine, queues, batch, size in choice.starts():
-                    self._start(group, engine, queues, batch, size, now_s)
-                if choice.recheck_at_s is not None:
-                    dues_s.append(choice.recheck_at_s)
+            self.forming.form_held_back(group, now_s)
+            choice = self._start_batches(group, now_s)
+            while self.forming.form_held_back(group, now_s):  # the starts have left one share that waits
+                choice = self._start_batches(group, now_s)
+            if choice is not None and choice.recheck_at_s is not None:
+                dues_s.append(choice.recheck_at_s)
             if group.arrived_in:
                 self._make_room(group, now_s)
             if group.timed:
@@ -80,6 +80,13 @@ class Dispatch:
         # An order of the moment may leave a batch that its release allows: a past time would wake it without end.
         least_s = now_s if self.moment else -math.inf
         return [at_s for at_s in dues_s if at_s is not None and at_s > least_s] if dues_s else []
+
+    def _start_batches(self, group: Group, now_s: float) -> FixedChoice | MomentChoice | None:
+        choice = self.choice(group, now_s) if group.pool.free else None
+        if choice is not None:
+            for engine, queues, batch, size in choice.starts():
+                self._start(group, engine, queues, batch, size, now_s)
+        return choice
 
     def choice(self, group: Group, now_s: float) -> FixedChoice | MomentChoice:
         if isinstance(self.order, FixedOrder):
@@ -91,6 +98,8 @@ class Dispatch:
         for queues in group.timed:
             if queues.waiting:
                 idle = choice.idle_after(queues) if choice is not None else None
+                if idle is None and not self.forming.forms_early(queues):
+                    continue
                 for queue in queues.bins:
                     if len(queue):
                         yield queues.release.due_at_s(queue, idle)

@@ -159,15 +159,29 @@ class Forming:
             return min(len(queue), self.batch_size)
         return queues.release.size(queue, now_s, idle)
 
-    def form_early(self, queues: ModelQueues, queue: BinQueue, now_s: float) -> None:
-        """Form all batches that the release allows although no engine may be free.
-
-        While several shares wait, batches form only for a free engine: until then nobody knows who is served least.
+    def forms_early(self, queues: ModelQueues) -> bool:
+        """Whether batches may form before an engine is free. While several shares wait, only batches of one may: until
+        an engine is free, nobody knows which shares will have been served least.
         """
-        if self.batch_size > 1 and len(queues.fair) > 1:
-            return
-        while (size := self.size(queues, queue, now_s, None)) > 0:
+        return self.batch_size == 1 or len(queues.fair) <= 1
+
+    def form_early(self, queues: ModelQueues, queue: BinQueue, now_s: float) -> None:
+        """Form all batches that the release allows although no engine may be free."""
+        early = self.forms_early(queues)
+        while (size := self.size(queues, queue, now_s, None)) == 1 or (size and early):
             self.push(queues, queue, size, now_s)
+
+    def form_held_back(self, group: Group, now_s: float) -> bool:
+        """Form the batches that did not form early while several shares waited, where only one waits now. True if some
+        may have formed.
+        """
+        found = False
+        for queues in group.tally.queues.values() if self.batch_size > 1 else ():
+            held_back, queues.held_back = queues.held_back, not self.forms_early(queues)
+            if held_back and not queues.held_back:
+                self.form_all_early(queues, now_s)
+                found = True
+        return found
 
     def form_all_early(self, queues: ModelQueues, now_s: float) -> None:
         for queue in queues.bins:

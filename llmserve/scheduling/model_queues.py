@@ -47,6 +47,7 @@ class ModelQueues:
     unsorted    whether what turns go by has changed since the last sort: who asks which is next must sort again
     bins        a queue for each bin
     fair        the shares that compete for the model's engines; models that share an engine have the same
+    held_back   whether batches could not form early at the last dispatch, for several shares waited (Forming)
     tally       counts waiting requests of the whole group
 
     Updated after every change of the group's engines for the model:
@@ -76,7 +77,7 @@ class ModelQueues:
         self.seen, self.service = seen, ServiceTime()
         self.formed, self.load, self.unsorted = formed, Load() if follows_load else None, False
         self.bins = [queue(index) for index in range(edges.bins)]
-        self.fair = FairShares()
+        self.fair, self.held_back = FairShares(), False
         self.waiting = 0  # requests in bins and in formed batches
         self.present = 0  # requests that wait or run; kept by the group
         self.engines: Sequence[EngineState] = ()

@@ -277,9 +277,9 @@ class MomentChoice:
                 continue
             waiting += len(queue)
             same = [run for run in runs if run.queued.bin <= queue.index] if runs else ()
-            all_of_it = min(len(queue), self._forming.batch_size)
+            all_of_it = min(len(bin_queue), self._forming.batch_size)
             idle = bool(runs) or not engine.running
-            released = self._forming.size(queues, queue, self._now_s, idle) if waits else all_of_it
+            released = self._forming.size(queues, bin_queue, self._now_s, idle) if waits else all_of_it
             times_s = self._batch_times(engine, queues, queue.index, by_least=by_least)
             if released >= all_of_it:
                 candidate = Candidate(engine, queues.model, queue, times_s, most, waiting + len(same), shorter, same)

@@ -180,13 +180,7 @@ class Scheduler:
                 group.note_wake(dues_s)
         if self.groups.only is None:
             self.groups.drop_empty()
-        at_s = self._book.next_late_at_s()
-        for group in self.groups.by_name.values():
-            if group.wake_at_s is not None and (at_s is None or group.wake_at_s < at_s):
-                at_s = group.wake_at_s
-        if self._rates is not None and self._rates.window_ends_at_s is not None:
-            at_s = self._rates.window_ends_at_s if at_s is None else min(at_s, self._rates.window_ends_at_s)
-        self.wake_at_s = at_s
+        self.wake_at_s = next_wake_s(self._book.next_late_at_s(), self.groups, self._rates)
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
@@ -200,8 +194,6 @@ class Scheduler:
         if queues is None and (group.pool.serving(request.model) or self._engines.awaits(request.model, group)):
             queues = group.queues_of(request.model, self._now_s)  # others get no queues: clients invent names
         refusal = self._refusal(request, group, queues)
-        if refusal == "queue_full" and refuse_holder(request, group, self._book):
-            refusal = None
         if queues is None or refusal is not None:
             assert refusal is not None, f"a request for {request.model!r}, which no engine serves, was not refused"
             self._book.report_failed(request.id, refusal, group)
@@ -219,10 +211,10 @@ class Scheduler:
             return "draining"
         if queues is None or not (queues.engines or self._engines.awaits(request.model, group)):
             return "no_engine"
-        if group.tally.waiting >= self._queue_requests_max:
-            return "queue_full"
         if request.deadline_s is not None and request.deadline_s <= self._now_s:
             return "deadline_exceeded"
+        if group.tally.waiting >= self._queue_requests_max and not refuse_holder(request, group, self._book):
+            return "queue_full"
         return None
 
     def _on_request_cancelled(self, event: RequestCancelled) -> None:
@@ -290,8 +282,7 @@ class Scheduler:
         if ended:
             engine.remove(ended, self._now_s)
             for run in ended:
-                tokens = event.output_tokens.get(run.queued.request.id, 0.0)
-                self._book.queues_of(run.queued).settle(run.queued, tokens)
+                self._book.queues_of(run.queued).settle(run.queued, event.output_tokens.get(run.queued.request.id, 0.0))
             self._book.end(ended)
             self._book.record_answers(ended, event.output_tokens)
             if engine.info.speeds:
@@ -398,6 +389,17 @@ def end_reservation(worker: Worker, groups: Groups, book: RequestBook, dispatch:
 def _is_in_vain(engine: EngineState, batch: FormedBatch) -> bool:
     """Whether the engine, reserved for the batch, takes no more requests of it."""
     return not (engine.takes_for_group and engine.circuit.closed and engine.serves(batch.model))
+
+
+def next_wake_s(late_at_s: float | None, groups: Groups, rates: GroupRates | None) -> float | None:
+    """When the scheduler must be stepped at the latest. late_at_s : when a waiting request will be late"""
+    at_s = late_at_s
+    for group in groups.by_name.values():
+        if group.wake_at_s is not None and (at_s is None or group.wake_at_s < at_s):
+            at_s = group.wake_at_s
+    if rates is not None and rates.window_ends_at_s is not None:
+        at_s = rates.window_ends_at_s if at_s is None else min(at_s, rates.window_ends_at_s)
+    return at_s
 
 
 def refuse_holder(request: Request, group: Group, book: RequestBook) -> bool:

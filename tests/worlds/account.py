@@ -215,6 +215,8 @@ class Account:
         # By group and model: when a batch of another model overtook requests that had waited longer.
         self._passed_s: dict[tuple[str, str], float] = {}
         self._expected: dict[int, str] = {}  # requests that must fail in this step -> reason
+        self._makes_room: set[int] = set()  # requests of which one must be refused in this step, for a full queue
+        self._shares: set[str] = set()  # of all requests so far
         self._handlers: dict[type, Callable[..., None]] = {
             RequestArrived: self._arrived,
             RequestCancelled: self._cancelled,
@@ -239,7 +241,7 @@ class Account:
         self._now_s = now_s
         self.steps += 1
         assert self.steps <= self._steps_max(now_s), "the scheduler loops"
-        self._expected = {}
+        self._expected, self._makes_room = {}, set()
         self._handlers[type(event)](event, actions)
         self._move_idle_workers(event)
         self._update_preemptions(event)
@@ -276,13 +278,30 @@ class Account:
         reasons = [
             (self._draining, "draining"),
             (not up, "no_engine"),
-            (full, "queue_full"),
             (expired, "deadline_exceeded"),
+            (full, "queue_full"),
         ]
         expected = next((reason for applies, reason in reasons if applies), None)
+        self._shares.add(request.share)
+        self._makes_room = self._last_of_holders(request) if expected == "queue_full" else set()
+        if self._makes_room:
+            expected = None
         self._alive[request.id] = self._waiting[request.id] = Life(request, self._now_s)
         if expected:
             self._expected[request.id] = expected
+
+    def _last_of_holders(self, request: Request) -> set[int]:
+        """Of the shares that hold most of the full queue by their weights: the last request of each, one of which makes
+        room for this request. Empty: the request's own share holds most, with this request.
+        """
+        last = {life.request.share: id_ for id_, life in self._alive.items() if id_ in self._waiting}
+        held = Counter([life.request.share for life in self._waiting.values()])
+        held[request.share] += 1
+        weights = {life.request.share: life.request.weight for life in self._waiting.values()}
+        weights[request.share] = request.weight
+        most = max([held[share] / weights[share] for share in held])
+        holders = {share for share in held if held[share] / weights[share] == most}
+        return set() if request.share in holders else {last[share] for share in holders}
 
     def _cancelled(self, event: RequestCancelled, actions: Sequence[Action]) -> None:
         life = self._alive.get(event.request_id)
@@ -472,6 +491,7 @@ class Account:
                 assert action.model not in self._asked, "two plans are requested at once"
                 self._asked.add(action.model)
         assert not self._expected, f"missing failures: {self._expected}"
+        assert not self._makes_room, f"none of {self._makes_room} made room in the full queue"
 
     def _start(self, engine: Engine, batch: Batch) -> None:
         info = engine.info
@@ -543,17 +563,21 @@ class Account:
     def _assert_not_overtaken(self, engine: Engine, batch: Batch) -> None:
         """Check a batch that starts for the first time against requests of the same engine that have waited longer.
 
-        If each request is its own batch, nothing overtakes a request that waits for its fair share of the memory or
-        less. Otherwise a request that arrived before a batch of another model formed starts directly after it, unless
-        requests of its model need more than their fair share of an engine's memory.
+        If each request is its own batch, nothing of its share overtakes a request that waits for its fair share of the
+        memory or less. Otherwise a request that arrived before a batch of another model formed starts directly after
+        it, unless requests of its model need more than their fair share of an engine's memory.
         """
         release, info, group = self._config.release or "", engine.info, engine.worker.group
         servable = {id_: life for id_, life in self._waiting.items() if info.serves(life.request.model)}
         first = {id_: life for id_, life in servable.items() if self._is_new_in(group, life)}
         alone = release == "static:1" or (self._config.full_batch == 1 and release != "window")
         if alone and not self._grouped:
-            oldest = next(id_ for id_ in first if id_ == batch.requests[0].id or id_ not in self._passable)
-            assert oldest == batch.requests[0].id, f"request {oldest} was overtaken"
+            starts = batch.requests[0]
+            own = [id_ for id_, life in first.items() if life.request.share == starts.share]
+            oldest = next(id_ for id_ in own if id_ == starts.id or id_ not in self._passable)
+            assert oldest == starts.id, f"request {oldest} was overtaken"
+        if len(self._shares) > 1:  # batches wait for those of a share that has been served less
+            return
         passed = {life.request.model for id_, life in first.items() if id_ in self._passable}
         first = {id_: life for id_, life in first.items() if life.request.model not in passed}
         for model in passed:
@@ -581,7 +605,7 @@ class Account:
         old = any(life.arrived_at_s + UNDATED_S <= self._now_s for life in undated)
         retried = any(self._waiting[request.id].tries for request in batch.requests if request.id in self._waiting)
         makes_room = engine.worker.kept or any(worker.stopping for worker in self._workers.values())
-        if old or retried or makes_room or self._config.release != "window":
+        if old or retried or makes_room or self._config.release != "window" or len(self._shares) > 1:
             return  # other releases form batches before their requests' chances are known
         rows: dict[str, list[float]] = {}
         for life in lives:
@@ -605,7 +629,7 @@ class Account:
         first = [life for life in lives if life is not None and life.tries == 0]
         previous = self._formed.get(batch.id)
         if previous is None:
-            last = self._last_formed[batch.model]
+            last = self._last_formed[batch.model] if len(self._shares) == 1 else 0
             in_order = self._config.order != "fffs" or self._grouped or batch.id > last
             was_passed = any(request.id in self._passable for request in batch.requests)
             assert in_order or was_passed, f"batch {batch.id} was overtaken"
@@ -622,6 +646,8 @@ class Account:
         """Check the batch size that the simple releases promise. Rests of batches may preempt, too."""
         if worker.kept or self._draining or batch.size == self._config.full_batch:
             return
+        if self._direct and len(self._shares) > 1:
+            return  # batches form for a free engine only, of what the order can use
         kind, _, size = (self._config.release or "").partition(":")
         assert kind != "full", "a batch that is not full was released"
         assert kind != "static" or batch.size == int(size), f"a batch is not of {size}"
@@ -663,7 +689,10 @@ class Account:
         assert life.engine is None, f"request {action.request_id} failed while it ran"
         assert action.retry_after_s is None or 0 <= action.retry_after_s < math.inf, "the advised wait is endless"
         expected = self._expected.pop(action.request_id, None)
-        if expected is not None:
+        if action.request_id in self._makes_room:
+            assert action.reason == "queue_full", f"request {action.request_id} fails: {action.reason}"
+            self._makes_room = set()
+        elif expected is not None:
             assert action.reason == expected, f"request {action.request_id} fails: {action.reason}, not {expected}"
         elif action.reason == "deadline_exceeded":
             deadline_s = life.request.deadline_s

@@ -54,6 +54,7 @@ GROUPED_EVERY = 4  # one world in this many has serving groups
 REVISED_EVERY = 3  # in one world in this many, forecasts are revised while requests wait
 LEARNT_EVERY = 5  # in one world in this many, the scheduler begins with what was learnt before
 EXPECTED_EVERY = 3  # in one world in this many, if engines fail, they are expected back, and some begin late
+SHARED_EVERY = 3  # in one world in this many, requests are of several shares
 TUNED_EVERY = 7  # in one world in this many, the order changes while requests wait, if its keys are fixed
 FIXED_ORDERS = (*[name for name in dict.fromkeys(ORDERS) if name not in ("flex", "clockwork")], "boost")
 GROUPS = ("left", "right", "third", FALLBACK)
@@ -211,6 +212,8 @@ def draw(seed: int) -> World:
     engines = tuple([_life(rng, info, costs, kinds, unit_s, horizon_s, tick_s) for info in infos])
     if seed % EXPECTED_EVERY == EXPECTED_EVERY - 1 and kinds & {"deaths", "hangs", "closures"}:
         engines = _expected(random.Random(f"{seed} expected"), engines, unit_s, tick_s)
+    if seed % SHARED_EVERY == SHARED_EVERY - 2:
+        arrivals = _share_out(random.Random(f"{seed} shares"), arrivals)
     return World(
         seed=seed,
         kinds=kinds,
@@ -420,6 +423,19 @@ def _revised(
 
 
 # ---- groups -----------------------------------------------------------------------------------------------------
+
+
+def _share_out(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
+    """Return the arrivals as requests of several shares, some of which ask more, or weigh more, than others."""
+    names = [f"share {number}" for number in range(rng.randint(2, 6))]
+    weights = {name: rng.choice([0.25, 1.0, 1.0, 4.0]) for name in names}
+    askers = rng.choices(names, [rng.choice([1.0, 1.0, 20.0]) for _ in names], k=len(arrivals))
+    return tuple(
+        [
+            replace(arrival, request=msgspec.structs.replace(arrival.request, share=name, weight=weights[name]))
+            for arrival, name in zip(arrivals, askers, strict=True)
+        ]
+    )
 
 
 def _grouping(

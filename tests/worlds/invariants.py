@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 
 from llmserve.request import EngineInfo
@@ -75,7 +76,15 @@ def _check_counts(group: Group, requests: dict[int, QueuedRequest]) -> None:
         if queues.load is not None:
             work_us = sum([queued.work_us for queued in own if queued.run is None])
             assert queues.load.work_us == work_us, f"{model!r} has {work_us} us of waiting work, not its load's"
+        row = queues.fair._row
+        assert row == sorted(row, key=lambda entry: entry[:2]), "shares are out of order"
+        assert all((served, number) == share.place for served, number, share in row), "a share is not where it was put"
     assert group.tally.waiting == sum([queues.waiting for queues in group.queues.values()]), "waiting is miscounted"
+    for fair in {queues.fair for queues in group.queues.values()}:
+        competing = {queues.model for queues in group.queues.values() if queues.fair is fair}
+        waits_here = [queued for queued in requests.values() if queued.group == group.name and queued.run is None]
+        counts = Counter([queued.request.share for queued in waits_here if queued.request.model in competing])
+        assert counts == {share.name: share.waiting for share in fair}, "the waiting requests of a share are miscounted"
     waits = {model for model, queues in group.queues.items() if queues.waiting}
     assert set(group.tally.queues) == waits, f"{set(group.tally.queues) ^ waits} wait, or do not"
     present = sum([queues.present for queues in group.queues.values()])
@@ -88,7 +97,8 @@ def _check_nothing_waits_in_vain(scheduler: Scheduler, group: Group) -> None:
     for queues in group.queues.values():
         for queue in queues.bins:
             released = dispatch.forming.size(queues, queue, now_s, None)
-            assert released == 0, f"bin {queue.index} of {queues.model!r} waits past its release"
+            early = dispatch.forming.forms_early(queues)
+            assert released == 0 or not early, f"bin {queue.index} of {queues.model!r} waits past its release"
     choice = dispatch.choice(group, now_s)
     if isinstance(choice, FixedChoice):
         _check_formed(choice, group, scheduler)
