@@ -168,6 +168,7 @@ class Forming:
     def form_early(self, queues: ModelQueues, queue: BinQueue, now_s: float) -> None:
         """Form all batches that the release allows although no engine may be free."""
         early = self.forms_early(queues)
+        queues.held_back = queues.held_back or not early
         while (size := self.size(queues, queue, now_s, None)) == 1 or (size and early):
             self.push(queues, queue, size, now_s)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from itertools import product
 
 from llmserve.request import EngineInfo
 from llmserve.scheduling.engines import EngineState
@@ -11,7 +12,7 @@ from llmserve.scheduling.fixed_choice import FixedChoice
 from llmserve.scheduling.group import Group
 from llmserve.scheduling.groups import Groups
 from llmserve.scheduling.memory import is_large
-from llmserve.scheduling.moment_choice import MomentChoice
+from llmserve.scheduling.moment_choice import MomentChoice, Whose
 from llmserve.scheduling.queues import QueuedRequest
 from llmserve.scheduling.scheduler import Scheduler
 
@@ -125,8 +126,12 @@ def _check_idle(choice: MomentChoice, group: Group) -> None:
         engines = choice._sharing(name)
         if any(engine.recheck_at_s(choice._now_s) is not None for engine in engines):
             continue
-        for by_least in (False, True) if engines else ():
-            in_time = choice._pick(engines, by_least=by_least) or choice._trial(engines)
+        shares = list(choice._shares(engines)) if engines else []
+        for share, by_least in product(
+            shares, (False, True)
+        ):  # a slot takes no request by the release of another share
+            whose = Whose(share, every=False) if share is not None else None
+            in_time = choice._pick(engines, whose, by_least=by_least) or choice._trial(engines)
             assert in_time is None, f"{name} is idle while {in_time.count if in_time else 0} could be in time"
 
 
