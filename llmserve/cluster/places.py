@@ -121,15 +121,23 @@ class Places:
         """The place at a position of a model's queues.
 
         The group's engines end requests of all its models: the others that wait count by their share. Before the rate
-        of ends is known, a request starts when the first, second, ... running one probably ends.
+        of ends is known, each of the running calls is followed by one that waits, and that by another.
         """
         helpless = queues.no_engine_since_s is not None
         share = group.tally.waiting / queues.waiting if queues.waiting else 1.0
         wait_s = None if helpless else group.rate.drain_time_s(round(position * share))
         if wait_s is None and not helpless:
-            ends_s = sorted(self._running.remaining_s_of(queues.model))
-            wait_s = ends_s[position - 1] if position <= len(ends_s) else None
+            wait_s = self._after_running_s(position, queues)
         return Place(position, wait_s, helpless)
+
+    def _after_running_s(self, position: int, queues: ModelQueues) -> float | None:
+        ends_s = sorted(self._running.remaining_s_of(queues.model))
+        if not ends_s:
+            return None
+        rounds, place = divmod(position - 1, len(ends_s))
+        if rounds and not queues.service.answers:  # how long an answer takes is not known
+            return None
+        return ends_s[place] + rounds * queues.service.tokens_mean * queues.service.seconds_per_token
 
 
 def turn_under(order: Order) -> Callable[[QueuedRequest], float]:

@@ -88,6 +88,17 @@ def test_the_wait_is_of_the_running_calls_until_the_rate_of_ends_is_known() -> N
     assert (place.position, place.wait_s) == (1, 2.0)
 
 
+def test_after_a_pause_the_wait_counts_the_answers_before_by_the_mean_answer() -> None:
+    scheduler = scheduler_of()
+    scheduler.handle(RequestEnded("gpu0", 0, "completed", 4.0), 2.0)  # now idle: the rate of ends is forgotten
+    for request_id in (1, 2, 3):
+        arrive(scheduler, request_id, at_s=9.0)
+    service = scheduler.queues("").service
+    place = Places(scheduler, Clock(1.5)).of(call(3))
+    assert place is not None
+    assert place.wait_s == pytest.approx(1.5 + service.tokens_mean * service.seconds_per_token)
+
+
 def test_places_hold_for_a_second_and_then_are_made_again() -> None:
     scheduler = scheduler_of()
     arrive(scheduler, 1)
