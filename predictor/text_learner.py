@@ -34,7 +34,7 @@ from predictor.memory import OVERRULED_LEARNT, RecentlyUsed
 from predictor.mixture import Mixture
 from predictor.prompt import Prompt
 from predictor.quantiles import LENGTH_MAX, LEVELS, Logs
-from predictor.recalibration import Recalibration
+from predictor.recalibration import WIDTH_MIN, Recalibration
 from predictor.senders import NUMBERS, SENDERS_MAX, Sender
 from predictor.state import Saving, State, array, part
 from predictor.text_features import BITS, Features, TextFeatures
@@ -66,7 +66,7 @@ SAVED_AT_ONCE = 100
 FACTS = 5
 """Numbers that describe an answer in a state."""
 
-_MIDDLE_MAX = 100.0  # far beyond any length
+_Z_MAX = 100.0  # far beyond any length
 _STEP = 7919  # a prime: the visits go through the window in an order unlike that of the answers
 _NORMAL = [NormalDist().inv_cdf(float(p)) for p in midpoints(LEVELS)]
 _PER_ABSOLUTE = math.sqrt(math.pi / 2)  # standard deviation of a normal distribution over its mean absolute error
@@ -176,7 +176,8 @@ class TextLearner:
         if prediction is not None:
             usual = self._predicted.get(model)
             middle = base + self._mixture.mixed(words, prediction - usual.value if usual else 0.0)
-        return TextForecast(features, words, prediction, base, middle, _PER_ABSOLUTE * self._error)
+        width = max(WIDTH_MIN, _PER_ABSOLUTE * self._error)
+        return TextForecast(features, words, prediction, base, middle, width)
 
     def _product(self, features: Features) -> float:
         """w x"""
@@ -188,7 +189,7 @@ class TextLearner:
             return None
         kind = model, forecast.predicted is not None
         spread = self._spreads.get(kind) or self._spread_of(kind, forecast.width)
-        middle = math.exp(min(forecast.middle, _MIDDLE_MAX))
+        middle = math.exp(min(forecast.middle, _Z_MAX))
         if middle * spread[0] > 1 + SOFT and middle * spread[-1] < LENGTH_MAX + SOFT:
             return tuple([math.log(middle * ratio - SOFT) for ratio in spread])
         return tuple([math.log(min(max(middle * ratio - SOFT, 1.0), LENGTH_MAX)) for ratio in spread])
@@ -201,7 +202,7 @@ class TextLearner:
             around = recalibration.corrected_around(around, width)
         if len(self._spreads) >= self._models_max:
             self._spreads.clear()
-        spread = self._spreads[kind] = [math.exp(z) for z in around]
+        spread = self._spreads[kind] = [math.exp(min(z, _Z_MAX)) for z in around]
         return spread
 
     def learn(

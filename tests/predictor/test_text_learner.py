@@ -11,6 +11,7 @@ from scipy.stats import kendalltau
 
 from predictor.online import READINGS_MAX, OnlineLearner
 from predictor.prompt import Prompt
+from predictor.quantiles import LENGTH_MAX, LEVELS
 from predictor.text_features import TextFeatures
 
 WORDS = [f"word{number}" for number in range(60)]
@@ -96,6 +97,24 @@ def test_capped_answers_only_raise_forecasts():
     for _ in range(40):
         serve(learner, prompt, before * 4, capped=True)
     assert learner.forecast(prompt, None).median > 2 * before
+
+
+@pytest.mark.parametrize("capped", [False, True])
+def test_lengths_that_change_after_a_thousand_equal_ones_are_forecast(capped):
+    learner = OnlineLearner(keys_max=0)
+    for number in range(1200):
+        serve(learner, Prompt(f"question {number}", "m"), 20, capped)
+    for number in range(200):
+        forecast = serve(learner, Prompt(f"question {number}", "m"), 200, capped)
+    assert 150 < forecast.lengths[0] <= forecast.lengths[-1] < 2000
+
+
+def test_a_restored_correction_of_any_size_gives_a_forecast():
+    learner, restored = taught(), OnlineLearner(keys_max=0)
+    state = learner.state()
+    state["text"]["recalibrations"][0]["correction"] += 1e9
+    restored.restore(state)
+    assert restored.forecast(Prompt("word3 word4 word5", "m"), None).lengths == pytest.approx([LENGTH_MAX] * LEVELS)
 
 
 def test_a_new_model_is_ranked_by_what_other_models_answered():
