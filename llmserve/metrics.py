@@ -7,7 +7,6 @@ removed when no engine lists the model any more.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import Literal
 
@@ -19,7 +18,7 @@ from llmserve.cluster.saving import Saver
 from llmserve.counted import Families
 from llmserve.energy import EnergyMeter
 from llmserve.gauges import Connections, DispatchGauges, EnergyGauges, Gauges, OrderGauges, ServerGauges, StateGauges
-from llmserve.request import Request
+from llmserve.request import Batch, Request
 from llmserve.scheduling.messages import (
     BatchEnded,
     DispatchSolved,
@@ -39,7 +38,7 @@ from llmserve.scheduling.messages import (
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 RATIO = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
-BATCHES_STORED = 100_000  # the last batch ids; all parts of a batch start before this many other batches have started
+BATCHES_STORED = 1_000  # that start in parts; all parts of a batch start before so many others have begun to
 Outcome = Literal["completed", "failed", "cancelled", "rejected"]
 OUTCOMES: tuple[Outcome, ...] = ("completed", "failed", "cancelled", "rejected")
 STREAMS_MAX = 1_000  # streams with their own labels; clients choose stream names freely
@@ -78,7 +77,7 @@ class Metrics:
         self._tokens = families.counters("llmserve_output_tokens", "Output tokens generated").of()
         self._lost = families.counters("llmserve_engine_losses", "Times an engine was lost", ["engine"])
         self._batches = families.counters("llmserve_batches", "Formed batches that began to run").of()
-        self._begun: OrderedDict[int, None] = OrderedDict()  # ids of the last batches that have started
+        self._in_parts: dict[int, None] = {}  # ids of the last batches that start in parts
         self._fill = families.histograms(
             "llmserve_batch_fill", "Requests of a formed batch over the batch size", FILL
         ).of()
@@ -155,13 +154,15 @@ class Metrics:
                 self._end(action.request_id, "rejected" if refused else "failed", 0, step.now_s)
 
     def _start(self, action: StartBatch, now_s: float) -> None:
-        if self._is_first_start(action.batch.id):
+        batch = action.batch
+        if self._is_first_start(batch):
             self._batches.inc()
-            self._fill.observe(action.batch.size / self._batch_size)
-        for request in action.batch.requests:
+            self._fill.observe(batch.size / self._batch_size)
+        for request in batch.requests:
             if (open_request := self._open.get(request.id)) is not None:
                 self._waiting.observe(now_s - open_request.arrived_at_s)
                 open_request.started_at_s, open_request.is_stopping = now_s, False
+                open_request.batch_id = batch.id
                 open_request.predicted_tokens = request.predicted_tokens
 
     def _preempt(self, action: PreemptBatch, now_s: float) -> None:
@@ -183,13 +184,19 @@ class Metrics:
         open_request = self._open.get(event.request_id)
         return event.outcome == "cancelled" and open_request is not None and open_request.is_stopping
 
-    def _is_first_start(self, batch_id: int) -> bool:
-        """Whether the batch starts for the first time. A refill engine starts a batch in parts, and a retry again."""
-        if batch_id in self._begun:
+    def _is_first_start(self, batch: Batch) -> bool:
+        """Whether no request of the batch has started in it: a refill engine starts a batch in parts, a retry again."""
+        for request in batch.requests:
+            open_request = self._open.get(request.id)
+            if open_request is not None and open_request.batch_id == batch.id:
+                return False
+        if len(batch.requests) == batch.size:
+            return True
+        if batch.id in self._in_parts:
             return False
-        self._begun[batch_id] = None
-        if len(self._begun) > BATCHES_STORED:
-            self._begun.popitem(last=False)
+        self._in_parts[batch.id] = None
+        if len(self._in_parts) > BATCHES_STORED:
+            del self._in_parts[next(iter(self._in_parts))]
         return True
 
     def _end(self, request_id: int, outcome: Outcome, tokens: float, now_s: float) -> None:
@@ -214,17 +221,18 @@ class Metrics:
 
 
 class _Open:
-    """A request that has not ended. predicted_tokens: at its last start.  is_stopping: its batch was preempted, and the
-    request has not restarted yet.
+    """A request that has not ended. predicted_tokens, batch_id: of its last start.  is_stopping: its batch was
+    preempted, and the request has not restarted yet.
     """
 
-    __slots__ = ("arrived_at_s", "is_stopping", "predicted_tokens", "request", "started_at_s")
+    __slots__ = ("arrived_at_s", "batch_id", "is_stopping", "predicted_tokens", "request", "started_at_s")
 
     def __init__(self, request: Request, arrived_at_s: float) -> None:
         self.request = request
         self.arrived_at_s = arrived_at_s
         self.predicted_tokens = request.predicted_tokens
         self.started_at_s = 0.0
+        self.batch_id: int | None = None
         self.is_stopping = False
 
 

@@ -3,11 +3,12 @@
 from llmserve.cluster.journal import Header, Journal
 from llmserve.cluster.live import LiveCluster
 from llmserve.engines.engine import ServedModel
-from llmserve.metrics import OTHER_STREAMS, STREAMS_MAX, Metrics
+from llmserve.metrics import BATCHES_STORED, OTHER_STREAMS, STREAMS_MAX, Metrics
 from llmserve.policies import SchedulingConfig
 from llmserve.request import Batch, EngineInfo, Request
 from llmserve.scheduling.messages import (
     Action,
+    EngineLost,
     EngineReady,
     Event,
     FailRequest,
@@ -41,6 +42,31 @@ def test_batches_that_overtake_others_are_counted_too() -> None:
 
 def test_a_batch_that_starts_in_parts_or_again_is_counted_once() -> None:
     assert "llmserve_batches_total 2.0" in started((1, 1), (2, 3), (1, 2), (2, 3))
+
+
+def test_a_batch_that_a_lost_engine_gives_back_is_counted_once() -> None:
+    scraped = Scraped()
+    for request_id in (1, 2, 3):
+        scraped.step(0.0, arrived(request_id))
+    scraped.step(1.0, TimerFired(), start(1, 2, 3))
+    scraped.step(2.0, EngineLost("a"))
+    scraped.step(3.0, RequestCancelled(3))
+    scraped.step(4.0, TimerFired(), start(1, 2))
+    assert scraped.has("llmserve_batches_total 1.0")
+
+
+def test_only_batches_that_start_in_parts_are_remembered_and_of_these_the_last() -> None:
+    scraped = Scraped()
+    for id_ in range(BATCHES_STORED):
+        scraped.step(0.0, arrived(id_), start(id_, batch=id_))
+        scraped.step(1.0, ended(id_))
+    metrics = scraped.metrics
+    assert not metrics._in_parts
+    assert not metrics._open
+    for id_ in range(2 * BATCHES_STORED):
+        scraped.step(0.0, TimerFired(), StartBatch("a", Batch(id_, 0, (Request(id_),), 0.0, 2)))
+    assert len(metrics._in_parts) == BATCHES_STORED
+    assert scraped.has(f"llmserve_batches_total {3.0 * BATCHES_STORED}")
 
 
 def test_a_prediction_is_judged_by_the_forecast_with_which_its_request_started() -> None:
