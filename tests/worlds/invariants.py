@@ -129,7 +129,7 @@ def _check_idle(choice: MomentChoice, group: Group) -> None:
         shares = list(choice._shares(engines)) if engines else []
         for share, by_least in product(
             shares, (False, True)
-        ):  # a slot takes no request by the release of another share
+        ):
             whose = Whose(share, every=False) if share is not None else None
             in_time = choice._pick(engines, whose, by_least=by_least) or choice._trial(engines)
             assert in_time is None, f"{name} is idle while {in_time.count if in_time else 0} could be in time"
