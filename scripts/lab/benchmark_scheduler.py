@@ -58,7 +58,7 @@ SPREAD = np.geomspace(0.5, 2.0, 15).tolist()  # a request's quantiles over its m
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The load during the timed steps. slo_s : deadlines are 0.5 to 1.5 times that after arrival; None: no deadlines"""
+    """The load during the timed steps. shares : of which requests are drawn.  slo_s : deadlines are 0.5 to 1.5 times that after arrival; None: no deadlines"""
 
     name: str
     settings: dict[str, Any]
@@ -66,6 +66,7 @@ class Case:
     queued: int
     models: int = 1
     slo_s: float | None = None
+    shares: int = 1
 
     @property
     def barrier(self) -> bool:
@@ -88,6 +89,7 @@ def cases(engines: int) -> list[Case]:
         *[Case(f"12 engines, {models} models", binned, 12, 3_000, models) for models in (1, 100)],
         *[Case(f"flex in a group of 12, {models} models", flex, 12, 1_000, models, slo_s=30.0) for models in (1, 100)],
         Case(f"flex, {engines} engines", flex, engines, 500, slo_s=30.0),
+        *[Case(f"boost, {shares:,} shares", {"order": "boost"}, 12, 10_000, shares=shares) for shares in (1, 1_000)],
     ]
 
 
@@ -115,7 +117,13 @@ class Load:
     def request(self, tokens: float, now_s: float) -> Request:
         id_, case = next(self._ids), self._case
         deadline_s = None if case.slo_s in (None, math.inf) else now_s + case.slo_s * (0.5 + self.rng.random())
-        return msgspec.structs.replace(predicted(id_, tokens), deadline_s=deadline_s, model=f"m{id_ % case.models}")
+        return msgspec.structs.replace(
+            predicted(id_, tokens), deadline_s=deadline_s, model=f"m{id_ % case.models}", **self._share
+        )
+
+    @property
+    def _share(self) -> dict[str, str]:
+        return {} if self._case.shares == 1 else {"share": f"share {self.rng.integers(self._case.shares)}"}
 
     def events(self, steps: int, gap_s: float) -> Iterator[tuple[float, Any]]:
         """Arrivals and ends in turn, so that the queue keeps its size; and the ends of preempted requests."""

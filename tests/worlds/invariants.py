@@ -127,9 +127,7 @@ def _check_idle(choice: MomentChoice, group: Group) -> None:
         if any(engine.recheck_at_s(choice._now_s) is not None for engine in engines):
             continue
         shares = list(choice._shares(engines)) if engines else []
-        for share, by_least in product(
-            shares, (False, True)
-        ):
+        for share, by_least in product(shares, (False, True)):
             whose = Whose(share, every=False) if share is not None else None
             in_time = choice._pick(engines, whose, by_least=by_least) or choice._trial(engines)
             assert in_time is None, f"{name} is idle while {in_time.count if in_time else 0} could be in time"
