@@ -73,8 +73,8 @@ class FairShares:
         self._left_at = 0.0  # counter of the last share that ceased to wait
 
     def __iter__(self) -> Iterator[Share]:
-        """The shares that wait, the least served first. Those that are served meanwhile do not come again."""
-        return iter([share for *_, share in self._row])
+        """The shares that wait, the least served first. None may be served before the iteration has ended."""
+        return (share for *_, share in self._row)
 
     def __len__(self) -> int:
         """Number of shares that wait."""
