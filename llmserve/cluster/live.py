@@ -189,7 +189,7 @@ class LiveCluster:
             quantiles,
             round(self._prompt_tokens.estimate(call), 1),
             call.choices,
-            prefix_hashes(call.opening, self._secret) if self.fleet.engines_of(call.model) > 1 else (),
+            prefix_hashes(call.opening, self._secret) if self.fleet.engines_of(call.model) > 1 or call.share else (),
             call.model,
             call.stream_name,
             sender_hash(call, self._secret),

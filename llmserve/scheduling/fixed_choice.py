@@ -67,6 +67,8 @@ class FixedChoice:
 
     @property
     def recheck_at_s(self) -> float | None:
+        if not (self._set_aside or self._blocked or self._rechecks_s):
+            return None
         times_s: list[float | None] = [*self._rechecks_s]
         for engine in self._pool.free.values() if self._set_aside or self._blocked else ():
             times_s.append(engine.circuit.suspects_from_s)
@@ -118,10 +120,13 @@ class FixedChoice:
         engines: Collection[EngineState] = self._pool.free.values()
         if self._blocked:
             engines = [engine for engine in engines if engine.info.name not in self._blocked]
-        for engine in engines:
-            if not engine.models:  # this engine serves every model
-                return list(waiting)
-        return [queues for queues in waiting if any(queues.model in engine.models for engine in engines)]
+        startable = []
+        for queues in waiting:
+            for engine in engines:
+                if not engine.models or queues.model in engine.models:
+                    startable.append(queues)
+                    break
+        return startable
 
     def _first(self, startable: Sequence[ModelQueues]) -> tuple[First | None, Sequence[ModelQueues]]:
         """The next formed batch with its queues, None if no batch is formed; and the queues without a formed batch."""
@@ -150,12 +155,22 @@ class FixedChoice:
             competing.setdefault(queues.fair, []).append(queues)
         chosen: dict[FairShares, Share] = {}
         for fair, members in competing.items():
-            for share in fair:
+            for share in self._in_turn_of(fair, members):
                 formed = any(queues.formed.first(self._set_aside, share) is not None for queues in members)
                 if formed or self._form_for(share, members):
                     chosen[fair] = share
                     break
         return chosen
+
+    def _in_turn_of(self, fair: FairShares, members: Sequence[ModelQueues]) -> Iterator[Share]:
+        """The shares that compete, the least served first, after the last one if its next prompt begins as the last."""
+        last = fair.last
+        if last is not None and last.waiting and last.prefixes:
+            batches = [queues.formed.first(self._set_aside, last) for queues in members]
+            firsts = [batch.first.request for batch in batches if batch is not None]
+            if any(last.goes_on(request.prompt_tokens, request.prefixes) for request in firsts):
+                yield last
+        yield from fair
 
     def _form_for(self, share: Share, startable: Sequence[ModelQueues]) -> bool:
         """Form a batch with a request of the share, where the release allows as if no other batch had formed."""
@@ -243,10 +258,10 @@ class FixedChoice:
 
     def _willing(self, queues: ModelQueues, batch: FormedBatch, blocked: Collection[str] = ()) -> list[EngineState]:
         """Engines, free or with look-ahead places, that may be given the batch. blocked : names of others"""
-        engines = self._pool.free_for(queues.model, blocked)
-        if batch.avoid is not None and self._pool.another_works(batch.avoid, queues.model):
-            engines = [engine for engine in engines if engine.info.name != batch.avoid]
-        return [engine for engine in engines if not engine.circuit.refuses(batch, self._now_s)]
+        engines, avoid = self._pool.free_for(queues.model, blocked), batch.avoid
+        if avoid is not None and self._pool.another_works(avoid, queues.model):
+            engines = [engine for engine in engines if engine.info.name != avoid]
+        return [e for e in engines if e.circuit.closed or not e.circuit.refuses(batch, self._now_s)]
 
     def engine_for(self, queues: ModelQueues, batch: FormedBatch, blocked: Collection[str]) -> EngineState | None:
         """The engine on which the batch, or its first request, starts now; None: no engine. blocked : engine names.

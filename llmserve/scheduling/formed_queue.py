@@ -120,7 +120,10 @@ class FormedQueue:
         if share is not None:
             lane = self._lanes.get(share)
             return lane[0][3] if lane is not None else None
-        return min([lane[0] for lane in self._lanes.values()])[3] if self._lanes else None
+        lanes = self._lanes.values()
+        if len(lanes) == 1:  # nearly always: one share waits
+            return next(iter(lanes))[0][3]
+        return min([lane[0] for lane in lanes])[3] if lanes else None
 
     @property
     def large(self) -> list[FormedBatch]:
@@ -182,10 +185,11 @@ class FormedQueue:
     def _follow_shares(self, batch: FormedBatch) -> None:
         """Move a batch that requests have left to the lane of a share that is still in it."""
         before = batch.share
-        moves = not batch.has(before)
-        if batch.serial and batch.requests and (moves or batch.large):  # the new first request may be modest
-            batch.share = batch.least_served() if moves else before
-            self._enter(batch)
+        if batch.requests and batch.serial:
+            moves = not batch.has(before)
+            if moves or batch.large:  # the new first request may be modest
+                batch.share = batch.least_served() if moves else before
+                self._enter(batch)
         self._drop_void(before)
 
     def _drop_void(self, share: Share) -> None:

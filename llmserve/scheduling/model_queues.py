@@ -270,7 +270,7 @@ class ModelQueues:
         started = self.formed.take(batch, count)
         for queued in started:  # before they cease to wait: the last counter counts for shares that return
             queued.charged = queued.cost
-            queued.share.charge(queued.charged)
+            queued.share.start(queued.charged, queued.request.prefixes)
         self._count(started, -1)
         requests = tuple([queued.request for queued in started])
         return Batch(batch.id, batch.bin, requests, batch.formed_at_s, batch.size, self.model, turn), started

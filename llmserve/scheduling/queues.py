@@ -293,10 +293,12 @@ class FormedBatch:
         self.serial = 0  # of its entry among the batches that were never started; 0: it has none
         self.large = False  # whether it waits in a lane of large batches
         self.avoid: str | None = None  # the engine that failed the batch; used only while no other works
-        self.share = requests[0].share if len(requests) == 1 else self.least_served()
+        self.share = self.least_served()
 
     def least_served(self) -> Share:
         """The share that has been served least of those in the batch: the batch waits in its lane."""
+        if len(self.requests) == 1:
+            return self.first.share
         return min([queued.share for queued in self.requests.values()], key=lambda share: share.place, default=NOBODY)
 
     def has(self, share: Share) -> bool:

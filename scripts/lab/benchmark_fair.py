@@ -8,17 +8,21 @@ flood   8 slots of 0.4 s answers; one key keeps 200 requests in flight, another 
 worlds  random worlds of shares with random weights in simulated time: the gap in weighted service between any two
         shares that wait, over VTC's bound 2 max(w_p L_in, w_q M); with forecasts charged at the start, and with
         tokens charged as they are generated (VTC without forecasts)
+prefixes  8 slots beside a cache of 4 prompts' prefixes; 12 applications keep 10 requests in flight each, all with the
+        application's system prompt: share of starts that find their prefix in the cache, with and without fair shares
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +31,16 @@ from bench.arguments import add_results, parser_of
 from bench.progress import log
 from bench.results import day_and_machine, write_json
 from bench.servers import fake_engine, front_end
-from fair_worlds import gaps
+from fair_worlds import Ask, Clients, gaps
 
+from llmserve.policies import SchedulingConfig
 from llmserve.policy_names import ORDERS
+from llmserve.request import EngineInfo
 
 SLOTS, TOKENS, STEP_S = 8, 20, 0.02
 IN_FLIGHT, QUEUE = 200, 100
+CACHED, APPLICATIONS = 4, 12
+PARTS = ("flood", "worlds", "prefixes")
 AGAIN_S = 0.1  # after which a refused client of the flood asks again
 
 
@@ -130,9 +138,45 @@ def worlds(count: int) -> dict[str, Any]:
     return {"worlds": count, "pairs": pairs, "over_the_bound": over, "largest_over_bound": largest, "charges": rows}
 
 
+def prefixes() -> dict[str, Any]:
+    rows = []
+    for order in ("fffs", "boost"):
+        for fair in (True, False):
+            rows.append({"order": order, "fair": fair, "hits": prefix_hits(order, fair=fair)})
+            log(json.dumps(rows[-1]))
+    return {"cached": CACHED, "applications": APPLICATIONS, "rows": rows}
+
+
+def prefix_hits(order: str, *, fair: bool) -> float:
+    rng = random.Random(1)
+    cache: OrderedDict[int, None] = OrderedDict()
+    counts: Counter[bool] = Counter()
+
+    def started(ask: Ask) -> None:
+        counts[ask.prefix in cache] += 1
+        cache[ask.prefix] = None
+        cache.move_to_end(ask.prefix)
+        if len(cache) > CACHED:
+            cache.popitem(last=False)
+
+    config = SchedulingConfig(order=order).resolved(barrier=False)
+    world = Clients(config.scheduler(), [EngineInfo("e", SLOTS, False)], lambda tokens: STEP_S * tokens, started)
+
+    def keep_asking(prefix: int) -> None:
+        tokens = max(1.0, round(50.0 * rng.lognormvariate(0.0, 0.8)))
+        share = f"application {prefix}" if fair else ""
+        world.ask(Ask(share, tokens, tokens, 1_000.0, prefix=prefix, then=partial(keep_asking, prefix)))
+
+    for prefix in range(1, APPLICATIONS + 1):
+        for _ in range(10):
+            keep_asking(prefix)
+    world.run(600.0)
+    return counts[True] / counts.total()
+
+
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--parts", nargs="+", choices=["flood", "worlds"], default=["flood", "worlds"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--seconds", type=float, default=16.0, help="of each flood")
     parser.add_argument("--worlds", type=int, default=10_000)
     add_results(parser)
@@ -142,7 +186,10 @@ def main() -> None:
         with suppress(FileNotFoundError):
             result = json.loads(args.output.read_text())
     for part in args.parts:
-        found = asyncio.run(flood(args.seconds)) if part == "flood" else worlds(args.worlds)
+        if part == "flood":
+            found = asyncio.run(flood(args.seconds))
+        else:
+            found = worlds(args.worlds) if part == "worlds" else prefixes()
         result[part] = {**day_and_machine(), **found}
         write_json(args.output, result)
 

@@ -58,7 +58,10 @@ SPREAD = np.geomspace(0.5, 2.0, 15).tolist()  # a request's quantiles over its m
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The load during the timed steps. shares : of which requests are drawn.  slo_s : deadlines are 0.5 to 1.5 times that after arrival; None: no deadlines"""
+    """The load during the timed steps.
+
+    shares : from which requests are drawn.  slo_s : deadlines are 0.5 to 1.5 times that after arrival; None: none
+    """
 
     name: str
     settings: dict[str, Any]

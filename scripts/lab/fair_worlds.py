@@ -38,13 +38,18 @@ STEP_S, TICK_S = 0.01, 0.05  # of a token on a slot; between two charges of toke
 
 @dataclass(frozen=True)
 class Ask:
-    """A question. tokens : real length of the answer.  then : what its client does once it is answered"""
+    """A question.
+
+    tokens : real length of the answer.  prefix : with which its prompt begins; 0: none.  then : what its client does
+    once it is answered
+    """
 
     share: str
     tokens: float = 20.0
     predicted: float | None = 20.0
     prompt_tokens: float = 0.0
     weight: float = 1.0
+    prefix: int = 0
     then: Callable[[], None] = lambda: None
 
 
@@ -76,7 +81,12 @@ class Clients:
 
     def ask(self, ask: Ask) -> int:
         request = Request(
-            next(self._ids), ask.predicted, prompt_tokens=ask.prompt_tokens, share=ask.share, weight=ask.weight
+            next(self._ids),
+            ask.predicted,
+            prompt_tokens=ask.prompt_tokens,
+            prefixes=(ask.prefix,) if ask.prefix else (),
+            share=ask.share,
+            weight=ask.weight,
         )
         self._asked[request.id] = ask, self.now_s
         self._step(RequestArrived(request))
@@ -228,7 +238,8 @@ def gaps(
         noisy = tokens * rng.lognormvariate(0.0, 0.5)
         predicted = {"exact": tokens, "noisy": noisy, "none": None, "one": 1.0}[forecast]
         then: Callable[[], None] = partial(ask, client)
-        world.ask(Ask(client.share, tokens, predicted, client.prompt_tokens, client.weight, then))
+        prefix = rng.randint(1, 2) if client.prompt_tokens else 0
+        world.ask(Ask(client.share, tokens, predicted, client.prompt_tokens, client.weight, prefix, then))
 
     for client in shares:
         for _ in range(client.in_flight):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from itertools import groupby
 from statistics import median
 
 import pytest
@@ -148,6 +149,20 @@ def test_an_answer_that_is_broken_off_is_charged_by_its_time() -> None:
     scheduler.handle(RequestCancelled(0), 10.0 * seconds_per_token)
     scheduler.handle(RequestEnded("e", 0, "cancelled", 0.0), 10.0 * seconds_per_token)
     assert share.served == pytest.approx(cost(0.0, 10.0))
+
+
+def test_a_share_goes_on_with_prompts_of_one_prefix_until_it_is_two_prompts_ahead() -> None:
+    starts: list[str] = []
+    for prefix in (0, 7):
+        scheduler = SchedulingConfig(order="fffs").resolved(barrier=False).scheduler()
+        one_slot = [EngineInfo("e", 1, False)]
+        world = Clients(scheduler, one_slot, lambda tokens: 1.0, lambda ask: starts.append(ask.share))
+        for share in "ab" * 6:
+            world.ask(Ask(share, prompt_tokens=1_000.0, prefix=prefix and prefix + ord(share)))
+        world.run(20.0)
+    assert "".join(starts[1:11]) == "ab" * 5, "the first found nobody waiting"
+    runs = [len(list(run)) for _, run in groupby(starts[12:])]
+    assert all(3 <= run <= 4 for run in runs[:-1]), "from one behind to two ahead"
 
 
 # ---- the law, from outside: VTC's bound ----------------------------------------------------------------------------
