@@ -38,6 +38,7 @@ SLOW = (  # prefixes of test ids: whole files or single cases
     "tests/test_serve_plan.py::test_an_engine_that_is_silent_at_the_start",
     "tests/test_serve_plan.py::test_groups_are_processes",
     "tests/test_serve_plan.py::test_killing_one_groups_process",
+    "tests/test_soak.py",
     "tests/worlds/test_laws.py",
     "tests/worlds/test_mutations.py::test_a_planted_bug_is_found",
     "tests/worlds/test_worlds.py::test_a_swarm_by_time",
