@@ -111,7 +111,7 @@ class TextFeatures:
         own, text = one[start:end], one[last:]
         pairs = first_pairs = text[:-1] * _LEFT + text[1:] * _RIGHT
         if len(seen) < len(words) and len(set(pairwise(words))) < len(pairs):
-            pairs = np.unique(pairs)
+            pairs, _ = np.unique(pairs, return_counts=True)  # without counts NumPy imports numpy.ma first
         parts = (
             *(own, hashes[start:end, 1], pairs, own * one[0]),
             *(own[:EARLY], text[:FIRST], first_pairs[:PAIRS], text[-1:]),

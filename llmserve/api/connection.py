@@ -122,6 +122,7 @@ class Connection(asyncio.Protocol):
         self.paused = False
         self._wake()
         self.server.closed(self)
+        del self._parser  # a cycle of references would keep both until the next full garbage collection
         for exchange in (self._serving, *self._waiting, self._reading):
             if exchange is not None:
                 exchange.gone()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import resource
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -128,6 +130,21 @@ async def test_requests_on_one_connection_are_answered_in_their_order() -> None:
         await client.send(POST)
         assert await client.answer() == (200, b"POST /v1/x hello")
         assert (at.echo.ended, at.server.body_bytes) == (4, 0)
+
+
+async def test_a_closed_connection_is_freed_without_a_garbage_collection() -> None:
+    async with site() as at:
+        client = await at.client()
+        await client.send(POST)
+        await client.answer()
+        gc.collect()
+        gc.disable()
+        try:
+            (served,) = map(weakref.ref, at.server.connections)
+            client.writer.close()
+            await until(lambda: served() is None)
+        finally:
+            gc.enable()
 
 
 async def test_a_request_behind_a_slow_one_waits_for_its_turn() -> None:
