@@ -215,14 +215,15 @@ class Faults:
 
     def answered(self, engine: str, answered: Collection[Tried], now_s: float) -> list[str]:
         """Record that an engine has answered requests. Returns the names of the engines whose circuit has changed."""
-        before_s = [(engine, self._circuit_of(engine).open_until_s)]
+        circuit = self._circuit_of(engine)
+        before_s = [] if circuit.closed else [(engine, circuit.open_until_s)]  # an answer opens no circuit
         for tried in answered:
             self.suspects.clear(tried.request.sender)
             if tried.failed_on not in ("", engine):
                 before_s.append((tried.failed_on, self._circuit_of(tried.failed_on).open_until_s))
                 self._circuit_of(tried.failed_on).prove(tried.request.id, now_s)
-        self._circuit_of(engine).success([tried.request for tried in answered], now_s)
-        return self._changed(before_s)
+        circuit.success([tried.request for tried in answered], now_s)
+        return self._changed(before_s) if before_s else []
 
     def _changed(self, before_s: list[tuple[str, float | None]]) -> list[str]:
         names = [name for name, at_s in before_s if self._circuit_of(name).open_until_s != at_s]

@@ -177,7 +177,7 @@ class Forming:
         may have formed.
         """
         found = False
-        for queues in group.tally.queues.values() if self.batch_size > 1 else ():
+        for queues in group.tally.queues.values():
             held_back, queues.held_back = queues.held_back, not self.forms_early(queues)
             if held_back and not queues.held_back:
                 self.form_all_early(queues, now_s)

@@ -222,10 +222,11 @@ class RequestBook:
 
     def next_late_at_s(self) -> float | None:
         """Earliest time at which a waiting request may fail; None: none can."""
-        if self.helpless.next_at_s is not None:
-            groups = self._groups.by_name.values()
-            if not any(queues.waiting for group in groups for queues in group.without_engine):
-                self.helpless.clear()
+        if self.helpless.next_at_s is None:
+            return self.deadlines.next_at_s
+        groups = self._groups.by_name.values()
+        if not any(queues.waiting for group in groups for queues in group.without_engine):
+            self.helpless.clear()
         times_s = (self.deadlines.next_at_s, self.helpless.next_at_s)
         return min([at_s for at_s in times_s if at_s is not None], default=None)
 
