@@ -100,6 +100,7 @@ class PromptTime:
     def _regress(self) -> None:
         count, (_, self.tokens_mean, _) = self._moments.count, self._moments.means
         (tt, tp, ts), (_, pp, ps), (*_, ss) = self._moments.products
+        tt, pp = max(0.0, tt), max(0.0, pp)  # of equal numbers, rounding may make them negative
         spread = tt * pp - tp * tp
         if spread <= SPREAD_LEAST * tt * pp:  # then nothing tells prompts from answers
             self.per_token_s = 0.0

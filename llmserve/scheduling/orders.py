@@ -209,6 +209,8 @@ def mean_turn(turn_s: Callable[[QueuedRequest], float]) -> Callable[[FormedBatch
     """The function that gives a batch the mean turn of its requests."""
 
     def turn_of_batch_s(batch: FormedBatch) -> float:
+        if len(batch.requests) == 1:
+            return turn_s(batch.first)
         return sum([turn_s(queued) for queued in batch.requests.values()]) / len(batch.requests)
 
     return turn_of_batch_s

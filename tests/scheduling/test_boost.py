@@ -14,7 +14,7 @@ from test_scheduler import arrive, new_scheduler, step
 
 from llmserve.policies import SchedulingConfig
 from llmserve.request import EngineInfo, Request
-from llmserve.scheduling.load import Calibration, Load, PromptTime, WaitTail
+from llmserve.scheduling.load import FIT_EVERY, Calibration, Load, PromptTime, WaitTail
 from llmserve.scheduling.messages import EngineReady, RequestEnded
 from llmserve.scheduling.orders import FixedOrder, boosted, mean_turn
 from llmserve.scheduling.queues import QueuedRequest
@@ -327,3 +327,16 @@ def test_a_long_prompt_makes_a_long_request() -> None:
     requests = [Request(number, 100.0, prompt_tokens=size) for number, size in sizes.items()]
     arrive(scheduler, Request(200, 100.0), *requests, now_s=now_s)
     assert run_dry(scheduler, 200, now_s)[1:] == sorted(sizes, key=lambda number: sizes[number])
+
+
+@pytest.mark.parametrize("prompt_tokens", [200.0, None])
+def test_equal_answers_tell_nothing_of_prompts_whatever_rounding_makes_of_their_spread(
+    prompt_tokens: float | None,
+) -> None:
+    rng = np.random.default_rng(1)
+    for tokens in (5.0, 20.0, 37.3, 100.0) * 3:
+        prompts = PromptTime()
+        for _ in range(10 * FIT_EVERY):
+            prompt = prompt_tokens or 1e4 * rng.random()
+            prompts.observe(0.01 * tokens + 1e-9 * rng.random(), tokens, prompt)
+        assert prompts.per_token_s == 0.0
