@@ -140,10 +140,10 @@ def test_a_hangup_that_the_shell_ignores_stays_ignored() -> None:
     """As `nohup llmserve serve` asks for."""
     script = (
         "import asyncio, os, signal\n"
-        "from llmserve.serve import _on_stop_signals\n"
+        "from llmserve.serve import _on_signals\n"
         "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "async def main():\n"
-        "    with _on_stop_signals(lambda: print('stopped')):\n"
+        "    with _on_signals(lambda: print('stopped'), None):\n"
         "        os.kill(os.getpid(), signal.SIGHUP)\n"
         "        await asyncio.sleep(0.05)\n"
         "        print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)\n"

@@ -87,7 +87,7 @@ class EngineProcess:
         self.name = name
         self.port = port or free_port()
         self._command = command
-        self.api_key = secrets.token_urlsafe(32) if key_variable is not None else None
+        self.api_key = "sk-" + secrets.token_urlsafe(32) if key_variable is not None else None
         self._environment = {**os.environ, **(environment or {})}
         if key_variable is not None and self.api_key is not None:
             self._environment[key_variable] = self.api_key
