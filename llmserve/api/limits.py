@@ -142,10 +142,6 @@ class KeyLimits:
         """name : of a key with a request in progress"""
         return self._accounts[name]
 
-    def policy(self, name: str) -> KeyPolicy:
-        """What a key with a request in progress may ask for; its `weight` is the weight of the key's share."""
-        return self._accounts[name].policy
-
 
 class Account:
     """What counts against the limits of one key.

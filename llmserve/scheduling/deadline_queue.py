@@ -15,7 +15,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
-from llmserve.scheduling.fair import Share, dealt
+from llmserve.scheduling.fair import Share
 from llmserve.scheduling.queues import BinQueue, FormedBatch, QueuedRequest
 
 ROUNDING_S = 1e-9  # sums of times that differ by less count as equal
@@ -52,10 +52,7 @@ class DeadlineQueue(BinQueue):
         """
         if self.parts and start < len(self._row):
             deadline_s = self._row[start][0]
-            requests = list(dealt(((share, part.from_deadline(deadline_s)) for share, part in self.by_share()), count))
-            for queued in requests:
-                self.remove(queued)
-            return requests
+            return self.take_dealt(((share, part.from_deadline(deadline_s)) for share, part in self.by_share()), count)
         if self.whole is not None:
             requests = [self.at(place) for place in range(start, min(start + count, len(self._row)))]
             for queued in requests:

@@ -66,12 +66,9 @@ class Dispatch:
             for queues in group.planned:  # a new plan or an arrival in one bin may change the release of others
                 if queues.waiting:
                     self.forming.form_all_early(queues, now_s)
-            if self.forming.batch_size > 1:
-                self.forming.form_held_back(group, now_s)
+            self.forming.form_held_back(group, now_s)
             choice = self._start_batches(group, now_s)
-            while self.forming.batch_size > 1 and self.forming.form_held_back(
-                group, now_s
-            ):  # the starts have left one share that waits
+            while self.forming.form_held_back(group, now_s):  # the starts have left one share that waits
                 choice = self._start_batches(group, now_s)
             if choice is not None and choice.recheck_at_s is not None:
                 dues_s.append(choice.recheck_at_s)

@@ -10,13 +10,12 @@ from collections.abc import Collection, Iterator, Sequence
 
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.fair import FairShares, Share
-from llmserve.scheduling.group import Forming, Group
+from llmserve.scheduling.group import Forming, Group, Start
 from llmserve.scheduling.memory import is_giant, is_large
 from llmserve.scheduling.model_queues import ModelQueues
 from llmserve.scheduling.queues import BinQueue, FormedBatch, QueuedRequest
 
 First = tuple[ModelQueues, FormedBatch]
-Start = tuple[EngineState, ModelQueues, FormedBatch, int]  # the first `int` requests of the batch shall start
 
 
 class FixedChoice:

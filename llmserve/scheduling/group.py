@@ -10,6 +10,8 @@ from llmserve.scheduling.model_queues import ModelQueues, Tally
 from llmserve.scheduling.queues import BinQueue, FormedBatch, QueuedRequest
 from llmserve.scheduling.rates import CompletionRate
 
+Start = tuple[EngineState, ModelQueues, FormedBatch, int]  # the first `int` requests of the batch shall start
+
 SERVES, AWAITS, CANNOT = 2, 1, 0  # how well a group can serve a model
 
 
@@ -176,6 +178,8 @@ class Forming:
         """Form the batches that did not form early while several shares waited, where only one waits now. True if some
         may have formed.
         """
+        if self.batch_size == 1:
+            return False
         found = False
         for queues in group.tally.queues.values():
             held_back, queues.held_back = queues.held_back, not self.forms_early(queues)

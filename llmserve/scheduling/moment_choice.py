@@ -14,7 +14,7 @@ from llmserve.scheduling.batch_times import Timetable
 from llmserve.scheduling.deadline_queue import DeadlineQueue, FormedRow
 from llmserve.scheduling.engines import EngineState
 from llmserve.scheduling.fair import Share
-from llmserve.scheduling.group import Forming, Group
+from llmserve.scheduling.group import Forming, Group, Start
 from llmserve.scheduling.model_queues import ModelQueues
 from llmserve.scheduling.orders import Candidate, Key, MomentOrder, Running, is_overdue
 from llmserve.scheduling.queues import FormedBatch, Run
@@ -25,9 +25,6 @@ class Whose(NamedTuple):
 
     share: Share
     every: bool
-
-
-Start = tuple[EngineState, ModelQueues, FormedBatch, int]  # the first `int` requests of the batch shall start
 
 
 class MomentChoice:

@@ -190,9 +190,9 @@ class BinQueue:
         """The requests in the order in which they are taken, while all are of one share."""
         return iter(self)
 
-    def _dealt(self, count: int) -> list[QueuedRequest]:
-        """Take `count` requests, dealt between the shares."""
-        requests = list(dealt(((share, part.in_turn()) for share, part in self.parts.items()), count))
+    def take_dealt(self, parts: Iterable[tuple[Share, Iterator[QueuedRequest]]], count: int) -> list[QueuedRequest]:
+        """Take `count` requests of this queue, dealt between the shares. parts : those of each share, in its order"""
+        requests = list(dealt(parts, count))
         for queued in requests:
             self.remove(queued)
         return requests
@@ -249,7 +249,7 @@ class BinQueue:
 
     def take(self, count: int) -> list[QueuedRequest]:
         if self.parts:
-            return self._dealt(count)
+            return self.take_dealt(((share, part.in_turn()) for share, part in self.parts.items()), count)
         self.changes += 1
         requests = [self.requests.popitem(last=False)[1] for _ in range(count)]
         if self._row:

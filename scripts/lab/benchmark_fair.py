@@ -21,7 +21,6 @@ import statistics
 import tempfile
 import time
 from collections import Counter, OrderedDict
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from typing import Any
 from bench import client
 from bench.arguments import add_results, parser_of
 from bench.progress import log
-from bench.results import day_and_machine, write_json
+from bench.results import day_and_machine, read_parts, write_json
 from bench.servers import fake_engine, front_end
 from fair_worlds import Ask, Clients, gaps
 
@@ -181,10 +180,7 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, default=10_000)
     add_results(parser)
     args = parser.parse_args()
-    result: dict[str, Any] = {}
-    if args.output is not None:
-        with suppress(FileNotFoundError):
-            result = json.loads(args.output.read_text())
+    result = read_parts(args.output)
     for part in args.parts:
         if part == "flood":
             found = asyncio.run(flood(args.seconds))

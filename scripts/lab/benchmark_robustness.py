@@ -20,7 +20,7 @@ import signal
 import statistics
 import time
 from collections import Counter
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from bench import client
 from bench.arguments import add_results, parser_of
 from bench.figures import BLUE, ORANGE, new_figure, save
 from bench.progress import log
-from bench.results import day_and_machine, write_json
+from bench.results import day_and_machine, read_parts, write_json
 from bench.servers import Server, fake_engine, flags_of, front_end
 
 REQUESTS, AFTER = 500, 250
@@ -189,10 +189,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="of the soak")
     add_results(parser, "--figure")
     args = parser.parse_args()
-    result: dict[str, Any] = {}
-    if args.output is not None:
-        with suppress(FileNotFoundError):
-            result = json.loads(args.output.read_text())
+    result = read_parts(args.output)
     for part in args.parts:
         log(f"{part} ...")
         result[part] = {**day_and_machine(), **asyncio.run(PARTS[part](args.minutes))}

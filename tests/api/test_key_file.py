@@ -1,10 +1,9 @@
 """The file of keys: lines, and tables with the limits of each key."""
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processor_time import cpu_s
 
 from llmserve.api.key_file import Budgets, KeyFile, KeyPolicy, Limits, Price, read_key_file, read_keys
 from llmserve.errors import ConfigError
@@ -81,16 +80,6 @@ def test_a_group_that_another_user_lets_read_a_file_is_not_warned_of(
 def test_a_missing_key_file_is_an_error() -> None:
     with pytest.raises(ConfigError, match="cannot read the API keys"):
         read_keys(Path("/nowhere/keys"))
-
-
-def cpu_s(work: Callable[[], object]) -> float:
-    """Least CPU time of three runs."""
-    times = []
-    for _ in range(3):
-        since_s = time.process_time()
-        work()
-        times.append(time.process_time() - since_s)
-    return min(times)
 
 
 def test_the_time_to_read_keys_grows_as_their_number(tmp_path: Path) -> None:

@@ -44,6 +44,11 @@ def rounded(value: Any) -> Any:
     return [rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
+def read_parts(path: Path | None) -> dict[str, Any]:
+    """The parts that an earlier run has written; {} without a path or a file."""
+    return json.loads(path.read_text()) if path is not None and path.exists() else {}
+
+
 def write_json(path: Path | None, result: Any, *, indent: int = 1) -> None:
     """Does nothing without a path."""
     write_text(path, json.dumps(result, indent=indent))
