@@ -329,4 +329,4 @@ class _Answer:
         if not self._exchange.started:
             headers = [(b"content-type", f"{EVENT_STREAM}; charset=utf-8".encode()), (b"cache-control", b"no-cache")]
             self._exchange.start(200, [*headers, request_id_header(in_flight.request.id, self._call)], None)
-        self._exchange.write(b": %b\n\n" % comment_of(places.of(in_flight), running=in_flight.task is not None))
+        self._exchange.write(b": %b\n\n" % comment_of(places.of(in_flight), running=in_flight.forwarding is not None))

@@ -1,7 +1,7 @@
-"""Calls that engines run now. A task for each call reads the engine's answer and forwards the answer to the client.
+"""Calls that engines run now: what comes of an engine's answer is forwarded to the client as it arrives.
 
-The task reads the answer to the end at the engine's pace: the engine's slot is free when the engine is done, not when
-the client has read everything. Tokens never enter the scheduler.
+The answer is read to its end at the engine's pace: the engine's slot is free when the engine is done, not when the
+client has read everything. Tokens never enter the scheduler. Reading needs no task: the engine's connection calls.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -33,7 +32,7 @@ class Suspect(Protocol):
 
 
 class RunningCalls:
-    """Starts, stops and abandons these tasks.
+    """Starts, stops and abandons calls on engines.
 
     suspect        called with an engine that failed a request
     prompt_tokens  learns from engines' counts of prompt tokens
@@ -49,9 +48,9 @@ class RunningCalls:
         on_began: Callable[[InFlightCall], None],
         on_ended: Callable[[InFlightCall, RequestEnded], None],
     ) -> None:
-        self._suspect = suspect
+        self.suspect = suspect
+        self.on_began = on_began
         self._prompt_tokens = prompt_tokens
-        self._on_began = on_began
         self._on_ended = on_ended
         self._closed = False
 
@@ -68,10 +67,7 @@ class RunningCalls:
         if in_flight.charge is not None:
             in_flight.charge.started()
         handle.add(in_flight)
-        task = asyncio.create_task(self._forward(handle, in_flight, batch))
-        in_flight.task = task
-        # Not the task's own `finally`: a task cancelled before its first step never enters its `try`.
-        task.add_done_callback(partial(self._done, handle, in_flight))
+        in_flight.forwarding = Forwarding(self, handle, in_flight, batch)
 
     def preempt(self, in_flight: InFlightCall) -> None:
         """Stop a call that the scheduler may start again."""
@@ -79,67 +75,218 @@ class RunningCalls:
         self.stop(in_flight)
 
     def stop(self, in_flight: InFlightCall) -> None:
-        """Cancel the task, which closes the connection to the engine. Has no effect on a task that has just ended."""
-        assert in_flight.task is not None, "a running request has a task"
-        in_flight.task.cancel()
+        """Close the connection to the engine; `on_ended` follows."""
+        assert in_flight.forwarding is not None, "a running request is forwarded"
+        in_flight.forwarding.stop()
 
     def abandon(self, handle: EngineHandle) -> list[InFlightCall]:
-        """Return the calls that a lost engine ran, without `on_ended` for them.
-
-        A call whose answer is complete has ended, and is not lost with its engine.
-        """
-        for in_flight in list(handle.running.values()):
-            if in_flight.task is not None and in_flight.task.done():
-                self._done(handle, in_flight, in_flight.task)
+        """Return the calls that a lost engine ran, without `on_ended` for them."""
         lost_calls = list(handle.running.values())
         for in_flight in lost_calls:
             handle.remove(in_flight)
-            task, in_flight.task = in_flight.task, None
-            if task is not None:
-                task.cancel()
+            forwarding, in_flight.forwarding = in_flight.forwarding, None
+            if forwarding is not None:
+                forwarding.close()
         return lost_calls
 
     async def close(self, in_flight_calls: Collection[InFlightCall]) -> None:
         """Stop these calls, without `on_ended` for them."""
         self._closed = True
-        alive = [
-            in_flight.task for in_flight in in_flight_calls if in_flight.task is not None and not in_flight.task.done()
-        ]
-        for task in alive:
-            task.cancel()
-        await asyncio.gather(*alive, return_exceptions=True)
+        for in_flight in in_flight_calls:
+            if in_flight.forwarding is not None:
+                in_flight.forwarding.close()
 
-    # ---- forwarding -----------------------------------------------------------------------------------------
+    def ended(self, forwarding: Forwarding, ended: RequestEnded) -> None:
+        """Note how a call ended on its engine."""
+        handle, in_flight = forwarding.handle, forwarding.in_flight
+        if in_flight.forwarding is not forwarding or self._closed:
+            return  # the call was abandoned: the scheduler has settled its request with EngineLost
+        in_flight.forwarding = None
+        handle.remove(in_flight)
+        self._on_ended(in_flight, ended)
 
-    async def _forward(self, handle: EngineHandle, in_flight: InFlightCall, batch: Batch) -> RequestEnded:
-        """Read one answer to its end; return how the request ended."""
-        name, request_id = handle.name, in_flight.request.id
+    def learn_prompt(self, call: Call, tokens: int | None) -> None:
+        """Learn from the engine's count of prompt tokens. Prompts of token ids have no characters to count."""
+        if tokens and call.prompt.text:
+            self._prompt_tokens.observe(call, tokens)
+
+
+class Forwarding:
+    """Forwards one answer of an engine to the client, from the request to the end."""
+
+    __slots__ = ("_answer", "_calls", "_ended", "_waiting", "handle", "in_flight")
+
+    def __init__(self, calls: RunningCalls, handle: EngineHandle, in_flight: InFlightCall, batch: Batch) -> None:
+        self.handle = handle
+        self.in_flight = in_flight
+        self._calls = calls
+        self._ended = False
+        self._waiting: asyncio.Task[None] | None = None  # for the client to read, or for a probe of the engine
+        in_flight.usage = None
+        self._answer: Answer = handle.engine.ask(in_flight.call, batch, self._advance)
+
+    def stop(self) -> None:
+        """Abort the request; its end follows."""
+        if not self._ended:
+            self.close()
+            asyncio.get_running_loop().call_soon(self._stopped)
+
+    def close(self) -> None:
+        """Abort the request. Nothing follows."""
+        self._ended = True
+        self._answer.close()
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    # ---- as the answer arrives ----
+
+    def _advance(self) -> None:
+        """Forward what has arrived."""
+        if self._ended or self._waiting is not None:
+            return
         try:
-            answer = await handle.engine.open(in_flight.call, batch)
-            try:
-                if answer.fault:
-                    in_flight.refused = self._head(in_flight, answer, await answer.read())
-                    return RequestEnded(name, request_id, "failed", fault=True, retryable=True)
-                if answer.status >= 400:
-                    self._begin(in_flight, self._head(in_flight, answer, await answer.read()))
-                    return RequestEnded(name, request_id, "failed")
-                forward = self._forward_stream if in_flight.call.stream else self._forward_whole
-                tokens = await forward(name, in_flight, answer)
-            finally:
-                answer.close()
-            return RequestEnded(name, request_id, "completed", tokens / in_flight.call.choices)
+            ended = self._next()
         except EngineError as error:
-            return await self._failed(handle, in_flight, error)
+            if self._ended:  # stopped by what followed from its own bytes
+                return
+            self._answer.close()
+            self._waiting = asyncio.get_running_loop().create_task(self._failed(error))
+            return
+        except Exception as error:
+            ended = self._broken(error)
+        if ended is not None and not self._ended:
+            self._end(ended)
 
-    async def _failed(self, handle: EngineHandle, in_flight: InFlightCall, error: EngineError) -> RequestEnded:
-        """Return how a request ended whose engine gave no answer, or a broken one."""
-        name, request_id = handle.name, in_flight.request.id
+    def _next(self) -> RequestEnded | None:
+        """Return how the request ended; None: more follows. Raises EngineError."""
+        answer, in_flight = self._answer, self.in_flight
+        if not answer.arrived():
+            return None
+        if in_flight.call.stream and answer.status < 400:
+            tokens = self._stream(answer)
+        elif (body := answer.body()) is None:
+            return None
+        elif answer.fault:
+            in_flight.refused = self._head(body)
+            return RequestEnded(*self._request, "failed", fault=True, retryable=True)
+        elif answer.status >= 400:
+            self._begin(body)
+            return RequestEnded(*self._request, "failed")
+        else:
+            tokens = self._whole(body)
+        if tokens is None:
+            return None
+        return RequestEnded(*self._request, "completed", tokens / in_flight.call.choices)
+
+    def _whole(self, body: bytes) -> int:
+        """Forward an answer that is not streamed; return its output tokens."""
+        in_flight, usage = self.in_flight, usage_of(body)
+        if usage is None:
+            raise EngineError(f"engine {self.handle.name} answered with {len(body):,} bytes that are no completion")
+        self._calls.learn_prompt(in_flight.call, usage.prompt_tokens)
+        in_flight.counts, in_flight.cut = usage, was_cut(body)
+        self._begin(body)
+        return usage.completion_tokens or 0
+
+    def _stream(self, answer: Answer) -> int | None:
+        """Forward what has arrived of a stream; at its end return its output tokens.
+
+        Until the first bytes the call may run elsewhere.
+        """
+        in_flight = self.in_flight
+        usage = in_flight.usage or self._usage(answer)
+        try:
+            while data := answer.take():
+                if forwarded := usage.feed(data):
+                    if not in_flight.answered:
+                        self._begin(None)
+                    in_flight.feed(forwarded)
+                    if in_flight.paused:
+                        self._waiting = asyncio.get_running_loop().create_task(self._until_writable())
+                        return None
+            if not answer.complete:
+                return None
+            if not usage.ended:
+                raise EngineError(f"engine {self.handle.name} ended its stream without a finish_reason or [DONE]")
+        except EngineError:
+            if in_flight.answered and (withheld := usage.release()):
+                in_flight.feed(withheld)
+            raise
+        if not in_flight.answered:
+            self._begin(None)
+        if rest := usage.flush():
+            in_flight.feed(rest)
+        in_flight.close()
+        in_flight.counts, in_flight.cut = Usage(usage.prompt_tokens, usage.output_tokens), usage.cut
+        self._calls.learn_prompt(in_flight.call, usage.prompt_tokens)
+        return usage.output_tokens
+
+    def _usage(self, answer: Answer) -> UsageFilter:
+        """Count the tokens of the stream from now on."""
+        if answer.content_type.startswith("text/html"):
+            raise EngineError(f"engine {self.handle.name} answered with a page of HTML")
+        in_flight = self.in_flight
+        call, receipt = in_flight.call, in_flight.receipt
+        field = msgspec.json.encode(receipt.fields) if call.receipt and receipt is not None else b""
+        in_flight.usage = UsageFilter(strip=call.usage_added, choices=call.choices, receipt=field)
+        return in_flight.usage
+
+    async def _until_writable(self) -> None:
+        await self.in_flight.writable()
+        self._waiting = None
+        self._advance()
+
+    def _begin(self, body: bytes | None) -> None:
+        self.in_flight.begin(self._head(body))
+        self._calls.on_began(self.in_flight)
+
+    def _head(self, body: bytes | None) -> Head:
+        answer, receipt = self._answer, self.in_flight.receipt
+        assert receipt is not None
+        return Head(answer.status, answer.content_type, answer.retry_after, receipt, body)
+
+    # ---- how it ends ----
+
+    @property
+    def _request(self) -> tuple[str, int]:
+        return self.handle.name, self.in_flight.request.id
+
+    def _end(self, ended: RequestEnded) -> None:
+        self._ended = True
+        self._answer.close()
+        self._calls.ended(self, ended)
+
+    def _stopped(self) -> None:
+        in_flight = self.in_flight
+        if in_flight.stopping and not in_flight.gone:
+            in_flight.preemptions += 1
+        else:
+            in_flight.fail(EngineFailed("the request was aborted"))
+        self._calls.ended(self, RequestEnded(*self._request, "cancelled"))
+
+    def _broken(self, error: Exception) -> RequestEnded:
+        """An error of this program."""
+        log.error("serving request %d failed", self.in_flight.request.id, exc_info=error)
+        self.in_flight.fail(EngineFailed("the front-end failed while serving this request"))
+        return RequestEnded(*self._request, "failed")
+
+    async def _failed(self, error: EngineError) -> None:
+        """End a request whose engine gave no answer, or a broken one."""
+        try:
+            ended = await self._failure(error)
+        except Exception as own:
+            ended = self._broken(own)
+        self._waiting = None
+        self._end(ended)
+
+    async def _failure(self, error: EngineError) -> RequestEnded:
+        handle, in_flight = self.handle, self.in_flight
         if error.local:  # no other engine can be reached either, and this one is not to blame
             log.warning("%s", error)
             in_flight.fail(Unavailable("the server has no free sockets", code="no_socket", retry_after_s=1.0))
-            return RequestEnded(name, request_id, "cancelled", no_socket=True)
+            return RequestEnded(*self._request, "cancelled", no_socket=True)
         log.log(logging.WARNING if handle.up and error.code is None else logging.DEBUG, "%s", error)
-        await self._suspect(handle, in_flight.request.model, unreachable=error.unreachable)
+        await self._calls.suspect(handle, in_flight.request.model, unreachable=error.unreachable)
         failure = EngineFailed(str(error), code=error.code)
         if in_flight.answered:
             in_flight.fail(failure)
@@ -147,80 +294,4 @@ class RunningCalls:
             assert in_flight.receipt is not None
             body = msgspec.json.encode(failure.body())
             in_flight.refused = Head(failure.status, "application/json", None, in_flight.receipt, body)
-        return RequestEnded(name, request_id, "failed", fault=True, retryable=not in_flight.answered)
-
-    async def _forward_whole(self, name: str, in_flight: InFlightCall, answer: Answer) -> int:
-        """Forward an answer that is not streamed; return its output tokens."""
-        body = await answer.read()
-        usage = usage_of(body)
-        if usage is None:
-            raise EngineError(f"engine {name} answered with {len(body):,} bytes that are no completion")
-        self._learn_prompt(in_flight.call, usage.prompt_tokens)
-        in_flight.counts, in_flight.cut = usage, was_cut(body)
-        self._begin(in_flight, self._head(in_flight, answer, body))
-        return usage.completion_tokens or 0
-
-    async def _forward_stream(self, name: str, in_flight: InFlightCall, answer: Answer) -> int:
-        """Forward a stream; return its output tokens. Until the first bytes the call may run elsewhere."""
-        if answer.content_type.startswith("text/html"):
-            raise EngineError(f"engine {name} answered with a page of HTML")
-        call, receipt = in_flight.call, in_flight.receipt
-        field = msgspec.json.encode(receipt.fields) if call.receipt and receipt is not None else b""
-        usage = in_flight.usage = UsageFilter(strip=call.usage_added, choices=call.choices, receipt=field)
-        try:
-            async for chunk in answer.chunks():
-                data = usage.feed(chunk)
-                if data:
-                    if not in_flight.answered:
-                        self._begin(in_flight, self._head(in_flight, answer, None))
-                    await in_flight.feed(data)
-            if not usage.ended:
-                raise EngineError(f"engine {name} ended its stream without a finish_reason and without [DONE]")
-        except EngineError:
-            if in_flight.answered and (withheld := usage.release()):
-                await in_flight.feed(withheld)
-            raise
-        if not in_flight.answered:
-            self._begin(in_flight, self._head(in_flight, answer, None))
-        if rest := usage.flush():
-            await in_flight.feed(rest)
-        in_flight.close()
-        in_flight.counts, in_flight.cut = Usage(usage.prompt_tokens, usage.output_tokens), usage.cut
-        self._learn_prompt(in_flight.call, usage.prompt_tokens)
-        return usage.output_tokens
-
-    def _begin(self, in_flight: InFlightCall, head: Head) -> None:
-        in_flight.begin(head)
-        self._on_began(in_flight)
-
-    def _learn_prompt(self, call: Call, tokens: int | None) -> None:
-        """Learn from the engine's count of prompt tokens. Prompts of token ids have no characters to count."""
-        if tokens and call.prompt.text:
-            self._prompt_tokens.observe(call, tokens)
-
-    def _head(self, in_flight: InFlightCall, answer: Answer, body: bytes | None) -> Head:
-        assert in_flight.receipt is not None
-        return Head(answer.status, answer.content_type, answer.retry_after, in_flight.receipt, body)
-
-    # ---- the end of a call ------------------------------------------------------------------------------------
-
-    def _done(self, handle: EngineHandle, in_flight: InFlightCall, task: asyncio.Task[RequestEnded]) -> None:
-        if in_flight.task is not task or self._closed:
-            return  # the call was abandoned: the scheduler has settled its request with EngineLost
-        in_flight.task = None
-        handle.remove(in_flight)
-        self._on_ended(in_flight, self._outcome(handle.name, in_flight, task))
-
-    def _outcome(self, engine: str, in_flight: InFlightCall, task: asyncio.Task[RequestEnded]) -> RequestEnded:
-        if task.cancelled():
-            if in_flight.stopping and not in_flight.gone:
-                in_flight.preemptions += 1
-            else:
-                in_flight.fail(EngineFailed("the request was aborted"))
-            return RequestEnded(engine, in_flight.request.id, "cancelled")
-        error = task.exception()
-        if error is None:
-            return task.result()
-        log.error("serving request %d failed", in_flight.request.id, exc_info=error)
-        in_flight.fail(EngineFailed("the front-end failed while serving this request"))
-        return RequestEnded(engine, in_flight.request.id, "failed")
+        return RequestEnded(*self._request, "failed", fault=True, retryable=not in_flight.answered)

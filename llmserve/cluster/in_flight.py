@@ -1,16 +1,17 @@
-"""A client's call in flight: the forwarding task gives the answer to the client."""
+"""A client's call in flight, which gives the answer to the client."""
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from llmserve.engines.event_stream import Usage, UsageFilter
 from llmserve.errors import RequestError
 from llmserve.request import Call, Request
-from llmserve.scheduling.messages import RequestEnded
+
+if TYPE_CHECKING:
+    from llmserve.cluster.calls import Forwarding
 
 
 class Receipt(msgspec.Struct, frozen=True):
@@ -94,11 +95,11 @@ class InFlightCall:
         self.counts: Usage | None = None  # the engine's counts of the whole answer
         self.charge = charge  # None: the call uses no limits, or has been settled
         self.cut = False  # the answer ran into a limit
-        self.task: asyncio.Task[RequestEnded] | None = None  # the task that forwards the answer
+        self.forwarding: Forwarding | None = None  # forwards the answer of the engine that runs the call
         self.gone = False  # the client has left
         self.answered = False  # the client has received bytes
         self.complete = False  # the client has the whole answer, or was told of a failure
-        self.stopping = False  # the task is being stopped by a preemption: the call may start again
+        self.stopping = False  # the call is being stopped by a preemption: the call may start again
         self.preemptions = 0
         self.refused: Head | None = None  # the engine's own error answer, for the client if no retry succeeds
         self._client = client
@@ -116,12 +117,19 @@ class InFlightCall:
         self.complete = head.body is not None
         self._client.begin(head)
 
-    async def feed(self, chunk: bytes) -> None:
-        """Give the client bytes of a stream, and wait while the client has too many unread."""
+    def feed(self, chunk: bytes) -> None:
+        """Give the client bytes of a stream."""
         if not (self.complete or self.gone):
             self._client.write(chunk)
-            if self._client.paused:
-                await self._client.writable()
+
+    @property
+    def paused(self) -> bool:
+        """Whether the client has too many unread bytes."""
+        return self._client.paused and not (self.complete or self.gone)
+
+    async def writable(self) -> None:
+        """Wait until the client has read enough, or has gone."""
+        await self._client.writable()
 
     def close(self) -> None:
         """End the stream."""

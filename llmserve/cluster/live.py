@@ -1,8 +1,7 @@
 """The live cluster drives the scheduler with asyncio, real engines and the monotonic clock.
 
-Each client call is an `InFlightCall`. When the scheduler starts a call, a task for that call (calls.py) reads the
-engine's answer. A preempted call loses its task and stays in flight: the scheduler starts the call again, or fails it
-at its deadline.
+Each client call is an `InFlightCall`. When the scheduler starts a call, calls.py forwards the engine's answer. A
+preempted call stays in flight: the scheduler starts the call again, or fails it at its deadline.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class LiveQueueTimes:
         return place.position * self._answer_s(call, None) / max(1, slots)
 
     def end_s(self, call: InFlightCall) -> float | None:
-        if call.task is not None:
+        if call.forwarding is not None:
             (left_s,) = self._cluster.remaining_s([call])
             return left_s
         start_s = self.start_s(call)

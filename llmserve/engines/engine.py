@@ -1,8 +1,8 @@
-"""The interface between an engine's handle and the engine: `open`, `probe` and `close`."""
+"""The interface between an engine's handle and the engine: `ask`, `probe` and `close`."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,12 +51,14 @@ class Health:
 
 
 class Answer(Protocol):
-    """An answer whose head has arrived and can be passed on, and whose body follows.
+    """An answer on its way. Each method raises EngineError once the engine gives none, or has broken it off.
 
+    The others are there when `arrived` has said so:
     status       200 to 299, or 400 to 599
     fault        the engine failed (5xx, 408): the request may run on another engine. 429 is no fault: the engine asks
                  the client to come back later, and says when
     retry_after  printable ASCII, as content_type
+    complete     the whole body has arrived; parts of it may wait to be taken
     """
 
     status: int
@@ -64,12 +66,19 @@ class Answer(Protocol):
     content_type: str
     retry_after: str | None
 
-    async def read(self) -> bytes:
-        """Return the whole body. Raises EngineError when the engine breaks off the answer."""
+    @property
+    def complete(self) -> bool: ...
+
+    def arrived(self) -> bool:
+        """Whether the status and the headers are there."""
         ...
 
-    def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the body as it arrives, in pieces of any size. Raises EngineError as `read` does."""
+    def body(self) -> bytes | None:
+        """The whole body; None until it is complete."""
+        ...
+
+    def take(self) -> bytes:
+        """The part of the body that has arrived and was not taken, of any size; b"" for nothing."""
         ...
 
     def close(self) -> None:
@@ -86,10 +95,10 @@ class Engine(Protocol):
     info: EngineInfo
     restart: Callable[[], Awaitable[None]] | None
 
-    async def open(self, call: Call, batch: Batch) -> Answer:
-        """Send a call as a member of a batch, and wait for the answer's head. The caller must close the answer.
+    def ask(self, call: Call, batch: Batch, on_change: Callable[[], None]) -> Answer:
+        """Send a call as a member of a batch. The caller must close the answer.
 
-        Raises EngineError when no status line arrives; then, and when cancelled, the request is aborted.
+        on_change : called from the event loop whenever more of the answer is there, or nothing more will come
         """
         ...
 

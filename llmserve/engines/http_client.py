@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
 from typing import cast
 from urllib.parse import quote, urlsplit
 
@@ -28,103 +29,133 @@ _KEPT_HEADERS = frozenset(
 
 
 class Response:
-    """An answer whose body arrives while it is read. One reader at a time.
+    """A request and its answer, whose body arrives while it is read. One reader at a time.
 
+    data      the whole request
+    on_change called when something has arrived, and when the answer has ended or failed; never after `close`
     headers   the few that this project reads, by lower-case name; the values of a repeated header are joined by commas
     complete  the whole body has arrived; parts of it may wait to be taken
+    error     why nothing more arrives
     """
 
-    __slots__ = ("_buffered", "_chunks", "_connection", "_error", "_waiter", "complete", "headers", "status")
+    __slots__ = (
+        *("complete", "connection", "data", "error", "headers", "on_change", "status"),
+        *("_buffered", "_chunks", "_client", "_closed", "_connecting", "_parts", "_read"),
+    )
 
-    def __init__(self, connection: _Connection) -> None:
+    def __init__(self, client: HttpClient, data: bytes, on_change: Callable[[], None] | None) -> None:
+        self.data = data
+        self.on_change = on_change
+        self.connection: _Connection | None = None
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
         self.complete = False
-        self._connection = connection
+        self.error: HttpError | None = None
+        self._client = client
+        self._closed = False
+        self._connecting: asyncio.Task[None] | None = None
         self._chunks: list[bytes] = []
         self._buffered = 0
-        self._error: HttpError | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._parts: list[bytes] = []  # of the body, taken by `body`
+        self._read = 0
+
+    # ---- for the reader ----
 
     async def head(self) -> None:
         """Wait for status and headers. Raises HttpError; then, and when cancelled, the request is aborted."""
         try:
             while not self.status:
-                if self._error is not None:
-                    raise self._error
-                await self._wait()
+                if self.error is not None:
+                    raise self.error
+                await self._change()
         except BaseException:
             self.close()
             raise
 
     async def read(self, bytes_max: int) -> bytes:
-        """Return the whole body; without a wait when it is complete. Raises HttpError, also when it is larger."""
-        announced = self.headers.get(b"content-length")
-        size = int(announced) if announced is not None else 0
-        parts: list[bytes] = []
-        read = 0
-        while size <= bytes_max and await self.more():
+        """As `body`, which it waits for."""
+        while (body := self.body(bytes_max)) is None:
+            await self._change()
+        return body
+
+    def body(self, bytes_max: int) -> bytes | None:
+        """The whole body; None until it is complete. Raises HttpError, also when it is larger."""
+        if self._chunks:
             part = self.take()
-            parts.append(part)
-            read += len(part)
-            size = max(size, read)
-        if size > bytes_max:
+            self._parts.append(part)
+            self._read += len(part)
+        announced = self.headers.get(b"content-length")
+        if self._read > bytes_max or (announced is not None and int(announced) > bytes_max):
             self.close()
             raise HttpError(f"a body of more than {bytes_max:,} bytes")
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    async def more(self) -> bool:
-        """Wait until `take` has something to return; False at the body's end. Raises HttpError when it breaks off."""
-        while not self._chunks:
-            if self.complete:
-                return False
-            if self._error is not None:
-                raise self._error
-            await self._wait()
-        return True
+        if self.complete:
+            return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        if self.error is not None:
+            raise self.error
+        return None
 
     def take(self) -> bytes:
-        """Return what has arrived and was not taken, b"" for nothing."""
+        """What has arrived and was not taken, b"" for nothing. Raises HttpError when it breaks off there."""
         chunks = self._chunks
+        if not chunks and self.error is not None and not self.complete:
+            raise self.error
         data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         chunks.clear()
-        if self._buffered > BUFFER_BYTES_MAX:
-            self._connection.resume(self)
+        if self._buffered > BUFFER_BYTES_MAX and self.connection is not None:
+            self.connection.resume(self)
         self._buffered = 0
         return data
 
     def close(self) -> None:
         """Abort the request unless its answer is complete."""
-        if not self.complete:
-            self._connection.drop(self, HttpError("the answer was closed"))
+        self._closed, self.on_change = True, None
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if not self.complete and self.connection is not None:
+            self.connection.drop(self, HttpError("the answer was closed"))
 
-    async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
+    async def _change(self) -> None:
+        changed = asyncio.get_running_loop().create_future()
+        self.on_change = lambda: None if changed.done() else changed.set_result(None)
         try:
-            await self._waiter
+            await changed
         finally:
-            self._waiter = None
+            self.on_change = None
 
-    # ---- for the connection ----
+    # ---- for the client and its connections ----
+
+    def connect(self, *, fresh: bool) -> None:
+        """Send the request soon, on a new connection or one that is kept by then."""
+        self._connecting = asyncio.get_running_loop().create_task(self._connect(fresh=fresh))
+
+    async def _connect(self, *, fresh: bool) -> None:
+        try:
+            connection = await self._client.connection(fresh=fresh)
+        except HttpError as error:
+            self.fail(error)
+        except Exception as error:
+            self.fail(HttpError(f"no connection: {printable(repr(error))}"))
+        else:
+            self._connecting = None
+            connection.send(self)
 
     def add(self, data: bytes) -> bool:
         """Add bytes of the body. Returns whether more than BUFFER_BYTES_MAX wait."""
         self._chunks.append(data)
         self._buffered += len(data)
-        self.wake()
         return self._buffered > BUFFER_BYTES_MAX
 
-    def end(self) -> None:
-        self.complete = True
-        self.wake()
-
     def fail(self, error: HttpError) -> None:
-        self._error = error
-        self.wake()
+        """A request on a kept connection that turns out to be closed is sent once more, on a new connection."""
+        if error.stale and not self._closed:
+            self.connect(fresh=True)
+            return
+        self.error = error
+        self.changed()
 
-    def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
 
 
 class _Connection(asyncio.Protocol):
@@ -154,20 +185,19 @@ class _Connection(asyncio.Protocol):
     def open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, data: bytes) -> Response:
-        """Send a whole request. The connection must carry no other."""
-        response = Response(self)
+    def send(self, response: Response) -> None:
+        """Send the request. The connection must carry no other."""
         if self._transport is None or not self.open:
-            response.fail(HttpError("the connection was closed", stale=self._kept))
-            return response
+            self._loop.call_soon(response.fail, HttpError("the connection was closed", stale=self._kept))
+            return
         self._response = response
+        response.connection = self
         self._head_bytes = self._idle_bytes = 0
         self._framed = self._keeps = False
         self._since_s = self._loop.time()
         self._ends_s = self._since_s + self._client.answer_s
         self._arm(min(self._since_s + self._client.idle_s, self._ends_s))
-        self._transport.write(data)
-        return response
+        self._transport.write(response.data)
 
     def drop(self, response: Response, error: HttpError) -> None:
         """Close the connection if it still carries this answer."""
@@ -232,11 +262,16 @@ class _Connection(asyncio.Protocol):
             if response.complete:  # the surplus after a good answer
                 self._response = None
             self.close(HttpError(_reason(error)))
+            if response.complete:
+                response.changed()
             return
         if response.complete:
             self._end()
+            response.changed()
         elif self._idle_bytes > HEAD_BYTES_MAX:
             self.close(HttpError(f"more than {HEAD_BYTES_MAX:,} bytes that are no body"))
+        elif response.status:
+            response.changed()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._parser = None  # the parser refers to this object
@@ -248,7 +283,8 @@ class _Connection(asyncio.Protocol):
         if response is None:
             return
         if exc is None and response.status and not self._framed:
-            response.end()
+            response.complete = True
+            response.changed()
             return
         is_soon = self._loop.time() - self._since_s < STALE_S
         stale = self._kept and is_soon and not self._idle_bytes and not response.status
@@ -297,7 +333,6 @@ class _Connection(asyncio.Protocol):
             raise _Unwanted(f"the status {status}")
         self._framed = encoding is not None or b"content-length" in headers
         response.status = status
-        response.wake()
 
     def on_body(self, data: bytes) -> None:
         self._idle_bytes = 0
@@ -313,7 +348,7 @@ class _Connection(asyncio.Protocol):
             self._interim = False
             return
         self._keeps = self._parser.should_keep_alive()
-        self._response.end()
+        self._response.complete = True
 
 
 class _Unwanted(Exception):
@@ -348,21 +383,23 @@ class HttpClient:
         lines += [f"{name}: {value}" for name, value in headers.items()]
         return "".join(f"{line}\r\n" for line in lines).encode("latin-1")
 
-    async def request(self, opening: bytes, body: bytes | None = None, *, fresh: bool = False) -> Response:
-        """Send a request and wait for the head of its answer. Raises HttpError.
+    def ask(
+        self, opening: bytes, body: bytes | None, on_change: Callable[[], None] | None, *, fresh: bool = False
+    ) -> Response:
+        """Send a request, if `fresh` on a connection of its own. Close the response after use."""
+        data = opening + (b"\r\n" if body is None else b"content-length: %d\r\n\r\n%b" % (len(body), body))
+        response = Response(self, data, on_change)
+        connection = None if fresh else self._kept()
+        if connection is not None:
+            connection.send(response)
+        else:
+            response.connect(fresh=fresh)
+        return response
 
-        fresh : on a connection of its own. Otherwise a request on a kept connection that turns out to be closed is sent
-        once more, on a new connection. Close the response after use.
-        """
-        data = opening + (b"\r\n" if body is None else b"content-length: %d\r\n\r\n" % len(body) + body)
-        response = (await self._connection(fresh=fresh)).send(data)
-        try:
-            await response.head()
-        except HttpError as error:
-            if not error.stale:
-                raise
-            response = (await self._connection(fresh=True)).send(data)
-            await response.head()
+    async def request(self, opening: bytes, body: bytes | None = None, *, fresh: bool = False) -> Response:
+        """As `ask`, and wait for the head of the answer. Raises HttpError."""
+        response = self.ask(opening, body, None, fresh=fresh)
+        await response.head()
         return response
 
     async def close(self) -> None:
@@ -379,7 +416,14 @@ class HttpClient:
         if connection in self._idle:
             self._idle.remove(connection)
 
-    async def _connection(self, *, fresh: bool) -> _Connection:
+    def _kept(self) -> _Connection | None:
+        """The youngest kept connection that is open."""
+        while self._idle:
+            if (connection := self._idle.pop()).open:
+                return connection
+        return None
+
+    async def connection(self, *, fresh: bool) -> _Connection:
         """A kept connection, the youngest first, or a new one.
 
         Without a socket left it waits, unless `fresh`, for one or for a kept connection, for connect_s at most.
@@ -387,10 +431,8 @@ class HttpClient:
         loop = asyncio.get_running_loop()
         until_s = 0.0
         while True:
-            while self._idle and not fresh:
-                connection = self._idle.pop()
-                if connection.open:
-                    return connection
+            if not fresh and (kept := self._kept()) is not None:
+                return kept
             try:
                 return await self._connector.connect(lambda: _Connection(self))
             except HttpError as error:

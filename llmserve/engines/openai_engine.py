@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -59,16 +59,39 @@ class _ModelList(msgspec.Struct):
 
 
 class HttpAnswer:
-    """An answer over HTTP."""
+    """An answer over HTTP; see engine.Answer."""
 
-    def __init__(self, response: Response, name: str) -> None:
+    __slots__ = ("_engine", "_response", "content_type", "fault", "retry_after", "status")
+
+    def __init__(self, response: Response, engine: OpenAIEngine) -> None:
+        self.status = 0
+        self.fault = False
+        self.content_type = ""
+        self.retry_after: str | None = None
+        self._response = response
+        self._engine = engine
+
+    @property
+    def complete(self) -> bool:
+        return self._response.complete
+
+    def arrived(self) -> bool:
+        if self.status:
+            return True
+        response = self._response
+        if not response.status:
+            if response.error is not None:
+                raise self._engine.no_answer(response.error)
+            return False
+        self._read_head(response)
+        return True
+
+    def _read_head(self, response: Response) -> None:
         """Raises EngineError for a head that no client may get."""
         self.status = status = response.status
-        self._response = response
-        self._name = name
+        self._engine.judge(status)
         if status in AUTH_STATUSES:
-            message = f"engine {name} refuses this server's key with {status}: see --engine-api-key"
-            raise EngineError(message, code="engine_auth")
+            raise auth_error(self._engine.info.name, status)
         if 300 <= status < 400 or status in (204, 205):
             raise self._unusable(f"the status {status}")
         if response.headers.get(b"content-encoding", b"").strip().lower() not in (b"", b"identity"):
@@ -86,17 +109,15 @@ class HttpAnswer:
             raise self._unusable(f"a {name.decode()} that is not printable")
         return text
 
-    async def read(self) -> bytes:
+    def body(self) -> bytes | None:
         try:
-            return await self._response.read(ANSWER_BYTES_MAX if self.status < 300 else ERROR_BYTES_MAX)
+            return self._response.body(ANSWER_BYTES_MAX if self.status < 300 else ERROR_BYTES_MAX)
         except HttpError as error:
             raise self._broken(error) from error
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        response = self._response
+    def take(self) -> bytes:
         try:
-            while await response.more():
-                yield response.take()
+            return self._response.take()
         except HttpError as error:
             raise self._broken(error) from error
 
@@ -104,10 +125,15 @@ class HttpAnswer:
         self._response.close()
 
     def _unusable(self, what: str) -> EngineError:
-        return EngineError(f"engine {self._name} gave an answer that cannot be passed on: {what}")
+        return EngineError(f"engine {self._engine.info.name} gave an answer that cannot be passed on: {what}")
 
     def _broken(self, error: HttpError) -> EngineError:
-        return EngineError(f"engine {self._name} broke off its answer: {error}")
+        return EngineError(f"engine {self._engine.info.name} broke off its answer: {error}")
+
+
+def auth_error(name: str, status: int) -> EngineError:
+    message = f"engine {name} refuses this server's key with {status}: see --engine-api-key"
+    return EngineError(message, code="engine_auth")
 
 
 class OpenAIEngine:
@@ -143,7 +169,7 @@ class OpenAIEngine:
         self._not_served: list[str] = []  # the model ids of the last probe that cannot be served
         self._key_refused = False
 
-    async def open(self, call: Call, batch: Batch) -> HttpAnswer:
+    def ask(self, call: Call, batch: Batch, on_change: Callable[[], None]) -> HttpAnswer:
         opening = self._openings.get(call.path)
         if opening is None:
             opening = self._openings[call.path] = self._client.opening("POST", call.path, self._headers)
@@ -153,23 +179,15 @@ class OpenAIEngine:
         body = call.body
         if batch.turn is not None or call.priority:  # the client's priority is the front-end's, see api/shares.py
             body = with_priority(body, batch.turn or 0.0)
-        try:
-            response = await self._client.request(opening + further.encode("latin-1"), body)
-        except HttpError as error:
-            raise self._no_answer(error) from error
-        return self._answer(response)
+        response = self._client.ask(opening + further.encode("latin-1"), body, on_change)
+        return HttpAnswer(response, self)
 
-    def _answer(self, response: Response) -> HttpAnswer:
-        try:
-            answer = HttpAnswer(response, self.info.name)
-        except EngineError as error:
-            response.close()
-            if error.code == "engine_auth" and not self._key_refused:
-                self._key_refused = True
-                log.error("%s", error)
-            raise
-        self._key_refused = False
-        return answer
+    def judge(self, status: int) -> None:
+        """Log once that the engine refuses the key."""
+        refused = status in AUTH_STATUSES
+        if refused and not self._key_refused:
+            log.error("%s", auth_error(self.info.name, status))
+        self._key_refused = refused
 
     async def probe(self) -> Health:
         """GET /health if the server has /health, then GET /v1/models, then vLLM's figures in GET /metrics."""
@@ -183,7 +201,7 @@ class OpenAIEngine:
                 raise EngineError(f"engine {name}: /v1/models answers {status}")
             models = msgspec.json.decode(body, type=_ModelList).data
         except HttpError as error:
-            raise self._no_answer(error) from error
+            raise self.no_answer(error) from error
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise EngineError(f"engine {name}: /v1/models is not a list of models: {printable(str(error))}") from error
         served = self._served(models)
@@ -240,7 +258,7 @@ class OpenAIEngine:
         self._has_metrics = status not in (404, 405)
         return read_load(body.decode(errors="replace")) if status == 200 else None
 
-    def _no_answer(self, error: HttpError) -> EngineError:
+    def no_answer(self, error: HttpError) -> EngineError:
         """Only a refused connection means unreachable; a timeout does not."""
         if error.local:
             return EngineError(f"this server has no socket left for engine {self.info.name}: {error}", local=True)

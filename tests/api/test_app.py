@@ -300,7 +300,7 @@ async def test_a_key_has_a_limit_of_requests_in_progress(start_front: StartFront
     async with FakeEngine(step_s=0.05) as engine:
         front = await start_front(engine, limits=ApiConfig(concurrent_max=1))
         first = asyncio.ensure_future(
-            client(front).chat.completions.create(model="fake", messages=MESSAGES, max_tokens=4)
+            client(front).chat.completions.create(model="fake", messages=MESSAGES, max_tokens=20)
         )
         await until(lambda: engine.running == 1)
         with pytest.raises(openai.RateLimitError):
