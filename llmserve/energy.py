@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -48,6 +48,11 @@ class EnergyMeter(Protocol):
     def joules(self, now_s: float) -> float:
         """Return the joules since the meter was created, without I/O; never falls. now_s : on the cluster's clock."""
         ...
+
+
+def meter_of_all(meters: Sequence[EnergyMeter]) -> EnergyMeter | None:
+    """The first meter that covers all engines; None without one."""
+    return next((meter for meter in meters if meter.of_all_work), None)
 
 
 # ---- measured -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from llmserve.cluster.journal import Step
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.saving import Saver
 from llmserve.counted import Families
-from llmserve.energy import EnergyMeter
+from llmserve.energy import EnergyMeter, meter_of_all
 from llmserve.gauges import Connections, DispatchGauges, EnergyGauges, Gauges, OrderGauges, ServerGauges, StateGauges
 from llmserve.request import Batch, Request
 from llmserve.scheduling.messages import (
@@ -66,6 +66,7 @@ class Metrics:
         families: Families | None = None,
     ) -> None:
         registry = self.registry = CollectorRegistry()
+        self.meter_of_all = meter_of_all(meters)
         self._cluster = cluster
         self._batch_size = batch_size
         self._open: dict[int, _Open] = {}  # by request id

@@ -180,7 +180,7 @@ async def serving(config: Config, reloader: Reloader | None = None) -> AsyncIter
         key_limits = key_limits_of(config, key_file, cluster, metrics, ledger, usage)
         reloader.add(keys_part(key_limits))
         reloader.add(engines_part(config, cluster))
-        app = App(cluster, metrics, key_limits, config.limits, admin, reloader.reload)
+        app = App(cluster, metrics, key_limits, config.limits, admin, reloader.reload, metrics.meter_of_all)
         limits = DoorLimits(
             config.limits.body_bytes_max,
             config.live.buffer_bytes_max,
@@ -205,6 +205,7 @@ async def _counted(
 ) -> tuple[KeyUsage | None, Metrics]:
     """What counts the use of keys, None without keys, and the metrics."""
     from llmserve.counted import Families
+    from llmserve.energy import meter_of_all
     from llmserve.energy_meters import energy_meters
     from llmserve.metrics import Metrics
     from llmserve.usage import KeyUsage
@@ -216,7 +217,7 @@ async def _counted(
     profiles = config.dispatch.profiles()
     meters = await energy_meters(config, cluster, profiles, gpus, stack)
     if usage is not None:
-        usage.meter = next((meter for meter in meters if meter.of_all_work), None)
+        usage.meter = meter_of_all(meters)
     metrics = Metrics(
         cluster,
         config.scheduling.full_batch,

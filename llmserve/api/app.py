@@ -2,6 +2,7 @@
 
 POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /v1/models/{id}
 GET /health (the process lives)   GET /ready (an engine is up)   GET /metrics (Prometheus)
+GET / (a page for people)   GET /events (what it shows)
 With an admin key: GET /admin/queue   GET /admin/engines   POST /admin/engines/{name}/drain | resume | restart
 GET /admin/usage   POST /admin/reload
 """
@@ -28,6 +29,7 @@ from llmserve.api.bodies import BODIES
 from llmserve.api.exchange import Exchange
 from llmserve.api.keep_alive import EVENT_STREAM, comment_of, error_of_body
 from llmserve.api.limits import Account, KeyLimits, Keys
+from llmserve.api.page import PageEndpoints
 from llmserve.api.parse import CallParser
 from llmserve.api.shares import with_share
 from llmserve.api.state import StateEndpoints
@@ -35,7 +37,9 @@ from llmserve.cluster.fitting import check_fits
 from llmserve.cluster.in_flight import Head, InFlightCall, Receipt
 from llmserve.cluster.live import LiveCluster
 from llmserve.cluster.places import Places
+from llmserve.cluster.watch import Watch
 from llmserve.deadline_settings import DefaultDeadlines
+from llmserve.energy import EnergyMeter
 from llmserve.errors import ConfigError, MethodNotAllowed, NotFound, RequestError, Unavailable, model_not_found
 from llmserve.headers import BATCH_HEADER, BIN_HEADER, ENGINE_HEADER, PREDICTED_HEADER, QUEUE_HEADER
 from llmserve.metrics import Metrics
@@ -54,7 +58,7 @@ class App:
 
     Completions bypass ASGI and FastAPI: routing, middlewares and a task for each client would cost more time than all
     of scheduling (scripts/lab/benchmark_frontend.py). admin: the keys for /admin; None: /admin is disabled.
-    reload: reads keys, limits and engines again.
+    reload: reads keys, limits and engines again.  meter: of all engines' energy; None: none is known
     """
 
     def __init__(
@@ -65,14 +69,16 @@ class App:
         config: ApiConfig,
         admin: Keys | None = None,
         reload: Callable[[], Awaitable[None]] = no_reload,
+        meter: EnergyMeter | None = None,
     ) -> None:
         self._endpoints = _Endpoints(cluster, metrics, key_limits, config)
         keys = key_limits.keys
         seeing = tuple([known for known in (keys, admin) if known is not None]) if keys.required else ()
-        state = StateEndpoints(cluster, metrics, seeing)
-        self._others = AsgiHandler(
-            _other_paths(self._endpoints, AdminEndpoints(cluster, admin, key_limits, reload), state), self.refused
-        )
+        page = PageEndpoints(Watch(cluster, meter), None if not keys.required else () if admin is None else (admin,))
+        others = _other_paths(self._endpoints, AdminEndpoints(cluster, admin, key_limits, reload))
+        StateEndpoints(cluster, metrics, seeing).add_to(others)
+        page.add_to(others)
+        self._others = AsgiHandler(others, self.refused)
         self._state_for_all = StateEndpoints(cluster, metrics, ())
 
     def admit(self, exchange: Exchange) -> None:
@@ -105,11 +111,10 @@ def _fastapi(endpoints: _Endpoints) -> FastAPI:
     return app
 
 
-def _other_paths(endpoints: _Endpoints, admin: AdminEndpoints, state: StateEndpoints) -> FastAPI:
+def _other_paths(endpoints: _Endpoints, admin: AdminEndpoints) -> FastAPI:
     app = _fastapi(endpoints)
     app.add_route("/v1/models", endpoints.list_models, methods=["GET"])
     app.add_route("/v1/models/{model_id:path}", endpoints.retrieve_model, methods=["GET"])
-    state.add_to(app)
     app.add_route("/admin/queue", admin.list_waiting, methods=["GET"])
     app.add_route("/admin/engines", admin.list_engines, methods=["GET"])
     app.add_route("/admin/usage", admin.usage, methods=["GET"])

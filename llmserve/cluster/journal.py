@@ -72,13 +72,13 @@ class Step(msgspec.Struct, frozen=True):
 class Journal:
     """The last `steps_max` steps in memory, all of them in a file when `path` is given.
 
-    Listeners are called with each step: metrics and reports listen to the journal.
+    `listeners` are called with each step: metrics and reports listen to the journal.
     """
 
     def __init__(self, header: Header, *, steps_max: int = STEPS_MAX, path: Path | None = None) -> None:
         self.header = header
         self.steps: deque[Step] = deque(maxlen=steps_max)
-        self._listeners: list[Callable[[Step], None]] = []
+        self.listeners: list[Callable[[Step], None]] = []
         self._encoder = msgspec.json.Encoder()
         try:
             self._file = appending(path) if path is not None else None
@@ -87,13 +87,16 @@ class Journal:
         self._write(header)
 
     def listen(self, listener: Callable[[Step], None]) -> None:
-        self._listeners.append(listener)
+        self.listeners.append(listener)
+
+    def unlisten(self, listener: Callable[[Step], None]) -> None:
+        self.listeners.remove(listener)
 
     def append(self, now_s: float, event: Event, actions: Sequence[Action]) -> None:
         step = Step(now_s, event, tuple(actions))
         self.steps.append(step)
         self._write(step)
-        for listener in self._listeners:
+        for listener in self.listeners:
             try:
                 listener(step)
             except Exception:  # a failing listener must not stop serving

@@ -146,6 +146,9 @@ class LiveCluster:
     def now_s(self) -> float:
         return self._clock() - self._started_at
 
+    def call(self, request_id: int) -> InFlightCall | None:
+        return self._in_flight.get(request_id)
+
     def submit(self, call: Call, client: Client, charge: Charge | None = None) -> InFlightCall:
         """Predict the length of a call and queue the call, if its charge allows. The answer goes to the client."""
         self._next_id += 1

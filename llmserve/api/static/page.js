@@ -1,0 +1,299 @@
+// Shows the snapshots of GET /events, and talks to a model.
+
+import { bars, dots, lines, shown } from "/charts.js";
+
+const HISTORY_S = 300, TIMELINE_S = 60, LANES_MAX = 64, DOTS_MAX = 1000, AGAIN_S = 2;
+const $ = (id) => document.getElementById(id);
+
+const history = { tokens: [], median: [], high: [], running: [], waiting: [] };
+const requests = new Map(); // id -> its last report, with its lane
+const occupied = new Map(); // engine -> [share of its slots, ...], one a second
+const points = []; // [forecast, real]
+let last = null;
+
+// ---- what happens ----
+
+async function follow() {
+  for (;;) {
+    const key = sessionStorage.getItem("admin-key");
+    let ended = "the server does not answer";
+    try {
+      const response = await fetch("/events", { headers: key ? { authorization: `Bearer ${key}` } : {} });
+      if (response.status === 401) return ask(key ? "The server refuses this key." : "");
+      if (response.status === 404) return ask("The server has no admin key: start it with --admin-key-file FILE.");
+      if (response.ok) {
+        $("admin").hidden = true;
+        $("live").hidden = false;
+        await read(response.body, (data) => show(JSON.parse(data)));
+        ended = "the server has closed the connection";
+      }
+    } catch { /* no connection */ }
+    state(`${ended}; trying again`, true);
+    await new Promise((resolve) => setTimeout(resolve, 1000 * AGAIN_S));
+  }
+}
+
+// Calls `take` with the data of each event of a stream.
+async function read(body, take) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const events = (rest + value).split("\n\n");
+    rest = events.pop();
+    for (const event of events) {
+      const data = event.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim());
+      if (data.length) take(data.join("\n"));
+    }
+  }
+}
+
+function ask(note) {
+  $("admin").hidden = false;
+  $("live").hidden = true;
+  $("admin-note").textContent = note;
+  state("the admin key is needed", false);
+}
+
+$("admin").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem("admin-key", $("admin-key").value);
+  follow();
+});
+
+function state(text, bad) {
+  $("state").textContent = text;
+  $("state").className = bad ? "bad" : "";
+}
+
+function show(now) {
+  const restarted = last !== null && now.now_s < last.now_s;
+  if (restarted) { requests.clear(); occupied.clear(); last = null; }
+  const passed = Math.max(0.2, now.now_s - now.since_s);
+  push(history.tokens, now.tokens / passed);
+  push(history.median, now.latency_s ? now.latency_s[0] : null);
+  push(history.high, now.latency_s ? now.latency_s[1] : null);
+  push(history.running, now.running);
+  push(history.waiting, now.waiting);
+  for (const engine of now.engines) {
+    if (!occupied.has(engine.name)) occupied.set(engine.name, []);
+    push(occupied.get(engine.name), engine.slots ? Math.min(1, engine.running / engine.slots) : 0, TIMELINE_S);
+  }
+  now.requests.forEach((request) => note(request));
+  forget(now);
+  tiles(now, passed);
+  tables(now);
+  draw(now);
+  const up = now.engines.filter((engine) => engine.state === "ready").length;
+  const count = now.engines_in_all > now.engines.length ? `${now.engines_in_all} engines` : `${up} of ${now.engines.length} engines ready`;
+  state(`${now.draining ? "draining, " : ""}${count}, order ${now.order}`, now.draining || up === 0);
+  last = now;
+}
+
+function push(values, value, most = HISTORY_S) {
+  values.push(value);
+  if (values.length > most) values.shift();
+}
+
+// Remembers a request, in the first lane of its engine that was free at its start.
+function note(request) {
+  const known = requests.get(request.id);
+  if (known && known.engine === request.engine && known.started_s === request.started_s) {
+    Object.assign(known, request);
+  } else {
+    const taken = new Set();
+    for (const other of requests.values()) {
+      if (other.engine === request.engine && (other.ended_s === null || other.ended_s > request.started_s + 0.001)) taken.add(other.lane);
+    }
+    let lane = 0;
+    while (taken.has(lane)) lane += 1;
+    requests.set(request.id, { ...request, lane });
+  }
+  if (request.ended_s !== null && request.predicted !== null && request.tokens > 0) {
+    push(points, [request.predicted, request.tokens], DOTS_MAX);
+  }
+}
+
+// Drops what has left the picture, and what was running without being reported again.
+function forget(now) {
+  const reported = new Set(now.requests.map((request) => request.id));
+  for (const [id, request] of requests) {
+    if (request.ended_s === null && !reported.has(id)) request.ended_s = now.now_s;
+    if (request.ended_s !== null && request.ended_s < now.now_s - TIMELINE_S) requests.delete(id);
+  }
+}
+
+function tiles(now, passed) {
+  const refused = Object.values(now.refused).reduce((sum, count) => sum + count, 0);
+  const watts = last && now.joules !== null && last.joules !== null ? (now.joules - last.joules) / (now.now_s - last.now_s) : null;
+  const values = [
+    ["running, of slots", `${now.running.toLocaleString("en")} / ${now.slots.toLocaleString("en")}`],
+    ["waiting", now.waiting.toLocaleString("en")],
+    ["requests/s", shown(now.arrived / passed)],
+    ["tokens/s", shown(now.tokens / passed)],
+    ["latency, p50 / p99", now.latency_s ? now.latency_s.map((value) => `${shown(value)}`).join(" / ") + " s" : "–"],
+    ["queue, p50 / p99", now.queue_s ? now.queue_s.map((value) => `${shown(value)}`).join(" / ") + " s" : "–"],
+    ["refused/s", shown(refused / passed)],
+    ["power", watts === null ? "–" : `${shown(watts)} W`],
+  ];
+  $("tiles").replaceChildren(...values.map(([name, value]) => element("div", element("dt", name), element("dd", value))));
+}
+
+function element(name, ...children) {
+  const made = document.createElement(name);
+  made.append(...children);
+  return made;
+}
+
+function number(value) {
+  const cell = element("td", value.toLocaleString("en"));
+  cell.className = "number";
+  return cell;
+}
+
+function tables(now) {
+  const rows = now.engines.map((engine) => {
+    const condition = element("td", engine.circuit ? engine.state : `${engine.state}, fails requests`);
+    if (engine.state !== "ready" || !engine.circuit) condition.className = "bad";
+    const more = engine.models.length === 10 ? " …" : "";
+    return element("tr", element("td", engine.name), condition, element("td", `${engine.running} / ${engine.slots}`), element("td", engine.models.join(", ") + more));
+  });
+  if (now.engines_in_all > now.engines.length) rows.push(element("tr", element("td", `… and ${now.engines_in_all - now.engines.length} more`)));
+  $("engines").tBodies[0].replaceChildren(...rows);
+  for (const [id, waiting, nobody] of [["models", now.models, "any model"], ["shares", now.shares, "without a key"]]) {
+    const lines = waiting.map((entry) => element("tr", element("td", entry.name || nobody), number(entry.requests)));
+    $(id).tBodies[0].replaceChildren(...(lines.length ? lines : [element("tr", element("td", "nobody"))]));
+  }
+}
+
+function draw(now) {
+  const seconds = 60 * Math.ceil(history.tokens.length / 60);
+  lines($("tokens"), [["first", history.tokens]], seconds);
+  lines($("latency"), [["second", history.high], ["first", history.median]], seconds);
+  lines($("requests"), [["second", history.waiting], ["first", history.running]], seconds);
+  dots($("forecast"), points);
+  describe("tokens", `${shown(history.tokens.at(-1))} tokens per second now`);
+  describe("latency", now.latency_s ? `median ${shown(now.latency_s[0])} s now` : "no answer in the last second");
+  describe("requests", `${now.running} running, ${now.waiting} waiting now`);
+  describe("forecast", `${points.length} answers`);
+  timeline(now);
+}
+
+function describe(id, text) {
+  $(id).setAttribute("aria-label", text);
+}
+
+function timeline(now) {
+  const lanes = now.engines.reduce((sum, engine) => sum + engine.slots, 0);
+  const single = lanes <= LANES_MAX && now.engines_in_all === now.engines.length;
+  const rows = single ? lanesOf(now) : now.engines.map((engine) => [engine.name, shares(engine.name)]);
+  $("timeline-note").textContent = single ? "each bar a request; green: runs; orange: 1.5 times its forecast or longer" : "height: share of the slots in use";
+  $("timeline").style.height = `${Math.min(640, Math.max(120, 24 + rows.length * (single ? 11 : 14)))}px`;
+  bars($("timeline"), rows, TIMELINE_S, true);
+  describe("timeline", `${now.running} requests on ${now.engines.length} engines`);
+}
+
+function lanesOf(now) {
+  const rows = new Map();
+  for (const engine of now.engines) {
+    for (let lane = 0; lane < engine.slots; lane += 1) rows.set(`${engine.name} ${lane}`, [lane === 0 ? engine.name : "", []]);
+  }
+  for (const request of requests.values()) {
+    const row = rows.get(`${request.engine} ${request.lane}`);
+    if (!row) continue;
+    const longer = request.predicted !== null && request.tokens > 1.5 * request.predicted;
+    const shade = longer ? "second" : request.ended_s === null ? "third" : "first";
+    row[1].push([now.now_s - request.started_s, now.now_s - (request.ended_s ?? now.now_s), shade, 1]);
+  }
+  return [...rows.values()];
+}
+
+function shares(name) {
+  const values = occupied.get(name) ?? [];
+  return values.map((value, index) => [values.length - index, values.length - index - 1, "first", value]).filter(([, , , high]) => high > 0);
+}
+
+// ---- a chat ----
+
+let stopping = null;
+
+async function models() {
+  const key = sessionStorage.getItem("api-key");
+  const response = await fetch("/v1/models", { headers: key ? { authorization: `Bearer ${key}` } : {} }).catch(() => null);
+  if (response && response.status === 401) needKey();
+  if (!response || !response.ok) return;
+  const names = (await response.json()).data.map((model) => model.id);
+  if (names.join() !== [...$("model").options].map((option) => option.value).join()) {
+    const chosen = $("model").value;
+    $("model").replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen)));
+  }
+}
+
+function needKey() {
+  $("api-key").hidden = $("api-key-label").hidden = false;
+}
+
+$("api-key").addEventListener("change", () => {
+  sessionStorage.setItem("api-key", $("api-key").value);
+  models();
+});
+
+$("stop").addEventListener("click", () => stopping?.abort());
+
+$("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("chat").requestSubmit();
+});
+
+$("chat").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  stopping = new AbortController();
+  $("send").disabled = true;
+  $("stop").disabled = false;
+  $("answer").textContent = $("receipt").textContent = "";
+  const began = performance.now();
+  try {
+    await chat(began);
+  } catch (error) {
+    if (error.name !== "AbortError") $("receipt").textContent = `The answer broke off: ${error.message}`;
+  }
+  $("send").disabled = false;
+  $("stop").disabled = true;
+});
+
+async function chat(began) {
+  const key = sessionStorage.getItem("api-key");
+  const headers = { "content-type": "application/json", "x-llmserve-receipt": "true" };
+  if (key) headers.authorization = `Bearer ${key}`;
+  const body = { model: $("model").value, stream: true, stream_options: { include_usage: true }, messages: [{ role: "user", content: $("prompt").value }] };
+  const response = await fetch("/v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal: stopping.signal });
+  if (response.status === 401) needKey();
+  if (!response.ok) {
+    const error = (await response.json().catch(() => ({}))).error;
+    $("receipt").textContent = `${response.status}: ${error ? error.message : response.statusText}`;
+    return;
+  }
+  let first = null, tokens = null, receipt = null;
+  await read(response.body, (data) => {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    receipt = chunk.llmserve ?? receipt;
+    tokens = chunk.usage?.completion_tokens ?? tokens;
+    if (chunk.error) { $("receipt").textContent = chunk.error.message; return; }
+    const delta = chunk.choices?.[0]?.delta ?? {}, text = (delta.reasoning_content ?? "") + (delta.content ?? "");
+    if (!text) return;
+    first ??= performance.now();
+    $("answer").append(text);
+  });
+  const parts = [];
+  if (receipt) parts.push(`${shown(receipt.queue_ms / 1000)} s in the queue`, `engine ${receipt.engine}`, `bin ${receipt.bin}`, `batch ${receipt.batch}`);
+  if (first !== null) parts.push(`first token after ${shown((first - began) / 1000)} s`);
+  parts.push(`whole answer after ${shown((performance.now() - began) / 1000)} s`);
+  if (tokens !== null) parts.push(`${tokens} tokens`);
+  if (receipt?.predicted_tokens !== undefined) parts.push(`${receipt.predicted_tokens} were forecast`);
+  if (!$("receipt").textContent) $("receipt").textContent = parts.join(", ");
+}
+
+models();
+setInterval(models, 5000);
+follow();
