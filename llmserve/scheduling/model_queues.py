@@ -11,7 +11,7 @@ from bins.edges import OnlineEdges
 from bins.risk import risk
 from llmserve.request import Batch, Request
 from llmserve.scheduling.engines import EngineState
-from llmserve.scheduling.fair import FairShares, Share, cost
+from llmserve.scheduling.fair import FairShares, cost
 from llmserve.scheduling.formed_queue import FormedQueue
 from llmserve.scheduling.lengths import BinTokens, SeenLengths, Tokens
 from llmserve.scheduling.load import Load
@@ -99,15 +99,14 @@ class ModelQueues:
             self.no_engine_since_s = now_s
 
     def _count(self, requests: Collection[QueuedRequest], sign: int = 1) -> None:
-        """Count requests that wait from now on, or no longer. sign : -1 when they leave."""
+        """Count requests that wait from now on, or no longer; their shares count them, too. sign : -1 when they leave."""
         if not self.waiting:
             self._tally.queues[self.model] = self
-        self.waiting += sign * len(requests)
+        number = sign * len(requests)
+        self.waiting += number
+        self._tally.waiting += number
         if self.load is not None:
             self.load.count(requests, sign)
-        for queued in requests:
-            queued.share.wait(sign)
-        self._tally.waiting += sign * len(requests)
         if not self.waiting:
             del self._tally.queues[self.model]
 
@@ -136,6 +135,7 @@ class ModelQueues:
                 self.unsorted = True
         queued.sort_length = self._sort_length(queued)
         queued.share = self.fair.of(request.share, request.weight)
+        queued.share.wait()
         queue.append(queued)
         self._count((queued,))
         return queued, queue
@@ -194,7 +194,7 @@ class ModelQueues:
         by_bin: dict[int, list[QueuedRequest]] = {}
         for queued in requests:
             queued.group = self.group
-            queued.share = self._share_of(queued)
+            self._join_share(queued)
             queued.bin = self._index_of(queued)
             queued.sort_length = self._sort_length(queued)
             by_bin.setdefault(queued.bin, []).append(queued)
@@ -207,13 +207,15 @@ class ModelQueues:
         """Queue a batch that an engine failed or lost as a formed batch again. avoid : name of the engine."""
         batch.avoid = avoid
         for queued in batch.requests.values():
-            queued.share = self._share_of(queued)
+            self._join_share(queued)
         batch.share = batch.least_served()
         self.formed.push_returned(batch)
         self._count(batch.requests.values())
 
-    def _share_of(self, queued: QueuedRequest) -> Share:
-        return self.fair.of(queued.request.share, queued.request.weight)
+    def _join_share(self, queued: QueuedRequest) -> None:
+        """Let a request wait in its share."""
+        queued.share = self.fair.of(queued.request.share, queued.request.weight)
+        queued.share.wait()
 
     def _sort_length(self, queued: QueuedRequest) -> float:
         """Length by which a window sorts the request, tokens; 0 for all while predictions are not trusted."""
@@ -263,12 +265,13 @@ class ModelQueues:
             self.bins[queued.bin].remove(queued)
         else:
             self.formed.remove(queued)
+        queued.share.leave()
         self._count((queued,), -1)
 
     def start(self, batch: FormedBatch, count: int, turn: float | None = None) -> tuple[Batch, list[QueuedRequest]]:
         """Take the first `count` requests of a formed batch, for an engine to run. turn : for the engine's own order"""
         started = self.formed.take(batch, count)
-        for queued in started:  # before they cease to wait: the last counter counts for shares that return
+        for queued in started:
             queued.charged = queued.cost
             queued.share.start(queued.charged, queued.request.prefixes)
         self._count(started, -1)
@@ -290,9 +293,8 @@ class ModelQueues:
         """Let the shares of this model compete with those of others, whose engines the model shares from now on."""
         self.fair = fair
         for queued in list(self._anyhow()):
-            queued.share.wait(-1)
-            queued.share = self._share_of(queued)
-            queued.share.wait(1)
+            queued.share.leave()
+            self._join_share(queued)
         self.formed.sort_all()
         for queue in self.bins:
             queue.divide()
