@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable
 from bins.profile import StepTimes, batch_s
 from llmserve.request import BLOCK_TOKENS, EngineInfo
 from llmserve.scheduling.circuit import Circuit
-from llmserve.scheduling.memory import MemoryTurn
+from llmserve.scheduling.memory import MemoryTurn, is_giant
 from llmserve.scheduling.queues import FormedBatch, QueuedRequest, Run
 
 SURE_SHARE = 0.5  # of the cache: below this share of predicted totals, a request fits without further checks
@@ -188,7 +188,8 @@ class EngineState:
                 queued, name, batch.id, batch.formed_at_s, now_s, concurrency, steps
             )
             self.total_tokens += queued.total_tokens
-            self.turn.start(queued, self.info, now_s)
+            if is_giant(queued, self.info) or self.turn.holder is queued:
+                self.turn.start(queued, now_s)
         self.worker.running += len(requests)
         if self.circuit.open_until_s is not None:
             self.circuit.started(requests[0].request.id)
@@ -212,7 +213,8 @@ class EngineState:
             del self.running[queued.request.id]
             queued.run = None
             self.total_tokens -= queued.total_tokens
-            self.turn.end(queued, now_s)
+            if self.turn.holder is queued:
+                self.turn.end(now_s)
             if self.circuit.trial is not None:
                 self.circuit.end_trial(queued.request.id)
         self.worker.running -= len(runs)

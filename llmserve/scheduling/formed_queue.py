@@ -117,13 +117,19 @@ class FormedQueue:
 
     def fresh(self, share: Share | None = None) -> FormedBatch | None:
         """The first batch that was not set apart; None when there is none. share : of this one; None: of any"""
+        lanes = self._lanes
         if share is not None:
-            lane = self._lanes.get(share)
-            return lane[0][3] if lane is not None else None
-        lanes = self._lanes.values()
-        if len(lanes) == 1:  # nearly always: one share waits
-            return next(iter(lanes))[0][3]
-        return min([lane[0] for lane in lanes])[3] if lanes else None
+            return lanes[share][0][3] if share in lanes else None
+        if len(lanes) > 1:
+            return min([lane[0] for lane in lanes.values()])[3]
+        for lane in lanes.values():  # nearly always: one share waits
+            return lane[0][3]
+        return None
+
+    @property
+    def has_fresh(self) -> bool:
+        """Whether a batch waits that was not set apart."""
+        return bool(self._lanes)
 
     @property
     def large(self) -> list[FormedBatch]:
@@ -135,7 +141,7 @@ class FormedQueue:
         of any
         """
         fresh = self.fresh(share)
-        if not self._returned and not self._large:
+        if not (self._returned or self._large):
             return fresh
         firsts = [] if fresh is None else [fresh]
         for batches in (self.returned, self.large):
@@ -195,9 +201,9 @@ class FormedQueue:
     def _drop_void(self, share: Share) -> None:
         """Pop void entries, so that the first batch of each of the share's lanes holds a request."""
         for lanes in (self._lanes, self._large) if self._large else (self._lanes,):
-            if (lane := lanes.get(share)) is not None:
-                while lane and not _is_valid(lane[0]):
-                    heapq.heappop(lane)
+            lane = lanes.get(share)
+            while lane and not _is_valid(lane[0]):
+                heapq.heappop(lane)
                 if not lane:
                     del lanes[share]
 

@@ -23,13 +23,17 @@ from llmserve.scheduling.trust import Trust
 
 
 class Tally:
-    """Waiting requests of a group, counted by ModelQueues. waiting : number.  queues : not empty ones, by model."""
+    """Waiting requests of a group, counted by ModelQueues. waiting : number.  queues : not empty ones, by model.
 
-    __slots__ = ("queues", "waiting")
+    held_back : queues, by model, of which batches could not form early, for several shares waited (Forming)
+    """
+
+    __slots__ = ("held_back", "queues", "waiting")
 
     def __init__(self) -> None:
         self.waiting = 0
         self.queues: dict[str, ModelQueues] = {}
+        self.held_back: dict[str, ModelQueues] = {}
 
 
 class ModelQueues:
@@ -47,7 +51,6 @@ class ModelQueues:
     unsorted    whether what turns go by has changed since the last sort: who asks which is next must sort again
     bins        a queue for each bin
     fair        the shares that compete for the model's engines; models that share an engine have the same
-    held_back   whether batches could not form early at the last dispatch, for several shares waited (Forming)
     tally       counts waiting requests of the whole group
 
     Updated after every change of the group's engines for the model:
@@ -77,13 +80,13 @@ class ModelQueues:
         self.seen, self.service = seen, ServiceTime()
         self.formed, self.load, self.unsorted = formed, Load() if follows_load else None, False
         self.bins = [queue(index) for index in range(edges.bins)]
-        self.fair, self.held_back = FairShares(), False
+        self.fair = FairShares()
         self.waiting = 0  # requests in bins and in formed batches
         self.present = 0  # requests that wait or run; kept by the group
         self.engines: Sequence[EngineState] = ()
         self.slots = self.all_slots = 0
         self.no_engine_since_s: float | None = 0.0
-        self._tally = tally or Tally()
+        self.tally = tally or Tally()
         self._batch_size, self._by_risk = batch_size, by_risk
         self._tokens = BinTokens(seen, batch_size)
 
@@ -101,14 +104,14 @@ class ModelQueues:
     def _count(self, requests: Collection[QueuedRequest], sign: int = 1) -> None:
         """Count requests that wait from now on, or no longer; their shares count them, too. sign : -1 when they leave."""
         if not self.waiting:
-            self._tally.queues[self.model] = self
+            self.tally.queues[self.model] = self
         number = sign * len(requests)
         self.waiting += number
-        self._tally.waiting += number
+        self.tally.waiting += number
         if self.load is not None:
             self.load.count(requests, sign)
         if not self.waiting:
-            del self._tally.queues[self.model]
+            del self.tally.queues[self.model]
 
     # ---- arrivals ----
 

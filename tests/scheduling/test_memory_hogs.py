@@ -146,7 +146,7 @@ def test_a_turn_ends_with_its_holder_and_is_followed_by_a_longer_rest() -> None:
     turn.wait(first, 1.0)
     turn.start(first, info, 2.0)
     assert not turn.is_open_to(second, 3.0)
-    turn.end(first, 5.0)
+    turn.end(5.0)
     assert turn.rests_until_s == 5.0 + REST * 4.0
     assert not turn.is_open_to(second, turn.rests_until_s - 0.1)
     assert turn.is_open_to(second, turn.rests_until_s)
